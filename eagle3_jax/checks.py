@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from eagle3_jax.jsonl import shown
 from eagle3_jax.topology import Chain, Topology
 from eagle3_jax.types import (
     Draft,
@@ -282,6 +283,9 @@ def per_row(sampling: SamplingParams, batch: int) -> SamplingParams:
 
     def rows(name: str, dtype: type) -> Array:
         value = np.asarray(getattr(sampling, name))
+        if value.dtype == object:  # such as an integer of more than 64 bits
+            given = shown(getattr(sampling, name))
+            raise ValueError(f"{name} is {given}; expected a number of at most 64 bits, or one for each row")
         if value.shape not in ((), (batch,)):
             raise ValueError(f"{name} has shape {value.shape} for {batch} rows; give one number, or one for each row")
         if dtype is np.int32:  # larger than any vocabulary, and within 32 bits

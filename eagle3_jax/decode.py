@@ -17,6 +17,7 @@ from eagle3_jax import loop as loops
 from eagle3_jax.acceptance import Exact
 from eagle3_jax.checks import check_sampling, configured, require_part, sampling_mode_of
 from eagle3_jax.drafters.plain import Plain
+from eagle3_jax.jsonl import shown
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget, shape_of
 from eagle3_jax.loop import GenerationState, LoopParams, Outcome, Prompts, Round, SpeculativeLoop
 from eagle3_jax.results import Chunk, Generation, GenerationResult
@@ -516,7 +517,7 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 def _check_token(token: Any, vocab_size: int, what: str) -> None:
     if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
-        raise ValueError(f"{what} {token!r} is not a token id; expected whole numbers from 0 to {vocab_size - 1}")
+        raise ValueError(f"{what} {shown(token)} is not a token id; expected whole numbers from 0 to {vocab_size - 1}")
 
 
 def _padded_prompt(size: int) -> int:

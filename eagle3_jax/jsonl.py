@@ -42,13 +42,13 @@ def name_of(path: Path) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parses strict JSON: no name twice, no ``NaN``, no endless nesting.
+    """Parses strict JSON: no name twice, no ``NaN``, no endless nesting, no endless number.
 
     Raises:
         ValueError: The text is not strict JSON; the message says why.
     """
     try:
-        return json.loads(text, object_pairs_hook=_each_once, parse_constant=_refuse_constant)
+        return json.loads(text, object_pairs_hook=_each_once, parse_constant=_refuse_constant, parse_int=_whole)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -57,9 +57,16 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
-            raise ValueError(f"{name!r} stands there twice")
+            raise ValueError(f"{shown(name)} stands there twice")
         values[name] = value
     return values
+
+
+def _whole(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError:  # Python's own message recommends to change a setting of the interpreter
+        raise ValueError(f"a number has {len(digits)} digits") from None
 
 
 def _refuse_constant(name: str) -> Any:

@@ -39,7 +39,9 @@ class LogProbs(struct.PyTreeNode, kw_only=True):
     def of(cls, logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], count: int) -> LogProbs:
         """Those of ``tokens`` and of the ``count`` likeliest tokens under the logits that the tokens were chosen by."""
         scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-        top, ids = lax.top_k(scores, count)
+        # By logits: the rounding of their log-probabilities makes ties of tokens that are not equally likely.
+        ids = lax.top_k(logits, count)[1]
+        top = jnp.take_along_axis(scores, ids, axis=-1)
         return cls(token=jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0], top_ids=ids, top=top)
 
     def row(self, index: int, start: int, stop: int) -> list[TokenLogProb]:

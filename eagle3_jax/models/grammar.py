@@ -1,14 +1,13 @@
-"""Compiles regular expressions and JSON schemas to automata over the tokens of a target, with outlines-core.
+"""Compiles regular expressions to automata over the tokens of a target, with outlines-core.
 
 The library runs once, on the host. Inside the compiled program the automaton is a table.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -17,50 +16,54 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from eagle3_jax.loaded import LoadedTarget
 
-LAST = "\U0010ffff".encode()  # its first byte begins private characters only
+# No token spells these two characters. Each compiled expression is put between them, for two faults of outlines-core
+# 0.2.14. It forbids some tokens after a text that matches and can go on: "a" after "ab" in (ab)+. It also compiles a
+# search for matches that begin anywhere, which has 2^n states for a JSON string of up to n characters.
+_FIRST = "\U0010fffe"
+_LAST = "\U0010ffff"
+_PRIVATE = r"[\x{100000}-\x{10FFFF}]"  # their first byte begins no other characters
+_PRIVATE_BYTE = _LAST.encode()[0]
 MOST_ENTRIES = 2**28  # of a table, 1 GiB
-# Keywords of JSON schemas that outlines-core 0.2.14 reads past, or, allOf, translates wrongly.
-IGNORED = {
-    "allOf", "not", "if", "then", "else", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
-    "uniqueItems", "contains", "minContains", "maxContains", "minProperties", "maxProperties", "patternProperties",
-    "propertyNames", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
-}  # fmt: skip
+_ANCHORS = ("^", "$", r"\A", r"\z", r"\b", r"\B", r"\<", r"\>")
+_ESCAPE = r"\\[pP](?:\{[^}]*\}|.)|\\."
+# Pieces outside and inside a class: an escape, the beginning of a class with a literal "]", that of a group, a
+# repetition of a repetition, an operator of classes, or a character.
+_OUTSIDE = re.compile(rf"{_ESCAPE}|\[\^?\]?|\(\?(?:P?<[^>]*>|[^):]*.)|\{{,|[*+?}}][*+{{]|.", re.DOTALL)
+_INSIDE = re.compile(rf"{_ESCAPE}|\[\^?\]?|&&|--|~~|.", re.DOTALL)
 
 
-def schema_to_regex(schema: str | Mapping[str, Any], whitespace: str | None = None) -> str:
-    """Returns the regular expression of JSON texts that follow a schema.
+class Row(NamedTuple):
+    """A state of an automaton over tokens."""
 
-    Args:
-        schema: The schema, as JSON text or as a mapping.
-        whitespace: A regular expression for the space between two JSON tokens. Default: ``[ ]?``.
+    tokens: Int[np.ndarray, " n"]  #: The allowed tokens.
+    after: Int[np.ndarray, " n"]  #: The number of the state after each of them.
+    ends: bool  #: Whether the text so far matches.
+
+
+def pieces_of(pattern: str) -> list[tuple[str, int]]:
+    """Returns the pieces of a regular expression without the anchors around it.
+
+    Each has the number of character classes that it is in. Brackets are in their class.
+    """
+    pieces: list[tuple[str, int]] = []
+    place, depth = 0, 0
+    while match := (_INSIDE if depth else _OUTSIDE).match(pattern, place):
+        piece, place = match[0], match.end()
+        depth += piece[0] == "["
+        pieces.append((piece, depth))
+        depth -= piece == "]" and depth > 0
+    pieces = pieces[pieces[:1] == [("^", 0)] :]
+    return pieces[:-1] if pieces[-1:] == [("$", 0)] else pieces
+
+
+def bytes_of(pattern: str) -> set[int]:
+    """Returns the bytes of all texts that match a regular expression, except those of private characters.
 
     Raises:
-        ValueError: The schema is no JSON, or has a keyword that outlines-core refuses or would ignore.
+        ValueError: The expression is not supported.
     """
-    library = _outlines()
-    try:
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        _refuse_ignored(json.loads(text))
-        return library.json_schema.build_regex_from_schema(text, whitespace)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the JSON schema is not supported: {_first_line(error)}") from None
-
-
-def _refuse_ignored(schema: Any) -> None:
-    """Raises ``ValueError`` if a part of the schema has a keyword that would be ignored."""
-    if isinstance(schema, list):
-        for one in schema:
-            _refuse_ignored(one)
-    if not isinstance(schema, dict):
-        return
-    known = schema.get("properties", {})
-    if names := [name for name in schema if name in IGNORED]:
-        raise ValueError(f"{names[0]!r} would be ignored; leave it out and check the output for it")
-    if names := [name for name in schema.get("required", ()) if name not in known]:
-        raise ValueError(f"the property {names[0]!r} is required and not described")
-    for name, part in schema.items():
-        if name not in ("const", "enum", "default", "examples", "required"):
-            _refuse_ignored(list(part.values()) if name in ("properties", "$defs", "definitions") else part)
+    rows = _explore(pattern, {bytes([byte]): [byte] for byte in range(_PRIVATE_BYTE)}, 256)
+    return {int(byte) for row in rows for byte in row.tokens}
 
 
 def compile_regex(pattern: str, target: LoadedTarget) -> tuple[Int[np.ndarray, "S C"], Int[np.ndarray, " V"]]:
@@ -79,45 +82,97 @@ def compile_regex(pattern: str, target: LoadedTarget) -> tuple[Int[np.ndarray, "
         raise ValueError(f"{target.name} has no tokenizer; a regular expression needs one")
     if not target.stop_tokens:
         raise ValueError(f"{target.name} has no stop token, so no output could end; set stop_tokens of the target")
-    # outlines-core 0.2.14 forbids some tokens after a text that matches and can go on: "a" after "ab" in (ab)+. With a
-    # last character that no token spells, no such text exists.
-    library, spelled, last = _outlines(), dict[bytes, list[int]](), target.vocab_size
+    spelled: dict[bytes, list[int]] = {}
     for token, spelling in token_bytes(target.tokenizer).items():
-        if spelling and LAST[0] not in spelling and token not in target.stop_tokens and token < last:
+        writes = token not in target.stop_tokens and token < target.vocab_size
+        if writes and spelling and _PRIVATE_BYTE not in spelling:
             spelled.setdefault(spelling, []).append(token)
+    rows = _explore(pattern, spelled, target.vocab_size)
+    stop = list(target.stop_tokens)
+
+    def dense() -> Iterator[np.ndarray]:
+        for state in rows:
+            row = np.full(target.vocab_size, -1, np.int32)
+            row[state.tokens] = state.after
+            row[stop] = len(rows) if state.ends else -1
+            yield row
+        yield np.full(target.vocab_size, -1, np.int32)
+
+    return merge_columns(dense)
+
+
+def _explore(pattern: str, spelled: Mapping[bytes, list[int]], vocab_size: int) -> list[Row]:
+    """Returns the states of the automaton of a regular expression. The first state is number 0.
+
+    Args:
+        pattern: The expression.
+        spelled: The tokens that have each spelling; none spells a private character.
+        vocab_size: The number of tokens.
+
+    Raises:
+        ValueError: The expression is not supported.
+    """
+    first, last = vocab_size, vocab_size + 1
     try:
-        body = re.sub(r"(?<!\\)((?:\\\\)*)\$\Z", r"\1", pattern.removeprefix("^"))
-        vocabulary = library.Vocabulary(last + 1, spelled | {LAST: [last]})
-        index = library.Index(f"(?:{body}){LAST.decode()}", vocabulary)
+        ends = {_FIRST.encode(): [first], _LAST.encode(): [last]}
+        vocabulary = _outlines().Vocabulary(last + 1, {**spelled, **ends})
+        enclosed = _enclose(pattern)
+        index = _outlines().Index(enclosed, vocabulary)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"the regular expression {pattern!r:.60} is not supported by outlines-core: {_first_line(error)}"
+            f"the regular expression {pattern!r:.60} is not supported by outlines-core: {first_line(error)}"
         ) from None
-    number = {index.get_initial_state(): 0}
-    rows: list[tuple[np.ndarray, np.ndarray]] = []
-    states = list(number)
+    states = [index.get_initial_state()]
+    if enclosed.startswith(_FIRST):
+        states = [index.get_next_state(states[0], first)]
+    number = {states[0]: 0}
+    rows = []
     for state in states:  # grows
-        allowed = [token for token in index.get_allowed_tokens(state) if token < last]
+        allowed = [token for token in index.get_allowed_tokens(state) if token < first]
         after = [index.get_next_state(state, token) for token in allowed]
         for new in dict.fromkeys(after):
             if new not in number:
                 number[new] = len(states)
                 states.append(new)
-        rows.append((np.array(allowed, np.int32), np.array([number[new] for new in after], np.int32)))
-    end, stop = len(states), np.array(target.stop_tokens, np.int32)
-    rows.append((stop[:0], stop[:0]))
-    for at, (tokens, after) in enumerate(rows):
-        ended = None if at == end else index.get_next_state(states[at], last)
-        if at == end or (ended is not None and index.is_final_state(ended)):
-            rows[at] = np.append(tokens, stop), np.append(after, np.full_like(stop, end))
+        end = index.get_next_state(state, last)
+        ends = end is not None and index.is_final_state(end)
+        rows.append(Row(np.array(allowed, np.int32), np.array([number[new] for new in after], np.int32), ends))
+    return rows
 
-    def dense() -> Iterator[np.ndarray]:
-        for tokens, after in rows:
-            row = np.full(target.vocab_size, -1, np.int32)
-            row[tokens] = after
-            yield row
 
-    return merge_columns(dense)
+def _enclose(pattern: str) -> str:
+    """Returns a regular expression without anchors around it, between two characters that it does not match.
+
+    Raises:
+        ValueError: An anchor is inside the expression, it ignores white space, or a parenthesis is not opened.
+    """
+    pieces = pieces_of(pattern)
+    flags, opened, body = "", 0, ""
+    for piece, depth in pieces:
+        rest = f"--{_PRIVATE}]"
+        if depth == 1 and piece[0] == "[":
+            body += f"[{piece}"
+        elif depth == 1 and piece == "]":
+            body += f"]{rest}"
+        elif depth:
+            body += piece
+        elif piece in _ANCHORS:
+            raise ValueError(f"{piece} is inside; anchors may only be around the expression, and are not needed there")
+        elif piece in (r"\S", r"\W", r"\D") or piece[:2] in (r"\p", r"\P"):
+            body += f"[{piece}{rest}"
+        elif piece == ".":
+            body += rf"[^\n{rest}"
+        else:
+            flags += piece[2:-1] if piece[:2] == "(?" and piece[-1] in ":)" else ""
+            opened += (piece[0] == "(" and piece[-1] != ")") - (piece == ")")
+            body += piece
+        if opened < 0:
+            raise ValueError("a parenthesis is closed that is not opened")
+    if "x" in flags:
+        raise ValueError("the flag x is not supported; write the expression without spaces and comments")
+    if flags.strip("i"):  # the flags s, R and u change what a dot or a class matches
+        return f"(?:{''.join(piece for piece, _ in pieces)}){_LAST}"
+    return f"{_FIRST}(?:{body}){_LAST}"
 
 
 def merge_columns(rows: Callable[[], Iterable[np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
@@ -181,5 +236,6 @@ def _outlines() -> Any:
     return outlines_core
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].replace(LAST.decode(), "")
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message."""
+    return str(error).strip().partition("\n")[0].replace(_FIRST, "").replace(_LAST, "")

@@ -26,9 +26,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.cache import Cache
+from eagle3_jax.jsonl import shown
 from eagle3_jax.loaded import LoadedTarget
-from eagle3_jax.models.grammar import compile_regex, merge_columns, schema_to_regex
+from eagle3_jax.models.grammar import compile_regex, merge_columns
 from eagle3_jax.models.memory import parents_of
+from eagle3_jax.models.schema import schema_to_regex
 from eagle3_jax.types import TargetModel, TargetOutput
 
 
@@ -59,6 +61,22 @@ class LogitsProcessor:
         return logits
 
 
+def _float32(name: str, value: Any) -> float:
+    """A number as float32.
+
+    Raises:
+        ValueError: The value is no number, or it is finite and infinite in float32; the message begins with ``name``.
+    """
+    number = np.asarray(value)
+    if number.ndim or number.dtype.kind not in "iuf":
+        raise ValueError(f"{name} is {shown(value)}; expected a number")
+    with np.errstate(over="ignore"):
+        rounded = float(number.astype(np.float32))
+    if math.isinf(rounded) and np.isfinite(number):
+        raise ValueError(f"{name} is {shown(value)}; expected a number of float32, at most 3.4e38 in size")
+    return rounded
+
+
 def _value(default: Any = dataclasses.MISSING) -> Any:
     """A field that reaches the compiled program as an array, so another value needs no other program."""
     return dataclasses.field(default=default, compare=False)
@@ -77,9 +95,13 @@ class LogitBias(LogitsProcessor):
     def arrays(self, vocab_size: int) -> Array:
         """``[V]``, the bias of every token."""
         bias = np.zeros((vocab_size,), np.float32)
-        for token, value in self.bias.items():
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"LogitBias names the token {token}; expected ids from 0 to {vocab_size - 1}")
+        if not isinstance(self.bias, Mapping):
+            raise ValueError(f"LogitBias has {shown(self.bias)}; expected a number for each token id, as in {{7: 1.5}}")
+        for token, given in self.bias.items():
+            whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
+            if not (whole and 0 <= token < vocab_size):
+                raise ValueError(f"LogitBias names the token {shown(token)}; expected ids from 0 to {vocab_size - 1}")
+            value = _float32(f"LogitBias of the token {token}", given)
             if math.isnan(value) or value == math.inf:
                 raise ValueError(
                     f"LogitBias of the token {token} is {value}; expected a number, or -math.inf to ban it"
@@ -107,9 +129,10 @@ class MinP(LogitsProcessor):
 
     def arrays(self, vocab_size: int) -> Array:
         """The logarithm of ``min_p``."""
-        if not 0 < self.min_p <= 1:
+        min_p = _float32("min_p", self.min_p)
+        if not 0 < min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}; expected above 0 and at most 1")
-        return jnp.float32(math.log(self.min_p))
+        return jnp.float32(math.log(min_p))
 
     def __call__(self, params: Array, state: Any, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """See :class:`LogitsProcessor`."""
@@ -136,8 +159,9 @@ class Penalty(LogitsProcessor):
 
     def arrays(self, vocab_size: int) -> Array:
         """The three numbers."""
-        numbers = (self.repetition, self.presence, self.frequency)
-        if not (all(map(math.isfinite, numbers)) and self.repetition > 0):
+        names = ("repetition", "presence", "frequency")
+        numbers = tuple(_float32(f"Penalty: {name}", getattr(self, name)) for name in names)
+        if not (all(map(math.isfinite, numbers)) and numbers[0] > 0):
             raise ValueError(f"Penalty{numbers}: expected repetition above 0, presence and frequency finite")
         return jnp.asarray(numbers, jnp.float32)
 
@@ -205,8 +229,8 @@ class TokenAutomaton(LogitsProcessor):
             whitespace: A regular expression for the space between two JSON tokens. Default: ``[ ]?``.
 
         Raises:
-            ValueError: The schema has a keyword that outlines-core refuses or would ignore, such as ``maximum``; and as
-                :meth:`from_regex`.
+            ValueError: A part of the schema has a keyword, or a combination of keywords, that is not supported, such as
+                ``maximum``; and as :meth:`from_regex`.
         """
         return cls.from_regex(schema_to_regex(schema, whitespace), target)
 
@@ -215,7 +239,12 @@ class TokenAutomaton(LogitsProcessor):
         table = np.asarray(self.table)
         if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer) or not len(table):
             raise ValueError(f"the automaton's table is {table.dtype}{list(table.shape)}; expected integers [S V]")
-        columns, states = self.columns, len(table)
+        states = len(table)
+        columns = None if self.columns is None else np.asarray(self.columns)
+        if columns is not None and (columns.ndim != 1 or not np.issubdtype(columns.dtype, np.integer)):
+            raise ValueError(f"the automaton's columns are {columns.dtype}{list(columns.shape)}; expected integers [V]")
+        if isinstance(self.start, bool) or not isinstance(self.start, int | np.integer):
+            raise ValueError(f"the automaton starts in the state {shown(self.start)}; expected a whole number")
         known = table.shape[1] if columns is None else len(columns)
         if known != vocab_size:
             raise ValueError(
@@ -227,12 +256,13 @@ class TokenAutomaton(LogitsProcessor):
                 f"the automaton starts in the state {self.start} and its table names the states {table.min()} to "
                 f"{table.max()}; expected 0 to {states - 1}, and -1 in the table"
             )
+        table, start = table.astype(np.int32), int(self.start)  # smaller or unsigned types overflow below
         if columns is None:
             table, columns = merge_columns(lambda: table)
         elif not (np.min(columns) >= 0 and np.max(columns) < table.shape[1]):
             raise ValueError(f"the automaton's columns are not all from 0 to {table.shape[1] - 1}, those of its table")
-        rotated = np.roll(table, -self.start, 0)
-        rotated = np.where(rotated < 0, -1, (rotated - self.start) % states)
+        rotated = np.roll(table, -start, 0)
+        rotated = np.where(rotated < 0, -1, (rotated - start) % states)
         return jnp.asarray(rotated, jnp.int32), jnp.asarray(columns, jnp.int32)
 
     def init(self, batch: int, vocab_size: int) -> Array:

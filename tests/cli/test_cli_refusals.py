@@ -127,6 +127,9 @@ def test_a_plan_drafts_no_more_than_the_head_does(refused, tmp_path, drafter, mo
     [
         ('{"prompt_ids": [1]}\n{"prompt_ids": [1}\n', "line 2"),
         ('{"prompt_ids": [1]}\n\n{"prompt_ids": [1000]}\n', "line 3"),
+        ('{"prompt_ids": [1]}\n{"prompt_ids": [1], "temperature": 1' + "0" * 400 + "}\n", "line 2: "),
+        ('{"prompt_ids": [1]}\n{"prompt_ids": [1], "top_p": 1' + "0" * 400 + "}\n", "line 2: "),
+        ('{"prompt_ids": [1]}\n{"prompt_ids": [1' + "0" * 4000 + "]}\n", "line 2: prompt token 100000"),
         ("\n\n", "no prompts"),
     ],
 )

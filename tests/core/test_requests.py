@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 import eagle3_jax as e3
+from eagle3_jax.logprobs import LogProbs
 from eagle3_jax.topology import DynamicTree
 
 TARGET = tiny.target(13)
@@ -38,6 +39,16 @@ def test_log_probabilities_are_those_of_a_forced_scoring(drafter: str, sampling:
             assert [value for _, value in one.top] == pytest.approx([score[token] for token, _ in one.top], abs=1e-4)
     unasked = decoder.generate(PROMPTS, max_new_tokens=[20, 9, 14], sampling=sampling)
     assert unasked.tokens == result.tokens and unasked.rows[0].logprobs is None
+
+
+def test_the_likeliest_tokens_are_ranked_by_logits() -> None:
+    """The log-probabilities of the tokens 1 and 3 are equal in float32, and token 0 has a logit of their size."""
+    logits = np.full((1, 1, 100_000), 1.0, np.float32)
+    logits[..., 3] = 1.0 + 2**-23
+    logits[..., 1] = 1.0 + 2**-22
+    scores = LogProbs.of(jnp.asarray(logits), jnp.ones((1, 1), jnp.int32), 3)
+    assert np.unique(scores.top).size == 1
+    assert scores.top_ids.tolist() == [[np.argsort(-logits[0, 0], kind="stable")[:3].tolist()]] == [[[1, 3, 0]]]
 
 
 def test_a_stream_gives_the_log_probabilities_of_generate() -> None:
