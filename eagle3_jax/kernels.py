@@ -164,3 +164,32 @@ def gather_tokens(buffer: Float[Array, "B C S H"], slots: Int[Array, "B T"]) -> 
     # One index for each head, too: for tokens of all heads at once TPUs transpose the buffers (64 MiB each at batch 8).
     rows, heads = jnp.arange(buffer.shape[0])[:, None, None], jnp.arange(buffer.shape[1])[:, None]
     return buffer[rows, heads, slots[:, None]]
+
+
+_LANES, _MOST_BLOCKS = 64, 16
+
+
+def ordered_sum(x: Float[Array, "*rows D"]) -> Float[Array, "*rows 1"]:
+    """The sum over the last axis, on CPUs in an order that depends on the position of each number alone.
+
+    XLA's CPU backend chooses the order of a reduction by its whole shape, so a row would have other bits alone and
+    among others. Here blocks of 64 numbers are added one after the other, then the 64 sums in pairs. Zeros at the end
+    change nothing. Other backends sum in an order of their own.
+    """
+    return lax.platform_dependent(x, cpu=_sum_in_order, default=lambda x: jnp.sum(x, axis=-1, keepdims=True))
+
+
+def _sum_in_order(x: Float[Array, "*rows D"]) -> Float[Array, "*rows 1"]:
+    size = x.shape[-1]
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -size % _LANES)]
+    blocks = jnp.pad(x, padding).reshape(*x.shape[:-1], -1, _LANES)
+    while blocks.shape[-2] > 1:
+        count = min(blocks.shape[-2], _MOST_BLOCKS)
+        padding = [(0, 0)] * (blocks.ndim - 2) + [(0, -blocks.shape[-2] % count), (0, 0)]
+        groups = jnp.pad(blocks, padding).reshape(*x.shape[:-1], -1, count, _LANES)
+        blocks = functools.reduce(jnp.add, [groups[..., index, :] for index in range(count)])
+    lanes = lax.optimization_barrier(blocks[..., 0, :])  # else one fusion would repeat the adds for every lane
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from eagle3_jax.cache import KeyValue
+from eagle3_jax.kernels import ordered_sum
 from eagle3_jax.models.layers import matmul_precision
 
 # A long prompt is processed in blocks of queries, so that at most 2^27 attention scores (512 MiB in float32) exist at
@@ -68,6 +69,16 @@ def attention(
     """
     batch, fed, heads, _ = queries.shape
     block = _query_block_size(queries, segments)
+    if batch * fed == 1:
+        attend = functools.partial(_attend, scoring=scoring)
+        alone = lax.platform_dependent(
+            queries,
+            list(segments),
+            list(own),
+            cpu=functools.partial(_attend_in_a_pair, scoring=scoring),
+            default=attend,
+        )
+        return _merge_heads(alone, queries)
     if block >= fed:
         return _merge_heads(_attend(queries, segments, own, scoring), queries)
 
@@ -100,6 +111,20 @@ def _query_block_size(queries: Float[Array, "B T heads H"], segments: Sequence[S
     return max(_FEWEST, 1 << (_SCORES // each).bit_length() >> 1)
 
 
+def _attend_in_a_pair(
+    queries: Float[Array, "1 1 heads H"], segments: Sequence[Segment], own: Sequence[KeyValue], scoring: Scoring
+) -> Float[Array, "1 C groups 1 Hv"]:
+    """:func:`_attend` of a single query, with the bits that it has among others.
+
+    XLA's CPU backend rounds some exponentials of a single query otherwise. Products of integers turn that into other
+    logits: it can move a rounding of activations.
+    """
+    twice = lambda leaf, axis: jnp.concatenate([leaf, leaf], axis)
+    pair = lax.optimization_barrier(twice(queries, 1))  # else XLA would see that both are equal
+    diagonals = [KeyValue(twice(keys, 2), twice(values, 2)) for keys, values in own]
+    return lax.optimization_barrier(_attend(pair, segments, diagonals, scoring))[:, :, :, :1]
+
+
 def _attend(
     queries: Float[Array, "B T heads H"], segments: Sequence[Segment], own: Sequence[KeyValue], scoring: Scoring
 ) -> Float[Array, "B C groups T Hv"]:
@@ -129,7 +154,7 @@ def _attend(
         sinks = scoring.sinks.astype(jnp.float32).reshape(1, kv_heads, groups, 1, 1)
         largest = jnp.maximum(largest, sinks)
     weights = [jnp.exp(score - lax.stop_gradient(largest)) for score in scores]
-    total = functools.reduce(jnp.add, [jnp.sum(weight, axis=-1, keepdims=True) for weight in weights])
+    total = functools.reduce(jnp.add, [ordered_sum(weight) for weight in weights])
     if scoring.sinks is not None:
         total = total + jnp.exp(sinks - lax.stop_gradient(largest))
     out = jnp.zeros((), jnp.float32)

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from eagle3_jax.kernels import ordered_sum
 from eagle3_jax.models.config import GatedMLP, NormKind
 from eagle3_jax.models.quantised import LAYER, Fp8Kernel, Int8Kernel, ToQuantise, dynamic_product, int8_product
 from eagle3_jax.sharding import MLP, Axes, Axis
@@ -298,7 +299,7 @@ class RMSNorm(nnx.Module):
 def normalised(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
     """``x / sqrt(mean(x²) + eps)``, in float32."""
     y = x.astype(jnp.float32)
-    by_mean = lambda y: y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    by_mean = lambda y: y * lax.rsqrt(ordered_sum(y * y) / y.shape[-1] + eps)
     if x.size > x.shape[-1]:
         return by_mean(y)
     # XLA's GPU backend turns the norm of one row into one kernel only if no constant is applied to the sum.
