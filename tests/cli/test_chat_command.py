@@ -156,6 +156,7 @@ def test_a_conversation_at_a_terminal(folder: Path, columns: int) -> None:
     # An interrupted answer ends, and the program does not.
     os.write(chat.master, b"Why?\n")
     chat.wait(b"\x1b[?25h")  # the spinner is gone
+    assert b"compiling: once per machine" in chat.seen
     os.killpg(chat.process.pid, signal.SIGINT)
     lines = chat.wait()
     assert lines[-2:] == ["[interrupted]", ">"]
