@@ -36,7 +36,8 @@ TargetOption = Annotated[
 DrafterOption = Annotated[
     str | None,
     typer.Option(
-        "--drafter", help=f"{DRAFTERS}. Default: the bundled head; in generate and chat ngram for another --target."
+        "--drafter",
+        help=f"{DRAFTERS}. Default: the bundled head. With --target, generate and chat: ngram, none on CPUs.",
     ),
 ]
 LayerIdsOption = Annotated[

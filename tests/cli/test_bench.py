@@ -263,6 +263,16 @@ def test_overlapping_spans_are_counted_once():
     assert clock.seconds == pytest.approx(6.0)
 
 
+def test_a_clock_tells_when_a_compilation_begins():
+    program, begun = jax.jit(lambda x: 3 * x + 1), []
+    with CompileClock() as clock:
+        clock.on_compiling = lambda: begun.append(clock.programs)
+        program(np.float32(2))
+        assert begun == [0] and clock.programs == 1
+        program(np.float32(3))
+    assert begun == [0]
+
+
 def test_figures_and_their_intervals_by_hand():
     # Two pairs, (2, 1) and (4, 4): resampled they are both the first, both the second, or one each.
     found = ratio_of_sums([2.0, 4.0], [1.0, 4.0])

@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from models_on_disk import write_bytes_target
 from test_terminal import BLOCKED, WHILE_RUNNING, InTerminal, ended
@@ -102,7 +103,7 @@ def test_generate_asks_a_prompt_as_a_question(cli, refused, folder: Path, tmp_pa
     asked = ("generate", "--chat", "Why?", "--target", folder, *SHORT)
     code, out, _ = cli(*asked, "--no-compare")
     assert code == 0 and out.startswith(f"Why?\n{text}\n[stopped: reached --max-new-tokens 6]\n")
-    assert "drafter: NGram, chain K=3" in out  # where no drafter is named
+    assert "drafter: none" in out  # on a CPU, where no drafter is named
     row = json.loads(cli(*asked, "--json")[1])
     messages = [{"role": "user", "content": "Why?"}]
     assert row["text"] == text
@@ -119,6 +120,15 @@ def test_generate_asks_a_prompt_as_a_question(cli, refused, folder: Path, tmp_pa
     assert f"{file} line 1: the bundled target has no chat template" in refused("generate", "--prompts", file)
     assert "no chat template; leave --chat out" in refused("generate", "--chat", "Why?")
     assert "--chat asks a PROMPT" in refused("generate", "--chat", "--prompts", file)
+
+
+def test_the_drafter_of_a_target_without_one_depends_on_the_device(monkeypatch) -> None:
+    from eagle3_jax.cli._parts import default_drafter
+
+    for device, expected in (("cpu", "none"), ("gpu", "ngram"), ("tpu", "ngram")):
+        monkeypatch.setattr(jax, "default_backend", lambda device=device: device)
+        assert default_drafter("a target") == expected
+        assert default_drafter(None) is None  # the bundled head
 
 
 # ---------------------------------------------------------------- at a terminal
@@ -148,7 +158,8 @@ class Typing(InTerminal):
 
 @pytest.mark.parametrize("columns", [80, 100])
 def test_a_conversation_at_a_terminal(folder: Path, columns: int) -> None:
-    chat = Typing("chat", "--target", str(folder), "--max-new-tokens", "3000", columns=columns)
+    options = ("--target", str(folder), "--drafter", "ngram", "--max-new-tokens", "3000")
+    chat = Typing("chat", *options, columns=columns)
     *header, mark = chat.wait()
     assert header[0] == "drafter: NGram, chain K=3" and mark == ">"
     assert "".join(header[1:]) == f"{folder}: /help lists commands, Ctrl-D ends"
@@ -156,6 +167,7 @@ def test_a_conversation_at_a_terminal(folder: Path, columns: int) -> None:
     # An interrupted answer ends, and the program does not.
     os.write(chat.master, b"Why?\n")
     chat.wait(b"\x1b[?25h")  # the spinner is gone
+    assert b"compiling: once per machine" in chat.seen
     os.killpg(chat.process.pid, signal.SIGINT)
     lines = chat.wait()
     assert lines[-2:] == ["[interrupted]", ">"]
@@ -171,7 +183,7 @@ def test_a_conversation_at_a_terminal(folder: Path, columns: int) -> None:
 
 
 def test_the_line_after_an_answer_counts_it(folder: Path) -> None:
-    chat = Typing("chat", "--target", str(folder), *SHORT, columns=120)
+    chat = Typing("chat", "--target", str(folder), "--drafter", "ngram", *SHORT, columns=120)
     chat.wait()
     lines = chat.type("Why?\n")
     facts = re.fullmatch(
