@@ -205,7 +205,7 @@ REFUSED: dict[str, tuple[Edit, str]] = {
         r"'llama\.attention\.clamp_kqv' is 8\.0, which is not known here and may change the mathematics; give the saf",
     ),
     "another rotation": (
-        _key("llama.rope.scaling.type", "dynamic", _STR), r"rope\.scaling\.type is 'dynamic'; expected 'none' or 'linear' o"
+        _key("llama.rope.scaling.type", "dynamic", _STR), r"rope\.scaling\.type is 'dynamic'; expected 'none' or"
     ),
     "another extension": (
         lambda writer: writer.add_tensor("rope_freqs.weight", np.full(8, 2, np.float32)),
