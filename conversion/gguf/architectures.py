@@ -54,6 +54,14 @@ class Source(NamedTuple):
         self.header.fields.only(**{self.key(name.replace("__", ".")): value for name, value in supported.items()})
 
     @property
+    def num_layers(self) -> int:
+        """Number of blocks, at most the number of tensors."""
+        count = self.size("block_count")
+        if count > len(self.header.tensors):
+            raise self.header.fields.wrong(self.key("block_count"), "the file has fewer tensors")
+        return count
+
+    @property
     def head_dim(self) -> int:
         """Width of a head."""
         width, heads = self.size("embedding_length"), self.size("attention.head_count")
@@ -127,13 +135,13 @@ def _biases(source: Source) -> dict[str, Any]:
 def _windows(source: Source, period: int) -> list[str]:
     """The kinds of attention as ``layer_types``. By default every ``period``-th layer has full attention."""
     pattern = source.get("attention.sliding_window_pattern")
-    count = source.size("block_count")
+    count = source.num_layers
     if isinstance(pattern, list):
-        slides = [bool(one) for one in pattern[:count]]
+        slides = [bool(slide) for slide in pattern[:count]]
     else:
         period = source.size("attention.sliding_window_pattern", period)
         slides = [(layer + 1) % period > 0 for layer in range(count)]
-    return ["sliding_attention" if one else "full_attention" for one in slides]
+    return ["sliding_attention" if slide else "full_attention" for slide in slides]
 
 
 def _rope(source: Source) -> dict[str, Any]:
@@ -218,7 +226,7 @@ def _phi3(source: Source) -> dict[str, Any]:
     for name, field in ((LONG_FACTORS, "long_factor"), (SHORT_FACTORS, "short_factor")):
         if name not in tensors:
             raise CheckpointError(f"{source.header.path} misses {name}; fetch the file again")
-        factors[field] = [float(str(one)) for one in np.asarray(tensors[name]).ravel()]
+        factors[field] = [float(str(factor)) for factor in np.asarray(tensors[name]).ravel()]
     original = source.size("rope.scaling.original_context_length")
     length = source.size("context_length")
     expected = max(1.0, 1 + np.log(max(length / original, 1.0)) / np.log(max(original, 2))) ** 0.5
@@ -234,7 +242,7 @@ def _phi3(source: Source) -> dict[str, Any]:
 
 
 def _qwen3_moe(source: Source) -> dict[str, Any]:
-    layers = range(source.size("block_count"))
+    layers = range(source.num_layers)
     dense = [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in source.header.tensors]
     return {**_biases(source), "mlp_only_layers": dense}
 

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from eagle3_jax import DynamicTree, SpeculationSchedule, StaticTree
 
 # Also used by `eagle3 bench`, which takes several drafters.
-DRAFTERS = f"Directory or hub id of a draft head or of a small language model, {FORMS}, or module:name of your own"
+DRAFTERS = f"Directory, GGUF file or hub id of a head or of a small language model, {FORMS}, or module:name of your own"
 TargetOption = Annotated[
     str | None,
     typer.Option(
-        "--target", help="Directory or hub id of the target, or module:function of your own. Default: the bundled one."
+        "--target",
+        help="Directory, GGUF file or hub id of the target, or module:function of your own. Default: the bundled one.",
     ),
 ]
 DrafterOption = Annotated[

@@ -11,7 +11,7 @@ from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import CompilationCacheOption, JsonOption, LayerIdsOption, print_json
 
-_HELP = "Directory or hub id"
+_HELP = "Directory, GGUF file or hub id"
 CONVERT_EXAMPLE = "Example: eagle3 convert ./EAGLE3-LLaMA3.1-Instruct-8B ./head --to jax --target ./llama-3.1-8b"
 INSPECT_EXAMPLE = "Example: eagle3 inspect ./EAGLE3-LLaMA3.1-Instruct-8B --json"
 DOCTOR_EXAMPLE = "Example: eagle3 doctor --target ./llama-3.1-8b --drafter ./EAGLE3-LLaMA3.1-Instruct-8B"

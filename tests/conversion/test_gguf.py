@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("gguf")
 import gguf
 import gguf_files
-from checkpoints import assert_close, same_target
+from checkpoints import assert_close, refused, same_target
 from families import LLAMAS, RECIPES
 from gguf_files import Type, everywhere
 from safetensors.numpy import load_file, save_file
@@ -101,6 +101,16 @@ def test_older_files_of_deepseek_have_one_tensor_of_keys_and_values(
     monkeypatch.setattr(gguf_files, "translated", as_before)
     read = conversion.read_target(gguf_files.write(directory, tmp_path / "m.gguf", more=edit))
     assert same_target(read, conversion.read_target(directory))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe"])
+def test_a_number_of_blocks_that_no_file_has_is_refused_at_once(saved: Any, tmp_path: Path, name: str) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        key = f"{writer.arch}.block_count"
+        writer.kv_data[0][key] = gguf.gguf_writer.GGUFValue(10**9, gguf.GGUFValueType.UINT32)
+
+    path = gguf_files.write(saved(name), tmp_path / "m.gguf", more=edit)
+    refused(conversion.read_target, path, r"block_count is 1000000000; the file has fewer tensors")
 
 
 TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.MXFP4]
