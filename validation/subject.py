@@ -12,7 +12,7 @@ import numpy as np
 
 from eagle3_jax import LoadedDrafter, LoadedTarget, load_drafter, load_target
 from eagle3_jax.chat_template import ChatTemplate
-from eagle3_jax.conversion.files import read_tokenizer_config
+from eagle3_jax.conversion.sidecars import tokenizer_config_of
 from eagle3_jax.load import bundled, locate
 from eagle3_jax.prompts import Prompt, read_prompts
 
@@ -75,7 +75,7 @@ class Subject:
     @property
     def has_chat_template(self) -> bool:
         """Whether questions go through a chat template."""
-        return ChatTemplate.of(read_tokenizer_config(self.target_directory)) is not None
+        return ChatTemplate.of(tokenizer_config_of(self.target_directory)) is not None
 
     @functools.cached_property
     def prompts(self) -> list[Prompt]:

@@ -43,7 +43,7 @@ SCOPE = {
     "L7": "whether tasks are solved as often with speculation as without; it needs a GPU",
     "L8": "one round that accepts another number of tokens than vLLM",
     "L9": "a speed above what was measured of the memory in the same run, and a program compiled during a measurement",
-    "HF": "logits or features that differ by more than float32 rounds. Not: published checkpoints, none was run",
+    "HF": "logits or features that differ by more than float32 rounds. Not: published checkpoints",
     "JV": "a draft of ours that vLLM accepts otherwise than we do",
     "AOT": "host work, copies of caches and launches above a budget, in programs compiled for accelerators",
 }

@@ -108,7 +108,7 @@ def open_decoder(
     from eagle3_jax import SpeculativeDecoder
 
     options = draft.for_decoder()
-    source = default_drafter(models.target) if models.drafter is None else models.drafter
+    source = default_drafter(models.target, models.weights) if models.drafter is None else models.drafter
     target = read_target(models.target, dtype, mesh, weights=models.weights)
     head = read_drafter(source, target=target, target_source=models.target, layer_ids=models.layer_ids)
     shapes = ("num_speculative_tokens", "tree", "schedule")

@@ -127,8 +127,9 @@ def test_the_drafter_of_a_target_without_one_depends_on_the_device(monkeypatch) 
 
     for device, expected in (("cpu", "none"), ("gpu", "ngram"), ("tpu", "ngram")):
         monkeypatch.setattr(jax, "default_backend", lambda device=device: device)
-        assert default_drafter("a target") == expected
-        assert default_drafter(None) is None  # the bundled head
+        assert default_drafter("a target", "dense") == expected
+        assert default_drafter("a target", "int8") == "ngram"
+        assert default_drafter(None, "dense") is None  # the bundled head
 
 
 # ---------------------------------------------------------------- at a terminal
