@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import random_targets
 import tiny
 from checkpoints import write_llama
 from heads_on_disk import CHECKPOINTS
@@ -17,7 +19,9 @@ from quantised import LAYERS, plain, written
 
 import eagle3_jax as e3
 from eagle3_jax.conversion.tensors import read_tensors
+from eagle3_jax.models.config import GatedMLP, GroupedQuery, RopeConfig, uniform
 from eagle3_jax.models.layers import FLOAT32, MIXED, embed, product, product_by_table
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.models.quantised import Int8Kernel, int8_product, quantise_int8
 from eagle3_jax.topology import Chain, DynamicTree
 
@@ -137,8 +141,6 @@ def test_layers_and_output_matrix_are_integers(tmp_path: Path, tied: bool) -> No
 
 
 def tiny_tied(weights: str) -> e3.LoadedTarget:
-    import random_targets
-
     return random_targets.in_eight_bits(tiny.target(61, tie_embeddings=True), weights)
 
 
@@ -200,3 +202,48 @@ def test_one_row_of_a_tied_table_converts_no_table_on_cpus() -> None:
     row = jax.ShapeDtypeStruct((1, 1, 64), jnp.float32)
     program = jax.jit(lambda x, table: product_by_table(x, table, MIXED)).lower(row, table).compile().as_text()
     assert "f32[512,64]" not in program and "f32[64,512]" not in program
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(("rows", "size"), [(1, 3), (1, 5), (2, 1), (6, 1), (4, 4)])
+def test_logits_have_the_same_bits_alone_in_blocks_and_in_batches(rows: int, size: int) -> None:
+    """On CPUs. One other last bit would move a rounding of activations, and logits would be off by a tenth."""
+    target = deep_target()
+    texts = np.random.default_rng(0).integers(0, 61, (6, 40 + 20)).astype(np.int32)
+    alone = logits_of(target, texts[:1], size=1)
+    together = logits_of(target, texts[:rows], size=size)
+    np.testing.assert_array_equal(together[:1], alone)
+
+
+@functools.cache
+def deep_target() -> e3.LoadedTarget:
+    attention = GroupedQuery(num_heads=9, num_kv_heads=3, head_dim=64, rope=RopeConfig(theta=1e4))
+    layers = uniform(6, attention, GatedMLP(width=384))
+    target = tiny.target(61, width=576, layers=layers, tie_embeddings=True)
+    return random_targets.in_eight_bits(target, "int8")
+
+
+def logits_of(target: e3.LoadedTarget, texts: np.ndarray, *, size: int) -> np.ndarray:
+    """Logits of the last 20 tokens of every text, ``size`` tokens at a time after a prompt of 40."""
+    model: Any = target.model
+    batch, prompt = len(texts), 40
+    tokens, lengths = jnp.asarray(texts), jnp.full((batch,), prompt, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(prompt, dtype=jnp.int32), (batch, prompt))
+
+    @jax.jit
+    def prefill(params: Any) -> Any:
+        output = model(params, tokens[:, :prompt], positions, causal_mask(prompt), length=lengths)
+        return model.init_cache(batch, 256).fill(output.written, lengths)
+
+    @jax.jit
+    def step(params: Any, cache: Any, block: jax.Array) -> tuple[jax.Array, Any]:
+        at = cache.length[:, None] + jnp.arange(block.shape[1], dtype=jnp.int32)[None]
+        output = model(params, block, at, causal_mask(block.shape[1]), cache)
+        count = jnp.full((batch,), block.shape[1], jnp.int32)
+        return model.unembed(params, output.final), cache.commit(output.written, count, None)
+
+    cache, logits = prefill(target.params), []
+    for start in range(prompt, prompt + 20 // size * size, size):
+        found, cache = step(target.params, cache, tokens[:, start : start + size])
+        logits.append(np.asarray(found))
+    return np.concatenate(logits, axis=1)[:, :15]
