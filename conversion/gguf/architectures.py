@@ -273,15 +273,22 @@ def _deepseek(source: Source) -> dict[str, Any]:
     """Latent attention. Newer files store it as one head of the latent width, with the head sizes in ``*_mla`` keys."""
     source.header.fields.require(source.key("expert_gating_func"))
     source.only(expert_gating_func=_SIGMOID)
-    rope_dim = source.size("rope.dimension_count")
+    rope_dim, heads = source.size("rope.dimension_count"), source.size("attention.head_count")
     newer = "_mla" if source.has("attention.key_length_mla") else ""
+    value_dim = source.size(f"attention.value_length{newer}")
+    name = "blk.0.attn_output.weight"
+    if name not in source.header.tensors:
+        raise CheckpointError(f"{source.header.path} misses {name}; fetch the file again")
+    columns = source.header.tensors[name].shape[-1]
+    if columns != heads * value_dim:  # checked before the rules of all heads are built
+        raise source.header.fields.wrong(source.key("attention.head_count"), f"{name} has {columns} columns")
     fields: dict[str, Any] = {
-        "num_key_value_heads": source.size("attention.head_count"),
+        "num_key_value_heads": heads,
         "head_dim": None,
         "q_lora_rank": source.size("attention.q_lora_rank") if source.has("attention.q_lora_rank") else None,
         "qk_rope_head_dim": rope_dim,
         "qk_nope_head_dim": source.size(f"attention.key_length{newer}") - rope_dim,
-        "v_head_dim": source.size(f"attention.value_length{newer}"),
+        "v_head_dim": value_dim,
         "norm_topk_prob": source.header.fields.flag(source.key("expert_weights_norm"), False),
         "routed_scaling_factor": source.number("expert_weights_scale", 1.0),
         "first_k_dense_replace": source.header.fields.integer(source.key("leading_dense_block_count")),
@@ -473,7 +480,9 @@ def read_config(header: Header, row: Architecture) -> dict[str, Any]:
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{header.path} misses token_embd.weight; fetch the file again")
     source.only(attention__causal=True)
-    if "expert_count" not in row.keys:
+    if "expert_count" in row.keys:
+        _check_experts(source)
+    else:
         source.only(expert_count=0, expert_used_count=0)
     if row.whole_heads:
         source.only(attention__value_length=source.head_dim, rope__dimension_count=source.head_dim)
@@ -493,6 +502,14 @@ def read_config(header: Header, row: Architecture) -> dict[str, Any]:
         **row.constants,
         **row.more(source),
     }
+
+
+def _check_experts(source: Source) -> None:
+    """Refuses another number of experts than that of the stacks, before anything of that size is built."""
+    counts = {tensor.shape[0] for name, tensor in source.header.tensors.items() if "_exps." in name}
+    if counts != {source.size("expert_count")}:
+        held = " and ".join(map(str, sorted(counts)[:3])) or "no"
+        raise source.header.fields.wrong(source.key("expert_count"), f"the file has stacks of {held} experts")
 
 
 def layer_name(row: Architecture, name: str) -> str:

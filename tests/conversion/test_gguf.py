@@ -103,14 +103,24 @@ def test_older_files_of_deepseek_have_one_tensor_of_keys_and_values(
     assert same_target(read, conversion.read_target(directory))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe"])
-def test_a_number_of_blocks_that_no_file_has_is_refused_at_once(saved: Any, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "key", "says"),
+    [
+        ("gemma2", "block_count", "the file has fewer tensors"),
+        ("qwen3_moe", "block_count", "the file has fewer tensors"),
+        ("qwen3_moe", "expert_count", "the file has stacks of 8 experts"),
+        ("deepseek_v3", "expert_count", "the file has stacks of 8 experts"),
+        ("deepseek_v3", "attention.head_count", r"blk\.0\.attn_output\.weight has 40 columns"),
+    ],
+)
+def test_a_number_that_the_tensors_contradict_is_refused_at_once(
+    saved: Any, tmp_path: Path, name: str, key: str, says: str
+) -> None:
     def edit(writer: gguf.GGUFWriter) -> None:
-        key = f"{writer.arch}.block_count"
-        writer.kv_data[0][key] = gguf.gguf_writer.GGUFValue(10**9, gguf.GGUFValueType.UINT32)
+        writer.kv_data[0][f"{writer.arch}.{key}"] = gguf.gguf_writer.GGUFValue(10**9, gguf.GGUFValueType.UINT32)
 
     path = gguf_files.write(saved(name), tmp_path / "m.gguf", more=edit)
-    refused(conversion.read_target, path, r"block_count is 1000000000; the file has fewer tensors")
+    refused(conversion.read_target, path, rf"\.{key} is 1000000000; {says}")
 
 
 TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.MXFP4]
