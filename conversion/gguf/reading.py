@@ -79,7 +79,7 @@ def _quantisation(header: Header) -> Quantisation | None:
     for tensor in quantised:
         sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.size
     words = ", ".join(sorted(sizes, key=lambda name: -sizes[name]))
-    return Quantisation(f"GGUF {words}", False, len(quantised)) if quantised else None
+    return Quantisation(f"GGUF {words}", "", len(quantised)) if quantised else None
 
 
 def _tensors(header: Header, row: Architecture, config: dict[str, Any]) -> dict[str, Any]:
