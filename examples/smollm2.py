@@ -36,7 +36,8 @@ from eagle3_jax.prompts import Prompt, in_turn, read_prompts
 ROWS = (1, 2, 4, 6)  # of a verification
 PREFILLS = (32, 128)
 CONTEXT, CAPACITY = 100, 256
-FORMS = {"float32": ("float32", "dense"), "mixed": ("mixed", "dense"), "int8": ("float32", "int8")}
+NEW_TOKENS = 48
+FORMS = {"float32": ("float32", "dense"), "mixed": ("mixed", "dense"), "int8": ("float32", "int8")}  # dtype, weights
 KERNELS = ("kernel", "gate_up", "down")  # names of the parameters that products read
 
 
@@ -66,7 +67,7 @@ def main() -> None:
 
 def prompts_of(options: argparse.Namespace, target: e3.LoadedTarget, count: int) -> list[Prompt]:
     """The first turns of the prompts, through the target's chat template, in turn from every task."""
-    prompts = [prompt for file in options.prompts for prompt in read_prompts(file, target, max_new_tokens=64)]
+    prompts = [prompt for file in options.prompts for prompt in read_prompts(file, target, max_new_tokens=NEW_TOKENS)]
     return in_turn(prompts, count)
 
 
@@ -214,8 +215,9 @@ def divergence(options: argparse.Namespace) -> dict[str, Any]:
     prompts = prompts_of(options, dense, options.max_prompts)
     answers = greedy(dense, prompts)
     figures = {}
-    for form in ("mixed", "int8"):
-        dtype, weights = FORMS[form]
+    for form, (dtype, weights) in FORMS.items():
+        if form == "float32":
+            continue
         other = e3.load_target(options.target, dtype=dtype, weights=weights)
         pairs = [compared(dense, other, prompt.tokens, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         nats = np.concatenate([pair[0] for pair in pairs])
@@ -229,7 +231,7 @@ def divergence(options: argparse.Namespace) -> dict[str, Any]:
             "same_likeliest_token": float(same.mean()),
             "equal_texts": sum(equal),
         }
-    return {"prompts": len(prompts), "max_new_tokens": 64, "from": "float32", "figures": figures}
+    return {"prompts": len(prompts), "max_new_tokens": NEW_TOKENS, "from": "float32", "figures": figures}
 
 
 def greedy(target: e3.LoadedTarget, prompts: Sequence[Prompt], batch: int = 8) -> list[list[int]]:
@@ -238,7 +240,7 @@ def greedy(target: e3.LoadedTarget, prompts: Sequence[Prompt], batch: int = 8) -
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].tokens))
     answers: dict[int, list[int]] = {}
     for some in batches(order, batch):
-        result = decoder.generate([prompts[index].tokens for index in some], max_new_tokens=64)
+        result = decoder.generate([prompts[index].tokens for index in some], max_new_tokens=NEW_TOKENS)
         answers |= dict(zip(some, result.tokens, strict=True))
     return [answers[index] for index in range(len(prompts))]
 
@@ -296,11 +298,11 @@ def texts(options: argparse.Namespace) -> dict[str, Any]:
     parted, rounds, tokens = [], 0, 0
     prompts = prompts_of(options, target, options.max_texts)
     for prompt in prompts:
-        result = decoder.generate([prompt.tokens], max_new_tokens=64)
+        result = decoder.generate([prompt.tokens], max_new_tokens=NEW_TOKENS)
         ours = result.tokens[0]
         given = torch.tensor([prompt.tokens])
         with torch.no_grad():
-            whole = reference.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=64, do_sample=False)
+            whole = reference.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=NEW_TOKENS, do_sample=False)
         theirs = whole[0, len(prompt.tokens) :].tolist()
         rounds, tokens = rounds + int(result.stats.num_drafts), tokens + len(ours)
         if ours != theirs:
