@@ -302,7 +302,9 @@ def texts(options: argparse.Namespace) -> dict[str, Any]:
         ours = result.tokens[0]
         given = torch.tensor([prompt.tokens])
         with torch.no_grad():
-            whole = reference.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=NEW_TOKENS, do_sample=False)
+            whole = reference.generate(
+                given, attention_mask=torch.ones_like(given), max_new_tokens=NEW_TOKENS, do_sample=False
+            )
         theirs = whole[0, len(prompt.tokens) :].tolist()
         rounds, tokens = rounds + int(result.stats.num_drafts), tokens + len(ours)
         if ours != theirs:

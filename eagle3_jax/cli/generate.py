@@ -362,6 +362,9 @@ def _print_comparison(console: Console, job: Job) -> None:
         f"prefill included, compilation excluded; {hardware()}",
         markup=False,
     )
+    if not found.is_plain and max(found.ratios) < 1:
+        cheaper = "" if job.decoder.target.weights == "int8" else "; on a CPU --weights int8 makes it cheaper"
+        hint(f"a verification costs more here than the drafts save{cheaper}; eagle3 tune finds the best draft length")
 
 
 def speed_line(found: Comparison) -> str:

@@ -14,7 +14,7 @@ import test_greedy
 import tiny
 
 from eagle3_jax import loop as loops
-from eagle3_jax.decode import LoadedDrafter, SpeculativeDecoder
+from eagle3_jax.decode import LoadedDrafter, SpeculativeDecoder, _padded_prompt
 from eagle3_jax.drafters import Fallback, NGram, Plain
 from eagle3_jax.loop import LoopParams, SpeculativeLoop
 from eagle3_jax.sampling import row_keys
@@ -80,13 +80,18 @@ def test_prompts_of_one_bucket_share_one_program() -> None:
     decoder.generate([1, 2, 3], max_new_tokens=5)
     programs = loops.generate._cache_size()
     decoder.generate([4, 5, 6, 7, 8, 9, 10], max_new_tokens=9)
-    decoder.generate([4] * 128, max_new_tokens=3, seed=5)
+    decoder.generate([4] * 16, max_new_tokens=3, seed=5)
     assert loops.generate._cache_size() == programs
-    decoder.generate([4] * 129, max_new_tokens=3)
+    decoder.generate([4] * 17, max_new_tokens=3)
     assert loops.generate._cache_size() == programs + 1, "the bucket after it is a new program: the count can tell"
 
 
-@pytest.mark.parametrize("length", [127, 128, 129])
+def test_short_prompts_are_padded_to_a_power_of_two_and_long_ones_to_whole_buckets() -> None:
+    sizes = {1: 16, 16: 16, 17: 32, 33: 64, 64: 64, 65: 128, 128: 128, 129: 256, 300: 384}
+    assert {size: _padded_prompt(size) for size in sizes} == sizes
+
+
+@pytest.mark.parametrize("length", [16, 17, 64, 65, 127, 128, 129])
 def test_prompts_at_the_edge_of_a_bucket_are_decoded_alike(length: int) -> None:
     prompt = [(7 * i + 3) % 13 for i in range(length)]
     tokens = SpeculativeDecoder(TARGET, NGram(3)).generate(prompt, max_new_tokens=6).tokens[0]
