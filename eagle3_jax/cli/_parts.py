@@ -40,6 +40,16 @@ def read_target(source: str | None, dtype: str, mesh: Mesh | None = None, *, wei
     return loaded
 
 
+def fetch_first(*sources: str | None) -> None:
+    """Downloads published models that are named, before a spinner takes the line that the download writes to."""
+    from eagle3_jax.published import PUBLISHED
+    from eagle3_jax.sources import locate
+
+    for source in sources:
+        if source in PUBLISHED:
+            locate(source, "target")
+
+
 def default_drafter(target: str | None, weights: str) -> str | None:
     """The drafter of `generate` and `chat` for a target that is given without one.
 

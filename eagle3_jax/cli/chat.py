@@ -15,6 +15,7 @@ from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.cli._decoding import DraftOptions, SamplingOptions, open_decoder
 from eagle3_jax.cli._errors import Misuse, interruptible, one_line
 from eagle3_jax.cli._options import CompilationCacheOption, DtypeOption, ModelOptions, announce_input, grouped
+from eagle3_jax.cli._parts import fetch_first
 from eagle3_jax.cli._progress import spinner
 from eagle3_jax.cli._streaming import Printed, print_method, print_stream, put
 from eagle3_jax.jsonl import STDIN
@@ -60,6 +61,7 @@ def chat(
     Every line of a pipe is a question; blank lines are skipped. At a terminal /help lists the commands.
     """
     at_terminal = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
+    fetch_first(models.target, models.drafter)
     with spinner("loading"):
         keep_compiled_programs(compilation_cache)
 

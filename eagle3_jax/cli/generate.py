@@ -28,6 +28,7 @@ from eagle3_jax.cli._options import (
     parse_ids,
     write_json,
 )
+from eagle3_jax.cli._parts import fetch_first
 from eagle3_jax.cli._progress import progress_bar, spinner
 from eagle3_jax.cli._streaming import ACCEPTED, hint, print_method, print_stream, put
 from eagle3_jax.jsonl import STDIN, read_text
@@ -155,6 +156,7 @@ def generate(
             raise Misuse(f"{request.where}{error}") from None
     batches, stop_tokens = _batches(len(requests), running), () if sampling.ignore_eos else None
     mesh = read_mesh(running.mesh, batches)
+    fetch_first(models.target, models.drafter)
     with spinner("loading", quiet=running.as_json):
         decoder = open_decoder(models, draft, running.dtype, batch=batches[0], mesh=mesh, stop_tokens=stop_tokens)
     template = decoder.target.chat_template
