@@ -42,7 +42,7 @@ KERNELS = ("kernel", "gate_up", "down")  # names of the parameters that products
 
 
 def main() -> None:
-    """Measures every part, prints it, and writes all of them."""
+    """Measures every part, prints it, and writes it; a file keeps the parts that are not measured again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", nargs="+", type=Path, help="JSONL files, one a task")
     parser.add_argument("--target", default="smollm2", help="[default: smollm2]")
@@ -56,10 +56,12 @@ def main() -> None:
     parts: dict[str, Callable[[argparse.Namespace], Any]] = {
         "rounds": rounds, "start": start, "divergence": divergence, "texts": texts,
     }  # fmt: skip
-    record = {"target": options.target, "environment": environment(target=options.target, prompt_files=options.prompts)}
+    known = options.output is not None and options.output.exists()
+    record = json.loads(options.output.read_text(encoding="utf-8")) if known else {"target": options.target}
     for name in options.parts.split(","):
         begin = time.monotonic()
-        record[name] = parts[name](options)
+        of_what = environment(target=options.target, prompt_files=options.prompts)
+        record[name] = {"environment": of_what, **parts[name](options)}
         print(f"{name} ({time.monotonic() - begin:.0f} s): {json.dumps(record[name], indent=1)}", flush=True)
         if options.output is not None:
             write_text(options.output, json.dumps(record, indent=1) + "\n")
@@ -173,7 +175,7 @@ def products_program(target: e3.LoadedTarget, count: int, logits: int) -> Callab
 # From the command to the first token
 
 
-def start(options: argparse.Namespace) -> list[dict[str, Any]]:
+def start(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds from the command to its first character and to its end, without and with compiled programs; memory."""
     rows = []
     with tempfile.TemporaryDirectory() as cache:
@@ -185,7 +187,7 @@ def start(options: argparse.Namespace) -> list[dict[str, Any]]:
                 )  # fmt: skip
                 row = {"weights": weights, "compiled_programs": state, "first_character_seconds": first}
                 rows.append({**row, "seconds": seconds, "peak_megabytes": peak})
-    return rows
+    return {"rows": rows}
 
 
 def timed_command(arguments: Sequence[str]) -> tuple[float, float, int]:
@@ -210,7 +212,7 @@ def timed_command(arguments: Sequence[str]) -> tuple[float, float, int]:
 
 
 def divergence(options: argparse.Namespace) -> dict[str, Any]:
-    """Divergence of int8 from float32: of the next token, on greedy answers of float32 to every prompt, and of texts."""
+    """Divergence of int8 from float32: of the next token on greedy answers of float32, and of whole answers."""
     dense = e3.load_target(options.target)
     prompts = prompts_of(options, dense, options.max_prompts)
     answers = greedy(dense, prompts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import chat_model
 import expected
 import methods
 import options
@@ -23,7 +24,13 @@ def tables() -> dict[str, dict[str, str]]:
         "docs/checkpoints.md": {"families": support.text()},
         "docs/validation.md": {"record": validated.text()},
     }
-    for parts in (methods.parts(methods.record()), speeds.parts(), expected.parts(), options.parts()):
+    for parts in (
+        methods.parts(methods.record()),
+        speeds.parts(),
+        expected.parts(),
+        options.parts(),
+        chat_model.parts(),
+    ):
         for page, named in parts.items():
             found.setdefault(page, {}).update(named)
     return found
