@@ -41,6 +41,18 @@ PUBLISHED: dict[str, Published] = {
 }
 
 
+def cached_path(name: str) -> Path:
+    """The place of a published model in the user's cache, whether it has been downloaded or not.
+
+    Raises:
+        ValueError: The user has no home directory.
+    """
+    folder = cache_directory("models")
+    if folder is None:
+        raise ValueError(f"{name} is kept in the user's cache, and there is no home directory; set XDG_CACHE_HOME")
+    return folder / name / Path(PUBLISHED[name].member).name
+
+
 def fetch_published(name: str) -> Path:
     """The file of a published model in the user's cache, where it is downloaded to once.
 
@@ -48,16 +60,12 @@ def fetch_published(name: str) -> Path:
         ValueError: It cannot be downloaded or written, or is not the file that was published; the message says what to
             do.
     """
-    model = PUBLISHED[name]
-    folder = cache_directory("models")
-    if folder is None:
-        raise ValueError(f"{name} is kept in the user's cache, and there is no home directory; set XDG_CACHE_HOME")
-    path = folder / name / Path(model.member).name
+    path = cached_path(name)
     if path.is_file():
         return path
     try:
         with whole_directory(path.parent) as temporary:
-            _download(name, model, temporary / path.name)
+            _download(name, PUBLISHED[name], temporary / path.name)
     except WriteError as error:
         if not path.is_file():  # another process may have written it meanwhile
             raise ValueError(str(error)) from None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.cli._streaming import hint
 from eagle3_jax.named import is_named, named_drafter
 
 if TYPE_CHECKING:
@@ -42,12 +43,16 @@ def read_target(source: str | None, dtype: str, mesh: Mesh | None = None, *, wei
 
 def fetch_first(*sources: str | None) -> None:
     """Downloads published models that are named, before a spinner takes the line that the download writes to."""
-    from eagle3_jax.published import PUBLISHED
+    from eagle3_jax.published import PUBLISHED, cached_path
     from eagle3_jax.sources import locate
 
     for source in sources:
-        if source in PUBLISHED:
-            locate(source, "target")
+        if source not in PUBLISHED:
+            continue
+        model = PUBLISHED[source]
+        if not cached_path(source).is_file() and not Path(source).exists():
+            hint(f"{source} is {model.contents}, {model.licence}: {model.megabytes} MB are downloaded once")
+        locate(source, "target")
 
 
 def default_drafter(target: str | None, weights: str) -> str | None:
