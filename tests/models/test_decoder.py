@@ -116,7 +116,7 @@ def test_models_are_printed_in_a_line() -> None:
 
 def test_a_state_is_printed_in_a_line(decoder: e3.SpeculativeDecoder) -> None:
     state = decoder.prefill([[1, 2, 3], [4]], max_new_tokens=[1, 6])
-    assert repr(state) == "GenerationState(2 rows, 1 running, 2 to 4 of 256 tokens known)"
+    assert repr(state) == "GenerationState(2 rows, 1 running, 2 to 4 of 128 tokens known)"
     latest = decoder.step(state)
     assert repr(state) == "GenerationState(2 rows, consumed by a step)"
     shown = []
