@@ -123,5 +123,5 @@ def test_a_state_is_printed_in_a_line(decoder: e3.SpeculativeDecoder) -> None:
     jax.eval_shape(lambda state: shown.append(repr(state)) or state.length, latest.state)
     with tiny.unchecked():
         shapes = jax.eval_shape(lambda state: state, latest.state)
-    assert shown == [repr(shapes)] == ["GenerationState(2 rows, capacity of 256 tokens)"]
+    assert shown == [repr(shapes)] == ["GenerationState(2 rows, capacity of 128 tokens)"]
     assert len(repr(latest)) < 4000
