@@ -62,7 +62,7 @@ class ChatTemplate:
         """Returns the text of a conversation.
 
         Args:
-            messages: The turns; see :func:`check_messages`.
+            messages: The turns; each with ``role`` (``system``, ``user`` or ``assistant``) and ``content``, a text.
             add_generation_prompt: Whether the text ends where the model's answer begins.
 
         Raises:
