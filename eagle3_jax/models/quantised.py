@@ -334,11 +334,11 @@ def eight_bit_shapes(shapes: Any, products: Any, weights: str) -> Any:
     Args:
         shapes: Of every parameter, nested.
         products: As for :func:`quantised`.
-        weights: One of :data:`WEIGHTS`.
+        weights: One of :data:`WEIGHTS`, except ``dense``.
     """
 
     def convert(path: tuple[Any, ...], leaf: Any, product: str) -> Any:
-        if weights == "dense" or not is_quantised(product, weights):
+        if not is_quantised(product, weights):
             return leaf
         *stack, inputs, outputs = leaf.shape
         if weights == "int8":

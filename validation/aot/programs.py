@@ -252,7 +252,7 @@ def params_of(case: Case, loop: SpeculativeLoop, precision: Precision) -> LoopPa
             lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, stored_type(path, leaf.ndim, precision)),
             part.param_shapes(),
         )
-        return eight_bit_shapes(dense, part.param_products(), case.weights)
+        return dense if case.weights == "dense" else eight_bit_shapes(dense, part.param_products(), case.weights)
 
     target: Any = stored(loop.target)
     if isinstance(loop.drafter, Plain):
