@@ -54,7 +54,7 @@ def facts() -> str:
         f"  {nats}. The likeliest token is the same",
         f"  {same}",
         "  greedy answers of 32 tokens. The prompts are those of MT-bench, HumanEval and GSM8K.",
-        "- **Texts of transformers** on the same file in float32, with drafts by n-grams here:",
+        "- **Answers in float32 with drafts by n-grams**, of which every token is the likeliest one of transformers:",
         f"  {texts['equal']} of {texts['prompts']} equal{apart}.",
         "- **From the command to the first character** of an answer in `int8`:",
         f"  {cold['first_character_seconds']:.0f} s, and {warm['first_character_seconds']:.0f} s once the programs are",
