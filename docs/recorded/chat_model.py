@@ -46,14 +46,13 @@ def facts() -> str:
     parted = [row["logits_apart"] for row in texts["parted"]]
     apart = f"; the others part where two logits are at most {max(parted):.2g} apart" if parted else ""
     nats = "mean {mean_nats:.4f}, median {median_nats:.4f}, 99th percentile {p99_nats:.3f}".format(**divergence)
-    same = "for {same_likeliest_token:.1%}, and {equal_texts} of {prompts} equal".format(**divergence)
     lines = [
         f"- **A verification of four rows in `int8`** spends {share:.0%} outside products with weights, half of it",
         f"  in the products of attention. A prefill takes {ratios[0]:.2f} and {ratios[1]:.2f} times its products.",
-        f"- **`int8` compared with float32** over {divergence['tokens']:,} tokens, in nats a token:",
+        f"- **`int8` compared with float32** over {divergence['tokens']:,} tokens of greedy answers to",
+        f"  {divergence['prompts']} prompts of MT-bench, HumanEval and GSM8K, in nats a token:",
         f"  {nats}. The likeliest token is the same",
-        f"  {same}",
-        "  greedy answers of 32 tokens. The prompts are those of MT-bench, HumanEval and GSM8K.",
+        f"  for {divergence['same_likeliest_token']:.1%}.",
         "- **Answers in float32 with drafts by n-grams**, of which every token is the likeliest one of transformers:",
         f"  {texts['equal']} of {texts['prompts']} equal{apart}.",
         "- **From the command to the first character** of an answer in `int8`:",
