@@ -47,8 +47,8 @@ def facts() -> str:
     apart = f"; the others part where two logits are at most {max(parted):.2g} apart" if parted else ""
     nats = "mean {mean_nats:.4f}, median {median_nats:.4f}, 99th percentile {p99_nats:.3f}".format(**divergence)
     lines = [
-        f"- **A verification of four rows in `int8`** spends {share:.0%} outside products with weights, half of it",
-        f"  in the products of attention. A prefill takes {ratios[0]:.2f} and {ratios[1]:.2f} times its products.",
+        f"- **A verification of four rows in `int8`** spends {share:.0%} outside products with weights.",
+        f"  Attention is a part of this share. A prefill takes {ratios[0]:.2f} and {ratios[1]:.2f} times its products.",
         f"- **`int8` compared with float32** over {divergence['tokens']:,} tokens of greedy answers to",
         f"  {divergence['prompts']} prompts of MT-bench, HumanEval and GSM8K, in nats a token:",
         f"  {nats}. The likeliest token is the same",
