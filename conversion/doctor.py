@@ -188,10 +188,12 @@ def _tokens(target: TargetCheckpoint, draft: TargetCheckpoint) -> list[Check]:
     else:
         vocabulary = Check("vocabulary", "failure", f"{ours} tokens, target {theirs}; {own}")
     try:
-        found = [tokenizer_of(one.source) for one in (draft, target)]
+        tokenizers = [tokenizer_of(checkpoint.source) for checkpoint in (draft, target)]
     except CheckpointError as error:
         return [vocabulary, Check("tokenizer", "failure", str(error))]
-    first, second = (None if one is None else one.get_vocab(with_added_tokens=True) for one in found)
+    first, second = (
+        None if tokenizer is None else tokenizer.get_vocab(with_added_tokens=True) for tokenizer in tokenizers
+    )
     if first is None or second is None:
         who = " and ".join(name for name, one in (("draft model", first), ("target", second)) if one is None)
         detail = f"no tokenizer.json of the {who}, so token ids could not be compared"

@@ -115,8 +115,8 @@ def _read(
     notes = [] if wrapper is None else [wrapper.note(tensors)]
     if target.quantisation is not None:
         kept_as = target.quantisation.kept_as
-        kept = f", or kept as they are (--weights {kept_as})" if kept_as else ""
-        notes.append(f"its weights are computed exactly from what is stored{kept}")
+        alternative = f", or kept as they are (--weights {kept_as})" if kept_as else ""
+        notes.append(f"its weights are computed exactly from what is stored{alternative}")
     if not any(isinstance(layer.mixer, GatedDelta) for layer in target.config.layers):
         notes.append("it may be given as the drafter of a larger target with the same tokenizer too")
     return "", "; ".join(notes), target if target.quantisation is not None else None

@@ -284,8 +284,8 @@ def per_row(sampling: SamplingParams, batch: int) -> SamplingParams:
     def rows(name: str, dtype: type) -> Array:
         value = np.asarray(getattr(sampling, name))
         if value.dtype == object:  # such as an integer of more than 64 bits
-            given = shown(getattr(sampling, name))
-            raise ValueError(f"{name} is {given}; expected a number of at most 64 bits, or one for each row")
+            number = shown(getattr(sampling, name))
+            raise ValueError(f"{name} is {number}; expected a number of at most 64 bits, or one for each row")
         if value.shape not in ((), (batch,)):
             raise ValueError(f"{name} has shape {value.shape} for {batch} rows; give one number, or one for each row")
         if dtype is np.int32:  # larger than any vocabulary, and within 32 bits

@@ -47,8 +47,9 @@ def load_target(
     """Loads a target.
 
     Args:
-        source: A Hugging Face directory, a native one, a GGUF file, a hub id, or ``None`` for the bundled target.
-        dtype: ``float32``, ``bfloat16``, or ``mixed`` (bfloat16 products summed in float32; fastest on CPUs).
+        source: A Hugging Face directory, a native one, a GGUF file, a hub id, ``smollm2`` (downloaded once), or
+            ``None`` for the bundled target.
+        dtype: ``float32``, ``bfloat16``, or ``mixed`` (bfloat16 products summed in float32).
         weights: ``dense``, or kernels in eight bits, as an eight-bit file stores them, or rounded otherwise: ``fp8``;
             ``fp8-dynamic``, which quantises the other factor of their products too; ``int8``, which does the same for
             integers and is fastest on CPUs. Decoding is then lossless relative to this quantised target

@@ -64,7 +64,8 @@ class Source(NamedTuple):
     @property
     def head_dim(self) -> int:
         """Width of a head."""
-        width, heads = self.size("embedding_length"), self.size("attention.head_count")
+        width = self.size("embedding_length")
+        heads = self.size("attention.head_count")
         return self.size("attention.key_length", max(width // heads, 1))
 
     def has_bias(self, name: str) -> bool:
@@ -174,7 +175,9 @@ def _llama3(source: Source, theta: float) -> dict[str, Any] | None:
     """The scaling of Llama 3.1. The file has a divisor for every frequency, and these parameters must reproduce it."""
     divisors = np.asarray(source.header.tensors[ROPE_FREQS]).ravel()
     factor = float(str(divisors.max()))
-    low, high, original = 1.0, 4.0, 8192
+    low = 1.0
+    high = 4.0
+    original = 8192
     if theta <= 0 or not factor >= 1:
         raise _no_llama3(source)
     turns = original * theta ** -(np.arange(divisors.size) / divisors.size) / (2 * np.pi)
@@ -216,7 +219,8 @@ def _gemma3(source: Source) -> dict[str, Any]:
 def _phi3(source: Source) -> dict[str, Any]:
     """Partial rotation, and ``longrope``, whose factors are tensors."""
     source.only(attention__value_length=source.head_dim)
-    tensors, dims = source.header.tensors, source.size("rope.dimension_count")
+    tensors = source.header.tensors
+    dims = source.size("rope.dimension_count")
     window = source.header.fields.integer(source.key("attention.sliding_window"), 0)
     fields: dict[str, Any] = {"partial_rotary_factor": dims / source.head_dim, "sliding_window": window or None}
     if LONG_FACTORS not in tensors and SHORT_FACTORS not in tensors:
@@ -273,7 +277,8 @@ def _deepseek(source: Source) -> dict[str, Any]:
     """Latent attention. Newer files store it as one head of the latent width, with the head sizes in ``*_mla`` keys."""
     source.header.fields.require(source.key("expert_gating_func"))
     source.only(expert_gating_func=_SIGMOID)
-    rope_dim, heads = source.size("rope.dimension_count"), source.size("attention.head_count")
+    rope_dim = source.size("rope.dimension_count")
+    heads = source.size("attention.head_count")
     newer = "_mla" if source.has("attention.key_length_mla") else ""
     value_dim = source.size(f"attention.value_length{newer}")
     name = "blk.0.attn_output.weight"
@@ -452,7 +457,8 @@ def architecture_of(header: Header) -> Architecture:
     Raises:
         CheckpointError: The architecture is unsupported, or the file has keys that are unknown for it.
     """
-    path, name = header.path, header.metadata.get("general.architecture")
+    path = header.path
+    name = header.metadata.get("general.architecture")
     if isinstance(name, str) and name in _DRAFTERS:
         raise CheckpointError(
             f"{path} holds a draft head ({name}); heads are not read from GGUF, so give the directory of the head's "
@@ -476,7 +482,8 @@ def architecture_of(header: Header) -> Architecture:
 
 def read_config(header: Header, row: Architecture) -> dict[str, Any]:
     """The ``config.json`` of the model in a file, without token ids."""
-    source, tensors = Source(header, row.name), header.tensors
+    source = Source(header, row.name)
+    tensors = header.tensors
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{header.path} misses token_embd.weight; fetch the file again")
     source.only(attention__causal=True)

@@ -119,13 +119,14 @@ def stored_kernel(parts: Sequence[tuple[View, Any]], shape: Sequence[int]) -> Fp
     block = parts[0][1].block or inputs
     if kind == "fp8":  # FP8 kernels are stored transposed
         values = np.empty((*stack, outputs, inputs), E4M3)
-        whole = values.swapaxes(-1, -2)
+        kernel = values.swapaxes(-1, -2)
     else:
-        values = whole = np.empty((*stack, inputs, outputs), np.int8)
+        values = np.empty((*stack, inputs, outputs), np.int8)
+        kernel = values
     scale = np.empty((*stack, -(-inputs // block), outputs), np.float32)
     for place, part in parts:
         stored, scales = part.parts()
-        of_values, of_scale = place(whole), place(scale)
+        of_values, of_scale = place(kernel), place(scale)
         of_values[...] = stored.reshape(of_values.shape)
         # The two differ in the axis of inputs alone. The scale of a block is that of its first input.
         firsts = tuple(

@@ -38,7 +38,8 @@ DrafterOption = Annotated[
     str | None,
     typer.Option(
         "--drafter",
-        help=f"{DRAFTERS}. Default: the bundled head. With --target, generate and chat: ngram, none on CPUs.",
+        help=f"{DRAFTERS}. Default: the bundled head. With --target, generate and chat: ngram; on CPUs only with "
+        "--weights int8.",
     ),
 ]
 LayerIdsOption = Annotated[

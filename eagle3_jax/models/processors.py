@@ -97,11 +97,11 @@ class LogitBias(LogitsProcessor):
         bias = np.zeros((vocab_size,), np.float32)
         if not isinstance(self.bias, Mapping):
             raise ValueError(f"LogitBias has {shown(self.bias)}; expected a number for each token id, as in {{7: 1.5}}")
-        for token, given in self.bias.items():
+        for token, number in self.bias.items():
             whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
             if not (whole and 0 <= token < vocab_size):
                 raise ValueError(f"LogitBias names the token {shown(token)}; expected ids from 0 to {vocab_size - 1}")
-            value = _float32(f"LogitBias of the token {token}", given)
+            value = _float32(f"LogitBias of the token {token}", number)
             if math.isnan(value) or value == math.inf:
                 raise ValueError(
                     f"LogitBias of the token {token} is {value}; expected a number, or -math.inf to ban it"

@@ -28,7 +28,33 @@ WEIGHTS = ("dense", "fp8", "fp8-dynamic", "int8")
 LAYER, OUTPUT = "layer", "output"
 
 
-class Fp8Kernel(struct.PyTreeNode, kw_only=True):
+class EightBitKernel(struct.PyTreeNode, kw_only=True):
+    """Values in eight bits and their scales, in the layouts of the two kinds of kernels."""
+
+    values: Any  #: The rounded matrix, or a stack of them.
+    scale: Any  #: Scales in float32.
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix, or of the stack."""
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and scales."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in (self.values, self.scale))
+
+    def __getitem__(self, index: Any) -> EightBitKernel:
+        """Some kernels of a stack; ``...`` for all of it."""
+        return dataclasses.replace(self, values=self.values[index], scale=self.scale[index])
+
+
+class Fp8Kernel(EightBitKernel, kw_only=True):
     """A kernel ``W[..., i, o] = values[..., o, i] · scale[..., i // block, o]``, or a stack of them.
 
     The values lie transposed: NVIDIA's FP8 products contract the last axes of both operands, and CPUs read them faster.
@@ -47,23 +73,9 @@ class Fp8Kernel(struct.PyTreeNode, kw_only=True):
         return (*stack, inputs, outputs)
 
     @property
-    def ndim(self) -> int:
-        """Number of the kernel's axes."""
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of values and scales."""
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in (self.values, self.scale))
-
-    @property
     def per_channel(self) -> bool:
         """Whether an output has one scale, which may be multiplied behind the product."""
         return self.scale.shape[-2] == 1
-
-    def __getitem__(self, index: Any) -> Fp8Kernel:
-        """Some kernels of a stack; ``...`` for all of it."""
-        return dataclasses.replace(self, values=self.values[index], scale=self.scale[index])
 
     def unscaled(self, dtype: DTypeLike) -> Float[Array, "... D_in D_out"]:
         """The values alone, as a kernel lies."""
@@ -137,7 +149,7 @@ def _scaled(rows: Float[Array, "T D"], values: Array, scale: Float[Array, " D_ou
     return sums * of_row * scale
 
 
-class Int8Kernel(struct.PyTreeNode, kw_only=True):
+class Int8Kernel(EightBitKernel, kw_only=True):
     """A kernel ``H W[..., i, o] = values[..., i, o] · scale[..., o]``, a stack of them, or a table of embeddings.
 
     Products quantise the activations too, each row by its own largest value (W8A8). A few activations are far larger
@@ -151,25 +163,6 @@ class Int8Kernel(struct.PyTreeNode, kw_only=True):
     rotation: int = struct.field(pytree_node=False, default=1)  #: Size of the blocks of ``H``; 1 for no rotation.
 
     dynamic: ClassVar[bool] = True  #: Products quantise the activations; see :class:`Fp8Kernel`.
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the values."""
-        return self.values.shape
-
-    @property
-    def ndim(self) -> int:
-        """Number of the kernel's axes."""
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of values and scales."""
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in (self.values, self.scale))
-
-    def __getitem__(self, index: Any) -> Int8Kernel:
-        """Some kernels of a stack; ``...`` for all of it."""
-        return dataclasses.replace(self, values=self.values[index], scale=self.scale[index])
 
     def rows(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Dequantised rows of a table, in float32."""

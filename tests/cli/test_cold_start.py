@@ -137,7 +137,7 @@ def test_the_default_directory_follows_the_standard(monkeypatch, tmp_path):
 
     monkeypatch.setenv("HOME", "relative")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert cache_directory("compiled") is None  # nothing is written where nobody looks
+    assert cache_directory("compiled") is None  # a user without a home directory has no cache
     monkeypatch.setenv("HOME", str(tmp_path))
     for given, expected in (
         ("", tmp_path / ".cache"),
