@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.models.config import Experts, GatedMLP
 from eagle3_jax.models.layers import Linear, Precision, SwiGLU
 from eagle3_jax.models.mixture import Stack, mixture
-from eagle3_jax.models.quantised import LAYER, EightBitKernel
+from eagle3_jax.models.quantised import LAYER, Fp8Kernel, Int8Kernel
 from eagle3_jax.models.routers import Routing, route, router_logits
 from eagle3_jax.sharding import EXPERTS, MODEL, Axis, on_a_mesh, rows_spec
 
@@ -77,7 +77,7 @@ def _spec(variable: nnx.Variable) -> Any:
     """Where a parameter lies; of one in eight bits where each of its leaves does."""
     axes, value = variable.get_metadata().get("axes", ()), variable[...]
     spec = PartitionSpec(*(None if axis is None else MODEL for axis in axes))
-    if not isinstance(value, EightBitKernel):
+    if not isinstance(value, Fp8Kernel | Int8Kernel):
         return spec
     places = value.divided(NamedSharding(jax.sharding.get_abstract_mesh(), spec))
     return jax.tree.map(lambda place: place.spec, places)

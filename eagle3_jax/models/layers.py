@@ -80,7 +80,7 @@ def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
         on_its_way[:] = [one]
         return one
 
-    def put_kernel(kernel: Fp8Kernel | Int8Kernel, sharding: NamedSharding | None) -> Any:
+    def put_kernel(kernel: Fp8Kernel | Int8Kernel, sharding: NamedSharding | None) -> Fp8Kernel | Int8Kernel:
         if sharding is None:
             return jax.tree.map(jax.device_put, kernel)
         return jax.tree.map(lambda leaf, of: put_shards(leaf, leaf.dtype, of), kernel, kernel.divided(sharding))
