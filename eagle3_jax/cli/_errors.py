@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -33,6 +33,7 @@ _SMALLER = (
 _GRACE = 0.5  # seconds that Python gets to react to a signal before the process ends without it
 
 received: list[int] = []  # the signal that ends the program
+_steps: list[bool] = []  # inside `after_the_step`: not empty
 _heard: list[float] = []  # inside `interruptible`: the last time that Ctrl-C raised, zero at first; otherwise empty
 
 
@@ -120,7 +121,28 @@ def interruptible() -> Iterator[None]:
         _heard.clear()
 
 
-def _unwind(number: int, frame: FrameType | None) -> NoReturn:
+@contextlib.contextmanager
+def after_the_step() -> Iterator[Callable[[], None]]:
+    """Lets a step end before a signal ends the program; a second signal ends it at once.
+
+    Yields:
+        A function to call after every step. It raises if a signal has come.
+    """
+    _steps.append(True)
+
+    def leave_if_asked() -> None:
+        if received:
+            raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(signal_code())
+
+    try:
+        yield leave_if_asked
+    finally:
+        _steps.clear()
+
+
+def _unwind(number: int, frame: FrameType | None) -> None:
+    if _steps:
+        return  # `_watch` has seen it
     if received:
         leave()  # the second signal
     if number == signal.SIGINT and _heard:
@@ -151,6 +173,12 @@ def _watch(reader: int, numbers: frozenset[int]) -> None:
     while True:
         number = os.read(reader, 1)[0]
         if number not in numbers:
+            continue
+        if _steps:
+            if received:
+                leave()
+            received.append(number)
+            os.write(2, b"\nthis step ends first; another signal ends the program now\n")
             continue
         threading.Event().wait(_GRACE)
         if number == signal.SIGINT and _heard:

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from eagle3_jax.models.config import DecoderConfig
+    from eagle3_jax.training.texts import Texts
 
 CHECKPOINTS, _PARTIAL = "checkpoints", ".partial"
+DATA_RECORD = "data.json"  # the options of `eagle3 train data`, and how many shards there are when all are
 _RUN = "run.json"  # next to the checkpoints: the options of the run, and its draft vocabulary
 
 
@@ -43,6 +45,35 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
     if not fits:
         raise Misuse(f"{path} is damaged, or holds no token ids of its tokenizer; write the corpus again")
     return tokens, tokenizer
+
+
+def read_texts(directory: Path) -> tuple[Texts, Texts]:
+    """The texts that `eagle3 train data` wrote: those to learn from, and those that are held out.
+
+    Raises:
+        Misuse: The directory holds something else or is not finished, or one of the groups is empty.
+    """
+    from eagle3_jax.conversion.files import read_json
+    from eagle3_jax.training.texts import Texts
+
+    record = directory / DATA_RECORD
+    if not record.is_file():
+        raise Misuse(
+            f"{directory} holds no texts to learn from; write them with `eagle3 train data TARGET {directory}`"
+        )
+    contents = read_json(record)
+    shards = sorted(directory.glob("texts-*.npz"))
+    if len(shards) != contents.get("shards"):
+        raise Misuse(f"{directory} is not finished; run the same `eagle3 train data` again to go on")
+    texts = Texts.joined(Texts.load(shard) for shard in shards)
+    is_held_out = texts.held_out(float(contents["options"]["--held-out"]))
+    groups = texts.chosen(~is_held_out), texts.chosen(is_held_out)
+    if not len(groups[0]) or not len(groups[1]):
+        raise Misuse(
+            f"of the {len(texts)} texts in {directory} {len(groups[1])} are held out; both groups need some, so give "
+            "more documents or another --held-out"
+        )
+    return groups
 
 
 def check_trainable(shapes: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import TypedDict
 
@@ -11,9 +12,11 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.memory import causal_mask
-from eagle3_jax.training.regenerate import Rows
+from eagle3_jax.training.features import Features, Known
+from eagle3_jax.training.texts import Texts, buckets_of, padded
 
 Loss = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]  # a loss and its metrics
 
@@ -29,6 +32,7 @@ class TTTBatch(struct.PyTreeNode, kw_only=True):
     loss_mask: Bool[Array, "B T"]
     #: Random key of objectives that sample what they train on; another one for every batch.
     key: Key[Array, ""] | None = None
+    known: Known | None = None  #: What the target gives at each token; ``None``: the objective runs the target.
 
     @property
     def positions(self) -> Int[Array, "B T"]:
@@ -47,6 +51,13 @@ class Frozen(TypedDict):
     target_params: Params  #: Parameters of the target.
     embedding: Float[Array, "V D"]  #: The head's token embedding, mostly the target's own.
     draft_to_target: Int[Array, " W"] | None  #: Target id of every draft id; ``None`` where these are the same.
+
+
+def final_states(target: DecoderTarget, params: Params, batch: TTTBatch) -> Float[Array, "B T D"]:
+    """The target's states after its final norm: those that the batch holds, or else those of a forward."""
+    if batch.known is None:
+        return target(params, batch.tokens, batch.positions, batch.seen).final
+    return batch.known.final.astype(target.precision.activations)
 
 
 def draft_ids(frozen: Frozen, vocab_size: int) -> Int[Array, " V"]:
@@ -82,27 +93,77 @@ def greedy_tau(steps: Iterable[tuple[Array, Bool[Array, "*n"]]]) -> Float[Array,
     return tau
 
 
-def row_batches(rows: Rows, batch: int, seed: int) -> Callable[[int], TTTBatch]:
-    """Batches of regenerated rows as a function of the step alone; each pass sees every row once.
+def text_batches(
+    texts: Texts, batch: int, seed: int, features: Features | None = None
+) -> tuple[Callable[[int], TTTBatch], int]:
+    """Batches of texts as a function of the step alone, so that an interrupted run goes on with the same ones.
 
-    Supervised are the rows whose label the target itself wrote. Its first token never is: it comes from the target.
+    Each pass sees every text once. Texts of similar length share a batch. Batches have about as many tokens, so those
+    of shorter texts have more rows.
+
+    Args:
+        texts: The texts.
+        batch: Rows of a batch of the longest texts.
+        seed: Random seed of the order.
+        features: What the target gives at each token. Default: the objective runs the target.
+
+    Returns:
+        The function from a step to its batch, and the number of steps of a pass.
     """
-    real, _ = rows.masks
-    index = np.arange(rows.tokens.shape[1])[None, :]
-    learn = (index >= rows.prompt_length[:, None] - 1) & (index < rows.length[:, None] - 1)
-    count = len(rows.tokens) // batch
-    if count == 0:
-        raise ValueError(f"{len(rows.tokens)} rows do not fill a batch of {batch}; regenerate more or lower it")
+    buckets = buckets_of(texts.length)
+    rows = [max(1, batch * buckets[-1].length // bucket.length) for bucket in buckets]
+    chunks = [
+        (index, offset) for index, bucket in enumerate(buckets) for offset in range(0, len(bucket.texts), rows[index])
+    ]
+
+    @functools.lru_cache(maxsize=1)
+    def orders(number: int) -> tuple[list[np.ndarray], np.ndarray]:
+        """The order of the texts of each bucket, and that of the chunks."""
+        random = np.random.default_rng((seed, number))
+        return [random.permutation(bucket.texts) for bucket in buckets], random.permutation(len(chunks))
 
     def batch_at(step: int) -> TTTBatch:
-        order = np.random.default_rng((seed, step // count)).permutation(len(rows.tokens))
-        chosen = order[(step % count) * batch : (step % count + 1) * batch]
-
-        def take(array: Array | np.ndarray) -> jax.Array:
-            return jax.device_put(np.asarray(array)[chosen])
-
-        tokens = take(rows.tokens.astype(np.int32))
+        number, place = divmod(step, len(chunks))
+        order, order_of_chunks = orders(number)
+        index, offset = chunks[order_of_chunks[place]]
+        chosen = order[index][offset : offset + rows[index]]
         key = jax.random.fold_in(jax.random.key(seed), step)
-        return TTTBatch(tokens=tokens, attention_mask=take(real), loss_mask=take(learn), key=key)
+        return batch_of(texts, chosen, length=buckets[index].length, count=rows[index], key=key, features=features)
 
-    return batch_at
+    return batch_at, len(chunks)
+
+
+def batch_of(
+    texts: Texts,
+    chosen: Int[np.ndarray, " b"],
+    *,
+    length: int,
+    count: int,
+    key: Key[Array, ""] | None = None,
+    features: Features | None = None,
+) -> TTTBatch:
+    """A batch of chosen texts.
+
+    Args:
+        texts: The texts.
+        chosen: Indices of at most ``count`` texts.
+        length: ``T``, tokens of a row.
+        count: ``B``; rows without a text learn nothing.
+        key: Random key of the batch.
+        features: What the target gives at each token.
+    """
+    tokens, real = padded(texts, chosen, length, count)
+    learn = np.zeros_like(real)
+    start = texts.start
+    for row, index in enumerate(chosen):
+        answer = texts.learn[start[index] : start[index] + texts.length[index]]
+        # The first token of an answer always comes from the target.
+        entries = answer[1:-1] & answer[2:]
+        learn[row, : len(entries)] = entries
+    return TTTBatch(
+        tokens=jnp.asarray(tokens),
+        attention_mask=jnp.asarray(real),
+        loss_mask=jnp.asarray(learn),
+        key=key,
+        known=None if features is None else features.of(chosen, length, count),
+    )

@@ -116,6 +116,12 @@ def encode(tokenizer: Tokenizer, documents: list[Document], seed: int) -> np.nda
     return np.concatenate(pieces)
 
 
+def write_documents(path: Path, documents: list[Document]) -> None:
+    """Writes the documents as lines of JSON with ``name`` and ``text``, as ``eagle3 train data`` reads them."""
+    lines = (json.dumps({"name": document.name, "text": document.text}) + "\n" for document in documents)
+    path.write_text("".join(lines), encoding="utf-8")
+
+
 def write_manifest(path: Path, documents: list[Document]) -> None:
     """Record every file with its hash, size and part, so that a rebuild can be compared."""
     lines = []

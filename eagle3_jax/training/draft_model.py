@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from eagle3_jax.drafters.draft_model import DraftModel
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, extend, greedy_tau, share
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, extend, final_states, greedy_tau, share
 
 
 def distillation_loss(
@@ -39,12 +39,12 @@ def distillation_loss(
         argmax is the target's; ``acceptance_0``, the mean of ``Σ_v min(p_v, q_v)``; and ``simulated_tau``.
     """
 
-    def logprobs(model: DecoderTarget, params: Params) -> Float[Array, "B T V"]:
-        output = model(params, batch.tokens, batch.positions, batch.seen)
-        return jax.nn.log_softmax(model.unembed(params, output.final), axis=-1)
+    def logprobs(model: DecoderTarget, params: Params, batch: TTTBatch) -> Float[Array, "B T V"]:
+        return jax.nn.log_softmax(model.unembed(params, final_states(model, params, batch)), axis=-1)
 
-    log_p = lax.stop_gradient(logprobs(target, frozen["target_params"]))
-    log_q, p = logprobs(drafter.model, params), jnp.exp(log_p)
+    log_p = lax.stop_gradient(logprobs(target, frozen["target_params"], batch))
+    log_q = logprobs(drafter.model, params, batch.replace(known=None))
+    p = jnp.exp(log_p)
     supervised = jnp.pad(batch.loss_mask[:, :-1], ((0, 0), (1, 0))) & batch.attention_mask
     loss = share(jnp.sum(p * (log_p - log_q), axis=-1), supervised)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from eagle3_jax.writing import check_free, disk_full_named, orbax_quiet, remove_
 Batch = Any
 Metrics = dict[str, jax.Array]
 LossFn = Callable[[Params, Batch], tuple[jax.Array, Metrics]]
+
+
+class NotFinite(ValueError):
+    """Training has come to a loss or a gradient that is not a finite number."""
 
 
 class TrainState(struct.PyTreeNode, kw_only=True):
@@ -138,12 +143,26 @@ class Trainer:
         """Step until ``num_steps``, yielding the state and its metrics after every step.
 
         ``batch_at`` maps a step to its batch and nothing else, so that the data order survives an interruption.
+
+        Raises:
+            NotFinite: The loss or the gradient of a step is not a finite number. The step is not taken.
         """
         for step in range(int(state.step), num_steps):
-            state, metrics = self._step(state, batch_at(step))
+            after, metrics = self._step(state, batch_at(step))
+            values = {name: float(value) for name, value in metrics.items()}
+            if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
+                raise NotFinite(
+                    f"step {step + 1}: the loss is {values['loss']:.3g} and the norm of its gradient "
+                    f"{values['grad_norm']:.3g}; {self._last_checkpoint()}. Lower the learning rate"
+                )
+            state = after
             if self._checkpoints is not None and ((step + 1) % save_every == 0 or step + 1 == num_steps):
                 self.save(state)
-            yield state, {name: float(value) for name, value in metrics.items()}
+            yield state, values
+
+    def _last_checkpoint(self) -> str:
+        step = None if self._checkpoints is None else self._checkpoints.latest_step()
+        return "there is no checkpoint" if step is None else f"the last checkpoint is {self._directory / str(step)}"
 
     def save(self, state: TrainState) -> None:
         """Write a checkpoint; it appears under its name only when complete.

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from eagle3_jax.drafters.medusa import MedusaDrafter
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, greedy_tau, share
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, final_states, greedy_tau, share
 
 _DECAY = 0.8
 
@@ -40,7 +40,7 @@ def medusa_loss(
         and is a miss.
     """
     frozen = lax.stop_gradient(frozen)
-    states = lax.stop_gradient(target(frozen["target_params"], batch.tokens, batch.positions, batch.seen).final)
+    states = lax.stop_gradient(final_states(target, frozen["target_params"], batch))
     to_draft = draft_ids(frozen, drafter.config.vocab_size)
     heads = drafter.bind({"head": head_params})
 

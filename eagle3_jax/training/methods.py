@@ -57,6 +57,7 @@ class HeadOptions:
     width: int | None = None  #: Width of its residual stream.
     mlp_width: int | None = None  #: Inner width of its MLPs.
     draft_vocab_size: int | None = None  #: ``W``, how many of the target's tokens it can draft.
+    noise: float | None = None  #: Size of the noise on its features; see :class:`~eagle3_jax.training.ttt.TTTConfig`.
 
 
 # First parameters
@@ -264,7 +265,7 @@ class Recipe(NamedTuple):
 
 
 def _supervised(options: HeadOptions) -> TTTConfig:
-    return TTTConfig(num_steps=options.depth, denominator="supervised")
+    return TTTConfig(num_steps=options.depth, denominator="supervised", noise=options.noise or 0.0)
 
 
 def _block_recipe(shape: Callable[[DecoderConfig, HeadOptions], DFlashConfig], objective: BlockObjective) -> Recipe:
@@ -282,7 +283,7 @@ def _block_recipe(shape: Callable[[DecoderConfig, HeadOptions], DFlashConfig], o
 # of 0.6, and leaves every step at the position and under the mask of the first.
 RECIPES: dict[str, Recipe] = {
     "eagle3": Recipe(
-        ("mlp_width", "draft_vocab_size"),
+        ("mlp_width", "draft_vocab_size", "noise"),
         lambda target, options: official_head(target, options.draft_vocab_size or target.vocab_size, options.mlp_width),
         Eagle3Drafter,
         ttt_loss,
@@ -298,7 +299,9 @@ RECIPES: dict[str, Recipe] = {
         depths="1",
     ),
     "medusa": Recipe(("num_layers", "draft_vocab_size"), _medusa, MedusaDrafter, medusa_loss, start=_copied_heads),
-    "mtp": Recipe(("mlp_width",), functools.partial(_on_final_state, MTPConfig), MTPDrafter, ttt_loss, _supervised),
+    "mtp": Recipe(
+        ("mlp_width", "noise"), functools.partial(_on_final_state, MTPConfig), MTPDrafter, ttt_loss, _supervised
+    ),
     "p-eagle": Recipe(_LAYERS_MLP_VOCABULARY, _p_eagle, PEagleDrafter, p_eagle_loss, depths="8", draft_vocab_size=2048),
     "dflash": _block_recipe(_block, BlockObjective(text=1.0)),
     "dspark": _block_recipe(_spark, BlockObjective(text=0.1, distance=0.9, confidence=1.0)),

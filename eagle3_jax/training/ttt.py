@@ -31,7 +31,7 @@ from eagle3_jax.models.attention import Segment
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.memory import BlockMemory, Span, spans_of
-from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, greedy_tau, share
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, final_states, greedy_tau, share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,9 @@ class TTTConfig:
     #: a flaw of the official code: supervised rows whose label lies beyond the end of the sequence are pulled towards
     #: the uniform distribution. ``supervised`` leaves them out.
     denominator: Literal["all", "supervised"] = "all"
+    #: Standard deviation of Gaussian noise on each feature, as a part of the feature's root mean square. Without it a
+    #: head learns few texts by heart. It needs the key of the batch. (EAGLE-1, section 3.2, has uniform noise.)
+    noise: float = 0.0
 
 
 class Teacher(NamedTuple):
@@ -91,6 +94,9 @@ def ttt_loss(
     """
     frozen, num_steps = lax.stop_gradient(frozen), config.num_steps
     teacher, features = teacher_forward(drafter, target, frozen, batch, num_steps)
+    if config.noise and batch.key is not None:
+        size = jnp.sqrt(jnp.mean(jnp.square(features), axis=-1, keepdims=True))
+        features = features + config.noise * size * jax.random.normal(batch.key, features.shape, features.dtype)
     output = borrowed(drafter, target, frozen)
     logits = unroll(drafter, head_params, frozen["embedding"], features, batch, num_steps, output)
     return loss_and_metrics(teacher, logits, batch, config)
@@ -128,20 +134,45 @@ def loss_and_metrics(
 def teacher_forward(
     drafter: NetworkDrafter, target: DecoderTarget, frozen: Frozen, batch: TTTBatch, num_steps: int
 ) -> tuple[Teacher, Float[Array, "B T A Dt"]]:
-    """One target forward: its distributions in compact form, and the features that the head fuses."""
-    params, aux_layers = frozen["target_params"], drafter.aux_layers
-    output = target(params, batch.tokens, batch.positions, batch.seen, aux_layers=aux_layers)
-    logits = target.unembed(params, output.final)
-    draft_to_target, to_draft = frozen["draft_to_target"], draft_ids(frozen, logits.shape[-1])
-    drafted = logits if draft_to_target is None else logits[..., draft_to_target]
-    draft_size = drafted.shape[-1]
+    """The target's distributions in compact form, and the features that the head fuses.
+
+    They are those that the batch holds (``known``), or else one forward of the target computes them.
+    """
+    params = frozen["target_params"]
+    draft_to_target = frozen["draft_to_target"]
+    to_draft = draft_ids(frozen, target.vocab_size)
+    if batch.known is None:
+        output = target(params, batch.tokens, batch.positions, batch.seen, aux_layers=drafter.aux_layers)
+        features = output.features
+        logits = target.unembed(params, output.final)
+        drafted = logits if draft_to_target is None else logits[..., draft_to_target]
+        likeliest = jnp.argmax(logits, axis=-1)
+        log_norm_of_all = jax.nn.logsumexp(logits, axis=-1)
+    else:
+        features = batch.known.features.astype(target.precision.activations)
+        drafted = _unembed_some(target, params, final_states(target, params, batch), draft_to_target)
+        likeliest = batch.known.likeliest
+        log_norm_of_all = batch.known.log_norm
     log_norm = jax.nn.logsumexp(drafted, axis=-1)
+    draft_size = drafted.shape[-1]
     teacher = Teacher(
         probs=extend(jnp.exp(drafted - log_norm[..., None]), num_steps, 1.0 / draft_size),
-        mass=extend(jnp.exp(log_norm - jax.nn.logsumexp(logits, axis=-1)), num_steps, draft_size / logits.shape[-1]),
-        best=extend(to_draft[jnp.argmax(logits, axis=-1)], num_steps, to_draft[0]),
+        mass=extend(jnp.exp(log_norm - log_norm_of_all), num_steps, draft_size / target.vocab_size),
+        best=extend(to_draft[likeliest], num_steps, to_draft[0]),
     )
-    return teacher, output.features
+    return teacher, features
+
+
+def _unembed_some(
+    target: DecoderTarget, params: Params, final: Float[Array, "B T D"], tokens: Int[Array, " W"] | None
+) -> Float[Array, "B T W"]:
+    """The target's logits of some tokens, as if these were its vocabulary; ``None`` for all."""
+    if tokens is not None and target.config.tie_embeddings:
+        params = {**params, "embedding": params["embedding"][tokens]}
+    elif tokens is not None:
+        head = {name: leaf[..., tokens] for name, leaf in params["head"].items()}
+        params = {**params, "head": head}
+    return target.unembed(params, final)
 
 
 def borrowed(drafter: Eagle3Drafter, target: DecoderTarget, frozen: Frozen) -> Float[Array, "D V"] | None:

@@ -8,7 +8,6 @@ import shlex
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 import eagle3_jax as e3
@@ -20,7 +19,7 @@ PROMPT = ("--prompt-ids", "[1, 17, 5, 42]", "--max-new-tokens", "8", "--ignore-e
 TREE = ("--tree", "num_nodes=60,max_depth=8,top_k=10")
 COMMANDS = [
     "generate", "convert", "inspect", "doctor", "bench", "tune",
-    "train", "train corpus", "train target", "train regenerate", "train head",
+    "train", "train corpus", "train target", "train data", "train head",
     "plan speedup", "plan memory", "plan roofline", "plan cost", "plan rollout",
 ]  # fmt: skip
 
@@ -232,7 +231,7 @@ def test_doctor_passes_a_pair_and_fails_a_mismatch(cli):
 def test_a_pair_is_trained_from_sources_alone(cli, refused, tmp_path):
     """Corpus, target, its own text, head: each step's output is the next one's input, and the pair generates."""
     stdlib, data, target = tmp_path / "Lib", tmp_path / "data", tmp_path / "target"
-    text, head = tmp_path / "text.npz", tmp_path / "head"
+    texts, head = tmp_path / "texts", tmp_path / "head"
     stdlib.mkdir()
     for name in ("bisect", "ast", "cmd"):
         (stdlib / f"{name}.py").write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(60)))
@@ -250,14 +249,13 @@ def test_a_pair_is_trained_from_sources_alone(cli, refused, tmp_path):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in target.iterdir()}
     assert str(target) in refused("train", "target", data, target, "--steps", 2, *shape)
 
-    rows = ("--rows", 4, "--prompt-length", 4, "--length", 24, "--batch", 2, "--dtype", "float32")
-    assert cli("train", "regenerate", target, data, text, *rows)[0] == 0
-    assert np.load(text)["tokens"].shape == (4, 24)
+    writing = ("--rewrite", "--opening-tokens", 4, "--length", 24, "--rows", 2, "--held-out", 0.5, "--dtype", "float32")
+    assert cli("train", "data", target, texts, data / "train.jsonl", *writing)[0] == 0
     options = (
         "--steps", 2, "--batch", 2, "--draft-vocab-size", 64, "--unroll", "1:1,2", "--warmup-steps", 1,
         "--dtype", "float32",
     )  # fmt: skip
-    assert cli("train", "head", target, text, head, *options)[0] == 0
+    assert cli("train", "head", target, texts, head, *options)[0] == 0
     code, out, err = cli("generate", "def f", "--target", target, "--drafter", head, "--max-new-tokens", 6, "--json")
     assert (code, err) == (0, "")
     row = json.loads(out)

@@ -31,7 +31,7 @@ from eagle3_jax.conversion import CheckpointError, draft_vocab
 from eagle3_jax.conversion.files import read_tokenizer
 from eagle3_jax.load import bundled
 from eagle3_jax.models.rope import inverse_frequencies
-from eagle3_jax.training.regenerate import Rows
+from eagle3_jax.training.texts import Text, Texts
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "40"))
 fuzz = settings(
@@ -267,13 +267,13 @@ def test_tokenizers(folder: Path, data: st.DataObject) -> None:
 
 @fuzz
 @given(data=st.data())
-def test_regenerated_text(folder: Path, data: st.DataObject) -> None:
-    path = folder / "text.npz"
-    Rows(np.ones((3, 8), np.uint16), np.full(3, 2), np.array([8, 4, 6])).save(path)
+def test_texts(folder: Path, data: st.DataObject) -> None:
+    path = folder / "texts.npz"
+    Texts.of(Text(list(range(length)), [True] * length, length) for length in (8, 4, 6)).save(path)
     path.write_bytes(data.draw(damaged_bytes(path.read_bytes())))
-    found = judge(lambda: Rows.load(path), ValueError)
-    if found is not None:
-        assert (found.length <= found.tokens.shape[1]).all() and (found.prompt_length >= 1).all()
+    texts = judge(lambda: Texts.load(path), ValueError)
+    if texts is not None:
+        assert texts.length.sum() == len(texts.tokens) == len(texts.learn)
 
 
 @settings(fuzz, max_examples=max(EXAMPLES // 4, 10))

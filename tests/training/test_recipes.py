@@ -19,10 +19,10 @@ from eagle3_jax.decode import LoadedDrafter
 from eagle3_jax.load import LoadedTarget
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 from eagle3_jax.models.decoder import DecoderTarget
-from eagle3_jax.training.batches import row_batches
+from eagle3_jax.training.batches import text_batches
 from eagle3_jax.training.loop import OptimizerConfig, Trainer
 from eagle3_jax.training.methods import RECIPES, HeadOptions
-from eagle3_jax.training.regenerate import Rows
+from eagle3_jax.training.texts import Text, Texts
 
 MIXER = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=8)
 # Deep and wide enough for every method.
@@ -51,13 +51,9 @@ DEPTH, STEPS = 3, 80
 
 
 @functools.cache
-def written() -> Rows:
+def written() -> list[list[int]]:
     """The target's own greedy continuations of the prompts."""
-    texts = SpeculativeDecoder(TARGET, stop_tokens=()).generate(PROMPTS, max_new_tokens=14).tokens
-    tokens, length = np.zeros((len(texts), 20), np.int32), np.array([len(one) for one in PROMPTS], np.int32)
-    for row, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
-        tokens[row, : len(prompt) + 14] = [*prompt, *text]
-    return Rows(tokens, length, length + 14)
+    return SpeculativeDecoder(TARGET, stop_tokens=()).generate(PROMPTS, max_new_tokens=14).tokens
 
 
 @jax.numpy_dtype_promotion("standard")  # optax's own arithmetic mixes types
@@ -72,7 +68,12 @@ def test_a_recipe_teaches(method: str) -> None:
         OptimizerConfig(learning_rate=1e-2, num_steps=STEPS, warmup_steps=5, weight_decay=0.0),
     )
     start = recipe.start(drafter, TARGET, None, jax.random.key(0))
-    *_, (state, _) = history = list(trainer.run(trainer.start(start), row_batches(written(), 16, 0), STEPS))
+    texts = Texts.of(
+        Text([*prompt, *answer], [False] * len(prompt) + [True] * len(answer), index)
+        for index, (prompt, answer) in enumerate(zip(PROMPTS, written(), strict=True))
+    )
+    batch_at, _ = text_batches(texts, 16, 0)
+    *_, (state, _) = history = list(trainer.run(trainer.start(start), batch_at, STEPS))
     losses, taus = ([metrics[name] for _, metrics in history] for name in ("loss", "simulated_tau"))
     assert losses[-1] < 0.8 * losses[0] and taus[-1] > taus[0] + 0.5
     moved = jax.tree.map(lambda one, other: bool(jnp.any(one != other)), start, state.params)
@@ -82,8 +83,7 @@ def test_a_recipe_teaches(method: str) -> None:
         params = drafter.assemble(params, TARGET.model.tables(TARGET.params))
     decoder = SpeculativeDecoder(TARGET, LoadedDrafter(drafter, params), num_speculative_tokens=DEPTH, stop_tokens=())
     result = decoder.generate(PROMPTS, max_new_tokens=14)
-    expected = [row[size:][:14].tolist() for row, size in zip(written().tokens, map(len, PROMPTS), strict=True)]
-    assert result.tokens == expected and result.stats.mean_acceptance_length > 2
+    assert result.tokens == written() and result.stats.mean_acceptance_length > 2
 
 
 @pytest.mark.parametrize("method", sorted(set(RECIPES) - {"draft-model"}))  # which is a target on disk

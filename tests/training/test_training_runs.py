@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, unif
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.training.lm import Phase, next_token_loss, random_windows
 from eagle3_jax.training.loop import OptimizerConfig, Trainer
-from eagle3_jax.training.regenerate import Rows
+from eagle3_jax.training.texts import Text, Texts
 from eagle3_jax.training.ttt import TTTConfig, ttt_loss
 
 
@@ -102,11 +103,16 @@ HEAD = ("--steps", 3, "--batch", 2, "--draft-vocab-size", 32, "--unroll", "1:1,2
         "--dtype", "float32", "--save-every", 1)  # fmt: skip
 
 
-def written_text(path: Path, seed: int = 0) -> Path:
-    """Rows that a target might have written."""
-    tokens = np.random.default_rng(seed).integers(0, 96, (6, 12)).astype(np.uint16)
-    Rows(tokens, np.full(6, 3, np.int32), np.full(6, 12, np.int32)).save(path)
-    return path
+def written_texts(directory: Path, seed: int = 0) -> Path:
+    """A directory of texts, as ``eagle3 train data`` leaves it; the first of the seven is held out."""
+    tokens = np.random.default_rng(seed).integers(0, 96, (7, 12)).tolist()
+    learn = [False] * 3 + [True] * 9
+    directory.mkdir()
+    texts = [Text(row, learn, 2**63 + index if index else 0) for index, row in enumerate(tokens)]
+    Texts.of(texts[:3]).save(directory / "texts-00000.npz")
+    Texts.of(texts[3:]).save(directory / "texts-00001.npz")
+    (directory / "data.json").write_text(json.dumps({"options": {"--held-out": 0.1}, "shards": 2}))
+    return directory
 
 
 def kill_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
@@ -130,7 +136,7 @@ def drafted(head: Path) -> np.ndarray:
 
 @pytest.mark.usefixtures("optax_promotion")
 def test_a_head_continues_only_the_run_that_was_begun(cli, refused, tmp_path, monkeypatch):
-    target, text = write_llama(tmp_path / "target", width=16), written_text(tmp_path / "text.npz")
+    target, text = write_llama(tmp_path / "target", width=16), written_texts(tmp_path / "texts")
     unbroken, out = tmp_path / "unbroken", tmp_path / "out"
     assert cli("train", "head", target, text, unbroken, *HEAD)[0] == 0
     with monkeypatch.context() as patch:
@@ -144,7 +150,7 @@ def test_a_head_continues_only_the_run_that_was_begun(cli, refused, tmp_path, mo
     raw[-1] ^= 1  # a bit of the last weight
     (other / "model.safetensors").write_bytes(bytes(raw))
     changes: dict[str, tuple[Any, ...]] = {
-        "TEXT was sha256 ": (target, written_text(tmp_path / "more.npz", 1), out, *HEAD),
+        "DATA was sha256 ": (target, written_texts(tmp_path / "more", 1), out, *HEAD),
         "TARGET was sha256 ": (other, text, out, *HEAD),
         "--seed was 0 and is 7": (target, text, out, *HEAD, "--seed", 7),
         "--batch was 2 and is 3": (target, text, out, *HEAD, "--batch", 3),
@@ -186,12 +192,22 @@ def test_a_target_continues_only_the_run_that_was_begun(cli, refused, tmp_path, 
     assert "another run: CORPUS was sha256 " in refused("train", "target", data, tmp_path / "out", *shape)
 
 
-@pytest.mark.parametrize("content", [b'{"prompt": "a"}\n', b"\x93NUMPY\x01\x00", b"", b"PK\x03\x04damaged", None])
-def test_what_is_not_regenerated_text_is_refused_with_the_command_that_writes_it(tmp_path, content):
-    path = tmp_path / "text.npz"
-    if content is None:
-        np.savez(path, tokens=np.array([{}], object), prompt_length=np.ones(1, int), length=np.ones(1, int))
-    else:
-        path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{path} is damaged or .* `eagle3 train regenerate TARGET CORPUS OUT.npz`"):
-        Rows.load(path)
+def test_what_train_data_did_not_write_is_refused(refused, tmp_path):
+    target = write_llama(tmp_path / "target", width=16)
+    data = tmp_path / "data"
+    assert "write them with `eagle3 train data TARGET" in refused("train", "head", target, data, tmp_path / "out")
+    written_texts(data)
+    shard = data / "texts-00001.npz"
+    content = shard.read_bytes()
+    for damaged in (b"", b"PK\x03\x04damaged", b"\x93NUMPY\x01\x00", content[:-40]):
+        shard.write_bytes(damaged)
+        assert f"{shard} is damaged or" in refused("train", "head", target, data, tmp_path / "out")
+    shard.unlink()
+    assert "not finished; run the same `eagle3 train data`" in refused("train", "head", target, data, tmp_path / "out")
+    shard.write_bytes(content)
+    (data / "data.json").write_text(json.dumps({"options": {"--held-out": 0.0}, "shards": 2}))
+    assert "of the 7 texts in" in refused("train", "head", target, data, tmp_path / "out")
+    assert "0 are held out" in refused("train", "head", target, data, tmp_path / "out")
+    other = write_llama(tmp_path / "small", width=16, vocab_size=40)
+    (data / "data.json").write_text(json.dumps({"options": {"--held-out": 0.1}, "shards": 2}))
+    assert "encoded with another tokenizer" in refused("train", "head", other, data, tmp_path / "out")

@@ -1,0 +1,263 @@
+"""``eagle3 train head``: a draft head for a target, from the texts that ``eagle3 train data`` wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from eagle3_jax.cli._compiled import keep_compiled_programs
+from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.cli._progress import progress_bar
+from eagle3_jax.cli._training_files import (
+    CHECKPOINTS,
+    check_trainable,
+    fingerprint,
+    read_texts,
+    refuse_finished,
+    same_run,
+    weights_of,
+    write_draft_model,
+    write_head,
+)
+from eagle3_jax.cli._training_run import (
+    MOST_ROWS,
+    DtypeOption,
+    HeadOptimizerOptions,
+    RunOptions,
+    SeedOption,
+    StepsOption,
+    named,
+    staged,
+    train,
+)
+
+if TYPE_CHECKING:
+    from eagle3_jax.loaded import LoadedTarget
+    from eagle3_jax.models.functional import Params
+    from eagle3_jax.training.evaluation import Evaluation
+    from eagle3_jax.training.features import Features
+    from eagle3_jax.training.loop import TrainState
+    from eagle3_jax.training.texts import Texts
+
+_MOST_DEPTH = 64  # of an unroll, every step of which is compiled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """The method of a head, its shape, and what of it is learned."""
+
+    method: Annotated[str, typer.Option(help="Drafting method; an unknown name lists them.")] = "eagle3"
+    draft_vocab_size: Annotated[
+        int | None, typer.Option(help="Draft vocabulary size. Default: 2048 for eagle3, else all tokens.", min=1)
+    ] = None
+    layers: Annotated[
+        int | None, typer.Option(help="Number of layers. Default: the usual number of the method.", min=1, max=10_000)
+    ] = None
+    width: Annotated[int | None, typer.Option(help="Width of a draft model. Default: half of the target's.", min=1)] = (
+        None
+    )
+    mlp_width: Annotated[int | None, typer.Option(help="Inner width of the MLPs. Default: the target's.", min=1)] = None
+    unroll: Annotated[
+        str | None,
+        typer.Option(help="Draft positions learned, as UNTIL:POSITIONS,...; the last one holds to the end."),
+    ] = None
+    noise: Annotated[
+        float | None, typer.Option(help="Noise on the features, as a part of their size. Default: none.", min=0, max=1)
+    ] = None
+    freeze_output: Annotated[
+        bool, typer.Option("--freeze-output", help="Leave the output matrix as it begins: the target's own.")
+    ] = False
+
+
+def head(
+    target: Annotated[str, typer.Argument(help="Directory, GGUF file or name of the target.")],
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="Directory that `eagle3 train data` wrote.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write; its checkpoints/ is where a run continues.")],
+    *,
+    shape: HeadShape,
+    steps: StepsOption = 1100,
+    batch: Annotated[
+        int, typer.Option(help="Rows per step of the longest texts; of shorter ones more.", min=1, max=MOST_ROWS)
+    ] = 8,
+    init: Annotated[Path | None, typer.Option(help="Head of the same target and method to start from.")] = None,
+    online: Annotated[
+        bool, typer.Option("--online", help="Run the target in every step. Default: store its features in DATA.")
+    ] = False,
+    evaluate_every: Annotated[
+        int, typer.Option(help="Steps between evaluations on held-out texts; 0: none.", min=0)
+    ] = 100,
+    optimizer: HeadOptimizerOptions,
+    dtype: DtypeOption = "mixed",
+    seed: SeedOption = 0,
+    running: RunOptions,
+) -> None:
+    """Train a draft head with the objective of its method and write it in the layout of its method.
+
+    Evaluations are in OUT/checkpoints/log.jsonl: tokens a round (tau) on held-out texts, by decoding and read off them.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from eagle3_jax import load_target
+    from eagle3_jax.models.config import DecoderConfig
+    from eagle3_jax.training.batches import text_batches
+    from eagle3_jax.training.evaluation import Evaluation
+    from eagle3_jax.training.loop import Trainer
+    from eagle3_jax.training.methods import RECIPES, HeadOptions
+    from eagle3_jax.training.texts import token_counts
+    from eagle3_jax.training.vocab import coverage, select_draft_vocabulary
+
+    keep_compiled_programs(running.compilation_cache)
+    if shape.method not in RECIPES:
+        raise Misuse(f"--method {shape.method!r} is not known; use one of {', '.join(RECIPES)}")
+    recipe = RECIPES[shape.method]
+    refuse_finished(out)
+    unroll = recipe.depths if shape.unroll is None else shape.unroll
+    depths = _unrolls(unroll, steps)
+    texts, held_out = read_texts(data)
+    loaded = load_target(target, dtype=dtype)
+    model: Any = loaded.model
+    size = shape.draft_vocab_size or recipe.draft_vocab_size
+    counts = token_counts(texts, loaded.vocab_size)
+    options = HeadOptions(
+        depth=depths[-1][1],
+        num_layers=shape.layers,
+        width=shape.width,
+        mlp_width=shape.mlp_width,
+        draft_vocab_size=size,
+        noise=shape.noise,
+    )
+    config = recipe.config(model.config, options)
+    drafter = recipe.drafter(config, precision=model.precision)
+    check_trainable(drafter.param_shapes())
+    weights = weights_of(loaded.params)
+    run_options = {
+        "TARGET": weights,
+        "DATA": fingerprint(dataclasses.astuple(texts)),
+        **named(shape),
+        "--draft-vocab-size": size,
+        "--unroll": unroll,
+        "--steps": steps,
+        "--batch": batch,
+        "--init": None if init is None else str(init),
+        "--seed": seed,
+        **named(optimizer),
+        "--dtype": dtype,
+    }
+    draft_to_target = same_run(out, run_options, None if size is None else select_draft_vocabulary(counts, size))
+    if draft_to_target is not None:
+        unseen = int((counts[draft_to_target] == 0).sum())
+        note = f"; {unseen:,} of its {len(draft_to_target):,} tokens occur in no text" if unseen else ""
+        typer.echo(f"the draft vocabulary covers {coverage(counts, draft_to_target):.1%} of what is learned{note}")
+
+    layers = getattr(drafter, "aux_layers", ())
+    place = data / "features" / "-".join([weights.removeprefix("sha256 "), *map(str, layers)])
+    features = None if online else _features(loaded, texts, layers, place / "texts")
+    features_held_out = None if online else _features(loaded, held_out, layers, place / "held-out")
+    frozen: Any = {
+        "target_params": loaded.params,
+        "embedding": model.tables(loaded.params).embedding,
+        "draft_to_target": None if draft_to_target is None else jnp.asarray(draft_to_target),
+    }
+    start = recipe.start(drafter, loaded, draft_to_target, jax.random.key(seed))
+    if init is not None:
+        start = _continued(init, shape.method, config, draft_to_target, start, model.config)
+    fixed = {}
+    if shape.freeze_output:
+        if "head" not in start:
+            raise Misuse(f"--freeze-output: a head of the method {shape.method} has no output matrix of its own")
+        fixed = {"head": start.pop("head")}
+    schedule = optimizer.schedule(steps)
+    batch_at, _ = text_batches(texts, batch, seed, features)
+    inputs_at = lambda step: (batch_at(step), frozen, fixed)
+    evaluation = Evaluation(loaded, drafter, frozen, held_out, features_held_out, depths[-1][1])
+    state = None
+    for until, depth in depths:  # short drafts first: they are cheap, and the deeper ones build on them
+        chosen = dataclasses.replace(options, depth=depth)
+
+        def loss(params: Params, inputs: Any, chosen: HeadOptions = chosen) -> Any:
+            rows, frozen, fixed = inputs
+            return recipe.loss(drafter, model, {**params, **fixed}, frozen, rows, chosen)
+
+        def after_step(state: TrainState, metrics: dict[str, float]) -> None:
+            step = int(state.step)
+            if evaluate_every and (step % evaluate_every == 0 or step == steps):
+                _log(out, step, metrics, evaluation, {**state.params, **fixed})
+
+        trainer = Trainer(loss, schedule, out / CHECKPOINTS)
+        state = train(
+            trainer, start, inputs_at, steps=until, of=steps, save_every=running.save_every, after_step=after_step
+        )
+        trainer.save(state)
+    assert state is not None
+    params = {**state.params, **fixed}
+    if isinstance(config, DecoderConfig):
+        write_draft_model(out, target, config, params, dtype=running.store)
+    else:
+        depth = model.config.num_layers
+        write_head(out, config, params, draft_to_target, dtype=running.store, num_target_layers=depth)
+    typer.echo(f"wrote {out}")
+
+
+def _features(target: LoadedTarget, texts: Texts, layers: tuple[int, ...], directory: Path) -> Features:
+    """What the target gives at each token of the texts, computed where it is not stored."""
+    from eagle3_jax.training.features import TEXTS_OF_A_PART, stored_features
+
+    with progress_bar("running the target over the texts", -(-len(texts) // TEXTS_OF_A_PART)) as (progress, task):
+        for features in stored_features(target, texts, layers, directory):
+            if features is not None:
+                return features
+            progress.advance(task)
+    raise AssertionError("the last value is the features")
+
+
+def _log(out: Path, step: int, metrics: dict[str, float], evaluation: Evaluation, params: Params) -> None:
+    """Evaluates the head and appends a line to the log."""
+    measured = evaluation.in_one_pass(params) or {}
+    line = {"step": step, **metrics, "tau_decoded": evaluation.by_decoding(params)}
+    line |= {f"held_out_{name}": value for name, value in measured.items()}
+    with (out / CHECKPOINTS / "log.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    read = f", read off {len(evaluation.texts):,} held-out texts {measured['tau']:.2f}" if measured else ""
+    typer.echo(f"step {step}: tau {line['tau_decoded']:.2f} by decoding{read}")
+
+
+def _continued(init: Path, method: str, config: Any, ids: Any, start: Params, target: Any) -> Params:
+    """The parameters of a head, as the first ones of a run.
+
+    Args:
+        init: The head.
+        method: The method of the run.
+        config: The configuration of the new head.
+        ids: Its draft vocabulary.
+        start: First parameters of a run without ``init``. The output matrix is theirs if the vocabularies differ.
+        target: The configuration of the target.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from eagle3_jax.conversion import read_head
+
+    read = read_head(init, target)
+    if read.method != method:
+        raise Misuse(f"--init {init} is a head of the method {read.method}, and --method is {method}; give the same")
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), read.head)
+    if "head" in start and not np.array_equal(read.draft_to_target, ids):
+        params["head"] = start["head"]
+    shapes = [jax.tree.map(jnp.shape, tree) for tree in (params, start)]
+    if shapes[0] != shapes[1] or dataclasses.replace(read.config, draft_vocab_size=config.draft_vocab_size) != config:
+        raise Misuse(f"--init {init} is a head of another shape than the options ask for; leave the options out")
+    return params
+
+
+def _unrolls(text: str, steps: int) -> list[tuple[int, int]]:
+    """Phases of the training-time test as ``(last step, depth)``."""
+    depths = staged(text, steps, int, f"--unroll {text!r}: expected UNTIL:STEPS,..., for example '300:2,5'")
+    if not all(1 <= depth <= _MOST_DEPTH for _, depth in depths):
+        raise Misuse(f"--unroll {text!r}: expected 1 to {_MOST_DEPTH} steps")
+    return depths

@@ -1,0 +1,180 @@
+"""What the target gives at every token of the texts, computed once and read again in every pass of training.
+
+A head reads features of the target and learns its distributions. Both are the same in every pass, so they are stored: a
+token takes ``2 (A + 1) D + 8`` bytes for ``A`` layers of width ``D`` (4.6 KB for three layers of width 576). Training
+then needs no forward of the target.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.loaded import LoadedTarget
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.functional import Params
+from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.training.texts import Texts, buckets_of, padded
+from eagle3_jax.writing import check_free, whole_file
+
+TEXTS_OF_A_PART = 256  # about 60,000 tokens: seconds of work that an interruption loses
+_TOKENS_AT_ONCE = 2048
+
+
+class Known(struct.PyTreeNode, kw_only=True):
+    """What the target gives at each token of a batch.
+
+    Attributes:
+        features: ``[B T A D]``, the features that the head fuses.
+        final: ``[B T D]``, the state after the final norm.
+        likeliest: ``[B T]``, the likeliest next token.
+        log_norm: ``[B T]``, the logarithm of the sum of the exponentials of all logits.
+    """
+
+    features: Float[Array | np.ndarray, "B T A D"]
+    final: Float[Array | np.ndarray, "B T D"]
+    likeliest: Int[Array | np.ndarray, "B T"]
+    log_norm: Float[Array | np.ndarray, "B T"]
+
+
+def _record(num_layers: int, width: int) -> np.dtype:
+    """The bytes of one token. bfloat16 is stored as whole numbers, because files of numpy have no name for it."""
+    return np.dtype(
+        [
+            ("features", np.uint16, (num_layers, width)),
+            ("final", np.uint16, (width,)),
+            ("likeliest", np.int32),
+            ("log_norm", np.float32),
+        ]
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """The stored features of texts.
+
+    Attributes:
+        texts: The texts.
+        parts: For each group of :data:`TEXTS_OF_A_PART` texts, the records of its tokens, memory-mapped.
+    """
+
+    texts: Texts
+    parts: tuple[np.ndarray, ...]
+
+    def of(self, chosen: Int[np.ndarray, " b"], length: int, count: int) -> Known:
+        """Reads a batch.
+
+        Args:
+            chosen: Indices of at most ``count`` texts.
+            length: ``T``, tokens of a row; entries behind a text are zero.
+            count: ``B``.
+        """
+        rows = np.zeros((count, length), self.parts[0].dtype)
+        start = self.texts.start
+        for row, index in enumerate(chosen):
+            part, first = divmod(int(index), TEXTS_OF_A_PART)
+            begin = start[index] - start[index - first]
+            size = int(self.texts.length[index])
+            rows[row, :size] = self.parts[part][begin : begin + size]
+        return Known(
+            features=jnp.asarray(rows["features"].view(jnp.bfloat16)),
+            final=jnp.asarray(rows["final"].view(jnp.bfloat16)),
+            likeliest=jnp.asarray(rows["likeliest"]),
+            log_norm=jnp.asarray(rows["log_norm"]),
+        )
+
+
+def stored_features(
+    target: LoadedTarget, texts: Texts, aux_layers: tuple[int, ...], directory: Path
+) -> Iterator[Features | None]:
+    """Computes the features that are not stored yet, part by part.
+
+    Args:
+        target: The target, whose model is a :class:`~eagle3_jax.models.decoder.DecoderTarget`.
+        texts: The texts.
+        aux_layers: The layers that the head reads.
+        directory: Where the parts are. It belongs to one target, these texts and these layers.
+
+    Yields:
+        ``None`` after every part, at last the features.
+
+    Raises:
+        WriteError: The disk is full. The parts that were written are whole, and are used the next time.
+    """
+    record = _record(len(aux_layers), target.model.config.width)  # type: ignore[attr-defined]
+    count = -(-len(texts) // TEXTS_OF_A_PART)
+    places = [directory / f"{number:05}.npy" for number in range(count)]
+    missing = [number for number, place in enumerate(places) if not place.exists()]
+    ends = np.cumsum(texts.length)[np.minimum((np.arange(count) + 1) * TEXTS_OF_A_PART, len(texts)) - 1]
+    sizes = np.diff(ends, prepend=0).tolist()
+    check_free(directory, sum(sizes[number] for number in missing) * record.itemsize)
+    for number in missing:
+        part = range(number * TEXTS_OF_A_PART, min((number + 1) * TEXTS_OF_A_PART, len(texts)))
+        with whole_file(places[number]) as partial, open(partial, "wb") as file:
+            np.save(file, _computed(target, texts, part, aux_layers, record))
+        yield None
+    yield Features(texts, tuple(_opened(place, record, size) for place, size in zip(places, sizes, strict=True)))
+
+
+def _opened(place: Path, record: np.dtype, size: int) -> np.ndarray:
+    try:
+        records = np.load(place, mmap_mode="r")
+    except (ValueError, EOFError):
+        records = np.empty(0, record)
+    if records.dtype != record or records.shape != (size,):
+        raise ValueError(f"{place} is damaged; remove it, and its features are computed again")
+    return records
+
+
+@functools.partial(jax.jit, static_argnames=("model", "aux_layers"))
+def _forward(
+    model: DecoderTarget,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    length: Int[Array, " B"],
+    *,
+    aux_layers: tuple[int, ...],
+) -> Known:
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    seen = causal_mask(tokens.shape[1]) & (index < length[:, None])[:, None, :]
+    output = model(params, tokens, jnp.broadcast_to(index, tokens.shape), seen, aux_layers=aux_layers)
+    logits = model.unembed(params, output.final)
+    return Known(
+        features=output.features.astype(jnp.bfloat16),
+        final=output.final.astype(jnp.bfloat16),
+        likeliest=jnp.argmax(logits, axis=-1).astype(jnp.int32),
+        log_norm=jax.nn.logsumexp(logits, axis=-1),
+    )
+
+
+def _computed(
+    target: LoadedTarget, texts: Texts, part: range, aux_layers: tuple[int, ...], record: np.dtype
+) -> np.ndarray:
+    """The records of the texts of a part, which follow one another."""
+    begin = texts.start[part.start]
+    records = np.zeros(texts.length[part.start : part.stop].sum(), record)
+    for bucket in buckets_of(texts.length):  # those of all texts, so that all parts share their programs
+        count = max(1, _TOKENS_AT_ONCE // bucket.length)
+        here = [index for index in bucket.texts if index in part]
+        for offset in range(0, len(here), count):
+            rows = here[offset : offset + count]
+            tokens, real = padded(texts, np.array(rows), bucket.length, count)
+            length = jnp.asarray(real.sum(axis=1), jnp.int32)
+            known = _forward(target.model, target.params, jnp.asarray(tokens), length, aux_layers=aux_layers)
+            known = jax.device_get(known)
+            for row, index in enumerate(rows):
+                size = int(texts.length[index])
+                token = texts.start[index] - begin + np.arange(size)
+                records["features"][token] = known.features[row, :size].view(np.uint16)
+                records["final"][token] = known.final[row, :size].view(np.uint16)
+                records["likeliest"][token] = known.likeliest[row, :size]
+                records["log_norm"][token] = known.log_norm[row, :size]
+    return records

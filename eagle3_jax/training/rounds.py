@@ -1,0 +1,71 @@
+"""How many tokens a round gives, read off texts in one pass and without decoding.
+
+Of a chain of ``K`` drafts, those are accepted that equal the text up to the first that does not. So the drafts at
+every position give the rounds: the first begins where the answer does, each next one behind the token that the target
+gave. On text that the target wrote greedily, these are exactly the rounds of decoding it. On sampled text their number
+is right on average, because a greedy draft is accepted as often as the target samples its token.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.models.functional import Params
+from eagle3_jax.training.batches import TTTBatch, extend
+from eagle3_jax.training.ttt import unroll
+
+
+def draft_hits(
+    drafter: Eagle3Drafter,
+    head_params: Params,
+    embedding: Float[Array, "V D"],
+    features: Float[Array, "B T A Dt"],
+    batch: TTTBatch,
+    draft_to_target: Int[Array, " W"] | None,
+    num_steps: int,
+) -> Bool[Array, "B T K"]:
+    """Whether the ``k``-th draft behind token ``t + 1`` is the text's token ``t + 2 + k``, if the drafts before it are.
+
+    Args:
+        drafter: The head's configuration and precision.
+        head_params: Parameters of the head.
+        embedding: The head's token embedding.
+        features: The target's features of the texts.
+        batch: The texts.
+        draft_to_target: The draft vocabulary; ``None`` for all tokens.
+        num_steps: ``K``, length of the chain.
+    """
+    logits = unroll(drafter, head_params, embedding, features, batch, num_steps)
+    text = extend(batch.tokens, num_steps + 1, -1)
+    size = batch.tokens.shape[1]
+    hits = []
+    for step, scores in enumerate(logits):
+        draft = jnp.argmax(scores, axis=-1)
+        token = draft if draft_to_target is None else draft_to_target[draft]
+        hits.append(token == jax.lax.dynamic_slice_in_dim(text, step + 2, size, axis=1))
+    return jnp.stack(hits, axis=-1)
+
+
+def accepted_in_rounds(hits: Bool[np.ndarray, "T K"], first: int, end: int) -> list[int]:
+    """Accepted drafts of every round of one text.
+
+    Args:
+        hits: See :func:`draft_hits`.
+        first: Index of the first token of the answer, which the prefill gives.
+        end: Index behind the last token of the answer.
+
+    Returns:
+        For each round the number of accepted drafts, 0 to ``K``. Drafts behind the end of the text are not counted.
+    """
+    rounds = []
+    root = first
+    while root < end - 1:
+        chain = hits[root - 1][: end - 1 - root]
+        accepted = int(np.argmin(chain)) if not chain.all() else len(chain)
+        rounds.append(accepted)
+        root += accepted + 1
+    return rounds

@@ -1,0 +1,137 @@
+"""Texts to learn from: how they are held out, put into batches, and read again; and what the target gives for them."""
+
+from __future__ import annotations
+
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_pair import DRAFT_TO_TARGET, STEPS, VOCAB, random_pair
+
+from eagle3_jax.loaded import LoadedTarget
+from eagle3_jax.training import features as storage
+from eagle3_jax.training.batches import batch_of, text_batches
+from eagle3_jax.training.features import stored_features
+from eagle3_jax.training.texts import Text, Texts, buckets_of, document_hash
+from eagle3_jax.training.ttt import TTTConfig, ttt_loss
+
+LENGTHS = [5, 40, 17, 33, 8, 12, 40, 21, 30, 9, 16, 6]
+
+
+def random_texts() -> Texts:
+    """Texts of several lengths; the last two thirds of each are learnt."""
+    random = np.random.default_rng(0)
+    rows = [random.integers(0, VOCAB, length).tolist() for length in LENGTHS]
+    return Texts.of(
+        Text(row, [index >= len(row) // 3 for index in range(len(row))], document_hash(str(row))) for row in rows
+    )
+
+
+def test_a_document_is_held_out_by_its_hash():
+    expected = int(hashlib.sha256("Why? Größe".encode()).hexdigest()[:16], 16)
+    assert document_hash("Why? Größe") == expected
+    texts = Texts.of(Text([1], [True], document_hash(str(index))) for index in range(2000))
+    for share in (0.0, 0.02, 0.5, 1.0):
+        is_held_out = texts.held_out(share)
+        # The standard deviation of the share is at most 0.011, so 0.05 sees any mistake of the limit above that.
+        assert abs(is_held_out.mean() - share) < 0.05
+        assert np.array_equal(is_held_out, texts.document < share * 2.0**64)
+
+
+def test_texts_are_read_as_they_were_written(tmp_path):
+    texts = random_texts()
+    texts.save(tmp_path / "texts.npz")
+    again = Texts.joined([Texts.load(tmp_path / "texts.npz"), texts.chosen(np.arange(12) == 3)])
+    assert np.array_equal(again.tokens, np.concatenate([texts.tokens, texts.tokens[62:95]]))
+    assert np.array_equal(again.length, [*LENGTHS, 33])
+    assert again.document[-1] == texts.document[3]
+
+
+def test_buckets_hold_every_text_once_with_little_padding():
+    random = np.random.default_rng(0)
+    length = random.integers(30, 352, 3000)
+    buckets = buckets_of(length)
+    assert sorted(np.concatenate([bucket.texts for bucket in buckets])) == list(range(3000))
+    assert all(length[bucket.texts].max() <= bucket.length for bucket in buckets)
+    padded = sum(bucket.length * len(bucket.texts) for bucket in buckets)
+    assert padded < 1.2 * length.sum()
+
+
+def test_a_pass_sees_every_text_once_and_depends_on_the_step_alone():
+    texts = random_texts()
+    batch_at, steps = text_batches(texts, 2, seed=3)
+    rows = []
+    for step in range(steps):
+        batch = batch_at(step)
+        for tokens, real, learn in zip(batch.tokens, batch.attention_mask, batch.loss_mask, strict=True):
+            row = np.asarray(tokens)[np.asarray(real)]
+            if len(row) == 1:
+                assert not learn.any()  # a row without a text
+                continue
+            rows.append(row.tolist())
+            # Entry t stands for token t + 2; the first token of the answer is the target's.
+            expected = np.arange(len(learn)) + 2
+            assert np.array_equal(learn, (expected > len(row) // 3) & (expected < len(row)))
+    start = texts.start
+    every = [texts.tokens[start[i] : start[i] + texts.length[i]].tolist() for i in range(len(texts))]
+    assert sorted(rows) == sorted(every)
+    again, _ = text_batches(texts, 2, seed=3)
+    for step in (steps + 2, 1, steps + 2):
+        assert np.array_equal(again(step).tokens, batch_at(step).tokens)
+    passes = range(steps), range(steps, 2 * steps)
+    first, second = ([np.asarray(batch_at(step).tokens).tolist() for step in steps] for steps in passes)
+    assert first != second
+
+
+def test_stored_features_teach_what_the_target_teaches(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "TEXTS_OF_A_PART", 5)
+    model, drafter, head, frozen = random_pair()
+    target = LoadedTarget(model=model, params=frozen["target_params"], vocab_size=VOCAB, max_positions=64)
+    texts = random_texts()
+    *_, features = stored_features(target, texts, drafter.aux_layers, tmp_path)
+    config = TTTConfig(num_steps=STEPS, denominator="supervised")
+    chosen = np.array([1, 11, 7, 6])
+    for ids in (DRAFT_TO_TARGET, None):
+        frozen["draft_to_target"] = ids
+        if ids is None:
+            break
+        losses = []
+        for known in (features, None):
+            batch = batch_of(texts, chosen, length=48, count=5, features=known)
+            losses.append(ttt_loss(drafter, model, head, frozen, batch, config))
+        stored, computed = losses
+        # bfloat16 has 8 bits: features differ by 0.4 % at most.
+        assert float(stored[0]) == pytest.approx(float(computed[0]), rel=0.02)
+        assert float(stored[1]["acceptance_0"]) == pytest.approx(float(computed[1]["acceptance_0"]), abs=0.01)
+
+    # Each text was run by itself, so its features do not depend on the others.
+    start = texts.start[7]
+    row = jnp.asarray(texts.tokens[start : start + LENGTHS[7]])[None]
+    positions = jnp.arange(row.shape[1])[None]
+    seen = jnp.tril(jnp.ones((1, row.shape[1], row.shape[1]), bool))
+    output = model(target.params, row, positions, seen, aux_layers=drafter.aux_layers)
+    known = features.of(chosen, 48, 4)
+    np.testing.assert_allclose(
+        np.asarray(known.features[2, : row.shape[1]], np.float32), output.features[0], rtol=0.01, atol=0.01
+    )
+    logits = model.unembed(target.params, output.final)
+    assert np.array_equal(known.likeliest[2, : row.shape[1]], jnp.argmax(logits, -1)[0])
+    np.testing.assert_allclose(known.log_norm[2, : row.shape[1]], jax.nn.logsumexp(logits, -1)[0], rtol=1e-5)
+
+
+def test_features_are_computed_once_and_a_damaged_part_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "TEXTS_OF_A_PART", 5)
+    model, drafter, _, frozen = random_pair()
+    target = LoadedTarget(model=model, params=frozen["target_params"], vocab_size=VOCAB, max_positions=64)
+    run = stored_features(target, random_texts(), drafter.aux_layers, tmp_path)
+    assert next(run) is None
+    run.close()  # interrupted after the first of three parts
+    first = (tmp_path / "00000.npy").read_bytes()
+    parts = list(stored_features(target, random_texts(), drafter.aux_layers, tmp_path))
+    assert [part is None for part in parts] == [True, True, False]
+    assert (tmp_path / "00000.npy").read_bytes() == first
+    (tmp_path / "00001.npy").write_bytes(first[:-8])
+    with pytest.raises(ValueError, match=r"00001\.npy is damaged; remove it"):
+        list(stored_features(target, random_texts(), drafter.aux_layers, tmp_path))
