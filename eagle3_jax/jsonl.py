@@ -105,5 +105,5 @@ def read_rows(path: Path, form: str) -> list[JsonRow]:
             raise ValueError(f"{where}not an object; expected {form}")
         rows.append(JsonRow(where, values))
     if not rows:
-        raise ValueError(f"{name_of(path)} holds no prompts; expected {form} on every line")
+        raise ValueError(f"{name_of(path)} holds no lines; expected {form} on every line")
     return rows

@@ -219,7 +219,7 @@ def test_what_editors_and_published_files_add_is_no_mistake(tmp_path):
     read = requests_of(tmp_path, b"\xef\xbb\xbf" + "\n".join(lines).encode())
     assert [(one.prompt, one.max_new_tokens) for one in read] == [("a\u2028b", 5), ("def f(x):", 7), ([1, 2], 7)]
     for content in (b"", b"\n \r\n", b"\xef\xbb\xbf"):
-        with pytest.raises(ValueError, match="holds no prompts"):
+        with pytest.raises(ValueError, match="holds no lines"):
             requests_of(tmp_path, content)
 
 

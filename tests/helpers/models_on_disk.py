@@ -20,9 +20,15 @@ def write_llama(folder: Path, *, width: int, vocab_size: int = 96, layers: int =
 def write_bytes_target(folder: Path) -> Path:
     """A random target whose tokens are single bytes, so that most of what it writes is no text; nothing stops it."""
     checkpoints.edit_config(write_llama(folder, width=32, vocab_size=256, layers=2), eos_token_id=None)
+    bytes_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def bytes_tokenizer(*merged: tuple[str, str]) -> Tokenizer:
+    """A tokenizer whose tokens are single bytes, and these pairs of them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    pieces = [*alphabet, *map("".join, merged)]
+    tokenizer = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, list(merged)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return tokenizer
