@@ -324,7 +324,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"Compared: {report.compared}")
     terminalreporter.write_line(f"Report: {written}")
     if written.suffix != ".html":
-        terminalreporter.write_line("No page: it needs jinja2 (pip install 'eagle3-jax[validation]').")
+        terminalreporter.write_line("No page: it needs jinja2, which this installation lacks.")
     if config.getoption("--complete") and (missing := report.incomplete(config.getoption("--level"))):
         terminalreporter.write_line("--complete: this run is not complete", red=True)
         for line in missing:

@@ -47,26 +47,57 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
     return tokens, tokenizer
 
 
+def shard_path(directory: Path, number: int) -> Path:
+    """A file of texts in the directory of `eagle3 train data`."""
+    return directory / f"texts-{number:05}.npz"
+
+
+def begin_data(out: Path, options: Mapping[str, Any], shards: int) -> None:
+    """Checks that `eagle3 train data` goes on with its first options, and records those of a new directory.
+
+    Raises:
+        Misuse: The directory holds something else, or texts of other options. The message names them.
+    """
+    from eagle3_jax.conversion.files import read_json
+
+    record = out / DATA_RECORD
+    if record.is_file() and any(out.glob("texts-*.npz")):
+        _refuse_other_options(out, "texts", read_json(record).get("options"), options)
+    elif out.exists() and (not out.is_dir() or any(path != record for path in out.iterdir())):
+        raise Misuse(f"{out} exists already and holds no texts of `eagle3 train data`; name a new directory")
+    else:
+        with disk_full_named(out):
+            out.mkdir(parents=True, exist_ok=True)
+            write_json(record, {"options": options, "shards": shards})
+
+
+def joined_texts(directory: Path) -> Texts:
+    """All texts of a directory. A document that is in several files counts where it is first.
+
+    Raises:
+        Misuse: The directory holds something else or is not finished.
+    """
+    import numpy as np
+
+    from eagle3_jax.training.texts import Texts
+
+    shards = [Texts.load(shard_path(directory, number)) for number in range(_data_record(directory)["shards"])]
+    known = np.array([], np.uint64)
+    different = []
+    for shard in shards:
+        different.append(shard.chosen(~np.isin(shard.document, known)))
+        known = np.union1d(known, shard.document)
+    return Texts.joined(different)
+
+
 def read_texts(directory: Path) -> tuple[Texts, Texts]:
     """The texts that `eagle3 train data` wrote: those to learn from, and those that are held out.
 
     Raises:
-        Misuse: The directory holds something else or is not finished, or one of the groups is empty.
+        Misuse: The directory holds something else or is not finished, or one of the two groups is empty.
     """
-    from eagle3_jax.conversion.files import read_json
-    from eagle3_jax.training.texts import Texts
-
-    record = directory / DATA_RECORD
-    if not record.is_file():
-        raise Misuse(
-            f"{directory} holds no texts to learn from; write them with `eagle3 train data TARGET {directory}`"
-        )
-    contents = read_json(record)
-    shards = sorted(directory.glob("texts-*.npz"))
-    if len(shards) != contents.get("shards"):
-        raise Misuse(f"{directory} is not finished; run the same `eagle3 train data` again to go on")
-    texts = Texts.joined(Texts.load(shard) for shard in shards)
-    is_held_out = texts.held_out(float(contents["options"]["--held-out"]))
+    texts = joined_texts(directory)
+    is_held_out = texts.held_out(_data_record(directory)["options"]["--held-out"])
     groups = texts.chosen(~is_held_out), texts.chosen(is_held_out)
     if not len(groups[0]) or not len(groups[1]):
         raise Misuse(
@@ -74,6 +105,28 @@ def read_texts(directory: Path) -> tuple[Texts, Texts]:
             "more documents or another --held-out"
         )
     return groups
+
+
+def _data_record(directory: Path) -> dict[str, Any]:
+    """What `eagle3 train data` wrote down first."""
+    from eagle3_jax.conversion.files import read_json
+
+    record = directory / DATA_RECORD
+    if not record.is_file():
+        raise Misuse(
+            f"{directory} holds no texts to learn from; write them with `eagle3 train data TARGET {directory} FILES`"
+        )
+    contents = read_json(record)
+    options, shards = contents.get("options"), contents.get("shards")
+    share = options.get("--held-out") if isinstance(options, dict) else None
+    if not isinstance(shards, int) or not isinstance(share, float):
+        raise Misuse(f"{record} is damaged; write the texts again")
+    absent = [number for number in range(shards) if not shard_path(directory, number).is_file()]
+    if absent:
+        raise Misuse(
+            f"{directory} is not finished: {len(absent)} of {shards} files are absent; run the same `eagle3 train data`"
+        )
+    return contents
 
 
 def check_trainable(shapes: Any) -> None:
@@ -114,6 +167,12 @@ def fingerprint(arrays: Any) -> str:
     return f"sha256 {found.hexdigest()[:12]}"
 
 
+def fingerprint_of_file(path: Path) -> str:
+    """A short hash of the bytes of a file."""
+    with path.open("rb") as file:
+        return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
+
+
 def weights_of(params: Any) -> str:
     """The fingerprint of the last row of every parameter of a model; training changes all of them."""
     import jax
@@ -152,6 +211,14 @@ def same_run(out: Path, options: Mapping[str, Any], draft_to_target: Any = None)
         found = None if found is None else np.asarray(found, np.int32)
     except (KeyError, TypeError, ValueError):
         raise Misuse(f"{place / _RUN} is damaged; name a new directory") from None
+    _refuse_other_options(out, "checkpoints", begun, options)
+    return found
+
+
+def _refuse_other_options(out: Path, contents: str, begun: Any, options: Mapping[str, Any]) -> None:
+    """Refuses to go on in a directory whose run was begun with other options."""
+    if not isinstance(begun, dict):
+        raise Misuse(f"the record of {out} is damaged; name a new directory")
     differing = [
         f"{name} was {_shown(begun.get(name))} and is {_shown(value)}"
         for name, value in options.items()
@@ -159,10 +226,9 @@ def same_run(out: Path, options: Mapping[str, Any], draft_to_target: Any = None)
     ]
     if differing:
         raise Misuse(
-            f"{out} holds the checkpoints of another run: {'; '.join(differing)}. Give the same to continue it, or "
-            "name a new directory"
+            f"{out} holds the {contents} of another run: {'; '.join(differing)}. Give the same to continue it, or name "
+            "a new directory"
         )
-    return found
 
 
 def _shown(value: Any) -> str:

@@ -79,7 +79,8 @@ def read_prompts_to_answer(
     """The prompts of documents whose answers the target writes itself.
 
     Of messages the prompt ends where the first answer to the user begins, because later turns depend on that answer.
-    The conversation may end there, and a prompt needs no completion. Of ``text`` the beginning is the prompt.
+    The conversation may end there, and a prompt needs no completion. Of ``text`` every ``length`` tokens give a prompt,
+    their beginning.
 
     Args:
         paths: JSONL files.
@@ -99,16 +100,15 @@ def read_prompts_to_answer(
         raise ValueError(f"opening is {opening}; expected at least 1 token")
     prompts: dict[tuple[int, ...], int] = {}
     for document in _documents(paths, target, length, dropped):
-        prompt = _prompt(document, target)
-        tokens = tuple(prompt[:opening] if "text" in document.fields else prompt)
-        if not tokens:
-            dropped["nothing to learn"] += 1
-        elif len(tokens) >= length:
-            dropped["no room"] += 1
-        elif tokens in prompts:
-            dropped["duplicate"] += 1
-        else:
-            prompts[tokens] = document.hash
+        for prompt in _prompts(document, target, length, opening):
+            if not prompt:
+                dropped["nothing to learn"] += 1
+            elif len(prompt) >= length:
+                dropped["no room"] += 1
+            elif prompt in prompts:
+                dropped["duplicate"] += 1
+            else:
+                prompts[prompt] = document.hash
     if not prompts:
         raise _nothing_left(dropped)
     return [(list(tokens), number) for tokens, number in prompts.items()]
@@ -260,6 +260,17 @@ def _continuation(tokenizer: Tokenizer, context: str, context_tokens: list[int],
         if tokens[: len(context_tokens)] == context_tokens:
             return tokens[len(context_tokens) :]
     return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _prompts(document: Document, target: LoadedTarget, length: int, opening: int) -> Iterator[tuple[int, ...]]:
+    """The token ids that the target goes on from; see :func:`read_prompts_to_answer`."""
+    tokens = tuple(_prompt(document, target))
+    if "text" not in document.fields:
+        yield tokens
+        return
+    yield tokens[:opening]
+    for start in range(length, len(tokens) - opening + 1, length):
+        yield tokens[start : start + opening]
 
 
 def _prompt(document: Document, target: LoadedTarget) -> list[int]:

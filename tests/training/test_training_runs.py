@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from models_on_disk import write_bytes_target, write_llama
@@ -16,7 +21,7 @@ from training_pair import Pair, make_batch, random_pair
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.training.lm import Phase, next_token_loss, random_windows
-from eagle3_jax.training.loop import OptimizerConfig, Trainer
+from eagle3_jax.training.loop import NotFinite, OptimizerConfig, Trainer
 from eagle3_jax.training.texts import Text, Texts
 from eagle3_jax.training.ttt import TTTConfig, ttt_loss
 
@@ -95,6 +100,28 @@ def test_a_resumed_run_has_bit_identical_losses(pair, tmp_path):
     assert len({metrics["loss"] for metrics in (*unbroken, resumed[-1])}) == 6
     third, run = start()
     assert (third, list(run)) == (6, [])
+
+
+@pytest.mark.usefixtures("optax_promotion")
+def test_a_step_that_is_not_finite_is_not_taken(tmp_path):
+    def loss(params, batch):
+        # The gradient of the square root at 0 is infinite, while the value is finite.
+        return jnp.sum(params["w"] ** 2) + jnp.sqrt(batch), {}
+
+    trainer = Trainer(loss, OptimizerConfig(num_steps=9, warmup_steps=1), tmp_path)
+    batches = [1.0, 1.0, 1.0, float("nan")]
+    run = trainer.run(trainer.start({"w": jnp.ones(3)}), lambda step: jnp.float32(batches[step]), 9, save_every=2)
+    *_, state = [next(run)[0] for _ in range(3)]
+    with pytest.raises(NotFinite, match=rf"step 4: the loss is nan .* the last checkpoint is {tmp_path / '2'}\."):
+        next(run)
+    assert np.isfinite(state.params["w"]).all()
+
+    def steep(params, batch):
+        return jnp.sqrt(jnp.sum(params["w"]) * batch), {}
+
+    trainer = Trainer(steep, OptimizerConfig(num_steps=9, warmup_steps=1))
+    with pytest.raises(NotFinite, match="step 1: the loss is 0 and the norm of its gradient inf; there is no check"):
+        next(trainer.run(trainer.start({"w": jnp.zeros(3)}), lambda step: jnp.float32(1), 9))
 
 
 # As a command
@@ -192,6 +219,28 @@ def test_a_target_continues_only_the_run_that_was_begun(cli, refused, tmp_path, 
     assert "another run: CORPUS was sha256 " in refused("train", "target", data, tmp_path / "out", *shape)
 
 
+def test_a_signal_ends_a_run_after_its_step_and_the_same_command_goes_on(tmp_path):
+    target = write_llama(tmp_path / "target", width=16)
+    data = written_texts(tmp_path / "data")
+    arguments = ("train", "head", target, data, tmp_path / "out", *HEAD[4:], "--steps", 10**6, "--batch", 2,
+                 "--unroll", 2, "--save-every", 10**6, "--evaluate-every", 0)  # fmt: skip
+    command = [sys.executable, "-m", "eagle3_jax", *map(str, arguments)]
+    steps = []
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert run.stdout is not None
+        lines = iter(run.stdout.readline, "")
+        assert any(line.startswith("step ") for line in lines)
+        run.send_signal(number)
+        _, error = run.communicate(timeout=60)
+        assert run.returncode == code
+        found = re.search(r"interrupted at step (\d+) of 1000000; the same command continues there", error)
+        assert found is not None, error
+        steps.append(int(found[1]))
+        assert (tmp_path / "out" / "checkpoints" / found[1]).is_dir()
+    assert steps[0] < steps[1]
+
+
 def test_what_train_data_did_not_write_is_refused(refused, tmp_path):
     target = write_llama(tmp_path / "target", width=16)
     data = tmp_path / "data"
@@ -203,7 +252,8 @@ def test_what_train_data_did_not_write_is_refused(refused, tmp_path):
         shard.write_bytes(damaged)
         assert f"{shard} is damaged or" in refused("train", "head", target, data, tmp_path / "out")
     shard.unlink()
-    assert "not finished; run the same `eagle3 train data`" in refused("train", "head", target, data, tmp_path / "out")
+    unfinished = "is not finished: 1 of 2 files are absent; run the same `eagle3 train data`"
+    assert unfinished in refused("train", "head", target, data, tmp_path / "out")
     shard.write_bytes(content)
     (data / "data.json").write_text(json.dumps({"options": {"--held-out": 0.0}, "shards": 2}))
     assert "of the 7 texts in" in refused("train", "head", target, data, tmp_path / "out")
