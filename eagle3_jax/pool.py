@@ -18,6 +18,9 @@ from eagle3_jax.sharding import to_host
 from eagle3_jax.state import GenerationState
 from eagle3_jax.types import FinishReason, SamplingMode, SamplingParams
 
+# Prompts that are prefilled together. On CPUs a row of a larger group costs no less, and each size is compiled.
+_LARGEST_GROUP = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class PoolRequest:
@@ -145,8 +148,8 @@ class Pool:
         size = padded_prompt(len(self._waiting[0][1].tokens))
         alike = [entry for entry in self._waiting if padded_prompt(len(entry[1].tokens)) == size]
         free = [slot for slot in range(self._slots) if slot not in self._running]
-        most = min(len(alike), len(free))
-        count = 1 << (most.bit_length() - 1)  # a power of two: each number of rows is a program of its own
+        most = min(len(alike), len(free), _LARGEST_GROUP)
+        count = 1 << (most.bit_length() - 1)  # a power of two, so that few programs are compiled
         group = alike[:count]
         slots = free[:count]
         requests = [request for _, request in group]
