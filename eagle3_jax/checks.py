@@ -326,3 +326,13 @@ def sampling_mode_of(sampling: SamplingParams) -> SamplingMode:
     if truncated.any():
         return SamplingMode.TRUNCATED
     return SamplingMode.TEMPERATURE if sampled.any() else SamplingMode.GREEDY
+
+
+def check_mode(mode: SamplingMode, needed: SamplingMode) -> None:
+    """Checks that ``mode`` does the work of ``needed``; raises ``ValueError``."""
+    modes = list(SamplingMode)  # least work first
+    if modes.index(mode) < modes.index(needed):
+        raise ValueError(
+            f"sampling_mode is {mode.value!r}, and these sampling parameters need {needed.value!r}; "
+            f"choose {needed.value!r} or leave sampling_mode out"
+        )

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from eagle3_jax import loop as loops
 from eagle3_jax.acceptance import Exact
-from eagle3_jax.checks import check_sampling, configured, require_part, sampling_mode_of
+from eagle3_jax.checks import check_mode, check_sampling, configured, require_part, sampling_mode_of
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.jsonl import shown
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget, shape_of
@@ -271,13 +271,29 @@ class SpeculativeDecoder:
         sampling: SamplingParams | None = None,
         seed: int | Sequence[int] = 0,
         logprobs: int | None = None,
+        capacity: int | None = None,
+        sampling_mode: SamplingMode | None = None,
     ) -> GenerationState:
         """Returns the state after the prompts and the first token, for callers that call :meth:`step` themselves.
 
-        The arguments are those of :meth:`generate`. Rows that join a batch later need their own seed. See
-        ``docs/extending.md``.
+        The other arguments are those of :meth:`generate`. Rows that join a batch later need their own seed. See
+        ``docs/extending.md``. ``capacity`` is the number of slots per row (default: what these prompts and limits
+        need), ``sampling_mode`` the way the first tokens are chosen (default: the least work that ``sampling`` needs).
+
+        Raises:
+            ValueError: An argument is out of range, ``capacity`` is too small, or ``sampling_mode`` does less than
+                ``sampling`` needs.
         """
-        return self._start(*self._batch(prompts, max_new_tokens, sampling, seed, logprobs))[0]
+        loop, batch, _ = self._batch(prompts, max_new_tokens, sampling, seed, logprobs)
+        if sampling_mode is not None:
+            check_mode(sampling_mode, loop.sampling_mode)
+            loop = dataclasses.replace(loop, sampling_mode=sampling_mode)
+        if capacity is None:
+            capacity = self._capacity(batch)
+        needed = max(int(np.max(batch.limit)) + self.loop.drafter.num_nodes, batch.tokens.shape[1])
+        if capacity < needed:
+            raise ValueError(f"capacity is {capacity}; expected at least {needed} for these prompts and limits")
+        return self._on_mesh(loops.prefill, loop, self.params, self._on_rows(batch), capacity=capacity)
 
     def step(self, state: GenerationState) -> Round:
         """Runs one compiled round. It consumes ``state`` and updates its caches in place.
@@ -385,7 +401,7 @@ class SpeculativeDecoder:
                 f"sequences of up to {longest} tokens were asked for, and {type(self.loop.drafter).__name__} was built "
                 f"for {most} positions; lower max_new_tokens, shorten the prompt or choose another drafter"
             )
-        padded = min(_padded_prompt(int(lengths.max())), self.target.max_positions)
+        padded = min(padded_prompt(int(lengths.max())), self.target.max_positions)
         tokens = np.zeros((len(rows), padded), np.int32)
         for index, row in enumerate(rows):
             tokens[index, : len(row)] = row
@@ -520,8 +536,8 @@ def _check_token(token: Any, vocab_size: int, what: str) -> None:
         raise ValueError(f"{what} {shown(token)} is not a token id; expected whole numbers from 0 to {vocab_size - 1}")
 
 
-def _padded_prompt(size: int) -> int:
-    """The length that prompts of up to ``size`` tokens are padded to."""
+def padded_prompt(size: int) -> int:
+    """The length that prompts of up to ``size`` tokens are padded to, where the target has as many positions."""
     return _round_up(size) if size > _BUCKET // 2 else max(_SHORTEST_PROMPT, 1 << (size - 1).bit_length())
 
 

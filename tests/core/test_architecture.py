@@ -28,7 +28,7 @@ LAYERS = (
     ("loop", "theory"),
     ("schedule",),
     ("decode",),
-    ("chat", "testing", "load", "named", "training", "bench", "export", "prompts", "trace"),
+    ("chat", "pool", "testing", "load", "named", "training", "bench", "export", "prompts", "trace"),
     ("engines",),
     ("cli", "__main__"),
 )

@@ -14,7 +14,7 @@ import test_greedy
 import tiny
 
 from eagle3_jax import loop as loops
-from eagle3_jax.decode import LoadedDrafter, SpeculativeDecoder, _padded_prompt
+from eagle3_jax.decode import LoadedDrafter, SpeculativeDecoder, padded_prompt
 from eagle3_jax.drafters import Fallback, NGram, Plain
 from eagle3_jax.loop import LoopParams, SpeculativeLoop
 from eagle3_jax.sampling import row_keys
@@ -88,7 +88,7 @@ def test_prompts_of_one_bucket_share_one_program() -> None:
 
 def test_short_prompts_are_padded_to_a_power_of_two_and_long_ones_to_whole_buckets() -> None:
     sizes = {1: 16, 16: 16, 17: 32, 33: 64, 64: 64, 65: 128, 128: 128, 129: 256, 300: 384}
-    assert {size: _padded_prompt(size) for size in sizes} == sizes
+    assert {size: padded_prompt(size) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize("length", [16, 17, 64, 65, 127, 128, 129])
