@@ -235,7 +235,7 @@ class Conversations:
 
 
 def answers(
-    target: LoadedTarget, prompts: Iterable[list[int]], config: OwnTextConfig
+    target: LoadedTarget, prompts: Iterable[list[int]], config: OwnTextConfig, *, first: int = 0
 ) -> Iterator[tuple[int, list[int]]]:
     """Lets a target answer prompts, as to rewrite the answers of conversations by others.
 
@@ -243,6 +243,7 @@ def answers(
         target: The target.
         prompts: Token ids of prompts that end where an answer begins. They are read as rows become free.
         config: ``length``, ``slots``, ``temperature``, ``greedy_share`` and ``seed`` are used.
+        first: Number of the first prompt for its random numbers, where the prompts are a part of a larger set.
 
     Yields:
         The number of the prompt, from 0, and the token ids of its answer, stop token included, in the order in which
@@ -262,7 +263,7 @@ def answers(
             if room < 1:
                 yield number, []
                 continue
-            temperature, seed = _answer_sampling(config, np.random.default_rng([config.seed, number]))
+            temperature, seed = _answer_sampling(config, np.random.default_rng([config.seed, first + number]))
             request = PoolRequest(prompt, max_new_tokens=room, temperature=temperature, seed=seed)
             numbers[pool.submit(request)] = number
         if pool.idle and not taken:
