@@ -13,6 +13,7 @@ import typer
 from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import CompilationCacheOption
+from eagle3_jax.cli._parts import fetch_first
 from eagle3_jax.cli._progress import progress_bar
 from eagle3_jax.cli._training_files import begin_data, fingerprint_of_file, joined_texts, shard_path, weights_of
 from eagle3_jax.cli._training_run import MOST_ROWS, DtypeOption, SeedOption, named
@@ -86,6 +87,7 @@ def data(
         raise Misuse("there is nothing to write; give JSONL files, or --self N for conversations of the target's own")
     if writing.rewrite and not paths:
         raise Misuse("--rewrite answers the prompts of files; give JSONL files")
+    fetch_first(target)
     loaded = load_target(target, dtype=dtype)
     config = OwnTextConfig(
         length=length,
