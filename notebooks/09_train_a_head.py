@@ -47,10 +47,11 @@ import eagle3_jax as e3
 from eagle3_jax import prompts
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.training import corpus, vocab
-from eagle3_jax.training.batches import row_batches
+from eagle3_jax.training.batches import batch_of, text_batches
 from eagle3_jax.training.loop import OptimizerConfig, Trainer
 from eagle3_jax.training.methods import initial_head, official_head
-from eagle3_jax.training.regenerate import RegenerationConfig, Rows, regenerate
+from eagle3_jax.training.own_text import OwnTextConfig, answers
+from eagle3_jax.training.texts import Text, Texts, token_counts
 from eagle3_jax.training.ttt import TTTConfig, teacher_forward, ttt_loss, unroll
 
 SEED = 0
@@ -62,7 +63,7 @@ model, tables = target.model, target.model.tables(target.params)
 #
 # The corpus is the source code of Python's standard library. Some files are held out by name. The head has to predict
 # the text of the *target*, and this text differs from the standard library. So the corpus only provides openings, and the
-# target continues them.
+# target continues them. Texts that repeat themselves at their end are left out, as `eagle3 train data` does.
 
 # %%
 documents = corpus.read_corpus(Path(sysconfig.get_path("stdlib")))
@@ -77,20 +78,30 @@ fresh_tokens = corpus.encode(target.tokenizer, held_out[:12], SEED)
 OPENING, LENGTH = 32, 96
 
 
-def written(tokens, num_rows, seed):
-    """Rows that start with an opening from the corpus and continue with text of the target."""
-    asked = RegenerationConfig(num_rows=num_rows, prompt_length=OPENING, length=LENGTH, batch=64, seed=seed)
-    parts = list(regenerate(target, tokens, asked))
-    names = ("tokens", "prompt_length", "length")
-    return Rows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+def windows(tokens, count, length, seed):
+    """Pieces of the corpus from random places, as lists of token ids."""
+    starts = np.random.default_rng(seed).integers(0, len(tokens) - length, count)
+    return [tokens[start : start + length].astype(int).tolist() for start in starts]
 
 
-rows = written(tokens, 192, SEED)
-fresh = written(fresh_tokens, 64, SEED + 1)  # for measurements, never for training
-sizes = [int((one.length - one.prompt_length).sum()) for one in (rows, fresh)]
+def written(tokens, count, seed):
+    """Texts that start with an opening from the corpus and continue with text of the target."""
+    openings = windows(tokens, count, OPENING, seed)
+    config = OwnTextConfig(length=LENGTH, slots=64, greedy_share=0.6, temperature=0.8, seed=seed)
+    texts = []
+    for number, answer in answers(target, openings, config):
+        if answer:  # none if it repeats itself at its end
+            learn = [False] * OPENING + [True] * len(answer)
+            texts.append(Text(openings[number] + answer, learn, document=number))
+    return Texts.of(texts)
+
+
+own_texts = written(tokens, 256, SEED)
+fresh = written(fresh_tokens, 96, SEED + 1)  # for measurements, never for training
+sizes = [int(texts.learn.sum()) for texts in (own_texts, fresh)]
 print(f"{len(train)} files to train on, {len(held_out)} held out")
-print(f"{len(rows.tokens)} rows with {sizes[0]:,} tokens of the target; {sizes[1]:,} more for measurements")
-print("---", target.tokenizer.decode(rows.tokens[0][: rows.length[0]].tolist()), sep="\n")
+print(f"{len(own_texts)} texts with {sizes[0]:,} tokens of the target; {sizes[1]:,} more for measurements")
+print("---", target.tokenizer.decode(own_texts.tokens[: own_texts.length[0]].tolist()), sep="\n")
 
 # %% [markdown]
 # ## Draft vocabulary
@@ -100,8 +111,8 @@ print("---", target.tokenizer.decode(rows.tokens[0][: rows.length[0]].tolist()),
 # of *fresh* text is an upper bound of the acceptance.
 
 # %%
-counts = vocab.token_counts(rows.tokens.astype(np.int32), rows.masks[1], target.vocab_size)
-others = vocab.token_counts(fresh.tokens.astype(np.int32), fresh.masks[1], target.vocab_size)
+counts = token_counts(own_texts, target.vocab_size)
+others = token_counts(fresh, target.vocab_size)
 shares = {}
 for width in (128, 256, 512, 1024, 2048, 4096):
     ids = vocab.select_draft_vocabulary(counts, width)
@@ -143,7 +154,7 @@ optimizer = OptimizerConfig(
     warmup_steps=10,
     weight_decay=0.01,
 )
-batches = row_batches(rows, BATCH, SEED)
+batches, _ = text_batches(own_texts, BATCH, SEED)
 
 
 def objective(depth):
@@ -298,7 +309,7 @@ def right_by_depth(params, batch_at):
     return [float(np.mean([one[f"accuracy_{depth}"] for one in found])) for depth in range(DEPTH)]
 
 
-fresh_batches = row_batches(fresh, 32, SEED)
+fresh_batches, _ = text_batches(fresh, 32, SEED)
 once, thrice = (right_by_depth(params, fresh_batches) for params in (once_trained, trained))
 print("correct on fresh text, by depth: unrolled once", np.round(once, 2), "three times", np.round(thrice, 2))
 assert once[1] < 0.5 * thrice[1], "unrolled once, the second draft token collapses"
@@ -343,30 +354,38 @@ assert fooled.mean_acceptance_length < 1.1, "the head is useless"
 # - **Training on text that the target did not generate.** In the target's text, the next token is often the target's
 #   most likely token. In the standard library it is so much less often. A head trained on the library learns contexts
 #   that the target does not generate.
-# - **Measuring on the training text.** The trained head has a higher accuracy on its training rows.
+# - **Measuring on the training text.** The trained head has a higher accuracy on its training text.
 
 
 # %%
 @jax.jit
-def own_choice(tokens, counted):
-    """Share of tokens that are the target's most likely token."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    mask = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))[None]
-    out = model(target.params, tokens, positions, mask)
-    best = jnp.argmax(model.unembed(target.params, out.final), axis=-1)[:, :-1]
-    return jnp.sum((best == tokens[:, 1:]) & counted[:, 1:]) / jnp.sum(counted[:, 1:])
+def likeliest_share(batch):
+    """Share of the learned tokens that are the target's most likely token."""
+    out = model(target.params, batch.tokens, batch.positions, batch.seen)
+    best = jnp.argmax(model.unembed(target.params, out.final), axis=-1)
+    counted = batch.loss_mask[:, :-2]  # entry t is about token t + 2
+    return jnp.sum((best[:, 1:-1] == batch.tokens[:, 2:]) & counted) / jnp.sum(counted)
 
 
-openings = np.random.default_rng(SEED).integers(0, len(fresh_tokens) - LENGTH, 64)
-library = np.stack([fresh_tokens[at : at + LENGTH] for at in openings]).astype(np.int32)
-own = float(own_choice(fresh.tokens.astype(np.int32), fresh.masks[1]))
-foreign = float(own_choice(library, np.broadcast_to(np.arange(LENGTH) >= OPENING, library.shape)))
+def own_choice(texts):
+    """That share over all texts, in one batch."""
+    batch = batch_of(texts, np.arange(len(texts)), length=LENGTH, count=len(texts))
+    return float(likeliest_share(batch))
+
+
+learn = [index >= OPENING for index in range(LENGTH)]
+library = Texts.of(
+    Text(piece, learn, document=number)
+    for number, piece in enumerate(windows(fresh_tokens, 64, LENGTH, SEED))
+)
+own, foreign = own_choice(fresh), own_choice(library)
 print(f"most likely token of the target: {own:.0%} of its own text, {foreign:.0%} of the library")
 assert own > foreign + 0.2, "the library differs from the target's text"
 
-seen_rows, fresh_rows = right_by_depth(trained, row_batches(rows, 32, SEED))[0], thrice[0]
-print(f"first draft token correct: {seen_rows:.2f} on training rows, {fresh_rows:.2f} on fresh rows")
-assert seen_rows > fresh_rows + 0.03, "the accuracy is higher on training text"
+seen_batches, _ = text_batches(own_texts, 32, SEED)
+on_seen, on_fresh = right_by_depth(trained, seen_batches)[0], thrice[0]
+print(f"first draft token correct: {on_seen:.2f} on training text, {on_fresh:.2f} on fresh text")
+assert on_seen > on_fresh + 0.03, "the accuracy is higher on training text"
 
 # %% [markdown]
 # ## Exercises
@@ -390,8 +409,8 @@ assert seen_rows > fresh_rows + 0.03, "the accuracy is higher on training text"
 #
 # </details>
 #
-# **3.** The supervised positions start at `prompt_length - 1`. Why not at 0? Why is the first token that the target
-# generated not a label?
+# **3.** An opening has `s` tokens. The supervised positions start at `s - 1`. Why not at 0? Why is the first token that
+# the target generated not a label?
 #
 # <details><summary>Answer</summary>
 #
@@ -421,5 +440,5 @@ assert last < ceiling < CHAIN + 1
 # - The target's text consists of its most likely tokens far more often than the library's. A head has a higher accuracy
 #   on its training text.
 #
-# **Next:** [10](10_your_own_drafter.ipynb), a drafter and an acceptance rule of your own. `eagle3 train --help`
-# describes the training command.
+# **Next:** [10](10_your_own_drafter.ipynb), a drafter and an acceptance rule of your own. `eagle3 train data` and
+# `eagle3 train head` do the same for your model: [train a head](../docs/command_line.md#train-a-head-for-your-data).

@@ -1,4 +1,4 @@
-"""``eagle3 train data``: texts for a draft head, from somebody's documents or written by the target itself."""
+"""``eagle3 train data``: texts for a draft head, from documents or written by the target itself."""
 
 from __future__ import annotations
 

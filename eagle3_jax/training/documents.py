@@ -1,4 +1,4 @@
-"""Documents of somebody's own, as texts that a draft head learns from.
+"""Your own documents, as texts that a draft head learns from.
 
 Each line of a JSONL file is one document, in one of three forms::
 

@@ -63,7 +63,7 @@ class Features:
 
     Attributes:
         texts: The texts.
-        parts: For each group of :data:`TEXTS_OF_A_PART` texts, the records of its tokens, memory-mapped.
+        parts: For each group of ``TEXTS_OF_A_PART`` texts, the records of its tokens, memory-mapped.
     """
 
     texts: Texts

@@ -7,23 +7,7 @@ correctness (FR-Spec, Zhao et al., 2025; EAGLE-3, Li et al., 2025).
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Bool, Int
-
-
-def token_counts(
-    rows: Int[np.ndarray, "R T"], masks: Bool[np.ndarray, "R T"], vocab_size: int
-) -> Int[np.ndarray, " V"]:
-    """How often each token occurs where its mask is True (the tokens that the target wrote).
-
-    Raises:
-        ValueError: A token outside the vocabulary.
-    """
-    if rows.size and not 0 <= rows.min() <= rows.max() < vocab_size:
-        raise ValueError(
-            f"the text holds tokens {rows.min()} to {rows.max()}; expected 0 to {vocab_size - 1}: "
-            "it was encoded with another tokenizer"
-        )
-    return np.bincount(rows[masks], minlength=vocab_size)
+from jaxtyping import Int
 
 
 def select_draft_vocabulary(counts: Int[np.ndarray, " V"], size: int) -> Int[np.ndarray, " W"]:

@@ -14,7 +14,7 @@ from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.training import features as storage
 from eagle3_jax.training.batches import batch_of, text_batches
 from eagle3_jax.training.features import stored_features
-from eagle3_jax.training.texts import Text, Texts, buckets_of, document_hash
+from eagle3_jax.training.texts import Text, Texts, buckets_of, document_hash, token_counts
 from eagle3_jax.training.ttt import TTTConfig, ttt_loss
 
 LENGTHS = [5, 40, 17, 33, 8, 12, 40, 21, 30, 9, 16, 6]
@@ -47,6 +47,13 @@ def test_texts_are_read_as_they_were_written(tmp_path):
     assert np.array_equal(again.tokens, np.concatenate([texts.tokens, texts.tokens[62:95]]))
     assert np.array_equal(again.length, [*LENGTHS, 33])
     assert again.document[-1] == texts.document[3]
+
+
+def test_the_tokens_that_are_learnt_are_counted():
+    texts = Texts.of([Text([0, 1, 1, 3], [False, True, True, True], 0), Text([3, 3, 0], [False, True, False], 1)])
+    assert token_counts(texts, 5).tolist() == [0, 2, 0, 2, 0]
+    with pytest.raises(ValueError, match="another tokenizer"):
+        token_counts(texts, 3)
 
 
 def test_buckets_hold_every_text_once_with_little_padding():

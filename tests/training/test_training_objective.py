@@ -17,7 +17,7 @@ from eagle3_jax.topology import Chain
 from eagle3_jax.training import ttt
 from eagle3_jax.training.batches import TTTBatch
 from eagle3_jax.training.ttt import TTTConfig, ttt_loss
-from eagle3_jax.training.vocab import coverage, select_draft_vocabulary, token_counts
+from eagle3_jax.training.vocab import coverage, select_draft_vocabulary
 from eagle3_jax.types import TargetOutput
 
 # Compiled once per shape: op by op, these tests would be slow.
@@ -169,10 +169,6 @@ def test_the_draft_vocabulary(counts, size, chosen):
         select_draft_vocabulary(np.array(counts), len(counts) + 1)
 
 
-def test_token_counts_and_coverage():
-    rows = np.array([[0, 1, 1, 3], [3, 3, 0, 0]])
-    counts = token_counts(rows, np.array([[False, True, True, True], [False, True, False, False]]), 5)
-    np.testing.assert_array_equal(counts, [0, 2, 0, 2, 0])
+def test_the_coverage_is_the_share_of_the_counted_tokens():
+    counts = np.array([0, 2, 0, 2, 0])
     assert coverage(counts, select_draft_vocabulary(counts, 1)) == 0.5
-    with pytest.raises(ValueError, match="another tokenizer"):
-        token_counts(rows, rows >= 0, 3)
