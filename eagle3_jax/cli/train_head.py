@@ -105,6 +105,7 @@ def head(
 
     from eagle3_jax import load_target
     from eagle3_jax.models.config import DecoderConfig
+    from eagle3_jax.sources import locate
     from eagle3_jax.training.batches import text_batches
     from eagle3_jax.training.evaluation import Evaluation
     from eagle3_jax.training.loop import Trainer
@@ -198,7 +199,7 @@ def head(
     assert state is not None
     params = {**state.params, **fixed}
     if isinstance(config, DecoderConfig):
-        write_draft_model(out, target, config, params, dtype=running.store)
+        write_draft_model(out, locate(target, "target"), config, params, dtype=running.store)
     else:
         depth = model.config.num_layers
         write_head(out, config, params, draft_to_target, dtype=running.store, num_target_layers=depth)
@@ -249,7 +250,7 @@ def _continued(init: Path, method: str, config: Any, ids: Any, start: Params, ta
     if read.method != method:
         raise Misuse(f"--init {init} is a head of the method {read.method}, and --method is {method}; give the same")
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), read.head)
-    if "head" in start and not np.array_equal(read.draft_to_target, ids):
+    if "head" in start and not np.array_equal(np.asarray(read.draft_to_target), np.asarray(ids)):
         params["head"] = start["head"]
     shapes = [jax.tree.map(jnp.shape, tree) for tree in (params, start)]
     if shapes[0] != shapes[1] or dataclasses.replace(read.config, draft_vocab_size=config.draft_vocab_size) != config:

@@ -89,9 +89,8 @@ class Evaluation:
         if isinstance(self.drafter, NetworkDrafter):
             tables = self.target.model.tables(self.frozen["target_params"])  # type: ignore[attr-defined]
             params = self.drafter.assemble(params, tables, draft_to_target=self.frozen["draft_to_target"])
-        decoder = SpeculativeDecoder(
-            self.target, LoadedDrafter(self.drafter, params), num_speculative_tokens=self.num_steps
-        )
+        loaded = LoadedDrafter(self.drafter, params)  # type: ignore[arg-type]
+        decoder = SpeculativeDecoder(self.target, loaded, num_speculative_tokens=self.num_steps)
         return decoder.generate(prompts, max_new_tokens=max_new_tokens).stats.mean_acceptance_length
 
     @functools.cached_property

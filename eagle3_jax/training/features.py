@@ -39,10 +39,10 @@ class Known(struct.PyTreeNode, kw_only=True):
         log_norm: ``[B T]``, the logarithm of the sum of the exponentials of all logits.
     """
 
-    features: Float[Array | np.ndarray, "B T A D"]
-    final: Float[Array | np.ndarray, "B T D"]
-    likeliest: Int[Array | np.ndarray, "B T"]
-    log_norm: Float[Array | np.ndarray, "B T"]
+    features: Float[Array, "B T A D"]
+    final: Float[Array, "B T D"]
+    likeliest: Int[Array, "B T"]
+    log_norm: Float[Array, "B T"]
 
 
 def _record(num_layers: int, width: int) -> np.dtype:
@@ -142,17 +142,17 @@ def _forward(
     length: Int[Array, " B"],
     *,
     aux_layers: tuple[int, ...],
-) -> Known:
+) -> dict[str, Array]:
     index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     seen = causal_mask(tokens.shape[1]) & (index < length[:, None])[:, None, :]
     output = model(params, tokens, jnp.broadcast_to(index, tokens.shape), seen, aux_layers=aux_layers)
     logits = model.unembed(params, output.final)
-    return Known(
-        features=output.features.astype(jnp.bfloat16),
-        final=output.final.astype(jnp.bfloat16),
-        likeliest=jnp.argmax(logits, axis=-1).astype(jnp.int32),
-        log_norm=jax.nn.logsumexp(logits, axis=-1),
-    )
+    return {
+        "features": output.features.astype(jnp.bfloat16),
+        "final": output.final.astype(jnp.bfloat16),
+        "likeliest": jnp.argmax(logits, axis=-1).astype(jnp.int32),
+        "log_norm": jax.nn.logsumexp(logits, axis=-1),
+    }
 
 
 def _computed(
@@ -168,13 +168,12 @@ def _computed(
             rows = here[offset : offset + count]
             tokens, real = padded(texts, np.array(rows), bucket.length, count)
             length = jnp.asarray(real.sum(axis=1), jnp.int32)
-            known = _forward(target.model, target.params, jnp.asarray(tokens), length, aux_layers=aux_layers)
-            known = jax.device_get(known)
+            values = _forward(target.model, target.params, jnp.asarray(tokens), length, aux_layers=aux_layers)
+            values = jax.device_get(values)
             for row, index in enumerate(rows):
                 size = int(texts.length[index])
-                token = texts.start[index] - begin + np.arange(size)
-                records["features"][token] = known.features[row, :size].view(np.uint16)
-                records["final"][token] = known.final[row, :size].view(np.uint16)
-                records["likeliest"][token] = known.likeliest[row, :size]
-                records["log_norm"][token] = known.log_norm[row, :size]
+                place = slice(texts.start[index] - begin, texts.start[index] - begin + size)
+                for name, value in values.items():
+                    stored = value[row, :size]
+                    records[name][place] = stored.view(np.uint16) if stored.dtype == jnp.bfloat16 else stored
     return records
