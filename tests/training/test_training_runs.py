@@ -18,6 +18,7 @@ from models_on_disk import write_bytes_target, write_llama
 from safetensors.numpy import load_file
 from training_pair import Pair, make_batch, random_pair
 
+from eagle3_jax import SpeculativeDecoder, load_target
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.training.lm import Phase, next_token_loss, random_windows
@@ -130,10 +131,18 @@ HEAD = ("--steps", 3, "--batch", 2, "--draft-vocab-size", 32, "--unroll", "1:1,2
         "--dtype", "float32", "--save-every", 1)  # fmt: skip
 
 
-def written_texts(directory: Path, seed: int = 0) -> Path:
-    """A directory of texts, as ``eagle3 train data`` leaves it; the first of the seven is held out."""
+def written_texts(directory: Path, seed: int = 0, writer: Path | None = None) -> Path:
+    """A directory of texts, as ``eagle3 train data`` leaves it; the first of the seven is held out.
+
+    Random tokens, or what a target writes after three of them.
+    """
     tokens = np.random.default_rng(seed).integers(0, 96, (7, 12)).tolist()
     learn = [False] * 3 + [True] * 9
+    if writer is not None:
+        decoder = SpeculativeDecoder(load_target(writer), stop_tokens=())
+        prompts = [row[:3] for row in tokens]
+        answers = decoder.generate(prompts, max_new_tokens=9).tokens
+        tokens = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     directory.mkdir()
     texts = [Text(row, learn, 2**63 + index if index else 0) for index, row in enumerate(tokens)]
     Texts.of(texts[:3]).save(directory / "texts-00000.npz")
