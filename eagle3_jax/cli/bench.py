@@ -27,7 +27,7 @@ from eagle3_jax.cli._options import (
     parse_tree,
     print_json,
 )
-from eagle3_jax.cli._parts import find_own, read_drafter, read_target, read_verifier
+from eagle3_jax.cli._parts import fetch_first, find_own, read_drafter, read_target, read_verifier
 from eagle3_jax.cli._progress import Activity, counted, spinner
 from eagle3_jax.named import is_named
 
@@ -272,6 +272,7 @@ def bench(
     if models.shape is not None and [name for name in prompts.prompts or [] if name != "random"]:
         raise Misuse("--shape has no tokenizer; leave --prompts out, and choose a length with --prompt-tokens")
     reporting.check_directory(output)
+    fetch_first(models.target)
     with spinner("loading") as now, contextlib.ExitStack() as closing:
         if engines.names and models.shape is None:
             share_memory(beside_vllm=engines.vllm_python is not None)

@@ -13,6 +13,7 @@ import typer
 from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import CompilationCacheOption
+from eagle3_jax.cli._parts import fetch_first
 from eagle3_jax.cli._progress import progress_bar
 from eagle3_jax.cli._training_files import begin_data, fingerprint_of_file, joined_texts, shard_path, weights_of
 from eagle3_jax.cli._training_run import MOST_ROWS, DtypeOption, SeedOption, named
@@ -90,6 +91,7 @@ def data(
         raise Misuse("--most chooses among the prompts of --rewrite; give --rewrite, or leave --most out")
     if writing.openings is not None and not own:
         raise Misuse("--openings are beginnings of the questions of --self; give --self, or leave --openings out")
+    fetch_first(target)
     loaded = load_target(target, dtype=dtype)
     config = OwnTextConfig(
         length=length,

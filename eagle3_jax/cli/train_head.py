@@ -11,6 +11,7 @@ import typer
 
 from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.cli._parts import fetch_first
 from eagle3_jax.cli._progress import progress_bar
 from eagle3_jax.cli._training_files import (
     CHECKPOINTS,
@@ -124,6 +125,7 @@ def head(
     unroll = recipe.depths if shape.unroll is None else shape.unroll
     depths = _unrolls(unroll, steps)
     texts, held_out = read_texts(data)
+    fetch_first(target)
     loaded = load_target(target, dtype=dtype)
     model: Any = loaded.model
     size = shape.draft_vocab_size or recipe.draft_vocab_size

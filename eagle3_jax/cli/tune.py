@@ -25,7 +25,7 @@ from eagle3_jax.cli._options import (
     print_table,
     write_json,
 )
-from eagle3_jax.cli._parts import read_drafter, read_target
+from eagle3_jax.cli._parts import fetch_first, read_drafter, read_target
 from eagle3_jax.cli._progress import counted, spinner
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def tune(
     from eagle3_jax.sources import bundled
 
     trees = [shape for shape in map(parse_tree, tree or []) if shape is not None]
+    fetch_first(models.target, models.drafter)
     with spinner("loading") as now:
         dtype = measured_dtype(dtype)
         loaded = read_target(models.target, dtype, weights=models.weights)
