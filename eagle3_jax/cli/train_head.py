@@ -109,6 +109,7 @@ def head(
 
     from eagle3_jax import load_target
     from eagle3_jax.models.config import DecoderConfig
+    from eagle3_jax.sources import locate
     from eagle3_jax.training.batches import text_batches
     from eagle3_jax.training.evaluation import Evaluation
     from eagle3_jax.training.loop import Trainer
@@ -197,13 +198,20 @@ def head(
 
         trainer = Trainer(loss, schedule, out / CHECKPOINTS)
         state = train(
-            trainer, start, inputs_at, steps=until, of=steps, save_every=running.save_every, after_step=after_step
+            trainer,
+            start,
+            inputs_at,
+            steps=until,
+            of=steps,
+            save_every=running.save_every,
+            after_step=after_step,
+            first_phase=state is None,
         )
         trainer.save(state)
     assert state is not None
     params = {**state.params, **fixed}
     if isinstance(config, DecoderConfig):
-        write_draft_model(out, target, config, params, dtype=running.store)
+        write_draft_model(out, locate(target, "target"), config, params, dtype=running.store)
     else:
         depth = model.config.num_layers
         write_head(out, config, params, draft_to_target, dtype=running.store, num_target_layers=depth)

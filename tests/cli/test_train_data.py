@@ -248,7 +248,7 @@ def test_a_full_disk_leaves_whole_files_alone(cli, target, tmp_path, small_shard
     savez = np.savez
     files: list[Any] = []
 
-    def full(to: Any, **arrays: np.ndarray) -> None:
+    def full(to: Any, **arrays: Any) -> None:
         files.append(to)
         if len(files) < 2:
             savez(to, **arrays)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import edit_config, edit_tensors, same_params
-from models_on_disk import write_llama
+from models_on_disk import write_chat_target, write_llama
 from safetensors.numpy import load_file
 from test_training_runs import kill_after, written_texts
 
@@ -191,6 +191,21 @@ def test_options_that_a_method_does_not_have_leave_nothing(refused, files, tmp_p
     arguments = (files.target, files.data, tmp_path / "out", *SHAPE, *ONE_STEP, *options)
     assert says in refused("train", "head", *arguments)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_draft_model_is_written_with_the_tokenizer_of_its_target(cli, tmp_path):
+    target = write_chat_target(tmp_path / "target", layers=2)
+    documents = tmp_path / "own.jsonl"
+    documents.write_text(
+        "".join(json.dumps({"prompt": f"one {letter}", "completion": "two"}) + "\n" for letter in "cdefghij")
+    )
+    data = tmp_path / "data"
+    assert cli("train", "data", target, data, documents, "--held-out", 0.5, "--length", 20)[0] == 0
+    out = tmp_path / "out"
+    arguments = (target, data, out, *SHAPE, *ONE_STEP, "--method", "draft-model", "--evaluate-every", 0)
+    assert cli("train", "head", *arguments)[0] == 0
+    assert (out / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
+    assert e3.load_drafter(out, target=e3.load_target(target)).drafter.model.config.width == 8  # half of the target's
 
 
 # ---------------------------------------------------------------- features
