@@ -61,9 +61,13 @@ def begin_data(out: Path, options: Mapping[str, Any], shards: int) -> None:
     from eagle3_jax.conversion.files import read_json
 
     record = out / DATA_RECORD
+    if out.exists() and not out.is_dir():
+        raise Misuse(f"{out} is a file; name a directory")
+    # What a killed write left is nobody's; the next write of that name removes it.
+    others = [path for path in out.glob("*") if path != record and not path.name.endswith(".partial")]
     if record.is_file() and any(out.glob("texts-*.npz")):
         _refuse_other_options(out, "texts", read_json(record).get("options"), options)
-    elif out.exists() and (not out.is_dir() or any(path != record for path in out.iterdir())):
+    elif others:
         raise Misuse(f"{out} exists already and holds no texts of `eagle3 train data`; name a new directory")
     else:
         with disk_full_named(out):
@@ -72,7 +76,9 @@ def begin_data(out: Path, options: Mapping[str, Any], shards: int) -> None:
 
 
 def joined_texts(directory: Path) -> Texts:
-    """All texts of a directory. A document that is in several files counts where it is first.
+    """All texts of a directory. A prompt of a document that is in several files counts where it is first.
+
+    A model that writes questions by itself writes some of them again in another file.
 
     Raises:
         Misuse: The directory holds something else or is not finished.
@@ -81,12 +87,13 @@ def joined_texts(directory: Path) -> Texts:
 
     from eagle3_jax.training.texts import Texts
 
-    shards = [Texts.load(shard_path(directory, number)) for number in range(_data_record(directory)["shards"])]
-    known = np.array([], np.uint64)
+    known: set[tuple[int, bytes]] = set()
     different = []
-    for shard in shards:
-        different.append(shard.chosen(~np.isin(shard.document, known)))
-        known = np.union1d(known, shard.document)
+    for number in range(_data_record(directory)["shards"]):
+        shard = Texts.load(shard_path(directory, number))
+        prompts = shard.prompts()
+        different.append(shard.chosen(np.array([prompt not in known for prompt in prompts], np.bool_)))
+        known.update(prompts)
     return Texts.joined(different)
 
 

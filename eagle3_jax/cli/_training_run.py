@@ -85,11 +85,15 @@ def train(
     of: int,
     save_every: int,
     after_step: Callable[[TrainState, dict[str, float]], None] = lambda state, metrics: None,
+    first_phase: bool = True,
 ) -> TrainState:
-    """Trains from the last checkpoint to step ``steps`` of ``of``; a signal leaves a checkpoint."""
+    """Trains from the last checkpoint to step ``steps`` of ``of``; a signal leaves a checkpoint.
+
+    The first phase of a command says where it continues; later ones begin where it ends.
+    """
     state = trainer.start(params)
     done = int(state.step)
-    if done:
+    if done and first_phase:
         typer.echo(f"continuing from step {done}")
     with progress_bar("training", of, done) as (progress, task), after_the_step() as leave_if_asked:
         try:

@@ -87,6 +87,10 @@ def data(
         raise Misuse("there is nothing to write; give JSONL files, or --self N for conversations of the target's own")
     if writing.rewrite and not paths:
         raise Misuse("--rewrite answers the prompts of files; give JSONL files")
+    if writing.most is not None and not writing.rewrite:
+        raise Misuse("--most chooses among the prompts of --rewrite; give --rewrite, or leave --most out")
+    if writing.openings is not None and not own:
+        raise Misuse("--openings are beginnings of the questions of --self; give --self, or leave --openings out")
     fetch_first(target)
     loaded = load_target(target, dtype=dtype)
     config = OwnTextConfig(
@@ -140,8 +144,9 @@ def _shards_of_files(
     if not paths:
         return []
     if not writing.rewrite:
-        texts = read_documents(paths, target, length=config.length, dropped=dropped)
-        return [lambda dropped: texts]  # reading takes seconds, so all documents are in one file
+        # Reading takes seconds, so all documents are in one file. They are read before anything is written.
+        texts = list(read_documents(paths, target, length=config.length, dropped=dropped))
+        return [lambda dropped: texts]
     prompts = read_prompts_to_answer(
         paths, target, length=config.length, dropped=dropped, opening=writing.opening_tokens
     )

@@ -35,8 +35,10 @@ from eagle3_jax.cli._training_run import (
     staged,
     train,
 )
+from eagle3_jax.writing import whole_file
 
 if TYPE_CHECKING:
+    from eagle3_jax.conversion import HeadCheckpoint
     from eagle3_jax.loaded import LoadedTarget
     from eagle3_jax.models.functional import Params
     from eagle3_jax.training.evaluation import Evaluation
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from eagle3_jax.training.texts import Texts
 
 _MOST_DEPTH = 64  # of an unroll, every step of which is compiled
+# The parameters whose columns are draft tokens: of most methods, of Medusa, and of the Markov head of DSpark.
+_OUTPUTS = frozenset({"head", "outputs", "after"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +122,7 @@ def head(
         raise Misuse(f"--method {shape.method!r} is not known; use one of {', '.join(RECIPES)}")
     recipe = RECIPES[shape.method]
     refuse_finished(out)
+    schedule = optimizer.schedule(steps)
     unroll = recipe.depths if shape.unroll is None else shape.unroll
     depths = _unrolls(unroll, steps)
     texts, held_out = read_texts(data)
@@ -137,6 +142,11 @@ def head(
     config = recipe.config(model.config, options)
     drafter = recipe.drafter(config, precision=model.precision)
     check_trainable(drafter.param_shapes())
+    if shape.freeze_output and "head" not in drafter.param_shapes():
+        raise Misuse(
+            f"--freeze-output: a head of the method {shape.method} has no output matrix to freeze; leave it out"
+        )
+    begun_from = None if init is None else _head_to_continue(init, shape.method, config, loaded)
     weights = weights_of(loaded.params)
     run_options = {
         "TARGET": weights,
@@ -146,7 +156,7 @@ def head(
         "--unroll": unroll,
         "--steps": steps,
         "--batch": batch,
-        "--init": None if init is None else str(init),
+        "--init": None if begun_from is None else fingerprint([begun_from.head, begun_from.draft_to_target]),
         "--seed": seed,
         **named(optimizer),
         "--dtype": dtype,
@@ -167,14 +177,9 @@ def head(
         "draft_to_target": None if draft_to_target is None else jnp.asarray(draft_to_target),
     }
     start = recipe.start(drafter, loaded, draft_to_target, jax.random.key(seed))
-    if init is not None:
-        start = _continued(init, shape.method, config, draft_to_target, start, model.config)
-    fixed = {}
-    if shape.freeze_output:
-        if "head" not in start:
-            raise Misuse(f"--freeze-output: a head of the method {shape.method} has no output matrix of its own")
-        fixed = {"head": start.pop("head")}
-    schedule = optimizer.schedule(steps)
+    if begun_from is not None:
+        start = _continued(begun_from, start, draft_to_target)
+    fixed = {"head": start.pop("head")} if shape.freeze_output else {}
     batch_at, _ = text_batches(texts, batch, seed, features)
     inputs_at = lambda step: (batch_at(step), frozen, fixed)
     evaluation = Evaluation(loaded, drafter, frozen, held_out, features_held_out, depths[-1][1])
@@ -193,7 +198,14 @@ def head(
 
         trainer = Trainer(loss, schedule, out / CHECKPOINTS)
         state = train(
-            trainer, start, inputs_at, steps=until, of=steps, save_every=running.save_every, after_step=after_step
+            trainer,
+            start,
+            inputs_at,
+            steps=until,
+            of=steps,
+            save_every=running.save_every,
+            after_step=after_step,
+            first_phase=state is None,
         )
         trainer.save(state)
     assert state is not None
@@ -219,43 +231,80 @@ def _features(target: LoadedTarget, texts: Texts, layers: tuple[int, ...], direc
 
 
 def _log(out: Path, step: int, metrics: dict[str, float], evaluation: Evaluation, params: Params) -> None:
-    """Evaluates the head and appends a line to the log."""
+    """Evaluates the head and adds a line to the log, in place of what was logged after the last checkpoint."""
     measured = evaluation.in_one_pass(params) or {}
     line = {"step": step, **metrics, "tau_decoded": evaluation.by_decoding(params)}
     line |= {f"held_out_{name}": value for name, value in measured.items()}
-    with (out / CHECKPOINTS / "log.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    log = out / CHECKPOINTS / "log.jsonl"
+    before = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    lines = [earlier for earlier in before if json.loads(earlier)["step"] < step]
+    with whole_file(log) as partial:
+        partial.write_text("".join(f"{text}\n" for text in [*lines, json.dumps(line)]), encoding="utf-8")
     read = f", read off {len(evaluation.texts):,} held-out texts {measured['tau']:.2f}" if measured else ""
     typer.echo(f"step {step}: tau {line['tau_decoded']:.2f} by decoding{read}")
 
 
-def _continued(init: Path, method: str, config: Any, ids: Any, start: Params, target: Any) -> Params:
+def _head_to_continue(init: Path, method: str, config: Any, target: LoadedTarget) -> HeadCheckpoint:
+    """Reads the head of ``--init``.
+
+    Args:
+        init: Its directory.
+        method: The method of the run.
+        config: The configuration of the new head.
+        target: The target of the run.
+
+    Raises:
+        ValueError: It is no head for the target, or of another method or shape than the new one.
+    """
+    import numpy as np
+
+    from eagle3_jax.conversion import read_head
+    from eagle3_jax.conversion.heads import HEADS
+    from eagle3_jax.jsonl import shown
+
+    model: Any = target.model
+    read = read_head(init, model.config)
+    if type(config) is not HEADS[read.method].classes[0]:
+        raise Misuse(f"--init {init} is a head of the method {read.method}, and --method is {method}; give the same")
+    # The draft vocabulary may be another: only output matrices depend on it.
+    before = {**dataclasses.asdict(read.config), "draft_vocab_size": None}
+    after = {**dataclasses.asdict(config), "draft_vocab_size": None}
+    differing = [
+        f"{name} is {shown(before[name])} and not {shown(after[name])}" for name in after if before[name] != after[name]
+    ]
+    if differing:
+        raise Misuse(f"--init {init} is another head than the options ask for: {'; '.join(differing)}")
+    if read.embedding is not None:
+        shared = np.asarray(model.tables(target.params).embedding)
+        if not np.array_equal(read.embedding.astype(shared.dtype), shared):
+            raise Misuse(f"--init {init} has an embedding of its own, which cannot be trained; give a head without one")
+    return read
+
+
+def _continued(read: HeadCheckpoint, start: Params, draft_to_target: Any) -> Params:
     """The parameters of a head, as the first ones of a run.
 
     Args:
-        init: The head.
-        method: The method of the run.
-        config: The configuration of the new head.
-        ids: Its draft vocabulary.
-        start: First parameters of a run without ``init``. The output matrix is theirs if the vocabularies differ.
-        target: The configuration of the target.
+        read: The head.
+        start: First parameters of a run without ``--init``. Output matrices are theirs if the vocabularies differ.
+        draft_to_target: ``[W]``, the draft vocabulary of the run; ``None`` for all tokens.
     """
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from eagle3_jax.conversion import read_head
-
-    read = read_head(init, target)
-    if read.method != method:
-        raise Misuse(f"--init {init} is a head of the method {read.method}, and --method is {method}; give the same")
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), read.head)
-    if "head" in start and not np.array_equal(np.asarray(read.draft_to_target), np.asarray(ids)):
-        params["head"] = start["head"]
-    shapes = [jax.tree.map(jnp.shape, tree) for tree in (params, start)]
-    if shapes[0] != shapes[1] or dataclasses.replace(read.config, draft_vocab_size=config.draft_vocab_size) != config:
-        raise Misuse(f"--init {init} is a head of another shape than the options ask for; leave the options out")
-    return params
+    every = np.arange(read.config.vocab_size)
+    before = every if read.draft_to_target is None else read.draft_to_target
+    after = every if draft_to_target is None else draft_to_target
+    if np.array_equal(before, after):
+        return params
+
+    def chosen(path: tuple[Any, ...], leaf: jax.Array, fresh: jax.Array) -> jax.Array:
+        names = {str(getattr(entry, "key", entry)) for entry in path}
+        return leaf if names.isdisjoint(_OUTPUTS) else fresh
+
+    return jax.tree_util.tree_map_with_path(chosen, params, start)
 
 
 def _unrolls(text: str, steps: int) -> list[tuple[int, int]]:

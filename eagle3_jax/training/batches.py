@@ -57,7 +57,7 @@ def final_states(target: DecoderTarget, params: Params, batch: TTTBatch) -> Floa
     """The target's states after its final norm: those that the batch holds, or else those of a forward."""
     if batch.known is None:
         return target(params, batch.tokens, batch.positions, batch.seen).final
-    return batch.known.final.astype(target.precision.activations)
+    return jnp.asarray(batch.known.final, target.precision.activations)
 
 
 def draft_ids(frozen: Frozen, vocab_size: int) -> Int[Array, " V"]:

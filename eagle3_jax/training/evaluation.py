@@ -86,11 +86,11 @@ class Evaluation:
             start = self.texts.start[index]
             first = int(np.argmax(self.texts.learn[start : start + self.texts.length[index]]))
             prompts.append(self.texts.tokens[start : start + max(first, 1)].tolist())
+        drafter: Any = self.drafter
         if isinstance(self.drafter, NetworkDrafter):
             tables = self.target.model.tables(self.frozen["target_params"])  # type: ignore[attr-defined]
-            params = self.drafter.assemble(params, tables, draft_to_target=self.frozen["draft_to_target"])
-        loaded = LoadedDrafter(self.drafter, params)  # type: ignore[arg-type]
-        decoder = SpeculativeDecoder(self.target, loaded, num_speculative_tokens=self.num_steps)
+            params = drafter.assemble(params, tables, draft_to_target=self.frozen["draft_to_target"])
+        decoder = SpeculativeDecoder(self.target, LoadedDrafter(drafter, params), num_speculative_tokens=self.num_steps)
         return decoder.generate(prompts, max_new_tokens=max_new_tokens).stats.mean_acceptance_length
 
     @functools.cached_property

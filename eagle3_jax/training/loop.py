@@ -51,6 +51,8 @@ class OptimizerConfig:
     clip_norm: float = 1.0  #: Global gradient norm above which gradients are scaled down.
 
     def __post_init__(self) -> None:
+        if self.method not in ("adamw", "muon"):
+            raise ValueError(f"optimizer {self.method!r} is not known; use 'adamw' or 'muon'")
         if not 0 <= self.warmup_steps < self.num_steps:
             raise ValueError(
                 f"{self.warmup_steps} warm-up steps of {self.num_steps} steps; expected fewer, so that some are left"
@@ -70,7 +72,7 @@ class OptimizerConfig:
 
         if self.method == "adamw":
             update = optax.adamw(schedule(self.learning_rate), b1=0.9, b2=0.95, weight_decay=self.weight_decay)
-        elif self.method == "muon":
+        else:
             update = optax.contrib.muon(
                 schedule(self.learning_rate),
                 weight_decay=self.weight_decay,
@@ -78,8 +80,6 @@ class OptimizerConfig:
                 consistent_rms=0.2,  # updates as large as AdamW's, so one learning rate serves both (Liu et al., 2025)
                 muon_weight_dimension_numbers=_hidden_matrices,  # type: ignore[arg-type]
             )
-        else:
-            raise ValueError(f"optimizer {self.method!r} is not known; use 'adamw' or 'muon'")
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), update)
 
 

@@ -161,6 +161,7 @@ class Conversations:
                 f"length is {config.length}; expected at least {needed} for a user's turn in the chat template of "
                 f"{target.name}"
             )
+        _check_length(target, config)
 
     def __iter__(self) -> Iterator[Text]:
         self.dropped.clear()
@@ -272,9 +273,13 @@ def answers(
             yield numbers.pop(ticket), [] if _loops(tokens) else tokens
 
 
-def _pool(target: LoadedTarget, config: OwnTextConfig, stop_tokens: tuple[int, ...]) -> Pool:
+def _check_length(target: LoadedTarget, config: OwnTextConfig) -> None:
     if config.length > target.max_positions:
         raise ValueError(f"length is {config.length}, and {target.name} holds {target.holds}; lower length")
+
+
+def _pool(target: LoadedTarget, config: OwnTextConfig, stop_tokens: tuple[int, ...]) -> Pool:
+    _check_length(target, config)
     decoder = SpeculativeDecoder(target, stop_tokens=stop_tokens)
     capacity = config.length + decoder.loop.drafter.num_nodes
     return Pool(decoder, slots=config.slots, capacity=capacity, sampling_mode=SamplingMode.TEMPERATURE)

@@ -76,6 +76,15 @@ class Texts:
         tokens = np.repeat(mask, self.length)
         return Texts(self.tokens[tokens], self.learn[tokens], self.length[mask], self.document[mask])
 
+    def prompts(self) -> list[tuple[int, bytes]]:
+        """What each text answers: its document, and the bytes of the token ids before the first that is learnt."""
+        prompts = []
+        for begin, length, document in zip(self.start, self.length, self.document, strict=True):
+            learnt = np.flatnonzero(self.learn[begin : begin + length])
+            size = learnt[0] if len(learnt) else length
+            prompts.append((int(document), self.tokens[begin : begin + size].tobytes()))
+        return prompts
+
     def held_out(self, share: float) -> Bool[np.ndarray, " R"]:
         """Which texts are held out: those whose document has one of the lowest hashes.
 
@@ -100,8 +109,8 @@ class Texts:
             with np.load(path) as arrays:
                 texts = cls(*(arrays[field.name] for field in dataclasses.fields(cls)))
             complete = texts.length.sum() == len(texts.tokens) == len(texts.learn)
-            complete &= len(texts.document) == len(texts.length) > 0 and texts.length.min() > 0
-            complete &= texts.tokens.min() >= 0 and texts.learn.dtype == np.bool_
+            complete &= len(texts.document) == len(texts.length) and texts.length.min(initial=1) > 0
+            complete &= texts.tokens.min(initial=0) >= 0 and texts.learn.dtype == np.bool_
         except FileNotFoundError:
             raise
         except Exception:  # of zipfile, zlib, numpy and its parser of headers

@@ -149,10 +149,10 @@ def teacher_forward(
         likeliest = jnp.argmax(logits, axis=-1)
         log_norm_of_all = jax.nn.logsumexp(logits, axis=-1)
     else:
-        features = batch.known.features.astype(target.precision.activations)
+        features = jnp.asarray(batch.known.features, target.precision.activations)
         drafted = _unembed_some(target, params, final_states(target, params, batch), draft_to_target)
-        likeliest = batch.known.likeliest
-        log_norm_of_all = batch.known.log_norm
+        likeliest = jnp.asarray(batch.known.likeliest)
+        log_norm_of_all = jnp.asarray(batch.known.log_norm)
     log_norm = jax.nn.logsumexp(drafted, axis=-1)
     draft_size = drafted.shape[-1]
     teacher = Teacher(

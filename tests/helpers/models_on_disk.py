@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import string
 from pathlib import Path
 
 import checkpoints
@@ -21,6 +23,32 @@ def write_bytes_target(folder: Path) -> Path:
     """A random target whose tokens are single bytes, so that most of what it writes is no text; nothing stops it."""
     checkpoints.edit_config(write_llama(folder, width=32, vocab_size=256, layers=2), eos_token_id=None)
     bytes_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_LETTERS = [*string.ascii_lowercase, "Ġ", "Ċ"]  # the last two are the space and the line feed
+POSITIONS = 160  # of a chat target
+
+
+def write_chat_target(folder: Path, *, layers: int = 2, template: str | None = CHATML) -> Path:
+    """A random target whose tokens are letters, of :data:`POSITIONS`.
+
+    It also stops at ``a`` and ``b``, because a random text rarely ends.
+    """
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(_LETTERS)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    write_llama(folder, width=16, vocab_size=tokenizer.get_vocab_size(), layers=layers)
+    stops = [tokenizer.token_to_id("<|im_end|>"), 0, 1]
+    checkpoints.edit_config(folder, eos_token_id=stops, max_position_embeddings=POSITIONS)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if template is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return folder
 
 
