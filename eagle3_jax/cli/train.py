@@ -41,15 +41,16 @@ if TYPE_CHECKING:
     from eagle3_jax.training.lm import Phase
 
 _RECIPE = """\b
-A head for a chat model, from conversations that it writes itself:
-  eagle3 train data smollm2 data --self 4000
-  eagle3 train head smollm2 data head --draft-vocab-size 16384
-The recipe of the bundled pair:
+Example, a head for a chat model from your conversations:
+  eagle3 train data smollm2 data chats.jsonl
+  eagle3 train head smollm2 data head
+With --rewrite the target writes the answers, with --self 4000 it writes as many
+conversations alone. The recipe of the bundled pair adds a target:
   eagle3 train corpus corpus
   eagle3 train target corpus target
-  eagle3 train data target data corpus/train.jsonl --rewrite
+  eagle3 train data target data corpus/train.jsonl
   eagle3 train head target data head
-For a first look: --self 64, --steps 100."""
+with --rewrite for data. For a first look: --steps 100 for target and head."""
 
 app = typer.Typer(
     help="Train a draft head for a target, or a small target.",

@@ -130,7 +130,7 @@ def test_a_plan_drafts_no_more_than_the_head_does(refused, tmp_path, drafter, mo
         ('{"prompt_ids": [1]}\n{"prompt_ids": [1], "temperature": 1' + "0" * 400 + "}\n", "line 2: "),
         ('{"prompt_ids": [1]}\n{"prompt_ids": [1], "top_p": 1' + "0" * 400 + "}\n", "line 2: "),
         ('{"prompt_ids": [1]}\n{"prompt_ids": [1' + "0" * 4000 + "]}\n", "line 2: prompt token 100000"),
-        ("\n\n", "no prompts"),
+        ("\n\n", "holds no lines"),
     ],
 )
 def test_a_bad_prompt_file_is_refused_by_line_before_anything_is_printed(refused, tmp_path, content, named):
