@@ -13,9 +13,18 @@ NAMED = {"ngram": "ngram", "suffix": "suffix", "layer-skip": "layer-skip=E", "no
 FORMS = ", ".join(map(repr, NAMED.values()))
 
 
+#: In front of a head: n-grams of at least two tokens where the text has them, else the head.
+LOOKUP_FIRST = "ngram+"
+
+
 def is_named(source: str | None) -> bool:
     """Whether a source is one of these names, with a number or without."""
     return (source or "").partition("=")[0] in NAMED
+
+
+def without_lookup(source: str) -> str:
+    """The head of ``ngram+HEAD``; any other source is its own."""
+    return source.removeprefix(LOOKUP_FIRST)
 
 
 def named_drafter(source: str, target: LoadedTarget) -> LoadedDrafter | Drafter[Any] | None:

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from eagle3_jax import DynamicTree, SpeculationSchedule, StaticTree
 
 # Also used by `eagle3 bench`, which takes several drafters.
-DRAFTERS = f"Directory, GGUF file or hub id of a head or of a small language model, {FORMS}, or module:name of your own"
+DRAFTERS = (
+    f"Directory, GGUF file or hub id of a head or of a small language model, {FORMS}, 'ngram+HEAD' (the head where the "
+    "text has no n-gram), or module:name of your own"
+)
 TargetOption = Annotated[
     str | None,
     typer.Option(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._streaming import hint
-from eagle3_jax.named import is_named, named_drafter
+from eagle3_jax.named import LOOKUP_FIRST, is_named, named_drafter, without_lookup
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -72,10 +72,16 @@ def read_drafter(
     source: str | None, *, target: LoadedTarget, target_source: str | None, layer_ids: str | None = None
 ) -> LoadedDrafter | Drafter[Any] | None:
     """The drafter that ``--drafter`` names; ``None`` for plain decoding."""
-    from eagle3_jax import LoadedDrafter, load_drafter
+    from eagle3_jax import Fallback, LoadedDrafter, load_drafter
+    from eagle3_jax.drafters import NGram
 
     if source == "":
         raise Misuse("--drafter is empty; name a directory or a hub id, or leave it out for the bundled head")
+    if source is not None and without_lookup(source) != source and not Path(source).exists():
+        head = read_drafter(without_lookup(source), target=target, target_source=target_source, layer_ids=layer_ids)
+        if not isinstance(head, LoadedDrafter):
+            raise Misuse(f"--drafter {source}: expected {LOOKUP_FIRST} and a head, such as {LOOKUP_FIRST}./head")
+        return Fallback.of(NGram(min_ngram=2), head)
     named = source is not None and is_named(source)
     part = None if named else find_own("--drafter", source)
     if layer_ids is not None and (named or part is not None):

@@ -29,7 +29,7 @@ from eagle3_jax.cli._options import (
 )
 from eagle3_jax.cli._parts import fetch_first, find_own, read_drafter, read_target, read_verifier
 from eagle3_jax.cli._progress import Activity, counted, spinner
-from eagle3_jax.named import is_named
+from eagle3_jax.named import is_named, without_lookup
 
 if TYPE_CHECKING:
     from eagle3_jax import LoadedDrafter, LoadedTarget
@@ -88,7 +88,8 @@ class ModelOptions:
         found: dict[str, LoadedDrafter | None] = {}
         for source in self.drafter or [None]:
             one: LoadedDrafter | Drafter[Any] | None = read_drafter(source, target=target, target_source=self.target)
-            name = Path(source or "eagle3").name
+            head_source = without_lookup(source or "eagle3")
+            name = (source or "").removesuffix(head_source) + Path(head_source).name
             if one is not None:
                 head = one if isinstance(one, LoadedDrafter) else LoadedDrafter(one, name=name)
                 found[name] = None if source == "ngram" else head  # the lengths of --ngram are rows of their own
@@ -489,7 +490,7 @@ class Field:
             self._add_transformers(directory, dtype)
         if "vllm" not in engines.names:
             return
-        heads = [name for name in models.drafter or [] if not is_named(name)]
+        heads = [without_lookup(name) for name in models.drafter or [] if not is_named(name)]
         head = locate(heads[0] if heads else None, "eagle3") if heads or not models.drafter else None
         for length in engines.lengths:  # each an engine of its own, so that all can take turns
             name = f"vLLM eagle3 K={length}" if length else "vLLM plain"
@@ -573,7 +574,7 @@ def _about(models: ModelOptions, files: Sequence[str], prompts: Sequence[Prompt]
     from eagle3_jax.bench.environment import environment, sha256_of_prompts, source
 
     about = environment(target=models.target, drafter=None, prompt_files=[name for name in files if name != "random"])
-    heads = [source(name, "eagle3") for name in models.drafter or [] if not is_named(name)]
+    heads = [source(without_lookup(name), "eagle3") for name in models.drafter or [] if not is_named(name)]
     about["drafters"] = heads or [about["drafter"]]
     del about["drafter"]
     if models.shape is not None:

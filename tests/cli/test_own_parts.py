@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import tiny
 
+import eagle3_jax as e3
 from eagle3_jax import SpeculativeDecoder
 from eagle3_jax.drafters import NGram
+from eagle3_jax.sources import bundled
 
 GOLDEN = tiny.GOLDEN / "official"
 PAIR = ("--target", str(GOLDEN / "target"), "--drafter", str(GOLDEN / "eagle3"))
@@ -176,3 +178,22 @@ MEMBERS = dict.fromkeys(("vocab_size", "init_cache", "unembed", "__call__"))
 def test_what_is_no_target_is_refused(members: dict[str, object], says: str) -> None:
     with tiny.unchecked(), pytest.raises(ValueError, match=says):
         SpeculativeDecoder(dataclasses.replace(tiny.target(), model=type("Part", (), members)()), NGram(2))
+
+
+def test_lookup_first_and_a_head_draft_as_one(cli, refused, tmp_path):
+    head = bundled("eagle3")
+    options = ("--max-new-tokens", 30, "--dtype", "float32", "--no-compare", "--json")
+    rows = []
+    for drafter in ("none", head, f"ngram+{head}"):
+        code, out, err = cli("generate", "x = 1\ny = 1\nx = 1\n", "--drafter", drafter, *options)
+        assert (code, err) == (0, "")
+        rows.append(json.loads(out))
+    assert rows[0]["text"] == rows[1]["text"] == rows[2]["text"]
+    assert rows[2]["drafter_method"].startswith("NGram, else EAGLE-3 head")
+    target = e3.load_target(dtype="float32")
+    expected = e3.Fallback.of(e3.drafters.NGram(min_ngram=2), e3.load_drafter(target=target))
+    result = e3.SpeculativeDecoder(target, expected).generate("x = 1\ny = 1\nx = 1\n", max_new_tokens=30)
+    assert rows[2]["stats"] == result.stats.to_json()
+    for wrong in ("ngram+none", "ngram+suffix"):
+        assert f"--drafter {wrong}: expected ngram+ and a head" in refused("generate", "x", "--drafter", wrong)
+    assert "is not a directory" in refused("generate", "x", "--drafter", f"ngram+{tmp_path / 'absent'}")
