@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import tomllib
 from pathlib import Path
 
 import injected_bugs
@@ -19,6 +20,10 @@ def test_the_lanes_partition_the_tests() -> None:
     for torch, bits, slow in itertools.product((False, True), repeat=3):
         chosen = [eval(lane, {"torch": torch, "bits": bits, "slow": slow}) for lane in lanes]
         assert sum(chosen) == (not slow)  # `make nightly` runs the slow ones
+    # The largest lane is in parts by folders.
+    folders = [folder for names in re.findall(r"\$tests TESTS='?([^'\"]+)", text) for folder in names.split()]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+    assert sorted(folders) == sorted(settings["testpaths"])
 
 
 def test_the_names_of_slow_tests_exist() -> None:
