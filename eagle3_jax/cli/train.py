@@ -60,7 +60,7 @@ app = typer.Typer(
 
 
 app.command("data", epilog="Example: eagle3 train data smollm2 data chats.jsonl --rewrite")(grouped(data))
-app.command("head", epilog="Example: eagle3 train head smollm2 data head --draft-vocab-size 16384")(grouped(head))
+app.command("head", epilog="Example: eagle3 train head smollm2 data head --freeze-output")(grouped(head))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,8 @@ class HeadShape:
 
     method: Annotated[str, typer.Option(help="Drafting method; an unknown name lists them.")] = "eagle3"
     draft_vocab_size: Annotated[
-        int | None, typer.Option(help="Draft vocabulary size. Default: 2048 for eagle3, else all tokens.", min=1)
+        int | None,
+        typer.Option(help="Draft vocabulary size. Default: a third for eagle3 and p-eagle, else all tokens.", min=1),
     ] = None
     layers: Annotated[
         int | None, typer.Option(help="Number of layers. Default: the usual number of the method.", min=1, max=10_000)
@@ -129,7 +130,7 @@ def head(
     fetch_first(target)
     loaded = load_target(target, dtype=dtype)
     model: Any = loaded.model
-    size = shape.draft_vocab_size or recipe.draft_vocab_size
+    size = shape.draft_vocab_size or recipe.draft_vocab_size(loaded.vocab_size)
     counts = token_counts(texts, loaded.vocab_size)
     options = HeadOptions(
         depth=depths[-1][1],

@@ -244,7 +244,14 @@ class Recipe(NamedTuple):
     #: The first parameters, from the drafter, the target, the draft vocabulary (``None`` for all) and a key.
     start: Callable[[Any, LoadedTarget, DraftVocabulary, jax.Array], Params] = initial_head
     depths: str = "5"  #: Default phases ``UNTIL:DEPTH,...``, as ``eagle3 train head --unroll`` takes them.
-    draft_vocab_size: int | None = None  #: Default ``W``; ``None`` for the target's whole vocabulary.
+    reduced: bool = False  #: Whether a head drafts, by default, only some of the target's tokens.
+
+    def draft_vocab_size(self, vocab_size: int) -> int | None:
+        """The default ``W`` for a target of ``V`` tokens; ``None`` for all of them.
+
+        A third of them: 2,048 at least, and 32,000 at most, as published heads have.
+        """
+        return min(max(vocab_size // 3, min(2048, vocab_size)), 32_000) if self.reduced else None
 
     def config(self, target: DecoderConfig, options: HeadOptions) -> Any:
         """The head's configuration for a target.
@@ -289,7 +296,7 @@ RECIPES: dict[str, Recipe] = {
         ttt_loss,
         _supervised,
         depths="300:2,5",
-        draft_vocab_size=2048,
+        reduced=True,
     ),
     "eagle1": Recipe(
         ("num_layers", "mlp_width"),
@@ -302,7 +309,7 @@ RECIPES: dict[str, Recipe] = {
     "mtp": Recipe(
         ("mlp_width", "noise"), functools.partial(_on_final_state, MTPConfig), MTPDrafter, ttt_loss, _supervised
     ),
-    "p-eagle": Recipe(_LAYERS_MLP_VOCABULARY, _p_eagle, PEagleDrafter, p_eagle_loss, depths="8", draft_vocab_size=2048),
+    "p-eagle": Recipe(_LAYERS_MLP_VOCABULARY, _p_eagle, PEagleDrafter, p_eagle_loss, depths="8", reduced=True),
     "dflash": _block_recipe(_block, BlockObjective(text=1.0)),
     "dspark": _block_recipe(_spark, BlockObjective(text=0.1, distance=0.9, confidence=1.0)),
     "jetspec": _block_recipe(functools.partial(_block, causal=True), BlockObjective(divergence=1.0, decays=False)),

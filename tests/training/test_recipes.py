@@ -43,6 +43,13 @@ def test_a_choice_changes_the_head_or_is_refused(method: str, option: str) -> No
         assert make(LIKE, HeadOptions(depth=4, **{option: 2})) != usual
 
 
+def test_a_reduced_vocabulary_has_published_sizes() -> None:
+    """The bundled head has 2,048 of 4,096 tokens; heads for Llama 3 have 32,000 of 128,256."""
+    sizes = {40: 40, 4096: 2048, 49_152: 16_384, 128_256: 32_000}
+    assert {vocab: RECIPES["eagle3"].draft_vocab_size(vocab) for vocab in sizes} == sizes
+    assert RECIPES["medusa"].draft_vocab_size(4096) is None
+
+
 TARGET = tiny.target(13, layers=tiny.layers(8, head_dim=4), max_positions=64)
 # The layers of each head; the other recipes have the objective of one of these.
 TAUGHT = {"dflash": 1, "dspark": 1, "draft-model": 2, "eagle1": 1, "medusa": 1, "mtp": None, "p-eagle": 2}
@@ -91,7 +98,7 @@ def test_what_is_trained_is_written_and_read_again(method: str, tmp_path) -> Non
     recipe = RECIPES[method]
     model = DecoderTarget(LIKE)
     target = LoadedTarget(model=model, params=model.init(jax.random.key(0)), vocab_size=96, max_positions=64)
-    size = recipe.draft_vocab_size and 40
+    size = 40 if recipe.reduced else None
     ids = None if size is None else np.sort(np.random.default_rng(0).permutation(96)[:size])
     config = recipe.config(LIKE, HeadOptions(depth=4, draft_vocab_size=size))
     params = recipe.start(recipe.drafter(config, precision=model.precision), target, ids, jax.random.key(1))
