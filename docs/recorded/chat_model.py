@@ -52,7 +52,7 @@ def facts() -> str:
         f"- **`int8` compared with float32** over {divergence['tokens']:,} tokens of greedy answers to",
         f"  {divergence['prompts']} prompts of MT-bench, HumanEval and GSM8K, in nats a token:",
         f"  {nats}. The likeliest token is the same",
-        f"  for {divergence['same_likeliest_token']:.1%}.",
+        f"  for {divergence['same_likeliest_token']:.1%}. Of the answers of 32 tokens, {divergence['equal_texts']} are equal.",
         "- **Answers in float32 with drafts by n-grams**, of which every token is the likeliest one of transformers:",
         f"  {texts['equal']} of {texts['prompts']} equal{apart}.",
         "- **From the command to the first character** of an answer in `int8`:",
