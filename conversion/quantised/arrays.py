@@ -126,7 +126,8 @@ def stored_kernel(parts: Sequence[tuple[View, Any]], shape: Sequence[int]) -> Fp
     scale = np.empty((*stack, -(-inputs // block), outputs), np.float32)
     for place, part in parts:
         stored, scales = part.parts()
-        of_values, of_scale = place(kernel), place(scale)
+        of_values = place(kernel)
+        of_scale = place(scale)
         of_values[...] = stored.reshape(of_values.shape)
         # The two differ in the axis of inputs alone. The scale of a block is that of its first input.
         firsts = tuple(

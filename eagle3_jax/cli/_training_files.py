@@ -63,7 +63,7 @@ def begin_data(out: Path, options: Mapping[str, Any], shards: int) -> None:
     record = out / DATA_RECORD
     if out.exists() and not out.is_dir():
         raise Misuse(f"{out} is a file; name a directory")
-    # What a killed write left is nobody's; the next write of that name removes it.
+    # A killed process leaves a partial directory. The next write of the same file removes it.
     others = [path for path in out.glob("*") if path != record and not path.name.endswith(".partial")]
     if record.is_file() and any(out.glob("texts-*.npz")):
         _refuse_other_options(out, "texts", read_json(record).get("options"), options)
@@ -124,7 +124,8 @@ def _data_record(directory: Path) -> dict[str, Any]:
             f"{directory} holds no texts to learn from; write them with `eagle3 train data TARGET {directory} FILES`"
         )
     contents = read_json(record)
-    options, shards = contents.get("options"), contents.get("shards")
+    options = contents.get("options")
+    shards = contents.get("shards")
     share = options.get("--held-out") if isinstance(options, dict) else None
     if not isinstance(shards, int) or not isinstance(share, float):
         raise Misuse(f"{record} is damaged; write the texts again")

@@ -281,8 +281,8 @@ def _prompt(document: Document, target: LoadedTarget) -> list[int]:
     roles = [message["role"] for message in messages]
     if "user" not in roles:
         raise ValueError(f"{document.where}the conversation has no turn of the user; give one")
-    asked = roles.index("user")
-    end = roles.index("assistant", asked) if "assistant" in roles[asked:] else len(roles)
+    question = roles.index("user")
+    end = roles.index("assistant", question) if "assistant" in roles[question:] else len(roles)
     context = _rendered(document, target, messages[:end])
     return _tokenizer(target).encode(context, add_special_tokens=False).ids
 

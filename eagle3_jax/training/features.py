@@ -25,7 +25,7 @@ from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.training.texts import Texts, buckets_of, padded
 from eagle3_jax.writing import check_free, whole_file
 
-TEXTS_OF_A_PART = 256  # about 60,000 tokens: seconds of work that an interruption loses
+TEXTS_OF_A_PART = 256  # about 60,000 tokens: minutes of work that an interruption loses
 _TOKENS_AT_ONCE = 2048
 
 
@@ -159,20 +159,21 @@ def _computed(
     target: LoadedTarget, texts: Texts, part: range, aux_layers: tuple[int, ...], record: np.dtype
 ) -> np.ndarray:
     """The records of the texts of a part, which follow one another."""
-    begin = texts.start[part.start]
+    start = texts.start
+    begin = start[part.start]
     records = np.zeros(texts.length[part.start : part.stop].sum(), record)
     for bucket in buckets_of(texts.length):  # those of all texts, so that all parts share their programs
         count = max(1, _TOKENS_AT_ONCE // bucket.length)
-        here = [index for index in bucket.texts if index in part]
+        here = bucket.texts[(bucket.texts >= part.start) & (bucket.texts < part.stop)]
         for offset in range(0, len(here), count):
             rows = here[offset : offset + count]
-            tokens, real = padded(texts, np.array(rows), bucket.length, count)
+            tokens, real = padded(texts, rows, bucket.length, count)
             length = jnp.asarray(real.sum(axis=1), jnp.int32)
             values = _forward(target.model, target.params, jnp.asarray(tokens), length, aux_layers=aux_layers)
             values = jax.device_get(values)
             for row, index in enumerate(rows):
                 size = int(texts.length[index])
-                place = slice(texts.start[index] - begin, texts.start[index] - begin + size)
+                place = slice(start[index] - begin, start[index] - begin + size)
                 for name, value in values.items():
                     stored = value[row, :size]
                     records[name][place] = stored.view(np.uint16) if stored.dtype == jnp.bfloat16 else stored

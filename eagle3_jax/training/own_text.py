@@ -83,11 +83,11 @@ def _around_user(target: LoadedTarget) -> tuple[list[int], int]:
             f"the chat template of {target.name} does not write a user's text once, unchanged, with something before "
             "and after it, so the model cannot write this text; use conversations from a file"
         )
-    prefix, rest = target.tokenizer.encode_batch([before, after], add_special_tokens=False)
-    end = rest.ids[0]
+    prefix, suffix = target.tokenizer.encode_batch([before, after], add_special_tokens=False)
+    end = suffix.ids[0]
     if end not in target.stop_tokens and end not in target.tokenizer.get_added_tokens_decoder():
         raise ValueError(
-            f"the chat template of {target.name} ends a user's text by {rest.tokens[0]!r}, which is no special token, "
+            f"the chat template of {target.name} ends a user's text by {suffix.tokens[0]!r}, which is no special token, "
             "so the model cannot tell where its text ends; use conversations from a file"
         )
     return prefix.ids, end

@@ -231,7 +231,8 @@ def test_doctor_passes_a_pair_and_fails_a_mismatch(cli):
 def test_a_pair_is_trained_from_sources_alone(cli, refused, tmp_path):
     """Corpus, target, its own text, head: each step's output is the next one's input, and the pair generates."""
     stdlib, data, target = tmp_path / "Lib", tmp_path / "data", tmp_path / "target"
-    texts, head = tmp_path / "texts", tmp_path / "head"
+    texts = tmp_path / "texts"
+    head = tmp_path / "head"
     stdlib.mkdir()
     for name in ("bisect", "ast", "cmd"):
         (stdlib / f"{name}.py").write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(60)))

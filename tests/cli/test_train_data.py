@@ -109,7 +109,7 @@ def test_documents_of_the_three_forms_become_token_ids(cli, target, tmp_path):
 
 
 def test_the_target_answers_the_prompts_of_files(cli, target, tmp_path, small_shards):
-    file = written(tmp_path / "own.jsonl", *asked(*QUESTIONS, answer="of somebody else"))
+    file = written(tmp_path / "own.jsonl", *asked(*QUESTIONS, answer="of another model"))
     code, said, _ = cli("train", "data", target, tmp_path / "data", file, *REWRITING)
     assert code == 0
     texts = joined_texts(tmp_path / "data")
@@ -356,9 +356,9 @@ def test_a_directory_of_something_else_stays_as_it_is(refused, target, tmp_path)
     before = file.read_bytes()
     assert f"{file} is a file; name a directory" in refused("train", "data", target, file, file, "--length", 60)
     assert file.read_bytes() == before
-    other = tmp_path / "other"
-    other.mkdir()
-    written(other / "notes.txt", "mine")
-    line = refused("train", "data", target, other, file, "--length", 60)
+    own_directory = tmp_path / "other"
+    own_directory.mkdir()
+    written(own_directory / "notes.txt", "mine")
+    line = refused("train", "data", target, own_directory, file, "--length", 60)
     assert "exists already and holds no texts of `eagle3 train data`; name a new directory" in line
-    assert [path.name for path in other.iterdir()] == ["notes.txt"]
+    assert [path.name for path in own_directory.iterdir()] == ["notes.txt"]

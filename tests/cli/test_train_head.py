@@ -107,13 +107,15 @@ def test_heads_of_every_method_can_be_continued(files, tmp_path, method):
     if not reduced:
         return
     # With other draft tokens all that has a column for each of them begins anew.
-    other = np.arange(30, 50, dtype=np.int32)
-    fresh = recipe.start(drafter, target, other, keys[1])
+    other_tokens = np.arange(30, 50, dtype=np.int32)
+    fresh = recipe.start(drafter, target, other_tokens, keys[1])
     smaller = recipe.drafter(recipe.config(model.config, dataclasses.replace(options, draft_vocab_size=19)))
     columns = jax.tree.map(lambda one, two: one.shape != two.shape, drafter.param_shapes(), smaller.param_shapes())
     expected = jax.tree.map(lambda new, one, two: two if new else one, columns, params, fresh)
     assert any(jax.tree.leaves(columns))
-    assert same_params(jax.tree.map(np.asarray, _continued(read, fresh, other)), jax.tree.map(np.asarray, expected))
+    assert same_params(
+        jax.tree.map(np.asarray, _continued(read, fresh, other_tokens)), jax.tree.map(np.asarray, expected)
+    )
 
 
 def test_a_head_that_the_run_cannot_continue_is_refused(refused, files, tmp_path):

@@ -39,8 +39,10 @@ def requests_of(decoder: e3.SpeculativeDecoder) -> list[PoolRequest]:
 
 def alone(decoder: e3.SpeculativeDecoder, request: PoolRequest) -> list[int]:
     sampling = e3.SamplingParams(temperature=request.temperature, top_k=request.top_k, top_p=request.top_p)
-    limit, seed = request.max_new_tokens, request.seed
-    return decoder.generate(request.tokens, max_new_tokens=limit, sampling=sampling, seed=seed).tokens[0]
+    result = decoder.generate(
+        request.tokens, max_new_tokens=request.max_new_tokens, sampling=sampling, seed=request.seed
+    )
+    return result.tokens[0]
 
 
 def run(pool: Pool, requests: list[PoolRequest]) -> list[list[int]]:

@@ -57,9 +57,9 @@ def repeats(tokens: list[int]) -> bool:
 
 def test_a_text_is_the_prompt_that_serving_encodes_and_the_answer_of_the_target() -> None:
     texts = Conversations(TARGET, OwnTextConfig(greedy_share=1.0, **SHORT), 24)
-    kept = list(texts)
-    assert len(kept) >= 8 and len(kept) + texts.dropped.total() == 24
-    for text in kept:
+    conversations = list(texts)
+    assert len(conversations) >= 8 and len(conversations) + texts.dropped.total() == 24
+    for text in conversations:
         turn = user_turn(text)
         prompt = e3.apply_chat_template(TARGET, [{"role": "user", "content": turn}])
         answer = DECODER.generate(prompt, max_new_tokens=120 - len(prompt)).tokens[0]
@@ -67,7 +67,7 @@ def test_a_text_is_the_prompt_that_serving_encodes_and_the_answer_of_the_target(
         assert text.learn == [False] * len(prompt) + [True] * len(answer)
         assert text.document == document_hash(turn)
         assert turn == turn.strip() and 1 <= len(turn) <= 40
-    assert len({text.document for text in kept}) == len(kept)
+    assert len({text.document for text in conversations}) == len(conversations)
 
 
 def test_a_conversation_depends_on_its_number_and_the_seed_alone() -> None:
@@ -92,8 +92,8 @@ def test_a_turn_is_what_the_target_writes_after_the_prefix_and_is_kept_once() ->
     assert texts.dropped == {"duplicate": 4}
     for limit, reason in ((length - 1, "too long"), (length, None)):
         config = OwnTextConfig(**almost_greedy | {"user_length": limit})
-        one = Conversations(target, config, 1)
-        assert (len(list(one)), one.dropped["too long"]) == ((0, 1) if reason else (1, 0))
+        conversation = Conversations(target, config, 1)
+        assert (len(list(conversation)), conversation.dropped["too long"]) == ((0, 1) if reason else (1, 0))
     at_once = Conversations(chat_model(stop_tokens=(alone[0],)), OwnTextConfig(**almost_greedy), 2)
     assert (list(at_once), at_once.dropped) == ([], {"too short": 2})
 

@@ -172,30 +172,31 @@ def drafted(head: Path) -> np.ndarray:
 
 @pytest.mark.usefixtures("optax_promotion")
 def test_a_head_continues_only_the_run_that_was_begun(cli, refused, tmp_path, monkeypatch):
-    target, text = write_llama(tmp_path / "target", width=16), written_texts(tmp_path / "texts")
+    target = write_llama(tmp_path / "target", width=16)
+    data = written_texts(tmp_path / "texts")
     unbroken, out = tmp_path / "unbroken", tmp_path / "out"
-    code, said, _ = cli("train", "head", target, text, unbroken, *HEAD)
+    code, said, _ = cli("train", "head", target, data, unbroken, *HEAD)
     assert code == 0 and "continuing" not in said  # not even in the second phase
     with monkeypatch.context() as patch:
         kill_after(patch, 2)
-        code, _, said = cli("train", "head", target, text, out, *HEAD, "--save-every", 100)
+        code, _, said = cli("train", "head", target, data, out, *HEAD, "--save-every", 100)
         assert code == 130 and "interrupted at step 2 of 3; the same command continues there" in said
     kept = sorted(path.relative_to(out) for path in out.rglob("*"))
 
-    other = write_llama(tmp_path / "other", width=16)
-    raw = bytearray((other / "model.safetensors").read_bytes())
+    other_target = write_llama(tmp_path / "other", width=16)
+    raw = bytearray((other_target / "model.safetensors").read_bytes())
     raw[-1] ^= 1  # a bit of the last weight
-    (other / "model.safetensors").write_bytes(bytes(raw))
+    (other_target / "model.safetensors").write_bytes(bytes(raw))
     changes: dict[str, tuple[Any, ...]] = {
         "DATA was sha256 ": (target, written_texts(tmp_path / "more", 1), out, *HEAD),
-        "TARGET was sha256 ": (other, text, out, *HEAD),
-        "--seed was 0 and is 7": (target, text, out, *HEAD, "--seed", 7),
-        "--batch was 2 and is 3": (target, text, out, *HEAD, "--batch", 3),
-        "--steps was 3 and is 4": (target, text, out, *HEAD, "--steps", 4),
-        "--draft-vocab-size was 32 and is 33": (target, text, out, *HEAD, "--draft-vocab-size", 33),
-        "--learning-rate was 0.004 and is 0.001": (target, text, out, *HEAD, "--learning-rate", 1e-3),
-        "--unroll was 1:1,2 and is 2": (target, text, out, *HEAD, "--unroll", "2"),
-        "--batch was 2 and is 3; --seed was 0 and is 7": (target, text, out, *HEAD, "--seed", 7, "--batch", 3),
+        "TARGET was sha256 ": (other_target, data, out, *HEAD),
+        "--seed was 0 and is 7": (target, data, out, *HEAD, "--seed", 7),
+        "--batch was 2 and is 3": (target, data, out, *HEAD, "--batch", 3),
+        "--steps was 3 and is 4": (target, data, out, *HEAD, "--steps", 4),
+        "--draft-vocab-size was 32 and is 33": (target, data, out, *HEAD, "--draft-vocab-size", 33),
+        "--learning-rate was 0.004 and is 0.001": (target, data, out, *HEAD, "--learning-rate", 1e-3),
+        "--unroll was 1:1,2 and is 2": (target, data, out, *HEAD, "--unroll", "2"),
+        "--batch was 2 and is 3; --seed was 0 and is 7": (target, data, out, *HEAD, "--seed", 7, "--batch", 3),
     }
     for says, arguments in changes.items():
         line = refused("train", "head", *arguments)
@@ -204,7 +205,7 @@ def test_a_head_continues_only_the_run_that_was_begun(cli, refused, tmp_path, mo
 
     # The vocabulary stays, even should another version choose another; how often one saves is nobody's concern.
     monkeypatch.setattr("eagle3_jax.training.vocab.select_draft_vocabulary", lambda counts, size: np.arange(size))
-    code, said, _ = cli("train", "head", target, text, out, *HEAD, "--save-every", 5)
+    code, said, _ = cli("train", "head", target, data, out, *HEAD, "--save-every", 5)
     assert code == 0 and said.count("continuing from step ") == said.count("continuing from step 2\n") == 1
     ours, theirs = (load_file(path / "model.safetensors") for path in (out, unbroken))
     assert ours.keys() == theirs.keys()
@@ -268,6 +269,6 @@ def test_what_train_data_did_not_write_is_refused(refused, tmp_path):
     (data / "data.json").write_text(json.dumps({"options": {"--held-out": 0.0}, "shards": 2}))
     assert "of the 7 texts in" in refused("train", "head", target, data, tmp_path / "out")
     assert "0 are held out" in refused("train", "head", target, data, tmp_path / "out")
-    other = write_llama(tmp_path / "small", width=16, vocab_size=40)
+    other_target = write_llama(tmp_path / "small", width=16, vocab_size=40)
     (data / "data.json").write_text(json.dumps({"options": {"--held-out": 0.1}, "shards": 2}))
-    assert "encoded with another tokenizer" in refused("train", "head", other, data, tmp_path / "out")
+    assert "encoded with another tokenizer" in refused("train", "head", other_target, data, tmp_path / "out")
