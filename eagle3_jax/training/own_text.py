@@ -87,8 +87,8 @@ def _around_user(target: LoadedTarget) -> tuple[list[int], int]:
     end = suffix.ids[0]
     if end not in target.stop_tokens and end not in target.tokenizer.get_added_tokens_decoder():
         raise ValueError(
-            f"the chat template of {target.name} ends a user's text by {suffix.tokens[0]!r}, which is no special token, "
-            "so the model cannot tell where its text ends; use conversations from a file"
+            f"the chat template of {target.name} ends a user's text by {suffix.tokens[0]!r}, which is no special "
+            "token, so the model cannot tell where its text ends; use conversations from a file"
         )
     return prefix.ids, end
 
