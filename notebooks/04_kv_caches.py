@@ -96,7 +96,7 @@ assert len(state.cache.layers) == 12 * len(state.drafter.cache.layers)
 # ## One round, step by step
 #
 # `decoder.step` is one compiled program. The cell runs its parts one after the other and reads both caches after each
-# part. A slot was written if its keys are not all zero. The prefill ran a block of 128 tokens, so the cell first sets
+# part. A slot was written if its keys are not all zero. The prefill ran a block of 32 tokens, so the cell first sets
 # the padding after the prompt to zero.
 
 
@@ -321,8 +321,10 @@ moved(path, TREE.num_nodes, first=n, title="Commit of the accepted path (green);
 # buffers. The cell checks this in three ways. The address of a buffer stays the same. The input array is deleted. The
 # compiler reports how many bytes of its inputs are reused as outputs.
 #
-# A program is compiled for fixed shapes. Prompt lengths and limits are rounded up to multiples of 128, and the lengths
-# themselves are data. So all prompts of one size class share a program.
+# A program is compiled for fixed shapes. A prompt of up to 64 tokens is padded to 16, 32 or 64, a longer one to a
+# multiple of 128. A row of a cache holds the padded prompt or the whole text, whichever is longer, and a draft, rounded
+# up to a multiple of 128 slots. The lengths and limits themselves are data. So all prompts of one size class share
+# their programs, and another size class compiles again.
 
 # %%
 state = decoder.prefill(prompts, max_new_tokens=40)
@@ -344,18 +346,21 @@ assert compiled.alias_size_in_bytes >= size
 
 clocks = []
 for asked in (
-    [(prompts[0], 8, 0)],
-    [(prompts[1], 30, 1), (prompts[2][:3], 50, 2), (prompts[0] * 4, 5, 3)],
-    [(prompts[0] * 10, 5, 0)],
+    [(prompts[0], 8, 0)],  # 14 tokens, padded to 16; rows of 128 slots
+    [(prompts[1][:9], 30, 1), (prompts[2][:3], 50, 2), (prompts[2], 90, 3)],  # at most 16 tokens: the same
+    [(prompts[3], 8, 0)],  # 22 tokens, padded to 32
+    [(prompts[0], 120, 0)],  # rows of 256 slots
 ):
     with CompileClock() as clock:
         for prompt, limit, seed in asked:
             decoder.generate(prompt, max_new_tokens=limit, seed=seed)
     clocks.append(clock.programs)
-print(
-    f"compiled programs: first prompt {clocks[0]}, three more prompts {clocks[1]}, a long prompt {clocks[2]}"
+first_prompt, same_class, longer_prompt, higher_limit = clocks
+print(f"compiled programs: first prompt {first_prompt}, three more of its size class {same_class}")
+print(f"another size class: longer prompt {longer_prompt}, higher limit {higher_limit}")
+assert same_class == 0 < min(first_prompt, longer_prompt, higher_limit), (
+    "one set of programs for a size class"
 )
-assert clocks[1] == 0 < min(clocks[0], clocks[2]), "one set of programs for a size class"
 
 # %% [markdown]
 # ## Cache memory per token
