@@ -15,7 +15,7 @@ from eagle3_jax._unshaped import stand_in_for_jaxtyping
 
 stand_in_for_jaxtyping()
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _MODULES = {name.name: node.module for node in _STUB.body if isinstance(node, ast.ImportFrom) for name in node.names}

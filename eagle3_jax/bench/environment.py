@@ -99,13 +99,16 @@ def source(name: str | None, part: str) -> dict[str, Any]:
     """Name of a checkpoint or a prompt file, and its hash if it is on this machine.
 
     Args:
-        name: Path or hub id; ``None`` for the bundled one.
+        name: Path, hub id or name of a published model; ``None`` for the bundled one.
         part: Part of the bundled pair.
     """
-    if name is None:
-        from eagle3_jax.load import bundled
+    from eagle3_jax.published import is_published
+    from eagle3_jax.sources import bundled, locate
 
+    if name is None:
         return {"name": "bundled", "sha256": sha256_of(bundled(part))}
+    if is_published(name):
+        return {"name": name, "sha256": sha256_of(locate(name, part))}
     path = Path(name).expanduser()
     if not path.exists():
         return {"name": committable(name), "sha256": None}

@@ -43,14 +43,14 @@ def read_target(source: str | None, dtype: str, mesh: Mesh | None = None, *, wei
 
 def fetch_first(*sources: str | None) -> None:
     """Downloads published models that are named, before a spinner takes the line that the download writes to."""
-    from eagle3_jax.published import PUBLISHED, cached_path
+    from eagle3_jax.published import PUBLISHED, cached_path, is_published
     from eagle3_jax.sources import locate
 
     for source in sources:
-        if source not in PUBLISHED:
+        if source is None or not is_published(source):
             continue
         model = PUBLISHED[source]
-        if not cached_path(source).is_file() and not Path(source).exists():
+        if not cached_path(source).is_file():
             hint(f"{source} is {model.contents}, {model.licence}: {model.megabytes} MB are downloaded once")
         locate(source, "target")
 
@@ -58,14 +58,21 @@ def fetch_first(*sources: str | None) -> None:
 def default_drafter(target: str | None, weights: str) -> str | None:
     """The drafter of `generate` and `chat` for a target that is given without one.
 
-    ``None`` is the bundled head, which fits the bundled target only. Other targets get n-grams of the text,
-    except on CPUs: there only int8 weights verify four tokens for little more than one.
+    ``None`` is the bundled head, which fits the bundled target only. A published model has a head, and other targets
+    get n-grams of the text, except on CPUs: there only int8 weights verify four tokens for little more than one.
     """
     import jax
 
+    from eagle3_jax.published import is_published
+
     if target is None:
         return None
-    return "none" if jax.default_backend() == "cpu" and weights != "int8" else "ngram"
+    on_cpu = jax.default_backend() == "cpu"
+    if on_cpu and weights != "int8":
+        return "none"
+    if is_published(target):
+        return f"{LOOKUP_FIRST}{target}" if on_cpu else target  # on a GPU the two together are not measured
+    return "ngram"
 
 
 def read_drafter(
@@ -74,6 +81,7 @@ def read_drafter(
     """The drafter that ``--drafter`` names; ``None`` for plain decoding."""
     from eagle3_jax import Fallback, LoadedDrafter, load_drafter
     from eagle3_jax.drafters import NGram
+    from eagle3_jax.published import is_published
 
     if source == "":
         raise Misuse("--drafter is empty; name a directory or a hub id, or leave it out for the bundled head")
@@ -93,6 +101,8 @@ def read_drafter(
         if isinstance(value, LoadedDrafter) or (hasattr(value, "propose") and not isinstance(value, type)):
             return value
         return part.call("--drafter", "an eagle3_jax.LoadedDrafter or a drafter", target=target)
+    if source is None and is_published(target_source):
+        source = target_source
     if source is None and target_source is not None:
         raise Misuse(
             "--target was given without --drafter, and the bundled head fits the bundled target only; "

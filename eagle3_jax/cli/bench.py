@@ -479,6 +479,7 @@ class Field:
         from eagle3_jax.engines.vllm import bridge
         from eagle3_jax.engines.vllm.contender import VLLMContender
         from eagle3_jax.load import locate
+        from eagle3_jax.published import is_published
 
         if models.shape is not None or find_own("--target", models.target) is not None:
             made = "--shape has random weights" if models.shape else "--target is a part of yours"
@@ -491,7 +492,8 @@ class Field:
         if "vllm" not in engines.names:
             return
         heads = [without_lookup(name) for name in models.drafter or [] if not is_named(name)]
-        head = locate(heads[0] if heads else None, "eagle3") if heads or not models.drafter else None
+        usual = models.target if is_published(models.target) else None
+        head = locate(heads[0] if heads else usual, "eagle3") if heads or not models.drafter else None
         for length in engines.lengths:  # each an engine of its own, so that all can take turns
             name = f"vLLM eagle3 K={length}" if length else "vLLM plain"
             name += ", compiled" if engines.vllm_python is not None else ""  # a server is as its owner started it
@@ -572,8 +574,11 @@ def _measure(
 def _about(models: ModelOptions, files: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Everything that a stranger needs to judge a number."""
     from eagle3_jax.bench.environment import environment, sha256_of_prompts, source
+    from eagle3_jax.published import is_published
 
-    about = environment(target=models.target, drafter=None, prompt_files=[name for name in files if name != "random"])
+    usual = models.target if is_published(models.target) else None
+    prompt_files = [name for name in files if name != "random"]
+    about = environment(target=models.target, drafter=usual, prompt_files=prompt_files)
     heads = [source(without_lookup(name), "eagle3") for name in models.drafter or [] if not is_named(name)]
     about["drafters"] = heads or [about["drafter"]]
     del about["drafter"]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-LARGEST = 30e6  # bytes of a wheel; the bundled pair is 25 MB of it
+LARGEST = 57e6  # bytes of a wheel; the bundled pair is 25 MB of it, and the head of SmolLM2 29 MB
 
 IMPORT_ALL = """
 import importlib, pkgutil, eagle3_jax
