@@ -74,6 +74,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--drafter", help="Of an EAGLE-3 head; the shipped one if left out.")
     add("--prompts", nargs="+", default=[], metavar="NAME=FILE", help="JSONL; the shipped prompts if left out.")
     add("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    add("--weights", default="dense", help="As `eagle3 bench --weights`.")
     add("--batches", type=int, nargs="+", metavar="B", default=[1, 2] if small else [2**power for power in range(7)])
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], metavar="T")
     add("--chains", type=int, nargs="+", default=[3, 5], metavar="K", help="Lengths of chains, ours and vLLM's.")
@@ -98,7 +99,7 @@ class Experiment:
 
     def __init__(self, given: argparse.Namespace):
         self.given, self.path = given, given.output / "headline.json"
-        self.target = load_target(given.target, dtype=given.dtype)
+        self.target = load_target(given.target, dtype=given.dtype, weights=given.weights)
         self.drafter = load_drafter(given.drafter, target=self.target)
         self.sets = self._prompts()
         tree = DynamicTree(num_nodes=given.tree[0], max_depth=given.tree[1], top_k=given.tree[2])
@@ -119,7 +120,7 @@ class Experiment:
 
     def _record(self) -> dict[str, Any]:
         """What earlier runs measured under the same conditions, or a record without cells."""
-        names = ("dtype", "tree", "max_prompts", "max_new_tokens", "repeats")
+        names = ("dtype", "weights", "tree", "max_prompts", "max_new_tokens", "repeats")
         about = environment(target=self.given.target, drafter=self.given.drafter)
         same = {
             "schema": SCHEMA,
