@@ -1,8 +1,8 @@
 """EAGLE-3 speculative decoding in one file of plain JAX: a Llama target, the draft head, chains and dynamic trees.
 
     python examples/nano_eagle3.py                                # a chain of 3, greedy
-    python examples/nano_eagle3.py --tree 8 5 2                   # a tree: 8 nodes, 5 levels, 2 children each
-    python examples/nano_eagle3.py --temperature 0.8 --prompt "import os"
+    python examples/nano_eagle3.py --tree 8 5 2 --temperature 0.8 # a tree: 8 nodes, 5 levels, 2 children each
+    python examples/nano_eagle3.py --target DIR --head eagle3_jax/assets/smollm2 # eagle3 convert smollm2 DIR --to vllm
 
 Read it from top to bottom. One round has five steps: `propose` drafts tokens with the head, the target scores all of
 them in one forward, `verify` accepts some of them, the accepted ones enter the target's cache (commit) and the head's
@@ -26,7 +26,6 @@ from safetensors.flax import load_file
 from tokenizers import Tokenizer
 
 SHIPPED = Path(__file__).resolve().parent.parent / "eagle3_jax" / "assets"
-PROMPT = "def read_config(filename, encoding=None):\n"
 
 
 # ------------------------------------------------------------------------------------------------------------ networks
@@ -40,6 +39,7 @@ class Config(NamedTuple):
     eps: float
     theta: float
     stop: int
+    head_theta: float = 0.0  # the head's own rotary base
 
     @property
     def aux_layers(self):
@@ -56,6 +56,7 @@ def load(directory):
     head_dim = said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]
     stop = -1 if said["eos_token_id"] is None else said["eos_token_id"]
     theta = said.get("rope_theta") or said["rope_parameters"]["rope_theta"]
+    weights.setdefault("lm_head.weight", weights.get("model.embed_tokens.weight"))  # tied
     return weights, Config(*(said[name] for name in names), head_dim, said["rms_norm_eps"], theta, stop)
 
 
@@ -127,7 +128,7 @@ def run_head(head, embedding, config, tokens, stream, positions, cache, length, 
     normed = rms_norm(stream, head["midlayer.hidden_norm.weight"], config.eps)
     slot, mask = length + block.shape[1] - block.shape[0], see(length, block, cache.shape[1])
     x = jnp.concatenate([embedded, normed], axis=-1)
-    return layer(head, "midlayer", config, x, stream, positions, cache, slot, mask)
+    return layer(head, "midlayer", config._replace(theta=config.head_theta), x, stream, positions, cache, slot, mask)
 
 
 def head_logits(head, config, output):
@@ -321,8 +322,7 @@ def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperatur
 
         def run(tokens, output, depth, block):
             positions = jnp.full(tokens.shape, length + depth)
-            arguments = (tokens, output, positions, caches[-1], length, block)
-            output, cache = run_head(head, embedding, config, *arguments)
+            output, cache = run_head(head, embedding, config, tokens, output, positions, caches[-1], length, block)
             caches.append(cache)
             return output, head_logits(head, config, output)
 
@@ -371,16 +371,18 @@ def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperatur
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompt", default=PROMPT, help="Text to continue.")
+    parser.add_argument("--prompt", default="def read_config(filename, encoding=None):\n", help="Text to continue.")
     parser.add_argument("--chain", type=int, default=3, help="Length of the draft.")
     parser.add_argument("--tree", type=int, nargs=3, metavar=("NODES", "LEVELS", "CHILDREN"), help="Draft a tree.")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--target", type=Path, default=SHIPPED / "target", help="Directory of a Llama in one file.")
+    parser.add_argument("--head", type=Path, default=SHIPPED / "eagle3", help="Directory of its EAGLE-3 head.")
     asked = parser.parse_args()
-    w, config = load(SHIPPED / "target")
-    head, _ = load(SHIPPED / "eagle3")
-    tokenizer = Tokenizer.from_file(str(SHIPPED / "target" / "tokenizer.json"))
+    (w, config), (head, of_head) = load(asked.target), load(asked.head)
+    config = config._replace(head_theta=of_head.theta)
+    tokenizer = Tokenizer.from_file(str(asked.target / "tokenizer.json"))
     prompt = jnp.array(tokenizer.encode(asked.prompt).ids)
     shape = Shape(asked.tree[1], asked.tree[0], asked.tree[2]) if asked.tree else Shape(asked.chain)
     options = {"config": config, "max_new_tokens": asked.max_new_tokens, "temperature": asked.temperature}
@@ -390,9 +392,8 @@ def main():
         start = time.perf_counter()
         state = jax.block_until_ready(call())
         seconds, new = time.perf_counter() - start, int(state.length) - len(prompt)
-        per_round = (new - 1) / max(int(state.rounds), 1)
         print(tokenizer.decode(state.text[: int(state.length)].tolist()))
-        print(f"[{name}: {new} tokens, {per_round:.2f} in each round, {new / seconds:.0f} tokens/s]\n")
+        print(f"[{name}: {new} tokens in {int(state.rounds)} rounds, {new / seconds:.0f} tokens/s]\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@
 # - show that `τ` does not depend on the batch size while the time of a round does, and draft by a schedule;
 # - report latency correctly.
 #
-# The notebook runs on a laptop CPU, offline, with the shipped pair. Read [01](01_memory_bound_decoding.ipynb),
+# The notebook runs on a laptop CPU with the shipped pair, and downloads a chat model once. Read [01](01_memory_bound_decoding.ipynb),
 # [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) first. Times are printed with their spread and never
 # asserted. The project's benchmark is on the page [Measured numbers](../docs/numbers.md).
 
@@ -46,6 +46,7 @@ from eagle3_jax.bench.contenders import DecoderContender
 from eagle3_jax.bench.rounds import timed_rounds
 from eagle3_jax.bench.step_costs import step_costs
 from eagle3_jax.bench.timing import CompileClock, Latency, Spread
+from eagle3_jax.chat import apply_chat_template
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.prompts import in_turn, read_prompts
 from eagle3_jax.sources import bundled
@@ -175,6 +176,29 @@ acceptance_ribbons(
     rounds={name: int(one.num_drafts) for name, one in tasks.items()},
     title="Acceptance by position and task, K = 5",
 )
+
+# %% [markdown]
+# ### Tasks of a chat model
+#
+# The shipped pair knows code and documentation only. SmolLM2-135M-Instruct answers questions; it is downloaded once (93
+# MB), and its head is in the package. The answers with drafts are those of plain decoding in blocks of `K + 1` tokens.
+# Three questions are no benchmark: the page [Measured numbers](../docs/numbers.md) has more.
+
+# %%
+chat_target = e3.load_target("smollm2", weights="int8")
+chat_head = e3.load_drafter("smollm2", target=chat_target)
+questions = {
+    "knowledge": "What is the capital of France, and what is it known for?",
+    "code": 'Complete this function.\n\ndef is_even(number: int) -> bool:\n    """Whether a number is even."""\n',
+    "arithmetic": "Anna has 12 apples. She gives 5 to Ben and buys 7 more. How many apples does she have?",
+}
+asked = [apply_chat_template(chat_target, [{"role": "user", "content": text}]) for text in questions.values()]
+speculative = e3.SpeculativeDecoder(chat_target, chat_head, num_speculative_tokens=3)
+drafted = speculative.generate(asked, max_new_tokens=64)
+in_blocks = e3.SpeculativeDecoder(chat_target, Plain(4)).generate(asked, max_new_tokens=64)
+assert drafted.texts == in_blocks.texts
+for name, row in zip(questions, drafted.rows, strict=True):
+    print(f"{name}, τ = {row.stats.mean_acceptance_length:.2f}: {row.text}\n")
 
 # %% [markdown]
 # ## Speed-up: measured and predicted

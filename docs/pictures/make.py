@@ -124,9 +124,9 @@ def _tree(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
 
 def _speed() -> Figure:
     """Speed-up of every method of the canonical benchmark, with quartiles."""
-    rows = list(speeds.ROWS.values())[::-1]
+    rows = list(speeds.CHAT.rows.values())[::-1]
     figure, axes = plt.subplots(figsize=(7.2, 4.2))
-    colours = {"chain": BLUE, "tree": BLUE, "n-gram": ORANGE}
+    colours = {"smollm2": BLUE, "ngram+smollm2": BLUE, "n-gram": ORANGE}
     axes.barh(
         range(len(rows)),
         [row["ratio"]["median"] for row in rows],
@@ -145,18 +145,18 @@ def _speed() -> Figure:
 
 def _draft_length() -> Figure:
     """Measured and predicted speed-up over K, and what a constant acceptance rate would give."""
-    rows = [row for row in speeds.ROWS.values() if row["name"].startswith("chain")]
+    rows = speeds.LENGTHS.chains()
     lengths = [row["num_draft_steps"] for row in rows]
     figure, axes = plt.subplots(figsize=(7.2, 3.4))
     for alpha in (0.5, 0.7, 0.9):
-        curve = [tau_from_conditional_rate(alpha, k) / (1.35 + k * 0.14) for k in range(1, 9)]
+        curve = [tau_from_conditional_rate(alpha, k) / (1.2 + k * 0.056) for k in range(1, 9)]
         axes.plot(range(1, 9), curve, color=GREY, linewidth=1)
         axes.text(8.1, curve[-1], f"α = {alpha}", va="center", fontsize=8)
     medians = [row["ratio"]["median"] for row in rows]
     axes.errorbar(lengths, medians, yerr=_spread(rows), fmt="o", color=BLUE, label="measured, with quartiles")
     axes.plot(lengths, [row["predicted_ratio"] for row in rows], "x", color=ORANGE, label="predicted: τ / (v + K·c)")
     axes.axhline(1, color=INK, linewidth=0.8, linestyle="--")
-    axes.set(xlim=(0.7, 9), xlabel="draft length K (grey curves: v = 1.35, c = 0.14)", ylabel="speed-up S")
+    axes.set(xlim=(0.7, 9), xlabel="draft length K (grey curves: v = 1.2, c = 0.056)", ylabel="speed-up S")
     axes.legend(loc="upper left", fontsize=8)
     return figure
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import chat_model
 import expected
+import gpu
 import methods
 import options
 import speeds
@@ -30,6 +31,7 @@ def tables() -> dict[str, dict[str, str]]:
         expected.parts(),
         options.parts(),
         chat_model.parts(),
+        gpu.parts(),
     ):
         for page, named in parts.items():
             found.setdefault(page, {}).update(named)

@@ -16,8 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from eagle3_jax import __version__
+
 ROOT = Path(__file__).resolve().parent.parent.parent
-PACKAGES = ("eagle3-jax", "jax", "jaxlib", "flax", "numpy", "scipy", "torch", "transformers")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "scipy", "torch", "transformers")
 
 
 def environment(
@@ -34,7 +36,7 @@ def environment(
     memory = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {name.replace("-", "_"): version(name) for name in PACKAGES},
+        "versions": {"eagle3_jax": __version__, **{name: version(name) for name in PACKAGES}},
         "git": git(),
         "code": sha256_of_code(),
         "python": platform.python_version(),

@@ -25,6 +25,17 @@ if TYPE_CHECKING:
 
 _TEXTS_OF_A_SHARD = 256  # minutes of work that an interruption loses
 
+# The option without which another one would do nothing.
+_NEEDED = {
+    "opening_tokens": "--rewrite",
+    "most": "--rewrite",
+    "openings": "--self",
+    "temperature": "--rewrite or --self",
+    "greedy_share": "--rewrite or --self",
+    "rows": "--rewrite or --self",
+}
+_OPENING_TOKENS = 64
+
 Dropped = collections.Counter[str]
 Shard = Callable[[Dropped], Iterable["Text"]]  # writes the texts of one file, and counts what is left out
 
@@ -37,8 +48,9 @@ class WritingOptions:
         bool, typer.Option("--rewrite", help="Let the target write the answers in the files itself.")
     ] = False
     opening_tokens: Annotated[
-        int, typer.Option(help="With --rewrite: tokens of a 'text' before the target goes on.", min=1)
-    ] = 64
+        int | None,
+        typer.Option(help="With --rewrite: tokens of a 'text' to go on from. Default: 64.", min=1),
+    ] = None
     most: Annotated[
         int | None, typer.Option(help="With --rewrite: most prompts, chosen at random. Default: all.", min=1)
     ] = None
@@ -46,10 +58,20 @@ class WritingOptions:
         Path | None, typer.Option(help="With --self: beginnings of questions, one a line; half of them begin so.")
     ] = None
     temperature: Annotated[
-        float, typer.Option(help="Sampling temperature of answers that are not greedy.", min=0, max=1000)
-    ] = 0.7
-    greedy_share: Annotated[float, typer.Option(help="Share of answers that are greedy.", min=0, max=1)] = 0.5
-    rows: Annotated[int, typer.Option(help="Texts written at once.", min=1, max=MOST_ROWS)] = 32
+        float | None, typer.Option(help="Temperature of answers that are not greedy. Default: 0.7.", min=0, max=1000)
+    ] = None
+    greedy_share: Annotated[
+        float | None, typer.Option(help="Share of answers that are greedy. Default: 0.5.", min=0, max=1)
+    ] = None
+    rows: Annotated[int | None, typer.Option(help="Texts written at once. Default: 32.", min=1, max=MOST_ROWS)] = None
+
+    def check(self, own: int) -> None:
+        """Refuses options of what the target does not write; ``own`` is the number of ``--self``."""
+        writes = {"--rewrite": self.rewrite, "--self": own > 0, "--rewrite or --self": self.rewrite or own > 0}
+        for field, needed in _NEEDED.items():
+            if getattr(self, field) is not None and not writes[needed]:
+                name = f"--{field.replace('_', '-')}"
+                raise Misuse(f"{name} is an option of {needed}; give that as well, or leave {name} out")
 
 
 def data(
@@ -87,19 +109,15 @@ def data(
         raise Misuse("there is nothing to write; give JSONL files, or --self N for conversations of the target's own")
     if writing.rewrite and not paths:
         raise Misuse("--rewrite answers the prompts of files; give JSONL files")
-    if writing.most is not None and not writing.rewrite:
-        raise Misuse("--most chooses among the prompts of --rewrite; give --rewrite, or leave --most out")
-    if writing.openings is not None and not own:
-        raise Misuse("--openings are beginnings of the questions of --self; give --self, or leave --openings out")
+    writing.check(own)
     fetch_first(target)
     loaded = load_target(target, dtype=dtype)
+    chosen = {"slots": writing.rows, "temperature": writing.temperature, "greedy_share": writing.greedy_share}
     config = OwnTextConfig(
         length=length,
-        slots=writing.rows,
-        temperature=writing.temperature,
-        greedy_share=writing.greedy_share,
         seed=seed,
         openings=() if writing.openings is None else _lines(writing.openings),
+        **{name: value for name, value in chosen.items() if value is not None},  # type: ignore[arg-type]
     )
     options = {
         "TARGET": weights_of(loaded.params),
@@ -147,9 +165,8 @@ def _shards_of_files(
         # Reading takes seconds, so all documents are in one file. They are read before anything is written.
         texts = list(read_documents(paths, target, length=config.length, dropped=dropped))
         return [lambda dropped: texts]
-    prompts = read_prompts_to_answer(
-        paths, target, length=config.length, dropped=dropped, opening=writing.opening_tokens
-    )
+    opening = writing.opening_tokens or _OPENING_TOKENS
+    prompts = read_prompts_to_answer(paths, target, length=config.length, dropped=dropped, opening=opening)
     if writing.most is not None and writing.most < len(prompts):
         order = np.random.default_rng(config.seed).permutation(len(prompts))
         prompts = [prompts[index] for index in order[: writing.most]]

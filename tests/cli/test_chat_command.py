@@ -131,6 +131,19 @@ def test_the_drafter_of_a_target_without_one_depends_on_the_device(monkeypatch) 
         assert default_drafter("a target", "dense") == expected
         assert default_drafter("a target", "int8") == "ngram"
         assert default_drafter(None, "dense") is None  # the bundled head
+    for device, dense, int8 in (("cpu", "none", "ngram+smollm2"), ("gpu", "smollm2", "smollm2")):
+        monkeypatch.setattr(jax, "default_backend", lambda device=device: device)
+        assert default_drafter("smollm2", "dense") == dense
+        assert default_drafter("smollm2", "int8") == int8
+
+
+def test_a_published_target_drafts_with_its_own_head(monkeypatch) -> None:
+    from eagle3_jax.cli._parts import read_drafter
+
+    loaded = {}
+    monkeypatch.setattr("eagle3_jax.load_drafter", lambda source, **options: loaded.setdefault("source", source))
+    read_drafter(None, target=None, target_source="smollm2")
+    assert loaded == {"source": "smollm2"}
 
 
 # ---------------------------------------------------------------- at a terminal

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eagle3_jax import __version__
 from eagle3_jax.bench.environment import committable, environment, sha256_of, sha256_of_prompts
 
 ROOT = Path(__file__).parent.parent.parent
@@ -20,6 +21,7 @@ def test_the_environment_has_versions_and_hashes_and_nothing_private(tmp_path: P
     (secret / "config.json").write_text("{}")
     facts = environment(target=str(secret), drafter="org/head")
     assert facts["versions"]["numpy"] == np.__version__
+    assert facts["versions"]["eagle3_jax"] == __version__
     assert facts["target"] == {"name": "weights", "sha256": sha256_of(secret)}
     assert facts["drafter"] == {"name": "org/head", "sha256": None}
     assert len(facts["prompts"]["sha256"]) == 64

@@ -7,11 +7,15 @@ import hashlib
 import zipfile
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from eagle3_jax import published
-from eagle3_jax.published import Published, fetch_published
-from eagle3_jax.sources import locate
+from eagle3_jax.conversion import read_head
+from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, RopeConfig, uniform
+from eagle3_jax.published import PUBLISHED, Published, fetch_published, is_published
+from eagle3_jax.sources import bundled, locate
 
 CONTENT = b"a model"
 
@@ -86,3 +90,21 @@ def test_a_directory_of_that_name_comes_first(index: Path, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     assert locate("tiny", "target") == Path("tiny")
+    assert not is_published("tiny") and is_published("smollm2")
+
+
+def test_the_head_of_a_published_model_ships_with_the_package() -> None:
+    # The configuration in the file of SmolLM2-135M-Instruct.
+    mixer = GroupedQuery(num_heads=9, num_kv_heads=3, head_dim=64, rope=RopeConfig(theta=1e5))
+    layers = uniform(30, mixer, GatedMLP(width=1536))
+    target = DecoderConfig(
+        vocab_size=49_152, width=576, layers=layers, max_positions=8192, norm_eps=1e-5, tie_embeddings=True
+    )
+    for name in PUBLISHED:
+        head = read_head(locate(name, "eagle3"), target)
+        assert head.source == bundled(name)
+        assert head.config.aux_layers == (2, 15, 27)
+        assert head.draft_to_target is not None
+        assert len(head.draft_to_target) == 16_384
+        assert (np.diff(head.draft_to_target) > 0).all()
+        assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(head.head))

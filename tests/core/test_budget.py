@@ -27,13 +27,13 @@ def test_the_algorithm_is_read_in_nine_files() -> None:
 @pytest.mark.parametrize(
     ("folder", "most"),
     [
-        ("eagle3_jax", 27_050),
+        ("eagle3_jax", 27_070),
         ("conversion", 8_150),
         ("validation", 7_200),
-        ("tests", 28_150),
+        ("tests", 28_200),
         ("notebooks", 8_650),
-        ("examples", 1_900),
-        ("docs", 1_450),
+        ("examples", 1_990),
+        ("docs", 1_590),
     ],
 )
 def test_each_folder_keeps_its_budget(folder: str, most: int) -> None:
