@@ -216,7 +216,14 @@ def test_a_claim_that_the_page_calls_impossible_is(capsys: pytest.CaptureFixture
 
 
 def test_pages_are_short_and_begin_with_what_they_are_for() -> None:
-    longer = {"extending.md": 500, "design.md": 450, "algorithm.md": 300, "gpu.md": 320, "articles.md": 275}
+    longer = {
+        "extending.md": 500,
+        "design.md": 450,
+        "algorithm.md": 300,
+        "gpu.md": 320,
+        "numbers.md": 310,
+        "articles.md": 275,
+    }
     for page in PAGES:
         lines = text_of(page).splitlines()
         assert len(lines) <= longer.get(page, 250), f"{page}: {len(lines)} lines"
