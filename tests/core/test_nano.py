@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,13 @@ def check_equal(directory: Path, shape: str, temperature: float, prompts: list[l
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_and_counts_are_those_of_the_library(shape: str, temperature: float) -> None:
     check_equal(PAIR, shape, temperature, [[1, 17, 230, 45, 9, 9, 301], [400, 3, 88]])
+
+
+def test_the_head_has_a_rotary_base_of_its_own(tmp_path: Path) -> None:
+    shutil.copytree(PAIR, tmp_path / "pair")
+    path = tmp_path / "pair" / "eagle3" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 50.0}))
+    check_equal(tmp_path / "pair", "chain", 0.0, [[1, 17, 230, 45, 9, 9, 301]])
 
 
 def test_so_they_are_for_the_pair_that_it_runs() -> None:
