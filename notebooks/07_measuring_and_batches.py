@@ -192,10 +192,11 @@ questions = {
     "code": 'Complete this function.\n\ndef is_even(number: int) -> bool:\n    """Whether a number is even."""\n',
     "arithmetic": "Anna has 12 apples. She gives 5 to Ben and buys 7 more. How many apples does she have?",
 }
-asked = [apply_chat_template(chat_target, [{"role": "user", "content": text}]) for text in questions.values()]
+conversations = [[{"role": "user", "content": text}] for text in questions.values()]
+chat_prompts = [apply_chat_template(chat_target, messages) for messages in conversations]
 speculative = e3.SpeculativeDecoder(chat_target, chat_head, num_speculative_tokens=3)
-drafted = speculative.generate(asked, max_new_tokens=64)
-in_blocks = e3.SpeculativeDecoder(chat_target, Plain(4)).generate(asked, max_new_tokens=64)
+drafted = speculative.generate(chat_prompts, max_new_tokens=64)
+in_blocks = e3.SpeculativeDecoder(chat_target, Plain(4)).generate(chat_prompts, max_new_tokens=64)
 assert drafted.texts == in_blocks.texts
 for name, row in zip(questions, drafted.rows, strict=True):
     print(f"{name}, τ = {row.stats.mean_acceptance_length:.2f}: {row.text}\n")

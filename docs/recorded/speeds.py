@@ -51,7 +51,6 @@ class Benchmark:
     prompts: str  #: What the prompts are of.
     #: Rows of the table in README.
     shown: tuple[str, ...] = ()
-    number: int = 0  #: Of the report, one for each batch size.
 
     @property
     def about(self) -> Row:
@@ -60,8 +59,8 @@ class Benchmark:
 
     @property
     def report(self) -> Row:
-        """The report of one batch size."""
-        return record(self.name)["reports"][self.number]
+        """The report; a record of one batch size has one."""
+        return record(self.name)["reports"][0]
 
     @property
     def rows(self) -> dict[str, Row]:
@@ -70,7 +69,9 @@ class Benchmark:
 
     def origin(self) -> str:
         """Version, machine and size."""
-        versions, cpu, report = self.about["versions"], self.about["cpu"], self.report
+        versions = self.about["versions"]
+        cpu = self.about["cpu"]
+        report = self.report
         where = f"{cpu['cores']} cores of an {cpu['model']}"
         size = f"{report['num_prompts']} {self.prompts}, {report['max_new_tokens']} greedy tokens each"
         return (
@@ -192,7 +193,8 @@ def headline(name: str) -> str:
     if not over:
         columns = columns[:-1]
         lines = [line[:-1] for line in lines]
-    about, options = experiment["environment"], experiment["options"]
+    about = experiment["environment"]
+    options = experiment["options"]
     weights = options.get("weights", "dense")
     precision = options["dtype"] if weights == "dense" else weights
     return table(columns, lines) + (
@@ -206,7 +208,8 @@ def headline(name: str) -> str:
 def llama_cpp() -> str:
     """This library and llama.cpp on the same file."""
     rival = record("llama-cpp-cpu-amd-epyc-2-cores")
-    report, about = rival["report"], rival["about"]
+    report = rival["report"]
+    about = rival["about"]
     lines = [
         [row["name"], f"`{row['dtype']}`", tau(row), f"{row['decode_tokens_per_second']['median']:.0f}",
          "{median:.2f} ({low:.2f}–{high:.2f})".format(**row["ratio"])]

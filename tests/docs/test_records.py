@@ -55,30 +55,30 @@ def test_what_drawing_gains_is_its_record() -> None:
 
 
 def test_choosing_quotes_its_records() -> None:
-    said = page("docs/choosing.md")
+    choosing = page("docs/choosing.md")
     lengths = speeds.LENGTHS.rows
     for k in (2, 3, 4, 5):
         row = lengths[f"chain K={k}"]
         costs = f"{row['verify_cost']:.2f}, {row['draft_cost']:.3f}"
-        assert f"{k}: ({row['acceptance']['mean_acceptance_length']:.2f}, {costs})" in said
+        assert f"{k}: ({row['acceptance']['mean_acceptance_length']:.2f}, {costs})" in choosing
     tree = lengths["tree N=8 G=4"]
     tau = tree["acceptance"]["mean_acceptance_length"]
-    assert f"a tree of 8 nodes has τ {tau:.2f} and costs {tree['verify_cost']:.2f} plain steps: " in said
-    assert f"plain steps: {tree['ratio']['median']:.2f} times plain decoding, less than a chain of three" in said
+    assert f"a tree of 8 nodes has τ {tau:.2f} and costs {tree['verify_cost']:.2f} plain steps: " in choosing
+    assert f"plain steps: {tree['ratio']['median']:.2f} times plain decoding, less than a chain of three" in choosing
     large = speeds.SMALL.rows["tree N=60 G=8"]
-    assert f"costs the small pair {large['verify_cost']:.2f} plain steps: [{large['ratio']['median']:.2f}]" in said
+    assert f"costs the small pair {large['verify_cost']:.2f} plain steps: [{large['ratio']['median']:.2f}]" in choosing
     chat = speeds.CHAT.rows
     head, ngram, both = (chat[name] for name in ("smollm2 chain K=3", "n-gram K=4", "ngram+smollm2 chain K=3"))
     assert (
         f"K=3 reaches {head['ratio']['median']:.2f} times plain decoding, n-grams {ngram['ratio']['median']:.2f}"
-        in said
+        in choosing
     )
-    assert f"(`--drafter ngram+HEAD`) {both['ratio']['median']:.2f} |" in said
+    assert f"(`--drafter ngram+HEAD`) {both['ratio']['median']:.2f} |" in choosing
     of_task = {part["task"]: part["ratio"]["value"] for part in ngram["tasks"]}
-    assert f"`ngram` reaches {of_task['humaneval']:.2f} times" in said
-    assert f"on those of MT-bench {of_task['mt_bench']:.2f}" in said
+    assert f"`ngram` reaches {of_task['humaneval']:.2f} times" in choosing
+    assert f"on those of MT-bench {of_task['mt_bench']:.2f}" in choosing
     shares = [f"{share:.2f}"[1:] for share in acceptance("chain K=5")["acceptance_per_position"]]
-    assert f"{shares[0]} accept the first token, {shares[2]} the third and {shares[4]} the fifth" in said
+    assert f"{shares[0]} accept the first token, {shares[2]} the third and {shares[4]} the fifth" in choosing
 
 
 def test_the_algorithm_quotes_the_run_of_its_pictures() -> None:

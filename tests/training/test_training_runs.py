@@ -175,12 +175,12 @@ def test_a_head_continues_only_the_run_that_was_begun(cli, refused, tmp_path, mo
     target = write_llama(tmp_path / "target", width=16)
     data = written_texts(tmp_path / "texts")
     unbroken, out = tmp_path / "unbroken", tmp_path / "out"
-    code, said, _ = cli("train", "head", target, data, unbroken, *HEAD)
-    assert code == 0 and "continuing" not in said  # not even in the second phase
+    code, output, _ = cli("train", "head", target, data, unbroken, *HEAD)
+    assert code == 0 and "continuing" not in output  # not even in the second phase
     with monkeypatch.context() as patch:
         kill_after(patch, 2)
-        code, _, said = cli("train", "head", target, data, out, *HEAD, "--save-every", 100)
-        assert code == 130 and "interrupted at step 2 of 3; the same command continues there" in said
+        code, _, output = cli("train", "head", target, data, out, *HEAD, "--save-every", 100)
+        assert code == 130 and "interrupted at step 2 of 3; the same command continues there" in output
     kept = sorted(path.relative_to(out) for path in out.rglob("*"))
 
     other_target = write_llama(tmp_path / "other", width=16)
@@ -205,8 +205,8 @@ def test_a_head_continues_only_the_run_that_was_begun(cli, refused, tmp_path, mo
 
     # The vocabulary stays, even should another version choose another; how often one saves is nobody's concern.
     monkeypatch.setattr("eagle3_jax.training.vocab.select_draft_vocabulary", lambda counts, size: np.arange(size))
-    code, said, _ = cli("train", "head", target, data, out, *HEAD, "--save-every", 5)
-    assert code == 0 and said.count("continuing from step ") == said.count("continuing from step 2\n") == 1
+    code, output, _ = cli("train", "head", target, data, out, *HEAD, "--save-every", 5)
+    assert code == 0 and output.count("continuing from step ") == output.count("continuing from step 2\n") == 1
     ours, theirs = (load_file(path / "model.safetensors") for path in (out, unbroken))
     assert ours.keys() == theirs.keys()
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in theirs)
