@@ -21,7 +21,9 @@ def attention(config: GroupedQuery, source: str, path: str) -> list[Rule]:
 
     With an output gate the projection of queries holds, head by head, the query and then its gate.
     """
-    source, path, size = f"{source}.self_attn", f"{path}.attention", config.head_dim
+    source = f"{source}.self_attn"
+    path = f"{path}.attention"
+    size = config.head_dim
     places = {"q": config.group, "k": 1, "v": 1} | ({"gate": config.group} if config.output_gate else {})
     rules = []
     for name, part in in_turns(config.num_kv_heads, size, places):
@@ -96,7 +98,8 @@ def experts(
 
     ``kernels`` gives the rules of the experts themselves, which have the prefix ``experts``.
     """
-    source, path = f"{source}.{name}", f"{path}.mlp"
+    source = f"{source}.{name}"
+    path = f"{path}.mlp"
     rules = linear(f"{source}.{router}", f"{path}.router", bias=config.bias)
     if config.router == "sigmoid":
         rules.append(Rule(f"{source}.{router}.e_score_correction_bias", f"{path}.correction"))
@@ -131,7 +134,8 @@ def attention_and_mlp(
 
     ``parts`` has the rules of those kinds of mixer and of MLP that do not have the usual ones.
     """
-    parts, norms = {**PARTS, **parts}, _NORMS[config.norms].items()
+    parts = {**PARTS, **parts}
+    norms = _NORMS[config.norms].items()
     rules = [norm(f"{source}.{name}_layernorm", f"{path}.{ours}") for name, ours in norms if name != "input"]
     for part in (config.mixer, config.mlp):
         rules += parts[type(part)](part, source, path)

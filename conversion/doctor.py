@@ -110,7 +110,8 @@ def _method(kind: str) -> str:
 
 
 def _describe_target(target: TargetCheckpoint) -> str:
-    config, label = target.config, target.family.label
+    config = target.config
+    label = target.family.label
     described = f"{label} decoder, {config.num_layers} layers, width {config.width}, vocabulary {config.vocab_size}"
     return described if target.quantisation is None else f"{described}, quantised: {target.quantisation.words}"
 
@@ -123,7 +124,8 @@ def _describe_head(head: HeadCheckpoint) -> str:
 
 def _widths(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
     # Reading refuses a head that does not fit, so this only reports.
-    config, warning = head.config, ""
+    config = head.config
+    warning = ""
     own = "shares the target's embedding" if head.embedding is None else "brings its own embedding"
     if head.embedding is not None and config.width == target.config.width:
         used = np.asarray(target.params["embedding"], np.float32)
@@ -154,7 +156,8 @@ def _vocabulary(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
 
 
 def _positions(target: TargetCheckpoint, drafter: Drafter, name: str) -> Check:
-    ours, theirs = drafter.config.max_positions, target.config.max_positions
+    ours = drafter.config.max_positions
+    theirs = target.config.max_positions
     if ours == MOST:
         return Check.of("positions", f"the {name} knows none")
     beyond = f"; drafts beyond {ours} are extrapolation (outputs stay exact)"
@@ -170,7 +173,8 @@ def _dtypes(target: TargetCheckpoint, drafter: Drafter, name: str) -> Check:
 
 
 def _size(target: TargetCheckpoint, draft: TargetCheckpoint) -> Check:
-    ours, theirs = draft.config, target.config
+    ours = draft.config
+    theirs = target.config
     is_large = ours.num_layers * ours.width >= theirs.num_layers * theirs.width
     return Check.of(
         "size",
@@ -181,7 +185,8 @@ def _size(target: TargetCheckpoint, draft: TargetCheckpoint) -> Check:
 
 def _tokens(target: TargetCheckpoint, draft: TargetCheckpoint) -> list[Check]:
     """Checks that a draft model has the target's tokens under the same ids."""
-    ours, theirs = draft.config.vocab_size, target.config.vocab_size
+    ours = draft.config.vocab_size
+    theirs = target.config.vocab_size
     own = "a draft model needs the target's own"
     if ours == theirs:
         vocabulary = Check("vocabulary", "ok", f"{ours} tokens, as the target's")

@@ -11,7 +11,8 @@ from eagle3_jax.conversion.errors import CheckpointError
 
 def read(tensors: Mapping[str, np.ndarray], *, vocab_size: int, draft_vocab_size: int, where: str) -> np.ndarray:
     """Absolute target ids of the draft vocabulary, ``[W]`` int32."""
-    offset, member = tensors.get("d2t"), tensors.get("t2d")
+    offset = tensors.get("d2t")
+    member = tensors.get("t2d")
     if offset is None:
         if draft_vocab_size < vocab_size:
             raise CheckpointError(

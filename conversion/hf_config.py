@@ -105,7 +105,8 @@ def read_mixer(fields: Fields, *, rope: RopeConfig | None = None, **features: An
         rope: Rotary embedding, if it has been read already.
         features: Further arguments of :class:`GroupedQuery`, such as ``qkv_bias``.
     """
-    width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    width = fields.size("hidden_size")
+    heads = fields.size("num_attention_heads")
     if fields.get("head_dim") is None and width % heads:
         raise CheckpointError(
             f"{fields.where}: hidden_size {width} is not a multiple of num_attention_heads {heads}; add head_dim"
@@ -164,7 +165,8 @@ def read_windows(
 
 def read_window_of_all(fields: Fields, window: int | None) -> list[int | None]:
     """The window of every layer of a family in which ``layer_types`` changes nothing: it may only say the same."""
-    count, kind = read_num_layers(fields), _FULL if window is None else _SLIDING
+    count = read_num_layers(fields)
+    kind = _FULL if window is None else _SLIDING
     if set(read_types(fields, _LAYER_TYPES, count)) - {kind}:
         raise fields.wrong("layer_types", f"sliding_window is {window} in every layer, so expected {kind!r} alone")
     return [window] * count

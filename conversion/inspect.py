@@ -53,13 +53,16 @@ def describe(directory: str | Path) -> Description:
         CheckpointError: It is no checkpoint.
     """
     opened = open_checkpoint(directory)
-    path, kind = opened.directory, opened.kind
+    path = opened.directory
+    kind = opened.kind
     if opened.stored is None:
-        tensors, config = native.read_leaves(path), dict(native.read_description(path).values)
+        tensors = native.read_leaves(path)
+        config = dict(native.read_description(path).values)
         dialect = "jax"
     else:
         stored = opened.stored
-        tensors, config = stored.held or stored.tensors, dict(stored.config)
+        tensors = stored.held or stored.tensors
+        config = dict(stored.config)
         usual = "huggingface" if stored.held is None else "gguf"
         dialect = HEADS[kind].dialect(stored.signs) if kind in HEADS else usual
     problem, note, quantised = _read(opened, config, tensors)

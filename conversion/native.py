@@ -129,13 +129,15 @@ def read_native_target(directory: Path, own: Family | None = None) -> TargetChec
 
 def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheckpoint:
     """Reads a native head."""
-    fields, where = read_description(directory), str(directory)
+    fields = read_description(directory)
+    where = str(directory)
     kind = HEADS[read_kind(directory)]
     config = from_json(kind.classes[0], fields.get("config"), f"{fields.where}, config")
     if target is not None:
         check_fit(config, target, where)
     leaves = read_leaves(directory)
-    embedding, draft_to_target = leaves.pop("embedding", None), leaves.pop("draft_to_target", None)
+    embedding = leaves.pop("embedding", None)
+    draft_to_target = leaves.pop("draft_to_target", None)
     # Without a map draft ids are target ids; a smaller vocabulary needs one.
     maps = draft_to_target is not None or config.draft_vocab_size == config.vocab_size
     if fields.flag("has_embedding") != (embedding is not None) or not maps:

@@ -91,7 +91,8 @@ def linear(
 
 def in_turns(outer: int, inner: int, places: Mapping[str, int]) -> Iterator[tuple[str, Part]]:
     """The part of each of several linear layers in the one that we store for all of them."""
-    slots, start = sum(places.values()), 0
+    slots = sum(places.values())
+    start = 0
     for name, size in places.items():
         yield name, Part(outer, slots, inner, start, start + size)
         start += size
@@ -177,7 +178,8 @@ def write_params(rules: Sequence[Rule], params: Params, shapes: Params, *, where
     """
     given = {path: np.asarray(leaf) for path, leaf in flatten(params)}
     expected = {path: tuple(leaf.shape) for path, leaf in flatten(shapes)}
-    missing, unexpected = sorted(set(expected) - set(given)), sorted(set(given) - set(expected))
+    missing = sorted(set(expected) - set(given))
+    unexpected = sorted(set(given) - set(expected))
     _check_names(f"the head or target of {where}", missing, unexpected)
     for path, leaf in given.items():
         check_matrix(leaf, expected[path], f"{where}: {path}")
@@ -249,9 +251,11 @@ class Joined:
 
     def __init__(self, parts: Sequence[tuple[Rule, Array]], shape: tuple[int, ...]):
         """See the class."""
-        self._parts, self.shape = parts, shape
+        self._parts = parts
+        self.shape = shape
         self.dtype = np.result_type(*(value.dtype for _, value in parts))
-        self.ndim, self.size = len(shape), math.prod(shape)
+        self.ndim = len(shape)
+        self.size = math.prod(shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The whole array, always a copy. Its order in memory is that of the tensors: row by row, copies are fast."""
@@ -295,7 +299,8 @@ def _joined(parts: list[tuple[Rule, Array]], shape: tuple[int, ...]) -> Array | 
 
 def _check_table(rules: Sequence[Rule], expected: Mapping[str, tuple[int, ...]]) -> None:
     """Checks that the rules fill every array and every tensor; otherwise the fault is ours, not the checkpoint's."""
-    given, needed = dict.fromkeys(expected, 0), {path: math.prod(shape) for path, shape in expected.items()}
+    given = dict.fromkeys(expected, 0)
+    needed = {path: math.prod(shape) for path, shape in expected.items()}
     for rule in rules:
         size = math.prod(rule.ours(expected[rule.path]))
         given[rule.path] += size

@@ -43,7 +43,9 @@ class TargetCheckpoint:
 
 def read_target(stored: Stored, own: Family | None = None) -> TargetCheckpoint:
     """Reads a Hugging Face directory or a GGUF file; ``own`` is a family in addition to those of the table."""
-    directory, where, whole = stored.directory, stored.where, stored.fields
+    directory = stored.directory
+    where = stored.where
+    whole = stored.fields
     family, fields, wrapper = described(whole, own)
     tensors, quantisation = read_quantised(stored.tensors, whole, directory)
     quantisation = quantisation or stored.quantisation
@@ -58,7 +60,8 @@ def read_target(stored: Stored, own: Family | None = None) -> TargetCheckpoint:
     if config.tie_embeddings:
         # Some writers store the tied projection as well. It may only repeat the embedding.
         known = (r"lm_head\.weight",)
-        head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+        head = tensors.get("lm_head.weight")
+        embedding = tensors.get("model.embed_tokens.weight")
         if head is not None and embedding is not None and not _same_bits(head, embedding):
             raise CheckpointError(
                 f"{directory}: tie_word_embeddings is true but lm_head.weight differs from model.embed_tokens.weight; "
@@ -101,7 +104,8 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
     Raises:
         CheckpointError: The directory exists, or the family's layout cannot express the target.
     """
-    config, family = checkpoint.config, checkpoint.family
+    config = checkpoint.config
+    family = checkpoint.family
     shapes = DecoderTarget(config).param_shapes()
     stop = stop_field(checkpoint.stop_tokens)
     with read_from(f"the Hugging Face layout of {family.label}"):

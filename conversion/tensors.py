@@ -21,7 +21,8 @@ from eagle3_jax.conversion.files import checkpoint_path, is_gguf, read_json, ref
 from eagle3_jax.conversion.gguf import read_contents
 from eagle3_jax.conversion.quantised import Quantisation
 
-SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
+SAFETENSORS = "model.safetensors"
+PICKLE = "pytorch_model.bin"
 # In the order of the search: where a directory holds several, the first is read, as in transformers.
 _WEIGHTS = (SAFETENSORS, f"{SAFETENSORS}.index.json", PICKLE, f"{PICKLE}.index.json")
 _ADAPTER = "adapter_config.json"

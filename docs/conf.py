@@ -88,7 +88,8 @@ def _by_last_name(app, env, node, content):
     named = [(name, found) for name, found in objects.values() if name.endswith(ending) and name.count(".") <= 4]
     if len(named) != 1 or named[0][1].objtype in ("method", "property", "attribute"):
         return None
-    (_, found), here = named[0], node.get("refdoc", env.docname)
+    _, found = named[0]
+    here = node.get("refdoc", env.docname)
     from sphinx.util.nodes import make_refnode
 
     return make_refnode(app.builder, here, found.docname, found.node_id, content)

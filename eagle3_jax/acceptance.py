@@ -67,7 +67,9 @@ def verify(
         draft: Draft, probs: Float[Array, "N V"], accept: Float[Array, " N"], choose: Float[Array, " U"]
     ) -> Verdict:
         def visit(walk: _Walk, node: Int[Array, ""]) -> tuple[_Walk, None]:
-            token, q = draft.tokens[node], draft.probs[node]  # type: ignore[index]
+            # type: ignore[index]
+            token = draft.tokens[node]
+            q = draft.probs[node]
             rest, mass = residual(walk.p, q)
             child = draft.valid[node] & (draft.parents[node] == walk.current)
             # The comparison is strict, so a token without target mass is never taken. If rounding leaves no residual

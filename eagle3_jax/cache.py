@@ -169,7 +169,8 @@ def compact_accepted(
     """Moves the accepted tokens of the block next to the committed ones. All are read before any is written."""
     if nodes is None:
         return buffer
-    capacity, step = buffer.shape[2], jnp.arange(nodes.shape[1], dtype=jnp.int32)[None, :]
+    capacity = buffer.shape[2]
+    step = jnp.arange(nodes.shape[1], dtype=jnp.int32)[None, :]
     # Rejected tokens go to slots beyond the capacity, each to its own: scattered indices must be unique.
     slots = jnp.where(step < count[:, None], length[:, None] + step, capacity + step)
     source = jnp.minimum(length[:, None] + nodes, capacity - 1)

@@ -26,7 +26,8 @@ def apply_chat_template(target: LoadedTarget, messages: Messages) -> list[int]:
     """
     if not isinstance(target, LoadedTarget):
         raise ValueError(f"target is {shown(target)}; expected a LoadedTarget: load_target gives one")
-    template, tokenizer = target.chat_template, target.tokenizer
+    template = target.chat_template
+    tokenizer = target.tokenizer
     if tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer; give the prompt as token ids")
     if template is None:
@@ -102,7 +103,8 @@ class Chat:
 
     def _begin(self, text: str) -> tuple[dict[str, str], list[int], dict[str, Any]]:
         """Returns a question as a turn, the token ids of the conversation with it, and the decoder's options."""
-        turn, target = {"role": "user", "content": text}, self.decoder.target
+        turn = {"role": "user", "content": text}
+        target = self.decoder.target
         prompt = apply_chat_template(target, [*self.messages, turn])
         if len(prompt) >= target.max_positions:
             raise ValueError(

@@ -165,7 +165,8 @@ def require_same(before: Any, after: Any, given: str, returned: str) -> None:
     Raises:
         ValueError: It did not; "GIVEN as int32[2] RETURNED int32[2, 2]; expected the same".
     """
-    one, other = jax.tree.structure(before), jax.tree.structure(after)
+    one = jax.tree.structure(before)
+    other = jax.tree.structure(after)
     if one != other:
         raise ValueError(f"{given} of {one} {returned} {other}; expected the same structure")
     for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
@@ -194,7 +195,8 @@ def require_returned(giver: str, found: Any, kind: type, **sizes: int) -> None:
         raise ValueError(f"{giver} returned {_described(found)}; expected an eagle3_jax.{kind.__name__}, see {_PAGE}")
     for field, (letters, dtype) in _RETURNED[kind].items():
         value = getattr(found, field)
-        found_shape, names = getattr(value, "shape", ()), letters.split()
+        found_shape = getattr(value, "shape", ())
+        names = letters.split()
         known = dict(zip(names, found_shape, strict=False)) | sizes
         shape = tuple(known.get(letter) for letter in names)
         if value is None and field == "probs":

@@ -41,7 +41,8 @@ Prompt = str | Sequence[int] | np.ndarray | jax.Array
 
 # Caches and prompts are padded to multiples of this, so most prompts share one compilation. Shorter prompts are padded
 # to a power of two, because on CPUs a prefill costs in proportion to its tokens.
-_BUCKET, _SHORTEST_PROMPT = 128, 16
+_BUCKET = 128
+_SHORTEST_PROMPT = 16
 
 
 class SpeculativeDecoder:
@@ -119,7 +120,8 @@ class SpeculativeDecoder:
             parts = (target.model, chosen)
             shardings = (param_shardings(mesh, part, one) for part, one in zip(parts, params, strict=True))
             params = place(params, LoopParams(*shardings))
-        self.mesh, self.params = mesh, params
+        self.mesh = mesh
+        self.params = params
         self.target = dataclasses.replace(target, params=params.target, mesh=mesh)
         self.drafter = dataclasses.replace(loaded, params=params.drafter)
         self.stop_tokens = target.stop_tokens if stop_tokens is None else tuple(stop_tokens)
@@ -140,7 +142,8 @@ class SpeculativeDecoder:
     @property
     def method(self) -> str:
         """The drafter, the shape of its draft and its draft sampling, in one line."""
-        loaded, sampling = self.drafter, getattr(self.loop.drafter, "draft_sampling", None)
+        loaded = self.drafter
+        sampling = getattr(self.loop.drafter, "draft_sampling", None)
         if isinstance(loaded.drafter, Plain):
             return "none"
         how = "" if sampling is None else f", {sampling.value} draft sampling"
@@ -233,7 +236,8 @@ class SpeculativeDecoder:
             length, finish, stats, tokens, scores = to_host(fields)
             new = tokens[0, seen : length[0]].tolist()
             scored = None if scores is None else scores.row(0, seen, int(length[0]))
-            seen, reason = int(length[0]), FinishReason(int(finish[0]))
+            seen = int(length[0])
+            reason = FinishReason(int(finish[0]))
             pieces = text.of(new[:-1] if reason is FinishReason.STOP else new)
             pieces += [""] * (len(new) - len(pieces))
             if reason is not FinishReason.RUNNING and pieces:
@@ -242,7 +246,8 @@ class SpeculativeDecoder:
             if reason is not FinishReason.RUNNING:
                 return
             latest = next(rounds)
-            state, accepted = latest.state, int(to_host(latest.verdict.num_accepted)[0])
+            state = latest.state
+            accepted = int(to_host(latest.verdict.num_accepted)[0])
 
     def rounds(
         self,
@@ -342,7 +347,8 @@ class SpeculativeDecoder:
         elif tokenizer is None:
             raise ValueError(f"{self.target.name} has no tokenizer; give the prompt as token ids")
         else:
-            most, holds = self.target.max_positions, self.target.holds
+            most = self.target.max_positions
+            holds = self.target.holds
             tokens = tokenized(prompt, lambda text: tokenizer.encode(text).ids, positions=most, holds=holds)
         if not tokens:
             raise ValueError("the prompt is empty; give at least one token")
@@ -395,7 +401,8 @@ class SpeculativeDecoder:
         # A limit beyond the last position has no effect, and may not fit into 32 bits.
         wanted = lengths + np.array([min(budget, self.target.max_positions) for budget in budgets], np.int32)
         limit = np.minimum(wanted, self.target.max_positions).astype(np.int32)
-        most, longest = getattr(self.loop.drafter, "max_positions", None), int(limit.max())
+        most = getattr(self.loop.drafter, "max_positions", None)
+        longest = int(limit.max())
         if most is not None and longest > most:
             raise ValueError(
                 f"sequences of up to {longest} tokens were asked for, and {type(self.loop.drafter).__name__} was built "
@@ -423,7 +430,8 @@ class SpeculativeDecoder:
         """:meth:`generate`, round by round; the host ends a row when its text contains one of its ``stops``."""
         begin = time.perf_counter()
         state, _, rows = self._start(*self._batch(prompts, *options))
-        seen, found = [len(row) for row in rows], dict[int, str]()
+        seen = [len(row) for row in rows]
+        found = dict[int, str]()
         while True:
             tokens, length, finish = (np.array(leaf) for leaf in to_host((state.tokens, state.length, state.finish)))
             for index in range(len(rows)):
@@ -431,7 +439,9 @@ class SpeculativeDecoder:
                     written = tokens[index, len(rows[index]) : end].tolist()
                     text = self._text(written[:-1] if written[-1] in self.stop_tokens else written) or ""
                     if places := [text.index(one) for one in stops[index] if one in text]:
-                        found[index], length[index], finish[index] = text[: min(places)], end, FinishReason.STOP
+                        found[index] = text[: min(places)]
+                        length[index] = end
+                        finish[index] = FinishReason.STOP
                         break
                 seen[index] = int(length[index])
             if found:
@@ -511,9 +521,11 @@ def _check_loaded(target: Any, drafter: Any) -> None:
             f"drafter is {drafter!r}; expected a drafter: load_drafter({drafter!r}, target=target) reads one"
         )
     if not isinstance(target, LoadedTarget):
-        said, loads = type(target).__name__, "load_target, or LoadedTarget(model, params, ...),"
+        said = type(target).__name__
+        loads = "load_target, or LoadedTarget(model, params, ...),"
         if isinstance(target, str):
-            said, loads = repr(target), f"load_target({target!r})"
+            said = repr(target)
+            loads = f"load_target({target!r})"
         raise ValueError(f"target is {said}; expected a LoadedTarget: {loads} gives one")
 
 

@@ -64,7 +64,8 @@ class ExportedGeneration:
 
     def __init__(self, program: jax_export.Exported, about: About):
         """Wraps a lowered program; ``about`` says which shapes and sampling it was made for."""
-        self.program, self.about = program, about
+        self.program = program
+        self.about = about
         self._call = jax.jit(program.call)
 
     def __call__(
@@ -153,7 +154,8 @@ class ExportedGeneration:
         """
         try:
             with zipfile.ZipFile(path) as archive:
-                values, serialized = json.loads(archive.read("about.json")), archive.read("program.jax")
+                values = json.loads(archive.read("about.json"))
+                serialized = archive.read("program.jax")
         except (zipfile.BadZipFile, KeyError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is not an exported generation ({error}); export it again") from None
         if (found := values.get("format")) != FORMAT:

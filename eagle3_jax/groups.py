@@ -10,11 +10,14 @@ from jax import lax
 
 from eagle3_jax.sharding import DATA
 
-In, Out = TypeVar("In"), TypeVar("Out")
+In = TypeVar("In")
+Out = TypeVar("Out")
 
 # Limits of one forward, per device. 8,192 tokens keep the matrix products busy. Each group makes caches of its own that
 # are then copied; 16,384 slots bound them. Below 256 tokens a forward would read all weights for little work.
-TOKENS, SLOTS, FEWEST_TOKENS = 8192, 16384, 256
+TOKENS = 8192
+SLOTS = 16384
+FEWEST_TOKENS = 256
 
 
 def rows_per_group(batch: int, tokens: int, capacity: int) -> int:

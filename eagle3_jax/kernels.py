@@ -38,7 +38,8 @@ def largest(x: Float[Array, "*B V"]) -> Largest:
     """
 
     def in_two_passes(x: Float[Array, "*B V"]) -> Largest:
-        value, last = jnp.max(x, axis=-1), x.shape[-1] - 1
+        value = jnp.max(x, axis=-1)
+        last = x.shape[-1] - 1
         index = jnp.arange(last + 1, dtype=jnp.int32)
         return Largest(value, jnp.min(jnp.where(x == value[..., None], index, last), axis=-1))
 
@@ -58,8 +59,10 @@ def _largest_of_pieces(x: Float[Array, "*B V"]) -> Largest:
     indices = lax.broadcasted_iota(jnp.int32, padded.shape, x.ndim - 1).reshape(split.shape)
 
     def larger(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-        (value, index), (value_1, index_1) = one, other
-        is_nan, is_nan_1 = value != value, value_1 != value_1
+        value, index = one
+        value_1, index_1 = other
+        is_nan = value != value
+        is_nan_1 = value_1 != value_1
         ties = (value == value_1) | (is_nan & is_nan_1)
         first = (value > value_1) | (is_nan & ~is_nan_1) | (ties & (index < index_1))
         return jnp.where(first, value, value_1), jnp.where(first, index, index_1)
@@ -148,7 +151,8 @@ def scatter_tokens(
         return jax.vmap(jax.vmap(write, (0, None, 0)))(buffer, slots, new)
 
     def write_together(buffer: Array, slots: Array, new: Array) -> Array:
-        rows, heads = jnp.arange(buffer.shape[0])[:, None, None], jnp.arange(buffer.shape[1])[:, None]
+        rows = jnp.arange(buffer.shape[0])[:, None, None]
+        heads = jnp.arange(buffer.shape[1])[:, None]
         return buffer.at[rows, heads, slots[:, None]].set(new, mode="drop", unique_indices=True)
 
     # TPUs transpose the buffers for `write_by_head`; a mesh gathers them for `write_together`.
@@ -162,11 +166,13 @@ def gather_tokens(buffer: Float[Array, "B C S H"], slots: Int[Array, "B T"]) -> 
     if not jax.sharding.get_abstract_mesh().empty:  # a mesh would gather the buffers for what follows
         return jnp.take_along_axis(buffer, slots[:, None, :, None], axis=2)
     # One index for each head, too: for tokens of all heads at once TPUs transpose the buffers (64 MiB each at batch 8).
-    rows, heads = jnp.arange(buffer.shape[0])[:, None, None], jnp.arange(buffer.shape[1])[:, None]
+    rows = jnp.arange(buffer.shape[0])[:, None, None]
+    heads = jnp.arange(buffer.shape[1])[:, None]
     return buffer[rows, heads, slots[:, None]]
 
 
-_LANES, _MOST_BLOCKS = 64, 16
+_LANES = 64
+_MOST_BLOCKS = 16
 
 
 def ordered_sum(x: Float[Array, "*rows D"]) -> Float[Array, "*rows 1"]:

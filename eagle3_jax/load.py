@@ -62,7 +62,8 @@ def load_target(
         ValueError: It is not a target that this library can run, or the mesh does not divide it; the message says why.
     """
     weights_named(weights)
-    precision, directory = precision_named(dtype), locate(source, "target")
+    precision = precision_named(dtype)
+    directory = locate(source, "target")
     return _load_model(directory, precision, family, mesh, str(source or "the bundled target"), weights)
 
 
@@ -142,7 +143,8 @@ def load_drafter(
 
     if not isinstance(target.model, DecoderTarget):
         raise ValueError(f"{type(target.model).__name__} is not a target that draft heads are loaded for")
-    precision, directory = target.model.precision, locate(source, "eagle3")
+    precision = target.model.precision
+    directory = locate(source, "eagle3")
     opened = open_checkpoint(directory)
     if opened.kind not in HEADS:
         if layer_ids is not None:

@@ -43,7 +43,8 @@ from eagle3_jax.types import (
 )
 
 # Purposes of a row's random keys at one position.
-_DRAFT, _VERIFY = 0, 1
+_DRAFT = 0
+_VERIFY = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +204,8 @@ class SpeculativeLoop:
 
     def _propose(self, params: LoopParams, state: GenerationState) -> tuple[Draft, Any]:
         """Returns the draft, sanitized, and the drafter's state after proposing."""
-        keys, sampling = keys_at(state.keys, state.length, _DRAFT), state.sampling
+        keys = keys_at(state.keys, state.length, _DRAFT)
+        sampling = state.sampling
         vocab_size = self.target.vocab_size
         if self.sampling_mode is SamplingMode.GREEDY:
             # With a constant temperature the compiler drops everything that a drafter computes for sampled rows.
@@ -231,7 +233,8 @@ class SpeculativeLoop:
         # No rule may accept anything below a node without a distribution.
         parent = jnp.take_along_axis(known, jnp.maximum(draft.parents, 0), axis=1) | (draft.parents < 0)
         draft = draft.replace(valid=draft.valid & parent)
-        keys, depth = keys_at(state.keys, state.length, _VERIFY), self.drafter.max_depth
+        keys = keys_at(state.keys, state.length, _VERIFY)
+        depth = self.drafter.max_depth
         verdict = self.verifier(draft, logits, state.sampling, keys, sampling_mode=self.sampling_mode, max_depth=depth)
         require_verdict(self.verifier, verdict, batch=logits.shape[0], max_depth=depth)
         last = jnp.max(verdict.path, axis=1, initial=0)  # nodes of a path ascend

@@ -125,10 +125,14 @@ def _prompt(row: JsonRow, file: str, max_new_tokens: int) -> Prompt:
         for key in ("question_id", "category"):
             if key not in values:
                 raise ValueError(f"{where}a question with 'turns' needs '{key}' too")
-        name, category, text, tokens = values["question_id"], values["category"] or file, turns[0], []
+        name = values["question_id"]
+        category = values["category"] or file
+        text = turns[0]
+        tokens = []
     elif "prompt" in values or "prompt_ids" in values:
         request = _request(row, max_new_tokens)
-        name, category = values.get("name", values.get("task_id", _place(row))), values.get("kind", file)
+        name = values.get("name", values.get("task_id", _place(row)))
+        category = values.get("kind", file)
         text, tokens = (request.prompt, []) if isinstance(request.prompt, str) else (None, request.prompt)
         max_new_tokens = request.max_new_tokens
     else:

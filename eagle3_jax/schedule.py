@@ -168,12 +168,14 @@ class _PaddedLoop(SpeculativeLoop):
 
     def step(self, params: LoopParams, state: GenerationState) -> Round:
         one = super().step(params, state)
-        draft, verdict = one.draft, one.verdict
+        draft = one.draft
+        verdict = one.verdict
 
         def pad(values: Array, width: int, value: Any) -> Array:
             return jnp.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=value)
 
-        nodes, levels = self.largest.num_nodes, self.largest.max_depth
+        nodes = self.largest.num_nodes
+        levels = self.largest.max_depth
         return Round(
             state=one.state,
             draft=Draft(

@@ -19,7 +19,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from eagle3_jax.uploading import put_shards
 
-DATA, MODEL = "data", "model"
+DATA = "data"
+MODEL = "model"
 MESH_AXES = (DATA, MODEL)
 
 
@@ -42,7 +43,11 @@ class Place(NamedTuple):
     required: bool = True  #: Whether a mesh must divide it. If False, every device may hold the whole axis instead.
 
 
-ROWS, HEADS, MLP, EXPERTS, VOCAB = "rows", "heads", "mlp", "experts", "vocab"
+ROWS = "rows"
+HEADS = "heads"
+MLP = "mlp"
+EXPERTS = "experts"
+VOCAB = "vocab"
 PLACES: Mapping[str, Place] = {
     ROWS: Place(DATA, "rows"),
     HEADS: Place(MODEL, "key/value heads"),

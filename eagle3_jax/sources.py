@@ -52,7 +52,8 @@ def locate(source: str | Path | None, part: str, fetched: tuple[str, ...] = FETC
     """
     if source is None:
         return bundled(part)
-    given, path = str(source), Path(source)
+    given = str(source)
+    path = Path(source)
     try:
         exists = path.exists()
         is_directory = bool(given) and path.is_dir()

@@ -93,14 +93,16 @@ class GenerationState(struct.PyTreeNode, kw_only=True):
 
     def __repr__(self) -> str:
         """One line for arrays of any kind: on this host, on another one, consumed, traced, or only shapes."""
-        leaves, rows = (self.finish, self.length), self.finish.shape[0]
+        leaves = (self.finish, self.length)
+        rows = self.finish.shape[0]
         here = all(isinstance(leaf, np.ndarray | jax.Array) and not isinstance(leaf, Tracer) for leaf in leaves)
         if here and any(getattr(leaf, "is_deleted", bool)() for leaf in leaves):
             return f"GenerationState({rows} rows, consumed by a step)"
         if not here or not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
             return f"GenerationState({rows} rows, capacity of {self.tokens.shape[1]} tokens)"
         finish, length = jax.device_get(leaves)
-        running, known = np.sum(finish == FinishReason.RUNNING), f"{length.min()} to {length.max()}"
+        running = np.sum(finish == FinishReason.RUNNING)
+        known = f"{length.min()} to {length.max()}"
         return f"GenerationState({rows} rows, {running} running, {known} of {self.tokens.shape[1]} tokens known)"
 
 

@@ -58,7 +58,8 @@ def record(
 
 def describe(latest: Round) -> list[dict[str, Any]]:
     """The rows of one round; padding nodes are left out and the others keep their order."""
-    draft, verdict = latest.draft, latest.verdict
+    draft = latest.draft
+    verdict = latest.verdict
     columns = (draft.tokens, draft.parents, latest.positions, draft.valid)
     outcome = (verdict.path, verdict.num_accepted, verdict.next_token)
     rows = []

@@ -42,7 +42,8 @@ def put_array(leaf: np.ndarray, dtype: Any, device: jax.Device | None = None) ->
     if jnp.dtype(dtype).itemsize < leaf.dtype.itemsize:
         leaf = leaf.astype(dtype)  # fewer bytes to copy
     order = np.argsort(np.negative(leaf.strides), kind="stable")
-    stored, back = jax.device_put(leaf.transpose(order), device), tuple(np.argsort(order).tolist())
+    stored = jax.device_put(leaf.transpose(order), device)
+    back = tuple(np.argsort(order).tolist())
     done = back == tuple(range(leaf.ndim)) and stored.dtype == dtype
     return stored if done else _in_order(stored, back, jnp.dtype(dtype))
 

@@ -87,7 +87,8 @@ def disk_full_named(final: str | os.PathLike[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def orbax_quiet() -> Iterator[None]:
     """Silences the log of Orbax and of its threads, which repeats with tracebacks what Orbax raises."""
-    logger, hook = logging.getLogger("absl"), sys.unraisablehook
+    logger = logging.getLogger("absl")
+    hook = sys.unraisablehook
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
     sys.unraisablehook = lambda late: None if "Event loop is closed" in str(late.exc_value) else hook(late)
@@ -139,7 +140,8 @@ def remove_tree(directory: Path) -> None:
 @contextlib.contextmanager
 def _sibling(final: Path) -> Iterator[Path]:
     """A locked directory next to the final name, removed at the end of the block."""
-    prefix, suffix = f".{final.name}.", ".partial"
+    prefix = f".{final.name}."
+    suffix = ".partial"
     with disk_full_named(final), contextlib.ExitStack() as stack:
         try:
             final.parent.mkdir(parents=True, exist_ok=True)

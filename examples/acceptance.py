@@ -17,7 +17,8 @@ import eagle3_jax as e3
 from eagle3_jax.bench.environment import environment
 from eagle3_jax.load import bundled
 
-LIKELIEST, DRAWN = e3.DraftSampling.GREEDY, e3.DraftSampling.PROBABILISTIC
+LIKELIEST = e3.DraftSampling.GREEDY
+DRAWN = e3.DraftSampling.PROBABILISTIC
 TREE = e3.DynamicTree(num_nodes=60, max_depth=8, top_k=10)
 # Name, drafter, options of the decoder, temperature, new tokens.
 ROWS: Sequence[tuple[str, str, dict[str, Any], float, int]] = (

@@ -106,7 +106,9 @@ class Record:
     """The figures of one part. Every figure is written to the file of the whole run at once."""
 
     def __init__(self, output: Path, part: str, seconds: float = float("inf")):
-        self.output, self.part, self.end = output, part, time.monotonic() + seconds
+        self.output = output
+        self.part = part
+        self.end = time.monotonic() + seconds
         self.figures: dict[str, Any] = read(output)["parts"][part]["figures"]
 
     def add(self, name: str, figure: Any) -> None:
@@ -199,7 +201,8 @@ def measure(setting: Setting, record: Record, cells: dict[str, Cell]) -> None:
         for name, paces in turns.items():
             figure = record.figures[name] | summary(paces)
             if base in turns:  # of the runs in turns, which are neighbors in time
-                ours, theirs = summary(paces[1:]), summary(turns[base][1:])
+                ours = summary(paces[1:])
+                theirs = summary(turns[base][1:])
                 for ratio, kind in (("round_in_bases", "seconds_per_round"), ("speed_in_bases", "tokens_per_second")):
                     figure[ratio] = spread(np.divide(ours[kind]["values"], theirs[kind]["values"]).tolist())
             record.add(name, figure)
@@ -236,7 +239,9 @@ def device(setting: Setting, record: Record) -> None:
 
 def text(setting: Setting, record: Record) -> None:
     """Compares the shipped pair's text in float32 with its head and without."""
-    target, prompt, new = load_target(dtype="float32"), "def read_config(filename):\n", setting.tokens + 2
+    target = load_target(dtype="float32")
+    prompt = "def read_config(filename):\n"
+    new = setting.tokens + 2
     chain = SpeculativeDecoder(target, load_drafter(target=target), num_speculative_tokens=CHAIN, stop_tokens=())
     plain = SpeculativeDecoder(target, stop_tokens=()).generate(prompt, max_new_tokens=new)
     ours = chain.generate(prompt, max_new_tokens=new)
@@ -360,7 +365,8 @@ def main() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the memory is for the processes of the parts
     if not given.rehearse and (problem := gpu_problem(wanted=True)):
         raise SystemExit(f"error: {problem}; --rehearse tries tiny shapes on any device")
-    end, result = time.monotonic() + BUDGET, begin(given.output, setting, rehearsal=given.rehearse)
+    end = time.monotonic() + BUDGET
+    result = begin(given.output, setting, rehearsal=given.rehearse)
     for name in given.only or PARTS:
         old = result["parts"].get(name, {})
         if old.get("status") == "done" and not given.again:

@@ -98,7 +98,8 @@ class Experiment:
     """The pair, the prompts and the record."""
 
     def __init__(self, given: argparse.Namespace):
-        self.given, self.path = given, given.output / "headline.json"
+        self.given = given
+        self.path = given.output / "headline.json"
         self.target = load_target(given.target, dtype=given.dtype, weights=given.weights)
         self.drafter = load_drafter(given.drafter, target=self.target)
         self.sets = self._prompts()
@@ -150,7 +151,8 @@ class Experiment:
 
     def missing(self) -> list[Cell]:
         """Cells that the record lacks; those of a vLLM engine are neighbours, since it is loaded once."""
-        given, cells = self.given, self.record["cells"]
+        given = self.given
+        cells = self.record["cells"]
         rivals = [OURS, *(["plain", *(f"chain K={k}" for k in given.chains)] if given.vllm_python else [])]
         every = itertools.starmap(Cell, itertools.product(rivals, self.sets, given.temperatures, sorted(given.batches)))
         same = lambda cell: cells.get(cell.key, {}).get("sha256_of_prompts") == sha256_of_prompts(self.batch_of(cell))
@@ -179,7 +181,8 @@ class Experiment:
         process = Process(self.given.vllm_python, threads=len(os.sched_getaffinity(0)))
         closing.callback(process.close)
         self.record["environment"]["vllm"] = process.versions
-        head, length = locate(self.given.drafter, "eagle3"), 0 if rival == "plain" else int(rival.partition("=")[2])
+        head = locate(self.given.drafter, "eagle3")
+        length = 0 if rival == "plain" else int(rival.partition("=")[2])
         longest = max(len(prompt.tokens) for found in self.sets.values() for prompt in found)
         options = EngineOptions(
             model=str(locate(self.given.target, "target")),
@@ -197,7 +200,8 @@ class Experiment:
 
     def _measured(self, cell: Cell, engine: Any) -> dict[str, Any]:
         """One cell: contenders in turn, ratios of neighbours in time to plain decoding or to vLLM."""
-        dtype, heat = self.given.dtype, cell.temperature
+        dtype = self.given.dtype
+        heat = cell.temperature
         names = list(self.decoders) if cell.rival == OURS else [cell.rival]
         contenders: list[Contender] = [DecoderContender(name, dtype, self.decoders[name], heat) for name in names]
         if engine is not None:
@@ -235,7 +239,9 @@ def table(record: dict[str, Any]) -> Iterator[list[str]]:
     place = lambda cell, name: (cell["prompts"], cell["temperature"], cell["batch"], name)
     beside = {place(cell, row["name"]): row for cell in cells if cell["rival"] != OURS for row in cell["rows"]}
     for cell, row in ((one, row) for one in cells for row in one["rows"]):
-        name, ours, found = row["name"], cell["rival"] == OURS, row["acceptance"]
+        name = row["name"]
+        ours = cell["rival"] == OURS
+        found = row["acceptance"]
         if not ours and not name.startswith("vLLM"):
             continue
         other = beside.get(place(cell, name.removeprefix("vLLM ")))

@@ -96,10 +96,13 @@ def main(arguments: list[str] | None = None) -> None:
         f"K={length}": {"num_speculative_tokens": length} for length in parse_numbers(options.chains, "--chains")
     }
     shapes[tree_name(tree)] = {"tree": tree}
-    rows, missing, compiled_late = [], [], 0
+    rows = []
+    missing = []
+    compiled_late = 0
     for method, drafter in drafters(target, options.heads, options.named):
         plain = e3.SpeculativeDecoder(target, stop_tokens=())
-        contenders, drafts = [DecoderContender("plain", options.dtype, plain)], {}
+        contenders = [DecoderContender("plain", options.dtype, plain)]
+        drafts = {}
         for draft, shape in shapes.items():
             try:
                 decoder = e3.SpeculativeDecoder(target, drafter, stop_tokens=(), **shape)
@@ -119,7 +122,8 @@ def main(arguments: list[str] | None = None) -> None:
             on_progress=lambda what: print(what, file=sys.stderr, flush=True),
         )
         compiled_late += report.programs_after_warm_up
-        parameters, name = num_parameters(drafter, target), method.partition("=")[0]
+        parameters = num_parameters(drafter, target)
+        name = method.partition("=")[0]
         rows += [found_of(row, name, drafts[row.name], parameters) for row in report.rows if row.name in drafts]
         # The programs of all methods together are more than a process may map.
         del contenders, report

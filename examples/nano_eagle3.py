@@ -68,8 +68,10 @@ def rotate(x, positions, theta):
     """Rotary position embedding of ``x [T heads H]``."""
     half = x.shape[-1] // 2
     angles = positions[:, None] / theta ** (jnp.arange(half) / half)
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
-    first, second = x[..., :half], x[..., half:]
+    cos = jnp.cos(angles)[:, None]
+    sin = jnp.sin(angles)[:, None]
+    first = x[..., :half]
+    second = x[..., half:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
@@ -82,7 +84,8 @@ def layer(w, name, config, x, residual, positions, cache, slot, mask):
         cache: ``[2 S C H]``, keys and values; this block is written from ``slot`` on.
         mask: ``[T S]``, the slots that each token attends to.
     """
-    tokens, groups = x.shape[0], config.num_heads // config.num_kv_heads
+    tokens = x.shape[0]
+    groups = config.num_heads // config.num_kv_heads
     project = lambda letter: (x @ w[f"{name}.self_attn.{letter}_proj.weight"].T).reshape(tokens, -1, config.head_dim)
     keys = rotate(project("k"), positions, config.theta)
     cache = lax.dynamic_update_slice(cache, jnp.stack([keys, project("v")]), (0, slot, 0, 0))
@@ -106,7 +109,9 @@ def see(length, block, capacity):
 
 def run_target(w, config, tokens, positions, cache, length, block):
     """Logits ``[T V]`` after each token, features ``[T 3D]``, and the cache ``[L 2 S C H]`` with the block in it."""
-    x, features, layers = w["model.embed_tokens.weight"][tokens], [], []
+    x = w["model.embed_tokens.weight"][tokens]
+    features = []
+    layers = []
     mask = see(length, block, cache.shape[2])
     for index in range(config.num_layers):
         name = f"model.layers.{index}"
@@ -126,7 +131,8 @@ def run_head(head, embedding, config, tokens, stream, positions, cache, length, 
     """
     embedded = rms_norm(embedding[tokens], head["midlayer.input_layernorm.weight"], config.eps)
     normed = rms_norm(stream, head["midlayer.hidden_norm.weight"], config.eps)
-    slot, mask = length + block.shape[1] - block.shape[0], see(length, block, cache.shape[1])
+    slot = length + block.shape[1] - block.shape[0]
+    mask = see(length, block, cache.shape[1])
     x = jnp.concatenate([embedded, normed], axis=-1)
     return layer(head, "midlayer", config._replace(theta=config.head_theta), x, stream, positions, cache, slot, mask)
 
@@ -200,7 +206,8 @@ def draft_chain(run, output, logits, shape, to_target, vocab_size, root, tempera
         temperature: Of the samples.
         dice: ``[K U]``, the random numbers.
     """
-    tokens, q = [root], [jnp.zeros((vocab_size,))]
+    tokens = [root]
+    q = [jnp.zeros((vocab_size,))]
     for depth in range(shape.depth):
         mine = distribution(logits, temperature)[0]
         tokens.append(to_target[draw(mine, dice[depth])])
@@ -219,9 +226,13 @@ def draft_tree(run, output, logits, shape, to_target, root):
         return best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), to_target[ids]
 
     (scores,), (tokens,) = top(logits)
-    nodes, itself = jnp.arange(k), jnp.eye(k, dtype=bool)
-    all_scores, all_tokens, all_parents = [scores], [tokens], [jnp.full((k,), -1)]
-    output, mask = jnp.repeat(output, k, axis=0), itself
+    nodes = jnp.arange(k)
+    itself = jnp.eye(k, dtype=bool)
+    all_scores = [scores]
+    all_tokens = [tokens]
+    all_parents = [jnp.full((k,), -1)]
+    output = jnp.repeat(output, k, axis=0)
+    mask = itself
     for depth in range(shape.depth - 1):
         output, logits = run(tokens, output, depth, mask)
         more, ids = top(logits)  # [k k]: the children of each expanded node
@@ -230,8 +241,10 @@ def draft_tree(run, output, logits, shape, to_target, root):
         all_tokens.append(ids.reshape(-1))
         all_parents.append(jnp.repeat(nodes, k))
         scores, best = lax.top_k(children, k)
-        tokens, nodes = ids.reshape(-1)[best], k + depth * k**2 + best
-        output, mask = output[best // k], jnp.concatenate([mask[best // k], itself], axis=1)
+        tokens = ids.reshape(-1)[best]
+        nodes = k + depth * k**2 + best
+        output = output[best // k]
+        mask = jnp.concatenate([mask[best // k], itself], axis=1)
 
     # A parent is at least as likely as its child and has a lower number, so every chosen node's ancestors are chosen.
     chosen = jnp.sort(lax.top_k(jnp.concatenate(all_scores), shape.num_nodes - 1)[1])
@@ -243,7 +256,8 @@ def draft_tree(run, output, logits, shape, to_target, root):
 
 def ancestors(parents, depth):
     """``[N N]``: each node attends to itself and its ancestors."""
-    mask, above = jnp.eye(len(parents), dtype=bool), parents
+    mask = jnp.eye(len(parents), dtype=bool)
+    above = parents
     for _ in range(depth):
         mask = mask | (above[:, None] == jnp.arange(len(parents)))
         above = jnp.where(above < 0, -1, parents[above])
@@ -299,7 +313,8 @@ class State(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("config", "shape", "max_new_tokens", "temperature"))
 def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperature=0.0):
     """The whole generation as one program. Returns the final state; ``text[: length]`` is prompt and output."""
-    fed, vocab_size = len(prompt), w["lm_head.weight"].shape[0]
+    fed = len(prompt)
+    vocab_size = w["lm_head.weight"].shape[0]
     limit = fed + max_new_tokens
     capacity = limit + max(shape.num_nodes, shape.depth + 1, shape.k * shape.depth)
     kv = (2, capacity, config.num_kv_heads, config.head_dim)
@@ -315,7 +330,8 @@ def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperatur
         return output[newest][None], cache
 
     def propose(state):
-        root, length = state.text[state.length - 1], state.length - 1
+        root = state.text[state.length - 1]
+        length = state.length - 1
         if shape.depth == 0:
             return Draft(root[None], jnp.array([-1]), None)
         caches = [state.head_cache]  # with the guesses; thrown away after the round
@@ -334,7 +350,8 @@ def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperatur
         return draft_chain(run, state.output, logits, shape, to_target, vocab_size, root, temperature, dice)
 
     def one_round(state):
-        draft, length = propose(state), state.length - 1
+        draft = propose(state)
+        length = state.length - 1
         num_nodes = len(draft.tokens)
         block = ancestors(draft.parents, shape.depth)
         positions = length + block.sum(axis=1) - 1
@@ -380,7 +397,8 @@ def main():
     parser.add_argument("--target", type=Path, default=SHIPPED / "target", help="Directory of a Llama in one file.")
     parser.add_argument("--head", type=Path, default=SHIPPED / "eagle3", help="Directory of its EAGLE-3 head.")
     asked = parser.parse_args()
-    (w, config), (head, of_head) = load(asked.target), load(asked.head)
+    w, config = load(asked.target)
+    head, of_head = load(asked.head)
     config = config._replace(head_theta=of_head.theta)
     tokenizer = Tokenizer.from_file(str(asked.target / "tokenizer.json"))
     prompt = jnp.array(tokenizer.encode(asked.prompt).ids)
@@ -391,7 +409,8 @@ def main():
         jax.block_until_ready(call())  # compiles
         start = time.perf_counter()
         state = jax.block_until_ready(call())
-        seconds, new = time.perf_counter() - start, int(state.length) - len(prompt)
+        seconds = time.perf_counter() - start
+        new = int(state.length) - len(prompt)
         print(tokenizer.decode(state.text[: int(state.length)].tolist()))
         print(f"[{name}: {new} tokens in {int(state.rounds)} rounds, {new / seconds:.0f} tokens/s]\n")
 

@@ -35,7 +35,8 @@ from eagle3_jax.prompts import Prompt, in_turn, read_prompts
 
 ROWS = (1, 2, 4, 6)  # of a verification
 PREFILLS = (32, 128)
-CONTEXT, CAPACITY = 100, 256
+CONTEXT = 100
+CAPACITY = 256
 NEW_TOKENS = 32
 FORMS = {"float32": ("float32", "dense"), "mixed": ("mixed", "dense"), "int8": ("float32", "int8")}  # dtype, weights
 KERNELS = ("kernel", "gate_up", "down")  # names of the parameters that products read
@@ -138,7 +139,8 @@ def step_program(target: e3.LoadedTarget, count: int) -> Callable[[], Any]:
 def prefill_program(target: e3.LoadedTarget, count: int) -> Callable[[], Any]:
     """A prompt of ``count`` tokens, and the logits of its last one."""
     model: Any = target.model
-    tokens, positions = jnp.full((1, count), 7, jnp.int32), jnp.arange(count, dtype=jnp.int32)[None]
+    tokens = jnp.full((1, count), 7, jnp.int32)
+    positions = jnp.arange(count, dtype=jnp.int32)[None]
 
     @jax.jit
     def prefill(params: Any) -> jax.Array:
@@ -295,7 +297,9 @@ def texts(options: argparse.Namespace) -> dict[str, Any]:
     target = e3.load_target(options.target)
     decoder = e3.SpeculativeDecoder(target, e3.drafters.NGram())
     prompts = prompts_of(options, target, options.max_texts)
-    parted, drafts, tokens = [], 0, 0
+    parted = []
+    drafts = 0
+    tokens = 0
     for prompt in prompts:
         result = decoder.generate([prompt.tokens], max_new_tokens=NEW_TOKENS)
         answer = result.tokens[0]
@@ -303,7 +307,8 @@ def texts(options: argparse.Namespace) -> dict[str, Any]:
             logits = reference(torch.tensor([[*prompt.tokens, *answer]])).logits[0, len(prompt.tokens) - 1 : -1]
         written = logits[torch.arange(len(answer)), torch.tensor(answer)]
         gaps = logits.max(-1).values - written
-        drafts, tokens = drafts + int(result.stats.num_drafts), tokens + len(answer)
+        drafts = drafts + int(result.stats.num_drafts)
+        tokens = tokens + len(answer)
         if bool((gaps > 0).any()):
             at = int((gaps > 0).nonzero()[0])
             parted.append({"prompt": prompt.name, "token": at, "logits_apart": float(gaps[at])})

@@ -125,7 +125,8 @@ class BothDirections:
 
     def _exactly(self) -> Iterator[str]:
         for one in self.all:
-            agreed, apart = one.agreed, len(one.outputs) - one.texts_shared(self.plain)
+            agreed = one.agreed
+            apart = len(one.outputs) - one.texts_shared(self.plain)
             if agreed.disagreements:
                 yield f"{one.by}: {agreed.disagreements} tokens are neither {one.scored_by}'s choice nor a tie"
             # In float32 a text parts from another where two logits tie, and nowhere else.
@@ -154,7 +155,8 @@ class BothDirections:
 
 
 def _too_many(one: Judged, verdict: Agreement, noise: Control) -> Iterator[str]:
-    found, allowed = one.control(verdict), noise.allowed(one.agreed.tokens, times=ENGINES)
+    found = one.control(verdict)
+    allowed = noise.allowed(one.agreed.tokens, times=ENGINES)
     if found.flips > allowed:
         kind = "not its choice" if verdict is Agreement.TIE else "neither its choice nor a tie"
         yield (

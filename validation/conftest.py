@@ -95,8 +95,10 @@ def pytest_configure(config: pytest.Config) -> None:
         aot=option("--aot"),
         manifest=_manifest_of(config),
     )
-    config.stash[REPORT], config.stash[NOTES] = report, report.environment
-    config.stash[RELEASES], config.stash[_STARTED] = [], time.perf_counter()
+    config.stash[REPORT] = report
+    config.stash[NOTES] = report.environment
+    config.stash[RELEASES] = []
+    config.stash[_STARTED] = time.perf_counter()
     try:
         _refuse_misuse(config)
         if option("--gpu"):
@@ -265,15 +267,18 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     check = item.stash[_CHECK]
     check.seconds += outcome.duration
     if outcome.failed and (reason := reason_of_exhaustion(call.excinfo.value)) is not None:
-        outcome.outcome, outcome.longrepr = "skipped", (str(item.path), item.location[1] or 0, f"Skipped: {reason}")
+        outcome.outcome = "skipped"
+        outcome.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: {reason}")
         _free(item.config)
     if outcome.failed:
         message = outcome.longrepr if isinstance(outcome.longrepr, str) else call.excinfo.exconly(tryshort=True)
         if outcome.when != "call":  # in setup and teardown, the type of the exception says more than its last words
             message = f"{outcome.when}: {call.excinfo.typename}: {call.excinfo.value}".splitlines()[0]
-        check.verdict, check.reason = Verdict.FAILED, _last_lines(message)
+        check.verdict = Verdict.FAILED
+        check.reason = _last_lines(message)
     elif outcome.skipped:
-        check.verdict, check.reason = Verdict.NOT_RUN, _skip_reason(outcome.longrepr)
+        check.verdict = Verdict.NOT_RUN
+        check.reason = _skip_reason(outcome.longrepr)
     elif outcome.when == "call" and check.verdict is Verdict.NOT_RUN:
         check.verdict = Verdict.PASSED
     return outcome
@@ -301,7 +306,8 @@ def _write(config: pytest.Config, reason: str, *, page: bool = True) -> Report:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Write the report, however the run ended. Misuse is no run."""
-    config, report = session.config, session.config.stash.get(REPORT, None)
+    config = session.config
+    report = session.config.stash.get(REPORT, None)
     if report is None or config.getoption("--collect-only") or exitstatus == pytest.ExitCode.USAGE_ERROR:
         return
     interrupted = exitstatus == pytest.ExitCode.INTERRUPTED and not report.errors
@@ -315,7 +321,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if _WRITTEN not in config.stash:
         return
-    report, written = config.stash[REPORT], config.stash[_WRITTEN]
+    report = config.stash[REPORT]
+    written = config.stash[_WRITTEN]
     terminalreporter.section("validation")
     for verdict, line in verdict_lines(report):
         terminalreporter.write_line(line, **{COLORS[verdict]: True})

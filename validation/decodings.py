@@ -22,7 +22,8 @@ from validation.forcing import padded
 from validation.parity import parting
 from validation.subject import CONTEXT
 
-CHAIN, TREE = Chain(3), DynamicTree(num_nodes=16, max_depth=4, top_k=4)
+CHAIN = Chain(3)
+TREE = DynamicTree(num_nodes=16, max_depth=4, top_k=4)
 SHAPES = {"chain": CHAIN, "tree": TREE}
 
 
@@ -66,7 +67,8 @@ def forget_programs() -> None:
 
 def batch_of(prompts: Sequence[list[int]], limit: int) -> loops.Prompts:
     """A greedy ragged batch that writes ``limit`` tokens a row."""
-    rows, length = len(prompts), np.array([len(prompt) for prompt in prompts], np.int32)
+    rows = len(prompts)
+    length = np.array([len(prompt) for prompt in prompts], np.int32)
     return loops.Prompts(
         tokens=padded(prompts, CONTEXT),
         length=jnp.asarray(length),

@@ -31,7 +31,8 @@ from eagle3_jax.engines.vllm.process import Process
 from validation.fixtures import installed_python
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
-TARGET, RECORDED = GOLDEN / "vllm" / "target", GOLDEN / "vllm_drafters"
+TARGET = GOLDEN / "vllm" / "target"
+RECORDED = GOLDEN / "vllm_drafters"
 RUNS = RECORDED / "runs.json"
 AUX = (2, 4, 5)  # inputs of these layers; a format that counts layers from their end names one less
 NEW_TOKENS = 40
@@ -76,7 +77,8 @@ class Method:
     def options(self, directory: Path) -> EngineOptions:
         """What vLLM is started with; ``directory`` is for files that have to be made."""
         speculative = self.speculative | {"num_speculative_tokens": self.num_speculative_tokens}
-        target, head = TARGET, RECORDED / (self.head or "")
+        target = TARGET
+        head = RECORDED / (self.head or "")
         if self.layout is not None:
             convert(head, directory / "written", self.layout, read_target(TARGET).config)
             head = directory / "written"
@@ -92,7 +94,8 @@ class Method:
 
 def rewritten(source: Path, directory: Path, change: Callable[[Config, Tensors], None]) -> Path:
     """Write a checkpoint whose ``config.json`` and tensors are changed into a directory."""
-    config, tensors = json.loads((source / "config.json").read_text()), dict(read_tensors(source))
+    config = json.loads((source / "config.json").read_text())
+    tensors = dict(read_tensors(source))
     change(config, tensors)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")

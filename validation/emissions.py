@@ -74,7 +74,8 @@ def play(
         draft = jax.device_get(played.draft if extended is None else extended)
         drafted = np.asarray(played.draft.tokens)
         assert np.array_equal(draft.tokens[:, : drafted.shape[1]], drafted), "the longer chain is another one"
-        count, path = np.asarray(state.length) - before, np.asarray(played.verdict.path)
+        count = np.asarray(state.length) - before
+        path = np.asarray(played.verdict.path)
         for row in range(len(prompts)):
             for index in range(count[row]):
                 node = 0 if index == 0 else path[row, index - 1]

@@ -20,7 +20,9 @@ from validation.forcing import reference
 from validation.parity import Parity, play, stats_of
 from validation.peaked import Recipe
 
-VOCAB, NEW_TOKENS, TRAINING_STEPS = 256, 40, 120
+VOCAB = 256
+NEW_TOKENS = 40
+TRAINING_STEPS = 120
 # Of the length that the heads have learned from.
 _SHORT = peaked.random_prompts(6, VOCAB, seed=2)
 _LEARNED = peaked.random_prompts(64, VOCAB, seed=1)
@@ -184,7 +186,8 @@ def write_head(drafter: LoadedDrafter, directory: Path) -> Path:
 
 def trial(vllm: Process, family: Family, directory: Path) -> Trial:
     """Write a target, train its head, and let both engines generate and score; ``directory`` must be empty."""
-    path, prompts = write_target(family, directory / "target"), family.prompts
+    path = write_target(family, directory / "target")
+    prompts = family.prompts
     target = load_target(path, dtype=family.dtype)
     drafter: LoadedDrafter | NGram = NGram(max_ngram=3, min_ngram=1, earliest=True)
     drafted = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -194,7 +197,8 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
         exact = load_target(path)
         head, _ = peaked.learned(exact, _LEARNED, written, steps=TRAINING_STEPS)
         files = write_head(head, directory / "head")
-        drafter, drafted = load_drafter(files, target=target), eagle3(files, peaked.DEPTH)
+        drafter = load_drafter(files, target=target)
+        drafted = eagle3(files, peaked.DEPTH)
     options = EngineOptions(model=str(path), dtype=family.dtype, max_num_seqs=len(prompts))
 
     def ours(*drafter: Any, **how: Any) -> list[Tokens]:

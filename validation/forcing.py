@@ -21,7 +21,8 @@ from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.types import TargetModel
 from validation.device import exact_options
 
-_ROWS, _BUCKET = 16, 64
+_ROWS = 16
+_BUCKET = 64
 Opinion = dict[str, Array]  # fields of Scored: what stays of the logits of the token after each position
 
 

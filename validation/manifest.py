@@ -53,7 +53,8 @@ def collect() -> str:
 
     modes: dict[str, Counts] = {}
     for mode, options in MODES.items():
-        keep, said = Keep(), io.StringIO()
+        keep = Keep()
+        said = io.StringIO()
         arguments = [str(MANIFEST.parent), "--collect-only", "-q", "-p", "no:cacheprovider", *options]
         with contextlib.redirect_stdout(said):
             ended = pytest.main(arguments, plugins=[keep])

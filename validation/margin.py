@@ -68,7 +68,8 @@ def classify(gap: ArrayLike, rank: ArrayLike, tolerance: ArrayLike) -> np.ndarra
     Raises:
         ValueError: A gap is negative or not a number: it was not measured against the highest logit.
     """
-    gap, rank = np.asarray(gap, float), np.asarray(rank)
+    gap = np.asarray(gap, float)
+    rank = np.asarray(rank)
     if not (gap >= 0).all():
         raise ValueError(
             f"the smallest gap is {gap.min()}; a gap is measured from the highest logit, so it is never below 0"

@@ -35,7 +35,8 @@ def play(
         trace = record(decoder, batch, max_new_tokens=limits, sampling=SamplingParams(), seed=0)
         for tokens, row in zip(trace.result.tokens, trace.prompts, strict=True):
             rounds = [one for one in row["rounds"] if len(one["tokens"]) > 1]
-            accepted, drafts = [one["num_accepted"] for one in rounds], [one["tokens"][1:] for one in rounds]
+            accepted = [one["num_accepted"] for one in rounds]
+            drafts = [one["tokens"][1:] for one in rounds]
             played.append(Played(tokens, accepted, drafts))
     return played
 

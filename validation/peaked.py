@@ -20,7 +20,8 @@ from eagle3_jax.training.methods import initial_head
 from eagle3_jax.training.ttt import TTTConfig, ttt_loss
 
 Tokens = list[int]
-DEPTH, ROWS = 3, 8
+DEPTH = 3
+ROWS = 8
 OBJECTIVE = TTTConfig(num_steps=DEPTH, denominator="supervised")
 
 
@@ -94,7 +95,8 @@ def write_peaked(recipe: Recipe, directory: Path, *, loudness: float) -> Path:
     import torch
 
     model = build(recipe)
-    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding = model.get_input_embeddings().weight
+    output = model.get_output_embeddings().weight
     words, width = embedding.shape
     generator = torch.Generator().manual_seed(recipe.seed)
     cycle = torch.randperm(words, generator=generator)

@@ -31,7 +31,8 @@ def write(report: Report, directory: str | Path, *, page: bool = True) -> Path:
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    data, html = directory / "report.json", directory / "report.html"
+    data = directory / "report.json"
+    html = directory / "report.html"
     write_text(data, report.to_json())
     if not page:
         return data
@@ -56,19 +57,23 @@ def write(report: Report, directory: str | Path, *, page: bool = True) -> Path:
 
 def compare(old: Report, new: Report) -> str:
     """Markdown tables of verdicts, numbers, detectable deviations, and differences of the environment."""
-    before, after = old.levels, new.levels
+    before = old.levels
+    after = new.levels
     verdicts = [(name, before[name].verdict, after[name].verdict) for name in before]
     parts = [to_markdown(["level", "old", "new", ""], [[*one, "changed" * (one[1] != one[2])] for one in verdicts])]
-    first, second = _numbers(old), _numbers(new)
+    first = _numbers(old)
+    second = _numbers(new)
     rows = []
     for key in sorted({**first, **second}, key=lambda key: list(BY_NAME).index(key[0])):  # stable within a level
-        one, other = first.get(key), second.get(key)
+        one = first.get(key)
+        other = second.get(key)
         rows.append([*key, show(one), show(other), show(other / one if one and other is not None else None)])
     if rows:
         parts.append(to_markdown(["level", "check", "number", "old", "new", "ratio"], rows))
     if sees := [(check.level, check.name, check.sees) for check in new.checks if check.sees]:
         parts.append(to_markdown(["level", "check", "would have seen, with 90 % power"], sees))
-    here, there = dict(flat(old.environment)), dict(flat(new.environment))
+    here = dict(flat(old.environment))
+    there = dict(flat(new.environment))
     changed = [key for key in {**here, **there} if key != "date" and here.get(key) != there.get(key)]
     if changed:
         facts = [[key, show(here.get(key)), show(there.get(key))] for key in changed]

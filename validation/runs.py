@@ -117,7 +117,8 @@ class Report:
     def compared(self) -> str:
         """The models that the verdicts are about."""
         subject = self.environment.get("subject", {})
-        name, reason = subject.get("name", "no models of their own"), subject.get("not the default")
+        name = subject.get("name", "no models of their own")
+        reason = subject.get("not the default")
         return f"{name} ({reason})" if reason else name
 
     @property
@@ -134,16 +135,19 @@ class Report:
         checks = [check for check in self.checks if check.level == name]
         verdicts = {check.verdict for check in checks}
         if not checks:
-            verdict, reason = Verdict.NOT_RUN, "deselected: no check of it was part of this run"
+            verdict = Verdict.NOT_RUN
+            reason = "deselected: no check of it was part of this run"
             if not self.asks_for(level):
                 reason = f"only with --{level.only_with}"
         elif Verdict.FAILED in verdicts:
-            verdict, reason = Verdict.FAILED, _reasons(checks, Verdict.FAILED)
+            verdict = Verdict.FAILED
+            reason = _reasons(checks, Verdict.FAILED)
         elif len(verdicts) == 1:
             (verdict,) = verdicts
             reason = "" if verdict is Verdict.PASSED else _reasons(checks, verdict)
         else:
-            verdict, reason = Verdict.PARTLY, _reasons(checks, Verdict.PARTLY, Verdict.NOT_RUN)
+            verdict = Verdict.PARTLY
+            reason = _reasons(checks, Verdict.PARTLY, Verdict.NOT_RUN)
         missing = missing_from(checks, self.manifest.get(name, {}))
         if missing and verdict in (Verdict.PASSED, Verdict.PARTLY):
             verdict = Verdict.PARTLY
@@ -344,8 +348,10 @@ def _reasons(checks: list[Check], *verdicts: Verdict) -> str:
 
 def _span(values: list[Any]) -> str:
     try:
-        low, high = min(values), max(values)
+        low = min(values)
+        high = max(values)
     except (TypeError, ValueError):  # texts among numbers, or arrays
-        low, high = values[0], values[-1]
+        low = values[0]
+        high = values[-1]
     low, high = plain([low, high])
     return show(low) if low == high else f"{show(low)} to {show(high)}"

@@ -13,7 +13,8 @@ from validation.emissions import FIRST, Emitted, Reference, Warpers, at_an_edge,
 from validation.statistics import Score, directed, drafted, kolmogorov_smirnov, randomised_pit, surprisal, towards
 
 K = 4
-MOST_Z, LEAST_P = 5.0, 1e-6
+MOST_Z = 5.0
+LEAST_P = 1e-6
 FEWEST = 100  # tokens below which a sum of scores is too far from normal to be judged
 CONTEXT = 64  # prompts are cut to their last tokens, so that all share the compiled programs of one bucket
 METHODS: dict[str, dict[str, Any]] = {  # the first one is that of --quick
@@ -49,14 +50,18 @@ def sample(
     decoder: SpeculativeDecoder, prompts: Sequence[list[int]], reference: Reference, *, batches: Batches
 ) -> Sample:
     """Sample texts, and score every token by the distribution that the reference gives it."""
-    prompts, rng = [prompt[-CONTEXT:] for prompt in prompts], np.random.default_rng(1)
-    parts, left_out, lengths = [], 0, {}
+    prompts = [prompt[-CONTEXT:] for prompt in prompts]
+    rng = np.random.default_rng(1)
+    parts = []
+    left_out = 0
+    lengths = {}
     for seed, (settings, each, max_new_tokens) in enumerate(batches):
         rows = [warpers for warpers in settings for _ in range(each)]
         chosen = [prompts[row % len(prompts)] for row in range(len(rows))]
         found = play(decoder, chosen, rows=rows, max_new_tokens=max_new_tokens, seed=seed)
         for start in range(0, len(rows), each):
-            group, warpers = found[start : start + each], rows[start]
+            group = found[start : start + each]
+            warpers = rows[start]
             rounds = sum(int(np.count_nonzero(row.index == 0)) for row in group)
             lengths[str(warpers)] = sum(int(np.count_nonzero(row.index >= 0)) for row in group) / rounds
             for row, logits in zip(group, reference.logits(group), strict=True):
@@ -83,7 +88,8 @@ def _scored(row: Emitted, p: np.ndarray, warpers: Warpers, rng: np.random.Genera
         order[places, row.proposals[places, columns]] = -1.0
     else:
         q = row.q.astype(np.float64)
-        score, order = directed(p, q, row.tokens), -towards(p, q)
+        score = directed(p, q, row.tokens)
+        order = -towards(p, q)
     only_drafted = lambda values: np.where(has_draft, values, np.nan)
     scores = {
         "entropy": surprisal(p, row.tokens),
@@ -150,7 +156,8 @@ class Judgement:
 
 def judge(found: Sample) -> Judgement:
     """Sums of scores as ``z``, transforms by Kolmogorov-Smirnov, in all :func:`strata`."""
-    table, wrong = [], []
+    table = []
+    wrong = []
     for stratum, chosen in strata(found).items():
         judged = int(chosen.sum()) >= FEWEST
         row = [stratum, int(chosen.sum())]

@@ -16,10 +16,13 @@ from validation.statistics import Fit, goodness_of_fit
 
 DIRECTORY = Path(__file__).parent.parent / "tests" / "golden" / "vllm"  # a tiny target and its head
 PROMPT = [17, 200, 33, 90, 5]
-DRAWS, BATCH, K = 2048, 128, 3
+DRAWS = 2048
+BATCH = 128
+K = 3
 ALPHA = 1e-6
 SETTINGS = {"T=1": (1.0, 1.0), "T=0.7, top-p 0.9": (0.7, 0.9)}
-SHIPPED, REPAIRED = "vLLM, EAGLE-3 as shipped", "vLLM, EAGLE-3 repaired"
+SHIPPED = "vLLM, EAGLE-3 as shipped"
+REPAIRED = "vLLM, EAGLE-3 repaired"
 
 Draws = dict[str, collections.Counter[int]]
 
@@ -44,7 +47,8 @@ def law(setting: str) -> dict[int, float]:
 
 def ours(setting: str, count: int = DRAWS) -> Draws:
     """Our draws, with and without a head; ``count`` is a multiple of :data:`BATCH`."""
-    target, draws = load_target(DIRECTORY / "target"), {}
+    target = load_target(DIRECTORY / "target")
+    draws = {}
     temperature, top_p = SETTINGS[setting]
     sampling = SamplingParams(temperature=temperature, top_p=top_p)
     head = load_drafter(DIRECTORY / "eagle3", target=target)

@@ -62,7 +62,8 @@ class Law:
 
     def scores(self, counted: SpeculationStats) -> list[float]:
         """Standard scores of the mean and of every position. Rounds are whole, so that Wald's identity holds."""
-        rounds, accepted = int(np.sum(counted.num_drafts)), np.asarray(counted.num_accepted_tokens_per_pos)
+        rounds = int(np.sum(counted.num_drafts))
+        accepted = np.asarray(counted.num_accepted_tokens_per_pos)
         accepted = accepted.reshape(-1, len(self.rates)).sum(0)
         found = [(accepted.sum() / rounds - self.mean) / self.deviation]
         found += [

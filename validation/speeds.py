@@ -91,8 +91,10 @@ def measure_and_keep(
 
 
 def _cells(row: Row, report: Report, price: float | None) -> list[Any]:
-    speed, ratio = row.decode_tokens_per_second, row.ratio
-    share, found = row.bandwidth_share, row.acceptance
+    speed = row.decode_tokens_per_second
+    ratio = row.ratio
+    share = row.bandwidth_share
+    found = row.acceptance
     tau = 1.0 if found is None else found.mean_acceptance_length
     cost = "" if price is None else cost_per_million_tokens(row.total_tokens_per_second.median, price)
     latencies = [1e3 * value for one in (row.first_token, row.per_token) for value in (one.p50, one.p99)]

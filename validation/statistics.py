@@ -163,7 +163,8 @@ class Excess:
         pairs = np.bincount(strata * count + laws, minlength=size * count)
         used = np.flatnonzero(pairs)
         stratum, law = np.divmod(used, count)
-        mass, often = p[law], pairs[used]
+        mass = p[law]
+        often = pairs[used]
         summed = lambda values: np.bincount(stratum, weights=values, minlength=size)
         expected = np.stack([summed(often * mass[:, v]) for v in range(vocabulary)], axis=1)
         products = [[summed(often * mass[:, v] * mass[:, w]) for w in range(vocabulary)] for v in range(vocabulary)]
@@ -187,7 +188,8 @@ class Excess:
             return Fluctuation(math.inf, 1, 0.0, self.tokens, self.impossible)
         few = ((self.expected > 0) & (self.expected < least)).any(axis=1)
         together = lambda values: np.concatenate([values[~few], values[few].sum(axis=0, keepdims=True)])
-        difference, covariance = together(self.observed - self.expected), together(self.covariance)
+        difference = together(self.observed - self.expected)
+        covariance = together(self.covariance)
         spread, axes = np.linalg.eigh(covariance)
         along = np.einsum("sv,svk->sk", difference, axes)
         real = spread > 1e-6 * np.maximum(spread[:, -1:], 1.0)

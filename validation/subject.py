@@ -22,7 +22,8 @@ DEFAULT_TARGET = "meta-llama/Llama-3.1-8B-Instruct"
 DEFAULT_DRAFTER = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
 SHIPPED = "the shipped pair"
 _NO_TEMPLATE = "plain text: the target has no chat template"
-CPU_TOKENS, GPU_TOKENS = 96, 256
+CPU_TOKENS = 96
+GPU_TOKENS = 256
 CONTEXT = 100  # tokens; the levels cut prompts to their last ones, so that all share the compiled programs of a bucket
 
 
@@ -114,7 +115,8 @@ def choose(setting: Setting) -> Subject:
     Raises:
         ValueError: Only one of target and drafter was named, or one of them is not there.
     """
-    target, drafter = setting.target, setting.drafter
+    target = setting.target
+    drafter = setting.drafter
     if (target is None) != (drafter is None):
         given, missing = ("--target", "--drafter") if drafter is None else ("--drafter", "--target")
         raise ValueError(f"{given} was given without {missing}, and a head fits one target only; add {missing}")
@@ -125,7 +127,8 @@ def choose(setting: Setting) -> Subject:
     except ValueError as error:
         if target is not None:
             raise
-        reason, wanted = str(error), (None, None)
+        reason = str(error)
+        wanted = (None, None)
         directories = bundled("target"), bundled("eagle3")
     return Subject(
         name=SHIPPED if wanted[0] is None else f"{wanted[0]} with {wanted[1]}",

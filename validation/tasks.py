@@ -8,7 +8,9 @@ from eagle3_jax.prompts import Prompt
 from validation.margin import clopper_pearson
 from validation.subject import Subject
 
-_MOST, _REHEARSED, _CONFIDENCE = 200, 8, 0.99
+_MOST = 200
+_REHEARSED = 8
+_CONFIDENCE = 0.99
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
 
 

@@ -99,7 +99,8 @@ def test_nothing_large_is_copied(measured: Measured, reached: Measured, check: C
 
 
 def test_temporary_memory_is_bounded(measured: Measured, reached: Measured, check: Check) -> None:
-    temp, before = measured.deep.memory["temp"], reached.deep.memory["temp"]
+    temp = measured.deep.memory["temp"]
+    before = reached.deep.memory["temp"]
     check.number(temporary_mib=round(temp / _MIB, 1), temporary_mib_allowed=round(budget(before) / _MIB, 1))
     assert temp <= budget(before) + _MIB, f"{temp:,} bytes beside arguments and results, {before:,} before"
 

@@ -97,7 +97,8 @@ def assert_partings_are_rounding(
     for prompt, output, place in zip(prompts, ours, places, strict=True):
         if place is not None:
             (scored,) = reference(target, [prompt], [output])
-            gap, value = scored.gap[place], scored.best_value[place]
+            gap = scored.gap[place]
+            value = scored.best_value[place]
             assert gap <= wrong_tolerance(value, dtype), (
                 f"new token {place} is {gap:.3f} below the highest logit {value:.3f}"
             )
@@ -152,7 +153,8 @@ def test_speculation_equals_plain_decoding_of_the_same_shape(
     plain = LoadedDrafter(Plain(drafter.drafter.num_nodes))
     states = Decoding(target, drafter, dtype, batch, new_tokens).states(prompts)
     matched = Decoding(target, plain, dtype, batch, new_tokens).states(prompts)
-    ours, theirs = new_tokens_of(states, new_tokens), new_tokens_of(matched, new_tokens)
+    ours = new_tokens_of(states, new_tokens)
+    theirs = new_tokens_of(matched, new_tokens)
     accepted = accepted_and_drafted(states)[0]
     places = first_differences(ours, theirs)
     parted = [place for place in places if place is not None]
@@ -194,7 +196,8 @@ def test_a_round_depends_on_what_was_accepted_and_on_nothing_else(
     target, head = subject.pair("bfloat16")
     prompts = some_prompts(subject, 8)
     drafter = with_shape(head, CHAIN)
-    loop, params = SpeculativeLoop(target.model, drafter.drafter), LoopParams(target.params, drafter.params)
+    loop = SpeculativeLoop(target.model, drafter.drafter)
+    params = LoopParams(target.params, drafter.params)
     (ours,) = Decoding(target, drafter, "bfloat16", 8, new_tokens).states(prompts)
     right = np.zeros(ours.tokens.shape, np.int32)
     prefill, _ = programs(loop, params, Decoding(target, drafter, "bfloat16", 8, new_tokens))

@@ -42,7 +42,8 @@ def run_tests(check: Check, setting: Setting, tmp_path: Path) -> RunTests:
         assert done.returncode == 0, "\n".join([told, *(done.stdout + done.stderr).splitlines()[-8:]])
         if skipped:
             reasons = {one.find("skipped").get("message", "") for one in skipped}  # type: ignore[union-attr]
-            check.verdict, check.reason = Verdict.PARTLY, f"{len(skipped)} of {len(cases)} tests skipped: {reasons}"
+            check.verdict = Verdict.PARTLY
+            check.reason = f"{len(skipped)} of {len(cases)} tests skipped: {reasons}"
 
     return run
 

@@ -33,7 +33,9 @@ def test_every_token_is_the_reference_choice_or_a_tie(
     blocks = [one.best for one in by_blocks(target, prompts, outputs, block=CHAIN.num_speculative_tokens + 1)]
     ours = Judged("ours", "the reference", dtype, outputs, reference(target, prompts, outputs))
     control = Judged("plain", "the reference", dtype, plain, reference(target, prompts, outputs, plain))
-    found, usual, tokens = ours.agreed, control.agreed, len(ours.gaps)
+    found = ours.agreed
+    usual = control.agreed
+    tokens = len(ours.gaps)
     flips = int(np.sum(np.concatenate(outputs) != np.concatenate(plain)))
     noise = Control(flips=int(np.sum(np.concatenate(blocks) != np.concatenate(plain))), tokens=tokens)
     disagreements_allowed = Control(usual.disagreements, tokens).allowed(tokens)

@@ -32,8 +32,10 @@ from validation.subject import CONTEXT, Subject
 
 pytestmark = pytest.mark.level("JV")
 
-ROWS, WIDTH = 8, 256
-MAX_NEW_TOKENS, K = 32, 4
+ROWS = 8
+WIDTH = 256
+MAX_NEW_TOKENS = 32
+K = 4
 
 
 @functools.partial(jax.jit, static_argnums=0)

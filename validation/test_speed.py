@@ -79,7 +79,8 @@ def plan_of(config: pytest.Config) -> Plan:
     plan = CPU if not option("--gpu") else REHEARSAL if option("--rehearse") else GPU
     if not option("--quick"):
         return plan
-    shapes, new_tokens = plan.random_shapes[:2], min(plan.new_tokens, 24)
+    shapes = plan.random_shapes[:2]
+    new_tokens = min(plan.new_tokens, 24)
     return dataclasses.replace(
         plan, batches=(1,), chains=(3,), vllm_chains=(3,), tree=None, new_tokens=new_tokens, repeats=2,
         random_shapes=shapes, random_batches=(1,),

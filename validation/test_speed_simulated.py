@@ -30,7 +30,9 @@ from validation.subject import CONTEXT, Setting
 pytestmark = pytest.mark.level("L9")
 
 ACCEPTED = 0.7  # of each draft token, given those before it
-ROWS, NEW_TOKENS = 64, 256  # over which acceptance is counted
+# over which acceptance is counted
+ROWS = 64
+NEW_TOKENS = 256
 # Heads of 32, which vLLM's kernels for CPUs take.
 SMALL = DecoderConfig(
     vocab_size=512,
@@ -100,7 +102,8 @@ def _check_acceptance(check: Check, law: Law, contenders: list[Any], prompts: li
     rows = []
     for one in contenders:
         counted = one.run(prompts, NEW_TOKENS).stats
-        rounds, scores = int(np.sum(counted.num_drafts)), law.scores(counted)
+        rounds = int(np.sum(counted.num_drafts))
+        scores = law.scores(counted)
         length = 1 + float(np.sum(counted.num_accepted_tokens)) / rounds
         rows.append([one.name, rounds, length, *scores])
     places = [f"z of position {place}" for place in range(len(law.rates))]

@@ -11,7 +11,8 @@ from validation.tasks import discordant_interval, is_right, questions
 
 pytestmark = pytest.mark.level("L7")
 
-BATCH, NEW_TOKENS = 8, 256
+BATCH = 8
+NEW_TOKENS = 256
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [3])
@@ -37,7 +38,8 @@ def test_accuracy_does_not_depend_on_speculation(
         right.append([is_right(text or "", prompt.reference or "") for text, prompt in pairs])
     without, with_ = right
     both = list(zip(with_, without, strict=True))
-    only_with, only_without = both.count((True, False)), both.count((False, True))
+    only_with = both.count((True, False))
+    only_without = both.count((False, True))
     check.number(
         questions=len(asked),
         accuracy_with_speculation=sum(with_) / len(asked),

@@ -49,10 +49,12 @@ def check_forward(check: Check, witness: Any, target: LoadedTarget, prompts: lis
         output = target.model(
             target.params, jnp.asarray([prompt], jnp.int32), positions, causal_mask(len(prompt)), aux_layers=layers
         )
-        logits, wanted = np.asarray(target.model.unembed(target.params, output.final)), theirs.logits.cpu().numpy()
+        logits = np.asarray(target.model.unembed(target.params, output.final))
+        wanted = theirs.logits.cpu().numpy()
         worst_logits = max(worst_logits, float(np.abs(logits - wanted).max() / np.abs(wanted).max()))
         for layer in layers:
-            stream, wanted = np.asarray(output.features[:, :, layer]), theirs.hidden_states[layer].cpu().numpy()
+            stream = np.asarray(output.features[:, :, layer])
+            wanted = theirs.hidden_states[layer].cpu().numpy()
             worst_features = max(worst_features, float(np.abs(stream - wanted).max() / np.abs(wanted).max()))
     check.number(
         positions=sum(map(len, prompts)), layers=len(layers), logits_apart=worst_logits, features_apart=worst_features

@@ -24,7 +24,8 @@ from validation.subject import CONTEXT, Subject
 
 pytestmark = pytest.mark.level("L8")
 
-BATCH, NEW_TOKENS = 8, 32
+BATCH = 8
+NEW_TOKENS = 32
 # Float32 sums in another order: 1e-6 is seen; a wrong layer, norm or position is seen at 1e-1.
 TOLERANCE = 1e-4
 
@@ -122,7 +123,8 @@ def test_every_round_accepts_what_vllm_accepts(
 def test_a_head_of_every_variation_drafts_as_in_vllm(
     check: Check, vllm_process: Process, tmp_path: Path, variation: str
 ) -> None:
-    target, head = bundled("target"), tmp_path / "head"
+    target = bundled("target")
+    head = tmp_path / "head"
     write_variation(variation, bundled("eagle3"), target, head)
     loaded = load_target(target)
     comparison = Comparison.of(

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.level("L8")
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_accepts_what_vllm_accepts(check: Check, vllm_process: Process, tmp_path: Path, name: str) -> None:
-    method, target = METHODS[name], load_target(TARGET)
+    method = METHODS[name]
+    target = load_target(TARGET)
 
     def played(drafter: Drafter) -> list[Played]:
         count = method.num_speculative_tokens

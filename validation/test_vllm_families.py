@@ -56,7 +56,8 @@ def test_a_target_of_the_family_agrees_with_vllm(check: Check, tried: Trials, na
 @pytest.mark.level("L8")
 def test_a_draft_for_the_family_is_accepted_as_in_vllm(check: Check, tried: Trials, name: str) -> None:
     found = tried(name)
-    parity, wrong = found.parity(found.drafter), found.parity(_wrong(found.drafter))
+    parity = found.parity(found.drafter)
+    wrong = found.parity(_wrong(found.drafter))
     check.number(
         rounds=int(parity.stats.num_drafts),
         mean_acceptance_length=parity.stats.mean_acceptance_length,

@@ -28,13 +28,15 @@ def keep(check: Check, found: BothDirections) -> None:
     """Keep what both engines found of each other, then judge it."""
     rows: list[list[Any]] = []
     for one in found.all:
-        agreed, control = one.agreed, found.controls.get(one.by)
+        agreed = one.agreed
+        control = found.controls.get(one.by)
         own = "" if control is None else f"{control.agreed.ties} ties, {control.agreed.disagreements} disagreements"
         choice = agreed.tokens - agreed.ties - agreed.disagreements
         shared = f"{one.texts_shared(found.plain)} of {len(one.outputs)}"
         counted = [agreed.tokens, choice, agreed.ties, agreed.disagreements, round(agreed.largest_gap, 6)]
         rows.append([one.by, one.scored_by, *counted, shared, own])
-    dtype, prompts = found.ours[0].dtype, len(found.plain)
+    dtype = found.ours[0].dtype
+    prompts = len(found.plain)
     check.table(f"{dtype}, {prompts} prompts of up to {max(map(len, found.plain))} tokens", COLUMNS, rows)
     # Texts that agree are scored many times over; what is new in one is a token after a text that no other has.
     distinct = {

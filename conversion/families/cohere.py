@@ -30,13 +30,15 @@ def read_cohere2(fields: Fields) -> DecoderConfig:
 
 def _mixer(fields: Fields, **features: Any) -> GroupedQuery:
     hf_config.require_theta(fields)
-    bias, rope = fields.flag("attention_bias"), hf_config.read_rope(fields, interleaved=True)
+    bias = fields.flag("attention_bias")
+    rope = hf_config.read_rope(fields, interleaved=True)
     return hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, rope=rope, **features)
 
 
 def _decoder(fields: Fields, mixers: list[GroupedQuery]) -> DecoderConfig:
     fields.only(use_parallel_block=True, use_gated_activation=True, position_embedding_type="rope_gptj", rotary_pct=1.0)
-    mlp, scale = hf_config.read_mlp(fields), fields.number("logit_scale")
+    mlp = hf_config.read_mlp(fields)
+    scale = fields.number("logit_scale")
     layers = [LayerConfig(mixer=mixer, mlp=mlp, norms="parallel") for mixer in mixers]
     return hf_config.decoder_of(
         fields, layers, norm_kind="layer", norm_eps="layer_norm_eps", tied=True, logit_scale=scale

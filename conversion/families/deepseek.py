@@ -61,7 +61,8 @@ def read_latent(fields: Fields, *, interleaved: bool, index_topk: int | None = N
     rope = hf_config.read_rope(fields, interleaved=interleaved)
     if rope.type not in ("default", "yarn"):
         raise CheckpointError(f"{fields.where}: rope type {rope.type!r} of latent attention; expected default or yarn")
-    nope_dim, rope_dim = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
+    nope_dim = fields.size("qk_nope_head_dim")
+    rope_dim = fields.size("qk_rope_head_dim")
     with read_from(fields.where):
         return Latent(
             num_heads=heads,
@@ -124,7 +125,8 @@ def refuse_to_write(config: DecoderConfig, *, label: str) -> dict[str, Any]:
 
 def latent(config: Latent, source: str, path: str) -> list[Rule]:
     """Latent attention, ``self_attn`` of a layer."""
-    source, path = f"{source}.self_attn", f"{path}.attention"
+    source = f"{source}.self_attn"
+    path = f"{path}.attention"
     if config.q_rank is None:
         rules = linear(f"{source}.q_proj", f"{path}.q")
     else:

@@ -40,7 +40,8 @@ class Family(NamedTuple):
 
     def alone(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
         """The tensors of the target, without those that are left out."""
-        module, patterns = f"model.layers.{num_layers}", list(self.beside)
+        module = f"model.layers.{num_layers}"
+        patterns = list(self.beside)
         if self.drafting_layer and f"{module}.eh_proj.weight" in tensors:
             patterns.append(rf"{re.escape(module)}\..*")
         return {name: value for name, value in tensors.items() if not any(re.fullmatch(p, name) for p in patterns)}

@@ -10,7 +10,8 @@ from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig, GroupedQuery, LayerConfig, RopeConfig, grouped
 
 _GELU = "gelu_pytorch_tanh"
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_LOCAL = "sliding_attention"
+_GLOBAL = "full_attention"
 # Published files of Gemma 3 with images name only the sizes that differ from these, the defaults of transformers.
 _GEMMA3 = {
     "vocab_size": 262_208,
@@ -27,7 +28,8 @@ def read_gemma2(fields: Fields) -> DecoderConfig:
     """Every second layer has a window, from the first on. Scores and logits have caps."""
     fields.require("num_key_value_heads", "head_dim", "attn_logit_softcapping", "final_logit_softcapping")
     windows = hf_config.read_windows(fields, hf_config.read_window(fields), lambda layer: layer % 2 == 0)
-    rope, softcap = hf_config.read_rope(fields), fields.optional_number("attn_logit_softcapping")
+    rope = hf_config.read_rope(fields)
+    softcap = fields.optional_number("attn_logit_softcapping")
     return _decoder(fields, [_mixer(fields, rope, window=window, softcap=softcap) for window in windows])
 
 
@@ -58,7 +60,8 @@ def _check_text(text: Fields) -> None:
 
 
 def _mixer(fields: Fields, rope: RopeConfig, **features: Any) -> GroupedQuery:
-    bias, scale = fields.flag("attention_bias"), fields.size("query_pre_attn_scalar") ** -0.5
+    bias = fields.flag("attention_bias")
+    scale = fields.size("query_pre_attn_scalar") ** -0.5
     return hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, rope=rope, scale=scale, **features)
 
 

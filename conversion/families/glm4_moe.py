@@ -14,7 +14,8 @@ def read_config(fields: Fields) -> DecoderConfig:
     """Queries, keys and values may have a bias, the output projection never; so may they have norms."""
     hf_config.refuse_windows(fields)
     fields.require("num_key_value_heads", "head_dim", "n_shared_experts", "n_group", "topk_group")
-    count, dense = hf_config.read_num_layers(fields), fields.integer("first_k_dense_replace")
+    count = hf_config.read_num_layers(fields)
+    dense = fields.integer("first_k_dense_replace")
     mixer = hf_config.read_mixer(
         fields,
         qkv_bias=fields.flag("attention_bias"),

@@ -14,11 +14,13 @@ def read_config(fields: Fields) -> DecoderConfig:
     """The file divides logits by ``logits_scaling``; the other factors multiply."""
     hf_config.refuse_windows(fields)
     fields.require("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-    bias, scaling = fields.flag("attention_bias"), fields.number("logits_scaling")
+    bias = fields.flag("attention_bias")
+    scaling = fields.number("logits_scaling")
     if scaling <= 0:
         raise fields.wrong("logits_scaling", "expected a positive number")
     mixer = hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, scale=fields.number("attention_multiplier"))
-    mlp, factor = hf_config.read_mlp(fields, bias=fields.flag("mlp_bias")), fields.number("residual_multiplier")
+    mlp = hf_config.read_mlp(fields, bias=fields.flag("mlp_bias"))
+    factor = fields.number("residual_multiplier")
     with read_from(fields.where):
         layer = LayerConfig(mixer=mixer, mlp=mlp, residual_scale=factor)
     return hf_config.decoder_of(

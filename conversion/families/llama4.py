@@ -53,12 +53,14 @@ def _sparse_layers(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def _mixers(fields: Fields, num_layers: int) -> list[GroupedQuery]:
-    bias, chunk = fields.flag("attention_bias"), fields.size("attention_chunk_size")
+    bias = fields.flag("attention_bias")
+    chunk = fields.size("attention_chunk_size")
     rope = hf_config.read_rope(fields, theta=500_000.0, interleaved=True)
     usual = hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, rope=rope)
     rotates = _rotating(fields, num_layers)
     types = hf_config.read_types(fields, _KINDS, num_layers) or [_CHUNKED if one else _FULL for one in rotates]
-    normed, scaling = fields.flag("use_qk_norm"), _query_scaling(fields)
+    normed = fields.flag("use_qk_norm")
+    scaling = _query_scaling(fields)
     with read_from(fields.where):
         kinds = {
             True: dataclasses.replace(usual, qk_l2_norm=normed),
@@ -95,7 +97,8 @@ def _query_scaling(fields: Fields) -> QueryScaling | None:
 
 def write_fields(config: DecoderConfig) -> dict[str, Any]:
     """See :class:`Family`."""
-    mixers, experts = [grouped(layer) for layer in config.layers], hf_config.experts_of(config)
+    mixers = [grouped(layer) for layer in config.layers]
+    experts = hf_config.experts_of(config)
     rotating = [mixer for mixer in mixers if mixer.rope is not None]
     scaling = next((mixer.query_scaling for mixer in mixers if mixer.query_scaling is not None), None)
     dense = next((layer.mlp.width for layer in config.layers if isinstance(layer.mlp, GatedMLP)), experts.width)

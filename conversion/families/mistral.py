@@ -9,7 +9,8 @@ from eagle3_jax.conversion.families.family import Family, Wrapper
 from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.models.config import DecoderConfig, QueryScaling, grouped
 
-_BETA, _FLOOR = "llama_4_scaling_beta", "original_max_position_embeddings"
+_BETA = "llama_4_scaling_beta"
+_FLOOR = "original_max_position_embeddings"
 
 
 def read_config(fields: Fields) -> DecoderConfig:
@@ -42,7 +43,8 @@ def _window_of_all(config: DecoderConfig) -> dict[str, Any]:
 
 def _scaled(config: DecoderConfig) -> dict[str, Any]:
     mixer = grouped(config.layers[0])
-    fields, scaling = hf_config.rope_fields(mixer.rope), mixer.query_scaling
+    fields = hf_config.rope_fields(mixer.rope)
+    scaling = mixer.query_scaling
     if scaling is not None:
         more = {_BETA: scaling.beta, _FLOOR: scaling.floor}
         fields = {name: {**value, **more} if isinstance(value, dict) else value for name, value in fields.items()}

@@ -14,7 +14,8 @@ from eagle3_jax.models.config import DecoderConfig, GroupedQuery, LayerConfig, g
 def read_qwen2(fields: Fields) -> DecoderConfig:
     """Queries, keys and values always have a bias, the output projection never."""
     fields.require("num_key_value_heads")
-    mixer, mlp = hf_config.read_mixer(fields, qkv_bias=True), hf_config.read_mlp(fields)
+    mixer = hf_config.read_mixer(fields, qkv_bias=True)
+    mlp = hf_config.read_mlp(fields)
     return hf_config.read_decoder(fields, mixer, mlp, windows=read_windows(fields))
 
 
@@ -43,7 +44,8 @@ def read_qwen3_moe(fields: Fields) -> DecoderConfig:
 def _normed(fields: Fields, *, known: tuple[str, ...] = ()) -> GroupedQuery:
     """Attention of Qwen3: queries and keys normed per head, heads of their own size, one flag for all four biases."""
     fields.require("num_key_value_heads", "head_dim")
-    bias, rope = fields.flag("attention_bias"), hf_config.read_rope(fields, known=known)
+    bias = fields.flag("attention_bias")
+    rope = hf_config.read_rope(fields, known=known)
     return hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, qk_norm=True, rope=rope)
 
 
@@ -67,7 +69,8 @@ def window_fields(config: DecoderConfig) -> dict[str, Any]:
 
 def read_sparse_layers(fields: Fields) -> list[bool]:
     """Whether a layer has experts: every ``decoder_sparse_step``-th, except those of ``mlp_only_layers``."""
-    count, step = hf_config.read_num_layers(fields), fields.size("decoder_sparse_step", 1)
+    count = hf_config.read_num_layers(fields)
+    step = fields.size("decoder_sparse_step", 1)
     dense = fields.indices("mlp_only_layers", count) or []
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(count)]
 

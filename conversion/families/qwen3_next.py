@@ -121,8 +121,10 @@ def _around(source: str, path: str) -> list[Rule]:
 
 def _convolution(config: GatedDelta, source: str, path: str) -> list[Rule]:
     """Its channels are all queries, all keys, all values, where ours are by key head."""
-    heads, sizes = config.num_key_heads, turns(config)
-    parts, cuts = in_turns(heads, 1, sizes), in_turns(1, 1, {name: heads * size for name, size in sizes.items()})
+    heads = config.num_key_heads
+    sizes = turns(config)
+    parts = in_turns(heads, 1, sizes)
+    cuts = in_turns(1, 1, {name: heads * size for name, size in sizes.items()})
     return [
         Rule(f"{source}.conv1d.weight", f"{path}.convolution", reverse=True, part=part, cut=cut)
         for (_, part), (_, cut) in zip(parts, cuts, strict=True)
@@ -136,7 +138,8 @@ def turns(config: GatedDelta) -> dict[str, int]:
 
 def grouped_delta(config: GatedDelta, source: str, path: str) -> list[Rule]:
     """A gated delta net with projections by key head, as in our parameters."""
-    source, path = f"{source}.linear_attn", f"{path}.attention"
+    source = f"{source}.linear_attn"
+    path = f"{path}.attention"
     projections = [
         *linear(f"{source}.in_proj_qkvz", f"{path}.qkvz"),
         *linear(f"{source}.in_proj_ba", f"{path}.ba"),
@@ -146,8 +149,11 @@ def grouped_delta(config: GatedDelta, source: str, path: str) -> list[Rule]:
 
 def flat_delta(config: GatedDelta, source: str, path: str) -> list[Rule]:
     """A gated delta net with one projection for all queries, keys and values, and three more."""
-    source, path, heads = f"{source}.linear_attn", f"{path}.attention", config.num_key_heads
-    sizes, group = turns(config), config.group
+    source = f"{source}.linear_attn"
+    path = f"{path}.attention"
+    heads = config.num_key_heads
+    sizes = turns(config)
+    group = config.group
     cuts = dict(in_turns(1, 1, {name: heads * size for name, size in sizes.items()}))
     rules = []
     for name, part in in_turns(heads, 1, {**sizes, "z": group * config.value_dim}):

@@ -15,7 +15,9 @@ import numpy as np
 from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.gguf.header import Header
 
-ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_FREQS = "rope_freqs.weight"
+LONG_FACTORS = "rope_factors_long.weight"
+SHORT_FACTORS = "rope_factors_short.weight"
 _ATTENTION_FACTOR = "rope.scaling.attn_factor"
 _SIGMOID = 2  # llama.cpp's number for routers that apply a sigmoid
 # Number of layers of the 27B models. As in llama.cpp, these scale scores by hidden_size / heads. Other Gemma models

@@ -28,7 +28,9 @@ TYPES = (*_PLAIN, *_BLOCKS)  #: Supported types of tensors.
 
 # Formats of ``struct`` for the types of metadata that have a fixed size.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_FLOAT32, _TEXT, _LIST = 6, 8, 9
+_FLOAT32 = 6
+_TEXT = 8
+_LIST = 9
 _MOST_AXES = 4
 _ALIGNMENT = "general.alignment"
 
@@ -44,7 +46,9 @@ class Tensor(Dequantised):
 
     def __init__(self, raw: np.ndarray, type: str):
         """See the class."""
-        self.raw, self.type, self.nbytes = raw, type, raw.nbytes
+        self.raw = raw
+        self.type = type
+        self.nbytes = raw.nbytes
         if type in _PLAIN:
             super().__init__(raw.shape, raw.dtype, lambda: (raw, None), dtype=raw.dtype)
             return
@@ -189,7 +193,8 @@ def _parsed(path: Path, data: np.ndarray) -> Header:
         big = version & 0xFFFF == 0
         words = "in the byte order of other machines" if big else f"of version {version}; expected 2 or 3"
         raise CheckpointError(f"{path} is a GGUF file {words}; convert the original checkpoint again")
-    num_tensors, num_values = reader.number("Q"), reader.number("Q")
+    num_tensors = reader.number("Q")
+    num_values = reader.number("Q")
     metadata: dict[str, Any] = {}
     for _ in range(num_values):
         key = reader.text()
@@ -213,7 +218,8 @@ def _parsed(path: Path, data: np.ndarray) -> Header:
 
 def _entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
     """Name, shape, type and offset of a tensor. The file stores the shape in reverse order."""
-    name, count = reader.text(), reader.number("I")
+    name = reader.text()
+    count = reader.number("I")
     if not 1 <= count <= _MOST_AXES:
         raise _DamagedError(f"{short(name)} has {count} axes")
     shape = tuple(reader.number("Q") for _ in range(count))

@@ -119,7 +119,8 @@ def _undone(header: Header, row: Architecture, config: dict[str, Any], name: str
 
 def _fused(header: Header, layer: str, name: str, suffix: str) -> dict[str, Dequantised]:
     """A stack of gpt-oss's experts ``[E, in, out]``. The columns of gate and up alternate."""
-    prefix, ending = f"model.layers.{layer}.mlp.experts", "_bias" if suffix == "bias" else ""
+    prefix = f"model.layers.{layer}.mlp.experts"
+    ending = "_bias" if suffix == "bias" else ""
     turned = lambda stack: stack if ending else stack.swapaxes(1, 2)
     if name == "down":
         down = header.tensors[f"blk.{layer}.ffn_down_exps.{suffix}"]

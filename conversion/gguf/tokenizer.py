@@ -13,14 +13,21 @@ from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.gguf.header import Header
 
 _PREFIX = "tokenizer.ggml."
-_BYTE_BPE, _SENTENCEPIECE, _NONE = "gpt2", "llama", ("none", "no_vocab")
+_BYTE_BPE = "gpt2"
+_SENTENCEPIECE = "llama"
+_NONE = ("none", "no_vocab")
 # llama.cpp's numbers for types of tokens.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
 _SPACE = "▁"
 # Tokens that end a turn. Like llama.cpp, this finds them by their text if metadata has no eot_token_id. In gpt-oss
 # <|end|> ends a message inside the answer, so it is no stop token there.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")
-_END, _RETURN = "<|end|>", "<|return|>"
+_END = "<|end|>"
+_RETURN = "<|return|>"
 
 _KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 that do not strip what follows
 
@@ -36,7 +43,9 @@ def _by_words(digits: str) -> str:
 
 def _by_case(ending: str, digits: str) -> str:
     """The pattern of GPT-4o, which also splits before capital letters; ``ending`` is the pattern of contractions."""
-    first, upper, lower = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    first = r"[^\r\n\p{L}\p{N}]?"
+    upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+    lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     words = f"{first}{upper}*{lower}+{ending}|{first}{upper}+{lower}*{ending}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*" + _BREAKS
 

@@ -61,7 +61,8 @@ def make_drafter(
 
     ``weights`` says how kernels are stored: a name from :data:`eagle3_jax.models.quantised.WEIGHTS`.
     """
-    drafter, embedding = HEADS[checkpoint.method].classes[1](checkpoint.config, precision=precision), None
+    drafter = HEADS[checkpoint.method].classes[1](checkpoint.config, precision=precision)
+    embedding = None
     if checkpoint.embedding is not None:
         table = tables.embedding
         places = None if mesh is None else jax.tree.leaves(table)[0].sharding  # the values of a table in int8

@@ -94,7 +94,9 @@ def head_rules(config: DFlashConfig) -> list[Rule]:
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     """Reads a block drafter in either dialect."""
-    directory, where, top = str(stored.directory), stored.where, stored.fields
+    directory = str(stored.directory)
+    where = stored.where
+    top = stored.fields
     tensors = rules.renamed(stored.tensors, _rename, directory)
     _refuse_relatives(tensors, top, directory)
     if (stored.directory / "mask_embedding.pt").exists():
@@ -133,7 +135,9 @@ def read_config(top: Fields, target: DecoderConfig | None = None, *, own_output:
     No field says whether it has an output projection. Without its tensors it has one where it needs one.
     """
     del target  # the file has all that is needed
-    fields, geometry, nested = _merged(top), _geometry(top), is_speculators(top.values)
+    fields = _merged(top)
+    geometry = _geometry(top)
+    nested = is_speculators(top.values)
     _refuse_settings(fields, geometry)
     spark = _is_spark(fields)
     rank = fields.integer("markov_rank", 256 if nested else None) if spark else 0
@@ -141,7 +145,8 @@ def read_config(top: Fields, target: DecoderConfig | None = None, *, own_output:
     if spark and fields.flag("enable_confidence_head", nested):
         confidence = "markov" if fields.flag("confidence_head_with_markov", nested) else "hidden"
     kind = fields.one_of("markov_head_type", ("vanilla", "gated", "rnn"), "vanilla")
-    bias, stack = geometry.flag("attention_bias"), hf_config.read_stack(geometry)
+    bias = geometry.flag("attention_bias")
+    stack = hf_config.read_stack(geometry)
     mixer = hf_config.read_mixer(geometry, qkv_bias=bias, o_bias=bias, qk_norm=True)
     layers = uniform(geometry.size("num_hidden_layers"), mixer, hf_config.read_mlp(geometry))
     block = "dspark_block_size" if fields.get("block_size") is None and spark else "block_size"
@@ -261,7 +266,8 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
 
 def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
     """The settings that a layout cannot say, or that its code reads in one way only."""
-    config, mixer = checkpoint.config, grouped(checkpoint.config.layers[0])
+    config = checkpoint.config
+    mixer = grouped(checkpoint.config.layers[0])
     found = {
         f"aux_layers {config.aux_layers} (0 is no layer's output)": config.aux_layers[0] == 0,
         "different biases of q, k, v and o": mixer.qkv_bias != mixer.o_bias,

@@ -54,7 +54,9 @@ def recognise(signs: Signs) -> bool:
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     """Reads an EAGLE-1 head for its target, whose depth no file says."""
-    where, top, tensors = stored.where, stored.fields, stored.tensors
+    where = stored.where
+    top = stored.fields
+    tensors = stored.tensors
     count = top.size("num_hidden_layers", 1)
     rules.check_layers(count, tensors, r"layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
     if target is None:
@@ -92,7 +94,8 @@ def dialect(signs: Signs) -> str:
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     """Writes a head as ``eagle`` (the official code) or ``vllm`` has it."""
-    config, layer = checkpoint.config, checkpoint.config.layers[0]
+    config = checkpoint.config
+    layer = checkpoint.config.layers[0]
     tensors = head_tensors(KIND, checkpoint, head_rules(config))
     refuse_inexpressible(dialect, _refusals(checkpoint, tensors, dialect))
     values = {
@@ -115,11 +118,13 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
 
 
 def _refusals(checkpoint: HeadCheckpoint, tensors: Mapping[str, Any], dialect: str) -> dict[str, Any]:
-    config, mixer = checkpoint.config, grouped(checkpoint.config.layers[0])
+    config = checkpoint.config
+    mixer = grouped(checkpoint.config.layers[0])
     if dialect == "vllm":
         bias = tensors.get("fc.bias")
         return {"a bias in fc (vLLM's head has none)": bias is not None and bias.any()}
-    rope, has_embedding = mixer.rope, checkpoint.embedding is not None
+    rope = mixer.rope
+    has_embedding = checkpoint.embedding is not None
     derived = f"head_dim {mixer.head_dim} (it takes width {config.width} over {mixer.num_heads} heads)"
     return {
         "o_bias": mixer.o_bias,

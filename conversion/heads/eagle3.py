@@ -125,7 +125,8 @@ def read_fused(
     note: str = "",
 ) -> HeadCheckpoint:
     """A head of EAGLE-3's tensors, in canonical names, and perhaps more, once its description has been read."""
-    directory, where = str(stored.directory), stored.where
+    directory = str(stored.directory)
+    where = stored.where
     depth = None if target is None else target.num_layers
     aux_layers, decided = resolve(
         aux_layers,
@@ -212,7 +213,8 @@ def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3
 
     ``layers_in`` gives the number of layers of the head from the part of the file that has the geometry.
     """
-    nested, parallel = top.get("transformer_layer_config") is not None, top.get("speculators_model_type") == "peagle"
+    nested = top.get("transformer_layer_config") is not None
+    parallel = top.get("speculators_model_type") == "peagle"
     geometry = top.section("transformer_layer_config") if nested else top
     model_type = read_model_type(
         geometry, "for an EAGLE-3 head", is_llama="LlamaForCausalLMEagle3" in top.words("architectures")
@@ -227,7 +229,8 @@ def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3
     if nested:
         hf_config.refuse_windows(top)
     aux_layers = named_aux_layers(top)
-    bias, stack = geometry.flag("attention_bias"), hf_config.read_stack(geometry)
+    bias = geometry.flag("attention_bias")
+    stack = hf_config.read_stack(geometry)
     mixer = hf_config.read_mixer(geometry, qkv_bias=bias, o_bias=bias, qk_norm=model_type == "qwen3")
     mlp = hf_config.read_mlp(geometry, bias=geometry.flag("mlp_bias"))
     with read_from(top.where):
@@ -301,8 +304,10 @@ def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
     """The settings of a head that the code behind a layout does not read, or reads in one way only."""
     if dialect == "vllm":
         return vllm_refusals(checkpoint)
-    config, layer = checkpoint.config, checkpoint.config.layers[0]
-    mixer, layers = grouped(layer), config.aux_layers
+    config = checkpoint.config
+    layer = checkpoint.config.layers[0]
+    mixer = grouped(layer)
+    layers = config.aux_layers
     settings = {name: getattr(config, name) for name in FLAGS} | hf_config.bias_fields(layer)
     settings |= {"qk_norm": mixer.qk_norm, "sliding_window": _has_window(config)}
     found = {name: settings[name] for name in _DROPPED[dialect]}
@@ -366,7 +371,8 @@ def _eagle_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
 
 
 def _sglang_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
-    config, values = checkpoint.config, _common_fields(checkpoint)
+    config = checkpoint.config
+    values = _common_fields(checkpoint)
     values |= {name: True for name in FLAGS[1:] if getattr(config, name)}
     # Versions differ in whether they count entering or leaving layers; left out, all of them take the same default.
     return values if is_default_aux(checkpoint) else values | _aux_fields(config.aux_layers)
@@ -405,7 +411,9 @@ def _head_fields(head: HeadCheckpoint) -> Fields:
 
 
 def _aux_layers(head: HeadCheckpoint) -> Check:
-    name, layers, fields = "auxiliary layers", head.config.aux_layers, _head_fields(head)
+    name = "auxiliary layers"
+    layers = head.config.aux_layers
+    fields = _head_fields(head)
     named = named_aux_layers(fields) if fields.values else layers
     if named is None:
         warning = f". If the head was trained on other layers its drafts are useless; add {AUX}"

@@ -106,16 +106,20 @@ class HeadKind(NamedTuple):
 
 def check_fit(config: Any, target: DecoderConfig, where: str) -> None:
     """Refuses a head that was trained for another target."""
-    depth, aux_layers = getattr(config, "num_target_layers", target.num_layers), config.aux_layers
+    depth = getattr(config, "num_target_layers", target.num_layers)
+    aux_layers = config.aux_layers
     if config.vocab_size != target.vocab_size:
-        wrong, more = f"drafts for a vocabulary of {config.vocab_size} but the target has {target.vocab_size}", ""
+        wrong = f"drafts for a vocabulary of {config.vocab_size} but the target has {target.vocab_size}"
+        more = ""
     elif config.target_width != target.width:
         wrong = f"reads features of width {config.target_width} but the target has {target.width}"
         more = ", or add target_hidden_size to the head's config.json"
     elif depth != target.num_layers:
-        wrong, more = f"reads the final state of a target of {depth} layers but the target has {target.num_layers}", ""
+        wrong = f"reads the final state of a target of {depth} layers but the target has {target.num_layers}"
+        more = ""
     elif aux_layers and aux_layers[-1] > target.num_layers and aux_layers != (target.num_layers + 1,):
-        wrong, more = f"reads auxiliary layer {aux_layers[-1]} but the target has {target.num_layers} layers", ""
+        wrong = f"reads auxiliary layer {aux_layers[-1]} but the target has {target.num_layers} layers"
+        more = ""
     else:
         return
     raise CheckpointError(f"{where} {wrong}; give the target that the head was trained for{more}")
@@ -184,7 +188,8 @@ def head_tensors(
     kind: HeadKind, checkpoint: HeadCheckpoint, table: list[Rule], *, embedding: str = EMBEDDING
 ) -> dict[str, np.ndarray]:
     """The tensors of a head in the names of a table, with its embedding and its draft vocabulary."""
-    config, where = checkpoint.config, str(checkpoint.source)
+    config = checkpoint.config
+    where = str(checkpoint.source)
     tensors = rules.write_params(table, checkpoint.head, kind.param_shapes(config), where=where)
     own = None if checkpoint.embedding is None else np.asarray(checkpoint.embedding)
     check_embedding(config, own, where)
@@ -234,7 +239,8 @@ def speculators_fields(method: str, architecture: str, num_tokens: int, **propos
 
 def mask_token(token: int, stop_tokens: tuple[int, ...], directory: Path) -> Check:
     """Checks whether texts may hold the token that stands for an unknown one; ``directory`` is the target's."""
-    name, detail = "mask token", f"id {token}"
+    name = "mask token"
+    detail = f"id {token}"
     if token in stop_tokens:
         return Check.of(name, detail, ", which ends the target's answers; drafts of heads trained so are weak")
     tokenizer = tokenizer_of(directory)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.models.config import default_aux_layers
 
-ENTERING, LEAVING = "entering", "leaving"
+ENTERING = "entering"
+LEAVING = "leaving"
 # Layouts that vLLM defines, which never adds anything.
 _ENTERING_LAYOUTS = ("vllm", "speculators")
 

@@ -75,7 +75,9 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
 
     They read the state after the target's last norm. No file says the target's depth, so the target is needed.
     """
-    where, path, top = str(stored.directory), stored.where, stored.fields
+    where = str(stored.directory)
+    path = stored.where
+    top = stored.fields
     layout = dialect(stored.signs)
     if any(re.match(_OWN_BASE, name) for name in stored.tensors):
         raise CheckpointError(
@@ -85,7 +87,8 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     tensors = rules.renamed(stored.tensors, _rename, where)
     for word, pattern in _COUNTED.items():
         rules.check_layers(_stated(top, word), tensors, pattern, f"{path}: the number of Medusa {word}", word)
-    bias, shared = _biases(top, tensors, layout), top.flag("original_lm_head")
+    bias = _biases(top, tensors, layout)
+    shared = top.flag("original_lm_head")
     if shared and "lm_head.weight" not in tensors and "lm_heads.0.weight" in tensors:
         tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")
     if target is None:
@@ -166,7 +169,9 @@ def _biases(top: Fields, tensors: Mapping[str, np.ndarray], dialect: str) -> boo
 
 def _token_map(top: Fields, tensors: dict[str, Any], config: MedusaConfig, where: str) -> np.ndarray | None:
     """The target ids of the draft vocabulary, taken out of the tensors; ``None`` where it is the target's."""
-    size, full, table = config.draft_vocab_size, config.vocab_size, tensors.pop("token_map", None)
+    size = config.draft_vocab_size
+    full = config.vocab_size
+    table = tensors.pop("token_map", None)
     top.only(logit_scale=1.0)
     if (table is None) != (size == full):
         what = "and there is no token_map" if table is None else "and there is a token_map, which vLLM would ignore"
@@ -178,7 +183,8 @@ def _token_map(top: Fields, tensors: dict[str, Any], config: MedusaConfig, where
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     """Writes the heads in one of the two layouts."""
-    config, where = checkpoint.config, str(checkpoint.source)
+    config = checkpoint.config
+    where = str(checkpoint.source)
     shapes = KIND.param_shapes(config)
     tensors = rules.write_params(head_rules(config), checkpoint.head, shapes, where=where)
     table = checkpoint.draft_to_target

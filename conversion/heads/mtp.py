@@ -82,7 +82,9 @@ def head_rules(config: MTPConfig, module: str, names: _Names) -> list[Rule]:
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     """Reads an MTP module."""
-    directory, top, tensors = str(stored.directory), stored.fields, dict(stored.tensors)
+    directory = str(stored.directory)
+    top = stored.fields
+    tensors = dict(stored.tensors)
     layout = dialect(stored.signs)
     if any(name.startswith("mtp.") for name in tensors):
         raise CheckpointError(f"{directory} names its tensors mtp.*, as Qwen3-Next does, whose blocks are not read")
@@ -94,11 +96,13 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         )
     _refuse_other_modules(top, tensors, layout)
     config = read_config(top)
-    module, names = _module(config.num_target_layers, layout), _NAMES[layout]
+    module = _module(config.num_target_layers, layout)
+    names = _NAMES[layout]
     config = dataclasses.replace(config, own_output=f"{names.output.format(module=module)}.weight" in tensors)
     if layout == "mimo" and f"{module}.{names.fc}.weight" in tensors:
         tensors[f"{module}.{names.fc}.weight"] = _exchanged(tensors[f"{module}.{names.fc}.weight"])
-    table, embedding = head_rules(config, module, names), f"{names.embedding.format(module=module)}.weight"
+    table = head_rules(config, module, names)
+    embedding = f"{names.embedding.format(module=module)}.weight"
     return read_as(KIND, stored, config, table, tensors, target=target, embedding=embedding)
 
 
@@ -137,9 +141,11 @@ def dialect(signs: Signs) -> str:
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     """Writes a module as ``deepseek``, ``mimo`` or ``speculators`` has it."""
-    config, layer = checkpoint.config, checkpoint.config.layers[0]
+    config = checkpoint.config
+    layer = checkpoint.config.layers[0]
     refuse_inexpressible(dialect, _refusals(config, dialect))
-    names, module = _NAMES[dialect], _module(config.num_target_layers, dialect)
+    names = _NAMES[dialect]
+    module = _module(config.num_target_layers, dialect)
     embedding = f"{names.embedding.format(module=module)}.weight"
     tensors = head_tensors(KIND, checkpoint, head_rules(config, module, names), embedding=embedding)
     values = hf_config.stack_fields(config, checkpoint.dtype) | {
@@ -165,7 +171,8 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
 
 
 def _refusals(config: MTPConfig, dialect: str) -> dict[str, Any]:
-    mixer, mlp = grouped(config.layers[0]), gated(config.layers[0])
+    mixer = grouped(config.layers[0])
+    mlp = gated(config.layers[0])
     zero = f"zero_first {config.zero_first} (what the embedding at position 0 counts as)"
     return {zero: config.zero_first is (dialect == "speculators")} | {
         "deepseek": {"a block that is neither Llama's, nor Qwen2's, nor Qwen3's": _block(config) is None},

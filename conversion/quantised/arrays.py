@@ -39,10 +39,15 @@ class Dequantised:
         self, shape: Sequence[int], stored: Any, read: Read, *, block: int | None = None, dtype: Any = np.float32
     ):
         """``shape`` is that of the values that ``read`` gives."""
-        self._whole, self._read = tuple(shape), read
+        self._whole = tuple(shape)
+        self._read = read
         self._views: tuple[View, ...] = ()
-        self.stored, self.block, self.dtype = np.dtype(stored), block, np.dtype(dtype)
-        self.shape, self.ndim, self.size = self._whole, len(self._whole), math.prod(self._whole)
+        self.stored = np.dtype(stored)
+        self.block = block
+        self.dtype = np.dtype(dtype)
+        self.shape = self._whole
+        self.ndim = len(self._whole)
+        self.size = math.prod(self._whole)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The whole array; always a copy."""
@@ -90,7 +95,8 @@ class Dequantised:
         viewed = copy.copy(self)
         viewed._views = (*self._views, view)
         viewed.shape = viewed._viewed(np.broadcast_to(np.float32(0), self._whole)).shape
-        viewed.ndim, viewed.size = len(viewed.shape), math.prod(viewed.shape)
+        viewed.ndim = len(viewed.shape)
+        viewed.size = math.prod(viewed.shape)
         return viewed
 
     def _viewed(self, one: np.ndarray) -> np.ndarray:

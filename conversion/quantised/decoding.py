@@ -48,7 +48,9 @@ def scaled(stored: Stored, scheme: Scheme, dtype: Any) -> Dequantised:
 
 def packed(stored: Stored, scheme: Scheme) -> Dequantised:
     """Integers of a few bits, the first of a word in its lowest bits, plus half their range: ``W = (u - half) · s``."""
-    words, each, stem = stored.values, 32 // scheme.bits, stored.name.removesuffix("_packed")
+    words = stored.values
+    each = 32 // scheme.bits
+    stem = stored.name.removesuffix("_packed")
     _check_type(stored.name, words, ("int32",))
     shape = stored.beside.get(f"{stem}_shape")
     if shape is None or shape.shape != (2,):
@@ -71,7 +73,8 @@ def packed(stored: Stored, scheme: Scheme) -> Dequantised:
 
 def mxfp4(stored: Stored) -> Dequantised:
     """Blocks of 32 inputs in four bits with a shared exponent, ``[E, out, K/32, 16]``; read as ``[E, in, out]``."""
-    blocks, exponents = stored.values, stored.scale
+    blocks = stored.values
+    exponents = stored.scale
     _check_type(stored.name, blocks, ("uint8",))
     _check_type(stored.scale_name, exponents, _EXPONENTS)
     if blocks.ndim != 4 or blocks.shape[-1] != 16:
@@ -92,7 +95,8 @@ def mxfp4(stored: Stored) -> Dequantised:
 
 def fused_experts(stored: Stored) -> Dequantised:
     """Stacked experts ``[E, in, out]`` in E4M3, one scale for each output of each, however its axes are written."""
-    values, scale = stored.values, stored.scale
+    values = stored.values
+    scale = stored.scale
     _check_type(stored.name, values, (str(E4M3),))
     _check_type(stored.scale_name, scale, _FLOATS)
     if values.ndim != 3:

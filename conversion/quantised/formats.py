@@ -71,7 +71,8 @@ def _dequantised(tensors: Mapping[str, np.ndarray], how: Format, where: str) -> 
         if layout is None:
             continue
         stem = name.removesuffix(layout.scale)
-        values, result = stem + layout.values, stem + layout.result
+        values = stem + layout.values
+        result = stem + layout.result
         if values not in tensors:
             raise CheckpointError(f"{where} holds {name} without {values}, which it scales; fetch the files again")
         if result in results or (result != values and result in tensors):
@@ -102,10 +103,12 @@ def _read_fp8(fields: Fields) -> Format:
         fields.only(fmt="e4m3")
     exponents = fields.one_of("scale_fmt", ("float", "ue8m0"), "float") == "ue8m0"
     if fields.get("weight_block_size") is None:
-        words, scheme = "fp8, one scale a tensor", Scheme("tensor", exponents=exponents)
+        words = "fp8, one scale a tensor"
+        scheme = Scheme("tensor", exponents=exponents)
     else:
         size = _block_size(fields, "weight_block_size")
-        words, scheme = f"fp8, a scale for {size[0]} by {size[1]} weights", Scheme("block", size, exponents=exponents)
+        words = f"fp8, a scale for {size[0]} by {size[1]} weights"
+        scheme = Scheme("block", size, exponents=exponents)
     return Format(
         words=words,
         layouts=(Layout("_scale_inv", "", "", functools.partial(scaled, scheme=scheme, dtype=E4M3)),),
@@ -145,7 +148,8 @@ def _read_compressed_tensors(fields: Fields) -> Format:
         raise CheckpointError(f"{fields.where}: transform_config rotates activations; that is not computed")
     weights = _weights(fields)
     weights.only(symmetric=True)
-    bits, kind = weights.integer("num_bits"), weights.get("type")
+    bits = weights.integer("num_bits")
+    kind = weights.get("type")
     scheme, among = _scheme(weights, bits)
     types = {"float": E4M3, "int": np.dtype(np.int8)}
     if form == "pack-quantized":

@@ -41,7 +41,8 @@ def _write(app: Sphinx, error: Exception | None) -> None:
 
 def _sections(app: Sphinx) -> list[tuple[str, list[str]]]:
     """The pages by the captions of the table of contents; pages outside it come last."""
-    sections, seen = [], {app.config.root_doc}
+    sections = []
+    seen = {app.config.root_doc}
 
     def below(docname: str) -> list[str]:
         if docname in seen or docname not in app.env.titles:

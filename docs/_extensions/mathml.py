@@ -21,7 +21,8 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def _visit(self: Any, node: nodes.Element) -> None:
-    tex, block = node.astext(), isinstance(node, nodes.math_block)
+    tex = node.astext()
+    block = isinstance(node, nodes.math_block)
     try:
         # In one line: the converter indents, and browsers would show the spaces.
         shown = re.sub(r">\s+<", "><", tex2mathml(tex, as_block=block).strip())

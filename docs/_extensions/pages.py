@@ -133,7 +133,8 @@ def rewritten(text: str, docname: str, *, warn: Callable[[str], None]) -> str:
         if not (ROOT / path).is_file():
             warn(f"a link to {path}, which is no file")
             return match[0]
-        page, here = page_of(path), posixpath.dirname(docname) or "."
+        page = page_of(path)
+        here = posixpath.dirname(docname) or "."
         if page is None:
             return "path:" + posixpath.relpath(f"../{path}", here)
         return posixpath.relpath(page, here) + mark + anchor

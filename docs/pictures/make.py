@@ -30,7 +30,10 @@ from pictures import anatomy, bars, strips, style, trees  # noqa: E402
 # The target is small. Its text after this prompt does not repeat one phrase over and over.
 PROMPT = 'def get_size(value):\n    """Return the'
 NEW_TOKENS = 30
-BLUE, ORANGE, GREY, INK = style.SERIES[0], style.SERIES[1], "#9aa0a6", "#333333"
+BLUE = style.SERIES[0]
+ORANGE = style.SERIES[1]
+GREY = "#9aa0a6"
+INK = "#333333"
 
 
 def main() -> None:

@@ -9,7 +9,8 @@ from speeds import record
 
 RECORD = record("smollm2-cpu-amd-epyc-2-cores")
 FORMS = ("float32", "mixed", "int8")
-ROWS, PREFILLS = (1, 2, 4, 6), (32, 128)
+ROWS = (1, 2, 4, 6)
+PREFILLS = (32, 128)
 
 
 def parts() -> dict[str, dict[str, str]]:
@@ -34,7 +35,9 @@ def step(figure: dict[str, Any]) -> str:
 
 def facts() -> str:
     """What the other parts of the record say, as a list."""
-    figures, texts, divergence = RECORD["rounds"]["figures"], RECORD["texts"], RECORD["divergence"]
+    figures = RECORD["rounds"]["figures"]
+    texts = RECORD["texts"]
+    divergence = RECORD["divergence"]
     share = figures["int8, 4 rows"]["outside_products"]
     ratios = [
         figures[f"int8, prefill of {count}"]["milliseconds"]
@@ -42,7 +45,8 @@ def facts() -> str:
         for count in PREFILLS
     ]
     starts = {(row["weights"], row["compiled_programs"]): row for row in RECORD["start"]["rows"]}
-    cold, warm = starts["int8", "cold"], starts["int8", "warm"]
+    cold = starts["int8", "cold"]
+    warm = starts["int8", "warm"]
     parted = [row["logits_apart"] for row in texts["parted"]]
     apart = f"; the others part where two logits are at most {max(parted):.2g} apart" if parted else ""
     nats = "mean {mean_nats:.4f}, median {median_nats:.4f}, 99th percentile {p99_nats:.3f}".format(**divergence)
@@ -66,7 +70,8 @@ def facts() -> str:
 def origin(part: str) -> str:
     """Version, commit and machine of a part."""
     about = RECORD[part]["environment"]
-    cpu, versions = about["cpu"], about["versions"]
+    cpu = about["cpu"]
+    versions = about["versions"]
     commit = about["git"]["commit"][:10]
     return (
         f"Version {versions['eagle3_jax']}, commit `{commit}`, {cpu['cores']} cores of an {cpu['model']}, "

@@ -17,13 +17,16 @@ from eagle3_jax.theory.speedup import speedup, tau_from_conditional_rate
 from validation.aot.measure import load
 from validation.aot.table import of_models
 
-K, ALPHA, CONTEXT = 4, 0.7, 1024
+K = 4
+ALPHA = 0.7
+CONTEXT = 1024
 MODELS = (("Llama-3.1-8B", "bfloat16", ("H100", "H200")), ("Llama-3.3-70B", "fp8", ("H200",)))
 
 
 def bound() -> str:
     """Plain tokens/s, v, c and speed-up that the datasheets of an H100 and of an H200 allow."""
-    tau, rows = tau_from_conditional_rate(ALPHA, K), []
+    tau = tau_from_conditional_rate(ALPHA, K)
+    rows = []
     for name, weights, gpus in MODELS:
         target = KNOWN_MODELS[name]
         for gpu in gpus:
@@ -33,7 +36,8 @@ def bound() -> str:
             for batch in (1, 8, 64, 128):
                 found = round_bound(one, batch=batch, context=CONTEXT, num_draft_tokens=K)
                 plain = found.plain_seconds
-                v, c = found.verify_seconds / plain, found.draft_seconds / K / plain
+                v = found.verify_seconds / plain
+                c = found.draft_seconds / K / plain
                 gain = speedup(tau, num_draft_tokens=K, verify_cost=v, draft_cost=c)
                 numbers = [f"{batch}", f"{batch / plain:,.0f}", f"{v:.2f}", f"{c:.3f}", f"{gain:.2f}"]
                 rows.append([f"{name}, {weights}", gpu, *numbers])

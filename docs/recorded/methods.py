@@ -113,7 +113,8 @@ def how(found: Row) -> str:
     """Of what run the figures are."""
     if not found["rows"]:
         return "Nothing was measured yet."
-    about, prompts = found["about"], found["prompts"]["names"]
+    about = found["about"]
+    prompts = found["prompts"]["names"]
     jax = f"{about['cpu']['model']}, {about['cpu']['cores']} cores" if about["jax"]["backend"] == "cpu" else ""
     device = jax or about["jax"]["device"]
     return (

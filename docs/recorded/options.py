@@ -16,13 +16,16 @@ from typing import Any
 from methods import table
 
 RECORD = Path(__file__).with_suffix(".json")
-PROMPTS, NEW_TOKENS, REPEATS = 16, 64, 5
+PROMPTS = 16
+NEW_TOKENS = 64
+REPEATS = 5
 Row = dict[str, Any]
 
 
 def fallbacks(e3: Any, target: Any, head: Any) -> dict[str, Any]:
     """Decoders by name, the baseline first."""
-    ngram, options = e3.drafters.NGram, {"stop_tokens": ()}
+    ngram = e3.drafters.NGram
+    options = {"stop_tokens": ()}
     both = lambda least: e3.Fallback.of(ngram(3, min_ngram=least), head)
     return {
         "plain decoding": e3.SpeculativeDecoder(target, **options),
@@ -100,8 +103,11 @@ def ratios(rows: dict[str, Row]) -> Iterator[tuple[str, str]]:
 def parts() -> dict[str, dict[str, str]]:
     """For each page, the texts by the names of their marks."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    found, repeats = record["environment"], len(record["requests"]["none"]["seconds"])
-    git, cpu, version = found["git"]["commit"][:10], found["cpu"], found["versions"]["eagle3_jax"]
+    found = record["environment"]
+    repeats = len(record["requests"]["none"]["seconds"])
+    git = found["git"]["commit"][:10]
+    cpu = found["cpu"]
+    version = found["versions"]["eagle3_jax"]
     run = (
         f"Version {version}, commit `{git}`, {cpu['cores']} cores of an {cpu['model']}, float32,\n"
         f"{record['prompts']} code prompts, {record['new_tokens']} new tokens, {repeats} repeats. Median and quartiles."

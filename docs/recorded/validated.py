@@ -72,7 +72,8 @@ class Record:
 
     def origin(self) -> str:
         """Whose record this is."""
-        of, where = self.report.environment["versions"], self.report.environment
+        of = self.report.environment["versions"]
+        where = self.report.environment
         commit = where["git"]["commit"]
         versions = ", ".join(f"{name} {of[name]}" for name in ("jax", "flax", "transformers"))
         return (
@@ -104,7 +105,8 @@ class Record:
         )
 
     def _acceptance(self) -> str:
-        words, variations = "every round accepts what vllm accepts", "a head of every variation"
+        words = "every round accepts what vllm accepts"
+        variations = "a head of every variation"
         apart = max(abs(check.numbers["draft_logits_apart"]) for check in self.checks("L8", variations))
         return (
             f"**Acceptance.** K = 1 to 7: each of {self.total('L8', words, 'rounds'):,} rounds accepts as many tokens "
@@ -149,7 +151,8 @@ class Record:
         yield "| method | K | rounds | tokens per round | the injected error, and the tokens per round with it |"
         yield "|---|---|---|---|---|"
         for check in self.checks("L8", "every method accepts what vllm accepts"):
-            name, numbers = _case(check), check.numbers
+            name = _case(check)
+            numbers = check.numbers
             ((error, found),) = ((key[5:], one) for key, one in numbers.items() if key.startswith("with "))
             yield (
                 f"| {name} | {drafted[name]} | {numbers['rounds']} | "
@@ -166,7 +169,8 @@ class Record:
         yield "|---|---|---|---|---|---|---|---|"
         for check in self.checks("L5", "a target of the family"):
             name = _case(check)
-            found, drafts = check.numbers, "EAGLE-3" if families[name].with_heads else "n-grams"
+            found = check.numbers
+            drafts = "EAGLE-3" if families[name].with_heads else "n-grams"
             rounds = "not compared | "
             if name in counts:
                 parity = counts[name].numbers

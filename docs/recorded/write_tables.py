@@ -45,7 +45,8 @@ def filled(text: str, named: dict[str, str]) -> str:
         ValueError: A mark is missing.
     """
     for name, part in named.items():
-        begin, end = f"<!-- {name}: written by docs/recorded/write_tables.py -->", f"<!-- end of {name} -->"
+        begin = f"<!-- {name}: written by docs/recorded/write_tables.py -->"
+        end = f"<!-- end of {name} -->"
         before, opened, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
         if not opened or not closed:

@@ -75,7 +75,8 @@ class DecoderContender(Contender):
 
     def __post_init__(self) -> None:
         loop = self.decoder.loop
-        self.drafts, self.lossless = not isinstance(loop.drafter, Plain), self.decoder.lossless
+        self.drafts = not isinstance(loop.drafter, Plain)
+        self.lossless = self.decoder.lossless
         if isinstance(loop.verifier, SimulatedAcceptance):
             self.simulated_rates = list(loop.verifier.rates[: loop.drafter.max_depth]) or None
 

@@ -83,10 +83,12 @@ def random_pair(
         ValueError: There is no such shape.
     """
     name, config = ("a model", shape) if isinstance(shape, DecoderConfig) else (shape_name(shape), shape_named(shape))
-    layers, positions = config.layers[:num_layers], min(config.max_positions, _MOST_POSITIONS)
+    layers = config.layers[:num_layers]
+    positions = min(config.max_positions, _MOST_POSITIONS)
     config = dataclasses.replace(config, layers=layers, max_positions=positions)
     head = usual_head(config, aux_layers=None if num_layers is None else (0, 1, 2))
-    model, drafter = DecoderTarget(config, precision), Eagle3Drafter(head, precision=precision)
+    model = DecoderTarget(config, precision)
+    drafter = Eagle3Drafter(head, precision=precision)
     target_key, head_key = jax.random.split(jax.random.key(seed))
     params = _draw(model.param_shapes(), target_key, precision)
     target = LoadedTarget(model, params, config.vocab_size, config.max_positions, name=f"{name}, random weights")
@@ -100,7 +102,8 @@ def random_pair(
 
 def bytes_needed(config: DecoderConfig, *, batch: int, capacity: int, precision: Precision = BFLOAT16) -> int:
     """Device memory of a random pair and its caches for ``batch`` rows of ``capacity`` slots, with headroom."""
-    model, drafter = DecoderTarget(config, precision), Eagle3Drafter(usual_head(config), precision=precision)
+    model = DecoderTarget(config, precision)
+    drafter = Eagle3Drafter(usual_head(config), precision=precision)
     shapes = model.param_shapes(), drafter.param_shapes()
     weights = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes))
     kept = jax.eval_shape(
@@ -131,7 +134,8 @@ def _draw(shapes: Any, key: jax.Array, precision: Precision) -> Any:
     keys = iter(jax.random.split(key, len(jax.tree.leaves(shapes))))
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        name, own = getattr(path[-1], "key", str(path[-1])), next(keys)
+        name = getattr(path[-1], "key", str(path[-1]))
+        own = next(keys)
         if len(leaf.shape) == 1:
             return jnp.full(leaf.shape, 1.0 if name == "scale" else 0.0, precision.activations)
         scale = 1.0 if name == "embedding" else leaf.shape[0] ** -0.5

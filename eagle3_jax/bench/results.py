@@ -164,8 +164,10 @@ def row_of(
         most_bytes_per_second: Highest bandwidth of the device; 0 if it was not measured.
         target: The target that a step reads; ``None`` if no contender is of this library.
     """
-    contender, runs = measured.contender, measured.runs
-    speed, times = Spread.of(measured.speeds()), measured.times()
+    contender = measured.contender
+    runs = measured.runs
+    speed = Spread.of(measured.speeds())
+    times = measured.times()
     # Greedy decoding accepts the same in every repeat.
     stats = [run.stats for run in runs[0] if run.stats is not None]
     acceptance = Acceptance.of(SpeculationStats.merge(stats)) if contender.drafts and stats else None
@@ -177,7 +179,8 @@ def row_of(
     if measured.costs:
         costs = StepCosts(*np.median([dataclasses.astuple(cost) for cost in measured.costs], axis=0).tolist())
         step = len(plain.runs[0][0].tokens) / Spread.of(plain.speeds()).median
-        verify, draft = costs.verify_seconds / step, costs.draft_seconds / step
+        verify = costs.verify_seconds / step
+        draft = costs.draft_seconds / step
     share = None
     if most_bytes_per_second and target is not None and not (contender.drafts and acceptance is None):
         rows = len(runs[0][0].tokens)

@@ -88,12 +88,14 @@ def measure(
             measure_pass(Measured(contender, 0.0))
         every.append(Measured(contender, clock.seconds))
         on_result(f"{contender.name}: compiled in {clock.seconds:.1f} s")
-    limit, done = measure_ceiling(), 0
+    limit = measure_ceiling()
+    done = 0
     with CompileClock() as clock:
         try:
             for done in range(repeats):
                 for one in every:
-                    name, place = one.contender.name, f"repeat {done + 1} of {repeats}"
+                    name = one.contender.name
+                    place = f"repeat {done + 1} of {repeats}"
                     on_progress(f"{name}, {place}")
                     measure_pass(one)
                     on_result(f"{name}: {one.speeds()[-1]:.1f} tokens/s, {place}")

@@ -117,7 +117,9 @@ def _target_rounds(
     params: LoopParams, cache: Cache, tokens: Int[Array, "B N"], *, loop: SpeculativeLoop, rounds: int
 ) -> tuple[Cache, Float[Array, "B N V"]]:
     """Runs forwards after the same committed slots."""
-    target, length, aux_layers = loop.target, cache.length, loop.drafter.aux_layers
+    target = loop.target
+    length = cache.length
+    aux_layers = loop.drafter.aux_layers
     batch, num_nodes = tokens.shape
     positions = length[:, None] + jnp.arange(num_nodes, dtype=jnp.int32)
 

@@ -53,7 +53,8 @@ class CompileClock:
     @property
     def seconds(self) -> float:
         """Length of the union of all spans, since inner functions are traced within outer ones."""
-        total, reached = 0.0, -np.inf
+        total = 0.0
+        reached = -np.inf
         for start, end in sorted(self._spans):
             total += max(0.0, end - max(start, reached))
             reached = max(reached, end)

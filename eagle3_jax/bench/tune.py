@@ -66,7 +66,8 @@ class Candidate:
 
         Costs are ratios within a repeat: a machine that slows down for a while slows the plain step as well.
         """
-        verify_cost, draft_cost = np.divide(verify, plain), np.divide(draft, plain)
+        verify_cost = np.divide(verify, plain)
+        draft_cost = np.divide(draft, plain)
         gains = shape.mean_acceptance_length / (verify_cost + shape.num_draft_steps * draft_cost)
         return cls(
             shape=shape,
@@ -155,7 +156,9 @@ class BreakEven:
 
 def break_even(candidate: Candidate) -> BreakEven:
     """``τ = v + K·c`` of a chain, with its draft acceptance rate and its conditional acceptance rate."""
-    shape, v, c = candidate.shape, candidate.verify_cost, candidate.draft_cost
+    shape = candidate.shape
+    v = candidate.verify_cost
+    c = candidate.draft_cost
     return BreakEven(
         mean_acceptance_length=v + shape.num_draft_steps * c,
         needed=rates_for_speedup(1.0, num_draft_tokens=shape.num_draft_tokens, verify_cost=v, draft_cost=c),
@@ -188,11 +191,13 @@ class Rule(NamedTuple):
 
 def rules_of_thumb(found: BatchTuning) -> list[Rule]:
     """The rules of thumb at one batch size, each compared with the measurement."""
-    speculates, fastest = found.best is not None, found.best or found.fastest
+    speculates = found.best is not None
+    fastest = found.best or found.fastest
     gain = fastest.speedup.median
     decision = f"{'speculate' if speculates else _PLAIN}: S = {gain:.2f} with {fastest.shape.name}"
     accepted = (fastest.shape.mean_acceptance_length - 1.0) / fastest.shape.num_draft_tokens
-    over, low = found.batch > RULE_BATCH, accepted < RULE_ACCEPTANCE
+    over = found.batch > RULE_BATCH
+    low = accepted < RULE_ACCEPTANCE
     tokens = crossover_tokens(
         extra_prefill_seconds=found.extra_prefill_seconds,
         plain_step_seconds=found.plain_step.median,
@@ -317,7 +322,8 @@ def tune(
     Raises:
         ValueError: There is nothing to measure, or a draft is longer than the text.
     """
-    sizes, lengths = sorted(set(batches)), sorted(set(chains))
+    sizes = sorted(set(batches))
+    lengths = sorted(set(chains))
     if not prompts or not sizes or sizes[0] < 1 or repeats < 1 or not (lengths or trees):
         raise ValueError("tuning needs at least one prompt, one batch size of 1 or more, one draft and one repeat")
     for depth in (*lengths, *(tree.max_depth for tree in trees)):
@@ -409,7 +415,8 @@ class _Bench(NamedTuple):
 
     def costs(self, size: int) -> BatchTuning:
         """Costs of every shape at one batch size."""
-        batch, limit = _filled(self.prompts, size)[0], self.max_new_tokens
+        batch = _filled(self.prompts, size)[0]
+        limit = self.max_new_tokens
         deepest = max(self.decoders.values(), key=lambda decoder: decoder.loop.drafter.num_nodes)
         taken: dict[str, list[StepCosts]] = {name: [] for name in (_PLAIN, *self.decoders)}
         extra = []
@@ -439,8 +446,10 @@ class _Bench(NamedTuple):
     def check(self, found: BatchTuning) -> Check:
         """Compares the fastest shape with plain decoding; both take turns."""
         self.on_progress(f"checking the prediction at batch {found.batch}")
-        fastest, batches = found.fastest, _filled(self.prompts, found.batch)
-        ratios, running = [], 1.0
+        fastest = found.fastest
+        batches = _filled(self.prompts, found.batch)
+        ratios = []
+        running = 1.0
         for _ in range(self.repeats + 1):  # the first one compiles
             theirs, ours = (
                 [_decode(decoder, batch, self.max_new_tokens) for batch in batches]

@@ -167,8 +167,11 @@ def _tables(report: Report) -> list[Table]:
     """Speeds, latencies, parts of a round, and acceptance by task."""
     from eagle3_jax.bench.results import TaskRow
 
-    at, baseline = f"at batch {report.batch_size}", report.baseline
-    speed, rounds, tasks = [], [], []
+    at = f"at batch {report.batch_size}"
+    baseline = report.baseline
+    speed = []
+    rounds = []
+    tasks = []
     for row in report.rows:
         ours = row.name != baseline
         same = "" if row.same_texts is None else f"{row.same_texts}/{report.num_prompts}"

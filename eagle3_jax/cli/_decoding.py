@@ -135,7 +135,8 @@ def _with_default_length(
     from eagle3_jax.checks import Drafting, configured
     from eagle3_jax.topology import default_draft_length
 
-    drafter, length = head.drafter if isinstance(head, LoadedDrafter) else head, max(default_draft_length(batch), least)
+    drafter = head.drafter if isinstance(head, LoadedDrafter) else head
+    length = max(default_draft_length(batch), least)
     if length == default_draft_length() or not isinstance(drafter, Drafting) or hasattr(drafter, "longest"):
         return head
     if not length:

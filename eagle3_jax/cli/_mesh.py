@@ -51,7 +51,8 @@ def join(distributed: str | None, mesh: str | None) -> bool:
         if found is None:
             jax.distributed.initialize()
         else:
-            processes, process = int(found["processes"]), int(found["process"])
+            processes = int(found["processes"])
+            process = int(found["process"])
             if process >= processes:
                 raise Misuse(f"--distributed {distributed}: process is {process}; expected 0 to {processes - 1}")
             jax.distributed.initialize(found["coordinator"], processes, process)

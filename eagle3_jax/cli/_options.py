@@ -180,7 +180,8 @@ def parse_tree(text: str | None) -> DynamicTree | StaticTree | None:
 def _static_tree(text: str) -> StaticTree:
     from eagle3_jax import StaticTree
 
-    paths, is_rank = _json_of("--tree", text, text.endswith(".json"), _PATHS_FORM), range(_MOST_PATHS).__contains__
+    paths = _json_of("--tree", text, text.endswith(".json"), _PATHS_FORM)
+    is_rank = range(_MOST_PATHS).__contains__
     if not isinstance(paths, list) or not all(isinstance(path, list) and path for path in paths):
         raise Misuse(f"--tree {shown(text)} holds no list of paths; expected {_PATHS_FORM}")
     if len(paths) > _MOST_PATHS or not all(type(rank) is int and is_rank(rank) for path in paths for rank in path):

@@ -151,7 +151,8 @@ def find_own(option: str, source: str | None) -> OwnPart | None:
     match = _FORM.fullmatch(source or "")
     if match is None or Path(str(source)).exists():
         return None
-    module, name = match["module"], match["name"]
+    module = match["module"]
+    name = match["name"]
     here = str(Path.cwd())
     if here not in sys.path:  # a console script does not look there by itself
         sys.path.insert(0, here)

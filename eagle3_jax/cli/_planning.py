@@ -74,7 +74,8 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
     config = kind.read_config(fields, target.config)
     if type(config) is Eagle3Config:
         return Head(name, config)
-    drafter, output = kind.classes[1](config), target.config.vocab_size * target.config.width
+    drafter = kind.classes[1](config)
+    output = target.config.vocab_size * target.config.width
     return Head(name, head_sizes(drafter, f"{kind.title(config)} head", output))
 
 

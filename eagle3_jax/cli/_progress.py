@@ -41,7 +41,8 @@ def counted(now: Activity, total: int) -> Activity:
 
     Each ``say`` begins a step. The estimate takes the steps that are left to be as long as the mean of those done.
     """
-    start, begun = time.monotonic(), 0
+    start = time.monotonic()
+    begun = 0
 
     def place(done: int) -> str:
         left = (time.monotonic() - start) / done * (total - done) if done else 0

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from eagle3_jax.models.config import DecoderConfig
     from eagle3_jax.training.texts import Texts
 
-CHECKPOINTS, _PARTIAL = "checkpoints", ".partial"
+CHECKPOINTS = "checkpoints"
+_PARTIAL = ".partial"
 DATA_RECORD = "data.json"  # the options of `eagle3 train data`, and how many shards there are when all are
 _RUN = "run.json"  # next to the checkpoints: the options of the run, and its draft vocabulary
 
@@ -33,7 +34,8 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
 
     from eagle3_jax.conversion.files import read_tokenizer
 
-    path, tokenizer = directory / "train.npy", read_tokenizer(directory / "tokenizer.json")
+    path = directory / "train.npy"
+    tokenizer = read_tokenizer(directory / "tokenizer.json")
     if tokenizer is None or not path.is_file():
         raise Misuse(f"{directory} is not a corpus; write one with `eagle3 train corpus {directory}`")
     try:
@@ -215,7 +217,8 @@ def same_run(out: Path, options: Mapping[str, Any], draft_to_target: Any = None)
         return draft_to_target
     kept = read_json(place / _RUN)
     try:
-        begun, found = dict(kept["options"]), kept["draft_to_target"]
+        begun = dict(kept["options"])
+        found = kept["draft_to_target"]
         found = None if found is None else np.asarray(found, np.int32)
     except (KeyError, TypeError, ValueError):
         raise Misuse(f"{place / _RUN} is damaged; name a new directory") from None

@@ -128,7 +128,8 @@ class PromptOptions:
         from eagle3_jax.prompts import in_turn, random_prompts, read_prompts
 
         found: list[Prompt] = []
-        length, limit = self.prompt_tokens or min(128, target.max_positions // 2), self.max_new_tokens
+        length = self.prompt_tokens or min(128, target.max_positions // 2)
+        limit = self.max_new_tokens
         for file in self.prompts or [usual]:
             is_sized = file == "random" or self.prompt_tokens is not None
             if is_sized and length + limit > target.max_positions:
@@ -295,7 +296,8 @@ def bench(
         )
         field.drop_broken(chosen[0].tokens)
         taken = [one for one in field.contenders for size in sizes if size <= (one.largest_batch or size)]
-        now, reports = counted(now, len(taken) * (1 + repeats)), []
+        now = counted(now, len(taken) * (1 + repeats))
+        reports = []
         try:
             for size in sizes:
                 limit = prompts.max_new_tokens
@@ -369,7 +371,9 @@ class Methods:
         self.chains = parse_numbers(chains, "--chains", or_none=True)
         self.trees = [tree for tree in (parse_tree(text) for text in trees if text != "none") if tree is not None]
         self.ngrams = parse_numbers(ngram, "--ngram", or_none=True)
-        length, rate, verifier = given.simulated_acceptance_length, given.simulated_acceptance_rate, given.verifier
+        length = given.simulated_acceptance_length
+        rate = given.simulated_acceptance_rate
+        verifier = given.verifier
         if length is not None and rate is not None:
             raise Misuse("--simulated-acceptance-length and --simulated-acceptance-rate were both given; give one")
         if (length is not None or rate is not None) and verifier is not None:

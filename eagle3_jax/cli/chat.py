@@ -139,7 +139,8 @@ def _answer(conversation: Chat, question: str, limit: int, *, at_terminal: bool)
 
 def _summary(printed: Printed, limit: int) -> str:
     """The size and speed of an answer in one line; first why it ended, unless at a stop token."""
-    ending, rounds = printed.ending(limit), len(printed.chunks) - 1
+    ending = printed.ending(limit)
+    rounds = len(printed.chunks) - 1
     count = sum(len(chunk.tokens) for chunk in printed.chunks)
     facts = [] if ending == "stop" else [f"[{ending}]"]
     facts.append(f"{count} token{'s' if count > 1 else ''}")

@@ -154,7 +154,8 @@ def generate(
             check_sampling(dataclasses.replace(params, **own), 1)
         except ValueError as error:
             raise Misuse(f"{request.where}{error}") from None
-    batches, stop_tokens = _batches(len(requests), running), () if sampling.ignore_eos else None
+    batches = _batches(len(requests), running)
+    stop_tokens = () if sampling.ignore_eos else None
     mesh = read_mesh(running.mesh, batches)
     fetch_first(models.target, models.drafter)
     with spinner("loading", quiet=running.as_json):
@@ -218,7 +219,8 @@ class Job(NamedTuple):
         import numpy as np
 
         derived = lambda index: int(np.random.SeedSequence((self.sampling.seed, index)).generate_state(1)[0])
-        each, start = any("seed" in task.request.options for task in self.tasks), 0
+        each = any("seed" in task.request.options for task in self.tasks)
+        start = 0
         for index, size in enumerate(_batches(len(self.tasks), self.running)):
             tasks = self.tasks[start : start + size]
             seeds = [task.request.options.get("seed", derived(start + row)) for row, task in enumerate(tasks)]
@@ -242,7 +244,8 @@ class Job(NamedTuple):
         from eagle3_jax.bench.timing import CompileClock
         from eagle3_jax.trace import record
 
-        prompts, options = [task.tokens for task in tasks], {"sampling": self.sampling_of(tasks), "seed": seed}
+        prompts = [task.tokens for task in tasks]
+        options = {"sampling": self.sampling_of(tasks), "seed": seed}
         options["max_new_tokens"] = [task.request.max_new_tokens for task in tasks]
         stops = [[*(self.sampling.stop or ()), *task.request.options.get("stop", [])] for task in tasks]
         start = time.perf_counter()
@@ -317,7 +320,9 @@ def _print_text(job: Job, *, compare: bool) -> None:
 
 def _stream(console: Console, job: Job, task: Task, seed: int | list[int]) -> SpeculationStats:
     """Prints one prompt and its continuation as it appears; returns its counters."""
-    tokenizer, request, limit = job.decoder.target.tokenizer, task.request, task.request.max_new_tokens
+    tokenizer = job.decoder.target.tokenizer
+    request = task.request
+    limit = task.request.max_new_tokens
     stream = job.decoder.stream(task.tokens, max_new_tokens=limit, sampling=job.sampling_of([task]), seed=seed)
     if isinstance(request.prompt, str):
         prompt = request.prompt if request.messages is None else f"{request.prompt}\n"
@@ -371,10 +376,13 @@ def _print_comparison(console: Console, job: Job) -> None:
 
 def speed_line(found: Comparison) -> str:
     """The speed-up, and whether the output is the same. The ratio is that of the speeds as they are shown."""
-    ours, plain = _speed(found.tokens_per_second.median), _speed(found.plain_tokens_per_second.median)
+    ours = _speed(found.tokens_per_second.median)
+    plain = _speed(found.plain_tokens_per_second.median)
     if found.is_plain:
         return f"{plain} tokens/s, plain decoding"
-    low, high, ratio = min(found.ratios), max(found.ratios), float(ours) / float(plain)
+    low = min(found.ratios)
+    high = max(found.ratios)
+    ratio = float(ours) / float(plain)
     spread = f"{ours} vs {plain} tokens/s; {low:.2f}x to {high:.2f}x in {len(found.ratios)} runs"
     what = f"{ratio:.2f}x faster than plain decoding" if ratio > 1 else f"{ratio:.2f}x the speed of plain decoding"
     if low <= 1 <= high:

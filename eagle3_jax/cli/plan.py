@@ -134,8 +134,10 @@ class DraftOptions:
         Raises:
             ValueError: More than one was given, or no chain can have this acceptance.
         """
-        k, tau = self.num_speculative_tokens, self.mean_acceptance_length
-        draft_rate, alpha = self.draft_acceptance_rate, self.conditional_acceptance_rate
+        k = self.num_speculative_tokens
+        tau = self.mean_acceptance_length
+        draft_rate = self.draft_acceptance_rate
+        alpha = self.conditional_acceptance_rate
         given = sum(value is not None for value in (tau, draft_rate, alpha))
         if classes:
             if given:
@@ -185,7 +187,8 @@ def speedup(
 
     τ = 1 + K·r for the draft acceptance rate r, and (1 - α^(K+1)) / (1 - α) for the conditional acceptance rate α.
     """
-    k, costs = draft.num_speculative_tokens, {"verify_cost": verify_cost, "draft_cost": draft_cost}
+    k = draft.num_speculative_tokens
+    costs = {"verify_cost": verify_cost, "draft_cost": draft_cost}
     classes = _parse_traffic(traffic)
     found = draft.acceptance(classes)
 
@@ -255,7 +258,8 @@ def _print_speedup(result: dict[str, Any]) -> None:
         rows.append((f"{row['conditional_acceptance_rate']:.1f}", *cells))
     print_table(("α", *(f"K={k}  " for k in _CHAINS)), rows)
     if result["simulation"] is not None:
-        found, tail = result["simulation"], result["simulation"]["time_per_output_token"]
+        found = result["simulation"]
+        tail = result["simulation"]["time_per_output_token"]
         typer.echo(
             f"\n{found['num_requests']:,} requests simulated: τ {found['mean_acceptance_length']:.3f}, "
             f"S {found['speedup']:.3f}\ntime per output token in plain steps: P50 {tail['p50']:.2f}, "
@@ -298,7 +302,8 @@ def memory(
     number of GPUs or the type of weights that would do.
     """
     deployment = given.read()
-    k, context = _draft_length(num_speculative_tokens, deployment), _read_context(context, 4096, deployment)
+    k = _draft_length(num_speculative_tokens, deployment)
+    context = _read_context(context, 4096, deployment)
     asked = {
         "batch": batch_size,
         "context": context,
@@ -332,7 +337,8 @@ def memory(
             f"{plan.cache_capacity_tokens:,.0f} tokens of all sequences together."
         )
         if remedy is not None:
-            number, weights = remedy["num_accelerators"], remedy["weights"]
+            number = remedy["num_accelerators"]
+            weights = remedy["weights"]
             ways = [number and f"{number} x {deployment.accelerator.name}", weights and f"--weights {weights}"]
             typer.echo(f"What would do: {', or '.join(filter(None, ways)) or 'a lower --batch-size or --context'}.")
     if not plan.fits:
@@ -341,7 +347,8 @@ def memory(
 
 def _memory_rows(deployment: Deployment, plan: MemoryPlan, tokens: int) -> list[tuple[str, str, str]]:
     """The table's rows, the total last."""
-    target, head = sizes_of(deployment.target), None if deployment.head is None else sizes_of(deployment.head)
+    target = sizes_of(deployment.target)
+    head = None if deployment.head is None else sizes_of(deployment.head)
     active = f", {target.active / 1e9:.3f} of them active" if target.read.experts else ""
     rows = [("target", plan.target_weights, f"{target.owned.total / 1e9:.3f} billion{active}, {deployment.weights}")]
     if head is not None:
@@ -513,7 +520,8 @@ def _print_bounds(result: dict[str, Any], deployment: Deployment) -> None:
         f"\n{deployment.accelerator.source}\nMemory holds {_batch_text(result['largest_batch'])} such sequences."
     )
     if deployment.head is not None:
-        start, end = result["pays_from_batch"], result["break_even_batch"]
+        start = result["pays_from_batch"]
+        end = result["break_even_batch"]
         first = "" if start == 1 else "at no batch" if start is None else f"from batch {start:,} on"
         last = "" if start is None or end is None else f"below batch {end:,}; a real engine stops earlier"
         typer.echo(f"Speculation pays {', '.join(filter(None, (first, last))) or 'at every batch'}.")
@@ -523,7 +531,8 @@ def _print_nodes(result: dict[str, Any], deployment: Deployment, *, alpha: float
     """Prints the cost of verification by draft size for a target with experts, and the best chain."""
     if not result["nodes"]:
         return
-    batch, context = result["bounds"][0]["batch"], result["context"]
+    batch = result["bounds"][0]["batch"]
+    context = result["context"]
     typer.echo(
         f"\nverification at batch {batch} by nodes of the draft, root included: the more of them, the more experts"
     )
@@ -559,7 +568,8 @@ def cost(
 
     Of measured speeds, or of the best that hardware allows. Only output tokens are counted.
     """
-    about, deployment = f"{price_per_hour:g} an hour, busy {busy:.0%} of the hours", None
+    about = f"{price_per_hour:g} an hour, busy {busy:.0%} of the hours"
+    deployment = None
     if tokens_per_second:
         speeds = {f"{speed:g} tokens/s": speed for speed in tokens_per_second}
     else:
@@ -673,7 +683,8 @@ def _read_context(context: int | None, usual: int, deployment: Deployment) -> in
 
 def _deployment_json(deployment: Deployment) -> dict[str, Any]:
     """The deployment as plain values."""
-    target, head = sizes_of(deployment.target), None if deployment.head is None else sizes_of(deployment.head)
+    target = sizes_of(deployment.target)
+    head = None if deployment.head is None else sizes_of(deployment.head)
     return {
         "target": deployment.target_name,
         "target_parameters": target.owned.total,
@@ -691,7 +702,8 @@ def _deployment_json(deployment: Deployment) -> dict[str, Any]:
 
 def _print_title(deployment: Deployment, context: int, text: str, gpu: str | None = None) -> None:
     """Prints the deployment, and a warning of a context beyond the positions of the head."""
-    head, on = deployment.head, f"{deployment.num_accelerators} x {gpu or deployment.accelerator.name}"
+    head = deployment.head
+    on = f"{deployment.num_accelerators} x {gpu or deployment.accelerator.name}"
     with_head = f"with {deployment.head_name if head else 'no head'} on {on}"
     typer.echo(f"{deployment.target_name} ({deployment.weights}) {with_head}; {text}")
     if head is not None and context > head.max_positions:

@@ -174,7 +174,8 @@ def target(
     options = {"CORPUS": fingerprint(np.asarray(tokens)), "--steps": steps, "--phases": phases, "--seed": seed}
     same_run(out, options | named(optimizer) | named(shape) | {"--dtype": dtype})
     trainer = Trainer(functools.partial(next_token_loss, model), schedule, out / "checkpoints")
-    start, every = model.init(jax.random.key(seed)), running.save_every
+    start = model.init(jax.random.key(seed))
+    every = running.save_every
     state = train(trainer, start, batches, steps=steps, of=steps, save_every=every)
     write_target(out, data, config, state.params, dtype=running.store)
     typer.echo(f"wrote {out}")

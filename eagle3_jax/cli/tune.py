@@ -70,7 +70,8 @@ def tune(
 
     Ctrl-C ends the measurement; the batch sizes measured until then are reported.
     """
-    sizes, lengths = parse_numbers(batch_sizes, "--batch-sizes", most=4096), parse_numbers(chains, "--chains")
+    sizes = parse_numbers(batch_sizes, "--batch-sizes", most=4096)
+    lengths = parse_numbers(chains, "--chains")
     if models.drafter == "none":
         raise Misuse("--drafter none drafts nothing, so there is nothing to tune; name another drafter")
     check_writable(output)
@@ -93,7 +94,8 @@ def tune(
         asked = in_turn([one for one in read if prompts or one.category == "code"], max_prompts)
         head = read_drafter(models.drafter, target=loaded, target_source=models.target, layer_ids=models.layer_ids)
         assert head is not None
-        batches, shapes = len(set(sizes)), len(set(lengths)) + len(trees)
+        batches = len(set(sizes))
+        shapes = len(set(lengths)) + len(trees)
         now = counted(now, tuning.num_steps(shapes=shapes, batches=batches, repeats=repeats, check=check))
         found = tuning.tune(
             loaded,
@@ -171,7 +173,8 @@ def _spread(one: Spread) -> str:
 def _print_speedups(found: Tuning) -> None:
     rows = []
     for candidates in zip(*(one.candidates for one in found.batches), strict=True):
-        pairs, shape = zip(candidates, found.batches, strict=True), candidates[0].shape
+        pairs = zip(candidates, found.batches, strict=True)
+        shape = candidates[0].shape
         gains = [f"{_spread(draft.speedup)}{' *' if draft is one.best else ''}" for draft, one in pairs]
         rows.append((shape.name, f"{shape.mean_acceptance_length:.2f}", *gains))
     rows.append(("plain", "", *("1" if one.best else "1 *" for one in found.batches)))
@@ -182,11 +185,13 @@ def _print_speedups(found: Tuning) -> None:
 def _print_break_evens(found: Tuning) -> None:
     from eagle3_jax.bench.tune import break_even
 
-    of, rows = "{:.2f}, is {:.2f}".format, []
+    of = "{:.2f}, is {:.2f}".format
+    rows = []
     for one in found.batches:
         chain = one.best_chain or max(one.chains, key=lambda candidate: candidate.speedup.median)
         level = break_even(chain)
-        needed, measured = level.needed, level.measured
+        needed = level.needed
+        measured = level.measured
         rows.append(
             (
                 str(one.batch),

@@ -138,7 +138,8 @@ class MarkovBias(nnx.Module):
 
     def __init__(self, config: DFlashConfig, *, precision: Precision, rngs: nnx.Rngs):
         assert config.markov is not None
-        rank, options = config.markov.rank, {"precision": precision, "rngs": rngs}
+        rank = config.markov.rank
+        options = {"precision": precision, "rngs": rngs}
         self.type = config.markov.type
         self.before = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, rank), jnp.float32) * 0.01)
         vocab = Axis(VOCAB, config.draft_vocab_size)
@@ -160,7 +161,8 @@ class MarkovBias(nnx.Module):
             joint = self.joint(jnp.concatenate([state, read, hidden], axis=-1))
             gate, candidate, out = jnp.split(joint, 3, axis=-1)
             gate = jax.nn.sigmoid(gate)
-            state, read = gate * state + (1 - gate) * jnp.tanh(candidate), jnp.tanh(out)
+            state = gate * state + (1 - gate) * jnp.tanh(candidate)
+            read = jnp.tanh(out)
         return self.after(read).astype(jnp.float32), state
 
     def embed(self, tokens: Int[Array, "B k"]) -> Float[Array, "B k R"]:
@@ -172,7 +174,8 @@ class DFlashHead(nnx.Module):
     """The network; the embedding is an input, because it is the target's."""
 
     def __init__(self, config: DFlashConfig, *, precision: Precision, rngs: nnx.Rngs):
-        width, eps = config.width, config.norm_eps
+        width = config.width
+        eps = config.norm_eps
         options = {"precision": precision, "rngs": rngs}
         self.fc = Linear(len(config.aux_layers) * config.target_width, width, **options)
         self.feature_norm = RMSNorm(width, eps)
@@ -260,7 +263,8 @@ class DFlashDrafter(NetworkDrafter):
 
     def observe(self, params: Params, state: DFlashState, seen: Observation) -> DFlashState:
         """Keep keys and values of the committed tokens' features; a token of its own is never run again."""
-        cache, fed = state.cache, seen.tokens.shape[1]
+        cache = state.cache
+        fed = seen.tokens.shape[1]
         positions = cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
         context = self.bind(params).context(seen.features, positions)
         layers: tuple[KeyValues, ...] = cache.layers  # type: ignore[assignment]
@@ -298,7 +302,8 @@ class DFlashDrafter(NetworkDrafter):
 
     def read_block(self, params: Params, head: DFlashHead, state: DFlashState) -> Float[Array, "B K D"]:
         """The rows that predict the ``K`` tokens after the root, of a block that is run behind the context."""
-        config, cache = self.config, state.cache
+        config = self.config
+        cache = state.cache
         rows = self.max_depth + (0 if config.from_anchor else 1)
         tokens = jnp.full((state.root.shape[0], rows), config.mask_token, jnp.int32).at[:, 0].set(state.root)
         positions = cache.length[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]

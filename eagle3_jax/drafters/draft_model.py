@@ -114,7 +114,8 @@ class DraftModel(ShapedDrafter):
         All of them, the accepted drafts too: those were fed while drafting, except the last, which was only drawn.
         The root is the last token read before and the first one committed: it is read again in its own slot.
         """
-        observed, fed = seen.length > 0, seen.tokens.shape[1] + 1
+        observed = seen.length > 0
+        fed = seen.tokens.shape[1] + 1
         index = jnp.arange(fed, dtype=jnp.int32)[None, :]
         following = seen.next_token[:, None]
         tokens = jnp.where(index == seen.length[:, None], following, jnp.concatenate([seen.tokens, following], axis=1))

@@ -52,7 +52,8 @@ class Eagle1Head(nnx.Module):
     """The network; the embedding is an input and the output matrix the target's."""
 
     def __init__(self, config: Eagle1Config, *, precision: Precision, rngs: nnx.Rngs):
-        width, eps = config.width, config.norm_eps
+        width = config.width
+        eps = config.norm_eps
         self.fc = Linear(2 * width, width, bias=config.fc_bias, precision=precision, rngs=rngs)
         block = functools.partial(Block, width=width, norm_eps=eps, precision=precision, rngs=rngs)
         self.first = block(config.layers[0], input_norm=False)

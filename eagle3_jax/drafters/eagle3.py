@@ -40,7 +40,9 @@ class FirstLayer(nnx.Module):
     """The layer that reads the token embedding next to the features. Its attention takes both, twice the width."""
 
     def __init__(self, config: Eagle3Config, *, precision: Precision, rngs: nnx.Rngs):
-        layer, width, eps = config.layers[0], config.width, config.norm_eps
+        layer = config.layers[0]
+        width = config.width
+        eps = config.norm_eps
         self.embedding_norm = RMSNorm(width, eps)
         self.feature_norm = RMSNorm(width, eps)
         self.attention = Attention(
@@ -68,7 +70,9 @@ class Eagle3Head(nnx.Module):
     """The network. The embedding is an input, because most heads share the target's."""
 
     def __init__(self, config: Eagle3Config, *, precision: Precision, rngs: nnx.Rngs):
-        width, eps, chunks = config.width, config.norm_eps, len(config.aux_layers)
+        width = config.width
+        eps = config.norm_eps
+        chunks = len(config.aux_layers)
         self.config = config
         if config.norm_before_fc:
             self.input_norm = RMSNorm(chunks * config.target_width, eps)
@@ -141,7 +145,8 @@ class Eagle3Drafter(NetworkDrafter):
     def init(self, params: Params, batch: int, capacity: int) -> FeedbackState:
         """An empty state; see :class:`eagle3_jax.types.Drafter`."""
         del params
-        config, dtype = self.config, self.precision.activations
+        config = self.config
+        dtype = self.precision.activations
         # The capacity has room for every verified node; the head may run on more nodes of a tree than that.
         capacity += max(0, self.shape.num_expanded - self.num_nodes)
         return FeedbackState(
@@ -152,7 +157,8 @@ class Eagle3Drafter(NetworkDrafter):
 
     def observe(self, params: Params, state: FeedbackState, seen: Observation) -> FeedbackState:
         """Runs the head on the committed pairs ``(f_t, x_{t+1})`` at positions ``t``; only these enter its cache."""
-        head, fed = self.bind(params), seen.tokens.shape[1]
+        head = self.bind(params)
+        fed = seen.tokens.shape[1]
         shifted = jnp.concatenate([seen.tokens[:, 1:], seen.next_token[:, None]], axis=1)
         last = jnp.arange(fed, dtype=jnp.int32)[None, :] == seen.length[:, None] - 1
         shifted = jnp.where(last, seen.next_token[:, None], shifted)
@@ -170,7 +176,8 @@ class Eagle3Drafter(NetworkDrafter):
 
     def propose(self, params: Params, state: FeedbackState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
         """Grows a draft by feeding the head its own output. Verification makes any draft exact."""
-        head, length = self.bind(params), state.cache.length
+        head = self.bind(params)
+        length = state.cache.length
 
         def run(tokens, output, depth, mask, memory):
             # All nodes of a level share one rotary position: that of the pair, one before the token's own.

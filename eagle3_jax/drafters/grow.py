@@ -74,7 +74,8 @@ def grow_chain(chain: Chain, inputs: DraftInputs) -> tuple[Draft, Any]:
     Returns:
         A draft without ``probs`` (every proposal is a point mass), and the memory after the last level that was run.
     """
-    level, tokens = inputs.first, []
+    level = inputs.first
+    tokens = []
     for _ in range(chain.num_speculative_tokens):
         tokens.append(inputs.to_target(argmax(level.logits[:, 0])))
         level = _run_next(chain, inputs, level, tokens)
@@ -91,12 +92,14 @@ def sample_chain(chain: Chain, inputs: DraftInputs) -> tuple[Draft, Any]:
         A draft with ``probs`` (``q`` over the target's ids; zeros at the root), and the memory after the last level
         that was run.
     """
-    first, depth = inputs.first, chain.num_speculative_tokens
+    first = inputs.first
+    depth = chain.num_speculative_tokens
     batch = inputs.root.shape[0]
     greedy = jnp.asarray(inputs.sampling.temperature) == 0
     digits = num_digits(first.logits.shape[-1])
     dice = uniforms(inputs.keys, depth * digits).reshape(batch, depth, digits)
-    tokens, probs = [], [jnp.zeros((batch, inputs.vocab_size), jnp.float32)]
+    tokens = []
+    probs = [jnp.zeros((batch, inputs.vocab_size), jnp.float32)]
     level = first
     for index in range(depth):
         logits = level.logits[:, 0]
@@ -133,14 +136,19 @@ def grow_dynamic_tree(topology: DynamicTree, inputs: DraftInputs) -> tuple[Draft
     Returns:
         A draft without ``probs``, and the memory after the last level that was run.
     """
-    width, batch = topology.top_k, inputs.root.shape[0]
+    width = topology.top_k
+    batch = inputs.root.shape[0]
     logprobs, ids = _top_logprobs(inputs.first.logits[:, 0], width)
     tokens = inputs.to_target(ids)
-    scores, flat = logprobs, jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
-    pool_scores, pool_tokens, pool_parents = [scores], [tokens], [jnp.full((batch, width), -1, jnp.int32)]
+    scores = logprobs
+    flat = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
+    pool_scores = [scores]
+    pool_tokens = [tokens]
+    pool_parents = [jnp.full((batch, width), -1, jnp.int32)]
     carry = jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=1), inputs.first.carry)
     itself = jnp.broadcast_to(jnp.eye(width, dtype=jnp.bool_), (batch, width, width))
-    mask, memory = itself, inputs.first.memory
+    mask = itself
+    memory = inputs.first.memory
 
     for depth in range(topology.max_depth - 1):
         level = inputs.run(tokens, carry, depth, mask, memory)

@@ -59,7 +59,8 @@ class MTPModule(nnx.Module):
     """The network; the embedding is an input."""
 
     def __init__(self, config: MTPConfig, *, precision: Precision, rngs: nnx.Rngs):
-        width, eps = config.width, config.norm_eps
+        width = config.width
+        eps = config.norm_eps
         self.embedding_norm = RMSNorm(width, eps)
         self.feature_norm = RMSNorm(width, eps)
         self.fc = Linear(2 * width, width, precision=precision, rngs=rngs)

@@ -38,7 +38,8 @@ class NGram(TextDrafter):
         """Continue the best earlier occurrence; what would reach past the known tokens is marked invalid."""
         del params, keys, sampling
         batch, capacity = state.tokens.shape
-        end, slot = state.length[:, None], jnp.arange(capacity, dtype=jnp.int32)[None, :]
+        end = state.length[:, None]
+        slot = jnp.arange(capacity, dtype=jnp.int32)[None, :]
         run = state.matches(self.max_ngram)
         # Longest first, then by place.
         place = capacity - 1 - slot if self.earliest else slot

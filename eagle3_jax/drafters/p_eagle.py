@@ -88,7 +88,9 @@ class PEagleDrafter(Eagle3Drafter):
 
     def propose(self, params: Params, state: FeedbackState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
         """Run the mask rows behind the committed pairs and draft from all laws at once."""
-        head, cache, masks = self.bind(params), state.cache, self.max_depth - 1
+        head = self.bind(params)
+        cache = state.cache
+        masks = self.max_depth - 1
         outputs = state.output[:, None]
         if masks:
             shape = (state.root.shape[0], masks)
@@ -100,6 +102,7 @@ class PEagleDrafter(Eagle3Drafter):
             outputs = jnp.concatenate([outputs, output], axis=1)
             # What the mask rows wrote lies behind the committed slots, whose number is as before.
             cache = Cache(layers=tuple(KeyValues(**one._asdict()) for one in written), length=cache.length)
-        ids, logits = params.get("draft_to_target"), head.logits(outputs)
+        ids = params.get("draft_to_target")
+        logits = head.logits(outputs)
         draft, _ = self.grow(parallel_inputs(state.root, logits, ids, self.config.vocab_size, keys, sampling))
         return dataclasses.replace(draft, state=dataclasses.replace(state, cache=cache))

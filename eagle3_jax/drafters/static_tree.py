@@ -51,11 +51,13 @@ def sample_static_tree(tree: StaticTree, inputs: DraftInputs) -> tuple[Draft, An
     Returns:
         A draft with ``probs``, and the memory after the last level that was run.
     """
-    batch, size = inputs.root.shape[0], tree.num_nodes
+    batch = inputs.root.shape[0]
+    size = tree.num_nodes
     greedy = jnp.asarray(inputs.sampling.temperature)[:, None] == 0
     digits = num_digits(inputs.first.logits.shape[-1])
     dice = uniforms(inputs.keys, (size - 1) * digits).reshape(batch, size - 1, digits)
-    rows, probs = jnp.arange(batch)[:, None], jnp.zeros((batch, size, inputs.vocab_size), jnp.float32)
+    rows = jnp.arange(batch)[:, None]
+    probs = jnp.zeros((batch, size, inputs.vocab_size), jnp.float32)
 
     def sample_without_replacement(logits: Array, slots: np.ndarray, ranks: np.ndarray, children: np.ndarray) -> Array:
         nonlocal probs
@@ -65,7 +67,8 @@ def sample_static_tree(tree: StaticTree, inputs: DraftInputs) -> tuple[Draft, An
         elder = np.sum((slots[:, None] == slots) & (ranks[:, None] > ranks), axis=1)
         for place in range(elder.max() + 1):
             (these,) = np.nonzero(elder == place)
-            left, nodes = logits[:, slots[these]], children[these]
+            left = logits[:, slots[these]]
+            nodes = children[these]
             q = probabilities(left, inputs.sampling, SamplingMode.TEMPERATURE)
             drawn = jnp.where(greedy, argmax(left), draw(q, dice[:, nodes - 1]))
             ids = ids.at[:, these].set(drawn)
@@ -79,11 +82,14 @@ def sample_static_tree(tree: StaticTree, inputs: DraftInputs) -> tuple[Draft, An
 
 def _grow_by_levels(tree: StaticTree, inputs: DraftInputs, choose: ChooseChildren) -> tuple[Draft, Any]:
     """Runs the network on the nodes that have children, level by level."""
-    batch, parents = inputs.root.shape[0], np.array(tree.parents)
+    batch = inputs.root.shape[0]
+    parents = np.array(tree.parents)
     level_of = np.array([0, *(len(path) for path in tree.paths)])
     ranks = np.array([-1, *(path[-1] for path in tree.paths)])
     tokens = jnp.zeros((batch, tree.num_nodes), jnp.int32)
-    level, running, ran = inputs.first, np.array([0]), np.array([], int)
+    level = inputs.first
+    running = np.array([0])
+    ran = np.array([], int)
     for depth in range(tree.max_depth):
         children = np.flatnonzero(level_of == depth + 1)
         slots = np.searchsorted(running, parents[children])
@@ -100,6 +106,7 @@ def _grow_by_levels(tree: StaticTree, inputs: DraftInputs, choose: ChooseChildre
                 seen[row, np.flatnonzero(ran == node)] = True
                 node = parents[node]
         mask = jnp.broadcast_to(jnp.asarray(seen), (batch, *seen.shape))
-        level, running = inputs.run(tokens[:, expanding], carry, depth, mask, level.memory), expanding
+        level = inputs.run(tokens[:, expanding], carry, depth, mask, level.memory)
+        running = expanding
     below = jnp.broadcast_to(jnp.asarray(parents[1:], jnp.int32), (batch, tree.num_nodes - 1))
     return inputs.add_root(tokens[:, 1:], below), level.memory

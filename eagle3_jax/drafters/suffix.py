@@ -64,7 +64,8 @@ class Suffix(TextDrafter):
         self, tokens: Int[Array, " S"], end: Int[Array, ""], run: Int[Array, " S"]
     ) -> tuple[Int[Array, " K"], Bool[Array, " K"]]:
         """What one row proposes, and how much of it."""
-        capacity, depth = tokens.shape[0], self.num_speculative_tokens
+        capacity = tokens.shape[0]
+        depth = self.num_speculative_tokens
         # M suffixes, the longest first; C matches, the longest first and of those the latest.
         suffix = jnp.arange(self.max_suffix, 0, -1, dtype=jnp.int32)
         best, at = lax.top_k(
@@ -72,10 +73,14 @@ class Suffix(TextDrafter):
             min(self.max_matches, capacity),
         )
         ahead = at[:, None] + 1 + jnp.arange(depth, dtype=jnp.int32)[None, :]
-        known, following = ahead < end, tokens[jnp.minimum(ahead, capacity - 1)]
+        known = ahead < end
+        following = tokens[jnp.minimum(ahead, capacity - 1)]
         agreeing = (run[at][None, :] >= suffix[:, None]) & (best >= 0)[None, :]
         total = jnp.sum(agreeing, axis=1, dtype=jnp.float32)
-        score, going, drafted, ends = jnp.zeros(suffix.shape, jnp.float32), total > 0, [], []
+        score = jnp.zeros(suffix.shape, jnp.float32)
+        going = total > 0
+        drafted = []
+        ends = []
         for index in range(depth):
             same = (
                 (following[:, None, index] == following[None, :, index]) & known[:, None, index] & known[None, :, index]

@@ -25,8 +25,10 @@ class TextState(struct.PyTreeNode, kw_only=True):
 
         Zero at the last token itself and behind it.
         """
-        end, slot = self.length[:, None], jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None, :]
-        run, unbroken = jnp.zeros(self.tokens.shape, jnp.int32), slot < end - 1
+        end = self.length[:, None]
+        slot = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None, :]
+        run = jnp.zeros(self.tokens.shape, jnp.int32)
+        unbroken = slot < end - 1
         for back in range(most):
             suffix = jnp.take_along_axis(self.tokens, jnp.maximum(end - 1 - back, 0), axis=1)
             here = jnp.roll(self.tokens, back, axis=1)
@@ -86,7 +88,8 @@ class TextDrafter:
     def observe(self, params: Any, state: TextState, seen: Observation) -> TextState:
         """Append the committed tokens. The last one known is the root, so new tokens start where it stands."""
         del params
-        capacity, fed = state.tokens.shape[1], seen.tokens.shape[1]
+        capacity = state.tokens.shape[1]
+        fed = seen.tokens.shape[1]
         start = jnp.maximum(state.length - 1, 0)
         step = jnp.arange(fed + 1, dtype=jnp.int32)[None, :]
         new = jnp.concatenate([seen.tokens, seen.next_token[:, None]], axis=1)

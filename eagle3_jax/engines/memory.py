@@ -6,7 +6,9 @@ import os
 import re
 
 # Of the device's memory, where vLLM computes on it too. PyTorch, which cannot be told beforehand, takes from the rest.
-SHARE_OF_JAX, SHARE_OF_VLLM, SHARE_OF_ENGINES = 0.4, 0.3, 0.4
+SHARE_OF_JAX = 0.4
+SHARE_OF_VLLM = 0.3
+SHARE_OF_ENGINES = 0.4
 
 
 def share_memory(*, beside_vllm: bool = True) -> None:

@@ -16,7 +16,9 @@ from eagle3_jax.models.layers import matmul_precision
 
 # A long prompt is processed in blocks of queries, so that at most 2^27 attention scores (512 MiB in float32) exist at
 # once. A block has at least 64 queries. Up to 128 tokens, as in every round, nothing is split.
-_SCORES, _SHORT, _FEWEST = 2**27, 128, 64
+_SCORES = 2**27
+_SHORT = 128
+_FEWEST = 64
 
 
 class Segment(NamedTuple):

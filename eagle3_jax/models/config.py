@@ -139,7 +139,8 @@ class GroupedQuery:
             raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs a positive even number")
         check_range(self, 1, MOST, "head_dim", "window", "chunk")
         check_range(self, 1e-6, 1e6, "softcap", "scale")
-        pairs, rope = 0 if self.rope is None else int(self.head_dim * self.rope.partial) // 2, self.rope
+        pairs = 0 if self.rope is None else int(self.head_dim * self.rope.partial) // 2
+        rope = self.rope
         if rope is not None and rope.type == "longrope" and {len(rope.short_factor), len(rope.long_factor)} != {pairs}:
             raise ValueError(
                 f"short_factor has {len(rope.short_factor)} and long_factor {len(rope.long_factor)} numbers; "

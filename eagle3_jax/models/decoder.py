@@ -78,7 +78,8 @@ class Block(nnx.Module):
         self.mlp_norm = norm("before", "around")
         self.mlp = MLPS[type(config.mlp)](width, config.mlp, **options)
         self.mlp_post_norm = norm("after", "around")
-        self.parallel, self.residual_scale = places == "parallel", config.residual_scale
+        self.parallel = places == "parallel"
+        self.residual_scale = config.residual_scale
 
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], memory: Memory | RecurrentMemory
@@ -98,13 +99,17 @@ class Decoder(nnx.Module):
     """Embedding, ``L`` blocks, final norm and output projection."""
 
     def __init__(self, config: DecoderConfig, *, precision: Precision, rngs: nnx.Rngs):
-        self.config, self.precision = config, precision
-        shape, vocab = (config.vocab_size, config.width), Axis(VOCAB, config.vocab_size)
+        self.config = config
+        self.precision = precision
+        shape = (config.vocab_size, config.width)
+        vocab = Axis(VOCAB, config.vocab_size)
         # Divided, a table takes an all-reduce for every lookup: it is where it is the output matrix as well.
         axes = (vocab, None) if config.tie_embeddings else ()
         table = jax.random.normal(rngs.params(), shape, jnp.float32) * 0.02
         self.embedding = nnx.Param(table, axes=axes, product=OUTPUT if config.tie_embeddings else "")
-        width, eps, kind = config.width, config.norm_eps, config.norm_kind
+        width = config.width
+        eps = config.norm_eps
+        kind = config.norm_kind
         options: dict[str, Any] = {"width": width, "norm_eps": eps, "norm_kind": kind, "precision": precision}
         self.blocks = nnx.List([Block(layer, rngs=rngs, **options) for layer in config.layers])
         self.norm = RMSNorm(width, eps, kind)
@@ -122,7 +127,8 @@ class Decoder(nnx.Module):
         x = embed(self.embedding[...], tokens, self.precision)
         if self.config.embedding_scale != 1.0:
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as in the PyTorch models
-        entering, written = [x], []
+        entering = [x]
+        written = []
         for block, memory in zip(self.blocks, memories, strict=True):
             x, kept = call_cached(block, x, positions, memory)
             entering.append(x)

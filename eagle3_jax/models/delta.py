@@ -55,8 +55,10 @@ class GatedDeltaNet(nnx.Module):
         rngs: nnx.Rngs,
     ):
         del norm_kind  # of the model's other norms; this one's weight is never centred at zero
-        keys, values = config.num_key_heads * config.key_dim, config.num_value_heads * config.value_dim
-        axis, options = Axis(HEADS, config.num_key_heads), {"precision": precision, "rngs": rngs}
+        keys = config.num_key_heads * config.key_dim
+        values = config.num_value_heads * config.value_dim
+        axis = Axis(HEADS, config.num_key_heads)
+        options = {"precision": precision, "rngs": rngs}
         self.qkvz = Linear(d_in, 2 * keys + 2 * values, axes=(None, axis), **options)
         self.ba = Linear(d_in, 2 * config.num_value_heads, axes=(None, axis), product="", **options)
         shape = (config.kernel, 1, 2 * keys + values)
@@ -75,10 +77,12 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Updates | Recurrent]:
         """What the block reads, and what its cache takes: what each node does to a state, or the state after a text."""
         del positions
-        config, rows = self.config, x.shape[:2]
+        config = self.config
+        rows = x.shape[:2]
         split = 2 * config.key_dim + config.group * config.value_dim
         fused = keep_fused(self.qkvz(x)).reshape(*rows, config.num_key_heads, -1)
-        inputs, gate = fused[..., :split], fused[..., split:]
+        inputs = fused[..., :split]
+        gate = fused[..., split:]
         ba = keep_fused(self.ba(x)).reshape(*rows, config.num_key_heads, 2, config.group)
         betas, logs = self._rates(ba)
         if memory.layer is None:
@@ -158,7 +162,8 @@ class GatedDeltaNet(nnx.Module):
 
         Padding decays nothing and adds nothing. Real tokens stand side by side.
         """
-        taps, size = self.config.kernel - 1, inputs.shape[1]
+        taps = self.config.kernel - 1
+        size = inputs.shape[1]
         inputs = jnp.where(real[..., None, None], inputs, 0)
         behind = jnp.pad(inputs, ((0, 0), (taps, 0), (0, 0), (0, 0)))
         heads = self._heads([behind[:, tap : tap + size] for tap in range(taps + 1)])
@@ -204,7 +209,8 @@ def chunked(
     of_values = jnp.moveaxis(values * betas[..., None], 2, 4)
     of_state = jnp.moveaxis(keys[:, :, :, :, None] * (betas * jnp.exp(since))[..., None], 2, 4)
     solved = _solved(alike, jnp.concatenate([of_values, of_state], axis=-1))
-    first, of_state = solved[..., : values.shape[-1]], solved[..., values.shape[-1] :]
+    first = solved[..., : values.shape[-1]]
+    of_state = solved[..., values.shape[-1] :]
     total = jnp.moveaxis(since[:, :, -1:], 2, 4)  # [chunks B Hk r 1]
     rest = jnp.exp(total - jnp.moveaxis(since, 2, 4))  # what is left of a token at the end of its chunk
 

@@ -23,7 +23,8 @@ class ExpertMLP(nnx.Module):
     """``Σ w_e · expert_e(x)`` over the chosen, and ``shared(x)``, whose output ``shared_gate`` may scale."""
 
     def __init__(self, width: int, config: Experts, *, precision: Precision, rngs: nnx.Rngs):
-        count, inner = config.num_experts, config.width
+        count = config.num_experts
+        inner = config.width
         options: dict[str, Any] = {"precision": precision, "rngs": rngs}
         axes = (Axis(EXPERTS, count),)
 
@@ -34,7 +35,8 @@ class ExpertMLP(nnx.Module):
         self.router = Linear(width, count, bias=config.bias, product="", **options)
         if config.router == "sigmoid":
             self.correction = nnx.Param(jnp.zeros((count,), jnp.float32))
-        self.gate_up, self.down = normal(count, width, 2 * inner), normal(count, inner, width)
+        self.gate_up = normal(count, width, 2 * inner)
+        self.down = normal(count, inner, width)
         if config.bias:
             self.gate_up_bias = nnx.Param(jnp.zeros((count, 2 * inner), jnp.float32), axes=(*axes, None))
             self.down_bias = nnx.Param(jnp.zeros((count, width), jnp.float32), axes=(*axes, None))
@@ -42,7 +44,8 @@ class ExpertMLP(nnx.Module):
             self.shared = SwiGLU(width, GatedMLP(width=config.shared_width), **options)
         if config.shared_gate:
             self.shared_gate = Linear(width, 1, product="", **options)
-        self.config, self.precision = config, precision
+        self.config = config
+        self.precision = precision
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         if not on_a_mesh():
@@ -54,12 +57,14 @@ class ExpertMLP(nnx.Module):
             first = lax.axis_index(MODEL) * (self.config.num_experts // lax.axis_size(MODEL))
             return lax.psum(nnx.merge(graph, state)._share(x, first), MODEL)
 
-        rows, parts = rows_spec(len(x)), jax.tree.map(_spec, state, is_leaf=lambda one: isinstance(one, nnx.Variable))
+        rows = rows_spec(len(x))
+        parts = jax.tree.map(_spec, state, is_leaf=lambda one: isinstance(one, nnx.Variable))
         return jax.shard_map(share, in_specs=(rows, parts), out_specs=rows, check_vma=False)(x, state)
 
     def _share(self, x: Float[Array, "B T D"], first: Int[Array, ""] | int = 0) -> Float[Array, "B T D"]:
         """What the experts that lie here add, of which the first is ``first``, and the columns of the shared MLP."""
-        config, tokens = self.config, x.reshape(-1, x.shape[-1])
+        config = self.config
+        tokens = x.reshape(-1, x.shape[-1])
         bias = None if self.router.bias is None else self.router.bias[...]
         logits = router_logits(tokens, self.router.kernel[...], bias, config, self.precision)
         routing = route(logits, self.correction[...] if config.router == "sigmoid" else None, config)
@@ -75,7 +80,8 @@ class ExpertMLP(nnx.Module):
 
 def _spec(variable: nnx.Variable) -> Any:
     """Where a parameter lies; of one in eight bits where each of its leaves does."""
-    axes, value = variable.get_metadata().get("axes", ()), variable[...]
+    axes = variable.get_metadata().get("axes", ())
+    value = variable[...]
     spec = PartitionSpec(*(None if axis is None else MODEL for axis in axes))
     if not isinstance(value, Fp8Kernel | Int8Kernel):
         return spec

@@ -113,7 +113,8 @@ def flash_attention(
     parts = math.ceil(tokens * group / rows)
     splits = min(math.ceil(_PROGRAMS / (batch * kv_heads * parts)), math.ceil(capacity / _TILE))
     of_head = lambda n, i, j: (n, 0, 0)
-    masks, of_masks = [], []
+    masks = []
+    of_masks = []
     if seen is not None:
         shared = seen.shape[0] == 1
         masks = [seen.astype(jnp.int8)]
@@ -171,10 +172,13 @@ def _kernel(
 ) -> None:
     """One program: ``rows`` queries of one key head over every ``splits``-th tile of slots."""
     *masks, out_ref, log_sums_ref = rest
-    rows, capacity = queries_ref.shape[0], keys_ref.shape[0]
-    split, length = pl.program_id(2), length_ref[...]
+    rows = queries_ref.shape[0]
+    capacity = keys_ref.shape[0]
+    split = pl.program_id(2)
+    length = length_ref[...]
     row = pl.program_id(1) * rows + jnp.arange(rows, dtype=jnp.int32)
-    real, token = row < tokens * group, row // group
+    real = row < tokens * group
+    token = row // group
 
     def is_seen(slots: Array) -> Array:
         if not masks:
@@ -199,7 +203,8 @@ def _kernel(
             scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(is_seen(slots), scores, jnp.finfo(jnp.float32).min)
         most = jnp.maximum(largest, jnp.max(scores, axis=1))
-        weights, kept = jnp.exp(scores - most[:, None]), jnp.exp(largest - most)
+        weights = jnp.exp(scores - most[:, None])
+        kept = jnp.exp(largest - most)
         part = triton.dot(weights.astype(values_ref.dtype), load(values_ref))
         return out * kept[:, None] + part, total * kept + jnp.sum(weights, axis=1), most
 

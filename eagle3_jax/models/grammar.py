@@ -46,9 +46,11 @@ def pieces_of(pattern: str) -> list[tuple[str, int]]:
     Each has the number of character classes that it is in. Brackets are in their class.
     """
     pieces: list[tuple[str, int]] = []
-    place, depth = 0, 0
+    place = 0
+    depth = 0
     while match := (_INSIDE if depth else _OUTSIDE).match(pattern, place):
-        piece, place = match[0], match.end()
+        piece = match[0]
+        place = match.end()
         depth += piece[0] == "["
         pieces.append((piece, depth))
         depth -= piece == "]" and depth > 0
@@ -112,7 +114,8 @@ def _explore(pattern: str, spelled: Mapping[bytes, list[int]], vocab_size: int) 
     Raises:
         ValueError: The expression is not supported.
     """
-    first, last = vocab_size, vocab_size + 1
+    first = vocab_size
+    last = vocab_size + 1
     try:
         ends = {_FIRST.encode(): [first], _LAST.encode(): [last]}
         vocabulary = _outlines().Vocabulary(last + 1, {**spelled, **ends})
@@ -147,7 +150,9 @@ def _enclose(pattern: str) -> str:
         ValueError: An anchor is inside the expression, it ignores white space, or a parenthesis is not opened.
     """
     pieces = pieces_of(pattern)
-    flags, opened, body = "", 0, ""
+    flags = ""
+    opened = 0
+    body = ""
     for piece, depth in pieces:
         rest = f"--{_PRIVATE}]"
         if depth == 1 and piece[0] == "[":
@@ -184,9 +189,11 @@ def merge_columns(rows: Callable[[], Iterable[np.ndarray]]) -> tuple[np.ndarray,
     Raises:
         ValueError: The merged table has more than ``MOST_ENTRIES``.
     """
-    states, digests = 0, np.zeros((), np.uint64)
+    states = 0
+    digests = np.zeros((), np.uint64)
     for row in rows():
-        states, digests = states + 1, (digests ^ row.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        states = states + 1
+        digests = (digests ^ row.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         digests ^= digests >> np.uint64(32)
     _, first, columns = np.unique(digests, return_index=True, return_inverse=True)
     if states * len(first) > MOST_ENTRIES:

@@ -36,17 +36,22 @@ class Attention(nnx.Module):
         precision: Precision,
         rngs: nnx.Rngs,
     ):
-        heads, size, axis = config.num_heads, config.head_dim, Axis(HEADS, config.num_kv_heads)
+        heads = config.num_heads
+        size = config.head_dim
+        axis = Axis(HEADS, config.num_kv_heads)
         columns = (heads * (1 + config.output_gate) + 2 * config.num_kv_heads) * size
         self.qkv = Linear(d_in, columns, axes=(None, axis), bias=config.qkv_bias, precision=precision, rngs=rngs)
         self.o = Linear(heads * size, width, axes=(axis, None), bias=config.o_bias, precision=precision, rngs=rngs)
         if config.qk_norm:
-            whole, own = config.qk_norm_kind == "whole", config.qk_norm_kind == "own-weights"
+            whole = config.qk_norm_kind == "whole"
+            own = config.qk_norm_kind == "own-weights"
             norm = lambda of: RMSNorm(size * of if whole else size, norm_eps, norm_kind, heads=of if own else None)
-            self.q_norm, self.k_norm = norm(heads), norm(config.num_kv_heads)
+            self.q_norm = norm(heads)
+            self.k_norm = norm(config.num_kv_heads)
         if config.sinks:
             self.sinks = nnx.Param(jnp.zeros((heads,), jnp.float32), axes=(axis,))
-        self.config, self.norm_eps = config, norm_eps
+        self.config = config
+        self.norm_eps = norm_eps
 
     def __call__(
         self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], memory: Memory
@@ -68,10 +73,12 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T heads H"], KeyValue, Float[Array, "B T width"] | None]:
         config = self.config
-        rows, group = x.shape[:2], config.group
+        rows = x.shape[:2]
+        group = config.group
         fused = keep_fused(self.qkv(x)).reshape(*rows, config.num_kv_heads, -1, config.head_dim)
         queries = fused[:, :, :, :group].reshape(*rows, config.num_heads, config.head_dim)
-        keys, values = fused[:, :, :, group], fused[:, :, :, group + 1]
+        keys = fused[:, :, :, group]
+        values = fused[:, :, :, group + 1]
         gate = fused[:, :, :, group + 2 :].reshape(*rows, -1) if config.output_gate else None
         if config.qk_norm and config.qk_norm_kind == "whole":
             queries, keys = (
@@ -79,9 +86,11 @@ class Attention(nnx.Module):
                 for norm, one in ((self.q_norm, queries), (self.k_norm, keys))
             )
         elif config.qk_norm:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
+            queries = self.q_norm(queries)
+            keys = self.k_norm(keys)
         if config.rope is not None:
-            queries, keys = rotate(queries, positions, config.rope), rotate(keys, positions, config.rope)
+            queries = rotate(queries, positions, config.rope)
+            keys = rotate(keys, positions, config.rope)
         if config.qk_l2_norm:
             queries, keys = (normalised(one, self.norm_eps).astype(one.dtype) for one in (queries, keys))
         if config.query_scaling is not None:

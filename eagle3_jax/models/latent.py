@@ -41,7 +41,8 @@ class LatentAttention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         del norm_eps  # the latents have their own
-        heads, rank = config.num_heads, config.kv_rank
+        heads = config.num_heads
+        rank = config.kv_rank
         axis = Axis(HEADS, heads)
         columns = heads * (config.nope_dim + config.rope_dim)
         if config.q_rank is None:
@@ -61,13 +62,15 @@ class LatentAttention(nnx.Module):
         self.value_up = by_head(rank, config.value_dim, rank**-0.5)
         inner = heads * config.value_dim
         self.o = Linear(inner, width, axes=(axis, None), bias=config.bias, precision=precision, rngs=rngs)
-        self.config, self.precision = config, precision
+        self.config = config
+        self.precision = precision
 
     def __call__(
         self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], memory: Memory
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B 1 S R"]]:
         """The block's attention, and the latents that its memory keeps."""
-        config, rows = self.config, x.shape[:2]
+        config = self.config
+        rows = x.shape[:2]
         scale = config.scale or (config.nope_dim + config.rope_dim) ** -0.5
         latents = self._latents(x, positions)
         attended, kept = memory.attend(self._queries(x, positions), KeyValue(latents, latents), Scoring(scale))
@@ -86,6 +89,7 @@ class LatentAttention(nnx.Module):
     def _latents(self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"]) -> Float[Array, "B 1 T R"]:
         """What the cache keeps of each token: its normalised latent, and the rotated key of all heads."""
         both = keep_fused(self.kv_a(x))
-        latents, keys = both[..., : self.config.kv_rank], both[..., self.config.kv_rank :]
+        latents = both[..., : self.config.kv_rank]
+        keys = both[..., self.config.kv_rank :]
         keys = rotate(keys[:, :, None], positions, self.config.rope)[:, :, 0]
         return jnp.concatenate([self.kv_a_norm(latents), keys], axis=-1)[:, None]

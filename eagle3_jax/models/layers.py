@@ -74,7 +74,8 @@ def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
         if isinstance(leaf, ToQuantise):
             one = put_kernel(leaf.kernel(), sharding)
         else:
-            host, dtype = np.asarray(leaf), stored_type(path, leaf.ndim, precision)
+            host = np.asarray(leaf)
+            dtype = stored_type(path, leaf.ndim, precision)
             one = put_array(host, dtype) if sharding is None else put_shards(host, dtype, sharding)
         jax.block_until_ready(on_its_way)
         on_its_way[:] = [one]
@@ -102,7 +103,8 @@ def matmul_precision(dtype: DTypeLike) -> lax.Precision | None:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _product(x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLike, inputs: int = 0) -> Array:
     """The product over the last axis of ``x`` and axis ``inputs`` of the kernel, in the given types."""
-    x, kernel = x.astype(operands), kernel.astype(operands)
+    x = x.astype(operands)
+    kernel = kernel.astype(operands)
     contract = functools.partial(
         lax.dot_general, preferred_element_type=activations, precision=matmul_precision(operands)
     )
@@ -131,7 +133,8 @@ def _product_bwd(
 ) -> tuple[Array, Array]:
     # JAX's own rule multiplies a float32 cotangent with a bfloat16 operand, for which products are slow.
     x, kernel = saved
-    rows, grads = x.reshape(-1, x.shape[-1]).astype(operands), grad.reshape(-1, grad.shape[-1]).astype(operands)
+    rows = x.reshape(-1, x.shape[-1]).astype(operands)
+    grads = grad.reshape(-1, grad.shape[-1]).astype(operands)
     contract = functools.partial(
         lax.dot_general, preferred_element_type=activations, precision=matmul_precision(operands)
     )
@@ -281,14 +284,16 @@ class RMSNorm(nnx.Module):
     def __init__(self, width: int, eps: float, kind: NormKind = "plain", heads: int | None = None):
         initial = jnp.zeros if kind == "zero-centred" else jnp.ones
         self.scale = nnx.Param(initial((width,) if heads is None else (heads, width), jnp.float32))
-        self.eps, self.kind = eps, kind
+        self.eps = eps
+        self.kind = kind
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         centred = x
         if self.kind == "layer":
             centred = x.astype(jnp.float32)
             centred = centred - jnp.mean(centred, axis=-1, keepdims=True)
-        y, scale = normalised(centred, self.eps), lax.broadcast_to_rank(self.scale[...], x.ndim)
+        y = normalised(centred, self.eps)
+        scale = lax.broadcast_to_rank(self.scale[...], x.ndim)
         if self.kind == "plain":
             # The weight multiplies after the cast, as in the PyTorch models.
             return y.astype(x.dtype) * scale.astype(x.dtype)
@@ -319,7 +324,8 @@ class SwiGLU(nnx.Module):
     """
 
     def __init__(self, width: int, config: GatedMLP, *, precision: Precision, rngs: nnx.Rngs):
-        inner, options = Axis(MLP, config.width), {"bias": config.bias, "precision": precision, "rngs": rngs}
+        inner = Axis(MLP, config.width)
+        options = {"bias": config.bias, "precision": precision, "rngs": rngs}
         self.gate_up = Linear(width, 2 * config.width, axes=(None, inner), **options)
         self.down = Linear(config.width, width, axes=(inner, None), **options)
         self.activation = config.activation

@@ -39,7 +39,8 @@ class Span(NamedTuple):
 
     def sees(self, of_keys: Int[Array, "B S"], of_queries: Int[Array, "B T"]) -> Bool[Array, "B T S"]:
         """``[B T S]``: whether each key is within the range of each query. The order of the two is not checked."""
-        keys, queries = of_keys[:, None, :], of_queries[:, :, None]
+        keys = of_keys[:, None, :]
+        queries = of_queries[:, :, None]
         if self.window is not None:
             return keys > queries - self.window
         assert self.chunk is not None
@@ -64,7 +65,8 @@ def cache_mask(
             at the position of its number.
         span: The range of positions that the layer attends to.
     """
-    batch, (fed, size) = length.shape[0], mask.shape[-2:]
+    batch = length.shape[0]
+    fed, size = mask.shape[-2:]
     slot = jnp.arange(capacity, dtype=jnp.int32)[None, :]
     offset = slot - length[:, None]
     inside = jnp.broadcast_to(mask, (batch, fed, size))
@@ -176,7 +178,8 @@ def empty_cache(layers: Sequence[LayerConfig], *, batch: int, capacity: int, dty
 
     def of(mixer: Mixer) -> LayerCache:
         if isinstance(mixer, GroupedQuery):
-            heads, size = mixer.num_kv_heads, mixer.head_dim
+            heads = mixer.num_kv_heads
+            size = mixer.head_dim
             return KeyValues.allocate(batch=batch, capacity=capacity, num_kv_heads=heads, head_dim=size, dtype=dtype)
         if isinstance(mixer, Latent):
             return LatentKeys.allocate(batch=batch, capacity=capacity, channels=mixer.channels, dtype=dtype)
@@ -220,7 +223,9 @@ def memories(
         ValueError: Tokens of a recurrent layer lie behind others that no state has taken in.
     """
     recurrent = [isinstance(layer.mixer, GatedDelta) for layer in layers]
-    spans, size, fed = spans_of(layers), mask.shape[-1], mask.shape[-2]
+    spans = spans_of(layers)
+    size = mask.shape[-1]
+    fed = mask.shape[-2]
     states: list[Recurrent | None] = [None] * len(layers)
     if any(recurrent) and fed != size:
         raise ValueError(
@@ -234,7 +239,8 @@ def memories(
         }
         seen: list[Memory] = [alone[span] for span in spans]
     else:
-        seen, states = _behind(cache, mask, positions, spans, is_chain), [_state(layer) for layer in cache.layers]
+        seen = _behind(cache, mask, positions, spans, is_chain)
+        states = [_state(layer) for layer in cache.layers]
     if not any(recurrent):
         return list(seen)
     past = RecurrentMemory(None, parents_of(mask), _real(mask, length))

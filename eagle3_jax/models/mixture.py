@@ -16,7 +16,9 @@ from eagle3_jax.models.layers import Precision, keep_fused, product
 from eagle3_jax.models.quantised import Fp8Kernel
 from eagle3_jax.models.routers import Routing
 
-_SHORTEST, _LONGEST = 8, 128  # Rows of a run: with fewer it is one expert after the other.
+# Rows of a run: with fewer it is one expert after the other.
+_SHORTEST = 8
+_LONGEST = 128
 _DENSE = 128  # Tokens up to which accelerators read all experts for less than it takes to sort rows.
 
 
@@ -106,16 +108,21 @@ def in_runs(
         rows: Pairs in a run.
         skip: Whether runs that nobody needs are left out by a branch, as in :func:`one_by_one`.
     """
-    (tokens, width), experts, pairs = x.shape, size(stack), routing.chosen.size
-    expert, weight = routing.chosen.reshape(-1), routing.weights.reshape(-1)
+    tokens, width = x.shape
+    experts = size(stack)
+    pairs = routing.chosen.size
+    expert = routing.chosen.reshape(-1)
+    weight = routing.weights.reshape(-1)
     here = (expert >= 0) & (expert < experts)
     order = jnp.argsort(jnp.where(here, expert, experts), stable=True).astype(jnp.int32)
     each = jnp.arange(experts, dtype=jnp.int32)
     sizes = jnp.sum(expert[:, None] == each[None, :], axis=0, dtype=jnp.int32)
     runs = -(-sizes // rows)
-    ends, starts = jnp.cumsum(runs, dtype=jnp.int32), jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+    ends = jnp.cumsum(runs, dtype=jnp.int32)
+    starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
     most = min(experts, pairs) + (0 if tokens <= rows else pairs // rows)
-    run, within = jnp.arange(most, dtype=jnp.int32), jnp.arange(rows, dtype=jnp.int32)
+    run = jnp.arange(most, dtype=jnp.int32)
+    within = jnp.arange(rows, dtype=jnp.int32)
     of_run = jnp.minimum(jnp.searchsorted(ends, run, side="right").astype(jnp.int32), experts - 1)
     place = (starts + (runs - ends) * rows)[of_run, None] + run[:, None] * rows + within[None, :]
     needed = run < ends[-1]
@@ -143,7 +150,8 @@ def of_all(
     x: Float[Array, "T D"], routing: Routing, stack: Stack, *, config: Experts, precision: Precision
 ) -> Float[Array, "T D"]:
     """Every token through every expert, and what was chosen is taken."""
-    tokens, experts = jnp.arange(len(x), dtype=jnp.int32)[:, None], size(stack)
+    tokens = jnp.arange(len(x), dtype=jnp.int32)[:, None]
+    experts = size(stack)
     chosen = _within(routing, experts)
     given = jnp.broadcast_to(x, (experts, *x.shape))
     weights = routing.weights
@@ -218,11 +226,13 @@ def _expert(
     """A gated MLP; ``one`` is a stack without its leading axis, ``times`` multiplies rows by one of its kernels."""
     both = _plus(times(x, one.gate_up), one.gate_up_bias)
     both = keep_fused(both).reshape(*x.shape[:-1], -1, 2)
-    gate, up = both[..., 0], both[..., 1]
+    gate = both[..., 0]
+    up = both[..., 1]
     if limit is None:
         inner = jax.nn.silu(gate) * up
     else:
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        gate = jnp.minimum(gate, limit)
+        up = jnp.clip(up, -limit, limit)
         inner = (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
     return _plus(times(inner, one.down), one.down_bias)
 

@@ -256,7 +256,9 @@ class TokenAutomaton(LogitsProcessor):
                 f"the automaton starts in the state {self.start} and its table names the states {table.min()} to "
                 f"{table.max()}; expected 0 to {states - 1}, and -1 in the table"
             )
-        table, start = table.astype(np.int32), int(self.start)  # smaller or unsigned types overflow below
+        # smaller or unsigned types overflow below
+        table = table.astype(np.int32)
+        start = int(self.start)
         if columns is None:
             table, columns = merge_columns(lambda: table)
         elif not (np.min(columns) >= 0 and np.max(columns) < table.shape[1]):
@@ -365,7 +367,8 @@ class ProcessedTarget:
         sizes = [leaf.size * leaf.dtype.itemsize for leaf in like]
         width = final.shape[-1] - sum(sizes)
         logits = self.model.unembed(params["target"], final[..., :width])
-        flat, leaves = final.reshape(-1, final.shape[-1]), []
+        flat = final.reshape(-1, final.shape[-1])
+        leaves = []
         for leaf, size in zip(like, sizes, strict=True):
             leaves.append(_from_digits(flat[:, width : width + size], leaf))
             width += size
@@ -414,7 +417,9 @@ def _digits(leaf: Array, dtype: Any) -> Float[Array, "B T n"]:
 
 def _from_digits(digits: Float[Array, "n k"], like: Array) -> Array:
     """The state that :func:`_digits` was given."""
-    count, shape, dtype = digits.shape[0], like.shape[1:], like.dtype
+    count = digits.shape[0]
+    shape = like.shape[1:]
+    dtype = like.dtype
     whole = digits.astype(jnp.uint8)
     if dtype.itemsize == 1:
         return whole.reshape(count, *shape).astype(dtype)

@@ -25,7 +25,8 @@ INT8_LARGEST = 127.0  # the scale is symmetric, so -128 is not used
 WEIGHTS = ("dense", "fp8", "fp8-dynamic", "int8")
 # Values of a parameter's metadata ``product``: whether products read it, and as which matrix. FP8 is for layers only;
 # the output matrix is small compared with them, and rounding it rounds the distribution itself.
-LAYER, OUTPUT = "layer", "output"
+LAYER = "layer"
+OUTPUT = "output"
 
 
 class EightBitKernel(struct.PyTreeNode, kw_only=True):
@@ -94,7 +95,8 @@ class Fp8Kernel(EightBitKernel, kw_only=True):
         Devices hold all scales of an output whose inputs are divided within a block.
         """
         *stack, inputs, outputs = (*sharding.spec, *(None,) * (self.ndim - len(sharding.spec)))
-        groups, size = self.scale.shape[-2], 1 if inputs is None else sharding.mesh.shape[inputs]
+        groups = self.scale.shape[-2]
+        size = 1 if inputs is None else sharding.mesh.shape[inputs]
         aligned = groups % size == 0 and (self.shape[-2] // size) % self.block == 0
         return dataclasses.replace(
             self,
@@ -124,7 +126,8 @@ def dynamic_product(x: Float[Array, "*rows D_in"], kernel: Fp8Kernel) -> Float[A
     uses one. The result is that of the rounded operands summed in float32.
     """
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    inputs, groups = rows.shape[-1], kernel.scale.shape[-2]
+    inputs = rows.shape[-1]
+    groups = kernel.scale.shape[-2]
     values = kernel.values
     if groups == 1:
         out = _scaled(rows, values, kernel.scale[0])

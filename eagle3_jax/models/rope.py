@@ -67,10 +67,13 @@ def _yarn(config: RopeConfig, head_dim: int, inv_freq: np.ndarray) -> tuple[np.n
     def dimension_of(rotations: float) -> float:
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
 
-    low, high = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
+    low = dimension_of(config.beta_fast)
+    high = dimension_of(config.beta_slow)
     if config.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     span = (high - low) or 0.001  # equal bounds would divide by zero
     ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / span, 0.0, 1.0)
     scaled = inv_freq / config.factor * ramp + inv_freq * (1 - ramp)
@@ -92,13 +95,15 @@ def rotate(
 ) -> Float[Array, "B T heads H"]:
     """Rotate every head vector by its position; computed in float32, returned in the dtype of ``x``."""
     inv_freq, scale = inverse_frequencies(config, x.shape[-1])
-    turning, passing = x[..., : 2 * len(inv_freq)], x[..., 2 * len(inv_freq) :]
+    turning = x[..., : 2 * len(inv_freq)]
+    passing = x[..., 2 * len(inv_freq) :]
     angles = positions[..., None].astype(jnp.float32) * lax.broadcast_to_rank(inv_freq, 3)
     cos = (jnp.cos(angles) * scale)[:, :, None, :]
     sin = (jnp.sin(angles) * scale)[:, :, None, :]
     turning = turning.astype(jnp.float32)
     if config.interleaved:
-        first, second = turning[..., ::2], turning[..., 1::2]
+        first = turning[..., ::2]
+        second = turning[..., 1::2]
     else:
         first, second = jnp.split(turning, 2, axis=-1)
     pair = [first * cos - second * sin, second * cos + first * sin]

@@ -38,7 +38,8 @@ def router_logits(
     """
     mixed = precision.operands != precision.activations
     operands = jnp.float32 if mixed or config.router == "sigmoid" else precision.operands
-    rows, kernel = x.astype(operands), kernel.astype(operands)
+    rows = x.astype(operands)
+    kernel = kernel.astype(operands)
 
     def product(rows: Array, kernel: Array) -> Array:
         return lax.dot_general(

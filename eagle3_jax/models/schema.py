@@ -170,12 +170,14 @@ class _Translator:
         least, most = _limits(schema, "minItems", "maxItems", place)
         parts = [self.value(part, f"{place}/prefixItems/{at}", opened) for at, part in enumerate(prefix)][:most]
         items = schema.get("items", not prefix)
-        text, count = "", len(parts)
+        text = ""
+        count = len(parts)
         if items is False:
             if least > count:
                 raise ValueError(f"{shown(place)} has {count} items at most and minItems {least}; no list follows it")
         elif most is None or most > count:
-            item, most = self.value(items, f"{place}/items", opened), None if most is None else most - count
+            item = self.value(items, f"{place}/items", opened)
+            most = None if most is None else most - count
             rest = max(least - count, 0)
             text = f"(?:{self._comma}{item}){_times(rest, most)}" if parts else self._repeat(item, rest, most)
         for at in reversed(range(count)):
@@ -184,7 +186,8 @@ class _Translator:
         return self._brackets(text)
 
     def _object(self, schema: Any, place: str, opened: tuple[str, ...]) -> str:
-        properties, required = schema.get("properties", {}), schema.get("required", [])
+        properties = schema.get("properties", {})
+        required = schema.get("required", [])
         if not isinstance(properties, dict):
             raise ValueError(f"{shown(place)} has properties of {shown(properties)}; expected an object of schemas")
         if not isinstance(required, list):
@@ -239,7 +242,8 @@ class _Translator:
         return _either([self.value(part, f"{place}/anyOf/{at}", opened) for at, part in enumerate(parts)])
 
     def _reference(self, schema: Any, place: str, opened: tuple[str, ...]) -> str:
-        pointer, part = schema["$ref"], self.root
+        pointer = schema["$ref"]
+        part = self.root
         if not isinstance(pointer, str) or not f"{pointer}/".startswith("#/"):
             raise ValueError(f"{shown(place)} has the $ref {shown(pointer)}; expected '#/' and a place in this schema")
         if pointer in opened:
@@ -314,7 +318,8 @@ def _limits(schema: Mapping[str, Any], least: str, most: str, place: str) -> tup
             raise ValueError(
                 f"{shown(place)} has {name} {shown(value)}; expected a whole number from 0 to {_MOST_ITEMS}"
             )
-    low, high = schema.get(least, 0), schema.get(most)
+    low = schema.get(least, 0)
+    high = schema.get(most)
     if high is not None and low > high:
         raise ValueError(f"{shown(place)} has {least} {low} and {most} {high}; no value follows it")
     return low, high

@@ -39,7 +39,8 @@ from eagle3_jax.testing.report import (
 from eagle3_jax.testing.target import TargetSubject
 from eagle3_jax.types import Draft, Drafter, Observation, SamplingParams
 
-ROWS, FED = 4, 6
+ROWS = 4
+FED = 6
 LONG = 72  # tokens of a long text
 CAPACITY = 4 * FED + LONG
 LENGTHS = (FED, 3, 1, FED - 1)  # ragged; the first row is full
@@ -48,7 +49,9 @@ SAMPLING = SamplingParams(
     top_k=np.array([0, 3, 0, 0], np.int32),
     top_p=np.array([1.0, 1.0, 0.9, 1.0], np.float32),
 )
-TOP, HORIZON = 3, 4  # the distribution of four tokens is enumerated, each among the three likeliest
+# the distribution of four tokens is enumerated, each among the three likeliest
+TOP = 3
+HORIZON = 4
 _NEAR = 1e-3  # logits closer than this may change places with the order of sums
 _SUM = 2e-5  # how far from 1 sums of float32 probabilities lie over large vocabularies
 
@@ -111,7 +114,8 @@ class Subject:
         """Random tokens and the target's features at them, ``[ROWS size]``; ``length`` of them are real."""
         rng = np.random.default_rng([self.seed, seed])
         ids = rng.integers(0, self.target.vocab_size, 2)  # two ids, so that texts repeat themselves, for lookups
-        tokens, following = rng.choice(ids, (ROWS, size)), rng.choice(ids, ROWS)
+        tokens = rng.choice(ids, (ROWS, size))
+        following = rng.choice(ids, ROWS)
         tokens = jnp.asarray(tokens, jnp.int32)
         return Observation(
             tokens=tokens,
@@ -122,7 +126,8 @@ class Subject:
 
     @functools.cached_property
     def _features(self) -> Any:
-        layers, model = self.loaded.drafter.aux_layers, self.target.model
+        layers = self.loaded.drafter.aux_layers
+        model = self.target.model
         return jax.jit(lambda params, tokens: _causal(model, params, tokens, layers).features)
 
     def fresh(self) -> Any:
@@ -140,7 +145,8 @@ class Subject:
 
     def traced_propose(self) -> Any:
         """``propose`` traced anew, with its checks."""
-        drafter, vocab_size = self.loaded.drafter, self.target.vocab_size
+        drafter = self.loaded.drafter
+        vocab_size = self.target.vocab_size
 
         def propose(params: Any, state: Any, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
             draft = drafter.propose(params, state, keys, sampling)
@@ -192,7 +198,8 @@ class Subject:
         size = self.loaded.drafter.num_nodes * self.target.vocab_size
         rows = int(np.clip(2**23 // size, 1, 1024))
         alike = lambda leaf: jnp.repeat(leaf[row : row + 1], rows, axis=0)
-        state, sampling = jax.tree.map(alike, state), jax.tree.map(lambda leaf: alike(jnp.asarray(leaf)), SAMPLING)
+        state = jax.tree.map(alike, state)
+        sampling = jax.tree.map(lambda leaf: alike(jnp.asarray(leaf)), SAMPLING)
         for run in range(max(1, samples // rows)):
             yield _on_host(self._propose(self.loaded.params, state, row_keys(self.seed + 100 + run, rows), sampling))
 
@@ -249,7 +256,8 @@ def keeps_shapes(subject: Subject) -> str:
 
 def proposes_from_its_state_alone(subject: Subject) -> str:
     """A second call and a new trace give the same draft: it depends on its state, keys and sampling only."""
-    first, start = subject.draft, subject.after_prompt
+    first = subject.draft
+    start = subject.after_prompt
     subject.propose(start, seed=1)
     observed_anew = subject.observe(subject.shown(), program=subject.traced_observe())
     for how, other in (
@@ -276,8 +284,13 @@ def commits_nothing_by_proposing(subject: Subject) -> str:
 
 def drafts_a_tree(subject: Subject) -> str:
     """Node 0 is the token observed last; parents precede children, within ``max_depth``; ids are in the vocabulary."""
-    draft, root, drafter = subject.draft, np.asarray(subject.shown().next_token), subject.loaded.drafter
-    tokens, parents, valid, node = draft.tokens, draft.parents, draft.valid, np.arange(draft.tokens.shape[1])
+    draft = subject.draft
+    root = np.asarray(subject.shown().next_token)
+    drafter = subject.loaded.drafter
+    tokens = draft.tokens
+    parents = draft.parents
+    valid = draft.valid
+    node = np.arange(draft.tokens.shape[1])
     if (rows := np.flatnonzero(tokens[:, 0] != root)).size:
         raise Broken(
             f"node 0 of {_named(rows.tolist())} is {tokens[rows[0], 0]}; expected the last `next_token`, "
@@ -307,7 +320,8 @@ def drafts_a_tree(subject: Subject) -> str:
 
 def is_alone_in_its_row(subject: Subject) -> str:
     """A row's draft does not depend on its neighbours."""
-    seen, other = subject.shown(), subject.shown((2, 3, 4, 1), seed=2)
+    seen = subject.shown()
+    other = subject.shown((2, 3, 4, 1), seed=2)
     for row in range(ROWS):
         mixed = jax.tree.map(lambda new, own, row=row: new.at[row].set(own[row]), other, seen)
         if row in _differing_rows(subject.draft, subject.propose(subject.observe(mixed))):
@@ -340,7 +354,8 @@ def ignores_padding(subject: Subject) -> str:
 
 def _cut(whole: Observation, start: int, count: int) -> Observation:
     """Tokens ``start .. start + count - 1`` of a text."""
-    size, padding = whole.tokens.shape[1], FED - count
+    size = whole.tokens.shape[1]
+    padding = FED - count
     part = lambda leaf: jnp.pad(leaf[:, start : start + count], ((0, 0), (0, padding), *((0, 0),) * (leaf.ndim - 2)))
     return Observation(
         tokens=part(whole.tokens),
@@ -352,10 +367,12 @@ def _cut(whole: Observation, start: int, count: int) -> Observation:
 
 def does_not_care_how_texts_are_cut(subject: Subject) -> str:
     """A short and a long text give the same draft at once and in pieces, up to rounding."""
-    short, long = subject.shown((FED,) * ROWS, seed=4), subject.long_text
+    short = subject.shown((FED,) * ROWS, seed=4)
+    long = subject.long_text
     length = long.tokens.shape[1]
     for whole, sizes, tolerance in ((short, (4, FED - 4), 1e-5), (long, (FED,) * (length // FED), 1e-4)):
-        once, starts = subject.propose(subject.observe(whole)), np.cumsum((0, *sizes))
+        once = subject.propose(subject.observe(whole))
+        starts = np.cumsum((0, *sizes))
         if (rows := np.flatnonzero(once.tokens[:, 0] != np.asarray(whole.next_token))).size:
             raise Broken(f"node 0 of {_named(rows.tolist())} is not the last token of a text of {starts[-1]}")
         pieces = (_cut(whole, int(start), size) for start, size in zip(starts, sizes, strict=False))
@@ -372,7 +389,8 @@ def declares_distributions(subject: Subject) -> str:
     draft = subject.draft
     if draft.probs is None:
         return "point masses, which any token can have come from"
-    probs, valid = draft.probs[:, 1:], draft.valid[:, 1:]
+    probs = draft.probs[:, 1:]
+    valid = draft.valid[:, 1:]
     if not np.isfinite(probs[valid]).all() or (probs[valid] < 0).any():
         raise Broken("a declared probability is negative or not finite")
     total = probs.sum(-1, dtype=np.float64)[valid]
@@ -415,12 +433,15 @@ class _Tally:
 
     def add(self, draft: HostDraft) -> None:
         assert draft.probs is not None
-        first, (count, nodes, size) = not self.groups, draft.probs.shape
+        first = not self.groups
+        count, nodes, size = draft.probs.shape
         rows = np.arange(count)
         for node in range(1, nodes):
-            valid, q = draft.valid[:, node], draft.probs[:, node].astype(np.float64)
+            valid = draft.valid[:, node]
+            q = draft.probs[:, node].astype(np.float64)
             log = np.log(np.where(q > 0, q, 1))
-            mean, square = (q * log).sum(-1), (q * log**2).sum(-1)
+            mean = (q * log).sum(-1)
+            square = (q * log**2).sum(-1)
             scores = log[rows, np.clip(draft.tokens[:, node], 0, size - 1)] - mean
             contrast = self.sharpness.setdefault(node, Contrast())
             contrast.add(scores[valid], np.maximum(square - mean**2, 0)[valid])
@@ -437,7 +458,8 @@ class _Tally:
                     group[2] += int(chosen.sum())
 
     def verdict(self, when: str) -> str:
-        found, largest = [], 0.0
+        found = []
+        largest = 0.0
         for (node, key), (seen, expected, drafts) in self.groups.items():
             below = "" if key < 0 else f" below id {key}"
             often = np.flatnonzero((expected >= 10) | (seen >= 10))
@@ -501,11 +523,13 @@ def knows_before_it_draws(subject: Subject) -> str:
 
 def leaves_greedy_output_alone(subject: Subject) -> str:
     """Greedy output on a ragged batch is the target's likeliest token after every token."""
-    prompts, limits = _prompts(subject, (5, 2, 9, 1)), [24, 7, 16, 1]
+    prompts = _prompts(subject, (5, 2, 9, 1))
+    limits = [24, 7, 16, 1]
     decoder = SpeculativeDecoder(subject.target, subject.loaded, stop_tokens=())
     result = decoder.generate(prompts, max_new_tokens=limits)
     TargetSubject(subject.target).require_likeliest(prompts, result.tokens, "please report this")
-    accepted, drafted = int(result.stats.num_accepted_tokens), int(result.stats.num_draft_tokens)
+    accepted = int(result.stats.num_accepted_tokens)
+    drafted = int(result.stats.num_draft_tokens)
     if drafted and not accepted:
         raise NotRun("the output is right, but no draft token was accepted, so refusals alone were compared")
     return f"{accepted} of {drafted} draft tokens accepted"
@@ -522,7 +546,8 @@ def leaves_the_law_alone(subject: Subject) -> str:
     prompts = [prompt for prompt, _ in chosen] * 512
     decoder = SpeculativeDecoder(subject.target, subject.loaded, stop_tokens=())
     sampling = SamplingParams(temperature=1.0, top_k=TOP)
-    accepted, counts = 0, [Counter() for _ in chosen]
+    accepted = 0
+    counts = [Counter() for _ in chosen]
     for run in range(max(1, subject.samples // len(prompts))):
         result = decoder.generate(prompts, max_new_tokens=HORIZON, sampling=sampling, seed=subject.seed + run)
         accepted += int(result.stats.num_accepted_tokens)

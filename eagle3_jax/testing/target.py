@@ -32,11 +32,16 @@ from eagle3_jax.testing.scripted import FixedTree, RootState
 from eagle3_jax.tree import ancestor_mask, depths
 from eagle3_jax.types import Draft, EmbeddingTables, SamplingParams, TargetOutput
 
-ROWS, SIZE = 3, 6  # rows, and tokens of a block
+# rows, and tokens of a block
+ROWS = 3
+SIZE = 6
 LENGTHS = np.array([5, 1, 3])  # ragged prompts, fed as SIZE tokens
 WIDTH = 20  # tokens of a text: a prompt, a block and one after it, or a prompt and what is generated
 CAPACITY = 128
-LONG_ROWS, LONG_BLOCK, LONG_WIDTH = 9, 16, 96  # of the check of long texts
+# of the check of long texts
+LONG_ROWS = 9
+LONG_BLOCK = 16
+LONG_WIDTH = 96
 NEW = 12  # tokens that are generated
 
 # A tree for each row: paths that cross in the block's order, one node that is padding, and a path so deep and so late
@@ -201,7 +206,8 @@ class TargetSubject:
             Broken: It is more than the tolerance.
         """
         found = self.run(one)
-        expected, known = np.zeros_like(found.block), ~one.is_node
+        expected = np.zeros_like(found.block)
+        known = ~one.is_node
         for node in reversed(range(known.shape[1])):  # the text of a path is that of all nodes on it
             if not known[:, node].all():
                 paths = [_path(parents, node) for parents in one.parents]
@@ -211,7 +217,8 @@ class TargetSubject:
                     known[row, path] = True
         nodes = np.broadcast_to(np.arange(known.shape[1]), known.shape) if one.nodes is None else one.nodes
         paths = [path[:count] for path, count in zip(nodes, one.count, strict=True)]
-        text, length = _with(one.text, one.length, _take(one.draft, paths)), one.length + one.count
+        text = _with(one.text, one.length, _take(one.draft, paths))
+        length = one.length + one.count
         truth = self.plain(_with(text, length, one.more))
         after = np.stack([row[start : start + one.more.shape[1]] for row, start in zip(truth, length, strict=True)])
         return max(
@@ -260,7 +267,8 @@ class TargetSubject:
                     )
 
 
-_fill, _commit = jax.jit(Cache.fill), jax.jit(Cache.commit)
+_fill = jax.jit(Cache.fill)
+_commit = jax.jit(Cache.commit)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 7))
@@ -358,7 +366,8 @@ def is_alone_in_its_row(subject: TargetSubject) -> str:
     """A row is the same in a batch of one, and whatever its neighbours hold."""
     own, other = itertools.islice(subject.rounds(tree=True), 2)
     other = other._replace(text=subject.text(10), length=SIZE - 1 - np.arange(ROWS))
-    truth, deviation = subject.run(own), 0.0
+    truth = subject.run(own)
+    deviation = 0.0
     for row in range(ROWS):
         mine = (np.arange(ROWS) == row)[:, None]
         mix = lambda one, another, mine=mine: np.where(mine if one.ndim > 1 else mine[:, 0], one, another)
@@ -382,7 +391,9 @@ def long_text_equals_tokens(subject: TargetSubject) -> str:
         subject = dataclasses.replace(subject, given=2 * subject.tolerance)
     width = min(LONG_WIDTH, subject.target.max_positions)
     size = min(LONG_BLOCK, width // 4)
-    rng, prompt, node = np.random.default_rng([subject.seed, 7]), width - 2 * size, np.arange(size)
+    rng = np.random.default_rng([subject.seed, 7])
+    prompt = width - 2 * size
+    node = np.arange(size)
     text, other = rng.integers(0, subject.target.model.vocab_size, (2, LONG_ROWS, width)).astype(np.int32)
     branch = np.flatnonzero(node % 2 == 0)  # the other one is the root and the odd nodes
     wide = lambda values: np.broadcast_to(values, (LONG_ROWS, size)).astype(np.int32)
@@ -404,7 +415,8 @@ def long_text_equals_tokens(subject: TargetSubject) -> str:
 
 def gives_features(subject: TargetSubject) -> str:
     """Features are ``[B T A D]``, in the order asked for, of a block as of a prefill, and end in the final state."""
-    layers, text = (0, subject.num_layers, subject.num_layers + 1), subject.text(size=SIZE)
+    layers = (0, subject.num_layers, subject.num_layers + 1)
+    text = subject.text(size=SIZE)
     features = _features(subject, layers)
     final, *_ = subject.prefill(text, (SIZE,) * ROWS)
     if features.shape[3] != final.final.shape[2]:
@@ -437,13 +449,16 @@ def _features(subject: TargetSubject, layers: tuple[int, ...]) -> Float[np.ndarr
 
 def lends_tables(subject: TargetSubject) -> str:
     """Its tables have the sizes of the vocabulary, and do what the target does with them, up to a factor."""
-    model, params = subject.target.model, subject.target.params
+    model = subject.target.model
+    params = subject.target.params
     lend = getattr(model, "tables", None)
     if lend is None:
         raise Skipped("it has no `tables`; draft heads must bring their own")
-    tables, text = lend(params), subject.text(size=SIZE)
+    tables = lend(params)
+    text = subject.text(size=SIZE)
     output, logits, _ = subject.prefill(text, (SIZE,) * ROWS)
-    final, width = np.asarray(output.final, np.float64), output.final.shape[-1]
+    final = np.asarray(output.final, np.float64)
+    width = output.final.shape[-1]
     if not isinstance(tables, EmbeddingTables):
         raise Broken(f"`tables` returned {type(tables).__name__}; expected eagle3_jax.EmbeddingTables")
     for name, shape in (("embedding", (model.vocab_size, width)), ("unembedding", (width, model.vocab_size))):
@@ -475,7 +490,9 @@ def _fitted(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
 
 def writes_its_own_text(subject: TargetSubject) -> str:
     """Greedy output with right and wrong drafts, chain and tree, is the likeliest token after every token."""
-    target, start, rows = subject.target, subject.text(), np.arange(ROWS)
+    target = subject.target
+    start = subject.text()
+    rows = np.arange(ROWS)
     script = start.copy()
     for place in range(NEW):
         script[rows, LENGTHS + place] = subject.plain(script)[rows, LENGTHS + place - 1].argmax(-1)
@@ -488,7 +505,8 @@ def writes_its_own_text(subject: TargetSubject) -> str:
         drafter = LoadedDrafter(_Scripted(parents, shifts, target.vocab_size), jnp.asarray(script))
         result = SpeculativeDecoder(target, drafter, stop_tokens=()).generate(prompts, max_new_tokens=NEW)
         subject.require_likeliest(prompts, result.tokens, f"with {shape} drafted")
-        accepted, drafted = int(result.stats.num_accepted_tokens), int(result.stats.num_draft_tokens)
+        accepted = int(result.stats.num_accepted_tokens)
+        drafted = int(result.stats.num_draft_tokens)
         said.append(f"{accepted} of {drafted} tokens of {shape} accepted")
         if not 0 < accepted < drafted:
             raise NotRun(f"the text is its own, but {said[-1]}")

@@ -36,7 +36,8 @@ MAX_DEPTH = 12  # one more than any draft is deep
 ROOT = 0
 _SETTINGS = ((1.0, 0, 1.0), (0.7, 3, 1.0), (1.3, 0, 0.8), (0.0, 0, 1.0))  # a quarter of the rows is greedy
 # Ids of two digits where a draw goes digit by digit; truncation sorts, and 80 tokens take a CPU 15 times longer.
-_WIDE, _NARROW = 80, 7
+_WIDE = 80
+_NARROW = 7
 
 
 def check_verifier(
@@ -176,8 +177,10 @@ class VerifierSubject:
     def drafts(self, shape: Shape, run: int) -> Draft:
         """Random drafts, ``[ROWS N]``; one node in twenty is padding."""
         rng = np.random.default_rng([self.seed, 3, run])
-        nodes, proposed = len(shape.parents), self.proposed[shape.vocabulary]
-        sums, ranked = np.cumsum(proposed, axis=-1), np.argsort(-proposed, axis=-1)
+        nodes = len(shape.parents)
+        proposed = self.proposed[shape.vocabulary]
+        sums = np.cumsum(proposed, axis=-1)
+        ranked = np.argsort(-proposed, axis=-1)
         tokens = np.full((ROWS, nodes), ROOT, np.int32)
         probs = np.zeros((ROWS, nodes, shape.vocabulary), np.float32)
         seen = [0] * nodes  # children so far
@@ -288,7 +291,8 @@ def gives_verdicts(subject: VerifierSubject) -> str:
     for shape, greedy in _everything(subject):
         decided = subject.decide(shape, greedy=greedy)
         for row in range(ROWS):
-            path, count = decided.path[row].tolist(), int(decided.num_accepted[row])
+            path = decided.path[row].tolist()
+            count = int(decided.num_accepted[row])
             if not 0 <= count <= len(path) or path[count:] != [-1] * (len(path) - count):
                 raise Broken(f"it accepts {count} tokens by the path {path}; expected as many nodes, and -1 after them")
             above = 0
@@ -330,7 +334,8 @@ def is_alone_in_its_row(subject: VerifierSubject) -> str:
 
 def _draws_own_uniforms(subject: VerifierSubject) -> str:
     """Covariance of the first tokens of rows with the same draft, by the distance of the rows."""
-    shape, rounds = next(iter(subject.shapes.values())), 16
+    shape = next(iter(subject.shapes.values()))
+    rounds = 16
     draft = jax.tree.map(lambda leaf: jnp.repeat(leaf[:1], ROWS, axis=0), subject.drafts(shape, 0))
     first = [subject.decide(shape, draft=draft, temperature=1.0, run=run).first for run in range(rounds)]
     seen = np.eye(shape.vocabulary)[np.array(first)]
@@ -355,10 +360,12 @@ def _draws_own_uniforms(subject: VerifierSubject) -> str:
 
 def is_greedy_at_temperature_zero(subject: VerifierSubject) -> str:
     """Rows of temperature 0 emit the likeliest token after every token, in greedy batches and in mixed ones."""
-    total, wrong = 0, []
+    total = 0
+    wrong = []
     for shape, greedy in _everything(subject):
         decided = subject.decide(shape, greedy=greedy, temperature=0.0 if greedy else None)
-        best, zero = subject.logits[shape.vocabulary].argmax(-1), shape.settings.index((0.0, 0, 1.0))
+        best = subject.logits[shape.vocabulary].argmax(-1)
+        zero = shape.settings.index((0.0, 0, 1.0))
         for row in range(ROWS) if greedy else range(zero, ROWS, len(shape.settings)):
             before = ROOT
             for token in decided.emitted(row):
@@ -392,8 +399,11 @@ def leaves_the_law_alone(subject: VerifierSubject) -> str:
     however many it accepts. So the tokens after each number of accepted ones are compared, pairs of tokens, and two
     sums over all of them: of how often what the draft favours was written, and of how likely tokens were.
     """
-    worst, accepted, found = 0.0, 0, []
-    eager, likely = Contrast(), Contrast()
+    worst = 0.0
+    accepted = 0
+    found = []
+    eager = Contrast()
+    likely = Contrast()
     for name, shape in subject.shapes.items():
         laws = np.stack([subject.wanted(shape, setting) for setting in shape.settings])
         written = _written(subject, shape, laws)
@@ -409,7 +419,8 @@ def leaves_the_law_alone(subject: VerifierSubject) -> str:
         share = written.share[drafted]
         eager.add((written.favoured[drafted] - share) / (1 - share), share / (1 - share))
         log = np.log(np.where(laws > 0, laws, 1))
-        mean, square = (laws * log).sum(-1), (laws * log**2).sum(-1)
+        mean = (laws * log).sum(-1)
+        square = (laws * log**2).sum(-1)
         at = (written.setting, written.before)
         likely.add(log[(*at, written.token)] - mean[at], (square - mean**2)[at])
     if not subject.verifier.lossless:
@@ -429,7 +440,8 @@ def leaves_the_law_alone(subject: VerifierSubject) -> str:
             raise Broken(f"over all drafts it {how}, by {contrast.z:.1f} standard deviations")
     if not accepted:
         raise NotRun("the law is right, but no draft token was accepted, so refusals alone were compared")
-    drafts, largest = len(subject.shapes) * _runs(subject) * ROWS, max(len(s.parents) for s in subject.shapes.values())
+    drafts = len(subject.shapes) * _runs(subject) * ROWS
+    largest = max(len(s.parents) for s in subject.shapes.values())
     first = max(fit.sees(ALPHA) for fit, what in found if "first" in what and fit.degrees)
     return (
         f"{drafts} drafts of up to {largest} nodes, {accepted / drafts:.2f} tokens accepted of each; first tokens "
@@ -447,9 +459,12 @@ def _written(subject: VerifierSubject, shape: Shape, laws: Float[np.ndarray, "S 
     parts = []
     for run in range(_runs(subject)):
         decided = subject.decide(shape, run=run)
-        row, before, node = np.arange(ROWS), decided.tokens[:, 0], np.zeros(ROWS, int)
+        row = np.arange(ROWS)
+        before = decided.tokens[:, 0]
+        node = np.zeros(ROWS, int)
         for depth in range(MAX_DEPTH + 1):
-            setting, law = row % len(shape.settings), laws[row % len(shape.settings), before]
+            setting = row % len(shape.settings)
+            law = laws[row % len(shape.settings), before]
             children = decided.valid[row] & (np.array(shape.parents) == node[:, None])
             if shape.drawn:
                 favours = (subject.proposed[shape.vocabulary][before] > law) & children.any(-1, keepdims=True)
@@ -462,7 +477,9 @@ def _written(subject: VerifierSubject, shape: Shape, laws: Float[np.ndarray, "S 
             token = np.where(goes_on, decided.tokens[row, node], decided.next_token[row])
             favoured = favours[np.arange(len(row)), token]
             parts.append((np.full(len(row), depth), setting, before, token, favoured, (law * favours).sum(-1)))
-            row, before, node = row[goes_on], token[goes_on], node[goes_on]
+            row = row[goes_on]
+            before = token[goes_on]
+            node = node[goes_on]
             if not len(row):
                 break
     return _Written(*(np.concatenate(values) for values in zip(*parts, strict=True)))
@@ -492,7 +509,8 @@ def keeps_what_is_rare(subject: VerifierSubject) -> str:
 
     A rule whose uniforms have too few bits accepts and samples them too often, or never.
     """
-    runs, vocabulary = max(1, 4 * subject.samples // ROWS), ONE_TOKEN.vocabulary
+    runs = max(1, 4 * subject.samples // ROWS)
+    vocabulary = ONE_TOKEN.vocabulary
     bits = round(math.log2(runs * ROWS)) - 5
     rng = np.random.default_rng([subject.seed, 4])
     masses = np.concatenate([
@@ -507,7 +525,8 @@ def keeps_what_is_rare(subject: VerifierSubject) -> str:
     every = lambda value: jnp.broadcast_to(jnp.asarray(value), tokens.shape)
     draft = Draft(tokens=jnp.asarray(tokens), parents=every(np.array([-1, 0], np.int32)), valid=every(True))
     after = np.broadcast_to(logits, (vocabulary, vocabulary))
-    seen, taken = np.zeros(vocabulary, int), 0
+    seen = np.zeros(vocabulary, int)
+    taken = 0
     for run in range(runs):
         first = subject.decide(ONE_TOKEN, draft=draft, logits=after, temperature=1.0, run=run).first
         seen += np.bincount(first, minlength=vocabulary)

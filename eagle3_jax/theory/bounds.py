@@ -79,8 +79,10 @@ def forward_work(
             pass, whatever this says.
         alike: Whether all tokens choose the same experts, in which case the fewest possible are read.
     """
-    sizes, n = sizes_of(model), deployment.num_accelerators
-    read, fuse = sizes.read, fuse or not sizes.fuses_once
+    sizes = sizes_of(model)
+    n = deployment.num_accelerators
+    read = sizes.read
+    fuse = fuse or not sizes.fuses_once
     weights = deployment.streamed_bytes(model, tokens=1 if alike else batch * tokens, fuse=fuse)
     matrices = read.query_output + read.key_value + read.mlp + (n * read.fusion if fuse else 0)
     keys = mixing = 0.0
@@ -179,13 +181,15 @@ def round_bound(
         num_draft_tokens: ``K``; 0 for plain decoding, in which case verification is the plain step.
         alike: See :func:`forward_work`; with experts, the result is a bound for every text only if this is true.
     """
-    k, work = num_draft_tokens, functools.partial(forward_work, deployment, batch=batch, alike=alike)
+    k = num_draft_tokens
+    work = functools.partial(forward_work, deployment, batch=batch, alike=alike)
     plain = work(deployment.target, context=context, tokens=1, logits=1)
     verify = work(deployment.target, context=context, tokens=k + 1, logits=k + 1)
     passes: list[Work] = []
     if deployment.head is not None and k > 0:
         head = sizes_of(deployment.head)
-        rows, logits = k + 1, k if head.is_parallel else 1
+        rows = k + 1
+        logits = k if head.is_parallel else 1
         if head.is_parallel and not head.layers:
             rows = logits = 1  # the outputs of all heads are counted as one
         passes = [work(head, context=context, tokens=rows, logits=logits, fuse=True)]
@@ -266,11 +270,13 @@ def largest_batch(deployment: Deployment, *, context: int, num_draft_tokens: int
 
 def _first(holds: Callable[[int], bool], *, after: int = 0) -> int | None:
     """The smallest batch above ``after`` for which a condition holds, which stays true from there on."""
-    low, high = after, max(2 * after, 1)
+    low = after
+    high = max(2 * after, 1)
     while not holds(high):
         if high >= _MOST_ROWS:
             return None
-        low, high = high, min(2 * high, _MOST_ROWS)
+        low = high
+        high = min(2 * high, _MOST_ROWS)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)

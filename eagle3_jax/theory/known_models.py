@@ -53,12 +53,14 @@ def _llama(*sizes: Any, rope_factor: float = 8.0, **fields: Any) -> DecoderConfi
 
 def _qwen3(*sizes: Any, tied: bool = False) -> DecoderConfig:
     """Qwen3; the sizes are those of :func:`_uniform`."""
-    rope, more = RopeConfig(theta=1_000_000.0), {"max_positions": 40_960, "tie_embeddings": tied}
+    rope = RopeConfig(theta=1_000_000.0)
+    more = {"max_positions": 40_960, "tie_embeddings": tied}
     return _uniform(*sizes, rope=rope, qk_norm=True, vocab_size=151_936, norm_eps=1e-6, **more)
 
 
 def _mistral_7b(vocab_size: int, theta: float, window: int | None) -> DecoderConfig:
-    rope, more = RopeConfig(theta=theta), {"max_positions": 32_768, "norm_eps": 1e-5}
+    rope = RopeConfig(theta=theta)
+    more = {"max_positions": 32_768, "norm_eps": 1e-5}
     return _uniform(4096, 14_336, 32, (32, 8), rope=rope, window=window, vocab_size=vocab_size, **more)
 
 
@@ -107,7 +109,8 @@ def _glm_4_5() -> DecoderConfig:
 
 
 def _llama4_maverick() -> DecoderConfig:
-    rope, scaling = RopeConfig(theta=500_000.0, interleaved=True), QueryScaling(floor=8192, beta=0.1, offset=1)
+    rope = RopeConfig(theta=500_000.0, interleaved=True)
+    scaling = QueryScaling(floor=8192, beta=0.1, offset=1)
     local = GroupedQuery(num_heads=40, num_kv_heads=8, head_dim=128, rope=rope, chunk=8192)
     everywhere = GroupedQuery(num_heads=40, num_kv_heads=8, head_dim=128, rope=None, query_scaling=scaling)
     dense = GatedMLP(width=16_384)

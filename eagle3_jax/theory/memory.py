@@ -83,7 +83,9 @@ class Deployment:
             tokens: Number of tokens that choose between experts; ``None`` reads all experts.
             fuse: Whether the fusion of target features is read.
         """
-        sizes, wide, is_fp8 = sizes_of(model), self.plain_bytes, self.weights == "fp8"
+        sizes = sizes_of(model)
+        wide = self.plain_bytes
+        is_fp8 = self.weights == "fp8"
         bits = WEIGHT_BITS[self.weights] if is_fp8 or isinstance(model, DecoderConfig) else 8.0 * wide
         dense_bits = 8.0 * wide if self.weights == _EXPERTS_ONLY else bits
         divided = 0.0
@@ -185,8 +187,10 @@ def _activation_bytes(
     and values of its tokens until the caches take them. One in several forwards (``eagle3_jax/groups.py``) also makes
     caches of up to ``2·T`` slots for each. Other engines differ.
     """
-    target, n = deployment.target, deployment.num_accelerators
-    verified, prefill_tokens = batch * (num_draft_tokens + 1), min(prefill_tokens, batch * context)
+    target = deployment.target
+    n = deployment.num_accelerators
+    verified = batch * (num_draft_tokens + 1)
+    prefill_tokens = min(prefill_tokens, batch * context)
     features = sizes_of(deployment.head).num_features * target.width if deployment.head else 0
     kinds = set(target.layers)
     per_token = deployment.plain_bytes * (4 * target.width + max(map(_inner_width, kinds)) / n + features)
@@ -203,7 +207,8 @@ def _activation_bytes(
 
 def _inner_width(layer: LayerConfig) -> int:
     """Width of all inner vectors of a token in a layer."""
-    mixer, mlp = layer.mixer, layer.mlp
+    mixer = layer.mixer
+    mlp = layer.mlp
     inner = 2 * mlp.width if isinstance(mlp, GatedMLP) else 2 * (mlp.per_token * mlp.width + mlp.shared_width)
     if isinstance(mixer, Latent):  # each head's query, and what it attended to, in the latent's space
         return inner + 2 * mixer.num_heads * (mixer.kv_rank + mixer.rope_dim)
@@ -241,7 +246,8 @@ def memory_plan(
     """
     if not 0 < utilization <= 1:
         raise ValueError(f"memory utilization is {utilization:g}; expected more than 0 and at most 1")
-    target, head = deployment.target, deployment.head
+    target = deployment.target
+    head = deployment.head
     tokens = batch * (context + num_draft_tokens + 1)
     target_token = deployment.cache_bytes_per_token(target)
     head_token = deployment.cache_bytes_per_token(head) if head else 0.0

@@ -127,7 +127,9 @@ def plan_rollout(
         raise ValueError("a rollout needs a head; leave --drafter out for the usual one")
     if traffic.requests_per_second <= 0:
         raise ValueError(f"requests_per_second is {traffic.requests_per_second:g}; expected a positive number")
-    k, alpha, batch = num_draft_tokens, conditional_acceptance_rate, traffic.concurrency
+    k = num_draft_tokens
+    alpha = conditional_acceptance_rate
+    batch = traffic.concurrency
     tau = tau_from_conditional_rate(alpha, k)
     context = traffic.prompt_tokens + traffic.output_tokens // 2  # mean number of earlier tokens
     stages = []

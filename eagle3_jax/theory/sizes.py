@@ -120,7 +120,8 @@ def head_sizes(drafter: Any, method: str, borrowed_output: int = 0) -> Sizes:
         method: Name of the method.
         borrowed_output: Parameters of the target's output projection, which some heads read.
     """
-    config, kinds = drafter.config, getattr(drafter.config, "layers", ())
+    config = drafter.config
+    kinds = getattr(drafter.config, "layers", ())
     layers, owned = _count(drafter.param_shapes(), drafter.param_axes()["head"], kinds, [1] * len(kinds))
     borrows = drafter.borrows_output and not getattr(config, "own_output", False)
     return Sizes(
@@ -159,7 +160,8 @@ def _count(
     for index, (layer, number) in enumerate(zip(layers, numbers, strict=True)):
         sizes = Parameters(**{use: number * count for use, count in counts[index].items()})
         cached = {name: number * values for name, values in held[index].items()}
-        state, window = cached.pop("state", 0), cached.pop("window", 0)
+        state = cached.pop("state", 0)
+        window = cached.pop("window", 0)
         found.append(EqualLayers(layer, number, sizes, sum(cached.values()), state, window))
     every = [Parameters(**counts[None]), *(equal.sizes for equal in found)]
     return tuple(found), Parameters(*map(sum, zip(*every, strict=True)))

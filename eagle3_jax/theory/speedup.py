@@ -41,7 +41,8 @@ def draft_rate_from_tau(mean_acceptance_length: float, num_draft_tokens: int) ->
 def conditional_rate_from_tau(mean_acceptance_length: float, num_draft_tokens: int) -> float:
     """The ``α`` in [0, 1] whose geometric sum is ``τ``, by bisection: the sum increases with ``α``."""
     _check_tau(mean_acceptance_length, num_draft_tokens)
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(60):
         middle = (low + high) / 2
         if tau_from_conditional_rate(middle, num_draft_tokens) < mean_acceptance_length:
@@ -185,7 +186,8 @@ def simulate(
     blended_tau(shares, [tau_from_conditional_rate(alpha, num_draft_tokens) for alpha in alphas])  # checks both
     generator = np.random.default_rng(seed)
     alpha = generator.choice(alphas, size=num_requests, p=shares)
-    written, rounds = np.ones(num_requests, np.int64), np.zeros(num_requests, np.int64)
+    written = np.ones(num_requests, np.int64)
+    rounds = np.zeros(num_requests, np.int64)
     accepted = 0
     while (active := np.flatnonzero(written < output_tokens)).size:
         kept = generator.random((active.size, num_draft_tokens)) < alpha[active, None]

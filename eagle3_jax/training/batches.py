@@ -86,9 +86,12 @@ def greedy_tau(steps: Iterable[tuple[Array, Bool[Array, "*n"]]]) -> Float[Array,
     Args:
         steps: For each draft position, in which rows it hits and which rows count. A row counts while it has always.
     """
-    tau, alive, counted = jnp.ones((), jnp.float32), jnp.bool_(True), jnp.bool_(True)
+    tau = jnp.ones((), jnp.float32)
+    alive = jnp.bool_(True)
+    counted = jnp.bool_(True)
     for hit, counts in steps:
-        alive, counted = alive & hit, counted & counts
+        alive = alive & hit
+        counted = counted & counts
         tau = tau + share(alive, counted)
     return tau
 

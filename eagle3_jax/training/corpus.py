@@ -126,7 +126,8 @@ def write_manifest(path: Path, documents: list[Document]) -> None:
     """Record every file with its hash, size and part, so that a rebuild can be compared."""
     lines = []
     for document in documents:
-        content, part = document.text.encode(), "held-out" if document.held_out else "train"
+        content = document.text.encode()
+        part = "held-out" if document.held_out else "train"
         sha256 = hashlib.sha256(content).hexdigest()
         lines.append(json.dumps({"name": document.name, "sha256": sha256, "bytes": len(content), "part": part}) + "\n")
     path.write_text("".join(lines), encoding="utf-8")

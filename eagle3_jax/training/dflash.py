@@ -58,7 +58,8 @@ def block_loss(
         The loss; ``accuracy_k`` and ``acceptance_k`` of the prediction ``k + 1`` tokens after the anchor; and
         ``simulated_tau``.
     """
-    frozen, count = lax.stop_gradient(frozen), drafter.config.num_predicted
+    frozen = lax.stop_gradient(frozen)
+    count = drafter.config.num_predicted
     teacher, features = teacher_forward(drafter, target, frozen, batch, count)
     anchors, is_anchor = choose_anchors(batch, objective.num_anchors)
     logits, survival = run_blocks(drafter, target, head_params, frozen, features, batch, anchors)
@@ -73,7 +74,8 @@ def block_loss(
     def mean(values: Float[Array, "B A K"], mask: Bool[Array, "B A K"] = supervised) -> Float[Array, ""]:
         return jnp.sum(jnp.where(mask, weight * values, 0.0)) / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
-    p, log_q = label.probs * label.mass[..., None], jax.nn.log_softmax(logits)
+    p = label.probs * label.mass[..., None]
+    log_q = jax.nn.log_softmax(logits)
     overlap = jnp.minimum(p, jnp.exp(log_q)).sum(-1)
     loss = jnp.zeros((), jnp.float32)
     if objective.text:
@@ -118,7 +120,8 @@ def run_blocks(
     anchors: Int[Array, "B A"],
 ) -> tuple[Float[Array, "B A K W"], Float[Array, "B A K"] | None]:
     """Logits (with the bias, if any) and confidence logits of all blocks; both are given the text's own tokens."""
-    config, count = drafter.config, drafter.config.num_predicted
+    config = drafter.config
+    count = drafter.config.num_predicted
     rows = config.block_size
     rowcount, num = anchors.shape
     params = drafter.assemble(head_params, target.tables(frozen["target_params"]), embedding=frozen["embedding"])
@@ -137,7 +140,8 @@ def run_blocks(
     logits = drafter.logits(params, head, hidden.reshape(rowcount, num * count, -1)).reshape(rowcount, num, count, -1)
     given = _take(extend(batch.tokens, count), anchors[:, :, None] + jnp.arange(count))
     if config.markov is not None:
-        state, bias = jnp.zeros((rowcount, num, config.markov.rank), hidden.dtype), []
+        state = jnp.zeros((rowcount, num, config.markov.rank), hidden.dtype)
+        bias = []
         for k in range(count):
             step, state = head.markov(given[:, :, k], hidden[:, :, k], state)
             bias.append(step)

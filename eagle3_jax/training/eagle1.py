@@ -25,7 +25,9 @@ from eagle3_jax.models.functional import Params
 from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, share
 from eagle3_jax.training.ttt import TTTConfig, borrowed, labelled_rows, loss_and_metrics, outputs, teacher_forward
 
-REGRESSION, CROSS_ENTROPY, NOISE = 1.0, 0.1, 0.1
+REGRESSION = 1.0
+CROSS_ENTROPY = 0.1
+NOISE = 0.1
 
 
 def eagle1_loss(
@@ -46,7 +48,8 @@ def eagle1_loss(
     frozen = lax.stop_gradient(frozen)
     teacher, states = teacher_forward(drafter, target, frozen, batch, num_steps)
     params = {"head": head_params, "embedding": frozen["embedding"], "output": borrowed(drafter, target, frozen)}
-    head, read = drafter.bind(params), states
+    head = drafter.bind(params)
+    read = states
     if batch.key is not None:
         read = states + jax.random.uniform(batch.key, states.shape, states.dtype, -NOISE, NOISE)
     given = outputs(drafter, params, read, batch, num_steps)

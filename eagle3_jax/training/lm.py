@@ -28,7 +28,8 @@ def next_token_loss(
     target: DecoderTarget, params: Params, tokens: Int[Array, "B T"]
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Mean cross-entropy of each token given those before it, in nats, and the share of argmax hits."""
-    tokens, labels = tokens[:, :-1], tokens[:, 1:]
+    labels = tokens[:, 1:]
+    tokens = tokens[:, :-1]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     output = target(params, tokens, positions, causal_mask(tokens.shape[1]))
     logits = target.unembed(params, output.final)
@@ -56,7 +57,8 @@ def random_windows(data: np.ndarray, phases: tuple[Phase, ...], seed: int) -> Ca
         starts = np.empty(phase.batch, np.int64)
         for passed in np.unique(rows // tiles):
             rng = np.random.default_rng((seed, phase.length, int(passed)))
-            offset, order = rng.integers(phase.length), rng.permutation(tiles)
+            offset = rng.integers(phase.length)
+            order = rng.permutation(tiles)
             here = rows // tiles == passed
             starts[here] = offset + phase.length * order[rows[here] % tiles]
         windows = starts[:, None] + np.arange(phase.length + 1)[None, :]

@@ -45,7 +45,8 @@ def medusa_loss(
     heads = drafter.bind({"head": head_params})
 
     metrics: dict[str, Float[Array, ""]] = {}
-    loss, chain = jnp.zeros((), jnp.float32), []
+    loss = jnp.zeros((), jnp.float32)
+    chain = []
     for head in range(num_heads):
         label = to_draft[_later(batch.tokens, head + 2)]
         labelled = _later(batch.loss_mask, head) & _later(batch.attention_mask, head + 2)

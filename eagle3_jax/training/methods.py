@@ -93,7 +93,8 @@ def _first_layers(
     drafter: DraftModel, target: LoadedTarget, draft_to_target: DraftVocabulary, key: jax.Array
 ) -> Params:
     """The target's first layers if the shapes agree, else random parameters."""
-    fresh, own = drafter.model.init(key), target.params
+    fresh = drafter.model.init(key)
+    own = target.params
     first = {**own, "blocks": {index: own["blocks"].get(index) for index in fresh["blocks"]}}
     if jax.tree.map(jnp.shape, first) != jax.tree.map(jnp.shape, fresh):
         return fresh
@@ -165,7 +166,8 @@ def _block(target: DecoderConfig, options: HeadOptions, **kind: Any) -> DFlashCo
         options: ``depth`` is how many tokens a block predicts.
         kind: The kind of block drafter, as arguments of :class:`DFlashConfig`.
     """
-    layer, size = usual_layers(target, options.mlp_width)[0], options.draft_vocab_size or target.vocab_size
+    layer = usual_layers(target, options.mlp_width)[0]
+    size = options.draft_vocab_size or target.vocab_size
     mixer = dataclasses.replace(grouped(layer), rope=RopeConfig(theta=1e6), qk_norm=True)
     return DFlashConfig(
         vocab_size=target.vocab_size,
@@ -204,7 +206,8 @@ def small_model(target: DecoderConfig, options: HeadOptions) -> DecoderConfig:
     Raises:
         ValueError: It is larger than the target.
     """
-    count, width = options.num_layers or max(1, target.num_layers // 4), options.width or target.width // 2
+    count = options.num_layers or max(1, target.num_layers // 4)
+    width = options.width or target.width // 2
     if count > target.num_layers or width > target.width:
         raise ValueError(
             f"a draft model of {count} layers and width {width} is larger than its target of {target.num_layers} and "

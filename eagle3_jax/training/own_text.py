@@ -27,7 +27,9 @@ from eagle3_jax.types import SamplingMode
 _SENTINEL = "The text of the user"
 _SHORTEST_TURN = 4  # tokens
 # An answer loops if its last tokens have few distinct runs of four tokens; 64 tokens have up to 61.
-_LOOP_TOKENS, _LOOP_RUN, _FEWEST_RUNS = 64, 4, 26
+_LOOP_TOKENS = 64
+_LOOP_RUN = 4
+_FEWEST_RUNS = 26
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

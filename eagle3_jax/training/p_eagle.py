@@ -30,7 +30,9 @@ from eagle3_jax.models.memory import memories
 from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, greedy_tau, share
 from eagle3_jax.training.ttt import Teacher, teacher_forward
 
-RATIO, LEAST = 0.7, 0.2  # r and r_min, as in speculators
+# r and r_min, as in speculators
+RATIO = 0.7
+LEAST = 0.2
 
 
 class Chains(struct.PyTreeNode, kw_only=True):
@@ -58,8 +60,11 @@ def draw_chains(key: Key[Array, ""], valid: Bool[Array, "B T"], num_depths: int,
 
     batch, size = valid.shape
     index = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
-    anchors, present, depths = [index], [jnp.ones_like(valid)], [0] * size
-    num_valid, pool = jnp.sum(valid, axis=1), valid & (index > 0)
+    anchors = [index]
+    present = [jnp.ones_like(valid)]
+    depths = [0] * size
+    num_valid = jnp.sum(valid, axis=1)
+    pool = valid & (index > 0)
     for depth in range(1, num_depths):
         room = kept(size, depth)
         if room == 0:
@@ -106,7 +111,8 @@ def parallel_logits(
     )
     fused_mask = jnp.broadcast_to(head.fused_mask(), (*masks, drafter.config.width))
     stream = jnp.concatenate([head.fuse(features), fused_mask], axis=1)
-    mask, positions = chain_mask(chains, batch.attention_mask), chains.positions
+    mask = chain_mask(chains, batch.attention_mask)
+    positions = chains.positions
     seen = memories(drafter.config.layers, mask, positions)
     output, _ = head(embed(embedding, tokens, drafter.precision), stream, positions, seen)
     return head.logits(output)
@@ -144,12 +150,16 @@ def p_eagle_loss(
     divergence = jnp.sum(jax.scipy.special.xlogy(label.probs, label.probs) - label.probs * logprobs, axis=-1)
     loss = share(divergence, counted)
 
-    logprobs, metrics, chain = lax.stop_gradient(logprobs), {}, []
+    logprobs = lax.stop_gradient(logprobs)
+    metrics = {}
+    chain = []
     hits = jnp.argmax(logprobs, axis=-1) == label.best
     overlap = jnp.minimum(label.probs * label.mass[..., None], jnp.exp(logprobs)).sum(-1)
     for depth in range(chains.depths[-1] + 1):
         part = chains.of_depth(depth)
-        hit, here, anchor = hits[:, part], counted[:, part], chains.anchors[:, part]
+        hit = hits[:, part]
+        here = counted[:, part]
+        anchor = chains.anchors[:, part]
         metrics[f"accuracy_{depth}"] = share(hit, here)
         metrics[f"acceptance_{depth}"] = share(overlap[:, part], here)
         at_anchors = jax.vmap(lambda at, one: jnp.zeros((size,), jnp.bool_).at[at].set(one, mode="drop"))

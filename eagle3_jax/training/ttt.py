@@ -92,7 +92,8 @@ def ttt_loss(
         and ``simulated_tau``, tokens per target forward of a greedy chain of ``K`` drafts on this text. A target token
         that is outside the draft vocabulary is a miss.
     """
-    frozen, num_steps = lax.stop_gradient(frozen), config.num_steps
+    frozen = lax.stop_gradient(frozen)
+    num_steps = config.num_steps
     teacher, features = teacher_forward(drafter, target, frozen, batch, num_steps)
     if config.noise and batch.key is not None:
         size = jnp.sqrt(jnp.mean(jnp.square(features), axis=-1, keepdims=True))
@@ -106,9 +107,11 @@ def loss_and_metrics(
     teacher: Teacher, logits: Sequence[Float[Array, "B T W"]], batch: TTTBatch, config: TTTConfig
 ) -> Loss:
     """The loss and the metrics of :func:`ttt_loss`, from the draft logits of every step."""
-    size, learn = batch.tokens.shape[1], extend(batch.loss_mask, config.num_steps)
+    size = batch.tokens.shape[1]
+    learn = extend(batch.loss_mask, config.num_steps)
     metrics: dict[str, Float[Array, ""]] = {}
-    loss, chain = jnp.zeros((), jnp.float32), []
+    loss = jnp.zeros((), jnp.float32)
+    chain = []
     for step, scores in enumerate(logits):
         label = Teacher(*(_from(leaf, step + 1, size) for leaf in teacher))
         labelled = labelled_rows(batch, step)
@@ -200,9 +203,12 @@ def outputs(
 ) -> list[Float[Array, "B T D"]]:
     """What the head gives in every step, which it is fed in the next."""
     head = drafter.bind(params)
-    tokens, size = extend(batch.tokens, num_steps), batch.tokens.shape[1]
-    seen, positions = batch.seen, batch.positions
-    stream, given = head.fuse(features), []
+    tokens = extend(batch.tokens, num_steps)
+    size = batch.tokens.shape[1]
+    seen = batch.seen
+    positions = batch.positions
+    stream = head.fuse(features)
+    given = []
     written: list[tuple[KeyValue, ...]] = []
     for step in range(num_steps):
         spans = enumerate(spans_of(drafter.config.layers))

@@ -64,7 +64,8 @@ class TypicalAcceptance:
         p = jax.vmap(lambda probs, parents, tokens: probs[parents, tokens])(probs, parents, draft.tokens)
         accepted = draft.valid & (draft.parents >= 0) & (p > jnp.take_along_axis(least, parents, axis=1))
 
-        above, node = ancestor_mask(draft.parents, max_depth), jnp.arange(draft.tokens.shape[1])
+        above = ancestor_mask(draft.parents, max_depth)
+        node = jnp.arange(draft.tokens.shape[1])
         whole = above[:, :, 0] & jnp.all(accepted[:, None, :] | (node == 0)[None, None] | ~above, axis=-1)
         level = jnp.where(whole, depths(above), 0)
         likelihood = jnp.sum(jnp.where(above & (node > 0)[None, None], jnp.log(p)[:, None, :], 0.0), axis=-1)

@@ -107,7 +107,9 @@ def test_a_batch_counts_the_tokens_of_all_its_rows():
 
 def test_acceptance_is_summed_over_prompts_before_it_is_divided():
     class Uneven(Contender):
-        name, dtype, drafts = "ours", "a", True
+        name = "ours"
+        dtype = "a"
+        drafts = True
 
         def run(self, prompts, max_new_tokens):
             drafts, accepted = (1, 1) if prompts == [[1]] else (9, 0)
@@ -121,14 +123,17 @@ def test_rates_by_task_come_from_the_rows_of_that_task():
     class Planted(Contender):
         """Two rows a batch; each prompt names how many of its two drafts of depth 2 are accepted in full."""
 
-        name, dtype, drafts = "ours", "a", True
+        name = "ours"
+        dtype = "a"
+        drafts = True
 
         def run(self, prompts, max_new_tokens):
             full = np.array([prompt[0] for prompt in prompts])
             stats = counters([2, 2], [4, 4], 2 * full, np.stack([full, full], axis=1))
             return Run(1.0, 0.5, [[1, 2]] * len(prompts), stats)
 
-    plain, prompts = Scripted("plain", [1.0] * 6), [[2], [1], [0], [2], [1], [1]]
+    plain = Scripted("plain", [1.0] * 6)
+    prompts = [[2], [1], [0], [2], [1], [1]]
     report = measured(plain, Planted(), prompts=prompts, tasks=["code"] * 3 + ["prose"] * 3, batch_size=2)
     code, prose = report.rows[1].tasks
     assert (code.task, code.num_prompts, prose.task, prose.num_prompts) == ("code", 3, "prose", 3)
@@ -144,7 +149,8 @@ def test_rates_by_task_come_from_the_rows_of_that_task():
 
 def test_rates_by_task_are_unknown_where_a_mixed_batch_tells_only_its_sum():
     ours = Scripted("ours", [1.0] * 4, stats=counters(2, 2, 1, [1]))
-    prompts, tasks = [[1], [2], [3], [4]], ["x", "y", "y", "y"]
+    prompts = [[1], [2], [3], [4]]
+    tasks = ["x", "y", "y", "y"]
     report = measured(Scripted("plain", [1.0] * 4), ours, prompts=prompts, tasks=tasks, batch_size=2)
     assert [task.acceptance for task in report.rows[1].tasks] == [None, None]
     assert report.rows[1].acceptance.mean_acceptance_length == 1.5
@@ -152,7 +158,10 @@ def test_rates_by_task_are_unknown_where_a_mixed_batch_tells_only_its_sum():
 
 def test_who_does_not_take_a_batch_is_named_and_the_rest_is_measured():
     class Single(Contender):
-        name, dtype, drafts, largest_batch = "lookup", "a", True, 1
+        name = "lookup"
+        dtype = "a"
+        drafts = True
+        largest_batch = 1
 
     report = measured(Scripted("plain", [1.0] * 4), Single(), prompts=[[1], [2]], batch_size=2)
     assert [row.name for row in report.rows] == ["plain"]
@@ -161,7 +170,9 @@ def test_who_does_not_take_a_batch_is_named_and_the_rest_is_measured():
 
 def test_output_that_changes_and_programs_that_are_compiled_late_are_seen():
     class Restless(Contender):
-        name, dtype, calls = "plain", "a", 0
+        name = "plain"
+        dtype = "a"
+        calls = 0
 
         def run(self, prompts, max_new_tokens):
             self.calls += 1
@@ -201,7 +212,8 @@ def test_simulated_acceptance_is_marked_and_not_compared(target, plain, decoder)
 
 def test_a_method_above_the_roofline_is_found(target, plain, monkeypatch):
     monkeypatch.setattr("eagle3_jax.bench.run.ceiling", lambda target, *, rows, context, large: 1e9)
-    magic, quick = Scripted("magic", [1.0, 1e-9], dtype="float32"), {"cost_rounds": 0, "streams": 0}
+    magic = Scripted("magic", [1.0, 1e-9], dtype="float32")
+    quick = {"cost_rounds": 0, "streams": 0}
     report = measured(plain, magic, large=1, **quick)
     assert [row.name for row in report.too_fast] == ["magic"]
     assert report.rows[1].bandwidth_share == pytest.approx(1e9 * step_bytes(target, rows=1, context=0) / 1e9)
@@ -264,7 +276,8 @@ def test_overlapping_spans_are_counted_once():
 
 
 def test_a_clock_tells_when_a_compilation_begins():
-    program, begun = jax.jit(lambda x: 3 * x + 1), []
+    program = jax.jit(lambda x: 3 * x + 1)
+    begun = []
     with CompileClock() as clock:
         clock.on_compiling = lambda: begun.append(clock.programs)
         program(np.float32(2))

@@ -25,7 +25,8 @@ PAIR = ("--target", str(GOLDEN / "target"), "--drafter", str(GOLDEN / "eagle3"))
 
 def table_rows(file: Path, name: str) -> list[dict[str, str]]:
     """The rows of a contender in the tables of a report, by column."""
-    found, header = [], None
+    found = []
+    header = None
     for line in file.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("|"):
@@ -63,9 +64,11 @@ def test_the_command_measures_every_method_and_writes_it_all(capsys, tmp_path: P
     assert "could not be started" in reasons["vLLM plain, compiled"]
     assert len(found["about"]["prompts_measured"]["sha256"]) == 64
     assert json.loads((tmp_path / "out" / "bench.json").read_text()) == found
-    row, (speed, latency, parts, tasks) = one["rows"][1], table_rows(tmp_path / "out" / "bench.md", "tree N=4 G=2")[:4]
+    row = one["rows"][1]
+    speed, latency, parts, tasks = table_rows(tmp_path / "out" / "bench.md", "tree N=4 G=2")[:4]
     low, median, high = (row["ratio"][name] for name in ("low", "median", "high"))
-    tau, costs = row["acceptance"]["mean_acceptance_length"], row["step_seconds"]
+    tau = row["acceptance"]["mean_acceptance_length"]
+    costs = row["step_seconds"]
     assert (
         speed
         | {

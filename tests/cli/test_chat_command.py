@@ -151,7 +151,8 @@ def test_a_published_target_drafts_with_its_own_head(monkeypatch) -> None:
 
 def test_a_bare_text_for_a_chat_model_is_continued_with_a_hint(folder: Path) -> None:
     options = ("Why?", "--target", str(folder), "--no-compare", *SHORT)
-    hinted, asked = InTerminal("generate", *options, pipe=True), InTerminal("generate", "--chat", *options, pipe=True)
+    hinted = InTerminal("generate", *options, pipe=True)
+    asked = InTerminal("generate", "--chat", *options, pipe=True)
     line = "the text is continued as it is; --chat asks it as a question"
     assert line in hinted.finish() and line not in hinted.output
     assert line not in asked.finish()

@@ -123,7 +123,8 @@ def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = ("generate", "--prompts", file, "--drafter", "none", "--max-new-tokens", 12, "--temperature", 0.7)
-    decoder, expected = e3.SpeculativeDecoder(e3.load_target()), []
+    decoder = e3.SpeculativeDecoder(e3.load_target())
+    expected = []
     for line in lines:
         own = {name: line[name] for name in ("temperature", "top_k", "top_p") if name in line}
         sampling = e3.SamplingParams(**{"temperature": 0.7} | own)
@@ -173,7 +174,8 @@ def test_equal_prompts_are_sampled_apart_and_reproducibly(cli, tmp_path):
     ("name", "head"), [("trace_eagle3_greedy_fp32.json", "eagle3"), ("trace_sharp_60_7_10.json", "eagle3_sharp")]
 )
 def test_the_trace_of_a_tree_equals_the_official_one(cli, tmp_path, name, head):
-    golden, path = json.loads((OFFICIAL / name).read_text()), tmp_path / "trace.json"
+    golden = json.loads((OFFICIAL / name).read_text())
+    path = tmp_path / "trace.json"
     code, out, err = cli(
         "generate", *PAIR[:2], "--drafter", OFFICIAL / head, "--prompt-ids", json.dumps(golden["prompt"]),
         "--max-new-tokens", golden["max_new_tokens"], "--ignore-eos", *TREE, "--trace", path, "--json",
@@ -230,7 +232,9 @@ def test_doctor_passes_a_pair_and_fails_a_mismatch(cli):
 @jax.numpy_dtype_promotion("standard")  # optax's own arithmetic mixes types
 def test_a_pair_is_trained_from_sources_alone(cli, refused, tmp_path):
     """Corpus, target, its own text, head: each step's output is the next one's input, and the pair generates."""
-    stdlib, data, target = tmp_path / "Lib", tmp_path / "data", tmp_path / "target"
+    stdlib = tmp_path / "Lib"
+    data = tmp_path / "data"
+    target = tmp_path / "target"
     texts = tmp_path / "texts"
     head = tmp_path / "head"
     stdlib.mkdir()

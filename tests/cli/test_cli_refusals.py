@@ -16,7 +16,8 @@ from eagle3_jax.cli import run
 
 OFFICIAL = Path(__file__).parent.parent / "golden" / "official"
 VLLM = Path(__file__).parent.parent / "golden" / "vllm"
-TARGET, HEAD = ("--target", str(OFFICIAL / "target")), ("--drafter", str(OFFICIAL / "eagle3"))
+TARGET = ("--target", str(OFFICIAL / "target"))
+HEAD = ("--drafter", str(OFFICIAL / "eagle3"))
 PAIR = (*TARGET, *HEAD)
 PROMPT = ("--prompt-ids", "[1, 17, 5, 42]", "--max-new-tokens", "8", "--ignore-eos")
 ASKED = ("generate", *PAIR, *PROMPT)
@@ -117,7 +118,8 @@ def test_a_command_refuses_in_one_line(refused, tmp_path, monkeypatch, arguments
 
 @pytest.mark.parametrize(("drafter", "most"), [("Medusa head (vllm layout)", 3), ("DFlash head (vllm layout)", 4)])
 def test_a_plan_drafts_no_more_than_the_head_does(refused, tmp_path, drafter, most):
-    target, head = write_small_llama(tmp_path / "target"), CHECKPOINTS[drafter](tmp_path / "head")
+    target = write_small_llama(tmp_path / "target")
+    head = CHECKPOINTS[drafter](tmp_path / "head")
     line = refused("plan", "memory", "--target", target, "--drafter", head, "-K", most + 1)
     assert f"drafts at most {most}" in line
 

@@ -92,7 +92,8 @@ def compiled_by(*arguments: str, **environment: str) -> tuple[int, int, str | No
 
 
 def test_a_second_run_compiles_nothing(tmp_path):
-    home, named = tmp_path / "caches", tmp_path / "named"
+    home = tmp_path / "caches"
+    named = tmp_path / "named"
     misses, hits, where = compiled_by(XDG_CACHE_HOME=str(home))
     assert misses > 0 and hits == 0
     assert Path(where) == home / "eagle3-jax" / "compiled"
@@ -117,7 +118,8 @@ from eagle3_jax.cli._compiled import keep_compiled_programs
 keep_compiled_programs(None)
 print(jax.config.jax_compilation_cache_max_size, jax.config.jax_compilation_cache_dir)
 """
-    home, own = str(tmp_path / "home"), str(tmp_path / "own")
+    home = str(tmp_path / "home")
+    own = str(tmp_path / "own")
     if limit is None:
         program = tmp_path / "home" / "eagle3-jax" / "compiled" / "jit_f-1-cache"
         program.parent.mkdir(parents=True)

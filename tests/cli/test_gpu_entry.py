@@ -97,7 +97,8 @@ def test_make_installs_a_jax_with_cuda_where_a_gpu_is_used(path_with_gpu: str) -
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
 
 

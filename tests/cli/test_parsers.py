@@ -65,7 +65,8 @@ def numeric_options() -> Iterator[Option]:
     for prefix, group in (((), app), (("plan",), plan.app), (("train",), train.app)):
         for one in group.registered_commands:
             hints = typing.get_type_hints(one.callback, include_extras=True)
-            names, required = {}, {}
+            names = {}
+            required = {}
             for name, parameter in inspect.signature(one.callback).parameters.items():
                 (info, *_) = getattr(hints[name], "__metadata__", (None,))
                 declared = getattr(info, "param_decls", None) or ()

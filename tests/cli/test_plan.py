@@ -97,7 +97,8 @@ def test_a_remedy_is_the_smallest_change_that_fits(name, gpu):
     deployment = served(name, gpu, "bfloat16")
     asked = {"batch": 8, "context": 4096, "num_draft_tokens": 5}
     (heads,) = attention_heads(deployment.target)
-    numbers, weights = [n for n in range(2, heads + 1) if heads % n == 0], ["fp8", "int8", "int4", "mxfp4"]
+    numbers = [n for n in range(2, heads + 1) if heads % n == 0]
+    weights = ["fp8", "int8", "int4", "mxfp4"]
     for field, values in (("num_accelerators", numbers), ("weights", weights)):
         changed = [dataclasses.replace(deployment, **{field: value}) for value in values]
         fits = [value for value, one in zip(values, changed, strict=True) if memory_plan(one, **asked).fits]

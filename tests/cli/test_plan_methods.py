@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from eagle3_jax.cli import run
 
-(EAGLE3, EAGLE31, P_EAGLE, EAGLE1, MTP, MEDUSA, DFLASH, JETSPEC, DSPARK, DRAFT_MODEL) = CHECKPOINTS
+EAGLE3, EAGLE31, P_EAGLE, EAGLE1, MTP, MEDUSA, DFLASH, JETSPEC, DSPARK, DRAFT_MODEL = CHECKPOINTS
 LAYER = 2 * 2 * 8 * 2  # bytes of a token's keys and values in a layer: 2 heads of 8 numbers, in bfloat16
 OUTPUT = 61 * 32
 # Layers with a cache, and what of the target's a pass reads beside the drafter's own.
@@ -52,7 +52,8 @@ def test_sizes_are_those_of_the_file(tmp_path: Path, target: Path, capsys: Any, 
     assert found["drafter_cache_bytes_per_token"] == LAYER * LAYERS.get(name, 1)
     looked_up = ("embed_tokens.weight", "d2t", "t2d", "markov_w1.weight")
     read = stored(drafter, without=looked_up) + BORROWED.get(name, 0)
-    context, k = 16, 3
+    context = 16
+    k = 3
     passes = [k + 1] if name in ONE_PASS else [k + 1, *[1] * (k - 1)]
     before = [context, *[context + k + 1] * (len(passes) - 1)]
     cached = sum(old + new for old, new in zip(before, passes, strict=True)) * LAYER * LAYERS.get(name, 1)

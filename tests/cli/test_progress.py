@@ -22,7 +22,8 @@ PLACE = re.compile(r"(\d+) of (\d+)(?:, about \d+ (?:s|min) left)?: (.*)")
 
 def interrupting(monkeypatch: pytest.MonkeyPatch, where: object, name: str, calls: int) -> None:
     """Replaces a function by one that a Ctrl-C meets in this call."""
-    whole, count = getattr(where, name), iter(range(1, 10**6))
+    whole = getattr(where, name)
+    count = iter(range(1, 10**6))
 
     def stopped(*given: object, **options: object) -> object:
         if next(count) == calls:

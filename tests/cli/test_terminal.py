@@ -57,11 +57,13 @@ class InTerminal:
             env=environment(**variables), start_new_session=True,
         )  # fmt: skip
         os.close(slave)
-        self.master, self.seen = master, b""
+        self.master = master
+        self.seen = b""
 
     def read(self, until: bytes | None = None) -> None:
         """What it writes, until it ends or has written this."""
-        stream, ends = pyte.ByteStream(self.screen), time.monotonic() + 120
+        stream = pyte.ByteStream(self.screen)
+        ends = time.monotonic() + 120
         while until is None or until not in self.seen:
             assert time.monotonic() < ends, self.seen
             if select.select([self.master], [], [], 0.2)[0]:
@@ -112,7 +114,8 @@ def test_lines_of_json_go_to_the_standard_output_while_a_bar_is_shown(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_ids": [1, 17]}\n{"prompt_ids": [9, 3]}\n')
     options = ("generate", *PAIR, "--prompts", str(prompts), "--max-new-tokens", "4", "--json")
-    piped, shown = InTerminal(*options, pipe=True), InTerminal(*options, columns=2000)
+    piped = InTerminal(*options, pipe=True)
+    shown = InTerminal(*options, columns=2000)
     screen = piped.finish()
     assert [json.loads(line)["prompt_ids"] for line in piped.output.splitlines()] == [[1, 17], [9, 3]]
     assert not any("token_ids" in line for line in screen)

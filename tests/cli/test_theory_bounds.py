@@ -99,7 +99,8 @@ def test_experts_of_a_forward_by_hand():
 def test_claims_are_held_against_the_fewest_experts_that_can_be_read_and_name_the_batch_they_need():
     deployment = served("Qwen3-30B-A3B", "H200", "bfloat16")
     asked = {"batch": 4, "context": 0, "num_draft_tokens": 3}
-    alike, usual = round_bound(deployment, **asked, alike=True), round_bound(deployment, **asked)
+    alike = round_bound(deployment, **asked, alike=True)
+    usual = round_bound(deployment, **asked)
     assert alike.verify_seconds < usual.verify_seconds / 3
     assert check_claim(deployment, tokens_per_second=4 * 4 / usual.verify_seconds * 2, **asked).possible
     claim = check_claim(served(), tokens_per_second=1e9, batch=1, context=1000, num_draft_tokens=0)
@@ -115,7 +116,8 @@ def test_claims_are_held_against_the_fewest_experts_that_can_be_read_and_name_th
     ],
 )
 def test_speculation_pays_from_the_first_batch_to_the_last_that_gains(model, gpu, weights, context):
-    deployment, asked = served(model, gpu, weights), {"context": context, "num_draft_tokens": 5}
+    deployment = served(model, gpu, weights)
+    asked = {"context": context, "num_draft_tokens": 5}
     pays = [round_bound(deployment, batch=b, **asked).speedup(2.94) > 1.0 for b in range(1, 2000)]
     first = pays.index(True)
     end = pays.index(False, first) + 1 if False in pays[first:] else None
@@ -133,7 +135,8 @@ def test_experts_can_end_the_gain_after_one_batch_and_have_no_end_up_to_the_larg
 
 
 def test_the_largest_batch_is_the_last_that_fits():
-    deployment, asked = served(), {"context": 2048, "num_draft_tokens": 5}
+    deployment = served()
+    asked = {"context": 2048, "num_draft_tokens": 5}
     found = largest_batch(deployment, **asked)
     assert [memory_plan(deployment, batch=batch, **asked).fits for batch in (found, found + 1)] == [True, False]
     assert largest_batch(served(gpu="L4"), **asked) == 0

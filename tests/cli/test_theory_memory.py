@@ -59,7 +59,8 @@ def test_named_models_have_the_parameters_of_their_checkpoints():
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_named_models_with_experts_have_as_many_active_as_is_published(name):
-    of, (total, active, with_embedding) = parameters(KNOWN_MODELS[name]), ROUNDED[name]
+    of = parameters(KNOWN_MODELS[name])
+    total, active, with_embedding = ROUNDED[name]
     counted = sizes_of(KNOWN_MODELS[name]).active + (of.embedding if with_embedding else 0)
     for found, said in ((of.total / 1e9, total), (counted / 1e9, active)):
         digits = len(str(said).partition(".")[2])
@@ -69,7 +70,9 @@ def test_named_models_with_experts_have_as_many_active_as_is_published(name):
 def test_glm_counts_its_drafting_module_and_no_tables():
     """Its report says 355 billion. The module is a layer with experts, two norms more, a 2·D by D fusion."""
     model = KNOWN_MODELS["GLM-4.5"]
-    last, tables, fusion = sizes_of(model).layers[-1], 2 * 151_552 * 5120, 2 * 5120 * 5120 + 2 * 5120
+    last = sizes_of(model).layers[-1]
+    tables = 2 * 151_552 * 5120
+    fusion = 2 * 5120 * 5120 + 2 * 5120
     total = parameters(model).total - tables + last.sizes.total / last.number + fusion
     assert total / 1e9 == pytest.approx(355.2, abs=0.1)
 
@@ -116,7 +119,8 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_parameter_of_a_layer_is_counted_by_its_use(name):
     mixer, mlp, expected, cached = LAYERS[name]
-    layer, other = LayerConfig(mixer=mixer, mlp=mlp), LayerConfig(mixer=PLAIN, mlp=GatedMLP(width=1))
+    layer = LayerConfig(mixer=mixer, mlp=mlp)
+    other = LayerConfig(mixer=PLAIN, mlp=GatedMLP(width=1))
     config = DecoderConfig(vocab_size=17, width=D, layers=(layer, other, layer))
     found, last = sizes_of(config).layers
     one = Parameters(**expected | {"vectors": expected.get("vectors", 0) + 2 * D})
@@ -128,7 +132,8 @@ def test_every_parameter_of_a_layer_is_counted_by_its_use(name):
 
 def test_bytes_of_a_70b_target_in_fp8_and_of_its_head():
     deployment = served()
-    target, head = deployment.target, deployment.head
+    target = deployment.target
+    head = deployment.head
     assert head is not None
     # fc 3·8192², q 16384·8192, k and v 2·16384·1024, o 8192², mlp 3·8192·28672, norms 4·8192, lm_head 32000·8192.
     assert parameters(head).total == 1_403_027_456
@@ -167,7 +172,8 @@ COMPILED = load(PATH.with_name("aot-memory.json"))
 def test_a_plan_is_within_a_tenth_of_what_was_compiled_for_an_h200(name):
     """Peaks of programs of all layers (python -m validation.aot --layers all --record)."""
     row = COMPILED[name]
-    case, plain = row.case, row.case.draft == "plain"
+    case = row.case
+    plain = row.case.draft == "plain"
     deployment = served(case.target, weights="bfloat16")
     k = 0 if plain else 5
     plan = memory_plan(
@@ -192,7 +198,8 @@ def test_the_scores_that_a_plan_counts_are_those_that_are_made_at_once():
 
 def test_tensor_parallelism_divides_all_but_vectors_fusion_and_scarce_key_heads():
     one, eight, sixteen = (served(num_accelerators=n) for n in (1, 8, 16))
-    target, head = one.target, one.head
+    target = one.target
+    head = one.head
     assert head is not None
     vectors = 2 * parameters(target).vectors
     assert eight.weight_bytes(target) - vectors == pytest.approx((one.weight_bytes(target) - vectors) / 8)

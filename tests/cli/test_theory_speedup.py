@@ -73,11 +73,13 @@ def simulated(alpha: float, seed: int = 0):
 
 
 def test_the_simulation_has_the_mean_of_the_formula_and_depends_on_its_seed_only():
-    found, tau = simulated(0.7), tau_from_conditional_rate(0.7, 5)
+    found = simulated(0.7)
+    tau = tau_from_conditional_rate(0.7, 5)
     # The accepted tokens of a round have a standard deviation of 1.9, and there are 2000·120/τ rounds.
     assert found.mean_acceptance_length == pytest.approx(tau, abs=5 * 1.9 / math.sqrt(2000 * 120 / tau))
     assert found == simulated(0.7) != simulated(0.7, seed=1)
-    always, never = simulated(1.0), simulated(0.0)
+    always = simulated(1.0)
+    never = simulated(0.0)
     assert always.time_per_output_token.p99 == pytest.approx(20 * 1.7 / 120)  # six tokens a round of 1.2 + 5·0.1
     assert never.time_per_output_token.p50 == pytest.approx(1.7)
     assert (always.slower_than_plain, never.slower_than_plain) == (0.0, 1.0)

@@ -129,7 +129,8 @@ def target():
 
 
 def test_acceptance_is_that_of_each_shape_and_costs_are_positive(target):
-    head, prompts = tiny.eagle3(target), [[1, 2, 3], [4, 5]]
+    head = tiny.eagle3(target)
+    prompts = [[1, 2, 3], [4, 5]]
     tree = DynamicTree(num_nodes=4, max_depth=2, top_k=2)
     found = tuning.tune(
         target, head, prompts, batches=[3], chains=[2], trees=[tree], max_new_tokens=9, repeats=1, rounds=2
@@ -151,7 +152,8 @@ def test_acceptance_is_that_of_each_shape_and_costs_are_positive(target):
 
 def test_rounds_in_which_prompt_lookup_finds_nothing_are_rounds_all_the_same(target):
     decoder = SpeculativeDecoder(target, NGram(), num_speculative_tokens=2, stop_tokens=())
-    prompts, limit = [[1, 2, 3, 1, 2], [4]], 24
+    prompts = [[1, 2, 3, 1, 2], [4]]
+    limit = 24
     rounds = sum(1 for _ in decoder.rounds([prompts[0]], max_new_tokens=limit))
     run = tuning._decode(decoder, prompts, limit)
     counted = tuning._rounds(run)[0]
@@ -167,7 +169,8 @@ def prompts(tmp_path):
 
 
 def test_the_command_writes_what_generate_reads(capsys, tmp_path, prompts, monkeypatch):
-    output, cache = tmp_path / "tuned.json", ("--compilation-cache", "none")
+    output = tmp_path / "tuned.json"
+    cache = ("--compilation-cache", "none")
     # The random head of this pair is never worth its cost, so the costs are not left to the machine.
     monkeypatch.setattr(tuning, "step_costs", lambda *_, **__: tuning.StepCosts(1.0, 0.0, 0.0))
     monkeypatch.setattr(tuning.Candidate, "of", lambda shape, **_: gains(0, 2.0 / shape.num_draft_tokens, shape=shape))

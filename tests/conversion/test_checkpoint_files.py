@@ -25,7 +25,8 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 497
 
 def mistaken(directory: Path) -> dict[str, tuple[Path, Any, str]]:
     """What people give in place of a checkpoint: the path, how it comes to be, and the line that helps."""
-    weights, cache = directory / "model.safetensors", directory.parent / "models--org--name"
+    weights = directory / "model.safetensors"
+    cache = directory.parent / "models--org--name"
 
     def cached(*snapshots: str) -> None:
         (cache / "refs").mkdir(parents=True)

@@ -22,7 +22,7 @@ from eagle3_jax.topology import DynamicTree
 
 OFFICIAL = Path(__file__).parent.parent / "golden" / "official"
 PROMPT = ("--prompt-ids", "[1, 2]", "--max-new-tokens", "4")
-(EAGLE3, EAGLE31, P_EAGLE, EAGLE1, MTP, MEDUSA, DFLASH, JETSPEC, DSPARK, DRAFT_MODEL) = CHECKPOINTS
+EAGLE3, EAGLE31, P_EAGLE, EAGLE1, MTP, MEDUSA, DFLASH, JETSPEC, DSPARK, DRAFT_MODEL = CHECKPOINTS
 
 
 @pytest.fixture(scope="module")

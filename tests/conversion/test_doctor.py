@@ -39,7 +39,8 @@ def detail(checks: list[conversion.Check], name: str) -> str:
 
 
 def test_the_doctor_reports_what_cannot_be_read_and_skips_the_rest(tmp_path: Path) -> None:
-    target, head = write_llama(tmp_path / "target"), Head().write(tmp_path / "head")
+    target = write_llama(tmp_path / "target")
+    head = Head().write(tmp_path / "head")
     patches = {"patches.weight": np.ones(3, np.float32)}
     vision = write_checkpoint(tmp_path / "vision", {"model_type": "vit"}, patches)
     checks = conversion.diagnose(target, vision)
@@ -88,7 +89,8 @@ def test_the_doctor_names_each_suspicion(tmp_path: Path) -> None:
 
 
 def test_the_doctor_knows_a_list_of_outputs_by_the_default_of_the_target(tmp_path: Path) -> None:
-    target, head = write_llama(tmp_path / "target"), Head().write(tmp_path / "head")
+    target = write_llama(tmp_path / "target")
+    head = Head().write(tmp_path / "head")
     edit_config(head, eagle_aux_hidden_state_layer_ids=[1, 3, 4])
     asked = detail(conversion.diagnose(target, head), "head")
     assert "[1, 3, 4]: one more of each is [2, 4, 5], the usual choice for 8 layers" in asked
@@ -187,7 +189,8 @@ def test_a_block_is_measured_whole_and_a_draft_model_that_is_the_target_is_alway
 
 
 def test_a_draft_model_of_other_tokens_is_found_out(tmp_path: Path) -> None:
-    target, other = write_llama(tmp_path / "target"), write_llama(tmp_path / "other")
+    target = write_llama(tmp_path / "target")
+    other = write_llama(tmp_path / "other")
     for directory, words in ((target, "abc"), (other, "acb")):
         model = {"type": "WordLevel", "unk_token": "a", "vocab": {word: index for index, word in enumerate(words)}}
         (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))

@@ -65,7 +65,8 @@ def published(saved: Any) -> Any:
 
 def values_of(name: str) -> dict[str, Any]:
     """The ``config.json`` of a recipe, without transformers."""
-    recipe, eps = (RECIPES | WRAPPED)[name], {"rms_norm_eps": 1e-6, "layer_norm_eps": 1e-6}
+    recipe = (RECIPES | WRAPPED)[name]
+    eps = {"rms_norm_eps": 1e-6, "layer_norm_eps": 1e-6}
     text = recipe.fields.get("text_config")
     if text is None:
         return BASE | eps | recipe.fields | {"model_type": recipe.model_type}
@@ -134,7 +135,8 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
 @pytest.mark.parametrize("name", ["mistral3", "kimi_k25"])
 def test_a_language_model_is_read_under_every_prefix_that_was_written(saved: Any, tmp_path: Path, name: str) -> None:
     source = saved(name)
-    target, config = conversion.read_target(source), json.loads((source / "config.json").read_text())
+    target = conversion.read_target(source)
+    config = json.loads((source / "config.json").read_text())
     stored = load_file(source / "model.safetensors")
     assert "language_model.lm_head.weight" in stored  # transformers writes the published prefixes
     for layout, prefixes in LAYOUTS.items():
@@ -163,7 +165,8 @@ def test_the_family_of_a_language_model_is_that_of_its_text(saved: Any, tmp_path
 
 @pytest.mark.parametrize("name", WRAPPED)
 def test_inspect_says_in_one_line_what_is_left_out_of_a_model_of_images(saved: Any, name: str) -> None:
-    directory, kind = saved(name), WRAPPED[name].model_type
+    directory = saved(name)
+    kind = WRAPPED[name].model_type
     parts = dict.fromkeys(("mistral3", "gemma3"), "multi_modal_projector and vision_tower")
     parts["kimi_k25"] = "mm_projector and vision_tower"
     beside = [key for key in load_file(directory / "model.safetensors") if "language_model" not in key]
@@ -204,7 +207,8 @@ def test_a_language_model_in_fp8_is_what_its_scales_say(saved: Any, tmp_path: Pa
     source = saved("mistral3")
     dense = quantised.quantise(source, tmp_path / "fp8", recipe)
     plain = write_checkpoint(tmp_path / "dense", json.loads((source / "config.json").read_text()), dense)
-    ours, stands = conversion.read_target(tmp_path / "fp8"), conversion.read_target(plain)
+    ours = conversion.read_target(tmp_path / "fp8")
+    stands = conversion.read_target(plain)
     assert ours.config == stands.config and ours.quantisation is not None and ours.quantisation.kept_as == "fp8"
     assert ours.quantisation.num_tensors == 4 * 7
     for (path, value), (_, expected) in zip(flatten(ours.params), flatten(stands.params), strict=True):
@@ -243,7 +247,8 @@ def test_stacked_experts_and_gates_of_attention_are_laid_out_again(transpose: bo
     assert stored[f"{name}mlp.shared_expert_gate.weight"] == (1, 5)
     tensors = {source: np.random.default_rng(0).normal(size=shape).astype("f4") for source, shape in stored.items()}
     params = read_params(rules, tensors, shapes, where="here")
-    attention, mlp = params["blocks"][0]["attention"], params["blocks"][0]["mlp"]
+    attention = params["blocks"][0]["attention"]
+    mlp = params["blocks"][0]["mlp"]
 
     columns = np.asarray(attention["qkv"]["kernel"]).reshape(5, 2, 6, 6)
     query_and_gate = tensors[f"{name}self_attn.q_proj.weight"].T.reshape(5, 2, 2, 2, 6)
@@ -315,7 +320,8 @@ def test_a_published_file_says_the_same_in_its_older_notation(published: Any, tm
     old = {name: value for name, value in old.items() if value is not None}
     ours = conversion.read_target(write_checkpoint(tmp_path / "new", config, tensors))
     assert same_target(ours, conversion.read_target(write_checkpoint(tmp_path / "old", old, tensors)))
-    mixers, kinds = {layer.mixer for layer in ours.config.layers}, [type(layer.mlp) for layer in ours.config.layers]
+    mixers = {layer.mixer for layer in ours.config.layers}
+    kinds = [type(layer.mlp) for layer in ours.config.layers]
     assert kinds == [GatedMLP, Experts, Experts, Experts] and len(mixers) == 1
     (mixer,) = mixers
     assert isinstance(mixer, Latent) and mixer.rope.interleaved
@@ -479,7 +485,8 @@ def test_absent_neighbours_rotate_and_null_ones_do_not() -> None:
 def written(name: str) -> tuple[Any, dict[str, np.ndarray]]:
     """Random parameters, and their tensors in the layout that is written."""
     config = FAMILIES[name].read_config(Fields(values_of(name), name))
-    shapes, rng = DecoderTarget(config).param_shapes(), np.random.default_rng(0)
+    shapes = DecoderTarget(config).param_shapes()
+    rng = np.random.default_rng(0)
     params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
     return params, write_params(FAMILIES[name].rules(config), params, shapes, where=name)
 
@@ -492,7 +499,8 @@ def assert_read(directory: Path, params: Any, family: str) -> None:
 
 def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Every expert of a layer in two tensors, gates before the rest."""
-    count, out = 8, dict(tensors)
+    count = 8
+    out = dict(tensors)
     for layer in range(4):
         source = f"model.layers.{layer}.mlp.experts"
         of = {

@@ -195,7 +195,8 @@ DESCRIPTIONS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[str, ...]]] =
 @fuzz
 @given(data=st.data())
 def test_json(folder: Path, name: str, data: st.DataObject) -> None:
-    path, (prepare, hints) = folder / name, DESCRIPTIONS[name]
+    path = folder / name
+    prepare, hints = DESCRIPTIONS[name]
     values = prepare(data, json.loads(path.read_bytes()) if path.exists() else {})
     with holding(path, data.draw(damaged_json(values, hints))) as directory:
         if "head" in name:

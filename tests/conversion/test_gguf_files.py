@@ -168,7 +168,9 @@ def _no_key(name: str) -> Edit:
     return lambda writer: writer.kv_data[0].pop(name)
 
 
-_U32, _STR, _F32 = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.STRING, gguf.GGUFValueType.FLOAT32
+_U32 = gguf.GGUFValueType.UINT32
+_STR = gguf.GGUFValueType.STRING
+_F32 = gguf.GGUFValueType.FLOAT32
 REFUSED: dict[str, tuple[Edit, str]] = {
     "another architecture": (
         _key("general.architecture", "mamba", _STR),
@@ -291,7 +293,8 @@ def test_a_header_with_any_byte_changed_is_read_or_refused(write: Any, tmp_path:
     whole = write(lambda writer: _tokens(writer, directory), Type.F32).read_bytes()
     end = whole.index(b"blk.1.")
     random = np.random.default_rng(0)
-    path, refusals = tmp_path / "changed.gguf", 0
+    path = tmp_path / "changed.gguf"
+    refusals = 0
     for place in random.integers(0, end, 150):
         damaged = bytearray(whole)
         damaged[place] = random.choice([0, 1, 7, 127, 255])

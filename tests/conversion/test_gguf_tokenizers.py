@@ -22,10 +22,12 @@ from eagle3_jax.conversion.sidecars import tokenizer_config_of, tokenizer_of
 
 pytestmark = pytest.mark.torch
 
-Normal, Unknown, Control, User, Unused, Byte = (
-    gguf.TokenType.NORMAL, gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED,
-    gguf.TokenType.UNUSED, gguf.TokenType.BYTE,
-)  # fmt: skip
+Normal = gguf.TokenType.NORMAL
+Unknown = gguf.TokenType.UNKNOWN
+Control = gguf.TokenType.CONTROL
+User = gguf.TokenType.USER_DEFINED
+Unused = gguf.TokenType.UNUSED
+Byte = gguf.TokenType.BYTE
 TEXTS = [
     "a    12", "It's 2024, isn't it? I'LL PAY 1234567.89 for it!", "  two\n\n\tlines  \r\n and   blanks ",
     "HTTPServer parseJSONDocument camelCase XMLHttpRequest", "naïve café, e\u0301tude, Ångström ½ ² ①",

@@ -93,7 +93,8 @@ def test_a_head_drafts_as_its_independent_torch_twin(tmp_path: Path, name: str) 
     if head.draft_vocab < 61:  # draft ids are absolute in memory
         np.testing.assert_array_equal(checkpoint.draft_to_target, np.flatnonzero(head.tensors()["t2d"]))
     random = np.random.default_rng(3)
-    fed, depth = 9, 4
+    fed = 9
+    depth = 4
     features = random.normal(size=(fed, len(head.aux), head.target_width)).astype(np.float32)
     tokens = random.integers(0, 61, fed + 1)
     embedding = checkpoint.embedding
@@ -110,7 +111,8 @@ def test_a_head_drafts_as_its_independent_torch_twin(tmp_path: Path, name: str) 
     @jax.jit
     def run(params: Any, state: Any, features: jax.Array, tokens: jax.Array) -> Any:
         network = bind(Eagle3Head, checkpoint.config, FLOAT32, params["head"])
-        positions, fused = jnp.arange(fed)[None], network.fuse(features)
+        positions = jnp.arange(fed)[None]
+        fused = network.fuse(features)
         past = memories(checkpoint.config.layers, causal_mask(fed), positions)
         output, _ = network(params["embedding"][tokens[:, 1:]], fused, positions, past)
         seen = Observation(
@@ -191,7 +193,8 @@ def other(value: np.ndarray, **changes: Any) -> np.ndarray:
 
 
 TENSORS = Head().tensors()
-OFFSETS, MASK = TENSORS["d2t"], TENSORS["t2d"]
+OFFSETS = TENSORS["d2t"]
+MASK = TENSORS["t2d"]
 LEFT = int(np.flatnonzero(~MASK)[0])
 MATRIX = np.ones((32, 64), np.float32)
 SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention"]}

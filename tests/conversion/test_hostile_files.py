@@ -346,7 +346,8 @@ class Runs:
 def test_a_pickle_is_never_run_and_asks_for_no_memory(tmp_path: Path) -> None:
     import torch
 
-    path, witness = tmp_path / "pytorch_model.bin", tmp_path / "witness"
+    path = tmp_path / "pytorch_model.bin"
+    witness = tmp_path / "witness"
     hostile = {
         "runs a command": {"a": Runs(f"touch {witness}")},
         "4 TB of one number": {"a": torch.zeros(1).expand(10**6, 10**6)},

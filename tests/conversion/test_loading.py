@@ -26,7 +26,12 @@ from eagle3_jax.models.config import GatedMLP, GroupedQuery, uniform
 from eagle3_jax.sharding import make_mesh
 from eagle3_jax.uploading import put_array
 
-QUERIES, KEYS, SIZE, WIDTH, INNER, LAYERS = 6, 2, 8, 40, 56, 2
+QUERIES = 6
+KEYS = 2
+SIZE = 8
+WIDTH = 40
+INNER = 56
+LAYERS = 2
 CONFIG = dataclasses.replace(
     TARGET,
     width=WIDTH,
@@ -63,7 +68,8 @@ def expected(tensors: dict[str, np.ndarray], precision: str) -> Iterator[tuple[s
     yield "norm.scale", vector("model.norm")
     yield "head.kernel", columns(rows("lm_head"))
     for index in range(LAYERS):
-        layer, block = f"model.layers.{index}", f"blocks.{index}"
+        layer = f"model.layers.{index}"
+        block = f"blocks.{index}"
         q, k, v = (rows(f"{layer}.self_attn.{name}_proj") for name in "qkv")
         group = QUERIES // KEYS * SIZE
         turns = []
@@ -151,7 +157,8 @@ def test_the_host_holds_no_second_copy_of_an_array(tmp_path: Path, platform: str
 def test_parameters_are_not_the_files_own_memory(tmp_path: Path) -> None:
     """What is aligned to 64 bytes JAX takes over on a CPU: who writes the file again would then change the model."""
     tensors = write(tmp_path, np.float32, dataclasses.replace(CONFIG, width=64, vocab_size=128))
-    path, size = tmp_path / "model.safetensors", sum(value.nbytes for value in tensors.values())
+    path = tmp_path / "model.safetensors"
+    size = sum(value.nbytes for value in tensors.values())
     header = path.read_bytes()[8:-size]
     header += b" " * (-(8 + len(header)) % 64)
     path.write_bytes(len(header).to_bytes(8, "little") + header + path.read_bytes()[-size:])

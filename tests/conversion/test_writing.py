@@ -229,7 +229,8 @@ def test_a_run_killed_while_it_saves_continues_from_the_last_whole_checkpoint(tm
 
 @jax.numpy_dtype_promotion("standard")
 def test_a_checkpoint_on_a_full_disk_says_so_and_the_one_before_is_whole(tmp_path: Path) -> None:
-    trainer, directory = trainer_in(tmp_path / "run"), tmp_path / "run"
+    trainer = trainer_in(tmp_path / "run")
+    directory = tmp_path / "run"
     state = trainer.start(parameters())
     trainer.save(state)
     state = state.replace(step=state.step + 1)

@@ -68,7 +68,8 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 def test_imports_point_downward() -> None:
     for path, tree in TREES.items():
-        module, is_method = name_of(path), path.parent.name == "drafters" and path.stem != "__init__"
+        module = name_of(path)
+        is_method = path.parent.name == "drafters" and path.stem != "__init__"
         for imported, node in imports(tree):
             if is_method and imported.startswith("eagle3_jax.drafters"):
                 assert imported.rpartition(".")[2] in SHARED, f"{module} imports {imported}"
@@ -98,7 +99,8 @@ def test_the_library_needs_no_torch_prints_nothing_and_reads_no_environment_vari
     # fails must be usable by every command (docs/design.md, 21).
     reads = ("writing", "engines.vllm.process", "engines.memory", "models.flash")
     for path, tree in TREES.items():
-        layer, at_top = name_of(path).split(".")[0], {id(node) for node in tree.body}
+        layer = name_of(path).split(".")[0]
+        at_top = {id(node) for node in tree.body}
         for imported, node in imports(tree):
             if imported.split(".")[0] in ("torch", "transformers", "vllm"):
                 where = f"{name_of(path)}:{node.lineno} imports {imported}"

@@ -70,7 +70,9 @@ def mean_accepted(p: Distribution, q: Distribution, length: int, rule: str) -> F
     Token ``i`` is reached and accepted with mass ``Π min(p, q)`` by the token rule, and with ``q(d_1..d_i) P_i`` by the
     block rule.
     """
-    mean, above = Fraction(0), {(): (Fraction(1), Fraction(1))}  # by prefix: its mass under q, and what survives of it
+    # by prefix: its mass under q, and what survives of it
+    mean = Fraction(0)
+    above = {(): (Fraction(1), Fraction(1))}
     for _ in range(length):
         here = {}
         for prefix, (mass, survival) in above.items():
@@ -85,7 +87,8 @@ def mean_accepted(p: Distribution, q: Distribution, length: int, rule: str) -> F
 
 def test_of_random_pairs_more_is_accepted_on_average_and_of_none_less() -> None:
     """Over random pairs of three tokens and two drafted the published rules accept 0.89 and 0.93 of them."""
-    rng, means = random.Random(0), {"token": [], "block": []}
+    rng = random.Random(0)
+    means = {"token": [], "block": []}
 
     def law() -> list[Fraction]:
         weights = [Fraction(rng.randint(1, 1000)) for _ in range(VOCABULARY)]
@@ -113,9 +116,11 @@ def test_the_library_accepts_as_much_as_the_rules_say(parents: tuple[int, ...]) 
 
 def test_one_drafted_token_is_decided_bit_for_bit_as_by_the_token_rule() -> None:
     rng = np.random.default_rng(0)
-    rows, vocabulary = 512, 7
+    rows = 512
+    vocabulary = 7
     p, q = (np.stack([test_verify.random_law(rng, vocabulary) for _ in range(2 * rows)]) for _ in range(2))
-    p, q = p.reshape(rows, 2, vocabulary).astype(np.float32), q.reshape(rows, 2, vocabulary).astype(np.float32)
+    p = p.reshape(rows, 2, vocabulary).astype(np.float32)
+    q = q.reshape(rows, 2, vocabulary).astype(np.float32)
     tokens = np.array([[0, rng.choice(vocabulary, p=law / law.sum())] for law in q[:, 1].astype(float)], np.int32)
     draft = tiny.draft_of(tokens, [-1, 0], probs=q)
     dice = dict(
@@ -129,7 +134,9 @@ def test_one_drafted_token_is_decided_bit_for_bit_as_by_the_token_rule() -> None
 def test_equal_distributions_are_accepted_whole_whatever_the_dice() -> None:
     """Rounding leaves neither a residual to draw from nor a survival below 1."""
     rng = np.random.default_rng(0)
-    rows, vocabulary, nodes = 256, 1000, 6
+    rows = 256
+    vocabulary = 1000
+    nodes = 6
     law = np.stack([test_verify.random_law(rng, vocabulary) for _ in range(nodes)]).astype(np.float32)
     tokens = np.stack([rng.choice(vocabulary, rows, p=q / q.sum()) for q in law.astype(float)], axis=1)
     probs = jnp.broadcast_to(jnp.asarray(law), (rows, nodes, vocabulary))
@@ -154,7 +161,9 @@ def test_a_token_without_target_mass_is_neither_accepted_nor_drawn(uniform: floa
 
 def test_greedy_and_mixed_batches_are_decided_as_by_the_token_rule_where_nothing_is_drawn() -> None:
     rng = np.random.default_rng(1)
-    rows, nodes, vocabulary = 64, 4, 5
+    rows = 64
+    nodes = 4
+    vocabulary = 5
     logits = jnp.asarray(rng.normal(size=(rows, nodes, vocabulary)), jnp.float32)
     best = jnp.argmax(logits, axis=-1)
     right = jnp.asarray(rng.random((rows, nodes - 1)) < 0.7)
@@ -162,7 +171,8 @@ def test_greedy_and_mixed_batches_are_decided_as_by_the_token_rule_where_nothing
     tokens = jnp.concatenate([jnp.zeros((rows, 1), jnp.int32), tokens.astype(jnp.int32)], axis=1)
     valid = np.where(np.arange(nodes) > 0, rng.random(tokens.shape) < 0.9, True)
     draft = tiny.draft_of(tokens, range(-1, nodes - 1), valid, jax.nn.one_hot(tokens, vocabulary))
-    keys, cold = jax.random.split(jax.random.key(0), rows), SamplingParams(temperature=jnp.zeros(rows))
+    keys = jax.random.split(jax.random.key(0), rows)
+    cold = SamplingParams(temperature=jnp.zeros(rows))
     for sampling_mode, given in (
         (SamplingMode.GREEDY, dataclasses.replace(draft, probs=None)),
         (SamplingMode.TEMPERATURE, draft),

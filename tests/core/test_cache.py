@@ -8,7 +8,11 @@ import numpy as np
 from eagle3_jax.cache import Cache, KeyValue, KeyValues
 from eagle3_jax.models.memory import cache_mask
 
-BATCH, CAPACITY, LAYERS, HEADS, SIZE = 4, 10, 2, 1, 2
+BATCH = 4
+CAPACITY = 10
+LAYERS = 2
+HEADS = 1
+SIZE = 2
 
 
 def block(seed: int, fed: int) -> tuple[KeyValue, ...]:

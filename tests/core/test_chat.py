@@ -174,7 +174,8 @@ def test_a_template_renders_as_in_transformers(name: str, target: e3.LoadedTarge
     from jinja2 import TemplateError
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer, ours = with_bos(), ChatTemplate.of(SPECIAL | {"chat_template": TEMPLATES[name]})
+    tokenizer = with_bos()
+    ours = ChatTemplate.of(SPECIAL | {"chat_template": TEMPLATES[name]})
     assert ours is not None and ours.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, chat_template=TEMPLATES[name], bos_token="<s>", eos_token="</s>"
@@ -393,7 +394,8 @@ def test_an_answer_that_is_cut_stays_as_far_as_it_was_written(decoder: e3.Specul
 
 
 def test_a_turn_that_does_not_fit_is_refused_and_not_kept(decoder: e3.SpeculativeDecoder) -> None:
-    chat, most = Chat(decoder, max_new_tokens=3), decoder.target.max_positions
+    chat = Chat(decoder, max_new_tokens=3)
+    most = decoder.target.max_positions
     chat.send("Why?")
     before = list(chat.messages)
     for send in (chat.send, chat.stream):

@@ -52,7 +52,8 @@ def config_of(head: BlockHead) -> DFlashConfig:
 
 def loaded(head: BlockHead, **options: Any) -> tuple[DFlashDrafter, dict[str, Any]]:
     drafter = DFlashDrafter(config_of(head), **options)
-    table, known = head_rules(drafter.config), ("d2t", "t2d")
+    table = head_rules(drafter.config)
+    known = ("d2t", "t2d")
     params = rules.read_params(table, head.tensors(), drafter.param_shapes(), where="here", known=known)
     params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), params)
     ids = None if head.draft_vocab == head.vocab else jnp.asarray(chosen_ids(head), jnp.int32)
@@ -101,12 +102,15 @@ def drafted(
     """A draft of two rows and the logits of its block; each row's block and root by the twin."""
     random = np.random.default_rng(5)
     features = random.normal(size=(2, 7, len(head.ids), 32)).astype(np.float32)
-    length, roots = np.array([7, 3]), np.array([11, 4])
-    sampling, keys = per_row(SamplingParams(temperature=temperature), 2), row_keys(3, 2)
+    length = np.array([7, 3])
+    roots = np.array([11, 4])
+    sampling = per_row(SamplingParams(temperature=temperature), 2)
+    keys = row_keys(3, 2)
 
     @jax.jit
     def run(params: Any, seen: Observation) -> tuple[Draft, jax.Array]:
-        state, network = drafter.observe(params, drafter.init(params, 2, 16), seen), drafter.bind(params)
+        state = drafter.observe(params, drafter.init(params, 2, 16), seen)
+        network = drafter.bind(params)
         logits = drafter.logits(params, network, drafter.read_block(params, network, state))
         return drafter.propose(params, state, keys, sampling), logits
 
@@ -145,7 +149,8 @@ def test_a_dynamic_tree_holds_the_likeliest_of_all_prefixes(name: str) -> None:
 
 @pytest.mark.parametrize("name", TREES)
 def test_a_static_tree_takes_tokens_by_rank_under_their_parents_law(name: str) -> None:
-    head, tree = TREES[name], StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 3)))
+    head = TREES[name]
+    tree = StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 3)))
     drafter, params = loaded(head, topology=tree)
     draft, _, blocks, roots = drafted(head, drafter, params)
     for row in range(2):

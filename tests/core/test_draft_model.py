@@ -54,17 +54,21 @@ def rounds_of(target: LoadedTarget, drafter: LoadedDrafter) -> list[tuple[list[l
 def test_each_node_is_the_token_of_its_rank_after_its_path(topology: Topology) -> None:
     """Over rounds that accept all and nothing, under a window shorter than the texts."""
     options = {"layers": tiny.layers(2, window=4)}
-    target, small = tiny.target(13, **options), tiny.target(13, **options)
+    target = tiny.target(13, **options)
+    small = tiny.target(13, **options)
     noise = 0.3 * jax.random.normal(jax.random.key(5), (16, 13))
     small.params["head"] = {"kernel": small.params["head"]["kernel"] + noise}
     loaded = draft_model(small, target)
     drafter = LoadedDrafter(loaded.drafter.with_topology(topology, None), loaded.params)
-    ranks, parents = [0] * topology.num_nodes, list(range(-1, topology.num_nodes - 1))
+    ranks = [0] * topology.num_nodes
+    parents = list(range(-1, topology.num_nodes - 1))
     if isinstance(topology, StaticTree):
-        ranks, parents = [0, *(path[-1] for path in topology.paths)], list(topology.parents)
+        ranks = [0, *(path[-1] for path in topology.paths)]
+        parents = list(topology.parents)
     accepted = set()
     for texts, drafts, counts in rounds_of(target, drafter):
-        paths, wanted = [], []
+        paths = []
+        wanted = []
         for row, text in enumerate(texts):
             path = {0: text}
             for node in range(1, topology.num_nodes if text else 0):
@@ -96,7 +100,8 @@ def test_layer_skip_drafts_from_the_stream_that_leaves_a_layer_and_copies_nothin
     assert all(any(leaf is own for own in jax.tree.leaves(TARGET.params)) for leaf in jax.tree.leaves(loaded.params))
     text = PROMPTS[0]
     tokens = jnp.array([text])
-    places, mask = jnp.arange(len(text))[None], causal_mask(len(text))
+    places = jnp.arange(len(text))[None]
+    mask = causal_mask(len(text))
     stream = np.asarray(TARGET.model(TARGET.params, tokens, places, mask, aux_layers=(2,)).features[0, -1, 0])
     normed = stream / np.sqrt(np.mean(np.square(stream)) + 1e-6) * np.asarray(TARGET.params["norm"]["scale"])
     state = after(loaded, text)

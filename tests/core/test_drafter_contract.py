@@ -140,7 +140,8 @@ class Hasty(Ordinary):
     """Another hash every few times that it is asked for one."""
 
     def __init__(self, every: int):
-        self.every, self.calls = every, 0
+        self.every = every
+        self.calls = 0
 
     def __hash__(self) -> int:
         self.calls += 1
@@ -154,7 +155,9 @@ class Drawing(FixedTree):
     law: Callable[[Any], Any]  #: By the number of tokens known, ``[B]``, what the nodes below the root are drawn from.
     declared: Any  #: What it declares for them.
 
-    __eq__, __hash__ = object.__eq__, object.__hash__  # its arrays have no hash
+    # its arrays have no hash
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def propose(self, params: Any, state: RootState, keys: Any, sampling: SamplingParams) -> Draft:
         shape = (state.root.shape[0], self.num_nodes - 1, VOCABULARY)

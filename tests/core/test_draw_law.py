@@ -35,7 +35,8 @@ def law_of_draw(p: np.ndarray) -> np.ndarray:
         prefixes = np.flatnonzero(law)
         first = prefixes[:, None] * 64 + np.arange(64)  # the digits that may follow, as numbers
         # steps[i, j]: how many values of the uniform lead from prefix i to a digit of at most j
-        low, high = np.zeros(first.shape, int), np.full(first.shape, VALUES)
+        low = np.zeros(first.shape, int)
+        high = np.full(first.shape, VALUES)
         while (low < high).any():
             middle = (low + high) // 2
             tried = np.full((*first.shape, digits), VALUES // 2)
@@ -49,10 +50,13 @@ def law_of_draw(p: np.ndarray) -> np.ndarray:
         assert (low[:, -1] == VALUES).all(), "a uniform leads out of the vocabulary"
         steps = np.concatenate([np.zeros_like(low[:, :1]), low], axis=1)
         middles = (steps[:, 1:] + steps[:, :-1]) // 2
-        longer, through = np.zeros(len(law) * 64), np.zeros((len(law) * 64, digit + 1), int)
+        longer = np.zeros(len(law) * 64)
+        through = np.zeros((len(law) * 64, digit + 1), int)
         longer[first] = law[prefixes][:, None] * np.diff(steps, axis=1) / VALUES
-        through[first, :digit], through[first, digit] = reached[prefixes][:, None], middles
-        law, reached = longer, through
+        through[first, :digit] = reached[prefixes][:, None]
+        through[first, digit] = middles
+        law = longer
+        reached = through
     assert not law[p.size :].any()
     return law[: p.size]
 
@@ -116,7 +120,9 @@ def test_uniforms_take_all_values_of_24_bits_below_one() -> None:
 
 def test_a_drawn_chain_draws_from_the_distribution_that_it_declares() -> None:
     """Recomputed from what it declares and the rows' keys, at a vocabulary of three digits."""
-    batch, size, temperature = 256, 5000, 0.7
+    batch = 256
+    size = 5000
+    temperature = 0.7
     logits = np.random.default_rng(0).normal(size=size).astype(np.float32) * 2
     level = Level(logits=jnp.broadcast_to(logits, (batch, 1, size)), carry=None, memory=None)
     inputs = DraftInputs(

@@ -16,7 +16,9 @@ from eagle3_jax.sampling import row_keys
 from eagle3_jax.topology import Chain
 from eagle3_jax.types import Draft, DraftSampling
 
-VOCABULARY, KNOWN, DEPTH = 13, 5, test_training.STEPS
+VOCABULARY = 13
+KNOWN = 5
+DEPTH = test_training.STEPS
 TEMPERATURES = (0.0, 0.6, 1.0, 1.7)
 ROWS = 3 * len(TEMPERATURES)
 
@@ -27,7 +29,8 @@ def drafted() -> tuple[Draft, dict, np.ndarray, np.ndarray]:
     head = tiny.eagle3(target, Chain(DEPTH), draft_vocab_size=7, draft_sampling=DraftSampling.PROBABILISTIC)
     params = head.params | {"head": jax.tree.map(lambda leaf: 1.5 * leaf, head.params["head"])}
     rng = np.random.default_rng(0)
-    tokens, root = rng.integers(0, VOCABULARY, (ROWS, KNOWN)), rng.integers(0, VOCABULARY, ROWS)
+    tokens = rng.integers(0, VOCABULARY, (ROWS, KNOWN))
+    root = rng.integers(0, VOCABULARY, ROWS)
     features = rng.normal(size=(ROWS, KNOWN, 3, 16)).astype(np.float32)
     seen = tiny.seen_of(tokens, features, [KNOWN] * ROWS, root)
     sampling = tiny.sampling_of([(temperature, 0, 1.0) for temperature in np.resize(TEMPERATURES, ROWS)])
@@ -56,7 +59,8 @@ def test_a_drawn_chain_declares_the_softmax_of_the_head_behind_its_own_tokens() 
             params["drafter"], params["head"], params["embedding"], padded, text, np.ones(len(text), bool)
         )
         for depth, logits in enumerate(steps):
-            scores, q = logits[KNOWN - 1], np.asarray(draft.probs[row, depth + 1], np.float64)
+            scores = logits[KNOWN - 1]
+            q = np.asarray(draft.probs[row, depth + 1], np.float64)
             assert not q[outside].any(), "mass on a token that the head does not have"
             if temperature == 0:
                 wanted = np.eye(len(ids))[scores.argmax()]

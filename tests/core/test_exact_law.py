@@ -69,7 +69,9 @@ def without_replacement(
 
     def drafts(prefix: tuple[int, ...]) -> Iterator[tuple[Fraction, Tree]]:
         for below in itertools.product(range(VOCABULARY), repeat=len(parents) - 1):
-            tokens, laws, mass = (0, *below), [[Fraction(0)] * VOCABULARY], Fraction(1)
+            tokens = (0, *below)
+            laws = [[Fraction(0)] * VOCABULARY]
+            mass = Fraction(1)
             for node in range(1, len(parents)):
                 context = tuple(tokens[n] for n in oracle.path_to(parents, parents[node]))
                 whole = q((*prefix, *context))
@@ -100,8 +102,11 @@ def deterministic(q: Distribution, parents: tuple[int, ...], valid: tuple[bool, 
     return drafts
 
 
-P, Q = distribution("target"), distribution("draft")
-CHAIN, TREE, SIBLINGS = (-1, 0, 1), (-1, 0, 0, 1, 1), (-1, 0, 0, 1)
+P = distribution("target")
+Q = distribution("draft")
+CHAIN = (-1, 0, 1)
+TREE = (-1, 0, 0, 1, 1)
+SIBLINGS = (-1, 0, 0, 1)
 CASES: dict[str, tuple[Distribution, Drafts]] = {
     "a sampled chain": (P, sampled(Q, CHAIN)),
     "a deterministic chain": (P, deterministic(Q, CHAIN)),
@@ -123,7 +128,8 @@ def law_of_the_code(
     p: Distribution, drafts: Drafts, horizon: int, rule: Callable = verify, cells: Callable = oracle.cells
 ) -> Callable[[tuple[int, ...]], oracle.Law]:
     """What one round emits after each prefix, as decided by the library's rule in every box of the published one."""
-    rows, prefixes = [], [x for size in range(horizon) for x in itertools.product(range(VOCABULARY), repeat=size)]
+    rows = []
+    prefixes = [x for size in range(horizon) for x in itertools.product(range(VOCABULARY), repeat=size)]
     for prefix in prefixes:
         for proposed, tree in drafts(prefix):
             context = [

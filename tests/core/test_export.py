@@ -150,7 +150,8 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(chain, tmp_path):
     path = tmp_path / "generation.zip"
     chain[1].save(path)
     with zipfile.ZipFile(path) as archive:
-        about, program = archive.read("about.json"), archive.read("program.jax")
+        about = archive.read("about.json")
+        program = archive.read("program.jax")
 
     def rewritten(about: bytes, program: bytes | None) -> Path:
         with zipfile.ZipFile(path, "w") as archive:

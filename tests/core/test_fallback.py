@@ -28,8 +28,11 @@ PROBABILISTIC = DraftSampling.PROBABILISTIC
 def test_every_row_gets_the_first_draft_that_there_is(shape: Topology, how: DraftSampling) -> None:
     """The longer draft of the two decides the size; a declared distribution of the first is a point mass."""
     head = tiny.eagle3(TARGET, shape, draft_sampling=how)
-    both, alone = Subject(Fallback.of(FIRST, head), TARGET), Subject(head, TARGET)
-    seen, second, found = both.shown(), alone.draft, 0
+    both = Subject(Fallback.of(FIRST, head), TARGET)
+    alone = Subject(head, TARGET)
+    seen = both.shown()
+    second = alone.draft
+    found = 0
     for row, (tokens, length) in enumerate(zip(np.asarray(seen.tokens), np.asarray(seen.length), strict=True)):
         wanted = looked_up([*tokens[:length].tolist(), int(seen.next_token[row])], FIRST)
         found += bool(wanted)
@@ -65,11 +68,13 @@ class Counted(NGram):
 def test_the_second_runs_only_if_a_row_has_no_draft_of_the_first(batch: int) -> None:
     loop, params = tiny.bind(TARGET, LoadedDrafter(Fallback(FIRST, Counted(2))))
     state = loops.prefill(loop, params, tiny.prompts([[1, 2, 3], [4], [5, 6]][:batch], limit=40), capacity=64)
-    asked, skipped = 0, 0
+    asked = 0
+    skipped = 0
     while bool(state.running.all()):
         texts = [row[:length].tolist() for row, length in zip(state.tokens, state.length, strict=True)]
         needed = not all(looked_up(text, FIRST) for text in texts)
-        asked, skipped = asked + needed, skipped + (not needed)
+        asked = asked + needed
+        skipped = skipped + (not needed)
         state = loops.step(loop, params, state).state
         assert state.drafter[1][1].tolist() == [asked] * batch
     assert asked and skipped

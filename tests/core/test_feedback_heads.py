@@ -60,7 +60,8 @@ def test_a_head_drafts_as_its_torch_twin_round_after_round(name: str) -> None:
     """
     head = HEADS[name]
     random = np.random.default_rng(3)
-    text, fed = random.integers(0, 61, 24), (9, 1, DEPTH + 1, 2)
+    text = random.integers(0, 61, 24)
+    fed = (9, 1, DEPTH + 1, 2)
     features = random.normal(size=(24, 32)).astype(np.float32)
     embedding, output = (random.normal(size=(61, 32)).astype(np.float32) for _ in range(2))
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +73,8 @@ def test_a_head_drafts_as_its_torch_twin_round_after_round(name: str) -> None:
 
     @jax.jit
     def first(params: Any, tokens: jax.Array, features: jax.Array) -> jax.Array:
-        network, positions = drafter.bind(params), jnp.arange(fed[0])[None]
+        network = drafter.bind(params)
+        positions = jnp.arange(fed[0])[None]
         memories = [BlockMemory(mask=causal_mask(fed[0]))] * len(checkpoint.config.layers)
         embedded = drafter.embed(params, tokens, positions)
         states, _ = network(embedded, network.fuse(features[:, :, None]), positions, memories)
@@ -140,7 +142,8 @@ def test_a_mimo_module_keeps_its_biases_and_its_order(tmp_path: Path) -> None:
     conversion.convert(tmp_path / "mimo", tmp_path / "again", "mimo", TARGET)
     stored = [conversion.tensors.read_tensors(tmp_path / one) for one in ("head", "back", "mimo", "again")]
     assert same_params(dict(stored[0]), dict(stored[1])) and same_params(dict(stored[2]), dict(stored[3]))
-    mine, theirs = stored[0]["model.layers.8.eh_proj.weight"], stored[2]["model.mtp_layers.0.input_proj.weight"]
+    mine = stored[0]["model.layers.8.eh_proj.weight"]
+    theirs = stored[2]["model.mtp_layers.0.input_proj.weight"]
     assert np.array_equal(theirs[:, :32], mine[:, 32:]) and np.array_equal(theirs[:, 32:], mine[:, :32])
     values = json.loads((tmp_path / "mimo/config.json").read_text())
     assert (values["architectures"], values["model_type"]) == (["MiMoForCausalLM"], "qwen2")

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.torch  # the lane with PyTorch has the jax that lowered
 
 PATH = Path(__file__).parent.parent / "golden" / "fingerprints.json"
 TARGETS = {"float32": tiny.target(13), "bfloat16": tiny.target(13, precision=BFLOAT16)}
-CHAIN, TREE = "EAGLE-3 chain", "EAGLE-3 dynamic tree"
+CHAIN = "EAGLE-3 chain"
+TREE = "EAGLE-3 dynamic tree"
 PROGRAMS = {
     **{f"{name}, greedy": (name, SamplingMode.GREEDY, "float32") for name in ALL_DRAFTERS if "sampled" not in name},
     **{f"{name}, top-p": (name, SamplingMode.TRUNCATED, "float32") for name in ALL_DRAFTERS if "sampled" in name},

@@ -101,7 +101,8 @@ def vllm_decoder() -> tuple[SpeculativeDecoder, dict[str, Any]]:
 def check_vllm_counters(requests: int = 4) -> None:
     """Requests in ragged batches of four: tokens, and per request how much was drafted and accepted."""
     decoder, recorded = vllm_decoder()
-    results, drafted = [], recorded["num_speculative_tokens"]
+    results = []
+    drafted = recorded["num_speculative_tokens"]
     for start in range(0, requests, 4):
         wanted = recorded["requests"][start : start + 4]
         result = decoder.generate([request["prompt"] for request in wanted], max_new_tokens=recorded["max_new_tokens"])

@@ -62,7 +62,8 @@ def test_an_automaton_allows_the_texts_that_match(pattern: str) -> None:
     automaton = e3.TokenAutomaton.from_regex(pattern, target)
     table, columns = (np.asarray(array) for array in automaton.arrays(8))
     spelled = {0: b"a", 1: b"b", 2: b"ab", 4: b"\xc3", 5: b"\xa9"}
-    found, expected = set(), set()
+    found = set()
+    expected = set()
     for length in range(5):
         for tokens in itertools.product(spelled, repeat=length):
             state = 0

@@ -90,7 +90,8 @@ def check_greedy_output(name: str, stops: tuple[int, ...] = ()) -> loops.Outcome
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_output_equals_autoregression_with(name: str) -> None:
     outcome = check_greedy_output(name)
-    accepted, drafted = int(outcome.stats.num_accepted_tokens.sum()), int(outcome.stats.num_draft_tokens.sum())
+    accepted = int(outcome.stats.num_accepted_tokens.sum())
+    drafted = int(outcome.stats.num_draft_tokens.sum())
     if name == "a perfect drafter":
         assert accepted == drafted > 0
     if name == "a drafter that is always wrong":
@@ -154,7 +155,8 @@ def finished_state(target: LoadedTarget, drafter: LoadedDrafter, prompt: list[in
 @pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16], ids=lambda p: p.name)
 def test_shape_matched_plain_decoding_equals_rounds_of_refused_drafts_bit_for_bit(precision: Precision) -> None:
     """Same shapes, same numbers: every key and value that the target ever computed, in every layer."""
-    target, prompt = tiny.target(13, precision=precision), PROMPTS[0]
+    target = tiny.target(13, precision=precision)
+    prompt = PROMPTS[0]
     plain = finished_state(target, LoadedDrafter(Plain(num_nodes=5)), prompt)
     wrong = finished_state(target, LoadedDrafter(tiny.Scripted(shift=1), plain.tokens), prompt)
     assert int(wrong.stats.num_accepted_tokens.sum()) == 0 < int(wrong.stats.num_draft_tokens.sum())
@@ -165,7 +167,8 @@ def test_shape_matched_plain_decoding_equals_rounds_of_refused_drafts_bit_for_bi
 @pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16, MIXED], ids=lambda p: p.name)
 def test_accepted_drafts_leave_the_numbers_of_plain_decoding_bit_for_bit(precision: Precision) -> None:
     """A token that was verified in a block found those before it in the slots where plain decoding has them."""
-    target, prompt = tiny.target(13, precision=precision), PROMPTS[0]
+    target = tiny.target(13, precision=precision)
+    prompt = PROMPTS[0]
     plain = finished_state(target, LoadedDrafter(Plain(num_nodes=5)), prompt)
     right = finished_state(target, LoadedDrafter(tiny.Scripted(), plain.tokens), prompt)
     # The script may end before the last draft does.

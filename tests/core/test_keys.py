@@ -35,8 +35,10 @@ from eagle3_jax.topology import Chain
 from eagle3_jax.types import DraftSampling, SamplingMode, SamplingParams
 
 LIBRARY = Path(eagle3_jax.__file__).parent
-ROUNDS, PROMPTS = 4, [[5, 70, 3], [79]]
-WORLD, PROBABILISTIC = test_long_law.WIDE, DraftSampling.PROBABILISTIC
+ROUNDS = 4
+PROMPTS = [[5, 70, 3], [79]]
+WORLD = test_long_law.WIDE
+PROBABILISTIC = DraftSampling.PROBABILISTIC
 DIGITS = num_digits(80)
 
 # For each function that draws: what it decides, which numbers are folded into the row's key, and how many uniforms it
@@ -77,7 +79,8 @@ class Ledger:
     def uses(self) -> list[Use]:
         """In no order: a device reports when it likes."""
         jax.effects_barrier()
-        known, before = dict(self.history), -1
+        known = dict(self.history)
+        before = -1
         while len(known) > before:
             before = len(known)
             known |= {new: (*known[old], int(data)) for old, data, new in self.folds if old in known}
@@ -96,7 +99,9 @@ def words(key: Any) -> bytes:
 @contextlib.contextmanager
 def recorded(keys: jax.Array) -> Iterator[Ledger]:
     """Whatever is drawn in here, by `uniforms` or past it; a program must be compiled in here to be seen."""
-    ledger, fold_in, bits = Ledger(keys), jax.random.fold_in, jax.random.bits
+    ledger = Ledger(keys)
+    fold_in = jax.random.fold_in
+    bits = jax.random.bits
     data = jax.random.key_data
 
     def folding(key, number):
@@ -106,7 +111,8 @@ def recorded(keys: jax.Array) -> Iterator[Ledger]:
         return new
 
     def drawing(key, shape=(), dtype=None):
-        who, count = caller(), int(np.prod(shape))
+        who = caller()
+        count = int(np.prod(shape))
         jax.debug.callback(lambda key: ledger.draws.append((who, count, words(key))), data(key))
         return bits(key, shape, dtype)
 
@@ -140,7 +146,8 @@ def caller() -> str:
     return "somebody else"
 
 
-CHAIN, TREE = "drafters.grow.sample_chain", "drafters.static_tree.sample_static_tree"
+CHAIN = "drafters.grow.sample_chain"
+TREE = "drafters.static_tree.sample_static_tree"
 
 
 def drawn_chain(**options: Any) -> LoadedDrafter:
@@ -201,8 +208,10 @@ def judged(name: str, ledger: Ledger, expected: list[Use]) -> None:
 
 @pytest.mark.parametrize("name", [name for name in ALL_DRAFTERS if "sampled" in name or "drawn" in name])
 def test_every_drafter_draws_once_from_the_key_that_it_is_given(name: str) -> None:
-    loaded, keys = drafter_of(name), row_keys(7, 2)
-    drafter, sampling = loaded.drafter, per_row(SamplingParams(temperature=0.9), 2)
+    loaded = drafter_of(name)
+    keys = row_keys(7, 2)
+    drafter = loaded.drafter
+    sampling = per_row(SamplingParams(temperature=0.9), 2)
 
     def propose(params):
         return drafter.propose(params, drafter.init(params, 2, 16), keys, sampling).tokens

@@ -154,7 +154,8 @@ def finish_reasons(outcome: loops.Outcome) -> list[FinishReason]:
 def test_every_row_has_stop_tokens_of_its_own() -> None:
     """-1 fills up those of rows with fewer, and is no token; other stops are no other program."""
     loop, params = tiny.bind(TARGET, test_greedy.DRAFTERS["a perfect drafter"]())
-    batch, own = tiny.prompts(test_greedy.PROMPTS, limit=test_greedy.LIMITS), [(3, 9), (3,), (9,), ()]
+    batch = tiny.prompts(test_greedy.PROMPTS, limit=test_greedy.LIMITS)
+    own = [(3, 9), (3,), (9,), ()]
     stops = [own[row % len(own)] for row in range(len(test_greedy.PROMPTS))]
     padded = jnp.asarray([(*row, -1, -1)[:2] for row in stops], jnp.int32)
     outcome = loops.generate(loop, params, batch.replace(stop_tokens=padded), capacity=48 + loop.drafter.num_nodes)

@@ -72,7 +72,8 @@ def test_every_round_drafts_from_the_state_behind_the_last_committed_token(topol
     state = loops.prefill(loop, params, tiny.prompts(PROMPTS, limit=20), capacity=48)
     lengths = []
     for _ in range(6):
-        known, length = np.asarray(state.tokens), np.asarray(state.length)
+        known = np.asarray(state.tokens)
+        length = np.asarray(state.length)
         texts = [known[row, : length[row]].tolist() for row in range(3)]
         lengths.append(length)
         after = loops.step(loop, params, state)

@@ -30,7 +30,8 @@ def check_equal(directory: Path, shape: str, temperature: float, prompts: list[l
     small, drafted = SHAPES[shape]
     with tiny.unchecked():
         decoder = e3.SpeculativeDecoder(target, drafter if drafted else None, **drafted)
-    (w, config), (head, of_head) = nano.load(directory / "target"), nano.load(directory / "eagle3")
+    w, config = nano.load(directory / "target")
+    head, of_head = nano.load(directory / "eagle3")
     config = config._replace(head_theta=of_head.theta)
     for seed, prompt in enumerate(prompts):
         with tiny.unchecked():

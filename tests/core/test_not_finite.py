@@ -89,7 +89,8 @@ def test_a_greedy_row_ends_where_there_is_no_distribution(name: str, value: floa
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_sampled_row_writes_nothing_after_it(name: str) -> None:
-    decoder, warm = poisoned(name, LAST, np.nan), SamplingParams(temperature=1.5)
+    decoder = poisoned(name, LAST, np.nan)
+    warm = SamplingParams(temperature=1.5)
     rows = decoder.generate(PROMPTS * 4, max_new_tokens=24, sampling=warm).rows
     assert {row.finish_reason for row in rows} == {FinishReason.NOT_FINITE, FinishReason.LENGTH}
     for row, prompt in zip(rows, PROMPTS * 4, strict=True):

@@ -54,7 +54,8 @@ def write(head: Head, directory: Path, dialect: str = "sglang", mask: str = "ptd
 @pytest.mark.parametrize("name", ["every option", "EAGLE-3.1's norms"])
 def test_drafts_are_those_of_one_forward_over_context_and_masks(tmp_path: Path, name: str) -> None:
     """Three rounds of two ragged rows; each finds the mask rows of the one before behind what it knows."""
-    head, depth = HEADS[name], 4
+    head = HEADS[name]
+    depth = 4
     checkpoint = conversion.read_head(write(head, tmp_path / "head"), TARGET)
     random = np.random.default_rng(3)
     features = random.normal(size=(2, 16, len(head.aux), head.target_width)).astype(np.float32)

@@ -26,7 +26,8 @@ FEW = (*BIT_EQUAL, "qwen3_next")
 # float32. How many rows one product of experts has depends on the number of tokens, and XLA's products of qwen3_moe
 # then differ by up to 6e-7 of 3.2.
 NEARLY_EQUAL = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe")
-ROWS, FED = 4, 160
+ROWS = 4
+FED = 160
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -128,7 +129,9 @@ def test_temporary_memory_grows_neither_with_squares_of_tokens_nor_with_rows(mon
     before = _temporary(1024)
     assert before > 4 * 4 * 1024**2, "the scores of four heads"
     _in_parts(monkeypatch, tokens=1024, scores=2**16)
-    short, long, many = _temporary(512), _temporary(1024), _temporary(512, rows=8)
+    short = _temporary(512)
+    long = _temporary(1024)
+    many = _temporary(512, rows=8)
     # The masks, a byte for every pair and four while they are made, are all that is still quadratic.
     assert long < before / 4 and long < 3 * short
     assert many < 3 * short

@@ -26,7 +26,8 @@ from eagle3_jax.sampling import row_keys
 from eagle3_jax.topology import DynamicTree
 from eagle3_jax.types import SamplingMode
 
-V, HORIZON = test_sampling_law.VOCABULARY, test_sampling_law.HORIZON
+V = test_sampling_law.VOCABULARY
+HORIZON = test_sampling_law.HORIZON
 TARGET = test_sampling_law.TARGET
 PROMPTS = ([2], [1, 3, 0])
 TABLE = np.array([[1, 0, -1, 2], [-1, 2, 2, -1], [0, -1, 1, 2]], np.int32)  # three states
@@ -35,7 +36,8 @@ Logits = list[float]
 
 def penalised(logits: Logits, tokens: list[int], repetition: float, presence: float, frequency: float) -> Logits:
     """A penalty by a dictionary of counts."""
-    counts, found = Counter(tokens), []
+    counts = Counter(tokens)
+    found = []
     for token, logit in enumerate(logits):
         if token in counts:
             logit = (logit / repetition if logit > 0 else logit * repetition) - presence - frequency * counts[token]
@@ -79,20 +81,23 @@ CASES: dict[str, tuple[tuple[Any, ...], Callable[[Logits, list[int], list[int]],
         lambda logits, prompt, text: at_least(penalised(allowed(logits, text, 0), text, 1, 0, 1.0), 0.2),
     ),
 }
-ALL, CHAIN = "an automaton, then a penalty and min-p", "a sampled EAGLE-3 chain"
+ALL = "an automaton, then a penalty and min-p"
+CHAIN = "a sampled EAGLE-3 chain"
 OTHERS = ("plain decoding", "n-grams", "an EAGLE-3 dynamic tree")
 
 
 @functools.cache
 def law(name: str, prompt: tuple[int, ...]) -> oracle.Law:
-    known, change = test_sampling_law.logits_after(prompt), CASES[name][1]
+    known = test_sampling_law.logits_after(prompt)
+    change = CASES[name][1]
     after = lambda text: oracle.warped(change(known[text], list(prompt), list(text)), 1.0, 0, 1.0)
     return oracle.autoregressive_law(after, HORIZON)
 
 
 @pytest.mark.parametrize(("name", "drafter"), [(name, CHAIN) for name in CASES] + [(ALL, one) for one in OTHERS])
 def test_sampled_texts_have_the_changed_distribution(name: str, drafter: str) -> None:
-    head, target = test_sampling_law.DRAFTERS[drafter](), with_processors(TARGET, *CASES[name][0])
+    head = test_sampling_law.DRAFTERS[drafter]()
+    target = with_processors(TARGET, *CASES[name][0])
     loop, params = tiny.bind(target, head, sampling_mode=SamplingMode.TEMPERATURE)
     rows = [prompt for prompt in PROMPTS for _ in range(2048)]
     batch = tiny.prompts(rows, limit=HORIZON, sampling=SamplingParams(temperature=1.0))

@@ -30,7 +30,8 @@ def target() -> LoadedTarget:
 def test_every_round_of_a_recorded_run_accepts_as_much(name: str, tmp_path: Path) -> None:
     """One method beside its recording; ``directory`` is for files that have to be made."""
     method = METHODS[name]
-    count, drafter = method.num_speculative_tokens, method.drafter(target(), tmp_path)
+    count = method.num_speculative_tokens
+    drafter = method.drafter(target(), tmp_path)
     decoder = SpeculativeDecoder(target(), drafter, num_speculative_tokens=count, stop_tokens=())  # type: ignore[arg-type]
     ours = play(decoder, PROMPTS, max_new_tokens=NEW_TOKENS, batch_size=len(PROMPTS))
     found = Parity(ours, recorded(name), stats_of(ours, count))

@@ -100,7 +100,9 @@ def test_the_largest_of_pieces_is_the_largest(size: int, monkeypatch: pytest.Mon
     """As numpy finds it: the first of equal ones, and a NaN before all. GPUs use this form."""
     monkeypatch.setattr(kernels, "_ONE_KERNEL", 64)
     rows = np.random.default_rng(size).integers(-4, 4, (6, size)).astype(np.float32)
-    rows[1], rows[2] = -np.inf, 3.0  # no distribution, and nothing but ties
+    # no distribution, and nothing but ties
+    rows[1] = -np.inf
+    rows[2] = 3.0
     rows[3, size // 2 :] = np.nan
     rows[4, -1] = 9.0
     found = kernels._largest_of_pieces(jnp.asarray(rows))

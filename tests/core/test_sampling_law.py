@@ -28,7 +28,9 @@ from eagle3_jax.sampling import probabilities, row_keys
 from eagle3_jax.topology import Chain, DynamicTree
 from eagle3_jax.types import DraftSampling, SamplingMode, SamplingParams
 
-VOCABULARY, HORIZON = 4, 5  # the horizon holds the first token, three accepted drafts and their bonus
+# the horizon holds the first token, three accepted drafts and their bonus
+VOCABULARY = 4
+HORIZON = 5
 ALPHA = 1e-6
 ROWS_PER_SETTING = 512
 PROMPTS = ([2], [1, 3, 0], [0, 0, 2, 1, 3])
@@ -101,7 +103,8 @@ def chi_square(counts: Counter, law: oracle.Law) -> tuple[float, str]:
         observed.append(total - sum(observed))
         expected.append(total - math.fsum(expected))
         if expected[-1] < 10 and len(expected) > 1:
-            observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
+            observed[-2:] = [sum(observed[-2:])]
+            expected[-2:] = [sum(expected[-2:])]
     statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
     p_value = float(chi2.sf(statistic, len(expected) - 1)) if len(expected) > 1 else 1.0
     distance = oracle.total_variation({cell: count / total for cell, count in counts.items()}, law)

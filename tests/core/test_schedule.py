@@ -72,7 +72,8 @@ def test_what_is_written_does_not_depend_on_the_schedule(target, drafter, sample
 
 def test_the_length_of_every_round_is_what_the_schedule_says(target):
     decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
-    running, lengths = [len(PROMPTS)], []
+    running = [len(PROMPTS)]
+    lengths = []
     for one in decoder.rounds(PROMPTS, max_new_tokens=LIMITS):
         lengths.append(np.asarray(one.draft.valid)[:, 1:].sum(1).max())
         running.append(int(np.sum(one.state.running)))
@@ -94,7 +95,8 @@ def test_the_head_takes_in_every_token_while_it_is_silent(target):
     """After plain rounds it drafts as if it had drafted all along: the same state, so the same draft."""
     always = SpeculativeDecoder(target, tiny.eagle3(target), num_speculative_tokens=4)
     late = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SpeculationSchedule(((1, 1, 4), (2, 9, 0))))
-    prompts, limits = [[1, 2, 3], [7, 8]], [30, 6]
+    prompts = [[1, 2, 3], [7, 8]]
+    limits = [30, 6]
     drafts = {}
     for name, decoder in (("always", always), ("late", late)):
         for one in decoder.rounds(prompts, max_new_tokens=limits):
@@ -119,12 +121,16 @@ def test_a_stage_is_compiled_once_when_rows_come_and_go(target):
 
 def stages_stepped(monkeypatch, decoder, prompts, limits):
     """The loop, and the rows that ran, of every round that ``step`` plays; rows that finished go back in once."""
-    loops_used, step = [], loops.step
+    loops_used = []
+    step = loops.step
     monkeypatch.setattr(loops, "step", lambda loop, *rest: loops_used.append(loop) or step(loop, *rest))
-    state, running, refilled = decoder.prefill(prompts, max_new_tokens=limits), [], False
+    state = decoder.prefill(prompts, max_new_tokens=limits)
+    running = []
+    refilled = False
     while (rows := int(np.sum(state.running))) or not refilled:
         if not rows:  # all of them again: a stage that was left comes back
-            state, refilled = decoder.prefill(prompts, max_new_tokens=limits), True
+            state = decoder.prefill(prompts, max_new_tokens=limits)
+            refilled = True
             continue
         running.append(rows)
         state = decoder.step(state).state

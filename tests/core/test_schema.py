@@ -70,7 +70,8 @@ class Automaton:
 
     def walk(self, rng: np.random.Generator) -> str:
         """A random text. After some tokens it takes the shortest way to the end."""
-        state, spelled = 0, b""
+        state = 0
+        spelled = b""
         for step in itertools.count():
             after = self.table[state]
             allowed = np.flatnonzero(after >= 0)
@@ -81,7 +82,8 @@ class Automaton:
             token = int(rng.choice(allowed[after[allowed] == chosen]))
             if token == STOP:
                 return spelled.decode()
-            spelled, state = spelled + SPELLED[token], chosen
+            spelled = spelled + SPELLED[token]
+            state = chosen
         raise AssertionError
 
 
@@ -154,7 +156,8 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
 @pytest.mark.parametrize(("schema", "written", "others"), SCHEMAS, ids=[json.dumps(row[0])[:60] for row in SCHEMAS])
 def test_texts_follow_the_schema(schema: Any, written: list[str], others: list[str]) -> None:
     validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
-    automaton, rng = Automaton.of(schema), np.random.default_rng(0)
+    automaton = Automaton.of(schema)
+    rng = np.random.default_rng(0)
     texts = {automaton.walk(rng) for _ in range(30)}
     for text in [*texts, *written]:
         validator.validate(json.loads(text))

@@ -45,7 +45,8 @@ class ScriptedTree(FixedTree):
             right[index, path] = True
         # Off by the number of the node, which is below V: never right, and siblings differ.
         off = jnp.arange(self.num_nodes, dtype=jnp.int32)
-        chosen, script = jnp.asarray(right)[state.length % len(self.deepest)], self.scripted(params, state)
+        chosen = jnp.asarray(right)[state.length % len(self.deepest)]
+        script = self.scripted(params, state)
         return self.draft(state, jnp.where(chosen, script, (script + off) % VOCABULARY))
 
 
@@ -69,7 +70,8 @@ def test_the_targets_own_branch_is_accepted_to_its_end_and_the_text_is_plain_wit
     batch = tiny.prompts(test_greedy.PROMPTS, limit=test_greedy.LIMITS)
     outcome = loops.generate(loop, params, batch, capacity=int(batch.limit.max()) + loop.drafter.num_nodes)
     assert tiny.outputs(outcome, batch) == test_greedy.expected()
-    accepted, rounds = np.asarray(outcome.stats.num_accepted_tokens), np.asarray(outcome.stats.num_drafts)
+    accepted = np.asarray(outcome.stats.num_accepted_tokens)
+    rounds = np.asarray(outcome.stats.num_drafts)
     assert np.array_equal(accepted, rounds * loop.drafter.max_depth)
     assert accepted.sum() > 20
 

@@ -31,7 +31,8 @@ def test_exactly_the_length_asked_for_is_accepted_in_every_round(target, shape, 
     decoder = SpeculativeDecoder(target, tiny.eagle3(target), verifier=SimulatedAcceptance.of_length(4, 4), **options)
     sampling = SamplingParams(temperature=temperature)
     for one in decoder.rounds(PROMPTS, max_new_tokens=40, sampling=sampling):
-        parents, path = np.asarray(one.draft.parents), np.asarray(one.verdict.path)
+        parents = np.asarray(one.draft.parents)
+        path = np.asarray(one.verdict.path)
         assert np.asarray(one.verdict.num_accepted).tolist() == [3, 3, 3]
         for row in range(len(PROMPTS)):  # a real path of the draft, whose tokens are what is written
             steps = [0, *path[row, :3]]

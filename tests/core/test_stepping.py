@@ -44,7 +44,8 @@ def test_a_state_that_was_consumed_says_so(decoder: SpeculativeDecoder) -> None:
 
 def test_what_a_step_returned_is_not_read_back(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """How much sampling asks for is read from the device where it is new, and in no round after that."""
-    read, original = [], decode.sampling_mode_of
+    read = []
+    original = decode.sampling_mode_of
     monkeypatch.setattr(decode, "sampling_mode_of", lambda sampling: read.append(sampling) or original(sampling))
     state = decoder.prefill(PROMPTS, max_new_tokens=9)
     read.clear()
@@ -123,7 +124,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_decoding_gives_the_text_of_the_target(way: str, batch: int) -> None:
     """Greedy decoding is the truth; ``rounds``, ``step`` and ``stream`` agree with it as ``generate`` does."""
-    prompts, limits = tiny.random_prompts(batch, 13, seed=5), [4, 7, 9, 12][:batch]
+    prompts = tiny.random_prompts(batch, 13, seed=5)
+    limits = [4, 7, 9, 12][:batch]
     truth = [
         SpeculativeDecoder(TARGET).generate(row, max_new_tokens=one).tokens[0]
         for row, one in zip(prompts, limits, strict=True)

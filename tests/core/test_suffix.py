@@ -13,12 +13,15 @@ from eagle3_jax.drafters import Suffix
 
 def continued(text: list[int], drafter: Suffix) -> list[int]:
     """The walk of the suffix whose expected number of accepted tokens is largest; of equals the longest one's."""
-    best, drafted = 0.0, []
+    best = 0.0
+    drafted = []
     for size in range(min(drafter.max_suffix, len(text) - 1), 0, -1):
         ends = [end for end in range(size, len(text)) if text[end - size : end] == text[-size:]]
         # The longest common suffix first, then the latest: where counts are equal, the first has its way.
         ends.sort(key=lambda end: (-common(text, end, drafter.max_suffix), -end))
-        total, path, score = len(ends), [], 0.0
+        total = len(ends)
+        path = []
+        score = 0.0
         while ends and len(path) < drafter.num_speculative_tokens:
             following = [text[end + len(path)] for end in ends if end + len(path) < len(text)]
             if not following:
@@ -30,7 +33,8 @@ def continued(text: list[int], drafter: Suffix) -> list[int]:
             ends = [end for end in ends if text[end + len(path) : end + len(path) + 1] == [token]]
             path.append(token)
         if round(score, 4) > best:
-            best, drafted = round(score, 4), path
+            best = round(score, 4)
+            drafted = path
     return drafted
 
 

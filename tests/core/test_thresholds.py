@@ -26,7 +26,9 @@ from eagle3_jax.verifiers.block import verify_block
 
 SIZE = 128_256
 DIGITS = num_digits(SIZE)
-NEAR, SEARCHED, TOP = 64, 3, 1 - 2.0**-24
+NEAR = 64
+SEARCHED = 3
+TOP = 1 - 2.0**-24
 # What a threshold may be off by, times the probability that the decision is asked for: a share of what is emitted.
 TOLERANCE = 1e-6
 
@@ -43,7 +45,9 @@ class Decisions:
 
 def token_rule(p: np.ndarray, q: np.ndarray, tokens: list[int]) -> Decisions:
     """One or two children of the root (Miao et al., 2023): Leviathan's rule, and again with what is left."""
-    want, reached, accept = p[0], 1.0, []
+    want = p[0]
+    reached = 1.0
+    accept = []
     for node, token in enumerate(tokens, 1):
         accept.append((min(1.0, want[token] / q[node][token]), reached))
         rest = np.maximum(want - q[node], 0.0)
@@ -54,7 +58,8 @@ def token_rule(p: np.ndarray, q: np.ndarray, tokens: list[int]) -> Decisions:
 
 def block_rule(p: np.ndarray, q: np.ndarray, tokens: list[int]) -> Decisions:
     """A chain of one or two (Sun et al., 2024)."""
-    survival, left = min(1.0, p[0][tokens[0]] / q[1][tokens[0]]), np.maximum(p[0] - q[1], 0.0)
+    survival = min(1.0, p[0][tokens[0]] / q[1][tokens[0]])
+    left = np.maximum(p[0] - q[1], 0.0)
     accept = [(survival, 1.0)]
     if len(tokens) == 2:
         wanted = np.maximum(survival * p[1] - q[2], 0.0).sum()
@@ -100,7 +105,8 @@ def nearly(p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def cases(chain: bool) -> Iterator[tuple[str, np.ndarray, np.ndarray, list[int]]]:
     """A name, ``p [3 V]`` and ``q [3 V]`` in float32, and the tokens of one node or two, siblings or a chain."""
     rng = np.random.default_rng(0)
-    targets, drafts = laws(rng), laws(rng)
+    targets = laws(rng)
+    drafts = laws(rng)
     for of, p in targets.items():
         for by, q in ({"nearly the target": nearly(p, rng)} | drafts).items():
             # Of the tokens that can be refused the most likely draft, a likely one and a rare one; and any.
@@ -122,14 +128,16 @@ def cases(chain: bool) -> Iterator[tuple[str, np.ndarray, np.ndarray, list[int]]
 def counted(inside: Callable[[np.ndarray], np.ndarray], guess: np.ndarray) -> np.ndarray:
     """How many values of a uniform lie inside, for many at once; looked for near a guess first, then everywhere."""
     guess = np.clip(np.round(guess * VALUES), 0, VALUES).astype(int)
-    low, high = np.maximum(guess - NEAR, 0), np.minimum(guess + NEAR, VALUES)
+    low = np.maximum(guess - NEAR, 0)
+    high = np.minimum(guess + NEAR, VALUES)
     at = lambda values: inside(np.clip(values, 0, VALUES - 1))
     low = np.where((low == 0) | at(low - 1), low, 0)
     high = np.where((high == VALUES) | ~at(high), high, VALUES)
     while (low < high).any():
         middle = (low + high) // 2
         yes = at(middle) & (low < high)
-        low, high = np.where(yes, middle + 1, low), np.where(yes, high, np.minimum(high, middle))
+        low = np.where(yes, middle + 1, low)
+        high = np.where(yes, high, np.minimum(high, middle))
     return low
 
 
@@ -142,7 +150,9 @@ def boundaries(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     """
     masses = np.zeros(64**DIGITS)
     masses[: weights.size] = weights
-    uniforms, places, tokens = [], [], []
+    uniforms = []
+    places = []
+    tokens = []
     prefixes = [((), 0)]
     for digit in range(DIGITS):
         longer = []
@@ -184,7 +194,9 @@ def check_thresholds(name: str, most: int | None = None) -> dict[str, float]:
         return jax.vmap(one, (0 if accept.ndim > 1 else None, 0 if choose.ndim > 1 else None))(accept, choose)
 
     decided = jax.jit(decided, compiler_options=OPTIMISED)
-    looked, accepting, choosing = 0, 0.0, 0.0
+    looked = 0
+    accepting = 0.0
+    choosing = 0.0
     for case, p, q, tokens in itertools.islice(cases(formula is block_rule), most):
         nodes = np.arange(1, len(tokens) + 1)
         if points:
@@ -209,7 +221,8 @@ def check_thresholds(name: str, most: int | None = None) -> dict[str, float]:
             shares[:] = 1.0
         off = stakes * np.abs(counted(accepted, shares) / VALUES - shares)
         assert off.max() < TOLERANCE, f"{name}: {case}: thresholds {shares}, off by {off} of what is emitted"
-        looked, accepting = looked + len(off), max(accepting, off.max())
+        looked = looked + len(off)
+        accepting = max(accepting, off.max())
         if certain.any() or not wanted.left.any():
             continue
 
@@ -230,7 +243,8 @@ def check_thresholds(name: str, most: int | None = None) -> dict[str, float]:
             f"{name}: {case}: the share of digits up to {ids[worst]} should be {uniforms[worst, places[worst]]:.7f}; "
             f"off by {off[worst]:.2g} of what is emitted"
         )
-        looked, choosing = looked + len(ids), max(choosing, off.max())
+        looked = looked + len(ids)
+        choosing = max(choosing, off.max())
     return {"thresholds": looked, "accepting": accepting, "choosing": choosing}
 
 

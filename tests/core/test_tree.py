@@ -21,7 +21,8 @@ from eagle3_jax.topology import DynamicTree, StaticTree
 from eagle3_jax.tree import ancestor_mask, depths
 from eagle3_jax.types import Draft, DraftSampling, SamplingParams
 
-BATCH, DRAFT_VOCABULARY = 2, 9
+BATCH = 2
+DRAFT_VOCABULARY = 9
 
 
 def test_every_node_sees_itself_and_its_ancestors() -> None:
@@ -139,7 +140,8 @@ def test_a_dynamic_tree_grows_as_eagle_2_describes(num_nodes: int, max_depth: in
 def tied_networks() -> dict[str, Network]:
     """Networks whose scores tie exactly, in float32 as in float64."""
     flat = np.zeros((6, DRAFT_VOCABULARY), np.float32)
-    sure, pairs = flat.copy(), flat.copy()
+    sure = flat.copy()
+    pairs = flat.copy()
     sure[:, 4] = 200.0  # log-probability 0 whatever the carry, which is 1: a child scores what its parent does
     pairs[:, [2, 5]] = 200.0
     ones = np.full((64, 6), 1 / 6, np.float32)
@@ -149,7 +151,8 @@ def tied_networks() -> dict[str, Network]:
 
 @pytest.mark.parametrize("name", tied_networks())
 def test_of_equal_scores_the_candidate_with_the_lower_index_is_taken_where(name: str) -> None:
-    network, ids = tied_networks()[name], np.arange(DRAFT_VOCABULARY, dtype=np.int32) * 3 + 1
+    network = tied_networks()[name]
+    ids = np.arange(DRAFT_VOCABULARY, dtype=np.int32) * 3 + 1
     for num_nodes, max_depth, top_k in TREES:
         tree = DynamicTree(num_nodes=num_nodes, max_depth=max_depth, top_k=top_k)
         # Compiled here and now: a program of an earlier call would not know what has changed since.
@@ -161,12 +164,14 @@ def test_of_equal_scores_the_candidate_with_the_lower_index_is_taken_where(name:
 
 
 def test_a_static_tree_takes_the_token_of_each_rank_under_its_parent() -> None:
-    tree, network = StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 3))), Network.random(7)
+    tree = StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 3)))
+    network = Network.random(7)
     ids = np.arange(DRAFT_VOCABULARY, dtype=np.int32) * 3
     draft = network.grow(tree, ids)
     for row in range(BATCH):
         for node, path in enumerate(tree.paths, 1):
-            carry, token = network.embedding[row], 0
+            carry = network.embedding[row]
+            token = 0
             for depth, rank in enumerate(path):
                 carry = network.step(carry, token) if depth else carry
                 token = int(ids[top(network.logits(carry).tolist(), rank + 1)[rank]])

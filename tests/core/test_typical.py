@@ -24,9 +24,11 @@ def path_by_path(tree: StaticTree, tokens, valid, logits, temperature, epsilon, 
     node_of = {path: node for node, path in enumerate(tree.paths, 1)} | {(): 0}
     best: tuple[int, float, list[int]] = (0, 0.0, [])
     for path in tree.paths:
-        accepted, likelihood = [], 0.0
+        accepted = []
+        likelihood = 0.0
         for depth in range(len(path)):
-            parent, node = node_of[path[:depth]], node_of[path[: depth + 1]]
+            parent = node_of[path[:depth]]
+            node = node_of[path[: depth + 1]]
             p = softmax(logits[parent].astype(np.float64) / temperature)
             entropy = -sum(x * np.log(x) for x in p if x > 0)
             if not valid[node] or not p[tokens[node]] > min(epsilon, delta * np.exp(-entropy)):
@@ -57,7 +59,9 @@ def drafts(tree: StaticTree, rows: int, seed: int) -> tuple[Draft, np.ndarray]:
 
 @pytest.mark.parametrize("name", TREES)
 def test_it_keeps_the_path_that_the_paper_keeps(name: str) -> None:
-    tree, rows, rule = TREES[name], 400, TypicalAcceptance(epsilon=0.2, delta=0.5)
+    tree = TREES[name]
+    rows = 400
+    rule = TypicalAcceptance(epsilon=0.2, delta=0.5)
     draft, logits = drafts(tree, rows, seed=3)
     temperature = np.tile(np.array([0.5, 1.0, 1.7, 0.0], np.float32), rows // 4)
     sampling = tiny.sampling_of([(one, 0, 1.0) for one in temperature])

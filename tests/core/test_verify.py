@@ -34,7 +34,8 @@ def random_law(rng: np.random.Generator, size: int, zeros: int = 0) -> np.ndarra
 @pytest.mark.parametrize("seed", range(6))
 def test_a_draft_is_accepted_as_often_as_the_ratio_of_target_to_draft_probability(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    p, q = random_law(rng, 8, zeros=seed % 3), random_law(rng, 8, zeros=seed // 3)
+    p = random_law(rng, 8, zeros=seed % 3)
+    q = random_law(rng, 8, zeros=seed // 3)
     for token in np.flatnonzero(q):
         draft, probs = one_draft(p, q, int(token))
         grid = jnp.broadcast_to(MIDPOINTS[:, None], (GRID, 2))
@@ -46,7 +47,8 @@ def test_a_draft_is_accepted_as_often_as_the_ratio_of_target_to_draft_probabilit
 def test_a_refused_draft_is_corrected_from_the_residual(seed: int) -> None:
     """After a refusal the correction follows ``norm(max(p - q, 0))``, cell by cell within one grid step."""
     rng = np.random.default_rng(seed)
-    p, q = random_law(rng, 8, zeros=seed % 3), random_law(rng, 8, zeros=1)
+    p = random_law(rng, 8, zeros=seed % 3)
+    q = random_law(rng, 8, zeros=1)
     token = int(np.argmax(q - p))  # refused with certainty at the upper end of the uniforms
     draft, probs = one_draft(p, q, token)
     refuse = jnp.full((GRID, 2), 1.0 - 2.0**-20)
@@ -59,7 +61,8 @@ def test_a_refused_draft_is_corrected_from_the_residual(seed: int) -> None:
 
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-24])
 def test_a_token_without_target_mass_is_never_accepted_nor_drawn(uniform: float) -> None:
-    p, q = np.array([0.5, 0.0, 0.5, 0.0]), np.array([0.25, 0.25, 0.25, 0.25])
+    p = np.array([0.5, 0.0, 0.5, 0.0])
+    q = np.array([0.25, 0.25, 0.25, 0.25])
     draft, probs = one_draft(p, q, token=1)
     edge = jnp.full((GRID, 2), uniform)
     verdict = verify(draft, probs, accept=edge, choose=edge[:, :1], max_depth=1)
@@ -115,20 +118,23 @@ def test_a_residual_without_mass_is_the_target_itself() -> None:
 def random_trees(count: int, num_nodes: int, vocab_size: int, seed: int) -> tuple[Draft, np.random.Generator]:
     """Random topologies in topological order, siblings with different tokens."""
     rng = np.random.default_rng(seed)
-    tokens, parents = np.zeros((count, num_nodes), np.int32), np.full((count, num_nodes), -1, np.int32)
+    tokens = np.zeros((count, num_nodes), np.int32)
+    parents = np.full((count, num_nodes), -1, np.int32)
     for row in range(count):
         for node in range(1, num_nodes):
             parents[row, node] = rng.integers(0, node)
             taken = {tokens[row, n] for n in range(node) if parents[row, n] == parents[row, node] and n}
             if len(taken) == vocab_size:  # a full family: hang it on the newest node instead
-                parents[row, node], taken = node - 1, set()
+                parents[row, node] = node - 1
+                taken = set()
             tokens[row, node] = rng.choice([x for x in range(vocab_size) if x not in taken])
     draft = tiny.draft_of(tokens, parents)
     return draft, rng
 
 
 def decisions(verdict: Verdict) -> list[tuple[list[int], int]]:
-    paths, tokens = np.asarray(verdict.path), np.asarray(verdict.next_token)
+    paths = np.asarray(verdict.path)
+    tokens = np.asarray(verdict.next_token)
     return [([int(n) for n in path if n >= 0], int(token)) for path, token in zip(paths, tokens, strict=True)]
 
 
@@ -151,7 +157,8 @@ def test_greedy_verification_is_the_rule_on_point_masses_and_the_official_evalua
 def test_sampled_verification_of_a_deterministic_tree_is_the_official_evaluation(seed: int) -> None:
     draft, rng = random_trees(64, 9, 4, seed)
     probs = np.stack([[random_law(rng, 4, zeros=int(rng.integers(0, 2))) for _ in range(9)] for _ in range(64)])
-    dice, choose = rng.random((64, 9)), rng.random(64)
+    dice = rng.random((64, 9))
+    choose = rng.random(64)
     verdict = verify(
         draft,
         jnp.array(probs, jnp.float32),
@@ -181,7 +188,9 @@ def test_nodes_marked_invalid_are_never_accepted(greedy: bool) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_point_masses_are_decided_at_once_as_one_by_one(seed: int) -> None:
     """All nodes at once, and one after the other, with the same uniforms: random trees, padding, tokens named twice."""
-    rows, nodes, vocabulary = 2048, 8, 5
+    rows = 2048
+    nodes = 8
+    vocabulary = 5
     rng = np.random.default_rng(seed)
     parents = np.array([[-1, *(rng.integers(0, node) for node in range(1, nodes))] for _ in range(rows)], np.int32)
     tokens = rng.integers(0, vocabulary, (rows, nodes)).astype(np.int32)
@@ -200,7 +209,8 @@ def test_point_masses_are_decided_at_once_as_one_by_one(seed: int) -> None:
     ]  # fmt: skip
     for at_once, one_by_one, draft, law, dice in both:
         options = {"accept": dice, "choose": choose, "max_depth": nodes - 1}
-        quick, slow = at_once(draft, law, **options), one_by_one(named, law, **options)
+        quick = at_once(draft, law, **options)
+        slow = one_by_one(named, law, **options)
         assert len(np.unique(slow.num_accepted)) > 3
         for field in ("num_accepted", "path", "next_token"):
             assert np.array_equal(getattr(quick, field), getattr(slow, field)), field

@@ -68,7 +68,8 @@ def test_the_blocks_of_a_page_run_in_order(
     page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And then its commands, beside a file ``mine.py`` of the blocks that say so."""
-    text, blocks = text_of(page), blocks_of(page, "python")
+    text = text_of(page)
+    blocks = blocks_of(page, "python")
     if "from_regex" in text:
         pytest.importorskip("outlines_core")
     module = types.ModuleType("page")  # dataclasses look their module up
@@ -97,7 +98,8 @@ def program_of(page: str) -> str:
     text = text_of(page)
     lines = [""] * text.count("\n")
     for block in blocks_of(page, "python"):
-        above, written = text[: block.start(2)].count("\n"), code_of(block).splitlines()
+        above = text[: block.start(2)].count("\n")
+        written = code_of(block).splitlines()
         lines[above : above + len(written)] = written
     return "\n".join(lines)
 
@@ -139,7 +141,8 @@ def everything_to_type() -> Iterator[tuple[str, list[str]]]:
 def test_every_command_on_the_pages_can_be_typed() -> None:
     """Nothing runs: options, targets of the Makefile and vLLM's recorded options are looked up."""
     checks = {"eagle3": wrong_with_ours, "vllm": wrong_with_vllms, "make": wrong_with_make}
-    seen, wrong = 0, []
+    seen = 0
+    wrong = []
     for page, words in everything_to_type():
         if "do" in words:  # a loop of the shell
             words = words[words.index("do") + 1 :]
@@ -167,7 +170,8 @@ def wrong_with_ours(rest: list[str]) -> str | None:
     while hasattr(command, "commands"):
         if not rest or rest[0] not in command.commands:
             return f"no command {rest[:1]}; there are {', '.join(command.commands)}"
-        command, rest = command.commands[rest[0]], rest[1:]
+        command = command.commands[rest[0]]
+        rest = rest[1:]
     options = {option for one in command.params for option in (*one.opts, *one.secondary_opts)} | {"--help", "-h"}
     unknown = [word for word in (word.partition("=")[0] for word in rest) if re.match(r"--?[a-zA-Z]", word)]
     return next((f"no option {word}" for word in unknown if word not in options), None)
@@ -201,7 +205,9 @@ def test_every_metric_and_key_of_vllm_is_one_that_it_has() -> None:
 def test_the_rollout_page_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     (command,) = (one for one in commands_of("deploying.md", "bash") if one[:3] == ["eagle3", "plan", "rollout"])
     assert run(command[1:]) == 0
-    plan, inside, expected = capsys.readouterr().out, False, []
+    plan = capsys.readouterr().out
+    inside = False
+    expected = []
     for line in plan.splitlines():
         inside ^= line.startswith("```")
         expected.append(line if inside or not line.startswith("#") else "#" + line)

@@ -40,7 +40,8 @@ IDS = [str(source.relative_to(FOLDER)) for source in SOURCES]
 
 @pytest.mark.parametrize("source", SOURCES, ids=IDS)
 def test_the_pair_is_what_the_source_says_without_outputs(source: Path) -> None:
-    pair, ours = json.loads(source.with_suffix(".ipynb").read_text(encoding="utf-8")), jupytext.read(source).cells
+    pair = json.loads(source.with_suffix(".ipynb").read_text(encoding="utf-8"))
+    ours = jupytext.read(source).cells
     assert [(cell["cell_type"], "".join(cell["source"])) for cell in pair["cells"]] == [
         (cell["cell_type"], cell["source"]) for cell in ours
     ], f"write it with: python notebooks/run.py --sync {source.name}"
@@ -149,7 +150,8 @@ def test_a_picture_says_what_became_of_each_node(path: list[int], expected: str)
 
 def test_the_kinds_of_a_strip_are_counted_as_the_loop_counts_them() -> None:
     """``num_accepted_tokens`` accepted, and one of the target's own for every round."""
-    target, tree = e3.load_target(), e3.DynamicTree(num_nodes=8, max_depth=4, top_k=2)
+    target = e3.load_target()
+    tree = e3.DynamicTree(num_nodes=8, max_depth=4, top_k=2)
     decoder = e3.SpeculativeDecoder(target, e3.load_drafter(target=target), stop_tokens=(), tree=tree)
     prompt = "def read_config(filename, encoding=None):\n"
     trace = record(decoder, [prompt], max_new_tokens=[40], sampling=e3.SamplingParams(), seed=0)

@@ -37,7 +37,9 @@ class BlockHead(StoredHead):
 
     def tensors(self) -> dict[str, np.ndarray]:
         random = np.random.default_rng(self.seed)
-        draw, width, rank = drawing(random, self.dtype), self.width, self.rank
+        draw = drawing(random, self.dtype)
+        width = self.width
+        rank = self.rank
         out = {
             "fc.weight": draw(width, len(self.ids) * self.target_width),
             "hidden_norm.weight": draw(width, around=1),
@@ -126,7 +128,9 @@ def run_block(
     head: BlockHead, embedding: np.ndarray, output: np.ndarray, features: np.ndarray, root: int, count: int
 ) -> Block:
     """A block of ``count`` predictions behind ``features [n A Dt]`` of the tokens before the root, position ``n``."""
-    w, eps, known = weights(head), 1e-5, len(features)
+    w = weights(head)
+    eps = 1e-5
+    known = len(features)
     rows = count + (not head.from_anchor)
 
     def rms(x: np.ndarray, name: str) -> np.ndarray:
@@ -138,7 +142,10 @@ def run_block(
     def turned(x: np.ndarray, first: int) -> np.ndarray:
         half = head.head_dim // 2
         angle = (first + np.arange(len(x)))[:, None] * head.theta ** (-np.arange(half) / half)
-        cos, sin, a, b = np.cos(angle)[:, None], np.sin(angle)[:, None], x[..., :half], x[..., half:]
+        cos = np.cos(angle)[:, None]
+        sin = np.sin(angle)[:, None]
+        a = x[..., :half]
+        b = x[..., half:]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
     def heads(x: np.ndarray, name: str) -> np.ndarray:
@@ -147,7 +154,8 @@ def run_block(
     context = rms(features.reshape(known, -1).astype(np.float64) @ w["fc"].T, "hidden_norm")
     x = embedding.astype(np.float64)[[root, *[head.mask] * (rows - 1)]]
     for name in (f"layers.{layer}" for layer in range(head.layers)):
-        a, attn = rms(x, f"{name}.input_layernorm"), f"{name}.self_attn"
+        a = rms(x, f"{name}.input_layernorm")
+        attn = f"{name}.self_attn"
         q = turned(rms(heads(a, f"{attn}.q_proj"), f"{attn}.q_norm"), known)
         keys = [turned(rms(heads(y, f"{attn}.k_proj"), f"{attn}.k_norm"), at) for y, at in ((context, 0), (a, known))]
         k = np.concatenate(keys).repeat(head.heads // head.kv_heads, 1)
@@ -167,9 +175,12 @@ def run_block(
 
 def biased(head: BlockHead, block: Block, root: int, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Logits ``[K W]`` and confidences ``[K]`` of a chain of target ids, each given those before it."""
-    w, before = weights(head), [root, *tokens][: len(block.logits)]
+    w = weights(head)
+    before = [root, *tokens][: len(block.logits)]
     sigmoid = lambda x: 1 / (1 + np.exp(-x))
-    logits, confidence, state = [], [], np.zeros(head.rank)
+    logits = []
+    confidence = []
+    state = np.zeros(head.rank)
     for h, base, token in zip(block.hidden, block.logits, before, strict=True):
         read = m = w["markov_head.markov_w1"][token] if head.rank else np.zeros(0)
         if head.confidence:

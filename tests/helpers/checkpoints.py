@@ -77,7 +77,8 @@ def edit_tensors(directory: Path, **changes: np.ndarray | None) -> None:
 
 def same_params(first: Any, second: Any) -> bool:
     """Whether nested parameters are bit-equal, dtypes included."""
-    one, other = dict(rules.flatten(first)), dict(rules.flatten(second))
+    one = dict(rules.flatten(first))
+    other = dict(rules.flatten(second))
     bits = lambda leaf: (leaf.dtype, leaf.shape, np.ascontiguousarray(leaf).tobytes())
     return one.keys() == other.keys() and all(bits(one[path]) == bits(other[path]) for path in one)
 
@@ -97,7 +98,8 @@ def same_head(first: Any, second: Any) -> bool:
 
 def round_trip(directory: Path, to: str, target: DecoderConfig, says: str | None = None) -> None:
     """Convert a head, to ``out`` next to it, and read the same again; with ``says`` it is refused in these words."""
-    source, out = conversion.read_head(directory, target), directory.with_name("out")
+    source = conversion.read_head(directory, target)
+    out = directory.with_name("out")
     if says is not None:
         with pytest.raises(CheckpointError, match=says):
             conversion.convert(directory, out, to, target)
@@ -176,7 +178,9 @@ class StoredHead:
 
         ``fed`` is the width that attention reads; ``bias`` names the projections that have one.
         """
-        width, queries, keys = self.width, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        width = self.width
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
         fed = fed or width
         shapes = {"q": (queries, fed), "k": (keys, fed), "v": (keys, fed), "o": (width, queries)}
         out = {f"{name}.{norm}.weight": draw(width, around=1) for norm in norms}
@@ -205,7 +209,9 @@ class StoredHead:
 
 def write_llama(directory: Path, config: DecoderConfig = TARGET, seed: int = 0) -> Path:
     """A random target in the Hugging Face layout, without transformers."""
-    draw, width, mixer = drawing(np.random.default_rng(seed)), config.width, config.layers[0].mixer
+    draw = drawing(np.random.default_rng(seed))
+    width = config.width
+    mixer = config.layers[0].mixer
     sizes = StoredHead(
         width=width,
         heads=mixer.num_heads,
@@ -239,7 +245,9 @@ class Head(StoredHead):
     def tensors(self) -> dict[str, np.ndarray]:
         """In official names, further layers as ``layers.N``."""
         random = np.random.default_rng(self.seed)
-        draw, width, chunks = drawing(random, self.dtype), self.width, len(self.aux)
+        draw = drawing(random, self.dtype)
+        width = self.width
+        chunks = len(self.aux)
         out = {"fc.weight": draw(width, chunks * self.target_width), "norm.weight": draw(width, around=1)}
         options: dict[str, Any] = {"bias": "qkvo" if self.bias else "", "qk_norm": self.qk_norm}
         out |= self.block_tensors(draw, "midlayer", norms=(*NORMS, "hidden_norm"), fed=2 * width, **options)
@@ -282,7 +290,8 @@ class Head(StoredHead):
         return values
 
     def write(self, directory: Path, dialect: str = "eagle") -> Path:
-        config, tensors = self.config(), self.tensors()
+        config = self.config()
+        tensors = self.tensors()
         layered = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
         if dialect == "sglang":
             config["architectures"] = ["LlamaForCausalLMEagle3"]
@@ -326,7 +335,8 @@ class TorchLayers:
     def __init__(self, head: Any, weights: dict[str, Any]):
         import torch
 
-        self.torch, self.head = torch, head
+        self.torch = torch
+        self.head = head
         self.w = {name.removesuffix(".weight"): value for name, value in weights.items()}
 
     def rms(self, x: Any, name: str) -> Any:
@@ -336,19 +346,27 @@ class TorchLayers:
         return x @ self.w[name].T + self.w.get(f"{name}.bias", self.torch.zeros(()))
 
     def turn(self, x: Any) -> Any:
-        torch, half = self.torch, self.head.head_dim // 2
+        torch = self.torch
+        half = self.head.head_dim // 2
         angle = torch.arange(x.shape[0])[:, None] * self.head.theta ** (-torch.arange(half) / half)
-        cos, sin = torch.cos(angle)[:, None], torch.sin(angle)[:, None]
-        a, b = x[..., :half], x[..., half:]
+        cos = torch.cos(angle)[:, None]
+        sin = torch.sin(angle)[:, None]
+        a = x[..., :half]
+        b = x[..., half:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     def attend(self, x: Any, name: str, window: int | None = None) -> Any:
-        torch, head, count = self.torch, self.head, x.shape[0]
+        torch = self.torch
+        head = self.head
+        count = x.shape[0]
         q, k, v = (self.linear(x, f"{name}.{key}_proj").view(count, -1, head.head_dim) for key in "qkv")
         if f"{name}.q_norm" in self.w:
-            q, k = self.rms(q, f"{name}.q_norm"), self.rms(k, f"{name}.k_norm")
+            q = self.rms(q, f"{name}.q_norm")
+            k = self.rms(k, f"{name}.k_norm")
         repeat = head.heads // head.kv_heads
-        q, k, v = self.turn(q), self.turn(k).repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        q = self.turn(q)
+        k = self.turn(k).repeat_interleave(repeat, 1)
+        v = v.repeat_interleave(repeat, 1)
         score = torch.einsum("qhd,khd->hqk", q, k) / head.head_dim**0.5
         back = torch.arange(count)[:, None] - torch.arange(count)[None, :]
         score = score.masked_fill((back < 0) | (back >= (window or count)), -torch.inf)
@@ -381,7 +399,8 @@ class TorchHead(TorchLayers):
 
     def run(self, tokens: Any, stream: Any) -> Any:
         """Rows of a sequence that starts at position 0; each sees itself and those before it."""
-        head, windows = self.head, self.head.windows or (None,) * self.head.layers
+        head = self.head
+        windows = self.head.windows or (None,) * self.head.layers
         normed = self.rms(stream, "layers.0.hidden_norm")
         both = self.torch.cat([self.rms(self.table[tokens], "layers.0.input_layernorm"), normed], -1)
         x = (normed if head.norm_before_residual else stream) + self.attend(both, "layers.0.self_attn", windows[0])
@@ -404,13 +423,17 @@ def torch_draft(head: Head, embedding: np.ndarray, features: np.ndarray, tokens:
     import torch
 
     network = TorchHead(head, embedding)
-    ids, stream, drafts, first = torch.from_numpy(tokens).long(), network.fuse(features), [], None
+    ids = torch.from_numpy(tokens).long()
+    stream = network.fuse(features)
+    drafts = []
+    first = None
     for _ in range(depth):
         out = network.run(ids, stream)
         logits = network.logits(out)
         first = logits if first is None else first
         drafts.append(int(network.chosen[logits[-1].argmax()]))
         fed_back = network.rms(out[-1:], "norm") if head.norm_output else out[-1:]
-        ids, stream = torch.cat([ids, torch.tensor(drafts[-1:])]), torch.cat([stream, fed_back])
+        ids = torch.cat([ids, torch.tensor(drafts[-1:])])
+        stream = torch.cat([stream, fed_back])
     assert first is not None
     return Drafted(first.numpy(), drafts)

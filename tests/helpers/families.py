@@ -375,7 +375,8 @@ def choices(model: Any, prompt: Sequence[int], text: Sequence[int]) -> Choices:
     """A text is the greedy one if and only if it is what is chosen after each of its prefixes."""
     import torch
 
-    gaps, topk = [math.inf], torch.topk
+    gaps = [math.inf]
+    topk = torch.topk
 
     def watched(scores: Any, k: int, *args: Any, **kwargs: Any) -> Any:
         if k < scores.shape[-1] and scores.is_floating_point():

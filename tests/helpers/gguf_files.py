@@ -90,14 +90,17 @@ def translated(config: dict[str, Any], tensors: Tensors) -> Iterator[tuple[str, 
             stack = ".".join([*parts[:-3], *parts[-2:]])
             experts.setdefault(stack, {})[int(parts[-3])] = value
         elif architecture == "gpt-oss" and ".experts." in name:
-            kind, bias = parts[-1].removesuffix("_bias"), parts[-1].endswith("_bias")
+            kind = parts[-1].removesuffix("_bias")
+            bias = parts[-1].endswith("_bias")
             value = value if bias else value.swapaxes(-1, -2)
             ending = ".bias" if bias else ".weight"
             halves = {"gate_proj": value[:, ::2], "up_proj": value[:, 1::2]}
             for part, half in halves.items() if kind == "gate_up_proj" else ((kind, value),):
                 yield named(f"{stem}.{part}{ending}"), half
         elif name.endswith("kv_b_proj.weight"):
-            heads, key, size = config["num_attention_heads"], config["qk_nope_head_dim"], config["v_head_dim"]
+            heads = config["num_attention_heads"]
+            key = config["qk_nope_head_dim"]
+            size = config["v_head_dim"]
             both = value.reshape(heads, key + size, -1)
             yield named(name.replace("kv_b_proj", "k_b_proj")), both[:, :key].swapaxes(1, 2)
             yield named(name.replace("kv_b_proj", "v_b_proj")), both[:, key:]
@@ -116,11 +119,14 @@ def rotations(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of rotary embeddings."""
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
-        size, old = config["head_dim"], 8192
+        size = config["head_dim"]
+        old = 8192
         factors = []
         for index in range(0, size, 2):
             length = 2 * math.pi * rope["rope_theta"] ** (index / size)
-            low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+            low = rope["low_freq_factor"]
+            high = rope["high_freq_factor"]
+            factor = rope["factor"]
             smooth = (old / length - low) / (high - low)
             between = 1 / ((1 - smooth) / factor + smooth)
             factors.append(1 if length < old / high else factor if length > old / low else between)
@@ -132,9 +138,11 @@ def rotations(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
 
 def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """The metadata of a model."""
-    kind, rope = config["model_type"], config.get("rope_parameters") or {}
+    kind = config["model_type"]
+    rope = config.get("rope_parameters") or {}
     whole = rope.get("full_attention", rope)
-    heads, width = config["num_attention_heads"], config["hidden_size"]
+    heads = config["num_attention_heads"]
+    width = config["hidden_size"]
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(width)
@@ -178,7 +186,8 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
     if kind == "phi3":
         share = rope.get("partial_rotary_factor", 1.0)
-        old, new = config["original_max_position_embeddings"], config["max_position_embeddings"]
+        old = config["original_max_position_embeddings"]
+        new = config["max_position_embeddings"]
         writer.add_rope_dimension_count(int(share * width) // heads)
         writer.add_rope_scaling_orig_ctx_len(old)
         writer.add_sliding_window(config["sliding_window"] or 0)
@@ -193,7 +202,8 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
     if kind == "deepseek_v3":
-        rope_dim, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
+        rope_dim = config["qk_rope_head_dim"]
+        rank = config["kv_lora_rank"]
         if config["q_lora_rank"] is not None:
             writer.add_q_lora_rank(config["q_lora_rank"])
         writer.add_kv_lora_rank(rank)

@@ -150,7 +150,8 @@ def accept_without_ratio(verify, draft, probs, *, accept, **rest):
 
 
 def ignore_elder_siblings(verify_points, draft, probs, *, accept, **rest):
-    p, node = of_token(at_parent(probs, draft), draft), jnp.arange(accept.shape[1])
+    p = of_token(at_parent(probs, draft), draft)
+    node = jnp.arange(accept.shape[1])
     elder = (draft.parents[:, :, None] == draft.parents[:, None, :]) & (node[None, :] < node[:, None])
     left = 1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)
     return verify_points(draft, probs, accept=accept / left, **rest)
@@ -230,7 +231,8 @@ def share_uniform(uniforms, keys, count):
 
 
 def declare_at_draft_ids(propose, self, params, *arguments):
-    draft, ids = propose(self, params, *arguments), params[1]
+    draft = propose(self, params, *arguments)
+    ids = params[1]
     return draft.replace(probs=jnp.zeros_like(draft.probs).at[..., : ids.size].set(draft.probs[..., ids]))
 
 
@@ -256,7 +258,8 @@ def next_key(keys_at, keys, position, purpose):
     return keys_at(keys, position + 1, purpose)
 
 
-LIKELIEST, CHAIN = "a chain of the likeliest tokens", "a chain of drawn tokens"
+LIKELIEST = "a chain of the likeliest tokens"
+CHAIN = "a chain of drawn tokens"
 STATIC = "a static tree of drawn tokens"
 DRAWS = {
     "a draft is declared at its draft ids": long_law(propose_from_table, declare_at_draft_ids, CHAIN),
@@ -379,7 +382,8 @@ def keep_accepted_drafts(observe, self, params, state, seen):
     """A round commits what the head made of its own guesses; only the prompt is read from the target."""
 
     def stale(fuse, head, features):
-        fused, fed = fuse(head, features), features.shape[1]
+        fused = fuse(head, features)
+        fed = features.shape[1]
         return fused if fed > 8 else jnp.where(jnp.arange(fed)[None, :, None] > 0, state.output[:, None], fused)
 
     with swapped(Eagle3Head.fuse, stale):

@@ -36,19 +36,24 @@ def swapped(function: Callable, bug: Callable) -> Iterator[None]:
     checks of shapes and types around it stay.
     """
     inner: Any = inspect.unwrap(function)
-    code, defaults, options = inner.__code__, inner.__defaults__, inner.__kwdefaults__
+    code = inner.__code__
+    defaults = inner.__defaults__
+    options = inner.__kwdefaults__
     original = types.FunctionType(code, inner.__globals__, inner.__name__, defaults, inner.__closure__)
     original.__kwdefaults__ = options
 
     def call(*arguments: Any, _bug: Any = None, **named: Any) -> Any:
         return _bug(*arguments, **named)
 
-    inner.__code__, inner.__defaults__ = call.__code__, None
+    inner.__code__ = call.__code__
+    inner.__defaults__ = None
     inner.__kwdefaults__ = {"_bug": functools.partial(bug, original)}
     try:
         yield
     finally:
-        inner.__code__, inner.__defaults__, inner.__kwdefaults__ = code, defaults, options
+        inner.__code__ = code
+        inner.__defaults__ = defaults
+        inner.__kwdefaults__ = options
 
 
 def planted(function: Callable, old: str, new: str) -> contextlib.AbstractContextManager[None]:

@@ -27,11 +27,14 @@ from eagle3_jax.models.config import GatedMLP, GroupedQuery, LayerConfig, unifor
 from eagle3_jax.sharding import make_mesh, parse_mesh, row_shardings
 from eagle3_jax.types import SamplingMode
 
-MIXED, LAYERS = "model=4,data=2", 2
-CHAIN, TREE = {"num_speculative_tokens": 3}, {"tree": e3.DynamicTree(num_nodes=8, max_depth=3, top_k=4)}
+MIXED = "model=4,data=2"
+LAYERS = 2
+CHAIN = {"num_speculative_tokens": 3}
+TREE = {"tree": e3.DynamicTree(num_nodes=8, max_depth=3, top_k=4)}
 DRAWN = CHAIN | {"draft_sampling": e3.DraftSampling.PROBABILISTIC}
 SCHEDULE = {"schedule": e3.SpeculationSchedule(((1, 2, 3), (3, 6, 2)))}  # none is drafted while more than six rows run
-WARM, NUCLEUS = e3.SamplingParams(temperature=1.0), e3.SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
+WARM = e3.SamplingParams(temperature=1.0)
+NUCLEUS = e3.SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
 PROMPTS = tiny.random_prompts(8, 60, seed=3)
 LIMITS = [5, 17, 9, 20, 1, 12, 16, 7]  # rows end in different rounds
 MOVES = re.compile(
@@ -80,7 +83,8 @@ def driven(models: Any, text: str, **options: Any) -> list[list[int]]:
 
 def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mapping[str, Any]:
     """Collectives of a compiled step, and how large the largest is beside what a device keeps of a layer's keys."""
-    mesh, sampling_mode = mesh_of(text), SamplingMode.GREEDY if sampling is None else SamplingMode.TRUNCATED
+    mesh = mesh_of(text)
+    sampling_mode = SamplingMode.GREEDY if sampling is None else SamplingMode.TRUNCATED
     decoder = e3.SpeculativeDecoder(*models, mesh=mesh, **options)
     loop = loops.SpeculativeLoop(decoder.loop.target, decoder.loop.drafter, sampling_mode=sampling_mode)
     batch = tiny.prompts(PROMPTS, limit=20, width=16)
@@ -103,7 +107,8 @@ def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mappi
 def prefilled(models: Any, text: str, rows_per_group: int) -> Mapping[str, Any]:
     """Collectives of a compiled prefill of so many rows at a time, of 64 queries, and the tokens that it gives."""
     jax.clear_caches()  # what is set here is no argument of what is compiled
-    mesh, fed = mesh_of(text), 192
+    mesh = mesh_of(text)
+    fed = 192
     limits = (rows_per_group * fed // mesh.shape["data"], 1) if rows_per_group < len(PROMPTS) else (10**9, 10**9)
     with mock.patch.object(groups, "TOKENS", limits[0]), mock.patch.object(attention, "_SCORES", limits[1]):
         decoder = e3.SpeculativeDecoder(*models, mesh=mesh, **CHAIN)
@@ -117,8 +122,10 @@ def prefilled(models: Any, text: str, rows_per_group: int) -> Mapping[str, Any]:
 
 
 if __name__ == "__main__":
-    models, tied = pair(), pair(tie_embeddings=True, seed=2)
-    greedy, of_tied = generated(models, None, **CHAIN), generated(tied, None, **CHAIN)
+    models = pair()
+    tied = pair(tie_embeddings=True, seed=2)
+    greedy = generated(models, None, **CHAIN)
+    of_tied = generated(tied, None, **CHAIN)
     ngram = (models[0], NGram(3))
     same = {  # greedy texts are those of plain decoding, whatever drafts
         "chain, data=8": generated(models, "data=8", **CHAIN) == greedy,

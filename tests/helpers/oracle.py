@@ -53,12 +53,14 @@ def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
         elif not tree.valid[node] or tree.parents[node] != current:
             yield from visit(node + 1, current, want, mass, box)
         else:
-            token, q = tree.tokens[node], tree.q[node]
+            token = tree.tokens[node]
+            q = tree.q[node]
             bound = min(Fraction(1), want[token] / q[token])
             if bound > 0:
                 yield from visit(node + 1, node, p[node], mass * bound, {**box, node: (Fraction(0), bound)})
             if bound < 1:
-                rest, refused = residual(want, q), {**box, node: (bound, Fraction(1))}
+                rest = residual(want, q)
+                refused = {**box, node: (bound, Fraction(1))}
                 yield from visit(node + 1, current, rest, mass * (1 - bound), refused)
 
     yield from visit(1, 0, p[0], Fraction(1), {})
@@ -67,7 +69,8 @@ def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
 def block_survivals(tree: Tree, p: Sequence[Sequence[Fraction]]) -> tuple[list[Fraction], list[Fraction]]:
     """Sun et al. (2024), algorithm 2: of a chain that ends before its first padding, ``P_i`` and ``h_i`` (root: 1)."""
     length = tree.valid.index(False) - 1 if False in tree.valid else len(tree.tokens) - 1
-    survival, passes = [Fraction(1)], [Fraction(1)]
+    survival = [Fraction(1)]
+    passes = [Fraction(1)]
     for i in range(1, length + 1):
         token = tree.tokens[i]
         survival.append(min(Fraction(1), survival[-1] * p[i - 1][token] / tree.q[i][token]))
@@ -83,7 +86,8 @@ def block_cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
     survival, passes = block_survivals(tree, p)
     last = len(passes) - 1
     for outcome in itertools.product((False, True), repeat=last):
-        mass, box = Fraction(1), {}
+        mass = Fraction(1)
+        box = {}
         for node, passed in enumerate(outcome, 1):
             mass *= passes[node] if passed else 1 - passes[node]
             box[node] = (Fraction(0), passes[node]) if passed else (passes[node], Fraction(1))
@@ -168,11 +172,14 @@ def posterior_sampled(
     tokens: Sequence[int], parents: Sequence[int], p: Sequence[Sequence[float]], accept: Sequence[float], choose: float
 ) -> tuple[list[int], int]:
     """EAGLE's sampling ``evaluate_posterior``: zero each refused sibling and renormalise."""
-    node, path, want = 0, [], list(p[0])
+    node = 0
+    path = []
+    want = list(p[0])
     while True:
         for child in children(parents, node):
             if accept[child] < want[tokens[child]]:
-                node, want = child, list(p[child])
+                node = child
+                want = list(p[child])
                 path.append(child)
                 break
             want[tokens[child]] = 0.0
@@ -192,7 +199,8 @@ def warped(logits: Sequence[float], temperature: float, top_k: int, top_p: float
         weights = [w if w >= least else 0.0 for w in weights]
     weights = [w / math.fsum(weights) for w in weights]
     if top_p < 1:
-        mass, kept = 0.0, set()
+        mass = 0.0
+        kept = set()
         for token in sorted(range(len(weights)), key=lambda x: -weights[x]):
             if mass < top_p:
                 kept.add(token)

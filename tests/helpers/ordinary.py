@@ -16,7 +16,9 @@ VOCABULARY = 13
 class Ordinary:
     """A plain class that keeps the protocol and hashes by identity."""
 
-    num_nodes, max_depth, aux_layers = 3, 2, ()
+    num_nodes = 3
+    max_depth = 2
+    aux_layers = ()
 
     def init(self, params: Any, batch: int, capacity: int) -> Any:
         zero = jnp.zeros((batch,), jnp.int32)

@@ -17,7 +17,8 @@ from eagle3_jax.models.config import GatedMLP, GroupedQuery, uniform
 
 E4M3 = ml_dtypes.float8_e4m3fn
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-BLOCK, GROUP = 16, 8
+BLOCK = 16
+GROUP = 8
 LAYERS = 2
 # Recipes whose values are FP8 and stay as they are in memory.
 KEPT = ("fp8", "fp8 exponents", "fp8 tensor", "channel", "tensor", "fbgemm", "modelopt")
@@ -49,7 +50,8 @@ def by_block(weights: np.ndarray, power_of_two: bool = False) -> tuple[np.ndarra
     """Values, a scale a block, and what they stand for."""
     rows, columns = (-(-size // BLOCK) for size in weights.shape)
     scale = np.empty((rows, columns), np.float32)
-    values, dense = np.empty(weights.shape, E4M3), np.empty(weights.shape, np.float32)
+    values = np.empty(weights.shape, E4M3)
+    dense = np.empty(weights.shape, np.float32)
     for row in range(rows):
         for column in range(columns):
             place = np.s_[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
@@ -75,7 +77,8 @@ def _fp8_exponents(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray
 def _fp8_tensor(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Scales without axes, one for the weights and one for what they are multiplied with."""
     scale = (np.abs(weights).max() / np.float32(448)).astype(ml_dtypes.bfloat16)
-    values, stem = to_e4m3(weights / np.float32(scale)), name.removesuffix(".weight")
+    values = to_e4m3(weights / np.float32(scale))
+    stem = name.removesuffix(".weight")
     beside = {f"{name}_scale_inv": np.array(scale), f"{stem}.activation_scale": np.array(1, ml_dtypes.bfloat16)}
     return {name: values, **beside}, values.astype(np.float32) * np.float32(scale)
 
@@ -116,7 +119,8 @@ def mxfp4(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.nda
     scaled = groups / np.exp2(exponent)[..., None]
     nearest = np.abs(np.abs(scaled)[..., None] - FP4).argmin(-1)
     codes = nearest.astype(np.uint8) | ((scaled < 0).astype(np.uint8) << 3)
-    blocks, scales = codes[..., 0::2] | (codes[..., 1::2] << 4), (exponent + 127).astype(np.uint8)
+    blocks = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    scales = (exponent + 127).astype(np.uint8)
     dense = np.where(scaled < 0, -FP4[nearest], FP4[nearest]) * np.exp2(exponent)[..., None]
     dense = np.swapaxes(dense.reshape(*groups.shape[:2], -1), 1, 2).astype(np.float32)
     return {f"{name}_blocks": blocks, f"{name}_scales": scales}, dense
@@ -150,7 +154,8 @@ FP8_CONFIG: dict[str, Any] = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
     "modules_to_not_convert": ["lm_head"],
 }  # fmt: skip
-_FLOAT, _INT = {"num_bits": 8, "type": "float"}, {"num_bits": 8, "type": "int"}
+_FLOAT = {"num_bits": 8, "type": "float"}
+_INT = {"num_bits": 8, "type": "int"}
 RECIPES = {
     "fp8": Recipe(_fp8_block, FP8_CONFIG),
     "fp8 exponents": Recipe(_fp8_exponents, {**FP8_CONFIG, "scale_fmt": "ue8m0"}),

@@ -87,9 +87,11 @@ class RecurrentTarget:
         angle = positions[:, :, None].astype(jnp.float32) * 0.7 ** jnp.arange(1, self.width + 1, dtype=jnp.float32)
         x = embedded + jnp.sin(angle)
         keys, values = (jnp.matmul(x, params[name])[:, None] for name in "kv")
-        kept, seen = KeyValue(keys, values), mask
+        kept = KeyValue(keys, values)
+        seen = mask
         if attention is not None:
-            kept, seen = attention.write(kept, cache.length), cache_mask(mask, cache.length, attention.capacity)
+            kept = attention.write(kept, cache.length)
+            seen = cache_mask(mask, cache.length, attention.capacity)
         scores = jnp.einsum("btd,bsd->bts", x @ params["q"], kept.keys[:, 0])
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
         first = embedded + jnp.einsum("bts,bsd->btd", weights, kept.values[:, 0]) @ params["o"]

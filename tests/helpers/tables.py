@@ -51,11 +51,14 @@ class TableTarget:
     ) -> TargetOutput:
         """See :class:`eagle3_jax.types.TargetModel`."""
         block = jnp.stack([tokens, positions], axis=-1).astype(jnp.float32)[:, None]
-        kept, seen_by = KeyValue(block, block), mask
+        kept = KeyValue(block, block)
+        seen_by = mask
         if cache is not None:
             (layer,) = cache.layers
-            kept, seen_by = layer.write(kept, cache.length), cache_mask(mask, cache.length, layer.capacity)
-        token, place = kept.keys[:, 0, :, 0], kept.keys[:, 0, :, 1]
+            kept = layer.write(kept, cache.length)
+            seen_by = cache_mask(mask, cache.length, layer.capacity)
+        token = kept.keys[:, 0, :, 0]
+        place = kept.keys[:, 0, :, 1]
         row = jnp.zeros(tokens.shape, jnp.int32)
         for back in range(self.order):
             wanted = (positions - back).astype(jnp.float32)
@@ -127,7 +130,8 @@ class TableDrafter:
         context = jnp.zeros(state.tokens.shape[:1], jnp.int32)
         for back in range(self.order):
             context = context + state.tokens[:, self.order - 1 - back] * self.vocab_size**back
-        context, root = context[:, None], state.tokens[:, -1]
+        context = context[:, None]
+        root = state.tokens[:, -1]
 
         def run(tokens, carry, depth, mask, memory):
             after = (carry * self.vocab_size + tokens) % size

@@ -162,7 +162,8 @@ def _random_drafter(
     shape = config(**{name: value for name, value in fields.items() if value is not None})
     given = {} if topology is None else {"topology": topology}
     method = drafter(shape, precision=of.model.precision, draft_sampling=draft_sampling, **given)
-    size, ids = fields.get("draft_vocab_size", of.vocab_size), None
+    size = fields.get("draft_vocab_size", of.vocab_size)
+    ids = None
     if ids_needed or size < of.vocab_size:
         chosen = np.random.default_rng(seed).permutation(of.vocab_size)[:size].astype(np.int32)
         ids = jnp.asarray(np.sort(chosen) if in_order else chosen)
@@ -216,7 +217,8 @@ def ragged_rounds(
     tokens: np.ndarray, features: np.ndarray, counts: Sequence[Sequence[int]]
 ) -> Iterator[tuple[np.ndarray, Observation]]:
     """Shows texts ``[B S]`` piece by piece, each row its own number of tokens: what is known after each, and it."""
-    known, rows = np.zeros(len(tokens), int), np.arange(len(tokens))
+    known = np.zeros(len(tokens), int)
+    rows = np.arange(len(tokens))
     for kept in counts:
         places = np.minimum(known[:, None] + np.arange(max(map(max, counts))), tokens.shape[1] - 1)
         known = known + kept
@@ -256,7 +258,9 @@ def bind(of: LoadedTarget, drafter: LoadedDrafter, **options: Any) -> tuple[Spec
 
 def outputs(outcome: loops.Outcome, batch: Prompts) -> list[list[int]]:
     """New tokens of each row."""
-    tokens, start, end = np.asarray(outcome.tokens), np.asarray(batch.length), np.asarray(outcome.length)
+    tokens = np.asarray(outcome.tokens)
+    start = np.asarray(batch.length)
+    end = np.asarray(outcome.length)
     return [tokens[row, start[row] : end[row]].tolist() for row in range(len(start))]
 
 
@@ -281,7 +285,8 @@ class Sampled(FixedTree):
     parents: tuple[int, ...] = (-1, 0, 1, 2)
 
     def propose(self, params: Any, state: RootState, keys: Array, sampling: SamplingParams) -> Draft:
-        tokens, probs = [state.root], [jnp.zeros((state.root.shape[0], params.shape[1]), jnp.float32)]
+        tokens = [state.root]
+        probs = [jnp.zeros((state.root.shape[0], params.shape[1]), jnp.float32)]
         for node, parent in enumerate(self.parents[1:], 1):
             q = params[tokens[parent]]
             key = jax.vmap(jax.random.fold_in, (0, None))(keys, node)

@@ -65,7 +65,8 @@ class MTP(FeedbackHead):
         return f"model.layers.{self.target_layers}"
 
     def tensors(self) -> dict[str, np.ndarray]:
-        draw, name = self.draw(), self.prefix
+        draw = self.draw()
+        name = self.prefix
         norms = ("enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm")
         out = {f"{name}.eh_proj.weight": draw(self.width, 2 * self.width)}
         out |= self.block_tensors(draw, name, norms=norms, bias=self.biased)
@@ -85,7 +86,8 @@ def network(head: Eagle1 | MTP, w: dict[str, Any]) -> Any:
     import torch
 
     layers = TorchLayers(head, w)
-    rms, linear = layers.rms, layers.linear
+    rms = layers.rms
+    linear = layers.linear
 
     def eagle1(embedded: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
         x = linear(torch.cat([embedded, stream], -1), "fc")
@@ -131,12 +133,15 @@ def drafted(
     weights = {name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in head.tensors().items()}
     run = network(head, weights)
     table, matrix = (torch.from_numpy(np.array(one, np.float32)) for one in (embedding, output))
-    ids, stream = torch.from_numpy(np.array(tokens)).long(), torch.from_numpy(np.array(features, np.float32))
-    first, drafts = None, []
+    ids = torch.from_numpy(np.array(tokens)).long()
+    stream = torch.from_numpy(np.array(features, np.float32))
+    first = None
+    drafts = []
     for _ in range(depth):
         out = run(table[ids], stream)
         logits = out @ matrix.T
         first = logits if first is None else first
         drafts.append(int(logits[-1].argmax()))
-        ids, stream = torch.cat([ids, torch.tensor(drafts[-1:])]), torch.cat([stream, out[-1:]])
+        ids = torch.cat([ids, torch.tensor(drafts[-1:])])
+        stream = torch.cat([stream, out[-1:]])
     return Drafted(first.numpy(), drafts)

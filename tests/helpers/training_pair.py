@@ -14,7 +14,9 @@ from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.topology import Chain
 from eagle3_jax.training.batches import TTTBatch
 
-VOCAB, DRAFT_VOCAB, STEPS = 13, 7, 3
+VOCAB = 13
+DRAFT_VOCAB = 7
+STEPS = 3
 DRAFT_TO_TARGET = jnp.array([0, 2, 3, 5, 8, 9, 12], jnp.int32)
 
 
@@ -40,7 +42,8 @@ def random_pair() -> Pair:
         target_width=16,
         aux_layers=(0, 1, 2),
     )
-    target, drafter = DecoderTarget(config), Eagle3Drafter(head, Chain(STEPS))
+    target = DecoderTarget(config)
+    drafter = Eagle3Drafter(head, Chain(STEPS))
     keys = jax.random.split(jax.random.key(0), 3)
     embedding = jax.random.normal(keys[2], (VOCAB, 12))
     frozen = {"target_params": target.init(keys[0]), "embedding": embedding, "draft_to_target": DRAFT_TO_TARGET}
@@ -52,5 +55,6 @@ def make_batch(rows: int = 2, length: int = 6, *, seed: int = 0, padding: tuple[
     """Random tokens; the last row is padded by ``padding`` tokens on the left and right."""
     tokens = jax.random.randint(jax.random.key(seed), (rows, length), 0, VOCAB)
     real = np.ones((rows, length), bool)
-    real[-1, : padding[0]], real[-1, length - padding[1] :] = False, False
+    real[-1, : padding[0]] = False
+    real[-1, length - padding[1] :] = False
     return TTTBatch(tokens=tokens, attention_mask=jnp.asarray(real), loss_mask=jnp.asarray(real))

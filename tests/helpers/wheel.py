@@ -54,7 +54,8 @@ class Environment:
     """A fresh virtual environment and an empty directory to work in."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.bin, self.work = folder / name / "bin", folder / f"{name}-work"
+        self.bin = folder / name / "bin"
+        self.work = folder / f"{name}-work"
         self.work.mkdir()
         subprocess.run([sys.executable, "-m", "venv", folder / name], check=True)
 
@@ -141,7 +142,8 @@ def main() -> None:
         builder.pip("install", "--no-compile", *PROJECT["build-system"]["requires"])
         build = [builder.bin / "python", "-m", "hatchling", "build", "-d", folder / "dist"]
         subprocess.run(build, cwd=ROOT, check=True)
-        (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
+        (wheel,) = (folder / "dist").glob("*.whl")
+        (sdist,) = (folder / "dist").glob("*.tar.gz")
         check_contents(wheel, sdist)
         print("built, and holds what it should", flush=True)
         fresh = Environment(folder, "fresh")

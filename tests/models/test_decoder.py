@@ -72,7 +72,8 @@ def test_a_result_is_one_however_it_was_made() -> None:
     for rule in (None, e3.TypicalAcceptance()):
         decoder = e3.SpeculativeDecoder(TARGET, HEAD, verifier=rule)
         asked = {"max_new_tokens": [4, 6], "sampling": SamplingParams(temperature=1.0), "seed": 3}
-        whole, traced = decoder.generate(PROMPTS, **asked), record(decoder, PROMPTS, **asked).result
+        whole = decoder.generate(PROMPTS, **asked)
+        traced = record(decoder, PROMPTS, **asked).result
         assert whole.lossless is traced.lossless is (rule is None)
         assert whole.rows == traced.rows
         other = decoder.generate(PROMPTS, **{**asked, "seed": 4})

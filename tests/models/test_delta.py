@@ -20,12 +20,15 @@ from eagle3_jax.models.memory import causal_mask, empty_cache, memories, parents
 from eagle3_jax.models.recurrent import Recurrent
 from eagle3_jax.tree import ancestor_mask
 
-BATCH, WIDTH, EPS = 2, 32, 1e-6
+BATCH = 2
+WIDTH = 32
+EPS = 1e-6
 MIXER = GatedDelta(num_key_heads=2, num_value_heads=6, key_dim=8, value_dim=4, kernel=4)
 LAYER = LayerConfig(mixer=MIXER, mlp=GatedMLP(width=4))
 PARENTS = np.array([[-1, 0, 0, 1, 2, 3, 4], [-1, 0, 1, 2, 0, 4, 5]], np.int32)
 COMMIT = jax.jit(Cache.commit)
-PATHS, COUNTS = np.array([[0, 2, 4, 6], [0, 4, 5, 6]], np.int32), np.array([4, 3], np.int32)
+PATHS = np.array([[0, 2, 4, 6], [0, 4, 5, 6]], np.int32)
+COUNTS = np.array([4, 3], np.int32)
 
 
 @functools.cache
@@ -61,7 +64,8 @@ def ours() -> tuple[Any, Any]:
     layer = GatedDeltaNet(MIXER, d_in=WIDTH, width=WIDTH, norm_eps=EPS, precision=FLOAT32, rngs=nnx.Rngs(0))
     given = {name: value.detach().numpy() for name, value in theirs().named_parameters()}
     flat = given["conv1d.weight"].T
-    keys, heads = MIXER.num_key_heads * MIXER.key_dim, MIXER.num_key_heads
+    keys = MIXER.num_key_heads * MIXER.key_dim
+    heads = MIXER.num_key_heads
     parts = [part.reshape(4, 1, heads, -1) for part in np.split(flat, [keys, 2 * keys], axis=-1)]
     params = {
         "qkvz": {"kernel": given["in_proj_qkvz.weight"].T},
@@ -123,7 +127,9 @@ def test_a_text_is_read_as_transformers_reads_it(size: int) -> None:
 
 @pytest.mark.torch
 def test_tokens_one_by_one_are_the_text() -> None:
-    x, cache, one = draw(0, BATCH, 9, WIDTH), empty(), jnp.ones((BATCH,), jnp.int32)
+    x = draw(0, BATCH, 9, WIDTH)
+    cache = empty()
+    one = jnp.ones((BATCH,), jnp.int32)
     for token in range(9):
         read, written = run(x[:, token : token + 1], causal_mask(1), cache)
         cache = cache.commit((written,), one)
@@ -134,7 +140,8 @@ def test_tokens_one_by_one_are_the_text() -> None:
 
 @pytest.mark.torch
 def test_every_node_of_a_tree_reads_its_own_path() -> None:
-    text, nodes = draw(0, BATCH, 9, WIDTH), draw(1, BATCH, 7, WIDTH)
+    text = draw(0, BATCH, 9, WIDTH)
+    nodes = draw(1, BATCH, 7, WIDTH)
     read, _ = run(nodes, ancestor_mask(jnp.asarray(PARENTS), 7), after(text))
     for row in range(BATCH):
         for node in range(7):
@@ -147,8 +154,11 @@ def test_every_node_of_a_tree_reads_its_own_path() -> None:
 
 @pytest.mark.torch
 def test_a_committed_path_is_bit_for_bit_what_its_tokens_alone_leave() -> None:
-    text, nodes, rows = draw(0, BATCH, 9, WIDTH), draw(1, BATCH, 7, WIDTH), np.arange(BATCH)[:, None]
-    cache, more = after(text), draw(2, BATCH, 3, WIDTH)
+    text = draw(0, BATCH, 9, WIDTH)
+    nodes = draw(1, BATCH, 7, WIDTH)
+    rows = np.arange(BATCH)[:, None]
+    cache = after(text)
+    more = draw(2, BATCH, 3, WIDTH)
     tree, told = run(nodes, ancestor_mask(jnp.asarray(PARENTS), 7), cache)
     of_tree = COMMIT(cache, (told,), jnp.asarray(COUNTS), jnp.asarray(PATHS))
     chain, told = run(nodes[rows, PATHS], causal_mask(4), cache)
@@ -173,7 +183,8 @@ def test_a_node_computes_the_bits_of_a_token_alone(size: tuple[int, ...]) -> Non
         return nnx.merge(graph, weights)._block(inputs, betas, decays, parents, start)
 
     parents = np.array([-1, 0, 0, 1, 2, 4, 3])[None].repeat(batch, 0)
-    path, rng = [0, 2, 4, 5], np.random.default_rng(2)
+    path = [0, 2, 4, 5]
+    rng = np.random.default_rng(2)
     inputs = draw(3, batch, 7, heads, 2 * dk + group * dv)
     betas, decays = (rng.uniform(low, 1, (batch, 7, heads, group)).astype(np.float32) for low in (0.0, 0.6))
     start = Recurrent(
@@ -181,10 +192,12 @@ def test_a_node_computes_the_bits_of_a_token_alone(size: tuple[int, ...]) -> Non
         window=jnp.asarray(draw(5, batch, heads, 3, 2 * dk + group * dv)),
     )
     read, told = block(weights, inputs, betas, decays, parents, start)
-    ones, zeros = jnp.ones((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32)
+    ones = jnp.ones((batch,), jnp.int32)
+    zeros = jnp.zeros((batch,), jnp.int32)
     nodes = jnp.asarray(path)[None].repeat(batch, 0)
     commit = jax.jit(Recurrent.commit)
-    of_tree, slowly = commit(start, told, zeros, 4 * ones, nodes), start
+    of_tree = commit(start, told, zeros, 4 * ones, nodes)
+    slowly = start
     for node in path:
         given = [leaf[:, node : node + 1] for leaf in (inputs, betas, decays)]
         one, told = block(weights, *given, parents[:, :1], slowly)
@@ -196,7 +209,8 @@ def test_a_node_computes_the_bits_of_a_token_alone(size: tuple[int, ...]) -> Non
 
 @pytest.mark.torch
 def test_a_row_of_which_nothing_stays_keeps_its_bits() -> None:
-    cache, nodes = after(draw(0, BATCH, 9, WIDTH)), draw(1, BATCH, 7, WIDTH)
+    cache = after(draw(0, BATCH, 9, WIDTH))
+    nodes = draw(1, BATCH, 7, WIDTH)
     _, told = run(nodes, ancestor_mask(jnp.asarray(PARENTS), 7), cache)
     for count, path in (([0, 3], PATHS), ([0, 3], None)):
         moved = COMMIT(cache, (told,), jnp.asarray(count), None if path is None else jnp.asarray(path))
@@ -208,7 +222,8 @@ def test_a_row_of_which_nothing_stays_keeps_its_bits() -> None:
 @pytest.mark.parametrize("size", [9, 100])
 def test_padding_leaves_no_trace(size: int) -> None:
     """Rows of other lengths, also shorter than the window, and whatever stands behind them."""
-    x, length = draw(0, BATCH, size, WIDTH), np.array([size - 2, 2])
+    x = draw(0, BATCH, size, WIDTH)
+    length = np.array([size - 2, 2])
     cache = after(x, length)
     x[np.arange(size)[None] >= length[:, None]] = 1e3
     assert same_bits(cache, after(x, length))
@@ -220,7 +235,8 @@ def test_padding_leaves_no_trace(size: int) -> None:
 
 @pytest.mark.torch
 def test_a_batch_for_training_hides_its_padding_by_the_mask() -> None:
-    x, length = draw(0, BATCH, 9, WIDTH), np.array([7, 2])
+    x = draw(0, BATCH, 9, WIDTH)
+    length = np.array([7, 2])
     real = np.arange(9)[None] < length[:, None]
     _, written = run(x, causal_mask(9) & real[:, None, :])
     for found, expected in zip(*map(jax.tree.leaves, (written, state_of(after(x, length)))), strict=True):
@@ -228,7 +244,8 @@ def test_a_batch_for_training_hides_its_padding_by_the_mask() -> None:
 
 
 def test_a_text_holds_no_state_for_each_of_its_tokens() -> None:
-    size, mixer = 512, GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=64, value_dim=64)
+    size = 512
+    mixer = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=64, value_dim=64)
     layer = GatedDeltaNet(mixer, d_in=8, width=8, norm_eps=EPS, precision=FLOAT32, rngs=nnx.Rngs(0))
     graph, weights = nnx.split(layer)
 

@@ -23,7 +23,9 @@ from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, cast
 from eagle3_jax.models.mixture import Stack
 from eagle3_jax.models.routers import Routing, route, router_logits
 
-WIDTH, COUNT, INNER = 16, 8, 6
+WIDTH = 16
+COUNT = 8
+INNER = 6
 BUILD = functools.partial(ExpertMLP, WIDTH)
 SOFTMAX = Experts(num_experts=COUNT, per_token=3, width=INNER, router="softmax")
 SIGMOID = Experts(num_experts=COUNT, per_token=3, width=INNER, router="sigmoid", scaling=2.5)
@@ -45,11 +47,13 @@ def written_out(x: np.ndarray, routing: Routing, stack: Stack, config: Experts) 
             given = wide(x[token]) * (weight if config.router == "sigmoid-of-input" else 1)
             both = given @ wide(stack.gate_up[expert])
             both = both if stack.gate_up_bias is None else both + wide(stack.gate_up_bias[expert])
-            gate, up = both[0::2], both[1::2]
+            gate = both[0::2]
+            up = both[1::2]
             if config.limit is None:
                 inner = gate * sigmoid(gate) * up
             else:
-                gate, up = np.minimum(gate, config.limit), np.clip(up, -config.limit, config.limit)
+                gate = np.minimum(gate, config.limit)
+                up = np.clip(up, -config.limit, config.limit)
                 inner = (up + 1) * gate * sigmoid(1.702 * gate)
             y = inner @ wide(stack.down[expert])
             y = y if stack.down_bias is None else y + wide(stack.down_bias[expert])
@@ -99,7 +103,8 @@ def test_every_form_is_the_sum_written_out(form: str, config: Experts, precision
     x, stack = jax.tree.map(lambda one: jnp.asarray(one, precision.operands), (draw(9, 11, WIDTH), stack_of(config)))
     run = jax.jit(functools.partial(FORMS[form], config=config, precision=precision))
     for name, routing in routings().items():
-        found, wanted = run(x, routing, stack), written_out(x, routing, stack, config)
+        found = run(x, routing, stack)
+        wanted = written_out(x, routing, stack, config)
         atol = 1e-5 if precision is FLOAT32 else 0.02 * np.abs(wanted).max()
         assert found.dtype == precision.activations
         np.testing.assert_allclose(np.asarray(found, np.float64), wanted, atol=atol, err_msg=name)
@@ -107,7 +112,8 @@ def test_every_form_is_the_sum_written_out(form: str, config: Experts, precision
 
 def test_few_and_many_tokens_take_other_forms_and_get_the_same() -> None:
     """On accelerators; of 8 experts two tokens with three each are fewer than all."""
-    config, stack = SOFTMAX, stack_of(SOFTMAX)
+    config = SOFTMAX
+    stack = stack_of(SOFTMAX)
     for tokens, form in ((2, mixture.of_chosen), (3, mixture.of_all), (200, None)):
         x = draw(10, tokens, WIDTH)
         chosen = np.sort(np.argsort(draw(11, tokens, COUNT), axis=1)[:, :3], axis=1)
@@ -188,7 +194,8 @@ def test_a_token_chooses_the_same_alone_and_among_others(precision: Precision) -
 
 
 def test_a_sigmoid_router_multiplies_in_float32_whatever_the_model_is() -> None:
-    x, kernel = jnp.asarray(draw(17, 9, 64)).astype(jnp.bfloat16), jnp.asarray(draw(18, 64, COUNT))
+    x = jnp.asarray(draw(17, 9, 64)).astype(jnp.bfloat16)
+    kernel = jnp.asarray(draw(18, 64, COUNT))
     found = router_logits(x, kernel, None, SIGMOID, BFLOAT16)
     assert found.dtype == jnp.float32
     wanted = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)

@@ -77,7 +77,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_logits_and_features_are_those_of_transformers(folder: Any, name: str) -> None:
-    target, expected = e3.load_target(folder(name)), truth(name)
+    target = e3.load_target(folder(name))
+    expected = truth(name)
     model: Any = target.model
     count = len(expected.tokens)
 
@@ -208,7 +209,8 @@ def test_what_a_published_file_leaves_out_is_what_transformers_takes(name: str) 
     )
     assert (ours.vocab_size, ours.tie_embeddings) == (theirs.vocab_size, theirs.tie_word_embeddings)
     for layer, kind in zip(ours.layers, theirs.layer_types, strict=True):
-        mixer, slides = grouped(layer), kind == "sliding_attention"
+        mixer = grouped(layer)
+        slides = kind == "sliding_attention"
         assert (mixer.num_heads, mixer.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
         assert (mixer.head_dim, mixer.window) == (theirs.head_dim, theirs.sliding_window if slides else None)
         if name != "cohere2":

@@ -26,7 +26,8 @@ def random(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
 
 def tree_mask(tokens: int) -> jax.Array:
     """A random tree: every token sees itself and the ancestors of an earlier one."""
-    rng, mask = np.random.default_rng(tokens), np.eye(tokens, dtype=bool)
+    rng = np.random.default_rng(tokens)
+    mask = np.eye(tokens, dtype=bool)
     for token in range(1, tokens):
         mask[token] |= mask[rng.integers(token)]
     return jnp.asarray(mask)[None]
@@ -66,7 +67,8 @@ def test_it_is_attention(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("of_block", [True, False])
 def test_the_last_tokens_of_a_block_see_those_before_them(of_block: bool) -> None:
     """Three of five tokens, as the levels of a draft are run; a chain needs no mask."""
-    queries, length = random(0, 2, 3, 4, 16), jnp.array([0, 61], jnp.int32)
+    queries = random(0, 2, 3, 4, 16)
+    length = jnp.array([0, 61], jnp.int32)
     kv = KeyValue(random(1, 2, 2, 80, 16), random(2, 2, 2, 80, 16))
     tree = tree_mask(5)[:, 2:]
     for mask, given in ((tree, tree), (causal_mask(5)[:, 2:], None)):
@@ -111,7 +113,8 @@ def test_a_token_has_the_same_bits_wherever_its_block_begins(dtype) -> None:
 
 def test_it_reads_no_slot_from_the_end_on() -> None:
     """NaN would spread from any tile that is read, even with a weight of zero."""
-    queries, length = random(0, 1, 2, 2, 16), jnp.array([62], jnp.int32)
+    queries = random(0, 1, 2, 2, 16)
+    length = jnp.array([62], jnp.int32)
     kv = KeyValue(*(random(seed, 1, 1, 192, 16).at[:, :, 64:].set(jnp.nan) for seed in (1, 2)))
     for seen in (causal_mask(2), cache_mask(causal_mask(2), length, 192), None):
         assert np.isfinite(interpreted(queries, kv, seen, length, size=2, scale=0.25)).all()
@@ -178,7 +181,9 @@ def test_which_arrays_the_kernel_takes() -> None:
 
 def test_the_kernel_is_off_on_cpus_and_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gpu:
-        platform, device_kind, compute_capability = "gpu", "NVIDIA H200", "9.0"
+        platform = "gpu"
+        device_kind = "NVIDIA H200"
+        compute_capability = "9.0"
 
     assert not flash.is_enabled()
     monkeypatch.setattr(jax, "devices", lambda: [Gpu])

@@ -43,7 +43,8 @@ DRAFTERS = (
 @pytest.mark.parametrize("name", KEPT)
 def test_fp8_of_a_file_is_kept_bit_for_bit(tmp_path: Path, name: str) -> None:
     stored, dense = written(tmp_path, name)
-    target, tensors = e3.load_target(stored, weights="fp8"), read_tensors(stored)
+    target = e3.load_target(stored, weights="fp8")
+    tensors = read_tensors(stored)
     kernel = target.params["blocks"][1]["attention"]["o"]["kernel"]
     assert np.asarray(kernel.values).tobytes() == tensors["model.layers.1.self_attn.o_proj.weight"].tobytes()
     for path, leaf in rules.flatten(conversion.read_target(dense).params):
@@ -58,11 +59,13 @@ def test_fp8_of_a_file_is_kept_bit_for_bit(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(("name", "weights"), [("channel", "fp8"), ("tensor", "fp8-dynamic")])
 def test_drafts_change_nothing_with_weights_in_fp8(tmp_path: Path, name: str, weights: str) -> None:
     target = e3.load_target(written(tmp_path, name)[0], weights=weights)
-    texts, drafted = {}, {}
+    texts = {}
+    drafted = {}
     for shape in (None, Chain(3), DynamicTree(num_nodes=6, max_depth=2, top_k=2)):
         drafter = None if shape is None else tiny.eagle3(target, shape, draft_vocab_size=40)
         result = e3.SpeculativeDecoder(target, drafter, stop_tokens=()).generate(PROMPTS, max_new_tokens=24)
-        texts[shape], drafted[shape] = result.tokens, int(result.stats.num_draft_tokens)
+        texts[shape] = result.tokens
+        drafted[shape] = int(result.stats.num_draft_tokens)
         assert result.lossless
     assert len(set(map(str, texts.values()))) == 1
     assert [count > 0 for count in drafted.values()] == [False, True, True]
@@ -71,7 +74,8 @@ def test_drafts_change_nothing_with_weights_in_fp8(tmp_path: Path, name: str, we
 @pytest.mark.parametrize(("name", "weights"), [*((name, "fp8") for name in DRAFTERS), (DRAFTERS[0], "fp8-dynamic")])
 def test_a_drafter_in_fp8_is_smaller_and_changes_nothing(tmp_path: Path, name: str, weights: str) -> None:
     """A loaded drafter has the weights of its target: the kernels of its products are in FP8."""
-    path, files = write_llama(tmp_path / "target"), CHECKPOINTS[name](tmp_path / "drafter")
+    path = write_llama(tmp_path / "target")
+    files = CHECKPOINTS[name](tmp_path / "drafter")
     target = e3.load_target(path, weights=weights)
     dense, drafter = (e3.load_drafter(files, target=one) for one in (e3.load_target(path), target))
     kernels = [one for one in jax.tree.leaves(drafter.params, is_leaf=_is_fp8) if _is_fp8(one)]
@@ -96,7 +100,8 @@ def _bytes(params: Any) -> int:
 def test_a_product_is_that_of_the_kernel_it_stands_for(
     precision: Precision, block: int, inputs: int, rows: int
 ) -> None:
-    random, outputs = np.random.default_rng(rows), 24
+    random = np.random.default_rng(rows)
+    outputs = 24
     values = by_hand.to_e4m3(random.normal(0, 60, (outputs, inputs)))
     scale = random.uniform(0.001, 0.1, (-(-inputs // block), outputs)).astype(np.float32)
     kernel = Fp8Kernel(values=jnp.asarray(values), scale=jnp.asarray(scale), block=block)
@@ -114,7 +119,9 @@ def test_a_product_is_that_of_the_kernel_it_stands_for(
 @pytest.mark.parametrize(("block", "inputs"), [(40, 40), (16, 40)], ids=["channel", "block"])
 @pytest.mark.parametrize("precision", [FLOAT32, MIXED], ids=lambda one: one.name)
 def test_a_dynamic_product_is_that_of_both_rounded(precision: Precision, block: int, inputs: int) -> None:
-    random, outputs, rows = np.random.default_rng(0), 24, 5
+    random = np.random.default_rng(0)
+    outputs = 24
+    rows = 5
     values = by_hand.to_e4m3(random.normal(0, 60, (outputs, inputs)))
     scale = random.uniform(0.001, 0.1, (-(-inputs // block), outputs)).astype(np.float32)
     kernel = Fp8Kernel(values=jnp.asarray(values), scale=jnp.asarray(scale), block=block, dynamic=True)
@@ -131,11 +138,14 @@ def test_a_dynamic_product_is_that_of_both_rounded(precision: Precision, block: 
 
 
 def test_experts_in_fp8_are_those_they_stand_for_in_every_form() -> None:
-    random, width, tokens = np.random.default_rng(0), 16, 3
+    random = np.random.default_rng(0)
+    width = 16
+    tokens = 3
     config = Experts(num_experts=6, per_token=2, width=12, router="softmax")
     normal = lambda *shape: random.normal(0, 0.4, shape).astype(np.float32)
     kernels = [quantise(one) for one in (normal(6, width, 24), normal(6, 12, width))]
-    x, chosen = jnp.asarray(normal(tokens, width)), jnp.asarray([[0, 5], [2, 3], [0, 1]])
+    x = jnp.asarray(normal(tokens, width))
+    chosen = jnp.asarray([[0, 5], [2, 3], [0, 1]])
     routing = Routing(chosen, jnp.asarray(random.uniform(0.2, 1, chosen.shape).astype(np.float32)))
 
     def given_by(form: Any, stack: Stack, rows: int = tokens) -> np.ndarray:
@@ -185,7 +195,8 @@ def test_rounding_on_load_is_to_the_nearest_value() -> None:
 
 def test_a_dense_target_is_rounded_where_products_read_it_and_nowhere_else(tmp_path: Path) -> None:
     path = plain(tmp_path / "target")
-    dense, fp8 = e3.load_target(path), e3.load_target(path, weights="fp8")
+    dense = e3.load_target(path)
+    fp8 = e3.load_target(path, weights="fp8")
     assert (dense.weights, fp8.weights) == ("dense", "fp8")
     for name in ("embedding", "head", "norm"):
         assert same_params({name: jax.device_get(dense.params[name])}, {name: jax.device_get(fp8.params[name])})
@@ -218,7 +229,8 @@ def test_scales_lie_where_their_values_do() -> None:
     target = tiny.target(60)
     shapes = eight_bit_shapes(target.model.param_shapes(), target.model.param_products(), "fp8")
     block = param_shardings(mesh, target.model, shapes)["blocks"][0]
-    qkv, o = block["attention"]["qkv"]["kernel"], block["attention"]["o"]["kernel"]
+    qkv = block["attention"]["qkv"]["kernel"]
+    o = block["attention"]["o"]["kernel"]
     assert (qkv.values.spec, qkv.scale.spec) == (PartitionSpec("model", None), PartitionSpec(None, "model"))
     assert (o.values.spec, o.scale.spec) == (PartitionSpec(None, "model"), PartitionSpec(None, None))
     for inputs, size, place in ((64, 16, "model"), (48, 16, None), (64, 64, None)):

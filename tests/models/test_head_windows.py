@@ -34,11 +34,13 @@ def test_a_tree_under_a_window_is_that_of_the_torch_twin(tmp_path: Path) -> None
 
     def after(path: tuple[int, ...], length: int) -> list[int]:
         """The drafted tokens by rank below a path of ranks."""
-        ids, stream = torch.from_numpy(tokens[1 : length + 1]).long(), network.fuse(features[:length])
+        ids = torch.from_numpy(tokens[1 : length + 1]).long()
+        stream = network.fuse(features[:length])
         for rank in path:
             out = network.run(ids, stream)
             best = network.logits(out)[-1].argsort(descending=True)
-            ids, stream = torch.cat([ids, best[rank : rank + 1]]), torch.cat([stream, out[-1:]])
+            ids = torch.cat([ids, best[rank : rank + 1]])
+            stream = torch.cat([stream, out[-1:]])
         return network.logits(network.run(ids, stream))[-1].argsort(descending=True).tolist()
 
     drafter = Eagle3Drafter(checkpoint.config, tiny.STATIC_TREE)

@@ -44,7 +44,9 @@ def whole_rotation(inputs: int, size: int) -> np.ndarray:
 @pytest.mark.parametrize("is_table", [False, True], ids=["kernel", "table"])
 def test_a_product_is_that_of_integers(rows: int, is_table: bool) -> None:
     """Against integers of any size: the sums are exact, and the scales are multiplied after them."""
-    random, inputs, outputs = np.random.default_rng(rows), 40, 24
+    random = np.random.default_rng(rows)
+    inputs = 40
+    outputs = 24
     values = random.integers(-128, 128, (outputs, inputs) if is_table else (inputs, outputs)).astype(np.int8)
     scale = random.uniform(0.001, 0.1, outputs).astype(np.float32)
     kernel = Int8Kernel(values=jnp.asarray(values), scale=jnp.asarray(scale), is_table=is_table)
@@ -61,13 +63,15 @@ def test_a_product_is_that_of_integers(rows: int, is_table: bool) -> None:
 @pytest.mark.parametrize("inputs", [24, 64, 192], ids=["blocks of 8", "one block", "three blocks"])
 @pytest.mark.parametrize("is_table", [False, True], ids=["kernel", "table"])
 def test_a_rotated_kernel_is_nearest_to_the_rotated_matrix(inputs: int, is_table: bool) -> None:
-    random, outputs = np.random.default_rng(0), 20
+    random = np.random.default_rng(0)
+    outputs = 20
     weights = random.normal(0, 1, (inputs, outputs)).astype(np.float32)
     weights[:, 3] = 0
     kernel = quantise_int8(weights.T if is_table else weights, is_table=is_table)
     assert kernel.rotation == (8 if inputs == 24 else 64)
     rotated = whole_rotation(inputs, kernel.rotation) @ weights
-    scale, values = np.asarray(kernel.scale), np.asarray(kernel.values).T if is_table else np.asarray(kernel.values)
+    scale = np.asarray(kernel.scale)
+    values = np.asarray(kernel.values).T if is_table else np.asarray(kernel.values)
     np.testing.assert_allclose(scale, np.where(rotated.any(0), np.abs(rotated).max(0) / 127, 1), rtol=1e-6)
     assert np.abs(rotated / scale - values).max() <= 0.5 + 1e-4
     assert set(np.abs(values).max(0)) == {127, 0}
@@ -81,7 +85,9 @@ def test_a_rotated_kernel_is_nearest_to_the_rotated_matrix(inputs: int, is_table
 
 def test_a_rotation_keeps_the_precision_of_rows_with_one_large_value() -> None:
     """Without it the large activation takes the bits of the others: the error is more than three times larger."""
-    random, inputs, outputs = np.random.default_rng(0), 128, 64
+    random = np.random.default_rng(0)
+    inputs = 128
+    outputs = 64
     weights = random.normal(0, inputs**-0.5, (inputs, outputs)).astype(np.float32)
     x = random.normal(0, 1, (8, inputs)).astype(np.float32)
     x[:, 17] = 80
@@ -108,7 +114,8 @@ def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
 def test_values_and_scales_of_a_published_file_are_kept_bit_for_bit(tmp_path: Path) -> None:
     """W8A8 of compressed-tensors: not rotated, as other engines compute it; what the file leaves dense stays dense."""
     stored, _ = written(tmp_path, "int8")
-    target, tensors = e3.load_target(stored, weights="int8"), read_tensors(stored)
+    target = e3.load_target(stored, weights="int8")
+    tensors = read_tensors(stored)
     kernel = target.params["blocks"][1]["attention"]["o"]["kernel"]
     assert isinstance(kernel, Int8Kernel) and kernel.rotation == 1
     name = "model.layers.1.self_attn.o_proj.weight"
@@ -147,11 +154,13 @@ def tiny_tied(weights: str) -> e3.LoadedTarget:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_drafts_change_nothing(tmp_path: Path, tied: bool) -> None:
     target = tiny_tied("int8") if tied else e3.load_target(plain(tmp_path / "target"), weights="int8")
-    texts, drafted = {}, {}
+    texts = {}
+    drafted = {}
     for shape in (None, Chain(3), DynamicTree(num_nodes=6, max_depth=2, top_k=2)):
         drafter = None if shape is None else tiny.eagle3(target, shape, draft_vocab_size=40)
         result = e3.SpeculativeDecoder(target, drafter, stop_tokens=()).generate(PROMPTS, max_new_tokens=24)
-        texts[shape], drafted[shape] = result.tokens, int(result.stats.num_draft_tokens)
+        texts[shape] = result.tokens
+        drafted[shape] = int(result.stats.num_draft_tokens)
         assert result.lossless
     assert len(set(map(str, texts.values()))) == 1
     assert [count > 0 for count in drafted.values()] == [False, True, True]
@@ -226,8 +235,10 @@ def deep_target() -> e3.LoadedTarget:
 def logits_of(target: e3.LoadedTarget, texts: np.ndarray, *, size: int) -> np.ndarray:
     """Logits of the last 20 tokens of every text, ``size`` tokens at a time after a prompt of 40."""
     model: Any = target.model
-    batch, prompt = len(texts), 40
-    tokens, lengths = jnp.asarray(texts), jnp.full((batch,), prompt, jnp.int32)
+    batch = len(texts)
+    prompt = 40
+    tokens = jnp.asarray(texts)
+    lengths = jnp.full((batch,), prompt, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(prompt, dtype=jnp.int32), (batch, prompt))
 
     @jax.jit
@@ -242,7 +253,8 @@ def logits_of(target: e3.LoadedTarget, texts: np.ndarray, *, size: int) -> np.nd
         count = jnp.full((batch,), block.shape[1], jnp.int32)
         return model.unembed(params, output.final), cache.commit(output.written, count, None)
 
-    cache, logits = prefill(target.params), []
+    cache = prefill(target.params)
+    logits = []
     for start in range(prompt, prompt + 20 // size * size, size):
         found, cache = step(target.params, cache, tokens[:, start : start + size])
         logits.append(np.asarray(found))

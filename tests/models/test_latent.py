@@ -28,7 +28,9 @@ from eagle3_jax.models.memory import BlockMemory, CacheMemory, cache_mask
 from eagle3_jax.models.rope import inverse_frequencies
 from eagle3_jax.sharding import MESH_AXES, param_shardings, row_shardings
 
-WIDTH, FED, BATCH = 16, 6, 3
+WIDTH = 16
+FED = 6
+BATCH = 3
 SMALL = Latent(num_heads=4, q_rank=10, kv_rank=12, nope_dim=6, rope_dim=4, value_dim=5)
 YARN = {"theta": 1e4, "type": "yarn", "factor": 8.0, "original_max_positions": 32, "mscale": 1.0}
 
@@ -120,7 +122,8 @@ def test_a_block_behind_a_cache_is_the_definition_over_both() -> None:
     """Rows of several lengths; what is committed is a choice of the block before, in another order."""
     x, positions, mask = given(FED)
     module = bind(build, SMALL, FLOAT32, small())
-    length, nodes = np.array([4, 0, 2], np.int32), np.array([[5, 0, 2, 3], [0] * 4, [1, 4, 0, 0]], np.int32)
+    length = np.array([4, 0, 2], np.int32)
+    nodes = np.array([[5, 0, 2, 3], [0] * 4, [1, 4, 0, 0]], np.int32)
     layer = LatentKeys.allocate(batch=BATCH, capacity=12, channels=SMALL.channels, dtype=jnp.float32)
     empty = Cache.of((layer,), batch=BATCH)
 
@@ -175,7 +178,8 @@ def test_a_latent_model_drafts_for_another() -> None:
 
 
 def test_a_mesh_divides_heads_and_no_latents() -> None:
-    mesh, model = AbstractMesh((1, 2), MESH_AXES), target().model
+    mesh = AbstractMesh((1, 2), MESH_AXES)
+    model = target().model
     assert isinstance(model, DecoderTarget)
     specs = jax.tree.map(lambda one: one.spec, param_shardings(mesh, model, model.param_shapes()))
     attention = specs["blocks"][0]["attention"]

@@ -16,7 +16,11 @@ from eagle3_jax.models.config import GatedMLP, GroupedQuery, LayerConfig
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, _normalise_by_sum, embed, normalised
 from eagle3_jax.models.memory import CacheMemory, causal_mask, memories
 
-BATCH, FED, HEADS, KV_HEADS, SIZE = 2, 3, 4, 2, 8
+BATCH = 2
+FED = 3
+HEADS = 4
+KV_HEADS = 2
+SIZE = 8
 LAYER = LayerConfig(mixer=GroupedQuery(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=SIZE), mlp=GatedMLP(width=4))
 
 
@@ -33,7 +37,8 @@ def dense(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.nd
 
 
 def test_attention_over_several_runs_is_one_softmax_over_all_of_them() -> None:
-    queries, rng = draw(0, BATCH, FED, HEADS, SIZE), np.random.default_rng(1)
+    queries = draw(0, BATCH, FED, HEADS, SIZE)
+    rng = np.random.default_rng(1)
     runs = [
         (draw(2 * i + 2, BATCH, KV_HEADS, n, SIZE), draw(2 * i + 3, BATCH, KV_HEADS, n, SIZE))
         for i, n in enumerate((5, 2))
@@ -54,7 +59,8 @@ def test_attention_over_several_runs_is_one_softmax_over_all_of_them() -> None:
 
 def test_large_scores_neither_overflow_nor_vanish() -> None:
     queries = 100 * draw(0, BATCH, FED, HEADS, SIZE)
-    keys, values = 100 * draw(1, BATCH, KV_HEADS, 6, SIZE), draw(2, BATCH, KV_HEADS, 6, SIZE)
+    keys = 100 * draw(1, BATCH, KV_HEADS, 6, SIZE)
+    values = draw(2, BATCH, KV_HEADS, 6, SIZE)
     mask = np.ones((BATCH, FED, 6), bool)
     ours = attention(
         jnp.asarray(queries), [Segment(KeyValue(jnp.asarray(keys), jnp.asarray(values)), jnp.asarray(mask))]
@@ -101,7 +107,8 @@ def test_embedding_takes_rows_and_widens_no_table(precision: Precision) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_embedding_has_the_gradient_of_a_lookup(dtype: jnp.dtype) -> None:
-    table, tokens = jnp.asarray(draw(0, 7, 3)).astype(dtype), jnp.asarray([[1, 2, 1]])
+    table = jnp.asarray(draw(0, 7, 3)).astype(dtype)
+    tokens = jnp.asarray([[1, 2, 1]])
     loss = lambda look: lambda table: jnp.sum(look(table).astype(jnp.float32) ** 2)
     ours = jax.grad(loss(lambda table: embed(table, tokens, FLOAT32)))(table)
     theirs = jax.grad(loss(lambda table: table[tokens]))(table)
@@ -112,7 +119,8 @@ def test_embedding_has_the_gradient_of_a_lookup(dtype: jnp.dtype) -> None:
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e4])
 def test_a_norm_of_one_row_is_its_definition(size: float) -> None:
     """In the form of GPUs and in that of other devices; at 1e-3 the constant counts as much as the row."""
-    x, eps = size * draw(0, 1, 1, 4096), 1e-6
+    x = size * draw(0, 1, 1, 4096)
+    eps = 1e-6
     expected = x / np.sqrt(np.mean(x.astype(np.float64) ** 2) + eps)
     for out in (_normalise_by_sum(jnp.asarray(x), eps=eps), normalised(jnp.asarray(x), eps)):
         np.testing.assert_allclose(out, expected, rtol=2**-21)

@@ -25,7 +25,11 @@ from eagle3_jax.models.rope import scale_queries  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-BATCH, FED, HEADS, KV_HEADS, SIZE = 2, 9, 4, 2, 16
+BATCH = 2
+FED = 9
+HEADS = 4
+KV_HEADS = 2
+SIZE = 16
 
 
 def theirs(module: str, name: str) -> Any:
@@ -42,7 +46,8 @@ NORMS = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", NORMS)
 def test_norms_are_those_of_transformers(kind: Any, dtype: str) -> None:
-    x, weight = 3 * draw(0, 5, 32), draw(1, 32)
+    x = 3 * draw(0, 5, 32)
+    weight = draw(1, 32)
     norm = theirs(*NORMS[kind])(32, eps=1e-5)
     # As published models hold them: gpt-oss keeps the weights of its norms in float32.
     norm = norm if kind == "float32" else norm.to(getattr(torch, dtype))

@@ -85,7 +85,8 @@ def test_no_two_writes_of_a_row_go_to_the_same_slot_not_even_beyond_the_capacity
     monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
     """The compiler is told so, and what it does where it is not true is undefined."""
-    original, seen = caches.scatter_tokens, []
+    original = caches.scatter_tokens
+    seen = []
 
     def scatter(buffer: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
         seen.append(np.asarray(slots))

@@ -62,7 +62,8 @@ def read(directory: Path) -> dict[str, Any]:
 @pytest.mark.torch
 def test_blocks_are_those_of_transformers(tmp_path: Path) -> None:
     path = written(tmp_path, "fp8", inner=32)[0]  # of the last block, where it is cut, transformers makes another
-    theirs, ours = of_transformers(path), read(path)
+    theirs = of_transformers(path)
+    ours = read(path)
     assert ours.keys() == theirs.keys()
     assert all(np.asarray(ours[name]).tobytes() == theirs[name].tobytes() for name in theirs)
 
@@ -73,7 +74,8 @@ def test_compressed_tensors_are_those_of_transformers(tmp_path: Path, name: str)
     from transformers import CompressedTensorsConfig
 
     path = written(tmp_path, name)[0]
-    theirs, ours = of_transformers(path, quantization_config=CompressedTensorsConfig(dequantize=True)), read(path)
+    theirs = of_transformers(path, quantization_config=CompressedTensorsConfig(dequantize=True))
+    ours = read(path)
     assert ours.keys() == theirs.keys()
     stored = read_tensors(path)
     for tensor, value in theirs.items():
@@ -99,7 +101,8 @@ def test_four_bits_of_experts_are_those_of_transformers(tmp_path: Path) -> None:
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]},
     )
     dense = by_hand.quantise(tmp_path / "source", tmp_path / "quantised", recipe)
-    ours, theirs = read(tmp_path / "quantised"), of_transformers(tmp_path / "quantised")
+    ours = read(tmp_path / "quantised")
+    theirs = of_transformers(tmp_path / "quantised")
     assert ours.keys() == dense.keys() == theirs.keys()
     for name in dense:
         assert np.asarray(ours[name], np.float32).tobytes() == theirs[name].tobytes(), name
@@ -107,9 +110,12 @@ def test_four_bits_of_experts_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 def test_stacked_experts_of_fbgemm_have_a_scale_for_every_output(tmp_path: Path) -> None:
-    random, width, inner = np.random.default_rng(0), 8, 12
+    random = np.random.default_rng(0)
+    width = 8
+    inner = 12
     names = {"gate_up_proj": (3, width, 2 * inner), "down_proj": (3, inner, width)}
-    stored, dense = {}, {}
+    stored = {}
+    dense = {}
     for name, shape in names.items():
         name = f"model.layers.0.feed_forward.experts.{name}"
         new, dense[name] = RECIPES["fbgemm"].quantise(name, random.normal(0, 1, shape).astype(np.float32))
@@ -169,7 +175,8 @@ def test_what_is_not_what_it_says_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", OF_WEIGHTS)
 def test_weights_that_are_not_read_are_refused(tmp_path: Path, name: str) -> None:
     fields, message = OF_WEIGHTS[name]
-    path, config = written(tmp_path, "int8")[0], RECIPES["int8"].config
+    path = written(tmp_path, "int8")[0]
+    config = RECIPES["int8"].config
     edit_config(path, quantization_config={**config, "config_groups": {"one": {"weights": {**_WEIGHTS, **fields}}}})
     refused(conversion.read_target, path, message)
     both = {"one": {"weights": _WEIGHTS}, "two": {"weights": {**_WEIGHTS, **fields}}}

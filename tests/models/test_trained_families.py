@@ -22,7 +22,8 @@ FAMILIES = (
     "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "gpt_oss", "glm4_moe", "llama4, norms", "qwen3_next",
     "glm4_moe_lite",
 )  # fmt: skip
-STEPS, NEW_TOKENS = 200, 32
+STEPS = 200
+NEW_TOKENS = 32
 LEARNED, UNSEEN = (peaked.random_prompts(48, VOCAB, seed=seed) for seed in (1, 2))
 
 

@@ -21,8 +21,10 @@ from pathlib import Path
 from eagle3_jax import __version__
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-BUILD, RESULT = ROOT / "build" / "nightly", Path(__file__).with_name("result.json")
-WRITING, INTERRUPTED = threading.Lock(), threading.Event()
+BUILD = ROOT / "build" / "nightly"
+RESULT = Path(__file__).with_name("result.json")
+WRITING = threading.Lock()
+INTERRUPTED = threading.Event()
 # The longest first. Fuzzing tries 25 times as many damaged files as in `.ci/run`.
 PARTS = {
     "validation": f"validation --complete --every-family --report-dir {BUILD / 'validation'}",
@@ -45,7 +47,8 @@ def run(name: str) -> bool:
         "dirty": bool(git("status", "--porcelain", "--untracked-files=no", ":!" + str(RESULT)).strip()),
         "date": datetime.date.today().isoformat(),
     }
-    counts, started = BUILD / f"{name}.xml", time.monotonic()
+    counts = BUILD / f"{name}.xml"
+    started = time.monotonic()
     counts.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", *PARTS[name].split(), f"--junitxml={counts}"]
     with (BUILD / f"{name}.log").open("w", encoding="utf-8") as log:

@@ -232,7 +232,8 @@ class Fuzzed:
             target: Any = e3.load_target(self.directory)
             if target.max_positions < len(TOKENS):
                 return None
-            tokens, positions = jnp.asarray(TOKENS, jnp.int32)[None], jnp.arange(len(TOKENS))[None]
+            tokens = jnp.asarray(TOKENS, jnp.int32)[None]
+            positions = jnp.arange(len(TOKENS))[None]
             with jax.disable_jit():  # four times faster than a program for every configuration
                 out = target.model(target.params, tokens, positions, causal_mask(len(TOKENS)))
                 self.logits[config] = np.asarray(target.model.unembed(target.params, out.final)[0])
@@ -254,7 +255,8 @@ def test_a_field_means_what_it_means_to_transformers(name: str, tmp_path: Path) 
     before = fuzzed.theirs()
     assert before is not None
     np.testing.assert_allclose(fuzzed.ours(), before, atol=1e-4)
-    wrong, compared = [], 0
+    wrong = []
+    compared = 0
     for path, value in changes(fuzzed.values, fuzzed.known):
         fuzzed.file.write_text(json.dumps(changed(fuzzed.values, path, value)))
         ours = fuzzed.ours()

@@ -35,7 +35,9 @@ from eagle3_jax.topology import Chain, DynamicTree, Topology
 from eagle3_jax.types import DraftSampling, SamplingMode
 from validation.statistics import Excess, Fluctuation
 
-VOCABULARY, ORDER, HORIZON = 4, 3, 24
+VOCABULARY = 4
+ORDER = 3
+HORIZON = 24
 CONTEXTS = VOCABULARY**ORDER
 ALPHA = 1e-6
 LAGS = range(ORDER + 1, 18)  # nearer tokens are the context; a round of these drafts is at most 4 tokens long
@@ -47,7 +49,8 @@ _rng = np.random.default_rng(0)
 # The last token is rare: whatever cuts off a tail cuts off a good part of it.
 WANTED = _rng.normal(size=(CONTEXTS, VOCABULARY)) * 0.8 - np.array([0.0, 0.0, 0.0, 2.0])
 DRAFTED = WANTED + _rng.normal(size=WANTED.shape)
-WANTED, DRAFTED = WANTED.astype(np.float32), DRAFTED.astype(np.float32)
+WANTED = WANTED.astype(np.float32)
+DRAFTED = DRAFTED.astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -181,8 +184,10 @@ class Texts:
             chosen = (self.tokens >= 0) & (stratum >= 0)
             found[name] = Excess.of(self.p, self.laws[chosen], self.tokens[chosen], stratum[chosen], size)
         # A law that is off to a new side at every token cancels in all of these, but its likeliest token is drawn less.
-        chosen, order = self.tokens >= 0, np.argsort(-self.p, axis=1, kind="stable")
-        laws, ranks = self.laws[chosen], np.argsort(order, axis=1)
+        chosen = self.tokens >= 0
+        order = np.argsort(-self.p, axis=1, kind="stable")
+        laws = self.laws[chosen]
+        ranks = np.argsort(order, axis=1)
         rank = ranks[laws, self.tokens[chosen]]
         found["rank"] = Excess.of(np.take_along_axis(self.p, order, 1), laws, rank, np.zeros_like(rank), 1)
         return found
@@ -195,7 +200,8 @@ class Texts:
 
 def after(world: World, texts: np.ndarray) -> np.ndarray:
     """``[B H]``, the law that follows what stands before each token but the first ``order``."""
-    horizon, size = texts.shape[1] - world.order, world.wanted.shape[1]
+    horizon = texts.shape[1] - world.order
+    size = world.wanted.shape[1]
     past = [texts[:, world.order - 1 - back :][:, :horizon] for back in range(world.order)]
     return world.follows[sum(np.maximum(token, 0) * size**back for back, token in enumerate(past))]
 
@@ -217,11 +223,14 @@ def paired(name: str) -> tuple[LoadedTarget, LoadedDrafter]:
 
 def written(name: str, settings: tuple[Setting, ...], *, rows: int, run: int) -> Texts:
     """One batch through the compiled loop, all settings side by side."""
-    rng, world = np.random.default_rng(run), WIDE if name in WIDE_DRAFTERS else NARROW
-    size, order = world.wanted.shape[1], world.order
+    rng = np.random.default_rng(run)
+    world = WIDE if name in WIDE_DRAFTERS else NARROW
+    size = world.wanted.shape[1]
+    order = world.order
     prompts = rng.integers(0, size, (rows, order + 1))  # longer than the context by one, so one is not seen
     which = np.arange(rows) % len(settings)
-    limit, schedule = np.full(rows, HORIZON), None
+    limit = np.full(rows, HORIZON)
+    schedule = None
     if name == "a schedule":  # rows end one after the other, so that every length has its rounds
         schedule = SpeculationSchedule(((1, rows // 4, 3), (rows // 4 + 1, rows // 2, 2), (rows // 2 + 1, rows - 9, 0)))
         limit = rng.integers(HORIZON // 3, HORIZON + 1, rows)
@@ -235,9 +244,11 @@ def written(name: str, settings: tuple[Setting, ...], *, rows: int, run: int) ->
     everything = np.concatenate([prompts, tokens], axis=1)
     if name in HEADS:
         heat = np.array([settings[index][0] for index in which])
-        p, laws = laws_of_the_decoder(target, everything, heat), np.arange(tokens.size).reshape(tokens.shape)
+        p = laws_of_the_decoder(target, everything, heat)
+        laws = np.arange(tokens.size).reshape(tokens.shape)
     else:
-        p, follows = laws_of(settings, world), after(world, everything[:, 1:])
+        p = laws_of(settings, world)
+        follows = after(world, everything[:, 1:])
         laws = np.where(tokens >= 0, which[:, None] * len(world.wanted) + follows, 0)
     return Texts(prompts[:, -order:], tokens, p, laws, world)
 

@@ -46,14 +46,16 @@ TOKENS = RANDOM.integers(0, 61, (2, SIZE))
 REAL = np.ones((2, SIZE), bool)
 REAL[1, 7:] = False
 LEARN = np.zeros((2, SIZE), bool)
-LEARN[0, 2:8], LEARN[1, 1:6] = True, True
+LEARN[0, 2:8] = True
+LEARN[1, 1:6] = True
 LEARN[0, 4] = False
 BATCH = TTTBatch(tokens=jnp.asarray(TOKENS, jnp.int32), attention_mask=jnp.asarray(REAL), loss_mask=jnp.asarray(LEARN))
 
 
 def by_hand(head: BlockHead, objective: BlockObjective) -> float:
     """One anchor and one prediction at a time."""
-    ids, sums = chosen_ids(head), {"text": [], "distance": [], "divergence": [], "confidence": []}
+    ids = chosen_ids(head)
+    sums = {"text": [], "distance": [], "divergence": [], "confidence": []}
     text = np.pad(TOKENS, ((0, 0), (0, 8)))
     for row in range(2):
         for a in range(1, SIZE):
@@ -66,14 +68,16 @@ def by_hand(head: BlockHead, objective: BlockObjective) -> float:
                 if before >= SIZE or not REAL[row, before] or not LEARN[row, before - 1]:
                     continue
                 weight = np.exp(-k / 4) if objective.decays else 1.0
-                full, q = softmax(LOGITS[row, before].astype(np.float64), -1), softmax(logits[k], -1)
+                full = softmax(LOGITS[row, before].astype(np.float64), -1)
+                q = softmax(logits[k], -1)
                 p = full[ids]
                 sums["distance"].append(weight * (np.abs(p - q).sum() + 1 - p.sum()))
                 t = objective.temperature
                 cold = softmax(np.log(p) / t, -1)
                 sums["divergence"].append(weight * t**2 * (cold * np.log(cold / softmax(logits[k] / t, -1))).sum())
                 if head.confidence:
-                    aim, c = np.minimum(p, q).sum(), confidence[k]
+                    aim = np.minimum(p, q).sum()
+                    c = confidence[k]
                     sums["confidence"].append(-weight * (aim * np.log(c) + (1 - aim) * np.log(1 - c)))
                 word = before + 1
                 if word < SIZE and REAL[row, word] and TOKENS[row, word] in ids:

@@ -21,7 +21,8 @@ from eagle3_jax.training.methods import RECIPES, HeadOptions
 pytestmark = pytest.mark.torch
 
 TARGET = tiny.target(13, norm_eps=1e-5)
-SIZE, ROWS = 7, 2
+SIZE = 7
+ROWS = 2
 GEOMETRY = {"width": 16, "vocab": 13, "target_layers": 2}
 
 
@@ -51,14 +52,16 @@ def in_torch(method: str, drafter: Any, params: Any, given: TTTBatch, num_steps:
     head = Eagle1(**GEOMETRY, bias=False) if method == "eagle1" else MTP(**GEOMETRY)
     run = network(head, weights)
     logits, states = map(np.asarray, tiny.forward(TARGET.model, TARGET.params, given.tokens))
-    wanted, states = torch.tensor(logits).softmax(-1), torch.tensor(states)
+    wanted = torch.tensor(logits).softmax(-1)
+    states = torch.tensor(states)
     tables = TARGET.model.tables(TARGET.params)
     embedding, matrix = (torch.tensor(np.asarray(one)) for one in (tables.embedding, tables.unembedding))
     total = torch.zeros(())
     terms: dict[int, list[Any]] = {step: [] for step in range(num_steps)}
     for row in range(ROWS):
         tokens = torch.tensor(np.asarray(given.tokens[row])).long()
-        learn, real = np.asarray(given.loss_mask[row]), np.asarray(given.attention_mask[row])
+        learn = np.asarray(given.loss_mask[row])
+        real = np.asarray(given.attention_mask[row])
         for t in range(SIZE):
             stream = states[row, : t + 1]
             for step in range(num_steps):
@@ -82,7 +85,8 @@ def in_torch(method: str, drafter: Any, params: Any, given: TTTBatch, num_steps:
 
 def prepared(method: str, depth: int) -> tuple[Any, Any, Any]:
     """Drafter, first parameters (made larger, so that attention and states depend on what is seen) and the loss."""
-    recipe, options = RECIPES[method], HeadOptions(depth=depth, mlp_width=24)
+    recipe = RECIPES[method]
+    options = HeadOptions(depth=depth, mlp_width=24)
     drafter = recipe.drafter(recipe.config(TARGET.model.config, options), precision=TARGET.model.precision)
     params = recipe.start(drafter, TARGET, None, jax.random.key(1))
     loss = lambda params, given: recipe.loss(drafter, TARGET.model, params, frozen(), given, options)

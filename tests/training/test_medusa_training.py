@@ -40,9 +40,13 @@ def test_the_loss_is_that_of_the_paper_row_by_row(shared: bool) -> None:
     loss, metrics = jax.jit(functools.partial(MEDUSA.loss, drafter, TARGET.model, options=options))(head, frozen, batch)
 
     states = np.asarray(tiny.forward(TARGET.model, TARGET.params, batch.tokens)[1], np.float64)
-    total, tau, chains = 0.0, 1.0, {(row, t): True for row in range(2) for t in range(30)}
+    total = 0.0
+    tau = 1.0
+    chains = {(row, t): True for row in range(2) for t in range(30)}
     for k in range(3):
-        terms, hits, alive = [], [], []
+        terms = []
+        hits = []
+        alive = []
         for row, t in np.ndindex(2, 30):
             last = t + 2 + k
             labelled = last < 30 and real[row, last] and learn[row, t + k]

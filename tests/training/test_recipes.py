@@ -54,7 +54,8 @@ TARGET = tiny.target(13, layers=tiny.layers(8, head_dim=4), max_positions=64)
 # The layers of each head; the other recipes have the objective of one of these.
 TAUGHT = {"dflash": 1, "dspark": 1, "draft-model": 2, "eagle1": 1, "medusa": 1, "mtp": None, "p-eagle": 2}
 PROMPTS = tiny.random_prompts(16, 13, seed=4, low=3, high=6)
-DEPTH, STEPS = 3, 80
+DEPTH = 3
+STEPS = 80
 
 
 @functools.cache
@@ -67,7 +68,8 @@ def written() -> list[list[int]]:
 @pytest.mark.parametrize("method", TAUGHT)
 def test_a_recipe_teaches(method: str) -> None:
     """It memorises the target's own text: the loss falls, all parameters move, and more drafts are accepted."""
-    recipe, options = RECIPES[method], HeadOptions(depth=DEPTH, num_layers=TAUGHT[method])
+    recipe = RECIPES[method]
+    options = HeadOptions(depth=DEPTH, num_layers=TAUGHT[method])
     drafter = recipe.drafter(recipe.config(TARGET.model.config, options))
     frozen: Any = {"target_params": TARGET.params, "embedding": TARGET.params["embedding"], "draft_to_target": None}
     trainer = Trainer(

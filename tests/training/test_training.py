@@ -38,7 +38,8 @@ def read_golden_pair():
     target = conversion.read_target(GOLDEN / "target")
     head = conversion.read_head(GOLDEN / "eagle3", target.config)
     wide = lambda params, dtype: jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, dtype), jnp.float32), params)
-    target_params, ids = wide(target.params, np.float16), jnp.asarray(head.draft_to_target)
+    target_params = wide(target.params, np.float16)
+    ids = jnp.asarray(head.draft_to_target)
     frozen = {"target_params": target_params, "embedding": target_params["embedding"], "draft_to_target": ids}
     drafter = Eagle3Drafter(head.config)
     return Pair(DecoderTarget(target.config), drafter, wide(head.head, np.float32), frozen)
@@ -81,22 +82,29 @@ def rope(x, position):
 def oracle_logits(drafter, head, embedding, features, tokens, real):
     """The training-time test of one sequence in float64, one row and one key at a time, in the official layout:
     ``(k+1)·T`` keys of which row ``t`` sees ``j <= t`` in block 0 and ``t`` in each later one, where they are near."""
-    config, layer = drafter.config, head["first"]
+    config = drafter.config
+    layer = head["first"]
     mixer = config.layers[0].mixer
     stands = np.concatenate([np.arange(len(tokens)) + step for step in range(STEPS)])
 
     def mat(params, x):
         return x @ np.asarray(params["kernel"], np.float64)
 
-    size, eps, groups = len(tokens), config.norm_eps, mixer.group
+    size = len(tokens)
+    eps = config.norm_eps
+    groups = mixer.group
     x = mat(head["fc"], np.asarray(features, np.float64).reshape(size, -1))
     padded = np.concatenate([tokens, np.zeros(STEPS, int)])
-    keys, values, logits = [], [], []
+    keys = []
+    values = []
+    logits = []
     for step in range(STEPS):
         embedded = np.asarray(embedding, np.float64)[padded[1 + step : 1 + step + size]]
         both = np.concatenate([norm(embedded, layer["embedding_norm"], eps), norm(x, layer["feature_norm"], eps)], -1)
         fused = mat(layer["attention"]["qkv"], both).reshape(size, mixer.num_kv_heads, groups + 2, mixer.head_dim)
-        q, k, v = fused[:, :, :groups].reshape(size, mixer.num_heads, -1), fused[:, :, -2], fused[:, :, -1]
+        q = fused[:, :, :groups].reshape(size, mixer.num_heads, -1)
+        k = fused[:, :, -2]
+        v = fused[:, :, -1]
         queries = [rope(row, t + step) for t, row in enumerate(q)]
         keys += [rope(row, t + step) for t, row in enumerate(k)]
         values += list(v)
@@ -134,13 +142,15 @@ def test_unroll_is_the_dense_mask_computation(pair, padding, window):
     features = jax.random.normal(jax.random.key(1), (2, 6, 3, 16))
     logits = unroll(drafter, head, frozen["embedding"], features, batch, STEPS)
     for b in range(2):
-        tokens, real = np.asarray(batch.tokens[b]), np.asarray(batch.attention_mask[b])
+        tokens = np.asarray(batch.tokens[b])
+        real = np.asarray(batch.attention_mask[b])
         first = int(np.argmax(real))  # rows before it see nothing, which the oracle cannot express
         # Left padding turns all rotary positions alike, so the oracle may start at the first real token.
         rows = oracle_logits(drafter, head, frozen["embedding"], features[b, first:], tokens[first:], real[first:])
         for step in range(STEPS):
             # A row of padding whose whole window is padding sees nothing either.
-            ours, theirs = np.asarray(logits[step])[b, real], rows[step][real[first:]]
+            ours = np.asarray(logits[step])[b, real]
+            theirs = rows[step][real[first:]]
             np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-4)
 
 
@@ -153,7 +163,8 @@ def test_unroll_is_chain_drafting_with_the_true_tokens(pair, monkeypatch, window
     unrolled = unroll(drafter, head, frozen["embedding"], features, batch, STEPS)
 
     # Row t of the inference batch has committed x_0 .. x_t and knows x_{t+1}; then true tokens are forced upon it.
-    tokens, rows = batch.tokens[0], batch.tokens.shape[1] - STEPS
+    tokens = batch.tokens[0]
+    rows = batch.tokens.shape[1] - STEPS
     prefix = jnp.arange(rows)
     seen = Observation(
         tokens=jnp.tile(tokens, (rows, 1)),
@@ -164,7 +175,8 @@ def test_unroll_is_chain_drafting_with_the_true_tokens(pair, monkeypatch, window
     recorded = []
 
     def forced(topology, draft_sampling, inputs):
-        level, mask = inputs.first, jnp.ones((rows, 1, 0), bool)
+        level = inputs.first
+        mask = jnp.ones((rows, 1, 0), bool)
         recorded.append(level.logits[:, 0])
         for depth in range(STEPS - 1):
             mask = jnp.ones((rows, 1, depth + 1), bool)

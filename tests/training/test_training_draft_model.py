@@ -29,17 +29,22 @@ def distributions(model: DecoderTarget, params: dict, tokens: list[int]) -> np.n
 
 def by_hand(draft: DecoderTarget, params: dict, batch: TTTBatch) -> tuple[float, dict[str, float]]:
     """What the objective and its metrics are by their definitions."""
-    divergences, overlaps, hits = [], [], {}
+    divergences = []
+    overlaps = []
+    hits = {}
     for row, tokens in enumerate(np.asarray(batch.tokens)):
         real = tokens[: int(batch.attention_mask[row].sum())].tolist()
-        ps, qs = distributions(TARGET.model, TARGET.params, real), distributions(draft, params, real)
+        ps = distributions(TARGET.model, TARGET.params, real)
+        qs = distributions(draft, params, real)
         for place in range(1, len(real)):
             if batch.loss_mask[row, place - 1]:
-                p, q = ps[place], qs[place]
+                p = ps[place]
+                q = qs[place]
                 divergences.append(float(np.sum(p * np.log(p / q))))
                 overlaps.append(float(np.minimum(p, q).sum()))
                 hits[row, place] = p.argmax() == q.argmax()
-    tau, metrics = 1.0, {"acceptance_0": float(np.mean(overlaps))}
+    tau = 1.0
+    metrics = {"acceptance_0": float(np.mean(overlaps))}
     for depth in range(DEPTH):
         metrics[f"accuracy_{depth}"] = float(np.mean([hit for (_, place), hit in hits.items() if place >= depth]))
         chains = [[(row, place + k) for k in range(depth + 1)] for row, place in hits]

@@ -41,7 +41,9 @@ class TableTarget(DecoderTarget):
 
 
 P = np.array([[0.4, 0.3, 0.3], [0.6, 0.3, 0.1], [0.2, 0.7, 0.1], [0.1, 0.1, 0.8], [0.5, 0.3, 0.2]])
-A, B = (0.75, 0.25), (0.25, 0.75)  # what the head gives to draft ids 0 and 1
+# what the head gives to draft ids 0 and 1
+A = (0.75, 0.25)
+B = (0.25, 0.75)
 
 
 def table_loss(monkeypatch, *, steps, ids, loss_mask, config):

@@ -41,7 +41,8 @@ def pair() -> tuple[DecoderTarget, PEagleDrafter, Any, Any]:
 
 def rows_of(chains: Chains, row: int) -> dict[int, list[int]]:
     """Anchors by depth."""
-    anchors, present = np.asarray(chains.anchors)[row], np.asarray(chains.present)[row]
+    anchors = np.asarray(chains.anchors)[row]
+    present = np.asarray(chains.present)[row]
     found: dict[int, list[int]] = {depth: [] for depth in set(chains.depths)}
     for anchor, depth, there in zip(anchors, chains.depths, present, strict=True):
         if there:
@@ -64,7 +65,8 @@ def test_chains_have_no_gaps_and_stay_among_what_is_supervised(seed: int) -> Non
     valid[0, 0] = True  # a position that no anchor stands before
     chains = draw(jax.random.key(seed), jnp.asarray(valid), 6)
     for row in range(3):
-        of_depth, supervised = rows_of(chains, row), int(valid[row].sum())
+        of_depth = rows_of(chains, row)
+        supervised = int(valid[row].sum())
         assert of_depth[0] == list(range(24))
         for depth in range(1, max(chains.depths) + 1):
             here = of_depth[depth]
@@ -90,7 +92,8 @@ def test_nothing_sees_padding_or_a_chain_that_was_not_drawn() -> None:
 def test_what_is_learned_is_what_is_drafted(pair) -> None:
     """The laws of training at every anchor and depth, and those of drafting behind every prefix, under a window."""
     target, drafter, head, frozen = pair
-    batch, size = make_batch(1, 8), 8
+    batch = make_batch(1, 8)
+    size = 8
     features = ttt.teacher_forward(drafter, target, frozen, batch, 1)[1]
     chains = draw(jax.random.key(0), jnp.ones((1, size), bool), DEPTH, 1.0)
     laws = jax.nn.softmax(parallel_logits(drafter, head, frozen["embedding"], features, batch, chains))[0]

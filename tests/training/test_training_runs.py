@@ -33,7 +33,8 @@ def pair() -> Pair:
 
 
 def test_windows_visit_every_tile_once_in_each_pass():
-    length, tiles = 5, 8
+    length = 5
+    tiles = 8
     batch_at = random_windows(np.arange(length * (tiles + 1) + 1), (Phase(100, 2, length),), seed=3)
     passes = [np.concatenate([batch_at(4 * p + i)[:, 0] for i in range(4)]) for p in range(2)]
     for starts in passes:
@@ -174,7 +175,8 @@ def drafted(head: Path) -> np.ndarray:
 def test_a_head_continues_only_the_run_that_was_begun(cli, refused, tmp_path, monkeypatch):
     target = write_llama(tmp_path / "target", width=16)
     data = written_texts(tmp_path / "texts")
-    unbroken, out = tmp_path / "unbroken", tmp_path / "out"
+    unbroken = tmp_path / "unbroken"
+    out = tmp_path / "out"
     code, output, _ = cli("train", "head", target, data, unbroken, *HEAD)
     assert code == 0 and "continuing" not in output  # not even in the second phase
     with monkeypatch.context() as patch:

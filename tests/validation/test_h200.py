@@ -34,7 +34,8 @@ def test_a_rehearsal_measures_once_and_resumes(tmp_path: Path, monkeypatch: pyte
     figures = {name: part["figures"] for name, part in first["parts"].items()}
     assert figures["device"]["environment"]["jax"]["backend"] == "cpu" and figures["device"]["error of float32"] < 1e-5
     assert figures["text"]["same text"] is True and figures["text"]["mean_acceptance_length"] > 1
-    whole, cells = figures["round"], ("plain", "verify 6", "chain", "target alone", "draft step", "tree of 6")
+    whole = figures["round"]
+    cells = ("plain", "verify 6", "chain", "target alone", "draft step", "tree of 6")
     for one in (whole[name]["seconds_per_round"] for name in cells):
         assert one["low"] <= one["median"] <= one["high"] and len(one["values"]) == 3  # one at once, two in turns
     assert whole["plain"]["round_in_bases"]["median"] == 1 and whole["chain"]["rounds"] < whole["plain"]["rounds"] == 6
@@ -90,7 +91,8 @@ def test_every_cell_is_in_the_file_before_the_next_one_starts(record: Any) -> No
 
 
 def test_a_cell_without_time_is_measured_the_next_time(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, calls = [0.0], []
+    clock = [0.0]
+    calls = []
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
 
     def cell(name: str) -> Any:

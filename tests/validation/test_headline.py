@@ -34,7 +34,8 @@ def runs(arguments: list[str]) -> dict[str, Any]:
 
     def run(name: str, errors: dict[int, BaseException] | None = None) -> None:
         """Runs the script with an error in some cells; keeps the record and the number of cells measured."""
-        numbers, measure = itertools.count(1), headline.measure
+        numbers = itertools.count(1)
+        measure = headline.measure
 
         def counting(contenders: Any, prompts: Any, **options: Any) -> Any:
             if error := (errors or {}).get(next(numbers)):
@@ -46,7 +47,8 @@ def runs(arguments: list[str]) -> dict[str, Any]:
             try:
                 headline.main(arguments)
             finally:
-                found[name], found[f"cells {name}"] = json.loads(path.read_text()), next(numbers) - 1
+                found[name] = json.loads(path.read_text())
+                found[f"cells {name}"] = next(numbers) - 1
 
     with pytest.raises(KeyboardInterrupt):
         run("interrupted", {3: KeyboardInterrupt()})

@@ -119,7 +119,8 @@ def test_a_rehearsal_runs_the_flow_and_says_that_it_is_one(tmp_path: Path) -> No
 def test_what_the_guide_says_of_memory_is_what_is_planned() -> None:
     """Three engines share the device; the smallest share, vLLM's, decides."""
     guide = " ".join((ROOT / "docs" / "validation.md").read_text().split())
-    target, share_in_float32 = KNOWN_MODELS["Llama-3.1-8B"], 0.33
+    target = KNOWN_MODELS["Llama-3.1-8B"]
+    share_in_float32 = 0.33
     for weights, share_of_vllm in (("bfloat16", SHARE_OF_VLLM), ("float32", share_in_float32)):
         for name in ("H100", "H200"):
             accelerator = accelerator_named(name)

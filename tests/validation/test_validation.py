@@ -23,7 +23,10 @@ from validation.runs import MANIFEST, Check, Report, Verdict, expected, load
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent.parent
-PASSED, FAILED, PARTLY, NOT_RUN = Verdict.PASSED, Verdict.FAILED, Verdict.PARTLY, Verdict.NOT_RUN
+PASSED = Verdict.PASSED
+FAILED = Verdict.FAILED
+PARTLY = Verdict.PARTLY
+NOT_RUN = Verdict.NOT_RUN
 
 
 def test_validation_imports_nothing_of_tests() -> None:
@@ -360,7 +363,8 @@ def test_parts_make_a_whole() -> None:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_check_that_ended_differently_is_a_contradiction_and_never_green(order: int) -> None:
-    passed, failed = part(law("a"), law("b")), part(law("a", FAILED, "1 of 2 differ"), started="2")
+    passed = part(law("a"), law("b"))
+    failed = part(law("a", FAILED, "1 of 2 differ"), started="2")
     found = merge(dict([("good", passed), ("bad", failed)][::order]))["L0"]
     assert found.verdict == FAILED
     assert found.reason == "law[a]: 2 runs of it contradict each other (passed in good; failed in bad): 1 of 2 differ"

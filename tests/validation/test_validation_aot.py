@@ -21,7 +21,8 @@ from validation.aot.platforms import NotHere, Platform
 from validation.aot.programs import Case, Facts
 
 HLO = Path(__file__).parent.parent / "hlo"
-CACHE, TABLE = (1, 8, 4096, 128), (32000, 512)
+CACHE = (1, 8, 4096, 128)
+TABLE = (32000, 512)
 CACHE_BYTES = 2 * 8 * 4096 * 128
 
 
@@ -58,7 +59,8 @@ def test_a_tpu_does_not_say_how_long_its_loops_are_but_their_condition_does() ->
 def test_a_round_is_the_body_of_the_loop_that_nobody_knows_the_length_of() -> None:
     """An open loop around a loop of three: a trip of the inner one has a product, a copy and its counter."""
     parts = parts_of(text("rounds.cuda"), rounds=True, caches=[], table=TABLE)
-    one_round, before = parts["round"], parts["before"]
+    one_round = parts["round"]
+    before = parts["before"]
     # Inner: the counter, the product, a copy. Outer: a copy, its counter. The condition: a reduction.
     assert one_round.launches == 3 * 3 + 2 + 1
     assert one_round.kinds == {"fusion": 3 * 2 + 1 + 1, "copy": 3 + 1}

@@ -75,6 +75,7 @@ def test_a_control_allows_for_the_flips_that_it_could_have_missed_once_in_a_mill
     rate = control.bound
     seen = math.fsum(math.comb(1000, k) * rate**k * (1 - rate) ** (1000 - k) for k in range(flips + 1))
     assert math.isclose(seen, 0.01)
-    mean, allowed = 2 * 500 * rate, control.allowed(500, times=2)
+    mean = 2 * 500 * rate
+    allowed = control.allowed(500, times=2)
     exceeds = lambda count: math.fsum(math.exp(-mean) * mean**k / math.factorial(k) for k in range(count + 1, 120))
     assert exceeds(allowed) <= 1e-6 < exceeds(allowed - 1)

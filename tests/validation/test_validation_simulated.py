@@ -47,7 +47,8 @@ def counted(rates: tuple[float, ...], rounds: int, seed: int) -> SpeculationStat
 
 def test_dice_of_these_rates_pass_and_others_fail() -> None:
     """The deviation that is said to be seen is seen nine times in ten, and a sound engine passes each time."""
-    law, rounds = Law(RATES), 6000
+    law = Law(RATES)
+    rounds = 6000
     assert all(max(map(abs, law.scores(counted(RATES, rounds, seed)))) <= law.most for seed in range(200))
     assert law.mean == pytest.approx(1.533) and law.deviation == pytest.approx(np.sqrt(3.885 - 1.533**2))
     visible = law.sees(rounds)
@@ -72,7 +73,8 @@ def test_vllms_dice_on_a_cpu_are_those_of_its_kernel() -> None:
     drafts = torch.tensor([10, 11, 12, 20, 21, 30, -1, 32])
     choices = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8])
     uniforms = torch.tensor([0.1, 0.2, 0.9, 0.1, 0.1, 0.1, 0.0, 0.0], dtype=torch.float64)
-    ends, bonus = torch.tensor([3, 5, 8]), torch.tensor([[91], [92], [93]])
+    ends = torch.tensor([3, 5, 8])
+    bonus = torch.tensor([[91], [92], [93]])
     GreedyByDice(None)(output, ends, drafts, choices, bonus, None, 3, uniforms, torch.tensor([0.5, 0.5, 0.5]))
     assert output.tolist() == [[10, 11, 3, -1], [20, 21, 92, -1], [30, 7, -1, -1]]
     with pytest.raises(ValueError, match="temperature 0"):

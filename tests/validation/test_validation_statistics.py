@@ -83,7 +83,8 @@ def test_kolmogorov_smirnov_knows_uniform_from_not() -> None:
 
 
 def test_goodness_of_fit_is_that_of_the_closed_form() -> None:
-    law, counts = {"a": 0.5, "b": 0.3, "c": 0.2}, {"a": 520, "b": 290, "c": 190}
+    law = {"a": 0.5, "b": 0.3, "c": 0.2}
+    counts = {"a": 520, "b": 290, "c": 190}
     found = goodness_of_fit(counts, law)
     pearson = 20**2 / 500 + 10**2 / 300 + 10**2 / 200
     likelihood = 2 * sum(count * math.log(count / (1000 * law[x])) for x, count in counts.items())
@@ -104,7 +105,8 @@ def test_rare_outcomes_are_counted_together() -> None:
 
 
 def test_p_values_of_the_fit_are_uniform_under_the_law() -> None:
-    rng, law = np.random.default_rng(0), np.random.default_rng(1).dirichlet(np.ones(20))
+    rng = np.random.default_rng(0)
+    law = np.random.default_rng(1).dirichlet(np.ones(20))
     names = dict(enumerate(law))
     fits = [goodness_of_fit(dict(enumerate(rng.multinomial(3000, law))), names) for _ in range(1500)]
     assert kolmogorov_smirnov(np.array([fit.chi_square for fit in fits])) > 1e-3
@@ -122,7 +124,9 @@ class Played(NamedTuple):
     index: np.ndarray
 
 
-VOCABULARY, DRAFTED, ROUNDS = 1000, 4, 2500
+VOCABULARY = 1000
+DRAFTED = 4
+ROUNDS = 2500
 
 
 @functools.cache
@@ -133,7 +137,8 @@ def played(bug: str) -> Played:
     rows: list[tuple] = []
     for _ in range(ROUNDS):
         logits = 1.5 * rng.normal(size=(DRAFTED + 1, VOCABULARY))
-        p, q = softmax(logits, -1), softmax(logits + 0.8 * rng.normal(size=logits.shape), -1)
+        p = softmax(logits, -1)
+        q = softmax(logits + 0.8 * rng.normal(size=logits.shape), -1)
         for j in range(DRAFTED + 1):
             if j == DRAFTED:
                 rows.append((p[j], q[j], draw(q[j] if bug == "bonus from q" else p[j]), j))
@@ -233,7 +238,8 @@ def counted(p: np.ndarray, drawn_from: np.ndarray, tokens: int, rng: np.random.G
 
 
 def test_excess_by_law_is_pearsons_statistic() -> None:
-    p, rng = transitions(0), np.random.default_rng(1)
+    p = transitions(0)
+    rng = np.random.default_rng(1)
     excess = counted(p, p, 20_000, rng)
     found = excess.fluctuation()
     pearson = ((excess.observed - excess.expected) ** 2 / excess.expected).sum()
@@ -244,20 +250,26 @@ def test_excess_by_law_is_pearsons_statistic() -> None:
 
 def test_p_values_of_excess_are_uniform_in_strata_that_mix_laws_and_follow_the_past() -> None:
     """The stratum is the token two places earlier of a chain of order one: known before, and far from independent."""
-    p, found = transitions(2, contexts=4), []
+    p = transitions(2, contexts=4)
+    found = []
     for seed in range(400):
         rng = np.random.default_rng(seed)
         texts = np.zeros((300, 12), int)
         for place in range(1, 12):
             texts[:, place] = (rng.random((300, 1)) > np.cumsum(p, axis=1)[texts[:, place - 1]]).sum(axis=1).clip(max=3)
-        laws, tokens, strata = texts[:, 1:-1].ravel(), texts[:, 2:].ravel(), texts[:, :-2].ravel()
+        laws = texts[:, 1:-1].ravel()
+        tokens = texts[:, 2:].ravel()
+        strata = texts[:, :-2].ravel()
         found.append(Excess.of(p, laws, tokens, strata, 4).fluctuation().p_value)
     assert kolmogorov_smirnov(np.array(found)) > 1e-3
 
 
 def test_a_deviation_of_the_smallest_size_is_seen_nine_times_in_ten() -> None:
-    p, tokens, alpha = transitions(3), 20_000, 1e-3
-    size, rng = smallest_deviation(tokens, 36, alpha=alpha), np.random.default_rng(4)
+    p = transitions(3)
+    tokens = 20_000
+    alpha = 1e-3
+    size = smallest_deviation(tokens, 36, alpha=alpha)
+    rng = np.random.default_rng(4)
     tilt = rng.normal(size=p.shape)
     tilt -= (p * tilt).sum(axis=1, keepdims=True)
     tilt /= math.sqrt((p * tilt**2).sum() / len(p))
@@ -268,7 +280,9 @@ def test_a_deviation_of_the_smallest_size_is_seen_nine_times_in_ten() -> None:
 
 
 def test_a_shift_along_a_score_of_the_smallest_size_is_seen_nine_times_in_ten() -> None:
-    p, tokens, rng = np.array([[0.5, 0.3, 0.2]]), 5000, np.random.default_rng(5)
+    p = np.array([[0.5, 0.3, 0.2]])
+    tokens = 5000
+    rng = np.random.default_rng(5)
     laws = np.broadcast_to(p, (tokens, 3))
     standard = -np.log(p[0]) - (p[0] * -np.log(p[0])).sum()
     standard /= math.sqrt((p[0] * standard**2).sum())
@@ -278,7 +292,8 @@ def test_a_shift_along_a_score_of_the_smallest_size_is_seen_nine_times_in_ten() 
 
 
 def test_excess_adds_up_and_knows_the_impossible() -> None:
-    p, rng = np.array([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]]), np.random.default_rng(6)
+    p = np.array([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]])
+    rng = np.random.default_rng(6)
     laws = rng.integers(0, 2, 1000)
     tokens = np.where(laws == 1, 1, rng.integers(0, 2, 1000))
     nowhere = np.zeros(1000, int)
@@ -296,8 +311,10 @@ def test_excess_adds_up_and_knows_the_impossible() -> None:
 
 
 def test_strata_that_expect_too_few_are_put_together() -> None:
-    p, rng = transitions(7), np.random.default_rng(8)
-    laws, strata = rng.integers(0, 12, 3000), np.append(np.zeros(2900, int), np.arange(1, 101))
+    p = transitions(7)
+    rng = np.random.default_rng(8)
+    laws = rng.integers(0, 12, 3000)
+    strata = np.append(np.zeros(2900, int), np.arange(1, 101))
     tokens = (rng.random((3000, 1)) > np.cumsum(p, axis=1)[laws]).sum(axis=1).clip(max=3)
     found = Excess.of(p, laws, tokens, strata, 101).fluctuation()
     assert found.degrees <= 2 * 3

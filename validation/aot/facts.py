@@ -14,7 +14,8 @@ COLLECTIVES = (
     "ragged-all-to-all",
 )  # fmt: skip
 SCOPES = ("propose", "target", "verify", "commit", "observe")
-_HOST_MEMORY, _FAST_MEMORY = 5, 1
+_HOST_MEMORY = 5
+_FAST_MEMORY = 1
 _TRANSFERS = ("infeed", "outfeed", "send", "recv")
 _HOST_CALLS = re.compile(r"callback|MoveToHost|MoveToDevice|host", re.IGNORECASE)
 # A fusion of nothing else moves or relabels what is there already.
@@ -83,7 +84,8 @@ def _part(module: Module, steps: Iterable[Step], caches: Sequence[tuple[int, ...
     kinds: collections.Counter[str] = collections.Counter()
     scopes: collections.Counter[str] = collections.Counter()
     collectives: collections.Counter[str] = collections.Counter()
-    cached, tables = {_sorted(dims) for dims in caches}, {_sorted(table)}
+    cached = {_sorted(dims) for dims in caches}
+    tables = {_sorted(table)}
     sizes = sizes_of(module)
     for one, times in steps:
         part.decisions += times * (module.is_open_loop(one) or one.op == "conditional")
@@ -105,7 +107,9 @@ def _part(module: Module, steps: Iterable[Step], caches: Sequence[tuple[int, ...
         elif _sorted_of_main(one) & cached and not _updates_in_place(module, one):
             part.cache_rewrites += times
     part.launches = sum(kinds.values())
-    part.kinds, part.scopes, part.collectives = dict(kinds), dict(scopes), dict(collectives)
+    part.kinds = dict(kinds)
+    part.scopes = dict(scopes)
+    part.collectives = dict(collectives)
     return part
 
 
@@ -199,7 +203,8 @@ def traffic(module: Module, one: Instruction, sizes: dict[str, int]) -> int:
 
 def _read(parameter: Instruction, inside: Sequence[Instruction]) -> int:
     """Bytes that a fusion reads of one of its arguments."""
-    names, users = {parameter.name}, []
+    names = {parameter.name}
+    users = []
     for part in inside:  # in order, so that a renamed array is known before it is used
         if names.isdisjoint(_operands(part)):
             continue

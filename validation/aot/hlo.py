@@ -122,7 +122,8 @@ class Module:
             ValueError: It has no entry computation.
         """
         computations: dict[str, list[Instruction]] = {}
-        entry, current = None, None
+        entry = None
+        current = None
         for line in text.splitlines():
             if line.startswith("}"):
                 current = None

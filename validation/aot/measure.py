@@ -49,13 +49,15 @@ class Measured:
         """What one layer more costs; ``None`` where only one depth is known."""
         if len(self.facts) < 2:
             return None
-        shallow, deep = self.facts[0], self.facts[-1]
+        shallow = self.facts[0]
+        deep = self.facts[-1]
         more = getattr(deep.parts[part], name) - getattr(shallow.parts[part], name)
         return more / (deep.layers - shallow.layers)
 
     def collectives_per_layer(self, part: str) -> dict[str, float]:
         """What one layer more adds to each kind; empty where only one depth is known, or nothing is added."""
-        shallow, deep = self.facts[0], self.facts[-1]
+        shallow = self.facts[0]
+        deep = self.facts[-1]
         kinds = deep.parts[part].collectives
         more = {kind: count - shallow.parts[part].collectives.get(kind, 0) for kind, count in kinds.items()}
         return {kind: count / (deep.layers - shallow.layers) for kind, count in more.items() if count}
@@ -82,7 +84,8 @@ class Measured:
 
 # ---------------------------------------------------------------- compiling
 
-_NOT_HERE, _MISUSE = 3, 2
+_NOT_HERE = 3
+_MISUSE = 2
 _MARK = "MEASURED "  # before the one line that counts; compilers print what they like
 
 

@@ -87,7 +87,8 @@ class Platform:
                 wrong.append(f"{wheel} is {found}")
         if not wrong:
             return None
-        version, needed = importlib.metadata.version("jax"), self.wheels.items()
+        version = importlib.metadata.version("jax")
+        needed = self.wheels.items()
         return (
             f"{self.name} cannot be compiled for: {', '.join(wrong)}, and jax {version} needs "
             f"{' and '.join(f'{wheel} {wanted}' for wheel, wanted in needed)}. Install beside the environment: "

@@ -37,7 +37,8 @@ _FEWEST = 8  # layers that the default auxiliary layers need
 _STOP_TOKENS = 2  # as many ids as end a text of Llama's
 _DRAFT = re.compile(r"plain|(plain|chain|tree)([1-9]\d*)")
 # The official tree: 60 nodes, 8 levels below the root, 10 candidates.
-_TREE_DEPTH, _TREE_TOP_K = 8, 10
+_TREE_DEPTH = 8
+_TREE_TOP_K = 10
 # One shape of every family whose layers are of a kind of their own, on a mesh that its parameters may be served by.
 SERVED = {
     "qwen3_moe": ("Qwen3-30B-A3B", "model=4"),
@@ -167,14 +168,17 @@ def compiled(case: Case) -> tuple[Facts, str]:
         NotHere: The platform's compiler is not installed.
         ValueError: The mesh does not fit.
     """
-    config, precision, platform = shape_named(case.target), precision_named(case.dtype), Platform.named(case.platform)
+    config = shape_named(case.target)
+    precision = precision_named(case.dtype)
+    platform = Platform.named(case.platform)
     config = dataclasses.replace(config, layers=config.layers[: case.layers])
     loop = SpeculativeLoop(
         target=DecoderTarget(config, precision),
         drafter=_drafter(case.draft, config, precision),
         sampling_mode=SamplingMode.TRUNCATED if case.sampled else SamplingMode.GREEDY,
     )
-    params, placing = params_of(case, loop, precision), Placing(platform, case.mesh)
+    params = params_of(case, loop, precision)
+    placing = Placing(platform, case.mesh)
     with placing.traced(), flash.enabled(platform.kind == "cuda"):
         return _compiled(case, loop, placing, placing.params(loop, params), placing.rows(_prompts(case)))
 
@@ -190,9 +194,11 @@ def _compiled(
 
     @contextlib.contextmanager
     def timed(name: str) -> Iterator[None]:
-        clock, cores = time.perf_counter(), time.process_time()
+        clock = time.perf_counter()
+        cores = time.process_time()
         yield
-        seconds[name], cpu_seconds[name] = time.perf_counter() - clock, time.process_time() - cores
+        seconds[name] = time.perf_counter() - clock
+        cpu_seconds[name] = time.process_time() - cores
 
     with timed("trace"):
         if case.program == "step":
@@ -210,7 +216,8 @@ def _compiled(
     analysis: Any = program.memory_analysis()
     memory = {name: getattr(analysis, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
     caches = tuple(dict.fromkeys(shape for leaf in leaves for shape in (leaf.shape, _on_a_device(leaf))))
-    table, text = _on_a_device(params.target["embedding"]), str(program.as_text())
+    table = _on_a_device(params.target["embedding"])
+    text = str(program.as_text())
     return Facts(
         layers=loop.target.config.num_layers,  # type: ignore[attr-defined]
         parts=parts_of(text, rounds=case.program == "generate", caches=caches, table=table),

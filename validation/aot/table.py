@@ -10,7 +10,8 @@ from eagle3_jax.bench.tables import to_markdown
 from validation.aot.measure import Measured, load
 from validation.aot.programs import PROGRAMS
 
-_GIB, _MIB = 2**30, 2**20
+_GIB = 2**30
+_MIB = 2**20
 LAYERS = ["program", "draft", "batch", "", "launches a layer", "outside the layers", "temporary MiB", "GB a layer"]
 # Of TPUs alone: the compiler's estimate, and the copies that are left.
 ON_TPUS = ["estimated million cycles of 32 layers", "copies of caches in 5 layers", "copies of tables"]
@@ -26,7 +27,8 @@ def number(value: float | None, digits: int = 0) -> str:
 def cells_of_a_layer(row: Measured) -> list[str]:
     """Launches a layer and outside the layers, temporary memory, bytes a layer, estimated cycles of a whole model."""
     main = row.main
-    each, rest = row.per_layer(main, "cycles"), row.outside(main, "cycles")
+    each = row.per_layer(main, "cycles")
+    rest = row.outside(main, "cycles")
     return [
         number(row.per_layer(main), 1 if (row.per_layer(main) or 0) % 1 else 0),
         number(row.outside(main)),
@@ -96,7 +98,8 @@ def page(record: Path) -> str:
     Raises:
         ValueError: It cannot be read.
     """
-    rows, note = load(record), json.loads(record.read_text("utf-8"))["note"]
+    rows = load(record)
+    note = json.loads(record.read_text("utf-8"))["note"]
     versions = dict(sorted({pair for row in rows.values() for pair in row.versions.items()}))
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
     parts = [f"Compiled with {said}: {note['date']}, commit {note['commit']}."]

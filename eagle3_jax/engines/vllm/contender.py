@@ -61,7 +61,8 @@ _FIELDS = dataclasses.fields(SpeculationStats)
 
 
 def _row(one: Completion, depth: int) -> dict[str, Any]:
-    accepted, drafted = np.asarray(one.accepted, int), np.asarray(one.drafted, int)
+    accepted = np.asarray(one.accepted, int)
+    drafted = np.asarray(one.drafted, int)
     accepted = accepted[drafted > 0]
     return {
         "num_drafts": np.sum(drafted > 0),

@@ -165,7 +165,8 @@ class ServerEngine:
                 tokens=tokens, accepted=detail.get("per_step_accepted"), drafted=detail.get("per_step_drafted")
             )
 
-        before, start = self.server.counters(), time.perf_counter()
+        before = self.server.counters()
+        start = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(self.options.max_num_seqs) as pool:
             completions = list(pool.map(one, range(len(prompts))))
         seconds = time.perf_counter() - start

@@ -47,9 +47,11 @@ class GreedyByDice:
             return
         if is_greedy is not None:
             raise ValueError("acceptance by dice on a CPU is for temperature 0")
-        start, bonus = 0, bonus.flatten()
+        start = 0
+        bonus = bonus.flatten()
         for row, end in enumerate(ends.tolist()):
-            count, accepted = end - start, 0
+            count = end - start
+            accepted = 0
             wins = (uniforms[start:end] < rates[:count]) & (drafts[start:end] >= 0)
             while accepted < count and wins[accepted]:
                 accepted += 1

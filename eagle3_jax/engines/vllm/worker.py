@@ -293,7 +293,8 @@ class Worker:
         return repaired
 
     def _completion(self, output: Any) -> dict[str, Any]:
-        one, times = output.outputs[0], output.metrics
+        one = output.outputs[0]
+        times = output.metrics
         found: dict[str, Any] = {"tokens": list(one.token_ids)}
         if one.spec_decode_metrics is not None:
             detail = one.spec_decode_metrics.to_dict()
