@@ -40,7 +40,7 @@ nightly: $(VENV)/.installed-validation vllm aot-platforms
 	$(VENV)/bin/python tests/nightly/run.py $(PARTS)
 
 # The built wheel and sdist: what is in them, and the wheel alone in a fresh environment, then with some of its extras.
-WHEEL_EXTRAS ?= plot,export
+WHEEL_EXTRAS ?= plot
 wheel-check:
 	$(PYTHON) tests/helpers/wheel.py --extras $(WHEEL_EXTRAS)
 

@@ -16,8 +16,8 @@ from eagle3_jax.conversion.targets import TargetCheckpoint
 from eagle3_jax.drafters.draft_model import DraftModel
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, Precision
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.topology import Chain
+from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import EmbeddingTables, Observation, SamplingParams
 
 _DEPTH = 3  # draft positions measured of a drafter without a limit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eagle3_jax.jsonl import shown as short
+from eagle3_jax.files.jsonl import shown as short
 
 
 class CheckpointError(ValueError):

@@ -12,8 +12,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from eagle3_jax.conversion.errors import CheckpointError, printable
-from eagle3_jax.sources import NATIVE_FILE, within
-from eagle3_jax.writing import WriteError, check_free, whole_directory
+from eagle3_jax.files.sources import NATIVE_FILE, within
+from eagle3_jax.files.writing import WriteError, check_free, whole_directory
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _LONGEST_JSON = 100_000_000  # bytes; the index of a model of a thousand shards has a few millions

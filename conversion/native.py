@@ -23,6 +23,7 @@ from eagle3_jax.conversion.heads.head import check_embedding, check_fit
 from eagle3_jax.conversion.rules import Params
 from eagle3_jax.conversion.sidecars import copy_tokenizer
 from eagle3_jax.conversion.targets import TargetCheckpoint, dense_params
+from eagle3_jax.files.writing import orbax_quiet
 from eagle3_jax.models.config import (
     DecoderConfig,
     Experts,
@@ -30,12 +31,8 @@ from eagle3_jax.models.config import (
     GatedMLP,
     GroupedQuery,
     Latent,
-    LayerConfig,
-    QueryScaling,
-    RopeConfig,
 )
 from eagle3_jax.models.decoder import DecoderTarget
-from eagle3_jax.writing import orbax_quiet
 
 FORMAT = 3
 TARGET = "target"
@@ -48,15 +45,6 @@ _KINDS: dict[Any, str] = {
     GatedDelta: "gated-delta",
     GatedMLP: "gated",
     Experts: "experts",
-}
-# Fields that were added after files of this format had been written. Where a file lacks one it has its default.
-_LATER: dict[type, frozenset[str]] = {
-    DecoderConfig: frozenset({"norm_kind", "embedding_scale", "logit_scale", "logit_softcap"}),
-    LayerConfig: frozenset({"norms", "residual_scale"}),
-    GatedMLP: frozenset({"activation"}),
-    GroupedQuery: frozenset({"chunk", "qk_l2_norm", "sinks", "output_gate", "softcap", "scale", "qk_norm_kind"}),
-    QueryScaling: frozenset({"offset"}),
-    RopeConfig: frozenset({"partial", "interleaved", "short_factor", "long_factor"}),
 }
 
 
@@ -218,7 +206,7 @@ def from_json(config: type, value: Any, where: str) -> Any:
         raise CheckpointError(f"{where} is {short(value)}; expected an object")
     values = {name: entry for name, entry in value.items() if not (name == "kind" and config in _KINDS)}
     hints = typing.get_type_hints(config)
-    wrong = sorted((values.keys() ^ hints.keys()) - (_LATER.get(config, frozenset()) - values.keys()))
+    wrong = sorted(values.keys() ^ hints.keys())
     if wrong:
         raise CheckpointError(f"{where}: the fields {wrong} are missing or unknown; convert it again")
     typed = {name: _typed(hint, values[name], name, where) for name, hint in hints.items() if name in values}

@@ -11,10 +11,6 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax._unshaped import stand_in_for_jaxtyping
-
-stand_in_for_jaxtyping()
-
 __version__ = "0.4.0"
 
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))

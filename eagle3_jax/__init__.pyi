@@ -11,13 +11,13 @@ from eagle3_jax.types import (
     DraftSampling as DraftSampling,
     FinishReason as FinishReason,
 )
-from eagle3_jax.chat import Chat as Chat, apply_chat_template as apply_chat_template
-from eagle3_jax.chat_template import ChatTemplate as ChatTemplate
+from eagle3_jax.chat.conversation import Chat as Chat, apply_chat_template as apply_chat_template
+from eagle3_jax.chat.template import ChatTemplate as ChatTemplate
 from eagle3_jax import drafters as drafters
 from eagle3_jax.drafters.fallback import Fallback as Fallback
 from eagle3_jax.topology import Chain as Chain, DynamicTree as DynamicTree, StaticTree as StaticTree
 from eagle3_jax.schedule import SpeculationSchedule as SpeculationSchedule
-from eagle3_jax.sharding import make_mesh as make_mesh
+from eagle3_jax.devices.sharding import make_mesh as make_mesh
 from eagle3_jax.results import GenerationResult as GenerationResult, Generation as Generation, Chunk as Chunk
 from eagle3_jax.stats import SpeculationStats as SpeculationStats
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from eagle3_jax.kernels import gather_tokens, scatter_tokens
-from eagle3_jax.sharding import HEADS, ROWS
+from eagle3_jax.devices.kernels import gather_tokens, scatter_tokens
+from eagle3_jax.devices.sharding import HEADS, ROWS
 
 
 @runtime_checkable
@@ -108,7 +108,8 @@ class KeyValues(struct.PyTreeNode, kw_only=True):
         values: ``[B C S Hv]``.
     """
 
-    axes: ClassVar[tuple[str, ...]] = (ROWS, HEADS)  # the first axes, as a mesh divides them (eagle3_jax.sharding)
+    #: Names of the first axes, as a mesh divides them (:mod:`eagle3_jax.devices.sharding`).
+    axes: ClassVar[tuple[str, ...]] = (ROWS, HEADS)
 
     keys: Float[Array, "B C S H"]
     values: Float[Array, "B C S Hv"]

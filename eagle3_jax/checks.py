@@ -17,9 +17,9 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array
 
-from eagle3_jax.jsonl import shown
+from eagle3_jax.files.jsonl import shown
 from eagle3_jax.topology import Chain, Topology
 from eagle3_jax.types import (
     Draft,
@@ -217,48 +217,6 @@ def require_draft(drafter: Drafter[Any], draft: Any, *, batch: int, vocab_size: 
 def require_verdict(verifier: Verifier, verdict: Any, *, batch: int, max_depth: int) -> None:
     """Check shapes and types of a verdict; raises ``ValueError``."""
     require_returned(type(verifier).__name__, verdict, Verdict, B=batch, G=max_depth)
-
-
-def sanitize_draft(draft: Draft, root: Int[Array, " B"], *, vocab_size: int, is_chain: bool) -> Draft:
-    """Repair the root, ids and parents of a draft.
-
-    Node 0 becomes the root. A node with an id outside the vocabulary, or with a declared distribution that is not
-    finite, is marked invalid and holds the root's token, so that nothing is read out of range. In a declared chain
-    every node's parent is the node before it; in a tree a parent that does not precede its child becomes -1, which
-    cuts the node off (see :func:`drop_unreachable_nodes`).
-
-    Args:
-        draft: The proposal.
-        root: ``[B]``, the last committed token.
-        vocab_size: ``V``.
-        is_chain: Whether the drafter declared a chain.
-    """
-    node = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None, :]
-    is_root = node == 0
-    known = (draft.tokens >= 0) & (draft.tokens < vocab_size)
-    if draft.probs is not None:
-        # Decided by the distribution alone: dropping a node for the token that was drawn would bias the output.
-        known &= jnp.isfinite(jnp.sum(draft.probs, axis=-1))
-    if is_chain:
-        parents = jnp.asarray(np.broadcast_to(np.arange(-1, node.size - 1, dtype=np.int32), draft.parents.shape))
-    else:
-        topological = (draft.parents >= 0) & (draft.parents < node)
-        parents = jnp.where(topological, draft.parents, -1)
-    return draft.replace(
-        tokens=jnp.where(is_root | ~known, root[:, None], draft.tokens),
-        parents=parents,
-        valid=is_root | (draft.valid & known),
-    )
-
-
-def drop_unreachable_nodes(draft: Draft, mask: Bool[Array, "B N N"]) -> Draft:
-    """Drop the nodes that do not see the root: too deep, or below a node without a topological parent.
-
-    Args:
-        draft: After :func:`sanitize_draft`.
-        mask: Its ancestor mask, limited to the drafter's ``max_depth``.
-    """
-    return draft.replace(valid=draft.valid & mask[:, :, 0])
 
 
 def _is_whole(value: Any, least: int) -> bool:

@@ -16,16 +16,15 @@ from jax.sharding import Mesh
 from eagle3_jax import loop as loops
 from eagle3_jax.acceptance import Exact
 from eagle3_jax.checks import check_mode, check_sampling, configured, require_part, sampling_mode_of
+from eagle3_jax.devices.sharding import as_mesh, param_shardings, place, row_shardings, to_host
 from eagle3_jax.drafters.plain import Plain
-from eagle3_jax.jsonl import shown
+from eagle3_jax.files.jsonl import shown
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget, shape_of
 from eagle3_jax.loop import GenerationState, LoopParams, Outcome, Prompts, Round, SpeculativeLoop
-from eagle3_jax.results import Chunk, Generation, GenerationResult
+from eagle3_jax.results import Chunk, Generation, GenerationResult, Pieces, tokenized
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.schedule import SpeculationSchedule, StagedLoop, stages_of
-from eagle3_jax.sharding import as_mesh, param_shardings, place, row_shardings, to_host
 from eagle3_jax.stats import SpeculationStats
-from eagle3_jax.text import Pieces, tokenized
 from eagle3_jax.topology import Chain, DynamicTree, StaticTree
 from eagle3_jax.types import (
     Drafter,

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import jax
 from jax.sharding import Mesh
 
-from eagle3_jax.chat_template import ChatTemplate
+from eagle3_jax.chat.template import ChatTemplate
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
+from eagle3_jax.devices.sharding import as_mesh, param_shardings
 from eagle3_jax.drafters.draft_model import draft_model
+from eagle3_jax.files.sources import bundled, locate
 from eagle3_jax.models.config import DecoderConfig, GroupedQuery, Latent
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import PRECISIONS, Precision, cast
 from eagle3_jax.models.quantised import quantised, weights_named
-from eagle3_jax.sharding import as_mesh, param_shardings
-from eagle3_jax.sources import bundled, locate
 
 if TYPE_CHECKING:
     from eagle3_jax.conversion.families import Family

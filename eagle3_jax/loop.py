@@ -15,21 +15,17 @@ from eagle3_jax.acceptance import Exact
 from eagle3_jax.checks import (
     check_same_state,
     declares_chain,
-    drop_unreachable_nodes,
     require_draft,
     require_parts,
     require_rows,
     require_verdict,
-    sanitize_draft,
 )
-from eagle3_jax.groups import map_groups, rows_per_group
-from eagle3_jax.logprobs import LogProbs
-from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.devices.groups import map_groups, rows_per_group
+from eagle3_jax.devices.sharding import on_rows
 from eagle3_jax.sampling import argmax, draw, keys_at, largest, num_digits, probabilities, uniforms
-from eagle3_jax.sharding import on_rows
 from eagle3_jax.state import GenerationState, LoopParams, Outcome, Prompts, Round
-from eagle3_jax.stats import SpeculationStats
-from eagle3_jax.tree import ancestor_mask, depths, take_nodes
+from eagle3_jax.stats import LogProbs, SpeculationStats
+from eagle3_jax.tree import ancestor_mask, causal_mask, depths, drop_unreachable_nodes, sanitize_draft, take_nodes
 from eagle3_jax.types import (
     Draft,
     Drafter,

@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.kernels import argmax, draw, largest, num_digits, uniforms
-from eagle3_jax.sharding import on_rows
+from eagle3_jax.devices.kernels import argmax, draw, largest, num_digits, uniforms
+from eagle3_jax.devices.sharding import on_rows
 from eagle3_jax.types import SamplingMode, SamplingParams
 
 

@@ -14,9 +14,9 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from eagle3_jax.checks import configured
+from eagle3_jax.devices.sharding import divides_rows, to_host
 from eagle3_jax.drafters.plain import Silent
 from eagle3_jax.loop import SpeculativeLoop
-from eagle3_jax.sharding import divides_rows, to_host
 from eagle3_jax.state import GenerationState, LoopParams, Round
 from eagle3_jax.topology import Chain
 from eagle3_jax.types import Draft, Drafter, FinishReason

@@ -11,8 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key
 
 from eagle3_jax.cache import Cache
-from eagle3_jax.logprobs import LogProbs
-from eagle3_jax.stats import SpeculationStats
+from eagle3_jax.stats import LogProbs, SpeculationStats
 from eagle3_jax.types import Draft, FinishReason, SamplingParams, Verdict
 
 

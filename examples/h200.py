@@ -39,9 +39,9 @@ from eagle3_jax.bench.step_costs import draft_seconds, target_seconds
 from eagle3_jax.bench.tables import write_text
 from eagle3_jax.bench.timing import CompileClock, Spread
 from eagle3_jax.drafters import Plain
+from eagle3_jax.files.writing import cache_directory
 from eagle3_jax.load import precision_named
 from eagle3_jax.verifiers.simulated import PUBLISHED_RATES
-from eagle3_jax.writing import cache_directory
 
 SCHEMA = 3
 BUDGET = 570  # seconds of a command

@@ -33,9 +33,9 @@ from eagle3_jax.bench.tables import show, to_markdown, write_text
 from eagle3_jax.engines.vllm.bridge import EngineOptions, eagle3
 from eagle3_jax.engines.vllm.contender import VLLMContender
 from eagle3_jax.engines.vllm.process import Process
-from eagle3_jax.prompts import Prompt, in_turn, read_prompts
-from eagle3_jax.sources import bundled, locate
-from eagle3_jax.writing import cache_directory
+from eagle3_jax.files.prompts import Prompt, in_turn, read_prompts
+from eagle3_jax.files.sources import bundled, locate
+from eagle3_jax.files.writing import cache_directory
 
 SCHEMA = 2
 OURS = "ours"

@@ -24,8 +24,8 @@ from eagle3_jax.bench.environment import environment
 from eagle3_jax.bench.run import measure
 from eagle3_jax.bench.tables import write_text
 from eagle3_jax.drafters import NGram
-from eagle3_jax.prompts import in_turn, read_prompts
-from eagle3_jax.sources import locate
+from eagle3_jax.files.prompts import in_turn, read_prompts
+from eagle3_jax.files.sources import locate
 
 LENGTH = 3  # of a draft
 # What the other interpreter runs: a line of token ids in, a line of seconds and new token ids out.

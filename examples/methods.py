@@ -30,10 +30,10 @@ from eagle3_jax.bench.results import Row
 from eagle3_jax.bench.run import measure
 from eagle3_jax.bench.tables import write_text
 from eagle3_jax.cli._options import parse_numbers, parse_tree
+from eagle3_jax.files.prompts import in_turn, read_prompts
+from eagle3_jax.files.sources import named_drafter
 from eagle3_jax.load import bundled
-from eagle3_jax.named import named_drafter
-from eagle3_jax.prompts import in_turn, read_prompts
-from eagle3_jax.published_trees import tree_name
+from eagle3_jax.topology import tree_name
 
 KEPT = ("lossless", "same_texts", "num_draft_steps", "verify_cost", "draft_cost", "predicted_ratio", "ratio")
 

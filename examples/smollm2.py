@@ -28,10 +28,10 @@ import numpy as np
 import eagle3_jax as e3
 from eagle3_jax.bench.environment import environment
 from eagle3_jax.bench.tables import write_text
+from eagle3_jax.files.prompts import Prompt, in_turn, read_prompts
 from eagle3_jax.models.layers import Precision, product, product_by_table
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.models.quantised import Int8Kernel
-from eagle3_jax.prompts import Prompt, in_turn, read_prompts
+from eagle3_jax.tree import causal_mask
 
 ROWS = (1, 2, 4, 6)  # of a verification
 PREFILLS = (32, 128)
@@ -289,7 +289,7 @@ def texts(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from eagle3_jax.sources import locate
+    from eagle3_jax.files.sources import locate
 
     path = locate(options.target, "target")
     place, file = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})

@@ -46,6 +46,7 @@ from eagle3_jax.bench.comparison import compare_with_plain
 from eagle3_jax.bench.roofline import bandwidths
 from eagle3_jax.bench.step_costs import draft_seconds, target_seconds
 from eagle3_jax.bench.timing import Spread
+from eagle3_jax.bench.trace import record
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.models.config import usual_head
 from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS
@@ -53,7 +54,6 @@ from eagle3_jax.theory.bounds import break_even_batch, check_claim, forward_work
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import Deployment
 from eagle3_jax.theory.speedup import speedup
-from eagle3_jax.trace import record
 
 # %% [markdown]
 # ## Bytes read by one decoding step

@@ -80,7 +80,7 @@ from matplotlib import pyplot as plt
 from mutants import planted as inject_bug  # tests/helpers/mutants.py: injected bugs
 
 import eagle3_jax as e3
-from eagle3_jax.prompts import shipped
+from eagle3_jax.files.prompts import shipped
 from validation.forcing import forced_logits
 from validation.statistics import goodness_of_fit, smallest_deviation
 

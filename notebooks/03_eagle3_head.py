@@ -50,11 +50,11 @@ from eagle3_jax.drafters.eagle3 import Eagle3Head
 from eagle3_jax.load import bundled
 from eagle3_jax.models.config import usual_head
 from eagle3_jax.models.functional import bind
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.sizes import parameters
 from eagle3_jax.training.batches import TTTBatch
 from eagle3_jax.training.ttt import TTTConfig, ttt_loss
+from eagle3_jax.tree import causal_mask
 
 target = e3.load_target()
 drafter = e3.load_drafter(target=target)

@@ -47,11 +47,10 @@ from eagle3_jax.cache import KeyValues
 from eagle3_jax.drafters import Eagle3Drafter, Plain
 from eagle3_jax.load import bundled
 from eagle3_jax.models.config import usual_head
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.theory.accelerators import accelerator_named
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import Deployment
-from eagle3_jax.tree import ancestor_mask, depths
+from eagle3_jax.tree import ancestor_mask, causal_mask, depths
 
 target = e3.load_target()
 drafter = e3.load_drafter(target=target)

@@ -44,12 +44,12 @@ from eagle3_jax.bench.step_costs import target_seconds
 from eagle3_jax.drafters.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import embed
-from eagle3_jax.models.memory import BlockMemory, causal_mask
+from eagle3_jax.models.memory import BlockMemory
 from eagle3_jax.theory.accelerators import accelerator_named
 from eagle3_jax.theory.bounds import round_bound
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import Deployment
-from eagle3_jax.tree import ancestor_mask, depths
+from eagle3_jax.tree import ancestor_mask, causal_mask, depths
 
 target = e3.load_target()
 head = e3.load_drafter(target=target)

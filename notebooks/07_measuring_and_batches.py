@@ -46,10 +46,10 @@ from eagle3_jax.bench.contenders import DecoderContender
 from eagle3_jax.bench.rounds import timed_rounds
 from eagle3_jax.bench.step_costs import step_costs
 from eagle3_jax.bench.timing import CompileClock, Latency, Spread
-from eagle3_jax.chat import apply_chat_template
+from eagle3_jax.chat.conversation import apply_chat_template
 from eagle3_jax.drafters.plain import Plain
-from eagle3_jax.prompts import in_turn, read_prompts
-from eagle3_jax.sources import bundled
+from eagle3_jax.files.prompts import in_turn, read_prompts
+from eagle3_jax.files.sources import bundled
 from eagle3_jax.theory.speedup import (
     TrafficClass,
     blended_tau,

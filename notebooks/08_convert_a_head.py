@@ -52,7 +52,8 @@ from eagle3_jax.drafters.eagle3 import Eagle3Head
 from eagle3_jax.load import bundled
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import embed
-from eagle3_jax.models.memory import BlockMemory, causal_mask
+from eagle3_jax.models.memory import BlockMemory
+from eagle3_jax.tree import causal_mask
 
 HERE = Path(tempfile.mkdtemp(prefix="eagle3-heads-"))
 target = e3.load_target()

@@ -51,7 +51,7 @@ from pictures.strips import PROMPT, TokenStrip, tokens_of
 import eagle3_jax as e3
 from eagle3_jax import trace
 from eagle3_jax.drafters import NGram, Plain, Suffix, layer_skip
-from eagle3_jax.prompts import shipped
+from eagle3_jax.files.prompts import shipped
 from validation.forcing import forced_logits
 
 target = e3.load_target()

@@ -40,7 +40,7 @@ def start(*, repository: bool = False, device: bool = True, also: tuple[str, ...
     from pictures import style
 
     import eagle3_jax
-    from eagle3_jax.cli._compiled import keep_compiled_programs
+    from eagle3_jax.devices.compilation import keep_compiled_programs
 
     style.use()
     _describe_figures()

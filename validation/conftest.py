@@ -16,7 +16,7 @@ import pytest
 
 from eagle3_jax.bench.environment import committable, environment
 from eagle3_jax.bench.gpu import gpu_problem
-from eagle3_jax.cli._compiled import keep_compiled_programs
+from eagle3_jax.devices.compilation import keep_compiled_programs
 from eagle3_jax.engines.memory import SHARE_OF_VLLM, share_memory
 from validation.aot.platforms import Platform
 from validation.decodings import forget_programs

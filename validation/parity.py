@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from eagle3_jax import SamplingParams, SpeculationStats, SpeculativeDecoder
+from eagle3_jax.bench.trace import record
 from eagle3_jax.engines.vllm.bridge import Engine, Generated, Tokens
-from eagle3_jax.trace import record
 
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 

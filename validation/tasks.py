@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from eagle3_jax.prompts import Prompt
+from eagle3_jax.files.prompts import Prompt
 from validation.margin import clopper_pearson
 from validation.subject import Subject
 

@@ -13,7 +13,7 @@ import pytest
 from eagle3_jax import LoadedTarget, SpeculativeDecoder, load_target
 from eagle3_jax.engines.vllm.bridge import Tokens
 from eagle3_jax.models.config import DecoderConfig
-from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.tree import causal_mask
 from validation.agreement import Judged
 from validation.forcing import reference
 from validation.odd_models import SHAPES, write_odd_model

@@ -16,9 +16,9 @@ from eagle3_jax.conversion.heads import dflash, eagle1, eagle3, medusa, mtp, p_e
 from eagle3_jax.conversion.heads.head import HeadCheckpoint, HeadKind, Layout
 from eagle3_jax.conversion.sidecars import copy_tokenizer
 from eagle3_jax.conversion.tensors import Signs, write_tensors
+from eagle3_jax.devices.sharding import param_shardings
 from eagle3_jax.models.layers import Precision, cast
 from eagle3_jax.models.quantised import quantised
-from eagle3_jax.sharding import param_shardings
 from eagle3_jax.types import EmbeddingTables
 
 HEADS: dict[str, HeadKind] = {

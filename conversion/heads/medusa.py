@@ -38,7 +38,7 @@ from eagle3_jax.conversion.rules import Rule
 from eagle3_jax.conversion.tensors import Signs, Stored
 from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter
 from eagle3_jax.models.config import DecoderConfig
-from eagle3_jax.published_trees import PUBLISHED_TREES
+from eagle3_jax.topology import PUBLISHED_TREES
 
 # Where a tensor's name has the number of its head and of its layer.
 _COUNTED = {"heads": r"blocks\.(\d{1,9})\.", "layers": r"blocks\.\d+\.layers\.(\d{1,9})\."}

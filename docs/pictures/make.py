@@ -17,9 +17,9 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 import eagle3_jax as e3
-from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.bench.trace import record
 from eagle3_jax.theory.speedup import tau_from_conditional_rate
-from eagle3_jax.trace import record
+from eagle3_jax.tree import causal_mask
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "notebooks"), str(HERE.parent / "recorded")]

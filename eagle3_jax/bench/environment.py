@@ -104,8 +104,8 @@ def source(name: str | None, part: str) -> dict[str, Any]:
         name: Path, hub id or name of a published model; ``None`` for the bundled one.
         part: Part of the bundled pair.
     """
-    from eagle3_jax.published import is_published
-    from eagle3_jax.sources import bundled, locate
+    from eagle3_jax.files.published import is_published
+    from eagle3_jax.files.sources import bundled, locate
 
     if name is None:
         return {"name": "bundled", "sha256": sha256_of(bundled(part))}

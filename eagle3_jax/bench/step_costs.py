@@ -20,7 +20,7 @@ from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
 from eagle3_jax.models.latent_keys import LatentKeys
-from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Observation
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.writing import whole_file
+from eagle3_jax.files.writing import whole_file
 
 
 @dataclasses.dataclass

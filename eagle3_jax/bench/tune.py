@@ -22,11 +22,10 @@ from eagle3_jax.bench.rounds import count_rounds
 from eagle3_jax.bench.step_costs import StepCosts, step_costs
 from eagle3_jax.bench.timing import Spread
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
-from eagle3_jax.published_trees import tree_name
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.theory.speedup import Rates, rates, rates_for_speedup
-from eagle3_jax.topology import DynamicTree, StaticTree
+from eagle3_jax.topology import DynamicTree, StaticTree, tree_name
 from eagle3_jax.types import Drafter
 
 _LARGEST = 512  # the last entry of a schedule, plain decoding, reaches at least this many rows

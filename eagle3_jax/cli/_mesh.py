@@ -74,7 +74,7 @@ def read_mesh(text: str | None, batches: list[int]) -> Mesh | None:
     """The mesh that ``--mesh`` names; it must divide each of the batch sizes in ``batches``."""
     if text is None:
         return None
-    from eagle3_jax.sharding import check_rows, make_mesh
+    from eagle3_jax.devices.sharding import check_rows, make_mesh
 
     how_many = ""
     try:

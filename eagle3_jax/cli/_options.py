@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.jsonl import STDIN, parse_json, read_text, shown
-from eagle3_jax.named import FORMS
-from eagle3_jax.prompts import whole_numbers
-from eagle3_jax.writing import whole_file
+from eagle3_jax.files.jsonl import STDIN, parse_json, read_text, shown
+from eagle3_jax.files.prompts import whole_numbers
+from eagle3_jax.files.sources import FORMS
+from eagle3_jax.files.writing import whole_file
 
 if TYPE_CHECKING:
     from eagle3_jax import DynamicTree, SpeculationSchedule, StaticTree
@@ -157,7 +157,7 @@ _SCHEDULE_FORM = f"[[first, last, K], ...] such as '[[1,4,5],[5,16,3]]', or a fi
 def parse_tree(text: str | None) -> DynamicTree | StaticTree | None:
     """``num_nodes=60,max_depth=8,top_k=10``, the name of a published tree, or paths of child ranks as JSON."""
     from eagle3_jax import DynamicTree
-    from eagle3_jax.published_trees import PUBLISHED_TREES
+    from eagle3_jax.topology import PUBLISHED_TREES
 
     if text is None:
         return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._streaming import hint
-from eagle3_jax.named import LOOKUP_FIRST, is_named, named_drafter, without_lookup
+from eagle3_jax.files.sources import LOOKUP_FIRST, is_named, named_drafter, without_lookup
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -43,8 +43,8 @@ def read_target(source: str | None, dtype: str, mesh: Mesh | None = None, *, wei
 
 def fetch_first(*sources: str | None) -> None:
     """Downloads published models that are named, before a spinner takes the line that the download writes to."""
-    from eagle3_jax.published import PUBLISHED, cached_path, is_published
-    from eagle3_jax.sources import locate
+    from eagle3_jax.files.published import PUBLISHED, cached_path, is_published
+    from eagle3_jax.files.sources import locate
 
     for source in sources:
         if source is None or not is_published(source):
@@ -63,7 +63,7 @@ def default_drafter(target: str | None, weights: str) -> str | None:
     """
     import jax
 
-    from eagle3_jax.published import is_published
+    from eagle3_jax.files.published import is_published
 
     if target is None:
         return None
@@ -81,7 +81,7 @@ def read_drafter(
     """The drafter that ``--drafter`` names; ``None`` for plain decoding."""
     from eagle3_jax import Fallback, LoadedDrafter, load_drafter
     from eagle3_jax.drafters import NGram
-    from eagle3_jax.published import is_published
+    from eagle3_jax.files.published import is_published
 
     if source == "":
         raise Misuse("--drafter is empty; name a directory or a hub id, or leave it out for the bundled head")

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.files.sources import is_named, locate, parts_of
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, usual_head
-from eagle3_jax.named import is_named, parts_of
-from eagle3_jax.sources import locate
 from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
 from eagle3_jax.theory.sizes import Parameters, Sizes, head_sizes, sizes_of
 

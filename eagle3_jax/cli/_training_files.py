@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import write_json
-from eagle3_jax.writing import disk_full_named
+from eagle3_jax.files.writing import disk_full_named
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

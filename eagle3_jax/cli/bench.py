@@ -29,14 +29,14 @@ from eagle3_jax.cli._options import (
 )
 from eagle3_jax.cli._parts import fetch_first, find_own, read_drafter, read_target, read_verifier
 from eagle3_jax.cli._progress import Activity, counted, spinner
-from eagle3_jax.named import is_named, without_lookup
+from eagle3_jax.files.sources import is_named, without_lookup
 
 if TYPE_CHECKING:
     from eagle3_jax import LoadedDrafter, LoadedTarget
     from eagle3_jax.bench.contenders import Contender
     from eagle3_jax.bench.results import NotMeasured, Report
     from eagle3_jax.engines.vllm.bridge import VLLM
-    from eagle3_jax.prompts import Prompt
+    from eagle3_jax.files.prompts import Prompt
     from eagle3_jax.types import Drafter, Verifier
 
 EXAMPLE = """\b
@@ -125,7 +125,7 @@ class PromptOptions:
             target: The target that encodes them.
             usual: The file, or ``random``, if no prompts were given.
         """
-        from eagle3_jax.prompts import in_turn, random_prompts, read_prompts
+        from eagle3_jax.files.prompts import in_turn, random_prompts, read_prompts
 
         found: list[Prompt] = []
         length = self.prompt_tokens or min(128, target.max_positions // 2)
@@ -265,7 +265,7 @@ def bench(
     """
     from eagle3_jax.bench.environment import hardware
     from eagle3_jax.engines.memory import share_memory
-    from eagle3_jax.sources import bundled
+    from eagle3_jax.files.sources import bundled
 
     drafts = Methods(methods, is_shape=models.shape is not None)
     sizes = parse_numbers(batch_size, "--batch-size")
@@ -432,7 +432,7 @@ class Field:
         from eagle3_jax.bench.contenders import DecoderContender
         from eagle3_jax.checks import Drafting
         from eagle3_jax.drafters import NGram
-        from eagle3_jax.published_trees import tree_name
+        from eagle3_jax.topology import tree_name
 
         def add(name: str, dtype: str, target: LoadedTarget, *drafter: Any, **draft: Any) -> None:
             decoder = SpeculativeDecoder(target, *drafter, **draft, stop_tokens=())
@@ -482,8 +482,8 @@ class Field:
         from eagle3_jax.engines.memory import share_of_engine
         from eagle3_jax.engines.vllm import bridge
         from eagle3_jax.engines.vllm.contender import VLLMContender
+        from eagle3_jax.files.published import is_published
         from eagle3_jax.load import locate
-        from eagle3_jax.published import is_published
 
         if models.shape is not None or find_own("--target", models.target) is not None:
             made = "--shape has random weights" if models.shape else "--target is a part of yours"
@@ -578,7 +578,7 @@ def _measure(
 def _about(models: ModelOptions, files: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Everything that a stranger needs to judge a number."""
     from eagle3_jax.bench.environment import environment, sha256_of_prompts, source
-    from eagle3_jax.published import is_published
+    from eagle3_jax.files.published import is_published
 
     usual = models.target if is_published(models.target) else None
     prompt_files = [name for name in files if name != "random"]

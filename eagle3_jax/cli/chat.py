@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.cli._decoding import DraftOptions, SamplingOptions, open_decoder
 from eagle3_jax.cli._errors import Misuse, interruptible, one_line
 from eagle3_jax.cli._options import CompilationCacheOption, DtypeOption, ModelOptions, announce_input, grouped
 from eagle3_jax.cli._parts import fetch_first
 from eagle3_jax.cli._progress import spinner
 from eagle3_jax.cli._streaming import Printed, print_method, print_stream, put
-from eagle3_jax.jsonl import STDIN
-from eagle3_jax.prompts import MOST_TOKENS
+from eagle3_jax.devices.compilation import keep_compiled_programs
+from eagle3_jax.files.jsonl import STDIN
+from eagle3_jax.files.prompts import MOST_TOKENS
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import CompilationCacheOption, JsonOption, LayerIdsOption, print_json
+from eagle3_jax.devices.compilation import keep_compiled_programs
 
 _HELP = "Directory, GGUF file or hub id"
 CONVERT_EXAMPLE = "Example: eagle3 convert ./EAGLE3-LLaMA3.1-Instruct-8B ./head --to jax --target ./llama-3.1-8b"
@@ -39,7 +39,7 @@ def convert(
     Whatever does not fit exactly is refused.
     """
     from eagle3_jax import conversion
-    from eagle3_jax.sources import locate
+    from eagle3_jax.files.sources import locate
 
     config = None if target is None else conversion.read_target(locate(target, "target")).config
     conversion.convert(locate(src, "target"), dst, to, target=config, layer_ids=layer_ids)
@@ -55,7 +55,7 @@ def inspect(
 ) -> None:
     """Describe a checkpoint: kind, size, configuration."""
     from eagle3_jax.conversion.inspect import describe
-    from eagle3_jax.sources import locate
+    from eagle3_jax.files.sources import locate
 
     places = [locate(directory, part) for part in (("target", "eagle3") if directory is None else ("target",))]
     descriptions = [describe(place).to_json() for place in places]
@@ -95,7 +95,7 @@ def doctor(
     """
     from eagle3_jax.bench.gpu import gpu_problem
     from eagle3_jax.conversion.doctor import diagnose
-    from eagle3_jax.sources import locate
+    from eagle3_jax.files.sources import locate
 
     if drafter is None and target is not None:
         raise Misuse(

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.cli._decoding import DraftOptions, SamplingOptions, open_decoder
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._mesh import DistributedOption, MeshOption, join, read_mesh
@@ -31,8 +30,9 @@ from eagle3_jax.cli._options import (
 from eagle3_jax.cli._parts import fetch_first
 from eagle3_jax.cli._progress import progress_bar, spinner
 from eagle3_jax.cli._streaming import ACCEPTED, hint, print_method, print_stream, put
-from eagle3_jax.jsonl import STDIN, read_text
-from eagle3_jax.prompts import MOST_TOKENS, Request, read_requests
+from eagle3_jax.devices.compilation import keep_compiled_programs
+from eagle3_jax.files.jsonl import STDIN, read_text
+from eagle3_jax.files.prompts import MOST_TOKENS, Request, read_requests
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -242,7 +242,7 @@ class Job(NamedTuple):
     ) -> GenerationResult:
         """Decodes one batch. Its rounds are appended to ``rounds``; the result's seconds exclude compilation."""
         from eagle3_jax.bench.timing import CompileClock
-        from eagle3_jax.trace import record
+        from eagle3_jax.bench.trace import record
 
         prompts = [task.tokens for task in tasks]
         options = {"sampling": self.sampling_of(tasks), "seed": seed}

@@ -14,7 +14,8 @@ from typer import Option
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import JsonOption, check_writable, finite, grouped, print_json, print_table
 from eagle3_jax.cli._planning import read_head, read_target
-from eagle3_jax.named import FORMS
+from eagle3_jax.files.sources import FORMS
+from eagle3_jax.files.writing import whole_file
 from eagle3_jax.theory import speedup as theory
 from eagle3_jax.theory.accelerators import (
     CACHE_BYTES,
@@ -29,7 +30,6 @@ from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
 from eagle3_jax.theory.memory import Deployment, MemoryPlan, memory_plan, remedy_of
 from eagle3_jax.theory.rollout import MeasuredCosts, Traffic, plan_rollout, to_markdown
 from eagle3_jax.theory.sizes import sizes_of
-from eagle3_jax.writing import whole_file
 
 app = typer.Typer(
     help="Plan speculation: speed-up, memory, roofline, cost, rollout.",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import grouped
 from eagle3_jax.cli._progress import spinner
@@ -34,7 +33,8 @@ from eagle3_jax.cli._training_run import (
 )
 from eagle3_jax.cli.train_data import data
 from eagle3_jax.cli.train_head import head
-from eagle3_jax.writing import whole_directory
+from eagle3_jax.devices.compilation import keep_compiled_programs
+from eagle3_jax.files.writing import whole_directory
 
 if TYPE_CHECKING:
     from eagle3_jax.models.config import DecoderConfig

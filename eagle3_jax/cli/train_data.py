@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import CompilationCacheOption
 from eagle3_jax.cli._parts import fetch_first
 from eagle3_jax.cli._progress import progress_bar
 from eagle3_jax.cli._training_files import begin_data, fingerprint_of_file, joined_texts, shard_path, weights_of
 from eagle3_jax.cli._training_run import MOST_ROWS, DtypeOption, SeedOption, named
+from eagle3_jax.devices.compilation import keep_compiled_programs
 
 if TYPE_CHECKING:
     from eagle3_jax.loaded import LoadedTarget
@@ -205,7 +205,7 @@ def _shards_of_its_own(target: LoadedTarget, count: int, config: OwnTextConfig) 
 
 def _lines(path: Path) -> tuple[str, ...]:
     """The lines of a text file that are not empty."""
-    from eagle3_jax.jsonl import read_text
+    from eagle3_jax.files.jsonl import read_text
 
     lines = tuple(line.strip() for line in read_text(path).splitlines() if line.strip())
     if not lines:

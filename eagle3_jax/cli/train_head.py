@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._parts import fetch_first
 from eagle3_jax.cli._progress import progress_bar
@@ -35,7 +34,8 @@ from eagle3_jax.cli._training_run import (
     staged,
     train,
 )
-from eagle3_jax.writing import whole_file
+from eagle3_jax.devices.compilation import keep_compiled_programs
+from eagle3_jax.files.writing import whole_file
 
 if TYPE_CHECKING:
     from eagle3_jax.conversion import HeadCheckpoint
@@ -109,8 +109,8 @@ def head(
     import jax.numpy as jnp
 
     from eagle3_jax import load_target
+    from eagle3_jax.files.sources import locate
     from eagle3_jax.models.config import DecoderConfig
-    from eagle3_jax.sources import locate
     from eagle3_jax.training.batches import text_batches
     from eagle3_jax.training.evaluation import Evaluation
     from eagle3_jax.training.loop import Trainer
@@ -261,7 +261,7 @@ def _head_to_continue(init: Path, method: str, config: Any, target: LoadedTarget
 
     from eagle3_jax.conversion import read_head
     from eagle3_jax.conversion.heads import HEADS
-    from eagle3_jax.jsonl import shown
+    from eagle3_jax.files.jsonl import shown
 
     model: Any = target.model
     read = read_head(init, model.config)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import (
     CompilationCacheOption,
@@ -27,6 +26,7 @@ from eagle3_jax.cli._options import (
 )
 from eagle3_jax.cli._parts import fetch_first, read_drafter, read_target
 from eagle3_jax.cli._progress import counted, spinner
+from eagle3_jax.devices.compilation import keep_compiled_programs
 
 if TYPE_CHECKING:
     from eagle3_jax.bench.timing import Spread
@@ -80,8 +80,8 @@ def tune(
     from eagle3_jax import LoadedDrafter
     from eagle3_jax.bench import tune as tuning
     from eagle3_jax.bench.environment import hardware
-    from eagle3_jax.prompts import in_turn, read_prompts
-    from eagle3_jax.sources import bundled
+    from eagle3_jax.files.prompts import in_turn, read_prompts
+    from eagle3_jax.files.sources import bundled
 
     trees = [shape for shape in map(parse_tree, tree or []) if shape is not None]
     fetch_first(models.target, models.drafter)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from eagle3_jax.devices.sharding import VOCAB, Axis
 from eagle3_jax.drafters.grow import DraftInputs, grow_chain, grow_dynamic_tree, sample_chain
 from eagle3_jax.drafters.static_tree import grow_static_tree, sample_static_tree
 from eagle3_jax.models.config import LayerConfig, check_head
 from eagle3_jax.models.functional import Params, bind, init_params, param_axes, param_products, param_shapes
 from eagle3_jax.models.layers import FLOAT32, Precision, product, product_by_table
-from eagle3_jax.sharding import VOCAB, Axis
 from eagle3_jax.topology import Chain, DynamicTree, StaticTree, Topology, default_draft_length
 from eagle3_jax.types import Draft, DraftSampling, EmbeddingTables
 
@@ -140,7 +140,7 @@ class NetworkDrafter(ShapedDrafter):
         return param_shapes(self.network, self.config, self.precision)
 
     def param_axes(self) -> Params:
-        """The :data:`~eagle3_jax.sharding.Axes` of all parameters. Lookup tables are held by every device."""
+        """The :data:`~eagle3_jax.devices.sharding.Axes` of all parameters. Lookup tables are held by every device."""
         axes = {"head": param_axes(self.network, self.config, self.precision), "embedding": (), "draft_to_target": ()}
         return axes | ({"output": (None, Axis(VOCAB, self.config.vocab_size))} if self.borrows_output else {})
 

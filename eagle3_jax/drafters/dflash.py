@@ -33,6 +33,7 @@ from flax import nnx, struct
 from jaxtyping import Array, Float, Int, Key
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues
+from eagle3_jax.devices.sharding import VOCAB, Axis
 from eagle3_jax.drafters.base import NetworkDrafter
 from eagle3_jax.drafters.grow import DraftInputs, Level
 from eagle3_jax.models.attention import Segment
@@ -40,9 +41,9 @@ from eagle3_jax.models.config import LayerConfig, check_drafting, check_sizes, c
 from eagle3_jax.models.decoder import Block
 from eagle3_jax.models.functional import Params, call_cached
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, embed
-from eagle3_jax.models.memory import BlockMemory, Memory, causal_mask, empty_cache
-from eagle3_jax.sharding import VOCAB, Axis
+from eagle3_jax.models.memory import BlockMemory, Memory, empty_cache
 from eagle3_jax.topology import Chain, Topology
+from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Draft, Observation, SamplingParams
 
 

@@ -31,8 +31,8 @@ from eagle3_jax.models.config import GatedDelta
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.latent_keys import LatentKeys
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.topology import Topology
+from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
 
 

@@ -9,7 +9,7 @@ Its output imitates the state ``f_{t+1}``, so no norm follows, the logits are th
 in place of ``f``. The first layer has no input norm.
 
 EAGLE-2 (Li et al., 2024, arXiv 2406.16858) is the same head with a dynamic tree, EAGLE-1 the static tree
-:data:`eagle3_jax.published_trees.PUBLISHED_TREES`, at a temperature with siblings drawn without replacement
+:data:`eagle3_jax.topology.PUBLISHED_TREES`, at a temperature with siblings drawn without replacement
 (``draft_sampling=PROBABILISTIC``). ``q`` depends on the tokens drawn before it.
 
 What weakens it: it must hit a state of the target's whole width, and errors of that add up along the draft; one layer

@@ -24,6 +24,7 @@ from flax import nnx, struct
 from jaxtyping import Array, Float, Int, Key
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues
+from eagle3_jax.devices.sharding import VOCAB, Axis
 from eagle3_jax.drafters.base import NetworkDrafter
 from eagle3_jax.drafters.grow import DraftInputs, Level
 from eagle3_jax.models.config import Eagle3Config, gated, grouped
@@ -31,8 +32,8 @@ from eagle3_jax.models.decoder import Block
 from eagle3_jax.models.functional import Params, call_cached
 from eagle3_jax.models.grouped import Attention
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, SwiGLU, embed
-from eagle3_jax.models.memory import Memory, causal_mask, empty_cache, memories
-from eagle3_jax.sharding import VOCAB, Axis
+from eagle3_jax.models.memory import Memory, empty_cache, memories
+from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Draft, Observation, SamplingParams
 
 

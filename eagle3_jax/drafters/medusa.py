@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jaxtyping import Array, Float, Int, Key
 
+from eagle3_jax.devices.sharding import VOCAB, Axis
 from eagle3_jax.drafters.base import NetworkDrafter
 from eagle3_jax.drafters.parallel import parallel_inputs
 from eagle3_jax.models.config import MOST, check_drafting, check_sizes
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import Linear, Precision
-from eagle3_jax.sharding import VOCAB, Axis
 from eagle3_jax.topology import Chain, Topology
 from eagle3_jax.types import Draft, Observation, SamplingParams
 
@@ -133,7 +133,7 @@ class MedusaState(struct.PyTreeNode, kw_only=True):
 class MedusaDrafter(NetworkDrafter):
     """Drafts a chain, of the likeliest tokens or drawn ones, or a tree; shorter ones leave the last heads out.
 
-    The trees of the paper are static (:mod:`eagle3_jax.published_trees`); a dynamic one takes the likeliest products of
+    The trees of the paper are static (:mod:`eagle3_jax.topology`); a dynamic one takes the likeliest products of
     the heads' probabilities.
 
     Parameters are a dictionary: ``head`` (the network) and, where the heads propose a part of the vocabulary,

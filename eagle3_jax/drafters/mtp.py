@@ -28,13 +28,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.cache import KeyValue
+from eagle3_jax.devices.sharding import VOCAB, Axis
 from eagle3_jax.drafters.base import FinalStateConfig
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.decoder import Block
 from eagle3_jax.models.functional import Params, call_cached
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, embed
 from eagle3_jax.models.memory import Memory
-from eagle3_jax.sharding import VOCAB, Axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,8 @@ from eagle3_jax.drafters.parallel import parallel_inputs
 from eagle3_jax.models.config import Eagle3Config
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import Precision
-from eagle3_jax.models.memory import causal_mask, memories
+from eagle3_jax.models.memory import memories
+from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Draft, SamplingParams
 
 

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from eagle3_jax.cache import KeyValue
-from eagle3_jax.kernels import ordered_sum
+from eagle3_jax.devices.kernels import ordered_sum
 from eagle3_jax.models.layers import matmul_precision
 
 # A long prompt is processed in blocks of queries, so that at most 2^27 attention scores (512 MiB in float32) exist at

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.cache import Cache
+from eagle3_jax.devices.sharding import VOCAB, Axis
 from eagle3_jax.models.config import (
     DecoderConfig,
     Experts,
@@ -38,7 +39,6 @@ from eagle3_jax.models.latent import LatentAttention
 from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU, embed, product_by_table, scaled
 from eagle3_jax.models.memory import Memory, RecurrentMemory, empty_cache, memories
 from eagle3_jax.models.quantised import OUTPUT
-from eagle3_jax.sharding import VOCAB, Axis
 from eagle3_jax.types import EmbeddingTables, TargetOutput
 
 # The module of each kind of mixer and of MLP.
@@ -172,7 +172,7 @@ class DecoderTarget:
         return param_shapes(Decoder, self.config, self.precision)
 
     def param_axes(self) -> Params:
-        """The :data:`~eagle3_jax.sharding.Axes` of every parameter, in the same nesting."""
+        """The :data:`~eagle3_jax.devices.sharding.Axes` of every parameter, in the same nesting."""
         return param_axes(Decoder, self.config, self.precision)
 
     def param_products(self) -> Params:

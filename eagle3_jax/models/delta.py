@@ -10,11 +10,11 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from eagle3_jax.devices.sharding import HEADS, Axis
 from eagle3_jax.models.config import GatedDelta, NormKind
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, keep_fused, matmul_precision
 from eagle3_jax.models.memory import RecurrentMemory
 from eagle3_jax.models.recurrent import Recurrent, Updates, at_least_two, folded
-from eagle3_jax.sharding import HEADS, Axis
 
 CHUNK = 64  # tokens of a text that are solved for at once
 _EPS = 1e-6  # of the unit length of queries and keys, in every published model

@@ -11,12 +11,12 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from eagle3_jax.devices.sharding import EXPERTS, MODEL, Axis, on_a_mesh, rows_spec
 from eagle3_jax.models.config import Experts, GatedMLP
 from eagle3_jax.models.layers import Linear, Precision, SwiGLU
 from eagle3_jax.models.mixture import Stack, mixture
 from eagle3_jax.models.quantised import LAYER, Fp8Kernel, Int8Kernel
 from eagle3_jax.models.routers import Routing, route, router_logits
-from eagle3_jax.sharding import EXPERTS, MODEL, Axis, on_a_mesh, rows_spec
 
 
 class ExpertMLP(nnx.Module):

@@ -8,12 +8,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.cache import KeyValue
+from eagle3_jax.devices.sharding import HEADS, Axis
 from eagle3_jax.models.attention import Scoring
 from eagle3_jax.models.config import Latent, NormKind
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, keep_fused, product_by_head
 from eagle3_jax.models.memory import Memory
 from eagle3_jax.models.rope import rotate
-from eagle3_jax.sharding import HEADS, Axis
 
 # The latents are normalised with this, whatever the other norms of the model add.
 _LATENT_EPS = 1e-6

@@ -9,7 +9,7 @@ from flax import struct
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from eagle3_jax.cache import KeyValue, compact_accepted, write_block
-from eagle3_jax.sharding import ROWS
+from eagle3_jax.devices.sharding import ROWS
 
 
 class LatentKeys(struct.PyTreeNode, kw_only=True):

@@ -14,11 +14,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from eagle3_jax.kernels import ordered_sum
+from eagle3_jax.devices.kernels import ordered_sum
+from eagle3_jax.devices.sharding import MLP, Axes, Axis, put_array, put_shards
 from eagle3_jax.models.config import GatedMLP, NormKind
 from eagle3_jax.models.quantised import LAYER, Fp8Kernel, Int8Kernel, ToQuantise, dynamic_product, int8_product
-from eagle3_jax.sharding import MLP, Axes, Axis
-from eagle3_jax.uploading import put_array, put_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +238,7 @@ def scaled(x: Float[Array, "*rows D"], factor: float) -> Float[Array, "*rows D"]
 
 
 class Linear(nnx.Module):
-    """``y = x W + b``. The kernel is ``[in, out]``; ``axes`` name both axes (:mod:`eagle3_jax.sharding`).
+    """``y = x W + b``. The kernel is ``[in, out]``; ``axes`` name both axes (:mod:`eagle3_jax.devices.sharding`).
 
     The kernel may be in eight bits (:mod:`eagle3_jax.models.quantised`) if ``product`` allows it.
     """

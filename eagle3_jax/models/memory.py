@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues, LayerCache
@@ -18,8 +17,6 @@ from eagle3_jax.models.attention import Scoring, Segment, attention
 from eagle3_jax.models.config import GatedDelta, GroupedQuery, Latent, LayerConfig, Mixer
 from eagle3_jax.models.latent_keys import LatentKeys
 from eagle3_jax.models.recurrent import Recurrent
-
-_SHORT = 128  # tokens of a block; a mask of more would be a large constant
 
 
 class Span(NamedTuple):
@@ -286,10 +283,3 @@ def _real(mask: Bool[Array, "#B T T"], length: Int[Array, " B"] | None) -> Bool[
 
 def _state(layer: LayerCache) -> Recurrent | None:
     return layer if isinstance(layer, Recurrent) else None
-
-
-def causal_mask(size: int) -> Bool[Array, "1 T T"]:
-    """Every token sees itself and what stands before it."""
-    if size <= _SHORT:
-        return jnp.asarray(np.tri(size, dtype=bool)[None])  # a constant, which no kernel has to write
-    return jnp.tril(jnp.ones((size, size), jnp.bool_))[None]

@@ -26,7 +26,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.cache import Cache
-from eagle3_jax.jsonl import shown
+from eagle3_jax.files.jsonl import shown
 from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.models.grammar import compile_regex, merge_columns
 from eagle3_jax.models.memory import parents_of

@@ -10,7 +10,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from eagle3_jax.sharding import HEADS, ROWS
+from eagle3_jax.devices.sharding import HEADS, ROWS
 
 
 class Updates(NamedTuple):
@@ -62,7 +62,7 @@ class Recurrent(struct.PyTreeNode, kw_only=True):
     same sums, bit for bit, as if only those tokens had ever been fed.
     """
 
-    axes: ClassVar[tuple[str, ...]] = (ROWS, HEADS)  # what a mesh divides (eagle3_jax.sharding)
+    axes: ClassVar[tuple[str, ...]] = (ROWS, HEADS)  # what a mesh divides (eagle3_jax.devices.sharding)
 
     state: Float[Array, "B Hv dk dv"]  #: ``[B Hv dk dv]``, float32.
     window: Float[Array, "B Hk P c"]  #: ``[B Hk P c]``, the last inputs of the convolution, by key head.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
-from eagle3_jax.jsonl import parse_json, shown
+from eagle3_jax.files.jsonl import parse_json, shown
 from eagle3_jax.models.grammar import bytes_of, first_line, pieces_of
 
 # The keywords that may stand together, by form. The names of most forms are types.

@@ -22,7 +22,6 @@ from scipy.stats import norm, poisson
 
 from eagle3_jax.checks import check_same_state, declares_chain, require_draft, require_part, require_rows
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.testing.frequencies import Contrast, goodness_of_fit
 from eagle3_jax.testing.report import (
@@ -37,6 +36,7 @@ from eagle3_jax.testing.report import (
     require_stable_hash,
 )
 from eagle3_jax.testing.target import TargetSubject
+from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Draft, Drafter, Observation, SamplingParams
 
 ROWS = 4

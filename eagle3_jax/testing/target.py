@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from eagle3_jax.cache import Cache, LayerCache
 from eagle3_jax.checks import require_part, require_returned, require_rows, require_same
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.testing.report import (
     PROTOCOL,
     Broken,
@@ -29,7 +28,7 @@ from eagle3_jax.testing.report import (
     require_stable_hash,
 )
 from eagle3_jax.testing.scripted import FixedTree, RootState
-from eagle3_jax.tree import ancestor_mask, depths
+from eagle3_jax.tree import ancestor_mask, causal_mask, depths
 from eagle3_jax.types import Draft, EmbeddingTables, SamplingParams, TargetOutput
 
 # rows, and tokens of a block

@@ -184,8 +184,8 @@ def _activation_bytes(
     of the forward the residual stream and three vectors like it, the inner vectors of the widest layer, and the
     features kept for the head; attention scores in float32 and as weights, ``heads·T·context`` of them, but no more
     than ``SCORES`` of a prefill; for the verified tokens logits and probabilities in float32. A prefill keeps keys
-    and values of its tokens until the caches take them. One in several forwards (``eagle3_jax/groups.py``) also makes
-    caches of up to ``2·T`` slots for each. Other engines differ.
+    and values of its tokens until the caches take them. One in several forwards
+    (``eagle3_jax/devices/groups.py``) also makes caches of up to ``2·T`` slots for each. Other engines differ.
     """
     target = deployment.target
     n = deployment.num_accelerators

@@ -176,7 +176,7 @@ def _layer_index(names: list[str]) -> int | None:
 
 def _use(names: list[str], shape: tuple[int, ...], axes: set[str]) -> str:
     """The field of :class:`Parameters` that counts a parameter, by its axes where it names them."""
-    from eagle3_jax.sharding import EXPERTS, HEADS, MLP, VOCAB
+    from eagle3_jax.devices.sharding import EXPERTS, HEADS, MLP, VOCAB
 
     if EXPERTS in axes:
         return "experts"

@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.training.features import Features, Known
 from eagle3_jax.training.texts import Texts, buckets_of, padded
+from eagle3_jax.tree import causal_mask
 
 Loss = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]  # a loss and its metrics
 

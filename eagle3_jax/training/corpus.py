@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from eagle3_jax.sources import bundled
+from eagle3_jax.files.sources import bundled
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from eagle3_jax.chat_template import Messages, check_messages
-from eagle3_jax.jsonl import JsonRow, read_rows, shown
+from eagle3_jax.chat.template import Messages, check_messages
+from eagle3_jax.files.jsonl import JsonRow, read_rows, shown
 from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.training.texts import Text, document_hash
 

@@ -18,12 +18,12 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from eagle3_jax.files.writing import check_free, whole_file
 from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.training.texts import Texts, buckets_of, padded
-from eagle3_jax.writing import check_free, whole_file
+from eagle3_jax.tree import causal_mask
 
 TEXTS_OF_A_PART = 256  # about 60,000 tokens: minutes of work that an interruption loses
 _TOKENS_AT_ONCE = 2048

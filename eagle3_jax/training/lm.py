@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.tree import causal_mask
 
 
 class Phase(NamedTuple):

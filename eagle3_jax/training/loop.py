@@ -14,8 +14,8 @@ import optax
 import orbax.checkpoint as ocp
 from flax import struct
 
+from eagle3_jax.files.writing import check_free, disk_full_named, orbax_quiet, remove_tree
 from eagle3_jax.models.functional import Params
-from eagle3_jax.writing import check_free, disk_full_named, orbax_quiet, remove_tree
 
 Batch = Any
 Metrics = dict[str, jax.Array]

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eagle3_jax.chat import apply_chat_template
+from eagle3_jax.chat.conversation import apply_chat_template
 from eagle3_jax.decode import LoadedTarget, SpeculativeDecoder
-from eagle3_jax.pool import Pool, PoolRequest
+from eagle3_jax.serving.pool import Pool, PoolRequest
 from eagle3_jax.training.texts import Text, document_hash
 from eagle3_jax.types import SamplingMode
 

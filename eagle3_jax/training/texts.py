@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int, UInt64
 
-from eagle3_jax.writing import whole_file
+from eagle3_jax.files.writing import whole_file
 
 
 class Text(NamedTuple):

@@ -14,8 +14,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.acceptance import Exact
-from eagle3_jax.point_masses import verify_points
+from eagle3_jax.acceptance import Exact, verify_points
 from eagle3_jax.sampling import draw
 from eagle3_jax.types import Draft, Verdict
 

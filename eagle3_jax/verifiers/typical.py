@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.scipy.special import entr
 from jaxtyping import Array, Float, Key
 
-from eagle3_jax.acceptance import verification_uniforms, verify_greedy
-from eagle3_jax.point_masses import path_of
+from eagle3_jax.acceptance import path_of, verification_uniforms, verify_greedy
 from eagle3_jax.sampling import argmax, draw, probabilities
 from eagle3_jax.tree import ancestor_mask, depths
 from eagle3_jax.types import Draft, SamplingMode, SamplingParams, Verdict

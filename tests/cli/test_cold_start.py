@@ -114,7 +114,7 @@ def test_a_second_run_compiles_nothing(tmp_path):
 def test_a_size_and_a_directory_that_jax_was_given_stay(tmp_path, limit):
     code = """
 import jax
-from eagle3_jax.cli._compiled import keep_compiled_programs
+from eagle3_jax.devices.compilation import keep_compiled_programs
 keep_compiled_programs(None)
 print(jax.config.jax_compilation_cache_max_size, jax.config.jax_compilation_cache_dir)
 """
@@ -135,7 +135,7 @@ print(jax.config.jax_compilation_cache_max_size, jax.config.jax_compilation_cach
 
 
 def test_the_default_directory_follows_the_standard(monkeypatch, tmp_path):
-    from eagle3_jax.writing import cache_directory
+    from eagle3_jax.files.writing import cache_directory
 
     monkeypatch.setenv("HOME", "relative")
     monkeypatch.setenv("XDG_CACHE_HOME", "")

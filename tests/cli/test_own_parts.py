@@ -13,7 +13,7 @@ import tiny
 import eagle3_jax as e3
 from eagle3_jax import SpeculativeDecoder
 from eagle3_jax.drafters import NGram
-from eagle3_jax.sources import bundled
+from eagle3_jax.files.sources import bundled
 
 GOLDEN = tiny.GOLDEN / "official"
 PAIR = ("--target", str(GOLDEN / "target"), "--drafter", str(GOLDEN / "eagle3"))

@@ -25,7 +25,7 @@ from eagle3_jax.cli import plan, run, train
 from eagle3_jax.cli._commands import app
 from eagle3_jax.cli._options import parse_ids, parse_numbers, parse_schedule, parse_tree
 from eagle3_jax.conversion.files import read_tokenizer
-from eagle3_jax.prompts import (
+from eagle3_jax.files.prompts import (
     Prompt,
     Request,
     in_turn,
@@ -34,8 +34,8 @@ from eagle3_jax.prompts import (
     read_prompts,
     read_requests,
 )
-from eagle3_jax.sources import bundled
-from eagle3_jax.text import tokenized
+from eagle3_jax.files.sources import bundled
+from eagle3_jax.results import tokenized
 
 ROOT = Path(__file__).parent.parent.parent
 OFFICIAL = ROOT / "tests" / "golden" / "official"

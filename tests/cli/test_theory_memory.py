@@ -8,7 +8,7 @@ import inspect
 import pytest
 from deployments import SMALL, SMALL_HEAD, served
 
-from eagle3_jax import groups
+from eagle3_jax.devices import groups
 from eagle3_jax.models import attention
 from eagle3_jax.models.config import DecoderConfig, Experts, GatedDelta, GatedMLP, GroupedQuery, Latent, LayerConfig
 from eagle3_jax.theory.accelerators import custom_accelerator

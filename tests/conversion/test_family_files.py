@@ -35,7 +35,7 @@ from eagle3_jax.models.config import (
     grouped,
 )
 from eagle3_jax.models.decoder import DecoderTarget
-from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.tree import causal_mask
 
 pytestmark = pytest.mark.torch
 

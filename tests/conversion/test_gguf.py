@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 import eagle3_jax as e3
 from eagle3_jax import conversion
-from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.tree import causal_mask
 from validation.peaked import VOCAB, Recipe, build, eager
 
 pytestmark = pytest.mark.torch

@@ -23,7 +23,7 @@ import eagle3_jax as e3
 from eagle3_jax import conversion
 from eagle3_jax.conversion.gguf.architectures import ARCHITECTURES, layer_name
 from eagle3_jax.conversion.sidecars import tokenizer_config_of, tokenizer_of
-from eagle3_jax.sources import locate
+from eagle3_jax.files.sources import locate
 
 pytestmark = pytest.mark.torch
 

@@ -35,8 +35,9 @@ from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head
 from eagle3_jax.models.config import DecoderConfig, with_window
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import FLOAT32
-from eagle3_jax.models.memory import causal_mask, memories
+from eagle3_jax.models.memory import memories
 from eagle3_jax.topology import Chain
+from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Observation, SamplingParams
 
 pytestmark = pytest.mark.torch

@@ -24,7 +24,7 @@ from eagle3_jax.cli import run
 from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.conversion.files import TOKENIZER_FILES
 from eagle3_jax.conversion.tensors import read_file, read_tensors
-from eagle3_jax.sources import locate
+from eagle3_jax.files.sources import locate
 
 Damage = Callable[[Path], object]
 

@@ -22,9 +22,8 @@ from safetensors.numpy import load_file, save_file
 import eagle3_jax as e3
 from eagle3_jax.bench.timing import CompileClock
 from eagle3_jax.conversion.rules import flatten
+from eagle3_jax.devices.sharding import make_mesh, put_array
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, uniform
-from eagle3_jax.sharding import make_mesh
-from eagle3_jax.uploading import put_array
 
 QUERIES = 6
 KEYS = 2

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from eagle3_jax import published
 from eagle3_jax.conversion import read_head
+from eagle3_jax.files import published
+from eagle3_jax.files.published import PUBLISHED, Published, fetch_published, is_published
+from eagle3_jax.files.sources import bundled, locate
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, RopeConfig, uniform
-from eagle3_jax.published import PUBLISHED, Published, fetch_published, is_published
-from eagle3_jax.sources import bundled, locate
 
 CONTENT = b"a model"
 

@@ -24,8 +24,8 @@ from eagle3_jax.cli import run
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._training_files import refuse_finished
 from eagle3_jax.conversion import CheckpointError
+from eagle3_jax.files.writing import WriteError, whole_directory, whole_file
 from eagle3_jax.training.loop import OptimizerConfig, Trainer
-from eagle3_jax.writing import WriteError, whole_directory, whole_file
 
 ROOT = Path(__file__).parent.parent.parent
 OFFICIAL = Path(__file__).parent.parent / "golden" / "official"

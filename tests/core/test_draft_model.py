@@ -16,10 +16,10 @@ from eagle3_jax import conversion
 from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters import DraftModel, DraftModelState, NGram, Suffix, draft_model, layer_skip
+from eagle3_jax.files.sources import is_named, named_drafter
 from eagle3_jax.load import load_drafter, load_target
-from eagle3_jax.models.memory import causal_mask
-from eagle3_jax.named import is_named, named_drafter
 from eagle3_jax.topology import Chain, StaticTree, Topology
+from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import DraftSampling
 
 TARGET = tiny.target(13, num_layers=3)

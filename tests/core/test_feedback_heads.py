@@ -23,8 +23,9 @@ from torch_heads import MTP, Eagle1, drafted
 from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.drafters import Eagle1Drafter, MTPDrafter
-from eagle3_jax.models.memory import BlockMemory, causal_mask
+from eagle3_jax.models.memory import BlockMemory
 from eagle3_jax.topology import Chain
+from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import EmbeddingTables, Observation, SamplingParams
 
 pytestmark = pytest.mark.torch

@@ -14,8 +14,7 @@ from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters import Fallback, Markov, NGram, Plain, Suffix
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision
-from eagle3_jax.published_trees import PUBLISHED_TREES
-from eagle3_jax.topology import Chain, DynamicTree
+from eagle3_jax.topology import PUBLISHED_TREES, Chain, DynamicTree
 
 pytestmark = pytest.mark.bits
 

@@ -10,8 +10,7 @@ import tiny
 
 from eagle3_jax import loop as loops
 from eagle3_jax.drafters import MedusaConfig, MedusaDrafter
-from eagle3_jax.published_trees import PUBLISHED_TREES, tree_name
-from eagle3_jax.topology import Chain, StaticTree
+from eagle3_jax.topology import PUBLISHED_TREES, Chain, StaticTree, tree_name
 
 TARGET = tiny.target(13)
 PROMPTS = tiny.random_prompts(3, 13, seed=5)

@@ -20,8 +20,8 @@ from checkpoints import TARGET, write_llama
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import eagle3_jax as e3
+from eagle3_jax.devices.sharding import MESH_AXES, make_mesh, param_shardings, row_shardings
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, uniform
-from eagle3_jax.sharding import MESH_AXES, make_mesh, param_shardings, row_shardings
 
 HERE = Path(__file__).parent.parent / "helpers"
 

@@ -12,8 +12,8 @@ import pytest
 import random_targets
 import tiny
 
-from eagle3_jax import groups
 from eagle3_jax import loop as loops
+from eagle3_jax.devices import groups
 from eagle3_jax.loop import LoopParams, SpeculativeLoop
 from eagle3_jax.models import attention
 from eagle3_jax.state import GenerationState

@@ -19,14 +19,13 @@ import tiny
 from jax.sharding import AbstractMesh
 
 import eagle3_jax as e3
+from eagle3_jax.devices.sharding import MESH_AXES, check_rows, make_mesh, param_shardings, parse_mesh
 from eagle3_jax.drafters import Fallback, NGram, Plain, Suffix
+from eagle3_jax.files.sources import named_drafter
 from eagle3_jax.models.config import Eagle3Config, GroupedQuery, RopeConfig
 from eagle3_jax.models.processors import LogitBias, MinP, Penalty, TokenAutomaton, with_processors
-from eagle3_jax.named import named_drafter
-from eagle3_jax.published_trees import PUBLISHED_TREES
 from eagle3_jax.sampling import draw, row_keys
-from eagle3_jax.sharding import MESH_AXES, check_rows, make_mesh, param_shardings, parse_mesh
-from eagle3_jax.topology import Chain, DynamicTree, StaticTree
+from eagle3_jax.topology import PUBLISHED_TREES, Chain, DynamicTree, StaticTree
 
 TARGET = tiny.target(13)
 HEAD = tiny.eagle3(TARGET)

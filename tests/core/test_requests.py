@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 import eagle3_jax as e3
-from eagle3_jax.logprobs import LogProbs
+from eagle3_jax.stats import LogProbs
 from eagle3_jax.topology import DynamicTree
 
 TARGET = tiny.target(13)

@@ -9,7 +9,7 @@ import oracle
 import pytest
 import tiny
 
-from eagle3_jax import kernels
+from eagle3_jax.devices import kernels
 from eagle3_jax.sampling import keys_at, probabilities, row_keys, uniforms
 from eagle3_jax.types import SamplingMode
 

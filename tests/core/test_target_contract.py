@@ -28,10 +28,10 @@ from eagle3_jax import Chain, LoadedTarget, SpeculationSchedule, SpeculativeDeco
 from eagle3_jax.drafters import NGram, Plain
 from eagle3_jax.models.config import Experts
 from eagle3_jax.models.layers import BFLOAT16
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.testing import TARGET_CHECKS
 from eagle3_jax.testing.report import Skipped
 from eagle3_jax.testing.target import TargetSubject
+from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import EmbeddingTables
 
 ALL_TARGETS: dict[str, Callable[[], LoadedTarget]] = {

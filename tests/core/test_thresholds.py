@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 from test_draw_law import OPTIMISED, VALUES
 
-from eagle3_jax.acceptance import verify
-from eagle3_jax.point_masses import verify_points
+from eagle3_jax.acceptance import verify, verify_points
 from eagle3_jax.sampling import num_digits
 from eagle3_jax.types import Draft
 from eagle3_jax.verifiers.block import verify_block

@@ -9,8 +9,7 @@ import oracle
 import pytest
 import tiny
 
-from eagle3_jax.acceptance import verify, verify_greedy
-from eagle3_jax.point_masses import verify_points
+from eagle3_jax.acceptance import verify, verify_greedy, verify_points
 from eagle3_jax.sampling import argmax, draw, residual
 from eagle3_jax.types import Draft, Verdict
 

@@ -28,7 +28,7 @@ import test_verify
 from mutants import Mutant, during, swapped
 
 from eagle3_jax import decode, point_masses, sampling
-from eagle3_jax.acceptance import Exact, verify
+from eagle3_jax.acceptance import Exact, verify, verify_points
 from eagle3_jax.cache import Cache
 from eagle3_jax.checks import sampling_mode_of
 from eagle3_jax.decode import SpeculativeDecoder
@@ -38,7 +38,6 @@ from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.models import memory
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.recurrent import Recurrent
-from eagle3_jax.point_masses import verify_points
 from eagle3_jax.sampling import draw, keys_at, probabilities, residual, row_keys, uniforms
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.training import ttt

@@ -18,13 +18,13 @@ import jax
 import tiny
 
 import eagle3_jax as e3
-from eagle3_jax import groups
 from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
+from eagle3_jax.devices import groups
+from eagle3_jax.devices.sharding import make_mesh, parse_mesh, row_shardings
 from eagle3_jax.drafters import NGram
 from eagle3_jax.models import attention
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, LayerConfig, uniform
-from eagle3_jax.sharding import make_mesh, parse_mesh, row_shardings
 from eagle3_jax.types import SamplingMode
 
 MIXED = "model=4,data=2"

@@ -39,10 +39,10 @@ from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, LayerConfig, uniform
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import FLOAT32, Precision
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.testing.scripted import FixedTree, RootState, chain_parents
 from eagle3_jax.topology import Chain, StaticTree, Topology
+from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Draft, DraftSampling, FinishReason, Observation, SamplingParams
 
 GOLDEN = Path(__file__).parent.parent / "golden"

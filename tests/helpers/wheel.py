@@ -1,7 +1,7 @@
 """The distribution as a user gets it: built, installed alone into a fresh environment, and used there.
 
 ``python tests/helpers/wheel.py`` (``make wheel-check``) needs what pip needs, so it is no test of the fast suite. It
-takes about a minute when pip has the packages at hand; ``--extras plot,export,convert`` also installs and uses PyTorch.
+takes about a minute when pip has the packages at hand; ``--extras plot,convert`` also installs and uses PyTorch.
 """
 
 from __future__ import annotations
@@ -29,18 +29,10 @@ for module in pkgutil.walk_packages(eagle3_jax.__path__, "eagle3_jax."):
     importlib.import_module(module.name)
 assert "site-packages" in eagle3_jax.__file__ and "eagle3_jax.conversion.targets" in __import__("sys").modules
 """
-EXPORT = """
-import eagle3_jax as e3
-from eagle3_jax.export import ExportedGeneration, export_generation
-target = e3.load_target()
-decoder = e3.SpeculativeDecoder(target, e3.load_drafter(target=target), num_speculative_tokens=2)
-export_generation(decoder, prompt_tokens=8, max_new_tokens=4).save("generation.zip")
-ExportedGeneration.load("generation.zip")
-"""
 PICKLE = """
 import pathlib, torch
 from eagle3_jax import conversion
-from eagle3_jax.sources import bundled
+from eagle3_jax.files.sources import bundled
 from safetensors.torch import load_file
 folder = pathlib.Path("pickled")
 folder.mkdir()
@@ -125,8 +117,6 @@ def check_extras(fresh: Environment, wheel: Path, extras: list[str]) -> None:
     fresh.pip("install", "--no-compile", f"{wheel}[{','.join(extras)}]")
     if "plot" in extras:
         fresh.works("python", "-c", "import jinja2, matplotlib")
-    if "export" in extras:
-        fresh.works("python", "-c", EXPORT)
     if "convert" in extras:
         fresh.works("python", "-c", PICKLE)
 
@@ -134,7 +124,7 @@ def check_extras(fresh: Environment, wheel: Path, extras: list[str]) -> None:
 def main() -> None:
     """Build, look inside, install, use."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--extras", default="plot,export", help="comma-separated; none to skip them")
+    parser.add_argument("--extras", default="plot", help="comma-separated; none to skip them")
     extras = [extra for extra in parser.parse_args().extras.split(",") if extra not in ("", "none")]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

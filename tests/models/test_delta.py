@@ -16,9 +16,9 @@ from eagle3_jax.cache import Cache
 from eagle3_jax.models.config import GatedDelta, GatedMLP, LayerConfig
 from eagle3_jax.models.delta import GatedDeltaNet
 from eagle3_jax.models.layers import FLOAT32
-from eagle3_jax.models.memory import causal_mask, empty_cache, memories, parents_of
+from eagle3_jax.models.memory import empty_cache, memories, parents_of
 from eagle3_jax.models.recurrent import Recurrent
-from eagle3_jax.tree import ancestor_mask
+from eagle3_jax.tree import ancestor_mask, causal_mask
 
 BATCH = 2
 WIDTH = 32

@@ -36,8 +36,8 @@ from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.conversion.families import FAMILIES
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, QueryScaling, RopeConfig, grouped, uniform
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.topology import Chain, DynamicTree
+from eagle3_jax.tree import causal_mask
 
 pytestmark = pytest.mark.torch
 

@@ -14,7 +14,8 @@ import eagle3_jax as e3
 from eagle3_jax.cache import KeyValue, KeyValues
 from eagle3_jax.models import flash
 from eagle3_jax.models.attention import Scoring, Segment, attention
-from eagle3_jax.models.memory import CacheMemory, ForKernel, Span, cache_mask, causal_mask
+from eagle3_jax.models.memory import CacheMemory, ForKernel, Span, cache_mask
+from eagle3_jax.tree import causal_mask
 
 OFFICIAL = Path(__file__).parent.parent / "golden" / "official"
 interpreted = functools.partial(flash.flash_attention, interpret=True)

@@ -23,13 +23,13 @@ import eagle3_jax as e3
 from eagle3_jax import conversion
 from eagle3_jax.conversion import rules
 from eagle3_jax.conversion.tensors import read_tensors
+from eagle3_jax.devices.sharding import param_shardings
 from eagle3_jax.models.config import DecoderConfig, Experts, LayerConfig
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, product
 from eagle3_jax.models.mixture import Stack, in_runs, mixture, of_all, of_chosen
 from eagle3_jax.models.quantised import LAYER, Fp8Kernel, eight_bit_shapes, quantise
 from eagle3_jax.models.routers import Routing
-from eagle3_jax.sharding import param_shardings
 from eagle3_jax.topology import Chain, DynamicTree
 
 PROMPTS = ([1, 17, 5, 42], [9, 3])

@@ -21,9 +21,9 @@ import eagle3_jax as e3
 from eagle3_jax.conversion.tensors import read_tensors
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, RopeConfig, uniform
 from eagle3_jax.models.layers import FLOAT32, MIXED, embed, product, product_by_table
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.models.quantised import Int8Kernel, int8_product, quantise_int8
 from eagle3_jax.topology import Chain, DynamicTree
+from eagle3_jax.tree import causal_mask
 
 PROMPTS = ([1, 17, 5, 42], [9, 3])
 

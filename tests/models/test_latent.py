@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from eagle3_jax import LoadedTarget, SpeculativeDecoder
 from eagle3_jax.cache import Cache
+from eagle3_jax.devices.sharding import MESH_AXES, param_shardings, row_shardings
 from eagle3_jax.models.config import GatedMLP, Latent, RopeConfig, uniform
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import bind, init_params
@@ -26,7 +27,6 @@ from eagle3_jax.models.latent_keys import LatentKeys
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, cast
 from eagle3_jax.models.memory import BlockMemory, CacheMemory, cache_mask
 from eagle3_jax.models.rope import inverse_frequencies
-from eagle3_jax.sharding import MESH_AXES, param_shardings, row_shardings
 
 WIDTH = 16
 FED = 6

@@ -14,7 +14,8 @@ from eagle3_jax.cache import Cache, KeyValue, KeyValues
 from eagle3_jax.models.attention import Segment, attention
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, LayerConfig
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, _normalise_by_sum, embed, normalised
-from eagle3_jax.models.memory import CacheMemory, causal_mask, memories
+from eagle3_jax.models.memory import CacheMemory, memories
+from eagle3_jax.tree import causal_mask
 
 BATCH = 2
 FED = 3

@@ -11,8 +11,8 @@ import tiny
 from jax.sharding import AbstractMesh
 from test_mesh import asked
 
+from eagle3_jax.devices.sharding import MESH_AXES, param_shardings
 from eagle3_jax.models.config import Experts
-from eagle3_jax.sharding import MESH_AXES, param_shardings
 
 SCRIPT = "on_a_mesh_families.py"
 KINDS = ("experts", "latent attention", "recurrent layers")

@@ -20,8 +20,9 @@ from eagle3_jax.models.config import (  # noqa: E402
     QueryScaling,
 )
 from eagle3_jax.models.layers import RMSNorm  # noqa: E402
-from eagle3_jax.models.memory import BlockMemory, Span, cache_mask, causal_mask, memories  # noqa: E402
+from eagle3_jax.models.memory import BlockMemory, Span, cache_mask, memories  # noqa: E402
 from eagle3_jax.models.rope import scale_queries  # noqa: E402
+from eagle3_jax.tree import causal_mask  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -14,8 +14,8 @@ from eagle3_jax import cache as caches
 from eagle3_jax import loop as loops
 from eagle3_jax.cache import KeyValue, KeyValues
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.topology import Chain, DynamicTree
+from eagle3_jax.tree import causal_mask
 
 pytestmark = pytest.mark.bits
 

@@ -26,7 +26,7 @@ from families import BASE, LLAMAS, RECIPES, WRAPPED, Recipe, build, eager
 import eagle3_jax as e3
 from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError
-from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.tree import causal_mask
 
 pytestmark = pytest.mark.torch
 

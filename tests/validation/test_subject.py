@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax.engines.memory import SHARE_OF_JAX, SHARE_OF_VLLM
+from eagle3_jax.files.prompts import shipped
 from eagle3_jax.load import bundled
 from eagle3_jax.models.config import usual_head
-from eagle3_jax.prompts import shipped
 from eagle3_jax.theory.accelerators import accelerator_named
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import Deployment, memory_plan

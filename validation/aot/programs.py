@@ -16,6 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, SingleDeviceShardin
 
 from eagle3_jax import loop as loops
 from eagle3_jax.bench.random_models import shape_name, shape_named
+from eagle3_jax.devices.sharding import make_mesh, param_shardings, parse_mesh, row_shardings
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.load import precision_named
@@ -26,7 +27,6 @@ from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import Precision, stored_type
 from eagle3_jax.models.quantised import WEIGHTS, eight_bit_shapes
 from eagle3_jax.sampling import row_keys
-from eagle3_jax.sharding import make_mesh, param_shardings, parse_mesh, row_shardings
 from eagle3_jax.topology import Chain, DynamicTree
 from eagle3_jax.types import SamplingMode, SamplingParams
 from validation.aot.facts import Part, parts_of

@@ -7,6 +7,7 @@ device, and it derives from the shardings of their arguments what is computed wh
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,8 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-
-from eagle3_jax.uploading import put_shards
 
 DATA = "data"
 MODEL = "model"
@@ -267,3 +266,41 @@ def to_host(tree: Any) -> Any:
     return jax.device_get(
         jax.tree.map(lambda leaf: multihost_utils.process_allgather(leaf, tiled=True) if split(leaf) else leaf, tree)
     )
+
+
+def put_shards(leaf: Any, dtype: Any, sharding: NamedSharding) -> jax.Array:
+    """Copies a host array to devices in another dtype; only the shard of a device is converted for it.
+
+    Args:
+        leaf: A numpy array. Only those parts of a mapped file are read that a device of this process gets.
+        dtype: Dtype on the devices.
+        sharding: The devices and their shards.
+    """
+    indices = sharding.addressable_devices_indices_map(leaf.shape)
+    shards = [put_array(np.asarray(leaf[index]), dtype, device) for device, index in indices.items()]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
+
+
+def put_array(leaf: np.ndarray, dtype: Any, device: jax.Device | None = None) -> jax.Array:
+    """Copies a host array to a device in another dtype.
+
+    Args:
+        leaf: A numpy array.
+        dtype: Dtype on the device.
+        device: Default: the default device of JAX.
+    """
+    if jax.default_backend() == "cpu":
+        # JAX would not copy an array in order at all, and its memory may be that of a file.
+        return jax.device_put(leaf.astype(dtype, copy=leaf.flags.c_contiguous), device)
+    if jnp.dtype(dtype).itemsize < leaf.dtype.itemsize:
+        leaf = leaf.astype(dtype)  # fewer bytes to copy
+    order = np.argsort(np.negative(leaf.strides), kind="stable")
+    stored = jax.device_put(leaf.transpose(order), device)
+    back = tuple(np.argsort(order).tolist())
+    done = back == tuple(range(leaf.ndim)) and stored.dtype == dtype
+    return stored if done else _in_order(stored, back, jnp.dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _in_order(stored: jax.Array, order: tuple[int, ...], dtype: Any) -> jax.Array:
+    return stored.transpose(order).astype(dtype)

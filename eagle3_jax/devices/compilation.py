@@ -7,8 +7,7 @@ import os
 import warnings
 from pathlib import Path
 
-from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.writing import cache_directory
+from eagle3_jax.files.writing import cache_directory
 
 # Room for thousands of programs of the shipped pair, or hundreds of large models with their GPU kernels.
 MOST_BYTES = 2 * 2**30
@@ -18,8 +17,11 @@ def keep_compiled_programs(directory: str | None) -> None:
     """Lets JAX keep the programs that it compiles, and reuse those that earlier commands compiled.
 
     Args:
-        directory: From ``--compilation-cache``: a directory, ``none``, or ``None`` for the user's cache directory,
+        directory: A directory, ``none``, or ``None`` for the user's cache directory,
             unless JAX has been given a directory in its own way.
+
+    Raises:
+        ValueError: The directory cannot be written.
     """
     import jax
 
@@ -32,13 +34,13 @@ def keep_compiled_programs(directory: str | None) -> None:
     if folder is None:
         return
     if directory == "":
-        raise Misuse("--compilation-cache is empty; give a directory or 'none'")
+        raise ValueError("--compilation-cache is empty; give a directory or 'none'")
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         if directory is None:
             return
-        raise Misuse(f"--compilation-cache {directory}: cannot be written; give another directory or 'none'")
+        raise ValueError(f"--compilation-cache {directory}: cannot be written; give another directory or 'none'")
     # A damaged entry is compiled again; the user can do nothing about it.
     warnings.filterwarnings("ignore", message=".*persistent compilation cache")
     if jax.config.jax_compilation_cache_max_size == -1:  # type: ignore[attr-defined]

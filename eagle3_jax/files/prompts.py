@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3_jax.chat_template import Messages, check_messages
-from eagle3_jax.jsonl import JsonRow, read_rows, shown
-from eagle3_jax.sources import bundled
+from eagle3_jax.chat.template import Messages, check_messages
+from eagle3_jax.files.jsonl import JsonRow, read_rows, shown
+from eagle3_jax.files.sources import bundled
 
 if TYPE_CHECKING:
     from eagle3_jax.decode import LoadedTarget
@@ -78,7 +78,7 @@ def read_prompts(path: Path, target: LoadedTarget, *, max_new_tokens: int, lengt
     Raises:
         ValueError: A line is malformed, or its prompt leaves no room in the target's context; one line says which.
     """
-    from eagle3_jax.chat import apply_chat_template
+    from eagle3_jax.chat.conversation import apply_chat_template
     from eagle3_jax.decode import SpeculativeDecoder
 
     encode = SpeculativeDecoder(target).encode

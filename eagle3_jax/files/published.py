@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-from eagle3_jax.writing import WriteError, cache_directory, whole_directory
+from eagle3_jax.files.writing import WriteError, cache_directory, whole_directory
 
 
 class Published(NamedTuple):

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eagle3_jax.decode import Prompt, SpeculativeDecoder
+from eagle3_jax.devices.sharding import to_host
 from eagle3_jax.results import GenerationResult
-from eagle3_jax.sharding import to_host
 from eagle3_jax.state import Round
 from eagle3_jax.types import SamplingParams
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from eagle3_jax.jsonl import shown
+from eagle3_jax.files.jsonl import shown
 
 ROLES = ("system", "user", "assistant")
 Messages = Sequence[Mapping[str, str]]

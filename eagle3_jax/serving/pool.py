@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from eagle3_jax import loop as loops
 from eagle3_jax.checks import check_mode, sampling_mode_of
 from eagle3_jax.decode import SpeculativeDecoder, padded_prompt
-from eagle3_jax.sharding import to_host
+from eagle3_jax.devices.sharding import to_host
 from eagle3_jax.state import GenerationState
 from eagle3_jax.types import FinishReason, SamplingMode, SamplingParams
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 from jax import lax
 
-from eagle3_jax.sharding import DATA
+from eagle3_jax.devices.sharding import DATA
 
 In = TypeVar("In")
 Out = TypeVar("Out")

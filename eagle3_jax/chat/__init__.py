@@ -1,0 +1,1 @@
+"""Chats with a target: its template, and a conversation that remembers its turns."""

@@ -1,0 +1,1 @@
+"""Files and names: prompts, JSON lines, places of checkpoints, and writing."""

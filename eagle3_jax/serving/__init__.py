@@ -1,0 +1,1 @@
+"""Requests that share the rows of a running batch."""
