@@ -9,6 +9,7 @@ posterior evaluation on deterministic trees (Li et al., 2024).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from eagle3_jax.devices.kernels import entry_of_rows, indices
 from eagle3_jax.sampling import argmax, draw, num_digits, probabilities, residual, uniforms
 from eagle3_jax.tree import ancestor_mask, depths
 from eagle3_jax.types import Draft, SamplingMode, SamplingParams, Verdict
@@ -25,13 +27,23 @@ from eagle3_jax.types import Draft, SamplingMode, SamplingParams, Verdict
 def verification_uniforms(
     keys: Key[Array, " B"], num_nodes: int, vocab_size: int
 ) -> tuple[Float[Array, "B N"], Float[Array, "B U"]]:
-    """The uniforms ``accept`` and ``choose`` of :func:`verify`, from one key per row."""
-    dice = uniforms(keys, num_nodes + num_digits(vocab_size))
-    return dice[:, :num_nodes], dice[:, num_nodes:]
+    """Returns the uniforms ``accept`` and ``choose`` of :func:`verify`, from one key per row."""
+    count = num_nodes + num_digits(vocab_size)
+    dice = uniforms(keys, count)
+    accept = dice[:, :num_nodes]
+    choose = dice[:, num_nodes:]
+    return accept, choose
 
 
 class _Walk(NamedTuple):
-    """The state of one row's walk: the node ``current``, and ``p``, what is left of the target's distribution there."""
+    """The state of one row's walk.
+
+    Attributes:
+        current: The last accepted node.
+        p: The target's distribution after it, without the mass of the children that were rejected.
+        path: ``[G]``, accepted nodes, -1 padded.
+        count: Number of accepted nodes.
+    """
 
     current: Int[Array, ""]
     p: Float[Array, " V"]
@@ -51,42 +63,57 @@ def verify(
 
     At node ``current`` with distribution ``p``, each valid child ``x`` sampled from ``q`` is accepted if
     ``u · q(x) < p(x)``. A rejection replaces ``p`` by the normalized ``max(p - q, 0)``. When no child is left, the next
-    token is drawn from what ``p`` has become. Without ``probs`` every ``q`` is a point mass: :func:`verify_points`.
+    token is sampled from what ``p`` has become. Without ``probs`` every ``q`` is a point mass: :func:`verify_points`.
 
     Args:
         draft: The proposal; nodes in topological order.
         target_probs: The target's distribution after each node, after temperature, top-k and top-p.
         accept: Uniforms in [0, 1), one per node.
-        choose: Uniforms in [0, 1) that draw the next token; :func:`~eagle3_jax.sampling.draw` says how many.
+        choose: ``[B U]`` uniforms in [0, 1) that sample the next token, for ``U = num_digits(V)``.
         max_depth: ``G``, longest path below the root.
     """
     if draft.probs is None:
         return verify_points(draft, target_probs, accept=accept, choose=choose, max_depth=max_depth)
 
-    def row(
-        draft: Draft, probs: Float[Array, "N V"], accept: Float[Array, " N"], choose: Float[Array, " U"]
-    ) -> Verdict:
-        def visit(walk: _Walk, node: Int[Array, ""]) -> tuple[_Walk, None]:
-            token = draft.tokens[node]
-            q = draft.probs[node]  # type: ignore[index]
-            rest, mass = residual(walk.p, q)
-            child = draft.valid[node] & (draft.parents[node] == walk.current)
-            # The comparison is strict, so a token without target mass is never taken. If rounding leaves no residual
-            # mass, there is nothing else to emit, and the token is taken.
-            fits = (accept[node] * q[token] < walk.p[token]) | ((mass <= 0) & (walk.p[token] > 0))
-            taken = child & fits
-            return _Walk(
-                current=jnp.where(taken, node, walk.current),
-                p=jnp.where(taken, probs[node], jnp.where(child, rest, walk.p)),
-                path=jnp.where(taken, walk.path.at[walk.count].set(node, mode="drop"), walk.path),
-                count=walk.count + taken.astype(jnp.int32),
-            ), None
+    walk = functools.partial(_walk, max_depth=max_depth)
+    return jax.vmap(walk)(draft, target_probs, accept, choose)
 
-        start = _Walk(jnp.int32(0), probs[0], jnp.full((max_depth,), -1, jnp.int32), jnp.int32(0))
-        walk, _ = lax.scan(visit, start, jnp.arange(1, probs.shape[0], dtype=jnp.int32))
-        return Verdict(path=walk.path, num_accepted=walk.count, next_token=draw(walk.p, choose))
 
-    return jax.vmap(row)(draft, target_probs, accept, choose)
+def _walk(
+    draft: Draft,
+    target_probs: Float[Array, "N V"],
+    accept: Float[Array, " N"],
+    choose: Float[Array, " U"],
+    *,
+    max_depth: int,
+) -> Verdict:
+    """Verifies the draft of one row; see :func:`verify`."""
+
+    def visit(walk: _Walk, node: Int[Array, ""]) -> tuple[_Walk, None]:
+        token = draft.tokens[node]
+        q = draft.probs[node]  # type: ignore[index]
+        rejected_p, mass = residual(walk.p, q)
+        is_child = draft.valid[node] & (draft.parents[node] == walk.current)
+        # The comparison is strict, so a token without target mass is never taken.
+        passes = accept[node] * q[token] < walk.p[token]
+        # If rounding leaves no residual mass, there is nothing else to emit, and the token is taken.
+        is_only_choice = (mass <= 0) & (walk.p[token] > 0)
+        taken = is_child & (passes | is_only_choice)
+        current = jnp.where(taken, node, walk.current)
+        p_at_node = target_probs[node]
+        p_at_current = jnp.where(is_child, rejected_p, walk.p)
+        p = jnp.where(taken, p_at_node, p_at_current)
+        longer_path = walk.path.at[walk.count].set(node, mode="drop")
+        path = jnp.where(taken, longer_path, walk.path)
+        count = walk.count + taken.astype(jnp.int32)
+        return _Walk(current, p, path, count), None
+
+    empty_path = jnp.full((max_depth,), -1, jnp.int32)
+    start = _Walk(jnp.int32(0), target_probs[0], empty_path, jnp.int32(0))
+    nodes = jnp.arange(1, target_probs.shape[0], dtype=jnp.int32)
+    walk, _ = lax.scan(visit, start, nodes)
+    next_token = draw(walk.p, choose)
+    return Verdict(path=walk.path, num_accepted=walk.count, next_token=next_token)
 
 
 def verify_greedy(draft: Draft, target_tokens: Int[Array, "B N"], *, max_depth: int) -> Verdict:
@@ -98,9 +125,11 @@ def verify_greedy(draft: Draft, target_tokens: Int[Array, "B N"], *, max_depth: 
         target_tokens: The target's argmax after each node.
         max_depth: ``G``, longest path below the root.
     """
-    wanted = jnp.take_along_axis(target_tokens, jnp.maximum(draft.parents, 0), axis=1)
-    path, count, last = follow_accepted(draft, draft.tokens == wanted, max_depth)
-    return Verdict(path=path, num_accepted=count, next_token=jnp.take_along_axis(target_tokens, last[:, None], 1)[:, 0])
+    parents = jnp.maximum(draft.parents, 0)
+    expected = jnp.take_along_axis(target_tokens, parents, axis=1)
+    path, count, last = follow_accepted(draft, draft.tokens == expected, max_depth)
+    next_token = jnp.take_along_axis(target_tokens, last[:, None], 1)[:, 0]
+    return Verdict(path=path, num_accepted=count, next_token=next_token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +170,7 @@ def verify_points(
     choose: Float[Array, "B U"],
     max_depth: int,
 ) -> Verdict:
-    """:func:`eagle3_jax.verify` for proposals that are point masses, without a walk from node to node.
+    """Verifies a draft of point masses as :func:`eagle3_jax.verify` does, without a walk from node to node.
 
     A rejected point mass removes its own token from ``p`` and nothing else. Whether a node is accepted once the walk is
     at its parent therefore depends only on its elder siblings: ``u · (1 - Σ p(x_elder)) < p(x)``.
@@ -149,22 +178,27 @@ def verify_points(
     The arguments are those of :func:`eagle3_jax.verify`; the draft's ``probs`` are not read.
     """
     vocab_size = target_probs.shape[-1]
-    pick = jax.vmap(lambda probs, parents, tokens: probs[jnp.maximum(parents, 0), tokens])
-    without = jax.vmap(lambda p, tokens: p.at[tokens].set(0.0, mode="drop"))
-    # A token that an elder sibling has proposed has no mass left.
-    elder = _elder_siblings(draft) & draft.valid[:, None, :]
-    again = jnp.any(elder & (draft.tokens[:, :, None] == draft.tokens[:, None, :]), axis=-1)
-    p = jnp.where(again, 0.0, pick(target_probs, draft.parents, draft.tokens))
+    at_parents = jax.vmap(lambda probs, parents, tokens: probs[jnp.maximum(parents, 0), tokens])
+    remove = jax.vmap(lambda p, tokens: p.at[tokens].set(0.0, mode="drop"))
+    elders = _elder_siblings(draft) & draft.valid[:, None, :]
+    same_token = draft.tokens[:, :, None] == draft.tokens[:, None, :]
+    is_repeated = jnp.any(elders & same_token, axis=-1)
+    p = at_parents(target_probs, draft.parents, draft.tokens)
+    p = jnp.where(is_repeated, 0.0, p)  # a token that an elder sibling has proposed has no mass left
+    p_of_elders = jnp.where(elders, p[:, None, :], 0.0)
+    remaining_mass = 1.0 - jnp.sum(p_of_elders, axis=-1)
     # By rounding, elder siblings can add up to more than one. So a token without mass is rejected explicitly.
-    left = 1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)
-    path, count, last = follow_accepted(draft, (p > 0) & (accept * left < p), max_depth)
+    accepted = (p > 0) & (accept * remaining_mass < p)
+    path, count, last = follow_accepted(draft, accepted, max_depth)
 
-    refused = draft.valid & (draft.parents == last[:, None])
-    whole = jnp.take_along_axis(target_probs, last[:, None, None], axis=1)[:, 0]
-    rest = without(whole, jnp.where(refused, draft.tokens, vocab_size))
-    # Only rounding can leave no mass at all. Then any token with mass may be drawn.
-    rest = jnp.where(jnp.sum(rest, axis=-1, keepdims=True) > 0, rest, whole)
-    return Verdict(path=path, num_accepted=count, next_token=draw(rest, choose))
+    is_rejected = draft.valid & (draft.parents == last[:, None])
+    p_after_path = entry_of_rows(target_probs, last)
+    rejected_tokens = jnp.where(is_rejected, draft.tokens, vocab_size)
+    p_after_rejections = remove(p_after_path, rejected_tokens)
+    # Only rounding can leave no mass at all. Then any token with mass may be sampled.
+    has_mass = jnp.sum(p_after_rejections, axis=-1, keepdims=True) > 0
+    p_next = jnp.where(has_mass, p_after_rejections, p_after_path)
+    return Verdict(path=path, num_accepted=count, next_token=draw(p_next, choose))
 
 
 def follow_accepted(
@@ -178,33 +212,41 @@ def follow_accepted(
     Returns:
         The path below the root, -1 padded; its length; the node where it ends.
     """
-    node = jnp.arange(draft.parents.shape[1], dtype=jnp.int32)
+    node = indices(draft.parents.shape[1])
     taken = taken & draft.valid & (draft.parents >= 0)
-    first = taken & ~jnp.any(_elder_siblings(draft) & taken[:, None, :], axis=-1)
-    above = ancestor_mask(draft.parents, max_depth)
-    on_path = above[:, :, 0] & jnp.all(first[:, None, :] | (node == 0)[None, None] | ~above, axis=-1)
-    path, count = path_of(on_path, above, max_depth)
-    return path, count, jnp.max(jnp.where(on_path, node, 0), axis=-1)
+    taken_elders = _elder_siblings(draft) & taken[:, None, :]
+    is_first = taken & ~jnp.any(taken_elders, axis=-1)
+    ancestors = ancestor_mask(draft.parents, max_depth)
+    reaches_root = ancestors[:, :, 0]
+    passes = is_first[:, None, :] | (node == 0)[None, None] | ~ancestors
+    on_path = reaches_root & jnp.all(passes, axis=-1)
+    path, count = path_of(on_path, ancestors, max_depth)
+    last = jnp.max(jnp.where(on_path, node, 0), axis=-1)
+    return path, count, last
 
 
 def path_of(
-    on_path: Bool[Array, "B N"], above: Bool[Array, "B N N"], max_depth: int
+    on_path: Bool[Array, "B N"], ancestors: Bool[Array, "B N N"], max_depth: int
 ) -> tuple[Int[Array, "B G"], Int[Array, " B"]]:
     """Lists the nodes of one path in order, -1 padded, and counts those below the root.
 
     Args:
-        on_path: The nodes of the path, including the root.
-        above: The ancestors of each node, including itself.
+        on_path: ``[B N]``, whether each node is on the path; the root is.
+        ancestors: ``[B N N]``, the ancestors of each node, including itself.
         max_depth: ``G``, longest path below the root.
     """
-    node = jnp.arange(on_path.shape[1], dtype=jnp.int32)
-    level = jnp.where(on_path, depths(above), 0)
-    reached = level[:, None, :] == jnp.arange(1, max_depth + 1, dtype=jnp.int32)[:, None][None]
-    path = jnp.max(jnp.where(reached, node, -1), axis=-1)
-    return path, jnp.sum(path >= 0, axis=-1, dtype=jnp.int32)
+    node = indices(on_path.shape[1])
+    level_of_node = jnp.where(on_path, depths(ancestors), 0)[:, None, :]
+    level = jnp.arange(1, max_depth + 1, dtype=jnp.int32)[:, None]
+    is_at_level = level_of_node == level[None]
+    path = jnp.max(jnp.where(is_at_level, node, -1), axis=-1)
+    count = jnp.sum(path >= 0, axis=-1, dtype=jnp.int32)
+    return path, count
 
 
 def _elder_siblings(draft: Draft) -> Bool[Array, "B N N"]:
     """``[b, n, m]``: node ``m`` has the same parent as node ``n`` and a lower number."""
-    node = jnp.arange(draft.parents.shape[1], dtype=jnp.int32)
-    return (draft.parents[:, :, None] == draft.parents[:, None, :]) & (node[None, :] < node[:, None])[None]
+    node = indices(draft.parents.shape[1])
+    same_parent = draft.parents[:, :, None] == draft.parents[:, None, :]
+    is_lower = node[None, :] < node[:, None]
+    return same_parent & is_lower[None]

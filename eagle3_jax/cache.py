@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from eagle3_jax.devices.kernels import gather_tokens, scatter_tokens
+from eagle3_jax.devices.kernels import gather_tokens, indices, scatter_tokens
 from eagle3_jax.devices.sharding import HEADS, ROWS
 
 
@@ -60,12 +60,13 @@ class Cache(struct.PyTreeNode, kw_only=True):
 
     @classmethod
     def of(cls, layers: tuple[LayerCache, ...], *, batch: int) -> Cache:
-        """An empty cache of empty layers."""
+        """Returns an empty cache of empty layers."""
         return cls(layers=layers, length=jnp.zeros((batch,), jnp.int32))
 
     def fill(self, written: tuple[Any, ...], count: Int[Array, " B"]) -> Cache:
         """Fills an empty cache from a prefill of ``count`` real tokens per row."""
-        layers = tuple(layer.fill(one, count) for layer, one in zip(self.layers, written, strict=True))
+        pairs = zip(self.layers, written, strict=True)
+        layers = tuple(layer.fill(prompt, count) for layer, prompt in pairs)
         return Cache(layers=layers, length=self.length + count)
 
     def commit(
@@ -78,9 +79,8 @@ class Cache(struct.PyTreeNode, kw_only=True):
             count: ``[B]``, number of tokens to commit; 0 leaves a row unchanged.
             nodes: ``[B T]``, index in the block of the first, second, ... token to commit; ``None`` for block order.
         """
-        layers = tuple(
-            layer.commit(one, self.length, count, nodes) for layer, one in zip(self.layers, written, strict=True)
-        )
+        pairs = zip(self.layers, written, strict=True)
+        layers = tuple(layer.commit(block, self.length, count, nodes) for layer, block in pairs)
         return Cache(layers=layers, length=self.length + count)
 
 
@@ -125,9 +125,11 @@ class KeyValues(struct.PyTreeNode, kw_only=True):
         dtype: DTypeLike,
         value_dim: int | None = None,
     ) -> KeyValues:
-        """An empty cache of zeros. Uninitialized memory would not do: NaN times a masked weight of 0 is NaN."""
+        """Returns an empty cache of zeros. Zeros are needed, because NaN times a masked weight of 0 is NaN."""
         shape = (batch, num_kv_heads, capacity)
-        return cls(keys=jnp.zeros((*shape, head_dim), dtype), values=jnp.zeros((*shape, value_dim or head_dim), dtype))
+        keys = jnp.zeros((*shape, head_dim), dtype)
+        values = jnp.zeros((*shape, value_dim or head_dim), dtype)
+        return cls(keys=keys, values=values)
 
     @property
     def capacity(self) -> int:
@@ -139,11 +141,14 @@ class KeyValues(struct.PyTreeNode, kw_only=True):
 
         Tokens past the capacity are dropped. (A clamped write would overwrite committed slots instead.)
         """
-        return KeyValue(write_block(self.keys, block.keys, length), write_block(self.values, block.values, length))
+        keys = write_block(self.keys, block.keys, length)
+        values = write_block(self.values, block.values, length)
+        return KeyValue(keys, values)
 
     def fill(self, written: KeyValue, count: Int[Array, " B"]) -> KeyValues:
         """See :class:`LayerCache`; ``written`` holds the keys and values of the block."""
-        return KeyValues(**self.write(written, jnp.zeros_like(count))._asdict())
+        keys, values = self.write(written, jnp.zeros_like(count))
+        return KeyValues(keys=keys, values=values)
 
     def commit(
         self,
@@ -161,7 +166,8 @@ def write_block(
     buffer: Float[Array, "B C S H"], block: Float[Array, "B C T H"], length: Int[Array, " B"]
 ) -> Float[Array, "B C S H"]:
     """Writes a block after the committed slots of each row."""
-    return scatter_tokens(buffer, length[:, None] + jnp.arange(block.shape[2], dtype=jnp.int32)[None, :], block)
+    slots = length[:, None] + indices(block.shape[2])[None, :]
+    return scatter_tokens(buffer, slots, block)
 
 
 def compact_accepted(
@@ -171,8 +177,10 @@ def compact_accepted(
     if nodes is None:
         return buffer
     capacity = buffer.shape[2]
-    step = jnp.arange(nodes.shape[1], dtype=jnp.int32)[None, :]
-    # Rejected tokens go to slots beyond the capacity, each to its own: scattered indices must be unique.
-    slots = jnp.where(step < count[:, None], length[:, None] + step, capacity + step)
+    step = indices(nodes.shape[1])[None, :]
+    is_accepted = step < count[:, None]
+    # Rejected tokens go to slots beyond the capacity, each to another: scattered indices must be unique.
+    slots = jnp.where(is_accepted, length[:, None] + step, capacity + step)
     source = jnp.minimum(length[:, None] + nodes, capacity - 1)
-    return scatter_tokens(buffer, slots, gather_tokens(buffer, source))
+    accepted = gather_tokens(buffer, source)
+    return scatter_tokens(buffer, slots, accepted)

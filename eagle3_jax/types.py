@@ -135,7 +135,7 @@ class DraftSampling(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> DraftSampling:
-        raise ValueError(f"draft_sampling is {value!r}; expected {' or '.join(repr(one.value) for one in cls)}")
+        raise ValueError(f"draft_sampling is {value!r}; expected {' or '.join(repr(member.value) for member in cls)}")
 
 
 class SamplingParams(struct.PyTreeNode, kw_only=True):
@@ -219,7 +219,7 @@ class Verifier(Protocol):
 
     @property
     def lossless(self) -> bool:
-        """Whether the output follows the target's distribution exactly. Results and reports repeat it."""
+        """Whether the output follows the target's distribution exactly. Results and reports include it."""
         ...
 
     def __call__(

@@ -199,3 +199,14 @@ def _sum_in_order(x: Float[Array, "*rows D"]) -> Float[Array, "*rows 1"]:
         half = lanes.shape[-1] // 2
         lanes = lanes[..., :half] + lanes[..., half:]
     return lanes
+
+
+def indices(count: int) -> Int[Array, " count"]:
+    """Returns ``0, 1, ... count - 1`` in 32 bits, also where JAX is set to 64 bits."""
+    return jnp.arange(count, dtype=jnp.int32)
+
+
+def entry_of_rows(values: Array, index: Int[Array, " B"]) -> Array:
+    """Returns the entry ``[B ...]`` of each row of ``values [B T ...]`` at ``index``."""
+    broadcast = jnp.expand_dims(index, tuple(range(1, values.ndim)))
+    return jnp.take_along_axis(values, broadcast, axis=1)[:, 0]
