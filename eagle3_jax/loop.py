@@ -21,6 +21,7 @@ from eagle3_jax.checks import (
     require_verdict,
 )
 from eagle3_jax.devices.groups import map_groups, rows_per_group
+from eagle3_jax.devices.kernels import entry_of_rows, indices
 from eagle3_jax.devices.sharding import on_rows
 from eagle3_jax.sampling import argmax, draw, keys_at, largest, num_digits, probabilities, uniforms
 from eagle3_jax.state import GenerationState, LoopParams, Outcome, Prompts, Round
@@ -45,7 +46,7 @@ _VERIFY = 1
 
 @dataclasses.dataclass(frozen=True)
 class SpeculativeLoop:
-    """A target, a drafter and an acceptance rule. It is hashable, and the static argument of the compiled functions.
+    """A target, a drafter and an acceptance rule. It is hashable: compiled functions take it as a static argument.
 
     Attributes:
         target: The model whose output distribution is preserved.
@@ -69,11 +70,11 @@ class SpeculativeLoop:
 
     @property
     def is_chain(self) -> bool:
-        """Whether the drafter declares that its drafts never branch. Masks, depths and commits are then in order."""
+        """Whether the drafter declares that its drafts never branch. Nodes are then in the order of the text."""
         return declares_chain(self.drafter)
 
     def at(self, state: GenerationState) -> SpeculativeLoop:
-        """The loop for the next round of a state, chosen by the host. A loop with stages overrides this."""
+        """Returns the loop for the next round of a state, chosen by the host. A loop with stages overrides this."""
         del state
         return self
 
@@ -85,45 +86,45 @@ class SpeculativeLoop:
             prompts: The batch. Many long prompts are run a few at a time, to bound the memory.
             capacity: ``S``, slots per row; ``limit + num_nodes`` never loses a node.
         """
-        size = rows_per_group(prompts.tokens.shape[0], prompts.tokens.shape[1], capacity)
-        return on_rows(map_groups(lambda rows: self._prefill(params, rows, capacity), prompts, size))
+        batch, longest = prompts.tokens.shape
+        size = rows_per_group(batch, longest, capacity)
+        prefill_group = lambda rows: self._prefill(params, rows, capacity)
+        return on_rows(map_groups(prefill_group, prompts, size))
 
     def _prefill(self, params: LoopParams, prompts: Prompts, capacity: int) -> GenerationState:
-        """:meth:`prefill` of rows that are run together."""
-        batch, fed = prompts.tokens.shape
-        positions = jnp.broadcast_to(jnp.arange(fed, dtype=jnp.int32), (batch, fed))
+        """Prefills rows that run together; see :meth:`prefill`."""
+        batch, longest = prompts.tokens.shape
+        positions = jnp.broadcast_to(indices(longest), (batch, longest))
         output = self.target(
             params.target,
             prompts.tokens,
             positions,
-            causal_mask(fed),
+            causal_mask(longest),
             aux_layers=self.drafter.aux_layers,
             length=prompts.length,
         )
-        last = jnp.take_along_axis(output.final, (prompts.length - 1)[:, None, None], axis=1)
-        logits = self.target.unembed(params.target, last)
-        if self.sampling_mode is SamplingMode.GREEDY:
-            first = argmax(logits[:, 0])
-        else:
-            probs = probabilities(logits, prompts.sampling, self.sampling_mode)[:, 0]
-            keys = keys_at(prompts.keys, prompts.length, _VERIFY)
-            first = draw(probs, uniforms(keys, num_digits(probs.shape[-1])))
+        last = (prompts.length - 1)[:, None, None]
+        final = jnp.take_along_axis(output.final, last, axis=1)
+        logits = self.target.unembed(params.target, final)
+        first = self._choose_first(prompts, logits)
 
-        cache = self.target.init_cache(batch, capacity).fill(output.written, prompts.length)
+        empty_cache = self.target.init_cache(batch, capacity)
+        cache = empty_cache.fill(output.written, prompts.length)
         seen = Observation(tokens=prompts.tokens, features=output.features, length=prompts.length, next_token=first)
+        empty_state = self.drafter.init(params.drafter, batch, capacity)
+        require_rows(self.drafter, empty_state, batch)
         # Without the barrier XLA spends seconds of compilation on folding attention over an empty cache.
-        fresh = self.drafter.init(params.drafter, batch, capacity)
-        require_rows(self.drafter, fresh, batch)
-        drafter = lax.optimization_barrier(fresh)
-        tokens = jnp.zeros((batch, capacity), jnp.int32).at[:, :fed].set(prompts.tokens)
-        empty = jnp.zeros((batch,), jnp.int32)
+        drafter = lax.optimization_barrier(empty_state)
+        slots = jnp.zeros((batch, capacity), jnp.int32)
+        tokens = slots.at[:, :longest].set(prompts.tokens)
+        running = jnp.zeros((batch,), jnp.int32)
         state = GenerationState(
             tokens=tokens,
             length=prompts.length,
             limit=prompts.limit,
             limit_reason=prompts.limit_reason,
             stop_tokens=prompts.stop_tokens,
-            finish=empty,
+            finish=running,
             cache=cache,
             drafter=self._observe(params, drafter, seen),
             sampling=prompts.sampling,
@@ -132,16 +133,27 @@ class SpeculativeLoop:
             logprobs=None if prompts.logprobs is None else LogProbs.zeros(batch, capacity, prompts.logprobs),
         )
         broken = ~_has_distribution(logits)[:, 0]
-        return self._emit(state, first[:, None], jnp.where(broken, 0, 1).astype(jnp.int32), broken, logits)
+        emitted = first[:, None]
+        count = jnp.where(broken, 0, 1).astype(jnp.int32)
+        return self._emit(state, emitted, count, broken, logits)
+
+    def _choose_first(self, prompts: Prompts, logits: Float[Array, "B 1 V"]) -> Int[Array, " B"]:
+        """Returns the first token of each row, from the logits after its prompt."""
+        if self.sampling_mode is SamplingMode.GREEDY:
+            return argmax(logits[:, 0])
+        probs = probabilities(logits, prompts.sampling, self.sampling_mode)[:, 0]
+        keys = keys_at(prompts.keys, prompts.length, _VERIFY)
+        dice = uniforms(keys, num_digits(probs.shape[-1]))
+        return draw(probs, dice)
 
     def step(self, params: LoopParams, state: GenerationState) -> Round:
-        """One round: propose, verify, commit, observe. Rows that have finished do not change."""
+        """Runs one round: propose, verify, commit, observe. Rows that have finished do not change."""
         with jax.named_scope("propose"):  # these names appear in profiles
             draft, drafter = self._propose(params, state)
         batch, num_nodes = draft.tokens.shape
         if self.is_chain:
             mask = causal_mask(num_nodes)
-            depth = jnp.broadcast_to(jnp.arange(num_nodes, dtype=jnp.int32), (batch, num_nodes))
+            depth = jnp.broadcast_to(indices(num_nodes), (batch, num_nodes))
         else:
             mask = ancestor_mask(draft.parents, self.drafter.max_depth)
             draft = drop_unreachable_nodes(draft, mask)
@@ -154,24 +166,31 @@ class SpeculativeLoop:
         with jax.named_scope("verify"):
             verdict, broken, logits = self._verify(params, state, draft, output)
 
-        # nodes[j] is the j-th node of the committed path, the root first; emitted[j] is the token after it.
-        nodes = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), jnp.maximum(verdict.path, 0)], axis=1)
-        on_path = functools.partial(take_nodes, nodes=slice(nodes.shape[1]) if self.is_chain else nodes)
+        # nodes[j] is the j-th node of the committed path, the root first.
+        root = jnp.zeros((batch, 1), jnp.int32)
+        nodes = jnp.concatenate([root, jnp.maximum(verdict.path, 0)], axis=1)
+        selection = slice(nodes.shape[1]) if self.is_chain else nodes
+        on_path = functools.partial(take_nodes, nodes=selection)
         committed = on_path(draft.tokens)
+        # emitted[j] is the token after the j-th node.
         emitted = jnp.concatenate([committed[:, 1:], verdict.next_token[:, None]], axis=1)
-        index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]
-        emitted = jnp.where(index == verdict.num_accepted[:, None], verdict.next_token[:, None], emitted)
+        index = indices(emitted.shape[1])[None, :]
+        is_last = index == verdict.num_accepted[:, None]
+        emitted = jnp.where(is_last, verdict.next_token[:, None], emitted)
 
         active = state.running
         scored = None if state.logprobs is None else on_path(logits)
         count = jnp.where(broken, verdict.num_accepted, verdict.num_accepted + 1)
         after = self._emit(state, emitted, count, broken, scored)
         count = after.length - state.length
-        newest = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+        newest = entry_of_rows(emitted, jnp.maximum(count - 1, 0))
         seen = Observation(tokens=committed, features=on_path(output.features), length=count, next_token=newest)
-        if likeliest := getattr(self.drafter, "num_likeliest", 0):
-            drafted = jnp.where(draft.valid & active[:, None], draft.tokens, -1)
-            seen = seen.replace(drafted=drafted, likeliest=lax.top_k(logits, likeliest)[1])
+        num_likeliest = getattr(self.drafter, "num_likeliest", 0)
+        if num_likeliest:
+            was_verified = draft.valid & active[:, None]
+            drafted = jnp.where(was_verified, draft.tokens, -1)
+            likeliest = lax.top_k(logits, num_likeliest)[1]
+            seen = seen.replace(drafted=drafted, likeliest=likeliest)
         with jax.named_scope("commit"):
             cache = state.cache.commit(output.written, count, None if self.is_chain else nodes)
         with jax.named_scope("observe"):
@@ -186,17 +205,22 @@ class SpeculativeLoop:
         def rounds(state: GenerationState) -> GenerationState:
             if self.rounds_per_check == 1:
                 return self.step(params, state).state
-            return lax.fori_loop(0, self.rounds_per_check, lambda _, s: self.step(params, s).state, state)
+            next_state = lambda _, state: self.step(params, state).state
+            return lax.fori_loop(0, self.rounds_per_check, next_state, state)
 
         def goes_on(state: GenerationState) -> Bool[Array, ""]:
-            return jnp.any(state.running) if more_than == 0 else jnp.sum(state.running) > more_than
+            if more_than == 0:
+                return jnp.any(state.running)
+            return jnp.sum(state.running) > more_than
 
         return lax.while_loop(goes_on, rounds, state)
 
     def generate(self, params: LoopParams, prompts: Prompts, capacity: int) -> Outcome:
-        """Prefill and all rounds, as one program."""
+        """Runs the prefill and all rounds, as one program."""
         state = self.run(params, self.prefill(params, prompts, capacity))
-        return Outcome(**{name: getattr(state, name) for name in ("tokens", "length", "finish", "stats", "logprobs")})
+        return Outcome(
+            tokens=state.tokens, length=state.length, finish=state.finish, stats=state.stats, logprobs=state.logprobs
+        )
 
     def _propose(self, params: LoopParams, state: GenerationState) -> tuple[Draft, Any]:
         """Returns the draft, sanitized, and the drafter's state after proposing."""
@@ -214,11 +238,14 @@ class SpeculativeLoop:
         draft = draft.replace(state=None)
         if self.sampling_mode is SamplingMode.GREEDY:  # verification then reads no proposal distribution
             draft = draft.replace(probs=None)
-        root = jnp.take_along_axis(state.tokens, (state.length - 1)[:, None], axis=1)[:, 0]
-        return sanitize_draft(draft, root, vocab_size=vocab_size, is_chain=self.is_chain), after
+        root = entry_of_rows(state.tokens, state.length - 1)
+        draft = sanitize_draft(draft, root, vocab_size=vocab_size, is_chain=self.is_chain)
+        return draft, after
 
     def _observe(self, params: LoopParams, state: Any, seen: Observation) -> Any:
-        return check_same_state(self.drafter, state, self.drafter.observe(params.drafter, state, seen))
+        """Returns the drafter's state after it has observed committed tokens."""
+        after = self.drafter.observe(params.drafter, state, seen)
+        return check_same_state(self.drafter, state, after)
 
     def _verify(
         self, params: LoopParams, state: GenerationState, draft: Draft, output: TargetOutput
@@ -227,14 +254,16 @@ class SpeculativeLoop:
         logits = self.target.unembed(params.target, output.final)
         known = _has_distribution(logits)
         # No rule may accept anything below a node without a distribution.
-        parent = jnp.take_along_axis(known, jnp.maximum(draft.parents, 0), axis=1) | (draft.parents < 0)
-        draft = draft.replace(valid=draft.valid & parent)
+        parents = jnp.maximum(draft.parents, 0)
+        known_at_parent = jnp.take_along_axis(known, parents, axis=1) | (draft.parents < 0)
+        draft = draft.replace(valid=draft.valid & known_at_parent)
         keys = keys_at(state.keys, state.length, _VERIFY)
         depth = self.drafter.max_depth
         verdict = self.verifier(draft, logits, state.sampling, keys, sampling_mode=self.sampling_mode, max_depth=depth)
         require_verdict(self.verifier, verdict, batch=logits.shape[0], max_depth=depth)
         last = jnp.max(verdict.path, axis=1, initial=0)  # nodes of a path ascend
-        return verdict, ~jnp.take_along_axis(known, last[:, None], axis=1)[:, 0], logits
+        broken = ~entry_of_rows(known, last)
+        return verdict, broken, logits
 
     def _emit(
         self,
@@ -246,37 +275,42 @@ class SpeculativeLoop:
     ) -> GenerationState:
         """Appends up to ``count`` tokens to active rows, and ends rows exactly at a stop token or at the limit.
 
-        A ``broken`` row ends after them, because the target has no next token. Log-probabilities are of ``logits``.
+        Args:
+            state: The state before the round.
+            emitted: ``[B T]``, the tokens that verification gives.
+            count: ``[B]``, how many of them are to be appended.
+            broken: ``[B]``, whether the row ends after them because the target has no next token.
+            logits: ``[B T V]``, the target's logits that each token was chosen by, if log-probabilities are recorded.
         """
-        index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]
-        stops = emitted[:, :, None] == state.stop_tokens[:, None, :]
-        until_stop = jnp.min(index[:, :, None], axis=(1, 2), where=stops, initial=emitted.shape[1]) + 1
+        index = indices(emitted.shape[1])[None, :]
+        is_stop = emitted[:, :, None] == state.stop_tokens[:, None, :]
+        first_stop = jnp.min(index[:, :, None], axis=(1, 2), where=is_stop, initial=emitted.shape[1])
+        until_stop = first_stop + 1
         room = state.limit - state.length
-        kept = jnp.minimum(jnp.minimum(count, until_stop), room)
-        kept = jnp.where(state.running, jnp.maximum(kept, 0), 0).astype(jnp.int32)
+        num_new = jnp.minimum(jnp.minimum(count, until_stop), room)
+        num_new = jnp.where(state.running, jnp.maximum(num_new, 0), 0).astype(jnp.int32)
 
         capacity = state.tokens.shape[1]
-        slots = jnp.where(index < kept[:, None], state.length[:, None] + index, capacity)
+        is_new = index < num_new[:, None]
+        slots = jnp.where(is_new, state.length[:, None] + index, capacity)
         # By vmap, so that a device that holds some of the rows writes only those.
         append = jax.vmap(lambda tokens, slots, new: tokens.at[slots].set(new, mode="drop"))
-        going_on = jnp.where(broken, int(FinishReason.NOT_FINITE), state.finish)
-        reason = jnp.where(
-            until_stop <= kept, int(FinishReason.STOP), jnp.where(kept >= room, state.limit_reason, going_on)
-        )
+        unlimited = jnp.where(broken, int(FinishReason.NOT_FINITE), state.finish)
+        has_stopped = until_stop <= num_new
+        reason = jnp.where(num_new >= room, state.limit_reason, unlimited)
+        reason = jnp.where(has_stopped, int(FinishReason.STOP), reason)
         logprobs = state.logprobs
         if logprobs is not None and logits is not None:
             scored = LogProbs.of(logits, emitted, logprobs.top.shape[-1])
             logprobs = jax.tree.map(lambda old, new: append(old, slots, new), logprobs, scored)
-        return state.replace(
-            tokens=append(state.tokens, slots, emitted),
-            logprobs=logprobs,
-            length=state.length + kept,
-            finish=jnp.where(state.running, reason, state.finish).astype(jnp.int32),
-        )
+        tokens = append(state.tokens, slots, emitted)
+        length = state.length + num_new
+        finish = jnp.where(state.running, reason, state.finish).astype(jnp.int32)
+        return state.replace(tokens=tokens, logprobs=logprobs, length=length, finish=finish)
 
 
 def _has_distribution(logits: Float[Array, "B N V"]) -> Bool[Array, "B N"]:
-    """Whether logits give a distribution: no NaN, and not minus infinity everywhere. The maximum shows both."""
+    """Returns whether logits give a distribution: no NaN, and not minus infinity everywhere. The maximum shows both."""
     return largest(logits).value > -jnp.inf
 
 

@@ -22,16 +22,17 @@ from eagle3_jax.types import SamplingMode, SamplingParams
 def probabilities(
     logits: Float[Array, "B N V"], sampling: SamplingParams, sampling_mode: SamplingMode = SamplingMode.TRUNCATED
 ) -> Float[Array, "B N V"]:
-    """The target's distribution after temperature, then top-k, then top-p (the order of Hugging Face), in float32.
+    """Returns the target's distribution after temperature, then top-k, then top-p, in float32.
+
+    The order is that of Hugging Face transformers.
 
     Args:
         logits: The target's logits after ``N`` tokens of each row.
         sampling: One value per row. A row of temperature 0 becomes a point mass on its argmax (lowest id in a tie).
         sampling_mode: ``TRUNCATED`` applies ``top_k`` and ``top_p``; ``TEMPERATURE`` skips their sort.
     """
-    sampling = jax.tree.map(
-        lambda value: jnp.broadcast_to(jnp.asarray(value), logits.shape[:1]), sampling
-    )  # scalars too
+    per_row = lambda value: jnp.broadcast_to(jnp.asarray(value), logits.shape[:1])
+    sampling = jax.tree.map(per_row, sampling)
     # On a mesh each device gets whole rows. Otherwise every sort, sum and draw would gather the vocabulary by itself.
     logits = on_rows(logits.astype(jnp.float32))
     temperature = jnp.asarray(sampling.temperature)[:, None, None]
@@ -39,12 +40,14 @@ def probabilities(
     value, index = largest(logits)
     best = value[..., None]
     below_best = jnp.where(logits == best, 0.0, logits - best)
-    least = jnp.finfo(jnp.float32).tiny  # the smallest divisor that is not flushed to zero
-    scaled = below_best / jnp.where(temperature > 0, jnp.maximum(temperature, least), 1.0)
+    smallest = jnp.finfo(jnp.float32).tiny  # a smaller divisor would be flushed to zero
+    divisor = jnp.where(temperature > 0, jnp.maximum(temperature, smallest), 1.0)
+    scaled = below_best / divisor
     if sampling_mode is SamplingMode.TRUNCATED:
         scaled = _truncate(scaled, jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p))
     greedy = jax.nn.one_hot(index, logits.shape[-1], dtype=jnp.float32)
-    return jnp.where(temperature > 0, jax.nn.softmax(scaled, axis=-1), greedy)
+    is_sampled = temperature > 0
+    return jnp.where(is_sampled, jax.nn.softmax(scaled, axis=-1), greedy)
 
 
 def _truncate(
@@ -56,26 +59,32 @@ def _truncate(
     # The sort gives the values with the order. An argsort and a gather write two more arrays of this size on a GPU.
     negated, order = lax.sort((-logits, ids), num_keys=1, is_stable=True)
     ranked = -negated
-    kth = jnp.where((top_k > 0) & (top_k < size), top_k, size)[:, None, None] - 1
-    smallest = jnp.take_along_axis(ranked, jnp.broadcast_to(kth, (*ranked.shape[:2], 1)), axis=-1)
+    is_limited = (top_k > 0) & (top_k < size)
+    last_rank = jnp.where(is_limited, top_k, size)[:, None, None] - 1
+    last_rank = jnp.broadcast_to(last_rank, (*ranked.shape[:2], 1))
+    smallest = jnp.take_along_axis(ranked, last_rank, axis=-1)
     ranked = jnp.where(ranked >= smallest, ranked, -jnp.inf)  # ties with the k-th stay, as in Hugging Face
     mass = jax.nn.softmax(ranked, axis=-1)
-    before = jnp.cumsum(mass, axis=-1) - mass
-    keep = (before < top_p[:, None, None]) | (top_p[:, None, None] >= 1.0)
-    ranked = jnp.where(keep.at[..., 0].set(True), ranked, -jnp.inf)
+    mass_before = jnp.cumsum(mass, axis=-1) - mass
+    in_nucleus = (mass_before < top_p[:, None, None]) | (top_p[:, None, None] >= 1.0)
+    in_nucleus = in_nucleus.at[..., 0].set(True)
+    ranked = jnp.where(in_nucleus, ranked, -jnp.inf)
     # A scatter restores the order. On a CPU a second sort would double the cost of the whole function.
-    back = lambda order, ranked: jnp.zeros_like(ranked).at[order].set(ranked, unique_indices=True)
-    return jax.vmap(jax.vmap(back))(order, ranked)
+    restore = lambda order, ranked: jnp.zeros_like(ranked).at[order].set(ranked, unique_indices=True)
+    return jax.vmap(jax.vmap(restore))(order, ranked)
 
 
 def residual(p: Float[Array, "*B V"], q: Float[Array, "*B V"]) -> tuple[Float[Array, "*B V"], Float[Array, "*B"]]:
-    """The distribution after a rejection: ``max(p - q, 0)`` normalized, and its mass before normalization.
+    """Returns the distribution after a rejection, ``max(p - q, 0)`` normalized, and its mass before normalization.
 
     Leviathan et al. (2023), section 2.3. If ``p`` nowhere exceeds ``q``, the mass is 0 and the result is ``p``.
     """
-    rest = jnp.maximum(p - q, 0.0)
-    mass = jnp.sum(rest, axis=-1)
-    return jnp.where(mass[..., None] > 0, rest / jnp.where(mass > 0, mass, 1.0)[..., None], p), mass
+    excess = jnp.maximum(p - q, 0.0)
+    mass = jnp.sum(excess, axis=-1)
+    has_mass = mass[..., None] > 0
+    divisor = jnp.where(mass > 0, mass, 1.0)[..., None]
+    normalized = jnp.where(has_mass, excess / divisor, p)
+    return normalized, mass
 
 
 def row_keys(seed: int | Sequence[int], batch: int) -> Key[Array, " B"]:
@@ -93,24 +102,28 @@ def row_keys(seed: int | Sequence[int], batch: int) -> Key[Array, " B"]:
     if isinstance(seed, Sequence | np.ndarray):
         if len(seed) != batch:
             raise ValueError(f"{len(seed)} seeds for {batch} prompts; give one each")
-        return jnp.concatenate([row_keys(one, 1) for one in seed])
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+        return jnp.concatenate([row_keys(seed_of_row, 1) for seed_of_row in seed])
+    is_whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
+    if not is_whole or not 0 <= seed < 2**32:
         raise ValueError(f"seed is {seed!r}; expected a whole number from 0 to {2**32 - 1}")
     return _row_keys(jax.random.key(np.uint32(seed)), batch)
 
 
 @functools.partial(jax.jit, static_argnames=("batch",))
 def _row_keys(key: Key[Array, ""], batch: int) -> Key[Array, " B"]:
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
+    fold_in_rows = jax.vmap(jax.random.fold_in, (None, 0))
+    return fold_in_rows(key, jnp.arange(batch))
 
 
 def keys_at(keys: Key[Array, " B"], position: Int[Array, " B"], purpose: int) -> Key[Array, " B"]:
-    """Fresh keys for one position of each row and one purpose.
+    """Returns keys for one position of each row and one purpose.
 
     They depend only on the row and the position, never on other rows or on the number of rounds before.
     """
-    at_position = jax.vmap(jax.random.fold_in)(keys, position)
-    return jax.vmap(jax.random.fold_in, (0, None))(at_position, purpose)
+    fold_in_rows = jax.vmap(jax.random.fold_in)
+    at_position = fold_in_rows(keys, position)
+    fold_in_purpose = jax.vmap(jax.random.fold_in, (0, None))
+    return fold_in_purpose(at_position, purpose)
 
 
 __all__ = ["argmax", "draw", "keys_at", "largest", "num_digits", "probabilities", "residual", "row_keys", "uniforms"]

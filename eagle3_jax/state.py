@@ -94,15 +94,21 @@ class GenerationState(struct.PyTreeNode, kw_only=True):
         """One line for arrays of any kind: on this host, on another one, consumed, traced, or only shapes."""
         leaves = (self.finish, self.length)
         rows = self.finish.shape[0]
-        here = all(isinstance(leaf, np.ndarray | jax.Array) and not isinstance(leaf, Tracer) for leaf in leaves)
-        if here and any(getattr(leaf, "is_deleted", bool)() for leaf in leaves):
+        capacity = self.tokens.shape[1]
+        if not all(map(_is_concrete, leaves)):
+            return f"GenerationState({rows} rows, capacity of {capacity} tokens)"
+        if any(getattr(leaf, "is_deleted", bool)() for leaf in leaves):
             return f"GenerationState({rows} rows, consumed by a step)"
-        if not here or not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
-            return f"GenerationState({rows} rows, capacity of {self.tokens.shape[1]} tokens)"
+        if not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
+            return f"GenerationState({rows} rows, capacity of {capacity} tokens)"
         finish, length = jax.device_get(leaves)
         running = np.sum(finish == FinishReason.RUNNING)
         known = f"{length.min()} to {length.max()}"
-        return f"GenerationState({rows} rows, {running} running, {known} of {self.tokens.shape[1]} tokens known)"
+        return f"GenerationState({rows} rows, {running} running, {known} of {capacity} tokens known)"
+
+
+def _is_concrete(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray | jax.Array) and not isinstance(leaf, Tracer)
 
 
 class Outcome(struct.PyTreeNode, kw_only=True):
