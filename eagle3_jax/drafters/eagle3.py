@@ -16,6 +16,7 @@ so the head has seen its own errors.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from flax import nnx, struct
 from jaxtyping import Array, Float, Int, Key
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues
+from eagle3_jax.devices.kernels import indices
 from eagle3_jax.devices.sharding import VOCAB, Axis
 from eagle3_jax.drafters.base import NetworkDrafter
 from eagle3_jax.drafters.grow import DraftInputs, Level
@@ -61,9 +63,10 @@ class FirstLayer(nnx.Module):
         memory: Memory,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         normed = self.feature_norm(fused)
-        both = jnp.concatenate([self.embedding_norm(embedded), normed], axis=-1)
-        attended, kv = self.attention(both, positions, memory)
-        x = (normed if self.norm_before_residual else fused) + attended
+        embedding_and_features = jnp.concatenate([self.embedding_norm(embedded), normed], axis=-1)
+        attended, kv = self.attention(embedding_and_features, positions, memory)
+        residual = normed if self.norm_before_residual else fused
+        x = residual + attended
         return x + self.mlp(self.mlp_norm(x)), kv
 
 
@@ -74,27 +77,30 @@ class Eagle3Head(nnx.Module):
         width = config.width
         eps = config.norm_eps
         chunks = len(config.aux_layers)
+        features_width = chunks * config.target_width
         self.config = config
         if config.norm_before_fc:
-            self.input_norm = RMSNorm(chunks * config.target_width, eps)
+            self.input_norm = RMSNorm(features_width, eps)
         if config.fc_norm:
-            self.fc_norm = nnx.List([RMSNorm(config.target_width, eps) for _ in range(chunks)])
-        self.fc = Linear(chunks * config.target_width, width, precision=precision, rngs=rngs)
+            norms = [RMSNorm(config.target_width, eps) for _ in range(chunks)]
+            self.fc_norm = nnx.List(norms)
+        self.fc = Linear(features_width, width, precision=precision, rngs=rngs)
         self.first = FirstLayer(config, precision=precision, rngs=rngs)
-        self.rest = nnx.List(
-            [Block(layer, width=width, norm_eps=eps, precision=precision, rngs=rngs) for layer in config.layers[1:]]
-        )
+        block = functools.partial(Block, width=width, norm_eps=eps, precision=precision, rngs=rngs)
+        self.rest = nnx.List([block(layer) for layer in config.layers[1:]])
         self.norm = RMSNorm(width, eps)
         vocab = Axis(VOCAB, config.draft_vocab_size)
         self.head = Linear(width, config.draft_vocab_size, axes=(None, vocab), precision=precision, rngs=rngs)
 
     def fuse(self, features: Float[Array, "B T A Dt"]) -> Float[Array, "B T D"]:
-        """``fc`` of the concatenated features, low layer first."""
+        """Returns ``fc`` of the concatenated features, low layer first."""
         if self.config.fc_norm:
             chunks = [norm(features[:, :, i]) for i, norm in enumerate(self.fc_norm)]
             features = jnp.stack(chunks, axis=2)
-        flat = features.reshape(*features.shape[:2], -1)
-        return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
+        concatenated = features.reshape(*features.shape[:2], -1)
+        if self.config.norm_before_fc:
+            concatenated = self.input_norm(concatenated)
+        return self.fc(concatenated)
 
     def __call__(
         self,
@@ -103,17 +109,29 @@ class Eagle3Head(nnx.Module):
         positions: Int[Array, "B T"],
         memories: Sequence[Memory],
     ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
-        """One step of the head, from fused features or its own last output to its next output, keys and values."""
+        """Runs one step of the head.
+
+        Args:
+            embedded: ``[B T D]``, embeddings of the tokens after the positions.
+            stream: ``[B T D]``, fused features; for draft tokens the head's own output.
+            positions: ``[B T]``.
+            memories: For each layer, what its attention reads.
+
+        Returns:
+            The next output, and keys and values of each layer.
+        """
         x, kv = call_cached(self.first, embedded, stream, positions, memories[0])
         written = [kv]
         for block, memory in zip(self.rest, memories[1:], strict=True):
             x, kv = call_cached(block, x, positions, memory)
             written.append(kv)
-        return (self.norm(x) if self.config.norm_output else x), tuple(written)
+        output = self.norm(x) if self.config.norm_output else x
+        return output, tuple(written)
 
     def logits(self, output: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
-        """Draft logits in float32 from the output of ``__call__``."""
-        return self.head(output if self.config.norm_output else self.norm(output)).astype(jnp.float32)
+        """Returns draft logits in float32 from the output of ``__call__``."""
+        normed = output if self.config.norm_output else self.norm(output)
+        return self.head(normed).astype(jnp.float32)
 
 
 class FeedbackState(struct.PyTreeNode, kw_only=True):
@@ -144,36 +162,36 @@ class Eagle3Drafter(NetworkDrafter):
     config: Any  # Eagle3Config here; of another type in drafters with another network
 
     def init(self, params: Params, batch: int, capacity: int) -> FeedbackState:
-        """An empty state; see :class:`eagle3_jax.types.Drafter`."""
+        """Returns an empty state; see :class:`eagle3_jax.types.Drafter`."""
         del params
         config = self.config
         dtype = self.precision.activations
         # The capacity has room for every verified node; the head may run on more nodes of a tree than that.
         capacity += max(0, self.shape.num_expanded - self.num_nodes)
-        return FeedbackState(
-            cache=empty_cache(config.layers, batch=batch, capacity=capacity, dtype=dtype),
-            output=jnp.zeros((batch, config.width), dtype),
-            root=jnp.zeros((batch,), jnp.int32),
-        )
+        cache = empty_cache(config.layers, batch=batch, capacity=capacity, dtype=dtype)
+        output = jnp.zeros((batch, config.width), dtype)
+        root = jnp.zeros((batch,), jnp.int32)
+        return FeedbackState(cache=cache, output=output, root=root)
 
     def observe(self, params: Params, state: FeedbackState, seen: Observation) -> FeedbackState:
         """Runs the head on the committed pairs ``(f_t, x_{t+1})`` at positions ``t``; only these enter its cache."""
         head = self.bind(params)
-        fed = seen.tokens.shape[1]
-        shifted = jnp.concatenate([seen.tokens[:, 1:], seen.next_token[:, None]], axis=1)
-        last = jnp.arange(fed, dtype=jnp.int32)[None, :] == seen.length[:, None] - 1
-        shifted = jnp.where(last, seen.next_token[:, None], shifted)
-        positions = state.cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
-        past = memories(self.config.layers, causal_mask(fed), positions, state.cache, is_chain=True)
-        output, written = head(self.embed(params, shifted, positions), head.fuse(seen.features), positions, past)
-        index = jnp.maximum(seen.length - 1, 0)[:, None, None]
-        newest = jnp.take_along_axis(output, index, axis=1)[:, 0]
-        observed = seen.length > 0
-        return FeedbackState(
-            cache=state.cache.commit(written, seen.length),
-            output=jnp.where(observed[:, None], newest, state.output),
-            root=jnp.where(observed, seen.next_token, state.root),
-        )
+        count = seen.tokens.shape[1]
+        next_tokens = jnp.concatenate([seen.tokens[:, 1:], seen.next_token[:, None]], axis=1)
+        is_last = indices(count)[None, :] == seen.length[:, None] - 1
+        next_tokens = jnp.where(is_last, seen.next_token[:, None], next_tokens)
+        positions = state.cache.length[:, None] + indices(count)[None, :]
+        past = memories(self.config.layers, causal_mask(count), positions, state.cache, is_chain=True)
+        embedded = self.embed(params, next_tokens, positions)
+        fused = head.fuse(seen.features)
+        output, written = head(embedded, fused, positions, past)
+        newest = jnp.maximum(seen.length - 1, 0)[:, None, None]
+        newest_output = jnp.take_along_axis(output, newest, axis=1)[:, 0]
+        has_new = seen.length > 0
+        cache = state.cache.commit(written, seen.length)
+        output = jnp.where(has_new[:, None], newest_output, state.output)
+        root = jnp.where(has_new, seen.next_token, state.root)
+        return FeedbackState(cache=cache, output=output, root=root)
 
     def propose(self, params: Params, state: FeedbackState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
         """Grows a draft by feeding the head its own output. Verification makes any draft exact."""
@@ -181,32 +199,43 @@ class Eagle3Drafter(NetworkDrafter):
         length = state.cache.length
 
         def run(tokens, output, depth, mask, memory):
-            # All nodes of a level share one rotary position: that of the pair, one before the token's own.
+            # All nodes of a level share one rotary position: that of the pair, one before the token's.
             positions = jnp.broadcast_to(length[:, None] + depth, tokens.shape)
-            layers, before = memory
-            drafted = jnp.concatenate([before, positions], axis=1)
+            layers, earlier_positions = memory
+            draft_positions = jnp.concatenate([earlier_positions, positions], axis=1)
             cache = Cache(layers=layers, length=length)
-            past = memories(self.config.layers, mask, drafted, cache, is_chain=self.is_chain)
-            output, written = head(self.embed(params, tokens, positions), output, positions, past)
-            layers = tuple(KeyValues(**one._asdict()) for one in written)
-            return Level(self.logits(params, head, output), output, (layers, drafted))
+            past = memories(self.config.layers, mask, draft_positions, cache, is_chain=self.is_chain)
+            embedded = self.embed(params, tokens, positions)
+            output, written = head(embedded, output, positions, past)
+            layers = tuple(KeyValues(keys=kv.keys, values=kv.values) for kv in written)
+            logits = self.logits(params, head, output)
+            return Level(logits, carry=output, memory=(layers, draft_positions))
 
         output = state.output[:, None]
-        nothing = jnp.zeros((length.shape[0], 0), jnp.int32)
-        first = Level(self.logits(params, head, output), carry=output, memory=(state.cache.layers, nothing))
+        no_positions = jnp.zeros((length.shape[0], 0), jnp.int32)
+        logits = self.logits(params, head, output)
+        first = Level(logits, carry=output, memory=(state.cache.layers, no_positions))
         inputs = DraftInputs(
-            state.root, first, run, params.get("draft_to_target"), self.config.vocab_size, keys, sampling
+            root=state.root,
+            first=first,
+            run=run,
+            draft_to_target=params.get("draft_to_target"),
+            vocab_size=self.config.vocab_size,
+            keys=keys,
+            sampling=sampling,
         )
         draft, (layers, _) = self.grow(inputs)
         # Guesses are after the committed slots, whose number has not changed. Returning this cache saves a copy.
         cache = Cache(layers=layers, length=length)
-        return dataclasses.replace(draft, state=dataclasses.replace(state, cache=cache))
+        return draft.replace(state=state.replace(cache=cache))
 
     def embed(self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Embeddings of the tokens that follow the features at these positions."""
+        """Returns embeddings of the tokens that follow the features at these positions."""
         del positions
         return embed(params["embedding"], tokens, self.precision)
 
     def logits(self, params: Params, head: Any, output: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
-        """Draft logits in float32 from the network's output."""
-        return self.target_logits(params, output) if self.borrows_output else head.logits(output)
+        """Returns draft logits in float32 from the network's output."""
+        if self.borrows_output:
+            return self.target_logits(params, output)
+        return head.logits(output)

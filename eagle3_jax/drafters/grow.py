@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from eagle3_jax.devices.kernels import indices
 from eagle3_jax.sampling import argmax, draw, num_digits, probabilities, uniforms
 from eagle3_jax.topology import Chain, DynamicTree
 from eagle3_jax.tree import take_nodes
@@ -26,7 +27,7 @@ class Level(NamedTuple):
         logits: ``[B k W]`` over the draft vocabulary, for the children of each node; ``[B 1 W]`` if the children of all
             nodes have the same distribution.
         carry: Pytree of ``[B k ...]``, what each node passes to its children (for EAGLE-3 the head's output).
-        memory: What the network keeps of all levels run so far (for EAGLE-3 keys, values and positions).
+        memory: The network's memory of all levels run so far (for EAGLE-3 keys, values and positions).
     """
 
     logits: Float[Array, " B #k W"]
@@ -51,21 +52,25 @@ class DraftInputs(NamedTuple):
     sampling: SamplingParams  #: One value per row.
 
     def to_target(self, ids: Int[Array, "*n"]) -> Int[Array, "*n"]:
-        """Target ids of draft ids."""
-        return ids.astype(jnp.int32) if self.draft_to_target is None else self.draft_to_target[ids]
+        """Returns the target ids of draft ids."""
+        if self.draft_to_target is None:
+            return ids.astype(jnp.int32)
+        return self.draft_to_target[ids]
 
     def over_target(self, q: Float[Array, "*n W"]) -> Float[Array, "*n V"]:
-        """A distribution over draft ids as one over target ids, zero for tokens that the head does not have."""
+        """Returns a distribution over draft ids as one over target ids, zero for tokens that the head lacks."""
         if self.draft_to_target is None:
             return q
         zeros = jnp.zeros((*q.shape[:-1], self.vocab_size), jnp.float32)
         return zeros.at[..., self.draft_to_target].add(q)
 
     def add_root(self, tokens: Int[Array, "B K"], parents: Int[Array, "B K"]) -> Draft:
-        """The draft of the root and the nodes below it."""
+        """Returns the draft of the root and the nodes below it."""
         tokens = jnp.concatenate([self.root[:, None], tokens.astype(jnp.int32)], axis=1)
-        parents = jnp.concatenate([jnp.full_like(self.root, -1)[:, None], parents.astype(jnp.int32)], axis=1)
-        return Draft(tokens=tokens, parents=parents, valid=jnp.ones(tokens.shape, jnp.bool_))
+        no_parent = jnp.full_like(self.root, -1)[:, None]
+        parents = jnp.concatenate([no_parent, parents.astype(jnp.int32)], axis=1)
+        valid = jnp.ones(tokens.shape, jnp.bool_)
+        return Draft(tokens=tokens, parents=parents, valid=valid)
 
 
 def grow_chain(chain: Chain, inputs: DraftInputs) -> tuple[Draft, Any]:
@@ -77,7 +82,8 @@ def grow_chain(chain: Chain, inputs: DraftInputs) -> tuple[Draft, Any]:
     level = inputs.first
     tokens = []
     for _ in range(chain.num_speculative_tokens):
-        tokens.append(inputs.to_target(argmax(level.logits[:, 0])))
+        likeliest = argmax(level.logits[:, 0])
+        tokens.append(inputs.to_target(likeliest))
         level = _run_next(chain, inputs, level, tokens)
     return _join_chain(inputs, tokens), level.memory
 
@@ -114,16 +120,20 @@ def sample_chain(chain: Chain, inputs: DraftInputs) -> tuple[Draft, Any]:
 
 
 def _run_next(chain: Chain, inputs: DraftInputs, level: Level, tokens: list[Int[Array, " B"]]) -> Level:
-    """Runs the network on the newest token of a chain; nothing needs the level after the last token."""
-    if len(tokens) == chain.num_speculative_tokens:
+    """Runs the network on the newest token of a chain. The level after the last token is not needed."""
+    count = len(tokens)
+    if count == chain.num_speculative_tokens:
         return level
-    mask = jnp.ones((inputs.root.shape[0], 1, len(tokens)), jnp.bool_)
-    return inputs.run(tokens[-1][:, None], level.carry, len(tokens) - 1, mask, level.memory)
+    batch = inputs.root.shape[0]
+    mask = jnp.ones((batch, 1, count), jnp.bool_)
+    newest = tokens[-1][:, None]
+    return inputs.run(newest, level.carry, count - 1, mask, level.memory)
 
 
 def _join_chain(inputs: DraftInputs, tokens: list[Int[Array, " B"]]) -> Draft:
-    shape = (inputs.root.shape[0], len(tokens))
-    parents = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    batch = inputs.root.shape[0]
+    count = len(tokens)
+    parents = jnp.broadcast_to(indices(count), (batch, count))
     return inputs.add_root(jnp.stack(tokens, axis=1), parents)
 
 
@@ -141,11 +151,12 @@ def grow_dynamic_tree(topology: DynamicTree, inputs: DraftInputs) -> tuple[Draft
     logprobs, ids = _top_logprobs(inputs.first.logits[:, 0], width)
     tokens = inputs.to_target(ids)
     scores = logprobs
-    flat = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
+    number = jnp.broadcast_to(indices(width), (batch, width))
     pool_scores = [scores]
     pool_tokens = [tokens]
     pool_parents = [jnp.full((batch, width), -1, jnp.int32)]
-    carry = jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=1), inputs.first.carry)
+    repeat = lambda leaf: jnp.repeat(leaf, width, axis=1)
+    carry = jax.tree.map(repeat, inputs.first.carry)
     itself = jnp.broadcast_to(jnp.eye(width, dtype=jnp.bool_), (batch, width, width))
     mask = itself
     memory = inputs.first.memory
@@ -154,34 +165,40 @@ def grow_dynamic_tree(topology: DynamicTree, inputs: DraftInputs) -> tuple[Draft
         level = inputs.run(tokens, carry, depth, mask, memory)
         logprobs, ids = _top_logprobs(level.logits, width)
         cumulative = (scores[:, :, None] + logprobs).reshape(batch, -1)
-        children = jnp.broadcast_to(inputs.to_target(ids), (batch, width, width)).reshape(batch, -1)
+        children = jnp.broadcast_to(inputs.to_target(ids), (batch, width, width))
+        children = children.reshape(batch, -1)
         pool_scores.append(cumulative)
         pool_tokens.append(children)
-        pool_parents.append(jnp.repeat(flat, width, axis=1))
+        pool_parents.append(jnp.repeat(number, width, axis=1))
 
         scores, best = lax.top_k(cumulative, width)
-        slots = best // width
+        expanded = best // width
         tokens = jnp.take_along_axis(children, best, axis=1)
-        flat = width + depth * width**2 + best
-        carry = jax.tree.map(lambda leaf, slots=slots: take_nodes(leaf, slots), level.carry)
-        mask = jnp.concatenate([take_nodes(mask, slots), itself], axis=-1)
+        number = width + depth * width**2 + best
+        carry = jax.tree.map(lambda leaf, expanded=expanded: take_nodes(leaf, expanded), level.carry)
+        mask = jnp.concatenate([take_nodes(mask, expanded), itself], axis=-1)
         memory = level.memory
 
-    pool_parents = jnp.concatenate(pool_parents, axis=1)
+    candidate_parents = jnp.concatenate(pool_parents, axis=1)
+    candidate_scores = jnp.concatenate(pool_scores, axis=1)
     # The choice contains every ancestor: scores never rise along a path, and ties go to the lower index, the parent's.
-    _, chosen = lax.top_k(jnp.concatenate(pool_scores, axis=1), topology.num_nodes - 1)
+    _, chosen = lax.top_k(candidate_scores, topology.num_nodes - 1)
     chosen = jnp.sort(chosen, axis=1)
-    wanted = jnp.take_along_axis(pool_parents, chosen, axis=1)
-    rank = jnp.sum(chosen[:, None, :] < wanted[:, :, None], axis=-1, dtype=jnp.int32)
-    parents = jnp.where(wanted < 0, 0, 1 + rank)
-    tokens = jnp.take_along_axis(jnp.concatenate(pool_tokens, axis=1), chosen, axis=1)
+    chosen_parents = jnp.take_along_axis(candidate_parents, chosen, axis=1)
+    is_before_parent = chosen[:, None, :] < chosen_parents[:, :, None]
+    rank = jnp.sum(is_before_parent, axis=-1, dtype=jnp.int32)
+    parents = jnp.where(chosen_parents < 0, 0, 1 + rank)
+    candidate_tokens = jnp.concatenate(pool_tokens, axis=1)
+    tokens = jnp.take_along_axis(candidate_tokens, chosen, axis=1)
     return inputs.add_root(tokens, parents), memory
 
 
 def _top_logprobs(logits: Float[Array, "*B W"], count: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
-    """Log-probabilities and ids of the ``count`` most likely tokens."""
+    """Returns log-probabilities and ids of the ``count`` most likely tokens."""
     # Without the barriers XLA takes the maximum from a sort of all tokens. There are two of them because XLA's CPU
     # backend crashes on a mesh if one covers the pair.
     best, ids = map(lax.optimization_barrier, lax.top_k(logits, count))
-    total = jnp.sum(jnp.exp(logits - best[..., :1]), axis=-1, keepdims=True)
-    return best - best[..., :1] - jnp.log(total), ids
+    weights = jnp.exp(logits - best[..., :1])
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    logprobs = best - best[..., :1] - jnp.log(total)
+    return logprobs, ids
