@@ -34,10 +34,10 @@ from eagle3_jax.types import (
 
 _PAGE = "docs/extending.md"
 _BOOL = (lambda value: isinstance(value, bool), "True or False, as a property")
-_POSITIVE = (lambda value: _is_whole(value, 1), "a whole number of at least 1, as a property")
-_COUNT = (lambda value: _is_whole(value, 0), "a whole number of at least 0, as a property")
+_POSITIVE = (lambda value: is_whole(value, 1), "a whole number of at least 1, as a property")
+_COUNT = (lambda value: is_whole(value, 0), "a whole number of at least 0, as a property")
 _LAYERS = (
-    lambda value: isinstance(value, tuple) and all(_is_whole(layer, 0) for layer in value),
+    lambda value: isinstance(value, tuple) and all(is_whole(layer, 0) for layer in value),
     "a tuple of layers, as in (2, 16, 29), or ()",
 )
 # For each role its members, with a test of those that are plain values, and the arguments that it is given by name.
@@ -97,19 +97,25 @@ def require_parts(target: Any, drafter: Any, verifier: Any) -> None:
 
 
 def require_part(part: Any, role: str) -> None:
-    """Check that a part is a hashable instance with the members and arguments of its role; raises ``ValueError``."""
+    """Checks that a part is a hashable instance with the members and arguments of its role; raises ``ValueError``."""
     if isinstance(part, type):
         raise ValueError(f"the {role} is the class {part.__name__}; give an instance, {part.__name__}(...)")
     name = type(part).__name__
-    if missing := [member for member in _MEMBERS[role] if not hasattr(part, member)]:
+    missing = [member for member in _MEMBERS[role] if not hasattr(part, member)]
+    if missing:
         raise ValueError(f"{name} is no {role}: it has no {', '.join(missing)}; see {_PAGE}")
-    takes = inspect.signature(part).parameters if _ARGUMENTS[role] else {}
-    any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
-    if unknown := [argument for argument in _ARGUMENTS[role] if argument not in takes and not any_name]:
+    parameters = inspect.signature(part).parameters if _ARGUMENTS[role] else {}
+    takes_any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    unknown = [argument for argument in _ARGUMENTS[role] if argument not in parameters]
+    if unknown and not takes_any_name:
         raise ValueError(f"{name} is called without {', '.join(unknown)}, which every {role} is given; see {_PAGE}")
-    for member, test in (_MEMBERS[role] | _OPTIONAL).items():
-        if test is not None and hasattr(part, member) and not test[0](value := getattr(part, member)):
-            raise ValueError(f"{name}.{member} is {value!r}; expected {test[1]}, see {_PAGE}")
+    for member, expectation in (_MEMBERS[role] | _OPTIONAL).items():
+        if expectation is None or not hasattr(part, member):
+            continue
+        is_expected, description = expectation
+        value = getattr(part, member)
+        if not is_expected(value):
+            raise ValueError(f"{name}.{member} is {value!r}; expected {description}, see {_PAGE}")
     try:
         hash(part)
     except TypeError:
@@ -127,7 +133,7 @@ def require_part(part: Any, role: str) -> None:
 def configured(
     drafter: Drafter[Any], topology: Topology | None, draft_sampling: DraftSampling | str | None
 ) -> Drafter[Any]:
-    """The drafter with another draft shape or way of sampling, if it can choose.
+    """Returns the drafter with another draft shape or way of sampling, if it can choose.
 
     Raises:
         ValueError: It cannot draft like that, or ``draft_sampling`` is neither a :class:`DraftSampling` nor its word.
@@ -149,78 +155,95 @@ def configured(
     return drafter
 
 
-def require_rows(part: Any, state: Any, batch: int, *, what: str = "init gave state") -> None:
-    """Check that every leaf of a fresh state or cache is an array with one entry per row; raises ``ValueError``."""
+def require_rows(part: Any, state: Any, batch: int, *, origin: str = "init gave state") -> None:
+    """Checks that every leaf of a fresh state or cache is an array with one entry per row; raises ``ValueError``."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if getattr(leaf, "shape", None) is None or leaf.shape[:1] != (batch,):
             raise ValueError(
-                f"{type(part).__name__}.{what}{jax.tree_util.keystr(path)} as {_described(leaf)}; expected an array "
+                f"{type(part).__name__}.{origin}{jax.tree_util.keystr(path)} as {_described(leaf)}; expected an array "
                 f"that leads with the batch, here {batch}; what belongs to no row goes into params"
             )
 
 
-def require_same(before: Any, after: Any, given: str, returned: str) -> None:
-    """Check that a tree of arrays kept its structure, shapes and types.
+def require_same(before: Any, after: Any, subject: str, verb: str) -> None:
+    """Checks that a tree of arrays kept its structure, shapes and types.
+
+    Args:
+        before: The tree that a part was called with.
+        after: The tree that it returned.
+        subject: What was called, for the message.
+        verb: What it did, for the message.
 
     Raises:
-        ValueError: It did not; "GIVEN as int32[2] RETURNED int32[2, 2]; expected the same".
+        ValueError: It did not; "SUBJECT as int32[2] VERB int32[2, 2]; expected the same".
     """
-    one = jax.tree.structure(before)
-    other = jax.tree.structure(after)
-    if one != other:
-        raise ValueError(f"{given} of {one} {returned} {other}; expected the same structure")
-    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
+    structure_before = jax.tree.structure(before)
+    structure_after = jax.tree.structure(after)
+    if structure_before != structure_after:
+        raise ValueError(f"{subject} of {structure_before} {verb} {structure_after}; expected the same structure")
+    pairs = zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True)
+    for (path, old), new in pairs:
         if (np.shape(old), old.dtype) != (np.shape(new), getattr(new, "dtype", None)):
             raise ValueError(
-                f"{given}{jax.tree_util.keystr(path)} as {_described(old)} {returned} {_described(new)}; expected the "
+                f"{subject}{jax.tree_util.keystr(path)} as {_described(old)} {verb} {_described(new)}; expected the "
                 "same shape and type"
             )
 
 
 def check_same_state(drafter: Drafter[Any], before: Any, after: Any, method: str = "observe") -> Any:
-    """The state that a method returned, checked to be of the same structure, shapes and types, and strongly typed."""
+    """Returns the state that a method returned, after a check of structure, shapes and types, strongly typed."""
     require_same(before, after, f"{type(drafter).__name__}.{method} was given state", "and returned")
     # A weak type would become a strong one on the way, and the next call another program.
     strong = lambda leaf: jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
     return jax.tree.map(strong, after)
 
 
-def require_returned(giver: str, found: Any, kind: type, **sizes: int) -> None:
-    """Check class, shapes and types of a ``Draft``, ``Verdict`` or ``TargetOutput``, given the size of known letters.
+def require_returned(giver: str, returned: Any, kind: type, **sizes: int) -> None:
+    """Checks class, shapes and types of a returned value.
+
+    Args:
+        giver: Name of the part or of its method, with which messages begin.
+        returned: The value.
+        kind: The class that it must have: ``Draft``, ``Verdict`` or ``TargetOutput``.
+        sizes: Sizes of the letters of shapes that are known, as ``B=2``.
 
     Raises:
-        ValueError: One of them is wrong; the message begins with ``giver``, the name of the part or of its method.
+        ValueError: One of them is wrong.
     """
-    if not isinstance(found, kind):
-        raise ValueError(f"{giver} returned {_described(found)}; expected an eagle3_jax.{kind.__name__}, see {_PAGE}")
+    if not isinstance(returned, kind):
+        described = _described(returned)
+        raise ValueError(f"{giver} returned {described}; expected an eagle3_jax.{kind.__name__}, see {_PAGE}")
     for field, (letters, dtype) in _RETURNED[kind].items():
-        value = getattr(found, field)
-        found_shape = getattr(value, "shape", ())
-        names = letters.split()
-        known = dict(zip(names, found_shape, strict=False)) | sizes
-        shape = tuple(known.get(letter) for letter in names)
+        value = getattr(returned, field)
         if value is None and field == "probs":
             continue
-        if found_shape != shape or (dtype is not None and getattr(value, "dtype", None) != dtype):
-            expected = "" if dtype is None else np.dtype(dtype).name
+        shape = getattr(value, "shape", ())
+        names = letters.split()
+        known_sizes = dict(zip(names, shape, strict=False)) | sizes
+        expected_shape = tuple(known_sizes.get(letter) for letter in names)
+        has_type = dtype is None or getattr(value, "dtype", None) == dtype
+        if shape != expected_shape or not has_type:
+            expected = ("" if dtype is None else np.dtype(dtype).name) + str(list(expected_shape))
             raise ValueError(
-                f"{giver} gave {field} as {_described(value)}; expected {expected}{list(shape)}: {letters}, see {_PAGE}"
+                f"{giver} gave {field} as {_described(value)}; expected {expected}: {letters}, see {_PAGE}"
             )
 
 
 def require_draft(drafter: Drafter[Any], draft: Any, *, batch: int, vocab_size: int) -> None:
-    """Check shapes and types of a draft; raises ``ValueError``."""
+    """Checks shapes and types of a draft; raises ``ValueError``."""
     giver = f"{type(drafter).__name__}.propose"
     require_returned(giver, draft, Draft, B=batch, N=drafter.num_nodes, V=vocab_size)
 
 
 def require_verdict(verifier: Verifier, verdict: Any, *, batch: int, max_depth: int) -> None:
-    """Check shapes and types of a verdict; raises ``ValueError``."""
+    """Checks shapes and types of a verdict; raises ``ValueError``."""
     require_returned(type(verifier).__name__, verdict, Verdict, B=batch, G=max_depth)
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= least)
+def is_whole(value: Any, least: int) -> bool:
+    """Returns whether a value is a whole number of at least ``least``; ``True`` and ``False`` are none."""
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_integer and bool(value >= least)
 
 
 def _described(value: Any) -> str:
@@ -268,21 +291,24 @@ def check_sampling(sampling: SamplingParams, batch: int) -> SamplingParams:
     """
     with np.errstate(over="ignore"):  # values that are infinite in float32 raise below
         rows = per_row(sampling, batch)
-    for name, values, good, expected in (
+    ranges = (
         ("temperature", rows.temperature, lambda x: 0 <= x < np.inf, "0 (greedy) or more, and finite"),
         ("top_k", rows.top_k, lambda x: x >= 0, "0 (all tokens) or more"),
         ("top_p", rows.top_p, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1"),
-    ):
+    )
+    for name, values, is_in_range, description in ranges:
         for value in np.asarray(values):
-            if not good(value):
-                raise ValueError(f"{name} is {value:g}; expected {expected}")
+            if not is_in_range(value):
+                raise ValueError(f"{name} is {value:g}; expected {description}")
     return rows
 
 
 def sampling_mode_of(sampling: SamplingParams) -> SamplingMode:
-    """The mode that covers all rows. Reads the parameters back from the device."""
+    """Returns the mode that covers all rows. Reads the parameters back from the device."""
     sampled = np.asarray(sampling.temperature) > 0
-    truncated = sampled & ((np.asarray(sampling.top_k) > 0) | (np.asarray(sampling.top_p) < 1))
+    has_top_k = np.asarray(sampling.top_k) > 0
+    has_top_p = np.asarray(sampling.top_p) < 1
+    truncated = sampled & (has_top_k | has_top_p)
     if truncated.any():
         return SamplingMode.TRUNCATED
     return SamplingMode.TEMPERATURE if sampled.any() else SamplingMode.GREEDY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 
 from eagle3_jax import loop as loops
 from eagle3_jax.acceptance import Exact
-from eagle3_jax.checks import check_mode, check_sampling, configured, require_part, sampling_mode_of
+from eagle3_jax.checks import check_mode, check_sampling, configured, is_whole, require_part, sampling_mode_of
 from eagle3_jax.devices.sharding import as_mesh, param_shardings, place, row_shardings, to_host
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.files.jsonl import shown
@@ -95,11 +96,12 @@ class SpeculativeDecoder:
         """
         _check_loaded(target, drafter)
         shapes = {"num_speculative_tokens": num_speculative_tokens, "tree": tree, "schedule": schedule}
-        given = [name for name, value in {**shapes, "draft_sampling": draft_sampling}.items() if value is not None]
-        if drafter is None and given:
+        draft_options = {**shapes, "draft_sampling": draft_sampling}
+        option = next((name for name, value in draft_options.items() if value is not None), None)
+        if drafter is None and option is not None:
             raise ValueError(
-                f"{given[0]} was given without a drafter; give one, such as load_drafter(target=target) or "
-                f"drafters.NGram(), or leave {given[0]} out for plain decoding"
+                f"{option} was given without a drafter; give one, such as load_drafter(target=target) or "
+                f"drafters.NGram(), or leave {option} out for plain decoding"
             )
         if sum(shape is not None for shape in shapes.values()) > 1:
             raise ValueError(
@@ -111,14 +113,14 @@ class SpeculativeDecoder:
         require_part(target.model, "target")
         length = num_speculative_tokens if schedule is None else schedule.max_length
         topology = Chain(length) if length is not None else tree
-        chosen = configured(loaded.drafter, topology, draft_sampling)
-        _check_size(chosen, target)
+        configured_drafter = configured(loaded.drafter, topology, draft_sampling)
+        _check_size(configured_drafter, target)
         params = LoopParams(target=target.params, drafter=loaded.params)
         mesh = target.mesh if mesh is None else as_mesh(mesh)
         if mesh is not None:
-            parts = (target.model, chosen)
-            shardings = (param_shardings(mesh, part, one) for part, one in zip(parts, params, strict=True))
-            params = place(params, LoopParams(*shardings))
+            target_shardings = param_shardings(mesh, target.model, params.target)
+            drafter_shardings = param_shardings(mesh, configured_drafter, params.drafter)
+            params = place(params, LoopParams(target_shardings, drafter_shardings))
         self.mesh = mesh
         self.params = params
         self.target = dataclasses.replace(target, params=params.target, mesh=mesh)
@@ -128,12 +130,13 @@ class SpeculativeDecoder:
             _check_token(token, target.vocab_size, "stop token")
         parts = {
             "target": target.model,
-            "drafter": chosen,
+            "drafter": configured_drafter,
             "verifier": Exact() if verifier is None else verifier,
             "rounds_per_check": rounds_per_check,
         }
         if schedule is not None:
-            self.loop = StagedLoop(**parts, stages=stages_of(chosen, schedule))
+            stages = stages_of(configured_drafter, schedule)
+            self.loop = StagedLoop(**parts, stages=stages)
         else:
             self.loop = SpeculativeLoop(**parts)
         self._last = (None, SamplingMode.GREEDY)  # sampling parameters and mode of the latest step
@@ -145,8 +148,9 @@ class SpeculativeDecoder:
         sampling = getattr(self.loop.drafter, "draft_sampling", None)
         if isinstance(loaded.drafter, Plain):
             return "none"
-        how = "" if sampling is None else f", {sampling.value} draft sampling"
-        return f"{loaded.described}, {shape_of(self.loop.drafter)}{how}"
+        shape = shape_of(self.loop.drafter)
+        sampling_words = "" if sampling is None else f", {sampling.value} draft sampling"
+        return f"{loaded.described}, {shape}{sampling_words}"
 
     @property
     def lossless(self) -> bool:
@@ -183,14 +187,16 @@ class SpeculativeDecoder:
             ValueError: A prompt, limit or sampling parameter is out of range.
         """
         prompts = _as_batch(prompts)
-        if any(stops := _checked_stop(stop, len(prompts), self.target)):
+        stops = _checked_stop(stop, len(prompts), self.target)
+        if any(stops):
             return self._generate_until(stops, prompts, max_new_tokens, sampling, seed, logprobs)
         loop, batch, rows = self._batch(prompts, max_new_tokens, sampling, seed, logprobs)
         start = time.perf_counter()
         capacity = self._capacity(batch)
         outcome = self._on_mesh(loops.generate, loop, self.params, self._on_rows(batch), capacity=capacity)
         outcome = to_host(jax.block_until_ready(outcome))
-        return self.result(outcome, rows, seconds=time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return self.result(outcome, rows, seconds=seconds)
 
     def result(
         self, state: GenerationState | Outcome, prompts: Sequence[Sequence[int]], *, seconds: float
@@ -206,11 +212,14 @@ class SpeculativeDecoder:
         all_tokens, length, finish, counters, scores = to_host(fields)
         rows = []
         for index, prompt in enumerate(prompts):
-            tokens = all_tokens[index, len(prompt) : length[index]].tolist()
+            start = len(prompt)
+            end = int(length[index])
+            tokens = all_tokens[index, start:end].tolist()
             reason = FinishReason(int(finish[index]))
             stats = jax.tree.map(lambda leaf, index=index: leaf[index], counters)
-            scored = None if scores is None else scores.row(index, len(prompt), int(length[index]))
-            rows.append(Generation(list(prompt), tokens, self._text(tokens, reason), reason, stats, scored))
+            scored = None if scores is None else scores.row(index, start, end)
+            text = self._text(tokens, reason)
+            rows.append(Generation(list(prompt), tokens, text, reason, stats, scored))
         return GenerationResult(rows, seconds, lossless=self.lossless)
 
     def stream(
@@ -227,21 +236,26 @@ class SpeculativeDecoder:
         The arguments are those of :meth:`generate`. The pieces of all chunks, joined, are its text.
         """
         text = Pieces(self.target.tokenizer)
-        state, rounds, rows = self._start(*self._batch([prompt], max_new_tokens, sampling, seed, logprobs))
-        seen = start = len(rows[0])
+        batch = self._batch([prompt], max_new_tokens, sampling, seed, logprobs)
+        state, rounds, rows = self._start(*batch)
+        start = len(rows[0])
+        streamed = start
         accepted = 0
         while True:
             fields = (state.length, state.finish, state.stats, state.tokens, state.logprobs)
-            length, finish, stats, tokens, scores = to_host(fields)
-            new = tokens[0, seen : length[0]].tolist()
-            scored = None if scores is None else scores.row(0, seen, int(length[0]))
-            seen = int(length[0])
+            length, finish, counters, tokens, scores = to_host(fields)
+            end = int(length[0])
+            new = tokens[0, streamed:end].tolist()
+            scored = None if scores is None else scores.row(0, streamed, end)
+            streamed = end
             reason = FinishReason(int(finish[0]))
             pieces = text.of(new[:-1] if reason is FinishReason.STOP else new)
             pieces += [""] * (len(new) - len(pieces))
             if reason is not FinishReason.RUNNING and pieces:
-                pieces[-1] += text.rest(self._text(tokens[0, start:seen].tolist(), reason))
-            yield Chunk(new, pieces, min(accepted, len(new)), reason, SpeculationStats.merge([stats]), scored)
+                output = self._text(tokens[0, start:end].tolist(), reason)
+                pieces[-1] += text.rest(output)
+            stats = SpeculationStats.merge([counters])
+            yield Chunk(new, pieces, min(accepted, len(new)), reason, stats, scored)
             if reason is not FinishReason.RUNNING:
                 return
             latest = next(rounds)
@@ -261,7 +275,8 @@ class SpeculativeDecoder:
 
         The arguments are those of :meth:`generate`. The next round consumes the state of this one, so read it first.
         """
-        state, rounds, _ = self._start(*self._batch(prompts, max_new_tokens, sampling, seed, logprobs))
+        batch = self._batch(prompts, max_new_tokens, sampling, seed, logprobs)
+        state, rounds, _ = self._start(*batch)
         while np.any(to_host(state.finish) == FinishReason.RUNNING):
             latest = next(rounds)
             state = latest.state
@@ -294,7 +309,8 @@ class SpeculativeDecoder:
             loop = dataclasses.replace(loop, sampling_mode=sampling_mode)
         if capacity is None:
             capacity = self._capacity(batch)
-        needed = max(int(np.max(batch.limit)) + self.loop.drafter.num_nodes, batch.tokens.shape[1])
+        longest = int(np.max(batch.limit))
+        needed = max(longest + self.loop.drafter.num_nodes, batch.tokens.shape[1])
         if capacity < needed:
             raise ValueError(f"capacity is {capacity}; expected at least {needed} for these prompts and limits")
         return self._on_mesh(loops.prefill, loop, self.params, self._on_rows(batch), capacity=capacity)
@@ -312,22 +328,23 @@ class SpeculativeDecoder:
         Raises:
             ValueError: The state was consumed before, or a sampling parameter is out of range.
         """
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)):
+        arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+        if any(array.is_deleted() for array in arrays):
             raise ValueError(
                 "this state was consumed by the step before, which updated its caches in place; "
                 "go on with the state that it returned, as in `state = decoder.step(state).state`"
             )
         batch = state.finish.shape[0]
-        known = isinstance(state.sampling, SamplingParams)
-        if not known or any(np.shape(value) != (batch,) for value in jax.tree.leaves(state.sampling)):
+        is_per_row = all(np.shape(value) == (batch,) for value in jax.tree.leaves(state.sampling))
+        if not isinstance(state.sampling, SamplingParams) or not is_per_row:
             sampling = self._on_rows(check_sampling(state.sampling, batch))
             state = state.replace(sampling=sampling)
-        sampling, sampling_mode = self._last
-        if state.sampling is not sampling:  # the parameters of the latest step need no read from the device
+        last_sampling, sampling_mode = self._last
+        if state.sampling is not last_sampling:  # the parameters of the latest step need no read from the device
             sampling_mode = sampling_mode_of(to_host(state.sampling))
         loop = dataclasses.replace(self.loop, sampling_mode=sampling_mode).at(state)
         latest = self._on_mesh(loops.step, loop, self.params, state)
-        self._last = latest.state.sampling, sampling_mode
+        self._last = (latest.state.sampling, sampling_mode)
         return latest
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -336,29 +353,26 @@ class SpeculativeDecoder:
         Raises:
             ValueError: The prompt is empty, too long, or has an id outside the vocabulary.
         """
-        tokenizer = self.target.tokenizer
-        if not isinstance(prompt, str):
-            if np.ndim(prompt) != 1 and isinstance(prompt, np.ndarray | jax.Array):
-                raise ValueError(
-                    f"a prompt is an array of shape {prompt.shape}; expected [T], the token ids of one prompt"
-                )
-            tokens = to_host(prompt).tolist() if isinstance(prompt, np.ndarray | jax.Array) else list(prompt)
-        elif tokenizer is None:
-            raise ValueError(f"{self.target.name} has no tokenizer; give the prompt as token ids")
-        else:
-            most = self.target.max_positions
-            holds = self.target.holds
-            tokens = tokenized(prompt, lambda text: tokenizer.encode(text).ids, positions=most, holds=holds)
+        target = self.target
+        tokens = self._encode_text(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         if not tokens:
             raise ValueError("the prompt is empty; give at least one token")
-        if len(tokens) >= self.target.max_positions:
+        if len(tokens) >= target.max_positions:
             raise ValueError(
-                f"the prompt has {len(tokens)} tokens; {self.target.name} holds {self.target.holds}, "
-                f"so give at most {self.target.max_positions - 1}"
+                f"the prompt has {len(tokens)} tokens; {target.name} holds {target.holds}, "
+                f"so give at most {target.max_positions - 1}"
             )
         for token in tokens:
-            _check_token(token, self.target.vocab_size, "prompt token")
+            _check_token(token, target.vocab_size, "prompt token")
         return [int(token) for token in tokens]
+
+    def _encode_text(self, text: str) -> list[int]:
+        target = self.target
+        tokenizer = target.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"{target.name} has no tokenizer; give the prompt as token ids")
+        encode = lambda text: tokenizer.encode(text).ids
+        return tokenized(text, encode, positions=target.max_positions, holds=target.holds)
 
     def _start(
         self, loop: SpeculativeLoop, batch: Prompts, rows: list[list[int]]
@@ -387,75 +401,90 @@ class SpeculativeDecoder:
         rows = [self.encode(prompt) for prompt in _as_batch(prompts)]
         if not rows:
             raise ValueError("no prompts were given; give at least one")
-        each: Any = max_new_tokens
-        budgets = [each] * len(rows) if np.ndim(each) == 0 else list(each)
-        if len(budgets) != len(rows):
-            raise ValueError(f"{len(budgets)} values of max_new_tokens for {len(rows)} prompts; give one each")
-        for budget in budgets:
-            if isinstance(budget, bool) or not isinstance(budget, int | np.integer) or budget < 1:
-                raise ValueError(f"max_new_tokens is {budget!r}; expected a whole number of at least 1")
+        count = len(rows)
+        most = self.target.max_positions
+        budgets = _checked_budgets(max_new_tokens, count)
         _check_logprobs(logprobs, self.target, self.loop.verifier)
-        sampling = check_sampling(SamplingParams() if sampling is None else sampling, len(rows))
+        sampling = check_sampling(SamplingParams() if sampling is None else sampling, count)
         lengths = np.array([len(row) for row in rows], np.int32)
         # A limit beyond the last position has no effect, and may not fit into 32 bits.
-        wanted = lengths + np.array([min(budget, self.target.max_positions) for budget in budgets], np.int32)
-        limit = np.minimum(wanted, self.target.max_positions).astype(np.int32)
-        most = getattr(self.loop.drafter, "max_positions", None)
-        longest = int(limit.max())
-        if most is not None and longest > most:
-            raise ValueError(
-                f"sequences of up to {longest} tokens were asked for, and {type(self.loop.drafter).__name__} was built "
-                f"for {most} positions; lower max_new_tokens, shorten the prompt or choose another drafter"
-            )
-        padded = min(padded_prompt(int(lengths.max())), self.target.max_positions)
-        tokens = np.zeros((len(rows), padded), np.int32)
+        bounded_budgets = np.array([min(budget, most) for budget in budgets], np.int32)
+        lengths_at_limit = lengths + bounded_budgets
+        limit = np.minimum(lengths_at_limit, most).astype(np.int32)
+        self._check_drafter_holds(int(limit.max()))
+        padded_length = min(padded_prompt(int(lengths.max())), most)
+        tokens = np.zeros((count, padded_length), np.int32)
         for index, row in enumerate(rows):
             tokens[index, : len(row)] = row
+        limit_reason = np.where(lengths_at_limit > limit, FinishReason.CAPACITY, FinishReason.LENGTH)
+        stop_tokens = np.tile(np.array(self.stop_tokens, np.int32), (count, 1))
         batch = Prompts(
             tokens=jnp.asarray(tokens),
             length=jnp.asarray(lengths),
             limit=jnp.asarray(limit),
-            limit_reason=jnp.asarray(
-                np.where(wanted > limit, FinishReason.CAPACITY, FinishReason.LENGTH).astype(np.int32)
-            ),
-            stop_tokens=jnp.asarray(np.tile(np.array(self.stop_tokens, np.int32), (len(rows), 1))),
+            limit_reason=jnp.asarray(limit_reason.astype(np.int32)),
+            stop_tokens=jnp.asarray(stop_tokens),
             sampling=sampling,
-            keys=row_keys(seed, len(rows)),
+            keys=row_keys(seed, count),
             logprobs=logprobs,
         )
-        return dataclasses.replace(self.loop, sampling_mode=sampling_mode_of(sampling)), batch, rows
+        loop = dataclasses.replace(self.loop, sampling_mode=sampling_mode_of(sampling))
+        return loop, batch, rows
+
+    def _check_drafter_holds(self, longest: int) -> None:
+        """Raises if a sequence of ``longest`` tokens is longer than the drafter was built for."""
+        drafter = self.loop.drafter
+        most = getattr(drafter, "max_positions", None)
+        if most is not None and longest > most:
+            raise ValueError(
+                f"sequences of up to {longest} tokens were asked for, and {type(drafter).__name__} was built "
+                f"for {most} positions; lower max_new_tokens, shorten the prompt or choose another drafter"
+            )
 
     def _generate_until(self, stops: list[list[str]], prompts: Sequence[Prompt], *options: Any) -> GenerationResult:
-        """:meth:`generate`, round by round; the host ends a row when its text contains one of its ``stops``."""
+        """Generates round by round; the host ends a row when its text contains one of its ``stops``."""
         begin = time.perf_counter()
         state, _, rows = self._start(*self._batch(prompts, *options))
-        seen = [len(row) for row in rows]
-        found = dict[int, str]()
+        searched = [len(row) for row in rows]
+        texts = dict[int, str]()  # of the rows that a stop text has ended
         while True:
-            tokens, length, finish = (np.array(leaf) for leaf in to_host((state.tokens, state.length, state.finish)))
-            for index in range(len(rows)):
-                for end in range(seen[index] + 1, length[index] + 1):
-                    written = tokens[index, len(rows[index]) : end].tolist()
-                    text = self._text(written[:-1] if written[-1] in self.stop_tokens else written) or ""
-                    if places := [text.index(one) for one in stops[index] if one in text]:
-                        found[index] = text[: min(places)]
+            fields = to_host((state.tokens, state.length, state.finish))
+            tokens, length, finish = map(np.array, fields)
+            for index, prompt in enumerate(rows):
+                for end in range(searched[index] + 1, length[index] + 1):
+                    output = tokens[index, len(prompt) : end].tolist()
+                    text = self._text_before(stops[index], output)
+                    if text is not None:
+                        texts[index] = text
                         length[index] = end
                         finish[index] = FinishReason.STOP
                         break
-                seen[index] = int(length[index])
-            if found:
-                ended = self._on_rows((jnp.asarray(length), jnp.asarray(finish)))
-                state = state.replace(length=ended[0], finish=ended[1])
+                searched[index] = int(length[index])
+            if texts:
+                new_length, new_finish = self._on_rows((jnp.asarray(length), jnp.asarray(finish)))
+                state = state.replace(length=new_length, finish=new_finish)
             if not np.any(finish == FinishReason.RUNNING):
                 break
             state = self.step(state).state
-        result = self.result(state, rows, seconds=time.perf_counter() - begin)
-        cut = [dataclasses.replace(row, text=found.get(index, row.text)) for index, row in enumerate(result.rows)]
-        return dataclasses.replace(result, rows=cut)
+        seconds = time.perf_counter() - begin
+        result = self.result(state, rows, seconds=seconds)
+        generations = [
+            dataclasses.replace(generation, text=texts.get(index, generation.text))
+            for index, generation in enumerate(result.rows)
+        ]
+        return dataclasses.replace(result, rows=generations)
+
+    def _text_before(self, stops: list[str], output: list[int]) -> str | None:
+        """Returns the text of an output before the first of ``stops``; ``None`` if it contains none of them."""
+        ends_with_stop_token = output[-1] in self.stop_tokens
+        text = self._text(output[:-1] if ends_with_stop_token else output) or ""
+        starts = [text.index(stop) for stop in stops if stop in text]
+        return text[: min(starts)] if starts else None
 
     def _capacity(self, batch: Prompts) -> int:
         # Room for a whole draft after the last root, so that no node is lost at the end of the buffer.
-        return _round_up(max(int(np.max(batch.limit)), batch.tokens.shape[1]) + self.loop.drafter.num_nodes)
+        longest = max(int(np.max(batch.limit)), batch.tokens.shape[1])
+        return _round_up(longest + self.loop.drafter.num_nodes)
 
     def _on_rows(self, tree: Any) -> Any:
         """Moves a pytree of rows to the mesh."""
@@ -469,30 +498,44 @@ class SpeculativeDecoder:
     def _text(self, tokens: list[int], reason: FinishReason = FinishReason.LENGTH) -> str | None:
         if self.target.tokenizer is None:
             return None
-        return self.target.tokenizer.decode(tokens[:-1] if reason is FinishReason.STOP else tokens)
+        without_stop_token = tokens[:-1] if reason is FinishReason.STOP else tokens
+        return self.target.tokenizer.decode(without_stop_token)
 
 
 def _checked_stop(
     stop: str | Sequence[str] | Sequence[Sequence[str]], count: int, target: LoadedTarget
 ) -> list[list[str]]:
     """Returns the texts that end each of ``count`` rows."""
-    given: list[Any] = [stop] if isinstance(stop, str) else list(stop)
-    own = bool(given) and all(isinstance(one, Sequence) and not isinstance(one, str) for one in given)
-    each = [list(one) for one in given] if own else [given] * count
-    if len(each) != count:
-        raise ValueError(f"{len(each)} lists of stop texts for {count} prompts; give one each")
-    if wrong := [one for texts in each for one in texts if not isinstance(one, str) or not one]:
-        raise ValueError(f"stop contains {wrong[0]!r}; expected texts of at least one character")
-    if any(each) and target.tokenizer is None:
+    entries: list[Any] = [stop] if isinstance(stop, str) else list(stop)
+    are_lists = [isinstance(entry, Sequence) and not isinstance(entry, str) for entry in entries]
+    is_per_row = bool(entries) and all(are_lists)
+    stops = [list(entry) for entry in entries] if is_per_row else [entries] * count
+    if len(stops) != count:
+        raise ValueError(f"{len(stops)} lists of stop texts for {count} prompts; give one each")
+    for text in itertools.chain(*stops):
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"stop contains {text!r}; expected texts of at least one character")
+    if any(stops) and target.tokenizer is None:
         raise ValueError(f"stop was given, but {target.name} has no tokenizer; use stop_tokens")
-    return each
+    return stops
+
+
+def _checked_budgets(max_new_tokens: Any, count: int) -> list[int]:
+    """Returns the number of new tokens of each of ``count`` rows."""
+    budgets = [max_new_tokens] * count if np.ndim(max_new_tokens) == 0 else list(max_new_tokens)
+    if len(budgets) != count:
+        raise ValueError(f"{len(budgets)} values of max_new_tokens for {count} prompts; give one each")
+    for budget in budgets:
+        if not is_whole(budget, 1):
+            raise ValueError(f"max_new_tokens is {budget!r}; expected a whole number of at least 1")
+    return budgets
 
 
 def _check_logprobs(count: int | None, target: LoadedTarget, verifier: Verifier) -> None:
     """Raises unless ``count`` is ``None`` or a number of tokens whose probabilities mean something."""
     if count is None:
         return
-    if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 <= count <= target.vocab_size:
+    if not is_whole(count, 0) or count > target.vocab_size:
         raise ValueError(f"logprobs is {count!r}; expected a whole number from 0 to {target.vocab_size}, or None")
     if isinstance(verifier, SimulatedAcceptance):
         raise ValueError("logprobs were asked of SimulatedAcceptance, whose output is no text of the target")
@@ -520,12 +563,12 @@ def _check_loaded(target: Any, drafter: Any) -> None:
             f"drafter is {drafter!r}; expected a drafter: load_drafter({drafter!r}, target=target) reads one"
         )
     if not isinstance(target, LoadedTarget):
-        said = type(target).__name__
-        loads = "load_target, or LoadedTarget(model, params, ...),"
+        described = type(target).__name__
+        loader = "load_target, or LoadedTarget(model, params, ...),"
         if isinstance(target, str):
-            said = repr(target)
-            loads = f"load_target({target!r})"
-        raise ValueError(f"target is {said}; expected a LoadedTarget: {loads} gives one")
+            described = repr(target)
+            loader = f"load_target({target!r})"
+        raise ValueError(f"target is {described}; expected a LoadedTarget: {loader} gives one")
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
@@ -538,18 +581,31 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
         prompts = to_host(prompts).tolist()
     if not isinstance(prompts, Sequence):
         raise ValueError(f"prompts is {prompts!r:.40}; expected a text, token ids, or a list of such prompts")
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
-    return [prompts] if single else prompts  # type: ignore[list-item,return-value]
+    are_token_ids = len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
+    is_single = isinstance(prompts, str) or are_token_ids
+    return [prompts] if is_single else prompts  # type: ignore[list-item,return-value]
 
 
-def _check_token(token: Any, vocab_size: int, what: str) -> None:
-    if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
-        raise ValueError(f"{what} {shown(token)} is not a token id; expected whole numbers from 0 to {vocab_size - 1}")
+def _token_ids(prompt: Sequence[int] | np.ndarray | jax.Array) -> list[int]:
+    """Returns the token ids of a prompt that is not a text."""
+    if not isinstance(prompt, np.ndarray | jax.Array):
+        return list(prompt)
+    if prompt.ndim != 1:
+        raise ValueError(f"a prompt is an array of shape {prompt.shape}; expected [T], the token ids of one prompt")
+    return to_host(prompt).tolist()
+
+
+def _check_token(token: Any, vocab_size: int, name: str) -> None:
+    if not is_whole(token, 0) or token >= vocab_size:
+        raise ValueError(f"{name} {shown(token)} is not a token id; expected whole numbers from 0 to {vocab_size - 1}")
 
 
 def padded_prompt(size: int) -> int:
-    """The length that prompts of up to ``size`` tokens are padded to, where the target has as many positions."""
-    return _round_up(size) if size > _BUCKET // 2 else max(_SHORTEST_PROMPT, 1 << (size - 1).bit_length())
+    """Returns the length that prompts of up to ``size`` tokens are padded to, if the target has as many positions."""
+    if size > _BUCKET // 2:
+        return _round_up(size)
+    power_of_two = 1 << (size - 1).bit_length()
+    return max(_SHORTEST_PROMPT, power_of_two)
 
 
 def _round_up(size: int) -> int:

@@ -46,11 +46,13 @@ class ShapedDrafter:
 
     @property
     def shape(self) -> Topology:
-        """The topology; by default a chain of ``eagle3_jax.topology.default_draft_length`` for one row."""
+        """The topology. Default: a chain of ``eagle3_jax.topology.default_draft_length`` for one row."""
         return self.topology or Chain(default_draft_length())
 
-    def check_shape(self, *, vocab_size: int, max_positions: int) -> None:
-        """Checks that the network can give a draft of this shape.
+    def settle_shape(self, *, vocab_size: int, max_positions: int) -> None:
+        """Converts ``draft_sampling`` from its name, and checks that the network can give a draft of this shape.
+
+        For ``__post_init__``.
 
         Args:
             vocab_size: Number of tokens that it chooses from.
@@ -66,7 +68,8 @@ class ShapedDrafter:
             return
         width = topology.top_k if isinstance(topology, DynamicTree) else 1
         if isinstance(topology, StaticTree):
-            width = 1 + max(rank for path in topology.paths for rank in path)
+            ranks = [rank for path in topology.paths for rank in path]
+            width = 1 + max(ranks)
         if width > vocab_size:
             raise ValueError(f"the tree draws {width} children from a draft vocabulary of {vocab_size}; lower top_k")
         if topology.max_depth >= max_positions:
@@ -96,7 +99,7 @@ class ShapedDrafter:
         return isinstance(self.shape, Chain)
 
     def with_topology(self, topology: Topology | None, draft_sampling: DraftSampling | str | None) -> ShapedDrafter:
-        """The same drafter with another topology or another way of choosing tokens; ``None`` keeps the present one.
+        """Returns the drafter with another topology or way of choosing tokens; ``None`` keeps the present one.
 
         Raises:
             ValueError: The draft would be a dynamic tree with sampled tokens, or wider than the draft vocabulary.
@@ -128,7 +131,7 @@ class NetworkDrafter(ShapedDrafter):
     draft_sampling: DraftSampling = DraftSampling.GREEDY
 
     def __post_init__(self) -> None:
-        self.check_shape(vocab_size=self.config.draft_vocab_size, max_positions=self.config.max_positions)
+        self.settle_shape(vocab_size=self.config.draft_vocab_size, max_positions=self.config.max_positions)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -136,20 +139,26 @@ class NetworkDrafter(ShapedDrafter):
         return self.config.aux_layers
 
     def param_shapes(self) -> Params:
-        """Shapes of the network's parameters."""
+        """Returns the shapes of the network's parameters."""
         return param_shapes(self.network, self.config, self.precision)
 
     def param_axes(self) -> Params:
-        """The :data:`~eagle3_jax.devices.sharding.Axes` of all parameters. Lookup tables are held by every device."""
-        axes = {"head": param_axes(self.network, self.config, self.precision), "embedding": (), "draft_to_target": ()}
-        return axes | ({"output": (None, Axis(VOCAB, self.config.vocab_size))} if self.borrows_output else {})
+        """Returns the :data:`~eagle3_jax.devices.sharding.Axes` of all parameters.
+
+        Every device holds the whole lookup tables.
+        """
+        head = param_axes(self.network, self.config, self.precision)
+        axes = {"head": head, "embedding": (), "draft_to_target": ()}
+        if self.borrows_output:
+            axes["output"] = (None, Axis(VOCAB, self.config.vocab_size))
+        return axes
 
     def param_products(self) -> Params:
-        """Which parameters of the network are kernels that may be in eight bits."""
+        """Returns which parameters of the network are kernels that may be in eight bits."""
         return param_products(self.network, self.config, self.precision)
 
     def init_params(self, key: jax.Array) -> Params:
-        """Random parameters of the network, for tests and training."""
+        """Returns random parameters of the network, for tests and training."""
         return init_params(self.network, self.config, self.precision, key)
 
     def assemble(
@@ -165,8 +174,8 @@ class NetworkDrafter(ShapedDrafter):
         Args:
             head: Parameters of the network.
             tables: The target's embedding and output matrix.
-            embedding: The head's own embedding; by default the target's.
-            draft_to_target: Target id of each draft id; ``None`` if these are the same.
+            embedding: ``[V D]``, the head's embedding. Default: the target's.
+            draft_to_target: ``[W]``, target id of each draft id; ``None`` if these are the same.
 
         Returns:
             ``head``, ``embedding [V D]``, ``draft_to_target [W]`` if given, and ``output [D V]`` if the drafter uses
@@ -180,7 +189,7 @@ class NetworkDrafter(ShapedDrafter):
         return params
 
     def target_logits(self, params: Params, x: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """Logits in float32 from the target's output matrix."""
+        """Returns logits in float32 from the target's output matrix."""
         if "output" in params:
             logits = product(x, params["output"], self.precision)
         else:
@@ -188,7 +197,7 @@ class NetworkDrafter(ShapedDrafter):
         return logits.astype(jnp.float32)
 
     def bind(self, params: Params) -> Any:
-        """The network with its parameters."""
+        """Returns the network with its parameters."""
         return bind(self.network, self.config, self.precision, params["head"])
 
 

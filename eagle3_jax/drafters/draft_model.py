@@ -72,7 +72,7 @@ class DraftModel(ShapedDrafter):
                 "a draft model takes back what was refused by moving the length of its cache, and the state of a "
                 "recurrent layer has none; give one of attention alone"
             )
-        self.check_shape(vocab_size=self.model.vocab_size, max_positions=self.max_positions)
+        self.settle_shape(vocab_size=self.model.vocab_size, max_positions=self.max_positions)
 
     @property
     def max_positions(self) -> int:

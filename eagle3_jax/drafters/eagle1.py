@@ -9,12 +9,12 @@ Its output imitates the state ``f_{t+1}``, so no norm follows, the logits are th
 in place of ``f``. The first layer has no input norm.
 
 EAGLE-2 (Li et al., 2024, arXiv 2406.16858) is the same head with a dynamic tree, EAGLE-1 the static tree
-:data:`eagle3_jax.topology.PUBLISHED_TREES`, at a temperature with siblings drawn without replacement
-(``draft_sampling=PROBABILISTIC``). ``q`` depends on the tokens drawn before it.
+:data:`eagle3_jax.topology.PUBLISHED_TREES`, at a temperature with siblings sampled without replacement
+(``draft_sampling=PROBABILISTIC``). ``q`` depends on the tokens sampled before it.
 
-What weakens it: it must hit a state of the target's whole width, and errors of that add up along the draft; one layer
-of features, the last; and training on true states alone, which it never sees below the first draft token. EAGLE-3
-gives up the first two and trains on its own output.
+Three things weaken it. It must predict a state of the target's whole width, and its errors add up along the draft. It
+reads one layer of features, the last. It is trained on true states alone, which it never sees after the first draft
+token. EAGLE-3 gives up the first two and trains on its own output.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Eagle1Config(FinalStateConfig):
     """An EAGLE-1 head, mostly of one layer; the first has no input norm.
 
     Attributes:
-        fc_bias: Whether ``fc`` carries a bias; published heads mostly do.
+        fc_bias: Whether ``fc`` has a bias; most published heads do.
     """
 
     fc_bias: bool = True
@@ -60,7 +60,7 @@ class Eagle1Head(nnx.Module):
         self.rest = nnx.List([block(layer) for layer in config.layers[1:]])
 
     def fuse(self, features: Float[Array, "B T 1 D"]) -> Float[Array, "B T D"]:
-        """The target's state as it is: ``fc`` reads it beside the embedding, in every step."""
+        """Returns the target's state unchanged: ``fc`` reads it with the embedding, in every step."""
         return features[:, :, 0]
 
     def __call__(
@@ -70,7 +70,7 @@ class Eagle1Head(nnx.Module):
         positions: Int[Array, "B T"],
         memories: Sequence[Memory],
     ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
-        """One step: the target's state or the head's own guess of it in; the next guess, keys and values out."""
+        """Runs one step: from the target's state, or the head's guess of it, to the next guess, keys and values."""
         x = self.fc(jnp.concatenate([embedded, stream], axis=-1))
         written = []
         for layer, memory in zip([self.first, *self.rest], memories, strict=True):

@@ -6,15 +6,14 @@ At each position ``t`` it reads the target's final state ``g_t`` (after the fina
     z_t = W [norm_e(embedding(x_{t+1})); norm_h(g_t)]
     g'_{t+1} = norm(block(z_t))                              q = softmax(g'_{t+1} · output matrix)
 
-The block is a whole decoder layer with its input norm. Its normed output stands in for ``g`` in the next step, so the
-one module drafts as many tokens as are asked for, although DeepSeek trained it on the first of them alone: what is
-measured as the second and third token grows with training on its own output (``training/methods.py``). The embedding
-and the output matrix are the target's, unless it brings others. At position 0 the embedding counts as zero
-(``zero_first``), as in DeepSeek's and Xiaomi's modules; speculators trains without that. ``q`` depends on the tokens
-drawn before it.
+The block is a whole decoder layer with its input norm. Its normed output replaces ``g`` in the next step, so one module
+drafts any number of tokens. DeepSeek trained it on the first of them alone; the acceptance of the second and third
+token grows with training on its own output (``training/methods.py``). The embedding and the output matrix are the
+target's, unless the file has others. At position 0 the embedding counts as zero (``zero_first``), as in DeepSeek's and
+Xiaomi's modules; speculators trains without that. ``q`` depends on the tokens sampled before it.
 
-What weakens it: it reads the last state alone, of a target that was not trained for it (DeepSeek trains both together),
-and each further step is a step further from what the module has seen.
+Two things weaken it. It reads the last state alone, of a target that was not trained for it (DeepSeek trains both
+together). And each further step is further from what the module has seen in training.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class MTPModule(nnx.Module):
             self.head = Linear(width, config.vocab_size, axes=(None, vocab), precision=precision, rngs=rngs)
 
     def fuse(self, features: Float[Array, "B T 1 D"]) -> Float[Array, "B T D"]:
-        """The target's state as it is: every step reads it beside the embedding."""
+        """Returns the target's state unchanged: every step reads it with the embedding."""
         return features[:, :, 0]
 
     def __call__(
@@ -81,13 +80,13 @@ class MTPModule(nnx.Module):
         positions: Int[Array, "B T"],
         memories: Sequence[Memory],
     ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
-        """One step: the target's normed state or the module's own in; its next one, keys and values out."""
-        both = jnp.concatenate([self.embedding_norm(embedded), self.feature_norm(stream)], axis=-1)
-        x, kv = call_cached(self.block, self.fc(both), positions, memories[0])
+        """Runs one step: from the target's normed state, or the module's, to its next state, keys and values."""
+        embedding_and_state = jnp.concatenate([self.embedding_norm(embedded), self.feature_norm(stream)], axis=-1)
+        x, kv = call_cached(self.block, self.fc(embedding_and_state), positions, memories[0])
         return self.norm(x), (kv,)
 
     def logits(self, output: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """By its own output matrix, in float32."""
+        """Returns logits in float32 from the module's output matrix."""
         return self.head(output).astype(jnp.float32)
 
 
@@ -105,10 +104,14 @@ class MTPDrafter(Eagle3Drafter):
     config: MTPConfig
 
     def embed(self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Embeddings of the tokens; zero at position 0 if ``zero_first``."""
+        """Returns embeddings of the tokens; zero at position 0 if ``zero_first``."""
         embedded = embed(params["embedding"], tokens, self.precision)
-        return jnp.where(positions[..., None] == 0, 0, embedded) if self.config.zero_first else embedded
+        if not self.config.zero_first:
+            return embedded
+        return jnp.where(positions[..., None] == 0, 0, embedded)
 
     def logits(self, params: Params, head: Any, output: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """In float32, by the target's output matrix or the module's own."""
-        return head.logits(output) if self.config.own_output else super().logits(params, head, output)
+        """Returns logits in float32, from the target's output matrix or the module's."""
+        if self.config.own_output:
+            return head.logits(output)
+        return super().logits(params, head, output)

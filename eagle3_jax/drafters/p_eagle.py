@@ -1,8 +1,8 @@
 """P-EAGLE: an EAGLE-3 head that drafts all its tokens in one forward (AWS, 2026, arXiv 2602.01469).
 
-The head is EAGLE-3's with several layers. It reads the target's features ``f_t`` beside the *next* token ``x_{t+1}``,
-as EAGLE-3 does. Where EAGLE-3 would go on with a token just drafted and with its own output, P-EAGLE puts a mask token
-``m`` and a learned state ``h``. With ``n`` positions known and ``x_n`` just chosen, one forward over the rows
+The head is EAGLE-3's with several layers. It reads the target's features ``f_t`` with the *next* token ``x_{t+1}``, as
+EAGLE-3 does. For further tokens EAGLE-3 reads the token just drafted and its own output. P-EAGLE reads a mask token
+``m`` and a learned state ``h`` instead. With ``n`` positions known and ``x_n`` just chosen, one forward over the rows
 
 =========  ==============  ==================  =============
 row        token           features            position
@@ -13,14 +13,14 @@ mask 1     ``m``           ``fc(h)``           ``n``
 mask K-1   ``m``           ``fc(h)``           ``n + K - 2``
 =========  ==============  ==================  =============
 
-gives the laws of the ``K`` next tokens, row by row; each row sees the committed pairs, the true pair and the mask rows
-before it. The true pair is run when it is observed, together with all others that are new, and its output waits in the
-state: the mask rows, run when a draft is asked for, find it in the cache as they would have found it beside them.
+gives the distributions of the ``K`` next tokens, row by row. Each row attends to the committed pairs, the true pair and
+the mask rows before it. The true pair runs when it is observed, with all other new pairs, and its output is kept in the
+state. The mask rows run when a draft is proposed, and find the true pair in the cache.
 
-No distribution depends on a token of the same draft: to draw each on its own is to draw from their product, and
-a tree costs no more forwards than a chain. For the same reason a draft can contradict itself. Where the text may go on
-in two ways, the second token does not know which way the first one took: acceptance falls faster with depth and with
-temperature than EAGLE-3's. More tokens than the head was trained for are drafted without a word and rarely accepted.
+No distribution depends on a token of the same draft. So sampling each token alone is sampling from their product, and a
+tree costs no more forwards than a chain. For the same reason the tokens of a draft can be inconsistent: acceptance
+falls faster with depth and with temperature than EAGLE-3's. A draft may be longer than the head was trained for, but
+the further tokens are rarely accepted.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from eagle3_jax.cache import Cache, KeyValues
+from eagle3_jax.devices.kernels import indices
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head, FeedbackState
 from eagle3_jax.drafters.parallel import parallel_inputs
 from eagle3_jax.models.config import Eagle3Config
@@ -49,7 +50,7 @@ class PEagleConfig(Eagle3Config):
     """A P-EAGLE head.
 
     Attributes:
-        mask_token_id: ``m``, a token that no text has; its embedding stands for the unknown one.
+        mask_token_id: ``m``, a token that no text contains; its embedding replaces that of the unknown token.
     """
 
     mask_token_id: int
@@ -71,8 +72,10 @@ class PEagleHead(Eagle3Head):
         self.mask_hidden = nnx.Param(jax.random.normal(rngs.params(), (size,), jnp.float32))
 
     def fused_mask(self) -> Float[Array, "1 1 D"]:
-        """``fc(h)``: the learned state takes the way of features."""
-        return self.fuse(self.mask_hidden[...].reshape(1, 1, len(self.config.aux_layers), -1))
+        """Returns ``fc(h)``: the learned state is fused as features are."""
+        layers = len(self.config.aux_layers)
+        features = self.mask_hidden[...].reshape(1, 1, layers, -1)
+        return self.fuse(features)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,22 +91,25 @@ class PEagleDrafter(Eagle3Drafter):
     config: PEagleConfig
 
     def propose(self, params: Params, state: FeedbackState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
-        """Run the mask rows behind the committed pairs and draft from all laws at once."""
+        """Runs the mask rows after the committed pairs and drafts from all distributions at once."""
         head = self.bind(params)
         cache = state.cache
         masks = self.max_depth - 1
         outputs = state.output[:, None]
         if masks:
             shape = (state.root.shape[0], masks)
-            positions = cache.length[:, None] + jnp.arange(masks, dtype=jnp.int32)[None, :]
+            positions = cache.length[:, None] + indices(masks)[None, :]
             tokens = jnp.full(shape, self.config.mask_token_id, jnp.int32)
             stream = jnp.broadcast_to(head.fused_mask(), (*shape, self.config.width))
             past = memories(self.config.layers, causal_mask(masks), positions, cache)
-            output, written = head(self.embed(params, tokens, positions), stream, positions, past)
+            embedded = self.embed(params, tokens, positions)
+            output, written = head(embedded, stream, positions, past)
             outputs = jnp.concatenate([outputs, output], axis=1)
-            # What the mask rows wrote lies behind the committed slots, whose number is as before.
-            cache = Cache(layers=tuple(KeyValues(**one._asdict()) for one in written), length=cache.length)
-        ids = params.get("draft_to_target")
+            # The mask rows are written after the committed slots, whose number has not changed.
+            layers = tuple(KeyValues(keys=kv.keys, values=kv.values) for kv in written)
+            cache = Cache(layers=layers, length=cache.length)
         logits = head.logits(outputs)
-        draft, _ = self.grow(parallel_inputs(state.root, logits, ids, self.config.vocab_size, keys, sampling))
-        return dataclasses.replace(draft, state=dataclasses.replace(state, cache=cache))
+        draft_to_target = params.get("draft_to_target")
+        inputs = parallel_inputs(state.root, logits, draft_to_target, self.config.vocab_size, keys, sampling)
+        draft, _ = self.grow(inputs)
+        return draft.replace(state=state.replace(cache=cache))

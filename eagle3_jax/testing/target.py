@@ -318,7 +318,7 @@ def keeps_shapes(subject: TargetSubject) -> str:
         for index, layer in enumerate(empty.layers):
             if not isinstance(layer, LayerCache):
                 raise Broken(f"layer {index} of the cache is {type(layer).__name__}; expected `fill` and `commit`")
-        require_rows(subject.target.model, empty, batch, what="init_cache gave cache")
+        require_rows(subject.target.model, empty, batch, origin="init_cache gave cache")
         _require_length(empty, np.zeros(batch, int), "init_cache")
     text = subject.text(size=SIZE)
     output, _, cache = subject.prefill(text)
