@@ -108,8 +108,9 @@ def _walk(
         count = walk.count + taken.astype(jnp.int32)
         return _Walk(current, p, path, count), None
 
+    p_at_root = target_probs[0]
     empty_path = jnp.full((max_depth,), -1, jnp.int32)
-    start = _Walk(jnp.int32(0), target_probs[0], empty_path, jnp.int32(0))
+    start = _Walk(current=jnp.int32(0), p=p_at_root, path=empty_path, count=jnp.int32(0))
     nodes = jnp.arange(1, target_probs.shape[0], dtype=jnp.int32)
     walk, _ = lax.scan(visit, start, nodes)
     next_token = draw(walk.p, choose)

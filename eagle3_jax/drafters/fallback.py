@@ -1,8 +1,8 @@
 """Two drafters as one: the continuation that the text itself offers, and a draft head where the text offers none.
 
-Prompt lookup costs nothing and is right where the output repeats itself; a head drafts everywhere. Both observe every
+Prompt lookup costs nothing and is right where the output repeats itself. A head drafts everywhere. Both observe every
 committed token, so each can draft in any round. A row takes the first drafter's draft if that has a token, else the
-second's. If every row has one, the second does not run, which at batch 1 saves its whole cost.
+second's. If every row has a draft of the first, the second does not run, which at batch 1 saves its whole cost.
 
 The choice depends on the text alone, never on a sampled token. So each row's draft has the distribution that its own
 drafter declares, and verification stays exact. A draft without ``probs`` is a point mass on each token.
@@ -29,8 +29,7 @@ from eagle3_jax.types import Draft, Drafter, DraftSampling, Observation, Samplin
 class Fallback:
     """Drafts with ``first`` where it has a draft, else with ``second``. Each row chooses for itself.
 
-    Its parameters are those of ``second``; :meth:`of` puts a loaded head in. Attributes that this class does not have,
-    such as ``config`` and ``max_positions``, are those of ``second`` too.
+    Its parameters are those of ``second``; :meth:`of` puts a loaded head in.
 
     Attributes:
         first: A drafter without parameters, such as ``NGram`` or ``Suffix``.
@@ -50,14 +49,9 @@ class Fallback:
             name = type(self.first).__name__
             raise ValueError(f"first is {name}, which has parameters; expected a drafter of the text, such as NGram()")
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("first", "second"):
-            raise AttributeError(name)
-        return getattr(self.second, name)
-
     @classmethod
     def of(cls, first: Drafter[Any], second: LoadedDrafter) -> LoadedDrafter:
-        """A loaded drafter with the arrays of ``second``, which are shared.
+        """Returns a loaded drafter with the arrays of ``second``, which are shared.
 
         Raises:
             ValueError: As the class.
@@ -67,7 +61,7 @@ class Fallback:
 
     @property
     def num_nodes(self) -> int:
-        """``N``, of the larger draft; the other one is padded."""
+        """``N``, nodes of the larger draft; the smaller one is padded."""
         return max(self.first.num_nodes, self.second.num_nodes)
 
     @property
@@ -77,86 +71,140 @@ class Fallback:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Layers that either of them reads."""
+        """Layers that at least one of them reads."""
         return tuple(dict.fromkeys((*self.second.aux_layers, *self.first.aux_layers)))
 
     @property
     def num_likeliest(self) -> int:
         """``L``, the larger of the two; 0 if neither asks for likely tokens."""
-        return max(getattr(one, "num_likeliest", 0) for one in (self.first, self.second))
+        return max(_num_likeliest(self.first), _num_likeliest(self.second))
 
     @property
     def is_chain(self) -> bool:
         """Whether both draft chains."""
         return declares_chain(self.first) and declares_chain(self.second)
 
+    # What a drafter may have beyond the protocol. Where `second` lacks one of these, this drafter lacks it too.
+
+    @property
+    def config(self) -> Any:
+        """Configuration of the network of ``second``."""
+        return self.second.config  # type: ignore[attr-defined]
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence that ``second`` was built for."""
+        return self.second.max_positions  # type: ignore[attr-defined]
+
+    @property
+    def draft_sampling(self) -> DraftSampling:
+        """How ``second`` chooses tokens."""
+        return self.second.draft_sampling  # type: ignore[attr-defined]
+
+    @property
+    def longest(self) -> int:
+        """Maximum number of tokens that ``second`` can draft."""
+        return self.second.longest  # type: ignore[attr-defined]
+
+    @property
+    def param_axes(self) -> Any:
+        """The method of ``second``; see :func:`eagle3_jax.devices.sharding.param_shardings`."""
+        return self.second.param_axes  # type: ignore[attr-defined]
+
+    @property
+    def param_shapes(self) -> Any:
+        """The method of ``second``."""
+        return self.second.param_shapes  # type: ignore[attr-defined]
+
     def with_topology(self, topology: Topology | None, draft_sampling: DraftSampling | None) -> Fallback:
-        """With another topology of ``second``; ``first`` drafts a chain as long as that is deep.
+        """Returns the drafter with another topology of ``second``; ``first`` drafts a chain as long as that is deep.
 
         Raises:
             ValueError: One of them cannot draft like that.
         """
         chain = None if topology is None else Chain(topology.max_depth)
-        return Fallback(configured(self.first, chain, None), configured(self.second, topology, draft_sampling))
+        first = configured(self.first, chain, None)
+        second = configured(self.second, topology, draft_sampling)
+        return Fallback(first, second)
 
     def init(self, params: Any, batch: int, capacity: int) -> tuple[Any, Any]:
-        """The states of both; see :class:`eagle3_jax.types.Drafter`."""
+        """Returns the empty states of both; see :class:`eagle3_jax.types.Drafter`."""
         return self.first.init(None, batch, capacity), self.second.init(params, batch, capacity)
 
     def observe(self, params: Any, state: tuple[Any, Any], seen: Observation) -> tuple[Any, Any]:
         """Both take in the committed tokens, with the features of their own layers."""
         first = self.first.observe(None, state[0], self._seen_by(self.first, seen))
-        return first, self.second.observe(params, state[1], self._seen_by(self.second, seen))
+        second = self.second.observe(params, state[1], self._seen_by(self.second, seen))
+        return first, second
 
     def propose(self, params: Any, state: tuple[Any, Any], keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
         """Drafts with ``first``, and with ``second`` if some row needs it."""
-        own = jax.vmap(jax.random.fold_in, (0, None))(keys, 0)  # the choice must not depend on the second's draws
-        draft = self.first.propose(None, state[0], own, sampling)
-        found = jnp.any(draft.valid[:, 1:], axis=1)
+        # The choice must not depend on the random numbers of `second`.
+        keys_of_first = jax.vmap(jax.random.fold_in, (0, None))(keys, 0)
+        first_draft = self.first.propose(None, state[0], keys_of_first, sampling)
+        has_draft = jnp.any(first_draft.valid[:, 1:], axis=1)
 
-        def ask(state: Any) -> tuple[tuple[Any, ...], Any]:
-            other = self.second.propose(params, state, keys, sampling)
-            after = state if other.state is None else check_same_state(self.second, state, other.state, "propose")
-            return (other.tokens, other.parents, other.valid, other.probs), after
+        def draft_second(state: Any) -> tuple[tuple[Any, ...], Any]:
+            draft = self.second.propose(params, state, keys, sampling)
+            after = state if draft.state is None else check_same_state(self.second, state, draft.state, "propose")
+            return (draft.tokens, draft.parents, draft.valid, draft.probs), after
 
-        nothing = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(lambda: ask(state[1])[0]))
+        shapes = jax.eval_shape(lambda: draft_second(state[1])[0])
+        no_draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         # A loop of at most one turn: XLA updates its carry in place, where the branches of a `cond` copy the caches.
-        start = (~jnp.all(found), nothing, state[1])
-        _, other, after = lax.while_loop(lambda now: now[0], lambda now: (jnp.bool_(False), *ask(now[2])), start)
-        both = self._padded(draft), self._padded(Draft(**dict(zip(_FIELDS, other, strict=True))))
-        if any(one.probs is not None for one in both):
-            vocab_size = next(one.probs.shape[-1] for one in both if one.probs is not None)
-            both = tuple(one.replace(probs=_distribution(one, vocab_size)) for one in both)
-        chosen = jax.tree.map(lambda one, two: jnp.where(found.reshape(-1, *[1] * (one.ndim - 1)), one, two), *both)
+        start = (~jnp.all(has_draft), no_draft, state[1])
+        turn = lambda carry: (jnp.bool_(False), *draft_second(carry[2]))
+        _, fields, after = lax.while_loop(lambda carry: carry[0], turn, start)
+        second_draft = Draft(**dict(zip(_FIELDS, fields, strict=True)))
+        drafts = (self._padded(first_draft), self._padded(second_draft))
+        probs = [draft.probs for draft in drafts if draft.probs is not None]
+        if probs:
+            vocab_size = probs[0].shape[-1]
+            drafts = tuple(draft.replace(probs=_distribution(draft, vocab_size)) for draft in drafts)
+
+        def choose(first: Array, second: Array) -> Array:
+            return jnp.where(has_draft.reshape(-1, *[1] * (first.ndim - 1)), first, second)
+
+        draft = jax.tree.map(choose, *drafts)
         # The root is the same in both. From `first`, it needs no draft of `second`, which `Silent` then never runs.
-        tokens = jnp.concatenate([draft.tokens[:, :1], chosen.tokens[:, 1:]], axis=1)
-        first = state[0] if draft.state is None else draft.state
-        return chosen.replace(tokens=tokens, state=(first, after))
+        root = first_draft.tokens[:, :1]
+        tokens = jnp.concatenate([root, draft.tokens[:, 1:]], axis=1)
+        first_state = state[0] if first_draft.state is None else first_draft.state
+        return draft.replace(tokens=tokens, state=(first_state, after))
 
     def _seen_by(self, drafter: Drafter[Any], seen: Observation) -> Observation:
+        """Returns the observation with the features and likely tokens that one of the drafters asks for."""
         if seen.likeliest is not None:
-            seen = seen.replace(likeliest=seen.likeliest[..., : getattr(drafter, "num_likeliest", 0)])
+            seen = seen.replace(likeliest=seen.likeliest[..., : _num_likeliest(drafter)])
         if drafter.aux_layers == self.aux_layers:
             return seen
         index = jnp.asarray([self.aux_layers.index(layer) for layer in drafter.aux_layers], jnp.int32)
         return seen.replace(features=seen.features[:, :, index])
 
     def _padded(self, draft: Draft) -> Draft:
-        """The draft with invalid nodes up to ``num_nodes``, and without a state."""
+        """Returns the draft with invalid nodes up to ``num_nodes``, and without a state."""
         batch, size = draft.tokens.shape
-        node = jnp.broadcast_to(jnp.arange(size, self.num_nodes, dtype=jnp.int32), (batch, self.num_nodes - size))
+        missing = self.num_nodes - size
+        node = jnp.arange(size, self.num_nodes, dtype=jnp.int32)
+        node = jnp.broadcast_to(node, (batch, missing))
+        tokens = jnp.concatenate([draft.tokens, jnp.zeros_like(node)], axis=1)
+        parents = jnp.concatenate([draft.parents, node - 1], axis=1)
+        valid = jnp.concatenate([draft.valid, jnp.zeros(node.shape, jnp.bool_)], axis=1)
         probs = draft.probs
-        return Draft(
-            tokens=jnp.concatenate([draft.tokens, jnp.zeros_like(node)], axis=1),
-            parents=jnp.concatenate([draft.parents, node - 1], axis=1),
-            valid=jnp.concatenate([draft.valid, jnp.zeros(node.shape, jnp.bool_)], axis=1),
-            probs=None if probs is None else jnp.pad(probs, ((0, 0), (0, self.num_nodes - size), (0, 0))),
-        )
+        if probs is not None:
+            probs = jnp.pad(probs, ((0, 0), (0, missing), (0, 0)))
+        return Draft(tokens=tokens, parents=parents, valid=valid, probs=probs)
 
 
 _FIELDS = ("tokens", "parents", "valid", "probs")
 
 
+def _num_likeliest(drafter: Drafter[Any]) -> int:
+    return getattr(drafter, "num_likeliest", 0)
+
+
 def _distribution(draft: Draft, vocab_size: int) -> Float[Array, "B N V"]:
-    """What the tokens were drawn from: a point mass each, unless the draft says otherwise."""
-    return jax.nn.one_hot(draft.tokens, vocab_size, dtype=jnp.float32) if draft.probs is None else draft.probs
+    """Returns the distribution that the tokens were sampled from: point masses, unless the draft declares another."""
+    if draft.probs is not None:
+        return draft.probs
+    return jax.nn.one_hot(draft.tokens, vocab_size, dtype=jnp.float32)

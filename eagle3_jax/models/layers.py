@@ -43,7 +43,7 @@ IN_FLOAT32 = frozenset({"router", "correction", "a_log", "dt_bias"})
 
 
 def stored_type(path: tuple[Any, ...], ndim: int, precision: Precision) -> DTypeLike:
-    """The type of a parameter on the device: ``operands`` for matrices, ``activations`` for vectors and norms.
+    """Returns the type of a parameter on the device: ``operands`` for matrices, ``activations`` for vectors and norms.
 
     Args:
         path: Keys in the nested dictionary of parameters, as from ``jax.tree_util``.
@@ -53,13 +53,14 @@ def stored_type(path: tuple[Any, ...], ndim: int, precision: Precision) -> DType
     names = {getattr(entry, "key", None) for entry in path}
     if names & IN_FLOAT32:
         return jnp.float32
-    return precision.operands if ndim > 1 and "scale" not in names else precision.activations
+    is_matrix = ndim > 1 and "scale" not in names
+    return precision.operands if is_matrix else precision.activations
 
 
 def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
     """Puts arrays on the device, each in its :func:`stored_type`.
 
-    One after the other: in addition to memory-mapped files, the host holds at most two arrays at a time.
+    They are put one after the other: besides memory-mapped files, the host holds at most two arrays at a time.
 
     Args:
         params: Numpy arrays, or objects that ``np.asarray`` converts; for kernels to be stored in eight bits
@@ -67,36 +68,39 @@ def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
         precision: The types.
         shardings: A sharding per array. Default: the default device.
     """
-    on_its_way: list[Any] = []
+    copying: list[Any] = []  # the array whose copy may not have ended
 
     def put(path: tuple[Any, ...], leaf: Any, sharding: NamedSharding | None = None) -> Any:
         if isinstance(leaf, ToQuantise):
-            one = put_kernel(leaf.kernel(), sharding)
+            array = put_kernel(leaf.kernel(), sharding)
         else:
             host = np.asarray(leaf)
             dtype = stored_type(path, leaf.ndim, precision)
-            one = put_array(host, dtype) if sharding is None else put_shards(host, dtype, sharding)
-        jax.block_until_ready(on_its_way)
-        on_its_way[:] = [one]
-        return one
+            array = put_array(host, dtype) if sharding is None else put_shards(host, dtype, sharding)
+        jax.block_until_ready(copying)
+        copying[:] = [array]
+        return array
 
     def put_kernel(kernel: Fp8Kernel | Int8Kernel, sharding: NamedSharding | None) -> Fp8Kernel | Int8Kernel:
         if sharding is None:
             return jax.tree.map(jax.device_put, kernel)
-        return jax.tree.map(lambda leaf, of: put_shards(leaf, leaf.dtype, of), kernel, kernel.divided(sharding))
+        put_leaf = lambda leaf, leaf_sharding: put_shards(leaf, leaf.dtype, leaf_sharding)
+        return jax.tree.map(put_leaf, kernel, kernel.divided(sharding))
 
-    rest = () if shardings is None else (shardings,)
-    return jax.block_until_ready(jax.tree_util.tree_map_with_path(put, params, *rest))
+    trees = (params,) if shardings is None else (params, shardings)
+    arrays = jax.tree_util.tree_map_with_path(put, *trees)
+    return jax.block_until_ready(arrays)
 
 
 def matmul_precision(dtype: DTypeLike) -> lax.Precision | None:
-    """The ``precision`` argument of products of this type: float32 operands keep all their bits (docs/design.md, 12).
+    """Returns the ``precision`` argument of products of this type: float32 keeps all its bits (docs/design.md, 12).
 
     By default NVIDIA's tensor cores round them to TensorFloat-32 and TPUs to bfloat16. A precision set by the user
     (``jax_default_matmul_precision``) takes precedence.
     """
-    told = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    return lax.Precision.HIGHEST if told is None and jnp.dtype(dtype) == jnp.float32 else None
+    user_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    needs_highest = user_precision is None and jnp.dtype(dtype) == jnp.float32
+    return lax.Precision.HIGHEST if needs_highest else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -108,19 +112,23 @@ def _product(x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLik
         lax.dot_general, preferred_element_type=activations, precision=matmul_precision(operands)
     )
 
-    def as_it_is(x: Array, kernel: Array) -> Array:
-        return contract(x, kernel, (((x.ndim - 1,), (inputs,)), ((), ())))
+    def as_given(x: Array, kernel: Array) -> Array:
+        axes = (((x.ndim - 1,), (inputs,)), ((), ()))
+        return contract(x, kernel, axes)
 
-    def in_a_pair(x: Array, kernel: Array) -> Array:
-        out = contract(jnp.concatenate([x.reshape(1, -1)] * 2), kernel, (((1,), (inputs,)), ((), ())))
+    def as_two_rows(x: Array, kernel: Array) -> Array:
+        pair = jnp.concatenate([x.reshape(1, -1)] * 2)
+        axes = (((1,), (inputs,)), ((), ()))
+        out = contract(pair, kernel, axes)
         return out[:1].reshape(*x.shape[:-1], -1)
 
-    if x.size > x.shape[-1]:
-        return as_it_is(x, kernel)
+    has_one_row = x.size <= x.shape[-1]
+    if not has_one_row:
+        return as_given(x, kernel)
     # XLA's CPU backend has no fast path for a single row with operands narrower than the sums (measured: seven times
     # slower than two rows); TPUs run it on the vector unit.
-    cpu = in_a_pair if operands != activations else as_it_is
-    return lax.platform_dependent(x, kernel, cpu=cpu, tpu=in_a_pair, default=as_it_is)
+    cpu = as_two_rows if operands != activations else as_given
+    return lax.platform_dependent(x, kernel, cpu=cpu, tpu=as_two_rows, default=as_given)
 
 
 def _product_fwd(x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLike, inputs: int):
@@ -137,9 +145,11 @@ def _product_bwd(
     contract = functools.partial(
         lax.dot_general, preferred_element_type=activations, precision=matmul_precision(operands)
     )
-    grad_x = contract(grads, kernel.astype(operands), (((1,), (1 - inputs,)), ((), ())))
+    axes_of_x = (((1,), (1 - inputs,)), ((), ()))
+    grad_x = contract(grads, kernel.astype(operands), axes_of_x)
     factors = (rows, grads) if inputs == 0 else (grads, rows)
-    grad_kernel = contract(*factors, (((0,), (0,)), ((), ())))
+    axes_of_kernel = (((0,), (0,)), ((), ()))
+    grad_kernel = contract(*factors, axes_of_kernel)
     return grad_x.reshape(x.shape).astype(x.dtype), grad_kernel.astype(kernel.dtype)
 
 
@@ -149,7 +159,7 @@ _product.defvjp(_product_fwd, _product_bwd)
 def product(
     x: Float[Array, "*rows D_in"], kernel: Float[Array, "D_in D_out"] | Fp8Kernel | Int8Kernel, precision: Precision
 ) -> Float[Array, "*rows D_out"]:
-    """Matrix product with weights under a named precision.
+    """Multiplies with weights under a named precision.
 
     For an FP8 kernel with one scale per output, the scales are multiplied after the product, in float32. With scales
     for blocks of inputs, the kernel is first converted to the type of the operands. For an int8 kernel the operands of
@@ -171,7 +181,7 @@ def product(
 def product_by_table(
     x: Float[Array, "*rows D"], table: Float[Array, "V D"] | Int8Kernel, precision: Precision
 ) -> Float[Array, "*rows V"]:
-    """``x @ table.T``: logits from an embedding table that is the output matrix too (tied embeddings).
+    """Returns ``x @ table.T``: logits from an embedding table that is the output matrix too (tied embeddings).
 
     The table is not transposed first: for one row in mixed precision XLA's CPU backend would then convert all of it to
     float32 in every step (measured: 55 ms instead of 5 ms for 49,152 by 576).
@@ -184,9 +194,10 @@ def product_by_table(
 def product_by_head(
     x: Float[Array, "B T heads D_in"], kernels: Float[Array, "heads D_in D_out"], precision: Precision
 ) -> Float[Array, "B T heads D_out"]:
-    """Matrix products with a kernel for each head, under a named precision."""
-    batch, fed, heads, _ = x.shape
-    rows = x.reshape(batch * fed, heads, -1).swapaxes(0, 1).astype(precision.operands)
+    """Multiplies each head with a kernel of its own, under a named precision."""
+    batch, count, heads, _ = x.shape
+    rows = x.reshape(batch * count, heads, -1)
+    rows = rows.swapaxes(0, 1).astype(precision.operands)
     # Not einsum, which may swap the operands: XLA's CPU backend multiplies bfloat16 only in this order.
     out = lax.dot_general(
         rows,
@@ -195,12 +206,12 @@ def product_by_head(
         preferred_element_type=precision.activations,
         precision=matmul_precision(precision.operands),
     )
-    return out.swapaxes(0, 1).reshape(batch, fed, heads, -1)
+    return out.swapaxes(0, 1).reshape(batch, count, heads, -1)
 
 
 @jax.custom_vjp
 def _rows(table: Array, tokens: Array) -> Array:
-    """``table[tokens]``. On CPUs a bfloat16 table is read as integers, because XLA would convert the whole table."""
+    """Returns ``table[tokens]``. On CPUs bfloat16 is read as integers; otherwise XLA would convert the whole table."""
     if table.dtype != jnp.bfloat16:
         return table[tokens]
 
@@ -226,15 +237,17 @@ _rows.defvjp(_rows_fwd, _rows_bwd)
 def embed(
     table: Float[Array, "V D"] | Int8Kernel, tokens: Int[Array, "B T"], precision: Precision
 ) -> Float[Array, "B T D"]:
-    """Rows of an embedding table in the type of activations."""
+    """Returns rows of an embedding table in the type of activations."""
     if isinstance(table, Int8Kernel):
         return table.rows(tokens).astype(precision.activations)
     return _rows(table, tokens).astype(precision.activations)
 
 
 def scaled(x: Float[Array, "*rows D"], factor: float) -> Float[Array, "*rows D"]:
-    """``x`` times a factor of the configuration, rounded once."""
-    return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+    """Returns ``x`` times a factor of the configuration, rounded once."""
+    if factor == 1.0:
+        return x
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 class Linear(nnx.Module):
@@ -262,7 +275,10 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D_in"]) -> Float[Array, "*rows D_out"]:
         y = product(x, self.kernel[...], self.precision)
-        return y if self.bias is None else y + lax.broadcast_to_rank(self.bias[...].astype(y.dtype), y.ndim)
+        if self.bias is None:
+            return y
+        bias = self.bias[...].astype(y.dtype)
+        return y + lax.broadcast_to_rank(bias, y.ndim)
 
 
 def keep_fused(y: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
@@ -297,23 +313,32 @@ class RMSNorm(nnx.Module):
             # The weight multiplies after the cast, as in the PyTorch models.
             return y.astype(x.dtype) * scale.astype(x.dtype)
         scale = scale.astype(jnp.float32)
-        return (y * (1.0 + scale if self.kind == "zero-centred" else scale)).astype(x.dtype)
+        if self.kind == "zero-centred":
+            scale = 1.0 + scale
+        return (y * scale).astype(x.dtype)
 
 
 def normalised(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
-    """``x / sqrt(mean(x²) + eps)``, in float32."""
+    """Returns ``x / sqrt(mean(x²) + eps)``, in float32."""
     y = x.astype(jnp.float32)
-    by_mean = lambda y: y * lax.rsqrt(ordered_sum(y * y) / y.shape[-1] + eps)
-    if x.size > x.shape[-1]:
+
+    def by_mean(y: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        mean_square = ordered_sum(y * y) / y.shape[-1]
+        return y * lax.rsqrt(mean_square + eps)
+
+    has_one_row = x.size <= x.shape[-1]
+    if not has_one_row:
         return by_mean(y)
     # XLA's GPU backend turns the norm of one row into one kernel only if no constant is applied to the sum.
     return lax.platform_dependent(y, cuda=functools.partial(_normalise_by_sum, eps=eps), default=by_mean)
 
 
 def _normalise_by_sum(y: Float[Array, "*rows D"], *, eps: float) -> Float[Array, "*rows D"]:
-    """``y / sqrt(Σ (y² + eps) / D)``."""
+    """Returns ``y / sqrt(Σ (y² + eps) / D)``."""
     size = y.shape[-1]
-    return y * lax.rsqrt(jnp.sum(y * y * (1 / size) + eps / size, axis=-1, keepdims=True))
+    terms = y * y * (1 / size) + eps / size
+    mean_square = jnp.sum(terms, axis=-1, keepdims=True)
+    return y * lax.rsqrt(mean_square)
 
 
 class SwiGLU(nnx.Module):

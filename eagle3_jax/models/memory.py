@@ -1,4 +1,4 @@
-"""What the tokens of a block see in one layer: themselves, runs of tokens before them, a cache."""
+"""What the tokens of a block attend to in one layer: the block itself, runs of earlier tokens, or a cache."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues, LayerCache
+from eagle3_jax.devices.kernels import indices
 from eagle3_jax.models import flash
 from eagle3_jax.models.attention import Scoring, Segment, attention
 from eagle3_jax.models.config import GatedDelta, GroupedQuery, Latent, LayerConfig, Mixer
@@ -30,14 +31,14 @@ class Span(NamedTuple):
     chunk: int | None = None
 
     @property
-    def whole(self) -> bool:
+    def is_unlimited(self) -> bool:
         """Whether it covers every earlier position."""
         return self.window is None and self.chunk is None
 
-    def sees(self, of_keys: Int[Array, "B S"], of_queries: Int[Array, "B T"]) -> Bool[Array, "B T S"]:
-        """``[B T S]``: whether each key is within the range of each query. The order of the two is not checked."""
-        keys = of_keys[:, None, :]
-        queries = of_queries[:, :, None]
+    def covers(self, key_positions: Int[Array, "B S"], query_positions: Int[Array, "B T"]) -> Bool[Array, "B T S"]:
+        """Returns whether each key is within the range of each query. The order of the two is not checked."""
+        keys = key_positions[:, None, :]
+        queries = query_positions[:, :, None]
         if self.window is not None:
             return keys > queries - self.window
         assert self.chunk is not None
@@ -52,73 +53,91 @@ def cache_mask(
     positions: Int[Array, "B M"] | None = None,
     span: Span = Span(),
 ) -> Bool[Array, "B T S"]:
-    """Attention mask over all cache slots: every query sees the committed slots; the new block follows ``mask``.
+    """Returns the attention mask over all cache slots.
+
+    Every query attends to the committed slots. Slots of the new block follow ``mask``.
 
     Args:
-        mask: ``mask[b, t, m]``: query ``t`` sees token ``m`` of the block. The queries may be the last ``T`` of ``M``.
-        length: Committed slots of each row.
+        mask: ``mask[b, t, m]``: query ``t`` attends to token ``m`` of the block. The queries may be the last ``T`` of
+            the ``M`` tokens.
+        length: ``[B]``, committed slots of each row.
         capacity: ``S``.
-        positions: Absolute positions of all ``M`` tokens; needed for a limited span. A committed slot holds the token
-            at the position of its number.
+        positions: ``[B M]``, absolute positions of the block; needed for a limited span. A committed slot holds the
+            token at the position of its number.
         span: The range of positions that the layer attends to.
     """
     batch = length.shape[0]
-    fed, size = mask.shape[-2:]
-    slot = jnp.arange(capacity, dtype=jnp.int32)[None, :]
+    num_queries, size = mask.shape[-2:]
+    slot = indices(capacity)[None, :]
     offset = slot - length[:, None]
-    inside = jnp.broadcast_to(mask, (batch, fed, size))
-    index = jnp.broadcast_to(jnp.clip(offset, 0, size - 1)[:, None, :], (batch, fed, capacity))
-    of_block = jnp.take_along_axis(inside, index, axis=2) & (offset < size)[:, None, :]
-    seen = jnp.where((offset < 0)[:, None, :], True, of_block)
-    if span.whole:
-        return seen
+    mask = jnp.broadcast_to(mask, (batch, num_queries, size))
+    index = jnp.clip(offset, 0, size - 1)[:, None, :]
+    index = jnp.broadcast_to(index, (batch, num_queries, capacity))
+    in_block = jnp.take_along_axis(mask, index, axis=2) & (offset < size)[:, None, :]
+    is_committed = (offset < 0)[:, None, :]
+    visible = jnp.where(is_committed, True, in_block)
+    if span.is_unlimited:
+        return visible
     assert positions is not None
-    of_slot = jnp.take_along_axis(positions, jnp.clip(offset, 0, size - 1), axis=1)
-    asked = positions if fed == size else positions[:, size - fed :]
-    return seen & span.sees(jnp.where(offset < 0, slot, of_slot), asked)
+    block_positions = jnp.take_along_axis(positions, jnp.clip(offset, 0, size - 1), axis=1)
+    query_positions = positions if num_queries == size else positions[:, size - num_queries :]
+    key_positions = jnp.where(offset < 0, slot, block_positions)
+    return visible & span.covers(key_positions, query_positions)
 
 
 @runtime_checkable
 class Memory(Protocol):
-    """What the tokens of a block see in one layer, and what stays of them."""
+    """Attention of one layer for the tokens of a block: what they attend to, and which keys and values are kept."""
 
     def attend(
         self, queries: Float[Array, "B T heads H"], kv: KeyValue, scoring: Scoring = Scoring()
     ) -> tuple[Float[Array, "B T width"], KeyValue]:
-        """Attention of a block over its past and itself, and the keys and values to keep."""
+        """Runs attention of a block over its past and itself.
+
+        Args:
+            queries: ``[B T heads H]``.
+            kv: Keys and values of the block.
+            scoring: Scale, soft cap and sinks of attention.
+
+        Returns:
+            The attended values ``[B T width]``, and the keys and values to keep.
+        """
         ...
 
 
 class BlockMemory(NamedTuple):
-    """The block and runs of tokens before it, each apart; keeps the block alone.
+    """Attention without a cache: over the block and separate runs of earlier tokens. It keeps the block alone.
 
-    For prefill, for training and for levels of a draft tree, which are guesses and enter no cache.
+    It is used for prefill and training.
 
     Attributes:
         past: Earlier keys and values with their masks.
-        mask: ``[B T T]``, which tokens of the block each one sees; ``None`` for itself alone.
-        own: Earlier keys and values of which each token sees those at its own index.
+        mask: ``[B T T]``, which tokens of the block each token attends to; ``None`` for itself alone.
+        at_index: Earlier keys and values; each token attends to the one at its index in the block.
     """
 
     past: Sequence[Segment] = ()
     mask: Bool[Array, "#B T T"] | None = None
-    own: Sequence[KeyValue] = ()
+    at_index: Sequence[KeyValue] = ()
 
     def attend(
         self, queries: Float[Array, "B T heads H"], kv: KeyValue, scoring: Scoring = Scoring()
     ) -> tuple[Float[Array, "B T width"], KeyValue]:
         """See :class:`Memory`."""
         if self.mask is None:
-            return attention(queries, self.past, (*self.own, kv), scoring), kv
-        return attention(queries, (*self.past, Segment(kv, self.mask)), self.own, scoring), kv
+            attended = attention(queries, self.past, (*self.at_index, kv), scoring)
+        else:
+            block = Segment(kv, self.mask)
+            attended = attention(queries, (*self.past, block), self.at_index, scoring)
+        return attended, kv
 
 
 class ForKernel(NamedTuple):
-    """What :mod:`eagle3_jax.models.flash` needs instead of a mask over all slots.
+    """Arguments of :mod:`eagle3_jax.models.flash`, which needs no mask over all slots.
 
     Attributes:
         length: ``[B]``, committed slots.
-        size: Number of tokens in the block, those before the queries included.
+        size: Number of tokens in the block, including those before the queries.
         seen: The kernel's mask; ``None`` for a chain.
     """
 
@@ -128,10 +147,10 @@ class ForKernel(NamedTuple):
 
 
 class CacheMemory(NamedTuple):
-    """A layer of a cache: the block is written behind what is committed, and everything is one run of tokens.
+    """Attention with a cache: the block is written after the committed slots, and all slots are one run of tokens.
 
-    So a token sees those before it in the same slots, summed in the same order, whether they were committed earlier or
-    stand before it in its block: a chain is verified with the very sums of plain decoding.
+    So a token attends to the tokens before it in the same slots, summed in the same order, whether they were committed
+    earlier or are in its block. A chain is verified with the sums of plain decoding.
     """
 
     layer: KeyValues | LatentKeys  #: The layer's cache.
@@ -148,21 +167,21 @@ class CacheMemory(NamedTuple):
         by_xla = lambda queries, kv: attention(queries, (Segment(kv, self.visible),), (), scoring)
         if self.kernel is None or not flash.is_supported(queries, written):
             return by_xla(queries, written), written
-        options = {"scale": scoring.factor(queries.shape[-1]), "softcap": scoring.softcap, "sinks": scoring.sinks}
-        options |= self.kernel._asdict()
+        scale = scoring.factor(queries.shape[-1])
+        options = {"scale": scale, "softcap": scoring.softcap, "sinks": scoring.sinks, **self.kernel._asdict()}
         by_kernel = jax.custom_jvp(lambda queries, kv: flash.flash_attention(queries, kv, **options))
         by_kernel.defjvp(functools.partial(jax.jvp, by_xla))
         return by_kernel(queries, written), written
 
 
 class RecurrentMemory(NamedTuple):
-    """What the tokens of a block come after, in a layer that folds all of them into a state.
+    """The state that the tokens of a block follow, in a recurrent layer.
 
     Attributes:
-        layer: The state that the block begins at; ``None`` where the block is a text from its first token on.
-        parents: ``[B T]``, the node of the block that each one comes after, -1 for what ``layer`` holds. Not read of a
-            text, whose tokens stand in order.
-        real: ``[B T]``, False at tokens that are padding of a text. They leave the state as it is.
+        layer: The state at the start of the block; ``None`` if the block is a text from its first token on.
+        parents: ``[B T]``, the node of the block that each token follows; -1 if it follows ``layer``. It is not read
+            for a text, whose tokens are in order.
+        real: ``[B T]``, False at padding of a text, which leaves the state unchanged.
     """
 
     layer: Recurrent | None
@@ -171,9 +190,9 @@ class RecurrentMemory(NamedTuple):
 
 
 def empty_cache(layers: Sequence[LayerConfig], *, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
-    """What each layer keeps of its past, for ``batch`` rows of ``capacity`` slots."""
+    """Returns an empty cache for each layer, for ``batch`` rows of ``capacity`` slots."""
 
-    def of(mixer: Mixer) -> LayerCache:
+    def allocate(mixer: Mixer) -> LayerCache:
         if isinstance(mixer, GroupedQuery):
             heads = mixer.num_kv_heads
             size = mixer.head_dim
@@ -185,11 +204,12 @@ def empty_cache(layers: Sequence[LayerConfig], *, batch: int, capacity: int, dty
             return Recurrent.allocate(batch=batch, dtype=dtype, **sizes)
         raise ValueError(f"a layer of {type(mixer).__name__} has no cache here")
 
-    return Cache.of(tuple(of(layer.mixer) for layer in layers), batch=batch)
+    caches = tuple(allocate(layer.mixer) for layer in layers)
+    return Cache.of(caches, batch=batch)
 
 
 def spans_of(layers: Sequence[LayerConfig]) -> list[Span]:
-    """Which positions a token sees, per layer."""
+    """Returns the range of positions that each layer attends to."""
     return [
         Span(layer.mixer.window, layer.mixer.chunk) if isinstance(layer.mixer, GroupedQuery) else Span()
         for layer in layers
@@ -205,81 +225,85 @@ def memories(
     *,
     is_chain: bool = False,
 ) -> list[Memory | RecurrentMemory]:
-    """One memory per layer for a block, behind the committed slots of a cache where there is one.
+    """Returns one memory per layer for a block.
 
     Args:
-        layers: Of whom.
-        mask: Which tokens of the block each one sees. With a cache the tokens may be its last ``T`` of ``M``: the ones
-            before lie behind the committed slots already, as the earlier levels of a draft tree do.
-        positions: Of the whole block, absolute.
-        cache: Of the same layers. Without one the block of a recurrent layer is a text, in order.
-        length: How many tokens of such a text are real; those that see themselves, when left out.
-        is_chain: Whether ``mask`` is known to show each token all tokens before it.
+        layers: The layers of the model.
+        mask: ``[B T M]``, which tokens of the block each token attends to. With a cache the ``T`` tokens may be the
+            last of ``M``: the earlier ones are already written after the committed slots, as levels of a draft tree.
+        positions: ``[B M]``, absolute positions of the block.
+        cache: The cache of the same layers. Without one the block of a recurrent layer is a text, in order.
+        length: ``[B]``, number of real tokens of such a text. Default: the tokens that attend to themselves.
+        is_chain: Whether every token attends to all tokens of the block before it.
 
     Raises:
-        ValueError: Tokens of a recurrent layer lie behind others that no state has taken in.
+        ValueError: The block of a recurrent layer is not given as a whole.
     """
     recurrent = [isinstance(layer.mixer, GatedDelta) for layer in layers]
     spans = spans_of(layers)
-    size = mask.shape[-1]
-    fed = mask.shape[-2]
+    num_queries, size = mask.shape[-2:]
     states: list[Recurrent | None] = [None] * len(layers)
-    if any(recurrent) and fed != size:
+    if any(recurrent) and num_queries != size:
         raise ValueError(
-            f"the last {fed} tokens of a block of {size} were given to a recurrent layer; expected the whole block, as "
-            "its earlier tokens are in no state"
+            f"the last {num_queries} tokens of a block of {size} were given to a recurrent layer; expected the whole "
+            "block, as its earlier tokens are in no state"
         )
+    attending: list[Memory]
     if cache is None:
-        alone = {
-            span: BlockMemory(mask=mask if span.whole else mask & span.sees(positions, positions))
-            for span in set(spans)
-        }
-        seen: list[Memory] = [alone[span] for span in spans]
+        attending = _without_cache(mask, positions, spans)
     else:
-        seen = _behind(cache, mask, positions, spans, is_chain)
-        states = [_state(layer) for layer in cache.layers]
+        attending = _with_cache(cache, mask, positions, spans, is_chain)
+        states = [layer if isinstance(layer, Recurrent) else None for layer in cache.layers]
     if not any(recurrent):
-        return list(seen)
-    past = RecurrentMemory(None, parents_of(mask), _real(mask, length))
+        return list(attending)
+    block = RecurrentMemory(None, parents_of(mask), _real(mask, length))
     return [
-        past._replace(layer=state) if folds else memory
-        for folds, memory, state in zip(recurrent, seen, states, strict=True)
+        block._replace(layer=state) if is_recurrent else memory
+        for is_recurrent, memory, state in zip(recurrent, attending, states, strict=True)
     ]
 
 
-def _behind(
+def _without_cache(mask: Bool[Array, "#B T T"], positions: Int[Array, "B T"], spans: Sequence[Span]) -> list[Memory]:
+    """Returns one memory per layer for a block that is a whole text."""
+    by_span: dict[Span, Memory] = {}
+    for span in set(spans):
+        visible = mask if span.is_unlimited else mask & span.covers(positions, positions)
+        by_span[span] = BlockMemory(mask=visible)
+    return [by_span[span] for span in spans]
+
+
+def _with_cache(
     cache: Cache, mask: Bool[Array, "#B T M"], positions: Int[Array, "B M"], spans: Sequence[Span], is_chain: bool
 ) -> list[Memory]:
-    """One memory per layer behind the committed slots; of no use to a layer without slots."""
+    """Returns one memory per layer for a block after the committed slots. Recurrent layers do not use theirs."""
     capacity = next((layer.capacity for layer in cache.layers if isinstance(layer, KeyValues | LatentKeys)), 0)
-    seen = {span: cache_mask(mask, cache.length, capacity, positions=positions, span=span) for span in set(spans)}
-    before = mask.shape[-1] - mask.shape[-2]
-    start = cache.length + before if before else cache.length
+    visible = {span: cache_mask(mask, cache.length, capacity, positions=positions, span=span) for span in set(spans)}
+    size = mask.shape[-1]
+    earlier_levels = size - mask.shape[-2]
+    start = cache.length + earlier_levels if earlier_levels else cache.length
     kernels: dict[Span, ForKernel | None] = dict.fromkeys(spans)
     if flash.is_enabled():
-        of_whole = None if is_chain else mask
-        kernels = {
-            span: ForKernel(cache.length, mask.shape[-1], of_whole if span.whole else seen[span]) for span in spans
-        }
+        unlimited_mask = None if is_chain else mask
+        for span in spans:
+            kernel_mask = unlimited_mask if span.is_unlimited else visible[span]
+            kernels[span] = ForKernel(cache.length, size, kernel_mask)
     return [
-        CacheMemory(layer, start, seen[span], kernels[span])  # type: ignore[arg-type]
+        CacheMemory(layer, start, visible[span], kernels[span])  # type: ignore[arg-type]
         for layer, span in zip(cache.layers, spans, strict=True)
     ]
 
 
 def parents_of(mask: Bool[Array, "#B T T"]) -> Int[Array, "#B T"]:
-    """The last other token of a block that each one sees, which is its parent; -1 where it sees none."""
+    """Returns each token's parent: the last other token of the block that it attends to, or -1."""
     size = mask.shape[-1]
     others = mask & ~jnp.eye(size, dtype=jnp.bool_)[None]
-    return jnp.max(jnp.where(others, jnp.arange(size, dtype=jnp.int32)[None, None], -1), axis=-1)
+    return jnp.max(jnp.where(others, indices(size)[None, None], -1), axis=-1)
 
 
 def _real(mask: Bool[Array, "#B T T"], length: Int[Array, " B"] | None) -> Bool[Array, "#B T"]:
-    itself = jnp.diagonal(mask, axis1=-2, axis2=-1)
-    return (
-        itself if length is None else itself & (jnp.arange(mask.shape[-1], dtype=jnp.int32)[None, :] < length[:, None])
-    )
-
-
-def _state(layer: LayerCache) -> Recurrent | None:
-    return layer if isinstance(layer, Recurrent) else None
+    """Returns which tokens of a text are real: those that attend to themselves, and come before ``length``."""
+    attends_to_itself = jnp.diagonal(mask, axis1=-2, axis2=-1)
+    if length is None:
+        return attends_to_itself
+    is_before_end = indices(mask.shape[-1])[None, :] < length[:, None]
+    return attends_to_itself & is_before_end

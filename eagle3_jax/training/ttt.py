@@ -235,14 +235,14 @@ def _memory(
     Row ``t`` of step ``k`` stands at position ``t + k``, and so do its keys: a window moves on with the steps.
     """
     step = len(written)
-    if not span.whole:
-        seen &= span.sees(positions, positions + step)
+    if not span.is_unlimited:
+        seen &= span.covers(positions, positions + step)
     if not written:
         return BlockMemory(mask=seen)
     first, *later = written
     if span.window is not None:
         later = later[max(step - span.window, 0) :]
-    return BlockMemory(past=(Segment(first, seen),), own=later)
+    return BlockMemory(past=(Segment(first, seen),), at_index=later)
 
 
 def _from(x: Array, start: int, size: int) -> Array:

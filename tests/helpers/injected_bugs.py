@@ -430,7 +430,7 @@ def see_guesses_of_others(memory, *arguments):
     if not kept.past:
         return kept
     (first,) = kept.past
-    return kept._replace(past=(first, *(first._replace(kv=guess) for guess in kept.own)), own=())
+    return kept._replace(past=(first, *(first._replace(kv=guess) for guess in kept.at_index)), at_index=())
 
 
 TRAINING = {
