@@ -89,11 +89,10 @@ def sanitize_draft(draft: Draft, root: Int[Array, " B"], *, vocab_size: int, is_
     else:
         topological = (draft.parents >= 0) & (draft.parents < node)
         parents = jnp.where(topological, draft.parents, -1)
-    return draft.replace(
-        tokens=jnp.where(is_root | ~known, root[:, None], draft.tokens),
-        parents=parents,
-        valid=is_root | (draft.valid & known),
-    )
+    holds_root = is_root | ~known
+    tokens = jnp.where(holds_root, root[:, None], draft.tokens)
+    valid = is_root | (draft.valid & known)
+    return draft.replace(tokens=tokens, parents=parents, valid=valid)
 
 
 def drop_unreachable_nodes(draft: Draft, mask: Bool[Array, "B N N"]) -> Draft:

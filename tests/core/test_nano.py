@@ -61,7 +61,3 @@ def test_the_head_has_a_rotary_base_of_its_own(tmp_path: Path) -> None:
 
 def test_so_they_are_for_the_pair_that_it_runs() -> None:
     check_equal(nano.SHIPPED, "tree", 0.0, [[100, 200, 300]])
-
-
-def test_it_is_short() -> None:
-    assert len(Path(nano.__file__).read_text(encoding="utf-8").splitlines()) <= 400
