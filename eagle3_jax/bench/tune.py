@@ -9,12 +9,9 @@ on plain decoding is fastest.
 from __future__ import annotations
 
 import dataclasses
-import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from eagle3_jax.bench.contenders import DecoderContender, Run, Tokens
@@ -29,11 +26,6 @@ from eagle3_jax.topology import DynamicTree, StaticTree, tree_name
 from eagle3_jax.types import Drafter
 
 _LARGEST = 512  # the last entry of a schedule, plain decoding, reaches at least this many rows
-
-# Rules of thumb from articles on serving; each is printed next to the measurement.
-RULE_BATCH = 32
-RULE_OUTPUT_TOKENS = 50
-RULE_ACCEPTANCE = 0.55
 
 _PLAIN = "plain"
 
@@ -82,7 +74,6 @@ class BatchTuning:
 
     batch: int  #: Rows decoded at once.
     plain_step: Spread  #: Seconds of a step of plain decoding.
-    extra_prefill_seconds: float  #: Time that drafting adds to the prefill of such a batch.
     candidates: tuple[Candidate, ...]  #: Every draft that was measured.
 
     @property
@@ -165,65 +156,6 @@ def break_even(candidate: Candidate) -> BreakEven:
     )
 
 
-def crossover_tokens(*, extra_prefill_seconds: float, plain_step_seconds: float, speedup: float) -> int | None:
-    """The number of tokens of an answer from which speculation wins back the prefill of its drafter.
-
-    Each token after the first is written ``t·(1 - 1/S)`` sooner, ``t`` being a plain step. ``None`` when ``S`` is
-    not above 1.
-    """
-    if speedup <= 1.0:
-        return None
-    gain = plain_step_seconds * (1.0 - 1.0 / speedup)
-    return 1 + max(1, math.ceil(max(0.0, extra_prefill_seconds) / gain))
-
-
-class Rule(NamedTuple):
-    """A rule of thumb compared with the measurement."""
-
-    batch: int  #: Batch size.
-    rule: str  #: The rule.
-    #: ``plain`` or ``speculate``; for short answers, the number of tokens below which to decode plainly.
-    rule_says: str
-    measured: str  #: Decision of the measurement, with its numbers.
-    agrees: bool  #: Whether both lead to the same decision.
-
-
-def rules_of_thumb(found: BatchTuning) -> list[Rule]:
-    """The rules of thumb at one batch size, each compared with the measurement."""
-    speculates = found.best is not None
-    fastest = found.best or found.fastest
-    gain = fastest.speedup.median
-    decision = f"{'speculate' if speculates else _PLAIN}: S = {gain:.2f} with {fastest.shape.name}"
-    accepted = (fastest.shape.mean_acceptance_length - 1.0) / fastest.shape.num_draft_tokens
-    over = found.batch > RULE_BATCH
-    low = accepted < RULE_ACCEPTANCE
-    tokens = crossover_tokens(
-        extra_prefill_seconds=found.extra_prefill_seconds,
-        plain_step_seconds=found.plain_step.median,
-        speedup=gain if speculates else 1.0,
-    )
-    by_length = "plain at any length" if tokens is None else f"speculation pays from {tokens} tokens on"
-    return [
-        Rule(
-            found.batch, f"batch > {RULE_BATCH}: plain", _PLAIN if over else "speculate", decision, over != speculates
-        ),
-        Rule(
-            found.batch,
-            f"fewer than {RULE_OUTPUT_TOKENS} new tokens: plain",
-            f"plain below {RULE_OUTPUT_TOKENS} tokens",
-            by_length,
-            tokens is None or tokens >= RULE_OUTPUT_TOKENS,
-        ),
-        Rule(
-            found.batch,
-            f"draft acceptance rate < {RULE_ACCEPTANCE}: plain",
-            f"{_PLAIN if low else 'speculate'}: it is {accepted:.2f}",
-            decision,
-            low != speculates,
-        ),
-    ]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
     """A prediction compared with a run."""
@@ -276,7 +208,6 @@ class Tuning:
                 }
                 for one in self.batches
             ],
-            "rules": [rule._asdict() for one in self.batches for rule in rules_of_thumb(one)],
             "checks": [dataclasses.asdict(one) | {"predicted": one.predicted} for one in self.checks],
         }
 
@@ -416,15 +347,12 @@ class _Bench(NamedTuple):
         """Costs of every shape at one batch size."""
         batch = _filled(self.prompts, size)[0]
         limit = self.max_new_tokens
-        deepest = max(self.decoders.values(), key=lambda decoder: decoder.loop.drafter.num_nodes)
         taken: dict[str, list[StepCosts]] = {name: [] for name in (_PLAIN, *self.decoders)}
-        extra = []
         for repeat in range(self.repeats + 1):  # the first one compiles
             for name, decoder in ((_PLAIN, self.plain), *self.decoders.items()):
                 what = f"repeat {repeat} of {self.repeats}" if repeat else "compiling"
                 self.on_progress(f"batch {size}, {name}, {what}")
                 taken[name].append(step_costs(decoder, batch, max_new_tokens=limit, rounds=self.rounds))
-            extra.append(_prefill_seconds(deepest, batch, limit) - _prefill_seconds(self.plain, batch, limit))
         steps = [cost.verify_seconds for cost in taken[_PLAIN][1:]]
         candidates = [
             Candidate.of(
@@ -438,7 +366,6 @@ class _Bench(NamedTuple):
         return BatchTuning(
             batch=size,
             plain_step=Spread.of(steps),
-            extra_prefill_seconds=max(0.0, Spread.of(extra[1:]).median),
             candidates=tuple(candidates),
         )
 
@@ -465,8 +392,3 @@ class _Bench(NamedTuple):
             measured=Spread.of(ratios[1:]),
         )
 
-
-def _prefill_seconds(decoder: SpeculativeDecoder, batch: Sequence[Tokens], max_new_tokens: int) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(decoder.prefill(batch, max_new_tokens=max_new_tokens))
-    return time.perf_counter() - start
