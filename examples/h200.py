@@ -395,7 +395,7 @@ def main() -> None:
         record.add("clocks", [before, clocks()])
         return
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the memory is for the processes of the parts
-    if not options.rehearse and (problem := gpu_problem(wanted=True)):
+    if not options.rehearse and (problem := gpu_problem(required=True)):
         raise SystemExit(f"error: {problem}; --rehearse tries tiny shapes on any device")
     end = time.monotonic() + BUDGET
     result = begin(options.output, setting, rehearsal=options.rehearse)

@@ -26,7 +26,7 @@ _STACKS = {"gate_up", "down", "gate_up_bias", "down_bias"}  # parameters of all 
 
 
 def step_bytes(target: LoadedTarget, *, rows: int, context: int) -> int:
-    """Least number of bytes that a step of plain decoding reads: every weight once, and each row's keys and values.
+    """Counts the bytes that a step of plain decoding must read: every weight once, and each row's keys and values.
 
     A step reads one row of the embedding table per token; the table is left out unless it is the output projection
     too. Only the experts that one token goes through are counted, since all rows may choose the same.
@@ -37,7 +37,8 @@ def step_bytes(target: LoadedTarget, *, rows: int, context: int) -> int:
         context: Earlier tokens of each sequence.
     """
     config = target.model.config  # type: ignore[attr-defined]
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params)) - _unread_experts(target.params, config)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
+    weights -= _unread_experts(target.params, config)
     if not config.tie_embeddings:
         weights -= target.params["embedding"].nbytes
     caches = jax.eval_shape(lambda: jax.tree.leaves(target.model.init_cache(rows, context).layers))
@@ -45,7 +46,7 @@ def step_bytes(target: LoadedTarget, *, rows: int, context: int) -> int:
 
 
 def _unread_experts(params: Any, config: DecoderConfig) -> int:
-    """Bytes of the experts that a token does not go through, quantized or not."""
+    """Counts the bytes of the experts that a token does not go through, quantized or not."""
     unread = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params["blocks"]):
         index, *names = [getattr(entry, "key", getattr(entry, "idx", None)) for entry in path]
@@ -140,7 +141,7 @@ WAYS: dict[str, tuple[Callable[[Stream], Stream], int]] = {
 
 
 def ceiling(target: LoadedTarget, *, rows: int, context: int, large: int = 2**30) -> float:
-    """Highest bandwidth for a step of this target in bytes per second, measured now.
+    """Measures the highest bandwidth for a step of this target, in bytes per second.
 
     Small models stay in a cache that is faster than memory, so the bandwidth is measured at the size of a step and at
     ``large`` bytes, far beyond all caches.
@@ -151,10 +152,10 @@ def ceiling(target: LoadedTarget, *, rows: int, context: int, large: int = 2**30
 def least_bytes_per_second(
     target: LoadedTarget, *, tokens_per_second: float, tokens_per_round: float, rows: int
 ) -> float:
-    """Least memory traffic of decoding at some speed: target steps per second times bytes of a step.
+    """Returns the least memory traffic of decoding at some speed: target steps per second times bytes of a step.
 
-    ``τ`` counts rounds in which something was drafted; the others write one token and read no less, so a method that
-    does not always draft is credited with less than it reads, never with more. Neither caches nor drafting are counted.
+    ``τ`` counts rounds with a draft. A round without one writes one token and reads no less, so the result is a lower
+    bound for methods that do not always draft. Neither caches nor drafting are counted.
 
     Args:
         target: The target, whose weights every step reads.
