@@ -67,8 +67,8 @@ def test_the_bytes_of_a_step_are_weights_and_caches(target: LoadedTarget) -> Non
     routed = tiny.target(13, layers=(layer,))
     width = routed.model.config.width
     unread = 3 * 4 * (3 * width * 6 + 2 * 6 + width)  # three experts with their biases, in float32
-    whole = sum(leaf.nbytes for leaf in tiny.jax.tree.leaves(routed.params)) - routed.params["embedding"].nbytes
-    assert step_bytes(routed, rows=1, context=0) == whole - unread
+    all_bytes = sum(leaf.nbytes for leaf in tiny.jax.tree.leaves(routed.params)) - routed.params["embedding"].nbytes
+    assert step_bytes(routed, rows=1, context=0) == all_bytes - unread
     tied = tiny.target(13, tie_embeddings=True)
     assert step_bytes(tied, rows=1, context=0) == sum(leaf.nbytes for leaf in tiny.jax.tree.leaves(tied.params))
 

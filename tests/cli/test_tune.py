@@ -41,10 +41,10 @@ def at(batch: int, *candidates: Candidate) -> BatchTuning:
 
 def test_costs_are_ratios_within_a_repeat_and_the_gain_is_tau_over_them():
     # The machine is half as fast in the second repeat; v is 1.5, 1.5 and 1.25 plain steps, c 0.25 in all three.
-    found = Candidate.of(chain(2, 2.2), plain=[4.0, 8.0, 4.0], verify=[6.0, 12.0, 5.0], draft=[1.0, 2.0, 1.0])
-    assert (found.verify_cost, found.draft_cost) == (1.5, 0.25)
-    assert found.speedup.median == pytest.approx(2.2 / 2.0)  # v + 2 c
-    assert found.speedup.high == pytest.approx((2.2 / 2.0 + 2.2 / 1.75) / 2)
+    candidate = Candidate.of(chain(2, 2.2), plain=[4.0, 8.0, 4.0], verify=[6.0, 12.0, 5.0], draft=[1.0, 2.0, 1.0])
+    assert (candidate.verify_cost, candidate.draft_cost) == (1.5, 0.25)
+    assert candidate.speedup.median == pytest.approx(2.2 / 2.0)  # v + 2 c
+    assert candidate.speedup.high == pytest.approx((2.2 / 2.0 + 2.2 / 1.75) / 2)
 
 
 def test_the_largest_gain_wins_unless_a_shorter_draft_or_none_is_as_good():
@@ -57,11 +57,11 @@ def test_the_largest_gain_wins_unless_a_shorter_draft_or_none_is_as_good():
 
 def test_a_tree_can_win_and_the_schedule_still_takes_the_best_chain():
     tree = Shape(name="tree", num_draft_tokens=9, num_draft_steps=3, is_chain=False, mean_acceptance_length=3.0)
-    found = at(1, gains(2, 1.4, 1.35), gains(0, 1.8, 1.7, shape=tree))
-    assert found.best.shape is tree
-    assert found.best_chain.shape.name == "K=2"
+    tuned = at(1, gains(2, 1.4, 1.35), gains(0, 1.8, 1.7, shape=tree))
+    assert tuned.best.shape is tree
+    assert tuned.best_chain.shape.name == "K=2"
     assert tuning.Tuning(
-        batches=(found,), checks=(), num_prompts=1, max_new_tokens=8, repeats=1
+        batches=(tuned,), checks=(), num_prompts=1, max_new_tokens=8, repeats=1
     ).schedule.to_lists() == [[1, 1, 2], [2, 512, 0]]
 
 
@@ -107,10 +107,10 @@ def test_acceptance_is_that_of_each_shape_and_costs_are_positive(target):
     head = tiny.eagle3(target)
     prompts = [[1, 2, 3], [4, 5]]
     tree = DynamicTree(num_nodes=4, max_depth=2, top_k=2)
-    found = tuning.tune(
+    result = tuning.tune(
         target, head, prompts, batches=[3], chains=[2], trees=[tree], max_new_tokens=9, repeats=1, rounds=2
     )
-    (at_three,) = found.batches
+    (at_three,) = result.batches
     k2, tree4 = at_three.candidates
     direct = SpeculativeDecoder(target, head, num_speculative_tokens=2, stop_tokens=())
     stats = direct.generate(prompts, max_new_tokens=9).stats
@@ -118,11 +118,11 @@ def test_acceptance_is_that_of_each_shape_and_costs_are_positive(target):
     assert k2.shape.acceptance_per_position == tuple(stats.acceptance_per_position)
     assert (tree4.shape.is_chain, tree4.shape.num_draft_tokens, tree4.shape.num_draft_steps) == (False, 3, 2)
     assert min(k2.verify_cost, k2.draft_cost, tree4.verify_cost, tree4.draft_cost) > 0
-    (check,) = found.checks
+    (check,) = result.checks
     assert check.batch == at_three.batch == 3
     assert 0 < check.rows_running <= 1 and check.measured.median > 0
     assert check.predicted == at_three.fastest.speedup.median * check.rows_running
-    json.dumps(found.to_json())
+    json.dumps(result.to_json())
 
 
 def test_rounds_in_which_prompt_lookup_finds_nothing_are_rounds_all_the_same(target):
