@@ -205,4 +205,3 @@ def _print_break_evens(found: Tuning) -> None:
     rates = ("draft acceptance rate", "conditional acceptance rate")
     titles = ("batch", "plain step", "chain", "v", "c", "breaks even at τ", *rates)
     print_table(titles, rows, left=range(len(titles)))
-

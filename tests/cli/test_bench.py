@@ -21,6 +21,7 @@ from eagle3_jax.bench.run import measure
 from eagle3_jax.bench.step_costs import _target_rounds, step_costs, target_seconds
 from eagle3_jax.bench.timing import CompileClock, Interval, Latency, Spread, geometric_mean, ratio_of_sums
 from eagle3_jax.drafters import NGram
+from eagle3_jax.models.decoder import DecoderTarget
 
 
 @dataclasses.dataclass
@@ -260,6 +261,26 @@ def test_the_target_alone_is_fed_other_tokens_in_every_round(plain, decoder):
             for rounds in (1, 2)
         )
         assert float(jnp.abs(once - twice).max()) > 1e-3  # other tokens in the second round
+
+
+def test_the_target_alone_is_told_whether_its_block_is_a_chain(target, decoder):
+    """The attention kernel reads no mask of a chain, so a target that is not told is slower than in a round."""
+    received = []
+
+    class Recording(DecoderTarget):
+        def __call__(self, *arguments, is_chain=False, **options):
+            received.append(is_chain)
+            return super().__call__(*arguments, **options)
+
+    model = Recording(target.model.config, target.model.precision)
+    recording = dataclasses.replace(target, model=model)
+    for shape, is_chain in (({"num_speculative_tokens": 3}, True), ({"tree": tiny.STATIC_TREE}, False)):
+        drafting = SpeculativeDecoder(recording, decoder.drafter, stop_tokens=(), **shape)
+        cache = drafting.prefill([[1, 2, 3]], max_new_tokens=8).cache
+        tokens = jnp.ones((1, drafting.loop.drafter.num_nodes), jnp.int32)
+        received.clear()
+        _target_rounds(drafting.params, cache, tokens, loop=drafting.loop, rounds=1)
+        assert received and set(received) == {is_chain}
 
 
 def test_a_comparison_says_whether_the_output_is_the_same(target, decoder):
