@@ -21,8 +21,8 @@ from pathlib import Path
 import eagle3_jax as e3
 from eagle3_jax.bench.contenders import Contender, DecoderContender, Run, Tokens
 from eagle3_jax.bench.environment import environment
+from eagle3_jax.bench.records import write_record
 from eagle3_jax.bench.run import measure
-from eagle3_jax.bench.tables import write_text
 from eagle3_jax.drafters import NGram
 from eagle3_jax.files.prompts import in_turn, read_prompts
 from eagle3_jax.files.sources import locate
@@ -133,7 +133,7 @@ def main() -> None:
         )
     about = environment(target=options.target, drafter=options.target, prompt_files=options.prompts)
     record = {"about": about, "llama_cpp_python": in_file.version, "report": dataclasses.asdict(report)}
-    write_text(options.output, json.dumps(record, indent=1) + "\n")
+    write_record(options.output, record)
 
 
 if __name__ == "__main__":

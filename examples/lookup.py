@@ -56,45 +56,47 @@ def replay(drafter: Any, text: jax.Array, start: jax.Array, end: jax.Array) -> t
 
 
 def texts() -> dict[str, list[tuple[list[int], list[int]]]]:
-    """Prompts and what follows them, by kind."""
+    """Returns prompts and the texts that follow them, by kind."""
     target = e3.load_target(dtype="mixed")
     decoder = e3.SpeculativeDecoder(target, stop_tokens=())
     rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text(encoding="utf-8").splitlines()]
-    found = {}
+    pairs: dict[str, list[tuple[list[int], list[int]]]] = {}
     for kind in ("code", "prose"):
         prompts = [ids for row in rows if row["kind"] == kind and len(ids := decoder.encode(row["prompt"])) < 300][:8]
         written = decoder.generate(prompts, max_new_tokens=192).tokens
-        found[f"the shipped target, {kind}"] = list(zip(prompts, written, strict=True))
-    found["a file again, one name changed"] = []
+        pairs[f"the shipped target, {kind}"] = list(zip(prompts, written, strict=True))
+    pairs["a file again, one name changed"] = []
     for module, name in MODULES.items():
         source = (Path(sysconfig.get_path("stdlib")) / f"{module}.py").read_text(encoding="utf-8")[:6000]
         assert target.tokenizer is not None
-        before, after = (
-            target.tokenizer.encode(one).ids for one in (source, re.sub(rf"\b{name}\b", "renamed", source))
-        )
-        found["a file again, one name changed"].append((before, after))
-    return found
+        renamed = re.sub(rf"\b{name}\b", "renamed", source)
+        before = target.tokenizer.encode(source).ids
+        after = target.tokenizer.encode(renamed).ids
+        pairs["a file again, one name changed"].append((before, after))
+    return pairs
 
 
 def main() -> None:
-    """Print a row for each kind of text and drafter."""
+    """Prints a row for each kind of text and drafter."""
     for kind, pairs in texts().items():
-        size = max(len(prompt) + len(rest) for prompt, rest in pairs) + LENGTH + 1
+        lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
+        size = max(lengths) + LENGTH + 1
         text = np.zeros((len(pairs), size), np.int32)
-        for row, (prompt, rest) in enumerate(pairs):
-            text[row, : len(prompt) + len(rest)] = prompt + rest
+        for row, (prompt, answer) in enumerate(pairs):
+            text[row, : lengths[row]] = prompt + answer
         start = np.array([len(prompt) + 1 for prompt, _ in pairs], np.int32)
-        end = np.array([len(prompt) + len(rest) for prompt, rest in pairs], np.int32)
+        end = np.array(lengths, np.int32)
         for name, drafter in DRAFTERS.items():
             rounds, drafted = replay(drafter, text, start, end)
-            alone = (text[:1], start[:1], end[:1])
-            count = int(replay(drafter, *alone)[0][0])  # and compiled
-            begun = time.perf_counter()
-            jax.block_until_ready(replay(drafter, *alone))
-            took = 1e3 * (time.perf_counter() - begun) / count
+            first_row = (text[:1], start[:1], end[:1])
+            rounds_of_first, _ = replay(drafter, *first_row)  # and compiled
+            begin = time.perf_counter()
+            jax.block_until_ready(replay(drafter, *first_row))
+            milliseconds = 1e3 * (time.perf_counter() - begin) / int(rounds_of_first[0])
             emitted = int((end - start).sum()) / int(rounds.sum())
             share = int(drafted.sum()) / int(rounds.sum())
-            print(f"{kind:32} {name:30} {emitted:.3f} tokens and {share:.2f} drafted a round, {took:.2f} ms a draft")
+            counts = f"{emitted:.3f} tokens and {share:.2f} drafted a round"
+            print(f"{kind:32} {name:30} {counts}, {milliseconds:.2f} ms a draft")
 
 
 if __name__ == "__main__":

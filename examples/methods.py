@@ -26,52 +26,57 @@ import jax.numpy as jnp
 import eagle3_jax as e3
 from eagle3_jax.bench.contenders import DecoderContender
 from eagle3_jax.bench.environment import committable, environment, sha256_of_prompts, source
+from eagle3_jax.bench.records import write_record
 from eagle3_jax.bench.results import Row
 from eagle3_jax.bench.run import measure
-from eagle3_jax.bench.tables import write_text
-from eagle3_jax.cli._options import parse_numbers, parse_tree
 from eagle3_jax.files.prompts import in_turn, read_prompts
 from eagle3_jax.files.sources import named_drafter
 from eagle3_jax.load import bundled
 from eagle3_jax.topology import tree_name
 
-KEPT = ("lossless", "same_texts", "num_draft_steps", "verify_cost", "draft_cost", "predicted_ratio", "ratio")
+RECORDED = ("lossless", "same_texts", "num_draft_steps", "verify_cost", "draft_cost", "predicted_ratio", "ratio")
 
 
 def trained(heads: Path | None) -> dict[str, Path]:
-    """Directories of heads by their methods; one whose training goes on has no description yet."""
-    places = sorted(heads.iterdir()) if heads else []
-    return {place.name: place for place in places if (place / "config.json").is_file()}
+    """Returns the directories of heads by method; a head that is still in training has no description yet."""
+    directories = sorted(heads.iterdir()) if heads else []
+    return {directory.name: directory for directory in directories if (directory / "config.json").is_file()}
 
 
 def drafters(target: e3.LoadedTarget, heads: Path | None, named: str) -> Iterator[tuple[str, e3.LoadedDrafter]]:
-    """Methods by name; those without files first."""
+    """Yields the methods by name; those without files first."""
     for name in named.split(","):
         drafter = named_drafter(name, target)
-        assert drafter is not None, "plain decoding is there already"
+        assert drafter is not None, "plain decoding takes part anyway"
         yield name, drafter if isinstance(drafter, e3.LoadedDrafter) else e3.LoadedDrafter(drafter, name=name)
-    for name, place in ({"eagle3": None} | trained(heads)).items():  # the shipped one, unless another is given
-        yield name, e3.load_drafter(place, target=target)
+    directories: dict[str, Path | None] = {"eagle3": None} | trained(heads)  # the shipped head, unless one is trained
+    for name, directory in directories.items():
+        yield name, e3.load_drafter(directory, target=target)
 
 
 def num_parameters(drafter: e3.LoadedDrafter, target: e3.LoadedTarget) -> int:
-    """Its own: what it shares with the target is not counted, nor are tables of ids."""
+    """Counts parameters of the drafter that it does not share with the target, without tables of ids."""
     borrowed = drafter.params.get("output") if isinstance(drafter.params, dict) else None  # a transposed copy, if tied
     shared = {id(leaf) for leaf in jax.tree.leaves((target.params, borrowed))}
-    own = {id(leaf): leaf for leaf in jax.tree.leaves(drafter.params) if id(leaf) not in shared}
-    return sum(leaf.size for leaf in own.values() if jnp.issubdtype(leaf.dtype, jnp.floating))
+    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(drafter.params) if id(leaf) not in shared}
+    return sum(leaf.size for leaf in leaves.values() if jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
-def found_of(row: Row, method: str, draft: str, parameters: int) -> dict[str, Any]:
-    """What the tables show of a row, and what judges it."""
-    facts = dataclasses.asdict(row)
-    tasks = {task.pop("task"): task for task in facts["tasks"]}
+def recorded(row: Row, method: str, draft: str, parameters: int) -> dict[str, Any]:
+    """Returns the figures of a row that the tables show or that judge it."""
+    figures = dataclasses.asdict(row)
+    tasks = {task.pop("task"): task for task in figures["tasks"]}
     for task in tasks.values():
-        found = task.pop("acceptance")
-        task["mean_acceptance_length"] = None if found is None else found["mean_acceptance_length"]
-    about = {"method": method, "draft": draft, "parameters": parameters}
-    kept = {name: facts[name] for name in KEPT}
-    return about | kept | {"tokens_per_second": facts["decode_tokens_per_second"], "tasks": tasks}
+        acceptance = task.pop("acceptance")
+        task["mean_acceptance_length"] = acceptance and acceptance["mean_acceptance_length"]
+    return {
+        "method": method,
+        "draft": draft,
+        "parameters": parameters,
+        **{name: figures[name] for name in RECORDED},
+        "tokens_per_second": figures["decode_tokens_per_second"],
+        "tasks": tasks,
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -79,22 +84,34 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--heads", type=Path, help="directory with a trained head per method, under its name")
     parser.add_argument("--named", default="ngram,suffix,layer-skip=3", help="drafters without files")
-    parser.add_argument("--chains", default="3,5,7", help="lengths K; one that a head does not reach is left out")
-    parser.add_argument("--tree", default="num_nodes=8,max_depth=5,top_k=2", help="for heads that draft trees")
+    parser.add_argument(
+        "--chains",
+        type=int,
+        nargs="+",
+        default=[3, 5, 7],
+        metavar="K",
+        help="one that a head does not reach is left out",
+    )
+    parser.add_argument(
+        "--tree",
+        type=int,
+        nargs=3,
+        default=[8, 5, 2],
+        metavar="N",
+        help="nodes, depth and top-k; for heads that draft trees",
+    )
     parser.add_argument("--dtype", default="mixed")
-    parser.add_argument("--prompts", type=int, default=8, help="of each kind")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts of each kind")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, help="JSON file; standard output when left out")
     options = parser.parse_args(arguments)
     target = e3.load_target(dtype=options.dtype)
-    every = read_prompts(bundled("prompts.jsonl"), target, max_new_tokens=options.max_new_tokens)
-    prompts = in_turn(every, options.prompts * len({prompt.category for prompt in every}))
-    tree = parse_tree(options.tree)
-    assert tree is not None
-    shapes: dict[str, dict[str, Any]] = {
-        f"K={length}": {"num_speculative_tokens": length} for length in parse_numbers(options.chains, "--chains")
-    }
+    shipped = read_prompts(bundled("prompts.jsonl"), target, max_new_tokens=options.max_new_tokens)
+    prompts = in_turn(shipped, options.prompts * len({prompt.category for prompt in shipped}))
+    nodes, depth, top_k = options.tree
+    tree = e3.DynamicTree(num_nodes=nodes, max_depth=depth, top_k=top_k)
+    shapes: dict[str, dict[str, Any]] = {f"K={k}": {"num_speculative_tokens": k} for k in options.chains}
     shapes[tree_name(tree)] = {"tree": tree}
     rows = []
     missing = []
@@ -119,20 +136,20 @@ def main(arguments: list[str] | None = None) -> None:
             repeats=options.repeats,
             baselines=["plain"],
             streams=0,
-            on_progress=lambda what: print(what, file=sys.stderr, flush=True),
+            on_progress=lambda step: print(step, file=sys.stderr, flush=True),
         )
         compiled_late += report.programs_after_warm_up
         parameters = num_parameters(drafter, target)
         name = method.partition("=")[0]
-        rows += [found_of(row, name, drafts[row.name], parameters) for row in report.rows if row.name in drafts]
+        rows += [recorded(row, name, drafts[row.name], parameters) for row in report.rows if row.name in drafts]
         # The programs of all methods together are more than a process may map.
         del contenders, report
         jax.clear_caches()
-    about = environment() | {"heads": {name: source(str(place), "") for name, place in trained(options.heads).items()}}
-    given = shlex.join(sys.argv[1:] if arguments is None else arguments)
+    heads = {name: source(str(directory), "") for name, directory in trained(options.heads).items()}
+    command_line = shlex.join(sys.argv[1:] if arguments is None else arguments)
     record = {
-        "command": f"python examples/methods.py {committable(given)}".strip(),
-        "about": about,
+        "command": f"python examples/methods.py {committable(command_line)}".strip(),
+        "about": environment() | {"heads": heads},
         "prompts": {
             "names": [prompt.name for prompt in prompts],
             "sha256": sha256_of_prompts([prompt.tokens for prompt in prompts]),
@@ -145,11 +162,10 @@ def main(arguments: list[str] | None = None) -> None:
         "rows": rows,
         "missing": missing,
     }
-    text = json.dumps(record, indent=1) + "\n"
     if options.output is None:
-        print(text, end="")
+        print(json.dumps(record, indent=1))
     else:
-        write_text(options.output, text)
+        write_record(options.output, record)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import numpy as np
 
 import eagle3_jax as e3
 from eagle3_jax.bench.environment import environment
-from eagle3_jax.bench.tables import write_text
+from eagle3_jax.bench.records import write_record
 from eagle3_jax.files.prompts import Prompt, in_turn, read_prompts
 from eagle3_jax.models.layers import Precision, product, product_by_table
 from eagle3_jax.models.quantised import Int8Kernel
@@ -65,7 +65,7 @@ def main() -> None:
         record[name] = {"environment": of_what, **parts[name](options)}
         print(f"{name} ({time.monotonic() - begin:.0f} s): {json.dumps(record[name], indent=1)}", flush=True)
         if options.output is not None:
-            write_text(options.output, json.dumps(record, indent=1) + "\n")
+            write_record(options.output, record)
 
 
 def prompts_of(options: argparse.Namespace, target: e3.LoadedTarget, count: int) -> list[Prompt]:
@@ -102,9 +102,10 @@ def rounds(options: argparse.Namespace) -> dict[str, Any]:
     plain = seconds[f"{fastest}, 1 rows"]
     for form in FORMS:
         for count in ROWS:
-            ratios = [time / other for time, other in zip(seconds[f"{form}, {count} rows"], plain, strict=True)]
-            figures[f"{form}, {count} rows"]["times_fastest_plain_step"] = statistics.median(ratios)
-            figures[f"{form}, {count} rows"]["outside_products"] = outside_products(seconds, f"{form}, {count} rows")
+            name = f"{form}, {count} rows"
+            ratios = [time / plain_time for time, plain_time in zip(seconds[name], plain, strict=True)]
+            figures[name]["times_fastest_plain_step"] = statistics.median(ratios)
+            figures[name]["outside_products"] = outside_products(seconds, name)
     return {"context": CONTEXT, "capacity": CAPACITY, "fastest_plain_step": fastest, "figures": figures}
 
 
@@ -218,11 +219,11 @@ def divergence(options: argparse.Namespace) -> dict[str, Any]:
     dense = e3.load_target(options.target)
     prompts = prompts_of(options, dense, options.max_prompts)
     answers = greedy(dense, prompts)
-    other = e3.load_target(options.target, weights="int8")
-    pairs = [compared(dense, other, prompt.tokens, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    int8 = e3.load_target(options.target, weights="int8")
+    pairs = [compared(dense, int8, prompt.tokens, answer) for prompt, answer in zip(prompts, answers, strict=True)]
     nats = np.concatenate([pair[0] for pair in pairs])
     same = np.concatenate([pair[1] for pair in pairs])
-    equal = [answer == text for answer, text in zip(answers, greedy(other, prompts), strict=True)]
+    equal = [answer == text for answer, text in zip(answers, greedy(int8, prompts), strict=True)]
     return {
         "prompts": len(prompts),
         "tokens": len(nats),
@@ -252,15 +253,18 @@ def batches(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 
 def compared(
-    dense: e3.LoadedTarget, other: e3.LoadedTarget, prompt: Sequence[int], answer: Sequence[int]
+    dense: e3.LoadedTarget, quantized: e3.LoadedTarget, prompt: Sequence[int], answer: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For every token of an answer: ``KL(dense || other)`` in nats, and whether the likeliest tokens are equal."""
+    """Returns ``KL(dense || quantized)`` in nats, and whether the most likely tokens are equal, by token."""
     text = [*prompt, *answer]
     padded = np.zeros((1, -(-len(text) // 64) * 64), np.int32)
     padded[0, : len(text)] = text
     positions = slice(len(prompt) - 1, len(text) - 1)
-    first, second = (np.asarray(log_probs(target.model, target.params, padded))[positions] for target in (dense, other))
-    nats = (np.exp(first.astype(np.float64)) * (first.astype(np.float64) - second)).sum(-1)
+    first, second = (
+        np.asarray(log_probs(target.model, target.params, padded), np.float64)[positions]
+        for target in (dense, quantized)
+    )
+    nats = (np.exp(first) * (first - second)).sum(-1)
     return nats, first.argmax(-1) == second.argmax(-1)
 
 
@@ -292,8 +296,9 @@ def texts(options: argparse.Namespace) -> dict[str, Any]:
     from eagle3_jax.files.sources import locate
 
     path = locate(options.target, "target")
-    place, file = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
-    reference = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **file)
+    directory = path.parent if path.is_file() else path
+    gguf = {"gguf_file": path.name} if path.is_file() else {}
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **gguf)
     target = e3.load_target(options.target)
     decoder = e3.SpeculativeDecoder(target, e3.drafters.NGram())
     prompts = prompts_of(options, target, options.max_texts)

@@ -105,7 +105,7 @@ def pytest_configure(config: pytest.Config) -> None:
             share_memory()
         if option("--collect-only"):
             return
-        if option("--gpu") and not option("--rehearse") and (problem := gpu_problem(wanted=True)):
+        if option("--gpu") and not option("--rehearse") and (problem := gpu_problem(required=True)):
             raise ValueError(f"--gpu: {problem}; or add --rehearse to try the flow without a GPU")
         if option("--gpu") or option("--compilation-cache"):
             keep_compiled_programs(option("--compilation-cache"))

@@ -20,11 +20,10 @@ class Comparison:
 
     tokens_per_second: Spread  #: Speed of the decoder.
     plain_tokens_per_second: Spread  #: Speed of plain decoding.
-    #: One for each repeat, whose two runs follow each other. The ratio of the two medians lies between the smallest and
-    #: the largest of them.
+    #: Speed of the decoder over that of plain decoding in each repeat, whose two runs follow each other.
     ratios: tuple[float, ...]
     is_plain: bool  #: Whether the decoder is plain decoding itself, so that nothing was compared.
-    same_output: bool | None  #: Whether both wrote the same tokens; ``None`` when they were sampled.
+    same_output: bool | None  #: Whether both wrote the same tokens; ``None`` for sampled tokens.
 
 
 def compare_with_plain(
@@ -36,22 +35,23 @@ def compare_with_plain(
     seed: int,
     repeats: int,
 ) -> Comparison:
-    """Decode the prompts one by one with and without speculation, interleaved, after a warm-up of both."""
+    """Decodes the prompts one by one with and without speculation, interleaved, after a warm-up of both."""
     plain = SpeculativeDecoder(decoder.target, stop_tokens=decoder.stop_tokens)
     is_plain = isinstance(decoder.loop.drafter, Plain)
     decoders = [plain] if is_plain else [plain, decoder]
     speeds: list[list[float]] = [[] for _ in decoders]
     outputs: list[list[Tokens]] = [[] for _ in decoders]
     for repeat in range(repeats + 1):  # the first one compiles
-        for index, one in enumerate(decoders):
+        for index, measured in enumerate(decoders):
             results = [
-                one.generate([prompt], max_new_tokens=[limit], sampling=sampling, seed=seed)
+                measured.generate([prompt], max_new_tokens=[limit], sampling=sampling, seed=seed)
                 for prompt, limit in zip(prompts, max_new_tokens, strict=True)
             ]
             outputs[index] = [result.tokens[0] for result in results]
             if repeat:
                 count = sum(len(tokens) for tokens in outputs[index])
-                speeds[index].append(count / sum(result.seconds for result in results))
+                seconds = sum(result.seconds for result in results)
+                speeds[index].append(count / seconds)
     greedy = not jnp.any(jnp.asarray(sampling.temperature) > 0)
     return Comparison(
         tokens_per_second=Spread.of(speeds[-1]),

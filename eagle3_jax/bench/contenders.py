@@ -40,11 +40,12 @@ class Run:
         return (self.prefill_seconds + self.decode_seconds) / len(self.tokens[0])
 
     def stats_of(self, rows: Sequence[int]) -> SpeculationStats | None:
-        """Counters of some rows; ``None`` if only those of the whole batch are known."""
+        """Returns the counters of some rows; ``None`` if only those of the batch are known."""
         if self.stats is None:
             return None
         if np.ndim(self.stats.num_drafts) == 1:
-            return SpeculationStats.merge([jax.tree.map(lambda leaf: np.asarray(leaf)[list(rows)], self.stats)])
+            by_row = jax.tree.map(lambda leaf: np.asarray(leaf)[list(rows)], self.stats)
+            return SpeculationStats.merge([by_row])
         return SpeculationStats.merge([self.stats]) if len(rows) == len(self.tokens) else None
 
 
@@ -54,13 +55,13 @@ class Contender:
     name: str  #: Name in reports.
     dtype: str  #: Precision in reports.
     drafts: bool = False  #: Whether it speculates; without counters its number of rounds is then unknown.
-    lossless: bool = True  #: Whether its output equals the target's own.
-    #: Rates of its acceptance if that is simulated, up to the depth of its drafts.
+    lossless: bool = True  #: Whether its output follows the target's distribution.
+    #: Simulated acceptance rates, up to the depth of the drafts; ``None`` if acceptance is not simulated.
     simulated_rates: list[float] | None = None
     largest_batch: int | None = None  #: Maximum number of prompts at once; ``None`` for any number.
 
     def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
-        """Decodes a batch to the limit, stop tokens ignored; greedily, unless the contender has a temperature."""
+        """Decodes a batch to the limit and ignores stop tokens; greedily, unless the contender has a temperature."""
         raise NotImplementedError
 
 
@@ -86,21 +87,22 @@ class DecoderContender(Contender):
         sampling_mode = SamplingMode.TEMPERATURE if self.temperature else SamplingMode.GREEDY
         loop = dataclasses.replace(self.decoder.loop, sampling_mode=sampling_mode)
         start = time.perf_counter()
-        state = jax.block_until_ready(self.decoder.prefill(prompts, max_new_tokens=max_new_tokens, sampling=sampling))
+        state = self.decoder.prefill(prompts, max_new_tokens=max_new_tokens, sampling=sampling)
+        state = jax.block_until_ready(state)
         prefilled = time.perf_counter()
         state = jax.block_until_ready(loops.run(loop, self.decoder.params, state))
         decoded = time.perf_counter()
         tokens, length, stats = jax.device_get((state.tokens, state.length, state.stats))
-        new = [tokens[row, len(prompt) : length[row]].tolist() for row, prompt in enumerate(prompts)]
-        return Run(prefilled - start, decoded - prefilled, new, stats)
+        new_tokens = [tokens[row, len(prompt) : length[row]].tolist() for row, prompt in enumerate(prompts)]
+        return Run(prefilled - start, decoded - prefilled, new_tokens, stats)
 
     def chunk_seconds(self, prompts: Sequence[Tokens], max_new_tokens: int) -> list[float]:
-        """Seconds between the chunks of a stream, one round each, which the host launches and waits for.
+        """Returns the seconds between the chunks of a stream; the host launches each round and waits for it.
 
         A stream is slower than :meth:`run`, which launches all rounds at once.
         """
         times = []
-        for one in self.decoder.rounds(prompts, max_new_tokens=max_new_tokens):
-            jax.block_until_ready(one.verdict)
+        for latest in self.decoder.rounds(prompts, max_new_tokens=max_new_tokens):
+            jax.block_until_ready(latest.verdict)
             times.append(time.perf_counter())
         return np.diff(times).tolist()

@@ -1,4 +1,4 @@
-"""Environment and inputs of a run in a form that may be published: no paths, no environment variables."""
+"""Environment and inputs of a run, without paths and environment variables, so that they may be published."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy", "scipy", "torch", "transformers")
 def environment(
     *, target: str | None = None, drafter: str | None = None, prompt_files: Sequence[str | Path] = ()
 ) -> dict[str, Any]:
-    """Everything that a stranger needs to judge a number.
+    """Returns versions, machine and inputs of a measurement.
 
     Args:
         target: Directory or hub id; ``None`` for the bundled target.
         drafter: Directory or hub id; ``None`` for the bundled head.
-        prompt_files: Empty for the bundled prompts.
+        prompt_files: Files of prompts; empty for the bundled prompts.
     """
     devices = jax.devices()
     memory = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
@@ -55,7 +55,7 @@ def environment(
 
 
 def version(package: str) -> str:
-    """Installed version."""
+    """Returns the installed version of a package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -63,7 +63,7 @@ def version(package: str) -> str:
 
 
 def git() -> dict[str, Any] | str:
-    """The commit, and whether files differ from it."""
+    """Returns the commit, and whether files differ from it."""
 
     def ask(*command: str) -> str:
         command = ("git", "-C", str(ROOT), *command)
@@ -78,17 +78,17 @@ def git() -> dict[str, Any] | str:
 
 
 def cpu_model() -> str:
-    """Name of the processor, from the kernel."""
+    """Returns the name of the processor, as the kernel gives it."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor() or "unknown"
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
 
 
 def hardware() -> str:
-    """Processor or accelerator, their number, and the version of jax, in a few words."""
+    """Returns the processor or accelerator, their number and the version of jax as text."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         name = f"{cpu_model()}, {len(os.sched_getaffinity(0))} cores"
@@ -98,7 +98,7 @@ def hardware() -> str:
 
 
 def source(name: str | None, part: str) -> dict[str, Any]:
-    """Name of a checkpoint or a prompt file, and its hash if it is on this machine.
+    """Returns the name of a checkpoint or a prompt file, and its hash if it is on this machine.
 
     Args:
         name: Path, hub id or name of a published model; ``None`` for the bundled one.
@@ -118,7 +118,7 @@ def source(name: str | None, part: str) -> dict[str, Any]:
 
 
 def sha256_of(path: str | Path) -> str:
-    """One hash of a file, or of a checkpoint: the names and contents of its configuration and weights, sorted.
+    """Returns the hash of a file, or of names and contents of configuration and weights of a checkpoint.
 
     Raises:
         ValueError: The directory holds no checkpoint.
@@ -129,28 +129,31 @@ def sha256_of(path: str | Path) -> str:
     files = sorted(file for file in path.iterdir() if file.suffix in (".json", ".safetensors", ".bin"))
     if not files:
         raise ValueError(f"{path} holds no *.json, *.safetensors or *.bin")
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in files:
-        whole.update(f"{file.name}\0{_digest(file)}\n".encode())
-    return whole.hexdigest()
+        digest.update(f"{file.name}\0{_digest(file)}\n".encode())
+    return digest.hexdigest()
 
 
 def sha256_of_code() -> str:
-    """One hash of this library and, in a checkout, its tests and validation; it covers uncommitted changes."""
-    whole = hashlib.sha256()
+    """Returns one hash of this library and, in a checkout, its tests and validation; uncommitted changes count."""
+    digest = hashlib.sha256()
     for directory in ("eagle3_jax", "tests", "validation"):
         for file in sorted((ROOT / directory).rglob("*.py")):
-            whole.update(f"{file.relative_to(ROOT).as_posix()}\0{_digest(file)}\n".encode())
-    return whole.hexdigest()
+            digest.update(f"{file.relative_to(ROOT).as_posix()}\0{_digest(file)}\n".encode())
+    return digest.hexdigest()
 
 
 def sha256_of_prompts(prompts: Sequence[str | Sequence[int] | np.ndarray]) -> str:
-    """One hash of prompts, in their order, as text or as token ids."""
-    whole = hashlib.sha256()
+    """Returns one hash of prompts, in their order, as text or as token ids."""
+    digest = hashlib.sha256()
     for prompt in prompts:
-        text = "text\0" + prompt if isinstance(prompt, str) else "ids\0" + ",".join(str(int(token)) for token in prompt)
-        whole.update(hashlib.sha256(text.encode()).digest())  # of equal size, so prompts cannot run into each other
-    return whole.hexdigest()
+        if isinstance(prompt, str):
+            text = "text\0" + prompt
+        else:
+            text = "ids\0" + ",".join(str(int(token)) for token in prompt)
+        digest.update(hashlib.sha256(text.encode()).digest())  # equal sizes, so prompts cannot run into each other
+    return digest.hexdigest()
 
 
 def committable(text: str) -> str:

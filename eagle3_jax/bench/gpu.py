@@ -20,10 +20,10 @@ def has_gpu() -> bool:
     if shutil.which("nvidia-smi") is None:
         return False
     try:
-        told = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+        process = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.SubprocessError):
         return False
-    return told.returncode == 0 and "GPU" in told.stdout
+    return process.returncode == 0 and "GPU" in process.stdout
 
 
 def on_gpu() -> bool:
@@ -31,14 +31,14 @@ def on_gpu() -> bool:
     return jax.devices()[0].platform in ("gpu", "cuda")
 
 
-def gpu_problem(*, wanted: bool = False) -> str | None:
-    """The reason why jax does not compute on the GPU, in one line with the remedy; ``None`` without a problem.
+def gpu_problem(*, required: bool = False) -> str | None:
+    """Returns why jax does not compute on the GPU, in one line with the remedy; ``None`` without a problem.
 
-    Unless a GPU is wanted, a machine without one is no problem, and neither is ``JAX_PLATFORMS=cpu``. The check starts
-    the device, so options that share its memory must be set before.
+    Unless a GPU is required, a machine without one is no problem, and neither is ``JAX_PLATFORMS=cpu``. The check
+    starts the device, so options that share its memory must be set before.
 
     Args:
-        wanted: Whether there must be a GPU.
+        required: Whether there must be a GPU.
     """
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
     try:
@@ -48,9 +48,9 @@ def gpu_problem(*, wanted: bool = False) -> str | None:
     except RuntimeError as error:  # JAX_PLATFORMS names a device that does not start
         seen = f"jax {jax.__version__} sees no device ({' '.join(str(error).split())[:200]})"
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-        return f"{seen}, for JAX_PLATFORMS is {platforms}; unset it" if wanted else None
+        return f"{seen}, for JAX_PLATFORMS is {platforms}; unset it" if required else None
     here = has_gpu()
-    if not here and not wanted:
+    if not here and not required:
         return None
     if any(importlib.util.find_spec(name) for name in _PLUGINS):
         why = "its plugin for CUDA is installed and does not start: CUDA 13 needs a driver of 580 (nvidia-smi); "

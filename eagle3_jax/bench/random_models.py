@@ -1,7 +1,6 @@
 """Models of real shapes with random weights, made on the device: speed and memory without a download.
 
-Their text is meaningless and acceptance of their drafts is chance, but a step costs as much as a step of the real
-model.
+Their text is meaningless and their drafts are accepted by chance, but a step costs as much as a step of the real model.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from eagle3_jax.models.layers import BFLOAT16, Precision
 from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
 
 _TINY = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=8)
-_MADE_UP = {
+_SMALL = {
     # Small models with the proportions of Llama for a few CPU cores; the last two are for experiments.
     "Llama-100M": DecoderConfig(
         vocab_size=32_000,
@@ -42,28 +41,28 @@ _MADE_UP = {
         max_positions=512,
     ),
 }
-SHAPES = KNOWN_MODELS | _MADE_UP
+SHAPES = KNOWN_MODELS | _SMALL
 _MOST_POSITIONS = 8192  # more positions do not change the measurements
 _HEADROOM = 0.1  # share added for activations and programs
 
 
 def shape_name(name: str) -> str:
-    """The name of a shape in its usual spelling, from a name in any case.
+    """Returns the name of a shape in its usual spelling, from a name in any case.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such shape.
     """
-    found = known_name(name, SHAPES)
-    if found is None:
+    known = known_name(name, SHAPES)
+    if known is None:
         raise ValueError(f"there is no shape {name!r}; use one of {', '.join(SHAPES)}")
-    return found
+    return known
 
 
 def shape_named(name: str) -> DecoderConfig:
-    """The shape with this name, in any case.
+    """Returns the configuration of a shape by its name, in any case.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such shape.
     """
     return SHAPES[shape_name(name)]
 
@@ -71,7 +70,7 @@ def shape_named(name: str) -> DecoderConfig:
 def random_pair(
     shape: str | DecoderConfig, *, precision: Precision = BFLOAT16, seed: int = 0, num_layers: int | None = None
 ) -> tuple[LoadedTarget, LoadedDrafter]:
-    """A target of a shape and its usual EAGLE-3 head, made on the device without a copy on the host.
+    """Makes a target of a shape and its usual EAGLE-3 head on the device, without a copy on the host.
 
     Args:
         shape: A name of :data:`SHAPES`, or a configuration.
@@ -82,10 +81,11 @@ def random_pair(
     Raises:
         ValueError: There is no such shape.
     """
-    name, config = ("a model", shape) if isinstance(shape, DecoderConfig) else (shape_name(shape), shape_named(shape))
-    layers = config.layers[:num_layers]
+    is_config = isinstance(shape, DecoderConfig)
+    name = "a model" if is_config else shape_name(shape)
+    config = shape if is_config else shape_named(shape)
     positions = min(config.max_positions, _MOST_POSITIONS)
-    config = dataclasses.replace(config, layers=layers, max_positions=positions)
+    config = dataclasses.replace(config, layers=config.layers[:num_layers], max_positions=positions)
     head = usual_head(config, aux_layers=None if num_layers is None else (0, 1, 2))
     model = DecoderTarget(config, precision)
     drafter = Eagle3Drafter(head, precision=precision)
@@ -101,21 +101,20 @@ def random_pair(
 
 
 def bytes_needed(config: DecoderConfig, *, batch: int, capacity: int, precision: Precision = BFLOAT16) -> int:
-    """Device memory of a random pair and its caches for ``batch`` rows of ``capacity`` slots, with headroom."""
+    """Counts the device memory of a random pair and its caches for ``batch`` rows of ``capacity`` slots."""
     model = DecoderTarget(config, precision)
     drafter = Eagle3Drafter(usual_head(config), precision=precision)
-    shapes = model.param_shapes(), drafter.param_shapes()
-    weights = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes))
-    kept = jax.eval_shape(
-        lambda: jax.tree.leaves((model.init_cache(batch, capacity), drafter.init({}, batch, capacity)))
-    )
-    caches = sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
+    shapes = jax.tree.leaves((model.param_shapes(), drafter.param_shapes()))
+    num_weights = sum(int(np.prod(leaf.shape)) for leaf in shapes)
+    weights = num_weights * jnp.dtype(precision.operands).itemsize
+    states = jax.eval_shape(lambda: (model.init_cache(batch, capacity), drafter.init({}, batch, capacity)))
+    caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(states))
     logits = 4 * batch * 64 * config.vocab_size  # of the largest draft, in float32
-    return int((weights * jnp.dtype(precision.operands).itemsize + caches + logits) * (1 + _HEADROOM))
+    return int((weights + caches + logits) * (1 + _HEADROOM))
 
 
 def why_not(needed: int, stats: Mapping[str, int] | None) -> str | None:
-    """The reason why some bytes do not fit on a device; ``None`` if they fit.
+    """Returns the reason why some bytes do not fit on a device; ``None`` if they fit.
 
     Args:
         needed: Number of bytes.
@@ -130,16 +129,16 @@ def why_not(needed: int, stats: Mapping[str, int] | None) -> str | None:
 
 
 def _draw(shapes: Any, key: jax.Array, precision: Precision) -> Any:
-    """Draws one array at a time, so that at most one temporary copy exists."""
+    """Samples one array at a time, so that at most one temporary copy exists."""
     keys = iter(jax.random.split(key, len(jax.tree.leaves(shapes))))
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = getattr(path[-1], "key", str(path[-1]))
-        own = next(keys)
+        leaf_key = next(keys)
         if len(leaf.shape) == 1:
             return jnp.full(leaf.shape, 1.0 if name == "scale" else 0.0, precision.activations)
         scale = 1.0 if name == "embedding" else leaf.shape[0] ** -0.5
-        return _normal(own, shape=leaf.shape, scale=scale, dtype=jnp.dtype(precision.operands).name)
+        return _normal(leaf_key, shape=leaf.shape, scale=scale, dtype=jnp.dtype(precision.operands).name)
 
     return jax.tree_util.tree_map_with_path(draw, shapes)
 

@@ -1,4 +1,4 @@
-"""Results of a benchmark: the definition of every figure, and its computation from the runs."""
+"""Results of a benchmark: the definition of every figure, and how it is computed from the runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Acceptance:
 
     @classmethod
     def of(cls, stats: SpeculationStats) -> Acceptance:
-        """The acceptance from counters."""
+        """Computes acceptance from counters."""
         return cls(
             mean_acceptance_length=stats.mean_acceptance_length,
             draft_acceptance_rate=stats.draft_acceptance_rate,
@@ -43,8 +43,8 @@ class TaskRow:
 
     task: str  #: Name of the task.
     num_prompts: int  #: Number of its prompts.
-    #: Geometric mean over its prompts of the time per token of the baseline over that of the contender; ``None`` if no
-    #: batch was of this task alone.
+    #: Geometric mean over its prompts of the time per token of the baseline over that of the contender; ``None`` if
+    #: every batch has prompts of other tasks too.
     ratio: Interval | None
     #: Acceptance on its prompts; ``None`` without drafts, or if counters of a batch cannot be separated.
     acceptance: Acceptance | None
@@ -56,7 +56,7 @@ class Row:
 
     name: str  #: Name of the contender.
     dtype: str  #: Its precision.
-    lossless: bool  #: Whether its output equals the target's own; false if acceptance is simulated.
+    lossless: bool  #: Whether its output follows the target's distribution; false if acceptance is simulated.
     decode_tokens_per_second: Spread  #: Speed without the prefill and its token.
     total_tokens_per_second: Spread  #: Speed with the prefill.
     ratio: Spread  #: Decode speed over that of the baseline in the same repeat, by repeat.
@@ -65,8 +65,8 @@ class Row:
     #: over the pairs.
     ratio_interval: Interval
     total_ratio_interval: Interval  #: The same, prefill included.
-    #: Geometric mean over prompts (batches) of their ratios of time per output token, each the mean over its repeats;
-    #: 95 % bootstrap interval over prompts, so that it speaks of other prompts too.
+    #: Geometric mean over prompts (batches) of their ratios of time per output token, each the mean over its repeats.
+    #: The 95 % bootstrap interval is over prompts, so that it holds for other prompts too.
     prompt_ratio: Interval
     acceptance: Acceptance | None  #: Acceptance of its drafts; ``None`` without drafts or counters.
     num_draft_steps: int  #: ``G``, 0 for plain decoding.
@@ -133,16 +133,40 @@ class Measured:
     chunks: list[float] = dataclasses.field(default_factory=list)  #: Times between chunks, of all repeats.
 
     def speeds(self, *, total: bool = False) -> np.ndarray:
-        """Tokens per second of each repeat, without the prefill and its token or with both."""
+        """Returns the tokens per second of each repeat, without the prefill and its token or with both."""
         tokens = [sum(len(row) - (not total) for run in runs for row in run.tokens) for runs in self.runs]
         seconds = [sum(run.decode_seconds + total * run.prefill_seconds for run in runs) for runs in self.runs]
         return np.divide(tokens, seconds)
 
     def times(self, *, total: bool = False) -> np.ndarray:
-        """Seconds per token of a row, for each repeat and batch, without the prefill and its token or with both."""
-        return np.array(
-            [[run.total_seconds_per_token if total else run.seconds_per_token for run in runs] for runs in self.runs]
-        )
+        """Returns seconds per token of a row by repeat and batch, without the prefill and its token or with both."""
+        name = "total_seconds_per_token" if total else "seconds_per_token"
+        return np.array([[getattr(run, name) for run in runs] for runs in self.runs])
+
+    def acceptance(self) -> Acceptance | None:
+        """Returns acceptance in the first repeat; greedy decoding accepts the same in every repeat."""
+        stats = [run.stats for run in self.runs[0] if run.stats is not None]
+        return Acceptance.of(SpeculationStats.merge(stats)) if self.contender.drafts and stats else None
+
+    def step_costs(self) -> StepCosts | None:
+        """Returns the medians over the repeats."""
+        if not self.costs:
+            return None
+        medians = np.median([dataclasses.astuple(cost) for cost in self.costs], axis=0)
+        return StepCosts(*medians.tolist())
+
+    def same_texts(self, plain_output: list[list[Tokens]]) -> int:
+        """Counts the texts of the first repeat that equal those of plain decoding."""
+        texts = (text for run in self.runs[0] for text in run.tokens)
+        pairs = zip(texts, itertools.chain(*plain_output), strict=True)
+        return sum(ours == plain for ours, plain in pairs)
+
+    def bandwidth_share(self, tau: float, most_bytes_per_second: float, target: LoadedTarget) -> float:
+        """Returns the least memory traffic at this speed over the highest bandwidth of the device."""
+        speed = Spread.of(self.speeds()).median
+        rows = len(self.runs[0][0].tokens)
+        least = least_bytes_per_second(target, tokens_per_second=speed, tokens_per_round=tau, rows=rows)
+        return least / most_bytes_per_second
 
 
 def row_of(
@@ -154,7 +178,7 @@ def row_of(
     most_bytes_per_second: float,
     target: LoadedTarget | None,
 ) -> Row:
-    """All figures of a contender.
+    """Computes all figures of a contender.
 
     Args:
         measured: Measurements of the contender.
@@ -166,76 +190,76 @@ def row_of(
     """
     contender = measured.contender
     runs = measured.runs
-    speed = Spread.of(measured.speeds())
     times = measured.times()
-    # Greedy decoding accepts the same in every repeat.
-    stats = [run.stats for run in runs[0] if run.stats is not None]
-    acceptance = Acceptance.of(SpeculationStats.merge(stats)) if contender.drafts and stats else None
-    tau = 1.0 if acceptance is None else acceptance.mean_acceptance_length
+    total_times = measured.times(total=True)
+    speeds = measured.speeds()
+    total_speeds = measured.speeds(total=True)
+    acceptance = measured.acceptance()
+    tau = acceptance.mean_acceptance_length if acceptance else 1.0
     depth = 0
     if isinstance(contender, DecoderContender) and contender.drafts:
         depth = contender.decoder.loop.drafter.max_depth
-    costs = verify = draft = None
-    if measured.costs:
-        costs = StepCosts(*np.median([dataclasses.astuple(cost) for cost in measured.costs], axis=0).tolist())
+    costs = measured.step_costs()
+    verify = draft = predicted = None
+    if costs is not None:
         step = len(plain.runs[0][0].tokens) / Spread.of(plain.speeds()).median
         verify = costs.verify_seconds / step
         draft = costs.draft_seconds / step
+        predicted = tau / (verify + depth * draft)
     share = None
-    if most_bytes_per_second and target is not None and not (contender.drafts and acceptance is None):
-        rows = len(runs[0][0].tokens)
-        least = least_bytes_per_second(target, tokens_per_second=speed.median, tokens_per_round=tau, rows=rows)
-        share = least / most_bytes_per_second
-    written = [[run.tokens for run in passed] for passed in runs]
+    rounds_are_known = acceptance is not None or not contender.drafts
+    if most_bytes_per_second and target is not None and rounds_are_known:
+        share = measured.bandwidth_share(tau, most_bytes_per_second, target)
     same_texts = None
     if plain_output is not None and contender.lossless:
-        pairs = zip(itertools.chain(*written[0]), itertools.chain(*plain_output), strict=True)
-        same_texts = sum(ours == theirs for ours, theirs in pairs)
+        same_texts = measured.same_texts(plain_output)
+    texts = [[run.tokens for run in repeat] for repeat in runs]
     prompt_ratios = np.exp(np.log(plain.times() / times).mean(axis=0)).tolist()
     return Row(
         name=contender.name,
         dtype=contender.dtype,
         lossless=contender.lossless,
-        decode_tokens_per_second=speed,
-        total_tokens_per_second=Spread.of(measured.speeds(total=True)),
-        ratio=Spread.of(measured.speeds() / plain.speeds()),
-        total_ratio=Spread.of(measured.speeds(total=True) / plain.speeds(total=True)),
+        decode_tokens_per_second=Spread.of(speeds),
+        total_tokens_per_second=Spread.of(total_speeds),
+        ratio=Spread.of(speeds / plain.speeds()),
+        total_ratio=Spread.of(total_speeds / plain.speeds(total=True)),
         ratio_interval=ratio_of_sums(plain.times().ravel(), times.ravel()),
-        total_ratio_interval=ratio_of_sums(plain.times(total=True).ravel(), measured.times(total=True).ravel()),
+        total_ratio_interval=ratio_of_sums(plain.times(total=True).ravel(), total_times.ravel()),
         prompt_ratio=geometric_mean(prompt_ratios),
         acceptance=acceptance,
         num_draft_steps=depth,
         step_seconds=costs,
         verify_cost=verify,
         draft_cost=draft,
-        predicted_ratio=None if verify is None or draft is None else tau / (verify + depth * draft),
-        first_token=Latency.of(run.prefill_seconds for passed in runs for run in passed),
+        predicted_ratio=predicted,
+        first_token=Latency.of(run.prefill_seconds for repeat in runs for run in repeat),
         per_token=Latency.of(times.ravel()),
         chunk=Latency.of(measured.chunks) if measured.chunks else None,
         bandwidth_share=share,
         compile_seconds=measured.compile_seconds,
         same_texts=same_texts,
-        repeatable=all(passed == written[0] for passed in written),
+        repeatable=all(repeat == texts[0] for repeat in texts),
         tasks=_task_rows(measured, prompt_ratios, tasks),
         simulated_rates=contender.simulated_rates,
     )
 
 
 def _task_rows(measured: Measured, ratios: list[float], tasks: Sequence[Sequence[str]]) -> list[TaskRow]:
-    """The rows by task, from the ratio and the tasks of each batch."""
+    """Returns the rows by task, from the ratio and the tasks of each batch."""
     rows = []
     for task in dict.fromkeys(itertools.chain(*tasks)):
-        where = [[row for row, name in enumerate(batch) if name == task] for batch in tasks]
-        alone = [ratio for ratio, batch in zip(ratios, tasks, strict=True) if set(batch) == {task}]
-        stats = [run.stats_of(mine) for run, mine in zip(measured.runs[0], where, strict=True) if mine]
-        known = [one for one in stats if one is not None]
-        told = measured.contender.drafts and len(known) == len(stats)
+        rows_of_task = [[row for row, name in enumerate(batch) if name == task] for batch in tasks]
+        pure = [ratio for ratio, batch in zip(ratios, tasks, strict=True) if set(batch) == {task}]
+        runs = zip(measured.runs[0], rows_of_task, strict=True)
+        stats = [run.stats_of(batch_rows) for run, batch_rows in runs if batch_rows]
+        known = [counters for counters in stats if counters is not None]
+        has_acceptance = measured.contender.drafts and len(known) == len(stats)
         rows.append(
             TaskRow(
                 task=task,
-                num_prompts=sum(map(len, where)),
-                ratio=geometric_mean(alone) if alone else None,
-                acceptance=Acceptance.of(SpeculationStats.merge(known)) if told else None,
+                num_prompts=sum(map(len, rows_of_task)),
+                ratio=geometric_mean(pure) if pure else None,
+                acceptance=Acceptance.of(SpeculationStats.merge(known)) if has_acceptance else None,
             )
         )
     return rows

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from eagle3_jax.decode import LoadedTarget
 from eagle3_jax.models.config import DecoderConfig, Experts
 
+Stream = tuple[jax.Array, jax.Array, jax.Array]
+
 _RUNS = 8
-# What is done with a matrix and a few rows, and how often that moves the matrix.
-_WAYS = {
-    "sum": (jax.jit(lambda matrix, few: jnp.sum(matrix, axis=0)), 1),
-    "copy": (jax.jit(lambda matrix, few: -matrix), 2),  # XLA would elide a plain copy of an argument
-    "product": (jax.jit(lambda matrix, few: few @ matrix), 1),
-}
+_COLUMNS = 1024
+# Bytes that one launch moves at least, so that a launch of some microseconds is no part of the bandwidth.
+_BYTES_OF_A_LAUNCH = {"cpu": 2**26}
+_BYTES_OF_A_LAUNCH_ELSEWHERE = 2**32
+_MOST_PASSES = 1000  # over an array that is small, for which the loop itself takes as long
 _STACKS = {"gate_up", "down", "gate_up_bias", "down_bias"}  # parameters of all experts of a layer together
 
 
 def step_bytes(target: LoadedTarget, *, rows: int, context: int) -> int:
-    """Least number of bytes that a step of plain decoding reads: every weight once, and each row's keys and values.
+    """Counts the bytes that a step of plain decoding must read: every weight once, and each row's keys and values.
 
     A step reads one row of the embedding table per token; the table is left out unless it is the output projection
     too. Only the experts that one token goes through are counted, since all rows may choose the same.
@@ -33,7 +37,8 @@ def step_bytes(target: LoadedTarget, *, rows: int, context: int) -> int:
         context: Earlier tokens of each sequence.
     """
     config = target.model.config  # type: ignore[attr-defined]
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params)) - _unread_experts(target.params, config)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
+    weights -= _unread_experts(target.params, config)
     if not config.tie_embeddings:
         weights -= target.params["embedding"].nbytes
     caches = jax.eval_shape(lambda: jax.tree.leaves(target.model.init_cache(rows, context).layers))
@@ -41,7 +46,7 @@ def step_bytes(target: LoadedTarget, *, rows: int, context: int) -> int:
 
 
 def _unread_experts(params: Any, config: DecoderConfig) -> int:
-    """Bytes of the experts that a token does not go through, quantized or not."""
+    """Counts the bytes of the experts that a token does not go through, quantized or not."""
     unread = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params["blocks"]):
         index, *names = [getattr(entry, "key", getattr(entry, "idx", None)) for entry in path]
@@ -52,24 +57,91 @@ def _unread_experts(params: Any, config: DecoderConfig) -> int:
 
 
 def bandwidth(size: int) -> float:
-    """Bytes per second at which the device streams an array of ``size`` bytes: the fastest of :func:`bandwidths`."""
+    """Returns the bytes per second at which the device streams an array: the fastest of :func:`bandwidths`."""
     return max(bandwidths(size).values())
 
 
 def bandwidths(size: int) -> dict[str, float]:
-    """Bytes per second at which the device streams an array of ``size`` bytes, in three ways.
+    """Returns the bytes per second at which the device streams an array of ``size`` bytes, in three ways.
 
-    A sum, a copy (which writes as much as it reads) and a product with few rows, as decoding has. The fastest run of
+    The ways are a sum, a copy (which writes as much as it reads) and a product with few rows, as decoding has. Each is
+    repeated within one program, so that the time of a launch is divided by the number of passes. The fastest run of
     each counts, since the figures serve as ceilings.
     """
-    columns = 1024
-    matrix = jnp.ones((max(size // (4 * columns), 1), columns), jnp.float32)
-    few = jnp.ones((1, matrix.shape[0]), jnp.float32)
-    return {name: times * matrix.nbytes / _fastest(way, matrix, few) for name, (way, times) in _WAYS.items()}
+    speeds = {}
+    for name, (_, moves) in WAYS.items():
+        arrays = stream_arrays(size)
+        seconds = seconds_per_pass(name, arrays, passes=passes_of(size))
+        speeds[name] = moves * arrays[0].nbytes / seconds
+    return speeds
+
+
+def passes_of(size: int) -> int:
+    """Returns how often one launch moves an array of ``size`` bytes."""
+    least_bytes = _BYTES_OF_A_LAUNCH.get(jax.default_backend(), _BYTES_OF_A_LAUNCH_ELSEWHERE)
+    return min(max(least_bytes // size, 2), _MOST_PASSES)
+
+
+def stream_arrays(size: int) -> Stream:
+    """Returns the matrix of ``size`` bytes that is streamed, a row for the product, and the sum of the columns."""
+    matrix = jnp.ones((max(size // (4 * _COLUMNS), 1), _COLUMNS), jnp.float32)
+    row = jnp.ones((1, matrix.shape[0]), jnp.float32)
+    return matrix, row, jnp.ones((_COLUMNS,), jnp.float32)
+
+
+def seconds_per_pass(way: str, arrays: Stream, *, passes: int) -> float:
+    """Returns the time of one pass over the matrix, in the fastest of several launches after one that compiles.
+
+    Args:
+        way: A key of :data:`WAYS`.
+        arrays: The arrays of :func:`stream_arrays`, which the launches consume.
+        passes: Number of passes in a launch.
+    """
+    arrays = jax.block_until_ready(_stream(arrays, way=way, passes=passes))
+    fastest = float("inf")
+    for _ in range(_RUNS):
+        start = time.perf_counter()
+        arrays = jax.block_until_ready(_stream(arrays, way=way, passes=passes))
+        fastest = min(fastest, time.perf_counter() - start)
+    return fastest / passes
+
+
+@functools.partial(jax.jit, static_argnames=("way", "passes"), donate_argnames=("arrays",))
+def _stream(arrays: Stream, *, way: str, passes: int) -> Stream:
+    """Passes over the matrix several times. The arrays are consumed, so that the copy is made in place."""
+    one_pass, _ = WAYS[way]
+    return lax.fori_loop(0, passes, lambda _, arrays: lax.optimization_barrier(one_pass(arrays)), arrays)
+
+
+# Every pass depends on the pass before, so that the compiler cannot take it out of the loop.
+
+
+def _sum(arrays: Stream) -> Stream:
+    matrix, row, total = arrays
+    return matrix, row, jnp.sum(jnp.minimum(matrix, total), axis=0)
+
+
+def _copy(arrays: Stream) -> Stream:
+    matrix, row, total = arrays
+    return -matrix, row, total
+
+
+def _multiply(arrays: Stream) -> Stream:
+    matrix, row, total = arrays
+    product = row @ matrix
+    return matrix, row.at[0, 0].set(jnp.minimum(product[0, 0], 1.0)), total
+
+
+#: What a pass does with the matrix, and how often that moves the matrix.
+WAYS: dict[str, tuple[Callable[[Stream], Stream], int]] = {
+    "sum": (_sum, 1),
+    "copy": (_copy, 2),
+    "product": (_multiply, 1),
+}
 
 
 def ceiling(target: LoadedTarget, *, rows: int, context: int, large: int = 2**30) -> float:
-    """Highest bandwidth for a step of this target in bytes per second, measured now.
+    """Measures the highest bandwidth for a step of this target, in bytes per second.
 
     Small models stay in a cache that is faster than memory, so the bandwidth is measured at the size of a step and at
     ``large`` bytes, far beyond all caches.
@@ -80,10 +152,10 @@ def ceiling(target: LoadedTarget, *, rows: int, context: int, large: int = 2**30
 def least_bytes_per_second(
     target: LoadedTarget, *, tokens_per_second: float, tokens_per_round: float, rows: int
 ) -> float:
-    """Least memory traffic of decoding at some speed: target steps per second times bytes of a step.
+    """Returns the least memory traffic of decoding at some speed: target steps per second times bytes of a step.
 
-    ``τ`` counts rounds in which something was drafted; the others write one token and read no less, so a method that
-    does not always draft is credited with less than it reads, never with more. Neither caches nor drafting are counted.
+    ``τ`` counts rounds with a draft. A round without one writes one token and reads no less, so the result is a lower
+    bound for methods that do not always draft. Neither caches nor drafting are counted.
 
     Args:
         target: The target, whose weights every step reads.
@@ -92,13 +164,3 @@ def least_bytes_per_second(
         rows: Sequences decoded at once.
     """
     return tokens_per_second / rows / tokens_per_round * step_bytes(target, rows=rows, context=0)
-
-
-def _fastest(function: Any, *arguments: jax.Array) -> float:
-    jax.block_until_ready(function(*arguments))
-    best = float("inf")
-    for _ in range(_RUNS):
-        start = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        best = min(best, time.perf_counter() - start)
-    return best

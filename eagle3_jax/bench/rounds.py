@@ -57,33 +57,32 @@ def timed_rounds(
         compiler_options: XLA options such as ``{"xla_gpu_deterministic_ops": True}``, for the rounds alone.
     """
     state = decoder.prefill(prompts, max_new_tokens=max_new_tokens)
-    before = state.length
-    state = state.replace(limit=jnp.minimum(state.limit, before + tokens))
-    before = jax.device_get(before)
-    ready = jax.block_until_ready(state)  # otherwise the time would include the rest of the prefill
+    prefilled = jax.device_get(state.length)
+    state = state.replace(limit=jnp.minimum(state.limit, state.length + tokens))
+    state = jax.block_until_ready(state)  # otherwise the time would include the end of the prefill
     run = _run(tuple(sorted((compiler_options or {}).items())))
     start = time.perf_counter()
-    done = jax.block_until_ready(run(decoder.loop, decoder.params, ready))
+    state = jax.block_until_ready(run(decoder.loop, decoder.params, state))
     seconds = time.perf_counter() - start
-    length, stats = jax.device_get((done.length, done.stats))
-    written = length - before
-    return Pace(seconds, int(count_rounds(stats, written).max()), int(written.sum()))
+    length, stats = jax.device_get((state.length, state.stats))
+    written = length - prefilled
+    rounds = count_rounds(stats, written)
+    return Pace(seconds, int(rounds.max()), int(written.sum()))
 
 
 def count_rounds(stats: SpeculationStats, written: np.ndarray) -> np.ndarray:
-    """Rounds of each row, from its counters and the number of tokens that it wrote after the prefill.
+    """Returns the rounds of each row, from its counters and the number of tokens that it wrote after the prefill.
 
-    A round without a draft, as prompt lookup has, is not counted among the drafts and writes one token. Accepted tokens
-    that a limit cut off are missing in ``written``, so the number of such rounds can be a little too small.
+    A round without a draft, which prompt lookup has, is not counted among the drafts and writes one token. Accepted
+    tokens after the limit are missing in ``written``, so the number of such rounds can be a little too small.
     """
     return np.maximum(stats.num_drafts, written - stats.num_accepted_tokens)
 
 
 @functools.cache
 def _run(options: tuple[tuple[str, Any], ...]) -> Any:
-    """:func:`eagle3_jax.loop.run`, compiled with options if there are any."""
+    """Returns :func:`eagle3_jax.loop.run`, compiled with options if there are any."""
     if not options:
         return loops.run
-
     run = loops.SpeculativeLoop.run
     return jax.jit(run, static_argnums=0, donate_argnums=2, compiler_options=dict(options))

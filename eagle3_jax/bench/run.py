@@ -28,8 +28,8 @@ def measure(
     cost_rounds: int = 32,
     streams: int = 1,
     large: int = 0,
-    on_progress: Callable[[str], None] = lambda what: None,
-    on_result: Callable[[str], None] = lambda what: None,
+    on_progress: Callable[[str], None] = lambda step: None,
+    on_result: Callable[[str], None] = lambda result: None,
 ) -> Report:
     """Runs all contenders in turn on all prompts, ``repeats`` times after a warm-up.
 
@@ -63,9 +63,9 @@ def measure(
         raise ValueError(f"{len(tasks)} tasks for {len(prompts)} prompts; give one each, or none")
     starts = range(0, len(prompts), batch_size)
     batches = [list(prompts[start : start + batch_size]) for start in starts]
-    fitting = [one for one in contenders if batch_size <= (one.largest_batch or batch_size)]
-    ours = [one for one in contenders if isinstance(one, DecoderContender)]
-    targets = {one.dtype: one.decoder.target for one in reversed(ours)}
+    fitting = [contender for contender in contenders if _fits(contender, batch_size)]
+    ours = [contender for contender in contenders if isinstance(contender, DecoderContender)]
+    targets = {contender.dtype: contender.decoder.target for contender in reversed(ours)}
 
     def measure_pass(measured: Measured) -> None:
         contender = measured.contender
@@ -74,51 +74,56 @@ def measure(
             for batch in batches[:streams]:
                 measured.chunks += contender.chunk_seconds(batch, max_new_tokens)
             if cost_rounds:
-                given = {"max_new_tokens": max_new_tokens, "rounds": cost_rounds}
-                measured.costs.append(step_costs(contender.decoder, batches[0], **given))
+                decoder = contender.decoder
+                costs = step_costs(decoder, batches[0], max_new_tokens=max_new_tokens, rounds=cost_rounds)
+                measured.costs.append(costs)
 
     def measure_ceiling() -> float:
-        measured = (ceiling(target, rows=batch_size, context=0, large=large) for target in targets.values() if large)
-        return max(measured, default=0.0)
+        if not large:
+            return 0.0
+        ceilings = (ceiling(target, rows=batch_size, context=0, large=large) for target in targets.values())
+        return max(ceilings, default=0.0)
 
-    every = []
+    results = []
     for contender in fitting:
         on_progress(f"compiling {contender.name}")
         with CompileClock() as clock:  # prompts of other lengths may need other programs
             measure_pass(Measured(contender, 0.0))
-        every.append(Measured(contender, clock.seconds))
+        results.append(Measured(contender, clock.seconds))
         on_result(f"{contender.name}: compiled in {clock.seconds:.1f} s")
     limit = measure_ceiling()
     done = 0
     with CompileClock() as clock:
         try:
             for done in range(repeats):
-                for one in every:
-                    name = one.contender.name
-                    place = f"repeat {done + 1} of {repeats}"
-                    on_progress(f"{name}, {place}")
-                    measure_pass(one)
-                    on_result(f"{name}: {one.speeds()[-1]:.1f} tokens/s, {place}")
+                repeat = f"repeat {done + 1} of {repeats}"
+                for measured in results:
+                    name = measured.contender.name
+                    on_progress(f"{name}, {repeat}")
+                    measure_pass(measured)
+                    on_result(f"{name}: {measured.speeds()[-1]:.1f} tokens/s, {repeat}")
         except KeyboardInterrupt:
             if done == 0:
                 raise
             repeats = done
-            for one in every:
-                del one.runs[done:], one.costs[done:]
+            for measured in results:
+                del measured.runs[done:], measured.costs[done:]
     limit = max(limit, measure_ceiling())  # a shared machine is not equally fast all the time
-    plain = {one.contender.name: one for one in every if one.contender.name in baselines}
-    baseline = max(plain.values(), key=lambda one: Spread.of(one.speeds()).median)
-    plain_output = {one.contender.dtype: [run.tokens for run in one.runs[0]] for one in plain.values()}
+    plain = [measured for measured in results if measured.contender.name in baselines]
+    baseline = max(plain, key=lambda measured: Spread.of(measured.speeds()).median)
+    plain_output = {measured.contender.dtype: [run.tokens for run in measured.runs[0]] for measured in plain}
+    tasks_by_batch = [tasks[start : start + batch_size] for start in starts] if tasks else []
+    any_target = next(iter(targets.values()), None)
     rows = [
         row_of(
-            one,
+            measured,
             baseline,
-            plain_output=plain_output.get(one.contender.dtype),
-            tasks=[tasks[start : start + batch_size] for start in starts] if tasks else [],
+            plain_output=plain_output.get(measured.contender.dtype),
+            tasks=tasks_by_batch,
             most_bytes_per_second=limit,
-            target=targets.get(one.contender.dtype, next(iter(targets.values()), None)),
+            target=targets.get(measured.contender.dtype, any_target),
         )
-        for one in every
+        for measured in results
     ]
     return Report(
         rows=rows,
@@ -130,8 +135,12 @@ def measure(
         programs_after_warm_up=clock.programs,
         bytes_per_second=limit or None,
         not_measured=[
-            NotMeasured(one.name, f"takes {one.largest_batch} prompt at a time, not {batch_size}")
-            for one in contenders
-            if batch_size > (one.largest_batch or batch_size)
+            NotMeasured(contender.name, f"takes {contender.largest_batch} prompt at a time, not {batch_size}")
+            for contender in contenders
+            if not _fits(contender, batch_size)
         ],
     )
+
+
+def _fits(contender: Contender, batch_size: int) -> bool:
+    return batch_size <= (contender.largest_batch or batch_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ class StepCosts:
     """Times of the parts of a round, ``verify + G · draft``."""
 
     verify_seconds: float  #: One target forward over a draft, with acceptance and commit.
-    draft_seconds: float  #: One draft step: taking in the truth and proposing, over the depth of the draft.
+    draft_seconds: float  #: One draft step: observing committed tokens and proposing, over the depth of the draft.
     #: The part of ``verify_seconds`` in which the draft's keys and values are written to the cache and those of the
     #: accepted path moved together.
     commit_seconds: float
@@ -62,7 +63,7 @@ def step_costs(
 def draft_seconds(
     decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, rounds: int = 32
 ) -> float:
-    """Seconds of a draft step, 0 without a drafter; arguments as in :func:`step_costs`."""
+    """Times a draft step; 0 without a drafter. Arguments as in :func:`step_costs`."""
     drafter = decoder.loop.drafter
     if isinstance(drafter, Plain):
         return 0.0
@@ -76,12 +77,12 @@ def draft_seconds(
 def target_seconds(
     decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, rounds: int = 32
 ) -> float:
-    """Seconds of the target alone over a draft, logits included, without acceptance, commit and bookkeeping.
+    """Times the target over a draft, logits included, without acceptance, commit and bookkeeping.
 
-    The rest of a round, apart from its draft steps, is the cost of the loop itself.
+    A round without these seconds and its draft steps is the cost of the loop itself.
 
     Args:
-        decoder: Gives the target and the number of nodes.
+        decoder: The decoder with the target and the number of nodes.
         prompts: Prompts, a row each.
         max_new_tokens: Fixes the capacity, which the cost of attention depends on.
         rounds: Forwards averaged over.
@@ -99,6 +100,7 @@ def _seconds(launch: Callable[[], Any]) -> float:
 
 
 def _some_tokens(prompts: Sequence[Tokens], count: int) -> Int[Array, "B T"]:
+    """Returns the first ``count`` tokens of every prompt, repeated where it is shorter."""
     return jnp.stack([jnp.resize(jnp.asarray(prompt, jnp.int32), (count,)) for prompt in prompts])
 
 
@@ -122,30 +124,36 @@ def _target_rounds(
     aux_layers = loop.drafter.aux_layers
     batch, num_nodes = tokens.shape
     positions = length[:, None] + jnp.arange(num_nodes, dtype=jnp.int32)
+    options: dict[str, Any] = {"aux_layers": aux_layers}
+    if "is_chain" in inspect.signature(target.__call__).parameters:
+        options["is_chain"] = loop.is_chain  # the attention kernel then reads no mask
 
-    def one(index: Array, carried: tuple[Cache, Array]) -> tuple[Cache, Array]:
-        cache, _ = carried
-        fed = (tokens + index) % target.vocab_size  # different every time, or XLA would run the target only once
-        output = target(params.target, fed, positions, causal_mask(num_nodes), cache, aux_layers=aux_layers)
-        return cache.commit(output.written, jnp.zeros_like(length)), target.unembed(params.target, output.final)
+    def verify(index: Array, carry: tuple[Cache, Array]) -> tuple[Cache, Array]:
+        cache, _ = carry
+        draft = (tokens + index) % target.vocab_size  # different every time, or XLA would run the target only once
+        output = target(params.target, draft, positions, causal_mask(num_nodes), cache, **options)
+        logits = target.unembed(params.target, output.final)
+        return cache.commit(output.written, jnp.zeros_like(length)), logits
 
     logits = jnp.zeros((batch, num_nodes, target.vocab_size), jnp.float32)
-    return lax.fori_loop(0, rounds, one, (cache, logits))
+    return lax.fori_loop(0, rounds, verify, (cache, logits))
 
 
 @functools.partial(jax.jit, static_argnames=("loop",))
 def _block(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B N"]) -> tuple[Any, ...]:
-    """Keys and values that a draft writes to an empty cache, or its changes of a recurrent state."""
+    """Returns keys and values that a draft writes to an empty cache, or its changes of a recurrent state."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     empty = loop.target.init_cache(*tokens.shape)
     return loop.target(params.target, tokens, positions, causal_mask(tokens.shape[1]), empty).written
 
 
-def _placed(layer: LayerCache, new: Any, length: Int[Array, " B"]) -> Any:
-    """What a forward after the committed slots would have written; the same for a layer without slots."""
+def _written(layer: LayerCache, new: Any, length: Int[Array, " B"]) -> Any:
+    """Writes a block after the committed slots, as a forward does; a layer without slots is left as it is."""
     if isinstance(layer, KeyValues):
         return layer.write(new, length)
-    return layer.write(KeyValue(new, new), length).keys if isinstance(layer, LatentKeys) else new
+    if isinstance(layer, LatentKeys):
+        return layer.write(KeyValue(new, new), length).keys
+    return new
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "rounds"), donate_argnames=("cache",))
@@ -156,21 +164,22 @@ def _commit_rounds(cache: Cache, block: tuple[Any, ...], *, loop: SpeculativeLoo
     path = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32), (length.shape[0], depth + 1))
     count = jnp.full_like(length, depth + 1)
 
-    def one(index: Array, cache: Cache) -> Cache:
+    def commit(index: Array, cache: Cache) -> Cache:
         # Different nodes every time, or XLA would gather them only once.
         nodes = None if loop.is_chain else jnp.roll(path, index, axis=1)
-        written = tuple(_placed(layer, new, length) for layer, new in zip(cache.layers, block, strict=True))
+        written = tuple(_written(layer, new, length) for layer, new in zip(cache.layers, block, strict=True))
         return cache.commit(written, count, nodes).replace(length=length)
 
-    return lax.fori_loop(0, rounds, one, cache)
+    return lax.fori_loop(0, rounds, commit, cache)
 
 
 @functools.partial(jax.jit, static_argnames=("loop",))
 def _features(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T A D"]:
-    """Real features for the drafter to take in."""
+    """Computes real features for the drafter to observe."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     mask = causal_mask(tokens.shape[1])
-    return loop.target(params.target, tokens, positions, mask, aux_layers=loop.drafter.aux_layers).features
+    output = loop.target(params.target, tokens, positions, mask, aux_layers=loop.drafter.aux_layers)
+    return output.features
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "rounds"))
@@ -180,15 +189,16 @@ def _draft_rounds(
     """Drafts without a target: the drafter observes its own proposals as committed tokens."""
     drafter = loop.drafter
 
-    def one(index: Array, known: Any) -> Any:
-        draft = drafter.propose(params.drafter, known, state.keys, state.sampling)
-        fed = draft.tokens[:, : features.shape[1]]
+    def draft_and_observe(index: Array, drafter_state: Any) -> Any:
+        draft = drafter.propose(params.drafter, drafter_state, state.keys, state.sampling)
+        tokens = draft.tokens[:, : features.shape[1]]
         seen = Observation(
-            tokens=fed,
+            tokens=tokens,
             features=jnp.roll(features, index, axis=1),  # different every time, or XLA would fuse them only once
             length=jnp.ones_like(state.length),
-            next_token=fed[:, -1],
+            next_token=tokens[:, -1],
         )
-        return drafter.observe(params.drafter, known if draft.state is None else draft.state, seen)
+        proposed = drafter_state if draft.state is None else draft.state
+        return drafter.observe(params.drafter, proposed, seen)
 
-    return lax.fori_loop(0, rounds, one, state.drafter)
+    return lax.fori_loop(0, rounds, draft_and_observe, state.drafter)

@@ -24,13 +24,13 @@ class Table:
                 raise ValueError(f"table {self.title!r} has {len(self.columns)} columns, but a row of {len(row)}")
 
     def column(self, name: str) -> list[Any]:
-        """The values under a heading."""
+        """Returns the values under a heading."""
         index = self.columns.index(name)
         return [row[index] for row in self.rows]
 
 
 def flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested facts as ``(dotted name, value)``."""
+    """Yields nested facts as ``(dotted name, value)``."""
     for name, value in facts.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}.")
@@ -39,7 +39,7 @@ def flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def show(value: Any) -> str:
-    """A value for people: four digits, thousands separated, a dash for ``None``."""
+    """Returns a value as text: four digits, thousands separated, a dash for ``None``."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -54,10 +54,11 @@ def show(value: Any) -> str:
 
 
 def to_markdown(columns: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
-    """A table in Markdown; each cell on one line."""
+    """Returns a table in Markdown; each cell on one line."""
 
     def line(cells: Sequence[Any]) -> str:
-        return "| " + " | ".join(" ".join(str(cell).split()).replace("|", "\\|") for cell in cells) + " |"
+        texts = [" ".join(str(cell).split()).replace("|", "\\|") for cell in cells]
+        return f"| {' | '.join(texts)} |"
 
     return "\n".join([line(columns), line(["---"] * len(columns)), *map(line, rows)])
 

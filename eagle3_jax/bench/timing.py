@@ -54,10 +54,10 @@ class CompileClock:
     def seconds(self) -> float:
         """Length of the union of all spans, since inner functions are traced within outer ones."""
         total = 0.0
-        reached = -np.inf
+        latest_end = -np.inf
         for start, end in sorted(self._spans):
-            total += max(0.0, end - max(start, reached))
-            reached = max(reached, end)
+            total += max(0.0, end - max(start, latest_end))
+            latest_end = max(latest_end, end)
         return float(total)
 
 
@@ -71,9 +71,9 @@ class Latency:
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Latency:
-        """Percentiles of at least one value; with fewer than a hundred, ``p99`` is close to the largest."""
-        p50, p90, p99 = np.quantile(np.asarray(list(seconds), float), [0.5, 0.9, 0.99])
-        return cls(float(p50), float(p90), float(p99))
+        """Returns percentiles of at least one value; with fewer than a hundred, ``p99`` is close to the largest."""
+        values = np.asarray(list(seconds), float)
+        return cls(*np.quantile(values, [0.5, 0.9, 0.99]).tolist())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +86,9 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Quartiles of at least one value."""
-        low, median, high = np.quantile(np.asarray(list(values), float), [0.25, 0.5, 0.75])
-        return cls(float(median), float(low), float(high))
+        """Returns quartiles of at least one value."""
+        low, median, high = np.quantile(np.asarray(list(values), float), [0.25, 0.5, 0.75]).tolist()
+        return cls(median, low, high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,29 +101,29 @@ class Interval:
 
 
 def ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike, *, seed: int = 0) -> Interval:
-    """``Σ numerators / Σ denominators``, resampled in pairs (percentile bootstrap; Efron, 1979).
+    """Returns ``Σ numerators / Σ denominators``, resampled in pairs (percentile bootstrap; Efron, 1979).
 
     Args:
-        numerators: Such as the seconds of the baseline, one for each batch of prompts in each repeat; at least one.
-        denominators: Those of a contender on the same batches in the same repeats.
+        numerators: At least one value, such as the seconds of the baseline for each batch in each repeat.
+        denominators: The seconds of a contender on the same batches in the same repeats.
         seed: Random seed of the resampling.
     """
     return _interval(lambda above, below, axis: above.sum(axis) / below.sum(axis), numerators, denominators, seed=seed)
 
 
 def geometric_mean(ratios: ArrayLike, *, seed: int = 0) -> Interval:
-    """``(Π ratios)^(1/n)`` of at least one positive ratio, resampled over the ratios."""
+    """Returns ``(Π ratios)^(1/n)`` of at least one positive ratio, resampled over the ratios."""
     return _interval(lambda ratios, axis: np.exp(np.log(ratios).mean(axis)), ratios, seed=seed)
 
 
 def _interval(statistic: Callable[..., Any], *data: ArrayLike, seed: int) -> Interval:
     from scipy import stats  # here, because importing it takes longer than most uses of this module
 
-    arrays = [np.asarray(one, float) for one in data]
+    arrays = [np.asarray(values, float) for values in data]
     value = float(statistic(*arrays, axis=0))
     if arrays[0].size < 2:
         return Interval(value)
-    found = stats.bootstrap(
+    bootstrap = stats.bootstrap(
         arrays,
         statistic,
         paired=True,
@@ -132,5 +132,6 @@ def _interval(statistic: Callable[..., Any], *data: ArrayLike, seed: int) -> Int
         confidence_level=CONFIDENCE,
         method="percentile",
         rng=np.random.default_rng(seed),
-    ).confidence_interval
-    return Interval(value, float(found.low), float(found.high))
+    )
+    interval = bootstrap.confidence_interval
+    return Interval(value, float(interval.low), float(interval.high))

@@ -1,4 +1,4 @@
-"""Every round of a generation, written down."""
+"""A generation with a record of every round."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from eagle3_jax.types import SamplingParams
 
 
 class Trace(NamedTuple):
-    """A generation and how it came about."""
+    """A generation and its rounds."""
 
-    result: GenerationResult  #: As ``SpeculativeDecoder.generate`` gives it.
-    prompts: list[dict[str, Any]]  #: One object per prompt, ready for JSON.
+    result: GenerationResult  #: The result, equal to that of ``SpeculativeDecoder.generate``.
+    prompts: list[dict[str, Any]]  #: Token ids and rounds of each prompt, ready for JSON.
 
 
 def record(
@@ -30,10 +30,10 @@ def record(
     sampling: SamplingParams,
     seed: int | Sequence[int],
 ) -> Trace:
-    """Generate round by round with the step that ``generate`` compiles into its loop, keeping each round.
+    """Generates round by round with the step that ``generate`` compiles into its loop, and records every round.
 
     Args:
-        decoder: To run.
+        decoder: The decoder.
         prompts: Texts or token ids.
         max_new_tokens: One limit per prompt.
         sampling: Scalars for all rows, or ``[B]`` arrays.
@@ -46,26 +46,25 @@ def record(
     running = to_host(state.running)
     while running.any():
         latest = decoder.step(state)
-        for row, one in enumerate(describe(latest)):
+        for row, description in enumerate(describe(latest)):
             if running[row]:
-                rounds[row].append(one)
+                rounds[row].append(description)
         state = latest.state
         running = to_host(state.running)
     seconds = time.perf_counter() - start
-    described = [{"prompt_ids": prompt, "rounds": kept} for prompt, kept in zip(encoded, rounds, strict=True)]
-    return Trace(decoder.result(state, encoded, seconds=seconds), described)
+    traces = [{"prompt_ids": ids, "rounds": of_prompt} for ids, of_prompt in zip(encoded, rounds, strict=True)]
+    return Trace(decoder.result(state, encoded, seconds=seconds), traces)
 
 
 def describe(latest: Round) -> list[dict[str, Any]]:
-    """The rows of one round; padding nodes are left out and the others keep their order."""
+    """Returns the rows of one round; padding nodes are left out and the others keep their order."""
     draft = latest.draft
     verdict = latest.verdict
-    columns = (draft.tokens, draft.parents, latest.positions, draft.valid)
-    outcome = (verdict.path, verdict.num_accepted, verdict.next_token)
+    nodes_of_rows = (draft.tokens, draft.parents, latest.positions, draft.valid)
+    outcomes = (verdict.path, verdict.num_accepted, verdict.next_token)
+    columns = to_host((*nodes_of_rows, *outcomes))
     rows = []
-    for tokens, parents, positions, valid, path, accepted, following in zip(
-        *to_host((*columns, *outcome)), strict=True
-    ):
+    for tokens, parents, positions, valid, path, accepted, following in zip(*columns, strict=True):
         nodes = np.flatnonzero(valid)
         number = {int(node): index for index, node in enumerate(nodes)} | {-1: -1}
         rows.append(

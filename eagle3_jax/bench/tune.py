@@ -9,12 +9,10 @@ on plain decoding is fastest.
 from __future__ import annotations
 
 import dataclasses
-import math
-import time
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from eagle3_jax.bench.contenders import DecoderContender, Run, Tokens
@@ -24,16 +22,11 @@ from eagle3_jax.bench.timing import Spread
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.stats import SpeculationStats
-from eagle3_jax.theory.speedup import Rates, rates, rates_for_speedup
+from eagle3_jax.theory.speedup import Rates, rates, rates_for_speedup, round_cost
 from eagle3_jax.topology import DynamicTree, StaticTree, tree_name
 from eagle3_jax.types import Drafter
 
 _LARGEST = 512  # the last entry of a schedule, plain decoding, reaches at least this many rows
-
-# Rules of thumb from articles on serving; each is printed next to the measurement.
-RULE_BATCH = 32
-RULE_OUTPUT_TOKENS = 50
-RULE_ACCEPTANCE = 0.55
 
 _PLAIN = "plain"
 
@@ -46,7 +39,7 @@ class Shape:
     num_draft_tokens: int  #: ``K`` of a chain, all nodes but the root of a tree.
     num_draft_steps: int  #: ``G``, draft steps in a round; ``K`` for a chain.
     is_chain: bool  #: Only chains fit into a schedule.
-    mean_acceptance_length: float  #: ``τ``, tokens per round, measured with this very shape.
+    mean_acceptance_length: float  #: ``τ``, tokens per round, measured with this shape.
     acceptance_per_position: tuple[float, ...] = ()  #: Share of rounds in which the token at each depth was accepted.
 
 
@@ -82,7 +75,6 @@ class BatchTuning:
 
     batch: int  #: Rows decoded at once.
     plain_step: Spread  #: Seconds of a step of plain decoding.
-    extra_prefill_seconds: float  #: Time that drafting adds to the prefill of such a batch.
     candidates: tuple[Candidate, ...]  #: Every draft that was measured.
 
     @property
@@ -93,7 +85,7 @@ class BatchTuning:
     @property
     def chains(self) -> list[Candidate]:
         """The candidates that are chains, since a schedule holds chains only."""
-        return [one for one in self.candidates if one.shape.is_chain]
+        return [candidate for candidate in self.candidates if candidate.shape.is_chain]
 
     @property
     def best_chain(self) -> Candidate | None:
@@ -103,7 +95,12 @@ class BatchTuning:
     @property
     def fastest(self) -> Candidate:
         """The draft of the largest ``S``, even if it does not pay off."""
-        return max(self.candidates, key=lambda one: one.speedup.median)
+        return max(self.candidates, key=median_speedup)
+
+
+def median_speedup(candidate: Candidate) -> float:
+    """Returns the median of ``S``."""
+    return candidate.speedup.median
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
@@ -114,17 +111,17 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     """
     if not candidates:
         return None
-    bar = max(candidates, key=lambda one: one.speedup.median).speedup.low
+    bar = max(candidates, key=median_speedup).speedup.low
     if bar <= 1.0:
         return None
-    as_good = [one for one in candidates if one.speedup.median >= bar]
-    return min(as_good, key=lambda one: (one.shape.num_draft_tokens, -one.speedup.median))
+    as_good = [candidate for candidate in candidates if median_speedup(candidate) >= bar]
+    return min(as_good, key=lambda candidate: (candidate.shape.num_draft_tokens, -median_speedup(candidate)))
 
 
 def schedule_of(lengths: Sequence[tuple[int, int]]) -> SpeculationSchedule | None:
-    """A schedule from the best chain at each measured batch size; ``None`` when drafting pays off at none.
+    """Returns a schedule of the best chain at each measured batch size; ``None`` when drafting pays off at none.
 
-    An entry reaches from the measured size before it, exclusive, up to its own. Costs grow with the batch, so the best
+    An entry covers the sizes above the measured size before it, up to its own. Costs grow with the batch, so the best
     length at the upper end is the cautious choice for the sizes between. Above the largest measured size the last entry
     drafts nothing; without it, vLLM would continue with the last length.
 
@@ -134,94 +131,35 @@ def schedule_of(lengths: Sequence[tuple[int, int]]) -> SpeculationSchedule | Non
     if not any(length for _, length in lengths):
         return None
     entries: list[tuple[int, int, int]] = []
-    reached = 0
-    for batch, length in [*lengths, (max(_LARGEST, lengths[-1][0] + 1), 0)]:
+    largest = lengths[-1][0]
+    plain = (max(_LARGEST, largest + 1), 0)
+    start = 1
+    for batch, length in [*lengths, plain]:
         if entries and entries[-1][2] == length:
-            entries[-1] = (entries[-1][0], batch, length)
-        else:
-            entries.append((reached + 1, batch, length))
-        reached = batch
+            start, _, _ = entries.pop()
+        entries.append((start, batch, length))
+        start = batch + 1
     return SpeculationSchedule(tuple(entries))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BreakEven:
-    """The acceptance from which a chain is faster than plain decoding."""
+    """The acceptance above which a chain is faster than plain decoding."""
 
     mean_acceptance_length: float  #: ``τ`` at which ``S`` is 1: the cost of a round in plain steps.
-    needed: Rates | None  #: The rates that give it; ``None`` where even a chain accepted in full would not do.
+    needed: Rates | None  #: The rates that give it; ``None`` where even a chain accepted in full is slower.
     measured: Rates  #: The rates of the measured ``τ``.
 
 
 def break_even(candidate: Candidate) -> BreakEven:
-    """``τ = v + K·c`` of a chain, with its draft acceptance rate and its conditional acceptance rate."""
+    """Returns ``τ = v + K·c`` of a chain, with its draft acceptance rate and its conditional acceptance rate."""
     shape = candidate.shape
-    v = candidate.verify_cost
-    c = candidate.draft_cost
+    costs = {"verify_cost": candidate.verify_cost, "draft_cost": candidate.draft_cost}
     return BreakEven(
-        mean_acceptance_length=v + shape.num_draft_steps * c,
-        needed=rates_for_speedup(1.0, num_draft_tokens=shape.num_draft_tokens, verify_cost=v, draft_cost=c),
+        mean_acceptance_length=round_cost(shape.num_draft_steps, **costs),
+        needed=rates_for_speedup(1.0, num_draft_tokens=shape.num_draft_tokens, **costs),
         measured=rates(shape.mean_acceptance_length, shape.num_draft_tokens),
     )
-
-
-def crossover_tokens(*, extra_prefill_seconds: float, plain_step_seconds: float, speedup: float) -> int | None:
-    """The number of tokens of an answer from which speculation wins back the prefill of its drafter.
-
-    Each token after the first is written ``t·(1 - 1/S)`` sooner, ``t`` being a plain step. ``None`` when ``S`` is
-    not above 1.
-    """
-    if speedup <= 1.0:
-        return None
-    gain = plain_step_seconds * (1.0 - 1.0 / speedup)
-    return 1 + max(1, math.ceil(max(0.0, extra_prefill_seconds) / gain))
-
-
-class Rule(NamedTuple):
-    """A rule of thumb compared with the measurement."""
-
-    batch: int  #: Batch size.
-    rule: str  #: The rule.
-    #: ``plain`` or ``speculate``; for short answers, the number of tokens below which to decode plainly.
-    rule_says: str
-    measured: str  #: Decision of the measurement, with its numbers.
-    agrees: bool  #: Whether both lead to the same decision.
-
-
-def rules_of_thumb(found: BatchTuning) -> list[Rule]:
-    """The rules of thumb at one batch size, each compared with the measurement."""
-    speculates = found.best is not None
-    fastest = found.best or found.fastest
-    gain = fastest.speedup.median
-    decision = f"{'speculate' if speculates else _PLAIN}: S = {gain:.2f} with {fastest.shape.name}"
-    accepted = (fastest.shape.mean_acceptance_length - 1.0) / fastest.shape.num_draft_tokens
-    over = found.batch > RULE_BATCH
-    low = accepted < RULE_ACCEPTANCE
-    tokens = crossover_tokens(
-        extra_prefill_seconds=found.extra_prefill_seconds,
-        plain_step_seconds=found.plain_step.median,
-        speedup=gain if speculates else 1.0,
-    )
-    by_length = "plain at any length" if tokens is None else f"speculation pays from {tokens} tokens on"
-    return [
-        Rule(
-            found.batch, f"batch > {RULE_BATCH}: plain", _PLAIN if over else "speculate", decision, over != speculates
-        ),
-        Rule(
-            found.batch,
-            f"fewer than {RULE_OUTPUT_TOKENS} new tokens: plain",
-            f"plain below {RULE_OUTPUT_TOKENS} tokens",
-            by_length,
-            tokens is None or tokens >= RULE_OUTPUT_TOKENS,
-        ),
-        Rule(
-            found.batch,
-            f"draft acceptance rate < {RULE_ACCEPTANCE}: plain",
-            f"{_PLAIN if low else 'speculate'}: it is {accepted:.2f}",
-            decision,
-            low != speculates,
-        ),
-    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -247,15 +185,15 @@ class Tuning:
     """All measurements and their consequences."""
 
     batches: tuple[BatchTuning, ...]  #: In ascending order.
-    checks: tuple[Check, ...]  #: At the smallest and the largest batch size; empty when not asked for.
+    checks: tuple[Check, ...]  #: Checks at the smallest and the largest batch size; empty without ``check``.
     num_prompts: int  #: Prompts that acceptance was measured on.
-    max_new_tokens: int  #: Written for each.
+    max_new_tokens: int  #: New tokens of each prompt.
     repeats: int  #: Interleaved repeats.
 
     @property
     def schedule(self) -> SpeculationSchedule | None:
         """The best chains by batch size; ``None`` when drafting pays off at none."""
-        best = [(one.batch, one.best_chain) for one in self.batches]
+        best = [(tuning.batch, tuning.best_chain) for tuning in self.batches]
         return schedule_of([(batch, chain.shape.num_draft_tokens if chain else 0) for batch, chain in best])
 
     def to_json(self) -> dict[str, Any]:
@@ -267,18 +205,19 @@ class Tuning:
             "num_prompts": self.num_prompts,
             "max_new_tokens": self.max_new_tokens,
             "repeats": self.repeats,
-            "batches": [
-                dataclasses.asdict(one)
-                | {
-                    "best": one.best.shape.name if one.best else _PLAIN,
-                    "best_chain": one.best_chain.shape.name if one.best_chain else _PLAIN,
-                    "break_even": {chain.shape.name: dataclasses.asdict(break_even(chain)) for chain in one.chains},
-                }
-                for one in self.batches
-            ],
-            "rules": [rule._asdict() for one in self.batches for rule in rules_of_thumb(one)],
-            "checks": [dataclasses.asdict(one) | {"predicted": one.predicted} for one in self.checks],
+            "batches": [_batch_to_json(tuning) for tuning in self.batches],
+            "checks": [dataclasses.asdict(check) | {"predicted": check.predicted} for check in self.checks],
         }
+
+
+def _batch_to_json(tuning: BatchTuning) -> dict[str, Any]:
+    best = tuning.best
+    best_chain = tuning.best_chain
+    return dataclasses.asdict(tuning) | {
+        "best": best.shape.name if best else _PLAIN,
+        "best_chain": best_chain.shape.name if best_chain else _PLAIN,
+        "break_even": {chain.shape.name: dataclasses.asdict(break_even(chain)) for chain in tuning.chains},
+    }
 
 
 def tune(
@@ -293,20 +232,20 @@ def tune(
     repeats: int,
     rounds: int = 16,
     check: bool = True,
-    on_progress: Callable[[str], None] = lambda what: None,
-    on_result: Callable[[str], None] = lambda what: None,
+    on_progress: Callable[[str], None] = lambda step: None,
+    on_result: Callable[[str], None] = lambda result: None,
 ) -> Tuning:
     """Measures acceptance and costs of chains and trees, greedily and without stop tokens.
 
     ``τ`` is measured with every shape separately. Computing it from the rates of the longest chain gave up to 6 % less,
-    because rounds of chains of different length begin at different places in the text.
+    because rounds of chains of different length begin at different tokens of the text.
 
     Args:
         target: The target.
         drafter: Its head, or a drafter without parameters.
         prompts: Token ids; repeated where a batch is larger.
         batches: Batch sizes.
-        chains: Lengths ``K``.
+        chains: Chain lengths ``K``.
         trees: Draft trees.
         max_new_tokens: New tokens per prompt; more than the longest chain.
         repeats: Number of repeats, of which costs are medians; the shapes take turns.
@@ -333,30 +272,33 @@ def tune(
             )
     drafts: dict[str, dict[str, Any]] = {f"K={k}": {"num_speculative_tokens": k} for k in lengths}
     for tree in trees:
-        drafts[tree_name(tree) + (f" top {tree.top_k}" if isinstance(tree, DynamicTree) else "")] = {"tree": tree}
+        suffix = f" top {tree.top_k}" if isinstance(tree, DynamicTree) else ""
+        drafts[tree_name(tree) + suffix] = {"tree": tree}
     decoders = {name: SpeculativeDecoder(target, drafter, stop_tokens=(), **draft) for name, draft in drafts.items()}
     shapes = {}
     for name, decoder in decoders.items():
         on_progress(f"acceptance of {name}")
-        filled = _filled(prompts, min(len(prompts), sizes[-1]))
-        shapes[name] = _shape(name, decoder, [_decode(decoder, batch, max_new_tokens) for batch in filled])
+        batches_of_prompts = _filled(prompts, min(len(prompts), sizes[-1]))
+        runs = [_decode(decoder, batch, max_new_tokens) for batch in batches_of_prompts]
+        shapes[name] = _shape(name, decoder, runs)
         on_result(f"{name}: τ {shapes[name].mean_acceptance_length:.2f}")
     plain = SpeculativeDecoder(target, stop_tokens=())
     bench = _Bench(plain, decoders, shapes, prompts, max_new_tokens, repeats, rounds, on_progress)
-    found: list[BatchTuning] = []
+    tunings: list[BatchTuning] = []
     checks: list[Check] = []
     try:
         for size in sizes:
-            found.append(bench.costs(size))
-            gains = ", ".join(f"{one.shape.name} {one.speedup.median:.2f}" for one in found[-1].candidates)
+            tunings.append(bench.costs(size))
+            gains = ", ".join(f"{draft.shape.name} {median_speedup(draft):.2f}" for draft in tunings[-1].candidates)
             on_result(f"batch {size}: {gains} x plain decoding")
-        checked = {one.batch: one for one in (found[0], found[-1])} if check else {}
-        checks += [bench.check(one) for one in checked.values()]
+        if check:
+            checked = tunings if len(tunings) == 1 else [tunings[0], tunings[-1]]
+            checks += [bench.check(tuning) for tuning in checked]
     except KeyboardInterrupt:
-        if not found:
+        if not tunings:
             raise
     return Tuning(
-        batches=tuple(found),
+        batches=tuple(tunings),
         checks=tuple(checks),
         num_prompts=len(prompts),
         max_new_tokens=max_new_tokens,
@@ -370,9 +312,10 @@ def num_steps(*, shapes: int, batches: int, repeats: int, check: bool) -> int:
 
 
 def _filled(prompts: Sequence[Tokens], size: int) -> list[list[Tokens]]:
-    """Batches of exactly this size that hold every prompt; the last one is filled from the beginning."""
-    count = -(-len(prompts) // size) * size
-    return [[prompts[index % len(prompts)] for index in range(start, start + size)] for start in range(0, count, size)]
+    """Returns batches of exactly this size with every prompt; the last one is filled with the first prompts."""
+    num_batches = -(-len(prompts) // size)
+    endless = itertools.cycle(prompts)
+    return [list(itertools.islice(endless, size)) for _ in range(num_batches)]
 
 
 def _decode(decoder: SpeculativeDecoder, batch: Sequence[Tokens], max_new_tokens: int) -> Run:
@@ -380,23 +323,23 @@ def _decode(decoder: SpeculativeDecoder, batch: Sequence[Tokens], max_new_tokens
 
 
 def _rounds(run: Run) -> np.ndarray:
-    """Rounds of each row."""
+    """Counts the rounds of each row."""
     assert run.stats is not None
-    return count_rounds(run.stats, np.array([len(row) - 1 for row in run.tokens]))
+    after_prefill = [len(row) - 1 for row in run.tokens]
+    return count_rounds(run.stats, np.array(after_prefill))
 
 
 def _shape(name: str, decoder: SpeculativeDecoder, runs: Sequence[Run]) -> Shape:
     stats = SpeculationStats.merge([run.stats for run in runs if run.stats is not None])
     rounds = sum(int(_rounds(run).sum()) for run in runs)
+    per_position = np.atleast_1d(stats.num_accepted_tokens_per_pos) / rounds
     return Shape(
         name=name,
         num_draft_tokens=decoder.loop.drafter.num_nodes - 1,
         num_draft_steps=decoder.loop.drafter.max_depth,
         is_chain=decoder.loop.is_chain,
         mean_acceptance_length=1.0 + int(stats.num_accepted_tokens) / rounds,
-        acceptance_per_position=tuple(
-            float(count) / rounds for count in np.atleast_1d(stats.num_accepted_tokens_per_pos)
-        ),
+        acceptance_per_position=tuple(per_position.tolist()),
     )
 
 
@@ -413,52 +356,40 @@ class _Bench(NamedTuple):
     on_progress: Callable[[str], None]
 
     def costs(self, size: int) -> BatchTuning:
-        """Costs of every shape at one batch size."""
+        """Measures the costs of every shape at one batch size."""
         batch = _filled(self.prompts, size)[0]
-        limit = self.max_new_tokens
-        deepest = max(self.decoders.values(), key=lambda decoder: decoder.loop.drafter.num_nodes)
-        taken: dict[str, list[StepCosts]] = {name: [] for name in (_PLAIN, *self.decoders)}
-        extra = []
+        decoders = {_PLAIN: self.plain, **self.decoders}
+        costs: dict[str, list[StepCosts]] = {name: [] for name in decoders}
         for repeat in range(self.repeats + 1):  # the first one compiles
-            for name, decoder in ((_PLAIN, self.plain), *self.decoders.items()):
-                what = f"repeat {repeat} of {self.repeats}" if repeat else "compiling"
-                self.on_progress(f"batch {size}, {name}, {what}")
-                taken[name].append(step_costs(decoder, batch, max_new_tokens=limit, rounds=self.rounds))
-            extra.append(_prefill_seconds(deepest, batch, limit) - _prefill_seconds(self.plain, batch, limit))
-        steps = [cost.verify_seconds for cost in taken[_PLAIN][1:]]
+            step = f"repeat {repeat} of {self.repeats}" if repeat else "compiling"
+            for name, decoder in decoders.items():
+                self.on_progress(f"batch {size}, {name}, {step}")
+                costs[name].append(step_costs(decoder, batch, max_new_tokens=self.max_new_tokens, rounds=self.rounds))
+        verify = {name: [cost.verify_seconds for cost in repeats[1:]] for name, repeats in costs.items()}
+        draft = {name: [cost.draft_seconds for cost in repeats[1:]] for name, repeats in costs.items()}
+        plain = verify[_PLAIN]
         candidates = [
-            Candidate.of(
-                self.shapes[name],
-                plain=steps,
-                verify=[cost.verify_seconds for cost in taken[name][1:]],
-                draft=[cost.draft_seconds for cost in taken[name][1:]],
-            )
+            Candidate.of(self.shapes[name], plain=plain, verify=verify[name], draft=draft[name])
             for name in self.decoders
         ]
-        return BatchTuning(
-            batch=size,
-            plain_step=Spread.of(steps),
-            extra_prefill_seconds=max(0.0, Spread.of(extra[1:]).median),
-            candidates=tuple(candidates),
-        )
+        return BatchTuning(batch=size, plain_step=Spread.of(plain), candidates=tuple(candidates))
 
-    def check(self, found: BatchTuning) -> Check:
+    def check(self, tuning: BatchTuning) -> Check:
         """Compares the fastest shape with plain decoding; both take turns."""
-        self.on_progress(f"checking the prediction at batch {found.batch}")
-        fastest = found.fastest
-        batches = _filled(self.prompts, found.batch)
+        self.on_progress(f"checking the prediction at batch {tuning.batch}")
+        fastest = tuning.fastest
+        decoder = self.decoders[fastest.shape.name]
+        batches = _filled(self.prompts, tuning.batch)
         ratios = []
         running = 1.0
         for _ in range(self.repeats + 1):  # the first one compiles
-            theirs, ours = (
-                [_decode(decoder, batch, self.max_new_tokens) for batch in batches]
-                for decoder in (self.plain, self.decoders[fastest.shape.name])
-            )
-            counts = np.array([_rounds(run) for run in ours])
+            plain = [_decode(self.plain, batch, self.max_new_tokens) for batch in batches]
+            drafted = [_decode(decoder, batch, self.max_new_tokens) for batch in batches]
+            counts = np.array([_rounds(run) for run in drafted])
             running = float(counts.mean(axis=1).sum() / counts.max(axis=1).sum())
-            ratios.append(sum(run.decode_seconds for run in theirs) / sum(run.decode_seconds for run in ours))
+            ratios.append(_decode_seconds(plain) / _decode_seconds(drafted))
         return Check(
-            batch=found.batch,
+            batch=tuning.batch,
             shape=fastest.shape.name,
             speedup=fastest.speedup.median,
             rows_running=running,
@@ -466,7 +397,5 @@ class _Bench(NamedTuple):
         )
 
 
-def _prefill_seconds(decoder: SpeculativeDecoder, batch: Sequence[Tokens], max_new_tokens: int) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(decoder.prefill(batch, max_new_tokens=max_new_tokens))
-    return time.perf_counter() - start
+def _decode_seconds(runs: Sequence[Run]) -> float:
+    return sum(run.decode_seconds for run in runs)

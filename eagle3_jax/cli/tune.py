@@ -134,8 +134,6 @@ def _print(found: Tuning, setting: str) -> None:
     typer.echo(_NOTES)
     _print_break_evens(found)
     typer.echo("")
-    _print_rules(found)
-    typer.echo("")
     for one in found.checks:
         running = f" = {one.speedup:.2f} x {one.rows_running:.2f} of the rows running"
         typer.echo(
@@ -207,14 +205,3 @@ def _print_break_evens(found: Tuning) -> None:
     rates = ("draft acceptance rate", "conditional acceptance rate")
     titles = ("batch", "plain step", "chain", "v", "c", "breaks even at τ", *rates)
     print_table(titles, rows, left=range(len(titles)))
-
-
-def _print_rules(found: Tuning) -> None:
-    from eagle3_jax.bench.tune import rules_of_thumb
-
-    rules = sorted((rule for one in found.batches for rule in rules_of_thumb(one)), key=lambda rule: rule.rule)
-    rows = [
-        (one.rule, str(one.batch), one.rule_says, one.measured, "agrees" if one.agrees else "disagrees")
-        for one in rules
-    ]
-    print_table(("rule of thumb", "batch", "it says", "measured", ""), rows, left=range(5))

@@ -1,11 +1,11 @@
 """The roofline of a decoding step: the time that no implementation on this hardware can beat.
 
-A forward reads every weight once, however many tokens it is given, and each sequence's keys and values. It computes two
+A forward reads every weight once, for any number of tokens, and each sequence's keys and values. It computes two
 operations for every weight and token. It takes at least the longer of the two times (Williams et al., 2009, "the
 roofline model"). Verification of ``K + 1`` tokens reads what a plain step reads, which is why speculation pays off
 until arithmetic is the limit. Experts are the exception: more tokens go through more of them. Communication between
-accelerators, kernel launches and the host are left out; they only make things slower. Data that stays in an on-chip
-cache between steps is left out too; only models of some hundred megabytes can profit from it.
+accelerators, kernel launches and the host are left out; they only add time. Data that stays in an on-chip cache between
+steps is left out too; only models of some hundred megabytes can profit from it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Work:
         return self.layer_flops / (fp8_peak or accelerator.peak_flops) + self.other_flops / accelerator.peak_flops
 
     def seconds(self, deployment: Deployment) -> float:
-        """The longer of the two times."""
+        """Returns the longer of the two times."""
         return max(self.memory_seconds(deployment), self.compute_seconds(deployment))
 
     def limit(self, deployment: Deployment) -> str:
-        """``memory`` or ``compute``, whichever takes longer."""
+        """Returns ``memory`` or ``compute``, the one that takes longer."""
         return "memory" if self.memory_seconds(deployment) >= self.compute_seconds(deployment) else "compute"
 
 
@@ -58,9 +58,9 @@ def forward_work(
     tokens: int,
     logits: int,
     fuse: bool = False,
-    alike: bool = False,
+    same_experts: bool = False,
 ) -> Work:
-    """Bytes and operations of one forward on each accelerator.
+    """Counts bytes and operations of one forward on each accelerator.
 
     ``bytes = weights + B·(context + tokens)·kv``. ``operations = 2·B·(tokens·layers + logits·V·D)`` in matrices and
     ``4·B·tokens·(context + (tokens + 1)/2)·L·heads·H`` in attention: a token's query meets every earlier key and its
@@ -75,15 +75,15 @@ def forward_work(
         context: Earlier tokens of each sequence.
         tokens: New tokens of each sequence.
         logits: Number of new tokens that need logits.
-        fuse: Whether target features are fused: in the first pass of an EAGLE-3 draft. Other drafters fuse in every
-            pass, whatever this says.
-        alike: Whether all tokens choose the same experts, in which case the fewest possible are read.
+        fuse: Whether target features are fused, as in the first pass of an EAGLE-3 draft. Other drafters fuse in every
+            pass, with either value.
+        same_experts: Whether all tokens choose the same experts, in which case the fewest possible are read.
     """
     sizes = sizes_of(model)
     n = deployment.num_accelerators
     read = sizes.read
     fuse = fuse or not sizes.fuses_once
-    weights = deployment.streamed_bytes(model, tokens=1 if alike else batch * tokens, fuse=fuse)
+    weights = deployment.streamed_bytes(model, tokens=1 if same_experts else batch * tokens, fuse=fuse)
     matrices = read.query_output + read.key_value + read.mlp + (n * read.fusion if fuse else 0)
     keys = mixing = 0.0
     for equal in sizes.layers:
@@ -99,7 +99,7 @@ def forward_work(
 
 
 def _keys_of_each(mixer: GroupedQuery | Latent, context: int, tokens: int) -> list[int]:
-    """Number of keys that each new token attends to, its own included."""
+    """Counts the keys that each new token attends to, its own included."""
     seen = range(context + 1, context + tokens + 1)
     if isinstance(mixer, GroupedQuery) and mixer.chunk is not None:
         return [(number - 1) % mixer.chunk + 1 for number in seen]
@@ -109,12 +109,15 @@ def _keys_of_each(mixer: GroupedQuery | Latent, context: int, tokens: int) -> li
 
 
 def keys_read(mixer: Mixer, context: int, tokens: int) -> int:
-    """Keys of a sequence that any of its new tokens attends to, the new ones included; none in a recurrent layer."""
-    return 0 if isinstance(mixer, GatedDelta) else _keys_of_each(mixer, context, 1)[0] + tokens - 1
+    """Counts the keys that new tokens attend to, the new ones included; none in a recurrent layer."""
+    if isinstance(mixer, GatedDelta):
+        return 0
+    (of_first_token,) = _keys_of_each(mixer, context, 1)
+    return of_first_token + tokens - 1
 
 
 def mixing_flops(mixer: Mixer, context: int, tokens: int) -> float:
-    """Operations in which new tokens meet earlier tokens and each other, or a recurrent state.
+    """Counts the operations of attention between new tokens and all tokens, or of a recurrent state.
 
     In attention ``4·heads·H`` for every pair of a query and a key that it attends to: a product with the key and one
     with the value. With latents ``2·heads·(2·r + dr)``, in the absorbed form. In a recurrent layer ``6·Hv·dk·dv`` for
@@ -166,9 +169,9 @@ class RoundBound:
 
 
 def round_bound(
-    deployment: Deployment, *, batch: int, context: int, num_draft_tokens: int, alike: bool = False
+    deployment: Deployment, *, batch: int, context: int, num_draft_tokens: int, same_experts: bool = False
 ) -> RoundBound:
-    """The roofline of a round: a forward of the target over ``K + 1`` tokens and ``K`` passes of the drafter.
+    """Computes the roofline of a round: a forward of the target over ``K + 1`` tokens, ``K`` passes of the drafter.
 
     The drafter's first pass takes in the up to ``K + 1`` tokens that the last round committed and fuses their features;
     the others take one token each. A drafter that proposes the whole draft in one pass has only the first. It takes as
@@ -179,10 +182,10 @@ def round_bound(
         batch: Sequences at once.
         context: Earlier tokens of each sequence.
         num_draft_tokens: ``K``; 0 for plain decoding, in which case verification is the plain step.
-        alike: See :func:`forward_work`; with experts, the result is a bound for every text only if this is true.
+        same_experts: As in :func:`forward_work`. With experts, the result bounds every text only if this is true.
     """
     k = num_draft_tokens
-    work = functools.partial(forward_work, deployment, batch=batch, alike=alike)
+    work = functools.partial(forward_work, deployment, batch=batch, same_experts=same_experts)
     plain = work(deployment.target, context=context, tokens=1, logits=1)
     verify = work(deployment.target, context=context, tokens=k + 1, logits=k + 1)
     passes: list[Work] = []
@@ -200,8 +203,8 @@ def round_bound(
         num_draft_tokens=k,
         plain_seconds=plain.seconds(deployment),
         verify_seconds=verify.seconds(deployment),
-        draft_seconds=sum((one.seconds(deployment) for one in passes), 0.0),
-        draft_bytes=sum((one.num_bytes for one in passes), 0.0),
+        draft_seconds=sum((forward.seconds(deployment) for forward in passes), 0.0),
+        draft_bytes=sum((forward.num_bytes for forward in passes), 0.0),
         plain_bytes=plain.num_bytes,
         plain_flops=plain.layer_flops + plain.other_flops,
         plain_limit=plain.limit(deployment),
@@ -210,7 +213,7 @@ def round_bound(
 
 
 def experts_read(deployment: Deployment, *, batch: int, nodes: int) -> float:
-    """Share of the target's experts that verification of drafts of ``nodes`` tokens reads, the root included."""
+    """Returns the share of the target's experts that verification of ``nodes`` tokens reads, the root included."""
     target = sizes_of(deployment.target)
     return sum(equal.experts_read(batch * nodes) for equal in target.layers) / target.read.experts
 
@@ -218,7 +221,7 @@ def experts_read(deployment: Deployment, *, batch: int, nodes: int) -> float:
 def best_chain(
     deployment: Deployment, *, batch: int, context: int, conditional_acceptance_rate: float, longest: int = 8
 ) -> int:
-    """The ``K`` of the largest speed-up on the roofline, up to ``longest``; 0 where none exceeds 1."""
+    """Returns the ``K`` of the largest speed-up on the roofline, up to ``longest``; 0 where none exceeds 1."""
     bounds = [round_bound(deployment, batch=batch, context=context, num_draft_tokens=k) for k in range(1, longest + 1)]
     return best_chain_length(
         conditional_acceptance_rate,
@@ -230,7 +233,9 @@ def best_chain(
 def paying_batches(
     deployment: Deployment, *, context: int, num_draft_tokens: int, mean_acceptance_length: float
 ) -> tuple[int | None, int | None]:
-    """The batches at which speculation pays off on the roofline, ``τ > v(B) + K·c(B)``: the first, and the first after.
+    """Returns the first batch at which speculation pays off on the roofline, and the first after the last one.
+
+    It pays off where ``τ > v(B) + K·c(B)``.
 
     It pays off from batch 1 for dense targets. With experts verification reads more of them than a plain step does,
     until a batch reads most of them anyway. ``v`` grows with the batch from 1 towards ``K + 1`` as arithmetic becomes
@@ -246,30 +251,33 @@ def paying_batches(
         bound = round_bound(deployment, batch=batch, context=context, num_draft_tokens=num_draft_tokens)
         return bound.speedup(mean_acceptance_length) > 1.0
 
-    power = next((2**exponent for exponent in range(17) if pays(2**exponent)), None)
+    powers = [2**exponent for exponent in range(17)]
+    power = next(filter(pays, powers), None)
     if power is None:
         return None, 1
     start = _first(pays, after=power // 2)
-    return start, _first(lambda batch: not pays(batch), after=start or 0)
+    end = _first(lambda batch: not pays(batch), after=start or 0)
+    return start, end
 
 
 def break_even_batch(
     deployment: Deployment, *, context: int, num_draft_tokens: int, mean_acceptance_length: float
 ) -> int | None:
-    """The batch from which speculation no longer pays off, as :func:`paying_batches` returns it."""
-    asked = {"num_draft_tokens": num_draft_tokens, "mean_acceptance_length": mean_acceptance_length}
-    return paying_batches(deployment, context=context, **asked)[1]
+    """Returns the batch from which speculation no longer pays off; see :func:`paying_batches`."""
+    draft = {"num_draft_tokens": num_draft_tokens, "mean_acceptance_length": mean_acceptance_length}
+    _, end = paying_batches(deployment, context=context, **draft)
+    return end
 
 
 def largest_batch(deployment: Deployment, *, context: int, num_draft_tokens: int, utilization: float = 0.9) -> int:
-    """The most sequences of ``context`` tokens that fit into memory; 0 when none does, 65,536 when there is no end."""
-    asked = {"context": context, "num_draft_tokens": num_draft_tokens, "utilization": utilization}
-    first = _first(lambda batch: not memory_plan(deployment, batch=batch, **asked).fits)
-    return _MOST_ROWS if first is None else first - 1
+    """Returns the most sequences of ``context`` tokens that fit into memory, from 0 to 65,536."""
+    load = {"context": context, "num_draft_tokens": num_draft_tokens, "utilization": utilization}
+    too_large = _first(lambda batch: not memory_plan(deployment, batch=batch, **load).fits)
+    return _MOST_ROWS if too_large is None else too_large - 1
 
 
 def _first(holds: Callable[[int], bool], *, after: int = 0) -> int | None:
-    """The smallest batch above ``after`` for which a condition holds, which stays true from there on."""
+    """Returns the smallest batch above ``after`` for which a condition holds that stays true for larger batches."""
     low = after
     high = max(2 * after, 1)
     while not holds(high):
@@ -289,7 +297,7 @@ class Claim:
 
     tokens_per_second: float  #: The claimed throughput, all sequences together.
     bound: float  #: Upper bound at this batch, every draft token accepted.
-    batch_needed: int | None  #: Smallest batch at which plain decoding could reach it; ``None`` when none could.
+    batch_needed: int | None  #: Smallest batch at which plain decoding could reach it; ``None`` if there is none.
 
     @property
     def share_of_bound(self) -> float:
@@ -305,7 +313,7 @@ class Claim:
 def check_claim(
     deployment: Deployment, *, tokens_per_second: float, batch: int, context: int, num_draft_tokens: int
 ) -> Claim:
-    """Compare a claimed throughput with the roofline at ``τ = K + 1``, which no drafter can exceed.
+    """Compares a claimed throughput with the roofline at ``τ = K + 1``, which no drafter can exceed.
 
     The time of drafting is left out, so that the verdict holds for every drafter. Only the experts that a single token
     needs are counted, so that it holds for every text.
@@ -317,7 +325,7 @@ def check_claim(
         raise ValueError(f"a claim of {tokens_per_second:g} tokens/s; expected a positive number")
 
     def bound_of(rows: int, k: int) -> RoundBound:
-        return round_bound(deployment, batch=rows, context=context, num_draft_tokens=k, alike=True)
+        return round_bound(deployment, batch=rows, context=context, num_draft_tokens=k, same_experts=True)
 
     return Claim(
         tokens_per_second=tokens_per_second,

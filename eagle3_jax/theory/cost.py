@@ -34,7 +34,7 @@ class Cost(NamedTuple):
 
 
 def cost_of(tokens_per_second: float, *, price_per_hour: float, busy: float = 1.0) -> Cost:
-    """Cost per million tokens and tokens per currency unit.
+    """Returns the cost per million tokens and the tokens per currency unit.
 
     Args:
         tokens_per_second: Speed of the whole machine while it works.

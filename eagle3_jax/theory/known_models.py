@@ -22,7 +22,7 @@ from eagle3_jax.models.config import (
 
 
 def known_name(name: str, names: Iterable[str]) -> str | None:
-    """The one of these names that a name is, whatever its case; ``None`` when it is none of them."""
+    """Returns the spelling of a name among the known names, in any case; ``None`` if it is not known."""
     return next((known for known in names if known.lower() == name.lower()), None)
 
 
@@ -39,8 +39,9 @@ def _uniform(
         head_dim: Size of a head.
         fields: Further fields of :class:`GroupedQuery` and of :class:`DecoderConfig`.
     """
-    of_mixer = {name: fields.pop(name) for name in ("rope", "window", "qkv_bias", "qk_norm") if name in fields}
-    mixer = GroupedQuery(num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, **of_mixer)
+    mixer_fields = {name: fields.pop(name) for name in ("rope", "window", "qkv_bias", "qk_norm") if name in fields}
+    num_heads, num_kv_heads = heads
+    mixer = GroupedQuery(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **mixer_fields)
     layers = uniform(num_layers, mixer, mlp if isinstance(mlp, Experts) else GatedMLP(width=mlp))
     return DecoderConfig(width=width, layers=layers, **fields)
 
@@ -83,7 +84,7 @@ def _gpt_oss(num_layers: int, num_experts: int) -> DecoderConfig:
 
 
 def _deepseek_v3() -> DecoderConfig:
-    # Scores are scaled by (0.1·ln 40 + 1)² beside the root of their channels.
+    # Scores are divided by the root of their channels and multiplied with (0.1·ln 40 + 1)².
     mixer = Latent(
         num_heads=128, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128,
         scale=192**-0.5 * (1 + 0.1 * math.log(40)) ** 2,

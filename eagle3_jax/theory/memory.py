@@ -64,7 +64,7 @@ class Deployment:
         return 4 if self.weights == "float32" else 2
 
     def weight_bytes(self, model: Model) -> float:
-        """Weights on each accelerator: what a forward reads, and the embedding; nothing that a drafter borrows."""
+        """Counts the weights on each accelerator: those that a forward reads, and the embedding; no borrowed ones."""
         sizes = sizes_of(model)
         if not sizes.owned.total:
             return 0.0
@@ -72,7 +72,7 @@ class Deployment:
         return self.streamed_bytes(model) + self.plain_bytes * tables / self.num_accelerators
 
     def streamed_bytes(self, model: Model, *, tokens: int | None = None, fuse: bool = True) -> float:
-        """Weights that each accelerator reads in a forward: all but the embedding, of which a token reads one row.
+        """Counts the weights that each accelerator reads in a forward: all but the embedding.
 
         ``bits/8·(qo + mlp + r·kv + experts)/n + wide·(output/n + fusion + vectors)``. With FP8 the output projection
         and the fusion of a head have one byte. ``r`` is the number of accelerators that share a key/value head, 1 when
@@ -90,17 +90,20 @@ class Deployment:
         dense_bits = 8.0 * wide if self.weights == _EXPERTS_ONLY else bits
         divided = 0.0
         for equal in sizes.layers:
-            of = equal.sizes
-            dense = of.query_output + of.mlp + of.key_value * self._shared_by(equal)
+            layer = equal.sizes
+            dense = layer.query_output + layer.mlp + layer.key_value * self._shared_by(equal)
             divided += (dense_bits * dense + bits * equal.experts_read(tokens)) / 8
         kernel = 1 if is_fp8 and sizes.is_head else wide
-        own = min(sizes.owned.output, sizes.read.output)
-        divided += kernel * own + wide * (sizes.read.output - own)
-        whole = wide * (sizes.read.vectors + sizes.read.routers) + (kernel * sizes.read.fusion if fuse else 0)
-        return divided / self.num_accelerators + whole
+        owned_output = min(sizes.owned.output, sizes.read.output)
+        borrowed_output = sizes.read.output - owned_output
+        divided += kernel * owned_output + wide * borrowed_output
+        undivided = wide * (sizes.read.vectors + sizes.read.routers)
+        if fuse:
+            undivided += kernel * sizes.read.fusion
+        return divided / self.num_accelerators + undivided
 
     def cache_bytes_per_token(self, model: Model) -> float:
-        """Keys and values of one token on each accelerator: ``Σ 2·C·H`` numbers, ``·r/n``, over the layers.
+        """Counts the bytes of a token's keys and values on each accelerator: ``Σ 2·C·H`` numbers, ``·r/n``.
 
         A layer of latents has ``r + dr`` on every accelerator, a recurrent layer nothing. Layers with a window hold
         the whole sequence like the others; an engine that frees what has left the window needs less.
@@ -108,11 +111,12 @@ class Deployment:
         return sum(map(self.layer_cache_bytes, sizes_of(model).layers), 0.0)
 
     def layer_cache_bytes(self, equal: EqualLayers) -> float:
-        """Keys and values of one token in some layers, in bytes on each accelerator."""
-        return equal.cache_values_per_token * self._shared_by(equal) / self.num_accelerators * CACHE_BYTES[self.cache]
+        """Counts the bytes of a token's keys and values in equal layers, on each accelerator."""
+        values = equal.cache_values_per_token * self._shared_by(equal) / self.num_accelerators
+        return values * CACHE_BYTES[self.cache]
 
     def state_bytes(self, model: Model) -> float:
-        """Recurrent states of a sequence on each accelerator, whatever its length: ``4·Hv·dk·dv`` bytes a layer.
+        """Counts the bytes of a sequence's recurrent states on each accelerator: ``4·Hv·dk·dv`` a layer.
 
         The ``K - 1`` inputs that convolutions look back at are in the type of the activations.
         """
@@ -128,7 +132,7 @@ class Deployment:
 
 
 def attention_heads(model: Model) -> set[int]:
-    """Numbers of heads that accelerators divide: query heads, or key heads of recurrent layers, which are fewer."""
+    """Returns the numbers of heads that accelerators divide: query heads, or key heads of recurrent layers."""
     mixers = [equal.layer.mixer for equal in sizes_of(model).layers]
     return {mixer.num_key_heads if isinstance(mixer, GatedDelta) else mixer.num_heads for mixer in mixers}
 
@@ -143,7 +147,7 @@ class MemoryPlan:
     head_cache: float  #: The head's own keys and values of the same tokens.
     states: float  #: Recurrent states of all sequences and both models.
     activations: float  #: Estimate of the largest forward.
-    reserve: float  #: Kept for the context, graphs, workspaces and fragments of the engine.
+    reserve: float  #: Reserve for the context, graphs, workspaces and fragments of the engine.
     budget: float  #: Bytes that may be used.
     cache_bytes_per_token: float  #: Bytes of one token in both caches.
 
@@ -164,11 +168,11 @@ class MemoryPlan:
 
     @property
     def cache_capacity_tokens(self) -> float:
-        """Tokens of all sequences together that the rest of the budget can hold; infinite without a budget."""
-        left = max(self.budget - self.without_caches - self.states, 0.0)
+        """Tokens of all sequences together for which memory remains; infinite without a budget."""
+        remaining = max(self.budget - self.without_caches - self.states, 0.0)
         if not self.cache_bytes_per_token:
-            return math.inf if left else 0.0
-        return left if math.isinf(left) else left // self.cache_bytes_per_token
+            return math.inf if remaining else 0.0
+        return remaining if math.isinf(remaining) else remaining // self.cache_bytes_per_token
 
 
 # Attention scores that a prefill makes at once, of all heads and rows (eagle3_jax.models.attention).
@@ -178,7 +182,7 @@ SCORES = 2**27
 def _activation_bytes(
     deployment: Deployment, batch: int, context: int, num_draft_tokens: int, prefill_tokens: int
 ) -> float:
-    """Working memory of this library's largest forward on each accelerator, within a tenth of what compilers report.
+    """Estimates the working memory of this library's largest forward on each accelerator, within a tenth.
 
     ``T·wide·(4·D + (2·mlp + (heads + 2·C)·H)/n + A·D) + (4 + wide)·scores/n + 2·4·B·(K+1)·V/n``: for the ``T`` tokens
     of the forward the residual stream and three vectors like it, the inner vectors of the widest layer, and the
@@ -193,29 +197,38 @@ def _activation_bytes(
     prefill_tokens = min(prefill_tokens, batch * context)
     features = sizes_of(deployment.head).num_features * target.width if deployment.head else 0
     kinds = set(target.layers)
-    per_token = deployment.plain_bytes * (4 * target.width + max(map(_inner_width, kinds)) / n + features)
+    inner_width = max(map(_inner_width, kinds))
+    per_token = deployment.plain_bytes * (4 * target.width + inner_width / n + features)
     heads = max((layer.mixer.num_heads for layer in kinds if not isinstance(layer.mixer, GatedDelta)), default=0)
-    scores = heads * context * max(verified, min(prefill_tokens, SCORES / (heads * context or 1)))
-    kept = prefill_tokens + (min(2 * prefill_tokens, batch * context) if batch * context > prefill_tokens else 0)
+    scores_per_query = heads * context
+    prefill_queries = min(prefill_tokens, SCORES / (scores_per_query or 1))
+    scores = scores_per_query * max(verified, prefill_queries)
+    cached = prefill_tokens
+    if batch * context > prefill_tokens:
+        cached += min(2 * prefill_tokens, batch * context)
+    cache_bytes = sum(map(deployment.cache_bytes_per_token, deployment.models))
     return (
         max(verified, prefill_tokens) * per_token
         + (4 + deployment.plain_bytes) * scores / n
-        + kept * sum(map(deployment.cache_bytes_per_token, deployment.models))
+        + cached * cache_bytes
         + 2 * 4 * verified * target.vocab_size / n
     )
 
 
 def _inner_width(layer: LayerConfig) -> int:
-    """Width of all inner vectors of a token in a layer."""
+    """Returns the width of all inner vectors of a token in a layer."""
     mixer = layer.mixer
     mlp = layer.mlp
-    inner = 2 * mlp.width if isinstance(mlp, GatedMLP) else 2 * (mlp.per_token * mlp.width + mlp.shared_width)
-    if isinstance(mixer, Latent):  # each head's query, and what it attended to, in the latent's space
+    mlp_width = mlp.width if isinstance(mlp, GatedMLP) else mlp.per_token * mlp.width + mlp.shared_width
+    inner = 2 * mlp_width
+    if isinstance(mixer, Latent):  # query and output of each head, in the latent's space
         return inner + 2 * mixer.num_heads * (mixer.kv_rank + mixer.rope_dim)
     if isinstance(mixer, GatedDelta):
-        return inner + 2 * mixer.num_key_heads * mixer.key_dim + 2 * mixer.num_value_heads * mixer.value_dim
-    gate = mixer.num_heads * mixer.head_dim if mixer.output_gate else 0
-    return inner + (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim + gate
+        keys = mixer.num_key_heads * mixer.key_dim
+        values = mixer.num_value_heads * mixer.value_dim
+        return inner + 2 * (keys + values)
+    num_vectors = mixer.num_heads + 2 * mixer.num_kv_heads + (mixer.num_heads if mixer.output_gate else 0)
+    return inner + num_vectors * mixer.head_dim
 
 
 def memory_plan(
@@ -228,18 +241,18 @@ def memory_plan(
     utilization: float = 0.9,
     reserve_bytes: float = 2e9,
 ) -> MemoryPlan:
-    """Bytes on each accelerator while ``batch`` sequences are ``context`` tokens long.
+    """Plans the bytes on each accelerator while ``batch`` sequences are ``context`` tokens long.
 
     The caches also hold the ``K + 1`` tokens under verification: ``B·(context + K + 1)`` tokens each.
 
     Args:
         deployment: Models and accelerators.
         batch: Sequences at once.
-        context: Tokens of each, prompt and answer.
+        context: Tokens of a sequence, prompt and answer.
         num_draft_tokens: ``K``; 0 without a head.
         prefill_tokens: Maximum number of prompt tokens in a forward.
         utilization: Share of the accelerator that the engine may take (vLLM's ``gpu_memory_utilization``).
-        reserve_bytes: Bytes kept for everything that is not counted here.
+        reserve_bytes: Bytes for everything that is not counted here.
 
     Raises:
         ValueError: The utilization is no share.
@@ -264,23 +277,26 @@ def memory_plan(
     )
 
 
-def remedy_of(deployment: Deployment, **asked: Any) -> dict[str, Any]:
-    """The smallest number of accelerators, and the widest type of weights, with which :func:`memory_plan` fits.
+def remedy_of(deployment: Deployment, **load: Any) -> dict[str, Any]:
+    """Returns the smallest number of accelerators, and the widest type of weights, with which :func:`memory_plan` fits.
 
     Args:
         deployment: A deployment that does not fit.
-        asked: The other arguments of :func:`memory_plan`.
+        load: The other arguments of :func:`memory_plan`.
     """
 
-    def first(name: str, values: Iterable[Any]) -> Any:
-        """The first value of a field of the deployment with which it fits; ``None`` if there is none."""
-        changed = ((value, dataclasses.replace(deployment, **{name: value})) for value in values)
-        return next((value for value, one in changed if memory_plan(one, **asked).fits), None)
+    def first_that_fits(name: str, values: Iterable[Any]) -> Any:
+        """Returns the first value of a field of the deployment with which it fits; ``None`` if there is none."""
+        for value in values:
+            changed = dataclasses.replace(deployment, **{name: value})
+            if memory_plan(changed, **load).fits:
+                return value
+        return None
 
     heads = math.gcd(*(number for model in deployment.models for number in attention_heads(model)))
-    more = range(deployment.num_accelerators + 1, min(heads, _MOST_ACCELERATORS) + 1)
-    narrower = (name for name, bits in WEIGHT_BITS.items() if bits < WEIGHT_BITS[deployment.weights])
+    larger = range(deployment.num_accelerators + 1, min(heads, _MOST_ACCELERATORS) + 1)
+    bits = WEIGHT_BITS[deployment.weights]
     return {
-        "num_accelerators": first("num_accelerators", (n for n in more if heads % n == 0)),
-        "weights": first("weights", narrower),
+        "num_accelerators": first_that_fits("num_accelerators", (n for n in larger if heads % n == 0)),
+        "weights": first_that_fits("weights", (name for name in WEIGHT_BITS if WEIGHT_BITS[name] < bits)),
     }

@@ -1,4 +1,4 @@
-"""A staged plan for turning speculation on in production, with gates computed from the model and its traffic."""
+"""A staged plan for a rollout of speculation in production, with gates computed from the model and its traffic."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ def draft_schedule(
     context: int,
     largest: int,
 ) -> list[BatchRange]:
-    """The best ``K`` up to a limit for every batch, by the roofline; neighbours with the same ``K`` are one range.
+    """Returns the best ``K`` up to a limit for every batch, by the roofline; equal neighbors are one range.
 
     Each range reaches from a power of two to the next and takes the smaller ``K`` of both ends.
     """
-    asked = {"conditional_acceptance_rate": conditional_acceptance_rate, "longest": most_draft_tokens}
+    options = {"conditional_acceptance_rate": conditional_acceptance_rate, "longest": most_draft_tokens}
     ranges: list[BatchRange] = []
     first = 1
     while first <= largest:
         last = min(2 * first - 1, largest)
-        best = min(best_chain(deployment, batch=batch, context=context, **asked) for batch in {first, last})
+        best = min(best_chain(deployment, batch=batch, context=context, **options) for batch in {first, last})
         start = ranges.pop().first if ranges and ranges[-1].num_draft_tokens == best else first
         ranges.append(BatchRange(start, last, best))
         first = last + 1
@@ -108,7 +108,7 @@ def plan_rollout(
     conditional_acceptance_rate: float,
     measured: MeasuredCosts | None = None,
 ) -> RolloutPlan:
-    """Derive gates, schedule and durations.
+    """Computes gates, schedule and durations.
 
     A stage lasts until the speculative pool has served enough requests to judge a 99th percentile, and at least an
     hour, a day, a day and a week: the mix of requests changes over them.
@@ -132,11 +132,6 @@ def plan_rollout(
     batch = traffic.concurrency
     tau = tau_from_conditional_rate(alpha, k)
     context = traffic.prompt_tokens + traffic.output_tokens // 2  # mean number of earlier tokens
-    stages = []
-    for share, least_hours in _STAGES:
-        per_hour = share * traffic.requests_per_second * 3600
-        hours = max(least_hours, float(math.ceil(REQUESTS_FOR_P99 / per_hour)))
-        stages.append(Stage(share, hours, hours * per_hour))
     bound = round_bound(deployment, batch=batch, context=context, num_draft_tokens=k)
     v, c = measured or (bound.verify_cost, bound.draft_cost)
     even = round_cost(k, verify_cost=v, draft_cost=c)
@@ -165,12 +160,18 @@ def plan_rollout(
         schedule=draft_schedule(
             deployment, conditional_acceptance_rate=alpha, most_draft_tokens=k, context=context, largest=2 * batch
         ),
-        stages=stages,
+        stages=[_stage(share, least_hours, traffic) for share, least_hours in _STAGES],
     )
 
 
+def _stage(share: float, least_hours: float, traffic: Traffic) -> Stage:
+    per_hour = share * traffic.requests_per_second * 3600
+    hours = max(least_hours, float(math.ceil(REQUESTS_FOR_P99 / per_hour)))
+    return Stage(share, hours, hours * per_hour)
+
+
 def to_markdown(plan: RolloutPlan, *, target: str, head: str) -> str:
-    """The page of a staged plan: its numbers and commands in the text of ``rollout.md``.
+    """Returns the page of a staged plan: its numbers and commands in the text of ``rollout.md``.
 
     Args:
         plan: The numbers.
@@ -185,7 +186,9 @@ def to_markdown(plan: RolloutPlan, *, target: str, head: str) -> str:
     settings = {"method": "eagle3", "model": head, "num_speculative_tokens": plan.num_draft_tokens}
     settings["num_speculative_tokens_per_batch_size"] = [list(part) for part in plan.schedule]
     obstacles = "".join(f"- **Do not start.** {text}\n" for text in plan.obstacles)
-    return (Path(__file__).with_name("rollout.md").read_text(encoding="utf-8")).format(
+    stages = [f"| {stage.share:.0%} | {stage.hours:g} h | {stage.requests:,.0f} |" for stage in plan.stages]
+    template = Path(__file__).with_name("rollout.md").read_text(encoding="utf-8")
+    return template.format(
         plan=plan,
         obstacles=f"{obstacles}\n" if obstacles else "",
         source="measured" if plan.measured else "from datasheets",
@@ -197,5 +200,5 @@ def to_markdown(plan: RolloutPlan, *, target: str, head: str) -> str:
         serve=shlex.join([*plain, "--speculative-config", json.dumps(settings)]),
         least_rate=(plan.least_tau - 1) / plan.num_draft_tokens,
         requests_for_p99=REQUESTS_FOR_P99,
-        stages="\n".join(f"| {stage.share:.0%} | {stage.hours:g} h | {stage.requests:,.0f} |" for stage in plan.stages),
+        stages="\n".join(stages),
     )

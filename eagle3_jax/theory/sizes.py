@@ -1,4 +1,4 @@
-"""Sizes of targets and drafters, counted from the shapes that their networks say their parameters and caches have."""
+"""Sizes of targets and drafters, counted from the shapes of parameters and caches of their networks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EqualLayers(NamedTuple):
     window_values: int  #: Inputs that the convolutions of a recurrent layer look back at.
 
     def experts_read(self, tokens: int | None) -> float:
-        """Parameters of the experts that ``tokens`` tokens go through, or of all experts for ``None``.
+        """Counts the parameters of the experts that ``tokens`` tokens go through, or of all experts for ``None``.
 
         It is the mean ``E·(1 - (1 - k/E)^tokens)`` for tokens that choose independently and evenly. Neighbors in a
         text choose alike and experts are not equally popular, so a real forward reads fewer.
@@ -91,7 +91,7 @@ Model = DecoderConfig | Eagle3Config | Sizes
 
 @functools.lru_cache(maxsize=64)
 def sizes_of(model: Model) -> Sizes:
-    """Sizes of a target or an EAGLE-3 head from its configuration; :class:`Sizes` are returned as they are."""
+    """Counts the sizes of a target or an EAGLE-3 head from its configuration; :class:`Sizes` are returned unchanged."""
     from eagle3_jax.drafters.eagle3 import Eagle3Drafter
     from eagle3_jax.models.decoder import DecoderTarget
 
@@ -108,12 +108,12 @@ def sizes_of(model: Model) -> Sizes:
 
 
 def parameters(model: Model) -> Parameters:
-    """Parameters that a pass of the model reads; for a target, all of them."""
+    """Counts the parameters that a pass of the model reads; for a target, all of them."""
     return sizes_of(model).read
 
 
 def head_sizes(drafter: Any, method: str, borrowed_output: int = 0) -> Sizes:
-    """Sizes of a draft head, without the embedding table that it may bring.
+    """Counts the sizes of a draft head, without an embedding table.
 
     Args:
         drafter: The drafter, with ``config``, ``param_shapes`` and ``param_axes``.
@@ -142,40 +142,43 @@ def head_sizes(drafter: Any, method: str, borrowed_output: int = 0) -> Sizes:
 def _count(
     shapes: Any, axes: Any, layers: tuple[LayerConfig, ...], numbers: Sequence[int]
 ) -> tuple[tuple[EqualLayers, ...], Parameters]:
-    """Sizes of the layers, of which there are ``numbers``, and all parameters, those outside of layers included."""
+    """Counts the sizes of the layers, each ``numbers`` times, and all parameters, also those outside of layers."""
     import jax
 
     counts: dict[int | None, Any] = {index: collections.Counter() for index in (*range(len(layers)), None)}
-    held = [_cache_values(layer) for layer in layers]
-    of_axes = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    for (path, leaf), named in zip(jax.tree_util.tree_leaves_with_path(shapes), of_axes, strict=True):
+    cached = [_cache_values(layer) for layer in layers]
+    leaf_axes = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    for (path, leaf), named_axes in zip(leaves, leaf_axes, strict=True):
         names = [str(getattr(entry, "key", getattr(entry, "idx", entry))) for entry in path]
         index = _layer_index(names) if layers else None
         if "qkv" in names and len(leaf.shape) == 2:  # one matrix, the last columns of which give keys and values
-            values = leaf.shape[0] * sum(held[index or 0].values())
+            values = leaf.shape[0] * sum(cached[index or 0].values())
             counts[index] += {"query_output": leaf.size - values, "key_value": values}
         else:
-            counts[index][_use(names, leaf.shape, {axis.name for axis in named if axis})] += leaf.size
-    found = []
+            axis_names = {axis.name for axis in named_axes if axis}
+            counts[index][_use(names, leaf.shape, axis_names)] += leaf.size
+    equal_layers = []
     for index, (layer, number) in enumerate(zip(layers, numbers, strict=True)):
         sizes = Parameters(**{use: number * count for use, count in counts[index].items()})
-        cached = {name: number * values for name, values in held[index].items()}
-        state = cached.pop("state", 0)
-        window = cached.pop("window", 0)
-        found.append(EqualLayers(layer, number, sizes, sum(cached.values()), state, window))
-    every = [Parameters(**counts[None]), *(equal.sizes for equal in found)]
-    return tuple(found), Parameters(*map(sum, zip(*every, strict=True)))
+        values = {name: number * size for name, size in cached[index].items()}
+        state = values.pop("state", 0)
+        window = values.pop("window", 0)
+        equal_layers.append(EqualLayers(layer, number, sizes, sum(values.values()), state, window))
+    by_part = [Parameters(**counts[None]), *(equal.sizes for equal in equal_layers)]
+    total = Parameters(*map(sum, zip(*by_part, strict=True)))
+    return tuple(equal_layers), total
 
 
 def _layer_index(names: list[str]) -> int | None:
-    """The layer that a parameter belongs to: ``blocks.2`` of a target, ``first`` or ``rest.0`` of a head."""
+    """Returns the layer that a parameter belongs to: ``blocks.2`` of a target, ``first`` or ``rest.0`` of a head."""
     if names[0] in ("first", "block"):
         return 0
     return int(names[1]) + (names[0] == "rest") if names[0] in ("blocks", "rest") else None
 
 
 def _use(names: list[str], shape: tuple[int, ...], axes: set[str]) -> str:
-    """The field of :class:`Parameters` that counts a parameter, by its axes where it names them."""
+    """Returns the field of :class:`Parameters` that counts a parameter, by its axes where they are named."""
     from eagle3_jax.devices.sharding import EXPERTS, HEADS, MLP, VOCAB
 
     if EXPERTS in axes:
@@ -193,7 +196,7 @@ def _use(names: list[str], shape: tuple[int, ...], axes: set[str]) -> str:
 
 
 def _cache_values(layer: LayerConfig) -> dict[str, int]:
-    """Numbers in every buffer of a layer's cache for one token of one sequence."""
+    """Counts the numbers in every buffer of a layer's cache for one token of one sequence."""
     import jax
 
     from eagle3_jax.models.memory import empty_cache

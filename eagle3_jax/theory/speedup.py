@@ -39,7 +39,7 @@ def draft_rate_from_tau(mean_acceptance_length: float, num_draft_tokens: int) ->
 
 
 def conditional_rate_from_tau(mean_acceptance_length: float, num_draft_tokens: int) -> float:
-    """The ``α`` in [0, 1] whose geometric sum is ``τ``, by bisection: the sum increases with ``α``."""
+    """Finds the ``α`` in [0, 1] whose geometric sum is ``τ``, by bisection: the sum increases with ``α``."""
     _check_tau(mean_acceptance_length, num_draft_tokens)
     low = 0.0
     high = 1.0
@@ -77,7 +77,7 @@ class Rates:
 
 
 def rates(mean_acceptance_length: float, num_draft_tokens: int) -> Rates:
-    """Both rates of a mean acceptance length."""
+    """Returns both rates of a mean acceptance length."""
     return Rates(
         mean_acceptance_length,
         draft_rate_from_tau(mean_acceptance_length, num_draft_tokens),
@@ -85,23 +85,23 @@ def rates(mean_acceptance_length: float, num_draft_tokens: int) -> Rates:
     )
 
 
-def rates_for_speedup(wanted: float, *, num_draft_tokens: int, verify_cost: float, draft_cost: float) -> Rates | None:
-    """The rates at which ``S`` has the wanted value: ``τ = S·(v + K·c)``; those of ``S = 1`` are the break-even.
+def rates_for_speedup(gain: float, *, num_draft_tokens: int, verify_cost: float, draft_cost: float) -> Rates | None:
+    """Returns the rates at which ``S`` is ``gain``: ``τ = S·(v + K·c)``. Those of ``S = 1`` are the break-even.
 
     Returns:
         ``None`` when even ``τ = K + 1``, everything accepted, is not enough. A ``τ`` below 1, which is always reached,
         is given as 1.
     """
-    if not 0 < wanted < math.inf:
-        raise ValueError(f"the wanted speed-up is {wanted:g}; expected a positive number")
-    tau = wanted * round_cost(num_draft_tokens, verify_cost=verify_cost, draft_cost=draft_cost)
+    if not 0 < gain < math.inf:
+        raise ValueError(f"the wanted speed-up is {gain:g}; expected a positive number")
+    tau = gain * round_cost(num_draft_tokens, verify_cost=verify_cost, draft_cost=draft_cost)
     return None if tau > num_draft_tokens + 1 else rates(max(tau, 1.0), num_draft_tokens)
 
 
 def best_chain_length(
     conditional_acceptance_rate: float, *, verify_costs: Sequence[float], draft_costs: Sequence[float]
 ) -> int:
-    """The ``K`` of the largest ``S``, the smaller one of equals; 0, which is plain decoding, when none exceeds 1.
+    """Returns the ``K`` of the largest ``S``, the smallest of equals; 0, plain decoding, when none exceeds 1.
 
     The costs are ``v`` and ``c`` for ``K`` = 1, 2, ….
     """
@@ -113,10 +113,10 @@ def best_chain_length(
 
 
 def blended_tau(token_shares: Sequence[float], mean_acceptance_lengths: Sequence[float]) -> float:
-    """``τ`` of mixed traffic, ``1 / Σ w_i/τ_i`` with shares ``w_i`` of the output tokens.
+    """Returns ``τ`` of mixed traffic, ``1 / Σ w_i/τ_i`` with shares ``w_i`` of the output tokens.
 
     A class that writes ``w_i`` of the tokens needs ``w_i/τ_i`` rounds for each token. Tokens over rounds is the
-    harmonic mean: classes weigh by their rounds, and an arithmetic mean of rates promises too much.
+    harmonic mean: classes weigh by their rounds. An arithmetic mean of rates is too large.
 
     Raises:
         ValueError: The shares do not add up to 1.
@@ -128,10 +128,10 @@ def blended_tau(token_shares: Sequence[float], mean_acceptance_lengths: Sequence
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrafficClass:
-    """One kind of requests: its share of all requests, and its ``α``."""
+    """One kind of requests."""
 
-    share: float
-    conditional_acceptance_rate: float
+    share: float  #: Share of all requests.
+    conditional_acceptance_rate: float  #: ``α``.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,9 +166,9 @@ def simulate(
 ) -> Simulation:
     """Simulates requests round by round, with accepted counts sampled from the geometric distribution.
 
-    ``P(accepted = j) = α^j (1 - α)`` for ``j < K`` and ``α^K`` for ``j = K``, every round ``v + K·c`` long. A request
-    that accepts little is slow however good the mean is: that is the tail which a mean acceptance length hides.
-    Queueing and batches that change are not simulated.
+    ``P(accepted = j) = α^j (1 - α)`` for ``j < K`` and ``α^K`` for ``j = K``; every round takes ``v + K·c``. A request
+    that accepts little is slow, and the mean acceptance length does not show it. Queueing and changing batches are not
+    simulated.
 
     Args:
         traffic: Kinds of requests.
@@ -182,7 +182,8 @@ def simulate(
     import numpy as np  # only this function needs it
 
     cost = round_cost(num_draft_tokens, verify_cost=verify_cost, draft_cost=draft_cost)
-    alphas, shares = zip(*((kind.conditional_acceptance_rate, kind.share) for kind in traffic), strict=True)
+    alphas = [kind.conditional_acceptance_rate for kind in traffic]
+    shares = [kind.share for kind in traffic]
     blended_tau(shares, [tau_from_conditional_rate(alpha, num_draft_tokens) for alpha in alphas])  # checks both
     generator = np.random.default_rng(seed)
     alpha = generator.choice(alphas, size=num_requests, p=shares)
@@ -190,8 +191,8 @@ def simulate(
     rounds = np.zeros(num_requests, np.int64)
     accepted = 0
     while (active := np.flatnonzero(written < output_tokens)).size:
-        kept = generator.random((active.size, num_draft_tokens)) < alpha[active, None]
-        count = np.cumprod(kept, axis=1).sum(axis=1)
+        is_accepted = generator.random((active.size, num_draft_tokens)) < alpha[active, None]
+        count = np.cumprod(is_accepted, axis=1).sum(axis=1)
         accepted += int(count.sum())
         written[active] += count + 1
         rounds[active] += 1

@@ -21,6 +21,7 @@ from eagle3_jax.bench.run import measure
 from eagle3_jax.bench.step_costs import _target_rounds, step_costs, target_seconds
 from eagle3_jax.bench.timing import CompileClock, Interval, Latency, Spread, geometric_mean, ratio_of_sums
 from eagle3_jax.drafters import NGram
+from eagle3_jax.models.decoder import DecoderTarget
 
 
 @dataclasses.dataclass
@@ -43,8 +44,8 @@ class Scripted(Contender):
 
 
 def measured(*contenders: Contender, prompts: list[list[int]] | None = None, **options) -> Report:
-    given = {"max_new_tokens": 2, "repeats": 1, "baselines": ["plain"]} | options
-    return measure(contenders, prompts or [[1]], **given)
+    defaults = {"max_new_tokens": 2, "repeats": 1, "baselines": ["plain"]}
+    return measure(contenders, prompts or [[1]], **defaults | options)
 
 
 def counters(drafts, drafted, accepted, per_position) -> SpeculationStats:
@@ -120,7 +121,7 @@ def test_acceptance_is_summed_over_prompts_before_it_is_divided():
 
 
 def test_rates_by_task_come_from_the_rows_of_that_task():
-    class Planted(Contender):
+    class PerPrompt(Contender):
         """Two rows a batch; each prompt names how many of its two drafts of depth 2 are accepted in full."""
 
         name = "ours"
@@ -134,14 +135,14 @@ def test_rates_by_task_come_from_the_rows_of_that_task():
 
     plain = Scripted("plain", [1.0] * 6)
     prompts = [[2], [1], [0], [2], [1], [1]]
-    report = measured(plain, Planted(), prompts=prompts, tasks=["code"] * 3 + ["prose"] * 3, batch_size=2)
+    report = measured(plain, PerPrompt(), prompts=prompts, tasks=["code"] * 3 + ["prose"] * 3, batch_size=2)
     code, prose = report.rows[1].tasks
     assert (code.task, code.num_prompts, prose.task, prose.num_prompts) == ("code", 3, "prose", 3)
     assert code.acceptance.mean_acceptance_length == 1 + 2 * (2 + 1 + 0) / 6
     assert code.acceptance.per_position == [0.5, 0.5]
     assert code.acceptance.conditional == [0.5, 1.0]
     assert prose.acceptance.draft_acceptance_rate == 2 * (2 + 1 + 1) / 12
-    assert code.ratio == Interval(2.0)  # one batch of code alone; the mixed one tells of no task
+    assert code.ratio == Interval(2.0)  # one batch has only code; the mixed one counts for no task
     assert report.rows[1].prompt_ratio.value == pytest.approx(2.0)
     with pytest.raises(ValueError, match="2 tasks for 1 prompts"):
         measured(plain, tasks=["a", "b"])
@@ -165,7 +166,9 @@ def test_who_does_not_take_a_batch_is_named_and_the_rest_is_measured():
 
     report = measured(Scripted("plain", [1.0] * 4), Single(), prompts=[[1], [2]], batch_size=2)
     assert [row.name for row in report.rows] == ["plain"]
-    assert [(one.name, one.reason) for one in report.not_measured] == [("lookup", "takes 1 prompt at a time, not 2")]
+    assert [(missing.name, missing.reason) for missing in report.not_measured] == [
+        ("lookup", "takes 1 prompt at a time, not 2")
+    ]
 
 
 def test_output_that_changes_and_programs_that_are_compiled_late_are_seen():
@@ -225,8 +228,8 @@ def test_a_method_above_the_roofline_is_found(target, plain, monkeypatch):
 
 def test_costs_are_measured_for_every_shape(target, decoder):
     tree = SpeculativeDecoder(target, decoder.drafter, tree=tiny.STATIC_TREE, stop_tokens=())
-    for one in (decoder, tree):
-        costs = step_costs(one, [[1, 2, 3]], max_new_tokens=8, rounds=2)
+    for drafting in (decoder, tree):
+        costs = step_costs(drafting, [[1, 2, 3]], max_new_tokens=8, rounds=2)
         assert costs.verify_seconds > 0 and costs.draft_seconds > 0 and 0 < costs.commit_seconds < 1
     assert step_costs(SpeculativeDecoder(target), [[1, 2, 3]], max_new_tokens=8).draft_seconds == 0
     assert step_costs(SpeculativeDecoder(target, NGram()), [[1, 2, 3], [4]], max_new_tokens=8).draft_seconds > 0
@@ -234,8 +237,8 @@ def test_costs_are_measured_for_every_shape(target, decoder):
 
 def test_rounds_are_counted_as_the_decoder_counts_them(plain, decoder):
     prompts = [[1, 2, 3], [4, 5]]
-    given = {"max_new_tokens": 12, "tokens": 8, "compiler_options": {"xla_allow_excess_precision": False}}
-    pace = timed_rounds(plain.decoder, prompts, **given)
+    options = {"max_new_tokens": 12, "tokens": 8, "compiler_options": {"xla_allow_excess_precision": False}}
+    pace = timed_rounds(plain.decoder, prompts, **options)
     assert (pace.rounds, pace.tokens) == (8, 16)
     assert pace.seconds_per_round == pace.seconds / 8
     assert pace.tokens_per_second == 16 / pace.seconds
@@ -244,19 +247,40 @@ def test_rounds_are_counted_as_the_decoder_counts_them(plain, decoder):
     assert pace.tokens == 16
     assert pace.rounds <= stats.num_drafts <= 2 * pace.rounds  # of both rows together, and of the slower one
     with pytest.raises(Exception, match="xla_no_such_option"):
-        timed_rounds(plain.decoder, prompts, **given | {"compiler_options": {"xla_no_such_option": 1}})
+        timed_rounds(plain.decoder, prompts, **options | {"compiler_options": {"xla_no_such_option": 1}})
 
 
 def test_the_target_alone_is_fed_other_tokens_in_every_round(plain, decoder):
-    for one in (decoder, plain.decoder):
-        assert target_seconds(one, [[1, 2, 3]], max_new_tokens=8, rounds=2) > 0
-        cache = one.prefill([[1, 2, 3]], max_new_tokens=8).cache
-        tokens = jnp.ones((1, one.loop.drafter.num_nodes), jnp.int32)
+    for measured_decoder in (decoder, plain.decoder):
+        assert target_seconds(measured_decoder, [[1, 2, 3]], max_new_tokens=8, rounds=2) > 0
+        loop = measured_decoder.loop
+        cache = measured_decoder.prefill([[1, 2, 3]], max_new_tokens=8).cache
+        tokens = jnp.ones((1, loop.drafter.num_nodes), jnp.int32)
         once, twice = (
-            _target_rounds(one.params, jax.tree.map(jnp.copy, cache), tokens, loop=one.loop, rounds=rounds)[1]
+            _target_rounds(measured_decoder.params, jax.tree.map(jnp.copy, cache), tokens, loop=loop, rounds=rounds)[1]
             for rounds in (1, 2)
         )
         assert float(jnp.abs(once - twice).max()) > 1e-3  # other tokens in the second round
+
+
+def test_the_target_alone_is_told_whether_its_block_is_a_chain(target, decoder):
+    """The attention kernel reads no mask of a chain, so a target that is not told is slower than in a round."""
+    received = []
+
+    class Recording(DecoderTarget):
+        def __call__(self, *arguments, is_chain=False, **options):
+            received.append(is_chain)
+            return super().__call__(*arguments, **options)
+
+    model = Recording(target.model.config, target.model.precision)
+    recording = dataclasses.replace(target, model=model)
+    for shape, is_chain in (({"num_speculative_tokens": 3}, True), ({"tree": tiny.STATIC_TREE}, False)):
+        drafting = SpeculativeDecoder(recording, decoder.drafter, stop_tokens=(), **shape)
+        cache = drafting.prefill([[1, 2, 3]], max_new_tokens=8).cache
+        tokens = jnp.ones((1, drafting.loop.drafter.num_nodes), jnp.int32)
+        received.clear()
+        _target_rounds(drafting.params, cache, tokens, loop=drafting.loop, rounds=1)
+        assert received and set(received) == {is_chain}
 
 
 def test_a_comparison_says_whether_the_output_is_the_same(target, decoder):
@@ -288,9 +312,9 @@ def test_a_clock_tells_when_a_compilation_begins():
 
 def test_figures_and_their_intervals_by_hand():
     # Two pairs, (2, 1) and (4, 4): resampled they are both the first, both the second, or one each.
-    found = ratio_of_sums([2.0, 4.0], [1.0, 4.0])
-    assert found == Interval(6 / 5, 1.0, 2.0)  # each extreme is drawn in a quarter of the resamples
-    assert ratio_of_sums([2.0, 4.0], [1.0, 4.0], seed=7) == found
+    ratio = ratio_of_sums([2.0, 4.0], [1.0, 4.0])
+    assert ratio == Interval(6 / 5, 1.0, 2.0)  # each extreme is a quarter of the resamples
+    assert ratio_of_sums([2.0, 4.0], [1.0, 4.0], seed=7) == ratio
     assert ratio_of_sums([3.0], [2.0]) == Interval(1.5)
     times = np.array([1.0, 10.0, 100.0, 1000.0])  # prompts of very different length, all twice as fast: pairs
     assert ratio_of_sums(2 * times, times) == Interval(2.0, 2.0, 2.0)
@@ -304,6 +328,6 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
     inside = 0
     for _ in range(100):
         below = rng.uniform(1.0, 2.0, 40)
-        found = ratio_of_sums(1.5 * below * rng.lognormal(-0.005, 0.1, 40), below)  # of mean 1
-        inside += found.low <= 1.5 <= found.high
+        ratio = ratio_of_sums(1.5 * below * rng.lognormal(-0.005, 0.1, 40), below)  # of mean 1
+        inside += ratio.low <= 1.5 <= ratio.high
     assert 88 <= inside <= 99

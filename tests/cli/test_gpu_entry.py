@@ -60,10 +60,10 @@ def test_a_jax_for_cpus_beside_a_gpu_is_told_what_to_install(
         assert problem is not None and "installed and does not start" in problem and COMMAND not in problem
     jax.config.update("jax_platforms", "cpu")  # who keeps jax from the GPU means it
     assert gpu.gpu_problem() is None
-    problem = gpu.gpu_problem(wanted=True)
+    problem = gpu.gpu_problem(required=True)
     assert problem is not None and problem.endswith("for JAX_PLATFORMS is cpu; unset it")
     monkeypatch.setattr(gpu, "on_gpu", lambda: True)
-    assert gpu.gpu_problem(wanted=True) is None
+    assert gpu.gpu_problem(required=True) is None
 
 
 def test_the_benchmark_refuses_and_the_doctor_warns(path_with_gpu: str) -> None:

@@ -57,10 +57,10 @@ def test_a_rollout_is_written_to_a_file(cli, tmp_path):
 
 def test_a_target_with_experts_says_what_verification_reads_of_them(cli):
     options = ("--target", "Qwen3-30B-A3B", "--gpu", "H200")
-    found = json.loads(cli("plan", "roofline", *options, "--json")[1])["accelerators"][0]
-    assert (found["target_parameters"], found["target_active_parameters"]) == (30_532_122_624, 3_041_867_776)
-    assert [round(128 * one["experts"]) for one in found["nodes"]] == [8, 16, 29, 52, 82, 112, 125]
-    assert found["pays_from_batch"] == 5
+    line = json.loads(cli("plan", "roofline", *options, "--json")[1])["accelerators"][0]
+    assert (line["target_parameters"], line["target_active_parameters"]) == (30_532_122_624, 3_041_867_776)
+    assert [round(128 * row["experts"]) for row in line["nodes"]] == [8, 16, 29, 52, 82, 112, 125]
+    assert line["pays_from_batch"] == 5
     _, out, _ = cli("plan", "roofline", *options)
     assert re.search(r"nodes +experts read +v\n1 +6\.2% +1\.00\n", out)
     assert "Speculation pays from batch 5 on" in out and "a chain of K = 1 gains most" in out
@@ -95,14 +95,14 @@ def test_what_does_not_fit_ends_with_one_and_says_what_would_do(cli):
 )
 def test_a_remedy_is_the_smallest_change_that_fits(name, gpu):
     deployment = served(name, gpu, "bfloat16")
-    asked = {"batch": 8, "context": 4096, "num_draft_tokens": 5}
+    load = {"batch": 8, "context": 4096, "num_draft_tokens": 5}
     (heads,) = attention_heads(deployment.target)
     numbers = [n for n in range(2, heads + 1) if heads % n == 0]
     weights = ["fp8", "int8", "int4", "mxfp4"]
     for field, values in (("num_accelerators", numbers), ("weights", weights)):
         changed = [dataclasses.replace(deployment, **{field: value}) for value in values]
-        fits = [value for value, one in zip(values, changed, strict=True) if memory_plan(one, **asked).fits]
-        assert remedy_of(deployment, **asked)[field] == (fits[0] if fits else None)
+        fits = [value for value, plan in zip(values, changed, strict=True) if memory_plan(plan, **load).fits]
+        assert remedy_of(deployment, **load)[field] == (fits[0] if fits else None)
 
 
 VICUNA = KNOWN_MODELS["Vicuna-13B"]

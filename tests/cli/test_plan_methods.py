@@ -17,7 +17,7 @@ from eagle3_jax.cli import run
 EAGLE3, EAGLE31, P_EAGLE, EAGLE1, MTP, MEDUSA, DFLASH, JETSPEC, DSPARK, DRAFT_MODEL = CHECKPOINTS
 LAYER = 2 * 2 * 8 * 2  # bytes of a token's keys and values in a layer: 2 heads of 8 numbers, in bfloat16
 OUTPUT = 61 * 32
-# Layers with a cache, and what of the target's a pass reads beside the drafter's own.
+# Layers with a cache, and parameters of the target that a pass reads in addition to the drafter's.
 LAYERS = {MEDUSA: 0, DFLASH: 2, JETSPEC: 2, DSPARK: 2, DRAFT_MODEL: 2}
 BORROWED = {EAGLE1: OUTPUT, MTP: OUTPUT, DFLASH: OUTPUT, JETSPEC: OUTPUT, DSPARK: OUTPUT}
 ONE_PASS = (P_EAGLE, MEDUSA, DFLASH, JETSPEC, DSPARK)
@@ -35,21 +35,21 @@ def plan(capsys: Any, page: str, target: Path, drafter: object, *options: str) -
 
 
 def stored(directory: Path, *, without: tuple[str, ...]) -> int:
-    """Numbers in a file, counted there."""
+    """Counts the numbers in a file."""
     tensors = load_file(directory / "model.safetensors")
-    return sum(math.prod(one.shape) for name, one in tensors.items() if not name.endswith(without))
+    return sum(math.prod(tensor.shape) for name, tensor in tensors.items() if not name.endswith(without))
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_sizes_are_those_of_the_file(tmp_path: Path, target: Path, capsys: Any, name: str) -> None:
     drafter = CHECKPOINTS[name](tmp_path / "drafter")
     tables = () if name == DRAFT_MODEL else ("embed_tokens.weight", "d2t", "t2d")
-    own = stored(drafter, without=tables)
-    found = plan(capsys, "memory", target, drafter)
-    assert found["drafter_method"] == name.split(" (")[0].replace("EAGLE-3.1", "EAGLE-3")  # of one size
-    assert found["drafter_parameters"] == own
-    assert found["bytes"]["head_weights"] == 2 * own
-    assert found["drafter_cache_bytes_per_token"] == LAYER * LAYERS.get(name, 1)
+    numbers = stored(drafter, without=tables)
+    memory = plan(capsys, "memory", target, drafter)
+    assert memory["drafter_method"] == name.split(" (")[0].replace("EAGLE-3.1", "EAGLE-3")  # of one size
+    assert memory["drafter_parameters"] == numbers
+    assert memory["bytes"]["head_weights"] == 2 * numbers
+    assert memory["drafter_cache_bytes_per_token"] == LAYER * LAYERS.get(name, 1)
     looked_up = ("embed_tokens.weight", "d2t", "t2d", "markov_w1.weight")
     read = stored(drafter, without=looked_up) + BORROWED.get(name, 0)
     context = 16
@@ -79,6 +79,6 @@ def test_a_configuration_alone_will_do(tmp_path: Path, target: Path, capsys: Any
     """As of a hub id, of which nothing else is downloaded."""
     for name in (EAGLE1, MEDUSA, DRAFT_MODEL, P_EAGLE):
         directory = CHECKPOINTS[name](tmp_path / name.split()[0].replace("/", ""))
-        whole = plan(capsys, "memory", target, directory)
+        from_files = plan(capsys, "memory", target, directory)
         (directory / "model.safetensors").unlink()
-        assert plan(capsys, "memory", target, directory) == whole
+        assert plan(capsys, "memory", target, directory) == from_files

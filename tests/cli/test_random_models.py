@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import tiny
 
 from eagle3_jax import LoadedTarget, SpeculativeDecoder, load_target
+from eagle3_jax.bench import roofline
 from eagle3_jax.bench.random_models import SHAPES, bytes_needed, random_pair, shape_named, why_not
 from eagle3_jax.bench.roofline import bandwidth, ceiling, step_bytes
 from eagle3_jax.models.config import Experts, LayerConfig
@@ -65,8 +67,8 @@ def test_the_bytes_of_a_step_are_weights_and_caches(target: LoadedTarget) -> Non
     routed = tiny.target(13, layers=(layer,))
     width = routed.model.config.width
     unread = 3 * 4 * (3 * width * 6 + 2 * 6 + width)  # three experts with their biases, in float32
-    whole = sum(leaf.nbytes for leaf in tiny.jax.tree.leaves(routed.params)) - routed.params["embedding"].nbytes
-    assert step_bytes(routed, rows=1, context=0) == whole - unread
+    all_bytes = sum(leaf.nbytes for leaf in tiny.jax.tree.leaves(routed.params)) - routed.params["embedding"].nbytes
+    assert step_bytes(routed, rows=1, context=0) == all_bytes - unread
     tied = tiny.target(13, tie_embeddings=True)
     assert step_bytes(tied, rows=1, context=0) == sum(leaf.nbytes for leaf in tiny.jax.tree.leaves(tied.params))
 
@@ -74,3 +76,22 @@ def test_the_bytes_of_a_step_are_weights_and_caches(target: LoadedTarget) -> Non
 def test_bandwidth_is_that_of_some_memory(target: LoadedTarget) -> None:
     assert 1e8 < bandwidth(2**22) < 1e14
     assert ceiling(target, rows=1, context=0, large=2**22) > 1e8
+
+
+def test_a_launch_moves_the_array_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every launch takes one second, a pass takes a fraction of it: launches are no part of the bandwidth."""
+    clock = itertools.count()
+    monkeypatch.setattr(roofline.time, "perf_counter", lambda: float(next(clock)))
+    size = 2**20
+    passes = roofline.passes_of(size)
+    assert passes > 8
+    assert roofline.bandwidths(size) == {"sum": passes * size, "copy": passes * 2 * size, "product": passes * size}
+    assert roofline.passes_of(2**40) > 1
+
+
+@pytest.mark.parametrize("way", roofline.WAYS)
+def test_no_pass_over_the_array_is_optimized_away(way: str) -> None:
+    def seconds(passes: int) -> float:
+        return roofline.seconds_per_pass(way, roofline.stream_arrays(2**24), passes=passes) * passes
+
+    assert seconds(32) > 8 * seconds(1)

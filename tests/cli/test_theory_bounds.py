@@ -59,7 +59,7 @@ def test_what_a_layer_sees_bounds_what_it_reads_and_multiplies(reach):
             assert mixing_flops(mixer, context, tokens) == 4 * 2 * 2 * sum(map(len, seen))
 
 
-def test_latents_and_states_are_read_whole_and_once():
+def test_latents_and_states_are_read_once():
     latent = Latent(num_heads=2, q_rank=None, kv_rank=6, nope_dim=2, rope_dim=2, value_dim=3)
     delta = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, kernel=3)
     (plain,) = SMALL.layers
@@ -86,23 +86,23 @@ def test_latents_and_states_are_read_whole_and_once():
 def test_experts_of_a_forward_by_hand():
     deployment = served("gpt-oss-120b", "H200", "mxfp4")
     expert = 3 * 2880 * 2880 + 3 * 2880  # with its biases
-    whole = deployment.streamed_bytes(deployment.target)
+    all_bytes = deployment.streamed_bytes(deployment.target)
     for tokens, read in ((1, 4.0), (2, 4 + 4 * (1 - 4 / 128)), (60, 128 * (1 - (1 - 4 / 128) ** 60))):
         unread = 36 * (128 - read) * expert * 4.25 / 8
-        assert deployment.streamed_bytes(deployment.target, tokens=tokens) == pytest.approx(whole - unread)
-    one = forward_work(deployment, deployment.target, batch=1, context=0, tokens=1, logits=1)
+        assert deployment.streamed_bytes(deployment.target, tokens=tokens) == pytest.approx(all_bytes - unread)
+    token = forward_work(deployment, deployment.target, batch=1, context=0, tokens=1, logits=1)
     counted = sizes_of(deployment.target).active - parameters(deployment.target).vectors
     counted -= parameters(deployment.target).routers
-    assert one.layer_flops + one.other_flops == pytest.approx(2 * counted + 36 * 4 * 64 * 64)
+    assert token.layer_flops + token.other_flops == pytest.approx(2 * counted + 36 * 4 * 64 * 64)
 
 
 def test_claims_are_held_against_the_fewest_experts_that_can_be_read_and_name_the_batch_they_need():
     deployment = served("Qwen3-30B-A3B", "H200", "bfloat16")
-    asked = {"batch": 4, "context": 0, "num_draft_tokens": 3}
-    alike = round_bound(deployment, **asked, alike=True)
-    usual = round_bound(deployment, **asked)
-    assert alike.verify_seconds < usual.verify_seconds / 3
-    assert check_claim(deployment, tokens_per_second=4 * 4 / usual.verify_seconds * 2, **asked).possible
+    options = {"batch": 4, "context": 0, "num_draft_tokens": 3}
+    same_experts = round_bound(deployment, **options, same_experts=True)
+    usual = round_bound(deployment, **options)
+    assert same_experts.verify_seconds < usual.verify_seconds / 3
+    assert check_claim(deployment, tokens_per_second=4 * 4 / usual.verify_seconds * 2, **options).possible
     claim = check_claim(served(), tokens_per_second=1e9, batch=1, context=1000, num_draft_tokens=0)
     assert not claim.possible and claim.batch_needed is None
 
@@ -117,29 +117,29 @@ def test_claims_are_held_against_the_fewest_experts_that_can_be_read_and_name_th
 )
 def test_speculation_pays_from_the_first_batch_to_the_last_that_gains(model, gpu, weights, context):
     deployment = served(model, gpu, weights)
-    asked = {"context": context, "num_draft_tokens": 5}
-    pays = [round_bound(deployment, batch=b, **asked).speedup(2.94) > 1.0 for b in range(1, 2000)]
+    options = {"context": context, "num_draft_tokens": 5}
+    pays = [round_bound(deployment, batch=b, **options).speedup(2.94) > 1.0 for b in range(1, 2000)]
     first = pays.index(True)
     end = pays.index(False, first) + 1 if False in pays[first:] else None
-    found = paying_batches(deployment, **asked, mean_acceptance_length=2.94)
-    assert (found[0], found[1] if end else None) == (first + 1, end)
-    assert paying_batches(deployment, **asked, mean_acceptance_length=1.0) == (None, 1)
-    assert break_even_batch(deployment, **asked, mean_acceptance_length=2.94) == found[1]
+    batches = paying_batches(deployment, **options, mean_acceptance_length=2.94)
+    assert (batches[0], batches[1] if end else None) == (first + 1, end)
+    assert paying_batches(deployment, **options, mean_acceptance_length=1.0) == (None, 1)
+    assert break_even_batch(deployment, **options, mean_acceptance_length=2.94) == batches[1]
 
 
 def test_experts_can_end_the_gain_after_one_batch_and_have_no_end_up_to_the_largest():
     on_h100, on_l4 = (served("gpt-oss-120b", gpu, "fp8") for gpu in ("H100", "L4"))
-    asked = {"context": 1024, "num_draft_tokens": 3}
-    assert paying_batches(on_h100, **asked, mean_acceptance_length=2.94) == (1, 2)
-    assert paying_batches(on_l4, **asked, mean_acceptance_length=1.5) == (34, None)  # 66,886 is beyond 65,536
+    options = {"context": 1024, "num_draft_tokens": 3}
+    assert paying_batches(on_h100, **options, mean_acceptance_length=2.94) == (1, 2)
+    assert paying_batches(on_l4, **options, mean_acceptance_length=1.5) == (34, None)  # 66,886 is beyond 65,536
 
 
 def test_the_largest_batch_is_the_last_that_fits():
     deployment = served()
-    asked = {"context": 2048, "num_draft_tokens": 5}
-    found = largest_batch(deployment, **asked)
-    assert [memory_plan(deployment, batch=batch, **asked).fits for batch in (found, found + 1)] == [True, False]
-    assert largest_batch(served(gpu="L4"), **asked) == 0
+    options = {"context": 2048, "num_draft_tokens": 5}
+    largest = largest_batch(deployment, **options)
+    assert [memory_plan(deployment, batch=batch, **options).fits for batch in (largest, largest + 1)] == [True, False]
+    assert largest_batch(served(gpu="L4"), **options) == 0
 
 
 def test_fp8_peaks_are_for_hardware_that_multiplies_in_fp8():

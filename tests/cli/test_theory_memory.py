@@ -39,8 +39,8 @@ PUBLISHED = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
-# What is published of those whose files hold more than the model (a module that drafts, a vision tower), in billions:
-# in all, and active, some with the embedding that only one row is read of.
+# Published sizes of models whose files hold more than the model (a module that drafts, a vision tower), in billions:
+# all parameters, and the active ones, some with the embedding, of which a token reads one row.
 ROUNDED = {
     "Qwen3-30B-A3B": (30.5, 3.3, "and embedding"),
     "Qwen3-235B-A22B": (235, 22, "and embedding"),
@@ -59,12 +59,12 @@ def test_named_models_have_the_parameters_of_their_checkpoints():
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_named_models_with_experts_have_as_many_active_as_is_published(name):
-    of = parameters(KNOWN_MODELS[name])
+    counts = parameters(KNOWN_MODELS[name])
     total, active, with_embedding = ROUNDED[name]
-    counted = sizes_of(KNOWN_MODELS[name]).active + (of.embedding if with_embedding else 0)
-    for found, said in ((of.total / 1e9, total), (counted / 1e9, active)):
-        digits = len(str(said).partition(".")[2])
-        assert abs(found - said) < max(10**-digits, 0.002 * said)
+    counted = sizes_of(KNOWN_MODELS[name]).active + (counts.embedding if with_embedding else 0)
+    for billions, published in ((counts.total / 1e9, total), (counted / 1e9, active)):
+        digits = len(str(published).partition(".")[2])
+        assert abs(billions - published) < max(10**-digits, 0.002 * published)
 
 
 def test_glm_counts_its_drafting_module_and_no_tables():
@@ -120,14 +120,14 @@ LAYERS = {
 def test_every_parameter_of_a_layer_is_counted_by_its_use(name):
     mixer, mlp, expected, cached = LAYERS[name]
     layer = LayerConfig(mixer=mixer, mlp=mlp)
-    other = LayerConfig(mixer=PLAIN, mlp=GatedMLP(width=1))
-    config = DecoderConfig(vocab_size=17, width=D, layers=(layer, other, layer))
-    found, last = sizes_of(config).layers
-    one = Parameters(**expected | {"vectors": expected.get("vectors", 0) + 2 * D})
-    assert (found.number, last.number) == (2, 1)
-    assert found.sizes == Parameters(*(2 * size for size in one))
-    assert found[3:] == tuple(2 * values for values in cached)
-    assert parameters(config).total == found.sizes.total + last.sizes.total + D + 2 * 17 * D
+    small = LayerConfig(mixer=PLAIN, mlp=GatedMLP(width=1))
+    config = DecoderConfig(vocab_size=17, width=D, layers=(layer, small, layer))
+    twice, once = sizes_of(config).layers
+    of_layer = Parameters(**expected | {"vectors": expected.get("vectors", 0) + 2 * D})
+    assert (twice.number, once.number) == (2, 1)
+    assert twice.sizes == Parameters(*(2 * size for size in of_layer))
+    assert twice[3:] == tuple(2 * values for values in cached)
+    assert parameters(config).total == twice.sizes.total + once.sizes.total + D + 2 * 17 * D
 
 
 def test_bytes_of_a_70b_target_in_fp8_and_of_its_head():
@@ -197,15 +197,15 @@ def test_the_scores_that_a_plan_counts_are_those_that_are_made_at_once():
 
 
 def test_tensor_parallelism_divides_all_but_vectors_fusion_and_scarce_key_heads():
-    one, eight, sixteen = (served(num_accelerators=n) for n in (1, 8, 16))
-    target = one.target
-    head = one.head
+    single, eight, sixteen = (served(num_accelerators=n) for n in (1, 8, 16))
+    target = single.target
+    head = single.head
     assert head is not None
     vectors = 2 * parameters(target).vectors
-    assert eight.weight_bytes(target) - vectors == pytest.approx((one.weight_bytes(target) - vectors) / 8)
-    whole = parameters(head).fusion + 2 * parameters(head).vectors
-    assert eight.weight_bytes(head) - whole == pytest.approx((one.weight_bytes(head) - whole) / 8)
-    assert eight.cache_bytes_per_token(target) == one.cache_bytes_per_token(target) / 8
+    assert eight.weight_bytes(target) - vectors == pytest.approx((single.weight_bytes(target) - vectors) / 8)
+    undivided = parameters(head).fusion + 2 * parameters(head).vectors
+    assert eight.weight_bytes(head) - undivided == pytest.approx((single.weight_bytes(head) - undivided) / 8)
+    assert eight.cache_bytes_per_token(target) == single.cache_bytes_per_token(target) / 8
     assert sixteen.cache_bytes_per_token(target) == eight.cache_bytes_per_token(target)  # 8 key heads, each twice
     assert 16 * sixteen.weight_bytes(target) > 8 * eight.weight_bytes(target) + parameters(target).key_value / 2
 

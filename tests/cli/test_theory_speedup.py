@@ -28,7 +28,7 @@ from eagle3_jax.theory.speedup import (
 def test_tau_is_the_expectation_over_every_pattern_of_accepted_tokens(alpha, k):
     expected = Fraction(0)
     for pattern in itertools.product((True, False), repeat=k):
-        probability = math.prod((alpha if kept else 1 - alpha for kept in pattern), start=Fraction(1))
+        probability = math.prod((alpha if accepted else 1 - alpha for accepted in pattern), start=Fraction(1))
         expected += probability * (1 + len(list(itertools.takewhile(bool, pattern))))
     assert tau_from_conditional_rate(float(alpha), k) == pytest.approx(float(expected), abs=1e-12)
 
@@ -49,10 +49,10 @@ def test_one_pair_of_costs_explains_what_vllm_measured():
         assert predicted == pytest.approx(7.07 / milliseconds, rel=0.03)
 
 
-@pytest.mark.parametrize(("wanted", "tau"), [(6.01, None), (6.0, 6.0), (3.0, 3.0), (0.5, 1.0)])
-def test_a_speedup_takes_a_tau_that_may_be_out_of_reach(wanted, tau):
-    found = rates_for_speedup(wanted, num_draft_tokens=5, verify_cost=0.5, draft_cost=0.1)
-    assert (found and found.mean_acceptance_length) == tau
+@pytest.mark.parametrize(("gain", "tau"), [(6.01, None), (6.0, 6.0), (3.0, 3.0), (0.5, 1.0)])
+def test_a_speedup_takes_a_tau_that_may_be_out_of_reach(gain, tau):
+    rates = rates_for_speedup(gain, num_draft_tokens=5, verify_cost=0.5, draft_cost=0.1)
+    assert (rates and rates.mean_acceptance_length) == tau
 
 
 def test_the_best_chain_grows_with_alpha_and_is_none_when_nothing_pays():
@@ -73,11 +73,11 @@ def simulated(alpha: float, seed: int = 0):
 
 
 def test_the_simulation_has_the_mean_of_the_formula_and_depends_on_its_seed_only():
-    found = simulated(0.7)
+    simulation = simulated(0.7)
     tau = tau_from_conditional_rate(0.7, 5)
     # The accepted tokens of a round have a standard deviation of 1.9, and there are 2000·120/τ rounds.
-    assert found.mean_acceptance_length == pytest.approx(tau, abs=5 * 1.9 / math.sqrt(2000 * 120 / tau))
-    assert found == simulated(0.7) != simulated(0.7, seed=1)
+    assert simulation.mean_acceptance_length == pytest.approx(tau, abs=5 * 1.9 / math.sqrt(2000 * 120 / tau))
+    assert simulation == simulated(0.7) != simulated(0.7, seed=1)
     always = simulated(1.0)
     never = simulated(0.0)
     assert always.time_per_output_token.p99 == pytest.approx(20 * 1.7 / 120)  # six tokens a round of 1.2 + 5·0.1
@@ -119,7 +119,7 @@ def test_gates_follow_from_measured_costs_and_what_cannot_work_is_not_to_be_star
 def test_the_schedule_covers_every_batch_once_and_drafts_less_in_large_ones():
     schedule = rollout(concurrency=512).schedule
     assert (schedule[0].first, schedule[-1].last) == (1, 1024)
-    assert all(right.first == left.last + 1 for left, right in itertools.pairwise(schedule))
+    assert all(after.first == before.last + 1 for before, after in itertools.pairwise(schedule))
     lengths = [part.num_draft_tokens for part in schedule]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] == 4 > lengths[-1]

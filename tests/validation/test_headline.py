@@ -21,16 +21,16 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         lines = [json.dumps({"prompt_ids": [first + row, 7, 9, 11]}) for row in range(3)]
         (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     files = [f"{name}={directory / name}.jsonl" for name in ("one", "two")]
-    where = ["--target", str(MODELS / "target"), "--drafter", str(MODELS / "eagle3")]
-    where += ["--output", str(directory / "out"), "--prompts", *files]
-    return ["--rehearse", *where, "--batches", "2", "--chains", "2", "--tree", "4", "2", "2", "--max-new-tokens", "5"]
+    options = ["--target", str(MODELS / "target"), "--drafter", str(MODELS / "eagle3")]
+    options += ["--output", str(directory / "out"), "--prompts", *files]
+    return ["--rehearse", *options, "--batches", "2", "--chains", "2", "--tree", "4", "2", "2", "--max-new-tokens", "5"]
 
 
 @pytest.fixture(scope="module")
 def runs(arguments: list[str]) -> dict[str, Any]:
     """A run that is interrupted in its third cell, one in which a cell fails, and one that completes the rest."""
     path = Path(arguments[arguments.index("--output") + 1]) / "headline.json"
-    found: dict[str, Any] = {"path": path}
+    records: dict[str, Any] = {"path": path}
 
     def run(name: str, errors: dict[int, BaseException] | None = None) -> None:
         """Runs the script with an error in some cells; keeps the record and the number of cells measured."""
@@ -47,16 +47,16 @@ def runs(arguments: list[str]) -> dict[str, Any]:
             try:
                 headline.main(arguments)
             finally:
-                found[name] = json.loads(path.read_text())
-                found[f"cells {name}"] = next(numbers) - 1
+                records[name] = json.loads(path.read_text())
+                records[f"cells {name}"] = next(numbers) - 1
 
     with pytest.raises(KeyboardInterrupt):
         run("interrupted", {3: KeyboardInterrupt()})
     with pytest.raises(SystemExit, match=r"1 cells failed; .* measures them again: two, T=1, batch 2, ours"):
         run("failed", {2: RuntimeError("out of\nmemory")})
-    run("whole")
+    run("complete")
     run("again")
-    return found
+    return records
 
 
 def test_a_cell_is_kept_as_soon_as_it_is_measured_and_measured_once(runs: dict[str, Any]) -> None:
@@ -64,14 +64,14 @@ def test_a_cell_is_kept_as_soon_as_it_is_measured_and_measured_once(runs: dict[s
     cells = runs["failed"]["cells"]
     assert len(cells) == 4
     assert [cell["failed"] for cell in cells.values() if "failed" in cell] == ["RuntimeError: out of memory"]
-    assert (runs["cells whole"], runs["cells again"]) == (1, 0)
-    whole = runs["whole"]["cells"]
-    assert not any("failed" in cell for cell in whole.values())
-    assert whole["one, T=0, batch 2, ours"] == runs["interrupted"]["cells"]["one, T=0, batch 2, ours"]
+    assert (runs["cells complete"], runs["cells again"]) == (1, 0)
+    complete = runs["complete"]["cells"]
+    assert not any("failed" in cell for cell in complete.values())
+    assert complete["one, T=0, batch 2, ours"] == runs["interrupted"]["cells"]["one, T=0, batch 2, ours"]
 
 
 def test_the_record_holds_what_the_table_is_made_of(runs: dict[str, Any]) -> None:
-    record = runs["whole"]
+    record = runs["complete"]
     assert record["rehearsal"] and record["environment"]["target"] == record["target"]
     for cell in record["cells"].values():
         assert [row["name"] for row in cell["rows"]] == ["plain", "chain K=2", "tree N=4"]
@@ -90,19 +90,19 @@ def test_the_table_has_every_cell(runs: dict[str, Any]) -> None:
     assert len([line for line in table.splitlines() if line.startswith(("| one", "| two"))]) == 2 * 2 * 3
 
 
-def test_ratios_to_vllm_stand_beside_our_rows(runs: dict[str, Any]) -> None:
+def test_our_rows_have_the_ratios_to_vllm(runs: dict[str, Any]) -> None:
     """A record to which cells of vLLM were added by hand: its row appears, ours gives the ratio and the texts."""
-    record = json.loads(json.dumps(runs["whole"]))
+    record = json.loads(json.dumps(runs["complete"]))
     cell = json.loads(json.dumps(record["cells"]["one, T=0, batch 2, ours"]))
     ours = next(row for row in cell["rows"] if row["name"] == "chain K=2")
     theirs = ours | {"name": "vLLM chain K=2"}
     ours |= {"ratio": {"median": 1.25, "low": 1.125, "high": 1.5}, "same_texts": 1}
     record["cells"]["one, T=0, batch 2, chain K=2"] = cell | {"rival": "chain K=2", "rows": [ours, theirs]}
-    found = [row for row in headline.table(record) if row[:3] == ["one", "0", "2"]]
-    assert [row[3] for row in found] == ["plain", "chain K=2", "tree N=4", "vLLM chain K=2"]
+    rows = [row for row in headline.table(record) if row[:3] == ["one", "0", "2"]]
+    assert [row[3] for row in rows] == ["plain", "chain K=2", "tree N=4", "vLLM chain K=2"]
     over_vllm, texts = (headline.COLUMNS.index(name) for name in ("over vLLM", "same texts"))
-    assert [row[over_vllm] for row in found] == ["", "1.25 (1.12\N{EN DASH}1.5)", "", ""]
-    assert [row[texts] for row in found] == ["", "2 of 2", "2 of 2", "1 of 2"]
+    assert [row[over_vllm] for row in rows] == ["", "1.25 (1.12\N{EN DASH}1.5)", "", ""]
+    assert [row[texts] for row in rows] == ["", "2 of 2", "2 of 2", "1 of 2"]
 
 
 BAD = {
