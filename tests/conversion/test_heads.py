@@ -201,6 +201,7 @@ HEAD_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no d2t": ({}, {"d2t": None}, "no d2t, but its draft vocabulary of 40 is smaller than the target's 61"),
     "d2t out of range": ({}, {"d2t": changed(OFFSETS, {39: 40})}, "draft id 39 to target id 79, out of range"),
     "absolute d2t": ({}, {"d2t": OFFSETS + np.arange(40)}, "d2t must hold offsets"),
+    "d2t of floats": ({}, {"d2t": OFFSETS.astype(np.float32)}, r"d2t is float32\[40\]; expected whole numbers"),
     "d2t duplicates": ({}, {"d2t": changed(OFFSETS, {1: OFFSETS[0] - 1})}, "d2t has duplicates"),
     "t2d contradicts": (
         {},
