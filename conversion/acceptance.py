@@ -1,4 +1,4 @@
-"""The acceptance of a drafter's first tokens by its target, measured without the decoding loop."""
+"""Measures the acceptance of a drafter's first tokens by its target, without the decoding loop."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from eagle3_jax.topology import Chain
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import EmbeddingTables, Observation, SamplingParams
 
-_DEPTH = 3  # draft positions measured of a drafter without a limit
+_DEPTH = 3  # number of draft positions measured for a drafter without a limit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Agreement:
     """Conditional acceptance of the draft positions."""
 
-    #: Per position ``n``, the share of drafts with token ``n`` right among those with all earlier ones right.
+    #: Per position ``n``, the share of drafts whose token ``n`` is right, among drafts whose earlier tokens are right.
     rates: tuple[float, ...]
     counts: tuple[int, ...]  #: Per position, the number of drafts with all earlier tokens right.
 
@@ -39,16 +39,16 @@ def forced_agreement(
     *,
     num_cuts: int = 21,
 ) -> Agreement:
-    """Drafts from every prefix of the target's own greedy continuations (EAGLE's n-alpha on chains).
+    """Drafts from every prefix of the target's greedy continuations (EAGLE's n-alpha on chains).
 
-    All draft positions that the drafter has are measured (heads of Medusa, rows of a block, which is another network
-    with other rows); three where it has no limit.
+    This measures all draft positions of a drafter with a limit (the heads of Medusa, the rows of a block), and three
+    positions of a drafter without one. A block is never shortened, because a block of fewer rows drafts other tokens.
 
     Args:
         target: The target.
         draft: The head, or the draft model.
-        prompts: Token ids; each at least two.
-        num_cuts: Prefixes per prompt, each a greedy token longer than the one before.
+        prompts: Token ids; at least two per prompt.
+        num_cuts: Number of prefixes per prompt. Each is a greedy token longer than the previous one.
     """
     precision = FLOAT32 if target.dtype == "float32" else BFLOAT16
     model = DecoderTarget(target.config, precision)
@@ -59,7 +59,7 @@ def forced_agreement(
 
     @jax.jit
     def extend(params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
-        """Greedy tokens after the prompt, one whole forward each: slow, but without a cache that could be wrong."""
+        """Appends greedy tokens to the prompt, a forward pass each: slow, but without a cache that could be wrong."""
         positions = jnp.arange(tokens.shape[1])[None]
 
         def step(count: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -72,16 +72,14 @@ def forced_agreement(
 
     @jax.jit
     def drafted_after(params: Any, draft_params: Any, state: Any, tokens: jax.Array, cuts: jax.Array) -> jax.Array:
-        """Drafted tokens ``[rows reach]`` after the first ``cut + 1`` tokens, one row per cut."""
+        """Returns drafted tokens ``[rows reach]`` after the first ``cut + 1`` tokens, one row per cut."""
         positions = jnp.arange(tokens.shape[1])[None]
         out = model(params, tokens, positions, causal_mask(tokens.shape[1]), aux_layers=drafter.aux_layers)
         rows = cuts.shape[0]
-        seen = Observation(
-            tokens=jnp.broadcast_to(tokens, (rows, tokens.shape[1])),
-            features=jnp.broadcast_to(out.features, (rows, *out.features.shape[1:])),
-            length=cuts,
-            next_token=tokens[0, cuts],
-        )
+        row_tokens = jnp.broadcast_to(tokens, (rows, tokens.shape[1]))
+        features = jnp.broadcast_to(out.features, (rows, *out.features.shape[1:]))
+        next_token = tokens[0, cuts]
+        seen = Observation(tokens=row_tokens, features=features, length=cuts, next_token=next_token)
         state = drafter.observe(draft_params, state, seen)
         keys = jax.random.split(jax.random.key(0), rows)
         return drafter.propose(draft_params, state, keys, SamplingParams()).tokens[:, 1:]
@@ -98,7 +96,8 @@ def forced_agreement(
         tokens = extend(params, jnp.asarray(padded), jnp.asarray(len(prompt)))
         cuts = len(prompt) + offsets
         drafted = np.asarray(drafted_after(params, draft_params, empty, tokens, jnp.asarray(cuts, jnp.int32)))
-        truth = np.asarray(tokens)[0][cuts[:, None] + 1 + np.arange(reach)]
+        positions = cuts[:, None] + 1 + np.arange(reach)
+        truth = np.asarray(tokens)[0][positions]
         accepted = np.cumprod(drafted == truth, axis=1).sum(axis=0)
         right += np.concatenate([[cuts.size], accepted])
     rates = tuple(float(after / before) if before else 0.0 for before, after in itertools.pairwise(right))
@@ -108,13 +107,14 @@ def forced_agreement(
 def _drafter(
     draft: HeadCheckpoint | TargetCheckpoint, tables: EmbeddingTables, precision: Precision
 ) -> tuple[Any, Any]:
-    """The drafter, for chains of the measured depth, and its parameters."""
+    """Returns the drafter, for chains of the measured depth, and its parameters."""
     if isinstance(draft, TargetCheckpoint):
         drafter: Any = DraftModel(DecoderTarget(draft.config, precision))
         params = _place(draft.params, precision)
     else:
         drafter, params = make_drafter(draft, tables, precision, None)
-    return drafter.with_topology(Chain(getattr(drafter, "longest", None) or _DEPTH), None), params
+    chain = Chain(getattr(drafter, "longest", None) or _DEPTH)
+    return drafter.with_topology(chain, None), params
 
 
 def _place(params: Any, precision: Precision) -> Any:

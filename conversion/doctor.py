@@ -1,4 +1,4 @@
-"""Reasons for a low acceptance: checks of a target and a drafter together, each with a verdict and a reason."""
+"""Finds reasons for a low acceptance: checks a target and a drafter together, and gives a verdict and a reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HARDLY_PAYS = 0.32
 
 _DRAFT_MODEL = Suspects(
     first="another tokenizer, or a model that has nothing to do with this target",
-    later="its rope or its positions, which text would show as well: let it generate alone",
+    later="its rope or its positions; let it generate without a target, because its text would show that as well",
 )
 
 Drafter = HeadCheckpoint | TargetCheckpoint
@@ -42,14 +42,16 @@ def diagnose(
     seed: int = 0,
     layer_ids: str | None = None,
 ) -> list[Check]:
-    """Examines a target and a draft head or a draft model.
+    """Examines a target together with a draft head or a draft model.
 
     Args:
-        target_dir: The target's directory.
-        drafter_dir: The directory of the head or of the smaller language model.
-        prompts: Token ids to measure agreement on. Default: random ones, which say less.
+        target_dir: Directory of the target.
+        drafter_dir: Directory of the head or of the smaller language model.
+        prompts: Token ids of the prompts that agreement is measured on. Default: random ones, which are less
+            informative.
         seed: Seed of the random prompts.
-        layer_ids: What the numbers of the head's auxiliary layers count: layers ``entering`` or ``leaving``.
+        layer_ids: Whether the numbers of the head's auxiliary layers count layers that the residual stream enters
+            (``entering``) or leaves (``leaving``).
 
     Returns:
         All checks, in the order in which problems should be solved. A checkpoint that cannot be read is a
@@ -76,26 +78,29 @@ def diagnose(
         checks += [_size(target, drafter), *_tokens(target, drafter)]
     checks += [_positions(target, drafter, name), _dtypes(target, drafter, name)]
     if is_head:  # the tokens of a draft model have been compared one by one
-        ours, theirs = (read_sidecar(one.source, "tokenizer.json") for one in (target, drafter))
+        name_of_file = "tokenizer.json"
         absent = "the target has no tokenizer.json; prompts must be token ids"
-        checks.append(_same_file("tokenizer", ours, theirs, absent))
-    ours, theirs = (_template(one.source) for one in (target, drafter))
+        of_target = read_sidecar(target.source, name_of_file)
+        of_head = read_sidecar(drafter.source, name_of_file)
+        checks.append(_same_file("tokenizer", of_target, of_head, absent))
     absent = "the target has none; a head trained on chats accepts less on bare text"
-    checks.append(_same_file("chat template", ours, theirs, absent))
+    of_target = _template(target.source)
+    of_drafter = _template(drafter.source)
+    checks.append(_same_file("chat template", of_target, of_drafter, absent))
     params = drafter.head if is_head else drafter.params
     checks += [_weights("weights of the target", target.params), _weights(f"weights of the {name}", params)]
-    broken = [check for check in checks if check.status == "failure"]
-    if broken:
-        return [*checks, Check("agreement", "skipped", f"{broken[0].name}: see above")]
+    failures = [check for check in checks if check.status == "failure"]
+    if failures:
+        return [*checks, Check("agreement", "skipped", f"{failures[0].name}: see above")]
     return [*checks, _agreement(target, drafter, prompts, seed)]
 
 
-# Checks of every drafter that need the target as well.
+# Checks of every drafter for which the target is needed as well.
 _NEED_BOTH = ("vocabulary", "positions", "dtype", "tokenizer", "chat template", "weights of the target", "agreement")
 
 
 def _attempt(checks: list[Check], name: str, read: Callable[[], Any], describe: Callable[[Any], str]) -> Any:
-    """The result of reading, or ``None`` with a failed check."""
+    """Returns the result of ``read``, or ``None`` after an error, and appends a check of it."""
     try:
         result = read()
     except CheckpointError as error:
@@ -126,7 +131,7 @@ def _widths(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
     # Reading refuses a head that does not fit, so this only reports.
     config = head.config
     warning = ""
-    own = "shares the target's embedding" if head.embedding is None else "brings its own embedding"
+    source = "shares the target's embedding" if head.embedding is None else "brings its own embedding"
     if head.embedding is not None and config.width == target.config.width:
         used = np.asarray(target.params["embedding"], np.float32)
         if not np.array_equal(used, np.asarray(head.embedding, np.float32)):
@@ -134,13 +139,15 @@ def _widths(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
                 ", which differs from the target's; it is used as it is. If it was never trained, remove "
                 "embed_tokens.weight from the head"
             )
-    detail = f"head width {config.width}, reads features of width {config.target_width}, {own}"
-    return Check.of("widths", detail, warning)
+    detail = f"head width {config.width}, reads features of width {config.target_width}, {source}"
+    return Check.report("widths", detail, warning)
 
 
 def _vocabulary(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
     config = head.config
-    ids = np.arange(config.draft_vocab_size) if head.draft_to_target is None else head.draft_to_target
+    ids = head.draft_to_target
+    if ids is None:
+        ids = np.arange(config.draft_vocab_size)
     if ids.size < config.vocab_size and np.array_equal(ids, np.arange(ids.size)):
         return Check(
             "vocabulary",
@@ -152,125 +159,133 @@ def _vocabulary(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
     absent = sorted(set(target.stop_tokens) - set(ids.tolist()))
     if absent:
         detail += f"; stop tokens {absent} can never be drafted, so the last token of an answer is always the target's"
-    return Check.of("vocabulary", detail)
+    return Check.report("vocabulary", detail)
 
 
 def _positions(target: TargetCheckpoint, drafter: Drafter, name: str) -> Check:
     ours = drafter.config.max_positions
     theirs = target.config.max_positions
     if ours == MOST:
-        return Check.of("positions", f"the {name} knows none")
+        return Check.report("positions", f"the {name} has none")
     beyond = f"; drafts beyond {ours} are extrapolation (outputs stay exact)"
     if isinstance(drafter, TargetCheckpoint):
         beyond = f"; sequences of more than {ours} tokens are refused"
-    return Check.of("positions", f"{name} {ours}, target {theirs}", beyond if ours < theirs else "")
+    return Check.report("positions", f"{name} {ours}, target {theirs}", beyond if ours < theirs else "")
 
 
 def _dtypes(target: TargetCheckpoint, drafter: Drafter, name: str) -> Check:
     cast = f"; the {name} is cast to the target's precision when it is loaded"
     detail = f"{name} {drafter.dtype}, target {target.dtype}"
-    return Check.of("dtype", detail, cast if drafter.dtype != target.dtype else "")
+    return Check.report("dtype", detail, cast if drafter.dtype != target.dtype else "")
 
 
 def _size(target: TargetCheckpoint, draft: TargetCheckpoint) -> Check:
     ours = draft.config
     theirs = target.config
+    sizes = [f"{config.num_layers} layers of width {config.width}" for config in (ours, theirs)]
+    detail = f"{sizes[0]}, target {sizes[1]}"
     is_large = ours.num_layers * ours.width >= theirs.num_layers * theirs.width
-    return Check.of(
-        "size",
-        f"{ours.num_layers} layers of width {ours.width} beside {theirs.num_layers} of width {theirs.width}",
-        ": a draft token costs as much as one of the target's" if is_large else "",
-    )
+    return Check.report("size", detail, ": a draft token costs as much as one of the target's" if is_large else "")
 
 
 def _tokens(target: TargetCheckpoint, draft: TargetCheckpoint) -> list[Check]:
     """Checks that a draft model has the target's tokens under the same ids."""
     ours = draft.config.vocab_size
     theirs = target.config.vocab_size
-    own = "a draft model needs the target's own"
+    advice = "a draft model needs the target's own"
     if ours == theirs:
         vocabulary = Check("vocabulary", "ok", f"{ours} tokens, as the target's")
     else:
-        vocabulary = Check("vocabulary", "failure", f"{ours} tokens, target {theirs}; {own}")
+        vocabulary = Check("vocabulary", "failure", f"{ours} tokens, target {theirs}; {advice}")
     try:
         tokenizers = [tokenizer_of(checkpoint.source) for checkpoint in (draft, target)]
     except CheckpointError as error:
         return [vocabulary, Check("tokenizer", "failure", str(error))]
-    first, second = (
-        None if tokenizer is None else tokenizer.get_vocab(with_added_tokens=True) for tokenizer in tokenizers
-    )
-    if first is None or second is None:
-        who = " and ".join(name for name, one in (("draft model", first), ("target", second)) if one is None)
-        detail = f"no tokenizer.json of the {who}, so token ids could not be compared"
+    models = zip(("draft model", "target"), tokenizers, strict=True)
+    missing = [name for name, tokenizer in models if tokenizer is None]
+    if missing:
+        detail = f"no tokenizer.json of the {' and '.join(missing)}, so token ids could not be compared"
         return [vocabulary, Check("tokenizer", "warning", detail)]
+    first, second = (tokenizer.get_vocab(with_added_tokens=True) for tokenizer in tokenizers if tokenizer is not None)
     if (difference := first_vocab_difference(first, second)) is not None:
-        return [vocabulary, Check("tokenizer", "failure", f"{difference}; {own}")]
+        return [vocabulary, Check("tokenizer", "failure", f"{difference}; {advice}")]
     return [vocabulary, Check("tokenizer", "ok", f"the same {len(first)} tokens under the same ids")]
 
 
-def _same_file(name: str, ours: bytes | None, theirs: bytes | None, absent: str) -> Check:
-    """Compares a file of the target with that of the head, if it has one."""
-    if ours is None:
+def _same_file(name: str, of_target: bytes | None, of_head: bytes | None, absent: str) -> Check:
+    """Compares a file of the target with that of the head, if the head has one."""
+    if of_target is None:
         return Check(name, "warning", absent)
-    first, other = (hashlib.sha256(one or b"").hexdigest()[:12] for one in (ours, theirs))
-    if theirs is None or theirs == ours:
-        return Check.of(name, f"sha256 {first}{'' if theirs is None else ', the same at the head'}")
-    return Check.of(name, f"sha256 {first} at the target", f" but {other} at the head; use what it was trained with")
+    digest = _digest(of_target)
+    if of_head is None:
+        return Check.report(name, f"sha256 {digest}")
+    if of_head == of_target:
+        return Check.report(name, f"sha256 {digest}, the same at the head")
+    warning = f" but {_digest(of_head)} at the head; use what it was trained with"
+    return Check.report(name, f"sha256 {digest} at the target", warning)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def _template(directory: Path) -> bytes | None:
-    """The chat template: a file of its own, or a field of the tokenizer's configuration."""
+    """Reads the chat template: a separate file, or a field of the tokenizer's configuration."""
     value = tokenizer_config_of(directory).get("chat_template")
-    return None if value is None else (value if isinstance(value, str) else json.dumps(value)).encode()
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text.encode()
 
 
 def _weights(name: str, params: rules.Params) -> Check:
     """Looks for NaN, infinity, and tensors that training never changed."""
     constant = []
-    for path, read in rules.flatten(params):
-        leaf = np.asarray(read)  # assembled here, one at a time
+    for path, lazy_leaf in rules.flatten(params):
+        leaf = np.asarray(lazy_leaf)  # assembled here, so that memory holds one leaf at a time
         if not np.isfinite(leaf).all():
             return Check(name, "failure", f"{path} holds NaN or infinity; fetch or export the checkpoint again")
-        if leaf.size > 1 and not path.endswith(".bias") and bool((leaf == leaf.flat[0]).all()):
-            if leaf.ndim > 1:
-                return Check(
-                    name,
-                    "failure",
-                    f"{path} is {float(leaf.flat[0]):g} throughout; it was never trained or never saved",
-                )
-            constant.append(path)
+        if leaf.size <= 1 or path.endswith(".bias"):
+            continue
+        first = leaf.flat[0]
+        if not bool((leaf == first).all()):
+            continue
+        if leaf.ndim > 1:
+            detail = f"{path} is {float(first):g} throughout; it was never trained or never saved"
+            return Check(name, "failure", detail)
+        constant.append(path)
     if constant:
         return Check(name, "warning", f"{', '.join(constant[:3])}: the same value throughout, as before training")
     return Check(name, "ok", "finite, none constant")
 
 
 def _agreement(target: TargetCheckpoint, drafter: Drafter, prompts: Sequence[Sequence[int]] | None, seed: int) -> Check:
-    given = prompts is not None
+    is_random = prompts is None
     random = np.random.default_rng(seed).integers(0, target.config.vocab_size, (5, 8))
     agreement = forced_agreement(target, drafter, random.tolist() if prompts is None else prompts)
-    detail = "conditional acceptance " + " / ".join(f"{rate:.2f}" for rate in agreement.rates)
-    detail += f" at draft positions 0 to {len(agreement.rates) - 1}"
-    detail += "" if given else " on random prompts, which say little; give prompts of your own"
+    rates = " / ".join(f"{rate:.2f}" for rate in agreement.rates)
+    detail = f"conditional acceptance {rates} at draft positions 0 to {len(agreement.rates) - 1}"
+    if is_random:
+        detail += " on random prompts, which say little; give prompts of your own"
     suspects = HEADS[drafter.method].suspects if isinstance(drafter, HeadCheckpoint) else _DRAFT_MODEL
     cause = suspected_cause(agreement, suspects)
     if cause is not None:
-        return Check("agreement", "failure" if given else "warning", f"{detail}. {cause}")
+        return Check("agreement", "warning" if is_random else "failure", f"{detail}. {cause}")
     if agreement.rates[0] < _HARDLY_PAYS:
-        return Check(
-            "agreement",
-            "warning",
-            f"{detail}. Nothing looks broken, but a token that is drafted and verified costs about {_HARDLY_PAYS} "
-            "plain steps and gains less than that here: was it trained for this target, and for such texts?",
+        advice = (
+            f"Nothing looks broken, but a token that is drafted and verified costs about {_HARDLY_PAYS} "
+            "plain steps and gains less than that here: was it trained for this target, and for such texts?"
         )
+        return Check("agreement", "warning", f"{detail}. {advice}")
     return Check("agreement", "ok", detail)
 
 
 def suspected_cause(agreement: Agreement, suspects: Suspects) -> str | None:
-    """The usual cause of such rates; ``None`` when they are not suspicious."""
+    """Returns the usual cause of such rates; ``None`` if they are not suspicious."""
     first, second = (*agreement.rates, 0.0)[:2]
     if first < _NO_BETTER_THAN_GUESSING:
         return f"Even the first draft token is wrong: suspect {suspects.first}"
-    # Few drafts do not tell a collapse from bad luck.
+    # Few drafts cannot distinguish a collapse from bad luck.
     if len(agreement.rates) > 1 and agreement.counts[1] >= 10 and second < 0.25 * first:
         return f"The first draft token is fine and the second is not: suspect {suspects.later}"
     return None

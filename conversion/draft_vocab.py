@@ -10,7 +10,17 @@ from eagle3_jax.conversion.errors import CheckpointError
 
 
 def read(tensors: Mapping[str, np.ndarray], *, vocab_size: int, draft_vocab_size: int, where: str) -> np.ndarray:
-    """Absolute target ids of the draft vocabulary, ``[W]`` int32."""
+    """Reads the target ids of the draft vocabulary, ``[W]`` int32, from the tensors of a head.
+
+    Args:
+        tensors: The tensors of the head by name.
+        vocab_size: ``V``, the size of the target's vocabulary.
+        draft_vocab_size: ``W``, the size of the draft vocabulary.
+        where: The name of the head in messages.
+
+    Raises:
+        CheckpointError: The tensors are missing, are not one to one, or contradict each other.
+    """
     offset = tensors.get("d2t")
     member = tensors.get("t2d")
     if offset is None:
@@ -36,7 +46,7 @@ def read(tensors: Mapping[str, np.ndarray], *, vocab_size: int, draft_vocab_size
             "another token"
         )
     elif draft_vocab_size == vocab_size and offset.any():
-        # Official code drops the map when the sizes are equal, vLLM refuses to load it: no reading is the right one.
+        # The official code ignores such a map and vLLM refuses to load it, so its meaning is unknown.
         wrong = (
             f"reorders tokens, but the draft vocabulary is the target's ({vocab_size}), where d2t must be absent or "
             "zero; reorder the rows of lm_head.weight and remove d2t"
@@ -49,28 +59,29 @@ def read(tensors: Mapping[str, np.ndarray], *, vocab_size: int, draft_vocab_size
 
 
 def write(draft_to_target: np.ndarray, vocab_size: int, draft_vocab_size: int) -> dict[str, np.ndarray]:
-    """``d2t`` and ``t2d`` of absolute ids; neither when the vocabularies are equal (vLLM refuses them then)."""
+    """Returns the tensors ``d2t`` and ``t2d``; none if the vocabularies are equal, because vLLM refuses them then."""
     absolute = np.asarray(draft_to_target, np.int64)
     _check_table(absolute, draft_vocab_size, "draft_to_target")
+    in_range = (absolute >= 0) & (absolute < vocab_size)
     member = np.zeros(vocab_size, np.bool_)
-    member[absolute[(absolute >= 0) & (absolute < vocab_size)]] = True
+    member[absolute[in_range]] = True
     tensors = {"d2t": absolute - np.arange(draft_vocab_size), "t2d": member}
     read(tensors, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, where="the head")
     return {} if draft_vocab_size == vocab_size else tensors
 
 
-def check_ids(ids: np.ndarray, size: int, vocab_size: int, what: str) -> None:
-    """Refuses ids that are not ``size`` different ids of a vocabulary."""
-    _check_table(ids, size, what)
+def check_ids(ids: np.ndarray, size: int, vocab_size: int, label: str) -> None:
+    """Refuses ids that are not ``size`` different ids of a vocabulary; ``label`` is their name in messages."""
+    _check_table(ids, size, label)
     if len(np.unique(ids)) != ids.size or ids.min() < 0 or ids.max() >= vocab_size:
         raise CheckpointError(
-            f"{what} is no list of different target ids from 0 to {vocab_size - 1}; fetch or convert it again"
+            f"{label} is no list of different target ids from 0 to {vocab_size - 1}; fetch or convert it again"
         )
 
 
-def _check_table(table: np.ndarray, size: int, what: str) -> None:
+def _check_table(table: np.ndarray, size: int, label: str) -> None:
     if table.shape != (size,) or table.dtype.kind not in "iu":
-        raise CheckpointError(f"{what} is {table.dtype}{list(table.shape)}; expected whole numbers of shape [{size}]")
+        raise CheckpointError(f"{label} is {table.dtype}{list(table.shape)}; expected whole numbers of shape [{size}]")
 
 
 def _check_mask(member: np.ndarray, absolute: np.ndarray, vocab_size: int, where: str) -> None:

@@ -1,4 +1,4 @@
-"""Errors that converters raise, and how values of files are shown in them."""
+"""Errors of reading and writing checkpoints, and the display of values in their messages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class CheckpointError(ValueError):
 
 
 class TargetNeededError(CheckpointError):
-    """The file of a head leaves open what only its target decides."""
+    """A head cannot be read without its target, because its file leaves a setting to the target."""
 
 
 def printable(text: str) -> str:
-    """Escapes characters that a terminal would obey or could not show; names in files can be anything."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    """Escapes characters that a terminal would obey or could not show; files may hold any names."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 __all__ = ["CheckpointError", "TargetNeededError", "printable", "short"]

@@ -1,4 +1,4 @@
-"""Typed fields of a JSON file. A missing or malformed field is refused with its name and that of the file."""
+"""Typed fields of a JSON file. A missing or malformed field is an error that names the field and the file."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Value = TypeVar("Value")
 
 
 class Fields(NamedTuple):
-    """A JSON object that knows its file, for messages.
+    """A JSON object and, for messages, the name of its file.
 
     A field that is null counts as absent. A field without a default is required.
     """
 
     values: Mapping[str, Any]  #: The object.
-    where: str  #: The file.
+    where: str  #: The name of the file.
 
     def get(self, name: str) -> Any:
-        """The raw value; ``None`` when absent or null."""
+        """Returns the raw value; ``None`` when absent or null."""
         return self.values.get(name)
 
     def require(self, *names: str) -> None:
-        """Refuses a file without a field whose default changes the mathematics and differs by family."""
+        """Refuses a file without these fields. Their defaults change the mathematics and differ by family."""
         for name in names:
             if name not in self.values:
                 raise self._missing(name)
@@ -34,98 +34,115 @@ class Fields(NamedTuple):
     def only(self, *, advice: str = "", **supported: Any) -> None:
         """Refuses fields with another value than the supported one; absent fields pass."""
         for name, value in supported.items():
-            found = self.get(name)
-            if found is not None and (found != value or isinstance(found, bool) != isinstance(value, bool)):
+            stored = self.get(name)
+            if stored is None:
+                continue
+            if stored != value or isinstance(stored, bool) != isinstance(value, bool):
                 raise self.wrong(name, f"only {value!r} is supported{advice and '; ' + advice}")
 
     def one_of(self, name: str, choices: Collection[str], default: str | None = None, *, purpose: str = "") -> str:
-        """One of several texts; ``purpose`` says what the choices are for, as in ``for an EAGLE-3 head``."""
+        """Returns one of several texts.
+
+        Args:
+            name: Name of the field.
+            choices: The allowed texts.
+            default: The text of an absent field; ``None`` if the field is required.
+            purpose: Purpose of the choices in messages, as in ``for an EAGLE-3 head``.
+        """
         value = default if self.get(name) is None else self.get(name)
         if not isinstance(value, str) or value not in choices:
-            expected = " or ".join(map(repr, choices)) if len(choices) < 4 else f"one of {', '.join(choices)}"
+            expected = f"one of {', '.join(choices)}"
+            if len(choices) < 4:
+                expected = " or ".join(map(repr, choices))
             raise CheckpointError(
                 f"{self.where}: {name} is {short(value)}; expected {expected}{purpose and ' ' + purpose}"
             )
         return value
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number."""
+        """Returns a whole number."""
         value = self._present(name, default)
         if not _is_whole(value):
             raise self.wrong(name, "expected a whole number")
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A whole number of things: at least one, and no more than the device can count."""
+        """Returns a whole number of at least one, and no more than a device can count."""
         value = self.integer(name, default)
         if not 1 <= value <= MOST:
             raise self.wrong(name, f"expected a whole number from 1 to {MOST:,}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number."""
+        """Returns a finite number."""
         value = self._present(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not -1e300 < value < 1e300:
             raise self.wrong(name, "expected a finite number")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
-        """A finite number, or ``None`` when absent."""
+        """Returns a finite number, or ``None`` when absent."""
         return None if self.get(name) is None else self.number(name)
 
     def optional_size(self, name: str) -> int | None:
-        """A size, or ``None`` when absent."""
+        """Returns a size, or ``None`` when absent."""
         return None if self.get(name) is None else self.size(name)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
+        """Returns true or false."""
         value = self._present(name, default)
         if not isinstance(value, bool):
             raise self.wrong(name, "expected true or false")
         return value
 
     def words(self, name: str) -> list[str]:
-        """A list of texts; empty when absent."""
+        """Returns a list of texts; empty when absent."""
         value = self._present(name, [])
         if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
             raise self.wrong(name, "expected a list of texts")
         return value
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of finite numbers."""
+        """Returns a list of finite numbers."""
         value = self._present(name, None)
         if not isinstance(value, list):
             raise self.wrong(name, "expected a list of numbers")
-        return tuple(Fields({name: one}, self.where).number(name) for one in value)
+        return tuple(Fields({name: entry}, self.where).number(name) for entry in value)
 
-    def indices(self, name: str, count: int | None = None, what: str = "") -> list[int] | None:
-        """A list of whole numbers from 0 up to ``count``; ``None`` when absent."""
+    def indices(self, name: str, count: int | None = None, entries: str = "whole numbers") -> list[int] | None:
+        """Returns a list of whole numbers from 0 to ``count - 1``; ``None`` when absent.
+
+        ``entries`` is the name of the numbers in messages. Without a ``count`` the numbers have no upper bound.
+        """
         value = self.get(name)
         if value is None:
             return None
         bound = float("inf") if count is None else count
-        if not isinstance(value, list) or not all(_is_whole(one) and 0 <= one < bound for one in value):
-            wanted = f"{what or 'whole numbers'} from 0 {'up' if count is None else f'to {count - 1}'}"
-            raise self.wrong(name, f"expected a list of {wanted}")
+        if not isinstance(value, list) or not all(_is_whole(index) and 0 <= index < bound for index in value):
+            limits = "from 0 up" if count is None else f"from 0 to {count - 1}"
+            raise self.wrong(name, f"expected a list of {entries} {limits}")
         return value
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """One token id or a list of them; none when absent."""
+        """Returns the token ids of a field that holds one or a list of them; empty when absent."""
         value = self.get(name)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        ids = value if isinstance(value, list) else [value]
+        if value is None:
+            ids = []
         if not all(_is_whole(token) and 0 <= token < vocab_size for token in ids):
             raise self.wrong(name, f"expected token ids from 0 to {vocab_size - 1}")
         return tuple(ids)
 
     def section(self, name: str) -> Fields:
-        """A nested object; empty when absent."""
+        """Returns a nested object; empty when absent."""
         value = self._present(name, {})
         if not isinstance(value, dict):
             raise self.wrong(name, "expected an object")
         return Fields(value, f"{self.where}, {name}")
 
     def wrong(self, name: str, expected: str) -> CheckpointError:
-        """The refusal of a field's value."""
+        """Returns the error about the value of a field."""
         return CheckpointError(f"{self.where}: {name} is {short(self.get(name))}; {expected}")
 
     def _present(self, name: str, default: Any) -> Any:
@@ -140,18 +157,27 @@ class Fields(NamedTuple):
         return CheckpointError(f"{self.where} has no {name}; it changes the mathematics, so add it to the file")
 
 
-def agreed(found: Mapping[str, Value], where: str) -> Value | None:
-    """The one value that several fields give; ``None`` when there is none. Values that are ``None`` do not count."""
-    named = {name: value for name, value in found.items() if value is not None}
-    if any(value != next(iter(named.values())) for value in named.values()):
-        listed = " and ".join(f"{name} is {short(value)}" for name, value in named.items())
+def agreed(values: Mapping[str, Value], where: str) -> Value | None:
+    """Returns the common value of several fields; ``None`` if none of them has a value.
+
+    Args:
+        values: The values by the names of the fields; ``None`` for a field without a value.
+        where: The name of the file, for messages.
+
+    Raises:
+        CheckpointError: Two fields have different values.
+    """
+    present = {name: value for name, value in values.items() if value is not None}
+    first = next(iter(present.values()), None)
+    if any(value != first for value in present.values()):
+        listed = " and ".join(f"{name} is {short(value)}" for name, value in present.items())
         raise CheckpointError(f"{where}: {listed}; they must agree, so remove the wrong one")
-    return next(iter(named.values()), None)
+    return first
 
 
 @contextlib.contextmanager
 def read_from(where: str) -> Iterator[None]:
-    """Adds the name of the file to the refusal of a configuration that is built from it."""
+    """Adds the name of a file to errors about the configuration that is built from it."""
     try:
         yield
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""Directories, JSON files and tokenizers of checkpoints: read strictly, written all at once."""
+"""Reads directories, JSON files and tokenizers of checkpoints strictly; writes directories all at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from eagle3_jax.files.writing import WriteError, check_free, whole_directory
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _LONGEST_JSON = 100_000_000  # bytes; the index of a model of a thousand shards has a few millions
-# Files that are copied with a checkpoint as they are.
+# A conversion copies these files unchanged.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -32,7 +32,11 @@ TOKENIZER_FILES = (
 
 
 def checkpoint_path(checkpoint: str | os.PathLike[str]) -> Path:
-    """The directory of a checkpoint, or its GGUF file."""
+    """Returns the path of a checkpoint: a directory, or a GGUF file.
+
+    Raises:
+        CheckpointError: The path holds no checkpoint; the message names the usual mistakes.
+    """
     path = Path(checkpoint)
     try:
         if not path.exists():
@@ -43,9 +47,11 @@ def checkpoint_path(checkpoint: str | os.PathLike[str]) -> Path:
             raise CheckpointError(f"{path} is a file; give the directory that holds config.json and the weights")
         snapshots = path / "snapshots"
         if snapshots.is_dir() and not any((path / name).exists() for name in ("config.json", NATIVE_FILE)):
-            found = sorted(snapshots.iterdir())
-            give = str(found[0]) if len(found) == 1 else f"one of its {len(found)} snapshots, in {snapshots}"
-            raise CheckpointError(f"{path} is a folder of the hub's cache; give {give}")
+            candidates = sorted(snapshots.iterdir())
+            advice = f"one of its {len(candidates)} snapshots, in {snapshots}"
+            if len(candidates) == 1:
+                advice = str(candidates[0])
+            raise CheckpointError(f"{path} is a folder of the hub's cache; give {advice}")
     except OSError as error:
         raise unreadable(path, error) from None
     try:
@@ -55,12 +61,12 @@ def checkpoint_path(checkpoint: str | os.PathLike[str]) -> Path:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is that of a GGUF file."""
+    """Tells whether a path is that of a GGUF file."""
     return path.suffix == ".gguf" and path.is_file()
 
 
 def refuse_pointer(path: Path) -> None:
-    """Refuses the few lines of text that Git LFS leaves in place of a file that was not fetched."""
+    """Refuses a pointer of Git LFS, the few lines of text in place of a file that was not fetched."""
     with path.open("rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
             raise CheckpointError(
@@ -69,12 +75,12 @@ def refuse_pointer(path: Path) -> None:
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """The error of the operating system about a file, as a refusal."""
+    """Returns an error of the operating system about a file as a :class:`CheckpointError`."""
     return CheckpointError(f"{path} cannot be read ({error.strerror or error}); give a checkpoint that can be")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
+    """Reads the JSON object in a file."""
     try:
         if not path.is_file():
             raise CheckpointError(
@@ -90,7 +96,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parsed_json(content: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object in the content of a file; ``path`` is its name in messages."""
+    """Parses the content of a file as a JSON object; ``path`` is its name in messages."""
     try:
         value = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number of thousands of digits, deep nesting
@@ -109,7 +115,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def new_directory(final: str | os.PathLike[str], num_bytes: int = 0) -> Iterator[Path]:
     """Yields a temporary directory that takes the final name when the block ends without an error.
 
-    ``num_bytes``, the least that will be written, is checked against the free space first.
+    Raises:
+        CheckpointError: The directory exists, or the free space is smaller than ``num_bytes``, the least size of the
+            written files.
     """
     try:
         check_free(Path(final).absolute(), num_bytes)
@@ -120,7 +128,7 @@ def new_directory(final: str | os.PathLike[str], num_bytes: int = 0) -> Iterator
 
 
 def read_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer in a file; ``None`` when there is no such file."""
+    """Reads the tokenizer in a file; returns ``None`` if there is no such file."""
     if not path.is_file():
         return None
     refuse_pointer(path)
@@ -132,15 +140,15 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
 
 
 def parsed_tokenizer(text: str, path: Path) -> Tokenizer:
-    """The tokenizer of a ``tokenizer.json``; ``path`` is its name in messages."""
+    """Parses the content of a ``tokenizer.json``; ``path`` is its name in messages."""
     try:
         tokenizer = Tokenizer.from_str(text)
     except BaseException as error:
-        # tokenizers raises no class of its own, and a panic of its Rust code is not even an Exception.
+        # The package tokenizers raises plain exceptions, and a panic of its Rust code is not even an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise _no_tokenizer(path, error) from None
-    # Some are saved with the length that they were trained at; a prompt is used whole or refused.
+    # Some tokenizers are saved with the length of their training; prompts must never be cut.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

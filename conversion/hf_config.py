@@ -1,9 +1,9 @@
 """Fields of Hugging Face ``config.json`` files that targets and heads share: layers, rotary embedding, experts.
 
-Every part is read by a ``read_`` function and written by a ``_fields`` function. A field whose absence would change the
-mathematics is required. The exceptions are those that the published format itself defines as optional, because
-checkpoints in use omit them: the number of key heads (as many as query heads), the head dimension (width over heads),
-biases (none), the rotary base (10000) and the activation (SiLU).
+A ``read_`` function reads each part and a ``_fields`` function writes it. A field whose absence would change the
+mathematics is required. The exceptions are fields that the published format defines as optional and that checkpoints in
+use omit: the number of key heads (as many as query heads), the head dimension (width over heads), biases (none), the
+rotary base (10000) and the activation (SiLU).
 
 Every function raises a ``CheckpointError`` for a field that is missing, malformed or unsupported, and for a
 configuration that the format cannot express. The message names the field and the file.
@@ -39,8 +39,8 @@ from eagle3_jax.models.config import (
 
 _LAYER_TYPES = _FULL, _SLIDING = ("full_attention", "sliding_attention")
 _ORIGINAL = "original_max_position_embeddings"
-# The parameters of each type of rotary embedding, with their defaults; ... where a parameter is required. The beta of
-# yarn are the constants of the paper, and the rest of its optional parameters is derived from the factor.
+# The parameters of each type of rotary embedding, with their defaults; ... for a required parameter. The two betas of
+# yarn are the constants of the paper. Its other optional parameters are derived from the factor.
 _ROPE_PARAMETERS: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": ...},
@@ -57,19 +57,19 @@ _ROPE_PARAMETERS: dict[str, dict[str, Any]] = {
     },
     "longrope": {_ORIGINAL: ..., "short_factor": ..., "long_factor": ..., "factor": None, "attention_factor": None},
 }
-# Types that are computed for every length.
+# Types without a limit of the text length.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}.union(*_ROPE_PARAMETERS.values())
-# Names of the number of experts. transformers writes one of them where published files have the other.
+# Names of the number of experts. transformers and publishers write different ones.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def refuse_unsupported(
     fields: Fields, *, hidden_act: str = "silu", scales_logits: bool = False, causal: bool = True
 ) -> None:
-    """Refuses activations, scaled logits, layers of other sizes and attention that the family does not compute.
+    """Refuses activations, scaled logits, layers of different sizes and attention that the family does not compute.
 
-    ``causal`` says whether attention must be causal, as in every target; a block drafter reads that itself.
+    ``causal`` means that attention must be causal, as in every target. A block drafter reads that setting itself.
     """
     if causal:
         refuse_bidirectional(fields)
@@ -82,13 +82,13 @@ def refuse_unsupported(
 
 
 def refuse_bidirectional(fields: Fields) -> None:
-    """Refuses ``is_causal`` with another value than true, which makes transformers attend in both directions."""
+    """Refuses ``is_causal`` unless it is true; otherwise transformers attends in both directions."""
     if fields.values.get("is_causal", True) is not True:  # null counts as false there
         raise fields.wrong("is_causal", "only causal attention is supported")
 
 
 def refuse_windows(fields: Fields) -> None:
-    """Refuses sliding windows, where the architecture has none."""
+    """Refuses sliding windows, for an architecture without them."""
     layer_types = fields.words("layer_types")
     windowed = sorted(set(layer_types) - {"full_attention"})
     if windowed:
@@ -98,11 +98,11 @@ def refuse_windows(fields: Fields) -> None:
 
 
 def read_mixer(fields: Fields, *, rope: RopeConfig | None = None, **features: Any) -> GroupedQuery:
-    """Grouped-query attention without a window.
+    """Reads grouped-query attention without a window.
 
     Args:
-        fields: The geometry.
-        rope: Rotary embedding, if it has been read already.
+        fields: The fields of the configuration with the sizes of the model.
+        rope: Rotary embedding. Default: read from ``fields``.
         features: Further arguments of :class:`GroupedQuery`, such as ``qkv_bias``.
     """
     width = fields.size("hidden_size")
@@ -122,13 +122,13 @@ def read_mixer(fields: Fields, *, rope: RopeConfig | None = None, **features: An
 
 
 def read_mlp(fields: Fields, *, bias: bool = False, activation: Activation = "silu") -> GatedMLP:
-    """The gated MLP."""
+    """Reads the gated MLP."""
     with read_from(fields.where):
         return GatedMLP(width=fields.size("intermediate_size"), bias=bias, activation=activation)
 
 
 def read_window(fields: Fields) -> int | None:
-    """``sliding_window``, which the file must name: null is none, and absent means a default of the family."""
+    """Reads ``sliding_window``. The file must have it: null means no window, and the default differs by family."""
     fields.require("sliding_window")
     return fields.optional_size("sliding_window")
 
@@ -136,9 +136,14 @@ def read_window(fields: Fields) -> int | None:
 def read_types(
     fields: Fields, known: Sequence[str], num_layers: int, *, name: str = "layer_types", owner: str = ""
 ) -> list[str]:
-    """The kind of every layer, from a list of the file; empty where there is no list.
+    """Reads the kind of every layer from a list of the file; returns an empty list if there is none.
 
-    ``owner`` says in a message where the number of layers comes from, by default from ``num_hidden_layers``.
+    Args:
+        fields: The fields of the configuration.
+        known: The supported kinds.
+        num_layers: Number of layers.
+        name: Name of the list.
+        owner: The source of the number of layers, in messages. Default: ``num_hidden_layers``.
     """
     types = fields.words(name)
     if types and len(types) != num_layers:
@@ -153,9 +158,17 @@ def read_types(
 def read_windows(
     fields: Fields, window: int | None, slides: Callable[[int], bool], num_layers: int | None = None
 ) -> list[int | None]:
-    """The window of every layer: as ``layer_types`` says, or otherwise ``window`` for those that ``slides`` names."""
+    """Reads the window of every layer from ``layer_types``.
+
+    Args:
+        fields: The fields of the configuration.
+        window: The window of the layers that have one; ``None`` for no windows.
+        slides: Tells whether a layer has a window. It is used if there are no ``layer_types``.
+        num_layers: Number of layers of a head. Default: ``num_hidden_layers``.
+    """
     count = num_layers or read_num_layers(fields)
-    types = read_types(fields, _LAYER_TYPES, count, owner="" if num_layers is None else f"the head has {count}")
+    owner = "" if num_layers is None else f"the head has {count}"
+    types = read_types(fields, _LAYER_TYPES, count, owner=owner)
     if not types:
         return [window if slides(layer) else None for layer in range(count)]
     if window is None and _SLIDING in types:
@@ -164,7 +177,7 @@ def read_windows(
 
 
 def read_window_of_all(fields: Fields, window: int | None) -> list[int | None]:
-    """The window of every layer of a family in which ``layer_types`` changes nothing: it may only say the same."""
+    """Returns the window of every layer of a family that ignores ``layer_types``; refuses contradicting ones."""
     count = read_num_layers(fields)
     kind = _FULL if window is None else _SLIDING
     if set(read_types(fields, _LAYER_TYPES, count)) - {kind}:
@@ -175,19 +188,20 @@ def read_window_of_all(fields: Fields, window: int | None) -> list[int | None]:
 def read_decoder(
     fields: Fields, mixer: Mixer, mlp: MLP, *, windows: Sequence[int | None] | None = None
 ) -> DecoderConfig:
-    """A target of layers that differ at most in their windows.
+    """Reads a target whose layers differ at most in their windows.
 
     Args:
-        fields: The geometry.
-        mixer: Of every layer.
-        mlp: Of every layer.
-        windows: Of each layer; none when left out.
+        fields: The fields of the configuration with the sizes of the model.
+        mixer: The mixer of every layer, without a window.
+        mlp: The MLP of every layer.
+        windows: The window of each layer. Default: no windows.
     """
     with read_from(fields.where):
         if windows is None:
             layers = uniform(read_num_layers(fields), mixer, mlp)
         else:
-            layers = tuple(with_window(LayerConfig(mixer=mixer, mlp=mlp), one) for one in windows)
+            layer = LayerConfig(mixer=mixer, mlp=mlp)
+            layers = tuple(with_window(layer, window) for window in windows)
     return decoder_of(fields, layers)
 
 
@@ -201,7 +215,7 @@ def decoder_of(
     tied: bool = False,
     **features: Any,
 ) -> DecoderConfig:
-    """A target of these layers; ``features`` are further arguments of :class:`DecoderConfig`."""
+    """Builds a target of these layers; ``features`` are further arguments of :class:`DecoderConfig`."""
     refuse_unsupported(fields, hidden_act=hidden_act, scales_logits="logit_scale" in features)
     with read_from(fields.where):
         return DecoderConfig(
@@ -214,7 +228,7 @@ def decoder_of(
 
 
 def read_num_layers(fields: Fields) -> int:
-    """``num_hidden_layers``, no more than any model has."""
+    """Reads ``num_hidden_layers``; refuses more layers than any model has."""
     count = fields.size("num_hidden_layers")
     if count > MOST_LAYERS:
         raise CheckpointError(f"{fields.where}: num_hidden_layers is {count}; expected at most {MOST_LAYERS:,}")
@@ -222,21 +236,23 @@ def read_num_layers(fields: Fields) -> int:
 
 
 def read_stack(fields: Fields, norm_eps: str = "rms_norm_eps") -> dict[str, Any]:
-    """The sizes of a target or a head besides its layers, as arguments of its configuration."""
+    """Reads the sizes of a target or a head, except those of its layers, as arguments of its configuration."""
     return {
         "vocab_size": fields.size("vocab_size"),
         "width": fields.size("hidden_size"),
-        # The bound on the context does not enter the mathematics; 2048 is what LlamaConfig says.
+        # The limit of the context does not change the mathematics; 2048 is the default of LlamaConfig.
         "max_positions": fields.size("max_position_embeddings", 2048),
         "norm_eps": fields.number(norm_eps),
     }
 
 
 def stack_fields(config: Any, dtype: str) -> dict[str, Any]:
-    """The geometry of a target or a head as a Hugging Face configuration, which describes one layer for all of them.
+    """Returns the sizes of a target or a head as fields of a Hugging Face configuration, which describes one layer.
 
-    A family whose layers differ in more, or are of other kinds, adds its own fields to these.
+    A family whose layers differ in more, or are of other kinds, adds its own fields.
     """
+    mlps = [layer.mlp for layer in config.layers if isinstance(layer.mlp, GatedMLP)]
+    mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, GroupedQuery)]
     fields = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,
@@ -247,12 +263,10 @@ def stack_fields(config: Any, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    mlp = next((layer.mlp for layer in config.layers if isinstance(layer.mlp, GatedMLP)), None)
-    mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, GroupedQuery)]
-    if mlp is not None:
-        fields["intermediate_size"] = mlp.width
+    if mlps:
+        fields["intermediate_size"] = mlps[0].width
     if mixers:
-        # Where only some layers rotate, the first of those is described.
+        # If only some layers rotate, the fields describe the first of those.
         mixer = next((mixer for mixer in mixers if mixer.rope is not None), mixers[0])
         if config.width % mixer.num_heads:
             raise CheckpointError(
@@ -269,15 +283,15 @@ def stack_fields(config: Any, dtype: str) -> dict[str, Any]:
 
 
 def layer_types(config: DecoderConfig | Eagle3Config) -> list[str]:
-    """``layer_types`` of a target or a head."""
+    """Returns ``layer_types`` of a target or a head."""
     return [_FULL if grouped(layer).window is None else _SLIDING for layer in config.layers]
 
 
 def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> list[int | None]:
-    """The window of every layer of a head, whose ``layer_types`` alone name the layers that slide.
+    """Reads the window of every layer of a head; only ``layer_types`` can name the layers with a window.
 
-    Without them vLLM takes the window of the target's cache, whatever the head's file says; such a file is refused.
-    ``switched``: a window counts only where ``use_sliding_window`` is set, as in Qwen3's configuration.
+    A file with a window and no ``layer_types`` is refused: vLLM would use the window of the target's cache.
+    ``switched`` means that a window counts only if ``use_sliding_window`` is set, as in Qwen3's configuration.
     """
     types = fields.words("layer_types")
     if not types and fields.flag("use_sliding_window", default=fields.get("sliding_window") is not None):
@@ -291,13 +305,13 @@ def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> lis
 
 
 def window_fields(config: DecoderConfig) -> dict[str, Any]:
-    """``sliding_window`` and ``layer_types`` of a target whose windows are of one size."""
+    """Returns ``sliding_window`` and ``layer_types`` of a target whose windows have the same size."""
     windows = (grouped(layer).window for layer in config.layers)
     return {"sliding_window": next(filter(None, windows), None), "layer_types": layer_types(config)}
 
 
 def head_window_fields(config: Eagle3Config) -> dict[str, Any]:
-    """The fields of a head's windows; none where no layer has one."""
+    """Returns the fields of a head's windows; none if no layer has a window."""
     windows = {grouped(layer).window for layer in config.layers} - {None}
     if not windows:
         return {}
@@ -310,12 +324,12 @@ def head_window_fields(config: Eagle3Config) -> dict[str, Any]:
 
 
 def bias_fields(layer: LayerConfig) -> dict[str, bool]:
-    """Biases in Llama's fields: one flag for all four projections of attention."""
+    """Returns biases in Llama's fields: one flag for all four projections of attention."""
     return {"attention_bias": grouped(layer).qkv_bias, "mlp_bias": gated(layer).bias}
 
 
 def require_theta(fields: Fields) -> None:
-    """Refuses a file that names no base of the rotary embedding, where its default is not that of other families."""
+    """Refuses a file without the base of the rotary embedding, for a family with an unusual default."""
     if all(fields.section(name).get("rope_theta") is None for name in ("rope_parameters", "rope_scaling")):
         fields.number("rope_theta")
 
@@ -329,22 +343,24 @@ def read_rope(
     interleaved: bool = False,
     types: Sequence[str] = _ROPE_TYPES,
 ) -> RopeConfig:
-    """The rotary embedding, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
+    """Reads the rotary embedding, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
 
     Args:
-        fields: The geometry.
-        known: Names among the parameters that the family reads itself.
-        theta: The base where the file names none. 10,000 is that of the original Llama, whose files do not name it,
-            and of official heads.
-        partial: The share of channels that rotate, where the file does not say; ``None`` for a family in which all
-            channels rotate.
+        fields: The fields of the configuration.
+        known: Names of parameters that the family reads itself.
+        theta: Default of the base. 10,000 is that of official heads and of the original Llama, whose files omit it.
+        partial: Default of the share of channels that rotate; ``None`` for a family in which all channels rotate.
         interleaved: Whether neighbouring channels rotate together, in this family.
         types: Types of the family.
     """
+
+    def read(rope: Fields) -> RopeConfig:
+        config = _rope_from(fields, rope, known, theta=theta, partial=partial, types=types)
+        return dataclasses.replace(config, interleaved=interleaved)
+
     sections = {name: fields.section(name) for name in ("rope_parameters", "rope_scaling")}
-    own: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": interleaved, "types": types}
-    found = {name: _rope_from(fields, one, known, **own) for name, one in sections.items() if one.values}
-    return agreed(found, fields.where) or _rope_from(fields, Fields({}, fields.where), known, **own)
+    ropes = {name: read(section) for name, section in sections.items() if section.values}
+    return agreed(ropes, fields.where) or read(Fields({}, fields.where))
 
 
 def _rope_from(
@@ -354,7 +370,6 @@ def _rope_from(
     *,
     theta: float,
     partial: float | None,
-    interleaved: bool,
     types: Sequence[str],
 ) -> RopeConfig:
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -362,9 +377,8 @@ def _rope_from(
         raise CheckpointError(
             f"{rope.where}: rope type {short(kind)} is not supported; expected one of {', '.join(types)}"
         )
-    unknown = sorted(
-        key for key, value in rope.values.items() if key not in _ROPE_KEYS and key not in known and value is not None
-    )
+    allowed = _ROPE_KEYS.union(known)
+    unknown = sorted(key for key, value in rope.values.items() if key not in allowed and value is not None)
     if unknown:
         raise CheckpointError(f"{rope.where}: {unknown[0]!r} is not supported for rope type {kind!r}")
     share = _either(fields, rope, "partial_rotary_factor", 1.0 if partial is None else partial)
@@ -374,13 +388,13 @@ def _rope_from(
     if base <= 0:
         raise CheckpointError(f"{fields.where}: rope_theta is {base}; expected a positive number")
     with read_from(rope.where):
-        return dataclasses.replace(_rope_of(kind, base, fields, rope), partial=share, interleaved=interleaved)
+        return dataclasses.replace(_rope_of(kind, base, fields, rope), partial=share)
 
 
 def _either(fields: Fields, rope: Fields, name: str, default: float) -> float:
-    """A number at the top level, among the parameters, or in both places."""
-    found = {name: fields.optional_number(name), f"{name} in the rope parameters": rope.optional_number(name)}
-    value = agreed(found, fields.where)
+    """Reads a number at the top level, among the parameters, or in both."""
+    numbers = {name: fields.optional_number(name), f"{name} in the rope parameters": rope.optional_number(name)}
+    value = agreed(numbers, fields.where)
     return default if value is None else value
 
 
@@ -388,26 +402,28 @@ def _rope_of(kind: str, theta: float, fields: Fields, rope: Fields) -> RopeConfi
     values: dict[str, Any] = {"theta": theta, "type": kind}
     for name, default in _ROPE_PARAMETERS[kind].items():
         if name == _ORIGINAL:
-            # Phi-style files keep it at the top level, where transformers gives it priority.
+            # Files of Phi have it at the top level, and transformers gives that one priority.
             owner = fields if fields.get(name) is not None else rope
             values["original_max_positions"] = owner.integer(name)
         elif name in ("short_factor", "long_factor"):
             values[name] = rope.numbers(name)
         elif isinstance(default, bool):
-            values[name] = rope.flag(name, default and name not in rope.values)  # as in transformers, null means false
+            absent = name not in rope.values
+            values[name] = rope.flag(name, default and absent)  # as in transformers, null means false
         elif default is None:
             values[name] = rope.optional_number(name)
         else:
             values[name] = rope.number(name, None if default is ... else default)
     if kind == "longrope" and values["factor"] is None:
-        values["factor"] = fields.size("max_position_embeddings") / max(values["original_max_positions"], 1)
+        original = max(values["original_max_positions"], 1)
+        values["factor"] = fields.size("max_position_embeddings") / original
     return RopeConfig(**values)
 
 
 def rope_fields(rope: RopeConfig | None, *, partial: bool = False) -> dict[str, Any]:
-    """The rotary embedding in both notations: transformers 5 reads the new one, 4.x, vLLM and SGLang the old one.
+    """Returns the rotary embedding in the notation of transformers 5 and in that of transformers 4, vLLM and SGLang.
 
-    ``partial`` writes the share of channels that rotate, for a family in which some need not.
+    ``partial`` adds the share of channels that rotate, for a family in which not all rotate.
     """
     if rope is None:
         raise CheckpointError("a layer without rotary embedding cannot be expressed in this layout; use --to jax")
@@ -416,17 +432,15 @@ def rope_fields(rope: RopeConfig | None, *, partial: bool = False) -> dict[str, 
         value = rope.original_max_positions if name == _ORIGINAL else getattr(rope, name)
         if scaling is not None and value is not None and value is not True:  # transformers 4 warns about `truncate`
             scaling[name] = list(value) if isinstance(value, tuple) else value
-    parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": rope.theta}
-    fields = {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": parameters}
-    if not partial:
-        return fields
-    share = {"partial_rotary_factor": rope.partial}
-    return {**fields, **share, "rope_parameters": {**parameters, **share}}
+    share = {"partial_rotary_factor": rope.partial} if partial else {}
+    parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": rope.theta, **share}
+    return {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": parameters, **share}
 
 
 def read_experts(fields: Fields, router: Router, *, width: str = "moe_intermediate_size", **features: Any) -> Experts:
-    """A mixture of experts; ``width`` is the field with the inner width of one."""
-    count = agreed({name: fields.optional_size(name) for name in _COUNTS}, fields.where)
+    """Reads a mixture of experts; ``width`` is the name of the field with the inner width of an expert."""
+    counts = {name: fields.optional_size(name) for name in _COUNTS}
+    count = agreed(counts, fields.where)
     if count is None:
         raise CheckpointError(f"{fields.where} has none of {', '.join(_COUNTS)}; add the number of experts")
     with read_from(fields.where):
@@ -439,7 +453,7 @@ def read_experts(fields: Fields, router: Router, *, width: str = "moe_intermedia
         )
 
 
-# The fields of DeepSeek V3's experts, by ours.
+# The fields of DeepSeek V3's experts, by the fields of :class:`Experts`.
 _CORRECTED = {
     "per_token": "num_experts_per_tok",
     "width": "moe_intermediate_size",
@@ -451,24 +465,23 @@ _CORRECTED = {
 
 
 def read_corrected(fields: Fields) -> Experts:
-    """The experts of DeepSeek V3 and its successors: sigmoids, a correction that chooses, groups, shared experts."""
+    """Reads the experts of DeepSeek V3 and its successors: sigmoids, a correction bias, groups, shared experts."""
     fields.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     fields.require("norm_topk_prob")
-    return read_experts(
-        fields,
-        "sigmoid",
-        normalise=fields.flag("norm_topk_prob"),
-        scaling=fields.number("routed_scaling_factor"),
-        groups=fields.size("n_group", 1),
-        kept_groups=fields.size("topk_group", 1),
-        shared_width=fields.size("moe_intermediate_size") * fields.integer("n_shared_experts", 0),
-    )
+    features = {
+        "normalise": fields.flag("norm_topk_prob"),
+        "scaling": fields.number("routed_scaling_factor"),
+        "groups": fields.size("n_group", 1),
+        "kept_groups": fields.size("topk_group", 1),
+    }
+    shared_width = fields.size("moe_intermediate_size") * fields.integer("n_shared_experts", 0)
+    return read_experts(fields, "sigmoid", shared_width=shared_width, **features)
 
 
 def corrected_fields(experts: Experts) -> dict[str, Any]:
-    """The fields of such experts."""
+    """Returns the fields of the experts that :func:`read_corrected` reads."""
     counts = {"n_routed_experts": experts.num_experts, "n_shared_experts": experts.shared_width // experts.width}
-    return counts | {theirs: getattr(experts, ours) for ours, theirs in _CORRECTED.items()}
+    return counts | {field: getattr(experts, name) for name, field in _CORRECTED.items()}
 
 
 def read_mlps(
@@ -477,13 +490,13 @@ def read_mlps(
     experts: Callable[[Fields], Experts],
     dense: Callable[[Fields], GatedMLP] = read_mlp,
 ) -> list[GatedMLP | Experts]:
-    """The MLP of every layer: experts where it is sparse. A kind that no layer has is not read."""
+    """Reads the MLP of every layer: experts in sparse layers. A kind that no layer has is not read."""
     read = {kind: (experts if kind else dense)(fields) for kind in set(is_sparse)}
     return [read[kind] for kind in is_sparse]
 
 
 def size_fields(experts: Experts) -> dict[str, Any]:
-    """The number of experts, the number for a token, and their width, in Qwen's fields."""
+    """Returns the number of experts, the number per token and the width of an expert, in Qwen's fields."""
     return {
         "num_experts": experts.num_experts,
         "num_experts_per_tok": experts.per_token,
@@ -492,13 +505,13 @@ def size_fields(experts: Experts) -> dict[str, Any]:
 
 
 def experts_of(config: DecoderConfig) -> Experts:
-    """The experts of a target, which are the same in every layer that has them."""
-    found = next((layer.mlp for layer in config.layers if isinstance(layer.mlp, Experts)), None)
-    if found is None:
+    """Returns the experts of a target, which are the same in every layer that has them."""
+    experts = next((layer.mlp for layer in config.layers if isinstance(layer.mlp, Experts)), None)
+    if experts is None:
         raise CheckpointError("a target without experts is of another family; use --to jax")
-    return found
+    return experts
 
 
 def dense_layers(config: DecoderConfig) -> list[int]:
-    """The layers without experts."""
+    """Lists the layers without experts."""
     return [index for index, layer in enumerate(config.layers) if isinstance(layer.mlp, GatedMLP)]

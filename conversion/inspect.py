@@ -1,4 +1,4 @@
-"""Description of a checkpoint directory, loadable or not."""
+"""Describes a checkpoint, loadable or not."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from eagle3_jax.models.config import GatedDelta
 class Description:
     """The facts about a checkpoint."""
 
-    kind: str  #: In words, such as ``draft head: EAGLE-3``.
+    kind: str  #: Kind of checkpoint in words, such as ``draft head: EAGLE-3``.
     dialect: str  #: The project whose layout it has.
-    loadable: bool  #: Whether this library reads it.
-    problem: str  #: Why not; empty when it is loadable.
-    note: str  #: What else it needs, such as its target, or what reading leaves out; empty otherwise.
-    quantisation: str  #: How its weights are quantised; empty when they are not, or the format is not read.
-    num_parameters: int  #: Floating-point numbers stored; all weights of a quantised target.
+    loadable: bool  #: Whether this library can load it.
+    problem: str  #: The reason why it cannot be loaded; empty when it is loadable.
+    note: str  #: Missing inputs such as the target of a head, or tensors that are left out; empty otherwise.
+    quantisation: str  #: Format of quantised weights; empty if weights are not quantised or the format is unsupported.
+    num_parameters: int  #: Number of stored floating-point numbers; for a quantised target, of all weights.
     num_bytes: int  #: Bytes of all tensors.
-    num_tensors: int  #: Tensors stored.
-    dtypes: dict[str, int]  #: Parameters stored in each dtype.
-    config: dict[str, Any]  #: The configuration file as it is.
-    has_tokenizer: bool  #: Whether there is a ``tokenizer.json``, or a GGUF file that holds what it says.
+    num_tensors: int  #: Number of stored tensors.
+    dtypes: dict[str, int]  #: Number of parameters stored in each dtype.
+    config: dict[str, Any]  #: The unchanged fields of the configuration file.
+    has_tokenizer: bool  #: Whether there is a ``tokenizer.json``, or a GGUF file with a tokenizer.
     source: Path  #: The directory, or the GGUF file.
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Returns the fields as JSON values."""
         return {**dataclasses.asdict(self), "source": str(self.source)}
 
 
@@ -50,7 +50,7 @@ def describe(directory: str | Path) -> Description:
     """Describes a checkpoint, loadable or not.
 
     Raises:
-        CheckpointError: It is no checkpoint.
+        CheckpointError: The directory is no checkpoint.
     """
     opened = open_checkpoint(directory)
     path = opened.directory
@@ -63,26 +63,31 @@ def describe(directory: str | Path) -> Description:
         stored = opened.stored
         tensors = stored.held or stored.tensors
         config = dict(stored.config)
-        usual = "huggingface" if stored.held is None else "gguf"
-        dialect = HEADS[kind].dialect(stored.signs) if kind in HEADS else usual
+        dialect = "huggingface" if stored.held is None else "gguf"
+        if kind in HEADS:
+            dialect = HEADS[kind].dialect(stored.signs)
     problem, note, quantised = _read(opened, config, tensors)
     has_tokenizer, refusal = _tokenizer(path)
     problem = problem or refusal
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
-        # Maps such as d2t are no parameters. The floats of ml_dtypes have a kind of their own.
+        # Integers, as in d2t, are no parameters. numpy does not count the types of ml_dtypes as floats.
         if not np.issubdtype(tensor.dtype, np.integer) and tensor.dtype != np.bool_:
             name = getattr(tensor, "label", str(tensor.dtype))
             dtypes[name] = dtypes.get(name, 0) + math.prod(tensor.shape)
-    weights = None if quantised is None else sum(leaf.size for _, leaf in flatten(quantised.params))
+    num_parameters = sum(dtypes.values())
+    words = ""
+    if quantised is not None and quantised.quantisation is not None:
+        num_parameters = sum(leaf.size for _, leaf in flatten(quantised.params))
+        words = quantised.quantisation.words
     return Description(
         kind=_label(kind, config),
         dialect=dialect,
         loadable=not problem,
         problem=problem,
         note=note,
-        quantisation="" if quantised is None else quantised.quantisation.words,  # type: ignore[union-attr]
-        num_parameters=sum(dtypes.values()) if weights is None else weights,
+        quantisation=words,
+        num_parameters=num_parameters,
         num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         num_tensors=len(tensors),
         dtypes=dtypes,
@@ -93,7 +98,7 @@ def describe(directory: str | Path) -> Description:
 
 
 def _tokenizer(path: Path) -> tuple[bool, str]:
-    """Whether there is a tokenizer, and why that of a GGUF file is not read."""
+    """Tells whether there is a tokenizer, and why a GGUF file's tokenizer is unsupported."""
     if not is_gguf(path):
         return (path / "tokenizer.json").is_file(), ""
     try:
@@ -105,7 +110,7 @@ def _tokenizer(path: Path) -> tuple[bool, str]:
 def _read(
     opened: Opened, config: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> tuple[str, str, TargetCheckpoint | None]:
-    """Why it cannot be loaded, what it needs or leaves out, and the target if it is a quantised one."""
+    """Returns the problem, the note and, for a quantised target, the target."""
     try:
         if opened.kind in HEADS:
             return "", head_of(opened).note, None
@@ -126,9 +131,11 @@ def _read(
 
 
 def _label(kind: str, config: Mapping[str, Any]) -> str:
-    """A kind in words, from the ``config.json`` of the checkpoint or the description of a native one."""
+    """Returns a kind in words, from the ``config.json`` of a checkpoint or the description of a native one."""
     if kind in HEADS:
         return f"draft head: {HEADS[kind].label}"
     model_type = str(config.get("family", config.get("model_type")))
-    family = FAMILIES.get(WRAPPERS[model_type].family(config) if model_type in WRAPPERS else model_type)
+    if model_type in WRAPPERS:
+        model_type = WRAPPERS[model_type].family(config)
+    family = FAMILIES.get(model_type)
     return f"target: {family.label}" if family else "language model of another architecture (not loadable here)"

@@ -38,7 +38,7 @@ FORMAT = 3
 TARGET = "target"
 _PARAMS = "params"
 
-# Values of `kind` where a field may hold one of several classes. Files contain them, so they are never renamed.
+# Values of `kind`, for fields that may hold one of several classes. Files contain them, so they are never renamed.
 _KINDS: dict[Any, str] = {
     GroupedQuery: "grouped-query",
     Latent: "latent",
@@ -49,12 +49,12 @@ _KINDS: dict[Any, str] = {
 
 
 def is_native(directory: Path) -> bool:
-    """Whether a directory holds a native checkpoint."""
+    """Tells whether a directory holds a native checkpoint."""
     return (directory / NATIVE_FILE).is_file()
 
 
 def read_kind(directory: Path) -> str:
-    """The kind of a native checkpoint: ``target`` or the name of a kind of head."""
+    """Reads the kind of a native checkpoint: ``target`` or the name of a kind of head."""
     return read_description(directory).one_of("kind", (TARGET, *HEADS))
 
 
@@ -62,9 +62,9 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
     """Writes a new native directory.
 
     Raises:
-        CheckpointError: The directory exists, or parameters and configuration differ.
+        CheckpointError: The directory exists, or the parameters do not fit the configuration.
     """
-    import orbax.checkpoint as ocp  # takes longer to import than most checkpoints to read
+    import orbax.checkpoint as ocp  # imported late: this takes longer than reading most checkpoints
 
     where = str(checkpoint.source)
     values = {"format": FORMAT, "config": to_json(checkpoint.config), "dtype": checkpoint.dtype}
@@ -88,15 +88,16 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
     with new_directory(directory, sum(leaf.nbytes for leaf in leaves.values())) as temporary:
         with orbax_quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             # Flat, because Orbax would turn the integer keys of lists of layers into strings.
-            checkpointer.save(temporary / _PARAMS, {k: np.ascontiguousarray(v) for k, v in leaves.items()})
+            contiguous = {path: np.ascontiguousarray(leaf) for path, leaf in leaves.items()}
+            checkpointer.save(temporary / _PARAMS, contiguous)
         write_json(temporary / NATIVE_FILE, values)
         copy_tokenizer(checkpoint.source, temporary)
 
 
-def read_native_target(directory: Path, own: Family | None = None) -> TargetCheckpoint:
-    """Reads a native target; ``own`` is a family in addition to those of the table."""
+def read_native_target(directory: Path, extra_family: Family | None = None) -> TargetCheckpoint:
+    """Reads a native target; ``extra_family`` is a family in addition to those of the table."""
     fields = read_description(directory)
-    family = family_of(fields.get("family"), fields.where, own)
+    family = family_of(fields.get("family"), fields.where, extra_family)
     config = from_json(DecoderConfig, fields.get("config"), f"{fields.where}, config")
     if not isinstance(fields.get("stop_tokens"), list):
         raise fields.wrong("stop_tokens", "expected a list of token ids")
@@ -116,7 +117,7 @@ def read_native_target(directory: Path, own: Family | None = None) -> TargetChec
 
 
 def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Reads a native head."""
+    """Reads a native head; a ``target`` is checked against it."""
     fields = read_description(directory)
     where = str(directory)
     kind = HEADS[read_kind(directory)]
@@ -127,8 +128,9 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
     embedding = leaves.pop("embedding", None)
     draft_to_target = leaves.pop("draft_to_target", None)
     # Without a map draft ids are target ids; a smaller vocabulary needs one.
-    maps = draft_to_target is not None or config.draft_vocab_size == config.vocab_size
-    if fields.flag("has_embedding") != (embedding is not None) or not maps:
+    has_ids = draft_to_target is not None or config.draft_vocab_size == config.vocab_size
+    has_embedding = embedding is not None
+    if fields.flag("has_embedding") != has_embedding or not has_ids:
         raise CheckpointError(f"{directory} is incomplete: its parameters are not those that {NATIVE_FILE} describes")
     if draft_to_target is not None:
         size = config.draft_vocab_size
@@ -156,7 +158,7 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
 
 
 def read_description(directory: Path) -> Fields:
-    """The JSON file of a native checkpoint."""
+    """Reads the JSON file of a native checkpoint."""
     path = directory / NATIVE_FILE
     fields = Fields(read_json(path), str(path))
     if fields.get("format") != FORMAT:
@@ -165,7 +167,7 @@ def read_description(directory: Path) -> Fields:
 
 
 def read_leaves(directory: Path) -> dict[str, np.ndarray]:
-    """All arrays of a native checkpoint by dotted path."""
+    """Reads all arrays of a native checkpoint by dotted path."""
     path = (directory / _PARAMS).absolute()
     if not path.is_dir():
         raise CheckpointError(
@@ -191,20 +193,23 @@ def _identity(shapes: Params) -> list[rules.Rule]:
 
 
 def to_json(config: Any) -> Any:
-    """A configuration as JSON values."""
+    """Returns a configuration as JSON values."""
     if isinstance(config, tuple):
         return [to_json(entry) for entry in config]
     if not dataclasses.is_dataclass(config):
         return config
     kind = {"kind": _KINDS[type(config)]} if type(config) in _KINDS else {}
-    return kind | {field.name: to_json(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    names = [field.name for field in dataclasses.fields(config)]
+    return kind | {name: to_json(getattr(config, name)) for name in names}
 
 
 def from_json(config: type, value: Any, where: str) -> Any:
-    """A configuration from a JSON object that has exactly its fields."""
+    """Builds a configuration from a JSON object that has exactly its fields."""
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} is {short(value)}; expected an object")
-    values = {name: entry for name, entry in value.items() if not (name == "kind" and config in _KINDS)}
+    values = dict(value)
+    if config in _KINDS:
+        values.pop("kind", None)
     hints = typing.get_type_hints(config)
     wrong = sorted(values.keys() ^ hints.keys())
     if wrong:
@@ -217,8 +222,9 @@ def from_json(config: type, value: Any, where: str) -> Any:
 
 
 def _typed(hint: Any, value: Any, name: str, where: str) -> Any:
-    """A JSON value as the type of a field."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    """Converts a JSON value to the type of a field."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    options = typing.get_args(hint) if is_union else (hint,)
     if value is None and type(None) in options:
         return None
     configs = [option for option in options if dataclasses.is_dataclass(option)]

@@ -1,4 +1,4 @@
-"""Reading and converting checkpoints of every layout. The files of a directory decide how it is read."""
+"""Reads and converts checkpoints of every layout. The files of a directory determine its layout."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _COUNTED = ("eagle3", "p-eagle")  # heads that name auxiliary layers without say
 class Opened(NamedTuple):
     """A checkpoint whose kind is known."""
 
-    directory: Path  #: Its place, or the path of its GGUF file.
+    directory: Path  #: Its directory, or the path of its GGUF file.
     kind: str  #: ``target``, ``language-model`` (a target of no known family), or the name of a kind of head.
     stored: Stored | None  #: Its files; ``None`` for a native checkpoint.
 
 
 def open_checkpoint(directory: str | Path) -> Opened:
-    """Opens a checkpoint and tells its kind."""
+    """Opens a checkpoint and recognises its kind."""
     path = checkpoint_path(directory)
     if native.is_native(path):
         return Opened(path, native.read_kind(path), None)
@@ -38,16 +38,20 @@ def open_checkpoint(directory: str | Path) -> Opened:
 
 
 def identify(directory: str | Path) -> str:
-    """The kind of a checkpoint: ``target``, ``language-model`` (a target of no family), or the name of a kind of head.
+    """Returns the kind of a checkpoint.
+
+    Returns:
+        ``target``, ``language-model`` (a target of no supported family), or the name of a kind of head such as
+        ``eagle3``.
 
     Raises:
-        CheckpointError: It is no checkpoint, or of no known kind.
+        CheckpointError: The directory is no checkpoint, or its kind is unknown.
     """
     return open_checkpoint(directory).kind
 
 
 def recognise(signs: Signs, where: str) -> str:
-    """The kind of a checkpoint that is not native; ``where`` is its name in messages."""
+    """Returns the kind of a checkpoint that is not native; ``where`` is its name in messages."""
     for kind in HEADS.values():
         if kind.recognise(signs):
             return kind.name
@@ -64,17 +68,17 @@ def read_target(directory: str | Path, family: Family | None = None) -> TargetCh
     """Reads a target: a Hugging Face directory, a native one, or a GGUF file.
 
     Args:
-        directory: Of the checkpoint, or the path of the file.
+        directory: Directory of the checkpoint, or the path of the GGUF file.
         family: A family of the caller, in addition to those of ``eagle3_jax.conversion.families``.
 
     Raises:
-        CheckpointError: It is no target, or one that this library cannot compute; the message says why.
+        CheckpointError: The checkpoint is no target, or this library cannot compute it; the message gives the reason.
     """
     return target_of(open_checkpoint(directory), family)
 
 
 def target_of(opened: Opened, family: Family | None = None) -> TargetCheckpoint:
-    """Reads a target that is open; see :func:`read_target`."""
+    """Reads a target from an open checkpoint; see :func:`read_target`."""
     if opened.kind in HEADS:
         label = HEADS[opened.kind].label
         article = "an" if label.startswith(("EAGLE", "MTP")) else "a"
@@ -93,20 +97,22 @@ def read_head(
     """Reads a draft head in any dialect, or a native one.
 
     Args:
-        directory: Of the head.
-        target: The target that it drafts for. The head is checked against it. It is needed where the head does not
-            name its auxiliary layers (official heads do not).
-        layer_ids: What the numbers of its auxiliary layers count, ``entering`` or ``leaving``, where its file leaves
-            that open (``eagle3_jax.conversion.heads.layer_ids``).
+        directory: Directory of the head.
+        target: The target that the head drafts for. The head is checked against it. It is required if the head does
+            not name its auxiliary layers (official heads do not).
+        layer_ids: Whether the numbers of the head's auxiliary layers count layers that the residual stream enters
+            (``entering``) or leaves (``leaving``). Required if the file does not say it
+            (:mod:`eagle3_jax.conversion.heads.layer_ids`).
 
     Raises:
-        CheckpointError: It is no head, is incomplete, or does not fit the target; the message says why.
+        CheckpointError: The checkpoint is no head, is incomplete, or does not fit the target; the message gives the
+            reason.
     """
     return head_of(open_checkpoint(directory), target, layer_ids=layer_ids)
 
 
 def head_of(opened: Opened, target: DecoderConfig | None = None, *, layer_ids: str | None = None) -> HeadCheckpoint:
-    """Reads a head that is open; see :func:`read_head`."""
+    """Reads a head from an open checkpoint; see :func:`read_head`."""
     if opened.kind not in HEADS:
         raise CheckpointError(f"{opened.directory} is a language model, not a draft head; give it as the target")
     if opened.stored is None:
@@ -123,19 +129,19 @@ def head_of(opened: Opened, target: DecoderConfig | None = None, *, layer_ids: s
     except TargetNeededError:
         raise
     except CheckpointError as error:
-        signs = Signs.of(Fields({}, ""), opened.stored.tensors)
-        other = next((kind for kind in HEADS.values() if kind.recognise(signs)), None)
-        if other is None or other.name == opened.kind:
+        signs = Signs.read(Fields({}, ""), opened.stored.tensors)
+        named = next((kind for kind in HEADS.values() if kind.recognise(signs)), None)
+        if named is None or named.name == opened.kind:
             raise
         described = HEADS[opened.kind].label
         raise CheckpointError(
-            f"{error}; its tensors are named as those of {other.label} heads are, and config.json describes {described}"
+            f"{error}; its tensors are named as those of {named.label} heads are, and config.json describes {described}"
         ) from None
 
 
-def _refuse_layer_ids(layer_ids: str | None, why: str) -> None:
+def _refuse_layer_ids(layer_ids: str | None, reason: str) -> None:
     if layer_ids is not None:
-        raise CheckpointError(f"{why}; leave --layer-ids out")
+        raise CheckpointError(f"{reason}; leave --layer-ids out")
 
 
 def convert(
@@ -146,12 +152,13 @@ def convert(
     *,
     layer_ids: str | None = None,
 ) -> None:
-    """Converts a target or a head.
+    """Converts a target or a head to another layout.
 
     Args:
-        source: A checkpoint directory in any layout that is read, or a GGUF file.
+        source: A checkpoint directory in any supported layout, or a GGUF file.
         destination: A directory that does not exist yet.
-        to: ``jax`` (native), or a layout of the head's method. For a target all of these mean the Hugging Face layout.
+        to: ``jax`` (native), or a layout of the head's method. For a target, all other values mean the Hugging Face
+            layout.
         target: The target of a head, see :func:`read_head`.
         layer_ids: See :func:`read_head`.
 

@@ -1,4 +1,4 @@
-"""The small files of a checkpoint: configuration and tokenizer. For a GGUF file they are built from its metadata."""
+"""Reads the small files of a checkpoint: configuration and tokenizer. Builds them from the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from eagle3_jax.conversion.files import (
 
 
 def read_sidecar(checkpoint: Path, name: str) -> bytes | None:
-    """The content of a small file of a checkpoint; ``None`` if there is none of this name."""
+    """Returns the content of a small file of a checkpoint; ``None`` if there is no file of this name."""
     if is_gguf(checkpoint):
         text = gguf.read_text(checkpoint, name)
         return None if text is None else text.encode()
@@ -39,7 +39,7 @@ def read_sidecar(checkpoint: Path, name: str) -> bytes | None:
 
 
 def config_of(checkpoint: Path) -> Fields:
-    """The ``config.json`` of a checkpoint."""
+    """Reads the ``config.json`` of a checkpoint."""
     if is_gguf(checkpoint):
         return Fields(gguf.read_contents(checkpoint).config, str(checkpoint))
     path = checkpoint / "config.json"
@@ -47,7 +47,7 @@ def config_of(checkpoint: Path) -> Fields:
 
 
 def tokenizer_of(checkpoint: Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint, a directory or a GGUF file; ``None`` if it has none.
+    """Reads the tokenizer of a checkpoint, a directory or a GGUF file; returns ``None`` if it has none.
 
     Raises:
         CheckpointError: The file is damaged, or the tokenizer of a GGUF file is unsupported.
@@ -60,9 +60,9 @@ def tokenizer_of(checkpoint: Path) -> Tokenizer | None:
 
 
 def tokenizer_config_of(checkpoint: Path) -> dict[str, Any]:
-    """The fields of the ``tokenizer_config.json`` of a checkpoint; none if it has no such file.
+    """Reads the fields of the ``tokenizer_config.json`` of a checkpoint; empty if it has no such file.
 
-    As in transformers, a chat template in a file of its own replaces the field ``chat_template``. Old checkpoints have
+    As in transformers, a separate file with a chat template replaces the field ``chat_template``. Old checkpoints have
     their special tokens in ``special_tokens_map.json``.
     """
     checkpoint = checkpoint_path(checkpoint)
@@ -85,7 +85,7 @@ def tokenizer_config_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
-    """Copies the tokenizer's files that the source has."""
+    """Copies the tokenizer files of the source, except absent ones."""
     for name in TOKENIZER_FILES:
         content = read_sidecar(source, name)
         if content is not None:

@@ -1,4 +1,4 @@
-"""Targets in the Hugging Face layout: reading and writing. ``families/`` has what differs by family."""
+"""Reads and writes targets in the Hugging Face layout. ``families/`` describes the differences between families."""
 
 from __future__ import annotations
 
@@ -27,33 +27,31 @@ from eagle3_jax.models.decoder import DecoderTarget
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetCheckpoint:
-    """A target as it is stored."""
+    """A target with its parameters as numpy arrays."""
 
     config: DecoderConfig  #: Its description.
-    family: Family  #: The family that it is written as.
+    family: Family  #: Its family, which defines the Hugging Face layout that it is written in.
     params: Params  #: Nested dictionary of numpy arrays in the stored dtype, as ``DecoderTarget`` expects it.
     stop_tokens: tuple[int, ...]  #: Tokens that end an answer of the model.
-    source: Path  #: The directory, or GGUF file, that it was read from; tokenizer files are copied from it.
-    #: The dtype that holds most of the parameters; for quantised ones the dtype of the weights that are not quantised.
+    source: Path  #: The directory, or GGUF file, that it was read from. Tokenizer files are copied from there.
+    #: The dtype of most parameters; in a quantised checkpoint, the dtype of the weights that are not quantised.
     dtype: str
-    #: How its weights were stored; ``None`` where they were not quantised. They are computed in float32 when they are
-    #: read.
+    #: The format of quantised weights, which are decoded to float32 whenever they are read; ``None`` if there are none.
     quantisation: Quantisation | None = None
 
 
-def read_target(stored: Stored, own: Family | None = None) -> TargetCheckpoint:
-    """Reads a Hugging Face directory or a GGUF file; ``own`` is a family in addition to those of the table."""
+def read_target(stored: Stored, extra_family: Family | None = None) -> TargetCheckpoint:
+    """Reads a Hugging Face directory or a GGUF file; ``extra_family`` is a family in addition to those of the table."""
     directory = stored.directory
     where = stored.where
-    whole = stored.fields
-    family, fields, wrapper = described(whole, own)
-    tensors, quantisation = read_quantised(stored.tensors, whole, directory)
+    family, fields, wrapper = described(stored.fields, extra_family)
+    tensors, quantisation = read_quantised(stored.tensors, stored.fields, directory)
     quantisation = quantisation or stored.quantisation
     if wrapper is not None:
-        tensors = wrapper.alone(tensors)
+        tensors = wrapper.select(tensors)
     tensors = _under_model(tensors, str(directory))
     num_layers = fields.size("num_hidden_layers")
-    tensors = family.alone(tensors, num_layers)
+    tensors = family.select(tensors, num_layers)
     rules.check_layers(num_layers, tensors, r"model\.layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
     config = family.read_config(fields)
     known = ()
@@ -81,19 +79,19 @@ def read_target(stored: Stored, own: Family | None = None) -> TargetCheckpoint:
 
 
 def dense_params(checkpoint: TargetCheckpoint) -> Params:
-    """The parameters without quantisation: the quantised ones in the ``dtype`` of the checkpoint."""
+    """Returns the parameters without quantisation. Quantised ones are decoded to the ``dtype`` of the checkpoint."""
     if checkpoint.quantisation is None:
         return checkpoint.params
     dtype = np.dtype(getattr(ml_dtypes, checkpoint.dtype, checkpoint.dtype))
-    leaves = {
-        path: np.asarray(leaf).astype(dtype) if getattr(leaf, "computed", False) else leaf
-        for path, leaf in rules.flatten(checkpoint.params)
-    }
+    leaves = dict(rules.flatten(checkpoint.params))
+    for path, leaf in leaves.items():
+        if getattr(leaf, "computed", False):
+            leaves[path] = np.asarray(leaf).astype(dtype)
     return rules.unflatten(leaves, checkpoint.params)
 
 
 def _dense_dtype(fields: Fields) -> str:
-    """The type of the weights that a quantised checkpoint does not quantise."""
+    """Returns the dtype of the weights that a quantised checkpoint does not quantise."""
     named = fields.get("dtype") or fields.get("torch_dtype")
     return named if named in rules.FLOATS else "bfloat16"
 
@@ -109,11 +107,11 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
     shapes = DecoderTarget(config).param_shapes()
     stop = stop_field(checkpoint.stop_tokens)
     with read_from(f"the Hugging Face layout of {family.label}"):
-        own = {**stack_fields(config, checkpoint.dtype), **family.write_fields(config)}
+        description = {**stack_fields(config, checkpoint.dtype), **family.write_fields(config)}
     values = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **own,
+        **description,
         "tie_word_embeddings": config.tie_embeddings,
         **_tokens_of_texts(checkpoint.source),
         "eos_token_id": stop,
@@ -124,8 +122,9 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
     total = sum(np.asarray(value).nbytes for value in tensors.values())
     with new_directory(directory, total) as temporary:
         write_tensors(temporary / SAFETENSORS, tensors)
-        # The official EAGLE code finds the embedding through an index, and through nothing else.
-        index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(sorted(tensors), SAFETENSORS)}
+        # The official EAGLE code finds the embedding only through an index.
+        weight_map = dict.fromkeys(sorted(tensors), SAFETENSORS)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(temporary / f"{SAFETENSORS}.index.json", index)
         write_json(temporary / "config.json", values)
         generation = {"bos_token_id": values["bos_token_id"], "eos_token_id": stop}
@@ -134,16 +133,17 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
 
 
 def _check_expressed(config: DecoderConfig, family: Family, values: dict[str, Any]) -> None:
-    """Refuses a target that could not be read again from the fields that would be written."""
+    """Refuses a target that could not be read back from the fields that would be written."""
     layout = f"the Hugging Face layout of {family.label}"
     read = family.read_config(Fields(values, layout))
     if read != config:
-        lost = next(path for path, value in _leaves(config) if (path, value) not in _leaves(read))
+        expressed = _leaves(read)
+        lost = next(path for path, value in _leaves(config) if (path, value) not in expressed)
         raise CheckpointError(f"{layout} cannot express {lost}; use --to jax")
 
 
 def _leaves(config: Any, path: str = "") -> list[tuple[str, Any]]:
-    """Every value of a configuration, layers by their index."""
+    """Lists every value of a configuration with its path; a layer is named by its index."""
     if isinstance(config, tuple):
         return [leaf for index, entry in enumerate(config) for leaf in _leaves(entry, f"{path}[{index}]")]
     if not dataclasses.is_dataclass(config):
@@ -153,25 +153,28 @@ def _leaves(config: Any, path: str = "") -> list[tuple[str, Any]]:
 
 
 def stop_field(stop_tokens: tuple[int, ...]) -> int | list[int] | None:
-    """Stop tokens as ``eos_token_id`` writes them: one number, a list, or null."""
-    return stop_tokens[0] if len(stop_tokens) == 1 else (list(stop_tokens) or None)
+    """Returns stop tokens as a value of ``eos_token_id``: a number, a list, or null."""
+    if len(stop_tokens) == 1:
+        return stop_tokens[0]
+    return list(stop_tokens) or None
 
 
 def _under_model(tensors: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The tensors with ``model.`` in place of the prefix that all layers have instead, where there is one.
+    """Replaces another prefix that all layers have by ``model.``.
 
-    ``AutoModel`` writes none. Modules around a model, such as those of ``torch.compile``, write their own before it.
+    ``AutoModel`` writes no prefix. Modules around a model, such as those of ``torch.compile``, add theirs.
     """
-    found = sorted({match[1] for name in tensors if (match := re.match(r"((?:\w+\.)*?)layers\.\d+\.", name))})
-    if not found or "model." in found:
+    matches = (re.match(r"((?:\w+\.)*?)layers\.\d+\.", name) for name in tensors)
+    prefixes = sorted({match[1] for match in matches if match})
+    if not prefixes or "model." in prefixes:
         return tensors
-    if len(found) > 1:
-        named = " and ".join(f"{prefix}layers.0" for prefix in found[:3])
+    if len(prefixes) > 1:
+        named = " and ".join(f"{prefix}layers.0" for prefix in prefixes[:3])
         raise CheckpointError(
             f"{where}: its layers are named {named}; expected model.layers.0 for those of the language model, so "
             "rename them and remove the others"
         )
-    prefix = found[0]
+    prefix = prefixes[0]
 
     def rename(name: str) -> str:
         if not name.startswith(prefix):
@@ -183,21 +186,23 @@ def _under_model(tensors: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def _same_bits(first: np.ndarray, second: np.ndarray) -> bool:
-    same = first.shape == second.shape and first.dtype == second.dtype
-    return same and bool(np.array_equal(first.view(np.uint8), second.view(np.uint8)))
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    return bool(np.array_equal(first.view(np.uint8), second.view(np.uint8)))
 
 
 def _tokens_of_texts(source: Path) -> dict[str, int | None]:
-    """The token ids that only tokenizers use: copied from the source, null where it names none."""
+    """Returns the token ids that only tokenizers use, as the source has them; null for an absent one."""
     content = read_sidecar(source, "config.json")
     path = source / "config.json"
-    fields = Fields({} if content is None else parsed_json(content, path), str(path))
+    values = {} if content is None else parsed_json(content, path)
+    fields = Fields(values, str(path))
     names = ("bos_token_id", "pad_token_id")
     return {name: None if fields.get(name) is None else fields.integer(name) for name in names}
 
 
 def _stop_tokens(directory: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """``eos_token_id``; the generation configuration comes first, as in transformers."""
+    """Reads ``eos_token_id``; the generation configuration has priority, as in transformers."""
     sources = [fields]
     generation = directory / "generation_config.json"
     if generation.is_file():

@@ -1,4 +1,4 @@
-"""Named arrays from and to the files of checkpoints."""
+"""Reads and writes named arrays in the files of checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from eagle3_jax.conversion.quantised import Quantisation
 
 SAFETENSORS = "model.safetensors"
 PICKLE = "pytorch_model.bin"
-# In the order of the search: where a directory holds several, the first is read, as in transformers.
+# If a directory holds several of these, the first is read, as in transformers.
 _WEIGHTS = (SAFETENSORS, f"{SAFETENSORS}.index.json", PICKLE, f"{PICKLE}.index.json")
 _ADAPTER = "adapter_config.json"
 _MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -49,35 +49,33 @@ _DTYPES = {
 
 
 class Signs(NamedTuple):
-    """The parts of a checkpoint that tell its kind."""
+    """The parts of a checkpoint by which its kind is recognised."""
 
     config: Mapping[str, Any]  #: Its ``config.json``.
-    names: frozenset[str]  #: Names of its tensors without ``model.``; none where only the configuration is known.
+    names: frozenset[str]  #: Names of its tensors without ``model.``; empty if only the configuration is known.
     architecture: str  #: All ``architectures``, joined.
-    method: str  #: The ``speculators_model_type``; empty elsewhere.
+    method: str  #: The ``speculators_model_type``; empty if there is none.
 
     @classmethod
-    def of(cls, fields: Fields, names: Collection[str] = ()) -> Signs:
-        """The signs of a ``config.json`` and the names of its tensors."""
-        return cls(
-            config=fields.values,
-            names=frozenset(name.removeprefix("model.") for name in names),
-            architecture=" ".join(fields.words("architectures")),
-            method=str(fields.get("speculators_model_type") or ""),
-        )
+    def read(cls, fields: Fields, names: Collection[str] = ()) -> Signs:
+        """Collects the signs in a ``config.json`` and in the names of the tensors."""
+        short_names = frozenset(name.removeprefix("model.") for name in names)
+        architecture = " ".join(fields.words("architectures"))
+        method = str(fields.get("speculators_model_type") or "")
+        return cls(fields.values, short_names, architecture, method)
 
     def has(self, pattern: str) -> bool:
-        """Whether a tensor has a name that begins so."""
+        """Tells whether the name of a tensor begins with a match of ``pattern``."""
         return any(re.match(pattern, name) for name in self.names)
 
 
 class Stored(NamedTuple):
     """The files of a checkpoint that is not native."""
 
-    directory: Path  #: Its place, or the path of its GGUF file.
+    directory: Path  #: Its directory, or the path of its GGUF file.
     config: Mapping[str, Any]  #: Its ``config.json``.
-    tensors: Mapping[str, Any]  #: By name: arrays of numpy, or what becomes one.
-    #: What the user says that the numbers of auxiliary layers count, see :mod:`eagle3_jax.conversion.heads.layer_ids`.
+    tensors: Mapping[str, Any]  #: Tensors by name: arrays of numpy, or objects that convert to one.
+    #: The user's ``--layer-ids``: ``entering`` or ``leaving``, see :mod:`eagle3_jax.conversion.heads.layer_ids`.
     layer_ids: str | None = None
     held: Mapping[str, Any] | None = None  #: The tensors that a GGUF file stores; ``None`` otherwise.
     quantisation: Quantisation | None = None  #: The quantisation of a GGUF file; ``None`` otherwise.
@@ -94,23 +92,22 @@ class Stored(NamedTuple):
 
     @property
     def signs(self) -> Signs:
-        """The parts that tell its kind."""
-        return Signs.of(self.fields, self.tensors)
+        """The parts by which its kind is recognised."""
+        return Signs.read(self.fields, self.tensors)
 
 
 def read_stored(directory: Path) -> Stored:
-    """Opens a checkpoint. Without weights "not a checkpoint" says more than "no config.json", so they come first."""
+    """Opens a checkpoint. Weights are read first: "not a checkpoint" says more than "no config.json"."""
     if is_gguf(directory):
         contents = read_contents(directory)
-        return Stored(
-            directory, contents.config, contents.tensors, held=contents.held, quantisation=contents.quantisation
-        )
+        stored = Stored(directory, contents.config, contents.tensors)
+        return stored._replace(held=contents.held, quantisation=contents.quantisation)
     tensors = read_tensors(directory)
     return Stored(directory, read_json(directory / "config.json"), tensors)
 
 
 def read_tensors(directory: Path) -> dict[str, np.ndarray]:
-    """All tensors of a checkpoint directory in their stored dtypes.
+    """Reads all tensors of a checkpoint directory in their stored dtypes.
 
     Arrays of safetensors files are read-only views of the mapped file: nothing is read before it is used.
 
@@ -136,7 +133,8 @@ def _read_directory(directory: Path) -> dict[str, np.ndarray]:
             f"{directory} is a LoRA adapter ({_ADAPTER}) of {base}; merge it into that model, for example with "
             "merge_and_unload() of peft, and give the directory of the result"
         )
-    strays = sorted(p.name for p in directory.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
+    suffixes = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+    strays = sorted(path.name for path in directory.iterdir() if path.suffix in suffixes)
     for name in strays:
         if name.startswith("consolidated."):
             raise CheckpointError(
@@ -154,19 +152,20 @@ def _read_directory(directory: Path) -> dict[str, np.ndarray]:
 
 
 def read_file(path: Path) -> dict[str, np.ndarray]:
-    """All tensors of one safetensors or PyTorch file."""
+    """Reads all tensors of a safetensors file or a PyTorch file."""
     refuse_pointer(path)
     return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write a safetensors file that PyTorch programs accept."""
-    # transformers refuses files that do not name the framework they were written for.
-    save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, path, metadata={"format": "pt"})
+    """Writes a safetensors file that PyTorch programs accept."""
+    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    # transformers refuses files without the name of a framework.
+    save_file(contiguous, path, metadata={"format": "pt"})
 
 
 def _read_sharded(index: Path) -> dict[str, np.ndarray]:
-    """All shards of an index, which must list exactly what they hold."""
+    """Reads all shards of an index, which must list exactly the tensors that they hold."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map; it must say which shard holds which tensor")
@@ -180,8 +179,8 @@ def _read_sharded(index: Path) -> dict[str, np.ndarray]:
             raise CheckpointError(f"{path} is missing; {index.name} lists it. Fetch the remaining shards")
         for name, value in read_file(path).items():
             if weight_map.get(name) != shard:
-                place = f"in {weight_map[name]}" if name in weight_map else "nowhere"
-                raise CheckpointError(f"{path} holds {name}, which {index.name} lists {place}; rebuild the index")
+                listed = f"in {weight_map[name]}" if name in weight_map else "nowhere"
+                raise CheckpointError(f"{path} holds {name}, which {index.name} lists {listed}; rebuild the index")
             tensors[name] = value
     for name in sorted(weight_map.keys() - tensors.keys())[:1]:
         raise CheckpointError(
@@ -192,7 +191,7 @@ def _read_sharded(index: Path) -> dict[str, np.ndarray]:
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     try:
-        with safe_open(path, "np"):  # validates sizes, offsets and names; its numpy reader knows no bfloat16
+        with safe_open(path, "np"):  # validates sizes, offsets and names; its numpy reader has no bfloat16
             pass
     except SafetensorError as error:
         raise CheckpointError(
@@ -202,17 +201,18 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
         (size,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
-    data = np.memmap(path, np.uint8, mode="r") if header else np.empty(0, np.uint8)
+    content = np.memmap(path, np.uint8, mode="r") if header else np.empty(0, np.uint8)
+    data = content[8 + size :]
     tensors = {}
     for name, entry in header.items():
-        if entry["dtype"] not in _DTYPES:
-            raise CheckpointError(
-                f"{path}: {name} is stored as {entry['dtype']}, which is not supported; expected floats"
-            )
+        dtype = entry["dtype"]
+        if dtype not in _DTYPES:
+            raise CheckpointError(f"{path}: {name} is stored as {dtype}, which is not supported; expected floats")
         start, stop = entry["data_offsets"]
-        raw = np.asarray(data[8 + size + start : 8 + size + stop])
+        raw = np.asarray(data[start:stop])
+        tensor = raw.view(_DTYPES[dtype]).reshape(entry["shape"])
         # An odd number of flags before a matrix leaves it unaligned; only then is it copied.
-        tensors[name] = np.require(raw.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"]), requirements="A")
+        tensors[name] = np.require(tensor, requirements="A")
     return tensors
 
 
@@ -233,7 +233,8 @@ def _read_pickle(path: Path) -> dict[str, np.ndarray]:
         # weights_only: a pickle from the network must not run code.
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and pickle report damage as almost any type
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
         raise CheckpointError(
             f"{path} is truncated, damaged or no file of plain tensors ({reason[:120]}); fetch it again"
         ) from None
@@ -242,16 +243,16 @@ def _read_pickle(path: Path) -> dict[str, np.ndarray]:
     return {str(name): _as_numpy(torch, value, f"{path}: {name}") for name, value in loaded.items()}
 
 
-def _as_numpy(torch: ModuleType, value: Any, what: str) -> np.ndarray:
+def _as_numpy(torch: ModuleType, value: Any, label: str) -> np.ndarray:
     if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
-        raise CheckpointError(f"{what} is a {value.layout} tensor on {value.device}; expected a plain one")
-    # Strides of zero let a file of a few bytes ask for terabytes.
+        raise CheckpointError(f"{label} is a {value.layout} tensor on {value.device}; expected a plain one")
+    # With strides of zero, a file of a few bytes describes terabytes.
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
-        raise CheckpointError(f"{what} repeats its numbers to shape {list(value.shape)}; expected them in full")
+        raise CheckpointError(f"{label} repeats its numbers to shape {list(value.shape)}; expected them in full")
     value = value.detach().contiguous()
-    if value.dtype == torch.bfloat16:  # numpy has no bfloat16 of its own
+    if value.dtype == torch.bfloat16:  # numpy has no bfloat16
         return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     try:
         return value.numpy()
     except (TypeError, RuntimeError):
-        raise CheckpointError(f"{what} is stored as {value.dtype}, which is not supported; expected floats") from None
+        raise CheckpointError(f"{label} is stored as {value.dtype}, which is not supported; expected floats") from None

@@ -1,4 +1,4 @@
-"""The table of families of targets, and the reading of a configuration by it."""
+"""The table of families of targets, and functions that read a configuration with it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FAMILIES: dict[str, Family] = {
         *cohere.FAMILIES,
     )
 }
-# Models of more than text, with a language model of one of these families.
+# Models of text and other media, with a language model of one of these families.
 WRAPPERS: dict[str, Wrapper] = {
     wrapper.model_type: wrapper
     for wrapper in (
@@ -56,9 +56,11 @@ WRAPPERS: dict[str, Wrapper] = {
 }
 
 
-def family_of(model_type: Any, where: str, own: Family | None = None) -> Family:
-    """The family of a ``model_type``; ``own``, a family of the caller, comes before those of the table."""
-    known = FAMILIES if own is None else {**FAMILIES, own.model_type: own}
+def family_of(model_type: Any, where: str, extra_family: Family | None = None) -> Family:
+    """Returns the family of a ``model_type``; ``extra_family`` has priority over the families of the table."""
+    known = dict(FAMILIES)
+    if extra_family is not None:
+        known[extra_family.model_type] = extra_family
     if not isinstance(model_type, str) or model_type not in known:
         raise CheckpointError(
             f"{where}: model_type is {short(model_type)}; the families of targets are {', '.join(known)}, alone or "
@@ -71,23 +73,27 @@ class Described(NamedTuple):
     """The language model that a ``config.json`` describes."""
 
     family: Family  #: Its family.
-    fields: Fields  #: Its own fields.
-    wrapper: Wrapper | None  #: The model that contains it; ``None`` where it is published alone.
+    fields: Fields  #: Its fields.
+    wrapper: Wrapper | None  #: The model that contains it; ``None`` if it is published without one.
 
 
-def described(fields: Fields, own: Family | None = None) -> Described:
-    """The language model that a ``config.json`` describes, alone or as a part; ``own`` as in :func:`family_of`."""
+def described(fields: Fields, extra_family: Family | None = None) -> Described:
+    """Returns the language model that a ``config.json`` describes, also as a part of a larger model.
+
+    ``extra_family`` has priority over the families of the table.
+    """
     model_type = fields.get("model_type")
     wrapper = WRAPPERS.get(model_type) if isinstance(model_type, str) else None
-    if wrapper is None or (own is not None and own.model_type == model_type):
-        return Described(family_of(model_type, fields.where, own), fields, None)
+    is_extra = extra_family is not None and extra_family.model_type == model_type
+    if wrapper is None or is_extra:
+        return Described(family_of(model_type, fields.where, extra_family), fields, None)
     return Described(FAMILIES[wrapper.family(fields.values)], wrapper.fields(fields), wrapper)
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """The description of the target in a ``config.json``, alone or as a part of a larger model."""
-    family, own, _ = described(fields)
-    return family.read_config(own)
+    """Reads the description of the target in a ``config.json``, also as a part of a larger model."""
+    family, language_fields, _ = described(fields)
+    return family.read_config(language_fields)
 
 
 __all__ = ["FAMILIES", "WRAPPERS", "Described", "Family", "Wrapper", "described", "family_of", "read_config"]

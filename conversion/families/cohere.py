@@ -12,7 +12,7 @@ from eagle3_jax.models.config import DecoderConfig, GroupedQuery, LayerConfig, g
 
 
 def read_cohere(fields: Fields) -> DecoderConfig:
-    """Queries and keys may have norms, with weights for every head."""
+    """Reads Command R, whose queries and keys may have norms, with weights for every head."""
     hf_config.refuse_windows(fields)
     normed = fields.flag("use_qk_norm")
     mixer = _mixer(fields, qk_norm=normed, qk_norm_kind="own-weights" if normed else "per-head")
@@ -20,12 +20,13 @@ def read_cohere(fields: Fields) -> DecoderConfig:
 
 
 def read_cohere2(fields: Fields) -> DecoderConfig:
-    """Layers have a window and rotate, or have neither."""
+    """Reads Command A, whose layers either have a window and rotate, or have no window and do not rotate."""
     period = fields.size("sliding_window_pattern", 4)
     windows = hf_config.read_windows(fields, hf_config.read_window(fields), lambda layer: (layer + 1) % period > 0)
     mixer = _mixer(fields)
-    whole = dataclasses.replace(mixer, rope=None)
-    return _decoder(fields, [whole if one is None else dataclasses.replace(mixer, window=one) for one in windows])
+    full = dataclasses.replace(mixer, rope=None)
+    mixers = [full if window is None else dataclasses.replace(mixer, window=window) for window in windows]
+    return _decoder(fields, mixers)
 
 
 def _mixer(fields: Fields, **features: Any) -> GroupedQuery:
@@ -46,7 +47,7 @@ def _decoder(fields: Fields, mixers: list[GroupedQuery]) -> DecoderConfig:
 
 
 def write_cohere(config: DecoderConfig) -> dict[str, Any]:
-    """See :class:`Family`."""
+    """Returns the fields for :class:`Family`."""
     mixer = grouped(config.layers[0])
     return {
         "layer_norm_eps": config.norm_eps,
@@ -57,7 +58,7 @@ def write_cohere(config: DecoderConfig) -> dict[str, Any]:
 
 
 def write_cohere2(config: DecoderConfig) -> dict[str, Any]:
-    """See :class:`Family`."""
+    """Returns the fields for :class:`Family`."""
     fields = write_cohere(config) | hf_config.window_fields(config)
     del fields["use_qk_norm"]
     return fields

@@ -1,7 +1,7 @@
 """DeepSeek V3 and R1, and models like them: Kimi K2, GLM-4.7-Flash, and with an index of keys V3.2 and GLM-5.
 
-The index chooses the keys that each token attends to. Up to as many tokens as it chooses, it chooses all of them. So a
-target with an index is read as one without, limited to that length.
+The index chooses ``index_topk`` keys for each token. In a text of at most ``index_topk`` tokens it chooses all keys. So
+a target with an index is read as a target without one, limited to that length.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _INDEXER = r"model\.layers\.\d+\.self_attn\.indexer\..*"
 
 
 def read_config(fields: Fields, *, by_types: bool = False) -> DecoderConfig:
-    """Latent attention in every layer, dense layers first and then experts."""
+    """Reads latent attention in every layer, with dense layers first and then experts."""
     # As in transformers: an absent field means true, null means false.
     interleaved = fields.flag("rope_interleave", default="rope_interleave" not in fields.values)
     return _decoder(fields, read_latent(fields, interleaved=interleaved), by_types)
 
 
 def read_indexed(fields: Fields) -> DecoderConfig:
-    """The same with an index, up to the length at which it chooses every key."""
+    """Reads a target with an index, limited to the length at which it chooses every key."""
     topk = fields.size("index_topk")
     config = _decoder(fields, read_latent(fields, interleaved=True, index_topk=topk), True)
     return dataclasses.replace(config, max_positions=min(config.max_positions, topk))
@@ -49,7 +49,7 @@ def _decoder(fields: Fields, mixer: Latent, by_types: bool) -> DecoderConfig:
 
 
 def read_latent(fields: Fields, *, interleaved: bool, index_topk: int | None = None) -> Latent:
-    """Latent attention; an index chooses ``index_topk`` keys, if there is one."""
+    """Reads latent attention; an index chooses ``index_topk`` keys, ``None`` without an index."""
     fields.require("q_lora_rank")  # null means that there is none
     heads = fields.size("num_attention_heads")
     if fields.size("num_key_value_heads", heads) != heads:
@@ -63,6 +63,7 @@ def read_latent(fields: Fields, *, interleaved: bool, index_topk: int | None = N
         raise CheckpointError(f"{fields.where}: rope type {rope.type!r} of latent attention; expected default or yarn")
     nope_dim = fields.size("qk_nope_head_dim")
     rope_dim = fields.size("qk_rope_head_dim")
+    scale = _scale(rope, nope_dim + rope_dim)
     with read_from(fields.where):
         return Latent(
             num_heads=heads,
@@ -72,27 +73,28 @@ def read_latent(fields: Fields, *, interleaved: bool, index_topk: int | None = N
             rope_dim=rope_dim,
             value_dim=fields.size("v_head_dim"),
             rope=rope,
-            scale=_scale(rope, nope_dim + rope_dim),
+            scale=scale,
             bias=fields.flag("attention_bias"),
             index_topk=index_topk,
         )
 
 
 def _scale(rope: RopeConfig, size: int) -> float | None:
-    """The scale of the scores. A context extended by yarn adds its own scale, squared, to that of cosine and sine."""
+    """Returns the scale of the scores. yarn multiplies it by a squared factor, in addition to the one of cosines."""
     if rope.type != "yarn" or not rope.mscale_all_dim or rope.factor <= 1:
         return None
-    return size**-0.5 * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    factor = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+    return size**-0.5 * factor**2
 
 
 def write_fields(config: DecoderConfig, *, by_types: bool = False) -> dict[str, Any]:
-    """See :class:`Family`. The layer that drafts is not written again."""
+    """Returns the fields for :class:`Family`. The layer that drafts is not written."""
     mixer = config.layers[0].mixer
     if not isinstance(mixer, Latent):
         raise CheckpointError("this layout has latent attention in every layer; use --to jax")
     dense = hf_config.dense_layers(config)
     types = [_DENSE if layer in dense else _SPARSE for layer in range(config.num_layers)]
-    return {
+    attention = {
         "num_attention_heads": mixer.num_heads,
         "num_key_value_heads": mixer.num_heads,
         "q_lora_rank": mixer.q_rank,
@@ -103,19 +105,22 @@ def write_fields(config: DecoderConfig, *, by_types: bool = False) -> dict[str, 
         "v_head_dim": mixer.value_dim,
         "attention_bias": mixer.bias,
         "rope_interleave": mixer.rope.interleaved,
+    }
+    # Without these two fields engines choose experts in another way.
+    routing = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    return {
+        **attention,
         **hf_config.rope_fields(mixer.rope),
         **({"mlp_layer_types": types} if by_types else {}),
         "first_k_dense_replace": (*types, _SPARSE).index(_SPARSE),
-        # Without these two fields engines choose experts in another way.
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
+        **routing,
         **hf_config.corrected_fields(hf_config.experts_of(config)),
         "num_nextn_predict_layers": 0,
     }
 
 
 def refuse_to_write(config: DecoderConfig, *, label: str) -> dict[str, Any]:
-    """Refuses to write a target whose index of keys was not read, because no other program runs it without."""
+    """Refuses to write a target whose index of keys was not read, because no other program runs it without one."""
     del config
     raise CheckpointError(
         f"the Hugging Face layout of {label} has an index that chooses keys, which is not read and cannot be written; "
@@ -124,21 +129,23 @@ def refuse_to_write(config: DecoderConfig, *, label: str) -> dict[str, Any]:
 
 
 def latent(config: Latent, source: str, path: str) -> list[Rule]:
-    """Latent attention, ``self_attn`` of a layer."""
+    """Returns the rules of latent attention, ``self_attn`` of a layer."""
     source = f"{source}.self_attn"
     path = f"{path}.attention"
     if config.q_rank is None:
         rules = linear(f"{source}.q_proj", f"{path}.q")
     else:
         rules = linear(f"{source}.q_a_proj", f"{path}.q_a", bias=config.bias)
-        rules += [norm(f"{source}.q_a_layernorm", f"{path}.q_a_norm"), *linear(f"{source}.q_b_proj", f"{path}.q_b")]
+        rules.append(norm(f"{source}.q_a_layernorm", f"{path}.q_a_norm"))
+        rules += linear(f"{source}.q_b_proj", f"{path}.q_b")
     rules += linear(f"{source}.kv_a_proj_with_mqa", f"{path}.kv_a", bias=config.bias)
     rules.append(norm(f"{source}.kv_a_layernorm", f"{path}.kv_a_norm"))
-    # One tensor; every head has the rows of its keys and then those of its values.
+    # The tensor has, for each head, the rows of its keys and then the rows of its values.
     size = config.nope_dim + config.value_dim
+    sections = (("key_up", 0, config.nope_dim), ("value_up", config.nope_dim, size))
     for head in range(config.num_heads):
         start = head * size
-        for name, first, last in (("key_up", 0, config.nope_dim), ("value_up", config.nope_dim, size)):
+        for name, first, last in sections:
             part = Part(1, 1, 0, 0, 1, leading=(head,), turned=name == "key_up")
             cut = Part(1, config.num_heads * size, 1, start + first, start + last)
             rules.append(Rule(f"{source}.kv_b_proj.weight", f"{path}.{name}", transpose=True, part=part, cut=cut))
@@ -169,7 +176,7 @@ FAMILIES = (
             read_indexed,
             functools.partial(refuse_to_write, label=label),
             _rules,
-            beside=(_INDEXER,),
+            excluded=(_INDEXER,),
             drafting_layer=True,
         )
         for name, label, architecture in (

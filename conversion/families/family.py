@@ -1,4 +1,4 @@
-"""A family of targets, and a model of more than text that contains one."""
+"""A family of targets, and a model of text and other media that contains one."""
 
 from __future__ import annotations
 
@@ -14,84 +14,88 @@ from eagle3_jax.models.config import DecoderConfig
 
 Tensor = TypeVar("Tensor")
 
-# Fields of the language model that a file may give next to its ``text_config``.
-_OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
+# Fields of the language model that a file may have outside of its ``text_config``.
+_OUTER_FIELDS = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
 
 
 class Family(NamedTuple):
     """Targets of one ``model_type``."""
 
-    model_type: str  #: As in ``config.json``; a native checkpoint names its family by it.
+    model_type: str  #: The value in ``config.json``; a native checkpoint names its family by it.
     label: str  #: Its name for people.
     architecture: str  #: The class of transformers that computes it.
-    #: Reads the description of a target from its ``config.json``; refuses what cannot be computed.
+    #: Reads the description of a target from its ``config.json``; refuses unsupported settings.
     read_config: Callable[[Fields], DecoderConfig]
-    #: The fields of ``config.json`` besides those that all families share. It need not refuse what it cannot say: what
-    #: is written is read back and compared.
+    #: Returns the fields of ``config.json`` that differ between families. It need not refuse settings that the fields
+    #: cannot express, because written fields are read back and compared.
     write_fields: Callable[[DecoderConfig], dict[str, Any]]
-    rules: Callable[[DecoderConfig], list[Rule]] = blocks.decoder  #: The rules of its tensors.
-    #: Rules of other layouts that its checkpoints come in. The first that fits the names of a file is used. They are
-    #: only read; ``rules`` is what is written.
-    also: tuple[Callable[[DecoderConfig], list[Rule]], ...] = ()
+    rules: Callable[[DecoderConfig], list[Rule]] = blocks.decoder  #: Returns the rules of its tensors.
+    #: Rules of alternative layouts of its checkpoints, for reading. The first rules that fit the names of a file are
+    #: used, beginning with ``rules``. Checkpoints are written by ``rules``.
+    alternatives: tuple[Callable[[DecoderConfig], list[Rule]], ...] = ()
     #: Patterns of tensors that do not belong to the target. They are left out, and are not written again.
-    beside: tuple[str, ...] = ()
-    #: Whether a module for multi-token prediction may be stored as one more layer. So is that.
+    excluded: tuple[str, ...] = ()
+    #: Whether a module for multi-token prediction may be stored as one more layer. It is left out, too.
     drafting_layer: bool = False
 
-    def alone(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-        """The tensors of the target, without those that are left out."""
+    def select(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+        """Returns the tensors of the target, without those that are left out."""
         module = f"model.layers.{num_layers}"
-        patterns = list(self.beside)
+        patterns = list(self.excluded)
         if self.drafting_layer and f"{module}.eh_proj.weight" in tensors:
             patterns.append(rf"{re.escape(module)}\..*")
-        return {name: value for name, value in tensors.items() if not any(re.fullmatch(p, name) for p in patterns)}
+        is_excluded = lambda name: any(re.fullmatch(pattern, name) for pattern in patterns)
+        return {name: value for name, value in tensors.items() if not is_excluded(name)}
 
     def table(self, config: DecoderConfig, names: Collection[str]) -> list[Rule]:
-        """The rules that fit the names of a file; ``rules`` where none fits."""
-        tables = (rules(config) for rules in (self.rules, *self.also))
-        return next((table for table in tables if all(rule.source in names for rule in table)), self.rules(config))
+        """Returns the rules that fit the names of a file; ``rules`` if none fits."""
+        for rules in (self.rules, *self.alternatives):
+            table = rules(config)
+            if all(rule.source in names for rule in table):
+                return table
+        return self.rules(config)
 
 
 class Wrapper(NamedTuple):
-    """A ``model_type`` that contains a language model and more. Only the language model is read."""
+    """A ``model_type`` that contains a language model and other parts. Only the language model is read."""
 
-    model_type: str  #: As ``config.json`` has it.
+    model_type: str  #: The value in ``config.json``.
     label: str  #: Its name in the support matrix.
     #: The family for every ``model_type`` that its language model may have. The first is the default.
     texts: Mapping[str, str]
-    #: Prefixes of the language model's tensors, each with the prefix that it has alone.
+    #: Pairs of prefixes of the language model's tensors: in this model, and in a model of text alone.
     prefixes: tuple[tuple[str, str], ...]
-    ignored: tuple[str, ...]  #: Patterns of the other tensors.
-    #: Refuses fields of ``text_config`` that mean something else there than in a language model alone.
+    ignored: tuple[str, ...]  #: Patterns of the tensors of other parts.
+    #: Refuses fields of ``text_config`` that have another meaning in a model of text alone.
     check: Callable[[Fields], None] = lambda _: None
 
-    def family(self, whole: Mapping[str, Any]) -> str:
-        """The family of the language model. Without a usable ``text_config`` it is the default."""
-        text = whole.get("text_config")
+    def family(self, config: Mapping[str, Any]) -> str:
+        """Returns the family of the language model in a ``config.json``; the default if ``text_config`` is unusable."""
+        text = config.get("text_config")
         named = text.get("model_type") if isinstance(text, dict) else None
         return self.texts.get(str(named), next(iter(self.texts.values())))
 
-    def fields(self, whole: Fields) -> Fields:
-        """The fields of the language model."""
-        hf_config.refuse_bidirectional(whole)  # transformers applies it to the language model
-        text = whole.section("text_config")
+    def fields(self, outer: Fields) -> Fields:
+        """Returns the fields of the language model."""
+        hf_config.refuse_bidirectional(outer)  # transformers applies it to the language model
+        text = outer.section("text_config")
         if not text.values:
-            raise CheckpointError(f"{whole.where} has no text_config; it describes the language model, so add it")
+            raise CheckpointError(f"{outer.where} has no text_config; it describes the language model, so add it")
         text.one_of("model_type", self.texts, next(iter(self.texts)), purpose=f"in a model of type {self.model_type!r}")
         self.check(text)
-        # The whole decides, as in transformers.
-        decided = {name: whole.get(name) for name in _OF_THE_WHOLE if whole.get(name) is not None}
-        return Fields({**text.values, **decided}, text.where)
+        # As in transformers, fields outside of text_config have priority.
+        overrides = {name: outer.get(name) for name in _OUTER_FIELDS if outer.get(name) is not None}
+        return Fields({**text.values, **overrides}, text.where)
 
     def note(self, names: Collection[str]) -> str:
-        """The tensors that are left out, in one line."""
-        rest = [name for name in names if self._ignored.fullmatch(name)]
-        parts = sorted({name.removeprefix("model.").partition(".")[0] for name in rest})
-        beside = f"; the {len(rest)} tensors of {' and '.join(parts)} are ignored" if rest else ""
-        return f"only the language model of this {self.model_type} is read{beside}"
+        """Describes the tensors that are left out, in one line."""
+        left_out = [name for name in names if self._ignored.fullmatch(name)]
+        parts = sorted({name.removeprefix("model.").partition(".")[0] for name in left_out})
+        details = f"; the {len(left_out)} tensors of {' and '.join(parts)} are ignored" if left_out else ""
+        return f"only the language model of this {self.model_type} is read{details}"
 
-    def alone(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of the language model, in the names of one that is published alone."""
+    def select(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the tensors of the language model, by the names of a model of text alone."""
         return {self._name(name): value for name, value in tensors.items() if not self._ignored.fullmatch(name)}
 
     @property

@@ -25,7 +25,7 @@ _GEMMA3 = {
 
 
 def read_gemma2(fields: Fields) -> DecoderConfig:
-    """Every second layer has a window, from the first on. Scores and logits have caps."""
+    """Reads Gemma 2: every second layer, from the first on, has a window; scores and logits have caps."""
     fields.require("num_key_value_heads", "head_dim", "attn_logit_softcapping", "final_logit_softcapping")
     windows = hf_config.read_windows(fields, hf_config.read_window(fields), lambda layer: layer % 2 == 0)
     rope = hf_config.read_rope(fields)
@@ -34,7 +34,7 @@ def read_gemma2(fields: Fields) -> DecoderConfig:
 
 
 def read_gemma3(fields: Fields) -> DecoderConfig:
-    """Queries and keys have norms. Layers with a window rotate by a base of their own, without an extension."""
+    """Reads Gemma 3: queries and keys have norms; layers with a window rotate by another base, without an extension."""
     fields = Fields({**_GEMMA3, **fields.values}, fields.where)
     fields.only(attn_logit_softcapping=None)  # transformers reads it and does not apply it
     period = fields.size("sliding_window_pattern", 6)
@@ -43,19 +43,19 @@ def read_gemma3(fields: Fields) -> DecoderConfig:
     if parameters.keys() - {_LOCAL, _GLOBAL}:
         raise fields.wrong("rope_parameters", f"expected an object for {_LOCAL!r} and one for {_GLOBAL!r}")
     local = {"rope_theta": fields.get("rope_local_base_freq"), "rope_parameters": parameters.get(_LOCAL)}
-    whole = {name: fields.get(name) for name in ("rope_theta", "rope_scaling")}
-    ropes = {
-        True: hf_config.read_rope(Fields(local, fields.where)),
-        False: hf_config.read_rope(
-            Fields({**whole, "rope_parameters": parameters.get(_GLOBAL)}, fields.where), theta=1e6
-        ),
-    }
-    mixers = [_mixer(fields, ropes[window is not None], window=window, qk_norm=True) for window in windows]
+    full = {name: fields.get(name) for name in ("rope_theta", "rope_scaling")}
+    full["rope_parameters"] = parameters.get(_GLOBAL)
+    local_rope = hf_config.read_rope(Fields(local, fields.where))
+    full_rope = hf_config.read_rope(Fields(full, fields.where), theta=1e6)
+    mixers = []
+    for window in windows:
+        rope = full_rope if window is None else local_rope
+        mixers.append(_mixer(fields, rope, window=window, qk_norm=True))
     return _decoder(fields, mixers)
 
 
 def _check_text(text: Fields) -> None:
-    """Transformers caps the logits of the language model alone, and not those of the one with images."""
+    """Refuses a cap of the logits: transformers applies it in the model of text alone, not in the one with images."""
     text.only(final_logit_softcapping=None)
 
 
@@ -68,9 +68,10 @@ def _mixer(fields: Fields, rope: RopeConfig, **features: Any) -> GroupedQuery:
 def _decoder(fields: Fields, mixers: list[GroupedQuery]) -> DecoderConfig:
     fields.only(hidden_activation=_GELU, use_bidirectional_attention=False)
     mlp = hf_config.read_mlp(fields, activation="gelu-tanh")
+    layers = [LayerConfig(mixer=mixer, mlp=mlp, norms="around") for mixer in mixers]
     return hf_config.decoder_of(
         fields,
-        [LayerConfig(mixer=mixer, mlp=mlp, norms="around") for mixer in mixers],
+        layers,
         norm_kind="zero-centred",
         hidden_act=_GELU,
         tied=True,
@@ -80,13 +81,14 @@ def _decoder(fields: Fields, mixers: list[GroupedQuery]) -> DecoderConfig:
 
 
 def write_gemma2(config: DecoderConfig) -> dict[str, Any]:
-    """See :class:`Family`."""
+    """Returns the fields for :class:`Family`."""
     mixer = grouped(config.layers[0])
+    scale = mixer.scale or mixer.head_dim**-0.5
     return {
         "hidden_act": _GELU,
         "hidden_activation": _GELU,
         "attention_bias": mixer.qkv_bias,
-        "query_pre_attn_scalar": round((mixer.scale or mixer.head_dim**-0.5) ** -2),
+        "query_pre_attn_scalar": round(scale**-2),
         "attn_logit_softcapping": mixer.softcap,
         "final_logit_softcapping": config.logit_softcap,
         **hf_config.window_fields(config),
@@ -94,16 +96,16 @@ def write_gemma2(config: DecoderConfig) -> dict[str, Any]:
 
 
 def write_gemma3(config: DecoderConfig) -> dict[str, Any]:
-    """See :class:`Family`. The rotary embeddings are written in both notations."""
+    """Returns the fields for :class:`Family`, with the rotary embeddings in both notations."""
     mixers = [grouped(layer) for layer in config.layers]
-    local, whole = (
-        hf_config.rope_fields(next((one for one in mixers if (one.window is not None) == slides), mixers[0]).rope)
-        for slides in (True, False)
-    )
-    parameters = {_LOCAL: local["rope_parameters"], _GLOBAL: whole["rope_parameters"]}
+    sliding = next((mixer for mixer in mixers if mixer.window is not None), mixers[0])
+    unlimited = next((mixer for mixer in mixers if mixer.window is None), mixers[0])
+    local = hf_config.rope_fields(sliding.rope)
+    full = hf_config.rope_fields(unlimited.rope)
+    parameters = {_LOCAL: local["rope_parameters"], _GLOBAL: full["rope_parameters"]}
     return {
         **write_gemma2(config),
-        **whole,
+        **full,
         "rope_local_base_freq": local["rope_theta"],
         "rope_parameters": parameters,
     }

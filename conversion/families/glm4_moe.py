@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: half of the channels rotate; experts are chosen as in DeepSeek V3, behind some dense layers."""
+"""GLM-4.5, 4.6 and 4.7: half of the channels rotate; experts are chosen as in DeepSeek V3, after some dense layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eagle3_jax.models.config import DecoderConfig, LayerConfig, grouped
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """Queries, keys and values may have a bias, the output projection never; so may they have norms."""
+    """Reads a target whose queries, keys and values may have biases and whose queries and keys may have norms."""
     hf_config.refuse_windows(fields)
     fields.require("num_key_value_heads", "head_dim", "n_shared_experts", "n_group", "topk_group")
     count = hf_config.read_num_layers(fields)
@@ -22,20 +22,23 @@ def read_config(fields: Fields) -> DecoderConfig:
         qk_norm=fields.flag("use_qk_norm"),
         rope=hf_config.read_rope(fields, partial=0.5),
     )
-    mlps = hf_config.read_mlps(fields, [layer >= dense for layer in range(count)], hf_config.read_corrected)
+    is_sparse = [layer >= dense for layer in range(count)]
+    mlps = hf_config.read_mlps(fields, is_sparse, hf_config.read_corrected)
     return hf_config.decoder_of(fields, [LayerConfig(mixer=mixer, mlp=mlp) for mlp in mlps])
 
 
 def write_fields(config: DecoderConfig) -> dict[str, Any]:
-    """See :class:`Family`."""
+    """Returns the fields for :class:`Family`."""
     mixer = grouped(config.layers[0])
+    num_dense = len(hf_config.dense_layers(config))
+    experts = hf_config.experts_of(config)
     return {
         **hf_config.rope_fields(mixer.rope, partial=True),
         "attention_bias": mixer.qkv_bias,
         "use_qk_norm": mixer.qk_norm,
-        "first_k_dense_replace": len(hf_config.dense_layers(config)),
+        "first_k_dense_replace": num_dense,
         "num_nextn_predict_layers": 0,
-        **hf_config.corrected_fields(hf_config.experts_of(config)),
+        **hf_config.corrected_fields(experts),
     }
 
 

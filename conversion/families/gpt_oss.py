@@ -11,12 +11,12 @@ from eagle3_jax.conversion.families.family import Family
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig, Experts
 
-# Of the sigmoid in an expert's gate.
+# Factor of the input of the sigmoid in an expert's gate.
 _ALPHA = 1.702
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """Every projection of attention has a bias, and every norm multiplies in float32."""
+    """Reads gpt-oss: every projection of attention has a bias, and every norm multiplies in float32."""
     fields.require("num_key_value_heads", "head_dim", "swiglu_limit")
     if fields.get("rope_parameters") is None:
         fields.require("rope_scaling")
@@ -31,7 +31,7 @@ def read_config(fields: Fields) -> DecoderConfig:
 
 
 def write_fields(config: DecoderConfig) -> dict[str, Any]:
-    """See :class:`Family`."""
+    """Returns the fields for :class:`Family`."""
     experts = hf_config.experts_of(config)
     return {
         "attention_bias": True,

@@ -11,7 +11,7 @@ from eagle3_jax.models.config import DecoderConfig, LayerConfig, grouped
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """The file divides logits by ``logits_scaling``; the other factors multiply."""
+    """Reads a Granite. ``logits_scaling`` is a divisor; the other factors multiply."""
     hf_config.refuse_windows(fields)
     fields.require("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
     bias = fields.flag("attention_bias")
@@ -32,13 +32,14 @@ def read_config(fields: Fields) -> DecoderConfig:
 
 
 def write_fields(config: DecoderConfig) -> dict[str, Any]:
-    """See :class:`Family`."""
+    """Returns the fields for :class:`Family`."""
     layer = config.layers[0]
     mixer = grouped(layer)
+    scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
     return {
         **hf_config.bias_fields(layer),
         "embedding_multiplier": config.embedding_scale,
-        "attention_multiplier": mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale,
+        "attention_multiplier": scale,
         "residual_multiplier": layer.residual_scale,
         "logits_scaling": 1 / config.logit_scale,
     }

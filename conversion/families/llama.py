@@ -1,4 +1,4 @@
-"""Llama, and what publishes itself as one."""
+"""Llama, and models that are published in its format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from eagle3_jax.models.config import DecoderConfig
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """One flag for the biases of attention, one for those of the MLP, and no windows."""
+    """Reads a Llama: one flag for the biases of attention, one for those of the MLP, and no windows."""
     hf_config.refuse_windows(fields)
     bias = fields.flag("attention_bias")
     mixer = hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias)

@@ -25,11 +25,12 @@ _KINDS = _CHUNKED, _FULL = ("chunked_attention", "full_attention")
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """Layers rotate and normalise queries and keys, or do neither and let queries grow with their position."""
+    """Reads a Llama 4. Some layers rotate and normalise queries and keys; the others scale queries by position."""
     fields.require("num_key_value_heads", "head_dim", "use_qk_norm", "attention_chunk_size")
     count = hf_config.read_num_layers(fields)
     mlps = hf_config.read_mlps(fields, _sparse_layers(fields, count), _experts, _dense)
-    layers = [LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(_mixers(fields, count), mlps, strict=True)]
+    mixers = _mixers(fields, count)
+    layers = [LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True)]
     return hf_config.decoder_of(fields, layers)
 
 
@@ -44,7 +45,7 @@ def _experts(fields: Fields) -> Experts:
 
 
 def _sparse_layers(fields: Fields, num_layers: int) -> list[bool]:
-    """``moe_layers``, or every ``interleave_moe_layer_step``-th."""
+    """Tells for every layer whether it has experts: from ``moe_layers``, or every ``interleave_moe_layer_step``-th."""
     named = fields.indices("moe_layers", num_layers)
     if named is not None:
         return [layer in named for layer in range(num_layers)]
@@ -58,7 +59,9 @@ def _mixers(fields: Fields, num_layers: int) -> list[GroupedQuery]:
     rope = hf_config.read_rope(fields, theta=500_000.0, interleaved=True)
     usual = hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, rope=rope)
     rotates = _rotating(fields, num_layers)
-    types = hf_config.read_types(fields, _KINDS, num_layers) or [_CHUNKED if one else _FULL for one in rotates]
+    types = hf_config.read_types(fields, _KINDS, num_layers)
+    if not types:
+        types = [_CHUNKED if is_rotating else _FULL for is_rotating in rotates]
     normed = fields.flag("use_qk_norm")
     scaling = _query_scaling(fields)
     with read_from(fields.where):
@@ -66,14 +69,19 @@ def _mixers(fields: Fields, num_layers: int) -> list[GroupedQuery]:
             True: dataclasses.replace(usual, qk_l2_norm=normed),
             False: dataclasses.replace(usual, rope=None, query_scaling=scaling),
         }
-        return [
-            dataclasses.replace(kinds[turns], chunk=chunk if kind == _CHUNKED else None)
-            for turns, kind in zip(rotates, types, strict=True)
-        ]
+        mixers = []
+        for is_rotating, kind in zip(rotates, types, strict=True):
+            size = chunk if kind == _CHUNKED else None
+            mixers.append(dataclasses.replace(kinds[is_rotating], chunk=size))
+        return mixers
 
 
 def _rotating(fields: Fields, num_layers: int) -> list[bool]:
-    """Which layers rotate: ``no_rope_layers``, in which 1 is yes, or all but every ``no_rope_layer_interval``-th."""
+    """Tells for every layer whether it rotates.
+
+    In ``no_rope_layers``, 1 means that the layer rotates. Without that list, all layers rotate except every
+    ``no_rope_layer_interval``-th.
+    """
     flags = fields.indices("no_rope_layers", 2)
     if not flags:
         interval = fields.size("no_rope_layer_interval", 4)
@@ -87,41 +95,44 @@ def _rotating(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def _query_scaling(fields: Fields) -> QueryScaling | None:
-    """Published files leave these three out, or give the first as a number."""
+    """Reads the scaling of queries. Published files omit its three fields, or have the first as a number."""
     switch = fields.get("attn_temperature_tuning")
-    if not (switch if isinstance(switch, bool) else fields.integer("attn_temperature_tuning", 1)):
+    if not isinstance(switch, bool):
+        switch = fields.integer("attn_temperature_tuning", 1)
+    if not switch:
         return None
     with read_from(fields.where):
         return QueryScaling(floor=fields.size("floor_scale", 8192), beta=fields.number("attn_scale", 0.1), offset=1)
 
 
 def write_fields(config: DecoderConfig) -> dict[str, Any]:
-    """See :class:`Family`."""
+    """Returns the fields for :class:`Family`."""
     mixers = [grouped(layer) for layer in config.layers]
     experts = hf_config.experts_of(config)
     rotating = [mixer for mixer in mixers if mixer.rope is not None]
     scaling = next((mixer.query_scaling for mixer in mixers if mixer.query_scaling is not None), None)
-    dense = next((layer.mlp.width for layer in config.layers if isinstance(layer.mlp, GatedMLP)), experts.width)
+    dense_widths = [layer.mlp.width for layer in config.layers if isinstance(layer.mlp, GatedMLP)]
+    chunks = [mixer.chunk for mixer in mixers if mixer.chunk is not None]
     sparse = [index for index, layer in enumerate(config.layers) if isinstance(layer.mlp, Experts)]
-    steps = {"floor_scale": scaling.floor, "attn_scale": scaling.beta} if scaling is not None else {}
-    return {
-        **hf_config.rope_fields(rotating[0].rope if rotating else None),
+    attention = {
         "attention_bias": mixers[0].qkv_bias,
         "use_qk_norm": any(mixer.qk_l2_norm for mixer in rotating),
         "no_rope_layers": [int(mixer.rope is not None) for mixer in mixers],
         "layer_types": [_FULL if mixer.chunk is None else _CHUNKED for mixer in mixers],
-        "attention_chunk_size": next(
-            (mixer.chunk for mixer in mixers if mixer.chunk is not None), config.max_positions
-        ),
+        "attention_chunk_size": chunks[0] if chunks else config.max_positions,
         "attn_temperature_tuning": scaling is not None,
-        **steps,
+    }
+    if scaling is not None:
+        attention |= {"floor_scale": scaling.floor, "attn_scale": scaling.beta}
+    mlps = {
         "intermediate_size": experts.width,
-        "intermediate_size_mlp": dense,
+        "intermediate_size_mlp": dense_widths[0] if dense_widths else experts.width,
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.per_token,
         "moe_layers": sparse,
         "interleave_moe_layer_step": sparse[0] + 1,
     }
+    return hf_config.rope_fields(rotating[0].rope if rotating else None) | attention | mlps
 
 
 def _dense_rules(config: GatedMLP, source: str, path: str) -> list[Rule]:
@@ -145,7 +156,7 @@ FAMILY = Family(
     rules=functools.partial(blocks.decoder, parts={Experts: _expert_rules, GatedMLP: _dense_rules}),
 )
 
-# What is published reads images too.
+# Published models also read images.
 WRAPPER = Wrapper(
     model_type="llama4",
     label="Llama 4 with images",

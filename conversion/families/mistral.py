@@ -14,7 +14,7 @@ _FLOOR = "original_max_position_embeddings"
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """All layers have the window, if there is one, where the file does not say which do."""
+    """Reads a Mistral. Without ``layer_types``, all layers have the window, if there is one."""
     fields.require("num_key_value_heads")
     window = hf_config.read_window(fields)
     windows = hf_config.read_windows(fields, window, lambda _: True)
@@ -22,7 +22,7 @@ def read_config(fields: Fields) -> DecoderConfig:
 
 
 def read_ministral3(fields: Fields) -> DecoderConfig:
-    """The scaling of queries stands among the parameters of the rotary embedding; a window that is absent is none."""
+    """Reads a Ministral 3. The parameters of the rotary embedding include the scaling of queries."""
     fields.require("num_key_value_heads", "head_dim")
     window = fields.optional_size("sliding_window")
     parameters = fields.section("rope_parameters")
@@ -46,13 +46,15 @@ def _scaled(config: DecoderConfig) -> dict[str, Any]:
     fields = hf_config.rope_fields(mixer.rope)
     scaling = mixer.query_scaling
     if scaling is not None:
-        more = {_BETA: scaling.beta, _FLOOR: scaling.floor}
-        fields = {name: {**value, **more} if isinstance(value, dict) else value for name, value in fields.items()}
+        scaling_fields = {_BETA: scaling.beta, _FLOOR: scaling.floor}
+        for name, value in fields.items():
+            if isinstance(value, dict):
+                fields[name] = value | scaling_fields
     return {**fields, **_window_of_all(config)}
 
 
 def _check_text(text: Fields) -> None:
-    """Alone, transformers reads a Mistral with ``layer_types`` as a Ministral; here it ignores them."""
+    """Refuses contradicting ``layer_types``: transformers ignores them here, unlike in a model of text alone."""
     hf_config.read_window_of_all(text, text.optional_size("sliding_window"))
 
 

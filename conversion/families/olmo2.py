@@ -9,7 +9,7 @@ from eagle3_jax.models.config import DecoderConfig, LayerConfig, grouped
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """One flag for all biases of attention; every norm multiplies in float32."""
+    """Reads an OLMo-2: one flag for all biases of attention; every norm multiplies in float32."""
     hf_config.refuse_windows(fields)
     bias = fields.flag("attention_bias")
     mixer = hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_kind="whole")

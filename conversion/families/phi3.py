@@ -13,9 +13,9 @@ from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, grou
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """All layers have the window, if there is one, and some channels may not rotate.
+    """Reads a Phi. All layers have the window, if there is one, and some channels may not rotate.
 
-    ``longrope`` has factors for short texts and for long ones. A loaded target is bound to short ones.
+    ``longrope`` has factors for short texts and for long texts. A loaded target is limited to short texts.
     """
     rope = hf_config.read_rope(fields, partial=1.0, types=("default", "longrope"))
     if rope.type == "longrope":
@@ -26,7 +26,7 @@ def read_config(fields: Fields) -> DecoderConfig:
 
 
 def write_fields(config: DecoderConfig) -> dict[str, Any]:
-    """See :class:`Family`."""
+    """Returns the fields for :class:`Family`."""
     mixer = grouped(config.layers[0])
     fields = {**hf_config.rope_fields(mixer.rope, partial=True), "sliding_window": mixer.window}
     original = None if mixer.rope is None else mixer.rope.original_max_positions
@@ -34,23 +34,25 @@ def write_fields(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _attention(config: GroupedQuery, source: str, path: str) -> list[Rule]:
-    theirs = in_turns(1, config.head_dim, {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads})
-    ours = in_turns(config.num_kv_heads, config.head_dim, {"q": config.group, "k": 1, "v": 1})
-    return _fused(f"{source}.self_attn.qkv_proj", f"{path}.attention.qkv", ours, theirs) + linear(
-        f"{source}.self_attn.o_proj", f"{path}.attention.o"
-    )
+    all_heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+    group_heads = {"q": config.group, "k": 1, "v": 1}
+    cuts = in_turns(1, config.head_dim, all_heads)
+    parts = in_turns(config.num_kv_heads, config.head_dim, group_heads)
+    qkv = _fused(f"{source}.self_attn.qkv_proj", f"{path}.attention.qkv", parts, cuts)
+    return qkv + linear(f"{source}.self_attn.o_proj", f"{path}.attention.o")
 
 
 def _mlp(config: GatedMLP, source: str, path: str) -> list[Rule]:
-    ours, theirs = (in_turns(*sizes, {"gate": 1, "up": 1}) for sizes in ((config.width, 1), (1, config.width)))
-    return _fused(f"{source}.mlp.gate_up_proj", f"{path}.mlp.gate_up", ours, theirs) + linear(
-        f"{source}.mlp.down_proj", f"{path}.mlp.down"
-    )
+    names = {"gate": 1, "up": 1}
+    parts = in_turns(config.width, 1, names)
+    cuts = in_turns(1, config.width, names)
+    gate_up = _fused(f"{source}.mlp.gate_up_proj", f"{path}.mlp.gate_up", parts, cuts)
+    return gate_up + linear(f"{source}.mlp.down_proj", f"{path}.mlp.down")
 
 
-def _fused(source: str, path: str, ours: Any, theirs: Any) -> list[Rule]:
-    """One tensor in two orders of its pieces."""
-    pieces = zip(ours, theirs, strict=True)
+def _fused(source: str, path: str, parts: Any, cuts: Any) -> list[Rule]:
+    """Returns the rules of a tensor whose pieces have another order in our array."""
+    pieces = zip(parts, cuts, strict=True)
     return [rule for (_, part), (_, cut) in pieces for rule in linear(source, path, part=part, cut=cut)]
 
 

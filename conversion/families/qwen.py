@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5, Qwen3 and Qwen3-MoE: one kind of windows; heads normed from Qwen3 on; experts in Qwen3-MoE."""
+"""Qwen2, Qwen2.5, Qwen3 and Qwen3-MoE: shared fields of windows; norms of heads from Qwen3 on; experts in Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eagle3_jax.models.config import DecoderConfig, GroupedQuery, LayerConfig, g
 
 
 def read_qwen2(fields: Fields) -> DecoderConfig:
-    """Queries, keys and values always have a bias, the output projection never."""
+    """Reads Qwen2: queries, keys and values always have a bias, the output projection never."""
     fields.require("num_key_value_heads")
     mixer = hf_config.read_mixer(fields, qkv_bias=True)
     mlp = hf_config.read_mlp(fields)
@@ -20,7 +20,7 @@ def read_qwen2(fields: Fields) -> DecoderConfig:
 
 
 def read_qwen3(fields: Fields) -> DecoderConfig:
-    """Windows as in Qwen2.
+    """Reads Qwen3, with windows as in Qwen2.
 
     Qwen3-VL divides the channels between time, height and width (mrope). A token of text has the same position in all
     three, so the rotation of text is the plain one.
@@ -30,7 +30,7 @@ def read_qwen3(fields: Fields) -> DecoderConfig:
 
 
 def read_qwen3_moe(fields: Fields) -> DecoderConfig:
-    """Experts in some layers; a window, where it is switched on, in all of them."""
+    """Reads Qwen3-MoE: experts in some layers; a window, if it is switched on, in all layers."""
     fields.require("norm_topk_prob")
     mixer = _normed(fields)
     experts = functools.partial(hf_config.read_experts, router="softmax", normalise=fields.flag("norm_topk_prob"))
@@ -42,7 +42,7 @@ def read_qwen3_moe(fields: Fields) -> DecoderConfig:
 
 
 def _normed(fields: Fields, *, known: tuple[str, ...] = ()) -> GroupedQuery:
-    """Attention of Qwen3: queries and keys normed per head, heads of their own size, one flag for all four biases."""
+    """Reads the attention of Qwen3: norms of queries and keys per head, a size of heads, one flag for all biases."""
     fields.require("num_key_value_heads", "head_dim")
     bias = fields.flag("attention_bias")
     rope = hf_config.read_rope(fields, known=known)
@@ -50,14 +50,14 @@ def _normed(fields: Fields, *, known: tuple[str, ...] = ()) -> GroupedQuery:
 
 
 def read_windows(fields: Fields) -> list[int | None]:
-    """The window of every layer. A size in the file counts only where it is switched on."""
+    """Reads the window of every layer. A size in the file counts only if windows are switched on."""
     window = hf_config.read_window(fields) if fields.flag("use_sliding_window") else None
     first = 0 if window is None or fields.words("layer_types") else fields.integer("max_window_layers")
     return hf_config.read_windows(fields, window, lambda layer: window is not None and layer >= first)
 
 
 def window_fields(config: DecoderConfig) -> dict[str, Any]:
-    """The fields of windows. Engines read ``layer_types``, or the number of layers before the first window."""
+    """Returns the fields of windows. Engines read ``layer_types``, or the number of layers before the first window."""
     windows = [grouped(layer).window for layer in config.layers]
     sliding = [index for index, window in enumerate(windows) if window is not None]
     return {
@@ -68,7 +68,7 @@ def window_fields(config: DecoderConfig) -> dict[str, Any]:
 
 
 def read_sparse_layers(fields: Fields) -> list[bool]:
-    """Whether a layer has experts: every ``decoder_sparse_step``-th, except those of ``mlp_only_layers``."""
+    """Tells for every layer whether it has experts: every ``decoder_sparse_step``-th outside of ``mlp_only_layers``."""
     count = hf_config.read_num_layers(fields)
     step = fields.size("decoder_sparse_step", 1)
     dense = fields.indices("mlp_only_layers", count) or []
@@ -76,7 +76,7 @@ def read_sparse_layers(fields: Fields) -> list[bool]:
 
 
 def sparse_fields(config: DecoderConfig) -> dict[str, Any]:
-    """The fields of experts and of the layers that have them."""
+    """Returns the fields of experts and of the layers that have them."""
     experts = hf_config.experts_of(config)
     return {
         **hf_config.size_fields(experts),
@@ -97,7 +97,7 @@ def _qwen3_moe_fields(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _check_text(text: Fields) -> None:
-    """Qwen3-VL has no windows, and its rotary embedding another base than Qwen3 where the file names none."""
+    """Refuses windows, and a missing base of the rotary embedding, whose default differs from Qwen3's."""
     hf_config.refuse_windows(text)
     hf_config.require_theta(text)
 
@@ -107,7 +107,7 @@ FAMILIES = (
     Family("qwen3", "Qwen3", "Qwen3ForCausalLM", read_qwen3, _qwen3_fields),
     Family("qwen3_moe", "Qwen3-MoE", "Qwen3MoeForCausalLM", read_qwen3_moe, _qwen3_moe_fields),
 )
-# Qwen3-VL adds the output of its encoder to the first layers as well (deepstack). That concerns images alone.
+# Qwen3-VL also adds the output of its encoder to the first layers (deepstack), but only for images.
 WRAPPER = Wrapper(
     model_type="qwen3_vl",
     label="Qwen3-VL",

@@ -1,6 +1,6 @@
 """Qwen3-Next and Qwen3.5: most layers are gated delta nets, every fourth is gated attention.
 
-Qwen3-Next has experts with a shared one. Qwen3.5, dense or of experts, is published with an encoder of images.
+Qwen3-Next has experts and a shared expert. Qwen3.5, dense or with experts, is published with an encoder of images.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _LINEAR = {
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """Qwen3-Next: experts in the same layers as Qwen3-MoE."""
+    """Reads Qwen3-Next: experts in the same layers as Qwen3-MoE."""
     fields.require("norm_topk_prob")
     experts = functools.partial(_read_experts, normalise=fields.flag("norm_topk_prob"))
     return _decoder(fields, hf_config.read_mlps(fields, read_sparse_layers(fields), experts))
 
 
 def read_dense(fields: Fields) -> DecoderConfig:
-    """Qwen3.5: a dense MLP in every layer."""
+    """Reads Qwen3.5: a dense MLP in every layer."""
     return _decoder(fields, itertools.repeat(hf_config.read_mlp(fields)))
 
 
 def read_sparse(fields: Fields) -> DecoderConfig:
-    """Qwen3.5-MoE: experts in every layer, whose weights always sum to one."""
+    """Reads Qwen3.5-MoE: experts in every layer, whose weights always sum to one."""
     return _decoder(fields, itertools.repeat(_read_experts(fields, normalise=True)))
 
 
@@ -52,7 +52,7 @@ def _decoder(fields: Fields, mlps: Iterable[MLP]) -> DecoderConfig:
 
 
 def read_mixers(fields: Fields) -> list[Mixer]:
-    """The mixer of every layer: ``layer_types``, or attention in every ``full_attention_interval``-th."""
+    """Reads the mixers from ``layer_types``; default: attention in every ``full_attention_interval``-th layer."""
     count = hf_config.read_num_layers(fields)
     types = hf_config.read_types(fields, _KINDS, count)
     if not types:
@@ -64,91 +64,88 @@ def read_mixers(fields: Fields) -> list[Mixer]:
 
 def _delta(fields: Fields) -> GatedDelta:
     with read_from(fields.where):
-        return GatedDelta(**{ours: fields.size(theirs) for ours, theirs in _LINEAR.items()})
+        return GatedDelta(**{name: fields.size(field) for name, field in _LINEAR.items()})
 
 
 def _attention(fields: Fields) -> GroupedQuery:
     fields.require("num_key_value_heads", "head_dim")
     fields.only(attn_output_gate=True)
     bias = fields.flag("attention_bias")
-    # Three sections of positions, for images, are one for text.
+    # The three sections of positions differ only for images.
     rope = hf_config.read_rope(fields, partial=0.25, known=("mrope_section", "mrope_interleaved"))
     mixer = hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, qk_norm=True, rope=rope)
     return dataclasses.replace(mixer, output_gate=True)
 
 
 def _read_experts(fields: Fields, *, normalise: bool) -> Experts:
-    """Experts and a shared one that has a gate."""
+    """Reads experts and a shared expert with a gate."""
     shared = fields.size("shared_expert_intermediate_size")
     return hf_config.read_experts(fields, "softmax", normalise=normalise, shared_width=shared, shared_gate=True)
 
 
 def mixer_fields(config: DecoderConfig) -> dict[str, Any]:
-    """The fields of the mixers."""
+    """Returns the fields of the mixers."""
     mixers = [layer.mixer for layer in config.layers]
     delta = next((mixer for mixer in mixers if isinstance(mixer, GatedDelta)), None)
     attention = next((mixer for mixer in mixers if isinstance(mixer, GroupedQuery)), None)
     if delta is None or attention is None:
         raise CheckpointError("a target without recurrent layers, or without attention, is of another family")
+    linear_fields = {field: getattr(delta, name) for name, field in _LINEAR.items()}
+    types = [_DELTA if isinstance(mixer, GatedDelta) else _FULL for mixer in mixers]
     return {
-        **{theirs: getattr(delta, ours) for ours, theirs in _LINEAR.items()},
+        **linear_fields,
         **hf_config.rope_fields(attention.rope, partial=True),
         "attention_bias": attention.qkv_bias,
-        "layer_types": [_DELTA if isinstance(mixer, GatedDelta) else _FULL for mixer in mixers],
+        "layer_types": types,
     }
 
 
 def write_fields(config: DecoderConfig) -> dict[str, Any]:
-    """See :class:`Family`."""
+    """Returns the fields for :class:`Family`."""
     return {**_sparse_fields(config), **sparse_fields(config)}
 
 
 def _sparse_fields(config: DecoderConfig) -> dict[str, Any]:
-    """The fields of a target with experts in every layer."""
+    """Returns the fields of a target with experts in every layer."""
     experts = hf_config.experts_of(config)
     shared = {"shared_expert_intermediate_size": experts.shared_width}
     return {**mixer_fields(config), **hf_config.size_fields(experts), **shared}
 
 
-def _around(source: str, path: str) -> list[Rule]:
-    return [
-        Rule(f"{source}.A_log", f"{path}.a_log"),
-        Rule(f"{source}.dt_bias", f"{path}.dt_bias"),
-        norm(f"{source}.norm", f"{path}.norm"),
-        *linear(f"{source}.out_proj", f"{path}.o"),
-    ]
+def _output_rules(source: str, path: str) -> list[Rule]:
+    """Returns the rules of the decays, the norm and the output projection."""
+    decay = Rule(f"{source}.A_log", f"{path}.a_log")
+    step = Rule(f"{source}.dt_bias", f"{path}.dt_bias")
+    output = linear(f"{source}.out_proj", f"{path}.o")
+    return [decay, step, norm(f"{source}.norm", f"{path}.norm"), *output]
 
 
 def _convolution(config: GatedDelta, source: str, path: str) -> list[Rule]:
-    """Its channels are all queries, all keys, all values, where ours are by key head."""
+    """Returns the rules of the convolution. Its channels are all queries, keys and values; ours are by key head."""
     heads = config.num_key_heads
     sizes = turns(config)
-    parts = in_turns(heads, 1, sizes)
-    cuts = in_turns(1, 1, {name: heads * size for name, size in sizes.items()})
-    return [
-        Rule(f"{source}.conv1d.weight", f"{path}.convolution", reverse=True, part=part, cut=cut)
-        for (_, part), (_, cut) in zip(parts, cuts, strict=True)
-    ]
+    parts = dict(in_turns(heads, 1, sizes))
+    cuts = dict(in_turns(1, 1, {name: heads * size for name, size in sizes.items()}))
+    kernel = Rule(f"{source}.conv1d.weight", f"{path}.convolution", reverse=True)
+    return [kernel._replace(part=parts[name], cut=cuts[name]) for name in sizes]
 
 
 def turns(config: GatedDelta) -> dict[str, int]:
-    """Channels of a key head that the convolution mixes."""
+    """Returns the numbers of channels of a key head that the convolution mixes."""
     return {"q": config.key_dim, "k": config.key_dim, "v": config.group * config.value_dim}
 
 
 def grouped_delta(config: GatedDelta, source: str, path: str) -> list[Rule]:
-    """A gated delta net with projections by key head, as in our parameters."""
+    """Returns the rules of a gated delta net with projections by key head, as in our parameters."""
     source = f"{source}.linear_attn"
     path = f"{path}.attention"
-    projections = [
-        *linear(f"{source}.in_proj_qkvz", f"{path}.qkvz"),
-        *linear(f"{source}.in_proj_ba", f"{path}.ba"),
-    ]
-    return [*projections, *_convolution(config, source, path), *_around(source, path)]
+    rules = linear(f"{source}.in_proj_qkvz", f"{path}.qkvz")
+    rules += linear(f"{source}.in_proj_ba", f"{path}.ba")
+    return [*rules, *_convolution(config, source, path), *_output_rules(source, path)]
 
 
 def flat_delta(config: GatedDelta, source: str, path: str) -> list[Rule]:
-    """A gated delta net with one projection for all queries, keys and values, and three more."""
+    """Returns the rules of a gated delta net with a projection for all queries, keys and values, and three others."""
     source = f"{source}.linear_attn"
     path = f"{path}.attention"
     heads = config.num_key_heads
@@ -161,14 +158,14 @@ def flat_delta(config: GatedDelta, source: str, path: str) -> list[Rule]:
         rules += linear(tensor, f"{path}.qkvz", part=part, cut=cuts.get(name))
     for name, part in in_turns(heads, 1, {"b": group, "a": group}):
         rules += linear(f"{source}.in_proj_{name}", f"{path}.ba", part=part)
-    return [*rules, *_convolution(config, source, path), *_around(source, path)]
+    return [*rules, *_convolution(config, source, path), *_output_rules(source, path)]
 
 
-# One MLP that every token goes through.
+# The shared expert is an MLP that every token goes through.
 _shared_experts = functools.partial(blocks.experts, shared="shared_expert")
 
 
-_MODULE = (r"mtp\..*",)  # for multi-token prediction
+_MODULE = (r"mtp\..*",)  # tensors of multi-token prediction
 
 
 def _rules(delta: blocks.PartRules, kernels: blocks.PartRules = blocks.separate) -> Any:
@@ -186,7 +183,7 @@ def _wrapper(model_type: str, label: str) -> Wrapper:
     )
 
 
-# With the encoder of images the experts of a layer are one tensor.
+# In files with the encoder of images the experts of a layer are stacked.
 _STACKED = functools.partial(blocks.stacked, transpose=True, in_halves=True)
 FAMILIES = (
     Family(
@@ -196,7 +193,7 @@ FAMILIES = (
         read_config,
         write_fields,
         rules=_rules(grouped_delta),
-        beside=_MODULE,
+        excluded=_MODULE,
     ),
     Family(
         "qwen3_5_text",
@@ -205,7 +202,7 @@ FAMILIES = (
         read_dense,
         mixer_fields,
         rules=_rules(flat_delta),
-        beside=_MODULE,
+        excluded=_MODULE,
     ),
     Family(
         "qwen3_5_moe_text",
@@ -214,8 +211,8 @@ FAMILIES = (
         read_sparse,
         _sparse_fields,
         rules=_rules(flat_delta),
-        also=(_rules(flat_delta, _STACKED),),
-        beside=_MODULE,
+        alternatives=(_rules(flat_delta, _STACKED),),
+        excluded=_MODULE,
     ),
 )
 WRAPPERS = (_wrapper("qwen3_5", "Qwen3.5 with images"), _wrapper("qwen3_5_moe", "Qwen3.5-MoE with images"))

@@ -26,34 +26,35 @@ _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 
 
 class Source(NamedTuple):
-    """The metadata of a file, read by keys without the prefix of the architecture."""
+    """The metadata of a file by keys without the prefix of the architecture."""
 
     header: Header  #: The header of the file.
     name: str  #: The architecture. Its name is the prefix of the keys.
 
     def key(self, name: str) -> str:
-        """The whole key."""
+        """Returns the key with its prefix."""
         return f"{self.name}.{name}"
 
     def has(self, name: str) -> bool:
-        """Whether the file has a key."""
+        """Tells whether the file has a key."""
         return self.key(name) in self.header.metadata
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A positive whole number; see :meth:`Fields.size`."""
+        """Returns a positive whole number; see :meth:`Fields.size`."""
         return self.header.fields.size(self.key(name), default)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number."""
+        """Returns a finite number."""
         return self.header.fields.number(self.key(name), default)
 
     def get(self, name: str) -> Any:
-        """The raw value; ``None`` when absent."""
+        """Returns the raw value; ``None`` when absent."""
         return self.header.fields.get(self.key(name))
 
     def only(self, **supported: Any) -> None:
         """Refuses keys that have another value than the supported one. ``__`` replaces dots. Absent keys pass."""
-        self.header.fields.only(**{self.key(name.replace("__", ".")): value for name, value in supported.items()})
+        keys = {self.key(name.replace("__", ".")): value for name, value in supported.items()}
+        self.header.fields.only(**keys)
 
     @property
     def num_layers(self) -> int:
@@ -71,7 +72,7 @@ class Source(NamedTuple):
         return self.size("attention.key_length", max(width // heads, 1))
 
     def has_bias(self, name: str) -> bool:
-        """Whether a linear layer of the first block has a bias."""
+        """Tells whether a linear layer of the first block has a bias."""
         return f"blk.0.{name}.bias" in self.header.tensors
 
 
@@ -136,7 +137,7 @@ def _biases(source: Source) -> dict[str, Any]:
 
 
 def _windows(source: Source, period: int) -> list[str]:
-    """The kinds of attention as ``layer_types``. By default every ``period``-th layer has full attention."""
+    """Returns the kinds of attention as ``layer_types``. By default every ``period``-th layer has full attention."""
     pattern = source.get("attention.sliding_window_pattern")
     count = source.num_layers
     if isinstance(pattern, list):
@@ -148,22 +149,21 @@ def _windows(source: Source, period: int) -> list[str]:
 
 
 def _rope(source: Source) -> dict[str, Any]:
-    """The rotary embedding as ``rope_theta`` and ``rope_scaling``."""
+    """Reads the rotary embedding as ``rope_theta`` and ``rope_scaling``."""
     theta = source.number("rope.freq_base", 10_000.0)
-    kinds = ("none", "linear", "yarn", *(("longrope",) if LONG_FACTORS in source.header.tensors else ()))
+    kinds = ["none", "linear", "yarn"]
+    if LONG_FACTORS in source.header.tensors:
+        kinds.append("longrope")
     kind = source.header.fields.one_of(source.key("rope.scaling.type"), kinds, "none")
     source.only(rope__scaling__yarn_ext_factor=1.0)
     scaling: dict[str, Any] | None = None
     if kind == "linear":
         scaling = {"rope_type": kind, "factor": source.number("rope.scaling.factor")}
     elif kind == "yarn":
-        scaling = {
-            "rope_type": kind,
-            "factor": source.number("rope.scaling.factor"),
-            "original_max_position_embeddings": source.size("rope.scaling.original_context_length"),
-            "beta_fast": source.number("rope.scaling.yarn_beta_fast", 32.0),
-            "beta_slow": source.number("rope.scaling.yarn_beta_slow", 1.0),
-        }
+        scaling = {"rope_type": kind, "factor": source.number("rope.scaling.factor")}
+        scaling["original_max_position_embeddings"] = source.size("rope.scaling.original_context_length")
+        scaling["beta_fast"] = source.number("rope.scaling.yarn_beta_fast", 32.0)
+        scaling["beta_slow"] = source.number("rope.scaling.yarn_beta_slow", 1.0)
         if source.has("rope.scaling.yarn_attn_factor"):
             scaling["attention_factor"] = source.number("rope.scaling.yarn_attn_factor")
     if ROPE_FREQS in source.header.tensors:
@@ -174,7 +174,7 @@ def _rope(source: Source) -> dict[str, Any]:
 
 
 def _llama3(source: Source, theta: float) -> dict[str, Any] | None:
-    """The scaling of Llama 3.1. The file has a divisor for every frequency, and these parameters must reproduce it."""
+    """Returns the scaling of Llama 3.1. Its parameters must reproduce the file's divisor of every frequency."""
     divisors = np.asarray(source.header.tensors[ROPE_FREQS]).ravel()
     factor = float(str(divisors.max()))
     low = 1.0
@@ -182,7 +182,8 @@ def _llama3(source: Source, theta: float) -> dict[str, Any] | None:
     original = 8192
     if theta <= 0 or not factor >= 1:
         raise _no_llama3(source)
-    turns = original * theta ** -(np.arange(divisors.size) / divisors.size) / (2 * np.pi)
+    exponents = np.arange(divisors.size) / divisors.size
+    turns = original * theta**-exponents / (2 * np.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if divisors.size * 2 != source.head_dim or not np.allclose(divisors, expected, rtol=1e-4):
@@ -206,20 +207,22 @@ def _no_llama3(source: Source) -> CheckpointError:
 
 
 def _gemma(source: Source, period: int) -> dict[str, Any]:
-    largest = source.size("block_count") == _LARGEST_GEMMA[source.name]
-    scalar = source.size("embedding_length") // source.size("attention.head_count") if largest else source.head_dim
+    scalar = source.head_dim
+    if source.size("block_count") == _LARGEST_GEMMA[source.name]:
+        scalar = source.size("embedding_length") // source.size("attention.head_count")
     names = ("attn_logit_softcapping", "final_logit_softcapping")
     caps = {name: source.number(name) for name in names if source.has(name)}
     return {"query_pre_attn_scalar": scalar, "layer_types": _windows(source, period), **caps}
 
 
 def _gemma3(source: Source) -> dict[str, Any]:
-    theta = {"rope_theta": source.number("rope.freq_base", 1_000_000.0)}
-    return {**_gemma(source, 6), **theta, "rope_local_base_freq": source.number("rope.freq_base_swa", 10_000.0)}
+    theta = source.number("rope.freq_base", 1_000_000.0)
+    local_theta = source.number("rope.freq_base_swa", 10_000.0)
+    return {**_gemma(source, 6), "rope_theta": theta, "rope_local_base_freq": local_theta}
 
 
 def _phi3(source: Source) -> dict[str, Any]:
-    """Partial rotation, and ``longrope``, whose factors are tensors."""
+    """Reads partial rotation, and ``longrope``, whose factors are tensors."""
     source.only(attention__value_length=source.head_dim)
     tensors = source.header.tensors
     dims = source.size("rope.dimension_count")
@@ -235,16 +238,13 @@ def _phi3(source: Source) -> dict[str, Any]:
         factors[field] = [float(str(factor)) for factor in np.asarray(tensors[name]).ravel()]
     original = source.size("rope.scaling.original_context_length")
     length = source.size("context_length")
-    expected = max(1.0, 1 + np.log(max(length / original, 1.0)) / np.log(max(original, 2))) ** 0.5
+    extension = np.log(max(length / original, 1.0)) / np.log(max(original, 2))
+    expected = max(1.0, 1 + extension) ** 0.5
     if not np.isclose(source.number(_ATTENTION_FACTOR, expected), expected, rtol=1e-5):
-        raise source.header.fields.wrong(
-            source.key(_ATTENTION_FACTOR), f"expected {expected:g}, which follows from its lengths"
-        )
-    return {
-        **fields,
-        "original_max_position_embeddings": original,
-        "rope_scaling": {"rope_type": "longrope", **factors},
-    }
+        reason = f"expected {expected:g}, which follows from its lengths"
+        raise source.header.fields.wrong(source.key(_ATTENTION_FACTOR), reason)
+    scaling = {"rope_type": "longrope", **factors}
+    return {**fields, "original_max_position_embeddings": original, "rope_scaling": scaling}
 
 
 def _qwen3_moe(source: Source) -> dict[str, Any]:
@@ -262,13 +262,13 @@ def _gpt_oss(source: Source) -> dict[str, Any]:
 
 
 def _granite(source: Source) -> dict[str, Any]:
-    return {
-        **_biases(source),
+    factors = {
         "attention_multiplier": source.number("attention.scale", source.head_dim**-0.5),
         "embedding_multiplier": source.number("embedding_scale", 1.0),
         "residual_multiplier": source.number("residual_scale", 1.0),
         "logits_scaling": source.number("logit_scale", 1.0),
     }
+    return _biases(source) | factors
 
 
 def _cohere(source: Source) -> dict[str, Any]:
@@ -276,31 +276,33 @@ def _cohere(source: Source) -> dict[str, Any]:
 
 
 def _deepseek(source: Source) -> dict[str, Any]:
-    """Latent attention. Newer files store it as one head of the latent width, with the head sizes in ``*_mla`` keys."""
-    source.header.fields.require(source.key("expert_gating_func"))
+    """Reads latent attention. Newer files have a head of the latent width, and the sizes of heads in ``*_mla`` keys."""
+    metadata = source.header.fields
+    metadata.require(source.key("expert_gating_func"))
     source.only(expert_gating_func=_SIGMOID)
     rope_dim = source.size("rope.dimension_count")
     heads = source.size("attention.head_count")
-    newer = "_mla" if source.has("attention.key_length_mla") else ""
-    value_dim = source.size(f"attention.value_length{newer}")
+    suffix = "_mla" if source.has("attention.key_length_mla") else ""
+    key_dim = source.size(f"attention.key_length{suffix}")
+    value_dim = source.size(f"attention.value_length{suffix}")
     name = "blk.0.attn_output.weight"
     if name not in source.header.tensors:
         raise CheckpointError(f"{source.header.path} misses {name}; fetch the file again")
     columns = source.header.tensors[name].shape[-1]
     if columns != heads * value_dim:  # checked before the rules of all heads are built
-        raise source.header.fields.wrong(source.key("attention.head_count"), f"{name} has {columns} columns")
+        raise metadata.wrong(source.key("attention.head_count"), f"{name} has {columns} columns")
     fields: dict[str, Any] = {
         "num_key_value_heads": heads,
         "head_dim": None,
-        "q_lora_rank": source.size("attention.q_lora_rank") if source.has("attention.q_lora_rank") else None,
+        "q_lora_rank": metadata.optional_size(source.key("attention.q_lora_rank")),
         "qk_rope_head_dim": rope_dim,
-        "qk_nope_head_dim": source.size(f"attention.key_length{newer}") - rope_dim,
+        "qk_nope_head_dim": key_dim - rope_dim,
         "v_head_dim": value_dim,
-        "norm_topk_prob": source.header.fields.flag(source.key("expert_weights_norm"), False),
-        "routed_scaling_factor": source.number("expert_weights_scale", 1.0),
-        "first_k_dense_replace": source.header.fields.integer(source.key("leading_dense_block_count")),
-        "n_shared_experts": source.header.fields.integer(source.key("expert_shared_count")),
     }
+    fields["norm_topk_prob"] = metadata.flag(source.key("expert_weights_norm"), False)
+    fields["routed_scaling_factor"] = source.number("expert_weights_scale", 1.0)
+    fields["first_k_dense_replace"] = metadata.integer(source.key("leading_dense_block_count"))
+    fields["n_shared_experts"] = metadata.integer(source.key("expert_shared_count"))
     rope = _rope(source)["rope_scaling"]
     if rope is not None and source.has("rope.scaling.yarn_log_multiplier"):
         scale = float(str(np.float32(source.number("rope.scaling.yarn_log_multiplier") * 10)))
@@ -309,7 +311,7 @@ def _deepseek(source: Source) -> dict[str, Any]:
 
 
 def _mistral3(source: Source) -> dict[str, Any]:
-    """Ministral 3 scales queries by position. Mistral Small 3.1, the same architecture, does not."""
+    """Reads the scaling of queries by position, which only Ministral 3 has, and not Mistral Small 3.1."""
     if not source.has("attention.temperature_scale"):
         return {"model_type": "mistral", "sliding_window": None}
     scale = source.number("rope.scaling.yarn_log_multiplier")
@@ -454,7 +456,7 @@ _DRAFTERS = ("eagle3", "dflash")
 
 
 def architecture_of(header: Header) -> Architecture:
-    """The architecture of a file.
+    """Returns the architecture of a file.
 
     Raises:
         CheckpointError: The architecture is unsupported, or the file has keys that are unknown for it.
@@ -483,7 +485,7 @@ def architecture_of(header: Header) -> Architecture:
 
 
 def read_config(header: Header, row: Architecture) -> dict[str, Any]:
-    """The ``config.json`` of the model in a file, without token ids."""
+    """Returns the ``config.json`` of the model in a file, without token ids."""
     source = Source(header, row.name)
     tensors = header.tensors
     if "token_embd.weight" not in tensors:
@@ -500,29 +502,27 @@ def read_config(header: Header, row: Architecture) -> dict[str, Any]:
     for key, field in keys.items():
         if field not in values:
             header.fields.require(source.key(key))
-    return {
+    num_heads = source.size("attention.head_count")
+    fields = {
         "model_type": row.model_type,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "head_dim": source.head_dim,
-        "num_key_value_heads": source.size("attention.head_count_kv", source.size("attention.head_count")),
+        "num_key_value_heads": source.size("attention.head_count_kv", num_heads),
         "tie_word_embeddings": "output.weight" not in tensors,
-        **_rope(source),
-        **values,
-        **row.constants,
-        **row.more(source),
     }
+    return {**fields, **_rope(source), **values, **row.constants, **row.more(source)}
 
 
 def _check_experts(source: Source) -> None:
-    """Refuses another number of experts than that of the stacks, before anything of that size is built."""
+    """Refuses a number of experts that differs from the stacks, before anything of that size is built."""
     counts = {tensor.shape[0] for name, tensor in source.header.tensors.items() if "_exps." in name}
     if counts != {source.size("expert_count")}:
-        held = " and ".join(map(str, sorted(counts)[:3])) or "no"
-        raise source.header.fields.wrong(source.key("expert_count"), f"the file has stacks of {held} experts")
+        sizes = " and ".join(map(str, sorted(counts)[:3])) or "no"
+        raise source.header.fields.wrong(source.key("expert_count"), f"the file has stacks of {sizes} experts")
 
 
 def layer_name(row: Architecture, name: str) -> str:
-    """The Hugging Face name of a tensor. Unknown names are returned unchanged, so that they are refused later."""
+    """Returns the Hugging Face name of a tensor; unknown names unchanged, so that they are refused later."""
     stem, _, suffix = name.rpartition(".")
     if stem in _OUTSIDE:
         return f"{_OUTSIDE[stem]}.{suffix}"
@@ -531,6 +531,8 @@ def layer_name(row: Architecture, name: str) -> str:
         return name
     layer, inner = match.groups()
     names = {**_NAMES, **row.names}
-    if f"{inner}.{suffix}" in names:
-        return f"model.layers.{layer}.{names[f'{inner}.{suffix}']}"
-    return f"model.layers.{layer}.{names[inner]}.{suffix}" if inner in names else name
+    prefix = f"model.layers.{layer}"
+    leaf = f"{inner}.{suffix}"
+    if leaf in names:
+        return f"{prefix}.{names[leaf]}"
+    return f"{prefix}.{names[inner]}.{suffix}" if inner in names else name

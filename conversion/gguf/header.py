@@ -67,7 +67,7 @@ class Tensor(Dequantised):
         return self.type if self.is_quantised else str(self.dtype)
 
     def part(self, index: int) -> Tensor:
-        """One tensor of a stack. Reading it does not read the others."""
+        """Returns a tensor of a stack. Reading it does not read the other tensors."""
         return Tensor(self.raw[index], self.type)
 
 
@@ -85,7 +85,7 @@ class Header(NamedTuple):
 
 
 def package() -> ModuleType:
-    """The package ``gguf``."""
+    """Imports the package ``gguf``."""
     try:
         import gguf
         import gguf.quants
@@ -95,7 +95,7 @@ def package() -> ModuleType:
 
 
 def block_size(type: str) -> tuple[int, int]:
-    """The number of weights and of bytes in a block of a type."""
+    """Returns the number of weights and of bytes in a block of a type."""
     gguf = package()
     return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]
 
@@ -117,7 +117,8 @@ def read_header(path: Path) -> Header:
         raise _a_part(path)
     try:
         refuse_pointer(path)
-        data = np.asarray(np.memmap(path, np.uint8, mode="r")) if path.stat().st_size else np.empty(0, np.uint8)
+        is_empty = path.stat().st_size == 0
+        data = np.empty(0, np.uint8) if is_empty else np.asarray(np.memmap(path, np.uint8, mode="r"))
     except OSError as error:
         raise unreadable(path, error) from None
     if data[:4].tobytes() != b"GGUF":
@@ -145,24 +146,25 @@ class _Reader:
     def __init__(self, data: np.ndarray):
         self.data = data
         self.bytes = memoryview(data)  # type: ignore[arg-type]
-        self.place = 4
+        self.position = 4
 
     def number(self, kind: str) -> Any:
-        (value,) = struct.unpack_from(f"<{kind}", self.bytes, self.place)
-        self.place += struct.calcsize(f"<{kind}")
+        (value,) = struct.unpack_from(f"<{kind}", self.bytes, self.position)
+        self.position += struct.calcsize(f"<{kind}")
         return value
 
-    def taken(self, size: int) -> int:
-        """Moves past the next ``size`` bytes and returns their place."""
-        start = self.place
-        if size > len(self.bytes) - start:
-            raise _DamagedError(f"it ends {size - len(self.bytes) + start:,} bytes too early")
-        self.place += size
+    def skip(self, size: int) -> int:
+        """Moves past the next ``size`` bytes and returns their position."""
+        start = self.position
+        missing = size - (len(self.bytes) - start)
+        if missing > 0:
+            raise _DamagedError(f"it ends {missing:,} bytes too early")
+        self.position += size
         return start
 
     def text(self) -> str:
         size = self.number("Q")
-        start = self.taken(size)
+        start = self.skip(size)
         return str(self.bytes[start : start + size], "utf-8")
 
     def value(self, kind: int) -> Any:
@@ -182,8 +184,8 @@ class _Reader:
         if kind not in _SCALARS:
             raise _DamagedError(f"a list of values of type {kind}")
         dtype = np.dtype(_SCALARS[kind]).newbyteorder("<")
-        start = self.taken(count * dtype.itemsize)
-        return self.data[start : self.place].view(dtype).tolist()
+        start = self.skip(count * dtype.itemsize)
+        return self.data[start : self.position].view(dtype).tolist()
 
 
 def _parsed(path: Path, data: np.ndarray) -> Header:
@@ -207,7 +209,7 @@ def _parsed(path: Path, data: np.ndarray) -> Header:
     alignment = metadata.get(_ALIGNMENT, 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
         raise _DamagedError(f"{_ALIGNMENT} is {short(alignment)}")
-    start = -(-reader.place // alignment) * alignment
+    start = -(-reader.position // alignment) * alignment
     tensors: dict[str, Tensor] = {}
     for name, shape, kind, offset in entries:
         if name in tensors:
@@ -217,7 +219,7 @@ def _parsed(path: Path, data: np.ndarray) -> Header:
 
 
 def _entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape, type and offset of a tensor. The file stores the shape in reverse order."""
+    """Reads name, shape, type and offset of a tensor. The file stores the shape in reverse order."""
     name = reader.text()
     count = reader.number("I")
     if not 1 <= count <= _MOST_AXES:
@@ -239,10 +241,12 @@ def _tensor(path: Path, data: np.ndarray, name: str, shape: tuple[int, ...], kin
     values, size = block_size(type)
     if shape[-1] % values:
         raise _DamagedError(f"{short(name)} has rows of {shape[-1]}, no multiple of the {values} of {type}")
-    stop = offset + math.prod(shape) // values * size
+    num_blocks = math.prod(shape) // values
+    stop = offset + num_blocks * size
     if stop > len(data):
         raise _DamagedError(f"it ends {stop - len(data):,} bytes too early")
     raw = data[offset:stop]
     if type in _PLAIN:
-        return Tensor(np.require(raw.view(_PLAIN[type]).reshape(shape), requirements="A"), type)
+        numbers = raw.view(_PLAIN[type]).reshape(shape)
+        return Tensor(np.require(numbers, requirements="A"), type)
     return Tensor(raw.reshape(*shape[:-1], -1), type)

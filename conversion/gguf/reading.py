@@ -36,7 +36,7 @@ class Contents(NamedTuple):
 
     config: dict[str, Any]  #: The ``config.json``.
     tensors: dict[str, Any]  #: Tensors by Hugging Face names.
-    held: dict[str, Tensor]  #: The tensors that the file stores, by llama.cpp's names.
+    held: dict[str, Tensor]  #: The stored tensors by llama.cpp's names.
     quantisation: Quantisation | None  #: The types of quantised tensors; ``None`` if there are none.
 
 
@@ -56,21 +56,21 @@ def read_contents(path: Path) -> Contents:
 
 
 def read_text(path: Path, name: str) -> str | None:
-    """The text of ``config.json``, ``tokenizer.json`` or ``tokenizer_config.json``; ``None`` for other names.
+    """Builds the text of ``config.json``, ``tokenizer.json`` or ``tokenizer_config.json``; ``None`` for other names.
 
     Raises:
         CheckpointError: See :func:`read_contents`, or the tokenizer is unsupported.
     """
     if name == "config.json":
         value = read_contents(path).config
-    elif name in _OF_TOKENIZER:
-        value = _OF_TOKENIZER[name](read_header(path))
+    elif name in _TOKENIZER_FILES:
+        value = _TOKENIZER_FILES[name](read_header(path))
     else:
         return None
     return None if value is None else json.dumps(value, ensure_ascii=False, indent=2) + "\n"
 
 
-_OF_TOKENIZER = {"tokenizer.json": read_tokenizer_json, "tokenizer_config.json": read_tokenizer_config}
+_TOKENIZER_FILES = {"tokenizer.json": read_tokenizer_json, "tokenizer_config.json": read_tokenizer_config}
 
 
 def _quantisation(header: Header) -> Quantisation | None:
@@ -102,7 +102,7 @@ def _tensors(header: Header, row: Architecture, config: dict[str, Any]) -> dict[
 
 
 def _undone(header: Header, row: Architecture, config: dict[str, Any], name: str) -> Dequantised:
-    """A tensor without the changes of llama.cpp's converter."""
+    """Returns a tensor without the changes of llama.cpp's converter."""
     tensor = header.tensors[name]
     if row.norm_offset and name.endswith("norm.weight"):
         offset = np.float32(row.norm_offset)
@@ -114,11 +114,12 @@ def _undone(header: Header, row: Architecture, config: dict[str, Any], name: str
     rows, *inputs = tensor.shape
     if rows % (2 * heads):
         raise CheckpointError(f"{header.path}: {name} has {rows} rows, which are not those of {heads} heads")
-    return tensor.reshape(heads, rows // heads // 2, 2, *inputs).swapaxes(1, 2).reshape(rows, *inputs)
+    pairs = tensor.reshape(heads, rows // heads // 2, 2, *inputs)
+    return pairs.swapaxes(1, 2).reshape(rows, *inputs)
 
 
 def _fused(header: Header, layer: str, name: str, suffix: str) -> dict[str, Dequantised]:
-    """A stack of gpt-oss's experts ``[E, in, out]``. The columns of gate and up alternate."""
+    """Returns a stack of gpt-oss's experts ``[E, in, out]``. The columns of gate and up alternate."""
     prefix = f"model.layers.{layer}.mlp.experts"
     ending = "_bias" if suffix == "bias" else ""
     turned = lambda stack: stack if ending else stack.swapaxes(1, 2)
@@ -136,13 +137,17 @@ def _fused(header: Header, layer: str, name: str, suffix: str) -> dict[str, Dequ
     _check_axes(header, gate, 2 if ending else 3)
     experts, width, *inputs = gate.shape
     shape = (experts, 2 * width, *inputs)
-    read = lambda: (np.stack([np.asarray(part) for part in parts], 2).reshape(shape), None)
+
+    def read() -> tuple[np.ndarray, None]:
+        columns = [np.asarray(part) for part in parts]
+        return np.stack(columns, 2).reshape(shape), None
+
     dtype = np.result_type(gate.dtype, up.dtype)
     return {f"{prefix}.gate_up_proj{ending}": turned(Dequantised(shape, gate.stored, read, dtype=dtype))}
 
 
 def _keys_and_values(header: Header, name: str) -> dict[str, Dequantised]:
-    """``kv_b_proj``: for every head the rows of keys, then those of values. The file has the keys ``[H, rank, D]``."""
+    """Returns ``kv_b_proj``: per head the rows of keys, then those of values. The file has keys ``[H, rank, D]``."""
     layer = name.split(".")[1]
     keys, values = _both(header, *(f"blk.{layer}.attn_{part}_b.weight" for part in "kv"))
     for tensor in (keys, values):
@@ -155,8 +160,9 @@ def _keys_and_values(header: Header, name: str) -> dict[str, Dequantised]:
     shape = (heads * (key_dim + values.shape[1]), rank)
 
     def read() -> tuple[np.ndarray, None]:
-        whole = np.concatenate([np.asarray(keys).swapaxes(1, 2), np.asarray(values)], 1)
-        return whole.reshape(shape), None
+        key_rows = np.asarray(keys).swapaxes(1, 2)
+        rows = np.concatenate([key_rows, np.asarray(values)], 1)
+        return rows.reshape(shape), None
 
     dtype = np.result_type(keys.dtype, values.dtype)
     return {f"model.layers.{layer}.self_attn.kv_b_proj.weight": Dequantised(shape, keys.stored, read, dtype=dtype)}

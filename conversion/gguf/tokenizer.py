@@ -36,18 +36,19 @@ _BREAKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _by_words(digits: str) -> str:
-    """The pattern of GPT-4; ``digits`` is the pattern of numbers."""
+    """Returns the pattern of GPT-4; ``digits`` is the pattern of numbers."""
     words = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
     return words + _BREAKS
 
 
 def _by_case(ending: str, digits: str) -> str:
-    """The pattern of GPT-4o, which also splits before capital letters; ``ending`` is the pattern of contractions."""
+    """Returns the pattern of GPT-4o, which also splits before capitals; ``ending`` is the pattern of contractions."""
     first = r"[^\r\n\p{L}\p{N}]?"
     upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
     lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-    words = f"{first}{upper}*{lower}+{ending}|{first}{upper}+{lower}*{ending}"
-    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*" + _BREAKS
+    small = f"{first}{upper}*{lower}+{ending}"
+    capital = f"{first}{upper}+{lower}*{ending}"
+    return rf"{small}|{capital}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*" + _BREAKS
 
 
 class _Rule(NamedTuple):
@@ -87,38 +88,38 @@ _RULES = {
 
 
 def token_fields(header: Header) -> dict[str, Any]:
-    """The token ids of ``config.json``. ``eos_token_id`` has all tokens that end an answer."""
+    """Returns the token ids of ``config.json``. ``eos_token_id`` has all tokens that end an answer."""
     ids = {name: _id(header, name) for name in ("bos", "eos", "eot", "eom", "padding")}
     stops = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
     tokens = header.metadata.get(f"{_PREFIX}tokens")
     if ids["eot"] is None and isinstance(tokens, list):
-        ends = (*_ENDS, *(() if _RETURN in tokens else (_END,)))
-        stops += [tokens.index(end) for end in ends if end in tokens]
+        texts = _ENDS if _RETURN in tokens else (*_ENDS, _END)
+        stops += [tokens.index(text) for text in texts if text in tokens]
     stops = list(dict.fromkeys(stops))
     stop = stops[0] if len(stops) == 1 else (stops or None)
     return {"bos_token_id": ids["bos"], "eos_token_id": stop, "pad_token_id": ids["padding"]}
 
 
 def read_tokenizer_config(header: Header) -> dict[str, Any] | None:
-    """The object in ``tokenizer_config.json``; ``None`` for a file without a tokenizer."""
+    """Builds the object in ``tokenizer_config.json``; ``None`` for a file without a tokenizer."""
     if _kind(header) is None:
         return None
     tokens = _tokens(header)
     template = header.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise header.fields.wrong("tokenizer.chat_template", "expected a text")
-    named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: _id(header, key) for name, key in named.items()}
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **{name: tokens[token] for name, token in ids.items() if token is not None and 0 <= token < len(tokens)},
-        "chat_template": template,
-    }
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    for name, key in names.items():
+        token = _id(header, key)
+        if token is not None and 0 <= token < len(tokens):
+            config[name] = tokens[token]
+    config["chat_template"] = template
+    return config
 
 
 def read_tokenizer_json(header: Header) -> dict[str, Any] | None:
-    """The object in ``tokenizer.json``; ``None`` for a file without a tokenizer.
+    """Builds the object in ``tokenizer.json``; ``None`` for a file without a tokenizer.
 
     Raises:
         CheckpointError: The kind of tokenizer or the pre-tokenizer is unsupported, or metadata is incomplete.
@@ -138,14 +139,13 @@ def read_tokenizer_json(header: Header) -> dict[str, Any] | None:
             raise CheckpointError(f"{header.path} has the token {short(token)} twice; fetch the file again")
     # Special tokens of Phi-3 strip the whitespace after them. Metadata has no field for that.
     is_phi3 = kind == _SENTENCEPIECE and header.metadata.get("general.architecture") == "phi3"
-    added = [
-        {
-            "id": index, "content": token, "special": type != _USER_DEFINED, "single_word": False, "lstrip": False,
-            "rstrip": is_phi3 and token not in _KEEPS_SPACES, "normalized": False,
-        }
-        for index, (token, type) in enumerate(zip(tokens, types, strict=True))
-        if type in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
-    ]  # fmt: skip
+    added = []
+    for index, (token, type) in enumerate(zip(tokens, types, strict=True)):
+        if type not in (_UNKNOWN, _CONTROL, _USER_DEFINED) or not token:
+            continue
+        strips_spaces = is_phi3 and token not in _KEEPS_SPACES
+        entry = {"id": index, "content": token, "special": type != _USER_DEFINED, "rstrip": strips_spaces}
+        added.append({**entry, "single_word": False, "lstrip": False, "normalized": False})
     parts, add_bos = _byte_bpe(header, vocab) if kind == _BYTE_BPE else _sentencepiece(header, vocab, tokens)
     return {
         "version": "1.0",
@@ -182,7 +182,7 @@ def _id(header: Header, name: str) -> int | None:
 
 
 def _byte_bpe(header: Header, vocab: dict[str, int]) -> tuple[dict[str, Any], bool]:
-    """The parts of a byte-level BPE tokenizer, and whether it adds the BOS token by default."""
+    """Returns the parts of a byte-level BPE tokenizer, and whether it adds the BOS token by default."""
     name = header.metadata.get(f"{_PREFIX}pre")
     if not isinstance(name, str) or name not in _RULES:
         raise CheckpointError(
@@ -195,8 +195,8 @@ def _byte_bpe(header: Header, vocab: dict[str, int]) -> tuple[dict[str, Any], bo
         raise CheckpointError(f"{header.path} has no {_PREFIX}merges; fetch the file again")
     pairs = []
     for merge in merges:
-        place = merge.find(" ", 1)
-        pairs.append([merge[:place], merge[place + 1 :]])
+        space = merge.find(" ", 1)
+        pairs.append([merge[:space], merge[space + 1 :]])
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     splits: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if rule.single_digits else []
     for pattern in rule.patterns:
@@ -206,51 +206,51 @@ def _byte_bpe(header: Header, vocab: dict[str, int]) -> tuple[dict[str, Any], bo
         "normalizer": {"type": "NFC"} if rule.nfc else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": splits},
         "decoder": {**byte_level, "use_regex": True},
-        "model": _model(vocab, pairs, ignore_merges=rule.ignore_merges),
     }
+    parts["model"] = _model(vocab, pairs, ignore_merges=rule.ignore_merges)
     return parts, rule.add_bos
 
 
 def _sentencepiece(header: Header, vocab: dict[str, int], tokens: list[str]) -> tuple[dict[str, Any], bool]:
-    """The parts of a SentencePiece tokenizer, and whether it adds the BOS token by default."""
+    """Returns the parts of a SentencePiece tokenizer, and whether it adds the BOS token by default."""
     scores = header.metadata.get(f"{_PREFIX}scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens) or not all(isinstance(one, float) for one in scores):
+    if not isinstance(scores, list):
+        scores = []
+    if len(scores) != len(tokens) or not all(isinstance(score, float) for score in scores):
         raise CheckpointError(f"{header.path} has no {_PREFIX}scores for all of its tokens; fetch the file again")
     prefix = header.fields.flag(f"{_PREFIX}add_space_prefix", True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    before = [{"type": "Prepend", "prepend": _SPACE}, replace] if prefix else [replace]
-    after = [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-        *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
-    ]
+    normalizers: list[dict[str, Any]] = [replace]
+    decoders: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}]
+    decoders += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    if prefix:
+        normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = _id(header, "unknown") or 0
+    unknown_token = tokens[unknown] if 0 <= unknown < len(tokens) else None
+    has_bytes = "<0x00>" in vocab
+    merges = _merges_by_score(vocab, scores)
+    model = _model(vocab, merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=has_bytes)
     parts = {
-        "normalizer": {"type": "Sequence", "normalizers": before},
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": after},
-        "model": _model(
-            vocab,
-            _merges_by_score(vocab, scores),
-            unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else None,
-            fuse_unk=True,
-            byte_fallback="<0x00>" in vocab,
-        ),
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": model,
     }
     return parts, True
 
 
 def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[list[str]]:
-    """All pairs of tokens whose concatenation is a token, in the order of its score, highest first."""
-    pairs = [
-        (scores[index], token[:place], token[place:])
-        for token, index in vocab.items()
-        for place in range(1, len(token))
-        if token[:place] in vocab and token[place:] in vocab
-    ]
+    """Lists all pairs of tokens whose concatenation is a token, in the order of its score, highest first."""
+    pairs = []
+    for token, index in vocab.items():
+        for length in range(1, len(token)):
+            prefix = token[:length]
+            suffix = token[length:]
+            if prefix in vocab and suffix in vocab:
+                pairs.append((scores[index], prefix, suffix))
     pairs.sort(key=lambda pair: -pair[0])
-    return [[left, right] for _, left, right in pairs]
+    return [[prefix, suffix] for _, prefix, suffix in pairs]
 
 
 def _model(vocab: dict[str, int], merges: list[list[str]], **more: Any) -> dict[str, Any]:
@@ -262,17 +262,17 @@ def _model(vocab: dict[str, int], merges: list[list[str]], **more: Any) -> dict[
 
 
 def _post_processor(header: Header, tokens: list[str], add_bos: bool) -> dict[str, Any] | None:
-    """Adds the BOS and EOS tokens that metadata asks for."""
+    """Returns the template with the BOS and EOS tokens that metadata requires; ``None`` if there are none."""
     if header.fields.flag(f"{_PREFIX}add_sep_token"):
         raise header.fields.wrong(f"{_PREFIX}add_sep_token", "only false is supported")
-    ends = {
+    flags = {
         "bos": header.fields.flag(f"{_PREFIX}add_bos_token", add_bos),
         "eos": header.fields.flag(f"{_PREFIX}add_eos_token", False),
     }
-    around: dict[str, list[dict[str, Any]]] = {"bos": [], "eos": []}
+    pieces: dict[str, list[dict[str, Any]]] = {"bos": [], "eos": []}
     special: dict[str, Any] = {}
-    for name, wanted in ends.items():
-        if not wanted:
+    for name, is_added in flags.items():
+        if not is_added:
             continue
         token = _id(header, name)
         if token is None or not 0 <= token < len(tokens):
@@ -280,10 +280,10 @@ def _post_processor(header: Header, tokens: list[str], add_bos: bool) -> dict[st
                 f"{header.path} says that texts have the token {name!r}, and {_PREFIX}{name}_token_id is {short(token)}"
             )
         text = tokens[token]
-        around[name] = [{"SpecialToken": {"id": text, "type_id": 0}}]
+        pieces[name] = [{"SpecialToken": {"id": text, "type_id": 0}}]
         special[text] = {"id": text, "ids": [token], "tokens": [text]}
     if not special:
         return None
-    single = [*around["bos"], {"Sequence": {"id": "A", "type_id": 0}}, *around["eos"]]
-    second = [*around["bos"], {"Sequence": {"id": "B", "type_id": 0}}, *around["eos"]]
+    single = [*pieces["bos"], {"Sequence": {"id": "A", "type_id": 0}}, *pieces["eos"]]
+    second = [*pieces["bos"], {"Sequence": {"id": "B", "type_id": 0}}, *pieces["eos"]]
     return {"type": "TemplateProcessing", "single": single, "pair": [*single, *second], "special_tokens": special}

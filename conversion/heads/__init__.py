@@ -1,4 +1,4 @@
-"""The table of draft heads, in the order in which a checkpoint is asked, and what applies to all of them."""
+"""The table of draft heads, in the order in which :func:`recognise` is tried, and functions for all of them."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ LAYOUTS: tuple[str, ...] = tuple(dict.fromkeys(layout for kind in HEADS.values()
 
 
 def kind_of(config: Any) -> HeadKind:
-    """The kind of head that a configuration describes: variants of a method, as DSpark of DFlash, have one."""
+    """Returns the kind of head of a configuration. Variants of a method, such as DSpark and DFlash, share a kind."""
     return next(kind for kind in HEADS.values() if type(config) is kind.classes[0])
 
 
 def write_head(checkpoint: HeadCheckpoint, directory: str | Path, dialect: str) -> None:
-    """Writes a new head directory.
+    """Writes a head to a new directory.
 
     Args:
         checkpoint: The head.
-        directory: Must not exist.
-        dialect: One of the layouts of its method, as in ``eagle`` for the official code, ``sglang`` for SGLang and
-            SpecForge, ``vllm`` for vLLM.
+        directory: A directory that does not exist yet.
+        dialect: A layout of the head's method, such as ``eagle`` for the official code, ``sglang`` for SGLang and
+            SpecForge, or ``vllm`` for vLLM.
 
     Raises:
-        CheckpointError: The method has no such layout, it cannot express the head, or the directory exists.
+        CheckpointError: The method has no such layout, the layout cannot express the head, or the directory exists.
     """
     kind = HEADS[checkpoint.method]
     if dialect not in kind.layouts:
@@ -57,24 +57,33 @@ def write_head(checkpoint: HeadCheckpoint, directory: str | Path, dialect: str) 
 def make_drafter(
     checkpoint: HeadCheckpoint, tables: EmbeddingTables, precision: Precision, mesh: Mesh | None, weights: str = "dense"
 ) -> tuple[Any, dict[str, Any]]:
-    """A drafter and its parameters. A head without an embedding of its own, or with an equal one, shares the target's.
+    """Builds a drafter and its parameters. A head shares the target's embedding if it has none or the same.
 
-    ``weights`` says how kernels are stored: a name from :data:`eagle3_jax.models.quantised.WEIGHTS`.
+    Args:
+        checkpoint: The head.
+        tables: The embedding and output tables of the target.
+        precision: Types of the operands and of the results of matrix products.
+        mesh: The mesh that parameters are placed on; ``None`` for the default device.
+        weights: Storage of kernels: a name from :data:`eagle3_jax.models.quantised.WEIGHTS`.
     """
     drafter = HEADS[checkpoint.method].classes[1](checkpoint.config, precision=precision)
     embedding = None
     if checkpoint.embedding is not None:
         table = tables.embedding
-        places = None if mesh is None else jax.tree.leaves(table)[0].sharding  # the values of a table in int8
-        own = cast(checkpoint.embedding, precision, places)
-        same = isinstance(table, jax.Array) and own.shape == table.shape and bool(jnp.array_equal(own, table))
-        embedding = None if same else own
+        sharding = None if mesh is None else jax.tree.leaves(table)[0].sharding  # that of the values if it is in int8
+        embedding = cast(checkpoint.embedding, precision, sharding)
+        comparable = isinstance(table, jax.Array) and embedding.shape == table.shape
+        if comparable and bool(jnp.array_equal(embedding, table)):
+            embedding = None
     ids = checkpoint.draft_to_target
-    owned = {"head": checkpoint.head} | ({} if ids is None else {"draft_to_target": np.asarray(ids, np.int32)})
-    places = {} if mesh is None else param_shardings(mesh, drafter, owned)
+    owned: dict[str, Any] = {"head": checkpoint.head}
     if ids is not None:
-        ids = jax.device_put(owned["draft_to_target"], places.get("draft_to_target"))
-    head = cast(quantised(checkpoint.head, drafter.param_products(), weights), precision, places.get("head"))
+        owned["draft_to_target"] = np.asarray(ids, np.int32)
+    shardings = {} if mesh is None else param_shardings(mesh, drafter, owned)
+    if ids is not None:
+        ids = jax.device_put(owned["draft_to_target"], shardings.get("draft_to_target"))
+    kernels = quantised(checkpoint.head, drafter.param_products(), weights)
+    head = cast(kernels, precision, shardings.get("head"))
     return drafter, drafter.assemble(head, tables, embedding=embedding, draft_to_target=ids)
 
 

@@ -1,11 +1,11 @@
-"""Block drafters (DFlash, DSpark, JetSpec) in the dialects that published ones are stored in.
+"""Reads and writes block drafters (DFlash, DSpark, JetSpec) in the dialects of published ones.
 
-* ``vllm``: z-lab's and SpecForge's layout: the geometry of a Qwen3 model, the rest in ``dflash_config``. The fields of
-  DSpark are there or at the top.
-* ``speculators``: the geometry in ``transformer_layer_config``.
+* ``vllm``: z-lab's and SpecForge's layout: sizes as in a Qwen3 model, other settings in ``dflash_config``. DSpark's
+  fields are there or at the top level.
+* ``speculators``: sizes in ``transformer_layer_config``.
 
-Both have the same tensors. z-lab counts the layer whose *output* is read (``target_layer_ids``), speculators and this
-library count the layer that it *enters*, one more.
+Both have the same tensors. z-lab counts the layer whose *output* is read (``target_layer_ids``). Speculators and this
+library count the layer that this output *enters*, which is one more.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from eagle3_jax.models.config import DecoderConfig, gated, grouped, uniform
 # Prefixes of other tools for the same tensors.
 _ALIASES = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 _MASK = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-# Lists of layers, and the number to add to an id for the layer that the stream enters.
+# Lists of layers, and the number to add to an id to get the layer that the residual stream enters.
 _IDS = {
     "target_layer_ids": 1,
     "dspark_target_layer_ids": 1,
     "aux_hidden_state_layer_ids": 0,
     "eagle_aux_hidden_state_layer_ids": 0,
 }
-# Switches of other block drafters, each with the one setting that is computed here.
+# Switches of other block drafters, each with the only supported setting.
 _SETTINGS = {
     "use_aux_hidden_state": True,
     "use_swa": False,
@@ -61,7 +61,7 @@ _SETTINGS = {
 
 
 def recognise(signs: Signs) -> bool:
-    """By the configuration, or by a norm of the fused features that no layer owns."""
+    """Recognises a block drafter by the configuration, or by a norm of the fused features outside of the layers."""
     named = "DFlash" in signs.architecture or "DSpark" in signs.architecture or "dflash_config" in signs.config
     return (
         named
@@ -72,12 +72,12 @@ def recognise(signs: Signs) -> bool:
 
 
 def dialect(signs: Signs) -> str:
-    """The project whose conventions a head follows."""
+    """Returns the project whose conventions a head follows."""
     return "speculators" if is_speculators(signs.config) else "vllm"
 
 
 def head_rules(config: DFlashConfig) -> list[Rule]:
-    """The rules of the tensors."""
+    """Returns the rules of the tensors."""
     table = [*rules.linear("fc", "fc"), rules.norm("hidden_norm", "feature_norm"), rules.norm("norm", "norm")]
     for index, layer in enumerate(config.layers):
         table += blocks.block(layer, f"layers.{index}", f"blocks.{index}")
@@ -89,7 +89,9 @@ def head_rules(config: DFlashConfig) -> list[Rule]:
         if config.markov.type != "vanilla":
             name = {"gated": "gate", "rnn": "joint"}[config.markov.type]
             table += rules.linear(f"markov_head.{name}_proj", f"markov.{name}", bias=True)
-    return table + (rules.linear("confidence_head.proj", "confidence", bias=True) if config.confidence else [])
+    if config.confidence:
+        table += rules.linear("confidence_head.proj", "confidence", bias=True)
+    return table
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
@@ -100,7 +102,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     tensors = rules.renamed(stored.tensors, _rename, directory)
     _refuse_relatives(tensors, top, directory)
     if (stored.directory / "mask_embedding.pt").exists():
-        raise CheckpointError(f"{directory} has a mask_embedding.pt; a mask embedding apart from the table is not read")
+        raise CheckpointError(f"{directory} has a mask_embedding.pt; a separate mask embedding is not supported")
     config = read_config(top, own_output="lm_head.weight" in tensors)
     rules.check_layers(config.num_layers, tensors, r"layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
     sizes = {"vocab_size": config.vocab_size, "draft_vocab_size": config.draft_vocab_size}
@@ -110,6 +112,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     if is_speculators(top.values) and top.get("sliding_window_non_causal") is False:
         notes.append("sliding_window_non_causal is false: vLLM would serve the head causally")
     ids = draft_vocab.read(tensors, **sizes, where=directory)
+    is_full = config.draft_vocab_size == config.vocab_size
     return read_as(
         KIND,
         stored,
@@ -117,8 +120,8 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         head_rules(config),
         tensors,
         target=target,
-        beside=DRAFT_VOCABULARY,
-        draft_to_target=None if config.draft_vocab_size == config.vocab_size else ids,
+        extra_names=DRAFT_VOCABULARY,
+        draft_to_target=None if is_full else ids,
         note="; ".join(notes),
     )
 
@@ -130,11 +133,12 @@ def _rename(name: str) -> str:
 
 
 def read_config(top: Fields, target: DecoderConfig | None = None, *, own_output: bool | None = None) -> DFlashConfig:
-    """The description of a block drafter.
+    """Reads the description of a block drafter.
 
-    No field says whether it has an output projection. Without its tensors it has one where it needs one.
+    No field tells whether it has an output projection: ``own_output`` does. Default: it has one if its draft vocabulary
+    is smaller than the target's.
     """
-    del target  # the file has all that is needed
+    del target  # the file has all settings
     fields = _merged(top)
     geometry = _geometry(top)
     nested = is_speculators(top.values)
@@ -144,14 +148,16 @@ def read_config(top: Fields, target: DecoderConfig | None = None, *, own_output:
     confidence = None
     if spark and fields.flag("enable_confidence_head", nested):
         confidence = "markov" if fields.flag("confidence_head_with_markov", nested) else "hidden"
-    kind = fields.one_of("markov_head_type", ("vanilla", "gated", "rnn"), "vanilla")
+    markov_type: Any = fields.one_of("markov_head_type", ("vanilla", "gated", "rnn"), "vanilla")
     bias = geometry.flag("attention_bias")
     stack = hf_config.read_stack(geometry)
     mixer = hf_config.read_mixer(geometry, qkv_bias=bias, o_bias=bias, qk_norm=True)
     layers = uniform(geometry.size("num_hidden_layers"), mixer, hf_config.read_mlp(geometry))
     block = "dspark_block_size" if fields.get("block_size") is None and spark else "block_size"
     draft_vocab_size = fields.size("draft_vocab_size", stack["vocab_size"])
+    is_reduced = draft_vocab_size < stack["vocab_size"]
     with read_from(top.where):
+        markov = Markov(rank=rank, type=markov_type) if rank else None
         return DFlashConfig(
             **stack,
             layers=layers,
@@ -162,9 +168,9 @@ def read_config(top: Fields, target: DecoderConfig | None = None, *, own_output:
             mask_token=read_mask_token(fields, _MASK),
             causal=_is_causal(top, fields, geometry),
             from_anchor=_from_anchor(fields, nested, spark),
-            markov=Markov(rank=rank, type=kind) if rank else None,  # type: ignore[arg-type]
+            markov=markov,
             confidence=confidence,
-            own_output=draft_vocab_size < stack["vocab_size"] if own_output is None else own_output,
+            own_output=is_reduced if own_output is None else own_output,
         )
 
 
@@ -173,68 +179,70 @@ def _geometry(top: Fields) -> Fields:
 
 
 def _is_spark(fields: Fields) -> bool:
-    return (
-        str(fields.get("speculators_model_type")).startswith("dspark")
-        or any("DSpark" in name for name in fields.words("architectures"))
-        or fields.get("projector_type") == "dspark"
-        or fields.get("markov_rank") is not None
-    )
+    if str(fields.get("speculators_model_type")).startswith("dspark"):
+        return True
+    if any("DSpark" in name for name in fields.words("architectures")):
+        return True
+    return fields.get("projector_type") == "dspark" or fields.get("markov_rank") is not None
 
 
 def _merged(top: Fields) -> Fields:
-    """The fields in ``dflash_config`` or ``eagle_config``, or at the top."""
+    """Returns the fields at the top level together with those in ``dflash_config`` and ``eagle_config``."""
     values = dict(top.values)
     for section in (top.section("eagle_config"), top.section("dflash_config")):
         for name, value in section.values.items():
-            if values.get(name) is not None and value is not None and values[name] != value:
+            previous = values.get(name)
+            if previous is not None and value is not None and previous != value:
                 raise CheckpointError(
-                    f"{section.where}: {name} is {short(value)} but {short(values[name])} elsewhere; they must agree"
+                    f"{section.where}: {name} is {short(value)} but {short(previous)} elsewhere; they must agree"
                 )
-            values[name] = values.get(name) if value is None else value
+            values[name] = previous if value is None else value
     return Fields(values, top.where)
 
 
 def _refuse_relatives(tensors: Mapping[str, np.ndarray], top: Fields, where: str) -> None:
-    """Refuses block drafters with parts that are not computed here, by their tensors or their own word."""
-    said = str(_merged(top).get("projector_type") or top.get("speculators_model_type") or "")
+    """Refuses related block drafters with unsupported parts, by their tensors or their configuration."""
+    method = str(_merged(top).get("projector_type") or top.get("speculators_model_type") or "")
     names = " ".join(tensors)
     architecture = " ".join(top.words("architectures"))
-    if "candidate_selector." in names or "_conv." in names or said == "dflash2" or "DFlash2" in architecture:
+    has_parts = "candidate_selector." in names or "_conv." in names
+    if has_parts or method == "dflash2" or "DFlash2" in architecture:
         raise CheckpointError(f"{where} is a DFlash2 drafter, with convolutions and a selector; it is not loaded")
-    if said not in ("", "dflash", "dspark", "jetspec"):
-        raise CheckpointError(f"{where} is a {short(said)} drafter; DFlash, DSpark and JetSpec ones are loaded")
+    if method not in ("", "dflash", "dspark", "jetspec"):
+        raise CheckpointError(f"{where} is a {short(method)} drafter; DFlash, DSpark and JetSpec ones are loaded")
 
 
 def _refuse_settings(fields: Fields, geometry: Fields) -> None:
     read_model_type(geometry, "for a block drafter")
     fields.only(**_SETTINGS)
-    for one in (fields, geometry):
-        hf_config.refuse_unsupported(one, causal=False)
-        hf_config.refuse_windows(one)
-    places = (geometry, geometry.section("rope_parameters"), geometry.section("rope_scaling"))
-    if all(place.get("rope_theta") is None for place in places):
+    for section in (fields, geometry):
+        hf_config.refuse_unsupported(section, causal=False)
+        hf_config.refuse_windows(section)
+    sections = (geometry, geometry.section("rope_parameters"), geometry.section("rope_scaling"))
+    if all(section.get("rope_theta") is None for section in sections):
         raise CheckpointError(
             f"{geometry.where} has no rope_theta; engines fill in 1000000 or 10000, so add what it was trained with"
         )
 
 
 def _aux_layers(fields: Fields) -> tuple[int, ...]:
-    found = {}
-    for name, more in _IDS.items():
-        ids = fields.indices(name, what="layer numbers")
-        found[f"{name} (+{more})"] = None if ids is None else tuple(one + more for one in ids)
-    layers = agreed(found, fields.where)
+    lists = {}
+    for name, offset in _IDS.items():
+        ids = fields.indices(name, entries="layer numbers")
+        if ids is not None:
+            lists[f"{name} (+{offset})"] = tuple(layer + offset for layer in ids)
+    layers = agreed(lists, fields.where)
     if layers is None:
         raise CheckpointError(f"{fields.where} has no target_layer_ids; add the layers whose outputs the head reads")
     return layers
 
 
 def _is_causal(top: Fields, fields: Fields, geometry: Fields) -> bool:
-    """Whether a row of the block sees only those before it, as the project that wrote the file understands it."""
+    """Tells whether rows of the block see only earlier rows, by the conventions of the project that wrote the file."""
     if not is_speculators(top.values):
         return fields.flag("is_causal", fields.flag("causal"))
-    # Its flag speaks of windows, and layers with full attention are trained on the whole block. vLLM serves such a head
-    # causally all the same where the flag is false, so that a file with neither says nothing.
+    # The flag of speculators concerns windows; layers with full attention are trained to see the block. vLLM serves
+    # such a head causally if the flag is false. So a file without the flag and without layer_types is ambiguous.
     if not geometry.words("layer_types") and not fields.flag("sliding_window_non_causal"):
         raise CheckpointError(
             f"{top.where} does not say whether the block is causal; add layer_types to transformer_layer_config, or "
@@ -258,58 +266,70 @@ def _from_anchor(fields: Fields, nested: bool, spark: bool) -> bool:
 
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
-    """Writes a head as ``vllm`` (and z-lab's code, where it is plain DFlash) or ``speculators`` has it."""
+    """Writes a head in the layout ``vllm`` (and z-lab's code, if it is plain DFlash) or ``speculators``."""
     refuse_inexpressible(dialect, _refusals(checkpoint, dialect))
-    values = {"vllm": _vllm_fields, "speculators": _speculators_fields}[dialect](checkpoint)
-    return Layout(values, head_tensors(KIND, checkpoint, head_rules(checkpoint.config)))
+    write_fields = {"vllm": _vllm_fields, "speculators": _speculators_fields}[dialect]
+    tensors = head_tensors(KIND, checkpoint, head_rules(checkpoint.config))
+    return Layout(write_fields(checkpoint), tensors)
 
 
 def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
-    """The settings that a layout cannot say, or that its code reads in one way only."""
+    """Returns the settings that a layout cannot express, and whether the head has them."""
     config = checkpoint.config
     mixer = grouped(checkpoint.config.layers[0])
-    found = {
-        f"aux_layers {config.aux_layers} (0 is no layer's output)": config.aux_layers[0] == 0,
+    starts_at_zero = config.aux_layers[0] == 0
+    settings = {
+        f"aux_layers {config.aux_layers} (0 is no layer's output)": starts_at_zero,
         "different biases of q, k, v and o": mixer.qkv_bias != mixer.o_bias,
         "layers without qk_norm": not mixer.qk_norm,
         "an MLP with biases": gated(config.layers[0]).bias,
     }
+    refusals = _vllm_refusals(config) if dialect == "vllm" else _speculators_refusals(checkpoint)
+    return settings | refusals
+
+
+def _vllm_refusals(config: DFlashConfig) -> dict[str, bool]:
     markov = config.markov
-    if dialect == "vllm":
-        found |= {
-            "from_anchor without markov": markov is None and config.from_anchor,
-            "a confidence without markov": markov is None and config.confidence is not None,
-        }
-        if markov is not None:
-            found[f"markov type {markov.type!r} (its bias is always the vanilla one)"] = markov.type != "vanilla"
-    else:  # speculators takes the rest from the verifier
-        full = config.draft_vocab_size == config.vocab_size
-        found |= {
-            "causal (its full attention sees the whole block)": config.causal,
-            "an embedding of its own (it takes the verifier's)": checkpoint.embedding is not None,
-            f"target_width {config.target_width} beside width {config.width}": config.target_width != config.width,
-            "an output projection of its own for the whole vocabulary (it takes the verifier's)": config.own_output
-            and full,
-        }
-    return found
+    if markov is not None:
+        return {f"markov type {markov.type!r} (its bias is always the vanilla one)": markov.type != "vanilla"}
+    return {
+        "from_anchor without markov": config.from_anchor,
+        "a confidence without markov": config.confidence is not None,
+    }
+
+
+def _speculators_refusals(checkpoint: HeadCheckpoint) -> dict[str, bool]:
+    """Returns settings that speculators takes from the verifier or fixes."""
+    config = checkpoint.config
+    is_full = config.draft_vocab_size == config.vocab_size
+    own_full_output = config.own_output and is_full
+    other_width = config.target_width != config.width
+    return {
+        "causal (its full attention sees the whole block)": config.causal,
+        "an embedding of its own (it takes the verifier's)": checkpoint.embedding is not None,
+        f"target_width {config.target_width} and width {config.width}": other_width,
+        "an output projection of its own for the whole vocabulary (it takes the verifier's)": own_full_output,
+    }
 
 
 def _geometry_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     config = checkpoint.config
+    layer_types = ["full_attention"] * config.num_layers
     return {
         "model_type": "qwen3",
         **hf_config.stack_fields(config, checkpoint.dtype),
         "attention_bias": grouped(config.layers[0]).qkv_bias,
-        "layer_types": ["full_attention"] * config.num_layers,
+        "layer_types": layer_types,
         "use_sliding_window": False,
         "tie_word_embeddings": False,
     }
 
 
 def _spark_fields(config: DFlashConfig) -> dict[str, Any]:
+    markov = config.markov
     return {
-        "markov_rank": 0 if config.markov is None else config.markov.rank,
-        "markov_head_type": "vanilla" if config.markov is None else config.markov.type,
+        "markov_rank": 0 if markov is None else markov.rank,
+        "markov_head_type": "vanilla" if markov is None else markov.type,
         "enable_confidence_head": config.confidence is not None,
         "confidence_head_with_markov": config.confidence == "markov",
     }
@@ -318,13 +338,14 @@ def _spark_fields(config: DFlashConfig) -> dict[str, Any]:
 def _vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     config = checkpoint.config
     ids = {"mask_token_id": config.mask_token, "target_layer_ids": [layer - 1 for layer in config.aux_layers]}
+    nested = {**ids, "causal": config.causal, "use_aux_hidden_state": True}
     values = {
         "architectures": ["DFlashDraftModel"],
         **_geometry_fields(checkpoint),
         "block_size": config.block_size,
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_width,
-        "dflash_config": {**ids, "causal": config.causal, "use_aux_hidden_state": True},
+        "dflash_config": nested,
     }
     if checkpoint.num_target_layers is not None:
         values["num_target_layers"] = checkpoint.num_target_layers
@@ -339,40 +360,42 @@ def _speculators_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     config = checkpoint.config
     spark = config.markov is not None or config.confidence is not None
     method, architecture = ("dspark", "DSparkDraftModel") if spark else ("dflash", "DFlashDraftModel")
-    return {
-        **speculators_fields(method, architecture, config.num_predicted),
+    fields = {
         "transformer_layer_config": _geometry_fields(checkpoint),
         "draft_vocab_size": config.draft_vocab_size,
         "aux_hidden_state_layer_ids": list(config.aux_layers),
         "block_size": config.block_size,
         "mask_token_id": config.mask_token,
         "sample_from_anchor": config.from_anchor,
-        # vLLM takes its absence in one way and its default in the other.
+        # In vLLM an absent field and the field's default have opposite meanings.
         "sliding_window_non_causal": True,
-        **(_spark_fields(config) if spark else {}),
     }
+    common = speculators_fields(method, architecture, config.num_predicted)
+    return common | fields | (_spark_fields(config) if spark else {})
 
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
-    """Names the layers, whose numbers differ between projects, the block with its attention, and the mask token."""
+    """Reports the layers, whose numbers differ between projects, the block with its attention, and the mask token."""
     config = head.config
-    most = config.num_predicted
-    sight = f"any K up to {most} drafts the same tokens" if config.causal else f"K = {most} alone is what was trained"
+    longest = config.num_predicted
+    lengths = f"only K = {longest} was trained"
+    if config.causal:
+        lengths = f"any K up to {longest} drafts the same tokens"
     rows = "sees those before it" if config.causal else "sees the whole block"
     start = "the anchor's row predicts too" if config.from_anchor else "the anchor's row predicts nothing"
-    block = f"block of {config.block_size} rows, each {rows}: {sight}; {start}"
+    block = f"block of {config.block_size} rows, each {rows}: {lengths}; {start}"
     counted = "speculators and this library count the layer that is entered, z-lab the one before it"
     confidence = "a head of its own, which is not used here" if config.confidence else "none"
     return [
-        Check.of("auxiliary layers", f"{config.aux_layers} as layers entered; {counted}"),
-        Check.of("block", block),
-        Check.of("confidence", confidence),
+        Check.report("auxiliary layers", f"{config.aux_layers} as layers entered; {counted}"),
+        Check.report("block", block),
+        Check.report("confidence", confidence),
         mask_token(config.mask_token, target.stop_tokens, target.source),
     ]
 
 
 def variant(config: DFlashConfig) -> str:
-    """The name of the paper that has the options of a head."""
+    """Returns the name of the method with the options of a head."""
     if config.markov is not None or config.from_anchor:
         return "DSpark"
     return "JetSpec" if config.causal else "DFlash"

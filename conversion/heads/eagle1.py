@@ -1,7 +1,7 @@
-"""EAGLE-1 heads, which EAGLE-2 uses as they are.
+"""Reads and writes EAGLE-1 heads, which EAGLE-2 uses unchanged.
 
-* ``eagle``: the official layout: ``fc``, ``layers.N.*`` and the embedding; ``"bias": false`` for an ``fc`` without one.
-* ``vllm``: the same without a bias in ``fc``, which vLLM's class does not have; the embedding may be left out.
+* ``eagle``: the official layout: ``fc``, ``layers.N.*`` and the embedding; ``"bias": false`` if ``fc`` has no bias.
+* ``vllm``: the same without a bias of ``fc``, which vLLM's class does not have. The embedding is optional.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _UNSAID = (
 
 
 def head_rules(config: Eagle1Config) -> list[Rule]:
-    """The rules of the tensors."""
-    first, *rest = config.layers
+    """Returns the rules of the tensors."""
+    first, *later = config.layers
     table = [*rules.linear("fc", "fc", bias=config.fc_bias), *blocks.attention_and_mlp(first, "layers.0", "first")]
-    for index, layer in enumerate(rest):
+    for index, layer in enumerate(later):
         table += blocks.block(layer, f"layers.{index + 1}", f"rest.{index}")
     return table
 
 
 def recognise(signs: Signs) -> bool:
-    """By an ``fc``, which no language model has, without the tensors that EAGLE-3 adds."""
+    """Recognises EAGLE-1 by an ``fc``, which no language model has, without the tensors that EAGLE-3 adds."""
     eagle3 = signs.has(r"(midlayer|fc_norm|input_norm)\.|layers\.\d+\.hidden_norm\.") or signs.method == "eagle3"
     if eagle3 or "Eagle3" in signs.architecture or {"d2t", "t2d", "norm.weight"} & signs.names:
         return False
@@ -53,7 +53,7 @@ def recognise(signs: Signs) -> bool:
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Reads an EAGLE-1 head for its target, whose depth no file says."""
+    """Reads an EAGLE-1 head. The target is needed, because the file does not contain the target's depth."""
     where = stored.where
     top = stored.fields
     tensors = stored.tensors
@@ -67,20 +67,21 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
 
 
 def read_config(top: Fields, target: DecoderConfig, *, fc_bias: bool = True) -> Eagle1Config:
-    """The description of a head.
+    """Reads the description of a head.
 
-    ``fc_bias`` says whether ``fc`` has a bias where the file does not. The official code has one by default. Heads
-    trained for vLLM have none and no flag either.
+    ``fc_bias`` tells whether ``fc`` has a bias if the file has no flag. The official code has one by default. Heads
+    that were trained for vLLM have no bias and no flag.
     """
     hf_config.refuse_unsupported(top)
     hf_config.refuse_windows(top)
     top.one_of("model_type", ("llama", "qwen2", "eagle"), "llama", purpose="for an EAGLE-1 head")
     both = top.flag("attention_bias")
     mixer = hf_config.read_mixer(top, qkv_bias=top.flag("qkv_bias", both), o_bias=both)
+    mlp = hf_config.read_mlp(top, bias=top.flag("mlp_bias"))
     with read_from(top.where):
         return Eagle1Config(
             **hf_config.read_stack(top),
-            layers=uniform(top.size("num_hidden_layers", 1), mixer, hf_config.read_mlp(top, bias=top.flag("mlp_bias"))),
+            layers=uniform(top.size("num_hidden_layers", 1), mixer, mlp),
             num_target_layers=target.num_layers,
             # The official code's flag; it has nothing to do with attention.
             fc_bias=top.flag("bias", fc_bias),
@@ -88,18 +89,19 @@ def read_config(top: Fields, target: DecoderConfig, *, fc_bias: bool = True) -> 
 
 
 def dialect(signs: Signs) -> str:
-    """``vllm`` where the file names vLLM's class."""
+    """Returns ``vllm`` if the file names vLLM's class, otherwise ``eagle``."""
     return "vllm" if _ARCHITECTURE in signs.architecture else "eagle"
 
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
-    """Writes a head as ``eagle`` (the official code) or ``vllm`` has it."""
+    """Writes a head in the layout ``eagle`` (the official code) or ``vllm``."""
     config = checkpoint.config
     layer = checkpoint.config.layers[0]
     tensors = head_tensors(KIND, checkpoint, head_rules(config))
     refuse_inexpressible(dialect, _refusals(checkpoint, tensors, dialect))
+    architecture = "LlamaForCausalLM" if dialect == "eagle" else _ARCHITECTURE
     values = {
-        "architectures": ["LlamaForCausalLM" if dialect == "eagle" else _ARCHITECTURE],
+        "architectures": [architecture],
         "model_type": "llama",
         **hf_config.stack_fields(config, checkpoint.dtype),
         **hf_config.bias_fields(layer),
@@ -110,9 +112,9 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     }
     if dialect == "vllm":
         tensors.pop("fc.bias", None)
-        values["bias"] = False  # vLLM takes it for a bias of attention
+        values["bias"] = False  # vLLM reads the field as a bias of attention
     else:
-        for name in ("rope_parameters", "head_dim", "attention_bias", "mlp_bias"):  # its class knows none of these
+        for name in ("rope_parameters", "head_dim", "attention_bias", "mlp_bias"):  # its class has none of these
             del values[name]
     return Layout(values, tensors)
 
@@ -125,22 +127,24 @@ def _refusals(checkpoint: HeadCheckpoint, tensors: Mapping[str, Any], dialect: s
         return {"a bias in fc (vLLM's head has none)": bias is not None and bias.any()}
     rope = mixer.rope
     has_embedding = checkpoint.embedding is not None
-    derived = f"head_dim {mixer.head_dim} (it takes width {config.width} over {mixer.num_heads} heads)"
+    head_dim = f"head_dim {mixer.head_dim} (it takes width {config.width} over {mixer.num_heads} heads)"
+    rope_type = f"rope type {rope and rope.type!r}"
+    is_scaled = rope is None or rope.type != "default"
     return {
         "o_bias": mixer.o_bias,
         "mlp_bias": gated(config.layers[0]).bias,
-        derived: mixer.head_dim * mixer.num_heads != config.width,
-        f"rope type {rope and rope.type!r}": rope is None or rope.type != "default",
+        head_dim: mixer.head_dim * mixer.num_heads != config.width,
+        rope_type: is_scaled,
         f"a head without an embedding of its own (the official code asks for {EMBEDDING})": not has_embedding,
     }
 
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
-    """Names the bias, in which the layouts differ."""
+    """Reports the bias, in which the layouts differ."""
     del target
     if head.config.fc_bias:
-        return [Check.of("fc bias", "one, as official heads have and vLLM's class has not: it cannot go there")]
-    return [Check.of("fc bias", "none, as vLLM's class needs it")]
+        return [Check.report("fc bias", "one, as official heads have and vLLM's class has not: it cannot go there")]
+    return [Check.report("fc bias", "none, as vLLM's class needs it")]
 
 
 KIND = HeadKind(
@@ -151,7 +155,7 @@ KIND = HeadKind(
     read=read,
     read_config=read_config,
     write=write,
-    layouts=("vllm", "eagle"),  # what is trained here shares the target's embedding, which the official code does not
+    layouts=("vllm", "eagle"),  # heads trained here share the target's embedding, which the official code cannot
     stacks={"rest": lambda config: config.num_layers - 1},
     dialect=dialect,
     examine=examine,

@@ -1,9 +1,9 @@
-"""EAGLE-3 heads in the dialects that published heads are stored in: reading, writing, and what the doctor checks.
+"""Reads and writes EAGLE-3 heads in the dialects of published ones, and defines the doctor's checks of them.
 
-* ``eagle``: the official layout, ``midlayer.*`` (Li et al.); the configuration is silent about most things.
-* ``sglang``: SpecForge's, the same names; also what vLLM calls its SafeAILab format.
-* ``vllm``: the same, with every flag that vLLM reads spelt out.
-* ``speculators``: ``layers.N.*``, with the geometry nested in ``transformer_layer_config``.
+* ``eagle``: the official layout, ``midlayer.*`` (Li et al.); the configuration omits most settings.
+* ``sglang``: SpecForge's layout with the same names; vLLM calls it the SafeAILab format.
+* ``vllm``: the same, with every flag that vLLM reads.
+* ``speculators``: ``layers.N.*``, with the sizes in ``transformer_layer_config``.
 * ``modelopt``: ``layers.N.*``, with an ``eagle_config``.
 """
 
@@ -49,7 +49,7 @@ from eagle3_jax.models.config import (
 AUX = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
 
-# Switches of NVIDIA's exporter, each with the setting that is EAGLE-3 as everyone else computes it.
+# Switches of NVIDIA's exporter, each with the setting that means plain EAGLE-3.
 _MODELOPT = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
@@ -57,23 +57,21 @@ _MODELOPT = {
     "next_layer_regular": True,
     "parallel_draft_step": 1,
 }
-# Settings that a layout would drop without a word.
+# Settings that the code behind a layout ignores silently.
 _SHAPE = ("qk_norm", "sliding_window", "attention_bias", "mlp_bias")
 _DROPPED = {"eagle": (*FLAGS, *_SHAPE), "sglang": ("norm_before_residual", *_SHAPE)}
 
 
 def head_rules(config: Eagle3Config) -> list[Rule]:
-    """The rules of the tensors in canonical names: layers are ``layers.N`` in every dialect."""
-    first, *rest = config.layers
-    table = [
-        *rules.linear("fc", "fc"),
-        rules.norm("layers.0.input_layernorm", "first.embedding_norm"),
-        rules.norm("layers.0.hidden_norm", "first.feature_norm"),
-        *blocks.attention_and_mlp(first, "layers.0", "first"),
-        rules.norm("norm", "norm"),
-        *rules.linear("lm_head", "head"),
-    ]
-    for index, layer in enumerate(rest):
+    """Returns the rules of the tensors by canonical names: layers are ``layers.N`` in every dialect."""
+    first, *later = config.layers
+    table = rules.linear("fc", "fc")
+    table.append(rules.norm("layers.0.input_layernorm", "first.embedding_norm"))
+    table.append(rules.norm("layers.0.hidden_norm", "first.feature_norm"))
+    table += blocks.attention_and_mlp(first, "layers.0", "first")
+    table.append(rules.norm("norm", "norm"))
+    table += rules.linear("lm_head", "head")
+    for index, layer in enumerate(later):
         table += blocks.block(layer, f"layers.{index + 1}", f"rest.{index}")
     if config.norm_before_fc:
         table.append(rules.norm("input_norm", "input_norm"))
@@ -83,27 +81,27 @@ def head_rules(config: Eagle3Config) -> list[Rule]:
 
 
 def recognise(signs: Signs) -> bool:
-    """By a norm that no other head has, by the configuration, or by an output projection next to the fusion."""
+    """Recognises EAGLE-3 by a norm that no other head has, by the configuration, or by ``fc`` with an output norm."""
     if signs.has(r"midlayer\.|layers\.\d+\.hidden_norm\.") or "Eagle3" in signs.architecture:
         return True
-    own = {"d2t", "t2d", "norm.weight"} & signs.names
-    return signs.method == "eagle3" or ("fc.weight" in signs.names and bool(own))
+    has_output = bool({"d2t", "t2d", "norm.weight"} & signs.names)
+    return signs.method == "eagle3" or ("fc.weight" in signs.names and has_output)
 
 
 def dialect(signs: Signs) -> str:
-    """The project whose conventions a head of the EAGLE-3 line follows."""
+    """Returns the project whose conventions an EAGLE-3 or P-EAGLE head follows."""
     if is_speculators(signs.config):
         return "speculators"
     if signs.has(r"layers\.0\.") and isinstance(signs.config.get("eagle_config"), dict):
         return "modelopt"
     if "Eagle3" not in signs.architecture:
         return "eagle"
-    # Only vLLM reads all of them; files for SGLang name those that are set.
+    # Files for vLLM have all flags; files for SGLang have only those that are set.
     return "vllm" if all(flag in signs.config for flag in FLAGS) else "sglang"
 
 
 def is_speculators(values: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` is in the layout of speculators, with the geometry nested."""
+    """Tells whether a ``config.json`` is in the layout of speculators, with nested sizes."""
     return "speculators_model_type" in values or "transformer_layer_config" in values
 
 
@@ -124,7 +122,18 @@ def read_fused(
     target: DecoderConfig | None,
     note: str = "",
 ) -> HeadCheckpoint:
-    """A head of EAGLE-3's tensors, in canonical names, and perhaps more, once its description has been read."""
+    """Reads the tensors of an EAGLE-3 or P-EAGLE head after its description.
+
+    Args:
+        kind: The row of the head's method in the table.
+        stored: The files of the head.
+        tensors: Its tensors by canonical names.
+        config: Its description.
+        aux_layers: The auxiliary layers of the file; ``None`` if it names none.
+        table: The rules of its tensors.
+        target: The target that it drafts for; ``None`` if unknown.
+        note: Tensors that were left out.
+    """
     directory = str(stored.directory)
     where = stored.where
     depth = None if target is None else target.num_layers
@@ -147,7 +156,7 @@ def read_fused(
         table,
         tensors,
         target=target,
-        beside=DRAFT_VOCABULARY,
+        extra_names=DRAFT_VOCABULARY,
         draft_to_target=ids,
         note="; ".join(part for part in (note, decided) if part),
     )
@@ -158,34 +167,36 @@ def read_fused(
             f"{where} names no {AUX}; the default depends on the target, so give the target as well"
         )
     with read_from(where):
-        return dataclasses.replace(
-            head, config=dataclasses.replace(config, aux_layers=default_aux_layers(target.num_layers))
-        )
+        config = dataclasses.replace(config, aux_layers=default_aux_layers(target.num_layers))
+    return dataclasses.replace(head, config=config)
 
 
 def named_aux_layers(top: Fields) -> tuple[int, ...] | None:
-    """The auxiliary layers that a configuration names, ascending, or ``None``.
+    """Returns the auxiliary layers that a configuration names, ascending; ``None`` if it names none.
 
-    They are as the file has them, whatever they count (:mod:`eagle3_jax.conversion.heads.layer_ids`).
+    The numbers are those of the file. They may count entered or left layers
+    (:mod:`eagle3_jax.conversion.heads.layer_ids`).
     """
     section = top.section("eagle_config")
-    found = {}
+    lists = {}
     for fields, name in ((top, AUX), (section, AUX), (section, "layer_ids")):
-        layers = fields.indices(name, what="layer numbers")
+        layers = fields.indices(name, entries="layer numbers")
         if layers and len(set(layers)) != len(layers):
             raise fields.wrong(name, "expected distinct layers")
-        # Engines keep them as a sorted set, so the order in the file has no meaning.
-        found[f"{name}{' in eagle_config' if fields is section else ''}"] = tuple(sorted(layers)) if layers else None
-    return agreed(found, top.where)
+        label = f"{name} in eagle_config" if fields is section else name
+        if layers:
+            # Engines keep them as a sorted set, so the order in the file has no meaning.
+            lists[label] = tuple(sorted(layers))
+    return agreed(lists, top.where)
 
 
 def canonical(tensors: Mapping[str, np.ndarray], directory: Path) -> dict[str, np.ndarray]:
-    """The tensors with layers named ``layers.N``."""
+    """Returns the tensors with layers named ``layers.N``."""
 
     def rename(name: str) -> str:
         new = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
         if match := re.match(r"additional_layers\.(\d{1,9})\.(.*)", new):
-            # SGLang's further layers call their only input norm hidden_norm.
+            # In SGLang's additional layers the only input norm is named hidden_norm.
             return f"layers.{int(match[1]) + 1}.{match[2].replace('hidden_norm.', 'input_layernorm.')}"
         return new
 
@@ -193,32 +204,33 @@ def canonical(tensors: Mapping[str, np.ndarray], directory: Path) -> dict[str, n
 
 
 def num_layers(tensors: Mapping[str, np.ndarray]) -> int:
-    """Number of layers of the head, from its tensors.
+    """Counts the layers of the head by its tensors.
 
-    The field ``num_hidden_layers`` is no witness: the official Vicuna-13B head says 40 and has one.
+    The field ``num_hidden_layers`` is unreliable: it is 40 for the official Vicuna-13B head, which has one layer.
     """
-    return len({match[1] for name in tensors if (match := re.match(r"layers\.(\d{1,9})\.", name))}) or 1
+    matches = (re.match(r"layers\.(\d{1,9})\.", name) for name in tensors)
+    return len({match[1] for match in matches if match}) or 1
 
 
 def _switch(top: Fields, name: str, default: bool) -> bool:
-    """A flag at the top level or in ``eagle_config``."""
-    section = top.section("eagle_config")
-    found = {name: top, f"{name} in eagle_config": section}
-    value = agreed({key: None if one.get(name) is None else one.flag(name) for key, one in found.items()}, top.where)
+    """Reads a flag at the top level or in ``eagle_config``."""
+    sections = {name: top, f"{name} in eagle_config": top.section("eagle_config")}
+    flags = {label: fields.flag(name) for label, fields in sections.items() if fields.get(name) is not None}
+    value = agreed(flags, top.where)
     return default if value is None else value
 
 
 def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3Config, tuple[int, ...] | None]:
-    """The description of a head, and its auxiliary layers if it names them (otherwise the description has 0, 1, 2).
+    """Reads the description of a head, and its auxiliary layers if it names them.
 
-    ``layers_in`` gives the number of layers of the head from the part of the file that has the geometry.
+    Without auxiliary layers, the description has 0, 1, 2. ``layers_in`` returns the number of layers of the head from
+    the section of the file with the sizes.
     """
     nested = top.get("transformer_layer_config") is not None
     parallel = top.get("speculators_model_type") == "peagle"
     geometry = top.section("transformer_layer_config") if nested else top
-    model_type = read_model_type(
-        geometry, "for an EAGLE-3 head", is_llama="LlamaForCausalLMEagle3" in top.words("architectures")
-    )
+    is_llama = "LlamaForCausalLMEagle3" in top.words("architectures")
+    model_type = read_model_type(geometry, "for an EAGLE-3 head", is_llama=is_llama)
     if not _switch(top, "use_aux_hidden_state", True):
         raise CheckpointError(
             f"{top.where}: use_aux_hidden_state is false; heads that read the target's final state are not supported"
@@ -236,25 +248,28 @@ def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3
     with read_from(top.where):
         layers = uniform(layers_in(geometry), mixer, mlp)
         windows = hf_config.read_head_windows(geometry, len(layers), switched=model_type == "qwen3")
+        pairs = zip(layers, windows, strict=True)
+        # norm_output is the EAGLE-3.1 feedback, as in vLLM. In old SpecForge files it means the norm before lm_head,
+        # which every head has. The files look the same, so the doctor mentions it.
+        # The default of norm_before_residual is True in speculators' EAGLE-3 heads and False elsewhere, as in vLLM.
+        defaults = dict.fromkeys(FLAGS, False) | {"norm_before_residual": nested and not parallel}
+        flags = {name: _switch(top, name, default) for name, default in defaults.items()}
         config = Eagle3Config(
             **stack,
-            layers=tuple(with_window(layer, window) for layer, window in zip(layers, windows, strict=True)),
+            layers=tuple(with_window(layer, window) for layer, window in pairs),
             draft_vocab_size=top.integer("draft_vocab_size", stack["vocab_size"]),
             target_width=top.integer("target_hidden_size", stack["width"]),
             aux_layers=aux_layers or (0, 1, 2),
-            # The default of norm_before_residual is True in speculators' EAGLE-3 heads and False elsewhere, as in vLLM.
-            # norm_output is the EAGLE-3.1 feedback, as in vLLM. Old SpecForge files meant by it the norm before
-            # lm_head, which every head has; the file does not tell the two apart, so the doctor mentions it.
-            **{name: _switch(top, name, name == "norm_before_residual" and nested and not parallel) for name in FLAGS},
+            **flags,
         )
     return config, aux_layers
 
 
 def read_model_type(geometry: Fields, purpose: str, *, is_llama: bool = False) -> str:
-    """The family whose layers a head has: ``llama`` or ``qwen3``.
+    """Returns the family whose layers a head has: ``llama`` or ``qwen3``.
 
-    ``is_llama``: another part of the file says that it is Llama. Some heads name the type of their target, and engines
-    go by the architecture.
+    ``is_llama`` means that the architecture is Llama. Some heads name the ``model_type`` of their target instead, and
+    engines read the architecture.
     """
     if is_llama and geometry.get("model_type") not in ("llama", "qwen3"):
         return "llama"
@@ -265,43 +280,45 @@ def read_model_type(geometry: Fields, purpose: str, *, is_llama: bool = False) -
 
 
 def stated_layers(top: Fields, geometry: Fields, target: DecoderConfig) -> int:
-    """Number of layers of a head according to its ``config.json``, where there are no tensors to count.
+    """Returns the number of layers of a head according to its ``config.json``, for a file without tensors.
 
-    The official layout has one layer whatever it says. A copy of the target's number means nothing: the official
-    Vicuna-13B head says 40, which its target has, and has one.
+    The official layout always has one layer. A number that is copied from the target is ignored: it is 40 for the
+    official Vicuna-13B head, which has one layer.
     """
-    said = geometry.size("num_hidden_layers", 1)
-    return 1 if dialect(Signs.of(top)) == "eagle" or said >= target.num_layers else said
+    stated = geometry.size("num_hidden_layers", 1)
+    is_official = dialect(Signs.read(top)) == "eagle"
+    return 1 if is_official or stated >= target.num_layers else stated
 
 
 def planned(top: Fields, target: DecoderConfig) -> Eagle3Config:
-    """The description of a head without its tensors."""
+    """Reads the description of a head without its tensors."""
     return read_config(top, lambda geometry: stated_layers(top, geometry, target))[0]
 
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
-    """Writes a head as ``eagle`` (the official code), ``sglang`` (SGLang and SpecForge) or ``vllm`` has it."""
+    """Writes a head in the layout ``eagle`` (the official code), ``sglang`` (SGLang and SpecForge) or ``vllm``."""
     refuse_inexpressible(dialect, _refusals(checkpoint, dialect), "jax" if dialect == "vllm" else "vllm or --to jax")
-    values = {"eagle": _eagle_fields, "sglang": _sglang_fields, "vllm": vllm_fields}[dialect](checkpoint)
-    return Layout(values, as_midlayer(head_tensors(KIND, checkpoint, head_rules(checkpoint.config))))
+    write_fields = {"eagle": _eagle_fields, "sglang": _sglang_fields, "vllm": vllm_fields}[dialect]
+    tensors = head_tensors(KIND, checkpoint, head_rules(checkpoint.config))
+    return Layout(write_fields(checkpoint), as_midlayer(tensors))
 
 
 def as_midlayer(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors in the names of all dialects but speculators'."""
+    """Returns the tensors by the names of all dialects except speculators'."""
     return {name.replace("layers.0.", "midlayer.", 1): value for name, value in tensors.items()}
 
 
 def is_default_aux(checkpoint: HeadCheckpoint) -> bool:
-    """Whether an engine would choose these auxiliary layers where a file names none.
+    """Tells whether an engine would choose these auxiliary layers if the file names none.
 
-    Without knowledge of the target its depth is inferred from the last layer, ``L - 3``.
+    If the target's depth is unknown, it is inferred from the last layer, ``L - 3``.
     """
     layers = checkpoint.config.aux_layers
     return layers == usual_layers(checkpoint.num_target_layers or layers[-1] + 3)
 
 
 def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
-    """The settings of a head that the code behind a layout does not read, or reads in one way only."""
+    """Returns the settings that the code behind a layout cannot express, and whether the head has them."""
     if dialect == "vllm":
         return vllm_refusals(checkpoint)
     config = checkpoint.config
@@ -310,22 +327,26 @@ def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
     layers = config.aux_layers
     settings = {name: getattr(config, name) for name in FLAGS} | hf_config.bias_fields(layer)
     settings |= {"qk_norm": mixer.qk_norm, "sliding_window": _has_window(config)}
-    found = {name: settings[name] for name in _DROPPED[dialect]}
+    dropped = {name: settings[name] for name in _DROPPED[dialect]}
+    is_deep = config.num_layers > 1
     if dialect == "sglang":
         # Its additional_layers start from the MLP output of the previous layer without the residual stream.
-        return found | {
-            f"num_layers {config.num_layers} (its further layers drop the residual stream)": config.num_layers > 1,
+        return dropped | {
+            f"num_layers {config.num_layers} (its further layers drop the residual stream)": is_deep,
             f"aux_layers {layers} (it takes a list that starts with 1 for layer outputs)": layers[0] == 1,
         }
     rope = mixer.rope or RopeConfig()
+    head_dim = f"head_dim {mixer.head_dim} (it takes width {config.width} over {mixer.num_heads} heads)"
+    rope_type = f"rope type {mixer.rope and rope.type!r}"
+    is_other_rope = mixer.rope is None or rope.type not in ("default", "linear")
     linear = f"linear rope with rope_theta {rope.theta:g} and factor {rope.factor:g} (it takes 10000, above 1)"
-    derived = f"head_dim {mixer.head_dim} (it takes width {config.width} over {mixer.num_heads} heads)"
-    return found | {
-        f"num_layers {config.num_layers} (it has one)": config.num_layers > 1,
-        derived: mixer.head_dim * mixer.num_heads != config.width,
+    is_other_linear = rope.theta != 10_000.0 or rope.factor <= 1.0
+    return dropped | {
+        f"num_layers {config.num_layers} (it has one)": is_deep,
+        head_dim: mixer.head_dim * mixer.num_heads != config.width,
         f"aux_layers {layers} (it always takes 2, L//2, L-3)": not is_default_aux(checkpoint),
-        f"rope type {mixer.rope and rope.type!r}": mixer.rope is None or rope.type not in ("default", "linear"),
-        linear: rope.type == "linear" and (rope.theta != 10_000.0 or rope.factor <= 1.0),
+        rope_type: is_other_rope,
+        linear: rope.type == "linear" and is_other_linear,
     }
 
 
@@ -334,12 +355,11 @@ def _has_window(config: Eagle3Config) -> bool:
 
 
 def vllm_refusals(checkpoint: HeadCheckpoint) -> dict[str, Any]:
-    """The settings that vLLM's Llama and Qwen3 heads do not read."""
+    """Returns the settings that vLLM's Llama and Qwen3 heads do not read, and whether the head has them."""
     layer = checkpoint.config.layers[0]
     qk_norm = grouped(layer).qk_norm
-    return {
-        f"{name} together with qk_norm": qk_norm and is_set for name, is_set in hf_config.bias_fields(layer).items()
-    }
+    biases = hf_config.bias_fields(layer)
+    return {f"{name} together with qk_norm": qk_norm and is_set for name, is_set in biases.items()}
 
 
 def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
@@ -355,8 +375,8 @@ def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    # The official code takes the field itself as the sign that the head brings its embedding. SGLang replaces an
-    # embedding of the target's width by the target's all the same.
+    # For the official code the field means that the file contains an embedding. SGLang still replaces an embedding of
+    # the target's width by the target's.
     if config.target_width != config.width or checkpoint.embedding is not None:
         values["target_hidden_size"] = config.target_width
     return values
@@ -364,8 +384,8 @@ def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
 
 def _eagle_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     values: dict[str, Any] = _common_fields(checkpoint) | {"architectures": ["LlamaForCausalLM"]}
-    del values["rope_parameters"], values["head_dim"]  # its configuration class knows neither
-    if values["rope_scaling"]:  # it wants exactly these two keys
+    del values["rope_parameters"], values["head_dim"]  # its configuration class has neither
+    if values["rope_scaling"]:  # it expects exactly these two keys
         values["rope_scaling"] = {"type": "linear", "factor": values["rope_scaling"]["factor"]}
     return values
 
@@ -374,12 +394,12 @@ def _sglang_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     config = checkpoint.config
     values = _common_fields(checkpoint)
     values |= {name: True for name in FLAGS[1:] if getattr(config, name)}
-    # Versions differ in whether they count entering or leaving layers; left out, all of them take the same default.
+    # Some versions count entered layers and others left ones. Without the field, all versions use the same default.
     return values if is_default_aux(checkpoint) else values | _aux_fields(config.aux_layers)
 
 
 def vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
-    """``config.json`` with every flag that vLLM reads."""
+    """Returns a ``config.json`` with every flag that vLLM reads."""
     config = checkpoint.config
     values = _common_fields(checkpoint) | _aux_fields(config.aux_layers)
     values |= {name: getattr(config, name) for name in FLAGS} | {"target_hidden_size": config.target_width}
@@ -390,24 +410,23 @@ def vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
 
 
 def _aux_fields(aux_layers: tuple[int, ...]) -> dict[str, Any]:
-    """Auxiliary layers in all three places: which of them is read depends on the engine, its version and the head."""
+    """Returns auxiliary layers in all three fields; engines and their versions differ in the field that they read."""
     ids = {AUX: list(aux_layers)}
-    return {
-        **ids,
-        "num_aux_hidden_states": len(aux_layers),
-        "eagle_config": {**ids, "use_aux_hidden_state": True},
-    }
+    nested = {**ids, "use_aux_hidden_state": True}
+    return {**ids, "num_aux_hidden_states": len(aux_layers), "eagle_config": nested}
 
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
-    """Checks layers, norms and rope, where a fault changes no shape."""
+    """Checks layers, norms and rope, because a fault in them changes no shape."""
     return [_aux_layers(head), _norm_flags(head), _rope(target, head)]
 
 
 def _head_fields(head: HeadCheckpoint) -> Fields:
-    """The configuration file of a head; empty for a native head, whose fields are all explicit."""
+    """Reads the configuration file of a head; returns no fields for a native head, whose fields are all explicit."""
     path = head.source / "config.json"
-    return Fields({} if (head.source / NATIVE_FILE).is_file() else read_json(path), str(path))
+    is_native = (head.source / NATIVE_FILE).is_file()
+    values = {} if is_native else read_json(path)
+    return Fields(values, str(path))
 
 
 def _aux_layers(head: HeadCheckpoint) -> Check:
@@ -418,16 +437,16 @@ def _aux_layers(head: HeadCheckpoint) -> Check:
     if named is None:
         warning = f". If the head was trained on other layers its drafts are useless; add {AUX}"
         detail = f"{layers}, the default 2, L//2, L-3: config.json names none"
-        return Check.of(name, detail, "" if head.dialect == "eagle" else warning)  # official heads never name them
+        return Check.report(name, detail, "" if head.dialect == "eagle" else warning)  # official heads never name them
     detail = f"{layers}, {'the' if is_default_aux(head) else 'not the'} default of this target"
     if named != layers:
-        return Check.of(name, f"{detail}: {named} in config.json count layers left, as --layer-ids says")
+        return Check.report(name, f"{detail}: {named} in config.json count layers left, as --layer-ids says")
     if layers[0] != 1:
-        return Check.of(name, detail)
-    left = entered_after(layers)
-    default = ", the default of this target" if left == usual_layers(head.num_target_layers) else ""
+        return Check.report(name, detail)
+    entered = entered_after(layers)
+    default = ", the default of this target" if entered == usual_layers(head.num_target_layers) else ""
     warning = ", starts with 1, as lists of layers left do; it is read as layers entered. If agreement is poor, try "
-    return Check.of(name, detail, f"{warning}--layer-ids leaving: {left}{default}")
+    return Check.report(name, detail, f"{warning}--layer-ids leaving: {entered}{default}")
 
 
 def _norm_flags(head: HeadCheckpoint) -> Check:
@@ -439,20 +458,21 @@ def _norm_flags(head: HeadCheckpoint) -> Check:
             "; old SpecForge files meant the norm before lm_head by norm_output, not the EAGLE-3.1 feedback. If the "
             "second draft token collapses, set it to false"
         )
-    return Check.of("norm flags", ", ".join(f"{name} {getattr(head.config, name)}" for name in FLAGS), warning)
+    flags = ", ".join(f"{name} {getattr(head.config, name)}" for name in FLAGS)
+    return Check.report("norm flags", flags, warning)
 
 
 def _rope(target: Any, head: HeadCheckpoint) -> Check:
-    ours, theirs = (grouped(config.layers[0]).rope or RopeConfig() for config in (head.config, target.config))
-    detail = f"head: {ours.type}, theta {ours.theta:g}; target: {theirs.type}, theta {theirs.theta:g}"
-    if ours == theirs:
-        return Check.of("rope", detail)
-    if head.dialect == "eagle" and ours.type == "default" and ours.theta == 10_000.0:
-        return Check.of(
-            "rope", f"{detail}. Heads trained by the official code have theta 10000 whatever the target has"
-        )
+    rope = grouped(head.config.layers[0]).rope or RopeConfig()
+    target_rope = grouped(target.config.layers[0]).rope or RopeConfig()
+    detail = f"head: {rope.type}, theta {rope.theta:g}; target: {target_rope.type}, theta {target_rope.theta:g}"
+    if rope == target_rope:
+        return Check.report("rope", detail)
+    if head.dialect == "eagle" and rope.type == "default" and rope.theta == 10_000.0:
+        reason = "Heads trained by the official code have theta 10000 whatever the target has"
+        return Check.report("rope", f"{detail}. {reason}")
     warning = ". If acceptance falls with the length of the text, set the head's rope to what it was trained with "
-    return Check.of("rope", detail, f"{warning}(the target's, or theta 10000)")
+    return Check.report("rope", detail, f"{warning}(the target's, or theta 10000)")
 
 
 KIND = HeadKind(

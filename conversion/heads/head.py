@@ -1,4 +1,4 @@
-"""The row of a method in the table of draft heads, and what reading and writing them have in common."""
+"""The row of a method in the table of draft heads, and functions that reading and writing of all methods share."""
 
 from __future__ import annotations
 
@@ -26,48 +26,49 @@ Status = Literal["ok", "warning", "failure", "skipped"]
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One finding of the doctor."""
+    """A finding of the doctor."""
 
     name: str  #: The part that was checked.
     status: Status  #: ``ok``, ``warning`` (works, but probably not as meant), ``failure``, or ``skipped``.
-    detail: str  #: The finding and, if something is wrong, what to do.
+    detail: str  #: The finding and, if there is a fault, how to correct it.
 
     @classmethod
-    def of(cls, name: str, detail: str, warning: str = "") -> Check:
-        """A finding that is in order if there is no warning to append to it."""
+    def report(cls, name: str, detail: str, warning: str = "") -> Check:
+        """Returns a finding that is ``ok`` without a ``warning``, which is appended to ``detail``."""
         return cls(name, "warning" if warning else "ok", detail + warning)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadCheckpoint:
-    """A draft head as it is stored."""
+    """A draft head with its parameters as numpy arrays."""
 
     method: str  #: The name of its row in the table of heads, such as ``eagle3``.
-    config: Any  #: Its description, as the drafter of the method takes it.
+    config: Any  #: Its description, as the drafter of the method expects it.
     head: Params  #: Nested dictionary of numpy arrays in the stored dtype, as the drafter of the method expects it.
-    draft_to_target: np.ndarray | None  #: ``[W]`` int32, absolute target ids; ``None`` where draft ids are target ids.
-    embedding: np.ndarray | None  #: ``[V D]``, the head's own embedding; ``None`` when it shares the target's.
+    draft_to_target: np.ndarray | None  #: ``[W]`` int32, absolute target ids; ``None`` if draft ids are target ids.
+    embedding: np.ndarray | None  #: ``[V D]``, the head's own embedding; ``None`` if it shares the target's.
     dialect: str  #: The layout that it was read from, such as ``vllm``; ``jax`` for a native checkpoint.
     source: Path  #: The directory that it was read from.
-    dtype: str  #: The dtype that holds most of the parameters.
-    num_target_layers: int | None = None  #: Layers of the target that it was read for, when known.
-    note: str = ""  #: What was left out or assumed when it was read; empty when nothing was.
+    dtype: str  #: The dtype of most parameters.
+    num_target_layers: int | None = None  #: Number of layers of its target; ``None`` if unknown.
+    note: str = ""  #: Tensors that were left out and settings that were assumed; empty if there are none.
 
 
 class Layout(NamedTuple):
-    """The files of a head that is written: its ``config.json``, and its tensors with the name of their file."""
+    """The files of a head that is written."""
 
-    values: dict[str, Any]
-    tensors: dict[str, np.ndarray]
-    file: str = "model.safetensors"
+    values: dict[str, Any]  #: Its ``config.json``.
+    tensors: dict[str, np.ndarray]  #: Its tensors.
+    file: str = "model.safetensors"  #: The name of the file of its tensors.
 
 
 class Suspects(NamedTuple):
     """The usual faults of a head whose drafts are wrong."""
 
-    #: Where not even the first draft token is right.
+    #: Faults that make even the first draft token wrong.
     first: str = "other auxiliary layers, a shifted token, or a head of another target"
-    later: str = "the state that is fed back, or its positions"  #: Where that one is right and the next one is not.
+    #: Faults that leave the first draft token right and make the next one wrong.
+    later: str = "the state that is fed back, or its positions"
 
 
 class HeadKind(NamedTuple):
@@ -75,32 +76,32 @@ class HeadKind(NamedTuple):
 
     name: str  #: Its name in ``conversion.identify``.
     label: str  #: Its name for people.
-    #: Whether a checkpoint is one. The table is asked in its order, and the first that says yes has it.
+    #: Tells whether a checkpoint is of this kind. The first kind of the table that recognises a checkpoint reads it.
     recognise: Callable[[Signs], bool]
     classes: tuple[type, type]  #: The classes of its configuration and of its drafter.
-    #: Reads the head from its files and its target, where known.
+    #: Reads the head from its files and its target, if that is known.
     read: Callable[[Stored, DecoderConfig | None], HeadCheckpoint]
     #: Reads its description from a ``config.json`` and its target alone, for planning.
     read_config: Callable[[Fields, DecoderConfig], Any]
-    #: Writes the head in one of ``layouts``. A ``CheckpointError`` names what that cannot express.
+    #: Writes the head in one of ``layouts``. A ``CheckpointError`` names a setting that the layout cannot express.
     write: Callable[[HeadCheckpoint, str], Layout]
-    #: The layouts that it can be written in, besides the native one; the first is the usual one.
+    #: The layouts in which it can be written, in addition to the native one; the first is the default.
     layouts: tuple[str, ...]
-    dialect: Callable[[Signs], str]  #: The layout of a checkpoint.
-    #: The lists of layers in a native checkpoint, and how many of them the description asks for.
+    dialect: Callable[[Signs], str]  #: Returns the layout of a checkpoint.
+    #: The names of the lists of layers in a native checkpoint, and functions that return their lengths.
     stacks: Mapping[str, Callable[[Any], int]] = {}
-    #: The name of a head of this description, where the method has several names.
+    #: Returns the name of a head of this description, if the method has several names.
     variant: Callable[[Any], str] | None = None
-    #: Checks of the doctor for this method alone, given a ``TargetCheckpoint`` and a head.
+    #: Returns the doctor's checks for this method alone, from a ``TargetCheckpoint`` and a head.
     examine: Callable[[Any, HeadCheckpoint], list[Check]] = lambda target, head: []
     suspects: Suspects = Suspects()  #: The usual faults.
 
     def title(self, config: Any) -> str:
-        """The name of a head of this description."""
+        """Returns the name of a head of this description."""
         return self.label if self.variant is None else self.variant(config)
 
     def param_shapes(self, config: Any) -> Params:
-        """Shapes of the parameters of a head of this description, nested."""
+        """Returns the shapes of the parameters of a head of this description, nested."""
         return self.classes[1](config).param_shapes()
 
 
@@ -126,7 +127,7 @@ def check_fit(config: Any, target: DecoderConfig, where: str) -> None:
 
 
 def check_embedding(config: Any, embedding: np.ndarray | None, where: str) -> None:
-    """Refuses an embedding of another shape or type, and its absence where the head cannot share the target's."""
+    """Refuses an embedding of another shape or type, and its absence if the head cannot share the target's."""
     if embedding is not None:
         rules.check_matrix(embedding, (config.vocab_size, config.width), f"{where}: embedding")
     elif config.width != config.target_width:
@@ -145,41 +146,44 @@ def read_as(
     *,
     target: DecoderConfig | None,
     embedding: str | None = EMBEDDING,
-    beside: tuple[str, ...] = (),
+    extra_names: tuple[str, ...] = (),
     draft_to_target: np.ndarray | None = None,
     note: str = "",
 ) -> HeadCheckpoint:
-    """A head whose description has been read. An embedding of the target's width is used too, as vLLM does.
+    """Reads the tensors of a head after its description. As in vLLM, its own embedding has priority over the target's.
 
     Args:
-        kind: Its row in the table.
-        stored: Its files.
-        config: Its description.
+        kind: The row of the head's method in the table.
+        stored: The files of the head.
+        config: The description of the head.
         table: The rules of its tensors.
-        tensors: Its tensors, in the names of the table.
-        target: The target that it drafts for, where that is known.
-        embedding: Name of the head's own embedding, which it may lack; ``None`` for a method without one.
-        beside: Names of further tensors that it may hold.
-        draft_to_target: ``[W]``, target ids of the draft vocabulary; ``None`` where draft ids are target ids.
-        note: What was left out or assumed.
+        tensors: Its tensors, by the names of the table.
+        target: The target that it drafts for; ``None`` if unknown.
+        embedding: Name of the head's own embedding, which is optional; ``None`` for a method without one.
+        extra_names: Names of further tensors that the file may hold.
+        draft_to_target: ``[W]``, target ids of the draft vocabulary; ``None`` if draft ids are target ids.
+        note: Tensors that were left out and settings that were assumed.
     """
     where = str(stored.directory)
     if target is not None:
         check_fit(config, target, where)
-    known = [re.escape(name) for name in (embedding, *beside) if name is not None]
+    known = [re.escape(name) for name in (embedding, *extra_names) if name is not None]
     head = rules.read_params(table, tensors, kind.param_shapes(config), where=where, known=known)
-    own = None if embedding is None else tensors.get(embedding)
-    check_embedding(config, own, where)
+    own_embedding = None if embedding is None else tensors.get(embedding)
+    check_embedding(config, own_embedding, where)
+    if draft_to_target is not None:
+        draft_to_target = draft_to_target.astype(np.int32)
+    num_target_layers = getattr(config, "num_target_layers", None)
     return HeadCheckpoint(
         method=kind.name,
         config=config,
         head=head,
-        draft_to_target=None if draft_to_target is None else draft_to_target.astype(np.int32),
-        embedding=own,
+        draft_to_target=draft_to_target,
+        embedding=own_embedding,
         dialect=kind.dialect(stored.signs),
         source=stored.directory,
         dtype=rules.main_dtype(head),
-        num_target_layers=getattr(config, "num_target_layers", None) if target is None else target.num_layers,
+        num_target_layers=num_target_layers if target is None else target.num_layers,
         note=note,
     )
 
@@ -187,14 +191,14 @@ def read_as(
 def head_tensors(
     kind: HeadKind, checkpoint: HeadCheckpoint, table: list[Rule], *, embedding: str = EMBEDDING
 ) -> dict[str, np.ndarray]:
-    """The tensors of a head in the names of a table, with its embedding and its draft vocabulary."""
+    """Returns the tensors of a head by the names of a table, with its embedding and its draft vocabulary."""
     config = checkpoint.config
     where = str(checkpoint.source)
     tensors = rules.write_params(table, checkpoint.head, kind.param_shapes(config), where=where)
-    own = None if checkpoint.embedding is None else np.asarray(checkpoint.embedding)
-    check_embedding(config, own, where)
-    if own is not None:
-        tensors[embedding] = own
+    own_embedding = None if checkpoint.embedding is None else np.asarray(checkpoint.embedding)
+    check_embedding(config, own_embedding, where)
+    if own_embedding is not None:
+        tensors[embedding] = own_embedding
     if checkpoint.draft_to_target is not None:
         tensors |= draft_vocab.write(checkpoint.draft_to_target, config.vocab_size, config.draft_vocab_size)
     return tensors
@@ -203,54 +207,60 @@ def head_tensors(
 def refuse_inexpressible(dialect: str, settings: Mapping[str, Any], instead: str = "jax") -> None:
     """Refuses a layout that cannot express a head: an engine that ignores a setting would draft badly in silence.
 
-    ``settings`` are those that it cannot express, in words, and whether the head has them.
+    Args:
+        dialect: The layout.
+        settings: The settings that the layout cannot express, in words, and whether the head has them.
+        instead: The layout to recommend.
     """
-    named = "; ".join(what for what, is_set in settings.items() if is_set)
+    named = "; ".join(setting for setting, is_set in settings.items() if is_set)
     if named:
         raise CheckpointError(f"the {dialect!r} layout cannot express {named}; use --to {instead}")
 
 
 def read_mask_token(fields: Fields, names: tuple[str, ...]) -> int:
-    """The id of the token that stands for an unknown one, which engines look for under several names."""
-    found = agreed({name: None if fields.get(name) is None else fields.integer(name) for name in names}, fields.where)
-    if found is None:
+    """Reads the id of the mask token, which replaces unknown tokens. Engines look for it under several names."""
+    ids = {name: fields.integer(name) for name in names if fields.get(name) is not None}
+    mask = agreed(ids, fields.where)
+    if mask is None:
         raise CheckpointError(
             f"{fields.where} names no mask token ({', '.join(names)}); the head cannot draft without it, so add it"
         )
-    return found
+    return mask
 
 
 def speculators_fields(method: str, architecture: str, num_tokens: int, **proposal: Any) -> dict[str, Any]:
-    """The fields that speculators asks of a head of every method; ``proposal`` are further ones of its proposal."""
+    """Returns the fields of speculators for a head of any method; ``proposal`` are further fields of its proposal."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens, **proposal}
+    # The file of the head does not name the directory of its target; the engine that serves it fills it in.
+    verifier = {"name_or_path": None, "architectures": []}
+    config = {
+        "algorithm": method,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": verifier,
+    }
     return {
         "architectures": [architecture],
         "speculators_model_type": method,
         "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": method,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            # The head does not know the directory of its target; the engine that serves it fills it in.
-            "verifier": {"name_or_path": None, "architectures": []},
-        },
+        "speculators_config": config,
     }
 
 
 def mask_token(token: int, stop_tokens: tuple[int, ...], directory: Path) -> Check:
-    """Checks whether texts may hold the token that stands for an unknown one; ``directory`` is the target's."""
+    """Checks whether texts may contain the mask token; ``directory`` is that of the target."""
     name = "mask token"
     detail = f"id {token}"
     if token in stop_tokens:
-        return Check.of(name, detail, ", which ends the target's answers; drafts of heads trained so are weak")
+        return Check.report(name, detail, ", which ends the target's answers; drafts of heads trained so are weak")
     tokenizer = tokenizer_of(directory)
     if tokenizer is None:
-        return Check.of(name, f"{detail}; without a tokenizer.json it is unknown whether texts hold it")
+        return Check.report(name, f"{detail}; without a tokenizer.json it is unknown whether texts hold it")
     added = tokenizer.get_added_tokens_decoder().get(token)
     is_special = added is not None and added.special
     word = tokenizer.id_to_token(token)
     if is_special or word is None:
-        what = "a special token" if is_special else "no token of the tokenizer's"
-        return Check.of(name, f"{detail}, {what}: texts do not hold it")
+        kind = "a special token" if is_special else "no token of the tokenizer's"
+        return Check.report(name, f"{detail}, {kind}: texts do not hold it")
     spelt = json.dumps(word, ensure_ascii=False)
-    return Check.of(name, detail, f" is {spelt}, which texts may hold; what follows it in a text is drafted worse")
+    return Check.report(name, detail, f" is {spelt}, which texts may hold; what follows it in a text is drafted worse")

@@ -1,15 +1,14 @@
-"""Medusa heads in and out of the two layouts that they are published in.
+"""Reads and writes Medusa heads in the two published layouts.
 
-* ``medusa``: the authors', ``medusa_lm_head.safetensors`` or ``.pt``. A head is a numbered sequence, so tensors are
-  called ``{k}.{l}.linear.weight`` and, for its output, ``{k}.{L}.weight``. ``config.json`` says little more than two
-  numbers. The authors' code repeats one block ``L`` times where vLLM runs ``L`` of them, so a file of several blocks is
-  read only where these are equal.
+* ``medusa``: the authors' layout, ``medusa_lm_head.safetensors`` or ``.pt``. A head is a numbered sequence, so tensors
+  are named ``{k}.{l}.linear.weight`` and, for the output of a head, ``{k}.{L}.weight``. ``config.json`` has little more
+  than two numbers. The authors' code repeats one block ``L`` times and vLLM runs ``L`` blocks, so a file of several
+  blocks is only read if they are equal.
 * ``vllm``: ``blocks.{k}.layers.{l}.weight`` and ``lm_heads.{k}.weight``, or one ``lm_head.weight`` for all heads
-  (``original_lm_head``), with everything stated in ``config.json``. A ``token_map`` names the target ids of a part of
-  the vocabulary.
+  (``original_lm_head``), with all settings in ``config.json``. A ``token_map`` has the target ids of a draft
+  vocabulary.
 
-vLLM takes whatever is missing as it finds it: defaults for sizes, random weights for heads, no bias. All of that is
-refused here.
+vLLM replaces missing fields and tensors silently: by default sizes, random weights and no bias. Here they are errors.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.topology import PUBLISHED_TREES
 
-# Where a tensor's name has the number of its head and of its layer.
+# Patterns of the number of the head, and of the layer, in the name of a tensor.
 _COUNTED = {"heads": r"blocks\.(\d{1,9})\.", "layers": r"blocks\.\d+\.layers\.(\d{1,9})\."}
 _OWN_BASE = r"(model|base_model)\.(embed_tokens|layers)\."
 
 
 def recognise(signs: Signs) -> bool:
-    """By the configuration, or by names that no other head has."""
+    """Recognises Medusa by the configuration, or by names that no other head has."""
     return (
         "medusa_num_heads" in signs.config
         or signs.config.get("model_type") == "medusa"
@@ -55,12 +54,12 @@ def recognise(signs: Signs) -> bool:
 
 
 def dialect(signs: Signs) -> str:
-    """``medusa`` for the names of the authors, ``vllm`` for vLLM's."""
+    """Returns ``medusa`` for the names of the authors, ``vllm`` for vLLM's."""
     return "medusa" if signs.has(r"(medusa_heads?\.)?\d+\.") else "vllm"
 
 
 def head_rules(config: MedusaConfig) -> list[Rule]:
-    """The rules of the tensors in vLLM's names."""
+    """Returns the rules of the tensors by vLLM's names."""
     table = []
     for head in range(config.num_heads):
         for layer in range(config.num_layers):
@@ -73,7 +72,7 @@ def head_rules(config: MedusaConfig) -> list[Rule]:
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     """Reads Medusa heads in either layout.
 
-    They read the state after the target's last norm. No file says the target's depth, so the target is needed.
+    The heads read the state after the target's last norm. The target is needed, because no file has its depth.
     """
     where = str(stored.directory)
     path = stored.where
@@ -96,7 +95,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
             f"{path} does not say how many layers its target has, and Medusa heads read what leaves the last one; "
             "give the target as well"
         )
-    if layout == "vllm":  # its defaults are those of a model of 4096 x 32001, which are never meant
+    if layout == "vllm":  # its defaults, 4096 and 32001, are never intended
         top.require("vocab_size", "hidden_size")
     else:
         named = {
@@ -108,9 +107,9 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     config = dataclasses.replace(planned(top, target), bias=bias)
     ids = _token_map(top, tensors, config, where)
     if ids is not None:
-        for name in [name for name in tensors if name.startswith("lm_head")]:
-            if tensors[name].shape[:1] == (config.vocab_size,):
-                tensors[name] = tensors[name][ids]
+        for name, tensor in tensors.items():
+            if name.startswith("lm_head") and tensor.shape[:1] == (config.vocab_size,):
+                tensors[name] = tensor[ids]
     if layout == "medusa" and (different := head_of_different_blocks(tensors, config)) is not None:
         raise CheckpointError(
             f"{where}: head {different} has {config.num_layers} different blocks under the authors' names. Their code "
@@ -122,8 +121,9 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
 
 
 def planned(top: Fields, target: DecoderConfig) -> MedusaConfig:
-    """The description without the tensors. The authors' layout says little; the rest is as they train heads."""
+    """Reads the description without the tensors. Defaults for the authors' layout are those of their training."""
     vocab_size = top.size("vocab_size", target.vocab_size)
+    is_official = "medusa_num_heads" in top.values
     with read_from(top.where):
         return MedusaConfig(
             vocab_size=vocab_size,
@@ -132,53 +132,55 @@ def planned(top: Fields, target: DecoderConfig) -> MedusaConfig:
             num_target_layers=target.num_layers,
             num_heads=_stated(top, "heads"),
             num_layers=_stated(top, "layers"),
-            bias=top.flag("medusa_fc_bias", "medusa_num_heads" in top.values),
+            bias=top.flag("medusa_fc_bias", is_official),
             shared_output=top.flag("original_lm_head"),
         )
 
 
 def _rename(name: str) -> str:
-    """The name of a tensor in vLLM's layout."""
+    """Returns the name of a tensor in vLLM's layout."""
     name = re.sub(r"^medusa_heads?\.", "", name)
     name = re.sub(r"^(\d{1,9})\.(\d{1,9})\.linear\.", r"blocks.\1.layers.\2.", name)
     return re.sub(r"^(\d{1,9})\.\d{1,9}\.weight$", r"lm_heads.\1.weight", name)
 
 
 def _stated(top: Fields, word: str) -> int:
-    """The number of heads or of layers, in any field with ``num`` and the word in its name, as vLLM looks for it."""
-    found = {name: top.size(name) for name in top.values if "num" in name and word in name}
-    if not found:
+    """Reads the number of heads or of layers. As in vLLM, any field with ``num`` and the word in its name counts."""
+    numbers = {name: top.size(name) for name in top.values if "num" in name and word in name}
+    if not numbers:
         raise CheckpointError(f"{top.where} says nowhere how many {word} there are; add medusa_num_{word}")
-    if len(set(found.values())) > 1:
-        listed = ", ".join(f"{name} {value}" for name, value in found.items())
+    if len(set(numbers.values())) > 1:
+        listed = ", ".join(f"{name} {value}" for name, value in numbers.items())
         raise CheckpointError(
             f"{top.where}: {listed} disagree on the Medusa {word}, and engines take the last of them; leave one"
         )
-    return next(iter(found.values()))
+    return next(iter(numbers.values()))
 
 
 def _biases(top: Fields, tensors: Mapping[str, np.ndarray], dialect: str) -> bool:
-    """Whether the blocks have biases: the authors' always do, vLLM's files say so."""
-    has = any(name.startswith("blocks.") and name.endswith(".bias") for name in tensors)
-    said = top.flag("medusa_fc_bias", has if dialect == "medusa" else False)
-    if said != has:
-        holds = "and the file holds none" if said else "or missing and the file holds biases, which vLLM would drop"
-        raise CheckpointError(f"{top.where}: medusa_fc_bias is {str(said).lower()} {holds}; correct it")
-    return has
+    """Tells whether the blocks have biases. The authors' blocks always have them; vLLM's files have a flag."""
+    has_biases = any(name.startswith("blocks.") and name.endswith(".bias") for name in tensors)
+    flag = top.flag("medusa_fc_bias", has_biases if dialect == "medusa" else False)
+    if flag != has_biases:
+        problem = "and the file holds none" if flag else "or missing and the file holds biases, which vLLM would drop"
+        raise CheckpointError(f"{top.where}: medusa_fc_bias is {str(flag).lower()} {problem}; correct it")
+    return has_biases
 
 
 def _token_map(top: Fields, tensors: dict[str, Any], config: MedusaConfig, where: str) -> np.ndarray | None:
-    """The target ids of the draft vocabulary, taken out of the tensors; ``None`` where it is the target's."""
+    """Removes the target ids of the draft vocabulary from the tensors and returns them; ``None`` for a full one."""
     size = config.draft_vocab_size
-    full = config.vocab_size
+    vocab_size = config.vocab_size
     table = tensors.pop("token_map", None)
     top.only(logit_scale=1.0)
-    if (table is None) != (size == full):
-        what = "and there is no token_map" if table is None else "and there is a token_map, which vLLM would ignore"
-        raise CheckpointError(f"{where}: the draft vocabulary is {size} of {full} tokens {what}; correct one")
-    if table is not None:
-        draft_vocab.check_ids(table, size, full, f"{where}: token_map")
-    return None if table is None else table.astype(np.int64)
+    is_full = size == vocab_size
+    if (table is None) != is_full:
+        problem = "and there is no token_map" if table is None else "and there is a token_map, which vLLM would ignore"
+        raise CheckpointError(f"{where}: the draft vocabulary is {size} of {vocab_size} tokens {problem}; correct one")
+    if table is None:
+        return None
+    draft_vocab.check_ids(table, size, vocab_size, f"{where}: token_map")
+    return table.astype(np.int64)
 
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
@@ -188,7 +190,8 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     shapes = KIND.param_shapes(config)
     tensors = rules.write_params(head_rules(config), checkpoint.head, shapes, where=where)
     table = checkpoint.draft_to_target
-    if config.draft_vocab_size == config.vocab_size and table is not None and np.any(np.diff(table) != 1):
+    is_full = config.draft_vocab_size == config.vocab_size
+    if is_full and table is not None and np.any(np.diff(table) != 1):
         raise CheckpointError(f"{where}: draft_to_target reorders the whole vocabulary; reorder the outputs instead")
     refuse_inexpressible(dialect, _refusals(config, tensors, dialect), "jax" if dialect == "vllm" else "vllm")
     if dialect == "vllm":
@@ -198,28 +201,34 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     values = {
         "medusa_num_heads": config.num_heads,
         "medusa_num_layers": config.num_layers,
-        # Empty where it is not known: without the field the authors' code takes its default, Vicuna.
+        # Empty if unknown: without the field the authors' code uses its default, Vicuna.
         "base_model_name_or_path": _base_model(checkpoint),
     }
     return Layout(values, _official_names(tensors, config.num_layers), "medusa_lm_head.safetensors")
 
 
 def head_of_different_blocks(tensors: Mapping[str, np.ndarray], config: MedusaConfig) -> int | None:
-    """The first head whose blocks, in vLLM's names, are not all one; ``None`` where none is."""
+    """Returns the first head whose blocks differ; ``None`` if there is no such head. Names are vLLM's."""
+    parts = ("weight", "bias") if config.bias else ("weight",)
     for head in range(config.num_heads):
-        for part in ("weight", "bias") if config.bias else ("weight",):
-            first, *others = (tensors.get(f"blocks.{head}.layers.{n}.{part}") for n in range(config.num_layers))
-            if not all(first is not None and other is not None and np.array_equal(first, other) for other in others):
+        for part in parts:
+            names = [f"blocks.{head}.layers.{layer}.{part}" for layer in range(config.num_layers)]
+            first, *repeats = (tensors.get(name) for name in names)
+            if not all(_are_equal(first, repeat) for repeat in repeats):
                 return head
     return None
 
 
+def _are_equal(first: np.ndarray | None, second: np.ndarray | None) -> bool:
+    return first is not None and second is not None and np.array_equal(first, second)
+
+
 def _refusals(config: MedusaConfig, tensors: Mapping[str, np.ndarray], dialect: str) -> dict[str, Any]:
-    """The settings that vLLM or the authors' code does not read."""
+    """Returns the settings that vLLM or the authors' code cannot read, and whether the heads have them."""
     reduced = config.draft_vocab_size < config.vocab_size
     if dialect == "vllm":
-        own = "a draft vocabulary of heads that do not share their output projection (vLLM 0.32 fails to load it)"
-        return {own: reduced and not config.shared_output}
+        setting = "a draft vocabulary of heads that do not share their output projection (vLLM 0.32 fails to load it)"
+        return {setting: reduced and not config.shared_output}
     different = head_of_different_blocks(tensors, config) is not None
     return {
         "one output projection for all heads": config.shared_output,
@@ -230,7 +239,7 @@ def _refusals(config: MedusaConfig, tensors: Mapping[str, np.ndarray], dialect: 
 
 
 def _vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
-    # No other name may have "num" with "heads" or "layers" in it: vLLM would take that one.
+    # No other name may contain "num" and "heads" or "layers", because vLLM would read that field.
     config = checkpoint.config
     return {
         "architectures": ["MedusaModel"],
@@ -262,14 +271,15 @@ def _base_model(checkpoint: HeadCheckpoint) -> str:
 
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
-    """The number of heads, and the model that they name as theirs."""
+    """Reports the number of heads, and the model that the heads name as theirs."""
     count = head.config.num_heads
     fitting = [name for name, tree in PUBLISHED_TREES.items() if tree.max_depth <= count]
     trees = f"published trees that fit: {', '.join(fitting)}" if fitting else "every published tree is deeper"
-    checks = [Check.of("heads", f"{count}, so that drafts have at most {count} tokens; {trees}")]
+    checks = [Check.report("heads", f"{count}, so that drafts have at most {count} tokens; {trees}")]
     base = _base_model(head)
     named = f"trained for {base}, says config.json; heads read the state of exactly that model"
-    return [*checks, Check.of("base model", f"{named} (here: {target.source.name})" if base else "not named")]
+    detail = f"{named} (here: {target.source.name})" if base else "not named"
+    return [*checks, Check.report("base model", detail)]
 
 
 KIND = HeadKind(

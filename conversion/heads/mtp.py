@@ -1,12 +1,12 @@
-"""MTP modules with a dense block, in three layouts.
+"""Reads and writes MTP modules with a dense block, in three layouts.
 
 * ``deepseek``: DeepSeek-V3's names, ``model.layers.{L}.eh_proj`` and so on, where ``L`` is the number of the target's
   layers. DeepSeek's own modules have latent attention and experts; no engine loads the dense block under these names.
-* ``mimo``: Xiaomi MiMo's, ``model.mtp_layers.0.*``, whose block is Qwen2's. vLLM loads it.
-* ``speculators``: ``mtp_layers.0.*``, whose block is Qwen3's and which does not zero the embedding at position 0.
+* ``mimo``: Xiaomi MiMo's names, ``model.mtp_layers.0.*``, with Qwen2's block. vLLM loads it.
+* ``speculators``: ``mtp_layers.0.*`` with Qwen3's block. The embedding at position 0 is not zeroed.
 
-The projection reads the embedding first in DeepSeek's and speculators' files and the hidden state first in MiMo's. The
-shapes do not tell, so the layout has to.
+The input of the projection begins with the embedding in DeepSeek's and speculators' files, and with the hidden state in
+MiMo's. The shapes are the same, so the layout determines the order.
 """
 
 from __future__ import annotations
@@ -57,27 +57,29 @@ _NAMES = {
     "mimo": _SPECULATORS._replace(embedding="model.embed_tokens"),
     "speculators": _SPECULATORS,
 }
-# model_type of the block: whether q, k and v carry biases, and whether q and k are normed.
+# By model_type of the block: whether q, k and v have biases, and whether q and k have norms.
 _BLOCKS = {"llama": (False, False), "qwen2": (True, False), "mimo": (True, False), "qwen3": (False, True)}
 _MIMO = "MiMoForCausalLM"
 
 
 def recognise(signs: Signs) -> bool:
-    """By the module's own tensors, where no whole model surrounds them."""
+    """Recognises MTP by the tensors of a module, in a file without the layers of a language model."""
+    if signs.method == "mtp":
+        return True
     module = r"layers\.\d+\.(enorm|hnorm|eh_proj|shared_head)\.|mtp_layers\.\d+\.|mtp\."
-    return signs.method == "mtp" or (signs.has(module) and not signs.has(r"(language_model\.)?(model\.)?layers\.0\."))
+    return signs.has(module) and not signs.has(r"(language_model\.)?(model\.)?layers\.0\.")
 
 
 def head_rules(config: MTPConfig, module: str, names: _Names) -> list[Rule]:
-    """The rules of the tensors; ``module`` is their prefix."""
-    table = [
-        rules.norm(f"{module}.{names.embedding_norm}", "embedding_norm"),
-        rules.norm(f"{module}.{names.feature_norm}", "feature_norm"),
-        *rules.linear(f"{module}.{names.fc}", "fc"),
-        *blocks.block(config.layers[0], module, "block"),
-        rules.norm(f"{module}.{names.norm}", "norm"),
-    ]
-    return table + (rules.linear(names.output.format(module=module), "head") if config.own_output else [])
+    """Returns the rules of the tensors; ``module`` is their prefix."""
+    table = [rules.norm(f"{module}.{names.embedding_norm}", "embedding_norm")]
+    table.append(rules.norm(f"{module}.{names.feature_norm}", "feature_norm"))
+    table += rules.linear(f"{module}.{names.fc}", "fc")
+    table += blocks.block(config.layers[0], module, "block")
+    table.append(rules.norm(f"{module}.{names.norm}", "norm"))
+    if config.own_output:
+        table += rules.linear(names.output.format(module=module), "head")
+    return table
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
@@ -98,17 +100,19 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     config = read_config(top)
     module = _module(config.num_target_layers, layout)
     names = _NAMES[layout]
-    config = dataclasses.replace(config, own_output=f"{names.output.format(module=module)}.weight" in tensors)
-    if layout == "mimo" and f"{module}.{names.fc}.weight" in tensors:
-        tensors[f"{module}.{names.fc}.weight"] = _exchanged(tensors[f"{module}.{names.fc}.weight"])
+    output = f"{names.output.format(module=module)}.weight"
+    config = dataclasses.replace(config, own_output=output in tensors)
+    projection = f"{module}.{names.fc}.weight"
+    if layout == "mimo" and projection in tensors:
+        tensors[projection] = _exchanged(tensors[projection])
     table = head_rules(config, module, names)
     embedding = f"{names.embedding.format(module=module)}.weight"
     return read_as(KIND, stored, config, table, tensors, target=target, embedding=embedding)
 
 
 def read_config(top: Fields, target: DecoderConfig | None = None) -> MTPConfig:
-    """The description of a module, but for an output matrix of its own, which only its tensors show."""
-    del target  # the file says its depth
+    """Reads the description of a module, except its own output matrix, which only its tensors reveal."""
+    del target  # the file has the target's depth
     nested = bool(top.get("speculators_model_type"))
     geometry = top.section("transformer_layer_config") if nested else top
     model_type = geometry.one_of("model_type", _BLOCKS, purpose="for the dense block of an MTP module")
@@ -121,17 +125,18 @@ def read_config(top: Fields, target: DecoderConfig | None = None) -> MTPConfig:
     biased, qk_norm = _BLOCKS[model_type]
     o_bias = geometry.flag("attention_bias") and not biased
     mixer = hf_config.read_mixer(geometry, qkv_bias=biased or o_bias, o_bias=o_bias, qk_norm=qk_norm)
+    mlp = hf_config.read_mlp(geometry, bias=geometry.flag("mlp_bias"))
     with read_from(geometry.where):
         return MTPConfig(
             **hf_config.read_stack(geometry),
-            layers=uniform(1, mixer, hf_config.read_mlp(geometry, bias=geometry.flag("mlp_bias"))),
+            layers=uniform(1, mixer, mlp),
             num_target_layers=depth,
             zero_first=not nested,
         )
 
 
 def dialect(signs: Signs) -> str:
-    """``deepseek``, ``mimo`` or ``speculators``; ``unknown`` where neither names nor configuration decide."""
+    """Returns ``deepseek``, ``mimo`` or ``speculators``; ``unknown`` if names and configuration fit none of them."""
     if signs.method == "mtp":
         return "speculators"
     if signs.has(r"layers\.\d+\."):
@@ -140,7 +145,7 @@ def dialect(signs: Signs) -> str:
 
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
-    """Writes a module as ``deepseek``, ``mimo`` or ``speculators`` has it."""
+    """Writes a module in the layout ``deepseek``, ``mimo`` or ``speculators``."""
     config = checkpoint.config
     layer = checkpoint.config.layers[0]
     refuse_inexpressible(dialect, _refusals(config, dialect))
@@ -156,7 +161,7 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     if dialect == "mimo":
         projection = f"{module}.{names.fc}.weight"
         tensors[projection] = _exchanged(tensors[projection])
-        if not grouped(layer).qkv_bias:  # Qwen2's block has them; zeros change nothing
+        if not grouped(layer).qkv_bias:  # Qwen2's block has biases; zeros change nothing
             for name in "qkv":
                 weight = tensors[f"{module}.self_attn.{name}_proj.weight"]
                 tensors[f"{module}.self_attn.{name}_proj.bias"] = np.zeros(weight.shape[:1], weight.dtype)
@@ -174,15 +179,16 @@ def _refusals(config: MTPConfig, dialect: str) -> dict[str, Any]:
     mixer = grouped(config.layers[0])
     mlp = gated(config.layers[0])
     zero = f"zero_first {config.zero_first} (what the embedding at position 0 counts as)"
-    return {zero: config.zero_first is (dialect == "speculators")} | {
-        "deepseek": {"a block that is neither Llama's, nor Qwen2's, nor Qwen3's": _block(config) is None},
-        "mimo": {"qk_norm": mixer.qk_norm, "o_bias": mixer.o_bias, "mlp_bias": mlp.bias},
-        "speculators": {"a block without qk_norm (it builds Qwen3's)": not mixer.qk_norm},
-    }[dialect]
+    settings = {zero: config.zero_first is (dialect == "speculators")}
+    if dialect == "mimo":
+        return settings | {"qk_norm": mixer.qk_norm, "o_bias": mixer.o_bias, "mlp_bias": mlp.bias}
+    if dialect == "speculators":
+        return settings | {"a block without qk_norm (it builds Qwen3's)": not mixer.qk_norm}
+    return settings | {"a block that is neither Llama's, nor Qwen2's, nor Qwen3's": _block(config) is None}
 
 
 def _block(config: MTPConfig) -> str | None:
-    """The ``model_type`` whose block it is."""
+    """Returns the ``model_type`` with this block; ``None`` if there is none."""
     mixer = grouped(config.layers[0])
     if mixer.qkv_bias and not mixer.o_bias:
         return None if mixer.qk_norm else "qwen2"
@@ -196,32 +202,34 @@ def _module(depth: int, layout: str) -> str:
 
 
 def _refuse_other_modules(top: Fields, names: Iterable[str], layout: str) -> None:
-    """Refuses several modules, of which only one could be fed back."""
+    """Refuses a file of several modules, because only one of them could be fed back."""
     pattern = r"model\.layers\.(\d{1,9})\." if layout == "deepseek" else r"(?:model\.)?mtp_layers\.(\d{1,9})\."
-    found = {match[1] for name in names if (match := re.match(pattern, name))}
-    said = top.size("num_nextn_predict_layers", 1)
-    if said != 1 or len(found) != 1:
+    modules = {match[1] for name in names if (match := re.match(pattern, name))}
+    stated = top.size("num_nextn_predict_layers", 1)
+    if stated != 1 or len(modules) != 1:
         raise CheckpointError(
-            f"{top.where}: num_nextn_predict_layers is {said} and the file holds {len(found)} modules; expected one, "
-            "which is fed back for every further token: keep the first"
+            f"{top.where}: num_nextn_predict_layers is {stated} and the file holds {len(modules)} modules; expected "
+            "one, which is fed back for every further token: keep the first"
         )
 
 
 def _exchanged(weight: np.ndarray) -> np.ndarray:
-    """A projection with the two halves of its input exchanged."""
+    """Exchanges the two halves of the input of a projection."""
     half = weight.shape[-1] // 2
-    return np.concatenate([weight[:, half:], weight[:, :half]], axis=1)
+    first = weight[:, :half]
+    second = weight[:, half:]
+    return np.concatenate([second, first], axis=1)
 
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
-    """Names the properties that the layout decides and no shape shows."""
+    """Reports the properties that the layout determines and no shape reveals."""
     order = {"mimo": "the hidden state first", "jax": "as it was converted"}.get(head.dialect, "the embedding first")
     start = "counts as zero" if head.config.zero_first else "is the token's own"
     output = "its own output matrix" if head.config.own_output else "the target's output matrix"
     return [
-        Check.of("order of the halves", f"{order}, as the {head.dialect} layout has it; the shapes do not tell"),
-        Check.of("embedding at position 0", start),
-        Check.of("output", f"logits by {output}"),
+        Check.report("order of the halves", f"{order}, as the {head.dialect} layout has it; the shapes do not tell"),
+        Check.report("embedding at position 0", start),
+        Check.report("output", f"logits by {output}"),
     ]
 
 

@@ -1,7 +1,7 @@
-"""P-EAGLE heads: EAGLE-3's tensors, a learned state ``mask_hidden`` and the id of a mask token.
+"""Reads and writes P-EAGLE heads: EAGLE-3's tensors, a learned state ``mask_hidden`` and the id of a mask token.
 
-* ``vllm``: EAGLE-3's file with the token as ``mask_token_id``, ``pard_token`` or ``ptd_token_id`` (so Amazon's heads);
-  served with ``{"method": "eagle3", "parallel_drafting": true}``.
+* ``vllm``: EAGLE-3's file with the token as ``mask_token_id``, ``pard_token`` or ``ptd_token_id`` (as in Amazon's
+  heads); vLLM serves it with ``{"method": "eagle3", "parallel_drafting": true}``.
 * ``speculators``: ``speculators_model_type`` ``peagle`` and ``mask_token_id``.
 """
 
@@ -31,12 +31,12 @@ from eagle3_jax.models.config import DecoderConfig, Eagle3Config
 
 _MASK = "mask_hidden"
 _MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
-# Speculators requires a number of tokens in a proposal; any number is served.
+# Speculators requires a number of tokens in a proposal; engines accept any number.
 _SPECULATIVE_TOKENS = 5
 
 
 def recognise(signs: Signs) -> bool:
-    """By the learned state, by the configuration, or by a mask token next to the fusion of features."""
+    """Recognises P-EAGLE by the learned state, by the configuration, or by a mask token and an ``fc``."""
     if _MASK in signs.names or "PEagle" in signs.architecture or signs.method == "peagle":
         return True
     fuses = "fc.weight" in signs.names or "Eagle3" in signs.architecture
@@ -51,30 +51,31 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         if str(top.get("speculators_model_type") or "peagle") != "peagle":
             raise top.wrong("speculators_model_type", f"the file holds {_MASK}, which only 'peagle' heads have")
         tensors[_MASK] = tensors[_MASK].reshape(-1)
-    # Layers after the first have one norm at their input; engines create this one too and never apply it.
-    idle = [name for name in tensors if re.fullmatch(r"layers\.0*[1-9]\d{0,8}\.hidden_norm\.weight", name)]
-    tensors = {name: value for name, value in tensors.items() if name not in idle}
+    # Layers after the first have one norm of their input. Engines create a second one and never apply it.
+    unused = [name for name in tensors if re.fullmatch(r"layers\.0*[1-9]\d{0,8}\.hidden_norm\.weight", name)]
+    tensors = {name: value for name, value in tensors.items() if name not in unused}
     plain, aux_layers = eagle3.read_config(top, lambda _: eagle3.num_layers(tensors))
     config = _with_mask(plain, top)
-    note = f"{', '.join(idle)} left out: engines create this norm and never apply it" if idle else ""
+    note = f"{', '.join(unused)} left out: engines create this norm and never apply it" if unused else ""
     return eagle3.read_fused(KIND, stored, tensors, config, aux_layers, _rules(config), target, note)
 
 
 def planned(top: Fields, target: DecoderConfig) -> PEagleConfig:
-    """The description of a head without its tensors."""
-    del target  # no official layout whose number of layers would be a copy of the target's
-    return _with_mask(eagle3.read_config(top, lambda geometry: geometry.size("num_hidden_layers"))[0], top)
+    """Reads the description of a head without its tensors."""
+    del target  # no layout copies the target's number of layers
+    plain, _ = eagle3.read_config(top, lambda geometry: geometry.size("num_hidden_layers"))
+    return _with_mask(plain, top)
 
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
-    """Writes a head as ``vllm`` or ``speculators`` have it."""
+    """Writes a head in the layout ``vllm`` or ``speculators``."""
     refuse_inexpressible(dialect, eagle3.vllm_refusals(checkpoint))
     config = checkpoint.config
     tensors = head_tensors(KIND, checkpoint, _rules(config))
     tensors[_MASK] = tensors[_MASK].reshape(1, 1, -1)
     values = eagle3.vllm_fields(checkpoint)
     if dialect == "vllm":
-        # The name that is read depends on the version.
+        # Versions of vLLM read different names.
         values |= dict.fromkeys(_MASK_TOKENS[1:], config.mask_token_id)
         return Layout(values, eagle3.as_midlayer(tensors))
     return Layout(_speculators_fields(values, config), tensors)
@@ -91,22 +92,20 @@ def _with_mask(config: Eagle3Config, top: Fields) -> PEagleConfig:
 
 
 def _speculators_fields(values: dict[str, Any], config: PEagleConfig) -> dict[str, Any]:
-    """The same fields where speculators looks for them: those of the head outside, its geometry nested."""
-    own = ("draft_vocab_size", *eagle3.FLAGS, eagle3.AUX, "target_hidden_size")
-    both = ("tie_word_embeddings", "dtype")
-    left_out = (*own, "eagle_config", "architectures", "torch_dtype")
-    return {
-        **speculators_fields(
-            "peagle", "PEagleDraftModel", _SPECULATIVE_TOKENS, verifier_accept_k=1, accept_tolerance=0.0
-        ),
-        "mask_token_id": config.mask_token_id,
-        **{name: values[name] for name in (*own, *both)},
-        "transformer_layer_config": {name: value for name, value in values.items() if name not in left_out},
-    }
+    """Returns the same fields in the layout of speculators: settings of the head outside, sizes nested."""
+    head_names = ("draft_vocab_size", *eagle3.FLAGS, eagle3.AUX, "target_hidden_size")
+    shared_names = ("tie_word_embeddings", "dtype")
+    excluded = (*head_names, "eagle_config", "architectures", "torch_dtype")
+    proposal = {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+    fields = speculators_fields("peagle", "PEagleDraftModel", _SPECULATIVE_TOKENS, **proposal)
+    fields["mask_token_id"] = config.mask_token_id
+    fields |= {name: values[name] for name in (*head_names, *shared_names)}
+    fields["transformer_layer_config"] = {name: value for name, value in values.items() if name not in excluded}
+    return fields
 
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
-    """The checks of an EAGLE-3 head, and that of the mask token, which no text should hold."""
+    """Runs the checks of an EAGLE-3 head, and checks the mask token, which no text should contain."""
     mask = mask_token(head.config.mask_token_id, target.stop_tokens, target.source)
     return [*eagle3.examine(target, head), mask]
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints, read exactly: each tensor is computed when it is asked for."""
+"""Reads quantised checkpoints exactly. Each tensor is computed whenever it is converted to numpy."""
 
 from eagle3_jax.conversion.quantised.formats import Quantisation, read_quantised
 

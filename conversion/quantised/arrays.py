@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
-# Values as they are stored, and the scale of each; None where the values are the numbers themselves.
+# Returns the stored values and the scale of each value; None if the values have no scale.
 Read = Callable[[], tuple[np.ndarray, np.ndarray | None]]
 View = Callable[[np.ndarray], np.ndarray]
 
@@ -24,13 +24,13 @@ class Dequantised:
     """``values · scale`` in float32, exactly. Transposing, reshaping and cutting read nothing.
 
     Attributes:
-        shape: Of the array.
-        dtype: float32, unless another one is given.
+        shape: Shape of the array.
+        dtype: Type of the computed numbers. Default: float32.
         ndim: Number of axes.
         size: Number of entries.
         stored: Dtype of the values in the file.
         block: Number of inputs of a linear layer that share a scale; ``None`` for all inputs.
-        computed: Always true: it is no array of the file.
+        computed: Always true, unlike for an array of the file.
     """
 
     computed = True
@@ -38,19 +38,19 @@ class Dequantised:
     def __init__(
         self, shape: Sequence[int], stored: Any, read: Read, *, block: int | None = None, dtype: Any = np.float32
     ):
-        """``shape`` is that of the values that ``read`` gives."""
-        self._whole = tuple(shape)
+        """See the class; ``read`` returns values of shape ``shape``."""
+        self._read_shape = tuple(shape)
         self._read = read
         self._views: tuple[View, ...] = ()
         self.stored = np.dtype(stored)
         self.block = block
         self.dtype = np.dtype(dtype)
-        self.shape = self._whole
-        self.ndim = len(self._whole)
-        self.size = math.prod(self._whole)
+        self.shape = self._read_shape
+        self.ndim = len(self._read_shape)
+        self.size = math.prod(self._read_shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The whole array; always a copy."""
+        """Computes a new array."""
         values, scale = self.parts()
         dense = values.astype(self.dtype)
         if scale is not None:
@@ -58,63 +58,67 @@ class Dequantised:
         return dense if dtype is None else dense.astype(dtype, copy=False)
 
     def parts(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Values as they are stored, and the scale of each."""
+        """Returns the stored values, and the scale of each; ``None`` if they have no scale."""
         values, scale = self._read()
         scales = None if scale is None else self._viewed(np.broadcast_to(scale, values.shape))
         return self._viewed(values), scales
 
     @property
     def kept_as(self) -> str:
-        """The kind of kernel that holds the values as they are stored: ``fp8``, ``int8``, or empty for none."""
+        """The kind of kernel that keeps the stored values: ``fp8``, ``int8``, or empty for none."""
         if self.stored == E4M3:
             return "fp8"
         return "int8" if self.stored == np.int8 and self.block is None else ""
 
     def stored_kernel(self) -> Fp8Kernel | Int8Kernel | None:
-        """Values and scales as they are stored, as a kernel ``[..., D_in, D_out]``; ``None`` for other types."""
-        return stored_kernel([(lambda whole: whole, self)], self.shape)
+        """Returns a kernel ``[..., D_in, D_out]`` of the stored values and scales; ``None`` for other types."""
+        return stored_kernel([(lambda array: array, self)], self.shape)
 
     @property
     def T(self) -> Dequantised:
-        """Transposed."""
-        return self._view(lambda one: one.T)
+        """The transposed array."""
+        return self._view(lambda array: array.T)
 
     def reshape(self, *shape: Any) -> Dequantised:
-        """Reshaped."""
-        return self._view(lambda one: one.reshape(*shape))
+        """Reshapes the array."""
+        return self._view(lambda array: array.reshape(*shape))
 
     def swapaxes(self, first: int, second: int) -> Dequantised:
-        """With two axes exchanged."""
-        return self._view(lambda one: one.swapaxes(first, second))
+        """Exchanges two axes."""
+        return self._view(lambda array: array.swapaxes(first, second))
 
     def __getitem__(self, index: Any) -> Dequantised:
-        """A part of it."""
-        return self._view(lambda one: one[index])
+        """Returns a part of the array."""
+        return self._view(lambda array: array[index])
 
     def _view(self, view: View) -> Dequantised:
         viewed = copy.copy(self)
         viewed._views = (*self._views, view)
-        viewed.shape = viewed._viewed(np.broadcast_to(np.float32(0), self._whole)).shape
+        placeholder = np.broadcast_to(np.float32(0), self._read_shape)  # takes no memory
+        viewed.shape = viewed._viewed(placeholder).shape
         viewed.ndim = len(viewed.shape)
         viewed.size = math.prod(viewed.shape)
         return viewed
 
-    def _viewed(self, one: np.ndarray) -> np.ndarray:
+    def _viewed(self, array: np.ndarray) -> np.ndarray:
         for view in self._views:
-            one = view(one)
-        return one
+            array = view(array)
+        return array
 
 
 def kept_as(parts: Sequence[Any]) -> str:
-    """The kind of kernel that several arrays can be as they are stored; empty if they differ in type or blocks."""
+    """Returns the kind of kernel that keeps the stored values of several arrays; empty if types or blocks differ."""
     kinds = {getattr(part, "kept_as", "") for part in parts}
-    return kinds.pop() if len(kinds) == 1 and len({getattr(part, "block", None) for part in parts}) == 1 else ""
+    blocks = {getattr(part, "block", None) for part in parts}
+    return kinds.pop() if len(kinds) == len(blocks) == 1 else ""
 
 
 def stored_kernel(parts: Sequence[tuple[View, Any]], shape: Sequence[int]) -> Fp8Kernel | Int8Kernel | None:
-    """The kernel that several arrays fill, bit for bit; ``None`` if they cannot be one kernel.
+    """Returns the kernel that several arrays fill, bit for bit; ``None`` if they cannot be one kernel.
 
-    ``parts`` are the arrays, each with the view of a whole ``[..., D_in, D_out]`` that it fills.
+    Args:
+        parts: The arrays. The function next to each returns the view of a kernel ``[..., D_in, D_out]`` that it fills.
+        shape: Shape of the kernel.
     """
     from eagle3_jax.models.quantised import Fp8Kernel, Int8Kernel
 
@@ -130,16 +134,16 @@ def stored_kernel(parts: Sequence[tuple[View, Any]], shape: Sequence[int]) -> Fp
         values = np.empty((*stack, inputs, outputs), np.int8)
         kernel = values
     scale = np.empty((*stack, -(-inputs // block), outputs), np.float32)
-    for place, part in parts:
+    for view, part in parts:
         stored, scales = part.parts()
-        of_values = place(kernel)
-        of_scale = place(scale)
-        of_values[...] = stored.reshape(of_values.shape)
+        value_view = view(kernel)
+        scale_view = view(scale)
+        value_view[...] = stored.reshape(value_view.shape)
         # The two differ in the axis of inputs alone. The scale of a block is that of its first input.
-        firsts = tuple(
-            slice(None, None, None if n == m else block) for n, m in zip(of_values.shape, of_scale.shape, strict=True)
-        )
-        of_scale[...] = scales.reshape(of_values.shape)[firsts]
+        sizes = zip(value_view.shape, scale_view.shape, strict=True)
+        steps = [None if num_values == num_scales else block for num_values, num_scales in sizes]
+        first_inputs = tuple(slice(None, None, step) for step in steps)
+        scale_view[...] = scales.reshape(value_view.shape)[first_inputs]
     if kind == "int8":
         return Int8Kernel(values=values, scale=scale[..., 0, :])
     return Fp8Kernel(values=values, scale=scale, block=block)

@@ -1,4 +1,4 @@
-"""The weights that a quantised tensor stands for, in float32: one function a layout."""
+"""Decodes quantised tensors to weights in float32: one function a layout."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Stored(NamedTuple):
     values: np.ndarray  #: The values.
     scale_name: str  #: Name of its scales.
     scale: np.ndarray  #: The scales.
-    beside: Mapping[str, np.ndarray]  #: The other tensors of the file.
+    tensors: Mapping[str, np.ndarray]  #: All tensors of the file.
 
 
 class Scheme(NamedTuple):
     """How weights share scales."""
 
     strategy: str  #: The weights of a scale: ``tensor``, ``channel``, ``group`` (of inputs) or ``block`` (of both).
-    block: tuple[int, int] = (1, 1)  #: Outputs and inputs of a block, or 1 and those of a group.
+    block: tuple[int, int] = (1, 1)  #: Outputs and inputs of a block; 1 and the inputs of a group.
     bits: int = 8  #: Bits of an integer.
     exponents: bool = False  #: Whether scales are powers of two that may be stored as their exponents.
 
 
 def scaled(stored: Stored, scheme: Scheme, dtype: Any) -> Dequantised:
-    """``W = q · s``, values ``[..., out, in]``."""
+    """Decodes values ``[..., out, in]`` as ``W = q · s``."""
     values = stored.values
     _check_type(stored.name, values, (str(np.dtype(dtype)),))
     if values.ndim < 2:
@@ -47,32 +47,33 @@ def scaled(stored: Stored, scheme: Scheme, dtype: Any) -> Dequantised:
 
 
 def packed(stored: Stored, scheme: Scheme) -> Dequantised:
-    """Integers of a few bits, the first of a word in its lowest bits, plus half their range: ``W = (u - half) · s``."""
+    """Decodes integers of a few bits as ``W = (u - half of the range) · s``. The lowest bits of a word come first."""
     words = stored.values
-    each = 32 // scheme.bits
+    per_word = 32 // scheme.bits
     stem = stored.name.removesuffix("_packed")
     _check_type(stored.name, words, ("int32",))
-    shape = stored.beside.get(f"{stem}_shape")
+    shape = stored.tensors.get(f"{stem}_shape")
     if shape is None or shape.shape != (2,):
         raise CheckpointError(f"{stored.name} comes without {stem}_shape of two numbers; it says how much of it counts")
     outputs, inputs = (int(size) for size in shape)
-    if words.shape != (outputs, -(-inputs // each)):
-        raise CheckpointError(
-            f"{stored.name} has shape {list(words.shape)}; {stem}_shape asks for {[outputs, -(-inputs // each)]}"
-        )
+    expected = (outputs, -(-inputs // per_word))
+    if words.shape != expected:
+        raise CheckpointError(f"{stored.name} has shape {list(words.shape)}; {stem}_shape asks for {list(expected)}")
     scale = _scales(stored, scheme, (outputs, inputs))
 
     def read() -> tuple[np.ndarray, np.ndarray]:
-        shifts = np.arange(each, dtype=np.uint32) * np.uint32(scheme.bits)
-        fields = (words.view(np.uint32)[..., None] >> shifts) & np.uint32(2**scheme.bits - 1)
-        values = fields.reshape(outputs, -1)[:, :inputs].astype(np.int16) - np.int16(2 ** (scheme.bits - 1))
-        return values, scale()
+        shifts = np.arange(per_word, dtype=np.uint32) * np.uint32(scheme.bits)
+        mask = np.uint32(2**scheme.bits - 1)
+        half = np.int16(2 ** (scheme.bits - 1))
+        unsigned = (words.view(np.uint32)[..., None] >> shifts) & mask
+        rows = unsigned.reshape(outputs, -1)[:, :inputs]
+        return rows.astype(np.int16) - half, scale()
 
     return Dequantised((outputs, inputs), np.int16, read)
 
 
 def mxfp4(stored: Stored) -> Dequantised:
-    """Blocks of 32 inputs in four bits with a shared exponent, ``[E, out, K/32, 16]``; read as ``[E, in, out]``."""
+    """Decodes blocks of 32 inputs in four bits with a shared exponent: ``[E, out, K/32, 16]`` to ``[E, in, out]``."""
     blocks = stored.values
     exponents = stored.scale
     _check_type(stored.name, blocks, ("uint8",))
@@ -83,18 +84,19 @@ def mxfp4(stored: Stored) -> Dequantised:
     shape = (*blocks.shape[:2], blocks.shape[2] * 32)
 
     def read() -> tuple[np.ndarray, None]:
-        whole = np.empty(shape, np.float32)
-        for index, one in enumerate(blocks):  # one expert after the other: what is in between is larger than either
-            pairs = np.stack([FP4[one & 15], FP4[one >> 4]], -1).reshape(*one.shape[:-1], 32)
+        weights = np.empty(shape, np.float32)
+        for index, codes in enumerate(blocks):  # expert by expert, because intermediate results are large
+            pairs = np.stack([FP4[codes & 15], FP4[codes >> 4]], -1)
+            mantissas = pairs.reshape(*codes.shape[:-1], 32)
             power = exponents[index].view(np.uint8).astype(np.int32)[..., None] - 127
-            whole[index] = np.ldexp(pairs, power).reshape(whole[index].shape)
-        return whole, None
+            weights[index] = np.ldexp(mantissas, power).reshape(shape[1:])
+        return weights, None
 
     return Dequantised(shape, np.uint8, read).swapaxes(1, 2)
 
 
 def fused_experts(stored: Stored) -> Dequantised:
-    """Stacked experts ``[E, in, out]`` in E4M3, one scale for each output of each, however its axes are written."""
+    """Decodes stacked experts ``[E, in, out]`` in E4M3 with a scale ``[E, 1, out]`` or ``[E, out, 1]``."""
     values = stored.values
     scale = stored.scale
     _check_type(stored.name, values, (str(E4M3),))
@@ -108,7 +110,7 @@ def fused_experts(stored: Stored) -> Dequantised:
 
 
 def _scales(stored: Stored, scheme: Scheme, shape: Sequence[int]) -> Callable[[], np.ndarray]:
-    """A function that gives the scale of every value, or an array that broadcasts to it."""
+    """Returns a function that computes the scale of every value, or an array that broadcasts to it."""
     scale = stored.scale
     _check_type(stored.scale_name, scale, (*_FLOATS, *_EXPONENTS) if scheme.exponents else _FLOATS)
     *stack, outputs, inputs = shape
@@ -122,7 +124,12 @@ def _scales(stored: Stored, scheme: Scheme, shape: Sequence[int]) -> Callable[[]
         return lambda: _numbers(scale).reshape(*stack, outputs, 1)
     rows, columns = scheme.block
     _check_shape(stored, (*stack, -(-outputs // rows), -(-inputs // columns)))
-    return lambda: np.repeat(np.repeat(_numbers(scale), rows, -2), columns, -1)[..., :outputs, :inputs]
+
+    def spread() -> np.ndarray:
+        by_row = np.repeat(_numbers(scale), rows, -2)
+        return np.repeat(by_row, columns, -1)[..., :outputs, :inputs]
+
+    return spread
 
 
 def _numbers(scale: np.ndarray) -> np.ndarray:

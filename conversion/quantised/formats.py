@@ -1,4 +1,4 @@
-"""Quantised checkpoints, read exactly: what each ``quantization_config`` says, applied to the tensors of a file.
+"""Reads quantised checkpoints exactly: applies each ``quantization_config`` to the tensors of a file.
 
 * ``fp8``, as DeepSeek publishes: E4M3 in blocks of 128 by 128, with scales in float32 or exponents.
 * ``fbgemm_fp8``, as Meta publishes: E4M3 with a scale for every output, stacked experts too.
@@ -27,12 +27,12 @@ _FILE = "hf_quant_config.json"  # of Model Optimizer, next to config.json
 
 
 class Layout(NamedTuple):
-    """The names of a quantised tensor and its scales, and the weights that they stand for."""
+    """The names of a quantised tensor and of its scales, and the function that decodes them."""
 
     scale: str  #: Ending of the name of the scales.
-    values: str  #: Ending of the name of the values, in its place.
-    result: str  #: Ending of the name of weights that are not quantised.
-    #: Gives the weights; raises ``CheckpointError`` where types or shapes contradict each other.
+    values: str  #: Ending of the name of the values, instead of ``scale``.
+    result: str  #: Ending of the name of the decoded weights, instead of ``scale``.
+    #: Decodes the weights; raises ``CheckpointError`` if types or shapes contradict each other.
     decode: Callable[[Stored], Dequantised]
 
 
@@ -41,8 +41,8 @@ class Format(NamedTuple):
 
     words: str  #: Its name for people.
     layouts: tuple[Layout, ...]  #: The layouts of its tensors.
-    #: Patterns of tensors that belong to quantised ones and are not needed for their weights.
-    beside: tuple[str, ...] = ()
+    #: Patterns of the names of tensors that belong to quantised ones and are not needed for their weights.
+    ignored: tuple[str, ...] = ()
 
 
 class Quantisation(NamedTuple):
@@ -57,17 +57,23 @@ class Quantisation(NamedTuple):
 def read_quantised(
     tensors: Mapping[str, Any], fields: Fields, directory: Path
 ) -> tuple[dict[str, Any], Quantisation | None]:
-    """The tensors of a checkpoint without quantisation, and how they were stored."""
-    how = _format_of(fields, directory)
-    return (dict(tensors), None) if how is None else _dequantised(tensors, how, str(directory))
+    """Returns the tensors of a checkpoint without quantisation, and how they were stored.
+
+    Args:
+        tensors: The stored tensors by name.
+        fields: The ``config.json`` of the checkpoint.
+        directory: The directory of the checkpoint.
+    """
+    format = _format_of(fields, directory)
+    return (dict(tensors), None) if format is None else _dequantised(tensors, format, str(directory))
 
 
-def _dequantised(tensors: Mapping[str, np.ndarray], how: Format, where: str) -> tuple[dict[str, Any], Quantisation]:
-    """The tensors without quantisation, and how they were stored."""
+def _dequantised(tensors: Mapping[str, np.ndarray], format: Format, where: str) -> tuple[dict[str, Any], Quantisation]:
+    """Returns the tensors without quantisation, and how they were stored."""
     results: dict[str, Any] = {}
     used: set[str] = set()
     for name, scale in tensors.items():
-        layout = next((one for one in how.layouts if name.endswith(one.scale)), None)
+        layout = next((layout for layout in format.layouts if name.endswith(layout.scale)), None)
         if layout is None:
             continue
         stem = name.removesuffix(layout.scale)
@@ -80,21 +86,23 @@ def _dequantised(tensors: Mapping[str, np.ndarray], how: Format, where: str) -> 
         try:
             results[result] = layout.decode(Stored(values, tensors[values], name, scale, tensors))
         except CheckpointError as error:
-            raise CheckpointError(f"{where}: {error} ({how.words})") from None
+            raise CheckpointError(f"{where}: {error} ({format.words})") from None
         used |= {name, values}
-    beside = re.compile("|".join(f"(?:{pattern})" for pattern in how.beside) or r"(?!)")
-    rest = {name: value for name, value in tensors.items() if name not in used and not beside.fullmatch(name)}
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in format.ignored) or r"(?!)")
+    dense = {name: value for name, value in tensors.items() if name not in used and not ignored.fullmatch(name)}
     if not results:
         raise CheckpointError(
-            f"{where} says that its weights are quantised ({how.words}) and holds no scale; remove quantization_config"
+            f"{where} says that its weights are quantised ({format.words}) and holds no scale; remove "
+            "quantization_config"
         )
     kinds = {value.kept_as for value in results.values()}
+    kind = kinds.pop() if len(kinds) == 1 else ""
     # Messages list tensors in the order of the file.
-    return rest | results, Quantisation(how.words, kinds.pop() if len(kinds) == 1 else "", len(results))
+    return dense | results, Quantisation(format.words, kind, len(results))
 
 
 def _matrices(scheme: Scheme, dtype: Any = E4M3) -> Layout:
-    """Linear layers with their scales as ``weight_scale``."""
+    """Returns the layout of linear layers whose scales are named ``weight_scale``."""
     return Layout(".weight_scale", ".weight", ".weight", functools.partial(scaled, scheme=scheme, dtype=dtype))
 
 
@@ -112,7 +120,7 @@ def _read_fp8(fields: Fields) -> Format:
     return Format(
         words=words,
         layouts=(Layout("_scale_inv", "", "", functools.partial(scaled, scheme=scheme, dtype=E4M3)),),
-        beside=(r".*\.(input_scale|activation_scale)", r".*\.[kv]_scale"),
+        ignored=(r".*\.(input_scale|activation_scale)", r".*\.[kv]_scale"),
     )
 
 
@@ -120,7 +128,7 @@ def _read_fbgemm(fields: Fields) -> Format:
     return Format(
         words="fp8 of fbgemm, a scale for every output",
         layouts=(_matrices(Scheme("channel")), Layout("_proj_scale", "_proj", "_proj", fused_experts)),
-        beside=(r".*\.(input_scale_ub|input_scale)",),
+        ignored=(r".*\.(input_scale_ub|input_scale)",),
     )
 
 
@@ -129,7 +137,7 @@ def _read_modelopt(fields: Fields) -> Format:
     return Format(
         words="fp8 of Model Optimizer, one scale a tensor",
         layouts=(_matrices(Scheme("tensor")),),
-        beside=(r".*\.(input_scale|output_scale)", r".*\.[qkv]_scale"),
+        ignored=(r".*\.(input_scale|output_scale)", r".*\.[qkv]_scale"),
     )
 
 
@@ -168,24 +176,23 @@ def _read_compressed_tensors(fields: Fields) -> Format:
     return Format(
         words=f"{words} of compressed-tensors, {among}",
         layouts=(layout,),
-        beside=(r".*\.(input_scale|output_scale|weight_shape)", r".*\.[qkv]_scale"),
+        ignored=(r".*\.(input_scale|output_scale|weight_shape)", r".*\.[qkv]_scale"),
     )
 
 
 def _weights(fields: Fields) -> Fields:
-    """The weights of all groups of modules, which must be of one kind."""
-    groups: dict[str, Any] = {
-        name: fields.section("config_groups").section(name) for name in fields.section("config_groups").values
-    }
-    found = [group.section("weights") for group in groups.values()]
-    if not found or not all(one.values for one in found):
-        raise CheckpointError(f"{fields.where}: config_groups says nothing of weights; they are what is read")
-    telling = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure")
-    if any(one.get(name) != found[0].get(name) for one in found for name in telling):
+    """Returns the description of the weights, which must be the same for all groups of modules."""
+    groups = fields.section("config_groups")
+    descriptions = [groups.section(name).section("weights") for name in groups.values]
+    if not descriptions or not all(weights.values for weights in descriptions):
+        raise CheckpointError(f"{fields.where}: config_groups says nothing of weights; add their description")
+    compared = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure")
+    first = descriptions[0]
+    if any(weights.get(name) != first.get(name) for weights in descriptions for name in compared):
         raise CheckpointError(
-            f"{fields.where}: the groups {', '.join(groups)} differ in their weights; one kind is read"
+            f"{fields.where}: the groups {', '.join(groups.values)} differ in their weights; expected one kind"
         )
-    return found[0]
+    return first
 
 
 def _scheme(weights: Fields, bits: int) -> tuple[Scheme, str]:
@@ -200,9 +207,10 @@ def _scheme(weights: Fields, bits: int) -> tuple[Scheme, str]:
 
 
 def _block_size(fields: Fields, name: str) -> tuple[int, int]:
-    """Outputs and inputs of a block."""
+    """Returns the number of outputs and of inputs of a block."""
     value = fields.get(name)
-    if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and 1 <= n <= 65536 for n in value):
+    is_pair = isinstance(value, list) and len(value) == 2
+    if not is_pair or not all(type(size) is int and 1 <= size <= 65536 for size in value):
         raise fields.wrong(name, "expected two sizes such as [128, 128]")
     return value[0], value[1]
 
@@ -217,20 +225,21 @@ FORMATS: dict[str, Callable[[Fields], Format]] = {
 
 
 def _format_of(fields: Fields, directory: Path) -> Format | None:
-    """The format of a checkpoint; ``None`` where it is not quantised. Model Optimizer may have a file of its own."""
+    """Returns the format of a checkpoint; ``None`` if it is not quantised. Model Optimizer may use a separate file."""
     section = "quantization_config"
     owner = fields if fields.get(section) is not None else fields.section("text_config")
     if owner.get(section) is None:
         path = directory / _FILE
-        own = Fields(read_json(path) if path.is_file() else {}, str(path)).section("quantization")
-        return None if own.get("quant_algo") is None else _read_modelopt(own)
-    said = owner.section(section)
-    method = said.get("quant_method")
-    if method is None and said.get("quant_algo") is not None:
+        values = read_json(path) if path.is_file() else {}
+        optimizer = Fields(values, str(path)).section("quantization")
+        return None if optimizer.get("quant_algo") is None else _read_modelopt(optimizer)
+    description = owner.section(section)
+    method = description.get("quant_method")
+    if method is None and description.get("quant_algo") is not None:
         method = "modelopt"
     if not isinstance(method, str) or method not in FORMATS:
         raise CheckpointError(
-            f"{said.where}: quant_method is {short(method)}; those that are read are {', '.join(FORMATS)}. Give one of "
-            "these, or the checkpoint before quantisation (remove quantization_config if it is that)"
+            f"{description.where}: quant_method is {short(method)}; those that are read are {', '.join(FORMATS)}. "
+            "Give one of these, or the checkpoint before quantisation (remove quantization_config if it is that)"
         )
-    return FORMATS[method](said)
+    return FORMATS[method](description)

@@ -115,7 +115,7 @@ def _method_of(fields: Fields) -> str:
     if path.suffix != ".gguf" and any(directory.glob("*.safetensors")):
         with contextlib.suppress(CheckpointError):
             return identify(directory)
-    signs = Signs.of(fields)
+    signs = Signs.read(fields)
     found = next((kind.name for kind in HEADS.values() if kind.recognise(signs)), None)
     # Official files do not say what they are: EAGLE-3's name a draft vocabulary, EAGLE-1's are of one layer.
     if found is None and fields.get("draft_vocab_size") is not None:

@@ -1,6 +1,6 @@
 """Files and directories that appear under their name only when they are complete.
 
-A write goes to a locked directory next to the final name. A killed process leaves that directory behind without its
+A write goes to a locked directory next to the final name. If the process is killed, that directory remains without its
 lock, and the next write of the same name removes it.
 """
 
@@ -19,13 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # The messages of the system, safetensors (Rust), TensorStore (C++) and numpy for a full disk.
-_SAYS_FULL = re.compile(
+_DISK_FULL = re.compile(
     r"No space left|os error 28|os_error_code='28'|quota exceeded|File too large|requested and \d", re.IGNORECASE
 )
 
 
 class WriteError(ValueError):
-    """A file cannot be written: the message says where, why, and what to do."""
+    """A file cannot be written. The message gives the path, the reason and the remedy."""
 
 
 @contextlib.contextmanager
@@ -33,21 +33,17 @@ def whole_directory(final: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary directory that takes the final name when the block ends without an error.
 
     Args:
-        final: A name that nothing has yet; missing parents are created.
+        final: A path that does not exist yet; missing parents are created.
 
     Raises:
-        WriteError: The name exists already, it cannot be created, or the disk is full. Nothing is left then.
+        WriteError: The path exists already, it cannot be created, or the disk is full. Nothing is left then.
     """
     final = Path(final).absolute()
     if final.exists() or final.is_symlink():
         raise WriteError(f"{final} exists already; give a new directory, or remove that one first")
     with _sibling(final) as temporary:
         yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        # mkdtemp and the writer of safetensors give access to the owner alone.
-        for path in (temporary, *temporary.rglob("*")):
-            path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
+        _apply_umask(temporary)
         if final.exists():
             raise WriteError(f"{final} appeared while it was being written; nothing was changed there")
         temporary.rename(final)
@@ -60,7 +56,7 @@ def whole_file(final: str | os.PathLike[str]) -> Iterator[Path]:
     A link is followed. A device or a pipe, such as ``/dev/stdout``, is written to directly.
 
     Raises:
-        WriteError: It cannot be created, or the disk is full. A file of that name is still the old one then.
+        WriteError: The file cannot be created, or the disk is full. An existing file remains unchanged then.
     """
     final = Path(os.path.realpath(final))
     if final.exists() and not final.is_file():
@@ -76,17 +72,15 @@ def disk_full_named(final: str | os.PathLike[str]) -> Iterator[None]:
     """Turns every library's error for a full disk into one :class:`WriteError`."""
     try:
         yield
-    except WriteError:
-        raise
-    except Exception as error:  # safetensors, Orbax and numpy each have their own type
-        if not _SAYS_FULL.search(str(error)):
+    except Exception as error:  # safetensors, Orbax and numpy raise different types
+        if not _DISK_FULL.search(str(error)):
             raise
         raise WriteError(f"disk full: {final}; nothing was left there. Free some space, or write elsewhere") from None
 
 
 @contextlib.contextmanager
 def orbax_quiet() -> Iterator[None]:
-    """Silences the log of Orbax and of its threads, which repeats with tracebacks what Orbax raises."""
+    """Silences the log of Orbax and of its threads, which repeats the errors of Orbax with tracebacks."""
     logger = logging.getLogger("absl")
     hook = sys.unraisablehook
     level = logger.level
@@ -95,7 +89,7 @@ def orbax_quiet() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        time.sleep(0.3)  # TensorStore's threads report their own failures to an event loop that is gone
+        time.sleep(0.3)  # TensorStore's threads report their failures late, to a closed event loop
         raise
     finally:
         logger.setLevel(level)
@@ -103,25 +97,27 @@ def orbax_quiet() -> Iterator[None]:
 
 
 def cache_directory(part: str) -> Path | None:
-    """The directory of one part of this project in the user's cache; ``None`` for a user without a home.
+    """Returns the directory of a part of this project in the user's cache; ``None`` for a user without a home.
 
-    It may not exist yet. The cache is where desktops and servers name it.
+    The directory may not exist yet. ``XDG_CACHE_HOME`` names the cache; default: ``~/.cache``.
     """
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    # By that standard a relative path is to be ignored.
-    if os.path.isabs(named):
-        return Path(named) / "eagle3-jax" / part
-    home = os.path.expanduser("~")  # "~" itself if unknown, and any text that HOME holds
-    return Path(home) / ".cache" / "eagle3-jax" / part if os.path.isabs(home) and home != "/" else None
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(cache):  # the XDG standard ignores relative paths
+        home = os.path.expanduser("~")  # "~" if the home is unknown; HOME may be any text
+        if not os.path.isabs(home) or home == "/":
+            return None
+        cache = os.path.join(home, ".cache")
+    return Path(cache) / "eagle3-jax" / part
 
 
 def check_free(final: Path, num_bytes: int) -> None:
-    """Refuses a write that cannot be finished, before it begins.
+    """Refuses a write of ``num_bytes`` before it begins if the disk of ``final`` has less free space.
 
     Raises:
-        WriteError: The file system of ``final`` has fewer bytes free.
+        WriteError: The disk has less free space.
     """
-    free = shutil.disk_usage(next(parent for parent in (final, *final.parents) if parent.exists())).free
+    existing = next(parent for parent in (final, *final.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
     if free < num_bytes:
         raise WriteError(
             f"disk full: {final} needs {num_bytes:,} bytes and {free:,} are free. Free some, or write elsewhere"
@@ -139,7 +135,7 @@ def remove_tree(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _sibling(final: Path) -> Iterator[Path]:
-    """A locked directory next to the final name, removed at the end of the block."""
+    """Yields a locked directory next to the final name, and removes it at the end of the block."""
     prefix = f".{final.name}."
     suffix = ".partial"
     with disk_full_named(final), contextlib.ExitStack() as stack:
@@ -151,7 +147,7 @@ def _sibling(final: Path) -> Iterator[Path]:
                         remove_tree(path)
             temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=final.parent))
         except OSError as error:
-            if _SAYS_FULL.search(str(error)):
+            if _DISK_FULL.search(str(error)):
                 raise
             reason = f"{final} cannot be created ({error.strerror}); give a place that can be written"
             raise WriteError(reason) from None
@@ -163,10 +159,19 @@ def _sibling(final: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Holds the lock of a directory. Raises ``OSError`` where another process holds it."""
+    """Holds the lock of a directory. Raises ``OSError`` if another process holds it."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(handle)
+
+
+def _apply_umask(directory: Path) -> None:
+    """Sets the usual permissions; mkdtemp and the writer of safetensors give access to the owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in (directory, *directory.rglob("*")):
+        mode = 0o777 if path.is_dir() else 0o666
+        path.chmod(mode & ~umask)

@@ -1,4 +1,4 @@
-"""Block drafters on disk: both dialects in and out, and what is refused in one line."""
+"""Block drafters on disk: both dialects are read and written, and contradictions are refused in one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADS = {
     "its own tables": BlockHead(own_output=True, own_embedding=True),
     "anchored": BlockHead(from_anchor=True),
     "DSpark": BlockHead(from_anchor=True, rank=6, confidence="markov"),
-    "DSpark behind masks": BlockHead(rank=6, confidence="hidden", draft_vocab=40),
+    "DSpark after masks": BlockHead(rank=6, confidence="hidden", draft_vocab=40),
     "DSpark, gated": BlockHead(from_anchor=True, rank=6, markov="gated"),
     "DSpark, recurrent": BlockHead(from_anchor=True, rank=6, markov="rnn"),
 }
@@ -42,14 +42,14 @@ NOT_EXPRESSIBLE = {
 
 @pytest.mark.parametrize("to", ["jax", "vllm", "speculators"])
 @pytest.mark.parametrize("name", HALVES)
-def test_a_head_round_trips_bit_equal_or_is_refused_by_flag(tmp_path: Path, name: str, to: str) -> None:
+def test_a_head_round_trips_bit_equal_or_its_setting_is_refused(tmp_path: Path, name: str, to: str) -> None:
     head = HALVES[name]
     directory = head.write(tmp_path / "head")
     source = conversion.read_head(directory, TARGET)
     assert (source.method, source.dtype) == ("dflash", "bfloat16")
-    says = NOT_EXPRESSIBLE[to].get(name)
-    round_trip(directory, to, TARGET, says)
-    if says is None and to != "jax":
+    message = NOT_EXPRESSIBLE[to].get(name)
+    round_trip(directory, to, TARGET, message)
+    if message is None and to != "jax":
         assert same_params(load_file(tmp_path / "out" / "model.safetensors"), head.tensors())
 
 
@@ -63,20 +63,22 @@ def test_both_dialects_give_the_same_head(tmp_path: Path, name: str) -> None:
     assert same_head(first, second)
 
 
-def test_what_engines_read_differently_is_written_whatever_its_default(tmp_path: Path) -> None:
+def test_settings_with_different_defaults_in_engines_are_always_written(tmp_path: Path) -> None:
     conversion.convert(HEADS["DSpark"].write(tmp_path / "head"), tmp_path / "spec", "speculators", TARGET)
     values = json.loads((tmp_path / "spec" / "config.json").read_text())
-    assert values["sample_from_anchor"] is True and values["sliding_window_non_causal"] is True
+    assert values["sample_from_anchor"] is True
+    assert values["sliding_window_non_causal"] is True
     assert values["aux_hidden_state_layer_ids"] == [2, 4, 7]
     assert values["transformer_layer_config"]["rope_parameters"]["rope_theta"] == 1e6
     assert values["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
     conversion.convert(tmp_path / "spec", tmp_path / "vllm", "vllm", TARGET)
     values = json.loads((tmp_path / "vllm" / "config.json").read_text())
     assert values["target_layer_ids"] == values["dflash_config"]["target_layer_ids"] == [1, 3, 6]
-    assert values["dflash_config"]["causal"] is False and values["dspark_bonus_anchor"] is False
+    assert values["dflash_config"]["causal"] is False
+    assert values["dspark_bonus_anchor"] is False
 
 
-def test_a_speculators_head_of_full_layers_sees_its_whole_block_whatever_the_flag_says(tmp_path: Path) -> None:
+def test_a_speculators_head_of_full_layers_sees_its_whole_block(tmp_path: Path) -> None:
     head = conversion.read_head(BlockHead().write(tmp_path / "head", "speculators"), TARGET)
     assert not head.config.causal
     assert re.fullmatch(
@@ -88,13 +90,14 @@ def test_a_speculators_head_of_full_layers_sees_its_whole_block_whatever_the_fla
 
 
 def test_names_of_other_tools_are_understood(tmp_path: Path) -> None:
-    one = BlockHead(layers=1)
-    first = conversion.read_head(one.write(tmp_path / "first"), TARGET)
-    names = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc.", "layers.0.": "midlayer."}
-    tensors = one.tensors()
-    for usual, other in names.items():
-        tensors = {other + k.removeprefix(usual) if k.startswith(usual) else k: v for k, v in tensors.items()}
-    second = write_checkpoint(tmp_path / "second", one.config(), tensors)
+    head = BlockHead(layers=1)
+    first = conversion.read_head(head.write(tmp_path / "first"), TARGET)
+    aliases = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc.", "layers.0.": "midlayer."}
+    tensors = {}
+    for name, value in head.tensors().items():
+        prefix = next((prefix for prefix in aliases if name.startswith(prefix)), "")
+        tensors[aliases.get(prefix, "") + name.removeprefix(prefix)] = value
+    second = write_checkpoint(tmp_path / "second", head.config(), tensors)
     assert same_head(first, conversion.read_head(second, TARGET))
     edit_tensors(second, fc__weight=tensors["encoder.fc.weight"])
     refused(lambda path: conversion.read_head(path, TARGET), second, "which mean the same tensor fc.weight")
@@ -104,19 +107,22 @@ MATRIX = np.ones((32, 64), np.float32)
 SPARK = HEADS["DSpark"]
 
 
-def case(says: str, head: BlockHead = BlockHead(), dialect: str = "vllm", **changes: Any) -> tuple[Any, ...]:
-    """Changes of tensors are arrays or named with a dot (``__``), all others of config.json."""
+def case(message: str, head: BlockHead = BlockHead(), dialect: str = "vllm", **changes: Any) -> tuple[Any, ...]:
+    """Returns a case of a refusal. Changes that are arrays, or have ``__`` for a dot in their name, are of tensors."""
     tensors = {name: value for name, value in changes.items() if "__" in name or isinstance(value, np.ndarray)}
-    return head, dialect, {name: changes[name] for name in changes.keys() - tensors.keys()}, tensors, says
+    fields = {name: changes[name] for name in changes.keys() - tensors.keys()}
+    return head, dialect, fields, tensors, message
 
 
-UNSAID = {name: value for name, value in BlockHead().config().items() if name not in ("layer_types", "dflash_config")}
+AMBIGUOUS = {
+    name: value for name, value in BlockHead().config().items() if name not in ("layer_types", "dflash_config")
+}
 REFUSALS = {
     "no layer ids": case("no target_layer_ids", dflash_config={"mask_token_id": 60}),
     "layer ids that disagree": case(
         r"\(\+1\) is \(2, 4, 7\) and .* must agree", eagle_aux_hidden_state_layer_ids=[1, 3, 6]
     ),
-    "layers that the target has not": case("reads auxiliary layer 10", BlockHead(ids=(1, 3, 9))),
+    "layers that the target does not have": case("reads auxiliary layer 10", BlockHead(ids=(1, 3, 9))),
     "no mask token": case("names no mask token", dflash_config={"target_layer_ids": [1, 3, 6]}),
     "mask tokens that disagree": case("mask_token_id is 60 and pard_token is 7", pard_token=7),
     "no block size": case("no block_size", block_size=None),
@@ -137,31 +143,29 @@ REFUSALS = {
     "Domino": case("a 'domino' drafter", dflash_config={"projector_type": "domino"}),
     "XPress": case("a 'xpress' drafter", dialect="speculators", speculators_model_type="xpress"),
     "a bias without its size": case("no markov_rank", SPARK, markov_rank=None),
-    "a confidence that is not there": case(
-        "misses confidence_head.proj.weight", SPARK, confidence_head__proj__weight=None
-    ),
-    "a confidence that is not said": case("unexpected confidence_head", SPARK, enable_confidence_head=None),
+    "an absent confidence": case("misses confidence_head.proj.weight", SPARK, confidence_head__proj__weight=None),
+    "a confidence without its flag": case("unexpected confidence_head", SPARK, enable_confidence_head=None),
     "a confidence without the bias": case("confidence reads the markov embedding", SPARK, markov_rank=0),
-    "an anchor that is not said": case(
+    "an anchor without its flag": case(
         "no sample_from_anchor, whose default differs", SPARK, "speculators", sample_from_anchor=None
     ),
-    "two words on the anchor": case("are both True", SPARK, dspark_bonus_anchor=True),
-    "causality that is not said": case(
-        "does not say whether the block is causal", dialect="speculators", transformer_layer_config=UNSAID
+    "contradicting flags of the anchor": case("are both True", SPARK, dspark_bonus_anchor=True),
+    "causality without its flag": case(
+        "does not say whether the block is causal", dialect="speculators", transformer_layer_config=AMBIGUOUS
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refused_in_one_line(tmp_path: Path, name: str) -> None:
-    head, dialect, config, tensors, says = REFUSALS[name]
+def test_a_contradicting_head_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    head, dialect, config, tensors, message = REFUSALS[name]
     directory = head.write(tmp_path / "head", dialect)
     edit_config(directory, **config)
     edit_tensors(directory, **{name.removesuffix("__"): value for name, value in tensors.items()})
-    refused(lambda path: conversion.read_head(path, TARGET), directory, says)
+    refused(lambda path: conversion.read_head(path, TARGET), directory, message)
 
 
-def test_a_mask_embedding_apart_is_refused(tmp_path: Path) -> None:
+def test_a_separate_mask_embedding_is_refused(tmp_path: Path) -> None:
     directory = BlockHead().write(tmp_path / "head")
     (directory / "mask_embedding.pt").write_bytes(b"")
-    refused(lambda path: conversion.read_head(path, TARGET), directory, "mask embedding apart from the table")
+    refused(lambda path: conversion.read_head(path, TARGET), directory, "a separate mask embedding is not supported")

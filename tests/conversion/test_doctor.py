@@ -1,4 +1,4 @@
-"""The doctor names what is wrong with a target and a head, and what is only suspicious."""
+"""The doctor names the faults and the suspicions of a target and a head."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def detail(checks: list[conversion.Check], name: str) -> str:
     return next(check.detail for check in checks if check.name == name)
 
 
-def test_the_doctor_reports_what_cannot_be_read_and_skips_the_rest(tmp_path: Path) -> None:
+def test_an_unreadable_checkpoint_is_a_failure_and_later_checks_are_skipped(tmp_path: Path) -> None:
     target = write_llama(tmp_path / "target")
     head = Head().write(tmp_path / "head")
     patches = {"patches.weight": np.ones(3, np.float32)}
@@ -58,17 +58,12 @@ def test_the_doctor_names_each_suspicion(tmp_path: Path) -> None:
     (target / "tokenizer.json").write_text("{}")
     head = Head(dtype=np.float16, norm_output=True).write(tmp_path / "head", "sglang")
     (head / "tokenizer.json").write_text("{} ")
-    edit_tensors(
-        head,
-        d2t=np.zeros(40, np.int64),
-        t2d=np.arange(61) < 40,
-        norm__weight=np.ones(32, np.float16),
-        fc__weight=np.full((32, 96), np.nan, np.float16),
-        embed_tokens__weight=np.ones((61, 32), np.float16),
-    )
+    edit_tensors(head, d2t=np.zeros(40, np.int64), t2d=np.arange(61) < 40, norm__weight=np.ones(32, np.float16))
+    edit_tensors(head, fc__weight=np.full((32, 96), np.nan, np.float16))
+    edit_tensors(head, embed_tokens__weight=np.ones((61, 32), np.float16))
     edit_config(head, eagle_aux_hidden_state_layer_ids=[1, 4, 6])
     checks = conversion.diagnose(target, head)
-    found = statuses(checks)
+    status = statuses(checks)
     expected = {
         "widths": "differs from the target's",
         "vocabulary": "d2t is all zero",
@@ -81,29 +76,30 @@ def test_the_doctor_names_each_suspicion(tmp_path: Path) -> None:
         "chat template": "the target has none",
     }
     for name, message in expected.items():
-        assert found[name] == "warning", name
+        assert status[name] == "warning", name
         assert re.search(message, detail(checks, name)), name
-    assert found["weights of the head"] == "failure"
+    assert status["weights of the head"] == "failure"
     assert "fc.kernel holds NaN" in detail(checks, "weights of the head")
-    assert found["agreement"] == "skipped"
+    assert status["agreement"] == "skipped"
 
 
-def test_the_doctor_knows_a_list_of_outputs_by_the_default_of_the_target(tmp_path: Path) -> None:
+def test_a_list_of_left_layers_is_recognised_by_the_default_of_the_target(tmp_path: Path) -> None:
     target = write_llama(tmp_path / "target")
     head = Head().write(tmp_path / "head")
     edit_config(head, eagle_aux_hidden_state_layer_ids=[1, 3, 4])
-    asked = detail(conversion.diagnose(target, head), "head")
-    assert "[1, 3, 4]: one more of each is [2, 4, 5], the usual choice for 8 layers" in asked
-    assert "--layer-ids leaving or --layer-ids entering" in asked
-    left = conversion.diagnose(target, head, layer_ids="leaving")
-    assert statuses(left)["auxiliary layers"] == "ok"
-    assert detail(left, "auxiliary layers").startswith(
-        "(2, 4, 5), the default of this target: (1, 3, 4) in config.json"
-    )
-    entered = conversion.diagnose(target, head, layer_ids="entering")
-    assert statuses(entered)["auxiliary layers"] == "warning"
-    found = detail(entered, "auxiliary layers")
-    assert "(1, 3, 4)" in found and "starts with 1" in found and "(2, 4, 5), the default of this target" in found
+    question = detail(conversion.diagnose(target, head), "head")
+    assert "[1, 3, 4]: one more of each is [2, 4, 5], the usual choice for 8 layers" in question
+    assert "--layer-ids leaving or --layer-ids entering" in question
+    leaving = conversion.diagnose(target, head, layer_ids="leaving")
+    assert statuses(leaving)["auxiliary layers"] == "ok"
+    expected = "(2, 4, 5), the default of this target: (1, 3, 4) in config.json"
+    assert detail(leaving, "auxiliary layers").startswith(expected)
+    entering = conversion.diagnose(target, head, layer_ids="entering")
+    assert statuses(entering)["auxiliary layers"] == "warning"
+    warning = detail(entering, "auxiliary layers")
+    assert "(1, 3, 4)" in warning
+    assert "starts with 1" in warning
+    assert "(2, 4, 5), the default of this target" in warning
 
 
 @pytest.mark.parametrize(
@@ -119,9 +115,14 @@ def test_the_doctor_knows_a_list_of_outputs_by_the_default_of_the_target(tmp_pat
         ((0.6,), "medusa", None),
     ],
 )
-def test_the_signature_of_rates_suggests_the_cause(rates: tuple[float, ...], method: str, cause: str | None) -> None:
-    found = suspected_cause(Agreement(rates=rates, counts=(100, 60, 30)[: len(rates)]), HEADS[method].suspects)
-    assert found is None if cause is None else cause in (found or "")
+def test_the_pattern_of_rates_suggests_the_cause(rates: tuple[float, ...], method: str, cause: str | None) -> None:
+    agreement = Agreement(rates=rates, counts=(100, 60, 30)[: len(rates)])
+    suspected = suspected_cause(agreement, HEADS[method].suspects)
+    if cause is None:
+        assert suspected is None
+    else:
+        assert suspected is not None
+        assert cause in suspected
 
 
 @pytest.mark.skipif(not (GOLDEN / "vllm").exists(), reason="golden checkpoints are not here")
@@ -142,35 +143,35 @@ def test_the_doctor_tells_a_weak_head_from_a_lost_map(tmp_path: Path) -> None:
     assert "d2t" in (suspected_cause(agreement, HEADS["eagle3"].suspects) or "")
 
 
-# What the doctor asks of heads of one method alone, and a word of what it answers.
-OF_ITS_METHOD = {
+# By checkpoint: a check for this method alone, and words of its detail.
+METHOD_CHECKS = {
     "EAGLE-3 head (eagle layout)": ("auxiliary layers", "the default 2, L//2, L-3"),
     "EAGLE-3.1 head (vllm layout)": ("norm flags", "fc_norm True"),
     "P-EAGLE head (sglang layout)": ("mask token", "id 57"),
     "EAGLE-1/2 head (eagle layout)": ("fc bias", "cannot go there"),
     "MTP head (deepseek layout)": ("order of the halves", "the embedding first, as the deepseek layout"),
     "Medusa head (vllm layout)": ("heads", "at most 3 tokens; published trees that fit: medusa-vicuna-33b-stage1"),
-    "DFlash head (vllm layout)": ("block", "block of 5 rows, each sees the whole block: K = 4 alone"),
+    "DFlash head (vllm layout)": ("block", "block of 5 rows, each sees the whole block: only K = 4 was trained"),
     "JetSpec head (vllm layout)": ("block", "any K up to 4"),
     "DSpark head (vllm layout)": ("confidence", "a head of its own"),
-    "draft model": ("size", "2 layers of width 32 beside 8"),
+    "draft model": ("size", "2 layers of width 32, target 8"),
 }
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_the_doctor_examines_every_method(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "eagle3_jax.conversion.doctor.forced_agreement", lambda *_: Agreement(rates=(0.19, 0.1), counts=(100, 19))
-    )
+    agreement = Agreement(rates=(0.19, 0.1), counts=(100, 19))
+    monkeypatch.setattr("eagle3_jax.conversion.doctor.forced_agreement", lambda *_: agreement)
     checks = conversion.diagnose(write_llama(tmp_path / "target"), CHECKPOINTS[name](tmp_path / "drafter"))
-    found = statuses(checks)
-    assert "failure" not in found.values(), checks
+    status = statuses(checks)
+    assert "failure" not in status.values(), checks
     if name != "draft model":
         assert detail(checks, "head").startswith(name.replace(" head (", ", ").removesuffix(")"))
-    check, says = OF_ITS_METHOD[name]
-    assert says in detail(checks, check)
-    # One in five is no sign of a fault, and no gain either.
-    assert (found["agreement"], "was it trained for this target" in detail(checks, "agreement")) == ("warning", True)
+    check, words = METHOD_CHECKS[name]
+    assert words in detail(checks, check)
+    # A rate of one in five is no sign of a fault, and no gain either.
+    assert status["agreement"] == "warning"
+    assert "was it trained for this target" in detail(checks, "agreement")
 
 
 def test_agreement_is_measured_as_far_as_a_drafter_reaches(tmp_path: Path) -> None:
@@ -180,36 +181,39 @@ def test_agreement_is_measured_as_far_as_a_drafter_reaches(tmp_path: Path) -> No
     assert statuses(checks)["agreement"] == "warning"  # random weights, and random prompts
 
 
-def test_a_block_is_measured_whole_and_a_draft_model_that_is_the_target_is_always_right(tmp_path: Path) -> None:
+def test_all_rows_of_a_block_are_measured_and_the_target_always_agrees_with_itself(tmp_path: Path) -> None:
     target = conversion.read_target(write_llama(tmp_path / "target"))
-    same = forced_agreement(target, target, [[1, 2, 3]], num_cuts=3)
-    assert (same.rates, same.counts) == ((1.0, 1.0, 1.0), (3, 3, 3))
+    agreement = forced_agreement(target, target, [[1, 2, 3]], num_cuts=3)
+    assert agreement.rates == (1.0, 1.0, 1.0)
+    assert agreement.counts == (3, 3, 3)
     block = conversion.read_head(CHECKPOINTS["DFlash head (vllm layout)"](tmp_path / "head"), target.config)
     assert len(forced_agreement(target, block, [[1, 2, 3]], num_cuts=3).rates) == 4
 
 
-def test_a_draft_model_of_other_tokens_is_found_out(tmp_path: Path) -> None:
+def test_a_draft_model_of_other_tokens_is_a_failure(tmp_path: Path) -> None:
     target = write_llama(tmp_path / "target")
-    other = write_llama(tmp_path / "other")
-    for directory, words in ((target, "abc"), (other, "acb")):
-        model = {"type": "WordLevel", "unk_token": "a", "vocab": {word: index for index, word in enumerate(words)}}
+    draft_model = write_llama(tmp_path / "draft")
+    for directory, words in ((target, "abc"), (draft_model, "acb")):
+        vocab = {word: index for index, word in enumerate(words)}
+        model = {"type": "WordLevel", "unk_token": "a", "vocab": vocab}
         (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
-    checks = conversion.diagnose(target, other)
+    checks = conversion.diagnose(target, draft_model)
     assert statuses(checks)["tokenizer"] == "failure"
     assert "the token 'b' is id 2 there and id 1 here" in detail(checks, "tokenizer")
     assert "costs as much as one of the target's" in detail(checks, "size")
-    assert (statuses(checks)["agreement"], detail(checks, "agreement")) == ("skipped", "tokenizer: see above")
+    assert statuses(checks)["agreement"] == "skipped"
+    assert detail(checks, "agreement") == "tokenizer: see above"
     smaller = write_llama(tmp_path / "smaller", dataclasses.replace(TARGET, vocab_size=60))
     assert statuses(conversion.diagnose(target, smaller))["vocabulary"] == "failure"
 
 
-def test_a_mask_token_that_texts_hold_is_a_warning(tmp_path: Path) -> None:
-    special = {"id": 2, "content": "<mask>", "special": True, "single_word": False, "lstrip": False, "rstrip": False}
+def test_a_mask_token_that_texts_contain_is_a_warning(tmp_path: Path) -> None:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     model = {"type": "WordLevel", "unk_token": "a", "vocab": {"a": 0, "b": 1, "<mask>": 2}}
-    added = [special | {"normalized": False}]
+    added = [{"id": 2, "content": "<mask>", "special": True, **flags}]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": added, "model": model}))
-    found = {token: mask_token(token, (5,), tmp_path).status for token in (1, 2, 5, 9)}
-    assert found == {1: "warning", 2: "ok", 5: "warning", 9: "ok"}
+    status = {token: mask_token(token, (5,), tmp_path).status for token in (1, 2, 5, 9)}
+    assert status == {1: "warning", 2: "ok", 5: "warning", 9: "ok"}
 
 
 def test_inspect_alone_describes_the_bundled_pair(capsys: Any) -> None:
@@ -222,7 +226,7 @@ def test_inspect_alone_describes_the_bundled_pair(capsys: Any) -> None:
 
 
 def test_doctor_alone_examines_the_bundled_pair(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Measuring it takes seconds and is tested elsewhere.
+    # The measurement takes seconds and is tested elsewhere.
     agreement = Agreement(rates=(0.7, 0.7, 0.6), counts=(20, 14, 10))
     monkeypatch.setattr("eagle3_jax.conversion.doctor.forced_agreement", lambda *_: agreement)
     assert run(["doctor", "--json", "--compilation-cache", "none"]) == 0

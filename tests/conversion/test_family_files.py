@@ -1,4 +1,4 @@
-"""Files of targets as they are published: what lies beside the target, and experts and layers in other layouts."""
+"""Files of targets as they are published: parts that are left out, and alternative layouts of experts and layers."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Any:
-    """A recipe's model in the layout of transformers."""
+    """Saves the model of a recipe in the layout of transformers."""
 
-    def of(name: str) -> Path:
+    def save(name: str) -> Path:
         directory = tmp_path / "target"
         build((RECIPES | WRAPPED)[name]).save_pretrained(directory)
         return directory
 
-    return of
+    return save
 
 
 @pytest.fixture
 def published(saved: Any) -> Any:
-    """What transformers writes for a recipe: the configuration, and the tensors."""
+    """Saves a recipe with transformers, and returns its configuration and its tensors."""
 
-    def of(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def publish(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         directory = saved(name)
         return json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
 
-    return of
+    return publish
 
 
 def values_of(name: str) -> dict[str, Any]:
-    """The ``config.json`` of a recipe, without transformers."""
+    """Returns the ``config.json`` of a recipe, without transformers."""
     recipe = (RECIPES | WRAPPED)[name]
     eps = {"rms_norm_eps": 1e-6, "layer_norm_eps": 1e-6}
     text = recipe.fields.get("text_config")
@@ -74,7 +74,7 @@ def values_of(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def multimodal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of text and images of transformers, around the language model of a recipe."""
     import transformers
 
@@ -85,19 +85,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = transformers.Llama4Config(text_config=text.config, vision_config=vision)
     model = transformers.Llama4ForConditionalGeneration(config).float()
     model.language_model.load_state_dict(text.state_dict())
-    directory = tmp_path_factory.mktemp("whole") / "model"
+    directory = tmp_path_factory.mktemp("multimodal") / "model"
     model.save_pretrained(directory)
     return directory
 
 
-def test_the_language_model_is_taken_out_of_a_model_of_images(saved: Any, tmp_path: Path, whole: Path) -> None:
-    target = conversion.read_target(whole)
+def test_the_language_model_of_a_model_of_images_is_read(saved: Any, tmp_path: Path, multimodal: Path) -> None:
+    target = conversion.read_target(multimodal)
     assert same_target(target, conversion.read_target(saved("llama4, norms")))
     assert target.family == FAMILIES["llama4_text"]
     assert target.stop_tokens == (2,)
-    description = conversion.describe(whole)
+    description = conversion.describe(multimodal)
     assert (description.kind, description.problem) == ("target: Llama 4", "")
-    conversion.convert(whole, tmp_path / "text", "vllm")
+    conversion.convert(multimodal, tmp_path / "text", "vllm")
     assert same_target(conversion.read_target(tmp_path / "text"), target)
 
 
@@ -109,18 +109,20 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_a_description_of_a_whole_that_contradicts_itself_is_refused(whole: Path, tmp_path: Path, name: str) -> None:
-    changes, says = CONTRADICTIONS[name]
-    (tmp_path / "model.safetensors").symlink_to(whole / "model.safetensors")
-    config = json.loads((whole / "config.json").read_text())
+def test_a_contradicting_description_of_a_model_of_images_is_refused(
+    multimodal: Path, tmp_path: Path, name: str
+) -> None:
+    changes, message = CONTRADICTIONS[name]
+    (tmp_path / "model.safetensors").symlink_to(multimodal / "model.safetensors")
+    config = json.loads((multimodal / "config.json").read_text())
     config["text_config"]["tie_word_embeddings"] = False
     (tmp_path / "config.json").write_text(json.dumps(config))
     edit_config(tmp_path, **changes)
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=message):
         conversion.read_target(tmp_path)
 
 
-# What transformers writes, which is what was published, and the names that it has in memory.
+# Prefixes in published files, which transformers writes, and in the memory of transformers.
 LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
     "published": (),
     "in memory": (
@@ -142,14 +144,14 @@ def test_a_language_model_is_read_under_every_prefix_that_was_written(saved: Any
     for layout, prefixes in LAYOUTS.items():
         tensors = {}
         for key, value in stored.items():
-            old, new = next(((old, new) for old, new in prefixes if key.startswith(old)), ("", ""))
+            old, new = next((pair for pair in prefixes if key.startswith(pair[0])), ("", ""))
             key = new + key.removeprefix(old)
             tensors[key.replace(".blocks.", ".layers.") if "language_model" in key else key] = value
         assert same_target(conversion.read_target(write_checkpoint(tmp_path / layout, config, tensors)), target)
 
 
 def test_the_family_of_a_language_model_is_that_of_its_text(saved: Any, tmp_path: Path) -> None:
-    """Kimi K2.5 as published says ``kimi_k2``, which transformers calls ``deepseek_v3``; it goes out as what it was."""
+    """The published Kimi K2.5 has ``kimi_k2``, and transformers writes ``deepseek_v3``; a conversion keeps the type."""
     directory = saved("kimi_k25")
     assert conversion.read_target(directory).family == FAMILIES["deepseek_v3"]
     text = json.loads((directory / "config.json").read_text())["text_config"]
@@ -164,68 +166,68 @@ def test_the_family_of_a_language_model_is_that_of_its_text(saved: Any, tmp_path
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_inspect_says_in_one_line_what_is_left_out_of_a_model_of_images(saved: Any, name: str) -> None:
+def test_a_description_names_the_parts_of_a_model_of_images_that_are_left_out(saved: Any, name: str) -> None:
     directory = saved(name)
     kind = WRAPPED[name].model_type
     parts = dict.fromkeys(("mistral3", "gemma3"), "multi_modal_projector and vision_tower")
     parts["kimi_k25"] = "mm_projector and vision_tower"
-    beside = [key for key in load_file(directory / "model.safetensors") if "language_model" not in key]
+    left_out = [key for key in load_file(directory / "model.safetensors") if "language_model" not in key]
     description = conversion.describe(directory)
     assert description.kind.removeprefix("target: ") in ("Ministral 3", "Mistral", "DeepSeek V3", "Qwen3", "Gemma 3")
-    assert description.note.startswith(
-        f"only the language model of this {kind} is read; the {len(beside)} tensors of {parts.get(kind, 'visual')} are "
-        "ignored; "
-    )
+    ignored = f"the {len(left_out)} tensors of {parts.get(kind, 'visual')} are ignored; "
+    assert description.note.startswith(f"only the language model of this {kind} is read; {ignored}")
 
 
 @pytest.mark.parametrize("name", ["mistral3", "mistral3, of mistral"])
-def test_the_top_level_says_whether_the_embedding_is_tied(saved: Any, name: str) -> None:
+def test_the_top_level_determines_whether_the_embedding_is_tied(saved: Any, name: str) -> None:
     directory = saved(name)
     config = json.loads((directory / "config.json").read_text())
     tied = config["tie_word_embeddings"]
     edit_config(directory, text_config={**config["text_config"], "tie_word_embeddings": not tied})
     assert conversion.read_target(directory).config.tie_embeddings == tied
-    edit_config(directory, tie_word_embeddings=None)  # as Ministral 3 is published: the text_config alone says it
+    edit_config(directory, tie_word_embeddings=None)  # as Ministral 3 is published: only text_config has the field
     edit_config(directory, text_config={**config["text_config"], "tie_word_embeddings": tied})
     assert conversion.read_target(directory).config.tie_embeddings == tied
 
 
-def test_a_language_model_in_fp8_is_what_its_scales_say(saved: Any, tmp_path: Path) -> None:
-    """As Ministral 3 Instruct is published: a scale a tensor, the encoder of images in full, names of transformers."""
+def test_a_language_model_in_fp8_is_decoded_by_its_scales(saved: Any, tmp_path: Path) -> None:
+    """As Ministral 3 Instruct is published: one scale per tensor, encoder of images not quantised."""
     import torch
     from transformers import AutoModelForImageTextToText
 
-    recipe = quantised.Recipe(
-        lambda name, weights: (
-            quantised.RECIPES["fp8 tensor"].quantise(name, weights)
-            if name.startswith("language_model.")
-            else ({name: weights}, weights)
-        ),
-        quantised.RECIPES["fp8 tensor"].config
-        | {"modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]},
-    )
+    fp8 = quantised.RECIPES["fp8 tensor"]
+
+    def quantise(name: str, weights: np.ndarray) -> Any:
+        return fp8.quantise(name, weights) if name.startswith("language_model.") else ({name: weights}, weights)
+
+    skipped = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
+    recipe = quantised.Recipe(quantise, fp8.config | {"modules_to_not_convert": skipped})
     source = saved("mistral3")
     dense = quantised.quantise(source, tmp_path / "fp8", recipe)
     plain = write_checkpoint(tmp_path / "dense", json.loads((source / "config.json").read_text()), dense)
-    ours = conversion.read_target(tmp_path / "fp8")
-    stands = conversion.read_target(plain)
-    assert ours.config == stands.config and ours.quantisation is not None and ours.quantisation.kept_as == "fp8"
-    assert ours.quantisation.num_tensors == 4 * 7
-    for (path, value), (_, expected) in zip(flatten(ours.params), flatten(stands.params), strict=True):
-        np.testing.assert_allclose(np.asarray(value, np.float32), expected, rtol=1e-6, err_msg=path)
+    checkpoint = conversion.read_target(tmp_path / "fp8")
+    dense_checkpoint = conversion.read_target(plain)
+    assert checkpoint.config == dense_checkpoint.config
+    assert checkpoint.quantisation is not None
+    assert checkpoint.quantisation.kept_as == "fp8"
+    assert checkpoint.quantisation.num_tensors == 4 * 7
+    expected = dict(flatten(dense_checkpoint.params))
+    for path, value in flatten(checkpoint.params):
+        np.testing.assert_allclose(np.asarray(value, np.float32), expected.pop(path), rtol=1e-6, err_msg=path)
+    assert not expected
 
     tokens = truth("mistral3").tokens
     model = eager(AutoModelForImageTextToText.from_pretrained(plain, attn_implementation="eager"))
     with torch.no_grad():
-        expected = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+        true_logits = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
     for weights in ("dense", "fp8"):
         target = e3.load_target(tmp_path / "fp8", weights=weights)
         assert isinstance(target.model, DecoderTarget)
-        states = target.model(
-            target.params, jnp.asarray(tokens, jnp.int32)[None], jnp.arange(len(tokens))[None], causal_mask(len(tokens))
-        )
+        count = len(tokens)
+        batch = jnp.asarray(tokens, jnp.int32)[None]
+        states = target.model(target.params, batch, jnp.arange(count)[None], causal_mask(count))
         logits = target.model.unembed(target.params, states.final)[0]
-        np.testing.assert_allclose(logits, expected, atol=1e-4)
+        np.testing.assert_allclose(logits, true_logits, atol=1e-4)
 
 
 MIXTURE = Experts(num_experts=3, per_token=2, width=4, router="softmax", shared_width=6, shared_gate=True)
@@ -234,18 +236,19 @@ CONFIG = DecoderConfig(vocab_size=7, width=5, layers=(LayerConfig(mixer=GATED, m
 
 
 @pytest.mark.parametrize(("transpose", "in_halves"), [(False, False), (False, True), (True, False), (True, True)])
-def test_stacked_experts_and_gates_of_attention_are_laid_out_again(transpose: bool, in_halves: bool) -> None:
-    """Which entry of a tensor becomes which of ours, each entry being a number of its own."""
+def test_stacked_experts_and_gates_of_attention_are_reordered(transpose: bool, in_halves: bool) -> None:
+    """All entries are different, so the test sees where each entry goes."""
     shapes = DecoderTarget(CONFIG).param_shapes()
     kernels = functools.partial(blocks.stacked, transpose=transpose, in_halves=in_halves)
     parts = {Experts: functools.partial(blocks.experts, shared="shared_expert", kernels=kernels)}
     rules = blocks.decoder(CONFIG, parts=parts)
     name = "model.layers.0."
-    stored = {rule.source: rule.stored(shape_of(shapes, rule.path)) for rule in rules}
+    stored = {rule.source: rule.stored_shape(shape_of(shapes, rule.path)) for rule in rules}
     assert stored[f"{name}self_attn.q_proj.weight"] == (48, 5)
     assert stored[f"{name}mlp.experts.gate_up_proj"] == ((3, 8, 5) if transpose else (3, 5, 8))
     assert stored[f"{name}mlp.shared_expert_gate.weight"] == (1, 5)
-    tensors = {source: np.random.default_rng(0).normal(size=shape).astype("f4") for source, shape in stored.items()}
+    rng = np.random.default_rng(0)
+    tensors = {source: rng.normal(size=shape).astype("f4") for source, shape in stored.items()}
     params = read_params(rules, tensors, shapes, where="here")
     attention = params["blocks"][0]["attention"]
     mlp = params["blocks"][0]["mlp"]
@@ -255,33 +258,34 @@ def test_stacked_experts_and_gates_of_attention_are_laid_out_again(transpose: bo
     np.testing.assert_array_equal(columns[:, :, :2], query_and_gate[:, :, :, 0])
     np.testing.assert_array_equal(columns[:, :, 4:], query_and_gate[:, :, :, 1])
     biases = np.asarray(attention["qkv"]["bias"]).reshape(2, 6, 6)
-    np.testing.assert_array_equal(biases[:, 4:], tensors[f"{name}self_attn.q_proj.bias"].reshape(2, 2, 2, 6)[:, :, 1])
+    stored_biases = tensors[f"{name}self_attn.q_proj.bias"].reshape(2, 2, 2, 6)
+    np.testing.assert_array_equal(biases[:, 4:], stored_biases[:, :, 1])
 
     gate_up = tensors[f"{name}mlp.experts.gate_up_proj"]
     gate_up = gate_up.swapaxes(1, 2) if transpose else gate_up
-    gates, ups = (gate_up[..., :4], gate_up[..., 4:]) if in_halves else (gate_up[..., ::2], gate_up[..., 1::2])
+    gates = gate_up[..., :4] if in_halves else gate_up[..., ::2]
+    ups = gate_up[..., 4:] if in_halves else gate_up[..., 1::2]
     np.testing.assert_array_equal(np.asarray(mlp["gate_up"])[..., ::2], gates)
     np.testing.assert_array_equal(np.asarray(mlp["gate_up"])[..., 1::2], ups)
     down = tensors[f"{name}mlp.experts.down_proj"]
     np.testing.assert_array_equal(np.asarray(mlp["down"]), down.swapaxes(1, 2) if transpose else down)
 
-    again = write_params(rules, params, shapes, where="here")
-    assert again.keys() == tensors.keys()
-    assert all(np.array_equal(again[source], value) for source, value in tensors.items())
+    written_tensors = write_params(rules, params, shapes, where="here")
+    assert written_tensors.keys() == tensors.keys()
+    assert all(np.array_equal(written_tensors[source], value) for source, value in tensors.items())
 
 
 def shape_of(shapes: Any, path: str) -> tuple[int, ...]:
-    """The shape of a parameter by its dotted path."""
+    """Returns the shape of a parameter by its dotted path."""
     return tuple(dict(flatten(shapes))[path].shape)
 
 
-def test_a_table_that_leaves_a_piece_of_a_tensor_is_none_of_ours() -> None:
+def test_a_table_that_omits_a_piece_of_a_tensor_is_an_error() -> None:
     shapes = DecoderTarget(CONFIG).param_shapes()
     rules = [rule._replace(cut=rule.cut and rule.cut._replace(slots=3)) for rule in blocks.decoder(CONFIG)]
-    tensors = {rule.source: np.zeros(rule.stored(shape_of(shapes, rule.path)), np.float32) for rule in rules}
-    with pytest.raises(
-        AssertionError, match=r"the rule table and the model differ: \['model\.layers\.0\.self_attn\.q_"
-    ):
+    tensors = {rule.source: np.zeros(rule.stored_shape(shape_of(shapes, rule.path)), np.float32) for rule in rules}
+    message = r"the rule table and the model differ: \['model\.layers\.0\.self_attn\.q_"
+    with pytest.raises(AssertionError, match=message):
         read_params(rules, tensors, shapes, where="here")
 
 
@@ -292,7 +296,8 @@ def test_kimi_k2_is_deepseek_v3_under_another_name(published: Any, tmp_path: Pat
     config, tensors = published("deepseek_v3")
     ours = conversion.read_target(write_checkpoint(tmp_path / "deepseek", config, tensors))
     kimi = conversion.read_target(write_checkpoint(tmp_path / "kimi", {**config, "model_type": "kimi_k2"}, tensors))
-    assert same_target(ours, kimi) and kimi.family == FAMILIES["kimi_k2"]
+    assert same_target(ours, kimi)
+    assert kimi.family == FAMILIES["kimi_k2"]
     conversion.convert(tmp_path / "kimi", tmp_path / "back", "vllm")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "kimi_k2"
     assert conversion.describe(tmp_path / "back").kind == "target: Kimi K2"
@@ -310,8 +315,8 @@ def test_a_layer_that_drafts_is_left_out_and_another_layer_is_not(published: Any
         conversion.read_target(write_checkpoint(tmp_path / "three", {**config, "num_hidden_layers": 3}, tensors))
 
 
-def test_a_published_file_says_the_same_in_its_older_notation(published: Any, tmp_path: Path) -> None:
-    """``rope_scaling`` with ``type``, ``rope_theta`` beside it, ``first_k_dense_replace``, no ``rope_interleave``."""
+def test_the_older_notation_of_a_published_file_is_equivalent(published: Any, tmp_path: Path) -> None:
+    """``rope_scaling`` with ``type``, a separate ``rope_theta``, ``first_k_dense_replace``, no ``rope_interleave``."""
     config, tensors = published("deepseek_v3")
     parameters = dict(config["rope_parameters"])
     old = {**config, "rope_theta": parameters.pop("rope_theta"), "rope_parameters": None, "rope_interleave": None}
@@ -322,30 +327,32 @@ def test_a_published_file_says_the_same_in_its_older_notation(published: Any, tm
     assert same_target(ours, conversion.read_target(write_checkpoint(tmp_path / "old", old, tensors)))
     mixers = {layer.mixer for layer in ours.config.layers}
     kinds = [type(layer.mlp) for layer in ours.config.layers]
-    assert kinds == [GatedMLP, Experts, Experts, Experts] and len(mixers) == 1
+    assert kinds == [GatedMLP, Experts, Experts, Experts]
     (mixer,) = mixers
-    assert isinstance(mixer, Latent) and mixer.rope.interleaved
+    assert isinstance(mixer, Latent)
+    assert mixer.rope.interleaved
     assert mixer.scale == pytest.approx(20**-0.5 * (0.1 * np.log(8.0) + 1) ** 2)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
-def test_beyond_the_keys_of_its_index_a_target_holds_nothing(published: Any, tmp_path: Path, name: str) -> None:
+def test_a_target_with_an_index_is_limited_to_the_keys_of_the_index(published: Any, tmp_path: Path, name: str) -> None:
     config, tensors = published(name)
     assert any("indexer" in tensor for tensor in tensors)
     target = e3.load_target(write_checkpoint(tmp_path / "target", {**config, "index_topk": 16}, tensors))
     decoder = e3.SpeculativeDecoder(target, stop_tokens=())
     assert target.max_positions == 16
     if name == "deepseek_v32":
-        assert len(decoder.generate(PROMPTS[:1], max_new_tokens=60).tokens[0]) == 16 - len(PROMPTS[0])
-    says = (
+        tokens = decoder.generate(PROMPTS[:1], max_new_tokens=60).tokens[0]
+        assert len(tokens) == 16 - len(PROMPTS[0])
+    message = (
         r"the prompt has 20 tokens; .* holds 16 positions \(beyond them its attention is sparse, to 16 tokens, which "
         r"is not computed here\), so give at most 15"
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         decoder.encode([5] * 20)
     edit_config(tmp_path / "target", index_topk=1024)
-    whole = e3.load_target(tmp_path / "target")
-    assert (whole.max_positions, whole.holds) == (256, "256 positions")
+    target = e3.load_target(tmp_path / "target")
+    assert (target.max_positions, target.holds) == (256, "256 positions")
 
 
 ORIGINAL = "original_max_position_embeddings"
@@ -420,70 +427,74 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_a_configuration_that_means_something_else_is_refused(name: str) -> None:
-    recipe, changes, says = REFUSALS[name]
+def test_an_unsupported_configuration_is_refused(name: str) -> None:
+    recipe, changes, message = REFUSALS[name]
     values = values_of(recipe)
     read_config(Fields(values, "config.json"))
     if "text_config" in changes:
         changes = {"text_config": values["text_config"] | changes["text_config"]}
     values = {key: value for key, value in {**values, **changes}.items() if value is not ...}
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=message):
         read_config(Fields(values, "config.json"))
 
 
 @pytest.mark.parametrize("name", RECIPES | WRAPPED)
 def test_attention_in_both_directions_is_refused(name: str) -> None:
-    """transformers attends in both directions where ``is_causal`` is false or null, in every family."""
+    """transformers attends in both directions if ``is_causal`` is false or null, in every family."""
     values = values_of(name)
     for value in (False, None):
         changed = [values | {"is_causal": value}]
         if "text_config" in values:
             changed.append(values | {"text_config": values["text_config"] | {"is_causal": value}})
-        for one in changed:
+        for config in changed:
             with pytest.raises(CheckpointError, match=f"is_causal is {value}; only causal attention is supported"):
-                read_config(Fields(one, "config.json"))
+                read_config(Fields(config, "config.json"))
     read_config(Fields(values | {"is_causal": True}, "config.json"))
 
 
-def test_the_original_length_next_to_the_rope_parameters_decides() -> None:
-    """As in transformers, for the rotary embedding and for the growth of queries."""
+def test_the_original_length_next_to_the_rope_parameters_has_priority() -> None:
+    """As in transformers, for the rotary embedding and for the scaling of queries."""
     config = read_config(Fields(values_of("ministral3") | {ORIGINAL: 8}, "config.json"))
     mixer = grouped(config.layers[0])
-    assert mixer.rope is not None and mixer.query_scaling is not None
+    assert mixer.rope is not None
+    assert mixer.query_scaling is not None
     assert mixer.rope.original_max_positions == mixer.query_scaling.floor == 8
 
 
-def test_an_absent_truncation_is_one_and_a_null_one_is_none() -> None:
+def test_an_absent_truncation_is_true_and_a_null_one_is_false() -> None:
     """As transformers reads ``truncate`` of yarn."""
     values = values_of("llama")
     for changes, expected in (({}, True), ({"truncate": None}, False), ({"truncate": False}, False)):
         parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, ORIGINAL: 16, **changes}
         config = read_config(Fields(values | {"rope_parameters": parameters}, "config.json"))
         rope = grouped(config.layers[0]).rope
-        assert rope is not None and rope.truncate == expected
+        assert rope is not None
+        assert rope.truncate == expected
 
 
-@pytest.mark.parametrize(("whole", "text", "expected"), [(5, None, 5), (None, 7, 7), (5, 7, 5)])
-def test_the_tokens_of_the_whole_come_first(whole: int | None, text: int | None, expected: int) -> None:
+@pytest.mark.parametrize(("outer", "text", "expected"), [(5, None, 5), (None, 7, 7), (5, 7, 5)])
+def test_stop_tokens_outside_of_text_config_have_priority(outer: int | None, text: int | None, expected: int) -> None:
     """As in transformers, without a ``generation_config.json``."""
     values = values_of("mistral3")
-    values |= {"eos_token_id": whole, "text_config": values["text_config"] | {"eos_token_id": text}}
+    values |= {"eos_token_id": outer, "text_config": values["text_config"] | {"eos_token_id": text}}
     assert described(Fields(values, "config.json")).fields.get("eos_token_id") == expected
 
 
-def test_absent_neighbours_rotate_and_null_ones_do_not() -> None:
+def test_an_absent_interleaving_is_true_and_a_null_one_is_false() -> None:
     """As transformers reads ``rope_interleave``."""
     for changes, expected in (({}, True), ({"rope_interleave": None}, False), ({"rope_interleave": False}, False)):
-        config = FAMILIES["deepseek_v3"].read_config(Fields(values_of("deepseek_v3") | changes, "config.json"))
+        values = values_of("deepseek_v3") | changes
+        config = FAMILIES["deepseek_v3"].read_config(Fields(values, "config.json"))
         mixer = config.layers[0].mixer
-        assert isinstance(mixer, Latent) and mixer.rope.interleaved == expected
+        assert isinstance(mixer, Latent)
+        assert mixer.rope.interleaved == expected
 
 
 # -------------------------------------------------------------------- Qwen3-Next and Qwen3.5
 
 
 def written(name: str) -> tuple[Any, dict[str, np.ndarray]]:
-    """Random parameters, and their tensors in the layout that is written."""
+    """Returns random parameters, and their tensors in the layout that is written."""
     config = FAMILIES[name].read_config(Fields(values_of(name), name))
     shapes = DecoderTarget(config).param_shapes()
     rng = np.random.default_rng(0)
@@ -492,39 +503,35 @@ def written(name: str) -> tuple[Any, dict[str, np.ndarray]]:
 
 
 def assert_read(directory: Path, params: Any, family: str) -> None:
-    found = conversion.read_target(directory)
-    assert found.family == FAMILIES[family]
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, found.params), params)
+    target = conversion.read_target(directory)
+    assert target.family == FAMILIES[family]
+    arrays = jax.tree.map(np.asarray, target.params)
+    jax.tree.map(np.testing.assert_array_equal, arrays, params)
 
 
 def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Every expert of a layer in two tensors, gates before the rest."""
-    count = 8
-    out = dict(tensors)
+    """Stacks the experts of a layer in two tensors, with all gates before all ``up``."""
+    stacked = dict(tensors)
     for layer in range(4):
         source = f"model.layers.{layer}.mlp.experts"
-        of = {
-            part: [out.pop(f"{source}.{e}.{part}_proj.weight") for e in range(count)] for part in ("gate", "up", "down")
-        }
-        out[f"{source}.gate_up_proj"] = np.stack(
-            [np.concatenate(pair) for pair in zip(of["gate"], of["up"], strict=True)]
-        )
-        out[f"{source}.down_proj"] = np.stack(of["down"])
-    return out
+        pop = lambda expert, part, source=source: stacked.pop(f"{source}.{expert}.{part}_proj.weight")
+        gate_up = [np.concatenate([pop(expert, "gate"), pop(expert, "up")]) for expert in range(8)]
+        down = [pop(expert, "down") for expert in range(8)]
+        stacked[f"{source}.gate_up_proj"] = np.stack(gate_up)
+        stacked[f"{source}.down_proj"] = np.stack(down)
+    return stacked
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text"])
-def test_the_language_model_is_read_out_of_one_that_sees(tmp_path: Path, name: str) -> None:
+def test_the_language_model_of_a_qwen_with_images_is_read(tmp_path: Path, name: str) -> None:
     params, tensors = written(name)
     if "moe" in name:
         tensors = fused(tensors)
     inside = {key.replace("model.", "model.language_model.", 1): value for key, value in tensors.items()}
     parts = ("model.visual.patch_embed.proj.weight", "mtp.fc.weight")
-    beside = {part: np.zeros((2, 2), np.float32) for part in parts}
+    left_out = {part: np.zeros((2, 2), np.float32) for part in parts}
     values = {"model_type": name.removesuffix("_text"), "text_config": values_of(name), "vision_config": {}}
-    directory = write_checkpoint(
-        tmp_path / "target", values, {**inside, **{k: v.astype(np.float32) for k, v in beside.items()}}
-    )
+    directory = write_checkpoint(tmp_path / "target", values, inside | left_out)
     assert_read(directory, params, name)
     assert conversion.describe(directory).kind == f"target: {FAMILIES[name].label}"
 
@@ -536,7 +543,7 @@ def test_a_module_that_drafts_is_left_out(tmp_path: Path, name: str) -> None:
     assert_read(write_checkpoint(tmp_path / "target", values_of(name), tensors | module), params, name)
 
 
-def test_every_fourth_layer_attends_where_a_file_does_not_say_which() -> None:
+def test_every_fourth_layer_attends_by_default() -> None:
     values = values_of("qwen3_5_text") | {"layer_types": None, "num_hidden_layers": 8}
     del values["rope_parameters"]
     values["rope_theta"] = 1e7
@@ -544,6 +551,8 @@ def test_every_fourth_layer_attends_where_a_file_does_not_say_which() -> None:
     config = read(Fields(values, "here"))
     assert [isinstance(layer.mixer, GatedDelta) for layer in config.layers] == [True, True, True, False] * 2
     rope = grouped(config.layers[3]).rope
-    assert rope is not None and (rope.partial, rope.theta) == (0.25, 1e7)
-    third = read(Fields(values | {"full_attention_interval": 3}, "here"))
-    assert [index for index, layer in enumerate(third.layers) if not isinstance(layer.mixer, GatedDelta)] == [2, 5]
+    assert rope is not None
+    assert (rope.partial, rope.theta) == (0.25, 1e7)
+    config = read(Fields(values | {"full_attention_interval": 3}, "here"))
+    is_delta = [isinstance(layer.mixer, GatedDelta) for layer in config.layers]
+    assert is_delta == [True, True, False, True, True, False, True, True]

@@ -1,7 +1,7 @@
-"""Every file format that is read, mutated: it loads and is finite, or one line says why not; never anything else.
+"""Mutated files of every format: each loads and is finite, or is refused in one line.
 
-A few dozen examples of each format here, the same in every run. For more, and others each time:
-``FUZZ_EXAMPLES=5000 pytest tests/conversion/test_fuzz_files.py``.
+Every run has the same few dozen examples of each format. ``FUZZ_EXAMPLES=5000 pytest
+tests/conversion/test_fuzz_files.py`` runs more examples, and different ones each time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from eagle3_jax import conversion
 from eagle3_jax.cli import run
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._planning import read_head, read_target
-from eagle3_jax.conversion import CheckpointError, draft_vocab
+from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.conversion.files import read_tokenizer
 from eagle3_jax.load import bundled
 from eagle3_jax.models.rope import inverse_frequencies
@@ -37,7 +37,7 @@ EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "40"))
 fuzz = settings(
     max_examples=EXAMPLES,
     derandomize="FUZZ_EXAMPLES" not in os.environ,
-    deadline=None,  # the time of each is judged below
+    deadline=None,  # `judge` limits the time of an example
     database=None,
     suppress_health_check=list(HealthCheck),
 )
@@ -45,16 +45,16 @@ fuzz = settings(
 EXTREMES = [0, -1, 1, 2, 10**9, 10**12, 10**400, -(2**63), 1e-300, 1e300, 0.5, -0.0, float("nan"), float("inf")]
 NAMES = ["llama", "qwen3", "yarn", "llama3", "linear", "full_attention"]
 WORDS = [*NAMES, "", "\x1b[2J", "\ud800", "\0", "../x", "x" * 300]
-LEAVES = (
-    st.none() | st.booleans() | st.integers() | st.sampled_from(EXTREMES) | st.sampled_from(WORDS) | st.text(max_size=5)
-)
+SHORT_TEXTS = st.text(max_size=5)
+NUMBERS = st.none() | st.booleans() | st.integers() | st.sampled_from(EXTREMES)
+LEAVES = NUMBERS | st.sampled_from(WORDS) | SHORT_TEXTS
 VALUES = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(SHORT_TEXTS, inner, max_size=3)
 )
 
 
 def containers(value: Any) -> Iterator[Any]:
-    """Every object and list inside a JSON value that holds something."""
+    """Yields every object and list inside a JSON value, except empty ones."""
     if isinstance(value, dict | list) and value:
         yield value
         for inner in value.values() if isinstance(value, dict) else value:
@@ -63,24 +63,26 @@ def containers(value: Any) -> Iterator[Any]:
 
 @st.composite
 def damaged_json(draw: st.DrawFn, value: Any, hints: tuple[str, ...] = ()) -> bytes:
-    """The text of a JSON value after a few edits: parts dropped, replaced, added, doubled; bytes cut or flipped."""
+    """Returns the text of a JSON value after a few edits: dropped, replaced, added and doubled parts, damaged bytes."""
     value = copy.deepcopy(value)
     for _ in range(draw(st.integers(0, 3))):
-        found = list(containers(value))
-        if not found:
+        candidates = list(containers(value))
+        if not candidates:
             break
-        chosen = draw(st.sampled_from(found))
-        key = draw(st.sampled_from([*chosen] if isinstance(chosen, dict) else range(len(chosen))))
+        chosen = draw(st.sampled_from(candidates))
+        keys = st.sampled_from([*chosen] if isinstance(chosen, dict) else range(len(chosen)))
+        key = draw(keys)
         match draw(st.sampled_from(["drop", "replace", "replace", "add", "swap"])):
             case "drop":
                 del chosen[key]
             case "replace":
                 chosen[key] = draw(VALUES)
             case "add" if isinstance(chosen, dict):
-                chosen[draw(st.sampled_from(hints) if hints else st.text(max_size=5))] = draw(VALUES)
+                name = draw(st.sampled_from(hints) if hints else SHORT_TEXTS)
+                chosen[name] = draw(VALUES)
             case _:
-                other = draw(st.sampled_from([*chosen] if isinstance(chosen, dict) else range(len(chosen))))
-                chosen[key], chosen[other] = chosen[other], chosen[key]
+                second = draw(keys)
+                chosen[key], chosen[second] = chosen[second], chosen[key]
     text = json.dumps(value, ensure_ascii=draw(st.booleans())).encode("utf-8", "surrogatepass")
     if draw(st.integers(0, 9)) == 0 and isinstance(value, dict) and value:
         name = json.dumps(next(iter(value)))
@@ -90,19 +92,20 @@ def damaged_json(draw: st.DrawFn, value: Any, hints: tuple[str, ...] = ()) -> by
 
 @st.composite
 def damaged_bytes(draw: st.DrawFn, data: bytes) -> bytes:
-    """The same with a few bytes flipped, or cut short, or with something before it."""
+    """Returns the bytes with a few of them replaced, without their end, or with a prefix."""
     changed = bytearray(data)
     for _ in range(draw(st.integers(0, 3))):
         if changed:
-            changed[draw(st.integers(0, len(changed) - 1))] = draw(st.integers(0, 255))
+            index = draw(st.integers(0, len(changed) - 1))
+            changed[index] = draw(st.integers(0, 255))
     if draw(st.booleans()):
         changed = changed[: draw(st.integers(0, len(changed)))]
     return draw(st.sampled_from([b"", b"", b"\xef\xbb\xbf", b"\xff\xfe", b" "])) + bytes(changed)
 
 
 def judge(read: Callable[[], Any], kinds: type[Exception] | tuple[type[Exception], ...] = CheckpointError) -> Any:
-    """What was read; ``None`` when it was refused as it should be."""
-    begun = time.process_time()
+    """Returns the result of reading; ``None`` after a refusal in one printable line. Both take less than 2 seconds."""
+    start = time.process_time()
     try:
         return read()
     except kinds as error:
@@ -110,14 +113,19 @@ def judge(read: Callable[[], Any], kinds: type[Exception] | tuple[type[Exception
         assert message.isprintable() and 10 < len(message) < 1000, message
         return None
     finally:
-        assert time.process_time() - begun < 2
+        assert time.process_time() - start < 2
 
 
 def assert_finite(config: Any) -> bool:
-    """No number of a decoder's configuration can make its arithmetic NaN."""
-    frequencies, scale = inverse_frequencies(config.layers[0].mixer.rope, config.layers[0].mixer.head_dim)
-    assert np.isfinite(frequencies).all() and (frequencies >= 0).all() and np.isfinite(scale) and scale > 0
-    assert np.float32(config.norm_eps) > 0 and np.isfinite(config.norm_eps)
+    """Checks that no number of a decoder's configuration can make its arithmetic NaN."""
+    mixer = config.layers[0].mixer
+    frequencies, scale = inverse_frequencies(mixer.rope, mixer.head_dim)
+    assert np.isfinite(frequencies).all()
+    assert (frequencies >= 0).all()
+    assert np.isfinite(scale)
+    assert scale > 0
+    assert np.isfinite(config.norm_eps)
+    assert np.float32(config.norm_eps) > 0
     assert 0 < config.max_positions <= 10**9
     return True
 
@@ -137,7 +145,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def holding(path: Path, content: bytes) -> Iterator[Path]:
-    """A file of the folder with other content for a while; yields its directory."""
+    """Replaces the content of a file for a while, and yields its directory."""
     sound = path.read_bytes() if path.exists() else None
     try:
         path.write_bytes(content)
@@ -174,7 +182,7 @@ def as_they_are(data: st.DataObject, values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-# For each file: what is put into it before it is damaged, and names of fields that are worth adding.
+# For each file: a function that adds fields before the damage, and names of fields to add.
 DESCRIPTIONS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[str, ...]]] = {
     "target/config.json": (
         target_values,
@@ -201,13 +209,13 @@ def test_json(folder: Path, name: str, data: st.DataObject) -> None:
     with holding(path, data.draw(damaged_json(values, hints))) as directory:
         if "head" in name:
             for target in (TARGET, None):
-                found = judge(lambda target=target: read_head_of(directory, target))
-                assert found is None or assert_finite(found.config)
+                head = judge(lambda target=target: read_head_of(directory, target))
+                assert head is None or assert_finite(head.config)
         else:
-            found = judge(lambda: conversion.read_target(directory))
-            if found is not None:
-                assert assert_finite(found.config)
-                assert all(0 <= token < found.config.vocab_size for token in found.stop_tokens)
+            checkpoint = judge(lambda: conversion.read_target(directory))
+            if checkpoint is not None:
+                assert assert_finite(checkpoint.config)
+                assert all(0 <= token < checkpoint.config.vocab_size for token in checkpoint.stop_tokens)
         judge(lambda: conversion.describe(directory))
         if name == "head/config.json":
             target_of_plan = read_target("llama-3.1-8b")
@@ -221,7 +229,8 @@ def test_safetensors(folder: Path, data: st.DataObject) -> None:
     sound = path.read_bytes()
     (size,) = struct.unpack("<Q", sound[:8])
     if data.draw(st.booleans()):
-        changed = data.draw(damaged_json(json.loads(sound[8 : 8 + size])))
+        header = json.loads(sound[8 : 8 + size])
+        changed = data.draw(damaged_json(header))
         length = len(changed) if data.draw(st.booleans()) else data.draw(st.integers(0, 2**64 - 1))
         content = struct.pack("<Q", length) + changed + sound[8 + size :]
     else:
@@ -232,38 +241,14 @@ def test_safetensors(folder: Path, data: st.DataObject) -> None:
 
 @fuzz
 @given(data=st.data())
-def test_draft_vocabularies(data: st.DataObject) -> None:
-    tensors = {name: tensor.copy() for name, tensor in Head().tensors().items() if name in ("d2t", "t2d")}
-    for name in data.draw(st.lists(st.sampled_from(["d2t", "t2d"]), max_size=3)):
-        if name not in tensors:
-            continue
-        table = tensors[name]
-        match data.draw(st.sampled_from(["drop", "entry", "type", "shape"])):
-            case "drop":
-                del tensors[name]
-            case "entry" if table.size:
-                whole = st.sampled_from([-(2**63), -1, 0, 1, 60, 61, 2**63 - 1])
-                table.flat[data.draw(st.integers(0, table.size - 1))] = np.array(data.draw(whole)).astype(table.dtype)
-            case "type":
-                kinds = st.sampled_from([np.int8, np.uint64, np.float32, np.bool_, np.int32])
-                tensors[name] = table.astype(data.draw(kinds))
-            case _:
-                tensors[name] = data.draw(st.sampled_from([table[:-1], table[None], table[:0], np.append(table, 0)]))
-    ids = judge(lambda: draft_vocab.read(tensors, vocab_size=61, draft_vocab_size=40, where="the head"))
-    if ids is not None:
-        assert len(set(ids.tolist())) == 40 and ids.min() >= 0 and ids.max() < 61
-
-
-@fuzz
-@given(data=st.data())
 def test_tokenizers(folder: Path, data: st.DataObject) -> None:
-    whole = json.loads((bundled("target") / "tokenizer.json").read_text())
-    model = whole["model"] | {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+    values = json.loads((bundled("target") / "tokenizer.json").read_text())
+    values["model"] |= {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
     path = folder / "tokenizer.json"
-    path.write_bytes(data.draw(damaged_json(whole | {"model": model})))
-    found = judge(lambda: read_tokenizer(path), ValueError)
-    if found is not None:
-        assert found.get_vocab_size() >= 0
+    path.write_bytes(data.draw(damaged_json(values)))
+    tokenizer = judge(lambda: read_tokenizer(path), ValueError)
+    if tokenizer is not None:
+        assert tokenizer.get_vocab_size() >= 0
 
 
 @fuzz
@@ -280,8 +265,9 @@ def test_texts(folder: Path, data: st.DataObject) -> None:
 @settings(fuzz, max_examples=max(EXAMPLES // 4, 10))
 @given(data=st.data())
 def test_commands_on_damaged_directories(folder: Path, data: st.DataObject) -> None:
-    """Every command ends with 0, 1 or 2, and one line on the standard error."""
+    """Every command ends with exit code 0, 1 or 2."""
     path = folder / data.draw(st.sampled_from(["target", "head"])) / "config.json"
-    with holding(path, data.draw(damaged_json(json.loads(path.read_bytes())))) as directory:
+    values = json.loads(path.read_bytes())
+    with holding(path, data.draw(damaged_json(values))) as directory:
         for command in (["inspect", str(directory), "--json"], ["plan", "memory", "--target", str(directory)]):
             assert run(command) in (0, 1, 2)

@@ -1,4 +1,4 @@
-"""GGUF files of every architecture and type of tensor, written as by llama.cpp, against what they stand for."""
+"""GGUF files of every architecture and type of tensor, written as by llama.cpp, are compared with their sources."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-# What a file can say of each family. Gemma's second scale is that of its heads, and gpt-oss has one limit.
+# Models of each family that a file can express. Gemma's second scale is that of its heads, and gpt-oss has one limit.
 MODELS = {
     "llama": RECIPES["llama"],
     "llama, tied": LLAMAS["llama, heads of 80, tied"],
@@ -66,17 +66,20 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The directory of a random model of transformers. Its norms have few bits, so that one can be added and taken."""
+    """Saves random models of transformers. Norms have few bits, so that adding and subtracting 1 is exact."""
 
-    def of(name: str) -> Path:
+    def save(name: str) -> Path:
         directory = tmp_path_factory.mktemp("model")
         build(MODELS[name]).save_pretrained(directory)
         path = directory / "model.safetensors"
-        coarse = lambda name, value: np.round(value * 1024) / 1024 if name.endswith("norm.weight") else value
-        save_file({key: coarse(key, value) for key, value in load_file(path).items()}, path, {"format": "pt"})
+        tensors = load_file(path)
+        for key, value in tensors.items():
+            if key.endswith("norm.weight"):
+                tensors[key] = np.round(value * 1024) / 1024
+        save_file(tensors, path, {"format": "pt"})
         return directory
 
-    return of
+    return save
 
 
 def test_older_files_of_deepseek_have_one_tensor_of_keys_and_values(
@@ -85,7 +88,7 @@ def test_older_files_of_deepseek_have_one_tensor_of_keys_and_values(
     directory = saved("deepseek_v3")
     translated = gguf_files.translated
 
-    def as_before(config: dict[str, Any], tensors: gguf_files.Tensors) -> Any:
+    def translated_before(config: dict[str, Any], tensors: gguf_files.Tensors) -> Any:
         yield from ((name, value) for name, value in translated(config, tensors) if not name.endswith("_b.weight"))
         for layer in range(config["num_hidden_layers"]):
             prefix = f"model.layers.{layer}.self_attn"
@@ -98,13 +101,13 @@ def test_older_files_of_deepseek_have_one_tensor_of_keys_and_values(
         values["deepseek2.attention.value_length"] = values.pop("deepseek2.attention.value_length_mla")
         values["deepseek2.attention.head_count_kv"] = values["deepseek2.attention.head_count"]
 
-    monkeypatch.setattr(gguf_files, "translated", as_before)
+    monkeypatch.setattr(gguf_files, "translated", translated_before)
     read = conversion.read_target(gguf_files.write(directory, tmp_path / "m.gguf", more=edit))
     assert same_target(read, conversion.read_target(directory))
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "says"),
+    ("name", "key", "message"),
     [
         ("gemma2", "block_count", "the file has fewer tensors"),
         ("qwen3_moe", "block_count", "the file has fewer tensors"),
@@ -113,14 +116,14 @@ def test_older_files_of_deepseek_have_one_tensor_of_keys_and_values(
         ("deepseek_v3", "attention.head_count", r"blk\.0\.attn_output\.weight has 40 columns"),
     ],
 )
-def test_a_number_that_the_tensors_contradict_is_refused_at_once(
-    saved: Any, tmp_path: Path, name: str, key: str, says: str
+def test_a_number_that_the_tensors_contradict_is_refused_quickly(
+    saved: Any, tmp_path: Path, name: str, key: str, message: str
 ) -> None:
     def edit(writer: gguf.GGUFWriter) -> None:
         writer.kv_data[0][f"{writer.arch}.{key}"] = gguf.gguf_writer.GGUFValue(10**9, gguf.GGUFValueType.UINT32)
 
     path = gguf_files.write(saved(name), tmp_path / "m.gguf", more=edit)
-    refused(conversion.read_target, path, rf"\.{key} is 1000000000; {says}")
+    refused(conversion.read_target, path, rf"\.{key} is 1000000000; {message}")
 
 
 TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.MXFP4]
@@ -133,25 +136,27 @@ def test_a_file_is_read_as_the_checkpoint_that_it_was_made_from(saved: Any, tmp_
     truth = conversion.read_target(directory)
     assert read.config == truth.config
     assert same_target(read, truth)
-    assert read.stop_tokens == (2,) and read.dtype == "float32" and read.quantisation is None
+    assert read.stop_tokens == (2,)
+    assert read.dtype == "float32"
+    assert read.quantisation is None
 
 
-@pytest.mark.parametrize("wanted", TYPES[1:], ids=lambda wanted: wanted.name)
+@pytest.mark.parametrize("type", TYPES[1:], ids=lambda type: type.name)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "qwen3_moe", "gpt_oss, wide", "deepseek_v3", "cohere"])
-def test_weights_of_every_type_are_what_they_stand_for(saved: Any, tmp_path: Path, name: str, wanted: Type) -> None:
-    """In the layout of each kind of architecture; the truth is computed from the Hugging Face weights."""
+def test_weights_of_every_type_are_the_rounded_weights(saved: Any, tmp_path: Path, name: str, type: Type) -> None:
+    """The truth is computed from the Hugging Face weights, in the layout of each kind of architecture."""
     directory = saved(name)
-    read = conversion.read_target(gguf_files.write(directory, tmp_path / "m.gguf", everywhere(wanted)))
-    gguf_files.round_to(directory, everywhere(wanted))
+    read = conversion.read_target(gguf_files.write(directory, tmp_path / "m.gguf", everywhere(type)))
+    gguf_files.round_to(directory, everywhere(type))
     assert same_target(read, conversion.read_target(directory))
     plain = {Type.F16: "float16", Type.BF16: "bfloat16"}
-    assert read.dtype == plain.get(wanted, "float32")
-    assert (read.quantisation is None) == (wanted in plain)
+    assert read.dtype == plain.get(type, "float32")
+    assert (read.quantisation is None) == (type in plain)
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama whose rows are whole blocks of every type."""
+    """A Llama whose rows are complete blocks of every type."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4}
     directory = tmp_path_factory.mktemp("wide")
     build(Recipe("llama", {**sizes, "num_key_value_heads": 2}, 0)).save_pretrained(directory)
@@ -159,14 +164,15 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _random_blocks(rows: np.ndarray, type: Type) -> np.ndarray:
-    """Random bytes, with scales that are numbers, for types that ``gguf`` cannot write."""
+    """Returns random bytes with finite scales, for types that ``gguf`` cannot write."""
     numbers, size = gguf.GGML_QUANT_SIZES[type]
     random = np.random.default_rng(0)
-    blocks = random.integers(0, 256, (rows.shape[0], rows.shape[1] // numbers, size), np.uint8)
-    scales = {Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}
-    for place in scales[type]:
+    shape = (rows.shape[0], rows.shape[1] // numbers, size)
+    blocks = random.integers(0, 256, shape, np.uint8)
+    offsets = {Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}
+    for offset in offsets[type]:
         scale = random.normal(0, 0.01, blocks.shape[:2]).astype(np.float16)
-        blocks[..., place : place + 2] = scale[..., None].view(np.uint8)
+        blocks[..., offset : offset + 2] = scale[..., None].view(np.uint8)
     return blocks.reshape(rows.shape[0], -1)
 
 
@@ -179,14 +185,16 @@ def test_a_tensor_of_every_type_has_the_numbers_of_the_package_gguf(
 ) -> None:
     if type in K_QUANTS:
         quantize = gguf.quants.quantize
-        mine = lambda rows, wanted: _random_blocks(rows, wanted) if wanted in K_QUANTS else quantize(rows, wanted)
-        monkeypatch.setattr(gguf.quants, "quantize", mine)
+
+        def quantize_or_draw(rows: np.ndarray, type: Type) -> np.ndarray:
+            return _random_blocks(rows, type) if type in K_QUANTS else quantize(rows, type)
+
+        monkeypatch.setattr(gguf.quants, "quantize", quantize_or_draw)
     path = gguf_files.write(wide, tmp_path / "m.gguf", everywhere(type))
     target = conversion.read_target(path)
-    truth = {
-        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(path).tensors
-    }
-    assert sum(tensor.tensor_type == type for tensor in gguf.GGUFReader(path).tensors) >= 9
+    tensors = gguf.GGUFReader(path).tensors
+    truth = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in tensors}
+    assert sum(tensor.tensor_type == type for tensor in tensors) >= 9
     block = target.params["blocks"][0]
     bits = lambda value: np.asarray(value, np.float32).view(np.uint32)
     assert (bits(target.params["embedding"]) == bits(truth["token_embd.weight"])).all()
@@ -194,12 +202,13 @@ def test_a_tensor_of_every_type_has_the_numbers_of_the_package_gguf(
     assert (bits(block["mlp"]["down"]["kernel"]) == bits(truth["blk.0.ffn_down.weight"].T)).all()
     gate_up = np.stack([truth[f"blk.0.ffn_{name}.weight"].T for name in ("gate", "up")], -1).reshape(256, -1)
     assert (bits(block["mlp"]["gate_up"]["kernel"]) == bits(gate_up)).all()
-    key = truth["blk.0.attn_k.weight"].reshape(2, 32, 2, 256).swapaxes(1, 2).reshape(2, 64, 256)  # by key head
-    ours = np.asarray(block["attention"]["qkv"]["kernel"]).reshape(256, 2, 4, 64)[:, :, 2]
-    assert (bits(ours) == bits(key.transpose(2, 0, 1))).all()
+    pairs = truth["blk.0.attn_k.weight"].reshape(2, 32, 2, 256)
+    key = pairs.swapaxes(1, 2).reshape(2, 64, 256)  # by key head
+    qkv = np.asarray(block["attention"]["qkv"]["kernel"]).reshape(256, 2, 4, 64)
+    assert (bits(qkv[:, :, 2]) == bits(key.transpose(2, 0, 1))).all()
 
 
-# What transformers reads from GGUF. For fields that it does not look for there it takes its defaults.
+# Models that transformers can read from GGUF. Other fields have the defaults of transformers.
 READ_BY_TRANSFORMERS = {
     "llama": Recipe("llama", {"head_dim": 16, "tie_word_embeddings": True}, 0),
     "mistral": MODELS["mistral"],
@@ -229,10 +238,10 @@ READ_BY_TRANSFORMERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("wanted", [Type.F32, Type.Q8_0], ids=lambda wanted: wanted.name)
+@pytest.mark.parametrize("type", [Type.F32, Type.Q8_0], ids=lambda type: type.name)
 @pytest.mark.parametrize("name", READ_BY_TRANSFORMERS)
 def test_logits_are_those_of_transformers_from_the_same_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, wanted: Type
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, type: Type
 ) -> None:
     import torch
     import transformers
@@ -243,12 +252,9 @@ def test_logits_are_those_of_transformers_from_the_same_file(
         writer.add_token_list([str(index) for index in range(VOCAB)])
         writer.add_pad_token_id(0)
 
-    path = gguf_files.write(tmp_path / "model", tmp_path / "m.gguf", everywhere(wanted), tokens)
-    model = eager(
-        transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
-        )
-    )
+    path = gguf_files.write(tmp_path / "model", tmp_path / "m.gguf", everywhere(type), tokens)
+    options = {"gguf_file": path.name, "dtype": torch.float32, "attn_implementation": "eager"}
+    model = eager(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options))
     prompt = [[7, 3, 90, 14, 33, 8, 61, 25, 40, 11, 5, 50]]
     with torch.no_grad():
         truth = model(torch.tensor(prompt), use_cache=False).logits.numpy()

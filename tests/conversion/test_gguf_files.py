@@ -1,4 +1,4 @@
-"""Where GGUF files are read, what is made of them, and what is refused of them in one line."""
+"""GGUF files are located, read and converted; unsupported and damaged files are refused in one line."""
 
 from __future__ import annotations
 
@@ -33,13 +33,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of bytes, in the Hugging Face layout."""
     directory = write_bytes_target(tmp_path_factory.mktemp("model"))
     edit_config(directory, bos_token_id=3, eos_token_id=7, tie_word_embeddings=False)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     return directory
 
 
 def _tokens(writer: gguf.GGUFWriter, directory: Path) -> None:
-    """The tokenizer of a directory, with one merge in place of its last byte."""
+    """Writes the tokenizer of a directory, with a merge instead of its last byte."""
     vocab = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -52,22 +50,24 @@ Edit = Callable[[gguf.GGUFWriter], Any]
 
 @pytest.fixture
 def write(directory: Path, tmp_path: Path) -> Any:
-    """A GGUF file of it, edited while it is written."""
+    """Writes a GGUF file of the Llama; ``edit`` changes it before it is written."""
 
-    def of(edit: Edit = lambda writer: None, wanted: Type = Type.Q8_0, name: str = "m.gguf") -> Path:
-        return gguf_files.write(directory, tmp_path / name, everywhere(wanted), edit)
+    def write_file(edit: Edit = lambda writer: None, type: Type = Type.Q8_0, name: str = "m.gguf") -> Path:
+        return gguf_files.write(directory, tmp_path / name, everywhere(type), edit)
 
-    return of
+    return write_file
 
 
-def test_a_file_is_a_target_a_draft_model_and_a_checkpoint_of_other_layouts(
+def test_a_file_is_loaded_as_target_and_drafter_and_converted_to_other_layouts(
     write: Any, tmp_path: Path, cli: Any
 ) -> None:
     path = write()
     assert locate(path, "target") == path
     code, out, _ = cli("inspect", path, "--json")
     described = json.loads(out)
-    assert code == 0 and described["kind"] == "target: Llama" and described["loadable"]
+    assert code == 0
+    assert described["kind"] == "target: Llama"
+    assert described["loadable"]
     assert (described["dialect"], described["quantisation"]) == ("gguf", "GGUF Q8_0")
     assert set(described["dtypes"]) == {"Q8_0", "float32"}
     header = gguf.GGUFReader(path)
@@ -78,9 +78,10 @@ def test_a_file_is_a_target_a_draft_model_and_a_checkpoint_of_other_layouts(
 
     for layout in ("vllm", "jax"):
         assert cli("convert", path, tmp_path / layout, "--to", layout)[0] == 0
-        again = conversion.read_target(tmp_path / layout)
-        assert same_target(again, conversion.read_target(path)) and again.stop_tokens == (7,)
-        assert again.dtype == "float32"
+        converted = conversion.read_target(tmp_path / layout)
+        assert same_target(converted, conversion.read_target(path))
+        assert converted.stop_tokens == (7,)
+        assert converted.dtype == "float32"
     config = json.loads((tmp_path / "vllm" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (3, 7)
 
@@ -89,8 +90,7 @@ def test_a_file_is_a_target_a_draft_model_and_a_checkpoint_of_other_layouts(
     assert e3.load_drafter(path, target=target).described.startswith("draft model")
 
 
-def test_transformers_reads_what_is_written_from_a_file(tmp_path: Path, directory: Path) -> None:
-    """The tokenizer with its template too."""
+def test_transformers_reads_a_converted_file_with_its_tokenizer(tmp_path: Path, directory: Path) -> None:
     pytest.importorskip("torch")
     import transformers
 
@@ -114,14 +114,13 @@ def test_transformers_reads_what_is_written_from_a_file(tmp_path: Path, director
     ours = e3.load_target(path).tokenizer
     assert ours is not None
     ids = ours.encode("hello").ids
-    assert theirs("hello").input_ids == ids and (ids[:2], len(ids)) == ([3, 255], 5)
+    assert theirs("hello").input_ids == ids
+    assert (ids[:2], len(ids)) == ([3, 255], 5)
     bos = theirs.bos_token
     assert theirs.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == f"{bos}hi"
 
 
-def test_a_directory_with_one_file_and_no_other_weights_is_that_file(
-    write: Any, tmp_path: Path, directory: Path
-) -> None:
+def test_a_directory_with_a_single_gguf_file_means_that_file(write: Any, tmp_path: Path, directory: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     path = write(name="folder/model.gguf")
@@ -146,10 +145,10 @@ def test_a_directory_with_one_file_and_no_other_weights_is_that_file(
 def _without_package(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = builtins.__import__
 
-    def refuse(name: str, *arguments: Any, **named: Any) -> Any:
+    def refuse(name: str, *arguments: Any, **options: Any) -> Any:
         if name.split(".")[0] == "gguf":
             raise ImportError(name)
-        return load(name, *arguments, **named)
+        return load(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
 
@@ -228,57 +227,54 @@ REFUSED: dict[str, tuple[Edit, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_known_of_a_file_is_refused(write: Any, name: str) -> None:
-    edit, says = REFUSED[name]
-    refused(conversion.read_target, write(edit), says)
+def test_an_unsupported_file_is_refused(write: Any, name: str) -> None:
+    edit, message = REFUSED[name]
+    refused(conversion.read_target, write(edit), message)
 
 
-def test_a_type_that_is_not_read_is_named(write: Any) -> None:
-    path = write(wanted=Type.TQ1_0)  # rows of 32 are no blocks of it
-    edit = lambda writer: writer.add_tensor("blk.0.attn_gate.weight", np.zeros((2, 54), np.uint8), raw_dtype=Type.TQ1_0)
+def test_an_unsupported_type_is_refused(write: Any) -> None:
+    path = write(type=Type.TQ1_0)  # not applied, because rows of 32 numbers are shorter than a block of this type
     conversion.read_target(path)
-    refused(
-        conversion.read_target,
-        write(edit),
-        r"'blk\.0\.attn_gate\.weight' is of type TQ1_0, which is not read; those that are: F32, F16, BF16, Q4_0, ",
-    )
+    blocks = np.zeros((2, 54), np.uint8)
+    edit = lambda writer: writer.add_tensor("blk.0.attn_gate.weight", blocks, raw_dtype=Type.TQ1_0)
+    message = r"'blk\.0\.attn_gate\.weight' is of type TQ1_0, which is not read; those that are: F32, F16, BF16, Q4_0, "
+    refused(conversion.read_target, write(edit), message)
 
 
-def test_a_missing_tensor_is_named(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensor_is_refused(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     translated = gguf_files.translated
-    for name, says in (
+    for name, message in (
         ("blk.1.ffn_up.weight", r"misses model\.layers\.1\.mlp\.up_proj\.weight"),
         ("token_embd.weight", r"misses token_embd\.weight; fetch the file again"),
     ):
-        without = lambda *given, name=name: (pair for pair in translated(*given) if pair[0] != name)
+        without = lambda config, tensors, name=name: (pair for pair in translated(config, tensors) if pair[0] != name)
         monkeypatch.setattr(gguf_files, "translated", without)
-        refused(conversion.read_target, write(), says)
+        refused(conversion.read_target, write(), message)
 
 
-def test_a_part_is_known_by_its_name_too(write: Any) -> None:
+def test_a_part_is_recognised_by_its_name(write: Any) -> None:
     refused(conversion.read_target, write(name="m-00002-of-00003.gguf"), r"is one of several parts of a model")
     conversion.read_target(write(name="m-00001-of-00001.gguf"))
 
 
-def test_a_file_that_ends_too_early_or_is_something_else_is_refused(write: Any, tmp_path: Path) -> None:
-    whole = write(lambda writer: writer.add_token_list(["a", "b"])).read_bytes()
+def test_a_truncated_file_and_another_format_are_refused(write: Any, tmp_path: Path) -> None:
+    content = write(lambda writer: writer.add_token_list(["a", "b"])).read_bytes()
     path = tmp_path / "cut.gguf"
-    ends = [*range(0, 1500, 37), len(whole) // 2, len(whole) - 1]
-    for end in ends:
-        path.write_bytes(whole[:end])
-        says = r"does not begin as a GGUF file does" if end < 4 else r"is truncated or damaged \(it ends "
-        refused(conversion.read_target, path, says)
-    for start, says in (
+    for size in (*range(0, 1500, 37), len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:size])
+        message = r"does not begin as a GGUF file does" if size < 4 else r"is truncated or damaged \(it ends "
+        refused(conversion.read_target, path, message)
+    for start, message in (
         (b"version https://git-lfs.github.com/spec/v1", r"is a Git LFS pointer and not the file itself"),
         (b"GGUF" + struct.pack(">I", 3), r"in the byte order of other machines; convert the original"),
         (b"GGUF" + struct.pack("<I", 1), r"of version 1; expected 2 or 3"),
     ):
-        path.write_bytes(start + whole[len(start) :])
-        refused(conversion.read_target, path, says)
+        path.write_bytes(start + content[len(start) :])
+        refused(conversion.read_target, path, message)
 
 
 def _refusal(path: Path) -> str:
-    """The reason why a file is not read; empty where it is."""
+    """Returns the message of the refusal of a file or its tokenizer; empty if both are read."""
     try:
         conversion.read_target(path)
         tokenizer_of(path)
@@ -289,33 +285,32 @@ def _refusal(path: Path) -> str:
 
 
 def test_a_header_with_any_byte_changed_is_read_or_refused(write: Any, tmp_path: Path, directory: Path) -> None:
-    """Never anything else; its tokenizer too."""
-    whole = write(lambda writer: _tokens(writer, directory), Type.F32).read_bytes()
-    end = whole.index(b"blk.1.")
+    content = write(lambda writer: _tokens(writer, directory), Type.F32).read_bytes()
     random = np.random.default_rng(0)
     path = tmp_path / "changed.gguf"
     refusals = 0
-    for place in random.integers(0, end, 150):
-        damaged = bytearray(whole)
-        damaged[place] = random.choice([0, 1, 7, 127, 255])
+    for offset in random.integers(0, content.index(b"blk.1."), 150):
+        damaged = bytearray(content)
+        damaged[offset] = random.choice([0, 1, 7, 127, 255])
         path.write_bytes(damaged)
         refusal = _refusal(path)
-        assert refusal.isprintable() and len(refusal) < 600
+        assert refusal.isprintable()
+        assert len(refusal) < 600
         refusals += bool(refusal)
     assert refusals > 30
 
 
 def test_names_of_tensors_are_those_of_llama_cpp() -> None:
-    """The table of names against that of the package ``gguf``, both ways where it has a name."""
+    """Compares the table of names with that of the package ``gguf``, for names that the package has."""
     for architecture in ARCHITECTURES.values():
         arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
         names = gguf.get_tensor_name_map(arch, 1)
         stems = [gguf.TENSOR_NAMES[tensor].format(bid=0) for tensor in gguf.MODEL_TENSORS[arch]]
-        checked = 0
+        num_checked = 0
         for stem in stems:
             ours = layer_name(architecture, f"{stem}.weight")
             if ours == f"{stem}.weight" or "sinks" in stem:
                 continue
             assert names.get_name(ours.removesuffix(".weight")) == stem
-            checked += 1
-        assert checked >= 9
+            num_checked += 1
+        assert num_checked >= 9

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files, against those that they were made from and against llama.cpp's algorithm, written again."""
+"""Tokenizers of GGUF files are compared with their sources and with another implementation of llama.cpp's algorithm."""
 
 from __future__ import annotations
 
@@ -43,24 +43,26 @@ def _split(pattern: str) -> Any:
 
 
 def _published() -> dict[str, tuple[Any, list[Any], bool]]:
-    """The published tokenizers: normalizer, steps before the bytes, and whether those split by GPT-2's pattern.
+    """Returns the published tokenizers: normalizer, steps before the bytes, and whether GPT-2's pattern splits too.
 
-    The patterns are those that transformers keeps.
+    The patterns are those of transformers.
     """
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as splits
 
     digits = [pre_tokenizers.Digits(individual_digits=True)]
     words = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"""
     deepseek = (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", words + r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-    return {
+    rules: dict[str, tuple[Any, list[Any], bool]] = {
         "gpt-2": (None, [], True),
         "smollm": (None, digits, True),
         "refact": (None, digits, True),
         "command-r": (normalizers.NFC(), digits, True),
-        "qwen2": (normalizers.NFC(), [_split(splits["qwen2"])], False),
-        "deepseek-v3": (None, [_split(pattern) for pattern in deepseek], False),
-        **{name: (None, [_split(splits[name])], False) for name in ("llama-bpe", "dbrx", "tekken", "gpt-4o")},
     }
+    rules["qwen2"] = (normalizers.NFC(), [_split(splits["qwen2"])], False)
+    rules["deepseek-v3"] = (None, [_split(pattern) for pattern in deepseek], False)
+    for name in ("llama-bpe", "dbrx", "tekken", "gpt-4o"):
+        rules[name] = (None, [_split(splits[name])], False)
+    return rules
 
 
 def _trained(rule: tuple[Any, list[Any], bool]) -> Tokenizer:
@@ -82,7 +84,7 @@ def _trained(rule: tuple[Any, list[Any], bool]) -> Tokenizer:
 
 
 def _add(writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str, padded: int) -> None:
-    """What llama.cpp's converter writes of a byte-level tokenizer, for an embedding of more rows than it has tokens."""
+    """Writes a byte-level tokenizer as llama.cpp's converter does, for an embedding of ``padded`` rows."""
     vocab = sorted(tokenizer.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
     tokens = [token for token, _ in vocab]
     kinds = [Control if token in SPECIAL else User if token == "<think>" else Normal for token in tokens]
@@ -97,17 +99,15 @@ def _add(writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str, padded: int) -
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A GGUF file of a random Llama, with what a function adds to it."""
+    """Writes GGUF files of a random Llama; a function adds metadata."""
     directory = write_llama(tmp_path_factory.mktemp("model"))
-    edit_config(directory, bos_token_id=0, eos_token_id=1)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    edit_config(directory, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False)
 
-    def of(add: Any, where: Path | None = None) -> Path:
-        path = (where or tmp_path_factory.mktemp("file")) / "m.gguf"
+    def write_file(add: Any) -> Path:
+        path = tmp_path_factory.mktemp("file") / "m.gguf"
         return write(directory, path, everywhere(gguf.GGMLQuantizationType.F32), add)
 
-    return of
+    return write_file
 
 
 NAMES = ("gpt-2", "smollm", "refact", "command-r", "qwen2", "deepseek-v3", "llama-bpe", "dbrx", "tekken", "gpt-4o")
@@ -135,74 +135,80 @@ def test_a_byte_level_tokenizer_is_the_one_that_the_file_was_made_from(written: 
     assert ours.get_vocab(with_added_tokens=True) == truth.get_vocab(with_added_tokens=True)
 
 
-def test_no_two_rules_split_these_texts_alike() -> None:
-    """Two names of one rule aside; otherwise the test above could not tell them apart."""
-    found = {}
+def test_different_rules_split_these_texts_differently() -> None:
+    """Otherwise the test above could not distinguish the rules. Three names are synonyms."""
+    splits = {}
     for name, (_, steps, by_words) in _published().items():
         if name in ("refact", "command-r", "dbrx"):
             continue
-        splitter = pre_tokenizers.Sequence(
-            [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)]
-        )
-        found[name] = str([[piece for piece, _ in splitter.pre_tokenize_str(text)] for text in TEXTS])
-    assert len(set(found.values())) == len(found)
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
+        splitter = pre_tokenizers.Sequence([*steps, byte_level])
+        pieces = [splitter.pre_tokenize_str(text) for text in TEXTS]
+        splits[name] = str([[word for word, _ in words] for words in pieces])
+    assert len(set(splits.values())) == len(splits)
 
 
 @pytest.mark.parametrize(
-    ("pre", "said", "adds"), [("llama-bpe", None, True), ("qwen2", None, False), ("qwen2", True, True)]
+    ("pre", "flag", "adds"), [("llama-bpe", None, True), ("qwen2", None, False), ("qwen2", True, True)]
 )
-def test_texts_begin_with_the_token_that_the_file_or_its_rule_says(
-    written: Any, pre: str, said: bool | None, adds: bool
+def test_the_flag_of_the_file_or_its_rule_adds_the_first_token(
+    written: Any, pre: str, flag: bool | None, adds: bool
 ) -> None:
     truth = _trained(_published()[pre])
 
     def add(writer: gguf.GGUFWriter) -> None:
         _add(writer, truth, pre, padded=0)
-        if said is not None:
-            writer.add_add_bos_token(said)
+        if flag is not None:
+            writer.add_add_bos_token(flag)
 
     ours = tokenizer_of(written(add))
     assert ours is not None
-    assert ours.encode("a b").ids == [*([0] if adds else []), *truth.encode("a b").ids]
-    assert ours.encode("a b", add_special_tokens=False).ids == truth.encode("a b").ids
+    ids = truth.encode("a b").ids
+    assert ours.encode("a b").ids == ([0, *ids] if adds else ids)
+    assert ours.encode("a b", add_special_tokens=False).ids == ids
 
 
 def _pieces(texts: list[str]) -> tuple[list[str], list[float], list[Any]]:
-    """A SentencePiece vocabulary: unknown, ends, bytes, some substrings by a random score, most letters."""
+    """Returns a SentencePiece vocabulary: special tokens, bytes, substrings with random scores, most letters."""
     draw = random.Random(0)
-    joined = "▁".join(text for text in texts if "<" not in text).replace(" ", "▁").replace("\n", "")
+    joined = "▁".join(text for text in texts if "<" not in text)
+    joined = joined.replace(" ", "▁").replace("\n", "")
     letters = sorted(set(joined) - {"🚀", "한"})
-    words = {joined[at : at + size] for size in (2, 3, 4, 5) for at in draw.sample(range(len(joined) - 5), 150)}
-    words = sorted(word for word in words if set(word) <= set(letters))
+    substrings = set()
+    for size in (2, 3, 4, 5):
+        starts = draw.sample(range(len(joined) - 5), 150)
+        substrings |= {joined[start : start + size] for start in starts}
+    words = sorted(word for word in substrings if set(word) <= set(letters))
     draw.shuffle(words)
-    tokens = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *words, *letters, "<think>"]
-    kinds = [Unknown, Control, Control, *[Byte] * 256, *[Normal] * (len(words) + len(letters)), User]
-    scores = [0.0] * 259 + [-float(rank) for rank in range(len(words) + len(letters))] + [-1000.0]
+    bytes_of = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = [*words, *letters]
+    tokens = ["<unk>", *SPECIAL, *bytes_of, *pieces, "<think>"]
+    kinds = [Unknown, Control, Control, *[Byte] * 256, *[Normal] * len(pieces), User]
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(pieces))] + [-1000.0]
     return tokens, scores, kinds
 
 
 def _sentencepiece(text: str, ids: dict[str, int], scores: list[float]) -> list[int]:
-    """llama.cpp's algorithm: of all neighbours that make a token, those with the highest score are merged."""
+    """Encodes a text as llama.cpp does: merges the neighbours whose token has the highest score, again and again."""
     symbols = list(text)
     while True:
-        pairs = [
-            (-scores[ids[left + right]], at)
-            for at, (left, right) in enumerate(itertools.pairwise(symbols))
-            if left + right in ids
-        ]
-        if not pairs:
+        candidates = []
+        for index, (first, second) in enumerate(itertools.pairwise(symbols)):
+            if first + second in ids:
+                candidates.append((-scores[ids[first + second]], index))
+        if not candidates:
             break
-        _, at = min(pairs)
-        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
-    found = []
+        _, index = min(candidates)
+        symbols[index : index + 2] = [symbols[index] + symbols[index + 1]]
+    encoded = []
     for symbol in symbols:
-        found += [ids[symbol]] if symbol in ids else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
-    return found
+        encoded += [ids[symbol]] if symbol in ids else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
+    return encoded
 
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_a_sentencepiece_tokenizer_merges_by_score(written: Any, prefix: bool) -> None:
-    """With a blank before a text, as Llama's has, and without, as Gemma's has."""
+    """A blank precedes a text for Llama, but not for Gemma."""
     tokens, scores, kinds = _pieces(TEXTS)
     ids = {token: index for index, token in enumerate(tokens)}
 
@@ -221,12 +227,12 @@ def test_a_sentencepiece_tokenizer_merges_by_score(written: Any, prefix: bool) -
         if "<" in text:
             continue
         encoded = ours.encode(text)
-        spelt = ("▁" if prefix else "") + text.replace(" ", "▁")
-        assert encoded.ids == [0, *_sentencepiece(spelt, ids, scores)]
+        prefixed = ("▁" if prefix else "") + text.replace(" ", "▁")
+        assert encoded.ids == [0, *_sentencepiece(prefixed, ids, scores)]
         assert ours.decode(encoded.ids) == text
     inner = _sentencepiece("▁and▁" if prefix else "▁and▁".removeprefix("▁"), ids, scores)
-    around = ours.encode("<s>and <think>", add_special_tokens=False).ids
-    assert around == [1, *inner, ids["<think>"]]
+    encoded = ours.encode("<s>and <think>", add_special_tokens=False)
+    assert encoded.ids == [1, *inner, ids["<think>"]]
 
 
 def test_stop_tokens_and_the_chat_template_come_from_the_file(written: Any) -> None:
@@ -253,7 +259,7 @@ def test_stop_tokens_and_the_chat_template_come_from_the_file(written: Any) -> N
         (["<|end|>", "<|return|>"], (1,)),
     ],
 )
-def test_the_end_of_a_turn_stops_an_answer_where_no_number_says_so(
+def test_the_end_of_a_turn_is_found_by_its_text_without_an_id(
     written: Any, tokens: list[str], stops: tuple[int, ...]
 ) -> None:
     path = written(lambda writer: writer.add_token_list(["a", "b", *tokens]))
@@ -285,8 +291,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_tokenizer_that_is_not_known_is_refused(written: Any, name: str) -> None:
-    change, says = REFUSED[name]
+def test_an_unsupported_tokenizer_is_refused(written: Any, name: str) -> None:
+    change, message = REFUSED[name]
     truth = _trained(_published()["qwen2"])
 
     def add(writer: gguf.GGUFWriter) -> None:
@@ -294,20 +300,22 @@ def test_a_tokenizer_that_is_not_known_is_refused(written: Any, name: str) -> No
         change(writer)
 
     path = written(add)
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=message):
         tokenizer_of(path)
     description = conversion.describe(path)
-    assert not description.loadable and description.has_tokenizer
-    assert conversion.read_target(path).config.vocab_size == 61  # the weights are none the worse
+    assert not description.loadable
+    assert description.has_tokenizer
+    assert conversion.read_target(path).config.vocab_size == 61  # the weights can be read
 
 
 def test_a_file_without_a_tokenizer_has_none(written: Any) -> None:
     path = written(lambda writer: None)
-    assert tokenizer_of(path) is None and tokenizer_config_of(path) == {}
+    assert tokenizer_of(path) is None
+    assert tokenizer_config_of(path) == {}
     assert not conversion.describe(path).has_tokenizer
 
 
-def test_scores_decide_by_their_order(written: Any) -> None:
+def test_only_the_order_of_scores_matters(written: Any) -> None:
     tokens = ["<unk>", "a", "b", "c", "ab", "bc"]
 
     def ids(scores: list[float], text: str) -> list[int]:

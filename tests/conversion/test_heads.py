@@ -1,4 +1,4 @@
-"""Draft heads in every dialect: what they draft, how they come in and go out, and what does not add up."""
+"""EAGLE-3 heads in every dialect: they draft as a torch twin, are read and written, and contradictions are refused."""
 
 from __future__ import annotations
 
@@ -94,45 +94,41 @@ def test_a_head_drafts_as_its_independent_torch_twin(tmp_path: Path, name: str) 
     if head.draft_vocab < 61:  # draft ids are absolute in memory
         np.testing.assert_array_equal(checkpoint.draft_to_target, np.flatnonzero(head.tensors()["t2d"]))
     random = np.random.default_rng(3)
-    fed = 9
+    length = 9
     depth = 4
-    features = random.normal(size=(fed, len(head.aux), head.target_width)).astype(np.float32)
-    tokens = random.integers(0, 61, fed + 1)
+    features = random.normal(size=(length, len(head.aux), head.target_width)).astype(np.float32)
+    tokens = random.integers(0, 61, length + 1)
     embedding = checkpoint.embedding
     if embedding is None:
         embedding = random.normal(size=(61, head.width)).astype(np.float32)
     truth = torch_draft(head, embedding, features, tokens[1:], depth)
 
     drafter = Eagle3Drafter(checkpoint.config, Chain(depth))
-    params = jax.tree.map(
-        jnp.asarray,
-        {"head": checkpoint.head, "embedding": embedding, "draft_to_target": checkpoint.draft_to_target},
-    )
+    arrays = {"head": checkpoint.head, "embedding": embedding, "draft_to_target": checkpoint.draft_to_target}
+    params = jax.tree.map(jnp.asarray, arrays)
 
     @jax.jit
     def run(params: Any, state: Any, features: jax.Array, tokens: jax.Array) -> Any:
         network = bind(Eagle3Head, checkpoint.config, FLOAT32, params["head"])
-        positions = jnp.arange(fed)[None]
+        positions = jnp.arange(length)[None]
         fused = network.fuse(features)
-        past = memories(checkpoint.config.layers, causal_mask(fed), positions)
+        past = memories(checkpoint.config.layers, causal_mask(length), positions)
         output, _ = network(params["embedding"][tokens[:, 1:]], fused, positions, past)
-        seen = Observation(
-            tokens=tokens[:, :-1], features=features, length=jnp.full((1,), fed), next_token=tokens[:, -1]
-        )
+        lengths = jnp.full((1,), length)
+        seen = Observation(tokens=tokens[:, :-1], features=features, length=lengths, next_token=tokens[:, -1])
         state = drafter.observe(params, state, seen)
         keys = jax.random.split(jax.random.key(0), 1)
         return network.logits(output), drafter.propose(params, state, keys, SamplingParams()).tokens
 
-    logits, drafted = run(
-        params, drafter.init(params, 1, 16), jnp.asarray(features)[None], jnp.asarray(tokens, jnp.int32)[None]
-    )
+    token_batch = jnp.asarray(tokens, jnp.int32)[None]
+    logits, drafted = run(params, drafter.init(params, 1, 16), jnp.asarray(features)[None], token_batch)
     assert_close(logits[0], truth.logits)
     assert drafted[0, 1:].tolist() == truth.tokens
 
 
 @pytest.mark.parametrize("to", ["jax", "eagle", "sglang", "vllm"])
 @pytest.mark.parametrize("name", HALVES)
-def test_a_head_round_trips_bit_equal_or_is_refused_by_flag(tmp_path: Path, name: str, to: str) -> None:
+def test_a_head_round_trips_bit_equal_or_its_setting_is_refused(tmp_path: Path, name: str, to: str) -> None:
     directory = HALVES[name].write(tmp_path / "head")
     assert conversion.read_head(directory, TARGET).dtype == "bfloat16"
     round_trip(directory, to, TARGET, NOT_EXPRESSIBLE[to].get(name))
@@ -150,7 +146,7 @@ def test_every_dialect_gives_the_same_head(tmp_path: Path, name: str, dialect: s
     assert same_head(first, second)
 
 
-def test_auxiliary_layers_may_stand_in_any_order_and_place(tmp_path: Path) -> None:
+def test_auxiliary_layers_are_read_in_any_order_and_field(tmp_path: Path) -> None:
     directory = Head().write(tmp_path / "head")
     assert conversion.read_head(directory, TARGET).config.aux_layers == (2, 4, 5)
     edit_config(directory, eagle_aux_hidden_state_layer_ids=[6, 0, 3])
@@ -159,7 +155,7 @@ def test_auxiliary_layers_may_stand_in_any_order_and_place(tmp_path: Path) -> No
     assert conversion.read_head(directory, TARGET).config.aux_layers == (1, 7, 8)
 
 
-def test_speculators_heads_normalise_the_residual_unless_they_say_otherwise(tmp_path: Path) -> None:
+def test_speculators_heads_normalise_the_residual_by_default(tmp_path: Path) -> None:
     directory = Head().write(tmp_path / "head", "speculators")
     assert not conversion.read_head(directory, TARGET).config.norm_before_residual
     edit_config(directory, norm_before_residual=None)
@@ -176,8 +172,9 @@ def test_sglang_names_of_further_layers_are_understood(tmp_path: Path) -> None:
     head = Head(layers=2)
     tensors = {}
     for name, value in head.tensors().items():
-        new = name.replace("layers.1.", "additional_layers.0.")
-        tensors["model." + new.replace("0.input_layernorm", "0.hidden_norm")] = value
+        renamed = name.replace("layers.1.", "additional_layers.0.")
+        renamed = renamed.replace("0.input_layernorm", "0.hidden_norm")
+        tensors[f"model.{renamed}"] = value
     first = conversion.read_head(head.write(tmp_path / "first"), TARGET)
     tensors["lm_head.weight"] = tensors.pop("model.lm_head.weight")
     tensors |= {name: tensors.pop(f"model.{name}") for name in ("d2t", "t2d")}
@@ -185,28 +182,30 @@ def test_sglang_names_of_further_layers_are_understood(tmp_path: Path) -> None:
     assert same_params(first.head, second.head)
 
 
-def other(value: np.ndarray, **changes: Any) -> np.ndarray:
-    """A copy with elements replaced: ``_3=7`` sets element 3."""
-    value = value.copy()
+def changed(table: np.ndarray, changes: dict[int, Any]) -> np.ndarray:
+    """Returns a copy with some elements replaced, by index."""
+    table = table.copy()
     for index, element in changes.items():
-        value[int(index[1:])] = element
-    return value
+        table[index] = element
+    return table
 
 
 TENSORS = Head().tensors()
 OFFSETS = TENSORS["d2t"]
 MASK = TENSORS["t2d"]
-LEFT = int(np.flatnonzero(~MASK)[0])
+FIRST_MEMBER = int(np.flatnonzero(MASK)[0])
+FIRST_STRANGER = int(np.flatnonzero(~MASK)[0])
 MATRIX = np.ones((32, 64), np.float32)
 SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention"]}
 HEAD_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no d2t": ({}, {"d2t": None}, "no d2t, but its draft vocabulary of 40 is smaller than the target's 61"),
-    "d2t out of range": ({}, {"d2t": other(OFFSETS, _39=40)}, "draft id 39 to target id 79, out of range"),
+    "d2t out of range": ({}, {"d2t": changed(OFFSETS, {39: 40})}, "draft id 39 to target id 79, out of range"),
     "absolute d2t": ({}, {"d2t": OFFSETS + np.arange(40)}, "d2t must hold offsets"),
-    "d2t duplicates": ({}, {"d2t": other(OFFSETS, _1=OFFSETS[0] - 1)}, "d2t has duplicates"),
+    "d2t of floats": ({}, {"d2t": OFFSETS.astype(np.float32)}, r"d2t is float32\[40\]; expected whole numbers"),
+    "d2t duplicates": ({}, {"d2t": changed(OFFSETS, {1: OFFSETS[0] - 1})}, "d2t has duplicates"),
     "t2d contradicts": (
         {},
-        {"t2d": other(MASK, **{f"_{LEFT}": True, f"_{np.flatnonzero(MASK)[0]}": False})},
+        {"t2d": changed(MASK, {FIRST_STRANGER: True, FIRST_MEMBER: False})},
         "which t2d does not mark",
     ),
     "no lm_head": ({}, {"lm_head__weight": None}, r"misses lm_head\.weight"),
@@ -238,7 +237,7 @@ HEAD_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", HEAD_REFUSALS)
-def test_a_head_that_does_not_add_up_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_contradicting_head_is_refused(tmp_path: Path, name: str) -> None:
     fields, tensors, message = HEAD_REFUSALS[name]
     directory = Head().write(tmp_path / "head")
     edit_config(directory, **fields)
@@ -297,10 +296,10 @@ NOT_OFFICIAL: dict[str, tuple[Head, dict[str, Any], DecoderConfig, str]] = {
 
 
 @pytest.mark.parametrize("name", NOT_OFFICIAL)
-def test_the_official_layout_refuses(tmp_path: Path, name: str) -> None:
-    head, fields, target, says = NOT_OFFICIAL[name]
+def test_the_official_layout_refuses_other_settings(tmp_path: Path, name: str) -> None:
+    head, fields, target, message = NOT_OFFICIAL[name]
     edit_config(head.write(tmp_path / "head"), **fields)
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=message):
         conversion.convert(tmp_path / "head", tmp_path / "out", "eagle", target)
 
 
@@ -314,14 +313,13 @@ def test_windows_of_two_sizes_have_no_field(tmp_path: Path) -> None:
         conversion.convert(tmp_path / "native", tmp_path / "out", "vllm", TARGET)
 
 
-def test_exported_configurations_say_what_engines_read(tmp_path: Path) -> None:
+def test_written_configurations_have_the_fields_that_engines_read(tmp_path: Path) -> None:
     directory = Head(aux=(0, 3, 5, 8), norm_before_residual=True).write(tmp_path / "head")
     conversion.convert(directory, tmp_path / "vllm", "vllm", TARGET)
     values = json.loads((tmp_path / "vllm/config.json").read_text())
     ids = [0, 3, 5, 8]
-    assert (
-        values["eagle_aux_hidden_state_layer_ids"] == values["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == ids
-    )
+    assert values["eagle_aux_hidden_state_layer_ids"] == ids
+    assert values["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == ids
     assert values["num_aux_hidden_states"] == 4
     assert values["norm_before_residual"] is True
     assert values["norm_output"] is False

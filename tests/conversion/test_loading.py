@@ -1,6 +1,6 @@
-"""From a file to the devices: the same bits in every type, little of it in memory twice, nothing that stays the file's.
+"""Loading parameters from a file: bits are preserved in every type, and memory is neither doubled nor the file's.
 
-An accelerator gets arrays as they lie in memory and puts their axes in order itself. That path runs here on a CPU.
+An accelerator gets arrays in the order of the file and reorders their axes itself. The tests run that path on a CPU.
 """
 
 from __future__ import annotations
@@ -31,22 +31,18 @@ SIZE = 8
 WIDTH = 40
 INNER = 56
 LAYERS = 2
-CONFIG = dataclasses.replace(
-    TARGET,
-    width=WIDTH,
-    vocab_size=72,
-    layers=uniform(LAYERS, GroupedQuery(num_heads=QUERIES, num_kv_heads=KEYS, head_dim=SIZE), GatedMLP(width=INNER)),
-)
-# What a small type holds beside common numbers: subnormal ones, the largest, ties between two neighbours in bfloat16.
-ODD = (1e-40, -1e-41, 3.4e38, 1.00390625, 1.01171875, 0.0, -0.0, np.inf, 6e-8)
+MIXER = GroupedQuery(num_heads=QUERIES, num_kv_heads=KEYS, head_dim=SIZE)
+CONFIG = dataclasses.replace(TARGET, width=WIDTH, vocab_size=72, layers=uniform(LAYERS, MIXER, GatedMLP(width=INNER)))
+# Unusual numbers: subnormal ones, the largest, ties between two neighbours in bfloat16, zeros and infinity.
+UNUSUAL = (1e-40, -1e-41, 3.4e38, 1.00390625, 1.01171875, 0.0, -0.0, np.inf, 6e-8)
 
 
 def write(directory: Path, dtype: Any, config: Any = CONFIG) -> dict[str, np.ndarray]:
-    """A random target whose tensors begin with the odd numbers, and its tensors."""
+    """Writes a random target whose tensors begin with unusual numbers, and returns its tensors."""
     path = write_llama(directory, config) / "model.safetensors"
     tensors = {name: value.copy() for name, value in load_file(path).items()}
     for name, values in tensors.items():
-        values.flat[: len(ODD)] = ODD
+        values.flat[: len(UNUSUAL)] = UNUSUAL
         with np.errstate(over="ignore"):
             tensors[name] = values.astype(dtype)
     save_file(tensors, path)
@@ -54,14 +50,14 @@ def write(directory: Path, dtype: Any, config: Any = CONFIG) -> dict[str, np.nda
 
 
 def expected(tensors: dict[str, np.ndarray], precision: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Our arrays, a column at a time."""
+    """Builds our arrays column by column."""
     matrices, vectors = {
         "float32": (np.float32, np.float32),
         "bfloat16": (ml_dtypes.bfloat16, ml_dtypes.bfloat16),
         "mixed": (ml_dtypes.bfloat16, np.float32),
     }[precision]
     rows = lambda name: list(tensors[f"{name}.weight"])
-    columns = lambda chosen: np.stack(chosen, axis=-1).astype(matrices)
+    columns = lambda rows: np.stack(rows, axis=-1).astype(matrices)
     vector = lambda name: tensors[f"{name}.weight"].astype(vectors)
     yield "embedding", tensors["model.embed_tokens.weight"].astype(matrices)
     yield "norm.scale", vector("model.norm")
@@ -71,16 +67,19 @@ def expected(tensors: dict[str, np.ndarray], precision: str) -> Iterator[tuple[s
         block = f"blocks.{index}"
         q, k, v = (rows(f"{layer}.self_attn.{name}_proj") for name in "qkv")
         group = QUERIES // KEYS * SIZE
-        turns = []
+        qkv = []
         for head in range(KEYS):
-            turns += q[head * group : (head + 1) * group]
-            turns += k[head * SIZE : (head + 1) * SIZE] + v[head * SIZE : (head + 1) * SIZE]
+            keys = slice(head * SIZE, (head + 1) * SIZE)
+            qkv += q[head * group : (head + 1) * group]
+            qkv += k[keys]
+            qkv += v[keys]
         gates, ups = (rows(f"{layer}.mlp.{name}_proj") for name in ("gate", "up"))
         yield f"{block}.attention_norm.scale", vector(f"{layer}.input_layernorm")
         yield f"{block}.mlp_norm.scale", vector(f"{layer}.post_attention_layernorm")
-        yield f"{block}.attention.qkv.kernel", columns(turns)
+        yield f"{block}.attention.qkv.kernel", columns(qkv)
         yield f"{block}.attention.o.kernel", columns(rows(f"{layer}.self_attn.o_proj"))
-        yield f"{block}.mlp.gate_up.kernel", columns([row for pair in zip(gates, ups, strict=True) for row in pair])
+        alternating = [row for pair in zip(gates, ups, strict=True) for row in pair]
+        yield f"{block}.mlp.gate_up.kernel", columns(alternating)
         yield f"{block}.mlp.down.kernel", columns(rows(f"{layer}.mlp.down_proj"))
 
 
@@ -91,7 +90,7 @@ def bits(array: Any) -> tuple[str, tuple[int, ...], bytes]:
 
 @pytest.fixture(params=["cpu", "gpu"])
 def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which path is taken; both end on the CPU."""
+    """Selects the path of loading; both end on the CPU."""
     monkeypatch.setattr(jax, "default_backend", lambda: request.param)
     return request.param
 
@@ -104,14 +103,14 @@ def test_parameters_have_the_bits_of_the_file(tmp_path: Path, platform: str, sto
         with np.errstate(over="ignore"):
             params = e3.load_target(tmp_path, dtype=precision, mesh=mesh).params
             truth = dict(expected(tensors, precision))
-        found = dict(flatten(params))
-        assert found.keys() == truth.keys()
+        leaves = dict(flatten(params))
+        assert leaves.keys() == truth.keys()
         for path, array in truth.items():
-            assert bits(found[path]) == bits(array), (platform, path)
+            assert bits(leaves[path]) == bits(array), (platform, path)
 
 
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
-def test_every_number_of_a_small_type_is_itself_in_a_wider_one(platform: str, stored: Any) -> None:
+def test_every_number_of_a_small_type_is_exact_in_a_wider_type(platform: str, stored: Any) -> None:
     del platform
     every = np.arange(2**16, dtype=np.uint16).view(stored)
     numbers = every[~np.isnan(every.astype(np.float32))].reshape(2, -1)
@@ -120,7 +119,7 @@ def test_every_number_of_a_small_type_is_itself_in_a_wider_one(platform: str, st
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (1, 3), (3, 1), (2, 3, 4)])
-def test_arrays_with_their_axes_in_any_order_arrive(platform: str, shape: tuple[int, ...]) -> None:
+def test_arrays_with_axes_in_any_order_are_placed_exactly(platform: str, shape: tuple[int, ...]) -> None:
     del platform
     array = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     for view in (array, array.T, array.swapaxes(0, -1) if shape else array):
@@ -128,43 +127,46 @@ def test_arrays_with_their_axes_in_any_order_arrive(platform: str, shape: tuple[
         assert bits(put_array(view, jnp.bfloat16)) == bits(view.astype(ml_dtypes.bfloat16))
 
 
-def test_a_program_for_every_shape_and_no_more(tmp_path: Path, platform: str) -> None:
-    """Of qkv, o, gate_up, down and the head: the embedding and the norms need none, and CPUs none at all."""
-    write(tmp_path, ml_dtypes.bfloat16, dataclasses.replace(CONFIG, width=44, vocab_size=76, layers=CONFIG.layers * 3))
-    counted = []
+def test_loading_compiles_a_program_for_every_shape(tmp_path: Path, platform: str) -> None:
+    """Shapes are those of qkv, o, gate_up, down and the head. Embedding and norms need no program, nor do CPUs."""
+    config = dataclasses.replace(CONFIG, width=44, vocab_size=76, layers=CONFIG.layers * 3)
+    write(tmp_path, ml_dtypes.bfloat16, config)
+    num_programs = []
     for _ in range(2):
         with CompileClock() as clock:
             e3.load_target(tmp_path, dtype="bfloat16")
-        counted.append(clock.programs)
-    assert counted == [5 if platform == "gpu" else 0, 0]
+        num_programs.append(clock.programs)
+    assert num_programs == [5 if platform == "gpu" else 0, 0]
 
 
 def test_the_host_holds_no_second_copy_of_an_array(tmp_path: Path, platform: str) -> None:
-    """Numpy tells tracemalloc what it allocates: here the largest array, put together of two, and nothing beside it."""
+    """tracemalloc counts the allocations of numpy: the largest array, which is joined from two, and no more."""
     del platform
     layers = uniform(3, GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=64), GatedMLP(width=4096))
     write(tmp_path, ml_dtypes.bfloat16, dataclasses.replace(CONFIG, width=256, layers=layers))
-    e3.load_target(tmp_path, dtype="bfloat16")  # what a first call allocates is not the parameters'
+    e3.load_target(tmp_path, dtype="bfloat16")  # the first call also allocates other memory
     tracemalloc.start()
     target = e3.load_target(tmp_path, dtype="bfloat16")
     after, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(target.params))
-    assert 0.9 * largest < peak - after < 1.5 * largest  # what a first call left behind may be freed in between
+    assert 0.9 * largest < peak - after < 1.5 * largest  # memory of the first call may be freed in between
 
 
 def test_parameters_are_not_the_files_own_memory(tmp_path: Path) -> None:
-    """What is aligned to 64 bytes JAX takes over on a CPU: who writes the file again would then change the model."""
+    """On a CPU, JAX does not copy memory that is aligned to 64 bytes. So a write to the file could change the model."""
     tensors = write(tmp_path, np.float32, dataclasses.replace(CONFIG, width=64, vocab_size=128))
     path = tmp_path / "model.safetensors"
     size = sum(value.nbytes for value in tensors.values())
     header = path.read_bytes()[8:-size]
     header += b" " * (-(8 + len(header)) % 64)
     path.write_bytes(len(header).to_bytes(8, "little") + header + path.read_bytes()[-size:])
-    params = [e3.load_target(tmp_path, mesh=mesh).params for mesh in (None, make_mesh(devices=jax.devices()[:1]))]
+    meshes = (None, make_mesh(devices=jax.devices()[:1]))
+    loaded = [e3.load_target(tmp_path, mesh=mesh).params for mesh in meshes]
     with path.open("r+b") as file:
         file.seek(8 + len(header))
         file.write(bytes(size))
     assert not any(value.any() for value in load_file(path).values())
-    for name, leaf in (pair for one in params for pair in flatten(one)):
-        assert np.asarray(leaf).any(), name
+    for params in loaded:
+        for name, leaf in flatten(params):
+            assert np.asarray(leaf).any(), name

@@ -1,4 +1,4 @@
-"""Medusa heads from and to the files of their authors and of vLLM, and what is refused."""
+"""Medusa heads are read from and written to the files of their authors and of vLLM; contradictions are refused."""
 
 from __future__ import annotations
 
@@ -38,13 +38,16 @@ def official(path: Path, suffix: str = "safetensors", *, config: dict | None = N
 
 
 def vllm(path: Path, *, tensors: dict[str, Any] | None = None, **config: Any) -> Path:
-    """The same heads in vLLM's names, written by hand."""
-    named = {}
+    """Writes the same heads by vLLM's names; ``None`` removes a tensor or a field."""
+    stored: dict[str, Any] = {}
     for name, value in medusa_torch.tensors_of(medusa_torch.random_heads(16, 13)).items():
-        head, layer, *rest = name.split(".")
-        named[f"blocks.{head}.layers.{layer}.{rest[1]}" if rest[0] == "linear" else f"lm_heads.{head}.weight"] = value
-    named = {name: value for name, value in (named | (tensors or {})).items() if value is not None}
-    return write_checkpoint(path, {k: v for k, v in {**VLLM, **config}.items() if v is not None}, named)
+        head, layer, *names = name.split(".")
+        is_block = names[0] == "linear"
+        stored[f"blocks.{head}.layers.{layer}.{names[1]}" if is_block else f"lm_heads.{head}.weight"] = value
+    stored |= tensors or {}
+    fields = VLLM | config
+    stored = {name: value for name, value in stored.items() if value is not None}
+    return write_checkpoint(path, {name: value for name, value in fields.items() if value is not None}, stored)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
@@ -55,14 +58,16 @@ def test_the_authors_files_are_read_and_draft_as_torch_does(tmp_path: Path, suff
     target = tiny.target(13)
     loaded = load_drafter(path, target=target)
     config = loaded.drafter.config
-    assert (config.num_heads, config.num_layers, config.bias, config.aux_layers) == (3, 1, True, (3,))
+    assert (config.num_heads, config.num_layers) == (3, 1)
+    assert config.bias
+    assert config.aux_layers == (3,)
     state = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
     ours = np.asarray(loaded.drafter.bind(loaded.params)(jnp.array(state), 3))
     truth = medusa_torch.logits_of(heads, state)
     assert np.abs(ours - truth).max() < 1e-5 * np.abs(truth).max()
 
 
-def test_a_block_that_is_repeated_is_read_and_blocks_that_differ_are_ambiguous(tmp_path: Path) -> None:
+def test_repeated_blocks_are_read_and_different_blocks_are_ambiguous(tmp_path: Path) -> None:
     repeated = official(tmp_path / "repeated", "pt", layers=2, repeated=True)
     assert read(repeated).config.num_layers == 2
     conversion.convert(repeated, tmp_path / "again", "medusa", TARGET)
@@ -100,33 +105,34 @@ def test_heads_are_written_and_read_again_bit_for_bit(tmp_path: Path, name: str,
     assert (None if table is None else table.tolist()) == ([7, 0, 2, 12, 5] if "part" in name else None)
 
 
-def test_what_is_written_has_the_names_and_fields_that_other_programs_look_for(tmp_path: Path) -> None:
+def test_written_files_have_the_names_and_fields_that_other_programs_read(tmp_path: Path) -> None:
     path = official(tmp_path / "heads")
     conversion.convert(path, tmp_path / "official", "medusa", TARGET)
     conversion.convert(path, tmp_path / "vllm", "vllm", TARGET)
     values = json.loads((tmp_path / "official/config.json").read_text())
-    assert values == {
-        "medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"
-    }  # fmt: skip
+    assert values.pop("base_model_name_or_path") == "lmsys/vicuna-7b-v1.3"
+    assert values == {"medusa_num_heads": 3, "medusa_num_layers": 1}
     assert not (tmp_path / "official/model.safetensors").exists()
     names = load_file(tmp_path / "official/medusa_lm_head.safetensors").keys()
     assert names == load_file(path / "medusa_lm_head.safetensors").keys()
-    # vLLM: every name with "num" and "heads" in it becomes the number of heads, and so with layers.
+    # vLLM reads every name with "num" and "heads" as the number of heads, and in the same way that of layers.
     values = json.loads((tmp_path / "vllm/config.json").read_text())
     assert [name for name in values if "num" in name and "heads" in name] == ["num_heads"]
     assert [name for name in values if "num" in name and "layers" in name] == ["num_hidden_layers"]
-    assert values["medusa_fc_bias"] is True and values["truncated_vocab_size"] == values["vocab_size"] == 13
-    written = load_file(tmp_path / "vllm/model.safetensors").keys()
-    assert written == {f"blocks.{k}.layers.0.{part}" for k in range(3) for part in ("weight", "bias")} | {
-        f"lm_heads.{k}.weight" for k in range(3)
-    }
+    assert values["medusa_fc_bias"] is True
+    assert values["truncated_vocab_size"] == values["vocab_size"] == 13
+    expected = set()
+    for head in range(3):
+        expected |= {f"blocks.{head}.layers.0.weight", f"blocks.{head}.layers.0.bias", f"lm_heads.{head}.weight"}
+    assert load_file(tmp_path / "vllm/model.safetensors").keys() == expected
 
 
-def test_full_outputs_beside_a_token_map_are_cut_to_its_rows(tmp_path: Path) -> None:
+def test_full_outputs_with_a_token_map_are_cut_to_its_rows(tmp_path: Path) -> None:
     table = np.array([9, 1, 4])
     head = read(vllm(tmp_path / "heads", truncated_vocab_size=3, tensors={"token_map": table}))
     full = load_file(tmp_path / "heads/model.safetensors")["lm_heads.2.weight"]
-    assert head.config.draft_vocab_size == 3 and np.array_equal(head.head["outputs"][2]["kernel"], full[table].T)
+    assert head.config.draft_vocab_size == 3
+    assert np.array_equal(head.head["outputs"][2]["kernel"], full[table].T)
     with pytest.raises(CheckpointError, match="a draft vocabulary of heads that do not share their output"):
         conversion.convert(tmp_path / "heads", tmp_path / "out", "vllm", TARGET)
 
@@ -142,11 +148,11 @@ REFUSED = {
         "number of Medusa heads is 2; the file holds 3",
     ),
     "no number of heads": (lambda p: official(p, config={"medusa_num_heads": None}), "says nowhere how many heads"),
-    "biases that are not there": (
+    "absent biases": (
         lambda p: vllm(p, tensors={f"blocks.{k}.layers.0.bias": None for k in range(3)}),
         "medusa_fc_bias is true and the file holds none",
     ),
-    "biases that are not said": (lambda p: vllm(p, medusa_fc_bias=None), "which vLLM would drop"),
+    "biases without their flag": (lambda p: vllm(p, medusa_fc_bias=None), "which vLLM would drop"),
     "a scale": (lambda p: vllm(p, logit_scale=0.5), "logit_scale is 0.5; only 1"),
     "no map": (lambda p: vllm(p, truncated_vocab_size=5), "there is no token_map"),
     "a map of everything": (lambda p: vllm(p, tensors={"token_map": np.arange(13)}), "which vLLM would ignore"),
@@ -163,19 +169,19 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(tmp_path: Path, name: str) -> None:
-    write, says = REFUSED[name]
-    refused(read, write(tmp_path / "heads"), says)
+def test_contradicting_heads_are_refused(tmp_path: Path, name: str) -> None:
+    write, message = REFUSED[name]
+    refused(read, write(tmp_path / "heads"), message)
 
 
-def test_without_its_target_nobody_knows_where_a_head_reads(tmp_path: Path) -> None:
+def test_the_target_is_needed_because_no_file_has_its_depth(tmp_path: Path) -> None:
     path = official(tmp_path / "heads")
     with pytest.raises(CheckpointError, match="does not say how many layers its target has"):
         conversion.read_head(path)
     assert "give the target as well" in conversion.describe(path).note
     conversion.convert(path, tmp_path / "native", "jax", TARGET)
-    other = dataclasses.replace(TARGET, layers=tiny.layers(3))
+    deeper = dataclasses.replace(TARGET, layers=tiny.layers(3))
     with pytest.raises(CheckpointError, match="a target of 2 layers but the target has 3"):
-        conversion.read_head(tmp_path / "native", other)
+        conversion.read_head(tmp_path / "native", deeper)
     assert conversion.read_head(tmp_path / "native").config.num_target_layers == 2
     refused(conversion.read_target, path, "a Medusa head, not a target|not a target")

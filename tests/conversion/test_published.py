@@ -1,4 +1,4 @@
-"""Published models by short name: downloaded once with their hashes, and refused in one line."""
+"""Published models by short name are downloaded once, with a check of their hashes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONTENT = b"a model"
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that pip takes for its index, with one wheel, whose model is known as ``tiny``."""
+    """A folder that pip uses as its index, with a wheel of the model ``tiny``."""
     wheel = tmp_path / "index" / "tiny_model-1.0-py3-none-any.whl"
     wheel.parent.mkdir()
     files = {
@@ -30,14 +30,13 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "tiny_model-1.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n",
         "tiny_model-1.0.dist-info/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    record = "".join(
-        f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b'=').decode()},{len(data)}\n"
-        for name, data in files.items()
-    )
+    record = "tiny_model-1.0.dist-info/RECORD,,\n"
     with zipfile.ZipFile(wheel, "w") as archive:
         for name, data in files.items():
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
+            record += f"{name},sha256={digest.rstrip(b'=').decode()},{len(data)}\n"
             archive.writestr(name, data)
-        archive.writestr("tiny_model-1.0.dist-info/RECORD", record + "tiny_model-1.0.dist-info/RECORD,,\n")
+        archive.writestr("tiny_model-1.0.dist-info/RECORD", record)
     row = Published(
         requirement="tiny-model==1.0",
         wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
@@ -54,7 +53,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return wheel.parent
 
 
-def test_a_model_is_downloaded_once_and_nothing_else_stays(index: Path, tmp_path: Path) -> None:
+def test_a_model_is_downloaded_once_and_no_other_files_remain(index: Path, tmp_path: Path) -> None:
     path = locate("tiny", "target")
     assert path == tmp_path / "cache" / "eagle3-jax" / "models" / "tiny" / "model.gguf"
     assert path.read_bytes() == CONTENT
@@ -79,18 +78,20 @@ def test_another_file_than_the_published_one_is_refused(
     assert not list((tmp_path / "cache").rglob("*.gguf"))
 
 
-def test_without_a_network_one_line_says_what_to_do(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_one_line_names_the_remedy(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIP_FIND_LINKS")
     with pytest.raises(ValueError, match="tiny could not be downloaded") as refusal:
         locate("tiny", "target")
-    assert "\n" not in str(refusal.value) and "give the path of the .gguf file" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert "give the path of the .gguf file" in str(refusal.value)
 
 
-def test_a_directory_of_that_name_comes_first(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_that_name_has_priority(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     assert locate("tiny", "target") == Path("tiny")
-    assert not is_published("tiny") and is_published("smollm2")
+    assert not is_published("tiny")
+    assert is_published("smollm2")
 
 
 def test_the_head_of_a_published_model_ships_with_the_package() -> None:
@@ -107,4 +108,5 @@ def test_the_head_of_a_published_model_ships_with_the_package() -> None:
         assert head.draft_to_target is not None
         assert len(head.draft_to_target) == 16_384
         assert (np.diff(head.draft_to_target) > 0).all()
-        assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(head.head))
+        for leaf in jax.tree.leaves(head.head):
+            assert np.isfinite(np.asarray(leaf, np.float32)).all()

@@ -1,4 +1,4 @@
-"""Published EAGLE-3 heads for each family of targets, by their configurations, and what their numbers count."""
+"""Published EAGLE-3 heads for each family of targets: their configurations, and the meaning of their layer numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ids(*layers: int, **more: Any) -> dict[str, Any]:
     return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers), "use_aux_hidden_state": True, **more}}
 
 
-# The fields of the published config.json files (SpecForge's configs, NVIDIA's and lmsys' heads) that say what they are.
+# The relevant fields of published config.json files: SpecForge's configs, and heads of NVIDIA and lmsys.
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "SpecForge, DeepSeek-V3": (
         "DeepSeek-V3",
@@ -59,8 +59,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
          "max_position_embeddings": 131_072},
     ),
 }  # fmt: skip
-# What the numbers mean: unasked (None where the user must say), entering, leaving.
-MEANS = {
+# The meaning of the numbers without a choice of the user (None: an error), with `entering` and with `leaving`.
+MEANINGS = {
     "SpecForge, DeepSeek-V3": (None, (1, 29, 57), (2, 30, 58)),
     "NVIDIA, gpt-oss-120b, v3": ((24, 30, 36), (24, 30, 36), None),
     "SpecForge, Kimi K2": ((2, 30, 58), (2, 30, 58), (3, 31, 59)),
@@ -72,7 +72,8 @@ def test_a_published_configuration_is_an_eagle3_head_of_its_target(name: str) ->
     target, fields = PUBLISHED[name]
     values = LLAMA | fields
     config = eagle3.planned(Fields(values, "config.json"), KNOWN_MODELS[target])
-    assert type(config) is Eagle3Config and config.num_layers == 1
+    assert type(config) is Eagle3Config
+    assert config.num_layers == 1
     assert config.width == config.target_width == KNOWN_MODELS[target].width
     assert config.vocab_size == KNOWN_MODELS[target].vocab_size
     assert config.draft_vocab_size == values["draft_vocab_size"]
@@ -85,63 +86,69 @@ def test_a_published_configuration_is_an_eagle3_head_of_its_target(name: str) ->
     assert config.norm_before_fc == values.get("norm_before_fc", False)
 
 
-@pytest.mark.parametrize("name", MEANS)
-def test_numbers_of_layers_are_what_the_user_says_where_two_readings_are_open(name: str) -> None:
+@pytest.mark.parametrize("name", MEANINGS)
+def test_the_user_chooses_the_meaning_of_ambiguous_layer_numbers(name: str) -> None:
     target, fields = PUBLISHED[name]
     named = eagle3.named_aux_layers(Fields(LLAMA | fields, "config.json"))
     depth = KNOWN_MODELS[target].num_layers
-    for said, meant in zip((None, "entering", "leaving"), MEANS[name], strict=True):
-        asked = {"dialect": "sglang", "num_target_layers": depth, "where": "config.json"}
-        if meant is None:
-            says = "say which with --layer-ids leaving" if said is None else "say --layer-ids entering"
-            with pytest.raises(CheckpointError, match=says) as refusal:
-                resolve(named, said, **asked)
+    context = {"dialect": "sglang", "num_target_layers": depth, "where": "config.json"}
+    for convention, layers in zip((None, "entering", "leaving"), MEANINGS[name], strict=True):
+        if layers is None:
+            message = "say which with --layer-ids leaving" if convention is None else "say --layer-ids entering"
+            with pytest.raises(CheckpointError, match=message) as refusal:
+                resolve(named, convention, **context)
             assert "\n" not in str(refusal.value)
         else:
-            found = resolve(named, said, **asked)
-            assert found.entered == meant
-            assert bool(found.note) == (said is not None)
+            resolved = resolve(named, convention, **context)
+            assert resolved.entered == layers
+            assert bool(resolved.note) == (convention is not None)
     assert resolve(named, None, dialect="vllm", num_target_layers=depth, where="").entered == named
 
 
 @pytest.fixture
 def open_head(tmp_path: Path) -> Path:
-    """A head for a target of 8 layers whose numbers may be read in both ways."""
+    """A head for a target of 8 layers with ambiguous layer numbers."""
     return Head(aux=(1, 3, 4)).write(tmp_path / "head", "sglang")
 
 
-def test_a_head_whose_numbers_are_open_is_read_as_it_is_said(open_head: Path, tmp_path: Path) -> None:
+def test_a_head_with_ambiguous_numbers_is_read_as_the_user_chooses(open_head: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"one more of each is \[2, 4, 5\], the usual choice for 8 layers"):
         conversion.read_head(open_head, TARGET)
-    left = conversion.read_head(open_head, TARGET, layer_ids="leaving")
-    assert (left.config.aux_layers, left.note) == ((2, 4, 5), "layers [1, 3, 4] are read as those left, as was said")
+    leaving = conversion.read_head(open_head, TARGET, layer_ids="leaving")
+    assert leaving.config.aux_layers == (2, 4, 5)
+    assert leaving.note == "layers [1, 3, 4] are read as those left, as was said"
     assert conversion.read_head(open_head, TARGET, layer_ids="entering").config.aux_layers == (1, 3, 4)
     target = e3.load_target(write_llama(tmp_path / "target"))
     with pytest.raises(ValueError, match="say which"):
         e3.load_drafter(open_head, target=target)
-    drafters = {said: e3.load_drafter(open_head, target=target, layer_ids=said) for said in ("leaving", "entering")}
-    assert [one.drafter.aux_layers for one in drafters.values()] == [(2, 4, 5), (1, 3, 4)]
+    for convention, layers in (("leaving", (2, 4, 5)), ("entering", (1, 3, 4))):
+        loaded = e3.load_drafter(open_head, target=target, layer_ids=convention)
+        assert loaded.drafter.aux_layers == layers
     conversion.convert(open_head, tmp_path / "native", "jax", target=TARGET, layer_ids="leaving")
     assert conversion.read_head(tmp_path / "native", TARGET).config.aux_layers == (2, 4, 5)
     with pytest.raises(CheckpointError, match="counts layers entered; leave --layer-ids out"):
         conversion.read_head(tmp_path / "native", TARGET, layer_ids="leaving")
 
 
-def test_numbers_without_evidence_are_read_as_entered_and_it_is_said(tmp_path: Path) -> None:
+def test_numbers_without_evidence_are_read_as_entered_with_a_note(tmp_path: Path) -> None:
     head = Head(aux=(1, 5, 6)).write(tmp_path / "head", "sglang")
-    found = conversion.read_head(head, TARGET)
-    assert found.config.aux_layers == (1, 5, 6)
-    assert "read as those entered" in found.note and "--layer-ids" in found.note
+    checkpoint = conversion.read_head(head, TARGET)
+    assert checkpoint.config.aux_layers == (1, 5, 6)
+    assert "read as those entered" in checkpoint.note
+    assert "--layer-ids" in checkpoint.note
     assert conversion.read_head(Head().write(tmp_path / "usual"), TARGET).note == ""
-    for said, says in (("leaving", "names no auxiliary layers"), ("sideways", "expected 'entering' or 'leaving'")):
-        with pytest.raises(CheckpointError, match=says):
-            conversion.read_head(tmp_path / "usual", TARGET, layer_ids=said)
+    errors = {"leaving": "names no auxiliary layers", "sideways": "expected 'entering' or 'leaving'"}
+    for convention, message in errors.items():
+        with pytest.raises(CheckpointError, match=message):
+            conversion.read_head(tmp_path / "usual", TARGET, layer_ids=convention)
     edit_config(head, eagle_aux_hidden_state_layer_ids=[1, 5, 8])
     with pytest.raises(CheckpointError, match="does not have to leave"):
         conversion.read_head(head, TARGET, layer_ids="leaving")
 
 
-def test_the_command_line_asks_and_is_told(open_head: Path, tmp_path: Path, cli: Any, refused: Any) -> None:
+def test_the_command_line_requires_and_accepts_the_choice(
+    open_head: Path, tmp_path: Path, cli: Any, refused: Any
+) -> None:
     target = write_llama(tmp_path / "target")
     pair = ("--target", target, "--drafter", open_head)
     prompt = ("--prompt-ids", json.dumps([1, 2, 3]), "--max-new-tokens", 4)

@@ -38,44 +38,46 @@ Tensors = dict[str, np.ndarray]
 Choose = Callable[[str, np.ndarray], Type]
 
 
-# Tensors of more than one axis that stay in float32, in llama.cpp's names and in ours: small ones, and two whose rows
-# are others in the file.
+# Tensors of more than one axis that stay in float32, by llama.cpp's names and by ours: small ones, and two whose rows
+# have another order in the file.
 _IN_FLOAT32 = ("norm", "bias", "gate_inp", "mlp.gate.", "mlp.router.", "attn_k_b.", "attn_v_b.", "kv_b_proj.")
 
 
-def everywhere(wanted: Type) -> Choose:
-    """This type for matrices whose rows are whole blocks, float16 for other matrices, and float32 for the rest."""
-    block, _ = gguf.GGML_QUANT_SIZES[wanted]
+def everywhere(matrix_type: Type) -> Choose:
+    """Chooses a type for matrices whose rows are complete blocks, float16 for other matrices, otherwise float32."""
+    block, _ = gguf.GGML_QUANT_SIZES[matrix_type]
 
     def choose(name: str, value: np.ndarray) -> Type:
         if value.ndim == 1 or any(part in name for part in _IN_FLOAT32):
             return Type.F32
-        return wanted if value.shape[-1] % block == 0 else Type.F16
+        return matrix_type if value.shape[-1] % block == 0 else Type.F16
 
     return choose
 
 
 def stored(value: np.ndarray, type: Type) -> np.ndarray:
-    """The bytes of a tensor."""
+    """Encodes a tensor."""
     value = np.ascontiguousarray(value, np.float32)
     return value if type == Type.F32 else gguf.quants.quantize(value, type)
 
 
 def permuted(value: np.ndarray, heads: int) -> np.ndarray:
-    return value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+    num_pairs = value.shape[0] // heads // 2
+    halves = value.reshape(heads, 2, num_pairs, *value.shape[1:])
+    return halves.swapaxes(1, 2).reshape(value.shape)
 
 
 def translated(config: dict[str, Any], tensors: Tensors) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of a Hugging Face checkpoint under llama.cpp's names, in its order of axes and rows."""
+    """Yields the tensors of a Hugging Face checkpoint by llama.cpp's names, in its order of axes and rows."""
     architecture = ARCHITECTURES[config["model_type"]]
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     layers = config["num_hidden_layers"]
     names = gguf.get_tensor_name_map(arch, layers)
 
     def named(name: str) -> str:
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert found is not None, name
-        return found
+        translation = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert translation is not None, name
+        return translation
 
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, value in tensors.items():
@@ -116,7 +118,7 @@ def translated(config: dict[str, Any], tensors: Tensors) -> Iterator[tuple[str, 
 
 
 def rotations(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of rotary embeddings."""
+    """Yields the tensors of rotary embeddings."""
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         size = config["head_dim"]
@@ -137,10 +139,10 @@ def rotations(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """The metadata of a model."""
+    """Writes the metadata of a model."""
     kind = config["model_type"]
     rope = config.get("rope_parameters") or {}
-    whole = rope.get("full_attention", rope)
+    full = rope.get("full_attention", rope)
     heads = config["num_attention_heads"]
     width = config["hidden_size"]
     writer.add_block_count(config["num_hidden_layers"])
@@ -149,8 +151,8 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(1 if kind == "deepseek_v3" else config["num_key_value_heads"])
-    if kind != "gemma2" and whole.get("rope_theta") is not None:  # its converter writes no base
-        writer.add_rope_freq_base(whole["rope_theta"])
+    if kind != "gemma2" and full.get("rope_theta") is not None:  # its converter writes no base
+        writer.add_rope_freq_base(full["rope_theta"])
     if config.get("rms_norm_eps") is not None:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if config.get("layer_norm_eps") is not None:
@@ -161,14 +163,14 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if kind in ("llama", "mistral", "ministral3", "granite"):
         writer.add_vocab_size(config["vocab_size"])
         writer.add_rope_dimension_count(config.get("head_dim") or width // heads)
-    if whole.get("rope_type") in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(whole["rope_type"]))
-        writer.add_rope_scaling_factor(whole["factor"])
-    if whole.get("rope_type") == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(whole["original_max_position_embeddings"])
+    if full.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
+        writer.add_rope_scaling_factor(full["factor"])
+    if full.get("rope_type") == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
         for name in ("beta_fast", "beta_slow"):
-            if whole.get(name) is not None:
-                getattr(writer, f"add_rope_scaling_yarn_{name}")(whole[name])
+            if full.get(name) is not None:
+                getattr(writer, f"add_rope_scaling_yarn_{name}")(full[name])
     if "sliding_attention" in rope:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
     if kind in ("gemma2", "gemma3_text", "gpt_oss", "cohere2"):
@@ -230,7 +232,7 @@ def write(
     choose: Choose = everywhere(Type.F32),
     more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> Path:
-    """Write the Hugging Face checkpoint in a directory as a GGUF file; ``more`` writes a tokenizer."""
+    """Writes the Hugging Face checkpoint in a directory as a GGUF file; ``more`` writes a tokenizer."""
     config = json.loads((directory / "config.json").read_text())
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
     describe(writer, config)
@@ -248,16 +250,17 @@ def write(
 
 
 def read(directory: Path) -> Tensors:
-    """All tensors in float32; a tied projection once."""
+    """Reads all tensors in float32, without a tied projection."""
     config = json.loads((directory / "config.json").read_text())
-    tensors = {name: value.astype(np.float32) for name, value in load_file(directory / "model.safetensors").items()}
+    stored_tensors = load_file(directory / "model.safetensors")
+    tensors = {name: value.astype(np.float32) for name, value in stored_tensors.items()}
     if config["tie_word_embeddings"]:
         tensors.pop("lm_head.weight", None)
     return tensors
 
 
 def round_to(directory: Path, choose: Choose) -> None:
-    """Replace the weights in a directory by what they stand for when they are stored in these types."""
+    """Replaces the weights in a directory by their values after storage in the chosen types."""
     config = json.loads((directory / "config.json").read_text())
     tensors = read(directory)
     for name, value in tensors.items():
