@@ -11,7 +11,7 @@ import numpy as np
 
 from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters import NGram
-from eagle3_jax.engines.vllm.bridge import VLLM, Engine, EngineOptions, Scored, Tokens
+from validation.engines.vllm.bridge import VLLM, Engine, EngineOptions, Scored, Tokens
 from validation.forcing import reference
 from validation.margin import Agreement, Control, bfloat16_ulp, classify, tie_tolerance, wrong_tolerance
 

@@ -17,10 +17,10 @@ import pytest
 from eagle3_jax.bench.environment import committable, environment
 from eagle3_jax.bench.gpu import gpu_problem
 from eagle3_jax.devices.compilation import keep_compiled_programs
-from eagle3_jax.engines.memory import SHARE_OF_VLLM, share_memory
 from validation.aot.platforms import Platform
 from validation.decodings import forget_programs
 from validation.device import give_back, products, reason_of_exhaustion
+from validation.engines.memory import SHARE_OF_VLLM, share_memory
 from validation.fixtures import NOTES, RELEASES, setting, subject, vllm, vllm_process  # noqa: F401
 from validation.levels import BY_NAME
 from validation.report import write

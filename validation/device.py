@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from eagle3_jax.engines.memory import is_out_of_memory
+from eagle3_jax.bench.memory import is_out_of_memory
 from eagle3_jax.files.writing import cache_directory
 
 WHAT_TO_DO = (

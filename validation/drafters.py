@@ -26,8 +26,8 @@ from eagle3_jax import LoadedDrafter, LoadedTarget, load_drafter
 from eagle3_jax.conversion import convert, read_target
 from eagle3_jax.conversion.tensors import read_tensors, write_tensors
 from eagle3_jax.drafters import NGram, layer_skip
-from eagle3_jax.engines.vllm.bridge import Completion, EngineOptions, Generated
-from eagle3_jax.engines.vllm.process import Process
+from validation.engines.vllm.bridge import Completion, EngineOptions, Generated
+from validation.engines.vllm.process import Process
 from validation.fixtures import installed_python
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
@@ -60,7 +60,7 @@ class Method:
     layout: str | None = None
     least: float = 1.5  #: Mean acceptance length that no head reaches by chance.
     #: The CPU build of vLLM 0.32 gets it wrong and is mended for it; see
-    #: :meth:`~eagle3_jax.engines.vllm.process.ProcessEngine.repaired`.
+    #: :meth:`~validation.engines.vllm.process.ProcessEngine.repaired`.
     repaired: bool = False
 
     def drafter(self, target: LoadedTarget, directory: Path, *, wrong: bool = False) -> Drafter:

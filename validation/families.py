@@ -12,10 +12,10 @@ import numpy as np
 
 from eagle3_jax import LoadedDrafter, LoadedTarget, SpeculativeDecoder, conversion, load_drafter, load_target
 from eagle3_jax.drafters import NGram
-from eagle3_jax.engines.vllm.bridge import EngineOptions, Generated, Tokens, eagle3
-from eagle3_jax.engines.vllm.process import Process
 from validation import peaked
 from validation.agreement import Judged
+from validation.engines.vllm.bridge import EngineOptions, Generated, Tokens, eagle3
+from validation.engines.vllm.process import Process
 from validation.forcing import reference
 from validation.parity import Parity, play, stats_of
 from validation.peaked import Recipe

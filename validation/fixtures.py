@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import pytest
 
-from eagle3_jax.engines.vllm.bridge import VLLM, VLLMError
-from eagle3_jax.engines.vllm.process import Process
-from eagle3_jax.engines.vllm.server import Servers
 from validation.device import environment_of_vllm
+from validation.engines.vllm.bridge import VLLM, VLLMError
+from validation.engines.vllm.process import Process
+from validation.engines.vllm.server import Servers
 from validation.subject import Setting, Subject, choose
 
 TESTED_VERSION = "0.32.0"

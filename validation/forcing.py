@@ -15,11 +15,11 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax import LoadedTarget
 from eagle3_jax.cache import Cache
-from eagle3_jax.engines.vllm.bridge import Scored, Tokens
 from eagle3_jax.models.layers import BFLOAT16, MIXED
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import TargetModel
 from validation.device import exact_options
+from validation.engines.vllm.bridge import Scored, Tokens
 
 _ROWS = 16
 _BUCKET = 64

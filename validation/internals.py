@@ -15,8 +15,8 @@ from jaxtyping import Array, Key
 
 from eagle3_jax import LoadedDrafter, SpeculativeDecoder
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head
-from eagle3_jax.engines.vllm.bridge import Tokens
 from eagle3_jax.types import Draft, Observation, SamplingParams
+from validation.engines.vllm.bridge import Tokens
 
 
 @struct.dataclass(kw_only=True)

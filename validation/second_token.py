@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from eagle3_jax import LoadedTarget, SamplingParams, SpeculativeDecoder, load_drafter, load_target
-from eagle3_jax.engines.vllm.bridge import EngineOptions, Tokens, eagle3
-from eagle3_jax.engines.vllm.process import Process, ProcessEngine
 from eagle3_jax.testing.verifier import warped
+from validation.engines.vllm.bridge import EngineOptions, Tokens, eagle3
+from validation.engines.vllm.process import Process, ProcessEngine
 from validation.forcing import forced_logits
 from validation.statistics import Fit, goodness_of_fit
 

@@ -19,12 +19,12 @@ from jaxtyping import Array, Int
 
 from eagle3_jax import SpeculativeDecoder, SpeculativeLoop
 from eagle3_jax.checks import per_row
-from eagle3_jax.engines.vllm.bridge import EngineOptions, Tokens
-from eagle3_jax.engines.vllm.process import Process
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.state import LoopParams
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Observation, SamplingParams
+from validation.engines.vllm.bridge import EngineOptions, Tokens
+from validation.engines.vllm.process import Process
 from validation.forcing import padded
 from validation.parity import first_difference, play
 from validation.runs import Check

@@ -16,12 +16,12 @@ import pytest
 
 from eagle3_jax.bench.contenders import Contender
 from eagle3_jax.bench.random_models import bytes_needed, random_pair, shape_named, why_not
-from eagle3_jax.engines.vllm.bridge import EngineOptions
-from eagle3_jax.engines.vllm.contender import VLLMContender
-from eagle3_jax.engines.vllm.process import Process
 from eagle3_jax.load import precision_named
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 from eagle3_jax.verifiers.simulated import SimulatedAcceptance
+from validation.engines.vllm.bridge import EngineOptions
+from validation.engines.vllm.contender import VLLMContender
+from validation.engines.vllm.process import Process
 from validation.runs import Check
 from validation.simulated import Law, synthetic, write_shape
 from validation.speeds import chain, measure_and_keep

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from eagle3_jax import LoadedTarget, SpeculativeDecoder, load_target
-from eagle3_jax.engines.vllm.bridge import Tokens
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.tree import causal_mask
 from validation.agreement import Judged
+from validation.engines.vllm.bridge import Tokens
 from validation.forcing import reference
 from validation.odd_models import SHAPES, write_odd_model
 from validation.runs import Check

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax import SpeculativeDecoder, load_target
-from eagle3_jax.engines.vllm.process import Process
 from validation import drafters
 from validation.drafters import METHODS, NEW_TOKENS, PROMPTS, TARGET, Drafter, mean_acceptance_length
+from validation.engines.vllm.process import Process
 from validation.parity import Parity, Played, play, stats_of
 from validation.runs import Check
 

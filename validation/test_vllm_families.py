@@ -11,7 +11,7 @@ import pytest
 
 from eagle3_jax import LoadedDrafter
 from eagle3_jax.drafters import NGram
-from eagle3_jax.engines.vllm.process import Process
+from validation.engines.vllm.process import Process
 from validation.families import FAMILIES, Trial, trial
 from validation.runs import Check
 

@@ -9,8 +9,8 @@ import pytest
 
 from eagle3_jax import SpeculativeDecoder, load_target
 from eagle3_jax.drafters import NGram
-from eagle3_jax.engines.vllm.bridge import VLLM, eagle3
 from validation.agreement import ENGINES, BothDirections, both_directions, decoders_of
+from validation.engines.vllm.bridge import VLLM, eagle3
 from validation.margin import TIE_ULPS, WRONG_ULPS, Agreement
 from validation.odd_models import SHAPES, write_odd_model
 from validation.runs import Check

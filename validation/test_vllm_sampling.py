@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from eagle3_jax.engines.vllm.process import Process
 from eagle3_jax.testing.frequencies import smallest_deviation
 from validation import second_token
+from validation.engines.vllm.process import Process
 from validation.runs import Check
 from validation.second_token import ALPHA, DRAWS, SETTINGS, SHIPPED
 

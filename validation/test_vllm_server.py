@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from eagle3_jax.engines.vllm.bridge import VLLMError, eagle3
-from eagle3_jax.engines.vllm.process import environment_of
-from eagle3_jax.engines.vllm.server import Servers
 from validation.device import environment_of_vllm
+from validation.engines.vllm.bridge import VLLMError, eagle3
+from validation.engines.vllm.process import environment_of
+from validation.engines.vllm.server import Servers
 from validation.fixtures import vllm_interpreter
 from validation.runs import Check
 from validation.subject import Setting, Subject

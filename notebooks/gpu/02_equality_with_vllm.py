@@ -51,9 +51,12 @@ from pictures.ribbons import acceptance_ribbons
 from pictures.style import DRAFTER, TARGET
 
 from eagle3_jax import SpeculativeDecoder, load_drafter, load_target
+from eagle3_jax.bench.memory import is_out_of_memory
 from eagle3_jax.bench.tables import to_markdown
-from eagle3_jax.engines.memory import is_out_of_memory
-from eagle3_jax.engines.vllm.bridge import (
+from validation import second_token
+from validation.agreement import Judged, both_directions, decoders_of, ours
+from validation.emissions import Reference, Warpers
+from validation.engines.vllm.bridge import (
     Completion,
     EngineOptions,
     Generated,
@@ -61,9 +64,6 @@ from eagle3_jax.engines.vllm.bridge import (
     VLLMUnavailable,
     eagle3,
 )
-from validation import second_token
-from validation.agreement import Judged, both_directions, decoders_of, ours
-from validation.emissions import Reference, Warpers
 from validation.forcing import by_blocks, reference
 from validation.internals import compare_with_recorded, recording
 from validation.margin import TIE_ULPS, WRONG_ULPS, Agreement, Control, classify, tie_tolerance

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_jax.engines.memory import SHARE_OF_JAX, SHARE_OF_VLLM
 from eagle3_jax.files.prompts import shipped
 from eagle3_jax.load import bundled
 from eagle3_jax.models.config import usual_head
@@ -17,6 +16,7 @@ from eagle3_jax.theory.accelerators import accelerator_named
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import Deployment, memory_plan
 from validation import speeds
+from validation.engines.memory import SHARE_OF_JAX, SHARE_OF_VLLM
 from validation.subject import DEFAULT_TARGET, Setting, choose
 from validation.tasks import discordant_interval, is_right, questions
 

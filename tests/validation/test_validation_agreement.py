@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from eagle3_jax.engines.vllm.bridge import EngineOptions, Scored, score
-from eagle3_jax.engines.vllm.server import Server, ServerEngine
 from validation.agreement import ENGINES, BothDirections, Judged
+from validation.engines.vllm.bridge import EngineOptions, Scored, score
+from validation.engines.vllm.server import Server, ServerEngine
 from validation.margin import Agreement, bfloat16_ulp
 
 VOCAB = 32

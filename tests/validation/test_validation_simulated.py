@@ -12,9 +12,9 @@ import pytest
 from eagle3_jax.bench.random_models import shape_named
 from eagle3_jax.conversion.families import FAMILIES
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.engines.vllm.synthetic import GreedyByDice
 from eagle3_jax.models.config import usual_head
 from eagle3_jax.stats import SpeculationStats
+from validation.engines.vllm.synthetic import GreedyByDice
 from validation.simulated import Law, write_shape
 
 RATES = (0.7, 0.49, 0.343)

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from eagle3_jax.engines.memory import is_out_of_memory, share_memory, share_of_engine
-from eagle3_jax.engines.vllm.bridge import (
+from eagle3_jax.bench.memory import is_out_of_memory
+from validation.engines.memory import share_memory
+from validation.engines.vllm.bridge import (
     Completion,
     EngineOptions,
     Generated,
@@ -22,8 +23,8 @@ from eagle3_jax.engines.vllm.bridge import (
     VLLMUnavailable,
     eagle3,
 )
-from eagle3_jax.engines.vllm.process import Process
-from eagle3_jax.engines.vllm.server import Server, Servers, parse_counters
+from validation.engines.vllm.process import Process
+from validation.engines.vllm.server import Server, Servers, parse_counters
 from validation.parity import Played, first_difference, stats_of
 
 METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -125,7 +126,7 @@ def test_what_is_no_vllm_is_refused_in_one_line(serve: Any, answers: dict[str, A
     assert "\n" not in str(caught.value)
 
 
-# A worker in the place of eagle3_jax/engines/vllm/worker.py is started through an interpreter that runs another script.
+# A worker in the place of validation/engines/vllm/worker.py is started through an interpreter that runs another script.
 def interpreter(directory: Path, script: str) -> Path:
     """An executable that ignores the worker it is given and runs ``script``."""
     path = directory / "python"
@@ -255,7 +256,6 @@ def test_jax_takes_its_share_of_a_gpu_and_engines_leave_room(given: bool, monkey
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
     # JAX refuses to be told twice, by its old name and by its new one.
     assert os.environ.get("XLA_CLIENT_MEM_FRACTION") == (None if given else "0.4")
-    assert [share_of_engine(count) for count in (1, 2, 4)] == [0.3, 0.2, 0.1]
 
 
 def test_an_environment_without_vllm_is_one_line(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.engines.vllm.bridge import (
+from validation.engines.vllm.bridge import (
     Completion,
     Engine,
     EngineOptions,
@@ -97,7 +97,7 @@ class Server:
 
 
 class Servers:
-    """The named servers, each a fixed engine; see :class:`eagle3_jax.engines.vllm.bridge.VLLM`."""
+    """The named servers, each a fixed engine; see :class:`validation.engines.vllm.bridge.VLLM`."""
 
     def __init__(self, urls: Sequence[str]):
         self.servers = [Server(url) for url in urls]
@@ -131,7 +131,7 @@ class Servers:
 
 @dataclasses.dataclass(frozen=True)
 class ServerEngine:
-    """See :class:`eagle3_jax.engines.vllm.bridge.Engine`."""
+    """See :class:`validation.engines.vllm.bridge.Engine`."""
 
     server: Server
     options: EngineOptions

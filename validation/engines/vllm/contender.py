@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.bench.contenders import Contender, Run, Tokens
-from eagle3_jax.engines.vllm.bridge import Completion, Engine
 from eagle3_jax.stats import SpeculationStats
+from validation.engines.vllm.bridge import Completion, Engine
 
 
 @dataclasses.dataclass

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.engines.memory import is_out_of_memory
-from eagle3_jax.engines.vllm.bridge import (
+from eagle3_jax.bench.memory import is_out_of_memory
+from validation.engines.vllm.bridge import (
     Completion,
     EngineOptions,
     Generated,
@@ -216,7 +216,7 @@ class Process:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessEngine:
-    """The engine that the worker holds; see :class:`eagle3_jax.engines.vllm.bridge.Engine`."""
+    """The engine that the worker holds; see :class:`validation.engines.vllm.bridge.Engine`."""
 
     process: Process
     options: EngineOptions
