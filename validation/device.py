@@ -57,7 +57,7 @@ def products(level: str) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if level == "L9" else jax.default_matmul_precision("highest")
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Free unused memory. PyTorch keeps freed memory until it is told to release it."""
     gc.collect()
     torch: Any = sys.modules.get("torch")

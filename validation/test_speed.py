@@ -177,7 +177,7 @@ def engine(vllm: VLLM, subject: Subject, vllm_chain: int, plan: Plan) -> Engine:
         pytest.skip(str(reason))
 
 
-def test_speed_beside_vllm(
+def test_speed_next_to_vllm(
     check: Check, subject: Subject, setting: Setting, plan: Plan, vllm_chain: int, engine: Engine
 ) -> None:
     """vLLM holds one engine at a time, so each meets our plain decoding and our chain of its length in turn."""

@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("length", lengths)
 
 
-def test_simulated_speed_beside_vllm(
+def test_simulated_speed_next_to_vllm(
     check: Check, setting: Setting, vllm_process: Process, tmp_path: Path, shape: str, length: int
 ) -> None:
     """Both accept as the dice say; then they take turns."""

@@ -19,7 +19,7 @@ import test_exact_law
 import test_golden
 import test_greedy
 import test_keys
-import test_long_law
+import test_long_distribution
 import test_sampling_law
 import test_scripted_trees
 import test_thresholds
@@ -74,7 +74,7 @@ def sampling_law(function: Callable, bug: Callable, drafter: str) -> Mutant:
 
 
 def long_law(function: Callable, bug: Callable, drafter: str, rows: int = 2048, runs: int = 1) -> Mutant:
-    return Mutant(function, bug, test_long_law.check_long_law, (drafter,), (("rows", rows), ("runs", runs)))
+    return Mutant(function, bug, test_long_distribution.check_long_distribution, (drafter,), (("rows", rows), ("runs", runs)))
 
 
 def subtle(function: Callable, bug: Callable) -> Mutant:

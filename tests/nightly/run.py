@@ -32,7 +32,7 @@ PARTS = {
     "contract": "tests/core/test_target_contract.py -m slow",
     "AOT": "validation/test_aot.py --level AOT --complete --aot cuda:h200 --aot tpu:v6e:1x1"
     f" --report-dir {BUILD / 'AOT'}",
-    "bugs-and-laws": "tests/nightly/test_mutants.py tests/nightly/test_long_law.py",
+    "bugs-and-laws": "tests/nightly/test_mutants.py tests/nightly/test_long_distribution.py",
     "record-age": "tests/nightly/test_record_age.py",
     "fuzzing": "tests/conversion/test_fuzz_files.py tests/nightly/test_fuzz_configs.py",
 }

@@ -273,7 +273,7 @@ def generated(loop: loops.SpeculativeLoop, decoder: SpeculativeDecoder, batch: l
     return np.asarray(outcome.tokens)[:, start : start + HORIZON].astype(int)
 
 
-def check_long_law(
+def check_long_distribution(
     name: str, *, settings: tuple[Setting, ...] = TEMPERATURES, rows: int = 4096, runs: int = 2, first: int = 0
 ) -> dict[str, Fluctuation]:
     """Every stratum of every text of some runs; what each saw, by its name."""
@@ -301,26 +301,26 @@ def judged(name: str, texts: Iterator[Texts]) -> dict[str, Fluctuation]:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_long_texts_follow_the_law_token_by_token_with(name: str) -> None:
-    found = check_long_law(name, rows=8192, runs=5)
+    found = check_long_distribution(name, rows=8192, runs=5)
     assert found["setting and context"].sees(ALPHA) < 0.018
     assert found["all together"].sees(ALPHA) < 0.0095
 
 
 @pytest.mark.parametrize("name", WIDE_DRAFTERS)
 def test_long_texts_of_two_digits_follow_the_law_token_by_token_with(name: str) -> None:
-    found = check_long_law(name, rows=4096, runs=1)
+    found = check_long_distribution(name, rows=4096, runs=1)
     assert found["setting and context"].sees(ALPHA) < 0.053
     assert found["all together"].sees(ALPHA) < 0.033
 
 
 @pytest.mark.parametrize("name", ["a chain of drawn tokens", "a dynamic tree"])
 def test_long_truncated_texts_follow_the_law_token_by_token_with(name: str) -> None:
-    check_long_law(name, settings=TRUNCATIONS, rows=8192, runs=1)
+    check_long_distribution(name, settings=TRUNCATIONS, rows=8192, runs=1)
 
 
 @pytest.mark.parametrize("name", [name for name in HEADS if "dynamic" not in name])
 def test_long_texts_of_a_decoder_follow_the_law_token_by_token_with(name: str) -> None:
-    found = check_long_law(name, rows=2048, runs=1)
+    found = check_long_distribution(name, rows=2048, runs=1)
     assert found["context"].sees(ALPHA) < 0.06
     assert found["all together"].sees(ALPHA) < 0.04
 
