@@ -1,10 +1,10 @@
-"""Level 2, over many rounds: every token of long texts from the compiled loop follows its law, whatever came before.
+"""Level 2, over many rounds: every token of long texts from the compiled loop follows its distribution.
 
-Short sequences can be counted whole (``test_sampling_law``), which sees large bugs of one round and none of many: keys
-that repeat after eight tokens, say. Here texts are long, tables make tokens cheap, and the law of each token is known
-in closed form given those before it. Counts beyond the expected ones are summed within strata of the past: the context,
-the place, the token that stood ``lag`` places earlier, the row beside. Seeds are fixed; an exact loop fails an
-assertion once in a million. Each group of strata knows the smallest deviation that it would have seen.
+``test_sampling_law`` counts short sequences. It detects large bugs of one round, and no bug of many rounds, such as
+keys that repeat after eight tokens. Here texts are long and tables make tokens cheap. The distribution of each token
+given the earlier ones is known in closed form. Counts minus expected counts are summed within strata of the past: the
+context, the position, the token ``lag`` positions earlier, the token of the row before. Seeds are fixed; an exact loop
+fails an assertion once in a million. Each group of strata computes the smallest deviation that it detects.
 
 A vocabulary of 80 tokens takes two uniforms to draw from, like any real one; four tokens, with all their contexts, take
 one.
@@ -46,11 +46,11 @@ TEMPERATURES: tuple[Setting, ...] = ((0.8, 0, 1.0), (1.2, 0, 1.0))
 TRUNCATIONS: tuple[Setting, ...] = ((1.0, 2, 1.0), (1.0, 0, 0.8), (1.3, 3, 0.75), (0.0, 0, 1.0))
 
 _rng = np.random.default_rng(0)
-# The last token is rare: whatever cuts off a tail cuts off a good part of it.
-WANTED = _rng.normal(size=(CONTEXTS, VOCABULARY)) * 0.8 - np.array([0.0, 0.0, 0.0, 2.0])
-DRAFTED = WANTED + _rng.normal(size=WANTED.shape)
-WANTED = WANTED.astype(np.float32)
-DRAFTED = DRAFTED.astype(np.float32)
+# The last token is rare, so truncation of a tail removes a large part of its probability.
+TARGET_LOGITS = _rng.normal(size=(CONTEXTS, VOCABULARY)) * 0.8 - np.array([0.0, 0.0, 0.0, 2.0])
+DRAFTER_LOGITS = TARGET_LOGITS + _rng.normal(size=TARGET_LOGITS.shape)
+TARGET_LOGITS = TARGET_LOGITS.astype(np.float32)
+DRAFTER_LOGITS = DRAFTER_LOGITS.astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,31 +58,31 @@ class World:
     """A target and a drafter as tables."""
 
     order: int  #: Tokens of context.
-    follows: np.ndarray  #: ``[V^order]``, which law follows each context.
-    wanted: np.ndarray  #: ``[L V]``, logits of the target.
-    drafted: np.ndarray  #: ``[L V]``, of the drafter.
+    follows: np.ndarray  #: ``[V^order]``, index of the distribution that follows each context.
+    target_logits: np.ndarray  #: ``[L V]``, logits of the target.
+    drafter_logits: np.ndarray  #: ``[L V]``, of the drafter.
 
     @property
     def target(self) -> LoadedTarget:
-        return tables.target(self.wanted[self.follows], self.order)
+        return tables.target(self.target_logits[self.follows], self.order)
 
     def drafter(self, topology: Topology, **options: Any) -> LoadedDrafter:
-        return tables.drafter(self.drafted[self.follows], self.order, topology, **options)
+        return tables.drafter(self.drafter_logits[self.follows], self.order, topology, **options)
 
 
-NARROW = World(ORDER, np.arange(CONTEXTS), WANTED, DRAFTED)
+NARROW = World(ORDER, np.arange(CONTEXTS), TARGET_LOGITS, DRAFTER_LOGITS)
 
 
-def wide(size: int = 80, laws: int = 5) -> World:
-    """Ids of two digits, and a few laws: which one follows depends on all digits of two tokens."""
+def wide(size: int = 80, count: int = 5) -> World:
+    """Ids of two digits and a few distributions. All digits of the last two tokens choose the next distribution."""
     rng = np.random.default_rng(1)
     first, second = np.divmod(np.arange(size**2), size)
-    wanted = rng.normal(size=(laws, size)) * 0.6 + np.where(
+    target_logits = rng.normal(size=(count, size)) * 0.6 + np.where(
         np.arange(size) < 64, 0.0, 1.0
     )  # either first digit is usual
-    drafted = wanted + rng.normal(size=wanted.shape) * 0.8
-    follows = (first % 64 + 2 * (first // 64) + 3 * (second % 64) + second // 64) % laws
-    return World(2, follows, wanted.astype(np.float32), drafted.astype(np.float32))
+    drafter_logits = target_logits + rng.normal(size=target_logits.shape) * 0.8
+    follows = (first % 64 + 2 * (first // 64) + 3 * (second % 64) + second // 64) % count
+    return World(2, follows, target_logits.astype(np.float32), drafter_logits.astype(np.float32))
 
 
 WIDE = wide()
@@ -93,20 +93,20 @@ DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
     "plain decoding": lambda: LoadedDrafter(Plain()),
     "n-grams": lambda: LoadedDrafter(NGram(3)),
     "a chain of the likeliest tokens": lambda: NARROW.drafter(Chain(3)),
-    "a chain of drawn tokens": lambda: NARROW.drafter(Chain(3), ids=(0, 2, 3), draft_sampling=PROBABILISTIC),
+    "a chain of sampled tokens": lambda: NARROW.drafter(Chain(3), ids=(0, 2, 3), draft_sampling=PROBABILISTIC),
     "a dynamic tree": lambda: NARROW.drafter(TREE),
     "a static tree": lambda: NARROW.drafter(tiny.STATIC_TREE, ids=(0, 1, 3)),
-    "a static tree of drawn tokens": lambda: NARROW.drafter(
+    "a static tree of sampled tokens": lambda: NARROW.drafter(
         tiny.STATIC_TREE, ids=(0, 1, 3), draft_sampling=PROBABILISTIC
     ),
     "a schedule": lambda: NARROW.drafter(Chain(3), draft_sampling=PROBABILISTIC),
 }
 WIDE_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
     "plain decoding, two digits": DRAFTERS["plain decoding"],
-    "a chain of drawn tokens, two digits": lambda: WIDE.drafter(
+    "a chain of sampled tokens, two digits": lambda: WIDE.drafter(
         Chain(3), ids=tuple(range(3, 80)), draft_sampling=PROBABILISTIC
     ),
-    "a static tree of drawn tokens, two digits": lambda: WIDE.drafter(
+    "a static tree of sampled tokens, two digits": lambda: WIDE.drafter(
         tiny.STATIC_TREE, ids=tuple(range(77)), draft_sampling=PROBABILISTIC
     ),
 }
@@ -125,32 +125,44 @@ def remembering() -> LoadedTarget:
 FLAX = tiny.target(VOCABULARY)
 RECURRENT = remembering()
 FP8 = random_targets.in_eight_bits(FLAX, "fp8")
-DRAWN: dict[str, Any] = {"draft_sampling": PROBABILISTIC}
+SAMPLED: dict[str, Any] = {"draft_sampling": PROBABILISTIC}
 # No tables: random decoders of a few hundred parameters, and random heads on them.
 HEADS: dict[str, tuple[LoadedTarget, Callable[[LoadedTarget], LoadedDrafter]]] = {
-    "an EAGLE-3 chain of drawn tokens": (
+    "an EAGLE-3 chain of sampled tokens": (
         FLAX,
-        lambda of: tiny.eagle3(of, Chain(3), seed=2, draft_vocab_size=3, **DRAWN),
+        lambda target: tiny.eagle3(target, Chain(3), seed=2, draft_vocab_size=3, **SAMPLED),
     ),
-    "suffixes": (FLAX, lambda of: LoadedDrafter(Suffix(3))),
-    "n-grams, else an EAGLE-3 chain of drawn tokens": (
+    "suffixes": (FLAX, lambda target: LoadedDrafter(Suffix(3))),
+    "n-grams, else an EAGLE-3 chain of sampled tokens": (
         FLAX,
-        lambda of: Fallback.of(NGram(2, min_ngram=3), tiny.eagle3(of, Chain(3), **DRAWN)),
+        lambda target: Fallback.of(NGram(2, min_ngram=3), tiny.eagle3(target, Chain(3), **SAMPLED)),
     ),
-    "an EAGLE-3 dynamic tree": (FLAX, lambda of: tiny.eagle3(of, TREE)),
-    "an EAGLE-1 static tree of drawn tokens": (FLAX, lambda of: tiny.eagle1(of, tiny.STATIC_TREE, **DRAWN)),
-    "a P-EAGLE chain of drawn tokens": (FLAX, lambda of: tiny.p_eagle(of, Chain(3), draft_vocab_size=3, **DRAWN)),
-    "an MTP chain of drawn tokens": (FLAX, lambda of: tiny.mtp(of, Chain(3), **DRAWN)),
-    "a Medusa static tree of drawn tokens": (FLAX, lambda of: tiny.medusa(of, tiny.STATIC_TREE, **DRAWN)),
-    "a DFlash chain of drawn tokens": (FLAX, lambda of: tiny.dflash(of, Chain(3), draft_vocab_size=3, **DRAWN)),
-    "a DSpark chain of drawn tokens": (FLAX, lambda of: tiny.dflash(of, Chain(3), markov=Markov(rank=4), **DRAWN)),
-    "a draft model's chain of drawn tokens": (FLAX, lambda of: tiny.draft_model(of, Chain(3), **DRAWN)),
-    "a chain of drawn tokens for a recurrent target": (RECURRENT, lambda of: tiny.eagle3(of, Chain(3), **DRAWN)),
-    "a static tree of drawn tokens for a recurrent target": (
+    "an EAGLE-3 dynamic tree": (FLAX, lambda target: tiny.eagle3(target, TREE)),
+    "an EAGLE-1 static tree of sampled tokens": (FLAX, lambda target: tiny.eagle1(target, tiny.STATIC_TREE, **SAMPLED)),
+    "a P-EAGLE chain of sampled tokens": (
+        FLAX,
+        lambda target: tiny.p_eagle(target, Chain(3), draft_vocab_size=3, **SAMPLED),
+    ),
+    "an MTP chain of sampled tokens": (FLAX, lambda target: tiny.mtp(target, Chain(3), **SAMPLED)),
+    "a Medusa static tree of sampled tokens": (FLAX, lambda target: tiny.medusa(target, tiny.STATIC_TREE, **SAMPLED)),
+    "a DFlash chain of sampled tokens": (
+        FLAX,
+        lambda target: tiny.dflash(target, Chain(3), draft_vocab_size=3, **SAMPLED),
+    ),
+    "a DSpark chain of sampled tokens": (
+        FLAX,
+        lambda target: tiny.dflash(target, Chain(3), markov=Markov(rank=4), **SAMPLED),
+    ),
+    "a draft model's chain of sampled tokens": (FLAX, lambda target: tiny.draft_model(target, Chain(3), **SAMPLED)),
+    "a chain of sampled tokens for a recurrent target": (
         RECURRENT,
-        lambda of: tiny.eagle1(of, tiny.STATIC_TREE, **DRAWN),
+        lambda target: tiny.eagle3(target, Chain(3), **SAMPLED),
     ),
-    "a chain of drawn tokens for weights in FP8": (FP8, lambda of: tiny.eagle3(of, Chain(3), **DRAWN)),
+    "a static tree of sampled tokens for a recurrent target": (
+        RECURRENT,
+        lambda target: tiny.eagle1(target, tiny.STATIC_TREE, **SAMPLED),
+    ),
+    "a chain of sampled tokens for weights in FP8": (FP8, lambda target: tiny.eagle3(target, Chain(3), **SAMPLED)),
 }
 
 
@@ -160,56 +172,60 @@ class Texts:
 
     before: np.ndarray  #: ``[B ORDER]``, the end of the prompts.
     tokens: np.ndarray  #: ``[B H]``, padded with -1.
-    p: np.ndarray  #: ``[C V]``, all laws, in float64.
-    laws: np.ndarray  #: ``[B H]``, which of them each token should have.
+    p: np.ndarray  #: ``[C V]``, all distributions, in float64.
+    distributions: np.ndarray  #: ``[B H]``, index of the distribution of each token.
     world: World = NARROW  #: Whose contexts count.
 
     def strata(self) -> Iterator[tuple[str, np.ndarray, int]]:
-        """Name, stratum of every token (-1: none) and how many there are; all known before the token is drawn."""
+        """Yields name, stratum of every token (-1: none) and number of strata. None depends on the token itself."""
         batch, horizon = self.tokens.shape
         yield "all together", np.zeros((batch, horizon), int), 1
-        yield "context", after(self.world, np.concatenate([self.before, self.tokens], axis=1)), len(self.world.wanted)
-        yield "place", np.broadcast_to(np.arange(horizon), (batch, horizon)), horizon
+        yield (
+            "context",
+            after(self.world, np.concatenate([self.before, self.tokens], axis=1)),
+            len(self.world.target_logits),
+        )
+        yield "position", np.broadcast_to(np.arange(horizon), (batch, horizon)), horizon
         kind = np.where(self.tokens < 0, -1, self.tokens % VOCABULARY)  # of many tokens a few kinds
-        beside = np.concatenate([np.full((1, horizon), -1), kind[:-1]])
-        yield "row beside", beside, VOCABULARY
+        row_before = np.concatenate([np.full((1, horizon), -1), kind[:-1]])
+        yield "row before", row_before, VOCABULARY
         for lag in LAGS:
             gap = np.full((batch, lag), -1)
             yield f"{lag} tokens earlier", np.concatenate([gap, kind[:, : horizon - lag]], axis=1), VOCABULARY
 
     def excess(self) -> dict[str, Excess]:
-        """By name of the strata."""
-        found = {}
+        """Returns the counts by the name of the strata."""
+        counts = {}
         for name, stratum, size in (*self.strata(), *self._cells()):
             chosen = (self.tokens >= 0) & (stratum >= 0)
-            found[name] = Excess.of(self.p, self.laws[chosen], self.tokens[chosen], stratum[chosen], size)
-        # A law that is off to a new side at every token cancels in all of these, but its likeliest token is drawn less.
+            counts[name] = Excess.of(self.p, self.distributions[chosen], self.tokens[chosen], stratum[chosen], size)
+        # A deviation that changes its direction at every token cancels in all of these. It shows in the rank.
         chosen = self.tokens >= 0
         order = np.argsort(-self.p, axis=1, kind="stable")
-        laws = self.laws[chosen]
+        distributions = self.distributions[chosen]
         ranks = np.argsort(order, axis=1)
-        rank = ranks[laws, self.tokens[chosen]]
-        found["rank"] = Excess.of(np.take_along_axis(self.p, order, 1), laws, rank, np.zeros_like(rank), 1)
-        return found
+        rank = ranks[distributions, self.tokens[chosen]]
+        counts["rank"] = Excess.of(np.take_along_axis(self.p, order, 1), distributions, rank, np.zeros_like(rank), 1)
+        return counts
 
     def _cells(self) -> Iterator[tuple[str, np.ndarray, int]]:
-        """Every law on its own, where many tokens share one."""
+        """Yields each distribution as a stratum, if many tokens share it."""
         if len(self.p) < self.tokens.size:
-            yield "setting and context", self.laws, len(self.p)
+            yield "setting and context", self.distributions, len(self.p)
 
 
 def after(world: World, texts: np.ndarray) -> np.ndarray:
-    """``[B H]``, the law that follows what stands before each token but the first ``order``."""
+    """Returns ``[B H]``: the index of the distribution of each token after the first ``order`` tokens."""
     horizon = texts.shape[1] - world.order
-    size = world.wanted.shape[1]
+    size = world.target_logits.shape[1]
     past = [texts[:, world.order - 1 - back :][:, :horizon] for back in range(world.order)]
     return world.follows[sum(np.maximum(token, 0) * size**back for back, token in enumerate(past))]
 
 
 @functools.cache
-def laws_of(settings: tuple[Setting, ...], world: World = NARROW) -> np.ndarray:
-    """``[settings x laws, V]``."""
-    return np.array([oracle.warped(row.tolist(), *setting) for setting in settings for row in world.wanted])
+def distributions_of(settings: tuple[Setting, ...], world: World = NARROW) -> np.ndarray:
+    """Returns ``[settings x distributions, V]``."""
+    return np.array([oracle.warped(row.tolist(), *setting) for setting in settings for row in world.target_logits])
 
 
 @functools.cache
@@ -222,13 +238,13 @@ def paired(name: str) -> tuple[LoadedTarget, LoadedDrafter]:
 
 
 def written(name: str, settings: tuple[Setting, ...], *, rows: int, run: int) -> Texts:
-    """One batch through the compiled loop, all settings side by side."""
+    """Runs one batch through the compiled loop, with all settings in its rows."""
     rng = np.random.default_rng(run)
     world = WIDE if name in WIDE_DRAFTERS else NARROW
-    size = world.wanted.shape[1]
+    size = world.target_logits.shape[1]
     order = world.order
-    prompts = rng.integers(0, size, (rows, order + 1))  # longer than the context by one, so one is not seen
-    which = np.arange(rows) % len(settings)
+    prompts = rng.integers(0, size, (rows, order + 1))  # longer than the context by one token
+    setting_of_row = np.arange(rows) % len(settings)
     limit = np.full(rows, HORIZON)
     schedule = None
     if name == "a schedule":  # rows end one after the other, so that every length has its rounds
@@ -237,24 +253,24 @@ def written(name: str, settings: tuple[Setting, ...], *, rows: int, run: int) ->
     target, drafter = paired(name)
     decoder = SpeculativeDecoder(target, drafter, schedule=schedule, stop_tokens=())
     sampling_mode = SamplingMode.TRUNCATED if any(k or p < 1 for _, k, p in settings) else SamplingMode.TEMPERATURE
-    sampling = tiny.sampling_of([settings[index] for index in which])
+    sampling = tiny.sampling_of([settings[index] for index in setting_of_row])
     batch = tiny.prompts(prompts.tolist(), limit=limit.tolist(), sampling=sampling, seed=run)
     tokens = generated(dataclasses.replace(decoder.loop, sampling_mode=sampling_mode), decoder, batch)
     tokens = np.where(np.arange(HORIZON) < limit[:, None], tokens, -1)
     everything = np.concatenate([prompts, tokens], axis=1)
     if name in HEADS:
-        heat = np.array([settings[index][0] for index in which])
-        p = laws_of_the_decoder(target, everything, heat)
-        laws = np.arange(tokens.size).reshape(tokens.shape)
+        heat = np.array([settings[index][0] for index in setting_of_row])
+        p = distributions_of_the_decoder(target, everything, heat)
+        distributions = np.arange(tokens.size).reshape(tokens.shape)
     else:
-        p = laws_of(settings, world)
+        p = distributions_of(settings, world)
         follows = after(world, everything[:, 1:])
-        laws = np.where(tokens >= 0, which[:, None] * len(world.wanted) + follows, 0)
-    return Texts(prompts[:, -order:], tokens, p, laws, world)
+        distributions = np.where(tokens >= 0, setting_of_row[:, None] * len(world.target_logits) + follows, 0)
+    return Texts(prompts[:, -order:], tokens, p, distributions, world)
 
 
-def laws_of_the_decoder(target: LoadedTarget, texts: np.ndarray, temperature: np.ndarray) -> np.ndarray:
-    """``[B H V]`` flat, from one plain causal forward of the whole texts: no cache, no block, no drafter."""
+def distributions_of_the_decoder(target: LoadedTarget, texts: np.ndarray, temperature: np.ndarray) -> np.ndarray:
+    """Returns ``[B H V]``, flattened, from one causal forward of the texts, without cache, blocks or drafter."""
     fed = jnp.array(texts[:, :-1], jnp.int32)
     logits = np.asarray(tiny.forward(target.model, target.params, fed)[0][:, -HORIZON:], np.float64)
     logits /= temperature[:, None, None]
@@ -263,12 +279,12 @@ def laws_of_the_decoder(target: LoadedTarget, texts: np.ndarray, temperature: np
 
 
 def generated(loop: loops.SpeculativeLoop, decoder: SpeculativeDecoder, batch: loops.Prompts) -> np.ndarray:
-    """``[B H]``, garbage behind a row's limit."""
+    """Returns ``[B H]`` tokens; after a row's limit they are arbitrary."""
     start = batch.tokens.shape[1]
     capacity = start + HORIZON + loop.drafter.num_nodes
     outcome = loops.generate(loop, decoder.params, batch, capacity=capacity)
     assert np.array_equal(outcome.length, batch.limit)
-    if not isinstance(loop.drafter, Plain):  # a law of rounds in which nothing deep was accepted would show little
+    if not isinstance(loop.drafter, Plain):  # rounds without deep acceptance would test little
         assert np.asarray(outcome.stats.num_accepted_tokens_per_pos).sum(axis=0).min() > 0
     return np.asarray(outcome.tokens)[:, start : start + HORIZON].astype(int)
 
@@ -276,7 +292,7 @@ def generated(loop: loops.SpeculativeLoop, decoder: SpeculativeDecoder, batch: l
 def check_long_distribution(
     name: str, *, settings: tuple[Setting, ...] = TEMPERATURES, rows: int = 4096, runs: int = 2, first: int = 0
 ) -> dict[str, Fluctuation]:
-    """Every stratum of every text of some runs; what each saw, by its name."""
+    """Checks every stratum of every text of some runs, and returns the fluctuations by name."""
     return judged(name, (written(name, settings, rows=rows, run=first + run) for run in range(runs)))
 
 
@@ -285,47 +301,47 @@ def judged(name: str, texts: Iterator[Texts]) -> dict[str, Fluctuation]:
     for text in texts:
         for group, excess in text.excess().items():
             total[group] = total[group] + excess if group in total else excess
-    found = {group: excess.fluctuation() for group, excess in total.items()}
+    fluctuations = {group: excess.fluctuation() for group, excess in total.items()}
     wrong = [
-        f"by {group}: chi-square {one.statistic:.1f} on {one.degrees} degrees, p {one.p_value:.2g}"
-        + f", {one.impossible} tokens without mass" * (one.impossible > 0)
-        for group, one in found.items()
-        if not one.p_value > ALPHA
+        f"by {group}: chi-square {moved.statistic:.1f} on {moved.degrees} degrees, p {moved.p_value:.2g}"
+        + f", {moved.impossible} tokens without mass" * (moved.impossible > 0)
+        for group, moved in fluctuations.items()
+        if not moved.p_value > ALPHA
     ]
-    assert not wrong, f"{name}: {len(wrong)} of {len(found)} groups of strata, {'; '.join(wrong[:3])}"
-    return found
+    assert not wrong, f"{name}: {len(wrong)} of {len(fluctuations)} groups of strata, {'; '.join(wrong[:3])}"
+    return fluctuations
 
 
-# ---------------------------------------------------------------- on every commit; ``validation`` runs more of the same
+# ---------------------------------------------------------------- tests
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_long_texts_follow_the_law_token_by_token_with(name: str) -> None:
-    found = check_long_distribution(name, rows=8192, runs=5)
-    assert found["setting and context"].sees(ALPHA) < 0.018
-    assert found["all together"].sees(ALPHA) < 0.0095
+def test_long_texts_follow_the_distribution_token_by_token_with(name: str) -> None:
+    fluctuations = check_long_distribution(name, rows=8192, runs=5)
+    assert fluctuations["setting and context"].sees(ALPHA) < 0.018
+    assert fluctuations["all together"].sees(ALPHA) < 0.0095
 
 
 @pytest.mark.parametrize("name", WIDE_DRAFTERS)
-def test_long_texts_of_two_digits_follow_the_law_token_by_token_with(name: str) -> None:
-    found = check_long_distribution(name, rows=4096, runs=1)
-    assert found["setting and context"].sees(ALPHA) < 0.053
-    assert found["all together"].sees(ALPHA) < 0.033
+def test_long_texts_of_two_digits_follow_the_distribution_token_by_token_with(name: str) -> None:
+    fluctuations = check_long_distribution(name, rows=4096, runs=1)
+    assert fluctuations["setting and context"].sees(ALPHA) < 0.053
+    assert fluctuations["all together"].sees(ALPHA) < 0.033
 
 
-@pytest.mark.parametrize("name", ["a chain of drawn tokens", "a dynamic tree"])
-def test_long_truncated_texts_follow_the_law_token_by_token_with(name: str) -> None:
+@pytest.mark.parametrize("name", ["a chain of sampled tokens", "a dynamic tree"])
+def test_long_truncated_texts_follow_the_distribution_token_by_token_with(name: str) -> None:
     check_long_distribution(name, settings=TRUNCATIONS, rows=8192, runs=1)
 
 
 @pytest.mark.parametrize("name", [name for name in HEADS if "dynamic" not in name])
-def test_long_texts_of_a_decoder_follow_the_law_token_by_token_with(name: str) -> None:
-    found = check_long_distribution(name, rows=2048, runs=1)
-    assert found["context"].sees(ALPHA) < 0.06
-    assert found["all together"].sees(ALPHA) < 0.04
+def test_long_texts_of_a_decoder_follow_the_distribution_token_by_token_with(name: str) -> None:
+    fluctuations = check_long_distribution(name, rows=2048, runs=1)
+    assert fluctuations["context"].sees(ALPHA) < 0.06
+    assert fluctuations["all together"].sees(ALPHA) < 0.04
 
 
-def test_no_method_goes_without_the_law() -> None:
+def test_no_method_is_left_out() -> None:
     tested = {type(paired(name)[1].drafter) for name in (*DRAFTERS, *HEADS)}
-    methods = {one for one in vars(drafters).values() if isinstance(one, type) and hasattr(one, "propose")}
+    methods = {member for member in vars(drafters).values() if isinstance(member, type) and hasattr(member, "propose")}
     assert methods - {drafters.Silent} == tested - {tables.TableDrafter}  # Silent drafts nothing

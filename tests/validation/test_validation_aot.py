@@ -52,7 +52,7 @@ def test_a_loop_of_known_length_is_unrolled() -> None:
 def test_a_tpu_does_not_say_how_long_its_loops_are_but_their_condition_does() -> None:
     module = Module.parse(text("loop_of_59.tpu"))
     (loop,) = (one for one in module.computations[module.entry] if one.op == "while")
-    assert "known_trip_count" not in loop.rest and module.trip_count(loop) == 59
+    assert "known_trip_count" not in loop.operands and module.trip_count(loop) == 59
     assert whole("loop_of_59.tpu").cycles >= 59 * 1040, "cycles of a trip count as often"
 
 
