@@ -30,12 +30,12 @@ from eagle3_jax.bench.environment import environment, sha256_of_code, sha256_of_
 from eagle3_jax.bench.records import failure, read_record, write_record
 from eagle3_jax.bench.run import measure
 from eagle3_jax.bench.tables import show, to_markdown, write_text
-from eagle3_jax.engines.vllm.bridge import EngineOptions, eagle3
-from eagle3_jax.engines.vllm.contender import VLLMContender
-from eagle3_jax.engines.vllm.process import Process
 from eagle3_jax.files.prompts import Prompt, in_turn, read_prompts
 from eagle3_jax.files.sources import bundled, locate
 from eagle3_jax.files.writing import cache_directory
+from validation.engines.vllm.bridge import EngineOptions, eagle3
+from validation.engines.vllm.contender import VLLMContender
+from validation.engines.vllm.process import Process
 
 SCHEMA = 2
 OURS = "ours"

@@ -19,13 +19,13 @@ import jax
 
 from eagle3_jax.bench.environment import cpu_model
 from eagle3_jax.bench.gpu import gpu_problem, has_gpu, on_gpu
-from eagle3_jax.engines.memory import SHARE_OF_VLLM, share_memory
-from eagle3_jax.engines.vllm.bridge import VLLM, VLLMError
-from eagle3_jax.engines.vllm.process import Process
-from eagle3_jax.engines.vllm.server import Servers
 from eagle3_jax.models.layers import PRECISIONS
 from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS, Accelerator
 from validation.device import environment_of_vllm
+from validation.engines.memory import SHARE_OF_VLLM, share_memory
+from validation.engines.vllm.bridge import VLLM, VLLMError
+from validation.engines.vllm.process import Process
+from validation.engines.vllm.server import Servers
 from validation.fixtures import installed_python
 from validation.runs import Report, Verdict, load
 from validation.speeds import shared_dtype

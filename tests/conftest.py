@@ -18,9 +18,15 @@ import pytest
 from jaxtyping import install_import_hook
 
 # Before the first import of the library. It makes every annotated shape an assertion, here and in no other program.
-install_import_hook("eagle3_jax", "beartype.beartype")
+try:
+    import beartype  # noqa: F401
 
-import jax  # noqa: E402
+    UNCHECKED = ""
+    install_import_hook("eagle3_jax", "beartype.beartype")
+except ModuleNotFoundError:  # on a machine without the extras for tests
+    UNCHECKED = "not checked, because beartype is not installed"
+
+import jax
 
 # Tests whose cases together take more than ten seconds, compilation included; `pytest --durations=0` shows them.
 SLOW = set(Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").split())
@@ -52,6 +58,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if test in SLOW and (test in seen or cases[test] == 1):
             item.add_marker("slow")
         seen.add(test)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _report_shapes(record_testsuite_property):
+    """Writes into the file of --junitxml that shapes were not checked."""
+    if UNCHECKED:
+        record_testsuite_property("shapes", UNCHECKED)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if UNCHECKED:
+        terminalreporter.write_line(f"Array shapes were {UNCHECKED}.")
 
 
 @pytest.fixture(scope="module", autouse=True)

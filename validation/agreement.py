@@ -11,7 +11,7 @@ import numpy as np
 
 from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters import NGram
-from eagle3_jax.engines.vllm.bridge import VLLM, Engine, EngineOptions, Scored, Tokens
+from validation.engines.vllm.bridge import VLLM, Engine, EngineOptions, Scored, Tokens
 from validation.forcing import reference
 from validation.margin import Agreement, Control, bfloat16_ulp, classify, tie_tolerance, wrong_tolerance
 
@@ -43,12 +43,12 @@ class Judged:
     @property
     def gaps(self) -> np.ndarray:
         """The judge's highest logit minus that of the token, ``[n]``, prompt after prompt."""
-        return np.concatenate([one.gap for one in self.scored])
+        return np.concatenate([scores.gap for scores in self.scored])
 
     @property
     def values(self) -> np.ndarray:
         """The judge's highest logits, ``[n]``."""
-        return np.concatenate([one.best_value for one in self.scored])
+        return np.concatenate([scores.best_value for scores in self.scored])
 
     @property
     def units(self) -> np.ndarray:
@@ -58,13 +58,13 @@ class Judged:
     @property
     def verdicts(self) -> np.ndarray:
         """:class:`Agreement` of each token, ``[n]``."""
-        rank = np.concatenate([one.rank for one in self.scored])
+        rank = np.concatenate([scores.rank for scores in self.scored])
         return classify(self.gaps, rank, tie_tolerance(self.values, self.dtype))
 
     @property
     def agreed(self) -> Agreed:
         """All positions counted."""
-        ties, disagreements = (int(np.sum(self.verdicts == one)) for one in (Agreement.TIE, Agreement.DISAGREE))
+        ties, disagreements = (int(np.sum(self.verdicts == verdict)) for verdict in (Agreement.TIE, Agreement.DISAGREE))
         return Agreed(len(self.gaps), ties, disagreements, float(self.gaps.max()))
 
     def control(self, verdict: Agreement) -> Control:
@@ -78,7 +78,7 @@ class Judged:
 
     def texts_shared(self, others: Sequence[Tokens]) -> int:
         """How many texts are those, token for token."""
-        return sum(one == other for one, other in zip(self.outputs, others, strict=False))
+        return sum(output == text for output, text in zip(self.outputs, others, strict=False))
 
 
 def ours(
@@ -124,23 +124,24 @@ class BothDirections:
         return list(self._exactly() if self.ours[0].dtype == "float32" else self._within_noise())
 
     def _exactly(self) -> Iterator[str]:
-        for one in self.all:
-            agreed = one.agreed
-            apart = len(one.outputs) - one.texts_shared(self.plain)
+        for judged in self.all:
+            agreed = judged.agreed
+            num_different = len(judged.outputs) - judged.texts_shared(self.plain)
             if agreed.disagreements:
-                yield f"{one.by}: {agreed.disagreements} tokens are neither {one.scored_by}'s choice nor a tie"
+                yield f"{judged.by}: {agreed.disagreements} tokens are neither {judged.scored_by}'s choice nor a tie"
             # In float32 a text parts from another where two logits tie, and nowhere else.
-            if apart > agreed.ties:
-                yield f"{one.by}: texts differ that no tie explains"
+            if num_different > agreed.ties:
+                yield f"{judged.by}: texts differ that no tie explains"
 
     def _within_noise(self) -> Iterator[str]:
-        for one in [*self.all, *self.controls.values()]:
-            if one.wrong:
-                yield f"{one.by}: {one.wrong} tokens are too far below {one.scored_by}'s choice for any rounding"
+        for judged in [*self.all, *self.controls.values()]:
+            if judged.wrong:
+                judge = f"{judged.scored_by}'s choice"
+                yield f"{judged.by}: {judged.wrong} tokens are too far below {judge} for any rounding"
         for verdict in (Agreement.TIE, Agreement.DISAGREE):
             noise = self.noise(verdict)
-            for one in self.all:
-                yield from _too_many(one, verdict, noise)
+            for judged in self.all:
+                yield from _too_many(judged, verdict, noise)
             # Noise of our decoding raises the bound above, so it is itself bounded by vLLM's, before the same judge.
             yield from _too_many(self.controls[self.ours[0].by], verdict, self.theirs[0].control(verdict))
 
@@ -150,18 +151,18 @@ class BothDirections:
         Two engines may differ :data:`ENGINES` times as often, since their errors add up at most. vLLM's own count is 0
         where the same kernels decode and score, although its errors are as large as ours.
         """
-        own = [self.controls[one[0].by].control(verdict) for one in (self.ours, self.theirs)]
-        return max(own, key=lambda control: control.bound)
+        controls = [self.controls[texts[0].by].control(verdict) for texts in (self.ours, self.theirs)]
+        return max(controls, key=lambda control: control.bound)
 
 
-def _too_many(one: Judged, verdict: Agreement, noise: Control) -> Iterator[str]:
-    found = one.control(verdict)
-    allowed = noise.allowed(one.agreed.tokens, times=ENGINES)
-    if found.flips > allowed:
+def _too_many(judged: Judged, verdict: Agreement, noise: Control) -> Iterator[str]:
+    control = judged.control(verdict)
+    allowed = noise.allowed(judged.agreed.tokens, times=ENGINES)
+    if control.flips > allowed:
         kind = "not its choice" if verdict is Agreement.TIE else "neither its choice nor a tie"
         yield (
-            f"{one.by}, scored by {one.scored_by}: {found.flips} of {found.tokens} tokens are {kind}; {noise.flips} of "
-            f"{noise.tokens} in plain decoding allow {allowed}"
+            f"{judged.by}, scored by {judged.scored_by}: {control.flips} of {control.tokens} tokens are {kind}; "
+            f"{noise.flips} of {noise.tokens} in plain decoding allow {allowed}"
         )
 
 
@@ -178,7 +179,7 @@ def both_directions(
     singly: int = 8,
 ) -> BothDirections:
     """Generate on both sides, score each on the other, and each against itself as the control."""
-    mine = ours(decoders, prompts, max_new_tokens=max_new_tokens, singly=singly)
+    our_texts = ours(decoders, prompts, max_new_tokens=max_new_tokens, singly=singly)
     options = EngineOptions(
         model=str(directory),
         dtype=dtype,
@@ -187,7 +188,7 @@ def both_directions(
     )
 
     def texts_of(engine: Engine) -> list[Tokens]:
-        return [one.tokens for one in engine.generate(prompts, max_new_tokens=max_new_tokens).completions]
+        return [completion.tokens for completion in engine.generate(prompts, max_new_tokens=max_new_tokens).completions]
 
     speculating = {}
     for config in speculative:
@@ -201,12 +202,12 @@ def both_directions(
         scored = engine.score(fed, outputs) if judge == "vLLM" else reference(target, fed, outputs)
         return Judged(by, judge, dtype, outputs, scored)
 
-    plain = next(iter(mine))
+    plain = next(iter(our_texts))
     controls = {name: judged(name, outputs, "vLLM") for name, outputs in theirs.items()}
     return BothDirections(
-        ours=[judged(name, outputs, "vLLM") for name, outputs in mine.items()],
+        ours=[judged(name, outputs, "vLLM") for name, outputs in our_texts.items()],
         theirs=[judged(name, outputs, "us") for name, outputs in theirs.items()],
-        controls=controls | {plain: judged(plain, mine[plain], "us")},
+        controls=controls | {plain: judged(plain, our_texts[plain], "us")},
     )
 
 

@@ -1,4 +1,4 @@
-"""``pytest validation``: its options, and the report that it writes after every check."""
+"""``pytest validation``: its options, its levels, and the report that it writes after every check."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import gc
 import shlex
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,29 +18,30 @@ import pytest
 from eagle3_jax.bench.environment import committable, environment
 from eagle3_jax.bench.gpu import gpu_problem
 from eagle3_jax.devices.compilation import keep_compiled_programs
-from eagle3_jax.engines.memory import SHARE_OF_VLLM, share_memory
 from validation.aot.platforms import Platform
 from validation.decodings import forget_programs
-from validation.device import give_back, products, reason_of_exhaustion
+from validation.device import products, reason_of_exhaustion, release_memory
+from validation.engines.memory import SHARE_OF_VLLM, share_memory
 from validation.fixtures import NOTES, RELEASES, setting, subject, vllm, vllm_process  # noqa: F401
 from validation.levels import BY_NAME
 from validation.report import write
-from validation.runs import MANIFEST, Check, Counts, Report, Verdict, expected, verdict_lines, without_case
+from validation.runs import GPU_ONLY, Check, Report, Verdict, check_name, checks_in, verdict_lines
 
 REPORT = pytest.StashKey[Report]()
 _CHECK = pytest.StashKey[Check]()
 _STARTED = pytest.StashKey[float]()
 _WRITTEN = pytest.StashKey[Path]()
 COLORS = {Verdict.PASSED: "green", Verdict.FAILED: "red", Verdict.PARTLY: "yellow", Verdict.NOT_RUN: "light"}
+LONGEST_REASON = 500  # characters of a failure's message
 
 _FLAG: dict[str, Any] = {"action": "store_true"}
 _FLOAT: dict[str, Any] = {"type": float}
 _LIST: dict[str, Any] = {"action": "append", "default": []}
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--gpu": ("validate on a CUDA device, in bfloat16 and float32, with speed", _FLAG),
-    "--rehearse": ("with --gpu: run its flow on any device with tiny models; nothing measured so counts", _FLAG),
+    "--rehearse": ("with --gpu: try its flow on any device with tiny models; no figure is a measurement", _FLAG),
     "--quick": ("one case of most checks, with fewer prompts, and few speeds; its levels are never green", _FLAG),
-    "--complete": ("fail unless every level asked for ran in full", _FLAG),
+    "--complete": ("fail unless every requested level ran in full", _FLAG),
     "--level": ("only this level; may be repeated", _LIST | {"metavar": "LEVEL"}),
     "--target": ("directory or hub id of the target to validate", {"metavar": "TARGET"}),
     "--drafter": ("directory or hub id of its EAGLE-3 head", {"metavar": "DRAFTER"}),
@@ -71,17 +73,12 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("validation")
-    for name, (text, how) in OPTIONS.items():
-        group.addoption(name, help=text, **how)
-    parser.addini(
-        "validation_manifest",
-        "table of the checks that each level must contain, or 'none' where other checks are tried out",
-        default=str(MANIFEST),
-    )
+    for name, (text, settings) in OPTIONS.items():
+        group.addoption(name, help=text, **settings)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse misuse before anything is loaded, and open the report."""
+    """Refuses misuse before anything is loaded, and opens the report."""
     config.addinivalue_line("markers", "level(name): the level of proof that a test belongs to, such as 'L5'")
     config.addinivalue_line("markers", "not_quick: other checks of a quick run see nearly the same errors")
     if not hasattr(config.option, "rehearse"):  # found among other directories, which for pytest 8 is too late
@@ -93,7 +90,6 @@ def pytest_configure(config: pytest.Config) -> None:
         gpu=option("--gpu"),
         rehearsal=option("--rehearse"),
         aot=option("--aot"),
-        manifest=_manifest_of(config),
     )
     config.stash[REPORT] = report
     config.stash[NOTES] = report.environment
@@ -138,23 +134,27 @@ def _refuse_misuse(config: pytest.Config) -> None:
         raise ValueError(f"--price-per-hour must be above zero, not {price:g}")
 
 
-def _manifest_of(config: pytest.Config) -> Counts:
-    path = config.getini("validation_manifest")
-    if path == "none":
-        return {}
-    mode = "rehearsal" if config.getoption("--rehearse") else "gpu" if config.getoption("--gpu") else "cpu"
-    return expected(mode, Path(path))
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Writes a report before anything runs, so that a run that is killed early leaves one that says so.
+
+    SIGTERM, which time limits send, ends the run as Ctrl-C does: the report is written and vLLM's process ends.
+    """
+    if session.config.getoption("--collect-only"):
+        return
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    session.config.add_cleanup(lambda: signal.signal(signal.SIGTERM, previous))
+    _write(session.config, "the run was cut off before its first check")
 
 
 @pytest.fixture
 def check(request: pytest.FixtureRequest) -> Check:
-    """The record of a test in the report, for the numbers behind its verdict."""
+    """The record of a test in the report, for the numbers that its verdict depends on."""
     return request.node.stash[_CHECK]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Drop compiled programs: they hold memory maps, and thousands of them reach Linux's limit (65530).
+    """Drops compiled programs: they hold memory maps, and thousands of them reach Linux's limit (65530).
 
     On a GPU, models and vLLM free their memory too, for those of the next module.
     """
@@ -167,88 +167,84 @@ def _forget_programs(pytestconfig: pytest.Config) -> Iterator[None]:
 
 
 def _free(config: pytest.Config) -> None:
-    """Free the memory of models and of vLLM."""
+    """Frees the memory of models and of vLLM."""
     for release in config.stash[RELEASES]:
         release()
-    give_back()
+    release_memory()
 
 
 @pytest.fixture(autouse=True)
 def _as_exact_as_claimed(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With ``--gpu``, multiply with all bits of float32, and free the memory of each check."""
+    """With ``--gpu``, multiplies with all bits of float32, and frees the memory of each check."""
     if not request.config.getoption("--gpu"):
         yield
         return
     with products(request.node.stash[_CHECK].level):
         yield
     if not request.config.getoption("--rehearse"):
-        give_back()
+        release_memory()
 
 
 # ---------------------------------------------------------------- collection
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Speed at the shape of a large model is measured with ``--gpu`` alone."""
-    return True if collection_path.name == "test_speed_simulated.py" and not config.getoption("--gpu") else None
+    return True if collection_path.name == GPU_ONLY and not config.getoption("--gpu") else None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    """Keep the modules whose tests are missing, so that a level does not look better without them."""
-    found = yield
+    """Records modules that could not be collected."""
+    outcome = yield
     report = collector.config.stash[REPORT]
-    if found.failed:
-        report.errors.append(f"{collector.name}: {_last_lines(str(found.longrepr))}")
-    elif found.skipped:
-        report.skipped.append(f"{collector.name}: {_skip_reason(found.longrepr)}")
-    return found
+    if outcome.failed:
+        report.errors.append(f"{collector.name}: {_shortened(str(outcome.longrepr))}")
+    elif outcome.skipped:
+        report.skipped.append(f"{collector.name}: {_skip_reason(outcome.longrepr)}")
+    return outcome
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Add a check to the report for every test, whether it will run or not."""
+    """Adds a check to the report for every test, whether it will run or not."""
     marker = item.get_closest_marker("level")
     if marker is None:
         raise pytest.UsageError(f"{item.nodeid} belongs to no level; mark it, such as @pytest.mark.level('L5')")
     if len(marker.args) != 1 or marker.args[0] not in BY_NAME:
-        named = ", ".join(map(repr, marker.args)) or "nothing"
-        raise pytest.UsageError(f"{item.nodeid}: level({named}) is none of {', '.join(BY_NAME)}")
-    checks = item.config.stash[REPORT].checks
-    name = item.nodeid.partition("::")[2].replace("::", ": ").replace("test_", "").replace("_", " ")
-    if any(check.level == marker.args[0] and check.name == name for check in checks):
-        name = f"{name} ({item.path.stem})"
-    item.stash[_CHECK] = Check(level=marker.args[0], name=name)
-    checks.append(item.stash[_CHECK])
+        names = ", ".join(map(repr, marker.args)) or "nothing"
+        raise pytest.UsageError(f"{item.nodeid}: level({names}) is none of {', '.join(BY_NAME)}")
+    item.stash[_CHECK] = Check(marker.args[0], check_name(item.nodeid.partition("::")[2]))
+    item.config.stash[REPORT].checks.append(item.stash[_CHECK])
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out levels that need another option, and the tests that ``--level`` and ``--quick`` leave out."""
-    if REPORT not in config.stash:
-        return
-    option = config.getoption
+    """Leaves out the tests of ``--level`` and ``--quick``, and levels that need an option; lists uncollected checks."""
+    report = config.stash[REPORT]
+    levels = config.getoption("--level")
+    items_of_levels = [item for item in items if _CHECK in item.stash]  # other folders may run too
+    present = {check.kind for check in report.checks}
+    for folder in {item.path.parent for item in items_of_levels}:
+        for level, name in sorted(checks_in(folder, gpu=report.gpu) - present):
+            report.missing.setdefault(level, []).append(name)
     seen: set[tuple[str, str]] = set()
-    out = []
-    for item in items:
-        if _CHECK not in item.stash:
-            continue
+    deselected = []
+    for item in items_of_levels:
         check = item.stash[_CHECK]
-        kind = check.level, without_case(check.name)
-        if not config.stash[REPORT].asks_for(BY_NAME[check.level]):
+        if not report.includes(BY_NAME[check.level]):
             check.reason = f"only with --{BY_NAME[check.level].only_with}"
-        elif option("--level") and check.level not in option("--level"):
+        elif levels and check.level not in levels:
             check.reason = "deselected by --level"
-        elif option("--quick") and (item.get_closest_marker("not_quick") or (kind in seen and check.level != "L9")):
-            # Speeds are selected by a plan of their own.
+        elif config.getoption("--quick") and (
+            item.get_closest_marker("not_quick") or (check.kind in seen and check.level != "L9")
+        ):  # the speeds of a quick run are selected by test_speed.py
             check.reason = "deselected by --quick"
+        if check.reason:
+            deselected.append(item)
         else:
-            seen.add(kind)
-            continue
-        out.append(item)
-    if out:
-        config.hook.pytest_deselected(items=out)
-        gone = set(out)
-        items[:] = [item for item in items if item not in gone]
+            seen.add(check.kind)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in set(deselected)]
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
@@ -262,7 +258,7 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
-    """Set the verdict of a check from the outcome of its test."""
+    """Sets the verdict of a check from the outcome of its test. Exhausted memory is no failure."""
     outcome = yield
     check = item.stash[_CHECK]
     check.seconds += outcome.duration
@@ -272,10 +268,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
         _free(item.config)
     if outcome.failed:
         message = outcome.longrepr if isinstance(outcome.longrepr, str) else call.excinfo.exconly(tryshort=True)
-        if outcome.when != "call":  # in setup and teardown, the type of the exception says more than its last words
-            message = f"{outcome.when}: {call.excinfo.typename}: {call.excinfo.value}".splitlines()[0]
+        phase = "" if outcome.when == "call" else f"{outcome.when}: "
         check.verdict = Verdict.FAILED
-        check.reason = _last_lines(message)
+        check.reason = _shortened(f"{phase}{message}")
     elif outcome.skipped:
         check.verdict = Verdict.NOT_RUN
         check.reason = _skip_reason(outcome.longrepr)
@@ -286,17 +281,28 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Write the report after every check, so that a run that is killed leaves one too."""
+    """Writes the report after every check, so that a run that is killed leaves one too."""
     yield
-    _write(item.config, "not finished: the run was cut off", page=False)
+    _write(item.config, "the run was cut off", page=False)
 
 
-def _write(config: pytest.Config, reason: str, *, page: bool = True) -> Report:
-    """Write the report of a run that ends here, with a reason for each check that did not run."""
+def _write(config: pytest.Config, unfinished: str, *, page: bool = True) -> Report:
+    """Writes the report of a run that ends here.
+
+    Args:
+        config: Configuration of the run.
+        unfinished: Why the run ends before its end; the reason of every check that did not run. Empty at the end.
+        page: Whether to write the page too.
+    """
     report = config.stash[REPORT]
-    silent = lambda check: check.verdict is Verdict.NOT_RUN and not check.reason
-    checks = [dataclasses.replace(check, reason=reason) if silent(check) else check for check in report.checks]
-    report = dataclasses.replace(report, checks=checks, seconds=time.perf_counter() - config.stash[_STARTED])
+    checks = [
+        dataclasses.replace(check, reason=check.reason or f"not finished: {unfinished}")
+        if check.verdict is Verdict.NOT_RUN
+        else check
+        for check in report.checks
+    ]
+    seconds = time.perf_counter() - config.stash[_STARTED]
+    report = dataclasses.replace(report, checks=checks, seconds=seconds, unfinished=unfinished)
     try:
         config.stash[_WRITTEN] = write(report, config.getoption("--report-dir"), page=page)
     except OSError as error:
@@ -305,16 +311,20 @@ def _write(config: pytest.Config, reason: str, *, page: bool = True) -> Report:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Write the report, however the run ended. Misuse is no run."""
+    """Writes the report at the end of the run, also of one that was interrupted or stopped by ``-x``."""
     config = session.config
-    report = session.config.stash.get(REPORT, None)
-    if report is None or config.getoption("--collect-only") or exitstatus == pytest.ExitCode.USAGE_ERROR:
+    if _WRITTEN not in config.stash:
         return
+    if exitstatus == pytest.ExitCode.USAGE_ERROR:  # nothing was collected
+        del config.stash[_WRITTEN]
+        return
+    report = config.stash[REPORT]
+    stopped = any(check.verdict is Verdict.NOT_RUN and not check.reason for check in report.checks)
     interrupted = exitstatus == pytest.ExitCode.INTERRUPTED and not report.errors
-    report = _write(config, "not finished: the run " + ("was interrupted" if interrupted else "stopped before"))
-    config.stash[REPORT] = report
-    unfinished = config.getoption("--complete") and report.incomplete(config.getoption("--level"))
-    if unfinished and exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+    reason = "the run was interrupted" if interrupted else "the run stopped early" if stopped else ""
+    config.stash[REPORT] = report = _write(config, reason)
+    incomplete = config.getoption("--complete") and report.incomplete(config.getoption("--level"))
+    if incomplete and exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -322,19 +332,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if _WRITTEN not in config.stash:
         return
     report = config.stash[REPORT]
-    written = config.stash[_WRITTEN]
+    file = config.stash[_WRITTEN]
     terminalreporter.section("validation")
     for verdict, line in verdict_lines(report):
         terminalreporter.write_line(line, **{COLORS[verdict]: True})
     terminalreporter.write_line("")
     terminalreporter.write_line(report.summary, bold=True)
     terminalreporter.write_line(f"Compared: {report.compared}")
-    terminalreporter.write_line(f"Report: {written}")
-    if written.suffix != ".html":
-        terminalreporter.write_line("No page: it needs jinja2, which this installation lacks.")
-    if config.getoption("--complete") and (missing := report.incomplete(config.getoption("--level"))):
+    terminalreporter.write_line(f"Report: {file}")
+    if file.suffix != ".html":
+        terminalreporter.write_line("No page: it needs jinja2, which is not installed.")
+    if config.getoption("--complete") and (lines := report.incomplete(config.getoption("--level"))):
         terminalreporter.write_line("--complete: this run is not complete", red=True)
-        for line in missing:
+        for line in lines:
             terminalreporter.write_line(f"  {line}", red=True)
 
 
@@ -343,11 +353,7 @@ def _skip_reason(representation: object) -> str:
     return committable(text.removeprefix("Skipped: "))
 
 
-def _last_lines(message: str, limit: int = 500) -> str:
-    """The end of a failure's message, where pytest compares, and its first line, where the test says what it means."""
+def _shortened(message: str) -> str:
+    """Returns the first lines of a failure's message, without private directories."""
     lines = [line.removeprefix("E  ").strip() for line in committable(message).strip().splitlines() if line.strip()]
-    text = "\n".join(lines).removeprefix("AssertionError: ")
-    if len(text) <= limit:
-        return text
-    first = lines[0][: limit // 2]
-    return f"{first}\n…{text[len(first) + 2 - limit :]}"
+    return "\n".join(lines).removeprefix("AssertionError: ")[:LONGEST_REASON]

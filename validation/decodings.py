@@ -90,7 +90,7 @@ def new_tokens_of(states: Sequence[GenerationState], limit: int) -> list[list[in
 
 def accepted_and_drafted(states: Sequence[GenerationState]) -> tuple[int, int]:
     counts = [(state.stats.num_accepted_tokens, state.stats.num_draft_tokens) for state in states]
-    return tuple(int(sum(np.sum(one[index]) for one in counts)) for index in (0, 1))  # type: ignore[return-value]
+    return tuple(int(sum(np.sum(pair[index]) for pair in counts)) for index in (0, 1))  # type: ignore[return-value]
 
 
 def with_shape(drafter: LoadedDrafter, topology: Any) -> LoadedDrafter:
@@ -99,4 +99,4 @@ def with_shape(drafter: LoadedDrafter, topology: Any) -> LoadedDrafter:
 
 def first_differences(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[int | None]:
     """Place of the first token that differs in each row; ``None`` where none does."""
-    return [parting(one, other) for one, other in zip(ours, theirs, strict=True)]
+    return [parting(row, their_row) for row, their_row in zip(ours, theirs, strict=True)]

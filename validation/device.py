@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from eagle3_jax.engines.memory import is_out_of_memory
+from eagle3_jax.bench.memory import is_out_of_memory
 from eagle3_jax.files.writing import cache_directory
 
 WHAT_TO_DO = (
@@ -43,7 +43,7 @@ def environment_of_vllm() -> dict[str, str]:
     """Variables that make vLLM's float32 float32 on NVIDIA.
 
     Its attention is written in Triton, whose products of float32 are TensorFloat-32 unless told; kernels compiled
-    otherwise must not be taken from a cache. cuBLAS is told too, although PyTorch asks for float32 by itself.
+    with other options must not be taken from a cache. cuBLAS gets the option too, although PyTorch asks for float32.
     """
     return {
         "TRITON_F32_DEFAULT": "ieee",
@@ -57,7 +57,7 @@ def products(level: str) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if level == "L9" else jax.default_matmul_precision("highest")
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Free unused memory. PyTorch keeps freed memory until it is told to release it."""
     gc.collect()
     torch: Any = sys.modules.get("torch")
@@ -69,5 +69,5 @@ def reason_of_exhaustion(error: BaseException) -> str | None:
     """Why a check did not run for lack of memory, with what to do about it; ``None`` for any other error."""
     if not is_out_of_memory(error):
         return None
-    said = " ".join(str(error).split())
-    return f"out of memory ({type(error).__name__}: {said[:160]}); {WHAT_TO_DO}"
+    message = " ".join(str(error).split())
+    return f"out of memory ({type(error).__name__}: {message[:160]}); {WHAT_TO_DO}"

@@ -26,8 +26,8 @@ from eagle3_jax import LoadedDrafter, LoadedTarget, load_drafter
 from eagle3_jax.conversion import convert, read_target
 from eagle3_jax.conversion.tensors import read_tensors, write_tensors
 from eagle3_jax.drafters import NGram, layer_skip
-from eagle3_jax.engines.vllm.bridge import Completion, EngineOptions, Generated
-from eagle3_jax.engines.vllm.process import Process
+from validation.engines.vllm.bridge import Completion, EngineOptions, Generated
+from validation.engines.vllm.process import Process
 from validation.fixtures import installed_python
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
@@ -60,7 +60,7 @@ class Method:
     layout: str | None = None
     least: float = 1.5  #: Mean acceptance length that no head reaches by chance.
     #: The CPU build of vLLM 0.32 gets it wrong and is mended for it; see
-    #: :meth:`~eagle3_jax.engines.vllm.process.ProcessEngine.repaired`.
+    #: :meth:`~validation.engines.vllm.process.ProcessEngine.repaired`.
     repaired: bool = False
 
     def drafter(self, target: LoadedTarget, directory: Path, *, wrong: bool = False) -> Drafter:
@@ -118,7 +118,7 @@ def with_mtp(directory: Path, module: Path) -> Path:
 
 
 def first_layers(directory: Path) -> Path:
-    """The target's first layers with its norm and output matrix: a draft model without weights of its own."""
+    """The target's first layers with its norm and output matrix: a draft model without additional weights."""
 
     def keep(config: Config, tensors: Tensors) -> None:
         config["num_hidden_layers"] = LAYERS_KEPT
@@ -132,9 +132,9 @@ def first_layers(directory: Path) -> Path:
 # ------------------------------------------------------------------------------------------------ injected errors
 
 
-def _swapped(one: str, other: str) -> Change:
+def _swapped(first: str, second: str) -> Change:
     def change(config: Config, tensors: Tensors) -> None:
-        tensors[one], tensors[other] = tensors[other], tensors[one]
+        tensors[first], tensors[second] = tensors[second], tensors[first]
 
     return change
 
@@ -155,7 +155,7 @@ def _of_another_layer(config: Config, tensors: Tensors) -> None:
     config["eagle_aux_hidden_state_layer_ids"] = [2, 4, 6]
 
 
-def _of_the_layers_behind(config: Config, tensors: Tensors) -> None:
+def _of_the_next_layers(config: Config, tensors: Tensors) -> None:
     config["dflash_config"]["target_layer_ids"] = list(AUX)
 
 
@@ -173,7 +173,7 @@ _P_EAGLE = Method(
 )  # fmt: skip
 _DFLASH = Method(
     speculative={"method": "dflash"}, num_speculative_tokens=4, error="features one layer behind",
-    change=_of_the_layers_behind, head="dflash", layout="vllm", repaired=True,
+    change=_of_the_next_layers, head="dflash", layout="vllm", repaired=True,
 )  # fmt: skip
 _MTP = Method(
     speculative={"method": "mtp"}, num_speculative_tokens=1, error="the token before the state",
@@ -238,10 +238,10 @@ def _runs() -> dict[str, Any]:
 
 def recorded(name: str) -> Generated:
     """A run of :data:`METHODS` as it was recorded."""
-    found = _runs()["methods"][name]
-    rows = zip(_runs()["outputs"], found["accepted"], found["drafted"], strict=True)
+    rounds = _runs()["methods"][name]
+    rows = zip(_runs()["outputs"], rounds["accepted"], rounds["drafted"], strict=True)
     completions = [Completion(tokens=tokens, accepted=accepted, drafted=drafted) for tokens, accepted, drafted in rows]
-    return Generated(completions=completions, seconds=0.0, counters=found["counters"])
+    return Generated(completions=completions, seconds=0.0, counters=rounds["counters"])
 
 
 def mean_acceptance_length(generated: Generated) -> float:
@@ -252,23 +252,25 @@ def mean_acceptance_length(generated: Generated) -> float:
 def main(names: list[str]) -> None:
     """Record."""
     vllm = Process(installed_python())
-    found: dict[str, Any] = json.loads(RUNS.read_text()) if names else {}
-    found |= {"versions": vllm.versions, "max_new_tokens": NEW_TOKENS, "prompts": PROMPTS}
+    record: dict[str, Any] = json.loads(RUNS.read_text()) if names else {}
+    record |= {"versions": vllm.versions, "max_new_tokens": NEW_TOKENS, "prompts": PROMPTS}
     plain = vllm.engine(EngineOptions(model=str(TARGET), max_num_seqs=len(PROMPTS)))
-    found["outputs"] = [one.tokens for one in plain.generate(PROMPTS, max_new_tokens=NEW_TOKENS).completions]
-    runs = found.setdefault("methods", {})
+    record["outputs"] = [
+        completion.tokens for completion in plain.generate(PROMPTS, max_new_tokens=NEW_TOKENS).completions
+    ]
+    runs = record.setdefault("methods", {})
     for name in names or METHODS:
         with tempfile.TemporaryDirectory() as directory:
             generated, _ = run(vllm, METHODS[name], Path(directory))
-        assert [one.tokens for one in generated.completions] == found["outputs"], name
+        assert [completion.tokens for completion in generated.completions] == record["outputs"], name
         runs[name] = {
             "counters": generated.counters,
-            "accepted": [one.accepted for one in generated.completions],
-            "drafted": [one.drafted for one in generated.completions],
+            "accepted": [completion.accepted for completion in generated.completions],
+            "drafted": [completion.drafted for completion in generated.completions],
         }
         print(f"{name}: mean acceptance length {mean_acceptance_length(generated):.2f}", flush=True)
     vllm.close()
-    RUNS.write_text(json.dumps(found) + "\n")
+    RUNS.write_text(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

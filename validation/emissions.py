@@ -41,7 +41,7 @@ class Emitted:
     bonus: Bool[np.ndarray, " n"]  #: ``[n]``, whether everything drafted on its path had been accepted.
     #: ``[n k]``, what was drafted for its place, -1 padded; at a bonus of a chain, what would have been.
     proposals: Int[np.ndarray, "n k"]
-    #: ``[n V]``, the distribution that the proposal was drawn from; ``None`` for deterministic proposals.
+    #: ``[n V]``, the distribution that the proposal was sampled from; ``None`` for deterministic proposals.
     q: Float[np.ndarray, "n V"] | None
 
 
@@ -65,7 +65,7 @@ def play(
     )
     state = decoder.prefill(prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
     longer = _one_longer(decoder)
-    found: list[list[tuple]] = [[(FIRST, False, [], None)] for _ in prompts]
+    decisions: list[list[tuple]] = [[(FIRST, False, [], None)] for _ in prompts]
     while bool(np.any(state.running)):
         before = np.asarray(state.length)
         extended = None if longer is None else longer(decoder.params, state)
@@ -82,9 +82,9 @@ def play(
                 children = np.flatnonzero((draft.parents[row] == node) & draft.valid[row])
                 below = children[children < drafted.shape[1]]
                 q = None if draft.probs is None else draft.probs[row, children[0]].copy()
-                found[row].append((index, below.size == 0, draft.tokens[row, children], q))
+                decisions[row].append((index, below.size == 0, draft.tokens[row, children], q))
     tokens = np.asarray(state.tokens)
-    return [_emitted(prompt, tokens[row], found[row]) for row, prompt in enumerate(prompts)]
+    return [_emitted(prompt, tokens[row], decisions[row]) for row, prompt in enumerate(prompts)]
 
 
 def _one_longer(decoder: SpeculativeDecoder) -> Callable[[Any, GenerationState], Draft] | None:
@@ -97,17 +97,19 @@ def _one_longer(decoder: SpeculativeDecoder) -> Callable[[Any, GenerationState],
     return jax.jit(lambda params, state: loop._propose(params, state)[0])
 
 
-def _emitted(prompt: list[int], sequence: np.ndarray, found: list[tuple]) -> Emitted:
-    index, bonus, proposals, laws = zip(*found, strict=True)
+def _emitted(prompt: list[int], sequence: np.ndarray, decisions: list[tuple]) -> Emitted:
+    index, bonus, proposals, distributions = zip(*decisions, strict=True)
     width = max(1, *map(len, proposals))
-    padded = np.full((len(found), width), -1, np.int32)
-    for place, tokens in enumerate(proposals):
-        padded[place, : len(tokens)] = tokens
+    padded = np.full((len(decisions), width), -1, np.int32)
+    for position, tokens in enumerate(proposals):
+        padded[position, : len(tokens)] = tokens
     q = None
-    if any(law is not None for law in laws):
-        size = next(law.size for law in laws if law is not None)
-        q = np.stack([np.zeros(size, np.float32) if law is None else law for law in laws])
-    tokens = sequence[len(prompt) : len(prompt) + len(found)]
+    if any(distribution is not None for distribution in distributions):
+        size = next(distribution.size for distribution in distributions if distribution is not None)
+        q = np.stack(
+            [np.zeros(size, np.float32) if distribution is None else distribution for distribution in distributions]
+        )
+    tokens = sequence[len(prompt) : len(prompt) + len(decisions)]
     return Emitted(prompt, tokens, np.array(index), np.array(bonus), padded, q)
 
 
@@ -123,15 +125,15 @@ class Reference:
         self._model = AutoModelForCausalLM.from_pretrained(directory or bundled("target"), dtype=torch.float32).eval()
 
     def logits(self, rows: Sequence[Emitted]) -> list[np.ndarray]:
-        """Logits that each token of each row was drawn with, ``[n V]``; rows share one forward."""
+        """Returns the logits that each token of each row was sampled with, ``[n V]``; rows share one forward."""
         sequences = [[*row.prompt, *row.tokens.tolist()] for row in rows]
         width = max(map(len, sequences))
         padded = [sequence + [0] * (width - len(sequence)) for sequence in sequences]  # attention is causal
         with self._torch.inference_mode():
             logits = self._model(input_ids=self._torch.tensor(padded)).logits
         return [
-            logits[place, len(row.prompt) - 1 : len(row.prompt) - 1 + len(row.tokens)].numpy()
-            for place, row in enumerate(rows)
+            logits[index, len(row.prompt) - 1 : len(row.prompt) - 1 + len(row.tokens)].numpy()
+            for index, row in enumerate(rows)
         ]
 
     def probabilities(self, logits: Float[np.ndarray, "n V"], warpers: Warpers) -> Float[np.ndarray, "n V"]:
@@ -149,7 +151,7 @@ class Reference:
 def at_an_edge(logits: Float[np.ndarray, "n V"], warpers: Warpers, *, slack: float = 3e-6) -> Bool[np.ndarray, " n"]:
     """Where float32 rounding alone decides which tokens top-k or top-p keeps.
 
-    They are left out independently of the token that was drawn there, which biases nothing.
+    They are left out whatever token was sampled there, so the statistics stay unbiased.
     """
     ranked = np.sort(logits.astype(np.float64), axis=1)[:, ::-1] / warpers.temperature
     close = np.zeros(len(ranked), bool)

@@ -12,10 +12,10 @@ import numpy as np
 
 from eagle3_jax import LoadedDrafter, LoadedTarget, SpeculativeDecoder, conversion, load_drafter, load_target
 from eagle3_jax.drafters import NGram
-from eagle3_jax.engines.vllm.bridge import EngineOptions, Generated, Tokens, eagle3
-from eagle3_jax.engines.vllm.process import Process
 from validation import peaked
 from validation.agreement import Judged
+from validation.engines.vllm.bridge import EngineOptions, Generated, Tokens, eagle3
+from validation.engines.vllm.process import Process
 from validation.forcing import reference
 from validation.parity import Parity, play, stats_of
 from validation.peaked import Recipe
@@ -201,23 +201,25 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
         drafted = eagle3(files, peaked.DEPTH)
     options = EngineOptions(model=str(path), dtype=family.dtype, max_num_seqs=len(prompts))
 
-    def ours(*drafter: Any, **how: Any) -> list[Tokens]:
-        decoder = SpeculativeDecoder(target, *drafter, stop_tokens=(), **how)
+    def ours(*drafter: Any, **options: Any) -> list[Tokens]:
+        decoder = SpeculativeDecoder(target, *drafter, stop_tokens=(), **options)
         return decoder.generate(prompts, max_new_tokens=NEW_TOKENS).tokens
 
-    mine = {"ours, plain": ours(), "ours, drafting": ours(drafter, num_speculative_tokens=peaked.DEPTH)}
+    our_texts = {"ours, plain": ours(), "ours, drafting": ours(drafter, num_speculative_tokens=peaked.DEPTH)}
     # A new process: engines loaded after one with n-grams were seen to write other texts, plain ones too.
     vllm.rest()
     engine = vllm.engine(options)
     plain_text = engine.generate(prompts, max_new_tokens=NEW_TOKENS)
-    judged = [Judged(name, "vLLM", family.dtype, found, engine.score(prompts, found)) for name, found in mine.items()]
+    judged = [
+        Judged(name, "vLLM", family.dtype, texts, engine.score(prompts, texts)) for name, texts in our_texts.items()
+    ]
     drafting = vllm.engine(dataclasses.replace(options, speculative=drafted))
     theirs = drafting.generate(prompts, max_new_tokens=NEW_TOKENS)
     others = {
-        "vLLM, plain": [one.tokens for one in plain_text.completions],
-        "vLLM, drafting": [one.tokens for one in theirs.completions],
+        "vLLM, plain": [completion.tokens for completion in plain_text.completions],
+        "vLLM, drafting": [completion.tokens for completion in theirs.completions],
     }
     judged += [
-        Judged(name, "us", family.dtype, found, reference(target, prompts, found)) for name, found in others.items()
+        Judged(name, "us", family.dtype, texts, reference(target, prompts, texts)) for name, texts in others.items()
     ]
     return Trial(prompts, target, drafter, judged, theirs, peaked.DEPTH)

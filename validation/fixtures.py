@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import pytest
 
-from eagle3_jax.engines.vllm.bridge import VLLM, VLLMError
-from eagle3_jax.engines.vllm.process import Process
-from eagle3_jax.engines.vllm.server import Servers
 from validation.device import environment_of_vllm
+from validation.engines.vllm.bridge import VLLM, VLLMError
+from validation.engines.vllm.process import Process
+from validation.engines.vllm.server import Servers
 from validation.subject import Setting, Subject, choose
 
 TESTED_VERSION = "0.32.0"
@@ -40,10 +40,10 @@ def setting(pytestconfig: pytest.Config) -> Setting:
 @pytest.fixture(scope="session")
 def subject(pytestconfig: pytest.Config, setting: Setting) -> Subject:
     """Target, head and prompts. Prompts are read at once, models when a check asks for them."""
-    found = _or_fail(lambda: choose(setting), ValueError)
-    pytestconfig.stash[NOTES]["subject"] = _or_fail(lambda: found.description, ValueError)
-    pytestconfig.stash[RELEASES].append(found.release)
-    return found
+    chosen = _or_fail(lambda: choose(setting), ValueError)
+    pytestconfig.stash[NOTES]["subject"] = _or_fail(lambda: chosen.description, ValueError)
+    pytestconfig.stash[RELEASES].append(chosen.release)
+    return chosen
 
 
 def installed_python() -> Path:
@@ -62,7 +62,7 @@ def vllm_interpreter(config: pytest.Config) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_process(pytestconfig: pytest.Config) -> Iterator[Process]:
-    """vLLM in a process of its own, whose internals can be read."""
+    """vLLM in a separate process, whose internals can be read."""
     option = pytestconfig.getoption
     if option("--vllm-url") and not option("--vllm-python"):
         pytest.skip("this needs the inside of vLLM, which a server does not show (name an interpreter: --vllm-python)")

@@ -15,11 +15,11 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax import LoadedTarget
 from eagle3_jax.cache import Cache
-from eagle3_jax.engines.vllm.bridge import Scored, Tokens
 from eagle3_jax.models.layers import BFLOAT16, MIXED
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import TargetModel
 from validation.device import exact_options
+from validation.engines.vllm.bridge import Scored, Tokens
 
 _ROWS = 16
 _BUCKET = 64
@@ -44,12 +44,12 @@ def reference(
 def forced_logits(target: LoadedTarget, sequences: Sequence[Tokens]) -> list[np.ndarray]:
     """Logits after every token of each sequence, ``[T V]`` in float32; for vocabularies that are small."""
     width = -(-max(map(len, sequences)) // _BUCKET) * _BUCKET
-    found = []
+    logits_of_rows = []
     for start in range(0, len(sequences), _ROWS):
         rows = sequences[start : start + _ROWS]
         logits = np.asarray(_all_logits(target.model, target.params, padded(rows, width, _ROWS)))
-        found += [logits[index, : len(row)] for index, row in enumerate(rows)]
-    return found
+        logits_of_rows += [logits[index, : len(row)] for index, row in enumerate(rows)]
+    return logits_of_rows
 
 
 def by_blocks(
@@ -74,23 +74,25 @@ def _judge(
     multiple: int = 1,
 ) -> list[Scored]:
     fed = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
-    asked = [[*prompt[1:], *tokens] for prompt, tokens in zip(prompts, judged, strict=True)]
+    judged_ids = [[*prompt[1:], *tokens] for prompt, tokens in zip(prompts, judged, strict=True)]
     width = -(-max(map(len, fed)) // _BUCKET) * _BUCKET  # one for all, so that there is one program
     width = -(-width // multiple) * multiple
     scored = []
     for start in range(0, len(fed), _ROWS):
         rows = slice(start, start + _ROWS)
-        found = jax.device_get(
-            function(target.model, target.params, padded(fed[rows], width, _ROWS), padded(asked[rows], width, _ROWS))
+        opinions = jax.device_get(
+            function(
+                target.model, target.params, padded(fed[rows], width, _ROWS), padded(judged_ids[rows], width, _ROWS)
+            )
         )
         for index, (prompt, output) in enumerate(zip(prompts[rows], outputs[rows], strict=True)):
-            given = slice(len(prompt) - 1, len(prompt) - 1 + len(output))
-            scored.append(Scored(**{name: leaf[index, given].tolist() for name, leaf in found.items()}))
+            positions = slice(len(prompt) - 1, len(prompt) - 1 + len(output))
+            scored.append(Scored(**{name: leaf[index, positions].tolist() for name, leaf in opinions.items()}))
     return scored
 
 
 def padded(rows: Sequence[Tokens], width: int, count: int | None = None) -> Int[Array, "B T"]:
-    """Rows of ``width`` tokens, zeros behind each; as many rows as there are, or ``count``."""
+    """Returns rows of ``width`` tokens, padded with zeros; as many rows as given, or ``count``."""
     tokens = np.zeros((count or len(rows), width), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
@@ -109,15 +111,15 @@ def _compiled(function: Any, *static: str) -> Any:
     return jax.jit(function, static_argnums=0, static_argnames=static, compiler_options=exact_options())
 
 
-def _one_pass(model: TargetModel, params: Any, fed: Int[Array, "B T"], asked: Int[Array, "B T"]) -> Opinion:
+def _one_pass(model: TargetModel, params: Any, fed: Int[Array, "B T"], judged_ids: Int[Array, "B T"]) -> Opinion:
     positions = jnp.broadcast_to(jnp.arange(fed.shape[1], dtype=jnp.int32), fed.shape)
     final = model(params, fed, positions, causal_mask(fed.shape[1])).final
     # A row at a time: with a vocabulary of 128,256 the logits of one row are a quarter of a gigabyte already.
-    return lax.map(lambda row: _opinion(model.unembed(params, row[0]), row[1]), (final, asked))
+    return lax.map(lambda row: _opinion(model.unembed(params, row[0]), row[1]), (final, judged_ids))
 
 
 def _blocks(
-    model: TargetModel, params: Any, fed: Int[Array, "B T"], asked: Int[Array, "B T"], *, block: int
+    model: TargetModel, params: Any, fed: Int[Array, "B T"], judged_ids: Int[Array, "B T"], *, block: int
 ) -> Opinion:
     batch, width = fed.shape
 
@@ -130,12 +132,12 @@ def _blocks(
         judged = _opinion(model.unembed(params, output.final), tokens[1])
         return cache.commit(output.written, jnp.full((batch,), block, jnp.int32)), judged
 
-    judged = lax.scan(feed, model.init_cache(batch, width), (split(fed), split(asked)))[1]
+    judged = lax.scan(feed, model.init_cache(batch, width), (split(fed), split(judged_ids)))[1]
     return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1).reshape(batch, width), judged)
 
 
-def _opinion(logits: Float[Array, "*rows V"], given: Int[Array, "*rows"]) -> Opinion:
-    logit = jnp.take_along_axis(logits, given[..., None], axis=-1)
+def _opinion(logits: Float[Array, "*rows V"], judged_ids: Int[Array, "*rows"]) -> Opinion:
+    logit = jnp.take_along_axis(logits, judged_ids[..., None], axis=-1)
     highest = jnp.max(logits, axis=-1)
     return {
         "best": jnp.argmax(logits, axis=-1).astype(jnp.int32),  # the lowest id of equals

@@ -15,8 +15,8 @@ from jaxtyping import Array, Key
 
 from eagle3_jax import LoadedDrafter, SpeculativeDecoder
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head
-from eagle3_jax.engines.vllm.bridge import Tokens
 from eagle3_jax.types import Draft, Observation, SamplingParams
+from validation.engines.vllm.bridge import Tokens
 
 
 @struct.dataclass(kw_only=True)
@@ -51,18 +51,18 @@ class Recording:
 
     def observe(self, params: Any, state: RecordingState, seen: Observation) -> RecordingState:
         fed = seen.tokens.shape[1]
-        kept = Observation(  # as long as any observation, because a state keeps its shapes
+        padded = Observation(  # as long as any observation, because a state keeps its shapes
             tokens=state.seen.tokens.at[:, :fed].set(seen.tokens),
             features=state.seen.features.at[:, :fed].set(seen.features.astype(jnp.float32)),
             length=seen.length,
             next_token=seen.next_token,
         )
-        return RecordingState(inner=self.drafter.observe(params, state.inner, seen), seen=kept)
+        return RecordingState(inner=self.drafter.observe(params, state.inner, seen), seen=padded)
 
     def propose(self, params: Any, state: RecordingState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
         draft = self.drafter.propose(params, state.inner, keys, sampling)
-        left = None if draft.state is None else RecordingState(inner=draft.state, seen=state.seen)
-        return dataclasses.replace(draft, state=left)
+        recording = None if draft.state is None else RecordingState(inner=draft.state, seen=state.seen)
+        return dataclasses.replace(draft, state=recording)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +116,9 @@ def compare_with_recorded(
         # The rows after these belong to refused drafts.
         worst_features = max(worst_features, _relative(fed, np.array(theirs["features"])[:count]))
         draft, logits = _drafted(drafter, params, state.drafter.inner, state.keys, state.sampling)
-        for ours, other in zip(logits, theirs["logits"], strict=True):
-            wanted = np.array([other[index] for index in draft_to_target])
-            worst_logits = max(worst_logits, _relative(np.asarray(ours), wanted))
+        for ours, their_logits in zip(logits, theirs["logits"], strict=True):
+            expected = np.array([their_logits[index] for index in draft_to_target])
+            worst_logits = max(worst_logits, _relative(np.asarray(ours), expected))
         differ += np.asarray(draft.tokens[0, 1:]).tolist() != theirs["drafts"]
         state = decoder.step(state).state
     return Closeness(rounds, worst_features, worst_logits, differ)
@@ -133,14 +133,14 @@ def _drafted(
     drafter: Eagle3Drafter, params: Any, state: Any, keys: Key[Array, " B"], sampling: SamplingParams
 ) -> tuple[Draft, list[Array]]:
     """A draft, and the logits ``[W]`` of row 0 at each of its steps."""
-    kept: list[Array] = []
+    step_logits: list[Array] = []
     original = Eagle3Head.logits
 
     def logits(head: Eagle3Head, output: Array) -> Array:
-        found = original(head, output)
-        kept.append(found[0, 0])
-        return found
+        values = original(head, output)
+        step_logits.append(values[0, 0])
+        return values
 
     with mock.patch.object(Eagle3Head, "logits", logits):
         draft = drafter.propose(params, state, keys, sampling)
-    return draft, kept
+    return draft, step_logits

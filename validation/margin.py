@@ -82,8 +82,8 @@ def clopper_pearson(successes: int, trials: int, *, confidence: float = 0.99) ->
     """Exact two-sided interval of a binomial probability (Clopper & Pearson, 1934)."""
     if not 0 <= successes <= trials:  # scipy 1.18 no longer checks
         raise ValueError(f"{successes} successes in {trials} trials; expected 0 to {trials}")
-    found = stats.binomtest(successes, trials).proportion_ci(confidence)
-    return float(found.low), float(found.high)
+    interval = stats.binomtest(successes, trials).proportion_ci(confidence)
+    return float(interval.low), float(interval.high)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from eagle3_jax import SamplingParams, SpeculationStats, SpeculativeDecoder
 from eagle3_jax.bench.trace import record
-from eagle3_jax.engines.vllm.bridge import Engine, Generated, Tokens
+from validation.engines.vllm.bridge import Engine, Generated, Tokens
 
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 
@@ -34,9 +34,9 @@ def play(
         limits = [max_new_tokens] * len(batch)
         trace = record(decoder, batch, max_new_tokens=limits, sampling=SamplingParams(), seed=0)
         for tokens, row in zip(trace.result.tokens, trace.prompts, strict=True):
-            rounds = [one for one in row["rounds"] if len(one["tokens"]) > 1]
-            accepted = [one["num_accepted"] for one in rounds]
-            drafts = [one["tokens"][1:] for one in rounds]
+            rounds = [round_ for round_ in row["rounds"] if len(round_["tokens"]) > 1]
+            accepted = [round_["num_accepted"] for round_ in rounds]
+            drafts = [round_["tokens"][1:] for round_ in rounds]
             played.append(Played(tokens, accepted, drafts))
     return played
 
@@ -44,19 +44,19 @@ def play(
 def parting(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     """The first place where two lists differ, the end of the shorter one included; ``None`` where they are equal."""
     places = itertools.zip_longest(ours, theirs)
-    return next((place for place, (one, other) in enumerate(places) if one != other), None)
+    return next((position for position, (token, their_token) in enumerate(places) if token != their_token), None)
 
 
 def first_difference(ours: Sequence[Played], theirs: Generated) -> str | None:
     """Where the two part first, to the token; ``None`` where they never do."""
-    for request, (mine, other) in enumerate(zip(ours, theirs.completions, strict=True)):
-        if (at := parting(mine.tokens, other.tokens)) is not None:
-            wrote = f"we wrote {mine.tokens[at : at + 1]}, vLLM {other.tokens[at : at + 1]}"
+    for request, (played, completion) in enumerate(zip(ours, theirs.completions, strict=True)):
+        if (at := parting(played.tokens, completion.tokens)) is not None:
+            wrote = f"we wrote {played.tokens[at : at + 1]}, vLLM {completion.tokens[at : at + 1]}"
             return f"request {request}, new token {at}: {wrote}"
-        if other.accepted is not None and (at := parting(mine.accepted, other.accepted)) is not None:
+        if completion.accepted is not None and (at := parting(played.accepted, completion.accepted)) is not None:
             return (
-                f"request {request}, round {at}: we accepted {mine.accepted[at : at + 1]} of "
-                f"{mine.drafts[at : at + 1]}, vLLM {other.accepted[at : at + 1]}; all before is equal"
+                f"request {request}, round {at}: we accepted {played.accepted[at : at + 1]} of "
+                f"{played.drafts[at : at + 1]}, vLLM {completion.accepted[at : at + 1]}; all before is equal"
             )
     return None
 
@@ -83,17 +83,17 @@ class Parity:
     @property
     def counters(self) -> dict[str, tuple[object, object]]:
         """Name to ours and theirs."""
-        mine = self.stats.to_json()
-        return {name: (mine[name], self.theirs.counters.get(name)) for name in COUNTERS}
+        our_counters = self.stats.to_json()
+        return {name: (our_counters[name], self.theirs.counters.get(name)) for name in COUNTERS}
 
     @property
     def difference(self) -> str | None:
         """Where the two part first, in words; ``None`` where they never do."""
-        found = first_difference(self.ours, self.theirs)
-        if found is not None:
-            return found
-        other = [name for name, (mine, theirs) in self.counters.items() if mine != theirs]
-        if other or set(self.theirs.counters) != set(COUNTERS):
+        text_difference = first_difference(self.ours, self.theirs)
+        if text_difference is not None:
+            return text_difference
+        names = [name for name, (our_count, theirs) in self.counters.items() if our_count != theirs]
+        if names or set(self.theirs.counters) != set(COUNTERS):
             return f"the rounds are equal and the counters are not: {self.stats.to_json()} and {self.theirs.counters}"
         if not self.stats.num_accepted_tokens > 0:
             return "nothing was accepted, so that equal counts prove nothing"

@@ -50,9 +50,9 @@ def build(recipe: Recipe) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    whole = "text_config" in recipe.fields
-    config = AutoConfig.for_model(recipe.model_type, **({} if whole else BASE) | recipe.fields)
-    kind = AutoModelForImageTextToText if whole else AutoModelForCausalLM
+    has_text_config = "text_config" in recipe.fields
+    config = AutoConfig.for_model(recipe.model_type, **({} if has_text_config else BASE) | recipe.fields)
+    kind = AutoModelForImageTextToText if has_text_config else AutoModelForCausalLM
     model = eager(kind.from_config(config, attn_implementation="eager").float())
     generator = torch.Generator().manual_seed(recipe.seed)
     corrections = [(name, value) for name, value in model.named_buffers() if name.endswith("correction_bias")]
@@ -142,8 +142,8 @@ def learned(
     embedding = target.model.tables(target.params).embedding  # type: ignore[attr-defined]
     frozen: Frozen = {"target_params": target.params, "embedding": embedding, "draft_to_target": None}
 
-    def loss(params: Any, given: tuple[Frozen, TTTBatch]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return ttt_loss(drafter, target.model, params, *given, OBJECTIVE)  # type: ignore[arg-type]
+    def loss(params: Any, batch: tuple[Frozen, TTTBatch]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return ttt_loss(drafter, target.model, params, *batch, OBJECTIVE)  # type: ignore[arg-type]
 
     def batch_at(step: int) -> tuple[Frozen, TTTBatch]:
         rows = np.random.default_rng((0, step)).choice(len(tokens), ROWS, replace=False)

@@ -1,4 +1,4 @@
-"""L6: tokens of a sampling decoder, scored under the target's own law and judged stratum by stratum."""
+"""L6: tokens of a sampling decoder, scored under the target's distribution and judged stratum by stratum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAST_P = 1e-6
 FEWEST = 100  # tokens below which a sum of scores is too far from normal to be judged
 CONTEXT = 64  # prompts are cut to their last tokens, so that all share the compiled programs of one bucket
 METHODS: dict[str, dict[str, Any]] = {  # the first one is that of --quick
-    f"a chain of {K} drawn tokens": {"num_speculative_tokens": K, "draft_sampling": DraftSampling.PROBABILISTIC},
+    f"a chain of {K} sampled tokens": {"num_speculative_tokens": K, "draft_sampling": DraftSampling.PROBABILISTIC},
     "plain sampling, the control": {},
     f"a chain of {K} likeliest tokens": {"num_speculative_tokens": K},
     "a dynamic tree": {"tree": DynamicTree(num_nodes=10, max_depth=K, top_k=3)},
@@ -28,7 +28,7 @@ Batches = Sequence[tuple[Sequence[Warpers], int, int]]
 
 
 def decoder_of(method: str, target: LoadedTarget, drafter: LoadedDrafter) -> SpeculativeDecoder:
-    """One of :data:`METHODS`, without stop tokens."""
+    """Returns the decoder of one of :data:`METHODS`, without stop tokens."""
     options = METHODS[method]
     return SpeculativeDecoder(target, drafter if options else None, stop_tokens=(), **options)
 
@@ -41,8 +41,8 @@ class Sample:
     bonus: np.ndarray  #: ``[n]``, whether nothing was drafted for its place any more.
     warpers: np.ndarray  #: ``[n]``, as text.
     scores: dict[str, Score]  #: Name to the score of each token; not a number where it has none.
-    transforms: dict[str, np.ndarray]  #: Name to ``[n]`` values, uniform under the law; likewise.
-    left_out: int  #: Places where rounding decides what truncation keeps.
+    transforms: dict[str, np.ndarray]  #: Name to ``[n]`` values, uniform under the distribution; not a number likewise.
+    left_out: int  #: Places where rounding decides which tokens truncation keeps.
     acceptance_length: dict[str, float]  #: ``τ`` by warpers.
 
 
@@ -55,12 +55,12 @@ def sample(
     parts = []
     left_out = 0
     lengths = {}
-    for seed, (settings, each, max_new_tokens) in enumerate(batches):
-        rows = [warpers for warpers in settings for _ in range(each)]
+    for seed, (settings, rows_per_setting, max_new_tokens) in enumerate(batches):
+        rows = [warpers for warpers in settings for _ in range(rows_per_setting)]
         chosen = [prompts[row % len(prompts)] for row in range(len(rows))]
-        found = play(decoder, chosen, rows=rows, max_new_tokens=max_new_tokens, seed=seed)
-        for start in range(0, len(rows), each):
-            group = found[start : start + each]
+        emitted = play(decoder, chosen, rows=rows, max_new_tokens=max_new_tokens, seed=seed)
+        for start in range(0, len(rows), rows_per_setting):
+            group = emitted[start : start + rows_per_setting]
             warpers = rows[start]
             rounds = sum(int(np.count_nonzero(row.index == 0)) for row in group)
             lengths[str(warpers)] = sum(int(np.count_nonzero(row.index >= 0)) for row in group) / rounds
@@ -73,9 +73,9 @@ def sample(
     return _joined(parts, left_out, lengths)
 
 
-def _chosen(row: Emitted, kept: np.ndarray) -> Emitted:
+def _chosen(row: Emitted, mask: np.ndarray) -> Emitted:
     fields = {field.name: getattr(row, field.name) for field in dataclasses.fields(row) if field.name != "prompt"}
-    return Emitted(row.prompt, **{name: None if value is None else value[kept] for name, value in fields.items()})
+    return Emitted(row.prompt, **{name: None if value is None else value[mask] for name, value in fields.items()})
 
 
 def _scored(row: Emitted, p: np.ndarray, warpers: Warpers, rng: np.random.Generator) -> tuple:
@@ -119,14 +119,14 @@ def _joined(parts: Sequence[tuple], left_out: int, lengths: dict[str, float]) ->
     )
 
 
-def strata(found: Sample) -> dict[str, np.ndarray]:
+def strata(sample: Sample) -> dict[str, np.ndarray]:
     """What is judged on its own: everything, each index of a round, the bonus, each setting."""
-    groups = {"all tokens": np.ones(len(found.index), bool)}
-    for index in np.unique(found.index).tolist():
-        groups["prefill" if index == FIRST else f"index {index}"] = found.index == index
-    if found.index.max() > 0:
-        groups["bonus"] = found.bonus & (found.index > 0)
-    return groups | {name: found.warpers == name for name in np.unique(found.warpers).tolist()}
+    groups = {"all tokens": np.ones(len(sample.index), bool)}
+    for index in np.unique(sample.index).tolist():
+        groups["prefill" if index == FIRST else f"index {index}"] = sample.index == index
+    if sample.index.max() > 0:
+        groups["bonus"] = sample.bonus & (sample.index > 0)
+    return groups | {name: sample.warpers == name for name in np.unique(sample.warpers).tolist()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,25 +154,25 @@ class Judgement:
         return [row[1] for row in self.rows if row[2] != ""]
 
 
-def judge(found: Sample) -> Judgement:
+def judge(sample: Sample) -> Judgement:
     """Sums of scores as ``z``, transforms by Kolmogorov-Smirnov, in all :func:`strata`."""
     table = []
     wrong = []
-    for stratum, chosen in strata(found).items():
+    for stratum, chosen in strata(sample).items():
         judged = int(chosen.sum()) >= FEWEST
         row = [stratum, int(chosen.sum())]
-        for name, score in found.scores.items():
-            own = score[chosen & ~np.isnan(score.mean)]
-            enough = judged and own.observed.size >= FEWEST
-            row.append(round(own.z, 2) if enough else "")
-            if enough and not abs(own.z) < MOST_Z:
-                wrong.append(f"{stratum}: {name} z = {own.z:.1f}")
-        for name, values in found.transforms.items():
-            own = values[chosen & ~np.isnan(values)]
-            p_value = kolmogorov_smirnov(own)
-            row.append(float(f"{p_value:.2g}") if own.size >= FEWEST else "")
-            if own.size >= FEWEST and not p_value > LEAST_P:
+        for name, score in sample.scores.items():
+            excess = score[chosen & ~np.isnan(score.mean)]
+            enough = judged and excess.observed.size >= FEWEST
+            row.append(round(excess.z, 2) if enough else "")
+            if enough and not abs(excess.z) < MOST_Z:
+                wrong.append(f"{stratum}: {name} z = {excess.z:.1f}")
+        for name, values in sample.transforms.items():
+            uniforms = values[chosen & ~np.isnan(values)]
+            p_value = kolmogorov_smirnov(uniforms)
+            row.append(float(f"{p_value:.2g}") if uniforms.size >= FEWEST else "")
+            if uniforms.size >= FEWEST and not p_value > LEAST_P:
                 wrong.append(f"{stratum}: {name} KS p = {p_value:.1g}")
         table.append(row)
-    names = [f"{name} z" for name in found.scores] + [f"{name} KS p" for name in found.transforms]
+    names = [f"{name} z" for name in sample.scores] + [f"{name} KS p" for name in sample.transforms]
     return Judgement(["stratum", "tokens", *names], table, wrong)

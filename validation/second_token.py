@@ -1,4 +1,7 @@
-"""L6: the law of the second token, the first that a draft is verified for, by enumeration; and who draws from it."""
+"""L6: the distribution of the second token, by enumeration, and samples of it from both engines.
+
+The second token is the first one for which a draft is verified.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from eagle3_jax import LoadedTarget, SamplingParams, SpeculativeDecoder, load_drafter, load_target
-from eagle3_jax.engines.vllm.bridge import EngineOptions, Tokens, eagle3
-from eagle3_jax.engines.vllm.process import Process, ProcessEngine
 from eagle3_jax.testing.verifier import warped
+from validation.engines.vllm.bridge import EngineOptions, Tokens, eagle3
+from validation.engines.vllm.process import Process, ProcessEngine
 from validation.forcing import forced_logits
 from validation.statistics import Fit, goodness_of_fit
 
@@ -27,26 +30,26 @@ REPAIRED = "vLLM, EAGLE-3 repaired"
 Draws = dict[str, collections.Counter[int]]
 
 
-def law_of_the_second_token(target: LoadedTarget, temperature: float, top_p: float) -> np.ndarray:
-    """``sum_a p(a | prompt) p(x | prompt, a)``, ``[V]``, in float64, by enumeration of the first token."""
+def enumerate_second_token(target: LoadedTarget, temperature: float, top_p: float) -> np.ndarray:
+    """Returns ``sum_a p(a | prompt) p(x | prompt, a)``, ``[V]``, in float64, by enumeration of the first token."""
     logits = forced_logits(target, [[*PROMPT, first] for first in range(target.vocab_size)])
-    law = lambda row: warped(row.astype(np.float64), temperature, 0, top_p)
-    first = law(logits[0][len(PROMPT) - 1])
-    return sum(p * law(row[len(PROMPT)]) for p, row in zip(first, logits, strict=True) if p > 0)
+    warp = lambda row: warped(row.astype(np.float64), temperature, 0, top_p)
+    first = warp(logits[0][len(PROMPT) - 1])
+    return sum(p * warp(row[len(PROMPT)]) for p, row in zip(first, logits, strict=True) if p > 0)
 
 
 def title(setting: str) -> str:
-    """Of the table in a report."""
+    """Returns the title of the table in a report."""
     return f"Second token, {DRAWS} draws, {setting}"
 
 
-def law(setting: str) -> dict[int, float]:
-    """Of the second token of the tiny target that both engines hold."""
-    return dict(enumerate(law_of_the_second_token(load_target(DIRECTORY / "target"), *SETTINGS[setting])))
+def exact_distribution(setting: str) -> dict[int, float]:
+    """Returns the distribution of the second token of the tiny target that both engines hold."""
+    return dict(enumerate(enumerate_second_token(load_target(DIRECTORY / "target"), *SETTINGS[setting])))
 
 
 def ours(setting: str, count: int = DRAWS) -> Draws:
-    """Our draws, with and without a head; ``count`` is a multiple of :data:`BATCH`."""
+    """Returns our draws, with and without a head; ``count`` is a multiple of :data:`BATCH`."""
     target = load_target(DIRECTORY / "target")
     draws = {}
     temperature, top_p = SETTINGS[setting]
@@ -64,28 +67,28 @@ def ours(setting: str, count: int = DRAWS) -> Draws:
 
 
 def vllms(process: Process, setting: str) -> Draws:
-    """vLLM's draws; on a CPU, whose build samples wrongly under speculation, repaired as well."""
+    """Returns vLLM's draws. On a CPU, whose build samples wrongly under speculation, also those of a repaired vLLM."""
     temperature, top_p = SETTINGS[setting]
     options = {"model": str(DIRECTORY / "target"), "max_model_len": 64, "max_num_seqs": BATCH}
 
-    def drawn_by(engine: ProcessEngine) -> collections.Counter[int]:
-        found = engine.generate([PROMPT] * DRAWS, max_new_tokens=2, temperature=temperature, top_p=top_p, seed=0)
-        return collections.Counter(one.tokens[1] for one in found.completions)
+    def draws_of(engine: ProcessEngine) -> collections.Counter[int]:
+        generated = engine.generate([PROMPT] * DRAWS, max_new_tokens=2, temperature=temperature, top_p=top_p, seed=0)
+        return collections.Counter(completion.tokens[1] for completion in generated.completions)
 
-    draws = {"vLLM, plain": drawn_by(process.engine(EngineOptions(**options)))}
+    draws = {"vLLM, plain": draws_of(process.engine(EngineOptions(**options)))}
     speculating = process.engine(EngineOptions(**options, speculative=eagle3(DIRECTORY / "eagle3", K)))
-    draws[SHIPPED] = drawn_by(speculating)
+    draws[SHIPPED] = draws_of(speculating)
     if process.versions["device"] == "cpu":
         with speculating.repaired("sampling"):
-            draws[REPAIRED] = drawn_by(speculating)
+            draws[REPAIRED] = draws_of(speculating)
     return draws
 
 
 def fits(draws: Draws, exact: dict[int, float]) -> dict[str, Fit]:
-    """Every row of draws against the law."""
+    """Compares every row of draws with the exact distribution."""
     return {name: goodness_of_fit(counts, exact) for name, counts in draws.items()}
 
 
 def follows(fit: Fit) -> bool:
-    """Whether chance explains what the law does not."""
+    """Whether chance explains the deviation."""
     return min(fit.chi_square, fit.g_test) > ALPHA

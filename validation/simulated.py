@@ -1,4 +1,4 @@
-"""L9 without weights: the shape of a model for vLLM, and whether both engines' dice accept what they are told to."""
+"""L9 without weights: the shape of a model for vLLM, and whether both engines accept at the simulated rates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALPHA = 1e-6  # of all positions and engines together
 
 
 def write_shape(target: DecoderConfig, head: Eagle3Config, directory: Path, *, dtype: str) -> tuple[Path, Path]:
-    """Write the ``config.json`` of a Llama or Qwen3 shape and of its head; vLLM draws weights for them."""
+    """Write the ``config.json`` of a Llama or Qwen3 shape and of its head; vLLM makes random weights for them."""
     name = "Qwen3" if grouped(target.layers[0]).qk_norm else "Llama"
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     fields = {
@@ -44,32 +44,33 @@ def write_shape(target: DecoderConfig, head: Eagle3Config, directory: Path, *, d
 
 
 @dataclasses.dataclass(frozen=True)
-class Law:
-    """What dice with given rates accept: ``P(A >= i) = rates[i - 1]``, the share of rounds that accept ``i`` tokens."""
+class AcceptanceDistribution:
+    """Number of accepted tokens ``A`` of a round with simulated acceptance: ``P(A >= i) = rates[i - 1]``."""
 
     rates: Sequence[float]
 
     @property
     def mean(self) -> float:
-        """Accepted tokens of a round."""
+        """Mean number of accepted tokens of a round."""
         return sum(self.rates)
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of that: ``E[A^2] = sum (2 i - 1) P(A >= i)``."""
+        """Standard deviation of the number of accepted tokens: ``E[A^2] = sum (2 i - 1) P(A >= i)``."""
         second = sum((2 * position + 1) * rate for position, rate in enumerate(self.rates))
         return math.sqrt(second - self.mean**2)
 
     def scores(self, counted: SpeculationStats) -> list[float]:
-        """Standard scores of the mean and of every position. Rounds are whole, so that Wald's identity holds."""
+        """Returns standard scores of the mean and of every position. Rounds are complete, so Wald's identity holds."""
         rounds = int(np.sum(counted.num_drafts))
         accepted = np.asarray(counted.num_accepted_tokens_per_pos)
         accepted = accepted.reshape(-1, len(self.rates)).sum(0)
-        found = [(accepted.sum() / rounds - self.mean) / self.deviation]
-        found += [
-            (one / rounds - rate) / math.sqrt(rate * (1 - rate)) for one, rate in zip(accepted, self.rates, strict=True)
+        scores = [(accepted.sum() / rounds - self.mean) / self.deviation]
+        scores += [
+            (count / rounds - rate) / math.sqrt(rate * (1 - rate))
+            for count, rate in zip(accepted, self.rates, strict=True)
         ]
-        return [float(score) * math.sqrt(rounds) for score in found]
+        return [float(score) * math.sqrt(rounds) for score in scores]
 
     @property
     def most(self) -> float:
@@ -82,7 +83,7 @@ class Law:
 
 
 def synthetic(head: Path, rates: Sequence[float]) -> dict[str, Any]:
-    """vLLM's ``speculative_config`` of acceptance by dice."""
+    """Returns vLLM's ``speculative_config`` of simulated acceptance."""
     return {
         "method": "eagle3",
         "model": str(head),

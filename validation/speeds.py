@@ -7,10 +7,10 @@ from typing import Any
 
 from eagle3_jax import DynamicTree, SpeculativeDecoder
 from eagle3_jax.bench.contenders import Contender, DecoderContender
+from eagle3_jax.bench.memory import is_out_of_memory
 from eagle3_jax.bench.results import Report, Row
 from eagle3_jax.bench.run import measure
-from eagle3_jax.engines.memory import is_out_of_memory
-from eagle3_jax.engines.transformers import TransformersContender
+from eagle3_jax.bench.transformers import TransformersContender
 from eagle3_jax.theory.cost import cost_per_million_tokens
 from eagle3_jax.verifiers.simulated import SimulatedAcceptance
 from validation.runs import Check
@@ -62,7 +62,7 @@ def measure_and_keep(
     quoted: bool = True,
     missing: Sequence[list[Any]] = (),
     cost_rounds: int = 0,
-    **how: int,
+    **amounts: int,
 ) -> None:
     """Measure all in turn, keep everything, then judge."""
     report = measure(
@@ -72,10 +72,12 @@ def measure_and_keep(
         batch_size=batch,
         cost_rounds=cost_rounds,
         streams=0,
-        **how,  # type: ignore[arg-type]
+        **amounts,  # type: ignore[arg-type]
     )
-    dtypes = {one.name: one.dtype for one in contenders}
-    absent = [not_run(one.name, dtypes[one.name], batch, one.reason) for one in report.not_measured]
+    dtypes = {contender.name: contender.dtype for contender in contenders}
+    absent = [
+        not_run(contender.name, dtypes[contender.name], batch, contender.reason) for contender in report.not_measured
+    ]
     title = title if quoted else "No claim, for on a GPU the shipped pair waits for launches: "
     title += f"Speed at batch {batch}, {report.num_prompts} prompts of {CONTEXT} tokens, {report.max_new_tokens} new"
     check.table(title, COLUMNS, [*(_cells(row, report, price) for row in report.rows), *missing, *absent])
@@ -85,7 +87,7 @@ def measure_and_keep(
     else:
         check.number(note="the shipped pair's speed on a GPU is no claim")
     assert not faults(report), "; ".join(faults(report))
-    ours = {one.name for one in contenders if isinstance(one, DecoderContender)}
+    ours = {contender.name for contender in contenders if isinstance(contender, DecoderContender)}
     for row in report.rows:
         assert row.repeatable or row.name not in ours, f"{row.name} wrote other tokens in another repeat"
 
@@ -94,10 +96,10 @@ def _cells(row: Row, report: Report, price: float | None) -> list[Any]:
     speed = row.decode_tokens_per_second
     ratio = row.ratio
     share = row.bandwidth_share
-    found = row.acceptance
-    tau = 1.0 if found is None else found.mean_acceptance_length
+    acceptance = row.acceptance
+    tau = 1.0 if acceptance is None else acceptance.mean_acceptance_length
     cost = "" if price is None else cost_per_million_tokens(row.total_tokens_per_second.median, price)
-    latencies = [1e3 * value for one in (row.first_token, row.per_token) for value in (one.p50, one.p99)]
+    latencies = [1e3 * value for latency in (row.first_token, row.per_token) for value in (latency.p50, latency.p99)]
     return [
         row.name, row.dtype, report.batch_size, speed.median, f"{speed.low:.4g} to {speed.high:.4g}",
         ratio.median, f"{ratio.low:.2f} to {ratio.high:.2f}", tau, *latencies,
@@ -121,11 +123,11 @@ def tree(pair: Pair, dtype: str, shape: DynamicTree, simulated: SimulatedAccepta
 
 def faults(report: Report) -> list[str]:
     """Why the figures of a report would not be worth reading; empty where they are. Nothing here asks who is faster."""
-    found = []
+    problems = []
     too_fast = {row.name: row.bandwidth_share for row in report.too_fast}
     if too_fast:
         most = report.bytes_per_second or 0.0
-        found.append(f"faster than {most / 1e9:.0f} GB/s can feed: {too_fast}; the clock or the tokens are wrong")
+        problems.append(f"faster than {most / 1e9:.0f} GB/s can feed: {too_fast}; the clock or the tokens are wrong")
     if report.programs_after_warm_up:
-        found.append(f"{report.programs_after_warm_up} programs were compiled while times were taken")
-    return found
+        problems.append(f"{report.programs_after_warm_up} programs were compiled while times were taken")
+    return problems

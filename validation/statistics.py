@@ -43,7 +43,7 @@ class Score:
 
     @classmethod
     def of(cls, scores: Float[np.ndarray, "n V"], p: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> Score:
-        """From a score of every token of the vocabulary; tokens without mass do not enter the moments."""
+        """Makes a score from the values of the vocabulary; tokens without mass do not enter the moments."""
         possible = np.where(p > 0, scores, 0.0)
         mean = np.einsum("nv,nv->n", p, possible)
         centred = possible - mean[:, None]
@@ -98,9 +98,9 @@ def randomised_pit(
         uniforms: Fresh, in [0, 1).
         order: Tokens with a lower value come before; of equal ones, the lower id. ``-p`` orders by rank.
     """
-    own = _at(order, tokens)[:, None]
+    token_mass = _at(order, tokens)[:, None]
     ids = np.arange(p.shape[1])[None, :]
-    before = (order < own) | ((order == own) & (ids < tokens[:, None]))
+    before = (order < token_mass) | ((order == token_mass) & (ids < tokens[:, None]))
     return (p * before).sum(axis=1) + uniforms * _at(p, tokens)
 
 
@@ -119,7 +119,7 @@ class Fluctuation:
     degrees: int  #: Its degrees of freedom.
     p_value: float  #: P-value of the statistic; 0 if a sampled token has no probability.
     tokens: int  #: Tokens that had a choice.
-    impossible: int  #: Tokens drawn that have no mass.
+    impossible: int  #: Sampled tokens that have probability zero.
 
     def sees(self, alpha: float, power: float = 0.9) -> float:
         """See :func:`smallest_deviation`."""
@@ -128,24 +128,24 @@ class Fluctuation:
 
 @dataclasses.dataclass(frozen=True)
 class Excess:
-    """Counts of tokens beyond what their laws expect, in strata that were known before each token was drawn.
+    """Counts of tokens minus their expected counts, in strata that were known before each token was sampled.
 
     Given its past, ``1[x = v] - p(v)`` has mean 0 and covariance ``diag(p) - p p'``, for every past. Its sum
-    over tokens is a martingale, so one quadratic form tests any stratum: a context, a place in the text, what stood
-    eight tokens earlier, the token of a neighboring row.
+    over tokens is a martingale, so one quadratic form tests any stratum: a context, a position, the token
+    eight positions earlier, the token of a neighboring row.
     """
 
-    observed: Float[np.ndarray, "S V"]  #: ``[S V]``, how often each token was drawn.
+    observed: Float[np.ndarray, "S V"]  #: ``[S V]``, how often each token was sampled.
     expected: Float[np.ndarray, "S V"]  #: ``[S V]``, ``Σ p``.
     covariance: Float[np.ndarray, "S V V"]  #: ``[S V V]``, ``Σ diag(p) - p p'``.
     tokens: int  #: Tokens that had a choice.
-    impossible: int  #: Tokens drawn that have no mass.
+    impossible: int  #: Sampled tokens that have probability zero.
 
     @classmethod
     def of(
         cls,
         p: Float[np.ndarray, "C V"],
-        laws: Int[np.ndarray, " n"],
+        distributions: Int[np.ndarray, " n"],
         tokens: Int[np.ndarray, " n"],
         strata: Int[np.ndarray, " n"],
         size: int,
@@ -160,10 +160,10 @@ class Excess:
             size: ``S``, how many strata there are.
         """
         count, vocabulary = p.shape
-        pairs = np.bincount(strata * count + laws, minlength=size * count)
+        pairs = np.bincount(strata * count + distributions, minlength=size * count)
         used = np.flatnonzero(pairs)
-        stratum, law = np.divmod(used, count)
-        mass = p[law]
+        stratum, distribution = np.divmod(used, count)
+        mass = p[distribution]
         often = pairs[used]
         summed = lambda values: np.bincount(stratum, weights=values, minlength=size)
         expected = np.stack([summed(often * mass[:, v]) for v in range(vocabulary)], axis=1)
@@ -171,12 +171,12 @@ class Excess:
         covariance = expected[:, :, None] * np.eye(vocabulary) - np.moveaxis(np.array(products), 2, 0)
         observed = np.bincount(strata * vocabulary + tokens, minlength=size * vocabulary).reshape(size, vocabulary)
         free = (mass > 0).sum(axis=1) > 1
-        impossible = int(np.count_nonzero(p[laws, tokens] == 0))
+        impossible = int(np.count_nonzero(p[distributions, tokens] == 0))
         return cls(observed.astype(float), expected, covariance, int(often[free].sum()), impossible)
 
-    def __add__(self, other: Excess) -> Excess:
-        """More tokens in the same strata."""
-        return Excess(*(getattr(self, field.name) + getattr(other, field.name) for field in dataclasses.fields(self)))
+    def __add__(self, second: Excess) -> Excess:
+        """Adds the tokens of another part of the text, in the same strata."""
+        return Excess(*(getattr(self, field.name) + getattr(second, field.name) for field in dataclasses.fields(self)))
 
     def fluctuation(self, *, least: float = 10.0) -> Fluctuation:
         """The quadratic form over all strata.

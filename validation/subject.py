@@ -118,20 +118,20 @@ def choose(setting: Setting) -> Subject:
     target = setting.target
     drafter = setting.drafter
     if (target is None) != (drafter is None):
-        given, missing = ("--target", "--drafter") if drafter is None else ("--drafter", "--target")
-        raise ValueError(f"{given} was given without {missing}, and a head fits one target only; add {missing}")
+        present, missing = ("--target", "--drafter") if drafter is None else ("--drafter", "--target")
+        raise ValueError(f"{present} was given without {missing}, and a head fits one target only; add {missing}")
     reason = ""
-    wanted = (target, drafter) if target or not setting.on_gpu else (DEFAULT_TARGET, DEFAULT_DRAFTER)
+    sources = (target, drafter) if target or not setting.on_gpu else (DEFAULT_TARGET, DEFAULT_DRAFTER)
     try:
-        directories = locate(wanted[0], "target"), locate(wanted[1], "eagle3")
+        directories = locate(sources[0], "target"), locate(sources[1], "eagle3")
     except ValueError as error:
         if target is not None:
             raise
         reason = str(error)
-        wanted = (None, None)
+        sources = (None, None)
         directories = bundled("target"), bundled("eagle3")
     return Subject(
-        name=SHIPPED if wanted[0] is None else f"{wanted[0]} with {wanted[1]}",
+        name=SHIPPED if sources[0] is None else f"{sources[0]} with {sources[1]}",
         target_directory=directories[0],
         drafter_directory=directories[1],
         prompt_files=setting.prompt_files or [bundled("prompts.jsonl")],

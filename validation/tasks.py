@@ -16,8 +16,8 @@ _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
 
 def reference_number(reference: str) -> str | None:
     """GSM8K's answer: the number after ``####``; ``None`` where a reference has none."""
-    _, mark, rest = reference.rpartition("####")
-    numbers = _NUMBER.findall(rest)
+    _, mark, answer = reference.rpartition("####")
+    numbers = _NUMBER.findall(answer)
     return _plain(numbers[0]) if mark and numbers else None
 
 
@@ -48,10 +48,10 @@ def questions(subject: Subject, *, rehearsal: bool) -> list[Prompt]:
         return subject.prompts[:_REHEARSED]
     if not subject.has_chat_template:
         raise ValueError(f"{subject.name} is not tuned to answer questions: its target has no chat template")
-    found = [prompt for prompt in subject.prompts if reference_number(prompt.reference or "")]
-    if not found:
+    prompts = [prompt for prompt in subject.prompts if reference_number(prompt.reference or "")]
+    if not prompts:
         raise ValueError("no prompt has a number as its reference: give --prompts FILE, such as GSM8K's test.jsonl")
-    return found[:_MOST]
+    return prompts[:_MOST]
 
 
 def discordant_interval(only_with: int, only_without: int) -> tuple[float, float]:

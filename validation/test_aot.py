@@ -54,22 +54,22 @@ def _measured(case: Case) -> Measured | Exception:
 
 @pytest.fixture
 def measured(case: Case) -> Measured:
-    """Compiled once for all checks of a case, in a process of its own."""
-    found = _measured(case)
-    if isinstance(found, NotHere):
-        pytest.skip(str(found))
-    if isinstance(found, Exception):
-        pytest.fail(str(found), pytrace=False)
-    return found
+    """Compiled once for all checks of a case, in a separate process."""
+    measurement = _measured(case)
+    if isinstance(measurement, NotHere):
+        pytest.skip(str(measurement))
+    if isinstance(measurement, Exception):
+        pytest.fail(str(measurement), pytrace=False)
+    return measurement
 
 
 @pytest.fixture
 def reached(case: Case) -> Measured:
     """What was recorded for it."""
-    found = load().get(case.name)
-    if found is None:
-        pytest.fail(f"nobody recorded what is reached for {case.name}: {_command(case)}", pytrace=False)
-    return found
+    row = load().get(case.name)
+    if row is None:
+        pytest.fail(f"no record has a row for {case.name}: {_command(case)}", pytrace=False)
+    return row
 
 
 def test_the_host_has_no_part_in_it(measured: Measured, check: Check) -> None:
@@ -92,9 +92,9 @@ def test_nothing_large_is_copied(measured: Measured, reached: Measured, check: C
     for name, part in measured.deep.parts.items():
         before = reached.deep.parts[name]
         check.number(**{f"copied MiB, {name}": round(part.copied / _MIB, 1)})
-        for what in ("cache_copies", "cache_rewrites", "table_copies"):
-            allowed = 0 if _is_a_round(measured.case, name) else getattr(before, what)
-            assert getattr(part, what) <= allowed, f"{getattr(part, what)} {what} in {name}; {allowed} are allowed"
+        for kind in ("cache_copies", "cache_rewrites", "table_copies"):
+            allowed = 0 if _is_a_round(measured.case, name) else getattr(before, kind)
+            assert getattr(part, kind) <= allowed, f"{getattr(part, kind)} {kind} in {name}; {allowed} are allowed"
         assert part.copied <= budget(before.copied), f"{part.copied:,} bytes in {name}, {before.copied:,} before"
 
 
@@ -102,7 +102,7 @@ def test_temporary_memory_is_bounded(measured: Measured, reached: Measured, chec
     temp = measured.deep.memory["temp"]
     before = reached.deep.memory["temp"]
     check.number(temporary_mib=round(temp / _MIB, 1), temporary_mib_allowed=round(budget(before) / _MIB, 1))
-    assert temp <= budget(before) + _MIB, f"{temp:,} bytes beside arguments and results, {before:,} before"
+    assert temp <= budget(before) + _MIB, f"{temp:,} bytes besides arguments and results, {before:,} before"
 
 
 def test_launches_keep_within_their_budget(
@@ -119,10 +119,10 @@ def test_launches_keep_within_their_budget(
         bytes_before = reached.deep.parts[name].bytes
         check.number(**{f"GB moved, {name}": round(part.bytes / 1e9, 2)})
         assert part.bytes <= budget(bytes_before), f"{name} moves {part.bytes:,} bytes, {bytes_before:,} before"
-        found = measured.per_layer(name), measured.outside(name)
+        counts = measured.per_layer(name), measured.outside(name)
         allowed = budget(reached.per_layer(name)), budget(reached.outside(name))
-        check.number(**{f"launches a layer, {name}": found[0], f"launches outside, {name}": found[1]})
-        for words, launches, most in zip(("a layer", "outside the layers"), found, allowed, strict=True):
+        check.number(**{f"launches a layer, {name}": counts[0], f"launches outside, {name}": counts[1]})
+        for words, launches, most in zip(("a layer", "outside the layers"), counts, allowed, strict=True):
             assert (launches or 0) <= most, (
                 f"{launches:g} launches {words} in {name}, {most} are allowed; by scope: {part.scopes}. "
                 f"If that is worth it: {_command(measured.case)}"
@@ -135,7 +135,7 @@ def test_launches_keep_within_their_budget(
 def _assert_sums_of_plain_decoding(request: pytest.FixtureRequest, case: Case, directory: Path, check: Check) -> None:
     """The kernels that add are the same in verification and in plain decoding with blocks of the same size.
 
-    So the logits of both are equal bit for bit if the device tiles equal kernels alike.
+    So the logits of both are equal bit for bit if the device tiles equal kernels in the same way.
     """
     chain, plain = (
         kernels_that_add(
@@ -153,11 +153,11 @@ def _assert_sums_of_plain_decoding(request: pytest.FixtureRequest, case: Case, d
 
 
 def test_a_mesh_sums_twice_a_layer(measured: Measured, check: Check) -> None:
-    """Behind attention and behind the MLP; no cache travels, and nothing is handed from neighbour to neighbour."""
+    """After attention and after the MLP. No cache is sent, and no device passes data to its neighbour."""
     for name, part in measured.deep.parts.items():
-        each = measured.collectives_per_layer(name)
-        check.number(**{f"{kind} a layer": count for kind, count in each.items()}, **part.collectives)
-        assert each == {"all-reduce": 2}, f"a layer adds {each} in {name}"
+        per_layer = measured.collectives_per_layer(name)
+        check.number(**{f"{kind} a layer": count for kind, count in per_layer.items()}, **part.collectives)
+        assert per_layer == {"all-reduce": 2}, f"a layer adds {per_layer} in {name}"
         assert not part.cache_collectives, f"{part.cache_collectives} collectives of caches in {name}"
         assert not part.collectives.get("collective-permute"), f"{part.collectives} in {name}"
 
@@ -182,7 +182,7 @@ def test_products_of_fp8_weights_are_what_the_compiler_makes_of_them(
 ) -> None:
     """With dynamic activations the four products of a layer multiply FP8 by FP8; with weights alone none does.
 
-    The head observes with five, and drafts one row at a time, for which the compiler makes sums of its own.
+    The head observes with five, and drafts one row at a time, for which the compiler makes other sums.
     """
     layers = 3
     case = Case(platform=_gpu(request), draft="chain3", weights=weights, layers=layers)
@@ -199,7 +199,10 @@ def test_products_of_fp8_weights_are_what_the_compiler_makes_of_them(
 def _launched(text: str) -> str:
     """What is launched on its own, line by line."""
     module = Module.parse(text)
-    return "\n".join(f"{one.type} {one.op}({one.rest}" for one, _ in module.launches(module.entry))
+    return "\n".join(
+        f"{instruction.type} {instruction.op}({instruction.operands}"
+        for instruction, _ in module.launches(module.entry)
+    )
 
 
 def _gpu(request: pytest.FixtureRequest) -> str:
@@ -210,10 +213,10 @@ def _gpu(request: pytest.FixtureRequest) -> str:
 def _compiled(request: pytest.FixtureRequest, case: Case, hlo: Path | None = None) -> tuple[Part, str]:
     """A round of one depth, and its text where a file is named for it."""
     try:
-        found = measured_apart(case, None, None if hlo is None else str(hlo))
+        measurement = measured_apart(case, None, None if hlo is None else str(hlo))
     except NotHere as reason:
         pytest.skip(str(reason))
-    return found.deep.parts["whole"], "" if hlo is None else hlo.read_text(encoding="utf-8")
+    return measurement.deep.parts["whole"], "" if hlo is None else hlo.read_text(encoding="utf-8")
 
 
 def _is_a_round(case: Case, part: str) -> bool:

@@ -81,12 +81,12 @@ class NeverRight:
 
     def propose(self, params: Any, state: Any, keys: Array, sampling: SamplingParams) -> Draft:
         draft = self.inner.propose(params["inner"], state[0], keys, sampling)
-        place = jnp.minimum(state[1] + 1, params["tokens"].shape[1] - 1)
-        right = jnp.take_along_axis(params["tokens"], place[:, None], axis=1)
+        position = jnp.minimum(state[1] + 1, params["tokens"].shape[1] - 1)
+        right = jnp.take_along_axis(params["tokens"], position[:, None], axis=1)
         wrong = jnp.where(draft.tokens == right, (right + 1) % self.vocab_size, draft.tokens)
         is_root = jnp.arange(draft.tokens.shape[1]) == 0
-        left = None if draft.state is None else (draft.state, state[1])
-        return dataclasses.replace(draft, tokens=jnp.where(is_root, draft.tokens, wrong), state=left)
+        next_state = None if draft.state is None else (draft.state, state[1])
+        return dataclasses.replace(draft, tokens=jnp.where(is_root, draft.tokens, wrong), state=next_state)
 
 
 def assert_partings_are_rounding(
@@ -94,21 +94,21 @@ def assert_partings_are_rounding(
     places: Sequence[int | None],
 ) -> None:  # fmt: skip
     """Where an output parts from the other run, its token is within rounding of the reference's choice."""
-    for prompt, output, place in zip(prompts, ours, places, strict=True):
-        if place is not None:
+    for prompt, output, position in zip(prompts, ours, places, strict=True):
+        if position is not None:
             (scored,) = reference(target, [prompt], [output])
-            gap = scored.gap[place]
-            value = scored.best_value[place]
+            gap = scored.gap[position]
+            value = scored.best_value[position]
             assert gap <= wrong_tolerance(value, dtype), (
-                f"new token {place} is {gap:.3f} below the highest logit {value:.3f}"
+                f"new token {position} is {gap:.3f} below the highest logit {value:.3f}"
             )
 
 
-def same_bits(one: GenerationState, other: GenerationState) -> list[str]:
+def same_bits(state: GenerationState, reference_state: GenerationState) -> list[str]:
     """Which of tokens, keys and values differ anywhere among what is committed."""
-    known = [np.asarray(state.cache.length) for state in (one, other)]
-    differing = [] if np.array_equal(one.tokens, other.tokens) and np.array_equal(*known) else ["tokens"]
-    for layer, caches in enumerate(zip(one.cache.layers, other.cache.layers, strict=True)):
+    known = [np.asarray(compared.cache.length) for compared in (state, reference_state)]
+    differing = [] if np.array_equal(state.tokens, reference_state.tokens) and np.array_equal(*known) else ["tokens"]
+    for layer, caches in enumerate(zip(state.cache.layers, reference_state.cache.layers, strict=True)):
         for name in ("keys", "values"):
             a, b = (getattr(cache, name) for cache in caches)
             for row, length in enumerate(known[0]):
@@ -157,15 +157,15 @@ def test_speculation_equals_plain_decoding_of_the_same_shape(
     theirs = new_tokens_of(matched, new_tokens)
     accepted = accepted_and_drafted(states)[0]
     places = first_differences(ours, theirs)
-    parted = [place for place in places if place is not None]
+    parted = [position for position in places if position is not None]
     check.number(prompts=len(prompts), tokens=len(prompts) * new_tokens, accepted=accepted, parted=len(parted))
     assert accepted > len(prompts), "a comparison in which hardly anything was accepted would show little"
     assert_partings_are_rounding(target, dtype, prompts, ours, places)
     if dtype == "float32" or shape == "chain":
         assert not parted, f"{dtype} output differs first at new tokens {parted}"
     if shape == "chain":
-        for one, other in zip(states, matched, strict=True):
-            assert same_bits(one, other) == []
+        for state, plain_state in zip(states, matched, strict=True):
+            assert same_bits(state, plain_state) == []
 
 
 @pytest.mark.level("L3")
@@ -238,8 +238,8 @@ def test_the_text_does_not_depend_on_the_drafter(check: Check, subject: Subject,
         "all right": LoadedDrafter(script, {"tokens": tokens, "right": jnp.full(tokens.shape, num_nodes, jnp.int32)}),
         "all wrong": LoadedDrafter(script, {"tokens": tokens, "right": jnp.zeros(tokens.shape, jnp.int32)}),
     }
-    for name, one in drafters.items():
-        rows, accepted, drafted = written(one)
+    for name, loaded in drafters.items():
+        rows, accepted, drafted = written(loaded)
         check.number(**{f"accepted of drafted, {name}": f"{accepted} of {drafted}"})
         assert rows == expected, name
         if name == "all right":  # except the last round of each row, which drafts past the end of the script

@@ -29,11 +29,11 @@ def test_every_token_is_the_reference_choice_or_a_tie(
     count, limit = _volume(setting, dtype)
     prompts = some_prompts(subject, count)
     outputs = new_tokens_of(Decoding(target, with_shape(head, CHAIN), dtype, 8, limit).states(prompts), limit)
-    plain = [one.best for one in by_blocks(target, prompts, outputs, block=1)]
-    blocks = [one.best for one in by_blocks(target, prompts, outputs, block=CHAIN.num_speculative_tokens + 1)]
+    plain = [scored.best for scored in by_blocks(target, prompts, outputs, block=1)]
+    blocks = [scored.best for scored in by_blocks(target, prompts, outputs, block=CHAIN.num_speculative_tokens + 1)]
     ours = Judged("ours", "the reference", dtype, outputs, reference(target, prompts, outputs))
     control = Judged("plain", "the reference", dtype, plain, reference(target, prompts, outputs, plain))
-    found = ours.agreed
+    agreed = ours.agreed
     usual = control.agreed
     tokens = len(ours.gaps)
     flips = int(np.sum(np.concatenate(outputs) != np.concatenate(plain)))
@@ -46,19 +46,21 @@ def test_every_token_is_the_reference_choice_or_a_tie(
     )
     check.number(
         tokens=tokens,
-        ties=found.ties,
-        disagreements=found.disagreements,
+        ties=agreed.ties,
+        disagreements=agreed.disagreements,
         ties_of_plain_decoding=usual.ties,
         disagreements_of_plain_decoding=usual.disagreements,
         disagreements_allowed=disagreements_allowed,
         flips=flips,
         flips_without_a_drafter=noise.flips,
         flips_allowed=noise.allowed(tokens),
-        texts_that_part=sum(place is not None for place in first_differences(outputs, plain)),
+        texts_that_part=sum(position is not None for position in first_differences(outputs, plain)),
         **largest,
     )
     assert not ours.wrong, f"{ours.wrong} tokens are too far below the reference's choice for any rounding"
-    assert found.disagreements <= disagreements_allowed, "more disagreements than plain decoding has with the reference"
+    assert agreed.disagreements <= disagreements_allowed, (
+        "more disagreements than plain decoding has with the reference"
+    )
     assert flips <= noise.allowed(tokens), "speculation departs from plain decoding more often than rounding does"
 
 

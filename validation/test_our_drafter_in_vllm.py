@@ -1,8 +1,8 @@
 """JV: vLLM verifies what our drafter proposes.
 
 vLLM's ``custom_class`` drafter knows token ids only. Here it asks for drafts over the channel to the vLLM process; ours
-are made from those ids alone, with our target's features and our head. No exporter lies between the two, so no error of
-an exporter can hide on both sides.
+are made from those ids alone, with our target's features and our head. There is no exporter between the two, so no
+error of an exporter can hide on both sides.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jaxtyping import Array, Int
 
 from eagle3_jax import SpeculativeDecoder, SpeculativeLoop
 from eagle3_jax.checks import per_row
-from eagle3_jax.engines.vllm.bridge import EngineOptions, Tokens
-from eagle3_jax.engines.vllm.process import Process
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.state import LoopParams
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Observation, SamplingParams
+from validation.engines.vllm.bridge import EngineOptions, Tokens
+from validation.engines.vllm.process import Process
 from validation.forcing import padded
 from validation.parity import first_difference, play
 from validation.runs import Check
@@ -76,12 +76,14 @@ def test_vllm_accepts_what_we_accept_from_our_own_drafter(
     ours = play(decoder, prompts, max_new_tokens=MAX_NEW_TOKENS, batch_size=ROWS)
     check.number(
         prompts=len(prompts),
-        tokens=sum(len(one.tokens) for one in theirs.completions),
+        tokens=sum(len(completion.tokens) for completion in theirs.completions),
         drafts=theirs.counters["num_drafts"],
         accepted=theirs.counters["num_accepted_tokens"],
         mean_acceptance_length=1 + theirs.counters["num_accepted_tokens"] / theirs.counters["num_drafts"],
     )
-    assert [one.tokens for one in theirs.completions] == [one.tokens for one in plain.completions]
+    assert [completion.tokens for completion in theirs.completions] == [
+        completion.tokens for completion in plain.completions
+    ]
     difference = first_difference(ours, theirs)
     assert difference is None, difference
     assert theirs.counters["num_accepted_tokens"] > 0

@@ -39,15 +39,15 @@ def sample(method: str) -> Sample:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_sampled_tokens_follow_the_targets_distribution_with(check: Check, method: str) -> None:
-    found = sample(method)
-    judged = judge(found)
+    method_sample = sample(method)
+    judged = judge(method_sample)
     check.table(f"{method}: tokens that should follow p", judged.columns, judged.rows)
     check.number(
-        tokens=len(found.index),
-        left_out_at_an_edge=found.left_out,
+        tokens=len(method_sample.index),
+        left_out_at_an_edge=method_sample.left_out,
         largest_z=max(map(abs, judged.scores)),
         smallest_p=min(judged.p_values),
-        **{f"τ at {name}": round(value, 3) for name, value in found.acceptance_length.items()},
+        **{f"τ at {name}": round(value, 3) for name, value in method_sample.acceptance_length.items()},
     )
     check.sees = (
         f"probabilities off along a score by {100 * smallest_shift(max(judged.judged), MOST_Z):.1f} % rms over all "
@@ -58,18 +58,19 @@ def test_sampled_tokens_follow_the_targets_distribution_with(check: Check, metho
 
 
 @pytest.mark.not_quick  # it samples with two more methods
-def test_drawn_drafts_are_accepted_more_often_than_the_likeliest(check: Check) -> None:
+def test_sampled_drafts_are_accepted_more_often_than_the_likeliest(check: Check) -> None:
     """At a high temperature; the reason to have them. ``Σ min(p, q)`` against ``p`` of one token."""
-    drawn, likeliest = (
-        sample(name).acceptance_length for name in (f"a chain of {K} drawn tokens", f"a chain of {K} likeliest tokens")
+    sampled, likeliest = (
+        sample(name).acceptance_length
+        for name in (f"a chain of {K} sampled tokens", f"a chain of {K} likeliest tokens")
     )
     check.table(
         f"Mean acceptance length τ of a chain of {K}",
-        ["setting", "likeliest", "drawn"],
-        [[name, round(likeliest[name], 3), round(drawn[name], 3)] for name in likeliest],
+        ["setting", "likeliest", "sampled"],
+        [[name, round(likeliest[name], 3), round(sampled[name], 3)] for name in likeliest],
     )
     for name in ("T=1", "T=1.5"):
-        assert drawn[name] > likeliest[name]
+        assert sampled[name] > likeliest[name]
 
 
 @pytest.fixture(scope="module", autouse=True)

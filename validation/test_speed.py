@@ -22,9 +22,9 @@ from eagle3_jax.bench.contenders import Contender, DecoderContender
 from eagle3_jax.bench.random_models import bytes_needed, random_pair, shape_named, why_not
 from eagle3_jax.bench.timing import CompileClock
 from eagle3_jax.drafters import NGram
-from eagle3_jax.engines.vllm.bridge import VLLM, Engine, EngineOptions, VLLMUnavailable, eagle3
-from eagle3_jax.engines.vllm.contender import VLLMContender
 from eagle3_jax.verifiers.simulated import SimulatedAcceptance
+from validation.engines.vllm.bridge import VLLM, Engine, EngineOptions, VLLMUnavailable, eagle3
+from validation.engines.vllm.contender import VLLMContender
 from validation.runs import Check
 from validation.speeds import (
     COLUMNS,
@@ -52,7 +52,7 @@ class Plan:
 
     batches: tuple[int, ...]  #: Prompts decoded at once.
     chains: tuple[int, ...]  #: Lengths ``K``; 0 is plain decoding, and always there.
-    #: Lengths of vLLM's, each an engine of its own that takes minutes to load and compile.
+    #: Draft lengths of vLLM. Each is a separate engine that takes minutes to load and compile.
     vllm_chains: tuple[int, ...]
     tree: DynamicTree | None  #: One tree.
     new_tokens: int  #: Per prompt.
@@ -64,8 +64,8 @@ class Plan:
 
     def measured(self, contenders: list[Contender], setting: Setting) -> dict[str, Any]:
         """Options of :func:`measure_and_keep`; the first contender is the baseline."""
-        how = {"max_new_tokens": self.new_tokens, "repeats": self.repeats, "large": self.large}
-        return how | {"baseline": contenders[0].name, "price": setting.price_per_hour}
+        amounts = {"max_new_tokens": self.new_tokens, "repeats": self.repeats, "large": self.large}
+        return amounts | {"baseline": contenders[0].name, "price": setting.price_per_hour}
 
 
 CPU = Plan((1, 8), (3,), (0, 3), None, 48, 3, (), (), (), 2**27)
@@ -105,7 +105,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_compilations_are_counted(check: Check) -> None:
-    """The counter behind "nothing was compiled meanwhile" hears of a program that is compiled, and of no other."""
+    """The counter of compiled programs counts a program that is compiled, and nothing else."""
     double = jax.jit(lambda x: x * 2)
     with CompileClock() as first:
         double(np.float32(1.0)).block_until_ready()
@@ -132,8 +132,8 @@ def test_speed(check: Check, subject: Subject, setting: Setting, plan: Plan, mod
     missing: list[list[Any]] = []
     contenders += transformers_or_why_not(subject, batch, setting, missing)
     prompts = some_prompts(subject, max(batch, 4))
-    how = plan.measured(contenders, setting) | {"quoted": is_quoted(subject, setting)}
-    measure_and_keep(check, contenders, prompts, batch=batch, missing=missing, **how)
+    amounts = plan.measured(contenders, setting) | {"quoted": is_quoted(subject, setting)}
+    measure_and_keep(check, contenders, prompts, batch=batch, missing=missing, **amounts)
 
 
 def _random_model(check: Check, setting: Setting, plan: Plan, name: str, batch: int) -> None:
@@ -155,8 +155,8 @@ def _random_model(check: Check, setting: Setting, plan: Plan, name: str, batch: 
         simulated = SimulatedAcceptance.of_conditional_rate(ACCEPTED, plan.tree.max_depth)
         contenders.append(tree(pair, "bfloat16", plan.tree, simulated))
     title = f"{name}, random weights, each draft token accepted with probability {ACCEPTED}: "
-    how = plan.measured(contenders, setting)
-    measure_and_keep(check, contenders, tokens, batch=batch, cost_rounds=16, title=title, **how)
+    amounts = plan.measured(contenders, setting)
+    measure_and_keep(check, contenders, tokens, batch=batch, cost_rounds=16, title=title, **amounts)
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def engine(vllm: VLLM, subject: Subject, vllm_chain: int, plan: Plan) -> Engine:
         pytest.skip(str(reason))
 
 
-def test_speed_beside_vllm(
+def test_speed_next_to_vllm(
     check: Check, subject: Subject, setting: Setting, plan: Plan, vllm_chain: int, engine: Engine
 ) -> None:
     """vLLM holds one engine at a time, so each meets our plain decoding and our chain of its length in turn."""
@@ -188,5 +188,5 @@ def test_speed_beside_vllm(
         contenders: list[Contender] = [chain(pair, dtype, length) for length in sorted({0, vllm_chain})]
         contenders.append(VLLMContender(name, dtype, engine))
         prompts = some_prompts(subject, max(batch, 4))
-        how = plan.measured(contenders, setting) | {"quoted": is_quoted(subject, setting)}
-        measure_and_keep(check, contenders, prompts, batch=batch, **how)
+        amounts = plan.measured(contenders, setting) | {"quoted": is_quoted(subject, setting)}
+        measure_and_keep(check, contenders, prompts, batch=batch, **amounts)

@@ -16,14 +16,14 @@ import pytest
 
 from eagle3_jax.bench.contenders import Contender
 from eagle3_jax.bench.random_models import bytes_needed, random_pair, shape_named, why_not
-from eagle3_jax.engines.vllm.bridge import EngineOptions
-from eagle3_jax.engines.vllm.contender import VLLMContender
-from eagle3_jax.engines.vllm.process import Process
 from eagle3_jax.load import precision_named
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 from eagle3_jax.verifiers.simulated import SimulatedAcceptance
+from validation.engines.vllm.bridge import EngineOptions
+from validation.engines.vllm.contender import VLLMContender
+from validation.engines.vllm.process import Process
 from validation.runs import Check
-from validation.simulated import Law, synthetic, write_shape
+from validation.simulated import AcceptanceDistribution, synthetic, write_shape
 from validation.speeds import chain, measure_and_keep
 from validation.subject import CONTEXT, Setting
 
@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("length", lengths)
 
 
-def test_simulated_speed_beside_vllm(
+def test_simulated_speed_next_to_vllm(
     check: Check, setting: Setting, vllm_process: Process, tmp_path: Path, shape: str, length: int
 ) -> None:
     """Both accept as the dice say; then they take turns."""
@@ -80,7 +80,7 @@ def test_simulated_speed_beside_vllm(
     draw = np.random.default_rng(0)
     prompts = draw.integers(0, config.vocab_size, (ROWS, CONTEXT)).tolist()
     if length:
-        _check_acceptance(check, Law(dice.rates), [ours, theirs], prompts)
+        _check_acceptance(check, AcceptanceDistribution(dice.rates), [ours, theirs], prompts)
     for batch in batches:
         contenders: list[Contender] = [chain(pair, dtype, 0), *([ours] if length else []), theirs]
         measure_and_keep(
@@ -97,26 +97,28 @@ def test_simulated_speed_beside_vllm(
         )
 
 
-def _check_acceptance(check: Check, law: Law, contenders: list[Any], prompts: list[list[int]]) -> None:
-    """Compare each engine's mean and every position with the rates."""
+def _check_acceptance(
+    check: Check, distribution: AcceptanceDistribution, contenders: list[Any], prompts: list[list[int]]
+) -> None:
+    """Compares each engine's mean and every position with the rates."""
     rows = []
-    for one in contenders:
-        counted = one.run(prompts, NEW_TOKENS).stats
+    for contender in contenders:
+        counted = contender.run(prompts, NEW_TOKENS).stats
         rounds = int(np.sum(counted.num_drafts))
-        scores = law.scores(counted)
+        scores = distribution.scores(counted)
         length = 1 + float(np.sum(counted.num_accepted_tokens)) / rounds
-        rows.append([one.name, rounds, length, *scores])
-    places = [f"z of position {place}" for place in range(len(law.rates))]
-    check.table(f"Acceptance by dice, {ACCEPTED} of each token", ["engine", "rounds", "τ", "z of τ", *places], rows)
+        rows.append([contender.name, rounds, length, *scores])
+    columns = [f"z of position {position}" for position in range(len(distribution.rates))]
+    check.table(f"Acceptance by dice, {ACCEPTED} of each token", ["engine", "rounds", "τ", "z of τ", *columns], rows)
     rounds = min(row[1] for row in rows)
     check.number(
         rounds=rounds,
-        expected_length=1 + law.mean,
-        largest_length_apart=max(abs(row[2] - 1 - law.mean) for row in rows),
+        expected_length=1 + distribution.mean,
+        largest_length_apart=max(abs(row[2] - 1 - distribution.mean) for row in rows),
         largest_z=max(abs(score) for row in rows for score in row[3:]),
-        allowed_z=law.most,
+        allowed_z=distribution.most,
     )
-    check.sees = f"{law.sees(rounds):.3f} tokens of the mean acceptance length of either engine"
-    assert all(abs(score) <= law.most for row in rows for score in row[3:]), (
-        "an engine accepts other than it is told to"
+    check.sees = f"{distribution.sees(rounds):.3f} tokens of the mean acceptance length of either engine"
+    assert all(abs(score) <= distribution.most for row in rows for score in row[3:]), (
+        "an engine does not accept at the given rates"
     )

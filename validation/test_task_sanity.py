@@ -20,7 +20,7 @@ def test_accuracy_does_not_depend_on_speculation(
     check: Check, subject: Subject, setting: Setting, num_speculative_tokens: int
 ) -> None:
     try:
-        asked = questions(subject, rehearsal=setting.rehearsal)
+        prompts = questions(subject, rehearsal=setting.rehearsal)
     except ValueError as reason:
         pytest.skip(str(reason))
     target, head = subject.pair(subject.dtypes[0])
@@ -31,19 +31,19 @@ def test_accuracy_does_not_depend_on_speculation(
         SpeculativeDecoder(target, head, num_speculative_tokens=num_speculative_tokens),
     ):
         texts: list[str | None] = []
-        for start in range(0, len(asked), BATCH):
-            batch = [prompt.tokens for prompt in asked[start : start + BATCH]]
+        for start in range(0, len(prompts), BATCH):
+            batch = [prompt.tokens for prompt in prompts[start : start + BATCH]]
             texts += decoder.generate(batch, max_new_tokens=new_tokens).texts
-        pairs = zip(texts, asked, strict=True)
+        pairs = zip(texts, prompts, strict=True)
         right.append([is_right(text or "", prompt.reference or "") for text, prompt in pairs])
     without, with_ = right
     both = list(zip(with_, without, strict=True))
     only_with = both.count((True, False))
     only_without = both.count((False, True))
     check.number(
-        questions=len(asked),
-        accuracy_with_speculation=sum(with_) / len(asked),
-        accuracy_without=sum(without) / len(asked),
+        questions=len(prompts),
+        accuracy_with_speculation=sum(with_) / len(prompts),
+        accuracy_without=sum(without) / len(prompts),
         only_right_with=only_with,
         only_right_without=only_without,
     )

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from eagle3_jax import LoadedTarget, SpeculativeDecoder, load_target
-from eagle3_jax.engines.vllm.bridge import Tokens
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.tree import causal_mask
 from validation.agreement import Judged
+from validation.engines.vllm.bridge import Tokens
 from validation.forcing import reference
 from validation.odd_models import SHAPES, write_odd_model
 from validation.runs import Check
@@ -50,12 +50,12 @@ def check_forward(check: Check, witness: Any, target: LoadedTarget, prompts: lis
             target.params, jnp.asarray([prompt], jnp.int32), positions, causal_mask(len(prompt)), aux_layers=layers
         )
         logits = np.asarray(target.model.unembed(target.params, output.final))
-        wanted = theirs.logits.cpu().numpy()
-        worst_logits = max(worst_logits, float(np.abs(logits - wanted).max() / np.abs(wanted).max()))
+        expected = theirs.logits.cpu().numpy()
+        worst_logits = max(worst_logits, float(np.abs(logits - expected).max() / np.abs(expected).max()))
         for layer in layers:
             stream = np.asarray(output.features[:, :, layer])
-            wanted = theirs.hidden_states[layer].cpu().numpy()
-            worst_features = max(worst_features, float(np.abs(stream - wanted).max() / np.abs(wanted).max()))
+            expected = theirs.hidden_states[layer].cpu().numpy()
+            worst_features = max(worst_features, float(np.abs(stream - expected).max() / np.abs(expected).max()))
     check.number(
         positions=sum(map(len, prompts)), layers=len(layers), logits_apart=worst_logits, features_apart=worst_features
     )
@@ -83,15 +83,15 @@ def test_greedy_text_equals_transformers(check: Check, subject: Subject, setting
     witness = load_witness(subject.target_directory)
     prompts = [prompt[-100:] for prompt in subject.prompt_tokens[: 6 if setting.quick else 20]]
     theirs = [generate(witness, prompt, 64) for prompt in prompts]
-    found = Judged("transformers", "us", "float32", theirs, reference(target, prompts, theirs)).agreed
+    agreed = Judged("transformers", "us", "float32", theirs, reference(target, prompts, theirs)).agreed
     decoder = SpeculativeDecoder(target, drafter, num_speculative_tokens=5, stop_tokens=())
     ours = decoder.generate(prompts, max_new_tokens=64).tokens
-    same = sum(mine == other for mine, other in zip(ours, theirs, strict=True))
+    same = sum(our_text == their_text for our_text, their_text in zip(ours, theirs, strict=True))
     check.number(
-        prompts=len(prompts), tokens=found.tokens, texts_equal=same, ties=found.ties, largest_gap=found.largest_gap
+        prompts=len(prompts), tokens=agreed.tokens, texts_equal=same, ties=agreed.ties, largest_gap=agreed.largest_gap
     )
-    assert not found.disagreements, "transformers wrote a token that is neither our choice nor a tie"
-    assert len(prompts) - same <= found.ties, "texts differ that no tie explains"
+    assert not agreed.disagreements, "transformers wrote a token that is neither our choice nor a tie"
+    assert len(prompts) - same <= agreed.ties, "texts differ that no tie explains"
 
 
 def generate(witness: Any, prompt: Tokens, max_new_tokens: int) -> Tokens:

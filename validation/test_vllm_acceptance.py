@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax import LoadedDrafter, LoadedTarget, SpeculativeDecoder, load_drafter, load_target
-from eagle3_jax.engines.vllm.bridge import VLLM, Engine, EngineOptions, Tokens, eagle3
-from eagle3_jax.engines.vllm.process import Process, ProcessEngine
 from eagle3_jax.files.prompts import shipped
 from eagle3_jax.load import bundled
+from validation.engines.vllm.bridge import VLLM, Engine, EngineOptions, Tokens, eagle3
+from validation.engines.vllm.process import Process, ProcessEngine
 from validation.heads import VARIATIONS, write_variation
 from validation.internals import compare_with_recorded, recording
 from validation.parity import parity
@@ -74,24 +74,24 @@ class Comparison:
 
     def acceptance(self, check: Check) -> None:
         """Tokens, accepted counts of every round of every request, and all counters must be equal."""
-        found = parity(self.decoder, self.engine, self.prompts, max_new_tokens=NEW_TOKENS, batch_size=BATCH)
+        compared = parity(self.decoder, self.engine, self.prompts, max_new_tokens=NEW_TOKENS, batch_size=BATCH)
         check.number(
-            prompts=len(found.ours),
-            tokens=sum(len(row.tokens) for row in found.ours),
-            rounds=found.stats.to_json()["num_drafts"],
-            mean_acceptance_length=found.stats.mean_acceptance_length,
+            prompts=len(compared.ours),
+            tokens=sum(len(row.tokens) for row in compared.ours),
+            rounds=compared.stats.to_json()["num_drafts"],
+            mean_acceptance_length=compared.stats.mean_acceptance_length,
         )
         check.table(
             "Counters",
             ["counter", "ours", "vLLM"],
-            [[name, str(mine), str(theirs)] for name, (mine, theirs) in found.counters.items()],
+            [[name, str(our_count), str(theirs)] for name, (our_count, theirs) in compared.counters.items()],
         )
-        assert found.difference is None, found.difference
+        assert compared.difference is None, compared.difference
 
     def internals(self, check: Check, count: int) -> None:
         """Features and draft logits of every round must agree to :data:`TOLERANCE`."""
         assert isinstance(self.engine, ProcessEngine)
-        found = [
+        closeness = [
             compare_with_recorded(
                 self.decoder,
                 prompt,
@@ -102,14 +102,16 @@ class Comparison:
             for prompt in self.prompts[:count]
         ]
         check.number(
-            rounds_compared_inside=sum(one.rounds for one in found),
-            features_apart=max(one.features for one in found),
-            draft_logits_apart=max(one.logits for one in found),
+            rounds_compared_inside=sum(prompt_closeness.rounds for prompt_closeness in closeness),
+            features_apart=max(prompt_closeness.features for prompt_closeness in closeness),
+            draft_logits_apart=max(prompt_closeness.logits for prompt_closeness in closeness),
         )
-        assert all(one.rounds for one in found), "nothing was recorded inside vLLM, so nothing was compared"
-        assert sum(one.drafts_differ for one in found) == 0
-        assert max(one.features for one in found) < TOLERANCE
-        assert max(one.logits for one in found) < TOLERANCE
+        assert all(prompt_closeness.rounds for prompt_closeness in closeness), (
+            "nothing was recorded inside vLLM, so nothing was compared"
+        )
+        assert sum(prompt_closeness.drafts_differ for prompt_closeness in closeness) == 0
+        assert max(prompt_closeness.features for prompt_closeness in closeness) < TOLERANCE
+        assert max(prompt_closeness.logits for prompt_closeness in closeness) < TOLERANCE
 
 
 @pytest.mark.parametrize("num_speculative_tokens", range(1, 8))

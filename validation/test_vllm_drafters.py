@@ -1,7 +1,7 @@
 """L8 for every other drafting method that vLLM's CPU build runs: equal counts in every round, heads that are trained.
 
 There are no counts of what it does not run: trees, typical acceptance, DSpark, suffix decoding, DeepSeek's MTP,
-block verification. Their laws are enumerated and their networks compared with others' in ``tests``.
+block verification. Their distributions are enumerated and their networks compared with others' in ``tests``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax import SpeculativeDecoder, load_target
-from eagle3_jax.engines.vllm.process import Process
 from validation import drafters
 from validation.drafters import METHODS, NEW_TOKENS, PROMPTS, TARGET, Drafter, mean_acceptance_length
+from validation.engines.vllm.process import Process
 from validation.parity import Parity, Played, play, stats_of
 from validation.runs import Check
 
@@ -33,18 +33,18 @@ def test_every_method_accepts_what_vllm_accepts(check: Check, vllm_process: Proc
     theirs, shipped = drafters.run(vllm_process, method, tmp_path)
     ours = played(method.drafter(target, tmp_path))
     wrong = played(method.drafter(target, tmp_path, wrong=True))
-    found, recorded = (
+    live, recorded = (
         Parity(ours, run, stats_of(ours, method.num_speculative_tokens)) for run in (theirs, drafters.recorded(name))
     )
     with_error = stats_of(wrong, method.num_speculative_tokens).mean_acceptance_length
     check.number(
         tokens=sum(len(row.tokens) for row in ours),
-        rounds=int(found.stats.num_drafts),
+        rounds=int(live.stats.num_drafts),
         mean_acceptance_length=mean_acceptance_length(theirs),
         **{f"with {method.error}": with_error},
         **({} if shipped is None else {"vLLM as shipped": mean_acceptance_length(shipped)}),
     )
-    assert found.difference is None, found.difference
+    assert live.difference is None, live.difference
     assert recorded.difference is None, f"vLLM's recorded run is another: {recorded.difference}"
     assert mean_acceptance_length(theirs) > method.least, "accepted by chance, so equal counts prove little"
     assert [row.tokens for row in wrong] == [row.tokens for row in ours]

@@ -11,7 +11,7 @@ import pytest
 
 from eagle3_jax import LoadedDrafter
 from eagle3_jax.drafters import NGram
-from eagle3_jax.engines.vllm.process import Process
+from validation.engines.vllm.process import Process
 from validation.families import FAMILIES, Trial, trial
 from validation.runs import Check
 
@@ -41,27 +41,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.level("L5")
 def test_a_target_of_the_family_agrees_with_vllm(check: Check, tried: Trials, name: str) -> None:
-    found = tried(name)
-    plain = next(one.outputs for one in found.judged if one.by == "vLLM, plain")
-    rows: list[list[Any]] = [[one.by, one.scored_by, *one.agreed] for one in found.judged]
+    tried_family = tried(name)
+    plain = next(judged.outputs for judged in tried_family.judged if judged.by == "vLLM, plain")
+    rows: list[list[Any]] = [[judged.by, judged.scored_by, *judged.agreed] for judged in tried_family.judged]
     columns = ["written by", "scored by", "tokens", "ties", "disagreements", "largest gap"]
     check.table(FAMILIES[name].dtype, columns, rows)
     ties = sum(row[3] for row in rows)
     check.number(tokens=sum(row[2] for row in rows), ties=ties, disagreements=sum(row[4] for row in rows))
     assert not any(row[4] for row in rows), f"tokens that are neither the other's choice nor a tie: {rows}"
     if FAMILIES[name].dtype == "float32" and not ties:
-        assert all(one.outputs == plain for one in found.judged)
+        assert all(judged.outputs == plain for judged in tried_family.judged)
 
 
 @pytest.mark.level("L8")
 def test_a_draft_for_the_family_is_accepted_as_in_vllm(check: Check, tried: Trials, name: str) -> None:
-    found = tried(name)
-    parity = found.parity(found.drafter)
-    wrong = found.parity(_wrong(found.drafter))
+    tried_family = tried(name)
+    parity = tried_family.parity(tried_family.drafter)
+    wrong = tried_family.parity(_wrong(tried_family.drafter))
     check.number(
         rounds=int(parity.stats.num_drafts),
         mean_acceptance_length=parity.stats.mean_acceptance_length,
-        **{"with the planted error": wrong.stats.mean_acceptance_length},
+        **{"with the injected error": wrong.stats.mean_acceptance_length},
     )
     assert parity.difference is None, parity.difference
     assert wrong.difference is not None, "not detected"

@@ -9,8 +9,8 @@ import pytest
 
 from eagle3_jax import SpeculativeDecoder, load_target
 from eagle3_jax.drafters import NGram
-from eagle3_jax.engines.vllm.bridge import VLLM, eagle3
 from validation.agreement import ENGINES, BothDirections, both_directions, decoders_of
+from validation.engines.vllm.bridge import VLLM, eagle3
 from validation.margin import TIE_ULPS, WRONG_ULPS, Agreement
 from validation.odd_models import SHAPES, write_odd_model
 from validation.runs import Check
@@ -24,25 +24,27 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def keep(check: Check, found: BothDirections) -> None:
+def keep(check: Check, compared: BothDirections) -> None:
     """Keep what both engines found of each other, then judge it."""
     rows: list[list[Any]] = []
-    for one in found.all:
-        agreed = one.agreed
-        control = found.controls.get(one.by)
-        own = "" if control is None else f"{control.agreed.ties} ties, {control.agreed.disagreements} disagreements"
+    for judged in compared.all:
+        agreed = judged.agreed
+        control = compared.controls.get(judged.by)
+        own_control = (
+            "" if control is None else f"{control.agreed.ties} ties, {control.agreed.disagreements} disagreements"
+        )
         choice = agreed.tokens - agreed.ties - agreed.disagreements
-        shared = f"{one.texts_shared(found.plain)} of {len(one.outputs)}"
+        shared = f"{judged.texts_shared(compared.plain)} of {len(judged.outputs)}"
         counted = [agreed.tokens, choice, agreed.ties, agreed.disagreements, round(agreed.largest_gap, 6)]
-        rows.append([one.by, one.scored_by, *counted, shared, own])
-    dtype = found.ours[0].dtype
-    prompts = len(found.plain)
-    check.table(f"{dtype}, {prompts} prompts of up to {max(map(len, found.plain))} tokens", COLUMNS, rows)
+        rows.append([judged.by, judged.scored_by, *counted, shared, own_control])
+    dtype = compared.ours[0].dtype
+    prompts = len(compared.plain)
+    check.table(f"{dtype}, {prompts} prompts of up to {max(map(len, compared.plain))} tokens", COLUMNS, rows)
     # Texts that agree are scored many times over; what is new in one is a token after a text that no other has.
     distinct = {
         (row, tuple(output[: end + 1]))
-        for one in found.all
-        for row, output in enumerate(one.outputs)
+        for judged in compared.all
+        for row, output in enumerate(judged.outputs)
         for end in range(len(output))
     }
     check.number(
@@ -53,26 +55,26 @@ def keep(check: Check, found: BothDirections) -> None:
         prompts=prompts,
     )
     if dtype != "float32":
-        _keep_noise(check, found)
-    assert not found.unexplained, "; ".join(found.unexplained)
+        _keep_noise(check, compared)
+    assert not compared.unexplained, "; ".join(compared.unexplained)
 
 
-def _keep_noise(check: Check, found: BothDirections) -> None:
+def _keep_noise(check: Check, compared: BothDirections) -> None:
     """What plain decoding of both engines allows, and the deviation that it leaves visible."""
-    tokens = len(found.theirs[0].gaps)
+    tokens = len(compared.theirs[0].gaps)
     for name, verdict in (("off_choice", Agreement.TIE), ("disagreements", Agreement.DISAGREE)):
-        noise = found.noise(verdict)
+        noise = compared.noise(verdict)
         check.number(
             **{
-                f"most_{name}": max(one.control(verdict).flips for one in found.all),
+                f"most_{name}": max(judged.control(verdict).flips for judged in compared.all),
                 f"{name}_of_plain_decoding": noise.flips,
                 f"{name}_allowed": noise.allowed(tokens, times=ENGINES),
             }
         )
-    rates = [found.noise(verdict).sees(tokens, times=ENGINES) for verdict in (Agreement.TIE, Agreement.DISAGREE)]
+    rates = [compared.noise(verdict).sees(tokens, times=ENGINES) for verdict in (Agreement.TIE, Agreement.DISAGREE)]
     check.sees = (
-        f"in {found.theirs[0].dtype} a token more than {WRONG_ULPS:g} units below the choice, {rates[0]:.1%} of tokens "
-        f"that are not the choice, {rates[1]:.1%} beyond {TIE_ULPS:g} units or second place"
+        f"in {compared.theirs[0].dtype} a token more than {WRONG_ULPS:g} units below the choice, {rates[0]:.1%} of "
+        f"tokens that are not the choice, {rates[1]:.1%} beyond {TIE_ULPS:g} units or second place"
     )
 
 
@@ -119,7 +121,7 @@ def test_a_random_model_of_an_odd_shape_agrees_with_vllm(check: Check, vllm: VLL
     }
     prompts = random_prompts(16, target.vocab_size, seed=3, low=3, high=40)
     ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    found = both_directions(
+    compared = both_directions(
         vllm, directory, target, decoders, prompts, speculative=[ngram], dtype="float32", max_new_tokens=48
     )
-    keep(check, found)
+    keep(check, compared)

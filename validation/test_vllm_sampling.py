@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from eagle3_jax.engines.vllm.process import Process
 from eagle3_jax.testing.frequencies import smallest_deviation
 from validation import second_token
+from validation.engines.vllm.process import Process
 from validation.runs import Check
 from validation.second_token import ALPHA, DRAWS, SETTINGS, SHIPPED
 
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.level("L6")
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_verified_token_follows_the_targets_law_here_and_in_vllm(
+def test_a_verified_token_follows_the_targets_distribution_here_and_in_vllm(
     check: Check, vllm_process: Process, setting: str
 ) -> None:
     draws = second_token.vllms(vllm_process, setting) | second_token.ours(setting)
-    fits = second_token.fits(draws, second_token.law(setting))
+    fits = second_token.fits(draws, second_token.exact_distribution(setting))
     check.table(
         second_token.title(setting),
-        ["drawn by", "total variation from the law", "p (chi-square)", "p (G)"],
+        ["sampled by", "total variation", "p (chi-square)", "p (G)"],
         [[name, round(fit.distance, 4), fit.chi_square, fit.g_test] for name, fit in fits.items()],
     )
     wrong = not second_token.follows(fits.pop(SHIPPED))
@@ -33,6 +33,6 @@ def test_a_verified_token_follows_the_targets_law_here_and_in_vllm(
     check.sees = f"{sees:.0%} rms of the probabilities of the second token"
     check.number(draws=DRAWS, vllm_as_shipped="samples wrongly under speculation" if wrong else "samples rightly")
     for name, fit in fits.items():
-        assert second_token.follows(fit), f"{name} does not follow the target's law"
+        assert second_token.follows(fit), f"{name} does not follow the target's distribution"
     if vllm_process.versions["device"] != "cpu":
-        assert not wrong, "vLLM does not follow the target's law under speculation"
+        assert not wrong, "vLLM does not follow the target's distribution under speculation"

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from eagle3_jax.engines.vllm.bridge import VLLMError, eagle3
-from eagle3_jax.engines.vllm.process import environment_of
-from eagle3_jax.engines.vllm.server import Servers
 from validation.device import environment_of_vllm
+from validation.engines.vllm.bridge import VLLMError, eagle3
+from validation.engines.vllm.process import environment_of
+from validation.engines.vllm.server import Servers
 from validation.fixtures import vllm_interpreter
 from validation.runs import Check
 from validation.subject import Setting, Subject
@@ -79,8 +79,8 @@ def _wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
             return
         except VLLMError as error:
             if process.poll() is not None or time.monotonic() > deadline:
-                said = [line for line in log.read_text().splitlines() if line.strip()][-1:]
-                raise VLLMError(f"the vLLM server did not start: {said or error}") from None
+                last_line = [line for line in log.read_text().splitlines() if line.strip()][-1:]
+                raise VLLMError(f"the vLLM server did not start: {last_line or error}") from None
         time.sleep(1)
 
 
@@ -89,6 +89,6 @@ def test_a_server_accepts_what_we_accept(check: Check, address: str, subject: Su
     comparison = Comparison.of_subject(Servers([address]), subject, K, 16)
     comparison.acceptance(check)
     theirs = comparison.engine.generate(comparison.prompts[:2], max_new_tokens=8)
-    assert all(one.accepted for one in theirs.completions), "the server tells nothing of single rounds"
-    scored = comparison.engine.score(comparison.prompts[:2], [one.tokens for one in theirs.completions])
-    assert all(rank == 1 for one in scored for rank in one.rank)
+    assert all(completion.accepted for completion in theirs.completions), "the server tells nothing of single rounds"
+    scored = comparison.engine.score(comparison.prompts[:2], [completion.tokens for completion in theirs.completions])
+    assert all(rank == 1 for completion in scored for rank in completion.rank)

@@ -15,7 +15,7 @@ from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import Deployment
 from eagle3_jax.theory.speedup import speedup, tau_from_conditional_rate
 from validation.aot.measure import load
-from validation.aot.table import of_models
+from validation.aot.table import tabulate_models
 
 K = 4
 ALPHA = 0.7
@@ -47,7 +47,7 @@ def bound() -> str:
 
 def compiled() -> str:
     """Launches, memory and compile time of whole generations for an H200."""
-    return of_models(load(ROOT / "validation" / "results" / "aot.json"), "cuda:h200").strip()
+    return tabulate_models(load(ROOT / "validation" / "results" / "aot.json"), "cuda:h200").strip()
 
 
 def parts() -> dict[str, dict[str, str]]:

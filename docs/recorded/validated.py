@@ -3,7 +3,7 @@
     pytest validation --complete --every-family --aot cuda:h200 --report-dir DIR    # copy DIR/report.json to RECORD
     python docs/recorded/write_tables.py
 
-A test refuses a record that lacks a check of the manifest. `make nightly` refuses one of code older than
+A test refuses a record that lacks a check of today's source. `make nightly` refuses one of code older than
 :data:`MOST_COMMITS`.
 """
 
@@ -13,14 +13,12 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from validation.levels import BY_NAME  # noqa: E402
-from validation.runs import Check, Report, Verdict, expected, load, missing_from  # noqa: E402
+from validation.runs import Check, Report, Verdict, checks_in, load  # noqa: E402
 
 RECORD = ROOT / "validation" / "results" / "cpu-amd-epyc-2-cores.json"
 MOST_COMMITS = 50  # that changed eagle3_jax/ or conversion/ since the record's commit; more, and it is too old
@@ -218,11 +216,9 @@ def _joined(lines: Iterable[str]) -> str:
     )
 
 
-def missing(report: Report) -> dict[str, Any]:
-    """What today's manifest asks of such a run and the record lacks, by level."""
-    asked = {name: rows for name, rows in expected("cpu").items() if report.asks_for(BY_NAME[name])}
-    lacks = {name: missing_from(report[name].checks, rows) for name, rows in asked.items()}
-    return {level: names for level, names in lacks.items() if names}
+def missing(report: Report) -> set[tuple[str, str]]:
+    """Level and name of the checks in today's source that the record lacks."""
+    return checks_in(ROOT / "validation", gpu=report.gpu) - {check.kind for check in report.checks}
 
 
 def text() -> str:

@@ -39,8 +39,7 @@ approximately tied logits differently).
 Warm-up and compilation are excluded; compile is their time for all programs of a row. Stop tokens are ignored.
 TTFT: time to first token. TPOT: time per token after it. chunk: waits between chunks of a stream, a round each, driven
 by the host in runs of their own. commit: the part of verification that writes the cache.
-Other engines decode greedily: transformers in eager PyTorch with its own cache, vLLM in its own process with
-torch.compile and, on a GPU, CUDA graphs, or in a server as it was started."""
+transformers decodes greedily, in eager PyTorch with its own cache."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

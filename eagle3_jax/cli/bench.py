@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from eagle3_jax import LoadedDrafter, LoadedTarget
     from eagle3_jax.bench.contenders import Contender
     from eagle3_jax.bench.results import NotMeasured, Report
-    from eagle3_jax.engines.vllm.bridge import VLLM
     from eagle3_jax.files.prompts import Prompt
     from eagle3_jax.types import Drafter, Verifier
 
@@ -43,7 +40,7 @@ EXAMPLE = """\b
 Examples, the second for a first look:
   eagle3 bench --tasks code --max-prompts 4 --batch-size 1,4 --output results
   eagle3 bench --max-prompts 2 --repeats 2 --chains 3 --tree none --rivals none"""
-ENGINES = ("transformers", "vllm")
+ENGINES = ("transformers", "none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,63 +181,18 @@ _PUBLISHED = "Llama-3.1-8B with its EAGLE-3 head on MT-Bench"
 class EngineOptions:
     """Other software to compare with."""
 
-    rivals: Annotated[
-        str | None,
-        typer.Option(
-            help="Other software to measure: 'transformers', 'vllm', 'both' or 'none'. Default: transformers, and vLLM "
-            "if it is named."
-        ),
-    ] = None
-    vllm_python: Annotated[
-        Path | None, typer.Option(help="Interpreter of an environment with vLLM, which is started for the run.")
-    ] = None
-    vllm_url: Annotated[
-        list[str] | None, typer.Option(help="Running vLLM server, such as http://localhost:8000; may be repeated.")
-    ] = None
-    vllm_chains: Annotated[str, typer.Option(help="Chain lengths K of vLLM with the head; 0 is plain.")] = "0,3"
-    vllm_memory: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of a GPU's memory for each vLLM engine, in addition to JAX's XLA_CLIENT_MEM_FRACTION.  "
-            "[default: 0.3 for one engine, 0.4 divided among several]"
-        ),
-    ] = None
+    rivals: Annotated[str, typer.Option(help="Other software to measure: 'transformers' or 'none'.")] = "transformers"
 
     @property
-    def names(self) -> list[str]:
-        """The engines to measure, of :data:`ENGINES`."""
-        has_vllm = self.vllm_python is not None or bool(self.vllm_url)
-        given = self.rivals if self.rivals is not None else ("both" if has_vllm else "transformers")
-        several = {"none": [], "both": list(ENGINES)}
-        names = several.get(given, [name.strip() for name in given.split(",")])
-        for name in names:
-            if name not in ENGINES:
-                raise Misuse(f"--rivals {self.rivals!r}: {name!r} is none of {', '.join(ENGINES)}")
-        if "vllm" in names and not has_vllm:
-            raise Misuse("--rivals vllm needs to know where vLLM is; add --vllm-python PYTHON or --vllm-url URL")
-        return names
+    def has_transformers(self) -> bool:
+        """Whether transformers is measured.
 
-    @property
-    def lengths(self) -> list[int]:
-        """Draft lengths of vLLM; 0 is plain decoding."""
-        return parse_numbers(self.vllm_chains, "--vllm-chains", least=0, or_none=True)
-
-    def check(self) -> None:
-        """Refuses unknown names, vLLM that cannot be found, and numbers out of their range."""
-        if self.vllm_memory is not None and not 0 < self.vllm_memory <= 1:
-            raise Misuse(f"--vllm-memory is {self.vllm_memory:g}; expected a share above 0 and at most 1")
-        _ = self.names, self.lengths
-
-    def start_vllm(self, closing: contextlib.ExitStack) -> VLLM:
-        """A new process with vLLM, which ends with ``closing``, or the servers that are running."""
-        from eagle3_jax.engines.vllm.process import Process
-        from eagle3_jax.engines.vllm.server import Servers
-
-        if self.vllm_python is None:
-            return Servers(self.vllm_url or [])
-        process = Process(self.vllm_python, threads=len(os.sched_getaffinity(0)))
-        closing.callback(process.close)
-        return process
+        Raises:
+            Misuse: The name is unknown.
+        """
+        if self.rivals not in ENGINES:
+            raise Misuse(f"--rivals {self.rivals!r} is none of {', '.join(ENGINES)}")
+        return self.rivals == "transformers"
 
 
 @grouped
@@ -257,27 +209,27 @@ def bench(
 ) -> None:
     """Measure drafts against plain decoding and other engines.
 
-    All are interleaved on the same prompts: plain decoding, chains, trees, prompt lookup, transformers and vLLM.
+    All are interleaved on the same prompts: plain decoding, chains, trees, prompt lookup and transformers.
 
     Ctrl-C ends the measurement; the repeats completed until then are reported.
 
     Ends with exit code 1, after everything is written, if a measurement is faster than the memory can be read.
     """
     from eagle3_jax.bench.environment import hardware
-    from eagle3_jax.engines.memory import share_memory
+    from eagle3_jax.bench.memory import allocate_on_demand
     from eagle3_jax.files.sources import bundled
 
     drafts = Methods(methods, is_shape=models.shape is not None)
     sizes = parse_numbers(batch_size, "--batch-size")
     models.check()
-    engines.check()
+    has_transformers = engines.has_transformers
     if models.shape is not None and [name for name in prompts.prompts or [] if name != "random"]:
         raise Misuse("--shape has no tokenizer; leave --prompts out, and choose a length with --prompt-tokens")
     reporting.check_directory(output)
     fetch_first(models.target)
-    with spinner("loading") as now, contextlib.ExitStack() as closing:
-        if engines.names and models.shape is None:
-            share_memory(beside_vllm=engines.vllm_python is not None)
+    with spinner("loading") as now:
+        if has_transformers and models.shape is None:
+            allocate_on_demand()
         dtype = measured_dtype(models.dtype)
         loaded = models.read(dtype)
         field = Field()
@@ -288,12 +240,9 @@ def bench(
             raise Misuse(
                 f"--batch-size {max(sizes)} needs as many prompts, and there are {len(chosen)}; see --max-prompts"
             )
-        longest = max(len(prompt.tokens) for prompt in chosen) + prompts.max_new_tokens
-        now.say("loading other engines")
-        limits = {"max_model_len": min(longest + 16, loaded.target.max_positions), "max_num_seqs": max(sizes)}
-        field.add_engines(
-            engines, models, dtype="float32" if dtype == "mixed" else dtype, limits=limits, closing=closing
-        )
+        if has_transformers:
+            now.say("loading transformers")
+            field.add_transformers(models, "float32" if dtype == "mixed" else dtype)
         field.drop_broken(chosen[0].tokens)
         taken = [one for one in field.contenders for size in sizes if size <= (one.largest_batch or size)]
         now = counted(now, len(taken) * (1 + repeats))
@@ -461,70 +410,25 @@ class Field:
         for length in methods.ngrams if models.drafters else ():
             add(f"n-gram K={length}", models.dtype, models.target, NGram(length))
 
-    def add_engines(
-        self,
-        engines: EngineOptions,
-        models: ModelOptions,
-        *,
-        dtype: str,
-        limits: dict[str, Any],
-        closing: contextlib.ExitStack,
-    ) -> None:
-        """Adds the other engines, or the reason why one cannot take part.
+    def add_transformers(self, models: ModelOptions, dtype: str) -> None:
+        """Adds the rows of transformers, or the reason why it cannot take part.
 
         Args:
-            engines: Engines to add.
-            models: The target's and the head's sources.
-            dtype: Precision that the others have too.
-            limits: vLLM's ``max_model_len`` and ``max_num_seqs``.
-            closing: Ends the processes that are started.
+            models: Sources of the target and its drafters.
+            dtype: Precision to load the target in, ``float32`` or ``bfloat16``.
         """
-        from eagle3_jax.engines.memory import share_of_engine
-        from eagle3_jax.engines.vllm import bridge
-        from eagle3_jax.engines.vllm.contender import VLLMContender
-        from eagle3_jax.files.published import is_published
+        import jax
+
+        from eagle3_jax.bench.memory import is_out_of_memory
         from eagle3_jax.load import locate
 
         if models.shape is not None or find_own("--target", models.target) is not None:
             made = "--shape has random weights" if models.shape else "--target is a part of yours"
-            for name in engines.names:
-                self.lacks(name, f"{made}, which no other software can load")
+            self.lacks("transformers", f"{made}, which no other software can load")
             return
         directory = locate(models.target, "target")
-        if "transformers" in engines.names:
-            self._add_transformers(directory, dtype)
-        if "vllm" not in engines.names:
-            return
-        heads = [without_lookup(name) for name in models.drafter or [] if not is_named(name)]
-        usual = models.target if is_published(models.target) else None
-        head = locate(heads[0] if heads else usual, "eagle3") if heads or not models.drafter else None
-        for length in engines.lengths:  # each an engine of its own, so that all can take turns
-            name = f"vLLM eagle3 K={length}" if length else "vLLM plain"
-            name += ", compiled" if engines.vllm_python is not None else ""  # a server is as its owner started it
-            if length and head is None:
-                continue
-            options = bridge.EngineOptions(
-                model=str(directory),
-                dtype=dtype,
-                speculative=bridge.eagle3(head, length) if length and head is not None else None,
-                gpu_memory_utilization=engines.vllm_memory or share_of_engine(len(engines.lengths)),
-                eager=False,
-                **limits,
-            )
-            try:
-                engine = engines.start_vllm(closing).engine(options)
-            except (bridge.VLLMError, bridge.VLLMUnavailable) as error:
-                self.lacks(name, str(error))
-                continue
-            self.contenders.append(VLLMContender(name, dtype, engine))
-
-    def _add_transformers(self, directory: Path, dtype: str) -> None:
-        import jax
-
-        from eagle3_jax.engines.memory import is_out_of_memory
-
         try:
-            from eagle3_jax.engines.transformers import TransformersContender
+            from eagle3_jax.bench.transformers import TransformersContender
 
             on_gpu = jax.default_backend() != "cpu"
             self.contenders += TransformersContender.load(directory, dtype=dtype, on_gpu=on_gpu)

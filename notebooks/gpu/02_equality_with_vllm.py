@@ -51,9 +51,12 @@ from pictures.ribbons import acceptance_ribbons
 from pictures.style import DRAFTER, TARGET
 
 from eagle3_jax import SpeculativeDecoder, load_drafter, load_target
+from eagle3_jax.bench.memory import is_out_of_memory
 from eagle3_jax.bench.tables import to_markdown
-from eagle3_jax.engines.memory import is_out_of_memory
-from eagle3_jax.engines.vllm.bridge import (
+from validation import second_token
+from validation.agreement import Judged, both_directions, decoders_of, ours
+from validation.emissions import Reference, Warpers
+from validation.engines.vllm.bridge import (
     Completion,
     EngineOptions,
     Generated,
@@ -61,9 +64,6 @@ from eagle3_jax.engines.vllm.bridge import (
     VLLMUnavailable,
     eagle3,
 )
-from validation import second_token
-from validation.agreement import Judged, both_directions, decoders_of, ours
-from validation.emissions import Reference, Warpers
 from validation.forcing import by_blocks, reference
 from validation.internals import compare_with_recorded, recording
 from validation.margin import TIE_ULPS, WRONG_ULPS, Agreement, Control, classify, tie_tolerance
@@ -264,7 +264,7 @@ plt.show()
 
 # %%
 SETTING = "T=1"
-exact = second_token.law(SETTING)
+exact = second_token.exact_distribution(SETTING)
 COUNT = second_token.DRAWS if here.on_gpu or here.vllm_process is not None else 1024
 draws = second_token.ours(SETTING, COUNT)
 if here.vllm_process is not None:
@@ -427,7 +427,7 @@ assert wrong_at[9] == Agreement.DISAGREE, "an injected error was classified as a
 assert not np.any(wrong_at[:9] == Agreement.DISAGREE), "earlier tokens are not affected"
 
 other = {"samples at T=1": draws["ours, EAGLE-3"]}
-for fit in second_token.fits(other, second_token.law("T=0.7, top-p 0.9")).values():
+for fit in second_token.fits(other, second_token.exact_distribution("T=0.7, top-p 0.9")).values():
     assert not second_token.follows(fit), "a wrong temperature was not detected"
 
 right_layers = pair[1].drafter.config.aux_layers

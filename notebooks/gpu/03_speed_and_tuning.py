@@ -52,8 +52,6 @@ from eagle3_jax.bench.run import measure
 from eagle3_jax.bench.tables import show, to_markdown
 from eagle3_jax.bench.tune import break_even, tune
 from eagle3_jax.drafters import NGram
-from eagle3_jax.engines.vllm.bridge import EngineOptions, VLLMUnavailable, eagle3
-from eagle3_jax.engines.vllm.contender import VLLMContender
 from eagle3_jax.theory.accelerators import custom_accelerator
 from eagle3_jax.theory.bounds import forward_work
 from eagle3_jax.theory.memory import Deployment
@@ -66,6 +64,8 @@ from eagle3_jax.theory.speedup import (
 )
 from eagle3_jax.verifiers.simulated import SimulatedAcceptance
 from validation import speeds
+from validation.engines.vllm.bridge import EngineOptions, VLLMUnavailable, eagle3
+from validation.engines.vllm.contender import VLLMContender
 from validation.speeds import chain, faults, tree
 from validation.subject import CONTEXT, some_prompts
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from eagle3_jax.cli import run
 from eagle3_jax.cli._bench_report import Findings
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli.bench import Field
-from eagle3_jax.engines.vllm.bridge import EngineOptions, VLLMError
 
 GOLDEN = tiny.GOLDEN / "official"
 QUICK = ("--dtype", "float32", "--max-new-tokens", "4", "--repeats", "1")
@@ -46,7 +44,6 @@ def test_the_command_measures_every_method_and_writes_it_all(capsys, tmp_path: P
         "bench", *PAIR, *QUICK, "--chains", "none", "--tree", "num_nodes=4,max_depth=2,top_k=2",
         "--ngram", "2", "--prompts", str(prompts),
         "--max-prompts", "2", "--batch-size", "1,2", "--json", "--output", str(tmp_path / "out"),
-        "--vllm-python", str(tmp_path / "no-python"),
     ]  # fmt: skip
     assert run(arguments) == 0
     found = json.loads(capsys.readouterr().out)
@@ -61,7 +58,6 @@ def test_the_command_measures_every_method_and_writes_it_all(capsys, tmp_path: P
     assert [task["task"] for task in one["rows"][1]["tasks"]] == ["prompts", "other"]
     reasons = {absent["name"]: absent["reason"] for absent in found["not_measured"]}
     assert "pip install 'eagle3-jax[bench]'" in reasons["transformers"]
-    assert "could not be started" in reasons["vLLM plain, compiled"]
     assert len(found["about"]["prompts_measured"]["sha256"]) == 64
     assert json.loads((tmp_path / "out" / "bench.json").read_text()) == found
     row = one["rows"][1]
@@ -126,41 +122,6 @@ def test_a_run_fails_when_something_was_compiled_late():
     report: Any = SimpleNamespace(batch_size=1, too_fast=[], programs_after_warm_up=3)
     findings = Findings(device="a machine", about={}, reports=[report], missing=[])
     assert findings.failures == ["batch 1: 3 programs were compiled while times were taken"]
-
-
-def test_on_a_gpu_vllm_finds_memory_and_the_precision_of_ours(capsys, monkeypatch: pytest.MonkeyPatch):
-    """JAX is told its share before it touches the device; engines that are loaded at once share theirs."""
-    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION"):
-        monkeypatch.setenv(name, "")  # so that they are put back
-        monkeypatch.delenv(name)
-    told: list[str | None] = []
-
-    def on_gpu() -> bool:
-        told.append(os.environ.get("XLA_CLIENT_MEM_FRACTION"))
-        return True
-
-    asked: list[EngineOptions] = []
-
-    class NoVLLM:
-        def __init__(self, python: Path, **_: object):
-            pass
-
-        def engine(self, options: EngineOptions) -> object:
-            asked.append(options)
-            raise VLLMError("none here")
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr("eagle3_jax.bench.gpu.on_gpu", on_gpu)
-    monkeypatch.setattr("eagle3_jax.engines.vllm.process.Process", NoVLLM)
-    arguments = ["bench", *PAIR, *QUICK[2:], "--chains", "1", "--tree", "none", "--ngram", "none", "--json"]
-    arguments += ["--prompts", "random", "--prompt-tokens", "4", "--max-prompts", "1", "--repeats", "1"]
-    assert run([*arguments, "--rivals", "vllm", "--vllm-python", sys.executable]) in (0, 1)
-    (report,) = json.loads(capsys.readouterr().out)["reports"]
-    assert set(told) == {"0.4"}
-    assert [(one.gpu_memory_utilization, one.dtype) for one in asked] == [(0.2, "bfloat16"), (0.2, "bfloat16")]
-    assert [row["name"] for row in report["rows"]] == ["plain bfloat16", "chain K=1"], "float32 is for CPUs"
 
 
 def test_a_shape_is_measured_in_few_ways_at_published_rates(monkeypatch: pytest.MonkeyPatch):

@@ -143,7 +143,7 @@ def test_any_value_of_an_option_is_what_it_says_or_one_clear_line(tree, schedule
 def test_numbers_are_ranges_and_lists(text, numbers):
     assert taken(lambda text: parse_numbers(text, "--chains"), text, "--chains ") == numbers
     assert parse_numbers("none", "--ngram", or_none=True) == []
-    assert parse_numbers("0,3", "--vllm-chains", least=0) == [0, 3]
+    assert parse_numbers("0,3", "--chains", least=0) == [0, 3]
 
 
 # ---------------------------------------------------------------- lines of prompt files

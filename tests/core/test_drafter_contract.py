@@ -69,7 +69,7 @@ ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
 }
 LAW = "sampled output has the target's law"
 ENOUGH = {"draws from what it declares": 32768}  # samples that show every fault of BROKEN
-COSTLY = {"greedy output is the target's", LAW}  # test_greedy and test_long_law ask every method
+COSTLY = {"greedy output is the target's", LAW}  # test_greedy and test_long_distribution ask every method
 SAMPLED_TREE = LoadedDrafter(
     tiny.Sampled((-1, 0, 0, 1)), jnp.array(np.random.default_rng(0).dirichlet(np.ones(13), 13), jnp.float32)
 )

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_long_law
+import test_long_distribution
 import tiny
 from test_drafter_contract import ALL_DRAFTERS, drafter_of
 
@@ -37,7 +37,7 @@ from eagle3_jax.types import DraftSampling, SamplingMode, SamplingParams
 LIBRARY = Path(eagle3_jax.__file__).parent
 ROUNDS = 4
 PROMPTS = [[5, 70, 3], [79]]
-WORLD = test_long_law.WIDE
+WORLD = test_long_distribution.WIDE
 PROBABILISTIC = DraftSampling.PROBABILISTIC
 DIGITS = num_digits(80)
 

@@ -3,7 +3,7 @@
 The exact autoregressive law comes from running the target on every prefix; Pearson's chi-square compares it with what
 the loop wrote, at a significance of one in a million per assertion and with fixed seeds, so a failure is a bug. One
 batch mixes greedy and sampled rows, all warpers, and prompts of different lengths. So few sequences show only what
-moves their probabilities by a tenth or more; ``test_long_law`` sees smaller bugs.
+moves their probabilities by a tenth or more; ``test_long_distribution`` sees smaller bugs.
 """
 
 from __future__ import annotations

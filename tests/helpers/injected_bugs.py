@@ -19,7 +19,7 @@ import test_exact_law
 import test_golden
 import test_greedy
 import test_keys
-import test_long_law
+import test_long_distribution
 import test_sampling_law
 import test_scripted_trees
 import test_thresholds
@@ -74,7 +74,8 @@ def sampling_law(function: Callable, bug: Callable, drafter: str) -> Mutant:
 
 
 def long_law(function: Callable, bug: Callable, drafter: str, rows: int = 2048, runs: int = 1) -> Mutant:
-    return Mutant(function, bug, test_long_law.check_long_law, (drafter,), (("rows", rows), ("runs", runs)))
+    check = test_long_distribution.check_long_distribution
+    return Mutant(function, bug, check, (drafter,), (("rows", rows), ("runs", runs)))
 
 
 def subtle(function: Callable, bug: Callable) -> Mutant:
@@ -258,8 +259,8 @@ def next_key(keys_at, keys, position, purpose):
 
 
 LIKELIEST = "a chain of the likeliest tokens"
-CHAIN = "a chain of drawn tokens"
-STATIC = "a static tree of drawn tokens"
+CHAIN = "a chain of sampled tokens"
+STATIC = "a static tree of sampled tokens"
 DRAWS = {
     "a draft is declared at its draft ids": long_law(propose_from_table, declare_at_draft_ids, CHAIN),
     "all depths of a draft share one uniform": long_law(propose_from_table, during(uniforms, share_uniform), CHAIN),
@@ -364,7 +365,7 @@ LOOP = {
     "a recurrent layer commits a path in block order": long_law(
         Recurrent.commit,
         lambda commit, self, written, length, count, nodes=None: commit(self, written, length, count, None),
-        "a static tree of drawn tokens for a recurrent target",
+        "a static tree of sampled tokens for a recurrent target",
     ),
 }
 

@@ -24,7 +24,7 @@ LARGEST = 57e6  # bytes of a wheel; the bundled pair is 25 MB of it, and the hea
 IMPORT_ALL = """
 import importlib, pkgutil, eagle3_jax
 for module in pkgutil.walk_packages(eagle3_jax.__path__, "eagle3_jax."):
-    if module.name.endswith(".__main__") or ".engines.vllm." in module.name:
+    if module.name.endswith(".__main__"):
         continue
     importlib.import_module(module.name)
 assert "site-packages" in eagle3_jax.__file__ and "eagle3_jax.conversion.targets" in __import__("sys").modules

@@ -32,7 +32,7 @@ PARTS = {
     "contract": "tests/core/test_target_contract.py -m slow",
     "AOT": "validation/test_aot.py --level AOT --complete --aot cuda:h200 --aot tpu:v6e:1x1"
     f" --report-dir {BUILD / 'AOT'}",
-    "bugs-and-laws": "tests/nightly/test_mutants.py tests/nightly/test_long_law.py",
+    "bugs-and-laws": "tests/nightly/test_mutants.py tests/nightly/test_long_distribution.py",
     "record-age": "tests/nightly/test_record_age.py",
     "fuzzing": "tests/conversion/test_fuzz_files.py tests/nightly/test_fuzz_configs.py",
 }
@@ -55,13 +55,15 @@ def run(name: str) -> bool:
         environ = os.environ | {"FUZZ_EXAMPLES": "1000"}
         passed = subprocess.run(command, cwd=ROOT, env=environ, stdout=log, stderr=log, check=False).returncode == 0
     suite = xml.parse(counts).getroot().find("testsuite") if counts.exists() else None
-    found = {} if suite is None else {key: int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
+    counts_by_outcome = (
+        {} if suite is None else {key: int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
+    )
     minutes = round((time.monotonic() - started) / 60)
     if INTERRUPTED.is_set():
         return False
     with WRITING:
         results = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
-        results[name] = {"verdict": "pass" if passed else "fail", **of_what, **found, "minutes": minutes}
+        results[name] = {"verdict": "pass" if passed else "fail", **of_what, **counts_by_outcome, "minutes": minutes}
         RESULT.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     print(f"{name}: {results[name]['verdict']} after {minutes} minutes; see {counts.with_suffix('.log')}", flush=True)
     return passed
@@ -76,7 +78,7 @@ def main(names: list[str]) -> int:
     with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
         runs = [pool.submit(run, name) for name in names or PARTS]
         try:
-            return int(not all([one.result() for one in runs]))
+            return int(not all([part.result() for part in runs]))
         except KeyboardInterrupt:
             INTERRUPTED.set()
             pool.shutdown(cancel_futures=True)

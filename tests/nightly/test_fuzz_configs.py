@@ -172,18 +172,20 @@ def changes(values: dict[str, Any], known: dict[str, Any], path: tuple[str, ...]
         value = values.get(name, known.get(name, ABSENT))
         if isinstance(value, dict):
             yield from changes(values.get(name) or {}, value, (*path, name))
-        for other in other_values(name, value):
-            if other is not values.get(name, ABSENT) and (other is ABSENT or other != values.get(name, ABSENT)):
-                yield (*path, name), other
+        for new_value in other_values(name, value):
+            if new_value is not values.get(name, ABSENT) and (
+                new_value is ABSENT or new_value != values.get(name, ABSENT)
+            ):
+                yield (*path, name), new_value
 
 
 def changed(values: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
     """The fields of the file with another value at a path."""
-    first, *rest = path
-    if rest:
-        value = changed(values.get(first) or {}, tuple(rest), value)
-    others = {name: other for name, other in values.items() if name != first}
-    return others if value is ABSENT else others | {first: value}
+    first, *deeper = path
+    if deeper:
+        value = changed(values.get(first) or {}, tuple(deeper), value)
+    unchanged = {name: field_value for name, field_value in values.items() if name != first}
+    return unchanged if value is ABSENT else unchanged | {first: value}
 
 
 class Fuzzed:
@@ -197,8 +199,8 @@ class Fuzzed:
         self.values = json.loads(self.file.read_text())
         self.known = json.loads(model.config.to_json_string(use_diff=False))
         self.shapes = {key: value.shape for key, value in model.state_dict().items()}
-        whole = "text_config" in ALL[name].fields
-        self.auto = transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
+        has_images = "text_config" in ALL[name].fields
+        self.auto = transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
         self.logits: dict[Any, np.ndarray] = {}
 
     def theirs(self, *, sized: bool = True) -> np.ndarray | None:

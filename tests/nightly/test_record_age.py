@@ -16,8 +16,8 @@ ROOT = Path(__file__).parent.parent.parent
 def test_the_record_of_the_validation_is_of_recent_code() -> None:
     commit = load(validated.RECORD).environment["git"]["commit"]
     git = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", "eagle3_jax", "conversion"]
-    found = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
-    if found.returncode:
-        reason = found.stderr.strip()
+    result = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
+    if result.returncode:
+        reason = result.stderr.strip()
         pytest.skip(f"this checkout lacks the commit {commit[:10]}, so the record's age is unknown: {reason}")
-    assert int(found.stdout) <= validated.MOST_COMMITS, "run the validation again: make validation, --complete"
+    assert int(result.stdout) <= validated.MOST_COMMITS, "run the validation again: make validation, --complete"

@@ -1,4 +1,4 @@
-"""What ``pytest validation`` validates: the pair that it chooses, its questions, and the speeds that it quotes."""
+"""What ``pytest validation`` validates: the pair that it chooses, its questions, and a rehearsal of a run on a GPU."""
 
 from __future__ import annotations
 
@@ -9,13 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_jax.engines.memory import SHARE_OF_JAX, SHARE_OF_VLLM
 from eagle3_jax.files.prompts import shipped
 from eagle3_jax.load import bundled
-from eagle3_jax.models.config import usual_head
-from eagle3_jax.theory.accelerators import accelerator_named
-from eagle3_jax.theory.known_models import KNOWN_MODELS
-from eagle3_jax.theory.memory import Deployment, memory_plan
 from validation import speeds
 from validation.subject import DEFAULT_TARGET, Setting, choose
 from validation.tasks import discordant_interval, is_right, questions
@@ -23,17 +18,16 @@ from validation.tasks import discordant_interval, is_right, questions
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_the_default_is_the_shipped_pair_with_its_prompts() -> None:
+def test_the_default_is_the_shipped_pair_with_its_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = choose(Setting())
     assert (subject.name, subject.reason) == ("the shipped pair", "")
     assert [prompt.text for prompt in subject.prompts] == shipped()
     assert subject.pair("float32")[0] is subject.pair("float32")[0]
-    assert subject.description["questions"] == "plain text: the target has no chat template"
     with pytest.raises(ValueError, match="no chat template"):
         questions(subject, rehearsal=False)
+    with pytest.raises(ValueError, match="--target was given without"):
+        choose(Setting(target="somewhere"))
 
-
-def test_a_gpu_run_without_the_hub_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(source: object, part: str) -> Path:
         raise ValueError(f"{source} could not be downloaded: no network")
 
@@ -46,30 +40,24 @@ def test_a_gpu_run_without_the_hub_falls_back_and_says_why(monkeypatch: pytest.M
 
 
 def test_on_a_gpu_one_precision_is_loaded_at_a_time() -> None:
-    """Two of an 8B model do not fit beside vLLM."""
-    for gpu, left in ((True, ["bfloat16"]), (False, ["float32", "bfloat16"])):
+    """Two precisions of an 8B model do not fit next to vLLM."""
+    for gpu, loaded in ((True, ["bfloat16"]), (False, ["float32", "bfloat16"])):
         subject = choose(Setting(gpu=gpu, target=str(bundled("target")), drafter=str(bundled("eagle3"))))
         subject.pair("float32")
         subject.pair("bfloat16")
-        assert list(subject._pairs) == left
+        assert list(subject._pairs) == loaded
 
 
-@pytest.mark.parametrize("given", ["target", "drafter"])
-def test_half_a_pair_is_refused(given: str) -> None:
-    with pytest.raises(ValueError, match=f"--{given} was given without"):
-        choose(Setting(**{given: "somewhere"}))
+def test_an_engine_that_does_not_fit_is_missing_and_another_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = ["CUDA out of memory. Tried to allocate 16 GiB", "CUDA error: device-side assert triggered"]
 
-
-def test_a_rival_that_does_not_fit_is_missing_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(directory: Path, **options: object) -> list:
-        raise RuntimeError(said)
+        raise RuntimeError(messages[len(missing)])
 
     monkeypatch.setattr(speeds.TransformersContender, "load", load)
     missing: list[list] = []
-    said = "CUDA out of memory. Tried to allocate 16 GiB"
     assert speeds.transformers_or_why_not(choose(Setting()), 4, Setting(gpu=True), missing) == []
-    assert missing[0][0] == "transformers generate" and missing[0][-1] == said
-    said = "CUDA error: device-side assert triggered"
+    assert missing[0][0] == "transformers generate" and missing[0][-1] == messages[0]
     with pytest.raises(RuntimeError, match="device-side"):
         speeds.transformers_or_why_not(choose(Setting()), 4, Setting(gpu=True), missing)
 
@@ -79,26 +67,24 @@ def test_a_rival_that_does_not_fit_is_missing_and_the_others_are_measured(monkey
     [
         ("First 3, then 4, so the answer is 12.", "3 + 4 = <<3+4=7>>7 apples\n#### 12", True),
         ("#### 9 because of 4", "#### 9", True),
-        ("The total is $1,080.", "...\n#### 1080", True),
         ("The total is 1200.50", "#### $1,200.50 in all", True),
         ("It is -3", "so 12 apples\n#### -3.00", True),
         ("The total is 108.", "...\n#### 1080", False),
         ("no idea", "#### 7", False),
-        ("    return True", "    return True", False),  # no number is asked for
     ],
 )
 def test_an_answer_is_right_if_its_number_is(text: str, reference: str, right: bool) -> None:
     assert is_right(text, reference) is right
 
 
-def test_only_questions_that_one_side_missed_speak_about_a_difference() -> None:
+def test_only_questions_that_one_side_missed_count_for_a_difference() -> None:
     low, high = discordant_interval(4, 4)
     assert low < 0.5 < high
     assert discordant_interval(0, 12)[1] < 0.5  # 2 · 2^-12 < 0.01
     assert discordant_interval(0, 3)[1] > 0.5
 
 
-def test_a_rehearsal_runs_the_flow_and_says_that_it_is_one(tmp_path: Path) -> None:
+def test_a_rehearsal_runs_the_flow_of_a_gpu(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "pytest", "validation/test_task_sanity.py", "validation/test_speed.py", "--gpu",
         "--rehearse", "--price-per-hour", "3.6", "-k", "accuracy_does_not or Qwen3-tiny-batch-1]",
@@ -112,25 +98,4 @@ def test_a_rehearsal_runs_the_flow_and_says_that_it_is_one(tmp_path: Path) -> No
     assert ran["L7"]["numbers"]["questions"] == 8
     rows = ran["L9"]["tables"][0]["rows"]
     assert [row[0] for row in rows] == ["plain bfloat16", "chain K=3", "tree N=16 G=4"]
-    assert "accepted with probability 0.7" in ran["L9"]["tables"][0]["title"]
-    assert all(isinstance(row[13], float) for row in rows)  # the cost
-
-
-def test_what_the_guide_says_of_memory_is_what_is_planned() -> None:
-    """Three engines share the device; the smallest share, vLLM's, decides."""
-    guide = " ".join((ROOT / "docs" / "validation.md").read_text().split())
-    target = KNOWN_MODELS["Llama-3.1-8B"]
-    share_in_float32 = 0.33
-    for weights, share_of_vllm in (("bfloat16", SHARE_OF_VLLM), ("float32", share_in_float32)):
-        for name in ("H100", "H200"):
-            accelerator = accelerator_named(name)
-            one = Deployment(
-                target=target, head=usual_head(target), accelerator=accelerator, weights=weights, cache=weights
-            )
-            for share in (SHARE_OF_JAX, share_of_vllm):
-                plan = memory_plan(
-                    one, batch=8, context=2048, num_draft_tokens=5, prefill_tokens=2048, utilization=share
-                )
-                assert plan.fits is ((weights, name) != ("float32", "H100"))
-            assert f"{plan.total / 1e9:.0f} GB" in guide and f"{accelerator.memory_bytes / 1e9:.0f} GB" in guide
-    assert f"`--vllm-memory {share_in_float32}` gives it {plan.budget / 1e9:.0f} GB" in guide
+    assert all(isinstance(row[13], float) for row in rows), "the cost"

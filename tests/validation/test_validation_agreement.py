@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from eagle3_jax.engines.vllm.bridge import EngineOptions, Scored, score
-from eagle3_jax.engines.vllm.server import Server, ServerEngine
 from validation.agreement import ENGINES, BothDirections, Judged
+from validation.engines.vllm.bridge import EngineOptions, Scored, score
+from validation.engines.vllm.server import Server, ServerEngine
 from validation.margin import Agreement, bfloat16_ulp
 
 VOCAB = 32
@@ -16,13 +16,13 @@ NOISE = 0.6  # units in the last place by which a bfloat16 engine errs; about on
 
 
 def scored(logits: np.ndarray, tokens: np.ndarray) -> list[Scored]:
-    """A judge's opinion, counted here in another way: sorted logits, ``[prompts, length, vocabulary]``."""
-    given = np.take_along_axis(logits, tokens[..., None], -1)[..., 0]
-    ranks = 1 + (logits > given[..., None]).sum(-1)
+    """Returns a judge's scores, computed here from logits, ``[prompts, length, vocabulary]``."""
+    chosen = np.take_along_axis(logits, tokens[..., None], -1)[..., 0]
+    ranks = 1 + (logits > chosen[..., None]).sum(-1)
     best = logits.max(-1)
     return [
         Scored(best=top.tolist(), rank=rank.tolist(), gap=gap.tolist(), best_value=high.tolist())
-        for top, rank, gap, high in zip(logits.argmax(-1), ranks, best - given, best, strict=True)
+        for top, rank, gap, high in zip(logits.argmax(-1), ranks, best - chosen, best, strict=True)
     ]
 
 
@@ -42,8 +42,8 @@ def two_engines(
     """Texts of two engines along the same prefixes, each scored by each.
 
     Args:
-        seed: Of everything.
-        size: Prompts, and new tokens of each.
+        seed: Seed of all random numbers.
+        size: Number of prompts, and of new tokens of each.
         off: Units in the last place by which the logits of our target are wrong, up or down, in decoding and judging.
         decoding: Noise of our decoding.
         vllm: Noise of vLLM's decoding; its scoring shares all of it where that is 0.
@@ -57,20 +57,20 @@ def two_engines(
     ours = true + off * unit * draw.choice([-1.0, 1.0], shape)
     shared = noise(NOISE)
     their_judge = on_grid(true + shared)
-    mine = on_grid(ours + noise(decoding)).argmax(-1)
+    our_tokens = on_grid(ours + noise(decoding)).argmax(-1)
     theirs = on_grid(true + (noise(vllm) if vllm else shared)).argmax(-1)
     if wrong_token:
-        mine[3, 7] = (mine[3, 7] + VOCAB // 2) % VOCAB
+        our_tokens[3, 7] = (our_tokens[3, 7] + VOCAB // 2) % VOCAB
 
     def judged(by: str, tokens: np.ndarray, judge: str) -> Judged:
         seen = scored(ours if judge == "us" else their_judge, tokens)
         return Judged(by, judge, "bfloat16", tokens.tolist(), seen)
 
     return BothDirections(
-        ours=[judged("ours, plain", mine, "vLLM")],
+        ours=[judged("ours, plain", our_tokens, "vLLM")],
         theirs=[judged("vLLM, plain", theirs, "us")],
         controls={
-            "ours, plain": judged("ours, plain", mine, "us"),
+            "ours, plain": judged("ours, plain", our_tokens, "us"),
             "vLLM, plain": judged("vLLM, plain", theirs, "vLLM"),
         },
     )
@@ -82,7 +82,7 @@ def test_sound_engines_with_many_ties_pass(vllm: float) -> None:
     runs = [two_engines(seed, vllm=vllm) for seed in range(20)]
     assert [run.unexplained for run in runs] == [[]] * 20
     assert all(run.ours[0].agreed.ties >= 10 for run in runs)
-    assert sum(any(one.agreed.disagreements for one in run.all) for run in runs) >= 10
+    assert sum(any(judged.agreed.disagreements for judged in run.all) for run in runs) >= 10
 
 
 @pytest.mark.parametrize(("size", "off", "visible"), [((24, 48), 3.0, 0.06), ((56, 128), 1.5, 0.02)])
@@ -103,25 +103,25 @@ def test_one_token_that_is_no_tie_fails() -> None:
 
 def test_decoding_noisier_than_vllms_fails_although_it_raises_the_bound() -> None:
     for seed in range(10):
-        (said,) = two_engines(seed, size=(56, 128), decoding=2.5 * NOISE).unexplained
-        assert said.startswith("ours, plain, scored by us:") and "neither its choice nor a tie" in said
+        (message,) = two_engines(seed, size=(56, 128), decoding=2.5 * NOISE).unexplained
+        assert message.startswith("ours, plain, scored by us:") and "neither its choice nor a tie" in message
 
 
-def test_a_token_tied_with_others_ranks_behind_none_of_them() -> None:
+def test_a_token_tied_with_others_ranks_after_none_of_them() -> None:
     """vLLM's rank counts equal logits: a second choice tied with two others has rank 4 there, and 2 here."""
     entries = {5: (20.0, 1), 7: (19.875, 4), 9: (19.875, 4), 11: (19.0, 5), 13: (20.0, 2)}
-    for given, wanted in {5: 1, 7: 2, 9: 2, 11: 5}.items():
-        found = score([{key: entries[key] for key in (5, 7, given)}], [given])
-        assert (found.best, found.rank, found.gap) == ([5], [wanted], [20.0 - entries[given][0]])
+    for token, rank in {5: 1, 7: 2, 9: 2, 11: 5}.items():
+        result = score([{key: entries[key] for key in (5, 7, token)}], [token])
+        assert (result.best, result.rank, result.gap) == ([5], [rank], [20.0 - entries[token][0]])
     assert score([{5: entries[5], 13: entries[13]}], [13]).rank == [1]
 
     class Tied(Server):
         def __init__(self) -> None: ...
 
         def complete(self, request: dict) -> dict:
-            told = {str(key): entries[key] for key in (5, 7, request["prompt"][-1])}
-            found = {key: {"logprob": value, "rank": rank} for key, (value, rank) in told.items()}
-            return {"choices": [{"prompt_logprobs": [None, found]}]}
+            listed = {str(key): entries[key] for key in (5, 7, request["prompt"][-1])}
+            result = {key: {"logprob": value, "rank": rank} for key, (value, rank) in listed.items()}
+            return {"choices": [{"prompt_logprobs": [None, result]}]}
 
-    (found,) = ServerEngine(Tied(), EngineOptions(model="m")).score([[1]], [[9]])
-    assert (found.rank, found.gap, found.best) == ([2], [0.125], [5])
+    (result,) = ServerEngine(Tied(), EngineOptions(model="m")).score([[1]], [[9]])
+    assert (result.rank, result.gap, result.best) == ([2], [0.125], [5])

@@ -40,7 +40,7 @@ def test_the_tolerance_follows_the_highest_logit_and_the_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gap", "rank", "found"),
+    ("gap", "rank", "verdict"),
     [
         (0.0, 1, Agreement.AGREE),
         (0.0, 2, Agreement.AGREE),  # of several equal logits any is the argmax
@@ -49,8 +49,8 @@ def test_the_tolerance_follows_the_highest_logit_and_the_type() -> None:
         (0.01, 3, Agreement.DISAGREE),  # near, but third
     ],
 )
-def test_a_token_is_classified(gap: float, rank: int, found: Agreement) -> None:
-    assert classify([gap], [rank], tie_tolerance([20.0], "bfloat16")).tolist() == [found]
+def test_a_token_is_classified(gap: float, rank: int, verdict: Agreement) -> None:
+    assert classify([gap], [rank], tie_tolerance([20.0], "bfloat16")).tolist() == [verdict]
 
 
 @pytest.mark.parametrize("gap", [-0.1, math.nan])

@@ -1,4 +1,4 @@
-"""What L9 compares without weights: the shapes that are written, the dice, and what a wrong die would look like."""
+"""L9 without weights: shapes that vLLM can read, simulated acceptance, and wrong rates that must be detected."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from eagle3_jax.bench.random_models import shape_named
 from eagle3_jax.conversion.families import FAMILIES
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.engines.vllm.synthetic import GreedyByDice
 from eagle3_jax.models.config import usual_head
 from eagle3_jax.stats import SpeculationStats
-from validation.simulated import Law, write_shape
+from validation.engines.vllm.synthetic import GreedyByDice
+from validation.simulated import AcceptanceDistribution, write_shape
 
 RATES = (0.7, 0.49, 0.343)
 
@@ -46,22 +46,26 @@ def counted(rates: tuple[float, ...], rounds: int, seed: int) -> SpeculationStat
 
 
 def test_dice_of_these_rates_pass_and_others_fail() -> None:
-    """The deviation that is said to be seen is seen nine times in ten, and a sound engine passes each time."""
-    law = Law(RATES)
+    """The declared deviation is detected nine times in ten, and a correct engine passes each time."""
+    distribution = AcceptanceDistribution(RATES)
     rounds = 6000
-    assert all(max(map(abs, law.scores(counted(RATES, rounds, seed)))) <= law.most for seed in range(200))
-    assert law.mean == pytest.approx(1.533) and law.deviation == pytest.approx(np.sqrt(3.885 - 1.533**2))
-    visible = law.sees(rounds)
+    assert all(
+        max(map(abs, distribution.scores(counted(RATES, rounds, seed)))) <= distribution.most for seed in range(200)
+    )
+    assert distribution.mean == pytest.approx(1.533) and distribution.deviation == pytest.approx(
+        np.sqrt(3.885 - 1.533**2)
+    )
+    visible = distribution.sees(rounds)
     assert visible < 0.11
-    off = tuple(np.array(RATES) * (1 + visible / law.mean))
-    missed = sum(abs(law.scores(counted(off, rounds, seed))[0]) <= law.most for seed in range(200))
+    off = tuple(np.array(RATES) * (1 + visible / distribution.mean))
+    missed = sum(abs(distribution.scores(counted(off, rounds, seed))[0]) <= distribution.most for seed in range(200))
     assert missed <= 40
 
 
 def test_one_position_that_is_off_is_seen_although_the_mean_is_right() -> None:
-    law = Law(RATES)
-    scores = law.scores(counted((0.75, 0.49, 0.293), 6000, 0))
-    assert abs(scores[0]) < law.most < abs(scores[1])
+    distribution = AcceptanceDistribution(RATES)
+    scores = distribution.scores(counted((0.75, 0.49, 0.293), 6000, 0))
+    assert abs(scores[0]) < distribution.most < abs(scores[1])
 
 
 @pytest.mark.torch
@@ -73,13 +77,13 @@ def test_vllms_dice_on_a_cpu_are_those_of_its_kernel() -> None:
     drafts = torch.tensor([10, 11, 12, 20, 21, 30, -1, 32])
     choices = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8])
     uniforms = torch.tensor([0.1, 0.2, 0.9, 0.1, 0.1, 0.1, 0.0, 0.0], dtype=torch.float64)
-    ends = torch.tensor([3, 5, 8])
+    row_ends = torch.tensor([3, 5, 8])
     bonus = torch.tensor([[91], [92], [93]])
-    GreedyByDice(None)(output, ends, drafts, choices, bonus, None, 3, uniforms, torch.tensor([0.5, 0.5, 0.5]))
+    GreedyByDice(None)(output, row_ends, drafts, choices, bonus, None, 3, uniforms, torch.tensor([0.5, 0.5, 0.5]))
     assert output.tolist() == [[10, 11, 3, -1], [20, 21, 92, -1], [30, 7, -1, -1]]
     with pytest.raises(ValueError, match="temperature 0"):
-        GreedyByDice(None)(output, ends, drafts, choices, bonus, ends, 3, uniforms, torch.tensor([0.5]))
+        GreedyByDice(None)(output, row_ends, drafts, choices, bonus, row_ends, 3, uniforms, torch.tensor([0.5]))
     called: list[tuple] = []
-    given: list[Any] = [*range(8), None]
-    GreedyByDice(lambda *passed: called.append(passed))(*given)
-    assert called == [tuple(given)], "without rates the shipped kernel runs"
+    arguments: list[Any] = [*range(8), None]
+    GreedyByDice(lambda *passed: called.append(passed))(*arguments)
+    assert called == [tuple(arguments)], "without rates the shipped kernel runs"

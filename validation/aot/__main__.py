@@ -70,10 +70,10 @@ def _measure(options: argparse.Namespace) -> Iterator[Measured]:
         raise ValueError(f"--layers is {options.layers!r}; expected a number of layers, or all")
     layers = int(options.layers) if options.layers.isdigit() else None
     depths = None if options.layers else DEPTHS
-    given = {name: getattr(options, name) for name in ("platform", "target", "draft", "batch", "program")}
-    given["sampled"] = {"no": [False], "only": [True], "both": [False, True]}[options.sampled]
-    rest = {name: [getattr(options, name)] for name in ("dtype", "capacity", "prompt", "mesh", "weights")}
-    for case in cases_of(**given | (ALL if options.grid else {}) | rest, layers=[layers]):
+    choices = {name: getattr(options, name) for name in ("platform", "target", "draft", "batch", "program")}
+    choices["sampled"] = {"no": [False], "only": [True], "both": [False, True]}[options.sampled]
+    fixed = {name: [getattr(options, name)] for name in ("dtype", "capacity", "prompt", "mesh", "weights")}
+    for case in cases_of(**choices | (ALL if options.grid else {}) | fixed, layers=[layers]):
         yield measured_apart(case, depths, options.hlo)
 
 
@@ -86,8 +86,8 @@ def _lines(row: Measured) -> Iterator[str]:
     if row.aliased is not None:
         yield f"  state updated in place: {row.aliased:.1%}"
     for name, part in deep.parts.items():
-        each = row.per_layer(name)
-        split = "" if each is None else f" ({each:g} a layer, {row.outside(name):g} outside)"
+        per_layer = row.per_layer(name)
+        split = "" if per_layer is None else f" ({per_layer:g} a layer, {row.outside(name):g} outside)"
         yield f"  {name}: {part.launches} launches{split}; {_words(part.kinds)}"
         yield f"    by scope: {_words(part.scopes)}"
         yield (
@@ -106,8 +106,8 @@ def _words(counts: dict[str, int]) -> str:
 
 
 def _note() -> dict[str, str]:
-    found = git()
-    commit = found["commit"][:7] if isinstance(found, dict) else found
+    facts = git()
+    commit = facts["commit"][:7] if isinstance(facts, dict) else facts
     return {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": commit}
 
 

@@ -27,7 +27,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _TAKES = frozenset(("gather", "dynamic-slice", "slice"))
 _PUTS = frozenset(("scatter", "dynamic-update-slice"))
 _RENAMES = frozenset(("bitcast", "tuple", "get-tuple-element"))
-_LARGE = 2**20  # bytes; what is smaller is no copy that anybody would notice
+_LARGE = 2**20  # bytes; smaller copies do not matter
 
 
 @dataclasses.dataclass
@@ -72,9 +72,9 @@ def parts_of(text: str, *, rounds: bool, caches: Sequence[tuple[int, ...]], tabl
     if not loops:
         raise ValueError("the program has no loop without a known trip count, so none of rounds")
     condition, body = module.loop(loops[0])
-    each = [*module.steps(condition), *module.steps(body)]
+    round_steps = [*module.steps(condition), *module.steps(body)]
     return {
-        "round": _part(module, each, caches, table),
+        "round": _part(module, round_steps, caches, table),
         "before": _part(module, module.steps(module.entry, loops=False), caches, table),
     }
 
@@ -87,24 +87,24 @@ def _part(module: Module, steps: Iterable[Step], caches: Sequence[tuple[int, ...
     cached = {_sorted(dims) for dims in caches}
     tables = {_sorted(table)}
     sizes = sizes_of(module)
-    for one, times in steps:
-        part.decisions += times * (module.is_open_loop(one) or one.op == "conditional")
-        if not one.is_launched:
+    for instruction, times in steps:
+        part.decisions += times * (module.is_open_loop(instruction) or instruction.op == "conditional")
+        if not instruction.is_launched:
             continue
-        kinds[one.op] += times
-        scopes[_scope(one)] += times
-        part.host += times * is_of_the_host(one)
-        part.cycles += times * one.estimated_cycles
-        part.bytes += times * traffic(module, one, sizes)
-        if kinds_here := collectives_of(module, one):
+        kinds[instruction.op] += times
+        scopes[_scope(instruction)] += times
+        part.host += times * is_of_the_host(instruction)
+        part.cycles += times * instruction.estimated_cycles
+        part.bytes += times * traffic(module, instruction, sizes)
+        if kinds_here := collectives_of(module, instruction):
             for kind in kinds_here:
                 collectives[kind] += times
-            part.cache_collectives += times * any(_sorted(array.dims) in cached for array in one.arrays)
-        elif (copied := copied_by(module, one)) is not None:
+            part.cache_collectives += times * any(_sorted(array.dims) in cached for array in instruction.arrays)
+        elif (copied := copied_by(module, instruction)) is not None:
             part.copied += times * copied.size * (copied.size >= _LARGE)
             part.cache_copies += times * (_sorted(copied.dims) in cached)
             part.table_copies += times * (_sorted(copied.dims) in tables)
-        elif _sorted_of_main(one) & cached and not _updates_in_place(module, one):
+        elif _sorted_of_main(instruction) & cached and not _updates_in_place(module, instruction):
             part.cache_rewrites += times
     part.launches = sum(kinds.values())
     part.kinds = dict(kinds)
@@ -116,7 +116,7 @@ def _part(module: Module, steps: Iterable[Step], caches: Sequence[tuple[int, ...
 def kernels_that_add(text: str, scopes: Sequence[str] | None = None) -> collections.Counter[str]:
     """Canonical texts of the kernels that add floating-point numbers, with the number of launches of each.
 
-    Two programs with equal ones compute the same logits, bit for bit, if the device tiles equal kernels alike.
+    Two programs with equal kernels compute the same logits, bit for bit, if the device tiles them in the same way.
 
     Args:
         text: Of an optimised HLO module.
@@ -124,54 +124,62 @@ def kernels_that_add(text: str, scopes: Sequence[str] | None = None) -> collecti
             scope ``verify``.
     """
     module = Module.parse(text)
-    found: collections.Counter[str] = collections.Counter()
-    for one, times in module.launches(module.entry):
-        if (scopes is None or _scope(one) in scopes) and module.adds(one):
-            found[module.canonical(one)] += times
-    return found
+    counts: collections.Counter[str] = collections.Counter()
+    for instruction, times in module.launches(module.entry):
+        if (scopes is None or _scope(instruction) in scopes) and module.adds(instruction):
+            counts[module.canonical(instruction)] += times
+    return counts
 
 
-def collectives_of(module: Module, one: Instruction) -> list[str]:
+def collectives_of(module: Module, instruction: Instruction) -> list[str]:
     """The collectives that an instruction is, or that a fusion holds, as an all-reduce on GPUs is since jax 0.11."""
-    ops = (part.op.removesuffix("-start") for part in (one, *module.inside(one)))
+    ops = (part.op.removesuffix("-start") for part in (instruction, *module.inside(instruction)))
     return [op for op in ops if op in COLLECTIVES]
 
 
-def is_of_the_host(one: Instruction) -> bool:
+def is_of_the_host(instruction: Instruction) -> bool:
     """Whether it waits for the host, or moves something there or back."""
-    if one.op.removesuffix("-start") in _TRANSFERS or _HOST_CALLS.search(one.target):
+    if instruction.op.removesuffix("-start") in _TRANSFERS or _HOST_CALLS.search(instruction.target):
         return True
-    return any(array.space == _HOST_MEMORY for array in one.arrays)
+    return any(array.space == _HOST_MEMORY for array in instruction.arrays)
 
 
-def copied_by(module: Module, one: Instruction) -> Array | None:
+def copied_by(module: Module, instruction: Instruction) -> Array | None:
     """The array that a copy writes to main memory; ``None`` for what is no copy.
 
     Nor is what goes to a TPU's VMEM, or comes back from there, unless it went there as a copy and nothing more.
     """
-    if one.op in ("copy", "copy-start", "transpose", "bitcast-convert"):
-        written = one.arrays[0]
-    elif one.op == "fusion" and all(part.op in _MOVES for part in module.inside(one)):
-        written = max(one.arrays, key=lambda array: array.size)
+    if instruction.op in ("copy", "copy-start", "transpose", "bitcast-convert"):
+        written = instruction.arrays[0]
+    elif instruction.op == "fusion" and all(part.op in _MOVES for part in module.inside(instruction)):
+        written = max(instruction.arrays, key=lambda array: array.size)
     else:
         return None
-    changed = one.op == "copy-start" and one.arrays[1].space == _FAST_MEMORY and not one.rest.startswith("%copy")
+    changed = (
+        instruction.op == "copy-start"
+        and instruction.arrays[1].space == _FAST_MEMORY
+        and not instruction.operands.startswith("%copy")
+    )
     return None if written.space == _FAST_MEMORY or changed else written
 
 
-def _updates_in_place(module: Module, one: Instruction) -> bool:
-    if "output_to_operand_aliasing" in one.rest or one.op in _PUTS:
+def _updates_in_place(module: Module, instruction: Instruction) -> bool:
+    if "output_to_operand_aliasing" in instruction.operands or instruction.op in _PUTS:
         return True
-    return any(part.op in _PUTS for part in module.inside(one))
+    return any(part.op in _PUTS for part in module.inside(instruction))
 
 
-def _scope(one: Instruction) -> str:
-    return next((scope for scope in one.traced_from.split("/") if scope in SCOPES), "other")
+def _scope(instruction: Instruction) -> str:
+    return next((scope for scope in instruction.traced_from.split("/") if scope in SCOPES), "other")
 
 
-def _sorted_of_main(one: Instruction) -> set[tuple[int, ...]]:
+def _sorted_of_main(instruction: Instruction) -> set[tuple[int, ...]]:
     """Shapes of what it writes to main memory; what was in a TPU's VMEM for a while comes back by ``copy-start``."""
-    return {_sorted(array.dims) for array in one.arrays if array.space != _FAST_MEMORY and one.op != "copy-start"}
+    return {
+        _sorted(array.dims)
+        for array in instruction.arrays
+        if array.space != _FAST_MEMORY and instruction.op != "copy-start"
+    }
 
 
 def _sorted(dims: Sequence[int]) -> tuple[int, ...]:
@@ -179,20 +187,20 @@ def _sorted(dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(dim for dim in dims if dim > 1))
 
 
-def traffic(module: Module, one: Instruction, sizes: dict[str, int]) -> int:
+def traffic(module: Module, instruction: Instruction, sizes: dict[str, int]) -> int:
     """Bytes that a launched instruction reads from and writes to main memory.
 
     An upper bound where a kernel decides at run time how much it reads: attention over a cache counts the whole cache.
     Gathers and slices count what they take, scatters and updates in place what they put. Reuse in a GPU's L2 cache is
     ignored. ``sizes`` are those of :func:`sizes_of`.
     """
-    written = sum(array.size for array in one.arrays)
-    inside = module.inside(one)
+    written = sum(array.size for array in instruction.arrays)
+    inside = module.inside(instruction)
     if not inside:
-        operands = _operands(one)
-        if one.op in _PUTS:
+        operands = _operands(instruction)
+        if instruction.op in _PUTS:
             return 2 * sizes.get(operands[-1], 0)
-        return written + (written if one.op in _TAKES else sum(sizes.get(name, 0) for name in operands))
+        return written + (written if instruction.op in _TAKES else sum(sizes.get(name, 0) for name in operands))
     by_name = {part.name: part for part in inside}
     puts = [part for part in inside if part.op in _PUTS]
     for part in puts:
@@ -225,12 +233,12 @@ def _read(parameter: Instruction, inside: Sequence[Instruction]) -> int:
 
 def sizes_of(module: Module) -> dict[str, int]:
     """Bytes of what every instruction of a program gives, by its name."""
-    return {one.name: _size(one) for lines in module.computations.values() for one in lines}
+    return {instruction.name: _size(instruction) for lines in module.computations.values() for instruction in lines}
 
 
-def _operands(one: Instruction) -> list[str]:
-    return _NAME.findall(one.rest.partition(")")[0])
+def _operands(instruction: Instruction) -> list[str]:
+    return _NAME.findall(instruction.operands.partition(")")[0])
 
 
-def _size(one: Instruction | None) -> int:
-    return 0 if one is None else sum(array.size for array in one.arrays)
+def _size(instruction: Instruction | None) -> int:
+    return 0 if instruction is None else sum(array.size for array in instruction.arrays)

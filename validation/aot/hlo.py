@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 _ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*")
-# A tuple's type ends where an opcode follows; layouts of TPUs have parentheses of their own, but no blank after them.
+# A tuple's type ends where an opcode follows; layouts of TPUs have parentheses too, but no blank after them.
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _SPACE = re.compile(r"S\((\d+)\)")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -59,7 +59,7 @@ class Instruction:
     name: str
     type: str  # of its result, as written
     op: str
-    rest: str  # operands and attributes, as written
+    operands: str  # operands and attributes, as written
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
@@ -70,9 +70,9 @@ class Instruction:
         )
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a pattern in what stands behind its opcode."""
-        found = re.search(pattern, self.rest)
-        return found[1] if found else None
+        """Returns the first group of a pattern in the operands and attributes."""
+        match = re.search(pattern, self.operands)
+        return match[1] if match else None
 
     @property
     def is_launched(self) -> bool:
@@ -127,11 +127,11 @@ class Module:
         for line in text.splitlines():
             if line.startswith("}"):
                 current = None
-            elif found := _COMPUTATION.fullmatch(line):
-                current = computations.setdefault(found[2], [])
-                entry = found[2] if found[1] else entry
-            elif current is not None and (found := _INSTRUCTION.match(line)):
-                current.append(Instruction(*found.groups()))
+            elif match := _COMPUTATION.fullmatch(line):
+                current = computations.setdefault(match[2], [])
+                entry = match[2] if match[1] else entry
+            elif current is not None and (match := _INSTRUCTION.match(line)):
+                current.append(Instruction(*match.groups()))
         if entry is None:
             raise ValueError("the text is no HLO module: it has no ENTRY")
         return cls(computations, entry)
@@ -147,46 +147,46 @@ class Module:
             loops: Whether loops without a known trip count count.
             times: How often the computation runs.
         """
-        for one in self.computations.get(computation, ()):
-            if self.is_open_loop(one) and not loops:
+        for instruction in self.computations.get(computation, ()):
+            if self.is_open_loop(instruction) and not loops:
                 continue
-            yield Step(one, times)
-            for called in self._called(one):
-                yield from self.steps(called, loops=loops, times=times * (self.trip_count(one) or 1))
+            yield Step(instruction, times)
+            for called in self._called(instruction):
+                yield from self.steps(called, loops=loops, times=times * (self.trip_count(instruction) or 1))
 
     def launches(self, computation: str) -> Iterator[Step]:
         """Those of :meth:`steps` that a device is given on their own."""
         return (step for step in self.steps(computation) if step.instruction.is_launched)
 
-    def _called(self, one: Instruction) -> list[str]:
-        if one.op == "while":
-            condition, body = self.loop(one)
-            return [condition, body] if self.is_open_loop(one) else [body]
-        if one.op == "conditional":
-            return _branches(one)
-        if one.op in ("call", "async-start"):
-            return [one.attribute(r"(?:to_apply|calls)=%?([\w.\-]+)") or ""]
+    def _called(self, instruction: Instruction) -> list[str]:
+        if instruction.op == "while":
+            condition, body = self.loop(instruction)
+            return [condition, body] if self.is_open_loop(instruction) else [body]
+        if instruction.op == "conditional":
+            return _branches(instruction)
+        if instruction.op in ("call", "async-start"):
+            return [instruction.attribute(r"(?:to_apply|calls)=%?([\w.\-]+)") or ""]
         return []
 
     def trip_count(self, instruction: Instruction) -> int | None:
-        """Of a ``while``; ``None`` for other instructions, and where nobody knows it.
+        """Returns the trip count of a ``while``; ``None`` for other instructions, and if it is unknown.
 
         GPU programs say it. In those of TPUs it is the constant that a counter, from zero by one, is compared with.
         """
         if instruction.op != "while":
             return None
-        told = instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
-        if told is not None:
-            return int(told)
+        known_count = instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
+        if known_count is not None:
+            return int(known_count)
         condition = self.computations.get(self.loop(instruction)[0], [])
-        if sorted(one.op for one in condition) != ["compare", "constant", "get-tuple-element", "parameter"]:
+        if sorted(step.op for step in condition) != ["compare", "constant", "get-tuple-element", "parameter"]:
             return None
-        least = next(one for one in condition if one.op == "constant").rest.partition(")")[0]
-        counts = any(one.attribute(r"direction=(LT)") for one in condition)
+        least = next(step for step in condition if step.op == "constant").operands.partition(")")[0]
+        counts = any(step.attribute(r"direction=(LT)") for step in condition)
         return int(least) if counts and least.isdecimal() else None
 
     def is_open_loop(self, instruction: Instruction) -> bool:
-        """Whether it is a loop whose trip count nobody knows."""
+        """Whether it is a loop with an unknown trip count."""
         return instruction.op == "while" and self.trip_count(instruction) is None
 
     def loop(self, instruction: Instruction) -> tuple[str, str]:
@@ -197,47 +197,47 @@ class Module:
         )
 
     def open_loops(self) -> list[Instruction]:
-        """The loops of the entry whose trip count nobody knows, largest body first."""
-        found = [one for one in self.computations[self.entry] if self.is_open_loop(one)]
-        return sorted(found, key=lambda one: -sum(1 for _ in self.launches(self.loop(one)[1])))
+        """The loops of the entry with an unknown trip count, largest body first."""
+        loops = [instruction for instruction in self.computations[self.entry] if self.is_open_loop(instruction)]
+        return sorted(loops, key=lambda instruction: -sum(1 for _ in self.launches(self.loop(instruction)[1])))
 
     def products(self) -> dict[tuple[str, ...], int]:
-        """How many matrix products have operands of which types, wherever they stand; each is counted once."""
-        found: collections.Counter[tuple[str, ...]] = collections.Counter()
+        """Counts matrix products by the types of their operands, in all computations, each once."""
+        counts: collections.Counter[tuple[str, ...]] = collections.Counter()
         for computation in self.computations.values():
-            types = {one.name: one.arrays[0].dtype for one in computation if one.arrays}
-            for one in computation:
-                if one.op == "dot":
-                    operands = re.findall(r"%?([\w.\-]+)", one.rest.partition(")")[0])
-                    found[tuple(types[name] for name in operands if name in types)] += 1
-        return dict(found)
+            types = {instruction.name: instruction.arrays[0].dtype for instruction in computation if instruction.arrays}
+            for instruction in computation:
+                if instruction.op == "dot":
+                    operands = re.findall(r"%?([\w.\-]+)", instruction.operands.partition(")")[0])
+                    counts[tuple(types[name] for name in operands if name in types)] += 1
+        return dict(counts)
 
     def inside(self, instruction: Instruction) -> list[Instruction]:
         """What a fusion fuses; nothing for other instructions."""
         return self.computations.get(instruction.fused or "", [])
 
-    def adds(self, one: Instruction) -> bool:
+    def adds(self, instruction: Instruction) -> bool:
         """Whether an instruction adds floating-point numbers in an order that its kernel chooses.
 
         Products do, library calls and Triton kernels may, and so may reductions by addition and fusions of these.
         """
-        if one.op in ("dot", "custom-call"):
+        if instruction.op in ("dot", "custom-call"):
             return True
-        if (reducer := one.attribute(r"to_apply=%?([\w.\-]+)")) is not None:
+        if (reducer := instruction.attribute(r"to_apply=%?([\w.\-]+)")) is not None:
             return any(part.op == "add" and part.arrays[0].is_float for part in self.computations.get(reducer, ()))
-        return any(self.adds(part) for part in self.inside(one))
+        return any(self.adds(part) for part in self.inside(instruction))
 
-    def canonical(self, one: Instruction) -> str:
+    def canonical(self, instruction: Instruction) -> str:
         """An instruction, its attributes and what it calls, without the names of operands and without metadata.
 
         Two kernels with the same text compute the same bits from the same inputs.
         """
-        return self._canonical(one, {})
+        return self._canonical(instruction, {})
 
-    def _canonical(self, one: Instruction, names: dict[str, str]) -> str:
-        text = _CALLED.sub(lambda found: found[0].partition("=")[0], _ORIGIN.sub("", one.rest))
-        text = f"{one.type} {one.op}({_NAME.sub(lambda found: names.get(found[1], '_'), text)}"
-        for called in _CALLED.findall(one.rest):
+    def _canonical(self, instruction: Instruction, names: dict[str, str]) -> str:
+        text = _CALLED.sub(lambda match: match[0].partition("=")[0], _ORIGIN.sub("", instruction.operands))
+        text = f"{instruction.type} {instruction.op}({_NAME.sub(lambda match: names.get(match[1], '_'), text)}"
+        for called in _CALLED.findall(instruction.operands):
             inner: dict[str, str] = {}
             lines = []
             # Parameters first, by number: the order in which a computation lists them says nothing.
@@ -248,17 +248,17 @@ class Module:
         return text
 
 
-def _parameter_number(one: Instruction) -> float:
-    return int(one.rest.partition(")")[0]) if one.op == "parameter" else math.inf
+def _parameter_number(instruction: Instruction) -> float:
+    return int(instruction.operands.partition(")")[0]) if instruction.op == "parameter" else math.inf
 
 
 def _space(layout: str) -> int:
-    found = _SPACE.search(layout)
-    return int(found[1]) if found else 0
+    match = _SPACE.search(layout)
+    return int(match[1]) if match else 0
 
 
 def _branches(instruction: Instruction) -> list[str]:
     listed = instruction.attribute(r"branch_computations=\{([^}]*)\}")
     if listed is not None:
         return [name.strip().lstrip("%") for name in listed.split(",")]
-    return _BRANCHES.findall(instruction.rest)
+    return _BRANCHES.findall(instruction.operands)

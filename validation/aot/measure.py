@@ -64,8 +64,8 @@ class Measured:
 
     def outside(self, part: str, name: str = "launches") -> float | None:
         """What remains without layers; ``None`` where only one depth is known."""
-        each = self.per_layer(part, name)
-        return None if each is None else getattr(self.deep.parts[part], name) - each * self.deep.layers
+        per_layer = self.per_layer(part, name)
+        return None if per_layer is None else getattr(self.deep.parts[part], name) - per_layer * self.deep.layers
 
     @property
     def aliased(self) -> float | None:
@@ -76,8 +76,8 @@ class Measured:
     def from_json(cls, row: Mapping[str, Any]) -> Measured:
         """From a row of a record."""
         facts = (
-            Facts(**{**one, "parts": {name: Part(**part) for name, part in one["parts"].items()}})
-            for one in row["facts"]
+            Facts(**{**depth, "parts": {name: Part(**part) for name, part in depth["parts"].items()}})
+            for depth in row["facts"]
         )
         return cls(Case(**row["case"]), tuple(facts), dict(row["versions"]))
 
@@ -103,8 +103,8 @@ def measured_here(case: Case, depths: Sequence[int] | None = DEPTHS, hlo: str | 
     """
     facts = []
     for layers in depths or [case.layers]:
-        found, text = compiled(dataclasses.replace(case, layers=layers))
-        facts.append(found)
+        depth_facts, text = compiled(dataclasses.replace(case, layers=layers))
+        facts.append(depth_facts)
         if hlo is not None:
             Path(hlo).write_text(text, encoding="utf-8")
     versions = {name: importlib.metadata.version(name) for name in ("jax", *Platform.named(case.platform).wheels)}
@@ -112,24 +112,24 @@ def measured_here(case: Case, depths: Sequence[int] | None = DEPTHS, hlo: str | 
 
 
 def measured_apart(case: Case, depths: Sequence[int] | None = DEPTHS, hlo: str | None = None) -> Measured:
-    """:func:`measured_here`, in a process of its own.
+    """Runs :func:`measured_here` in a separate process.
 
     Raises:
         NotHere: The platform's compiler is not installed.
         ValueError: It cannot be compiled so.
         RuntimeError: The compiler failed.
     """
-    asked = json.dumps({"case": dataclasses.asdict(case), "depths": depths, "hlo": hlo and str(Path(hlo).absolute())})
+    request = json.dumps({"case": dataclasses.asdict(case), "depths": depths, "hlo": hlo and str(Path(hlo).absolute())})
     done = subprocess.run(
-        [sys.executable, "-m", "validation.aot.measure", asked],
+        [sys.executable, "-m", "validation.aot.measure", request],
         env=environment_with_plugins(os.environ), capture_output=True, text=True, check=False,
     )  # fmt: skip
-    said = done.stderr.strip().splitlines()
+    messages = done.stderr.strip().splitlines()
     if done.returncode in (_NOT_HERE, _MISUSE):
-        raise (NotHere if done.returncode == _NOT_HERE else ValueError)(said[-1])
+        raise (NotHere if done.returncode == _NOT_HERE else ValueError)(messages[-1])
     lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if done.returncode or not lines:
-        raise RuntimeError(f"compiling {case.name} ended with {done.returncode}: {' '.join(said[-3:])}")
+        raise RuntimeError(f"compiling {case.name} ended with {done.returncode}: {' '.join(messages[-3:])}")
     return Measured.from_json(json.loads(lines[-1].removeprefix(_MARK)))
 
 
@@ -140,7 +140,7 @@ SLACK = 1.05
 
 
 def load(path: Path = PATH) -> dict[str, Measured]:
-    """Every row by the name of its case; rows of whole models stand behind their number of layers.
+    """Returns every row by the name of its case; the names of whole models end with their number of layers.
 
     Raises:
         ValueError: The file cannot be read.
@@ -159,9 +159,9 @@ def key(row: Measured) -> str:
 
 def save(rows: Iterable[Measured], path: Path, note: dict[str, str]) -> None:
     """Write rows, a line each, in place of those of the same cases; ``note`` says when and from what."""
-    kept = load(path) if path.exists() else {}
-    kept |= {key(row): row for row in rows}
-    lines = ",\n".join(json.dumps(dataclasses.asdict(kept[name])) for name in sorted(kept))
+    recorded = load(path) if path.exists() else {}
+    recorded |= {key(row): row for row in rows}
+    lines = ",\n".join(json.dumps(dataclasses.asdict(recorded[name])) for name in sorted(recorded))
     path.write_text(f'{{"note": {json.dumps(note)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
@@ -217,9 +217,9 @@ def every(platform: str) -> list[Case]:
 
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
+    request = json.loads(sys.argv[1])
     try:
-        row = measured_here(Case(**asked["case"]), asked["depths"], asked["hlo"])
+        row = measured_here(Case(**request["case"]), request["depths"], request["hlo"])
         print(_MARK + json.dumps(dataclasses.asdict(row)))
     except (NotHere, ValueError) as reason:
         print(" ".join(str(reason).split()), file=sys.stderr)

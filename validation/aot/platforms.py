@@ -71,29 +71,29 @@ class Platform:
         version = importlib.metadata.version("jax")
         if self.kind == "cuda":
             return {"jax-cuda13-plugin": version, "jax-cuda13-pjrt": version}
-        asked = (re.match(r"libtpu\s*==\s*([\d.*]+)", line) for line in importlib.metadata.requires("jax") or [])
-        return {"libtpu": next((found[1] for found in asked if found), "*")}
+        requirements = (re.match(r"libtpu\s*==\s*([\d.*]+)", line) for line in importlib.metadata.requires("jax") or [])
+        return {"libtpu": next((match[1] for match in requirements if match), "*")}
 
     def missing(self) -> str | None:
         """Why this process cannot compile for it, and what to install; ``None`` where it can."""
         wrong = []
-        for wheel, wanted in self.wheels.items():
+        for wheel, required in self.wheels.items():
             try:
-                found = importlib.metadata.version(wheel)
+                installed = importlib.metadata.version(wheel)
             except importlib.metadata.PackageNotFoundError:
                 wrong.append(f"{wheel} is not installed")
                 continue
-            if not re.fullmatch(re.escape(wanted).replace(r"\*", ".*"), found):
-                wrong.append(f"{wheel} is {found}")
+            if not re.fullmatch(re.escape(required).replace(r"\*", ".*"), installed):
+                wrong.append(f"{wheel} is {installed}")
         if not wrong:
             return None
         version = importlib.metadata.version("jax")
         needed = self.wheels.items()
         return (
             f"{self.name} cannot be compiled for: {', '.join(wrong)}, and jax {version} needs "
-            f"{' and '.join(f'{wheel} {wanted}' for wheel, wanted in needed)}. Install beside the environment: "
+            f"{' and '.join(f'{wheel} {required}' for wheel, required in needed)}. Install outside the environment: "
             f"pip install --no-deps --target {str(plugins()).replace(str(Path.home()), '~', 1)} "
-            f"{' '.join(repr(f'{wheel}=={wanted}') for wheel, wanted in needed)}"
+            f"{' '.join(repr(f'{wheel}=={required}') for wheel, required in needed)}"
         )
 
     def devices(self, count: int = 1) -> list[Any]:
@@ -110,18 +110,18 @@ class Platform:
         try:
             if self.kind == "cuda":
                 spec = (SPECS / f"{self.detail}.txtpb").read_text("utf-8")
-                found = topologies.get_topology_desc(
+                devices = topologies.get_topology_desc(
                     platform="cuda", target_config=spec, topology=f"1x1x{count}"
                 ).devices
             else:
                 shape = self.detail.partition(":")[2]
                 single = {"chips_per_host_bounds": (1, 1, 1)} if set(shape.split("x")) == {"1"} else {}
-                found = topologies.get_topology_desc(platform="tpu", topology_name=self.detail, **single).devices
+                devices = topologies.get_topology_desc(platform="tpu", topology_name=self.detail, **single).devices
         except Exception as error:  # the plugin's own, of whatever type
             raise ValueError(f"{self.name} with {count} devices: {str(error).splitlines()[0]}") from None
-        if len(found) < count:
-            raise ValueError(f"{self.name} has {len(found)} devices, and {count} are needed")
-        return list(found)
+        if len(devices) < count:
+            raise ValueError(f"{self.name} has {len(devices)} devices, and {count} are needed")
+        return list(devices)
 
 
 def plugins() -> Path:
@@ -131,7 +131,7 @@ def plugins() -> Path:
 
 
 def environment_with_plugins(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that compiles: the compilers behind whatever else is on its path."""
+    """The environment of a process that compiles: the compilers come last on its path."""
     path = [str(Path(__file__).resolve().parent.parent.parent), variables.get("PYTHONPATH", ""), str(plugins())]
     return {**variables, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 

@@ -39,7 +39,7 @@ _DRAFT = re.compile(r"plain|(plain|chain|tree)([1-9]\d*)")
 # The official tree: 60 nodes, 8 levels below the root, 10 candidates.
 _TREE_DEPTH = 8
 _TREE_TOP_K = 10
-# One shape of every family whose layers are of a kind of their own, on a mesh that its parameters may be served by.
+# One shape of each family with a special kind of layer, on a mesh that can serve its parameters.
 SERVED = {
     "qwen3_moe": ("Qwen3-30B-A3B", "model=4"),
     "gpt_oss": ("gpt-oss-120b", "model=8"),
@@ -144,7 +144,9 @@ class Placing:
 
 
 def _with(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(lambda leaf, one: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), tree, shardings)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, shardings
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,14 +27,14 @@ def number(value: float | None, digits: int = 0) -> str:
 def cells_of_a_layer(row: Measured) -> list[str]:
     """Launches a layer and outside the layers, temporary memory, bytes a layer, estimated cycles of a whole model."""
     main = row.main
-    each = row.per_layer(main, "cycles")
-    rest = row.outside(main, "cycles")
+    layer_cycles = row.per_layer(main, "cycles")
+    outside_cycles = row.outside(main, "cycles")
     return [
         number(row.per_layer(main), 1 if (row.per_layer(main) or 0) % 1 else 0),
         number(row.outside(main)),
         number(round(row.deep.memory["temp"] / _MIB)),
         number((row.per_layer(main, "bytes") or 0) / 1e9, 2) if row.deep.parts[main].bytes else "",
-        number((each * 32 + rest) / 1e6, 1) if each and rest is not None else "",
+        number((layer_cycles * 32 + outside_cycles) / 1e6, 1) if layer_cycles and outside_cycles is not None else "",
         number(row.deep.parts[main].cache_copies),
         number(row.deep.parts[main].table_copies),
     ]
@@ -51,10 +51,10 @@ def cells_of_a_model(row: Measured) -> list[str]:
     ]
 
 
-def of_layers(found: Mapping[str, Measured], platform: str, target: str) -> str:
-    """Programs at two depths, as Markdown; empty if there are none."""
+def tabulate_layers(measured: Mapping[str, Measured], platform: str, target: str) -> str:
+    """Returns a Markdown table of the programs at two depths; empty if there are none."""
     rows = []
-    for row in found.values():
+    for row in measured.values():
         case = row.case
         if (case.platform, case.target) != (platform, target) or len(row.facts) < 2:
             continue
@@ -65,19 +65,19 @@ def of_layers(found: Mapping[str, Measured], platform: str, target: str) -> str:
     return to_markdown(columns, [row[: len(columns)] for row in rows]) if rows else ""
 
 
-def of_models(found: Mapping[str, Measured], platform: str) -> str:
-    """Programs of all layers, as Markdown; empty if there are none."""
+def tabulate_models(measured: Mapping[str, Measured], platform: str) -> str:
+    """Returns a Markdown table of the programs of whole models; empty if there are none."""
     columns = ["target", "program", "draft", "launches of a round", "peak GiB", "temporary GiB"]
     columns += [f"{verb}, CPU s" for verb in ("trace", "lower", "compile")]
     rows = [
         [row.case.target, row.case.program, row.case.draft, *cells_of_a_model(row)]
-        for row in found.values()
+        for row in measured.values()
         if row.case.platform == platform and len(row.facts) == 1
     ]
     return to_markdown(columns, rows) if rows else ""
 
 
-def of_meshes(rows: Mapping[str, Measured]) -> list[str]:
+def describe_meshes(rows: Mapping[str, Measured]) -> list[str]:
     """What travels between devices, a sentence for each program on a mesh."""
     return [
         f"On `{row.case.mesh}` of `{row.case.platform}`, a {row.case.program} of {row.case.draft} at batch "
@@ -101,13 +101,13 @@ def page(record: Path) -> str:
     rows = load(record)
     note = json.loads(record.read_text("utf-8"))["note"]
     versions = dict(sorted({pair for row in rows.values() for pair in row.versions.items()}))
-    said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    parts = [f"Compiled with {said}: {note['date']}, commit {note['commit']}."]
+    compilers = ", ".join(f"{name} {version}" for name, version in versions.items())
+    parts = [f"Compiled with {compilers}: {note['date']}, commit {note['commit']}."]
     for platform, target in dict.fromkeys((row.case.platform, row.case.target) for row in rows.values()):
-        if table := of_layers(rows, platform, target):
+        if table := tabulate_layers(rows, platform, target):
             parts.append(f"### {target} on `{platform}`\n\n{table}")
     for platform in dict.fromkeys(row.case.platform for row in rows.values()):
-        if table := of_models(rows, platform):
+        if table := tabulate_models(rows, platform):
             parts.append(f"### All layers on `{platform}`\n\n{table}")
-    parts += of_meshes(rows)
+    parts += describe_meshes(rows)
     return "\n\n".join(part.strip() for part in parts) + "\n"

@@ -23,14 +23,14 @@ class GreedyByDice:
         self.shipped.register_warmup(**modes)
 
     def __call__(
-        self, output: Any, ends: Any, drafts: Any, choices: Any, bonus: Any, is_greedy: Any, longest: int,
+        self, output: Any, row_ends: Any, drafts: Any, choices: Any, bonus: Any, is_greedy: Any, longest: int,
         uniforms: Any, rates: Any,
     ) -> None:  # fmt: skip
         """Write the accepted drafts of every request, and the token after them, into ``output``, ``[B, longest + 1]``.
 
         Args:
             output: Filled in place.
-            ends: ``[B]``, end of each request's drafts.
+            row_ends: ``[B]``, end of each request's drafts.
             drafts: ``[N]``, draft tokens of all requests; -1 is padding, and rejected.
             choices: The target's choices at the same places, ``[N]``.
             bonus: The target's choice after the last draft, ``[B]``.
@@ -43,13 +43,13 @@ class GreedyByDice:
             ValueError: A request has a temperature.
         """
         if rates is None:
-            self.shipped(output, ends, drafts, choices, bonus, is_greedy, longest, uniforms, rates)
+            self.shipped(output, row_ends, drafts, choices, bonus, is_greedy, longest, uniforms, rates)
             return
         if is_greedy is not None:
             raise ValueError("acceptance by dice on a CPU is for temperature 0")
         start = 0
         bonus = bonus.flatten()
-        for row, end in enumerate(ends.tolist()):
+        for row, end in enumerate(row_ends.tolist()):
             count = end - start
             accepted = 0
             wins = (uniforms[start:end] < rates[:count]) & (drafts[start:end] >= 0)

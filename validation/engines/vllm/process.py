@@ -1,4 +1,4 @@
-"""vLLM in a process of its own, under its own interpreter."""
+"""vLLM in a separate process, with its own interpreter."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.engines.memory import is_out_of_memory
-from eagle3_jax.engines.vllm.bridge import (
+from eagle3_jax.bench.memory import is_out_of_memory
+from validation.engines.vllm.bridge import (
     Completion,
     EngineOptions,
     Generated,
@@ -210,13 +210,13 @@ class Process:
     def _obituary(self) -> str:
         code = self._process.wait()
         self._listener.join(timeout=5)
-        said = next((line for line in reversed(self._last_words) if line.strip()), "nothing")
-        return f"the vLLM process ended with exit code {code}; its last words: {said[:300]}"
+        last_line = next((line for line in reversed(self._last_words) if line.strip()), "nothing")
+        return f"the vLLM process ended with exit code {code}; its last words: {last_line[:300]}"
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessEngine:
-    """The engine that the worker holds; see :class:`eagle3_jax.engines.vllm.bridge.Engine`."""
+    """The engine that the worker holds; see :class:`validation.engines.vllm.bridge.Engine`."""
 
     process: Process
     options: EngineOptions
@@ -241,23 +241,23 @@ class ProcessEngine:
             top_p=top_p,
             seed=seed,
         )
-        completions = [Completion(**one) for one in answer["completions"]]
+        completions = [Completion(**fields) for fields in answer["completions"]]
         counters = difference(answer["after"], answer["before"])
         return Generated(completions=completions, seconds=answer["seconds"], counters=counters)
 
     def score(self, prompts: Sequence[Tokens], outputs: Sequence[Tokens]) -> list[Scored]:
         """Teacher-force the outputs after their prompts."""
-        return [Scored(**one) for one in self.process.call("score", prompts=list(prompts), outputs=list(outputs))]
+        return [Scored(**fields) for fields in self.process.call("score", prompts=list(prompts), outputs=list(outputs))]
 
     def record(self, prompt: Tokens, *, max_new_tokens: int) -> list[dict[str, Any]]:
         """Inputs and outputs of the head for each draft of one greedy request."""
         return self.process.call("record", prompt=prompt, max_new_tokens=max_new_tokens)
 
     @contextlib.contextmanager
-    def repaired(self, what: str) -> Iterator[None]:
+    def repaired(self, fault: str) -> Iterator[None]:
         """A fault of the CPU build is mended in the context: ``sampling`` or ``context_keys``; see ``worker.py``."""
-        self.process.call(f"repair_{what}", repaired=True)
+        self.process.call(f"repair_{fault}", repaired=True)
         try:
             yield
         finally:
-            self.process.call(f"repair_{what}", repaired=False)
+            self.process.call(f"repair_{fault}", repaired=False)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.bench.contenders import Contender, Run, Tokens
-from eagle3_jax.engines.vllm.bridge import Completion, Engine
 from eagle3_jax.stats import SpeculationStats
+from validation.engines.vllm.bridge import Completion, Engine
 
 
 @dataclasses.dataclass
@@ -35,12 +35,16 @@ class VLLMContender(Contender):
     def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
         """Time to first token as vLLM reports it, or the time of a run for one token."""
         done = self.engine.generate(prompts, max_new_tokens=max_new_tokens, temperature=self.temperature)
-        told = [one.first_token_seconds for one in done.completions if one.first_token_seconds is not None]
-        first = max(told) if told else self.engine.generate(prompts, max_new_tokens=1).seconds
+        first_times = [
+            completion.first_token_seconds
+            for completion in done.completions
+            if completion.first_token_seconds is not None
+        ]
+        first = max(first_times) if first_times else self.engine.generate(prompts, max_new_tokens=1).seconds
         return Run(
             min(first, done.seconds),
             max(done.seconds - first, 1e-9),
-            [one.tokens for one in done.completions],
+            [completion.tokens for completion in done.completions],
             stats_of(done.counters, done.completions),
         )
 
@@ -49,20 +53,20 @@ def stats_of(counters: dict[str, Any], completions: Sequence[Completion]) -> Spe
     """The counters of vLLM, one row for each request if the reported steps add up to the counters."""
     if not counters:
         return None
-    whole = SpeculationStats(**{field.name: np.asarray(counters[field.name]) for field in _FIELDS})
-    if any(one.accepted is None or one.drafted is None for one in completions):
-        return whole
-    rows = [_row(one, len(np.asarray(counters["num_accepted_tokens_per_pos"]))) for one in completions]
+    total = SpeculationStats(**{field.name: np.asarray(counters[field.name]) for field in _FIELDS})
+    if any(completion.accepted is None or completion.drafted is None for completion in completions):
+        return total
+    rows = [_row(completion, len(np.asarray(counters["num_accepted_tokens_per_pos"]))) for completion in completions]
     by_row = SpeculationStats(**{name: np.stack([row[name] for row in rows]) for name in rows[0]})
-    return by_row if SpeculationStats.merge([by_row]).to_json() == whole.to_json() else whole
+    return by_row if SpeculationStats.merge([by_row]).to_json() == total.to_json() else total
 
 
 _FIELDS = dataclasses.fields(SpeculationStats)
 
 
-def _row(one: Completion, depth: int) -> dict[str, Any]:
-    accepted = np.asarray(one.accepted, int)
-    drafted = np.asarray(one.drafted, int)
+def _row(completion: Completion, depth: int) -> dict[str, Any]:
+    accepted = np.asarray(completion.accepted, int)
+    drafted = np.asarray(completion.drafted, int)
     accepted = accepted[drafted > 0]
     return {
         "num_drafts": np.sum(drafted > 0),

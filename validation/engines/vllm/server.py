@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.engines.vllm.bridge import (
+from validation.engines.vllm.bridge import (
     Completion,
     Engine,
     EngineOptions,
@@ -87,8 +87,8 @@ class Server:
             with self._opener.open(request, timeout=600) as response:
                 return response.read()
         except urllib.error.HTTPError as error:
-            said = " ".join(error.read().decode(errors="replace").split())[:300]
-            raise VLLMError(f"the server at {self.url} answered {error.code} to {path}: {said}") from None
+            body = " ".join(error.read().decode(errors="replace").split())[:300]
+            raise VLLMError(f"the server at {self.url} answered {error.code} to {path}: {body}") from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             raise VLLMError(
@@ -97,7 +97,7 @@ class Server:
 
 
 class Servers:
-    """The named servers, each a fixed engine; see :class:`eagle3_jax.engines.vllm.bridge.VLLM`."""
+    """The named servers, each a fixed engine; see :class:`validation.engines.vllm.bridge.VLLM`."""
 
     def __init__(self, urls: Sequence[str]):
         self.servers = [Server(url) for url in urls]
@@ -110,28 +110,28 @@ class Servers:
             VLLMUnavailable: None of them is.
             VLLMError: They serve another model.
         """
-        wanted = options.speculative is not None
-        mine = [server for server in self.servers if server.serves(options.model)]
-        if not mine:
+        speculates = options.speculative is not None
+        candidates = [server for server in self.servers if server.serves(options.model)]
+        if not candidates:
             served = ", ".join(server.root for server in self.servers)
             raise VLLMError(f"the vLLM server serves {served}, not {options.model}; validate what it serves: --target")
-        for server in mine:
-            if server.speculates == wanted:
+        for server in candidates:
+            if server.speculates == speculates:
                 drafting = len(server.counters().get("num_accepted_tokens_per_pos", []))
                 if options.speculative and drafting != options.speculative["num_speculative_tokens"]:
-                    asked = options.speculative["num_speculative_tokens"]
-                    raise VLLMUnavailable(f"the server drafts {drafting} tokens, not {asked}")
+                    length = options.speculative["num_speculative_tokens"]
+                    raise VLLMUnavailable(f"the server drafts {drafting} tokens, not {length}")
                 return ServerEngine(server, options)
         raise VLLMUnavailable(
             "no server speculates; give one to --vllm-url"
-            if wanted
+            if speculates
             else "no server decodes plainly; give one to --vllm-plain-url"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerEngine:
-    """See :class:`eagle3_jax.engines.vllm.bridge.Engine`."""
+    """See :class:`validation.engines.vllm.bridge.Engine`."""
 
     server: Server
     options: EngineOptions
@@ -182,13 +182,14 @@ class ServerEngine:
         )
         positions = answer["choices"][0]["prompt_logprobs"][len(prompt) :]
         return score(
-            [{int(key): (one["logprob"], one["rank"]) for key, one in entries.items()} for entries in positions], output
+            [{int(key): (entry["logprob"], entry["rank"]) for key, entry in entries.items()} for entries in positions],
+            output,
         )
 
 
 def parse_counters(text: str) -> dict[str, Any]:
     """The counters of speculation in Prometheus' text format, under the names of ``SpeculationStats``."""
-    found: dict[str, Any] = {}
+    counters: dict[str, Any] = {}
     per_position: dict[int, int] = {}
     for name, labels, value in _COUNTER.findall(text):
         if name == "num_accepted_tokens_per_pos":
@@ -197,7 +198,7 @@ def parse_counters(text: str) -> dict[str, Any]:
             index = int(position[1])
             per_position[index] = per_position.get(index, 0) + int(float(value))
         else:
-            found[name] = found.get(name, 0) + int(float(value))
+            counters[name] = counters.get(name, 0) + int(float(value))
     if per_position:
-        found["num_accepted_tokens_per_pos"] = [per_position[index] for index in sorted(per_position)]
-    return found
+        counters["num_accepted_tokens_per_pos"] = [per_position[index] for index in sorted(per_position)]
+    return counters
