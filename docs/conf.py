@@ -59,7 +59,7 @@ napoleon_attr_annotations = False
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(enum|flax)\..*|eagle3_jax\.types\.State|eagle3_jax\.sharding\.Axis")]
+nitpick_ignore_regex = [(r"py:.*", r"(enum|flax)\..*|eagle3_jax\.types\.State|eagle3_jax\.devices\.sharding\.Axis")]
 # PromQL of metrics with a colon in their names is more than Pygments knows.
 suppress_warnings += ["misc.highlighting_failure"]
 

@@ -46,7 +46,7 @@ def main() -> None:
     target = e3.load_target()
     head = e3.load_drafter(target=target)
     _write(anatomy.eagle3_head(head.drafter.config, target.model.config.num_layers), "head")
-    figures = {**_chain(target, head), **_laws(target, head), **_tree(target, head)}
+    figures = {**_chain(target, head), **_distributions(target, head), **_tree(target, head)}
     (HERE / "real_run.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
@@ -83,7 +83,7 @@ def _tokens(run: Any, target: e3.LoadedTarget) -> list[strips.Token]:
     return strips.tokens_of(prompt, target.tokenizer)[: len(prompt["prompt_ids"]) + NEW_TOKENS]
 
 
-def _laws(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
+def _distributions(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
     """Both distributions of the first drafted token of a sampled chain, at temperature 1."""
     decoder = e3.SpeculativeDecoder(target, head, num_speculative_tokens=4, draft_sampling="probabilistic")
     warm = e3.SamplingParams(temperature=1.0)
@@ -98,8 +98,8 @@ def _laws(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
     q = np.asarray(played.draft.probs[0, 1], np.float64)
     labels = [target.tokenizer.decode([token]) for token in range(p.size)]
     title = "Next token: distribution of the target and of the head"
-    figure = bars.laws(p, q, labels=labels, residual=True, top=8, title=title)
-    _write(figure, "laws")
+    figure = bars.distributions(p, q, labels=labels, residual=True, top=8, title=title)
+    _write(figure, "distributions")
     common = float(np.minimum(p, q).sum())
     return {"accepted_with_probability": common, "residual_mass": float(np.maximum(p - q, 0).sum())}
 
