@@ -24,7 +24,7 @@ from validation.runs import Check, Report, Verdict, expected, load, missing_from
 RECORD = RESULTS / "cpu-amd-epyc-2-cores.json"
 MOST_COMMITS = 50  # that changed eagle3_jax/ or conversion/ since the record's commit; more, and it is too old
 
-# What each level would have seen, and what it cannot see. {sees} is what the record says of itself.
+# The errors that each level detects, and those that it cannot detect. {sees} is quoted from the record.
 SCOPE = {
     "L0": "any deviation of the rule, however small: distributions are enumerated in rational numbers. Not: rounding, "
     "the compiled loop",
@@ -36,8 +36,8 @@ SCOPE = {
     "L4": "one token that is neither the reference's choice nor approximately tied with it, and ties that are more "
     "frequent than without a drafter",
     "L5": "in float32 one token among those scored that vLLM, or this library, would not have chosen; in bfloat16 one "
-    "more than 8 units in the last place below, and more ties than twice what plain decoding of each engine has with "
-    "itself. Not: errors common to both",
+    "more than 8 units in the last place below, and more than twice the ties between two plain decodings of one engine. "
+    "Not: errors common to both",
     "L6": "{sees}. Not: what leaves every score unchanged",
     "L7": "whether tasks are solved as often with speculation as without; it needs a GPU",
     "L8": "one round that accepts another number of tokens than vLLM",
