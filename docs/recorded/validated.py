@@ -36,8 +36,8 @@ SCOPE = {
     "L4": "one token that is neither the reference's choice nor approximately tied with it, and ties that are more "
     "frequent than without a drafter",
     "L5": "in float32 one token among those scored that vLLM, or this library, would not have chosen; in bfloat16 one "
-    "more than 8 units in the last place below, and more than twice the ties between two plain decodings of one engine. "
-    "Not: errors common to both",
+    "more than 8 units in the last place below, and more than twice the ties between two plain decodings of one "
+    "engine. Not: errors common to both",
     "L6": "{sees}. Not: what leaves every score unchanged",
     "L7": "whether tasks are solved as often with speculation as without; it needs a GPU",
     "L8": "one round that accepts another number of tokens than vLLM",
