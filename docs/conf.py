@@ -59,7 +59,7 @@ napoleon_attr_annotations = False
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(enum|flax)\..*|eagle3_jax\.types\.State|eagle3_jax\.sharding\.Axis")]
+nitpick_ignore_regex = [(r"py:.*", r"(enum|flax)\..*|eagle3_jax\.types\.State|eagle3_jax\.devices\.sharding\.Axis")]
 # PromQL of metrics with a colon in their names is more than Pygments knows.
 suppress_warnings += ["misc.highlighting_failure"]
 
@@ -71,8 +71,8 @@ def setup(app):  # noqa: D103
     app.connect("autodoc-process-signature", _signature)
 
 
-def _signature(app, what, name, obj, options, arguments, returned):
-    """No arguments for protocols, which nobody calls, and arrays by the name under which they are known."""
+def _signature(app, kind, name, obj, options, arguments, returned):
+    """Hides the arguments of protocols, which no user calls, and shortens the names of arrays."""
     if getattr(obj, "_is_protocol", False):
         return "", None
     short = lambda text: text and text.replace("jaxlib._jax.Array", "Array")
@@ -80,22 +80,21 @@ def _signature(app, what, name, obj, options, arguments, returned):
 
 
 def _by_last_name(app, env, node, content):
-    """What is documented under its public name is meant by the name of its home as well."""
+    """Links a name of its home module to the object that is documented under its public name."""
+    from sphinx.util.nodes import make_refnode
+
     if node.get("refdomain") != "py":
         return None
     ending = "." + node["reftarget"].rpartition(".")[2]
-    objects = {found.node_id: (name, found) for name, found in env.domains["py"].objects.items()}
-    named = [(name, found) for name, found in objects.values() if name.endswith(ending) and name.count(".") <= 4]
-    if len(named) != 1 or named[0][1].objtype in ("method", "property", "attribute"):
+    objects = {entry.node_id: (name, entry) for name, entry in env.domains["py"].objects.items()}
+    matches = [entry for name, entry in objects.values() if name.endswith(ending) and name.count(".") <= 4]
+    if len(matches) != 1 or matches[0].objtype in ("method", "property", "attribute"):
         return None
-    _, found = named[0]
-    here = node.get("refdoc", env.docname)
-    from sphinx.util.nodes import make_refnode
-
-    return make_refnode(app.builder, here, found.docname, found.node_id, content)
+    entry = matches[0]
+    return make_refnode(app.builder, node.get("refdoc", env.docname), entry.docname, entry.node_id, content)
 
 
-# In the docstring of a property, what stands before a colon is no type.
+# In the docstring of a property, words before a colon are not a type.
 from sphinx.ext.napoleon.docstring import GoogleDocstring  # noqa: E402
 
 GoogleDocstring._parse_attribute_docstring = lambda self: self._consume_to_end()

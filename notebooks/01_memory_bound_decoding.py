@@ -76,19 +76,22 @@ def deployed(name, weights, accelerator=H200):
     return Deployment(target=target, head=usual_head(target), accelerator=accelerator, weights=weights)
 
 
-small, large = deployed("Llama-3.1-8B", "bfloat16"), deployed("Llama-3.3-70B", "fp8")
+small = deployed("Llama-3.1-8B", "bfloat16")
+large = deployed("Llama-3.3-70B", "fp8")
 
 print(f"{'':24} {'weights':>9} {'cache':>9} {'lower bound':>11} {'upper bound':>15}")
-for name, one in (("Llama-3.1-8B, bfloat16", small), ("Llama-3.3-70B, FP8", large)):
-    weights = one.streamed_bytes(one.target)
-    cache = CONTEXT * one.cache_bytes_per_token(one.target)
-    bound = round_bound(one, batch=1, context=CONTEXT, num_draft_tokens=5)
+for name, deployment in (("Llama-3.1-8B, bfloat16", small), ("Llama-3.3-70B, FP8", large)):
+    weights = deployment.streamed_bytes(deployment.target)
+    cache = CONTEXT * deployment.cache_bytes_per_token(deployment.target)
+    bound = round_bound(deployment, batch=1, context=CONTEXT, num_draft_tokens=5)
     print(
         f"{name:24} {weights / 1e9:6.2f} GB {cache / 1e9:6.2f} GB {1e3 * bound.plain_seconds:8.2f} ms "
         f"{bound.plain_tokens_per_second:7.0f} tokens/s"
     )
     assert bound.plain_limit == "memory", "one sequence is bound by reading"
-    read = (weights + cache + one.cache_bytes_per_token(one.target)) / H200.bandwidth_bytes_per_second
+    read = (
+        weights + cache + deployment.cache_bytes_per_token(deployment.target)
+    ) / H200.bandwidth_bytes_per_second
     assert abs(bound.plain_seconds / read - 1) < 1e-9, (
         "the bound is bytes over bandwidth, the new token's own included"
     )
@@ -120,8 +123,8 @@ def intensity(deployment, batch, tokens):
 print(f"ridge of an H200 in bfloat16: {ridge:.0f} operations per byte\n")
 print("Llama-3.1-8B, bfloat16        operations per byte")
 for batch, tokens in ((1, 1), (1, 6), (8, 1), (8, 6), (64, 1), (64, 6)):
-    what = "plain step" if tokens == 1 else f"verify {tokens}"
-    print(f"{batch:3} sequences, {what:12} {intensity(small, batch, tokens):12.1f}")
+    step = "plain step" if tokens == 1 else f"verify {tokens}"
+    print(f"{batch:3} sequences, {step:12} {intensity(small, batch, tokens):12.1f}")
 
 assert 0.9 < intensity(small, 1, 1) < 1.1, "two operations for each two-byte weight"
 assert 5.9 < intensity(small, 1, 6) < 6.3, "six tokens share one reading of the weights"
@@ -179,31 +182,34 @@ roofline(points, chips, [descriptions(chip) for chip in chips])
 # that adds three tokens per round.
 
 # %% tags=["hide-input"]
-TAU, K = 3.0, 5
+TAU = 3.0
+K = 5
 batches = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
-for name, one in (("Llama-3.1-8B, bfloat16", small), ("Llama-3.3-70B, FP8", large)):
-    bounds = [round_bound(one, batch=batch, context=CONTEXT, num_draft_tokens=K) for batch in batches]
+figure, (cost_axes, speedup_axes) = plt.subplots(1, 2, figsize=(9, 3.4))
+for name, deployment in (("Llama-3.1-8B, bfloat16", small), ("Llama-3.3-70B, FP8", large)):
+    bounds = [round_bound(deployment, batch=batch, context=CONTEXT, num_draft_tokens=K) for batch in batches]
     costs = [bound.verify_cost for bound in bounds]
-    left.plot(batches, costs, marker="o", label=name)
-    right.plot(batches, [bound.speedup(TAU) for bound in bounds], marker="o", label=name)
+    cost_axes.plot(batches, costs, marker="o", label=name)
+    speedup_axes.plot(batches, [bound.speedup(TAU) for bound in bounds], marker="o", label=name)
     assert costs[0] < 1.001 and all(a <= b + 1e-12 for a, b in itertools.pairwise(costs)), (
         "v never falls with the batch size"
     )
     assert costs[-1] > 3, "in a large batch, verifying six tokens costs several plain steps"
-left.set(xscale="log", xlabel="sequences", ylabel="v, plain steps", title=f"Cost of verifying {K + 1} tokens")
-right.set(
+cost_axes.set(
+    xscale="log", xlabel="sequences", ylabel="v, plain steps", title=f"Cost of verifying {K + 1} tokens"
+)
+speedup_axes.set(
     xscale="log",
     xlabel="sequences",
     ylabel="upper bound of the speed-up S",
     title=f"Speed-up with {TAU:g} tokens per round",
 )
-right.axhline(1, color="black", linewidth=1)
-left.legend()
+speedup_axes.axhline(1, color="black", linewidth=1)
+cost_axes.legend()
 plt.show()
 
-for name, one in (("Llama-3.1-8B", small), ("Llama-3.3-70B", large)):
-    batch = break_even_batch(one, context=CONTEXT, num_draft_tokens=K, mean_acceptance_length=TAU)
+for name, deployment in (("Llama-3.1-8B", small), ("Llama-3.3-70B", large)):
+    batch = break_even_batch(deployment, context=CONTEXT, num_draft_tokens=K, mean_acceptance_length=TAU)
     print(f"{name}: with {TAU:g} tokens per round, drafting stops paying off at {batch} sequences")
 
 # %% [markdown]
@@ -236,7 +242,8 @@ def multiply_speed(size=1024, repeats=5):
     return 2 * size**3 / min(taken)
 
 
-bandwidth, arithmetic = max(bandwidths(2**28).values()), multiply_speed()
+bandwidth = max(bandwidths(2**28).values())
+arithmetic = multiply_speed()
 print(f"bandwidth {bandwidth / 1e9:.0f} GB/s, {arithmetic / 1e9:.0f} billion operations per second")
 print(f"ridge point of this machine: {arithmetic / bandwidth:.0f} operations per byte")
 
@@ -251,11 +258,11 @@ for repeat in range(6):  # the first one compiles
             taken[size].append(1e3 * seconds)
 
 spread = {size: Spread.of(times) for size, times in taken.items()}
-for size, one in spread.items():
+for size, milliseconds in spread.items():
     ratio = Spread.of([ours / plain for ours, plain in zip(taken[size], taken[1], strict=True)])
     print(
-        f"{size:3} tokens: {one.median:6.2f} ms ({one.low:.2f}-{one.high:.2f})   v = {ratio.median:.2f} "
-        f"({ratio.low:.2f}-{ratio.high:.2f})   {one.median / size:.2f} ms per token"
+        f"{size:3} tokens: {milliseconds.median:6.2f} ms ({milliseconds.low:.2f}-{milliseconds.high:.2f})   v = {ratio.median:.2f} "
+        f"({ratio.low:.2f}-{ratio.high:.2f})   {milliseconds.median / size:.2f} ms per token"
     )
 
 # %% [markdown]
@@ -309,8 +316,9 @@ assert 25 < computing[-1] / computing[0] < 40, "they compute 32 times as much"
 # %%
 plain = e3.SpeculativeDecoder(target, stop_tokens=())
 chain = e3.SpeculativeDecoder(target, head, num_speculative_tokens=3, stop_tokens=())
-asked = {"max_new_tokens": [64], "sampling": e3.SamplingParams(), "seed": 0}
-one_by_one, speculated = record(plain, [prompt], **asked), record(chain, [prompt], **asked)
+request = {"max_new_tokens": [64], "sampling": e3.SamplingParams(), "seed": 0}
+one_by_one = record(plain, [prompt], **request)
+speculated = record(chain, [prompt], **request)
 rounds = len(speculated.prompts[0]["rounds"])
 
 assert speculated.result.tokens == one_by_one.result.tokens, "speculation does not change the text"
@@ -341,7 +349,8 @@ for repeat in range(6):  # the first one compiles
     seconds = draft_seconds(chain, [prompt], max_new_tokens=64, rounds=16)
     if repeat:
         draft.append(1e3 * seconds / spread[1].median)
-v, c = Spread.of(verify), Spread.of(draft)
+v = Spread.of(verify)
+c = Spread.of(draft)
 compared = compare_with_plain(
     chain, [prompt], max_new_tokens=[64], sampling=e3.SamplingParams(), seed=0, repeats=7
 )
@@ -421,8 +430,8 @@ assert not claim.possible and 3.5 < claim.share_of_bound < 4.2, "off by a factor
 bound = round_bound(large, batch=1, context=CONTEXT, num_draft_tokens=5)
 for key in ("h100", "l40s", "mi300x"):
     elsewhere = dataclasses.replace(large, accelerator=KNOWN_ACCELERATORS[key])
-    other = round_bound(elsewhere, batch=1, context=CONTEXT, num_draft_tokens=5)
-    assert abs(other.draft_cost / bound.draft_cost - 1) < 1e-6, "the bandwidth cancels"
+    rival_bound = round_bound(elsewhere, batch=1, context=CONTEXT, num_draft_tokens=5)
+    assert abs(rival_bound.draft_cost / bound.draft_cost - 1) < 1e-6, "the bandwidth cancels"
 short, long = (
     break_even_batch(small, context=context, num_draft_tokens=K, mean_acceptance_length=TAU)
     for context in (128, 8192)

@@ -52,7 +52,7 @@ assert np.allclose(output, p), "the output has the target's distribution"
 # %% tags=["hide-input"]
 from pictures import bars
 
-bars.laws(p, q, labels=list("ABCD"), residual=True, title="Target p and drafter q, four tokens")
+bars.distributions(p, q, labels=list("ABCD"), residual=True, title="Target p and drafter q, four tokens")
 assert np.isclose(np.minimum(p, q).sum(), 1 - rejected)
 assert np.isclose(np.maximum(p - q, 0).sum(), rejected), "a rejection has the mass of the residual"
 
@@ -109,7 +109,7 @@ def round_of(state):
     played = decoder.step(state)
     draft = jax.device_get(played.draft)
     texts = [before + chain.tolist() for before, chain in zip(known, draft.tokens, strict=True)]
-    logits = np.stack([one[-(K + 1) :] for one in forced_logits(target, texts)])  # no cache
+    logits = np.stack([row[-(K + 1) :] for row in forced_logits(target, texts)])  # no cache
     return played.state, draft.tokens, np.asarray(jax.nn.softmax(logits)), draft.probs[:, 1:]
 
 
@@ -117,7 +117,9 @@ prompts = ["def main(argv=None):\n    parser = argparse.", *shipped()[:45:3]]
 state = decoder.prefill(prompts, max_new_tokens=64, seed=4)  # greedy first token
 state = state.replace(sampling=e3.SamplingParams(temperature=1.0))
 state, tokens, all_p, all_q = round_of(state)
-drafted, p, q = tokens[0, 1:], all_p[0], all_q[0]
+drafted = tokens[0, 1:]
+p = all_p[0]
+q = all_q[0]
 print("after", repr(pieces[tokens[0, 0]]), "the head sampled", [pieces[token] for token in drafted])
 assert pieces[tokens[0, 0]] == "ArgumentParser"
 assert np.allclose(p.sum(-1), 1, atol=1e-5) and np.allclose(q.sum(-1), 1, atol=1e-5)
@@ -127,7 +129,7 @@ assert np.allclose(p.sum(-1), 1, atol=1e-5) and np.allclose(q.sum(-1), 1, atol=1
 # probability. The hatched part is the residual. The filled part plus the hatched part is `p`.
 
 # %% tags=["hide-input"]
-figure = bars.laws(
+figure = bars.distributions(
     p[0],
     q[0],
     labels=pieces,
@@ -176,7 +178,8 @@ def play(tokens, p, q, accept, choose):
 
 ROWS = 512
 uniforms = e3.uniforms(jax.random.split(jax.random.key(1), ROWS), K + 1 + e3.num_digits(V))
-accept, choose = uniforms[:, : K + 1], uniforms[:, K + 1 :]
+accept = uniforms[:, : K + 1]
+choose = uniforms[:, K + 1 :]
 many = lambda array: jnp.broadcast_to(jnp.asarray(array), (ROWS, *np.shape(array)))
 chain = e3.Draft(
     tokens=many(tokens[0]),
@@ -200,7 +203,8 @@ def added_by_hand(q):
     return [play(drafted.tolist(), p, q, a[1:], c) for a, c in pairs]
 
 
-ours, library = added_by_hand(q), added_by_library(chain)
+ours = added_by_hand(q)
+library = added_by_library(chain)
 print("accepted tokens:", dict(sorted(Counter(len(row) - 1 for row in ours).items())))
 assert ours == library, "numpy and e3.verify make the same decisions"
 
@@ -273,7 +277,8 @@ def distributions_after(name, size=4):
     return after
 
 
-P, Q = distributions_after("target"), distributions_after("draft")
+P = distributions_after("target")
+Q = distributions_after("draft")
 
 
 class Rule(NamedTuple):
@@ -284,16 +289,17 @@ class Rule(NamedTuple):
     bonus: callable = lambda p, q: p
 
 
-def outcomes_of_round(rule, prefix, left=2):
+def outcomes_of_round(rule, prefix, levels=2):
     """Probability of every sequence of tokens that one round can add after a prefix."""
-    p, q = P(prefix), Q(prefix)
-    if not left:
+    p = P(prefix)
+    q = Q(prefix)
+    if not levels:
         return {(token,): mass for token, mass in enumerate(rule.bonus(p, q))}
     dist = Counter()
     for x in range(len(p)):  # drafted with probability q(x)
         keep = rule.keep(p[x], q[x])
-        for rest, mass in outcomes_of_round(rule, (*prefix, x), left - 1).items():
-            dist[(x, *rest)] += q[x] * keep * mass
+        for continuation, mass in outcomes_of_round(rule, (*prefix, x), levels - 1).items():
+            dist[(x, *continuation)] += q[x] * keep * mass
         for token, mass in enumerate(rule.refused(p, q) if keep < 1 else ()):
             dist[(token,)] += q[x] * (1 - keep) * mass
     return dist
@@ -379,18 +385,21 @@ plt.show()
 # %%
 def one_level(p, q, siblings, *, forget=False):
     """Distribution of the token at one level, and the probability that a sibling is accepted."""
-    dist, want, refused = [Fraction(0)] * len(p), p, Fraction(1)
+    dist = [Fraction(0)] * len(p)
+    want = p
+    refused = Fraction(1)
     for _ in range(siblings):
         keep = [min(a, b) for a, b in zip(want, q, strict=True)]
-        dist = [mass + refused * kept for mass, kept in zip(dist, keep, strict=True)]
+        dist = [mass + refused * share for mass, share in zip(dist, keep, strict=True)]
         refused *= 1 - sum(keep)
-        rest = [max(a - b, Fraction(0)) for a, b in zip(want, q, strict=True)]
-        total = sum(rest)
-        want = p if forget else [mass / total for mass in rest]
+        residual = [max(a - b, Fraction(0)) for a, b in zip(want, q, strict=True)]
+        total = sum(residual)
+        want = p if forget else [mass / total for mass in residual]
     return [mass + refused * last for mass, last in zip(dist, want, strict=True)], 1 - refused
 
 
-p1, q1 = P(()), Q(())
+p1 = P(())
+q1 = Q(())
 for siblings in (1, 2, 3):
     dist, chance = one_level(p1, q1, siblings)
     print(f"siblings: {siblings}, one is accepted with probability {float(chance):.3f}")
@@ -398,7 +407,8 @@ for siblings in (1, 2, 3):
 wrong, _ = one_level(p1, q1, 2, forget=True)
 assert oracle.total_variation(dict(enumerate(wrong)), dict(enumerate(p1))) > Fraction(1, 100)
 
-p0, q0 = np.float64(p[0]), np.float64(q[0])
+p0 = np.float64(p[0])
+q0 = np.float64(q[0])
 by_samples = [one_level(p0.tolist(), q0.tolist(), n)[1] for n in range(1, 9)]
 by_rank = np.cumsum(p0[np.argsort(-q0)])[:8]
 print("real pair, accepted with 1 to 8 siblings sampled from q:  ", np.round(by_samples, 2))
@@ -490,13 +500,14 @@ assert visible < 0.1
 # </details>
 
 # %%
-nothing, everything = ([Fraction(0), Fraction(1), Fraction(0)], [Fraction(1, 2), Fraction(0), Fraction(1, 2)])
+nothing = [Fraction(0), Fraction(1), Fraction(0)]
+everything = [Fraction(1, 2), Fraction(0), Fraction(1, 2)]
 assert one_level(everything, nothing, 1) == (everything, 0), "exercise 1"
 
 cooler = q0**2 / (q0**2).sum()  # temperature 0.5
 keep = np.minimum(1, np.divide(p0, q0, out=np.ones_like(p0), where=q0 > 0))
-rest = np.maximum(p0 - q0, 0)
-dishonest = cooler * keep + (1 - (cooler * keep).sum()) * rest / rest.sum()
+excess = np.maximum(p0 - q0, 0)
+dishonest = cooler * keep + (1 - (cooler * keep).sum()) * excess / excess.sum()
 lost = np.abs(dishonest - p0).sum() / 2
 print(f"2. accepted: {alpha:.3f} at temperature 1, {np.minimum(p0, cooler).sum():.3f} at 0.5")
 print(f"   sampled at 0.5 and declared at 1: total variation distance {lost:.3f}")

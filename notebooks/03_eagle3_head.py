@@ -44,7 +44,7 @@ from pictures.style import SERIES
 from safetensors.flax import load_file
 
 import eagle3_jax as e3
-from eagle3_jax import trace
+from eagle3_jax.bench import trace
 from eagle3_jax.drafters import Eagle3Drafter, Plain
 from eagle3_jax.drafters.eagle3 import Eagle3Head
 from eagle3_jax.load import bundled
@@ -58,7 +58,8 @@ from eagle3_jax.tree import causal_mask
 
 target = e3.load_target()
 drafter = e3.load_drafter(target=target)
-config, layers = drafter.drafter.config, target.model.config.num_layers
+config = drafter.drafter.config
+layers = target.model.config.num_layers
 eagle3_head(config, layers)
 
 # %% [markdown]
@@ -80,7 +81,8 @@ assert count == parameters(config).total, "the configuration gives the same numb
 assert drafter.params["embedding"] is target.params["embedding"], "both models use one array"
 
 usual = usual_head(KNOWN_MODELS["Llama-3.1-8B"])
-large, base = parameters(usual), parameters(KNOWN_MODELS["Llama-3.1-8B"])
+large = parameters(usual)
+base = parameters(KNOWN_MODELS["Llama-3.1-8B"])
 print(f"usual head of Llama-3.1-8B: {large.total / 1e6:.1f} M parameters, ", end="")
 print(
     f"{large.total / base.total:.1%} of the target, {(large.mlp + large.output) / large.total:.0%} in MLP and output"
@@ -95,7 +97,11 @@ assert abs(2 * large.total - 849.4e6) < 0.1e6, "the published file has 850 MB, t
 # head. They use only the tensors of the checkpoints, for one sequence in float32.
 
 # %%
-EPS, HEADS, KV_HEADS, SIZE, THETA = 1e-5, 4, 2, 64, 10_000.0
+EPS = 1e-5
+HEADS = 4
+KV_HEADS = 2
+SIZE = 64
+THETA = 10_000.0
 times = functools.partial(jnp.matmul, precision="highest")  # all bits of float32, on GPUs too
 
 
@@ -105,18 +111,21 @@ def norm(x, weight):
 
 def rotate(x, positions):  # x: [T heads H]
     angles = positions[:, None] * THETA ** (-jnp.arange(0, SIZE, 2) / SIZE)
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    cos = jnp.cos(angles)[:, None]
+    sin = jnp.sin(angles)[:, None]
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 def attend(z, w, prefix, positions, past=None):  # z: [T D_in]; past: keys and values before it
     rows = len(z)
-    q, k, v = (times(z, w[f"{prefix}.{one}_proj.weight"].T).reshape(rows, -1, SIZE) for one in "qkv")
-    q, k = rotate(q, positions), rotate(k, positions)
+    q, k, v = (times(z, w[f"{prefix}.{letter}_proj.weight"].T).reshape(rows, -1, SIZE) for letter in "qkv")
+    q = rotate(q, positions)
+    k = rotate(k, positions)
     if past is not None:
-        k, v = jnp.concatenate([past[0], k]), jnp.concatenate([past[1], v])
-    shared = [jnp.repeat(one, HEADS // KV_HEADS, axis=1).transpose(1, 0, 2) for one in (k, v)]
+        k = jnp.concatenate([past[0], k])
+        v = jnp.concatenate([past[1], v])
+    shared = [jnp.repeat(heads, HEADS // KV_HEADS, axis=1).transpose(1, 0, 2) for heads in (k, v)]
     scores = times(q.transpose(1, 0, 2), shared[0].transpose(0, 2, 1)) / SIZE**0.5
     seen = jnp.tril(jnp.ones(scores.shape[1:], bool), scores.shape[2] - rows)
     mixed = times(jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), shared[1])
@@ -124,7 +133,7 @@ def attend(z, w, prefix, positions, past=None):  # z: [T D_in]; past: keys and v
 
 
 def mlp(x, w, prefix):
-    gate, up, down = (w[f"{prefix}.{one}_proj.weight"].T for one in ("gate", "up", "down"))
+    gate, up, down = (w[f"{prefix}.{part}_proj.weight"].T for part in ("gate", "up", "down"))
     return times(jax.nn.silu(times(x, gate)) * times(x, up), down)
 
 
@@ -142,11 +151,13 @@ def difference(ours, theirs):  # largest, in units of the reference's largest en
 # %%
 rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text().splitlines()]
 ids = target.tokenizer.encode(rows[0]["prompt"]).ids[:48]
-tokens, positions = jnp.array(ids), jnp.arange(len(ids))
+tokens = jnp.array(ids)
+positions = jnp.arange(len(ids))
 
 single = load_file(bundled("target/model.safetensors"))
 tw = {name: tensor.astype(jnp.float32) for name, tensor in single.items()}
-x, entering = tw["model.embed_tokens.weight"][tokens], []
+x = tw["model.embed_tokens.weight"][tokens]
+entering = []
 for i in range(layers):
     entering.append(x)
     block = f"model.layers.{i}"
@@ -173,20 +184,22 @@ assert difference(features, out.features[0]) < 1e-5 and difference(final, out.fi
 streams = jnp.stack([*entering, x])
 size = jnp.sqrt(jnp.mean(streams**2, axis=(1, 2)))
 units = streams / jnp.linalg.norm(streams, axis=-1, keepdims=True)
-alike = jnp.einsum("itd,jtd->ijt", units, units).mean(-1)
-fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.4), width_ratios=(1.25, 1))
-left.bar(range(layers + 1), size, color=["#d97634" if i in taps else "#c3cad3" for i in range(layers + 1)])
-left.set(xlabel="input of layer (12: final output)", ylabel="root mean square", xticks=range(layers + 1))
-left.set_title("Feature magnitude by depth (orange: features)")
-image = right.imshow(alike, cmap="viridis", vmin=0, vmax=1, origin="lower")
-right.set(xlabel="input of layer", ylabel="input of layer", xticks=range(0, layers + 1, 2))
-right.set_title("Similarity of features")
-right.grid(visible=False)
-fig.colorbar(image, ax=right, label="mean cosine", shrink=0.85)
+cosines = jnp.einsum("itd,jtd->ijt", units, units).mean(-1)
+fig, (size_axes, similarity_axes) = plt.subplots(1, 2, figsize=(8.6, 3.4), width_ratios=(1.25, 1))
+size_axes.bar(
+    range(layers + 1), size, color=["#d97634" if i in taps else "#c3cad3" for i in range(layers + 1)]
+)
+size_axes.set(xlabel="input of layer (12: final output)", ylabel="root mean square", xticks=range(layers + 1))
+size_axes.set_title("Feature magnitude by depth (orange: features)")
+image = similarity_axes.imshow(cosines, cmap="viridis", vmin=0, vmax=1, origin="lower")
+similarity_axes.set(xlabel="input of layer", ylabel="input of layer", xticks=range(0, layers + 1, 2))
+similarity_axes.set_title("Similarity of features")
+similarity_axes.grid(visible=False)
+fig.colorbar(image, ax=similarity_axes, label="mean cosine", shrink=0.85)
 plt.show()
 
 assert size[taps[0]] < size[taps[1]] < size[taps[2]], "the highest feature is the largest"
-assert all(alike[i, i + 1] > 0.7 for i in range(1, layers)), "neighboring layers have similar features"
+assert all(cosines[i, i + 1] > 0.7 for i in range(1, layers)), "neighboring layers have similar features"
 
 # %% [markdown]
 # ## Fusion `fc`
@@ -214,7 +227,7 @@ assert difference(fused, theirs) < 1e-5
 # %%
 root = int(jnp.argmax(target.model.unembed(target.params, out.final)[0, -1]))
 shifted = jnp.array([*ids[1:], root])
-text = [repr(target.tokenizer.decode([one])) for one in [*ids, root]]
+text = [repr(target.tokenizer.decode([token])) for token in [*ids, root]]
 print(f"{'position t':>10}  {'feature after':>16}  {'paired with':>16}  predicts")
 for t in range(len(ids) - 5, len(ids)):
     ahead = text[t + 2] if t + 2 < len(text) else "the first draft token"
@@ -236,9 +249,9 @@ def head_step(token_ids, stream, positions, past=None):
         norm(embedded, w["midlayer.input_layernorm.weight"]),
         norm(stream, w["midlayer.hidden_norm.weight"]),
     ]
-    added, kept = attend(jnp.concatenate(both, axis=-1), w, "midlayer.self_attn", positions, past)
+    added, keys_values = attend(jnp.concatenate(both, axis=-1), w, "midlayer.self_attn", positions, past)
     x = stream + added
-    return x + mlp(norm(x, w["midlayer.post_attention_layernorm.weight"]), w, "midlayer.mlp"), kept
+    return x + mlp(norm(x, w["midlayer.post_attention_layernorm.weight"]), w, "midlayer.mlp"), keys_values
 
 
 def draft_logits(output):
@@ -251,13 +264,13 @@ seen = e3.Observation(
 )
 empty = drafter.drafter.init(drafter.params, 1, 128)
 state = drafter.drafter.observe(drafter.params, empty, seen)
-kept = [
+cached = [
     getattr(state.cache.layers[0], name)[0, :, : len(ids)].transpose(1, 0, 2) for name in ("keys", "values")
 ]
 for name, ours, theirs in (
     ("output at the last pair", output[-1], state.output[0]),
-    ("keys of the head's cache", known[0], kept[0]),
-    ("values of the head's cache", known[1], kept[1]),
+    ("keys of the head's cache", known[0], cached[0]),
+    ("values of the head's cache", known[1], cached[1]),
     ("draft logits", draft_logits(output[-1]), head.logits(state.output[:, None])[0, 0]),
 ):
     print(f"{name:28}{ours.shape!s:15} differ by {difference(ours, theirs):.1e}")
@@ -271,16 +284,17 @@ for name, ours, theirs in (
 # need `t2d`. In memory the library keeps absolute ids.
 
 # %%
-d2t, t2d = np.array(checkpoint["d2t"]), np.array(checkpoint["t2d"])
+d2t = np.array(checkpoint["d2t"])
+t2d = np.array(checkpoint["t2d"])
 absolute = np.arange(len(d2t)) + d2t
 assert np.array_equal(absolute, drafter.params["draft_to_target"]) and np.array_equal(
     absolute, np.flatnonzero(t2d)
 )
 assert np.all(np.diff(absolute) > 0), "sorted, without repetition"
 best = jax.lax.top_k(draft_logits(output[-1]), 5)[1]
-for one in best.tolist():
-    piece = target.tokenizer.decode([absolute[one]])
-    print(f"draft id {one:5} + offset {d2t[one]:5} = target id {absolute[one]:5}  {piece!r}")
+for draft_id in best.tolist():
+    piece = target.tokenizer.decode([absolute[draft_id]])
+    print(f"draft id {draft_id:5} + offset {d2t[draft_id]:5} = target id {absolute[draft_id]:5}  {piece!r}")
 
 # %% [markdown]
 # ## Draft loop
@@ -295,7 +309,9 @@ for one in best.tolist():
 # that of the library's `propose`.
 
 # %%
-stream, past, drafted = output[-1:], known, []
+stream = output[-1:]
+past = known
+drafted = []
 for depth in range(drafter.drafter.max_depth):
     drafted.append(int(absolute[jnp.argmax(draft_logits(stream[-1]))]))
     stream, step = head_step(jnp.array(drafted[-1:]), stream, jnp.array([len(ids) + depth]), past)
@@ -349,8 +365,9 @@ class Meddled:
         return self.inner.propose(params["drafter"], state, keys, sampling)
 
 
-K, NEW = 5, 61
-code, prose = ([one["prompt"] for one in rows if one["kind"] == kind] for kind in ("code", "prose"))
+K = 5
+NEW = 61
+code, prose = ([row["prompt"] for row in rows if row["kind"] == kind] for kind in ("code", "prose"))
 prompts = code[::10] + prose[::6]
 chain = drafter.drafter.with_topology(e3.Chain(K), None)
 intact = {
@@ -370,10 +387,10 @@ def run(**changes):
 plain = e3.SpeculativeDecoder(target, Plain(num_nodes=K + 1), stop_tokens=()).generate(
     prompts, max_new_tokens=NEW
 )
-whole = run()
+unchanged = run()
 direct = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=K, stop_tokens=())
-assert whole.tokens == plain.tokens, "the text of plain decoding"
-print(f"{len(prompts)} prompts, {NEW} new tokens each: τ = {whole.stats.mean_acceptance_length:.2f}")
+assert unchanged.tokens == plain.tokens, "the text of plain decoding"
+print(f"{len(prompts)} prompts, {NEW} new tokens each: τ = {unchanged.stats.mean_acceptance_length:.2f}")
 
 # %% [markdown]
 # - `mean` replaces a feature by its mean over other text, so the input of `fc` keeps its usual magnitude.
@@ -382,9 +399,9 @@ print(f"{len(prompts)} prompts, {NEW} new tokens each: τ = {whole.stats.mean_ac
 # - A head with random weights is the lower bound.
 
 # %%
-other = jnp.array([target.tokenizer.encode(one["prompt"]).ids[:64] for one in rows[1::8]][:4])
-place = jnp.broadcast_to(jnp.arange(64), other.shape)
-streams = target.model(target.params, other, place, causal_mask(64), aux_layers=taps).features
+other_ids = jnp.array([target.tokenizer.encode(row["prompt"]).ids[:64] for row in rows[1::8]][:4])
+other_positions = jnp.broadcast_to(jnp.arange(64), other_ids.shape)
+streams = target.model(target.params, other_ids, other_positions, causal_mask(64), aux_layers=taps).features
 mean = streams.mean((0, 1))  # [3 D]
 
 
@@ -405,13 +422,13 @@ variants = {
     "random head": {"drafter": random_head},
 }
 results = {name: run(**changes) for name, changes in variants.items()}
-tau = {name: one.stats.mean_acceptance_length for name, one in results.items()}
-assert all(one.tokens == plain.tokens for one in results.values()), (
+tau = {name: result.stats.mean_acceptance_length for name, result in results.items()}
+assert all(result.tokens == plain.tokens for result in results.values()), (
     "every variant generates the target's text"
 )
 ceiling = tau["unchanged"]
 others = min(tau["low feature: mean"], tau["middle feature: mean"])
-assert all(one < ceiling for name, one in tau.items() if name != "unchanged"), "every part is used"
+assert all(length < ceiling for name, length in tau.items() if name != "unchanged"), "every part is used"
 assert tau["high feature: mean"] < others, "the high feature contributes most"
 assert tau["high feature only"] < others, "one feature does not replace three"
 assert tau["no feature"] - 1 < 0.2 * (ceiling - 1), "without features the head is nearly useless"
@@ -446,11 +463,12 @@ traced = trace.record(
 assert traced.result.tokens == plain.tokens
 stats = traced.result.stats
 
-starts = [len(one.prompt_tokens) for one in plain.rows]
+starts = [len(row.prompt_tokens) for row in plain.rows]
 longest = max(starts) + NEW
-texts, learn = np.zeros((len(prompts), longest), np.int32), np.zeros((len(prompts), longest), bool)
-for index, one in enumerate(plain.rows):
-    texts[index, : starts[index] + NEW] = one.prompt_tokens + one.tokens
+texts = np.zeros((len(prompts), longest), np.int32)
+learn = np.zeros((len(prompts), longest), bool)
+for index, row in enumerate(plain.rows):
+    texts[index, : starts[index] + NEW] = row.prompt_tokens + row.tokens
     learn[index, starts[index] - 1 : starts[index] + NEW - 2] = (
         True  # entry t predicts x_{t+2}, a token that the target generated
     )
@@ -479,15 +497,16 @@ ax.set_title("Correct draft tokens by depth")
 ax.legend(loc="lower left")
 plt.show()
 
-simulated, measured = metrics["simulated_tau"], stats.mean_acceptance_length
+simulated = metrics["simulated_tau"]
+measured = stats.mean_acceptance_length
 print(
     "correct, training-time test:",
-    *(f"{one:.2f}" for one in hits),
+    *(f"{share:.2f}" for share in hits),
     f"  τ of a chain on this text {simulated:.2f}",
 )
 print(
     "conditional acceptance rate:",
-    *(f"{one:.2f}" for one in conditional),
+    *(f"{share:.2f}" for share in conditional),
     f"  τ of the real rounds      {measured:.2f}",
 )
 assert hits[0] > hits[1] > hits[4], "each step without the target's features lowers the share"
@@ -504,10 +523,13 @@ assert min(conditional[3:]) > max(hits[3:]), "only easy text reaches depth 4"
 # at this position.
 
 # %%
-written = np.concatenate([one.tokens for one in plain.rows])
+written = np.concatenate([row.tokens for row in plain.rows])
 covered = t2d[written].mean()
 refused = [
-    one["next_token"] for prompt in traced.prompts for one in prompt["rounds"] if one["num_accepted"] < K
+    entry["next_token"]
+    for prompt in traced.prompts
+    for entry in prompt["rounds"]
+    if entry["num_accepted"] < K
 ]
 outside = [token for token in refused if not t2d[token]]
 print(f"{t2d.mean():.0%} of the vocabulary covers {covered:.1%} of the generated text")
@@ -543,33 +565,37 @@ broken = {name: run(**changes) for name, changes in mistakes.items()}
 normed = dataclasses.replace(chain, config=dataclasses.replace(config, norm_output=True))
 decoder = e3.SpeculativeDecoder(target, e3.LoadedDrafter(normed, drafter.params), stop_tokens=())
 broken["normed output fed back"] = decoder.generate(prompts, max_new_tokens=NEW)
-assert all(one.tokens == plain.tokens for one in broken.values()), "no mistake changes the text"
+assert all(result.tokens == plain.tokens for result in broken.values()), "no mistake changes the text"
 
-table = np.array([one.stats.conditional_acceptance_rate for one in broken.values()])
-worth = {name: one.stats.mean_acceptance_length for name, one in broken.items()}
-right, early, late = (
+table = np.array([result.stats.conditional_acceptance_rate for result in broken.values()])
+worth = {name: result.stats.mean_acceptance_length for name, result in broken.items()}
+similarity_axes, early, late = (
     worth[name] for name in ("unchanged", "features one layer early", "features one layer late")
 )
 assert worth["d2t used as ids"] < 1.1 and worth["tokens not shifted"] < 1.5
-assert worth["features in reverse order"] < right - 0.5 and worth["norms exchanged"] < right - 0.1
+assert (
+    worth["features in reverse order"] < similarity_axes - 0.5
+    and worth["norms exchanged"] < similarity_axes - 0.1
+)
 fed = table[list(worth).index("normed output fed back")]
 assert fed[0] > table[0][0] - 0.1, "the first draft token does not depend on the feedback"
 assert fed[1] < table[0][1] - 0.2 and fed[2] < table[0][2] - 0.2, "all later ones do"
-assert abs(early - right) < 0.4 and abs(late - right) < 0.6, (
+assert abs(early - similarity_axes) < 0.4 and abs(late - similarity_axes) < 0.6, (
     "a neighboring layer changes τ by less than the noise"
 )
 wrong = target.model(
     target.params, tokens[None], positions[None], causal_mask(len(ids)), aux_layers=(1, 5, 8)
 ).features
-far, near = difference(features, wrong[0]), difference(features, out.features[0])
+far = difference(features, wrong[0])
+near = difference(features, out.features[0])
 print(
-    f"features one layer early: τ {early:.2f} instead of {right:.2f}; relative difference of the features {far:.2f}"
+    f"features one layer early: τ {early:.2f} instead of {similarity_axes:.2f}; relative difference of the features {far:.2f}"
 )
 print(f"correct features: relative difference {near:.0e}")
 assert far > 0.05 > 1e4 * near
 
 # %% tags=["hide-input"]
-rows_named = [f"{name}   τ {one:.2f}" for name, one in worth.items()]
+rows_named = [f"{name}   τ {length:.2f}" for name, length in worth.items()]
 table_map(table, rows_named, list(depths), title="Conditional acceptance rate by depth", most=1.0)
 plt.show()
 

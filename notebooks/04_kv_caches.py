@@ -59,7 +59,7 @@ decoder = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=K, stop_
 rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text().splitlines()]
 sizes = (14, 18, 16, 22)
 prompts = [
-    target.tokenizer.encode(one["prompt"]).ids[:size] for one, size in zip(rows[::9], sizes, strict=False)
+    target.tokenizer.encode(row["prompt"]).ids[:size] for row, size in zip(rows[::9], sizes, strict=False)
 ]
 state = decoder.prefill(prompts, max_new_tokens=40)
 
@@ -73,15 +73,16 @@ state = decoder.prefill(prompts, max_new_tokens=40)
 
 # %%
 def buffers(cache):
-    one = cache.layers[0]
+    layer = cache.layers[0]
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers))
-    return f"{len(cache.layers):2} layers of keys and values {one.keys.shape}, {size / 1e6:.2f} MB"
+    return f"{len(cache.layers):2} layers of keys and values {layer.keys.shape}, {size / 1e6:.2f} MB"
 
 
 B, C, S, H = state.cache.layers[0].keys.shape
 print("target:", buffers(state.cache))
 print("head:  ", buffers(state.drafter.cache))
-ours, heads = state.cache.length, state.drafter.cache.length
+ours = state.cache.length
+heads = state.drafter.cache.length
 print("lengths: text", state.length, " target's cache", ours, " head's cache", heads)
 assert np.array_equal(ours, state.length - 1), "all tokens except the root"
 assert np.array_equal(heads, ours), "one pair for each token that the target has processed"
@@ -122,9 +123,12 @@ def status(layer, before, after, row):
 
 
 state = wiped_both(state)
-loop, params, n = decoder.loop, decoder.params, state.cache.length
+loop = decoder.loop
+params = decoder.params
+n = state.cache.length
 draft = loop.drafter.propose(params.drafter, state.drafter, state.keys, state.sampling)
-mask, positions = causal_mask(K + 1), n[:, None] + jnp.arange(K + 1)
+mask = causal_mask(K + 1)
+positions = n[:, None] + jnp.arange(K + 1)
 out = loop.target(
     params.target, draft.tokens, positions, mask, state.cache, aux_layers=loop.drafter.aux_layers
 )
@@ -140,10 +144,11 @@ def first(cache):
     return cache.layers[0]
 
 
-guessed, written = first(draft.state.cache), type(first(state.cache))(**out.written[0]._asdict())
+guessed = first(draft.state.cache)
+written = type(first(state.cache))(**out.written[0]._asdict())
 head_layers = [first(state.drafter.cache), guessed, guessed, first(observed.cache)]
 target_layers = [first(state.cache), first(state.cache), written, first(after)]
-ends = [n, n, n, after.length]
+lengths = [n, n, n, after.length]
 names = ["before", "propose", "verify", "commit, observe"]
 row = int(
     np.argmax((verdict.num_accepted > 0) & (verdict.num_accepted < K))
@@ -159,7 +164,7 @@ fig, axes = plt.subplots(2, 1, figsize=(7.6, 4.2), sharex=True)
 for ax, layers, title in zip(
     axes, (head_layers, target_layers), ("Head's cache", "Target's cache"), strict=True
 ):
-    shown = np.stack([status(layer, n, end, row) for layer, end in zip(layers, ends, strict=True)])
+    shown = np.stack([status(layer, n, end, row) for layer, end in zip(layers, lengths, strict=True)])
     slot_map(shown[:, low : low + 14], ax=ax, first=low, rows=names, title=title, legend=ax is axes[0])
 axes[0].set_xlabel("")
 plt.show()
@@ -176,7 +181,9 @@ plt.show()
 # shows up to twelve rounds.
 
 # %%
-state, histories, lengths = wiped_both(decoder.prefill(prompts, max_new_tokens=40)), ([], []), []
+state = wiped_both(decoder.prefill(prompts, max_new_tokens=40))
+histories = ([], [])
+lengths = []
 start = np.asarray(state.cache.length)
 while np.any(state.running) and len(lengths) < 12:
     before = np.asarray(state.cache.length)
@@ -190,7 +197,8 @@ grown = np.diff(np.stack([start + 1, *lengths]), axis=0)
 assert all(len(set(steps)) > 1 for steps in grown), "every row advances at its own pace"
 
 # %% tags=["hide-input"]
-low, high = int(start[row]) - 3, int(lengths[-1][row]) + K + 1
+low = int(start[row]) - 3
+high = int(lengths[-1][row]) + K + 1
 fig, ax = plt.subplots(figsize=(8.2, 3.6))
 rounds = [str(number) for number in range(1, len(lengths) + 1)]
 slot_map(
@@ -217,13 +225,13 @@ def finished(decoder, prompts, spoil=None, **options):
 
 def known(cache):
     """Every committed key and value, layer after layer, as numpy arrays."""
-    ends = np.asarray(cache.length)
+    lengths = np.asarray(cache.length)
     leaves = [np.asarray(leaf) for layer in cache.layers for leaf in (layer.keys, layer.values)]
-    return [leaf[row, :, :end] for leaf in leaves for row, end in enumerate(ends)]
+    return [leaf[row, :, :end] for leaf in leaves for row, end in enumerate(lengths)]
 
 
-def same_bits(one, other):
-    return all(np.array_equal(a, b) for a, b in zip(known(one), known(other), strict=True))
+def same_bits(first_cache, second_cache):
+    return all(np.array_equal(a, b) for a, b in zip(known(first_cache), known(second_cache), strict=True))
 
 
 clean = finished(decoder, prompts, max_new_tokens=40)
@@ -248,14 +256,14 @@ print(f"accepted {stats.num_accepted_tokens} of {stats.num_draft_tokens} draft t
 assert np.array_equal(clean.tokens, matched.tokens) and same_bits(clean.cache, matched.cache)
 assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
-ends = np.asarray(clean.cache.length).tolist()
-text = [np.asarray(clean.tokens[row, :end]).tolist() for row, end in enumerate(ends)]
+lengths = np.asarray(clean.cache.length).tolist()
+text = [np.asarray(clean.tokens[row, :end]).tolist() for row, end in enumerate(lengths)]
 fresh = decoder.prefill(text, max_new_tokens=1)
 
 
-def apart(one, other):
+def apart(first_cache, second_cache):
     """Largest difference, relative to the largest entry."""
-    pairs = zip(known(one), known(other), strict=True)
+    pairs = zip(known(first_cache), known(second_cache), strict=True)
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
 
 
@@ -277,17 +285,17 @@ for name, ours, theirs in (
 TREE = e3.DynamicTree(num_nodes=16, max_depth=5, top_k=4)
 trees = e3.SpeculativeDecoder(target, drafter, tree=TREE, stop_tokens=())
 state = wiped_both(trees.prefill(prompts, max_new_tokens=40))
-found = False
-while not found:
+has_gap = False
+while not has_gap:
     running = np.asarray(state.running)
     assert running.any(), "no path with a gap"
     saved = jax.tree.map(jnp.copy, state)  # the step consumes its state
     played = trees.step(state)
     state = played.state
-    paths = [[0, *one[one >= 0].tolist()] for one in np.asarray(played.verdict.path)]
+    paths = [[0, *nodes[nodes >= 0].tolist()] for nodes in np.asarray(played.verdict.path)]
     row = max(np.flatnonzero(running), key=lambda row: paths[row][-1] - len(paths[row])).item()
     path = paths[row]
-    found = len(path) >= 4 and path != list(range(len(path)))
+    has_gap = len(path) >= 4 and path != list(range(len(path)))
 
 mask = ancestor_mask(played.draft.parents, TREE.max_depth)
 out = trees.loop.target(target.params, played.draft.tokens, played.positions, mask, saved.cache)
@@ -297,8 +305,8 @@ committed = saved.cache.commit(
 )
 n = int(saved.cache.length[row])
 for written, layer in zip(out.written, committed.layers, strict=True):
-    for place, node in enumerate(path):
-        assert np.array_equal(layer.keys[row, :, n + place], written.keys[row, :, n + node]), (
+    for offset, node in enumerate(path):
+        assert np.array_equal(layer.keys[row, :, n + offset], written.keys[row, :, n + node]), (
             "the bits do not change"
         )
 level = np.asarray(depths(mask))[row]
@@ -339,19 +347,20 @@ jaxtyping.config.update("jaxtyping_disable", True)  # lowering puts shapes into 
 compiled = loops.step.lower(decoder.loop, decoder.params, state).compile().memory_analysis()
 jaxtyping.config.update("jaxtyping_disable", False)
 size = sum(leaf.nbytes for leaf in new)
-alias, scratch = compiled.alias_size_in_bytes, compiled.temp_size_in_bytes
+alias = compiled.alias_size_in_bytes
+scratch = compiled.temp_size_in_bytes
 print(f"caches {size / 1e6:.2f} MB, updated in place {alias / 1e6:.2f} MB, scratch {scratch / 1e6:.2f} MB")
 assert compiled.alias_size_in_bytes >= size
 
 clocks = []
-for asked in (
+for batch in (
     [(prompts[0], 8, 0)],  # 14 tokens, padded to 16; rows of 128 slots
     [(prompts[1][:9], 30, 1), (prompts[2][:3], 50, 2), (prompts[2], 90, 3)],  # at most 16 tokens: the same
     [(prompts[3], 8, 0)],  # 22 tokens, padded to 32
     [(prompts[0], 120, 0)],  # rows of 256 slots
 ):
     with CompileClock() as clock:
-        for prompt, limit, seed in asked:
+        for prompt, limit, seed in batch:
             decoder.generate(prompt, max_new_tokens=limit, seed=seed)
     clocks.append(clock.programs)
 first_prompt, same_class, longer_prompt, higher_limit = clocks
@@ -377,7 +386,8 @@ print(
 )
 for name, (big, small, kind) in ({"shipped pair": shipped} | named).items():
     plan = Deployment(target=big, head=small, accelerator=accelerator_named("H200"), cache=kind)
-    ours, extra = plan.cache_bytes_per_token(big), plan.cache_bytes_per_token(small)
+    ours = plan.cache_bytes_per_token(big)
+    extra = plan.cache_bytes_per_token(small)
     print(
         f"{name:16}{kind:>10}{ours:>16,.0f}{extra:>14,.0f}{extra / ours:>13.1%}{extra * 8 * 8192 / 1e6:>21,.0f} MB"
     )
@@ -397,7 +407,7 @@ for name, (big, small, kind) in ({"shipped pair": shipped} | named).items():
 # with the lowest numbers instead of the accepted path. The target's cache is wrong, so the **text** changes.
 
 # %%
-long = [target.tokenizer.encode(one["prompt"]).ids for one in rows[::8]]
+long = [target.tokenizer.encode(row["prompt"]).ids for row in rows[::8]]
 plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(long, max_new_tokens=61)
 tree_text = trees.generate(long, max_new_tokens=61)
 with inject_bug(KeyValues.commit, "compact_accepted(buffer, length, count, nodes)", "buffer"):
@@ -407,7 +417,7 @@ with inject_bug(KeyValues.commit, "compact_accepted(buffer, length, count, nodes
 def parted(tokens):
     """For every text, the index of the first token that differs from plain decoding."""
     pairs = [list(zip(ours, theirs, strict=True)) for ours, theirs in zip(tokens, plain.tokens, strict=True)]
-    return [next((place for place, (a, b) in enumerate(text) if a != b), None) for text in pairs]
+    return [next((index for index, (a, b) in enumerate(text) if a != b), None) for text in pairs]
 
 
 print("first wrong token, with commit of the path:", parted(tree_text.tokens))
@@ -442,13 +452,14 @@ assert stale.stats.mean_acceptance_length < right.stats.mean_acceptance_length -
 class KeepsGuesses(Eagle3Drafter):
     def observe(self, params, state, seen):
         after = super().observe(params, state, seen)
-        slot, n = jnp.arange(state.cache.layers[0].capacity)[None, :], state.cache.length[:, None]
+        slot = jnp.arange(state.cache.layers[0].capacity)[None, :]
+        n = state.cache.length[:, None]
         guesses = jnp.minimum(seen.length - 1, self.max_depth - 1)[
             :, None
         ]  # accepted tokens that the head processed while drafting
-        own = ((slot >= n) & (slot < n + guesses) & (n > 0))[:, None, :, None]
+        guessed_slots = ((slot >= n) & (slot < n + guesses) & (n > 0))[:, None, :, None]
         layers = jax.tree.map(
-            lambda old, new: jnp.where(own, old, new), state.cache.layers, after.cache.layers
+            lambda old, new: jnp.where(guessed_slots, old, new), state.cache.layers, after.cache.layers
         )
         return after.replace(cache=after.cache.replace(layers=layers))
 
@@ -457,10 +468,11 @@ fields = {field.name: getattr(drafter.drafter, field.name) for field in dataclas
 keeps = e3.LoadedDrafter(KeepsGuesses(**fields), drafter.params)
 keeping = e3.SpeculativeDecoder(target, keeps, num_speculative_tokens=K, stop_tokens=())
 kept_state = finished(keeping, prompts, max_new_tokens=40)
-taus, gaps = [], []
-for name, one in (("observed again", clean), ("draft entries", kept_state)):
-    taus.append(e3.SpeculationStats.merge([one.stats]).mean_acceptance_length)
-    gaps.append(apart(one.drafter.cache, fresh.drafter.cache))
+taus = []
+gaps = []
+for name, finished_state in (("observed again", clean), ("draft entries", kept_state)):
+    taus.append(e3.SpeculationStats.merge([finished_state.stats]).mean_acceptance_length)
+    gaps.append(apart(finished_state.drafter.cache, fresh.drafter.cache))
     print(
         f"{name:15} τ {taus[-1]:.2f}; relative difference of the head's cache from a fresh one {gaps[-1]:.1e}"
     )
@@ -519,13 +531,14 @@ shapes = [
     jax.eval_shape(lambda: target.model.init_cache(8, 512)),
     jax.eval_shape(lambda: loop.drafter.init(None, 8, 512).cache),
 ]
-leaves = [leaf for one in shapes for leaf in jax.tree.leaves(one.layers)]
+leaves = [leaf for cache in shapes for leaf in jax.tree.leaves(cache.layers)]
 taken = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 assert taken == 13 * 2 * 2 * 64 * 4 * 512 * 8 and round(taken / 1e6, 1) == 54.5
 assert TREE.num_expanded == 16 == TREE.num_nodes and e3.Chain(K).num_expanded == K - 1
 big, small, kind = named["Llama-3.3-70B"]
 plan = Deployment(target=big, head=small, accelerator=accelerator_named("H200"), cache=kind)
-ours, extra = plan.cache_bytes_per_token(big), plan.cache_bytes_per_token(small)
+ours = plan.cache_bytes_per_token(big)
+extra = plan.cache_bytes_per_token(small)
 print(f"exercise 3: {extra / (ours + extra):.1%}")
 assert abs(extra / (ours + extra) - 1 / 81) < 1e-9
 

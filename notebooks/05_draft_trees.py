@@ -39,9 +39,10 @@ import numpy as np
 from pictures import style, trees
 
 import eagle3_jax as e3
-from eagle3_jax import prompts, trace
+from eagle3_jax.bench import trace
 from eagle3_jax.bench.step_costs import target_seconds
 from eagle3_jax.drafters.eagle3 import Eagle3Head
+from eagle3_jax.files import prompts
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import embed
 from eagle3_jax.models.memory import BlockMemory
@@ -53,7 +54,8 @@ from eagle3_jax.tree import ancestor_mask, causal_mask, depths
 
 target = e3.load_target()
 head = e3.load_drafter(target=target)
-tokenizer, config = target.tokenizer, head.drafter.config
+tokenizer = target.tokenizer
+config = head.drafter.config
 texts = prompts.shipped()
 prompt = tokenizer.encode(texts[34]).ids[-64:]
 print(tokenizer.decode(prompt))
@@ -82,7 +84,8 @@ known.append(int(state.tokens[0, len(prompt)]))
 while bool(state.running[0]):
     latest = decoder.step(state)
     state = latest.state
-    draft, verdict = latest.draft, latest.verdict
+    draft = latest.draft
+    verdict = latest.verdict
     path = [int(node) for node in verdict.path[0] if node >= 0]
     rounds.append(
         {
@@ -98,7 +101,7 @@ while bool(state.running[0]):
 
 plain = e3.SpeculativeDecoder(target).generate([prompt], max_new_tokens=NEW).tokens[0]
 assert known[len(prompt) :][:NEW] == plain, "a tree never changes the text"
-lengths = [len(one["path"]) + 1 for one in rounds]
+lengths = [len(round_["path"]) + 1 for round_ in rounds]
 print(f"{len(rounds)} rounds for {NEW} tokens; tokens per round: {lengths}")
 
 # %% [markdown]
@@ -171,7 +174,8 @@ def dynamic_tree(known, topology):
     rows = np.zeros(topology.top_k, int)  # the row of run_head that each node continues
     for level in range(1, topology.max_depth):
         # The draft token replaces the token. The head's output at its parent replaces the feature.
-        tokens, stream = tokens[rows], stream[rows]
+        tokens = tokens[rows]
+        stream = stream[rows]
         tokens[:, n - 1 + level] = [pool[node][1] for node in frontier]
         stream[:, n - 1 + level] = outputs[rows]
         logq, outputs = (np.array(x) for x in run_head(tokens, stream, n - 1 + level))
@@ -184,32 +188,32 @@ def dynamic_tree(known, topology):
         frontier = start + best(np.array([entry[0] for entry in pool[start:]]), topology.top_k)
         rows = (frontier - start) // topology.top_k
     scores = np.array([entry[0] for entry in pool])
-    kept = np.sort(best(scores, topology.num_nodes - 1))
-    number = {-1: 0} | {int(place): node for node, place in enumerate(kept, start=1)}
+    chosen = np.sort(best(scores, topology.num_nodes - 1))
+    number = {-1: 0} | {int(entry): node for node, entry in enumerate(chosen, start=1)}
     return {
-        "tokens": np.array([known[-1], *(pool[place][1] for place in kept)]),
-        "parents": np.array([-1, *(number[pool[place][2]] for place in kept)]),
-        "score": np.array([0.0, *scores[kept]]),
-        "q": np.exp([0.0, *(pool[place][3] for place in kept)]),
+        "tokens": np.array([known[-1], *(pool[entry][1] for entry in chosen)]),
+        "parents": np.array([-1, *(number[pool[entry][2]] for entry in chosen)]),
+        "score": np.array([0.0, *scores[chosen]]),
+        "q": np.exp([0.0, *(pool[entry][3] for entry in chosen)]),
         "pool": np.sort(scores)[::-1],
     }
 
 
-by_hand = [dynamic_tree(one["known"], TREE) for one in rounds]
-for mine, theirs in zip(by_hand, rounds, strict=True):
-    assert (mine["tokens"] == theirs["tokens"]).all(), "tokens differ"
-    assert (mine["parents"] == theirs["parents"]).all(), "parents differ"
-closest = min(mine["pool"][TREE.num_nodes - 2] - mine["pool"][TREE.num_nodes - 1] for mine in by_hand)
+by_hand = [dynamic_tree(round_["known"], TREE) for round_ in rounds]
+for built, theirs in zip(by_hand, rounds, strict=True):
+    assert (built["tokens"] == theirs["tokens"]).all(), "tokens differ"
+    assert (built["parents"] == theirs["parents"]).all(), "parents differ"
+closest = min(built["pool"][TREE.num_nodes - 2] - built["pool"][TREE.num_nodes - 1] for built in by_hand)
 assert closest > 1e-4, "the choice of the last node does not depend on rounding"
 print(f"{len(rounds)} trees of {TREE.num_nodes} nodes: tokens and parents are equal")
 print(
     f"pool of {TREE.num_candidates} scored nodes; smallest gap between the last kept and the first dropped: {closest:.5f}"
 )
 
-for mine in by_hand:
+for built in by_hand:
     below = np.arange(1, TREE.num_nodes)
-    assert (mine["score"][below] <= mine["score"][mine["parents"][below]]).all()
-    assert (mine["parents"][below] < below).all(), "every parent comes before its children"
+    assert (built["score"][below] <= built["score"][built["parents"][below]]).all()
+    assert (built["parents"][below] < below).all(), "every parent comes before its children"
 
 # %% [markdown]
 # Step 4 never keeps a node without its parent. A log-probability is at most 0, so scores never rise along a path. Of
@@ -221,11 +225,11 @@ for mine in by_hand:
 # *position* is the root's position plus its depth. So all nodes of a level share a position.
 
 # %%
-one = max(rounds, key=lambda found: len(found["path"]))
-mask = np.asarray(ancestor_mask(jnp.asarray(one["parents"])[None], TREE.max_depth))[0]
+round_ = max(rounds, key=lambda round_: len(round_["path"]))
+mask = np.asarray(ancestor_mask(jnp.asarray(round_["parents"])[None], TREE.max_depth))[0]
 level = np.asarray(depths(jnp.asarray(mask)[None]))[0]
-pieces = [tokenizer.decode([int(token)]) for token in one["tokens"]]
-assert (one["positions"] == len(one["known"]) - 1 + level).all(), (
+pieces = [tokenizer.decode([int(token)]) for token in round_["tokens"]]
+assert (round_["positions"] == len(round_["known"]) - 1 + level).all(), (
     "a node's position is the root's position plus its depth"
 )
 assert (mask.sum(axis=1) == level + 1).all(), (
@@ -259,12 +263,14 @@ trees.mask_map(
 WIDTH = len(prompt) + NEW + 8
 
 
-def block_of(one):
+def block_of(round_):
     """Tokens, positions and mask of the text, padded to one width, with the tree after it."""
-    n, count = len(one["known"]) - 1, len(one["tokens"])
+    n = len(round_["known"]) - 1
+    count = len(round_["tokens"])
     tokens = np.zeros(WIDTH + count, np.int32)
-    tokens[:n], tokens[WIDTH:] = one["known"][:-1], one["tokens"]
-    tree_mask = np.asarray(ancestor_mask(jnp.asarray(one["parents"])[None], TREE.max_depth))[0]
+    tokens[:n] = round_["known"][:-1]
+    tokens[WIDTH:] = round_["tokens"]
+    tree_mask = np.asarray(ancestor_mask(jnp.asarray(round_["parents"])[None], TREE.max_depth))[0]
     mask = np.tril(np.ones((len(tokens), len(tokens)), bool))
     mask[WIDTH:, n:WIDTH] = False  # no node of the tree attends to the padding
     mask[WIDTH:, WIDTH:] = tree_mask
@@ -279,16 +285,16 @@ def target_probs(tokens, positions, mask):
     return jax.nn.softmax(target.model.unembed(target.params, out.final[0, WIDTH:]))
 
 
-for one in rounds:
-    probs = np.asarray(target_probs(*block_of(one)))
-    one["probs"] = probs
-    one["p"] = probs[np.maximum(one["parents"], 0), one["tokens"]]
-    one["argmax"] = probs.argmax(axis=1)
-    one["status"] = trees.statuses(one["parents"], one["path"])
-    end = one["path"][-1] if one["path"] else 0
-    assert one["argmax"][end] == one["next"], "the added token is the target's choice"
-    for node, status in enumerate(one["status"]):
-        chosen = one["tokens"][node] == one["argmax"][max(one["parents"][node], 0)]
+for round_ in rounds:
+    probs = np.asarray(target_probs(*block_of(round_)))
+    round_["probs"] = probs
+    round_["p"] = probs[np.maximum(round_["parents"], 0), round_["tokens"]]
+    round_["argmax"] = probs.argmax(axis=1)
+    round_["status"] = trees.statuses(round_["parents"], round_["path"])
+    end = round_["path"][-1] if round_["path"] else 0
+    assert round_["argmax"][end] == round_["next"], "the added token is the target's choice"
+    for node, status in enumerate(round_["status"]):
+        chosen = round_["tokens"][node] == round_["argmax"][max(round_["parents"][node], 0)]
         if status == style.ACCEPTED:
             assert chosen, "a greedy target accepts its own argmax"
         if status == style.REJECTED:
@@ -296,26 +302,27 @@ for one in rounds:
 
 
 # %% tags=["hide-input"]
-def shown(one, mine, number):
+def shown(round_, built, number):
     """The arguments of a picture: the draft, then the token that the target added."""
-    end = one["path"][-1] if one["path"] else 0
-    kind = style.CORRECTED if end in one["parents"] else style.BONUS
+    end = round_["path"][-1] if round_["path"] else 0
+    kind = style.CORRECTED if end in round_["parents"] else style.BONUS
     return {
-        "tokens": [tokenizer.decode([int(token)]) for token in [*one["tokens"], one["next"]]],
-        "parents": [*one["parents"].tolist(), end],
-        "status": [*one["status"], kind],
-        "p": [None, *one["p"][1:].tolist(), float(one["probs"][end, one["next"]])],
-        "q": [None, *mine["q"][1:].tolist(), None],
-        "score": [None, *mine["score"][1:].tolist(), None],
-        "title": f"Round {number}: {len(one['path'])} of {TREE.num_nodes - 1} draft tokens accepted, one token added",
+        "tokens": [tokenizer.decode([int(token)]) for token in [*round_["tokens"], round_["next"]]],
+        "parents": [*round_["parents"].tolist(), end],
+        "status": [*round_["status"], kind],
+        "p": [None, *round_["p"][1:].tolist(), float(round_["probs"][end, round_["next"]])],
+        "q": [None, *built["q"][1:].tolist(), None],
+        "score": [None, *built["score"][1:].tolist(), None],
+        "title": f"Round {number}: {len(round_['path'])} of {TREE.num_nodes - 1} draft tokens accepted, one token added",
     }
 
 
 pictures = [
-    shown(one, mine, number) for number, (one, mine) in enumerate(zip(rounds, by_hand, strict=True), start=1)
+    shown(round_, built, number)
+    for number, (round_, built) in enumerate(zip(rounds, by_hand, strict=True), start=1)
 ]
 counts = {
-    kind: sum(one["status"].count(kind) for one in rounds)
+    kind: sum(round_["status"].count(kind) for round_ in rounds)
     for kind in (style.ACCEPTED, style.REJECTED, style.UNVISITED)
 }
 print(", ".join(f"{kind} {count}" for kind, count in counts.items()))
@@ -356,12 +363,12 @@ drafts = {
     ],
 }
 written = e3.SpeculativeDecoder(target, stop_tokens=()).generate(few, max_new_tokens=LIMIT).tokens
-found = {}
+measured = {}
 for name, sizes in drafts.items():
     for nodes, draft in sizes:
         tokens, stats = run(**draft)
         assert tokens == written, f"{name} of {nodes} nodes changed the text"
-        found[name, nodes] = stats
+        measured[name, nodes] = stats
         print(f"{name:13} {nodes:3} nodes   τ {stats.mean_acceptance_length:.2f}")
 
 # %% tags=["hide-input"]
@@ -369,7 +376,7 @@ figure, axes = plt.subplots()
 colours = dict(zip(drafts, style.SERIES, strict=False))
 for name, colour in colours.items():
     sizes = [nodes for nodes, _ in drafts[name]]
-    taus = [found[name, nodes].mean_acceptance_length for nodes in sizes]
+    taus = [measured[name, nodes].mean_acceptance_length for nodes in sizes]
     axes.plot(sizes, taus, marker="o", color=colour, label=name)
 axes.set(
     title="Mean acceptance length by number of nodes",
@@ -380,7 +387,7 @@ axes.set(
 axes.set_xscale("log", base=2)
 axes.set_xticks([2, 4, 8, 16, 32, 60], ["2", "4", "8", "16", "32", "60"])
 axes.legend()
-tau = {key: stats.mean_acceptance_length for key, stats in found.items()}
+tau = {key: stats.mean_acceptance_length for key, stats in measured.items()}
 plt.show()
 
 # %%
@@ -391,7 +398,7 @@ assert tau["chain", 2] < tau["chain", 4] < tau["chain", 8], "a longer chain has 
 gain = lambda name, few, many: (tau[name, many] - tau[name, few]) / (many - few)  # per node
 late = (gain("chain", 4, 8), gain("dynamic tree", STATIC.num_nodes, 60))
 assert max(late) < gain("chain", 2, 4) / 2, "later nodes gain less than half as much as earlier ones"
-first = {key: stats.acceptance_per_position[0] for key, stats in found.items()}
+first = {key: stats.acceptance_per_position[0] for key, stats in measured.items()}
 assert first["dynamic tree", 60] > first["chain", 8] > 0.5, "the tree gains at the first level"
 
 # %% [markdown]
@@ -411,8 +418,8 @@ sizes = (1, 16, 60)
 
 def seconds(nodes):
     """Time of one forward pass of the shipped target over a block, with its logits."""
-    one = e3.SpeculativeDecoder(target, e3.drafters.Plain(nodes), stop_tokens=())
-    return min(target_seconds(one, [prompt], max_new_tokens=64, rounds=8) for _ in range(3))
+    decoder = e3.SpeculativeDecoder(target, e3.drafters.Plain(nodes), stop_tokens=())
+    return min(target_seconds(decoder, [prompt], max_new_tokens=64, rounds=8) for _ in range(3))
 
 
 here = [seconds(nodes) for nodes in sizes]
@@ -461,13 +468,15 @@ def probs_of(tokens):
     return jax.nn.softmax(target.model.unembed(target.params, out.final))
 
 
-ranks, expected = [], []  # the accepted child of the root; p of all children
-for ids, row, one in zip(few, hot.result.tokens, hot.prompts, strict=True):
+# the accepted child of the root; p of all children
+ranks = []
+expected = []
+for ids, row, traced in zip(few, hot.result.tokens, hot.prompts, strict=True):
     text = [*ids, *row]
     padded = np.zeros((1, width), np.int32)
     padded[0, : len(text)] = text
     probs = np.asarray(probs_of(padded))[0]
-    for found_round in one["rounds"]:
+    for found_round in traced["rounds"]:
         children = [node for node, parent in enumerate(found_round["parents"]) if parent == 0]
         expected.append(
             [float(probs[found_round["positions"][0], found_round["tokens"][node]]) for node in children]
@@ -581,7 +590,8 @@ for name, bug, kind, shape in cases:
 
 # %%
 above = [
-    int((mine["q"][1:] > mine["q"][mine["parents"][1:]])[mine["parents"][1:] > 0].sum()) for mine in by_hand
+    int((built["q"][1:] > built["q"][built["parents"][1:]])[built["parents"][1:] > 0].sum())
+    for built in by_hand
 ]
 print(f"2. kept nodes with a higher log-probability than their parent: {sum(above)}")
 assert TREE.num_candidates == 710 and TREE.num_expanded == 70 and sum(above) > 0
@@ -589,7 +599,7 @@ assert TREE.num_candidates == 710 and TREE.num_expanded == 70 and sum(above) > 0
 as_tree = e3.StaticTree(tuple((0,) * depth for depth in range(1, 4)))
 tokens, stats = run(tree=as_tree)
 assert tokens == written
-assert stats.acceptance_per_position == found["chain", 4].acceptance_per_position
+assert stats.acceptance_per_position == measured["chain", 4].acceptance_per_position
 
 costs = [round_bound(h200, batch=b, context=1024, num_draft_tokens=59).verify_cost for b in range(1, 65)]
 stop = next(b for b, cost in enumerate(costs, start=1) if cost > tau["dynamic tree", 60])

@@ -64,7 +64,8 @@ from validation.statistics import directed, kolmogorov_smirnov, randomised_pit, 
 # The first cell checks the first row: eight held-out prompts, a chain of three, float32.
 
 # %%
-K, NEW = 3, 40
+K = 3
+NEW = 40
 prompts = shipped()[0:40:5]
 target = e3.load_target()
 head = e3.load_drafter(target=target)
@@ -97,19 +98,19 @@ two = {
     "drafted": e3.SpeculativeDecoder(target, head, stop_tokens=(), **sampled_drafts),
 }
 texts = {
-    name: one.generate(prompts, max_new_tokens=24, sampling=sampled, seed=1).tokens
-    for name, one in two.items()
+    name: decoder.generate(prompts, max_new_tokens=24, sampling=sampled, seed=1).tokens
+    for name, decoder in two.items()
 }
 again = two["drafted"].generate(prompts, max_new_tokens=24, sampling=sampled, seed=1).tokens
 others = [prompts[0], *reversed(prompts[1:])]
-beside_others = two["drafted"].generate(others, max_new_tokens=24, sampling=sampled, seed=1).tokens
+next_to_others = two["drafted"].generate(others, max_new_tokens=24, sampling=sampled, seed=1).tokens
 
 for name, rows in texts.items():
     print(f"{name:8}", repr(target.tokenizer.decode(rows[0]))[:90])
 same = sum(a == b for a, b in zip(texts["plain"], texts["drafted"], strict=True))
 print(f"same seed, plain and drafted: {same} of {len(prompts)} texts are equal")
 assert same < len(prompts), "the same seed does not mean the same text"
-assert again == texts["drafted"] and beside_others[0] == again[0], (
+assert again == texts["drafted"] and next_to_others[0] == again[0], (
     "a decoder repeats its text, in any batch of this size"
 )
 
@@ -122,19 +123,22 @@ def last_state(decoder, prompts, **options):
     return jax.device_get(state)
 
 
-def differing(one, other, rows):
+def differing(first_cache, second_cache, rows):
     """Counts the numbers in committed slots of two target caches: those that differ, and all compared."""
     compared = different = 0
-    for mine, theirs in zip(jax.tree.leaves(one.layers), jax.tree.leaves(other.layers), strict=True):
+    for leaf, theirs in zip(
+        jax.tree.leaves(first_cache.layers), jax.tree.leaves(second_cache.layers), strict=True
+    ):
         for row in rows:
-            length = min(one.length[row], other.length[row])
-            same = mine[row, :, :length] == theirs[row, :, :length]
-            compared, different = compared + same.size, different + np.count_nonzero(~same)
+            length = min(first_cache.length[row], second_cache.length[row])
+            same = leaf[row, :, :length] == theirs[row, :, :length]
+            compared = compared + same.size
+            different = different + np.count_nonzero(~same)
     return different, compared
 
 
-own, moved = (last_state(two["drafted"], texts, sampling=sampled, seed=1) for texts in (prompts, others))
-assert differing(own.cache, moved.cache, [0])[0] == 0, "every bit of its cache is the same"
+in_order, moved = (last_state(two["drafted"], texts, sampling=sampled, seed=1) for texts in (prompts, others))
+assert differing(in_order.cache, moved.cache, [0])[0] == 0, "every bit of its cache is the same"
 
 # %% [markdown]
 # ## Approximately tied logits
@@ -162,35 +166,44 @@ def along_one_text(dtype, prompts, steps):
     model = e3.load_target(dtype=dtype)
     state = e3.SpeculativeDecoder(model, stop_tokens=()).prefill(prompts, max_new_tokens=steps + 1)
     root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)[:, 0]
-    caches, seen = {1: state.cache, K + 1: state.cache}, []
+    caches = {1: state.cache, K + 1: state.cache}
+    seen = []
     for _ in range(steps):
         logits = {}
         for block in caches:
             logits[block], caches[block] = advance(model.model, block, model.params, caches[block], root)
-        seen.append([np.asarray(one) for one in logits.values()])
+        seen.append([np.asarray(row) for row in logits.values()])
         root = jnp.argmax(logits[1], axis=-1).astype(jnp.int32)
     return np.array(seen).swapaxes(0, 1)
 
 
-found = {}
+logits_of = {}
 for dtype, steps in (("float32", 8), ("bfloat16", 28)):
-    one, block = along_one_text(dtype, shipped()[14:38], steps)
-    ulp, ranked = bfloat16_ulp(one.max(-1)), np.sort(one, axis=-1)
-    chosen = np.take_along_axis(one, block.argmax(-1)[..., None], -1)[..., 0]
-    found[dtype] = (one, block, (one.max(-1) - chosen) / ulp, (ranked[..., -1] - ranked[..., -2]) / ulp)
-    flips = one.argmax(-1) != block.argmax(-1)
-    apart = np.abs(one - block).max()
+    single, block = along_one_text(dtype, shipped()[14:38], steps)
+    ulp = bfloat16_ulp(single.max(-1))
+    ranked = np.sort(single, axis=-1)
+    chosen = np.take_along_axis(single, block.argmax(-1)[..., None], -1)[..., 0]
+    logits_of[dtype] = (
+        single,
+        block,
+        (single.max(-1) - chosen) / ulp,
+        (ranked[..., -1] - ranked[..., -2]) / ulp,
+    )
+    flips = single.argmax(-1) != block.argmax(-1)
+    largest_gap = np.abs(single - block).max()
     print(
-        f"{dtype:9} {flips.size} positions: largest difference of logits {apart:.1g}, different argmax at {flips.sum()}"
+        f"{dtype:9} {flips.size} positions: largest difference of logits {largest_gap:.1g}, different argmax at {flips.sum()}"
     )
     if dtype == "float32":
-        assert apart < 1e-3 and flips.sum() == 0, "in float32 the two programs choose the same tokens here"
+        assert largest_gap < 1e-3 and flips.sum() == 0, (
+            "in float32 the two programs choose the same tokens here"
+        )
 
-one, block, gap, margin = found["bfloat16"]
+single, block, gap, margin = logits_of["bfloat16"]
 near = margin <= TIE_ULPS
 print(f"bfloat16: the two largest logits are within two units at {near.mean():.0%} of the positions")
 print("gaps at a different argmax, in units in the last place:", gap[flips].tolist())
-assert (one != block).any(), "the two programs round differently"
+assert (single != block).any(), "the two programs round differently"
 assert near.any() and (gap[flips] <= TIE_ULPS).all(), "every change is an approximate tie"
 
 # %% [markdown]
@@ -199,36 +212,37 @@ assert near.any() and (gap[flips] <= TIE_ULPS).all(), "every change is an approx
 # The left plot counts the margins between them. The right plot shows the logits of both programs at one position.
 
 # %% tags=["hide-input"]
-figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 3.8), width_ratios=(1.5, 1))
+figure, (margin_axes, logit_axes) = plt.subplots(1, 2, figsize=(10.5, 3.8), width_ratios=(1.5, 1))
 steps = np.minimum(np.round(margin), 12)
 counts = lambda chosen: np.bincount(steps[chosen].astype(int), minlength=13)
-left.bar(range(13), counts(~flips), color=style.TARGET, label="same argmax")
-left.bar(
+margin_axes.bar(range(13), counts(~flips), color=style.TARGET, label="same argmax")
+margin_axes.bar(
     range(13),
     counts(flips),
     bottom=counts(~flips),
     color=style.COLOURS[style.REJECTED],
     label="different argmax",
 )
-left.axvspan(-0.5, TIE_ULPS + 0.5, color=style.DRAFTER, alpha=0.12, label="approximate tie")
-left.set_xticks(range(12))
+margin_axes.axvspan(-0.5, TIE_ULPS + 0.5, color=style.DRAFTER, alpha=0.12, label="approximate tie")
+margin_axes.set_xticks(range(12))
 title = f"bfloat16: margins of {margin.size} positions"
-left.set(xlim=(-0.6, 11.6), ylim=(0, 1.5 * counts(margin < 12)[:12].max()), title=title)
-left.set(xlabel="margin of the largest logit, units", ylabel="positions")
-left.legend()
+margin_axes.set(xlim=(-0.6, 11.6), ylim=(0, 1.5 * counts(margin < 12)[:12].max()), title=title)
+margin_axes.set(xlabel="margin of the largest logit, units", ylabel="positions")
+margin_axes.legend()
 
 step, row = np.argwhere(flips)[0] if flips.any() else np.argwhere(near)[0]
-pair = np.array([one[step, row], block[step, row]])
+pair = np.array([single[step, row], block[step, row]])
 top = np.argsort(-pair.max(0))[:4]
 unit = float(bfloat16_ulp(pair.max()))
 for token, marker in zip(top, "os^D", strict=True):
     name = bars.visible(target.tokenizer.decode([int(token)]))
-    right.plot((0, 1), pair[:, token], marker=marker, label=f"{name!r}")
-low, high = pair[:, top].min(), pair[:, top].max()
-right.set_yticks(np.arange(low - unit, high + 2 * unit, unit))
-right.set(xlim=(-0.3, 1.9), ylabel="logit (lines: bfloat16 numbers)", title="Logits of one position")
-right.set_xticks((0, 1), ("block of 1", f"block of {K + 1}"))
-right.legend(loc="center right", fontsize="small")
+    logit_axes.plot((0, 1), pair[:, token], marker=marker, label=f"{name!r}")
+low = pair[:, top].min()
+high = pair[:, top].max()
+logit_axes.set_yticks(np.arange(low - unit, high + 2 * unit, unit))
+logit_axes.set(xlim=(-0.3, 1.9), ylabel="logit (lines: bfloat16 numbers)", title="Logits of one position")
+logit_axes.set_xticks((0, 1), ("block of 1", f"block of {K + 1}"))
+logit_axes.legend(loc="center right", fontsize="small")
 assert (pair[:, top] % bfloat16_ulp(pair[:, top]) == 0).all(), "every logit is a bfloat16 number"
 
 # %% [markdown]
@@ -244,7 +258,7 @@ for dtype in ("float32", "bfloat16"):
         e3.SpeculativeDecoder(model, e3.load_drafter(target=model), num_speculative_tokens=K, stop_tokens=()),
         e3.SpeculativeDecoder(model, Plain(num_nodes=K + 1), stop_tokens=()),
     )
-    drafted, shaped = (last_state(one, prompts) for one in decoders)
+    drafted, shaped = (last_state(decoder, prompts) for decoder in decoders)
     different, compared = differing(drafted.cache, shaped.cache, range(len(prompts)))
     print(f"{dtype:9} {compared:,} numbers in the caches compared, {different} differ")
     assert np.array_equal(drafted.tokens, shaped.tokens), "the same tokens"
@@ -272,22 +286,26 @@ for dtype in ("float32", "bfloat16"):
 # %%
 def real_pairs(rounds=6, size=128):
     """Pairs (p, q) at positions of real texts: the 127 most likely tokens, and all others as one."""
-    decoder, found = two["drafted"], []
+    decoder = two["drafted"]
+    pairs = []
     state = decoder.prefill(prompts, max_new_tokens=64).replace(sampling=sampled)
     for _ in range(rounds):
         known = [
             row[: end - 1].tolist() for row, end in zip(np.asarray(state.tokens), state.length, strict=True)
         ]
         played = decoder.step(state)
-        state, draft = played.state, jax.device_get(played.draft)
+        state = played.state
+        draft = jax.device_get(played.draft)
         fed = [before + nodes.tolist() for before, nodes in zip(known, draft.tokens, strict=True)]
         for logits, q in zip(forced_logits(target, fed), draft.probs, strict=True):
-            found += [(jax.nn.softmax(logits[-K - 1 + k]), q[k + 1]) for k in range(K)]
-    p, q = np.array(found, np.float64).swapaxes(0, 1)
+            pairs += [(jax.nn.softmax(logits[-K - 1 + k]), q[k + 1]) for k in range(K)]
+    p, q = np.array(pairs, np.float64).swapaxes(0, 1)
     likely = np.argsort(-np.maximum(p, q), axis=1)[:, : size - 1]
     cut = [np.take_along_axis(dist, likely, axis=1) for dist in (p, q)]
-    whole = [np.concatenate([dist, np.maximum(1 - dist.sum(1, keepdims=True), 0)], axis=1) for dist in cut]
-    return [dist / dist.sum(1, keepdims=True) for dist in whole]
+    completed = [
+        np.concatenate([dist, np.maximum(1 - dist.sum(1, keepdims=True), 0)], axis=1) for dist in cut
+    ]
+    return [dist / dist.sum(1, keepdims=True) for dist in completed]
 
 
 P, Q = real_pairs()
@@ -305,8 +323,10 @@ def honest(q, uniforms):
 
 def sampling_tests(propose, repeats=48):
     """Runs many rounds with e3.verify and scores the tokens that they add."""
-    p, q = jnp.asarray(P, jnp.float32), jnp.asarray(Q, jnp.float32)
-    n, digits = len(P), e3.num_digits(P.shape[1])
+    p = jnp.asarray(P, jnp.float32)
+    q = jnp.asarray(Q, jnp.float32)
+    n = len(P)
+    digits = e3.num_digits(P.shape[1])
     with_next = lambda dist: jnp.stack(
         [dist, jnp.roll(dist, -1, axis=0)], axis=1
     )  # after the root, and after the draft
@@ -334,17 +354,19 @@ def sampling_tests(propose, repeats=48):
         )
 
     keys = jax.random.split(jax.random.key(0), (repeats, n))
-    x, kept, last, again = (
-        np.concatenate(one) for one in zip(*[jax.device_get(play(key, p, q)) for key in keys], strict=True)
+    x, accepted, last, again = (
+        np.concatenate(column)
+        for column in zip(*[jax.device_get(play(key, p, q)) for key in keys], strict=True)
     )
     dists = [np.tile(dist, (repeats, 1)) for dist in (P, Q, np.roll(P, -1, axis=0), np.roll(Q, -1, axis=0))]
-    first, bonus = np.where(kept, x, last), last[kept]
+    first = np.where(accepted, x, last)
+    bonus = last[accepted]
     spread = np.random.default_rng(0).random(first.size)
     return {
         "surprisal z": surprisal(dists[0], first).z,
         "rank p": kolmogorov_smirnov(randomised_pit(dists[0], first, spread, order=-dists[0])),
         "directed z": directed(dists[0], dists[1], first).z,
-        "bonus z": directed(dists[2][kept], dists[3][kept], bonus).z,
+        "bonus z": directed(dists[2][accepted], dists[3][accepted], bonus).z,
         "resampled": float(np.mean(x == again)),
     }
 
@@ -471,13 +493,13 @@ parted = [
 ]
 coder = e3.SpeculativeDecoder(target)
 fed = [
-    coder.encode(prompt) + text[:place]
-    for prompt, text, place in zip(prompts, plain.tokens, parted, strict=True)
+    coder.encode(prompt) + text[:index]
+    for prompt, text, index in zip(prompts, plain.tokens, parted, strict=True)
 ]
 units = []
-for logits, text, place in zip(forced_logits(target, fed), spoilt, parted, strict=True):
-    if place is not None:
-        units.append(float((logits[-1].max() - logits[-1][text[place]]) / bfloat16_ulp(logits[-1].max())))
+for logits, text, index in zip(forced_logits(target, fed), spoilt, parted, strict=True):
+    if index is not None:
+        units.append(float((logits[-1].max() - logits[-1][text[index]]) / bfloat16_ulp(logits[-1].max())))
 print(
     "gap between the largest logit and that of the first wrong token, in bfloat16 units:",
     np.round(units, 1).tolist(),

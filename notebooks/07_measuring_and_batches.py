@@ -94,7 +94,8 @@ stats.to_json()
 #   the measurement can contradict it.
 
 # %%
-tau, rate = stats.mean_acceptance_length, stats.draft_acceptance_rate
+tau = stats.mean_acceptance_length
+rate = stats.draft_acceptance_rate
 alpha = conditional_rate_from_tau(tau, 5)
 print(f"τ = {tau:.3f}: draft acceptance rate {rate:.3f}, constant conditional acceptance rate {alpha:.3f}")
 print("conditional, by position:  ", "  ".join(f"{share:.3f}" for share in stats.conditional_acceptance_rate))
@@ -113,18 +114,18 @@ assert alpha > rate + 0.1, "the conditional rate is larger: a report must name t
 
 # %%
 contenders = {length: DecoderContender(f"K={length}", "mixed", chain(length)) for length in (1, 3, 5)}
-found = {5: stats}
+stats_of = {5: stats}
 for length in (1, 2, 7):
-    found[length] = chain(length).generate(prompts, max_new_tokens=NEW).stats
+    stats_of[length] = chain(length).generate(prompts, max_new_tokens=NEW).stats
 with CompileClock() as first:
     run = contenders[3].run(prompts, NEW)
 with CompileClock() as again:
     repeated = contenders[3].run(prompts, NEW)
-found[3] = run.stats_of(range(12))
+stats_of[3] = run.stats_of(range(12))
 
-lengths = sorted(found)
-measured = [found[length].mean_acceptance_length for length in lengths]
-at3 = found[3]
+lengths = sorted(stats_of)
+measured = [stats_of[length].mean_acceptance_length for length in lengths]
+at3 = stats_of[3]
 line = [tau_from_draft_rate(at3.draft_acceptance_rate, k) for k in lengths]
 curve = [
     tau_from_conditional_rate(conditional_rate_from_tau(at3.mean_acceptance_length, 3), k) for k in lengths
@@ -156,15 +157,15 @@ plt.show()
 
 # %%
 by_task = {"code": result.rows[:6], "prose": result.rows[6:]}
-tasks = {name: e3.SpeculationStats.merge(one.stats for one in rows) for name, rows in by_task.items()}
-for name, one in tasks.items():
-    print(f"{name:6} τ = {one.mean_acceptance_length:.3f} over {int(one.num_drafts)} rounds")
-    shares = one.acceptance_per_position
+tasks = {name: e3.SpeculationStats.merge(row.stats for row in rows) for name, rows in by_task.items()}
+for name, task_stats in tasks.items():
+    print(f"{name:6} τ = {task_stats.mean_acceptance_length:.3f} over {int(task_stats.num_drafts)} rounds")
+    shares = task_stats.acceptance_per_position
     assert sorted(shares, reverse=True) == shares, "a position is accepted only after all earlier ones"
 
 merged = e3.SpeculationStats.merge(tasks.values()).mean_acceptance_length
-taus = [one.mean_acceptance_length for one in tasks.values()]
-rounds = np.array([int(one.num_drafts) for one in tasks.values()])
+taus = [task_stats.mean_acceptance_length for task_stats in tasks.values()]
+rounds = np.array([int(task_stats.num_drafts) for task_stats in tasks.values()])
 by_tokens = rounds * taus / np.dot(rounds, taus)
 print(f"merged τ = {merged:.3f}, plain mean of both {np.mean(taus):.3f}")
 assert abs(merged - np.dot(rounds / rounds.sum(), taus)) < 1e-9, "weighted by rounds"
@@ -172,8 +173,8 @@ assert abs(merged - blended_tau(by_tokens.tolist(), taus)) < 1e-9, "harmonic mea
 
 # %% tags=["hide-input"]
 acceptance_ribbons(
-    {name: one.acceptance_per_position for name, one in tasks.items()},
-    rounds={name: int(one.num_drafts) for name, one in tasks.items()},
+    {name: task_stats.acceptance_per_position for name, task_stats in tasks.items()},
+    rounds={name: int(task_stats.num_drafts) for name, task_stats in tasks.items()},
     title="Acceptance by position and task, K = 5",
 )
 
@@ -211,23 +212,25 @@ for name, row in zip(questions, drafted.rows, strict=True):
 # %%
 REPEATS = 5
 plain = DecoderContender("plain", "mixed", e3.SpeculativeDecoder(target, stop_tokens=()))
-turns = {"plain": plain, "A/A": plain} | {one.name: one for one in contenders.values()}
+turns = {"plain": plain, "A/A": plain} | {contender.name: contender for contender in contenders.values()}
 tried = [prompts[0], prompts[6]]
 blocks = {k: e3.SpeculativeDecoder(target, Plain(k + 1), stop_tokens=()) for k in (1, 3, 5)}
 seconds = {name: [] for name in turns}
-step, verify, parts = [], {k: [] for k in blocks}, []
+step = []
+verify = {k: [] for k in blocks}
+parts = []
 for repeat in range(REPEATS + 1):  # the first one compiles
     pace = timed_rounds(plain.decoder, tried[:1], max_new_tokens=NEW, tokens=32)
-    checks = {k: timed_rounds(one, tried[:1], max_new_tokens=NEW, tokens=32) for k, one in blocks.items()}
+    checks = {k: timed_rounds(block, tried[:1], max_new_tokens=NEW, tokens=32) for k, block in blocks.items()}
     costs = step_costs(chain(3), tried[:1], max_new_tokens=NEW, rounds=32)
-    runs = {name: [one.run([prompt], NEW) for prompt in tried] for name, one in turns.items()}
+    runs = {name: [contender.run([prompt], NEW) for prompt in tried] for name, contender in turns.items()}
     if repeat:
         step.append(pace.seconds_per_round)
         parts.append(costs)
-        for k, one in checks.items():
-            verify[k].append(one.seconds_per_round)
+        for k, check in checks.items():
+            verify[k].append(check.seconds_per_round)
         for name, pair in runs.items():
-            seconds[name].append(sum(one.decode_seconds for one in pair))
+            seconds[name].append(sum(run.decode_seconds for run in pair))
 
 
 def ratio(above, below):
@@ -235,13 +238,14 @@ def ratio(above, below):
     return Spread.of([a / b for a, b in zip(above, below, strict=True)])
 
 
-c = ratio([one.draft_seconds for one in parts], step)
+c = ratio([part.draft_seconds for part in parts], step)
 print(f"plain step {1e3 * Spread.of(step).median:.2f} ms, c = {c.median:.3f} ({c.low:.3f}-{c.high:.3f})\n")
 control = ratio(seconds["plain"], seconds["A/A"])
 print(f"A/A  measured {control.median:.2f} ({control.low:.2f}-{control.high:.2f})")
 for k in blocks:
-    v, gain = ratio(verify[k], step), ratio(seconds["plain"], seconds[f"K={k}"])
-    tau_k = e3.SpeculationStats.merge([one.stats for one in runs[f"K={k}"]]).mean_acceptance_length
+    v = ratio(verify[k], step)
+    gain = ratio(seconds["plain"], seconds[f"K={k}"])
+    tau_k = e3.SpeculationStats.merge([run.stats for run in runs[f"K={k}"]]).mean_acceptance_length
     predicted = speedup(tau_k, num_draft_tokens=k, verify_cost=v.median, draft_cost=c.median)
     print(
         f"K={k}  measured {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})  predicted {predicted:.2f}",
@@ -249,7 +253,7 @@ for k in blocks:
     )
     print(f": τ {tau_k:.2f}, v {v.median:.2f} ({v.low:.2f}-{v.high:.2f})")
 
-texts = {name: [one.tokens[0] for one in pair] for name, pair in runs.items()}
+texts = {name: [run.tokens[0] for run in pair] for name, pair in runs.items()}
 assert texts["A/A"] == texts["plain"], "the control generates the same text"
 
 # %% [markdown]
@@ -262,31 +266,34 @@ def streamed(contender, prompt):
     """Time to the first token, then the wait and the number of tokens of each later chunk."""
     begin = time.perf_counter()
     state = jax.block_until_ready(contender.decoder.prefill([prompt], max_new_tokens=NEW))
-    last, length = time.perf_counter(), int(state.length[0])
-    first, waits, sizes = last - begin, [], []
+    last = time.perf_counter()
+    length = int(state.length[0])
+    first = last - begin
+    waits = []
+    sizes = []
     while bool(state.running[0]):
         state = contender.decoder.step(state).state
         now_long = int(state.length[0])  # reading it waits for the round
         now = time.perf_counter()
         waits.append(now - last)
         sizes.append(now_long - length)
-        last, length = now, now_long
+        last = now
+        length = now_long
     return first, waits, sizes
 
 
-for one in (plain, contenders[3]):
-    streamed(one, prompts[0])  # compiles
-streams = {one.name: [] for one in (plain, contenders[3])}
+for contender in (plain, contenders[3]):
+    streamed(contender, prompts[0])  # compiles
+streams = {contender.name: [] for contender in (plain, contenders[3])}
 for prompt in prompts[::2]:
-    for one in (plain, contenders[3]):  # in turns
-        streams[one.name].append(streamed(one, prompt))
+    for contender in (plain, contenders[3]):  # in turns
+        streams[contender.name].append(streamed(contender, prompt))
 
 middle = lambda values: 1e3 * Spread.of(values).median
-draft, commit = (
-    3 * middle([one.draft_seconds for one in parts]),
-    middle([one.commit_seconds for one in parts]),
-)
-checking, plainly = middle(verify[3]) - commit, middle(step)
+draft = 3 * middle([part.draft_seconds for part in parts])
+commit = middle([part.commit_seconds for part in parts])
+checking = middle(verify[3]) - commit
+plainly = middle(step)
 waited = {
     name: middle([wait for _, waits, _ in all_of_it for wait in waits]) for name, all_of_it in streams.items()
 }
@@ -317,40 +324,45 @@ def in_batches(contender, size):
 SIZES = (1, 4, 12)
 by_batch = {size: {"tau": 0.0, "round": [], "cost": [], "gain": []} for size in SIZES}
 for repeat in range(4):  # the first one compiles
-    for size, kept in by_batch.items():
-        theirs, ours = in_batches(plain, size), in_batches(contenders[3], size)
-        rounds = sum(int(np.max(one.stats.num_drafts)) for one in ours)  # rounds of the slowest row
-        own, other = (sum(one.decode_seconds for one in ours), sum(one.decode_seconds for one in theirs))
-        kept["tau"] = e3.SpeculationStats.merge([one.stats for one in ours]).mean_acceptance_length
-        kept["of the slowest"] = (NEW - 1) * len(ours) / rounds  # tokens of a row per round of its batch
+    for size, batch_figures in by_batch.items():
+        theirs = in_batches(plain, size)
+        ours = in_batches(contenders[3], size)
+        rounds = sum(int(np.max(run.stats.num_drafts)) for run in ours)  # rounds of the slowest row
+        our_seconds = sum(run.decode_seconds for run in ours)
+        plain_seconds = sum(run.decode_seconds for run in theirs)
+        batch_figures["tau"] = e3.SpeculationStats.merge([run.stats for run in ours]).mean_acceptance_length
+        batch_figures["of the slowest"] = (
+            (NEW - 1) * len(ours) / rounds
+        )  # tokens of a row per round of its batch
         if repeat:
-            kept["round"].append(1e3 * own / rounds)
-            kept["cost"].append(own / rounds / (other / (NEW - 1) / len(theirs)))
-            kept["gain"].append(other / own)
+            batch_figures["round"].append(1e3 * our_seconds / rounds)
+            batch_figures["cost"].append(our_seconds / rounds / (plain_seconds / (NEW - 1) / len(theirs)))
+            batch_figures["gain"].append(plain_seconds / our_seconds)
 
-for size, kept in by_batch.items():
-    cost, gain = Spread.of(kept["cost"]), Spread.of(kept["gain"])
+for size, batch_figures in by_batch.items():
+    cost = Spread.of(batch_figures["cost"])
+    gain = Spread.of(batch_figures["gain"])
     print(
-        f"batch {size:2}: τ {kept['tau']:.3f}; round {cost.median:.2f} ({cost.low:.2f}-{cost.high:.2f}) plain steps; "
+        f"batch {size:2}: τ {batch_figures['tau']:.3f}; round {cost.median:.2f} ({cost.low:.2f}-{cost.high:.2f}) plain steps; "
         f"speed-up {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})"
     )
-taus = [kept["tau"] for kept in by_batch.values()]
+taus = [batch_figures["tau"] for batch_figures in by_batch.values()]
 assert max(taus) - min(taus) < 0.03 * taus[0], (
     "τ does not depend on the batch size, except for approximate ties"
 )
-slowest = [kept["of the slowest"] for kept in by_batch.values()]
+slowest = [batch_figures["of the slowest"] for batch_figures in by_batch.values()]
 assert sorted(slowest, reverse=True) == slowest and slowest[-1] < 0.8 * taus[-1], (
     "a batch waits for its slowest row"
 )
 
 # %% tags=["hide-input"]
-middles = [Spread.of(kept["round"]) for kept in by_batch.values()]
+middles = [Spread.of(batch_figures["round"]) for batch_figures in by_batch.values()]
 twin(
     SIZES,
     taus,
-    [one.median for one in middles],
+    [spread.median for spread in middles],
     labels=("batch size", "τ, tokens per round", "time of a round, ms"),
-    right_range=[(one.low, one.high) for one in middles],
+    right_range=[(spread.low, spread.high) for spread in middles],
     title="τ and the time of a round by batch size",
 )
 
@@ -373,7 +385,8 @@ decoders = {
     "K = 3": chain(3),
     "schedule": e3.SpeculativeDecoder(target, head, schedule=SCHEDULE, stop_tokens=()),
 }
-running, drafted = [8], []
+running = [8]
+drafted = []
 for played in decoders["schedule"].rounds(prompts[:8], max_new_tokens=DRAIN):
     drafted.append(int(np.asarray(played.draft.valid)[:, 1:].sum(axis=1).max()))
     running.append(int(np.sum(played.state.running)))
@@ -381,13 +394,14 @@ print("rows running: ", running[:-1], "\ntokens drafted:", drafted)
 assert drafted == [SCHEDULE.length_at(rows) for rows in running[:-1]]
 assert set(drafted) == {1, 2, 3}
 
-taken, results = {name: [] for name in decoders}, {}
+taken = {name: [] for name in decoders}
+results = {}
 for repeat in range(4):  # the first one compiles
     for name, decoder in decoders.items():
         results[name] = decoder.generate(prompts[:8], max_new_tokens=DRAIN)
         if repeat:
             taken[name].append(results[name].seconds)
-scheduled = {name: one.stats.mean_acceptance_length for name, one in results.items()}
+scheduled = {name: result.stats.mean_acceptance_length for name, result in results.items()}
 for name, times in taken.items():
     gain = ratio(taken["plain"], times)
     print(f"{name:9} τ {scheduled[name]:.2f}, speed-up {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})")
@@ -407,8 +421,8 @@ assert 1 == scheduled["plain"] < scheduled["schedule"] < scheduled["K = 3"]
 
 # %%
 def shown(values):
-    one = Latency.of([1e3 * value for value in values])
-    return f"{one.p50:6.2f} {one.p90:6.2f} {one.p99:6.2f}"
+    latency = Latency.of([1e3 * value for value in values])
+    return f"{latency.p50:6.2f} {latency.p90:6.2f} {latency.p99:6.2f}"
 
 
 print(f"{'ms':6} {'TTFT p50 p90 p99':>21}   {'TPOT p50 p90 p99':>21}   {'chunk wait p50 p90 p99':>22}")
@@ -458,7 +472,8 @@ assert 0.15 < tail.slower_than_plain < 0.21, "the requests of the hard class"
 square = jnp.eye(768)
 work = jax.jit(lambda m: jax.lax.fori_loop(0, 8, lambda _, x: x @ m, m))
 jax.block_until_ready(work(square))
-handed, done = [], []
+handed = []
+done = []
 for _ in range(5):
     start = time.perf_counter()
     result = work(square)
@@ -471,9 +486,9 @@ print(f"compiled programs: first run {first.programs}, second run {again.program
 assert first.programs > 0 and again.programs == 0
 assert run.tokens == repeated.tokens, "the same text"
 
-figures = {name: one.mean_acceptance_length for name, one in tasks.items()}
+figures = {name: task_stats.mean_acceptance_length for name, task_stats in tasks.items()}
 low, high = sorted(figures.values())
-print("  ".join(f"{name}: τ = {one:.2f}" for name, one in figures.items()))
+print("  ".join(f"{name}: τ = {length:.2f}" for name, length in figures.items()))
 assert high / low > 1.05, "prompts alone change τ"
 
 # %% [markdown]
@@ -520,13 +535,13 @@ assert high / low > 1.05, "prompts alone change τ"
 
 # %%
 print(f"1. {tau_from_draft_rate(0.8, 5):.2f} or {tau_from_conditional_rate(0.8, 5):.2f}")
-truncated = 1 + sum(found[7].acceptance_per_position[:2])
+truncated = 1 + sum(stats_of[7].acceptance_per_position[:2])
 print(
-    f"2. K = 2 computed from the run of K = 7: {truncated:.3f}; measured {found[2].mean_acceptance_length:.3f}"
+    f"2. K = 2 computed from the run of K = 7: {truncated:.3f}; measured {stats_of[2].mean_acceptance_length:.3f}"
 )
 print(f"3. p = {binomtest(5, 7).pvalue:.2f}")
 assert abs(tau_from_draft_rate(0.8, 5) / tau_from_conditional_rate(0.8, 5) - 1.36) < 0.01
-assert truncated < found[2].mean_acceptance_length, "computed from the longer draft, τ is too low"
+assert truncated < stats_of[2].mean_acceptance_length, "computed from the longer draft, τ is too low"
 assert abs(binomtest(5, 7).pvalue - 0.45) < 0.01
 
 # %% [markdown]

@@ -46,10 +46,11 @@ from pictures.ribbons import acceptance_ribbons
 from safetensors.torch import load_file
 
 import eagle3_jax as e3
-from eagle3_jax import conversion, prompts
+from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError, rules
 from eagle3_jax.drafters.eagle3 import Eagle3Head
-from eagle3_jax.load import bundled
+from eagle3_jax.files import prompts
+from eagle3_jax.files.sources import bundled
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import embed
 from eagle3_jax.models.memory import BlockMemory
@@ -100,7 +101,8 @@ conversion.convert(official, HERE / "native", "jax", target=description)
 converted = e3.load_drafter(HERE / "native", target=target)
 reference = e3.load_drafter(target=target)
 texts = [target.tokenizer.encode(text).ids[-64:] for text in prompts.shipped()[::6]][:8]
-LIMIT, CHAIN = 40, 5
+LIMIT = 40
+CHAIN = 5
 
 
 def run(drafter):
@@ -112,10 +114,11 @@ def run(drafter):
 
 def same_bits(first, second):
     """Whether two nested parameters are equal bit for bit, types included."""
-    one, other = dict(rules.flatten(first)), dict(rules.flatten(second))
+    first_leaves = dict(rules.flatten(first))
+    second_leaves = dict(rules.flatten(second))
     bits = lambda leaf: (leaf.dtype, leaf.shape, np.ascontiguousarray(leaf).tobytes())
-    return one.keys() == other.keys() and all(
-        bits(np.asarray(one[key])) == bits(np.asarray(other[key])) for key in one
+    return first_leaves.keys() == second_leaves.keys() and all(
+        bits(np.asarray(first_leaves[key])) == bits(np.asarray(second_leaves[key])) for key in first_leaves
     )
 
 
@@ -162,7 +165,8 @@ attempts = {
     "d2t holds ids": replace("d2t", lambda offset: offset + torch.arange(len(offset))),
     "o_proj transposed": replace(OUT, torch.t),
 }
-accepted, refusals = [], []
+accepted = []
+refusals = []
 for name, change in attempts.items():
     try:
         conversion.read_head(edited("attempt", change), description)
@@ -215,8 +219,9 @@ def interleaved(weight, head_dim=64):
 
 def swap_norms(tensors):
     """Exchanges the two norms of the first layer."""
-    one, other = "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"
-    tensors[one], tensors[other] = tensors[other], tensors[one]
+    input_norm = "midlayer.input_layernorm.weight"
+    hidden_norm = "midlayer.hidden_norm.weight"
+    tensors[input_norm], tensors[hidden_norm] = tensors[hidden_norm], tensors[input_norm]
 
 
 def lose_map(tensors):
@@ -275,10 +280,10 @@ acceptance_ribbons(
 # the agreement of the first draft tokens with the target. It finds the lost map. The other four heads are well-formed.
 
 # %%
-given = texts[:3]
+few_texts = texts[:3]
 findings = {}
 for letter in ("good", *ports):
-    checks = conversion.diagnose(bundled("target"), ports.get(letter, official), prompts=given)
+    checks = conversion.diagnose(bundled("target"), ports.get(letter, official), prompts=few_texts)
     findings[letter] = {check.name: check for check in checks}
     odd = [check.name for check in checks if check.status != "ok"]
     agreement = findings[letter]["agreement"].detail
@@ -301,7 +306,8 @@ assert len(clean) == 4, "the other four are well-formed"
 # embedding.
 
 # %%
-config, precision = reference.drafter.config, reference.drafter.precision
+config = reference.drafter.config
+precision = reference.drafter.precision
 text = jnp.asarray([(texts[0] + good_text[0])[:64]], jnp.int32)
 positions = jnp.arange(text.shape[1] - 1, dtype=jnp.int32)[None]
 mask = causal_mask(text.shape[1] - 1)
@@ -312,7 +318,8 @@ features = target.model(target.params, text[:, :-1], positions, mask, aux_layers
 def stages(params):
     """Intermediate results of the head over a text, in the order of computation."""
     network = bind(Eagle3Head, config, precision, params["head"])
-    layer, memory = network.first, BlockMemory(mask=mask)
+    layer = network.first
+    memory = BlockMemory(mask=mask)
     fused = network.fuse(features)
     embedding = layer.embedding_norm(embed(params["embedding"], text[:, 1:], precision))
     feature = layer.feature_norm(fused)
@@ -339,9 +346,9 @@ def stages(params):
     }
 
 
-def distance(one, other):
+def distance(result, expected):
     """Relative difference of two results."""
-    return float(jnp.linalg.norm(one - other) / jnp.linalg.norm(other))
+    return float(jnp.linalg.norm(result - expected) / jnp.linalg.norm(expected))
 
 
 truth = stages(reference.params)

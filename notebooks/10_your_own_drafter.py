@@ -49,7 +49,7 @@ from pictures.ribbons import acceptance_ribbons
 from pictures.strips import PROMPT, TokenStrip, tokens_of
 
 import eagle3_jax as e3
-from eagle3_jax import trace
+from eagle3_jax.bench import trace
 from eagle3_jax.drafters import NGram, Plain, Suffix, layer_skip
 from eagle3_jax.files.prompts import shipped
 from validation.forcing import forced_logits
@@ -93,7 +93,8 @@ class Newest:
         return {"root": zero, "place": zero, "after": jnp.full((batch, self.vocab_size), -1, jnp.int32)}
 
     def observe(self, params, state, seen):
-        index, end = jnp.arange(seen.tokens.shape[1]), seen.length[:, None]
+        index = jnp.arange(seen.tokens.shape[1])
+        end = seen.length[:, None]
         follower = jnp.where(index == end - 1, seen.next_token[:, None], jnp.roll(seen.tokens, -1, axis=1))
         code = (state["place"][:, None] + index) * self.vocab_size + follower
         newest = jax.vmap(lambda after, tokens, code: after.at[tokens].max(code))
@@ -104,12 +105,14 @@ class Newest:
         }
 
     def propose(self, params, state, keys, sampling):
-        tokens, valid = [state["root"]], [jnp.ones_like(state["root"], jnp.bool_)]
+        tokens = [state["root"]]
+        valid = [jnp.ones_like(state["root"], jnp.bool_)]
         for _ in range(self.num_speculative_tokens):
             code = jnp.take_along_axis(state["after"], tokens[-1][:, None], axis=1)[:, 0]
             valid.append(valid[-1] & (code >= 0))  # a token without a known follower ends the draft
             tokens.append(jnp.where(code >= 0, code % self.vocab_size, 0))
-        tokens, valid = jnp.stack(tokens, axis=1), jnp.stack(valid, axis=1)
+        tokens = jnp.stack(tokens, axis=1)
+        valid = jnp.stack(valid, axis=1)
         parents = jnp.broadcast_to(jnp.arange(self.num_nodes, dtype=jnp.int32) - 1, tokens.shape)
         return e3.Draft(tokens=tokens, parents=parents, valid=valid)
 
@@ -142,7 +145,8 @@ REPEATED = [
     "import os.path\nimport os.path\nimport os.path\nimport os.path\nimport",
 ]
 prompts = [*shipped()[0:72:12], *REPEATED]
-K, NEW = 4, 51
+K = 4
+NEW = 51
 
 
 def play(drafter, **options):
@@ -161,17 +165,17 @@ class KnowsTheText(Newest):
         return state + seen.length
 
     def propose(self, params, state, keys, sampling):
-        place = jnp.minimum(state[:, None] + jnp.arange(self.num_nodes), params.shape[1] - 1)
-        tokens = jnp.take_along_axis(params, place, axis=1)
+        indices = jnp.minimum(state[:, None] + jnp.arange(self.num_nodes), params.shape[1] - 1)
+        tokens = jnp.take_along_axis(params, indices, axis=1)
         parents = jnp.broadcast_to(jnp.arange(self.num_nodes, dtype=jnp.int32) - 1, tokens.shape)
         return e3.Draft(tokens=tokens, parents=parents, valid=jnp.ones(tokens.shape, jnp.bool_))
 
 
 runs = {"plain": play(Plain(num_nodes=K + 1))}  # blocks of the same shape as the chains
-rows = [one.prompt_tokens + one.tokens for one in runs["plain"].result.rows]
-whole = np.zeros((len(rows), max(map(len, rows))), np.int32)
+rows = [row.prompt_tokens + row.tokens for row in runs["plain"].result.rows]
+padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
 for index, row in enumerate(rows):
-    whole[index, : len(row)] = row
+    padded[index, : len(row)] = row
 random_head = head.params | {"head": head.drafter.init_params(jax.random.key(0))}
 chain = {"num_speculative_tokens": K}
 runs |= {
@@ -181,7 +185,7 @@ runs |= {
     "n-gram": play(NGram(K)),
     "suffix": play(Suffix(K)),
     "EAGLE-3": play(head, **chain),
-    "knows the text": play(e3.LoadedDrafter(KnowsTheText(target.vocab_size, K), jnp.array(whole))),
+    "knows the text": play(e3.LoadedDrafter(KnowsTheText(target.vocab_size, K), jnp.array(padded))),
 }
 plain = runs["plain"].result.tokens
 
@@ -191,7 +195,8 @@ def per_round(run, chosen):
     return (NEW - 1) * len(chosen) / sum(len(run.prompts[index]["rounds"]) for index in chosen)
 
 
-ordinary, repeated = range(6), range(6, 9)
+ordinary = range(6)
+repeated = range(6, 9)
 pace = {name: (per_round(run, ordinary), per_round(run, repeated)) for name, run in runs.items()}
 tau = {name: run.result.stats.mean_acceptance_length for name, run in runs.items()}
 print(f"{'tokens per round':18}{'ordinary':>10}{'repetitive':>12}{'τ':>8}")
@@ -211,13 +216,13 @@ assert tau["n-gram"] > per_round(runs["n-gram"], range(9)) + 0.2, "τ excludes r
 
 # %% tags=["hide-input"]
 for name in ("n-gram", "EAGLE-3"):
-    one = runs[name].prompts[0]
-    pieces = [token for token in tokens_of(one, target.tokenizer) if token.kind != PROMPT]
-    display(TokenStrip(pieces[:NEW], f"{name}: {len(one['rounds'])} rounds"))
+    prompt = runs[name].prompts[0]
+    pieces = [token for token in tokens_of(prompt, target.tokenizer) if token.kind != PROMPT]
+    display(TokenStrip(pieces[:NEW], f"{name}: {len(prompt['rounds'])} rounds"))
 shown = {name: runs[name].result.stats for name in ("layer skip", "n-gram", "suffix", "EAGLE-3")}
 acceptance_ribbons(
-    {name: one.acceptance_per_position for name, one in shown.items()},
-    rounds={name: int(one.num_drafts) for name, one in shown.items()},
+    {name: stats.acceptance_per_position for name, stats in shown.items()},
+    rounds={name: int(stats.num_drafts) for name, stats in shown.items()},
     title="Acceptance by position in rounds with a draft",
 )
 
@@ -250,8 +255,8 @@ assert report.ok, "every check passes or does not apply to this drafter"
 class Thawed(Newest):
     """Equality without a hash, as in a dataclass that is not frozen."""
 
-    def __eq__(self, other):
-        return self is other
+    def __eq__(self, value):
+        return self is value
 
 
 for wrong in (Newest, Thawed(target.vocab_size)):
@@ -302,7 +307,7 @@ some = ("draws from what it declares", "sampled output has the target's law")
 report = e3.check_drafter(Boaster(small.vocab_size, 3), small, checks=some, samples=2048)
 for finding in report.failures:
     print(finding)
-assert {one.name for one in report.failures} == set(some), "both checks detect it"
+assert {finding.name for finding in report.failures} == set(some), "both checks detect it"
 
 # %% [markdown]
 # ## A lossless acceptance rule
@@ -355,7 +360,7 @@ class Liar(Looks):
 
 
 failures = e3.check_verifier(Liar(2), samples=8192).failures
-assert [one.name for one in failures] == ["what it emits has the target's law"]
+assert [finding.name for finding in failures] == ["what it emits has the target's law"]
 
 # %% [markdown]
 # ## Cost of both rules
@@ -380,10 +385,12 @@ for name, rule in rules.items():
 assert taus["one look"] < taus["exact"], "one look accepts less than the exact rule"
 
 # %%
-place = target.tokenizer.encode("def main(argv=None):\n    parser = argparse.ArgumentParser").ids
-logits = jnp.asarray(forced_logits(target, [place])[0][-1])
+text_ids = target.tokenizer.encode("def main(argv=None):\n    parser = argparse.ArgumentParser").ids
+logits = jnp.asarray(forced_logits(target, [text_ids])[0][-1])
 p = np.asarray(jax.nn.softmax(logits), np.float64)
-ROWS, CHUNKS, guess = 1024, 12, int(p.argmax())
+ROWS = 1024
+CHUNKS = 12
+guess = int(p.argmax())
 
 
 def share_of_guess(rule):

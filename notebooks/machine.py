@@ -88,7 +88,7 @@ class Configuration:
         Raises:
             ValueError: A variable is unknown or invalid. The message is one line with the expected value.
         """
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name in environ:
             if name.startswith("EAGLE3_") and name not in VARIABLES:
                 raise ValueError(f"{name} is not known; the variables are {', '.join(VARIABLES)}")
@@ -97,18 +97,18 @@ class Configuration:
                 continue
             read, valid, expected = _CHECKS.get(name, (str, bool, ""))
             try:
-                given[name] = read(text)
-                wrong = not valid(given[name])
+                values[name] = read(text)
+                wrong = not valid(values[name])
             except ValueError:
                 wrong = True
             if wrong:
                 raise ValueError(f"{name} is {text!r}; expected {expected}")
         pair = {"EAGLE3_TARGET", "EAGLE3_DRAFTER"}
-        if len(pair & given.keys()) == 1:
-            raise ValueError(f"a head fits one target only; set {(pair - given.keys()).pop()} too")
-        if "EAGLE3_VLLM_PYTHON" in given and set(_URLS) & given.keys():
+        if len(pair & values.keys()) == 1:
+            raise ValueError(f"a head fits one target only; set {(pair - values.keys()).pop()} too")
+        if "EAGLE3_VLLM_PYTHON" in values and set(_URLS) & values.keys():
             raise ValueError("EAGLE3_VLLM_PYTHON and EAGLE3_VLLM_URL name two vLLMs; set one")
-        return cls(**{name.removeprefix("EAGLE3_").lower(): value for name, value in given.items()})
+        return cls(**{name.removeprefix("EAGLE3_").lower(): value for name, value in values.items()})
 
 
 class Part(NamedTuple):
@@ -130,13 +130,12 @@ class Banner(NamedTuple):
         return tuple(part for part in self.parts if not part.real)
 
     def _repr_html_(self) -> str:
-        edge, said = "#2a9d74", "All parts are real: these numbers are measurements of this machine."
+        edge = "#2a9d74"
+        message = "All parts are real: these numbers are measurements of this machine."
         if self.missing:
             names = ", ".join(part.name for part in self.missing)
-            edge, said = (
-                "#d97634",
-                f"Stand-ins: {names}. Do not quote their numbers as measurements of the real parts.",
-            )
+            edge = "#d97634"
+            message = f"Stand-ins: {names}. Do not quote their numbers as measurements of the real parts."
         rows = "".join(
             f"<tr><td style='white-space:nowrap'>{'&#10003; real' if part.real else '&#9888; stand-in'}</td>"
             f"<td><b>{html.escape(part.name)}</b></td><td style='text-align:left'>{html.escape(part.text)}</td></tr>"
@@ -144,7 +143,7 @@ class Banner(NamedTuple):
         )
         return (
             f"<div class='eagle3-banner' style='border-left:6px solid {edge};padding:.4em 1em;margin:.5em 0;"
-            f"background:{edge}14'><b>{html.escape(said)}</b><table>{rows}</table></div>"
+            f"background:{edge}14'><b>{html.escape(message)}</b><table>{rows}</table></div>"
         )
 
 
@@ -226,26 +225,28 @@ class Machine:
         Raises:
             VLLMError: The configured vLLM does not answer. The message is one line with the reason.
         """
-        given = self.configuration
-        if urls := [url for url in (given.vllm_url, given.vllm_plain_url) if url is not None]:
+        configuration = self.configuration
+        if urls := [url for url in (configuration.vllm_url, configuration.vllm_plain_url) if url is not None]:
             return Servers(urls)
-        if given.vllm_python is None:
+        if configuration.vllm_python is None:
             return None
         environment = environment_of_vllm() if self.on_gpu else {}
-        return Process(given.vllm_python, environment=environment, memory_share=given.vllm_memory)
+        return Process(
+            configuration.vllm_python, environment=environment, memory_share=configuration.vllm_memory
+        )
 
     @property
     def vllm_process(self) -> Process | None:
         """The configured vLLM if it is a process of this machine."""
         return self.vllm if isinstance(self.vllm, Process) else None
 
-    def draft_tokens(self, wanted: int) -> int:
+    def draft_tokens(self, num_tokens: int) -> int:
         """``K`` for a comparison with vLLM: ``wanted``, or the fixed one of a running server."""
         if isinstance(self.vllm, Servers):
             for server in self.vllm.servers:
                 if server.speculates:
-                    return len(server.counters().get("num_accepted_tokens_per_pos", ())) or wanted
-        return wanted
+                    return len(server.counters().get("num_accepted_tokens_per_pos", ())) or num_tokens
+        return num_tokens
 
     @functools.cached_property
     def record(self) -> Report:
@@ -268,15 +269,17 @@ class Machine:
             device = f"{self.device}, 1 of {jax.device_count()}"
         elif self.has_gpu:
             device = f"JAX_PLATFORMS keeps jax from the NVIDIA GPU that is here: {self.device}"
-        pair, own = f"{self.subject.name}, {self.dtype}", self.subject.name != SHIPPED
-        if not own:
+        pair = f"{self.subject.name}, {self.dtype}"
+        is_own_pair = self.subject.name != SHIPPED
+        if not is_own_pair:
             why = self.subject.reason or "no weights set (EAGLE3_TARGET, EAGLE3_DRAFTER)"
             pair = f"{why}; the shipped pair, {self.dtype}"
-        parts = [Part("device", self.on_gpu, device), Part("pair", own, pair)]
+        parts = [Part("device", self.on_gpu, device), Part("pair", is_own_pair, pair)]
         if "vLLM" in also:
             parts.append(self._vllm())
         if "price" in also:
-            price, real = f"{self.price_per_hour:g} per hour", self.configuration.price_per_hour is not None
+            price = f"{self.price_per_hour:g} per hour"
+            real = self.configuration.price_per_hour is not None
             unset = f"none set (EAGLE3_PRICE_PER_HOUR); {price}, so only ratios are valid"
             parts.append(Part("price", real, f"{price} (EAGLE3_PRICE_PER_HOUR)" if real else unset))
         return Banner(tuple(parts))
@@ -315,37 +318,38 @@ def start(environ: Mapping[str, str] = os.environ) -> Machine:
     return Machine(configuration, subject, gpu, has_gpu())
 
 
-def _setting(given: Configuration, gpu: bool) -> Setting:
+def _setting(configuration: Configuration, gpu: bool) -> Setting:
     return Setting(
         gpu=gpu,
         quick=not gpu,
-        target=given.target,
-        drafter=given.drafter,
-        prompt_files=given.prompts,
-        price_per_hour=given.price_per_hour,
+        target=configuration.target,
+        drafter=configuration.drafter,
+        prompt_files=configuration.prompts,
+        price_per_hour=configuration.price_per_hour,
     )
 
 
 def datasheet_of(kind: str) -> Accelerator | None:
     """Finds the accelerator of a device name such as ``NVIDIA H100 80GB HBM3``; ``None`` if it is unknown."""
     words = set(re.split(r"[\s\-_/]+", kind.lower()))
-    named = [one for key, one in KNOWN_ACCELERATORS.items() if set(key.split("-")) <= words]
-    return max(named, key=lambda one: len(one.name), default=None)
+    named = [accelerator for key, accelerator in KNOWN_ACCELERATORS.items() if set(key.split("-")) <= words]
+    return max(named, key=lambda accelerator: len(accelerator.name), default=None)
 
 
 def newest_record(directory: Path) -> Report:
     """Loads the latest committed run of ``pytest validation`` without a failure, or the latest of all."""
-    found = []
+    reports = []
     for file in directory.glob("*.json"):
         with contextlib.suppress(ValueError):  # a benchmark, a comparison
-            found.append(load(file))
-    return max(found, key=lambda report: (report.verdict is not Verdict.FAILED, report.started))
+            reports.append(load(file))
+    return max(reports, key=lambda report: (report.verdict is not Verdict.FAILED, report.started))
 
 
 def described(record: Report) -> str:
     """Describes the date and the machine of a report."""
     facts = record.environment
-    cpu, device = facts["cpu"], facts["jax"]["device"]
+    cpu = facts["cpu"]
+    device = facts["jax"]["device"]
     where = f"CPU: {cpu['model']}, {cpu['cores']} cores" if device == "cpu" else device
     rival = facts.get("vllm", {})
     engines = f", with vLLM {rival['vllm']} on {rival.get('device', 'a server')}" if rival else ""

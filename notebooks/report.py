@@ -88,7 +88,8 @@ def page(folder: Path, *, expected: Sequence[str] = ()) -> str:
 
     def within(link: re.Match[str]) -> str:
         """Replaces a link to a notebook of the page by its anchor, and a link to another file by its text."""
-        text, name = link[1], Path(link[2]).stem
+        text = link[1]
+        name = Path(link[2]).stem
         return f"[{text}](#{name})" if name in notebooks else text
 
     markdown = nbformat.v4.new_markdown_cell
@@ -101,9 +102,9 @@ def page(folder: Path, *, expected: Sequence[str] = ()) -> str:
             cells.append(cell)
     for number, cell in enumerate(cells):
         cell["id"] = f"cell-{number}"
-    whole = nbformat.v4.new_notebook(cells=cells, metadata={"title": TITLE})
+    joined = nbformat.v4.new_notebook(cells=cells, metadata={"title": TITLE})
     exporter = HTMLExporter(template_name="lab", exclude_input_prompt=True, exclude_output_prompt=True)
-    body, _ = exporter.from_notebook_node(whole)
+    body, _ = exporter.from_notebook_node(joined)
     return _SCRIPTS.sub("", body).replace("</head>", f"{_STYLE}</head>", 1)
 
 
@@ -117,7 +118,7 @@ def _top(notebooks: dict[str, Any], names: list[str]) -> str:
         cells = notebooks[name].cells
         title = next((cell.source for cell in cells if cell.cell_type == "markdown"), "").partition("\n")[0]
         title = title.lstrip("# ") if title.startswith("# ") else name
-        failed = any(one.output_type == "error" for cell in cells for one in cell.get("outputs", ()))
+        failed = any(output.output_type == "error" for cell in cells for output in cell.get("outputs", ()))
         mark = " (stopped at an error)" if failed else ""
         lines.append(f'<li><a href="#{name}">{html.escape(title)}</a>{mark}</li>')
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
@@ -132,17 +133,17 @@ def _top(notebooks: dict[str, Any], names: list[str]) -> str:
 def _shown(notebooks: dict[str, Any]) -> list[str]:
     """All outputs in HTML."""
     cells = [cell for notebook in notebooks.values() for cell in notebook.cells]
-    outputs = [one for cell in cells for one in cell.get("outputs", ())]
-    return [one.get("data", {}).get("text/html", "") for one in outputs]
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
+    return [output.get("data", {}).get("text/html", "") for output in outputs]
 
 
 def _results(notebooks: dict[str, Any]) -> str:
     """One table of all verdicts. A verdict that is missing has a row with the notebook that should find it."""
-    found = {row[1]: row[0] for text in _shown(notebooks) for row in _RESULT.finditer(text)}
+    rows_by_name = {row[1]: row[0] for text in _shown(notebooks) for row in _RESULT.finditer(text)}
     head = "<tr><th>verdict</th><th>result</th><th>source</th></tr>"
     missing = "<tr><td><b>{0}</b></td><td>no result: see notebook {1}</td><td>not measured</td></tr>"
-    rows = [found.pop(name, missing.format(name, notebook)) for name, notebook in VERDICTS.items()]
-    return f"<table>{head}{''.join([*rows, *found.values()])}</table>"
+    rows = [rows_by_name.pop(name, missing.format(name, notebook)) for name, notebook in VERDICTS.items()]
+    return f"<table>{head}{''.join([*rows, *rows_by_name.values()])}</table>"
 
 
 def _banner(notebooks: dict[str, Any]) -> str:
@@ -153,13 +154,13 @@ def _banner(notebooks: dict[str, Any]) -> str:
         return "**No banner was found, so stand-ins are unknown. Do not quote these numbers.**"
     stand_ins = sum("stand-in" in row for row in rows)
     edge = "#d97634" if stand_ins else "#2a9d74"
-    told = (
+    message = (
         f"{stand_ins} of {len(rows)} parts are stand-ins. Do not quote their numbers as measurements of the real parts."
         if stand_ins
         else "All parts are real: these numbers are measurements of this machine."
     )
     return (
-        f"<div style='border-left:6px solid {edge};padding:.4em 1em;background:{edge}14'><b>{told}</b>"
+        f"<div style='border-left:6px solid {edge};padding:.4em 1em;background:{edge}14'><b>{message}</b>"
         f"<table>{''.join(rows)}</table></div>"
     )
 

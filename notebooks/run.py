@@ -44,8 +44,8 @@ def main() -> int:
     sources = []
     for where in options.where:
         where = where.resolve()
-        found = sorted(where.glob("[0-9]*.py")) if where.is_dir() else [where.with_suffix(".py")]
-        sources += found
+        named = sorted(where.glob("[0-9]*.py")) if where.is_dir() else [where.with_suffix(".py")]
+        sources += named
     if not sources:
         parser.error(f"no notebook in {', '.join(map(str, options.where))}: give .py files")
     if options.sync:
@@ -103,10 +103,10 @@ def execute(source: Path, output: Path) -> str | None:
     except (CellExecutionError, DeadKernelError) as error:
         problem = str(error)
     for number, cell in enumerate(notebook.cells):
-        for found in cell.get("outputs", ()):
-            if found.get("name") == "stderr":
-                problem = problem or f"cell {number} wrote to stderr: {found['text'].strip()[:300]}"
-            if alt := found.get("metadata", {}).get("image/png", {}).get("alt"):
+        for cell_output in cell.get("outputs", ()):
+            if cell_output.get("name") == "stderr":
+                problem = problem or f"cell {number} wrote to stderr: {cell_output['text'].strip()[:300]}"
+            if alt := cell_output.get("metadata", {}).get("image/png", {}).get("alt"):
                 cell.metadata["mystnb"] = {"image": {"alt": alt}}  # the site reads it from the cell
     output.mkdir(parents=True, exist_ok=True)
     jupytext.write(notebook, output / pair.name)

@@ -53,8 +53,8 @@ def _sections(app: Sphinx) -> list[tuple[str, list[str]]]:
     for tree in app.env.get_doctree(app.config.root_doc).findall(addnodes.toctree):
         pages = [page for docname in tree["includefiles"] for page in below(docname)]
         sections.append((tree.get("caption") or "Pages", pages))
-    rest = sorted(set(app.env.all_docs) - seen)
-    return [*sections, ("Optional", rest)] if rest else sections
+    remaining = sorted(set(app.env.all_docs) - seen)
+    return [*sections, ("Optional", remaining)] if remaining else sections
 
 
 def _first_sentence(text: str) -> str:

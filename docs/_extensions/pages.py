@@ -45,8 +45,8 @@ def setup(app: Any) -> dict[str, Any]:
 
 def notebooks() -> list[Path]:
     """Paths of the notebooks relative to the root of the repository, in the order of their numbers."""
-    found = [path for folder in ("", "gpu") for path in sorted((ROOT / "notebooks" / folder).glob("[0-9]*.ipynb"))]
-    return [path.relative_to(ROOT) for path in found]
+    paths = [path for folder in ("", "gpu") for path in sorted((ROOT / "notebooks" / folder).glob("[0-9]*.ipynb"))]
+    return [path.relative_to(ROOT) for path in paths]
 
 
 def _copy(app: Any) -> None:
@@ -78,11 +78,11 @@ def claims() -> str:
     for path in notebooks():
         cells = json.loads((ROOT / path).read_text(encoding="utf-8"))["cells"]
         prose = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-        found = re.search(r"^## Checked claims\n\n((?:(?:- |  ).*\n?)+)", prose, re.MULTILINE)
-        if found is None:
+        claim_list = re.search(r"^## Checked claims\n\n((?:(?:- |  ).*\n?)+)", prose, re.MULTILINE)
+        if claim_list is None:
             raise ValueError(f"{path} has no list 'Checked claims'")
         title = prose.splitlines()[0].removeprefix("# ")
-        page += f"\n## [{title}]({path.relative_to('notebooks').as_posix()})\n\n{found[1].strip()}\n"
+        page += f"\n## [{title}]({path.relative_to('notebooks').as_posix()})\n\n{claim_list[1].strip()}\n"
     return page
 
 
@@ -107,7 +107,7 @@ def page_of(path: str) -> str | None:
 def _read(app: Any, docname: str, source: list[str]) -> None:
     from sphinx.util import logging
 
-    warn = lambda what: logging.getLogger(__name__).warning(what, location=docname)
+    warn = lambda message: logging.getLogger(__name__).warning(message, location=docname)
     if docname.startswith("notebooks/"):
         notebook = json.loads(source[0])
         for cell in notebook["cells"]:
@@ -139,11 +139,11 @@ def rewritten(text: str, docname: str, *, warn: Callable[[str], None]) -> str:
             return "path:" + posixpath.relpath(f"../{path}", here)
         return posixpath.relpath(page, here) + mark + anchor
 
-    kept: list[str] = []
+    unchanged: list[str] = []
 
     def keep(match: re.Match[str]) -> str:
-        kept.append(match[0])
-        return f"\0{len(kept) - 1}\0"
+        unchanged.append(match[0])
+        return f"\0{len(unchanged) - 1}\0"
 
     shown = _ADDRESS.sub(within, _CODE_OR_IMAGE.sub(keep, text))
-    return re.sub("\0(\\d+)\0", lambda match: kept[int(match[1])], shown)
+    return re.sub("\0(\\d+)\0", lambda match: unchanged[int(match[1])], shown)

@@ -46,7 +46,7 @@ def main() -> None:
     target = e3.load_target()
     head = e3.load_drafter(target=target)
     _write(anatomy.eagle3_head(head.drafter.config, target.model.config.num_layers), "head")
-    figures = {**_chain(target, head), **_laws(target, head), **_tree(target, head)}
+    figures = {**_chain(target, head), **_distributions(target, head), **_tree(target, head)}
     (HERE / "real_run.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
@@ -61,16 +61,16 @@ def _chain(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
     (HERE / "strip.svg").write_text(strips.svg([("", strip)]), encoding="utf-8")
     rounds = run.prompts[0]["rounds"]
     lanes = [
-        (f"{name}: {len(one.prompts[0]['rounds'])} passes through the target", one)
-        for name, one in (("Plain decoding", plain), ("EAGLE-3", run))
+        (f"{name}: {len(trace.prompts[0]['rounds'])} passes through the target", trace)
+        for name, trace in (("Plain decoding", plain), ("EAGLE-3", run))
     ]
-    race = [(words, strips.TokenStrip(_tokens(one, target), "the same text, pass by pass")) for words, one in lanes]
+    race = [(words, strips.TokenStrip(_tokens(trace, target), "the same text, pass by pass")) for words, trace in lanes]
     (HERE / "race.svg").write_text(strips.svg(race, seconds_per_round=0.2), encoding="utf-8")
     return {
         "new_tokens": len(run.result.tokens[0]),
         "rounds": len(rounds),
         "drafted": 5 * len(rounds),
-        "accepted": sum(one["num_accepted"] for one in rounds),
+        "accepted": sum(round_["num_accepted"] for round_ in rounds),
         "mean_acceptance_length": float(run.result.stats.mean_acceptance_length),
         "plain_rounds": len(plain.prompts[0]["rounds"]),
         "same_as_plain": plain.result.tokens[0] == run.result.tokens[0],
@@ -83,7 +83,7 @@ def _tokens(run: Any, target: e3.LoadedTarget) -> list[strips.Token]:
     return strips.tokens_of(prompt, target.tokenizer)[: len(prompt["prompt_ids"]) + NEW_TOKENS]
 
 
-def _laws(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
+def _distributions(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
     """Both distributions of the first drafted token of a sampled chain, at temperature 1."""
     decoder = e3.SpeculativeDecoder(target, head, num_speculative_tokens=4, draft_sampling="probabilistic")
     warm = e3.SamplingParams(temperature=1.0)
@@ -98,8 +98,8 @@ def _laws(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
     q = np.asarray(played.draft.probs[0, 1], np.float64)
     labels = [target.tokenizer.decode([token]) for token in range(p.size)]
     title = "Next token: distribution of the target and of the head"
-    figure = bars.laws(p, q, labels=labels, residual=True, top=8, title=title)
-    _write(figure, "laws")
+    figure = bars.distributions(p, q, labels=labels, residual=True, top=8, title=title)
+    _write(figure, "distributions")
     common = float(np.minimum(p, q).sum())
     return {"accepted_with_probability": common, "residual_mass": float(np.maximum(p - q, 0).sum())}
 
@@ -108,21 +108,21 @@ def _tree(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
     """The round of a small tree with the most kinds of nodes: accepted, rejected, never visited."""
     shape = e3.DynamicTree(num_nodes=16, max_depth=4, top_k=4)
     run = _record(e3.SpeculativeDecoder(target, head, tree=shape))
-    kinds = lambda one: len(set(trees.statuses(one["parents"], one["path"])))
-    one = max(run.prompts[0]["rounds"], key=lambda one: (kinds(one), one["num_accepted"]))
-    status = trees.statuses(one["parents"], one["path"])
-    end = one["path"][-1] if one["path"] else 0
-    added = style.CORRECTED if end in one["parents"] else style.BONUS
-    words = [target.tokenizer.decode([token]) for token in [*one["tokens"], one["next_token"]]]
+    count_kinds = lambda round_: len(set(trees.statuses(round_["parents"], round_["path"])))
+    round_ = max(run.prompts[0]["rounds"], key=lambda round_: (count_kinds(round_), round_["num_accepted"]))
+    status = trees.statuses(round_["parents"], round_["path"])
+    end = round_["path"][-1] if round_["path"] else 0
+    added = style.CORRECTED if end in round_["parents"] else style.BONUS
+    words = [target.tokenizer.decode([token]) for token in [*round_["tokens"], round_["next_token"]]]
     title = "One round of a draft tree: sixteen nodes, one forward pass"
-    _write(trees.tree(words, [*one["parents"], end], status=[*status, added], title=title), "tree")
-    nodes = np.asarray(one["parents"])
+    _write(trees.tree(words, [*round_["parents"], end], status=[*status, added], title=title), "tree")
+    nodes = np.asarray(round_["parents"])
     above = np.eye(nodes.size, dtype=bool)
     for node, parent in enumerate(nodes):
         if parent >= 0:
             above[node] |= above[parent]
     _write(trees.mask_map(above, words[:-1], title="Tree attention mask"), "mask")
-    return {"tree_nodes": len(one["tokens"]), "tree_accepted": one["num_accepted"], "tree_added": added}
+    return {"tree_nodes": len(round_["tokens"]), "tree_accepted": round_["num_accepted"], "tree_added": added}
 
 
 def _speed() -> Figure:
@@ -138,8 +138,8 @@ def _speed() -> Figure:
         ecolor=INK,
         height=0.7,
     )
-    for place, row in enumerate(rows):
-        axes.text(row["ratio"]["high"] + 0.02, place, f"{row['ratio']['median']:.2f}", va="center", fontsize=8)
+    for height, row in enumerate(rows):
+        axes.text(row["ratio"]["high"] + 0.02, height, f"{row['ratio']['median']:.2f}", va="center", fontsize=8)
     axes.set_yticks(range(len(rows)), [speeds.NAMES[row["name"]].replace("`", "") for row in rows], fontsize=8)
     axes.axvline(1, color=INK, linewidth=0.8, linestyle="--")
     axes.set(xlim=(0, 1.6), xlabel="speed-up over plain decoding, median and quartiles")
@@ -165,9 +165,11 @@ def _draft_length() -> Figure:
 
 
 def _spread(rows: list[speeds.Row]) -> list[list[float]]:
-    """How far the quartiles are below and above the median."""
+    """Returns the distances of the quartiles below and above the median."""
     ratios = [row["ratio"] for row in rows]
-    return [[one["median"] - one["low"] for one in ratios], [one["high"] - one["median"] for one in ratios]]
+    below = [ratio["median"] - ratio["low"] for ratio in ratios]
+    above = [ratio["high"] - ratio["median"] for ratio in ratios]
+    return [below, above]
 
 
 def _write(figure: Figure, name: str) -> None:

@@ -9,129 +9,122 @@ from __future__ import annotations
 import json
 import statistics
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from tables import Row, table, version
 
 from eagle3_jax.conversion.heads import HEADS
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
-RECORD = HERE / "methods.json"
 TASKS = ("code", "prose")
 LOOKUP = ("ngram", "suffix")  # they skip rounds, so that τ / (v + K·c) is not their speed-up
-Row = dict[str, Any]
 
 
 def facts() -> list[Row]:
-    """What methods.toml says of every method."""
+    """Reads the methods of methods.toml."""
     return tomllib.loads((HERE / "methods.toml").read_text(encoding="utf-8"))["method"]
 
 
 def record() -> Row:
-    """What was measured; no rows where nothing was."""
-    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {"rows": []}
+    """Reads the measurements."""
+    return json.loads((HERE / "methods.json").read_text(encoding="utf-8"))
 
 
-def drafts_of(method: Row, found: Row) -> list[Row]:
-    """The measurements of a method, in every shape that is its own."""
-    shape = method.get("shape")
-    return [
-        row
-        for row in found["rows"]
-        if row["method"] == method.get("measured") and shape in (None, "chain" if row["draft"][0] == "K" else "tree")
-    ]
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in lines)
+def drafts_of(method: Row, measured: Row) -> list[Row]:
+    """Returns the measurements of a method, in every shape that it has."""
+    rows = [row for row in measured["rows"] if row["method"] == method.get("measured")]
+    if "shape" in method:
+        rows = [row for row in rows if method["shape"] == ("chain" if row["draft"][0] == "K" else "tree")]
+    return rows
 
 
 def what_they_are() -> str:
-    """Papers, needs and shapes."""
+    """Writes papers, needs and shapes."""
     rows = []
-    for one in facts():
-        name = f"[{one['label']}]({one['page']})" if "page" in one else one["label"]
-        papers = ", ".join(f"[{paper}]({address})" for paper, address in one.get("papers", ()))
-        rows.append([name, papers, one["needs"], one["drafts"], one["drawn"], one.get("lossless", "yes")])
+    for method in facts():
+        name = f"[{method['label']}]({method['page']})" if "page" in method else method["label"]
+        papers = ", ".join(f"[{paper}]({address})" for paper, address in method.get("papers", ()))
+        lossless = method.get("lossless", "yes")
+        rows.append([name, papers, method["needs"], method["drafts"], method["sampled"], lossless])
     return table(["method", "paper", "needs", "drafts", "sampled drafts", "lossless"], rows)
 
 
 def files_and_proof() -> str:
-    """Formats, training and what each was compared with."""
+    """Writes formats, training and what each method was compared with."""
     rows = []
-    for one in facts():
-        layouts = [f"`{name}`" for name in (*HEADS[one["heads"]].layouts, "jax")] if "heads" in one else []
-        written = one.get("written", ", ".join(layouts))
-        recipe = f"`{one['recipe']}`" if "recipe" in one else ""
-        rows.append([one["label"], one["formats"], written, recipe, one["checked"]])
+    for method in facts():
+        layouts = [f"`{name}`" for name in (*HEADS[method["heads"]].layouts, "jax")] if "heads" in method else []
+        written = method.get("written", ", ".join(layouts))
+        recipe = f"`{method['recipe']}`" if "recipe" in method else ""
+        rows.append([method["label"], method["formats"], written, recipe, method["checked"]])
     return table(["method", "comes in as", "goes out as", "`--method`", "checked against"], rows)
 
 
-def verify_costs(found: Row) -> dict[str, tuple[float, float, float]]:
-    """Median and quartiles over the methods of ``v``, the time of a verification in plain steps, by draft."""
+def verify_costs(measured: Row) -> dict[str, tuple[float, float, float]]:
+    """Returns quartiles and median over the methods of ``v``, a verification in plain steps, by draft."""
     costs = {}
-    for draft in dict.fromkeys(row["draft"] for row in found["rows"]):
-        values = [row["verify_cost"] for row in found["rows"] if row["draft"] == draft]
+    for draft in dict.fromkeys(row["draft"] for row in measured["rows"]):
+        values = [row["verify_cost"] for row in measured["rows"] if row["draft"] == draft]
         low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
         costs[draft] = (low, middle, high)
     return costs
 
 
-def what_was_measured(found: Row) -> str:
-    """``v`` by draft, then τ and the derived speed-up of every method."""
-    costs = verify_costs(found)
+def what_was_measured(measured: Row) -> str:
+    """Writes ``v`` by draft, then τ and the derived speed-up of every method."""
+    costs = verify_costs(measured)
     verify = [[draft, f"{middle:.2f} ({low:.2f}–{high:.2f})"] for draft, (low, middle, high) in costs.items()]
-    tables = [table(["draft", "v: median over the methods (quartiles)"], verify)]
     methods = [method for method in facts() if method.get("named") != "none"]
-    derived = [one for one in methods if drafts_of(one, found) and one["measured"] not in LOOKUP]
+    derived = [method for method in methods if drafts_of(method, measured) and method["measured"] not in LOOKUP]
     plain_steps = lambda row: costs[row["draft"]][1] + row["num_draft_steps"] * row["draft_cost"]
-    for caption, divisor, kept in (
-        ("Tokens per round τ, code / prose", lambda row: 1, methods),
-        ("Speed-up derived with this v, code / prose", plain_steps, derived),
-    ):
-        rows = []
-        for method in kept:
-            shapes = {row["draft"]: row for row in drafts_of(method, found)}
-            cells = ["–" if draft not in shapes else over_tasks(shapes[draft], divisor) for draft in costs]
-            count = next((row["parameters"] for row in shapes.values()), None)
-            size = "not measured" if count is None else f"{count / 1e6:.1f} M" if count else "0"
-            rows.append([method["label"], size, *cells])
-        tables += [f"**{caption}**", table(["method", "parameters", *costs], rows)]
-    return "\n\n".join(tables)
+    sections = [
+        table(["draft", "v: median over the methods (quartiles)"], verify),
+        "**Tokens per round τ, code / prose**",
+        by_draft(methods, measured, [*costs], lambda row: 1),
+        "**Speed-up derived with this v, code / prose**",
+        by_draft(derived, measured, [*costs], plain_steps),
+    ]
+    return "\n\n".join(sections)
+
+
+def by_draft(methods: list[Row], measured: Row, drafts: list[str], divisor: Callable[[Row], float]) -> str:
+    """Writes τ divided by ``divisor``, for each method and draft."""
+    rows = []
+    for method in methods:
+        shapes = {row["draft"]: row for row in drafts_of(method, measured)}
+        cells = [over_tasks(shapes[draft], divisor) if draft in shapes else "–" for draft in drafts]
+        count = next((row["parameters"] for row in shapes.values()), None)
+        size = "not measured" if count is None else f"{count / 1e6:.1f} M" if count else "0"
+        rows.append([method["label"], size, *cells])
+    return table(["method", "parameters", *drafts], rows)
 
 
 def over_tasks(row: Row, divisor: Callable[[Row], float]) -> str:
-    """τ divided, of each task; a dash where nothing was drafted."""
+    """Writes τ divided, of each task; a dash if nothing was drafted."""
     lengths = [row["tasks"][task]["mean_acceptance_length"] for task in TASKS]
-    return " / ".join("–" if one is None else f"{one / divisor(row):.2f}" for one in lengths)
+    return " / ".join("–" if length is None else f"{length / divisor(row):.2f}" for length in lengths)
 
 
-def how(found: Row) -> str:
-    """Of what run the figures are."""
-    if not found["rows"]:
-        return "Nothing was measured yet."
-    about = found["about"]
-    prompts = found["prompts"]["names"]
-    jax = f"{about['cpu']['model']}, {about['cpu']['cores']} cores" if about["jax"]["backend"] == "cpu" else ""
-    device = jax or about["jax"]["device"]
+def run(measured: Row) -> str:
+    """Names the run of the figures."""
+    about = measured["about"]
+    cpu = about["cpu"]
     return (
-        f"Version {about['versions']['eagle3_jax']}, commit `{about['git']['commit'][:10]}`, {device}, jax "
-        f"{about['versions']['jax']}, `{found['dtype']}`, {about['date'][:10]}: {len(prompts)} prompts, "
-        f"{found['max_new_tokens']} new tokens each, batch 1, greedy, {found['repeats']} repeats in turns.\n\n"
-        f"```text\n{found['command']}\n```"
+        f"{version(about)}, {cpu['model']}, {cpu['cores']} cores, jax {about['versions']['jax']}, "
+        f"`{measured['dtype']}`, {about['date'][:10]}: {len(measured['prompts']['names'])} prompts, "
+        f"{measured['max_new_tokens']} new tokens each, batch 1, greedy, {measured['repeats']} repeats in turns.\n\n"
+        f"```text\n{measured['command']}\n```"
     )
 
 
-def parts(found: Row) -> dict[str, dict[str, str]]:
-    """The text between the marks of each page."""
-    return {
-        "docs/methods/index.md": {
-            "what they are": what_they_are(),
-            "files and proof": files_and_proof(),
-            "the run": how(found),
-            "what was measured": what_was_measured(found),
-        },
+def parts() -> dict[str, dict[str, str]]:
+    """Returns the tables by page and mark."""
+    measured = record()
+    tables = {
+        "what they are": what_they_are(),
+        "files and proof": files_and_proof(),
+        "the run": run(measured),
+        "what was measured": what_was_measured(measured),
     }
+    return {"docs/methods/index.md": tables}

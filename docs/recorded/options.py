@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from methods import table
+from tables import Row, cores, spread, table, version
 
 RECORD = Path(__file__).with_suffix(".json")
 PROMPTS = 16
 NEW_TOKENS = 64
 REPEATS = 5
-Row = dict[str, Any]
 
 
 def fallbacks(e3: Any, target: Any, head: Any) -> dict[str, Any]:
@@ -49,7 +48,7 @@ def requests(e3: Any, target: Any, head: Any) -> dict[str, tuple[Any, Row]]:
         "`TokenAutomaton` of one state": e3.TokenAutomaton(np.zeros((1, target.vocab_size), np.int32)),
     }
     named = {"none": (decoder(target), {}), "`logprobs=5`": (decoder(target), {"logprobs": 5})}
-    return named | {name: (decoder(e3.with_processors(target, one)), {}) for name, one in processors.items()}
+    return named | {name: (decoder(e3.with_processors(target, part)), {}) for name, part in processors.items()}
 
 
 def timed(runs: dict[str, Callable[[], Any]]) -> dict[str, Row]:
@@ -68,8 +67,8 @@ def timed(runs: dict[str, Callable[[], Any]]) -> dict[str, Row]:
 def measure() -> Row:
     """The whole record."""
     import eagle3_jax as e3
-    from eagle3_jax import prompts
     from eagle3_jax.bench.environment import environment
+    from eagle3_jax.files import prompts
 
     target = e3.load_target()
     head = e3.load_drafter(target=target)
@@ -83,47 +82,44 @@ def measure() -> Row:
     for temperature in (0.0, 0.7):
         for batch in (1, 4, 8):
             sampling = e3.SamplingParams(temperature=temperature)
-            runs = {name: all_texts(one, batch, sampling=sampling) for name, one in fallbacks(e3, target, head).items()}
+            decoders = fallbacks(e3, target, head)
+            runs = {name: all_texts(decoder, batch, sampling=sampling) for name, decoder in decoders.items()}
             record["fallback"].append({"temperature": temperature, "batch": batch, "rows": timed(runs)})
     record["requests"] = timed(
-        {name: all_texts(one, 1, **options) for name, (one, options) in requests(e3, target, head).items()}
+        {name: all_texts(decoder, 1, **options) for name, (decoder, options) in requests(e3, target, head).items()}
     )
     return record
 
 
 def ratios(rows: dict[str, Row]) -> Iterator[tuple[str, str]]:
-    """Name, and median and quartiles of the first row's seconds over its own, within a repeat."""
-    base = next(iter(rows.values()))["seconds"]
+    """Yields the name of a row, and median and quartiles of the first row's seconds over its own, within a repeat."""
+    base_seconds = next(iter(rows.values()))["seconds"]
     for name, row in rows.items():
-        gains = [one / other for one, other in zip(base, row["seconds"], strict=True)]
+        gains = [base / seconds for base, seconds in zip(base_seconds, row["seconds"], strict=True)]
         low, median, high = statistics.quantiles(gains, n=4, method="inclusive")
-        yield name, f"{median:.2f} ({low:.2f}–{high:.2f})"
+        yield name, spread({"low": low, "median": median, "high": high})
 
 
 def parts() -> dict[str, dict[str, str]]:
-    """For each page, the texts by the names of their marks."""
+    """Returns the tables by page and mark."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    found = record["environment"]
+    about = record["environment"]
     repeats = len(record["requests"]["none"]["seconds"])
-    git = found["git"]["commit"][:10]
-    cpu = found["cpu"]
-    version = found["versions"]["eagle3_jax"]
     run = (
-        f"Version {version}, commit `{git}`, {cpu['cores']} cores of an {cpu['model']}, float32,\n"
+        f"{version(about)}, {cores(about)}, float32,\n"
         f"{record['prompts']} code prompts, {record['new_tokens']} new tokens, {repeats} repeats. Median and quartiles."
     )
-    columns = [f"{'greedy' if not one['temperature'] else 'T=0.7'}, batch {one['batch']}" for one in record["fallback"]]
+    columns = []
     cells: dict[str, list[str]] = {}
-    for one in record["fallback"]:
-        for name, ratio in ratios(one["rows"]):
+    for setting in record["fallback"]:
+        columns.append(f"{'T=0.7' if setting['temperature'] else 'greedy'}, batch {setting['batch']}")
+        for name, ratio in ratios(setting["rows"]):
             cells.setdefault(name, []).append(ratio)
     compared = table(["speed compared with plain decoding", *columns], [[name, *row] for name, row in cells.items()])
-    options = table(
-        ["option", "speed compared with none"], [[name, ratio] for name, ratio in ratios(record["requests"])]
-    )
+    requests = table(["option", "speed compared with none"], [[*row] for row in ratios(record["requests"])])
     return {
         "docs/numbers.md": {"fallback": f"{compared}\n\n{run}"},
-        "docs/requests.md": {"cost": f"{options}\n\n{run}"},
+        "docs/requests.md": {"cost": f"{requests}\n\n{run}"},
     }
 
 

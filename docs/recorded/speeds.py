@@ -6,26 +6,17 @@ The benchmark of the chat model is the canonical one: pages include speed-ups fr
 from __future__ import annotations
 
 import dataclasses
-import json
-from typing import Any
 
-from methods import ROOT, table
+from tables import Row, cores, record, spread, table, version
 
-RESULTS = ROOT / "validation" / "results"
-Row = dict[str, Any]
-
-# Rows of `eagle3 bench`, and how pages call them.
+# Names of the rows of `eagle3 bench` on the pages.
 NAMES = {
     "plain float32, int8": "plain decoding, `int8`",
     "plain mixed": "plain decoding, `mixed`",
     "plain float32": "plain decoding, `float32`",
-    "chain K=1": "EAGLE-3, K=1",
-    "chain K=2": "EAGLE-3, K=2",
-    "chain K=3": "EAGLE-3, K=3",
-    "chain K=5": "EAGLE-3, K=5",
+    **{f"chain K={k}": f"EAGLE-3, K={k}" for k in range(1, 6)},
     "tree N=8 G=5": "EAGLE-3, tree of 8 nodes, 5 levels",
     "tree N=60 G=8": "EAGLE-3, tree of 60 nodes, 8 levels",
-    "chain K=4": "EAGLE-3, K=4",
     "tree N=8 G=4": "EAGLE-3, tree of 8 nodes, 4 levels",
     "smollm2 chain K=3": "EAGLE-3, K=3",
     "ngram+smollm2 chain K=3": "n-grams, else EAGLE-3, K=3",
@@ -36,30 +27,22 @@ NAMES = {
     "vLLM plain, compiled": "vLLM 0.32.0, plain, compiled, `float32`",
     "vLLM eagle3 K=3, compiled": "vLLM 0.32.0, same head, K=3, compiled, `float32`",
 }
-
-
-def record(name: str) -> Row:
-    """A committed record."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+TASKS = {"mt_bench": "MT-bench", "humaneval": "HumanEval", "gsm8k": "GSM8K"}
+# Rows of the table in README.
+SHOWN = ("plain float32, int8", "n-gram K=4", "smollm2 chain K=3", "ngram+smollm2 chain K=3", "transformers generate",
+         "vLLM eagle3 K=3, compiled")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """A record of `eagle3 bench`."""
+    """A record of `eagle3 bench` with one batch size."""
 
-    name: str  #: Of the file.
-    prompts: str  #: What the prompts are of.
-    #: Rows of the table in README.
-    shown: tuple[str, ...] = ()
-
-    @property
-    def about(self) -> Row:
-        """Versions, commit and machine."""
-        return record(self.name)["about"]
+    name: str  #: Name of the file.
+    prompts: str  #: What the prompts are.
 
     @property
     def report(self) -> Row:
-        """The report; a record of one batch size has one."""
+        """The report of the record."""
         return record(self.name)["reports"][0]
 
     @property
@@ -68,170 +51,145 @@ class Benchmark:
         return {row["name"]: row for row in self.report["rows"]}
 
     def origin(self) -> str:
-        """Version, machine and size."""
-        versions = self.about["versions"]
-        cpu = self.about["cpu"]
+        """Names version, machine and size."""
+        about = record(self.name)["about"]
         report = self.report
-        where = f"{cpu['cores']} cores of an {cpu['model']}"
         size = f"{report['num_prompts']} {self.prompts}, {report['max_new_tokens']} greedy tokens each"
         return (
-            f"Version {versions['eagle3_jax']}, commit `{self.about['git']['commit'][:10]}`, {where}, "
-            f"jax {versions['jax']}, {size}, batch {report['batch_size']}.\n"
+            f"{version(about)}, {cores(about)}, jax {about['versions']['jax']}, {size}, batch {report['batch_size']}.\n"
             "Median and quartiles of the ratio to plain decoding in the same repeat."
         )
 
-    def ratio(self, row: Row) -> str:
-        """Median and quartiles of the speed-up."""
-        is_base = row["name"] == self.report["baseline"]
-        return "1" if is_base else "{median:.2f} ({low:.2f}–{high:.2f})".format(**row["ratio"])
+    def is_base(self, row: Row) -> bool:
+        """Returns whether a row is the plain decoding that the others are compared with."""
+        return row["name"] == self.report["baseline"]
 
-    def spread(self, row: Row) -> list[str]:
-        """Median and quartiles of the speed-up, in two cells."""
+    def speed_up(self, row: Row) -> list[str]:
+        """Writes median and quartiles of the speed-up, in two cells."""
         ratio = row["ratio"]
-        return [f"{ratio['median']:.2f}", "" if self.ratio(row) == "1" else f"{ratio['low']:.2f}–{ratio['high']:.2f}"]
+        return [f"{ratio['median']:.2f}", "" if self.is_base(row) else f"{ratio['low']:.2f}–{ratio['high']:.2f}"]
 
     def short(self) -> str:
-        """The table of README."""
-        lines = [
-            [NAMES[name], tau(row), f"{row['decode_tokens_per_second']['median']:.0f}", self.ratio(row)]
-            for name, row in self.rows.items()
-            if name in self.shown
-        ]
+        """Writes the table of README."""
+        lines = []
+        for name, row in self.rows.items():
+            if name in SHOWN:
+                lines.append([NAMES[name], tau(row), speed(row), "1" if self.is_base(row) else spread(row["ratio"])])
         return table(["method", "tokens per round (τ)", "tokens/s", "speed-up"], lines) + f"\n\n{self.origin()}"
 
-    def whole(self) -> str:
-        """Every row."""
+    def complete(self) -> str:
+        """Writes every row."""
         lines = []
-        for row in self.rows.values():
-            drafts = any(word in row["name"] for word in ("chain", "tree", "n-gram"))
-            speed = [NAMES[row["name"]], tau(row), f"{row['decode_tokens_per_second']['median']:.0f}"]
+        for name, row in self.rows.items():
+            drafts = any(word in name for word in ("chain", "tree", "n-gram"))
             predicted = [f"{row['predicted_ratio']:.2f}", *costs(row)] if drafts else [""] * 3
-            texts = "" if self.ratio(row) == "1" else f"{row['same_texts']}"
-            lines.append([*speed, *self.spread(row), *predicted, texts])
+            texts = "" if self.is_base(row) else f"{row['same_texts']}"
+            lines.append([NAMES[name], tau(row), speed(row), *self.speed_up(row), *predicted, texts])
         columns = ["method", "τ", "tokens/s", "speed-up", "quartiles", "predicted", "v", "c", "same texts"]
         return f"{table(columns, lines)}\n\n{self.origin()}"
 
     def chains(self) -> list[Row]:
-        """The chains of the head alone."""
-        return [row for row in self.rows.values() if row["name"].startswith("chain")]
+        """Returns the chains of the head alone."""
+        return [row for name, row in self.rows.items() if name.startswith("chain")]
 
     def draft_lengths(self) -> str:
-        """The chains of the head alone, as a table."""
-        lines = [
-            [f"{row['num_draft_steps']}", tau(row), *costs(row), f"{row['predicted_ratio']:.2f}", *self.spread(row)]
-            for row in self.chains()
-        ]
+        """Writes the chains of the head alone."""
+        lines = []
+        for row in self.chains():
+            length = f"{row['num_draft_steps']}"
+            lines.append([length, tau(row), *costs(row), f"{row['predicted_ratio']:.2f}", *self.speed_up(row)])
         columns = ["K", "τ", "v", "c", "predicted S", "measured S", "quartiles"]
         return f"{table(columns, lines)}\n\n{self.origin()}"
 
     def by_task(self) -> str:
-        """Speed-up and τ of every draft by task."""
+        """Writes speed-up and τ of every draft by task."""
         rows = [row for row in self.rows.values() if row["acceptance"] is not None and row["tasks"]]
-        tasks = [part["task"] for part in rows[0]["tasks"]]
-        lines = [[NAMES[row["name"]], *(_of_task(part) for part in row["tasks"])] for row in rows]
-        return table(["method", *(TASKS.get(task, task) for task in tasks)], lines)
+        lines = []
+        for row in rows:
+            cells = [f"{task['ratio']['value']:.2f} (τ {tau(task)})" for task in row["tasks"]]
+            lines.append([NAMES[row["name"]], *cells])
+        return table(["method", *(TASKS[task["task"]] for task in rows[0]["tasks"])], lines)
 
 
-TASKS = {"mt_bench": "MT-bench", "humaneval": "HumanEval", "gsm8k": "GSM8K"}
-CHAT = Benchmark(
-    "bench-smollm2-cpu-amd-epyc-2-cores",
-    "prompts of MT-bench, HumanEval and GSM8K",
-    ("plain float32, int8", "n-gram K=4", "smollm2 chain K=3", "ngram+smollm2 chain K=3", "transformers generate",
-     "vLLM eagle3 K=3, compiled"),
-)  # fmt: skip
+CHAT = Benchmark("bench-smollm2-cpu-amd-epyc-2-cores", "prompts of MT-bench, HumanEval and GSM8K")
 LENGTHS = Benchmark("lengths-smollm2-cpu-amd-epyc-2-cores", CHAT.prompts)
 SMALL = Benchmark("bench-cpu-intel-xeon-2-cores", "code prompts")
 
 
-def _of_task(part: Row) -> str:
-    """Speed-up on the prompts of one task, and τ."""
-    return f"{part['ratio']['value']:.2f} (τ {part['acceptance']['mean_acceptance_length']:.2f})"
-
-
 def tau(row: Row) -> str:
-    """Tokens per round; empty if nothing is drafted."""
+    """Writes the tokens per round; empty if nothing is drafted."""
     length = (row["acceptance"] or {}).get("mean_acceptance_length", 1)
     return f"{length:.2f}" if length > 1 else ""
 
 
+def speed(row: Row) -> str:
+    """Writes tokens per second."""
+    return f"{row['decode_tokens_per_second']['median']:.0f}"
+
+
 def costs(row: Row) -> list[str]:
-    """The verification and a draft token in plain steps."""
+    """Writes the verification and a draft token in plain steps."""
     return [f"{row['verify_cost']:.2f}", f"{row['draft_cost']:.3f}"]
 
 
 def acceptance() -> str:
-    """Acceptance of the shipped pair by depth."""
-    found = record("acceptance-shipped-pair")
+    """Writes the acceptance of the shipped pair by depth."""
+    shipped = record("acceptance-shipped-pair")
     lines = []
-    for row in found["rows"]:
+    for row in shipped["rows"]:
         shares = [f"{share:.2f}".removeprefix("0") for share in row["acceptance_per_position"]]
-        named = [row["draft"].replace("drawn", "sampled"), row["kind"], f"{row['mean_acceptance_length']:.2f}"]
-        lines.append([*named, *shares, *[""] * (8 - len(shares))])
-    about = found["about"]
+        labels = [row["draft"].replace("drawn", "sampled"), row["kind"], f"{row['mean_acceptance_length']:.2f}"]
+        lines.append([*labels, *shares, *[""] * (8 - len(shares))])
+    about = shipped["about"]
     columns = ["draft", "text", "τ", "depth 1", *(str(depth) for depth in range(2, 9))]
     return table(columns, lines) + (
         f"\n\nVersion {about['versions']['eagle3_jax']}, {about['date'][:10]}, {about['cpu']['model']}, "
-        f"`{found['dtype']}`, from [the record](../validation/results/acceptance-shipped-pair.json)."
+        f"`{shipped['dtype']}`, from [the record](../validation/results/acceptance-shipped-pair.json)."
     )
 
 
 def headline(name: str) -> str:
-    """The headline experiment on a CPU: this library over its own plain decoding, and over vLLM with the same draft."""
+    """Writes the headline experiment on a CPU: this library over its own plain decoding, and over vLLM."""
     experiment = record(name)
-    cells = [cell for cell in experiment["cells"].values() if "rows" in cell]
-    place = lambda cell, draft: (cell["prompts"], cell["temperature"], cell["batch"], draft)
-    median = lambda row: "{median:.2f} ({low:.2f}–{high:.2f})".format(**row["ratio"])
-    over = {place(cell, row["name"]): median(row) for cell in cells if cell["rival"] != "ours" for row in cell["rows"]}
+    ratios: dict[str, dict[tuple[str, ...], str]] = {"ours": {}, "plain": {}, "chain K=3": {}}
+    for cell in experiment["cells"].values():
+        for row in cell.get("rows", ()):
+            setting = (cell["prompts"], f"{cell['temperature']:g}", str(cell["batch"]), row["name"])
+            ratios[cell["rival"]][setting] = spread(row["ratio"])
     lines = []
-    for cell in cells:
-        for row in cell["rows"] if cell["rival"] == "ours" else ():
-            if row["name"].startswith("chain"):
-                prompts = TASKS.get(cell["prompts"], cell["prompts"])
-                setting = [prompts, f"{cell['temperature']:g}", str(cell["batch"]), row["name"]]
-                lines.append([*setting, median(row), over.get(place(cell, row["name"]), "–")])
-    columns = ["prompts", "temperature", "batch", "draft", "over plain", "over vLLM"]
-    if not over:
-        columns = columns[:-1]
-        lines = [line[:-1] for line in lines]
-    about = experiment["environment"]
+    for setting, over_plain in ratios["ours"].items():
+        if setting[-1].startswith("chain"):
+            lines.append([*setting, over_plain, ratios["chain K=3"].get(setting, "–")])
     options = experiment["options"]
-    weights = options.get("weights", "dense")
-    precision = options["dtype"] if weights == "dense" else weights
-    return table(columns, lines) + (
-        f"\n\nVersion {about['versions']['eagle3_jax']}, commit `{about['git']['commit'][:10]}`, "
-        f"{experiment['device'].partition(',')[0]}, `{precision}`, {options['max_prompts']} prompts of each set, "
-        f"{options['max_new_tokens']} tokens, {options['repeats']} repeats, "
-        f"from [`{name}.json`](../validation/results/{name}.json)."
+    return table(["prompts", "temperature", "batch", "draft", "over plain", "over vLLM"], lines) + (
+        f"\n\n{version(experiment['environment'])}, {experiment['device'].partition(',')[0]}, `{options['dtype']}`, "
+        f"{options['max_prompts']} prompts of each set, {options['max_new_tokens']} tokens, {options['repeats']} "
+        f"repeats, from [`{name}.json`](../validation/results/{name}.json)."
     )
 
 
 def llama_cpp() -> str:
-    """This library and llama.cpp on the same file."""
-    rival = record("llama-cpp-cpu-amd-epyc-2-cores")
-    report = rival["report"]
-    about = rival["about"]
-    lines = [
-        [row["name"], f"`{row['dtype']}`", tau(row), f"{row['decode_tokens_per_second']['median']:.0f}",
-         "{median:.2f} ({low:.2f}–{high:.2f})".format(**row["ratio"])]
-        for row in report["rows"]
-    ]  # fmt: skip
+    """Writes this library and llama.cpp on the same file."""
+    comparison = record("llama-cpp-cpu-amd-epyc-2-cores")
+    report = comparison["report"]
+    about = comparison["about"]
+    lines = [[row["name"], f"`{row['dtype']}`", tau(row), speed(row), spread(row["ratio"])] for row in report["rows"]]
     return table(["decoder", "weights", "τ", "tokens/s", "speed-up over our plain decoding"], lines) + (
-        f"\n\nVersion {about['versions']['eagle3_jax']}, commit `{about['git']['commit'][:10]}`, llama-cpp-python "
-        f"{rival['llama_cpp_python']}, {about['cpu']['cores']} cores of an {about['cpu']['model']}, "
+        f"\n\n{version(about)}, llama-cpp-python {comparison['llama_cpp_python']}, {cores(about)}, "
         f"{report['num_prompts']} prompts,\n{report['max_new_tokens']} greedy tokens each, batch 1."
     )
 
 
 def parts() -> dict[str, dict[str, str]]:
-    """The text between the marks of each page."""
+    """Returns the tables by page and mark."""
     return {
         "README.md": {"speed": CHAT.short()},
         "docs/numbers.md": {
-            "speed": CHAT.whole(),
+            "speed": CHAT.complete(),
             "tasks": CHAT.by_task(),
-            "drafts": LENGTHS.whole(),
+            "drafts": LENGTHS.complete(),
             "llama.cpp": llama_cpp(),
-            "small pair": SMALL.whole(),
+            "small pair": SMALL.complete(),
             "acceptance": acceptance(),
             "headline": headline("headline-cpu-intel-xeon-2-cores"),
         },

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+
+from tables import ROOT, table
 
 from eagle3_jax.conversion.families import FAMILIES
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(ROOT))
 from validation import families
 from validation.aot.programs import SERVED
 
-# Of Llama are the shipped pair and the 8B shape, which have levels of their own.
+# The shipped pair and the 8B shape are Llamas; they have levels of their own.
 IN_VLLM = {"llama": "float32 and bfloat16, EAGLE-3"} | {
-    one.recipe.model_type: f"{one.dtype}, {'EAGLE-3' if one.with_heads else 'n-grams'}"
-    for one in families.FAMILIES.values()
+    compared.recipe.model_type: f"{compared.dtype}, {'EAGLE-3' if compared.with_heads else 'n-grams'}"
+    for compared in families.FAMILIES.values()
 }
 COMPILED = {"llama": "Llama-3.1-8B"} | {name: f"{target}, {mesh}" for name, (target, mesh) in SERVED.items()}
 
 
-def text() -> str:
-    """What is between the marks of the page."""
-    rows = ["| family | `model_type` | compared with vLLM in, drafts | compiled for H200s |", "|---|---|---|---|"]
-    for name, family in FAMILIES.items():
-        rows.append(f"| {family.label} | `{name}` | {IN_VLLM.get(name, '–')} | {COMPILED.get(name, '–')} |")
-    return "\n".join(rows)
+def parts() -> dict[str, dict[str, str]]:
+    """Returns the table by page and mark."""
+    rows = [
+        [family.label, f"`{name}`", IN_VLLM.get(name, "–"), COMPILED.get(name, "–")]
+        for name, family in FAMILIES.items()
+    ]
+    columns = ["family", "`model_type`", "compared with vLLM in, drafts", "compiled for H200s"]
+    return {"docs/checkpoints.md": {"families": table(columns, rows)}}

@@ -1,11 +1,10 @@
-"""Writes the tables and records on the pages between their marks: ``python docs/recorded/write_tables.py``.
+"""Writes the tables on the pages between their marks: ``python docs/recorded/write_tables.py``.
 
-A test compares the pages with what this writes. The other files of this folder make the tables.
+A test compares the pages with what this writes. The other files of this folder make the tables. Numbers in prose are
+quotations: ``tests/docs/test_records.py`` compares them with the records.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import chat_model
 import expected
@@ -15,40 +14,29 @@ import options
 import speeds
 import support
 import validated
-
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tables import ROOT
 
 
 def tables() -> dict[str, dict[str, str]]:
-    """For each page, the texts by the names of their marks."""
-    found: dict[str, dict[str, str]] = {
-        "docs/checkpoints.md": {"families": support.text()},
-        "docs/validation.md": {"record": validated.text()},
-    }
-    for parts in (
-        methods.parts(methods.record()),
-        speeds.parts(),
-        expected.parts(),
-        options.parts(),
-        chat_model.parts(),
-        gpu.parts(),
-    ):
-        for page, named in parts.items():
-            found.setdefault(page, {}).update(named)
-    return found
+    """Returns the tables of each page by the names of their marks."""
+    pages: dict[str, dict[str, str]] = {}
+    for module in (methods, speeds, expected, options, chat_model, gpu, support, validated):
+        for page, marked in module.parts().items():
+            pages.setdefault(page, {}).update(marked)
+    return pages
 
 
-def filled(text: str, named: dict[str, str]) -> str:
-    """A page with its tables in their places.
+def filled(text: str, marked: dict[str, str]) -> str:
+    """Returns a page with its tables in their places.
 
     Raises:
         ValueError: A mark is missing.
     """
-    for name, part in named.items():
+    for name, part in marked.items():
         begin = f"<!-- {name}: written by docs/recorded/write_tables.py -->"
         end = f"<!-- end of {name} -->"
-        before, opened, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
+        before, opened, remaining = text.partition(begin)
+        _, closed, after = remaining.partition(end)
         if not opened or not closed:
             raise ValueError(f"there is no place for {name!r}: put {begin} and {end} around it")
         text = f"{before}{begin}\n\n{part}\n\n{end}{after}"
@@ -56,6 +44,6 @@ def filled(text: str, named: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    for page, named in tables().items():
-        place = ROOT / page
-        place.write_text(filled(place.read_text(encoding="utf-8"), named), encoding="utf-8")
+    for page, marked in tables().items():
+        path = ROOT / page
+        path.write_text(filled(path.read_text(encoding="utf-8"), marked), encoding="utf-8")

@@ -87,8 +87,8 @@ Markdown(to_markdown(["variable", "meaning", "here"], rows))
 # %% tags=["hide-input"]
 facts = dict(flat(environment(target=here.configuration.target, drafter=here.configuration.drafter)))
 if shutil.which("nvidia-smi"):
-    asked = "name,driver_version,memory.total,clocks.max.sm,power.limit,ecc.mode.current"
-    command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv"]
+    fields = "name,driver_version,memory.total,clocks.max.sm,power.limit,ecc.mode.current"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"]
     print(subprocess.run(command, capture_output=True, text=True).stdout.strip())
 shown = ("versions.", "jax.", "cpu.", "python", "platform", "target.sha256", "drafter.sha256")
 facts = [[name, str(fact)[:60]] for name, fact in facts.items() if name.startswith(shown)]
@@ -103,8 +103,9 @@ Markdown(to_markdown(["fact", "value"], facts))
 
 # %%
 rng = np.random.default_rng(0)
-left, right = (rng.standard_normal((256, 1024), np.float32), rng.standard_normal((1024, 256), np.float32))
-exact = left.astype(np.float64) @ right.astype(np.float64)
+first_factor = rng.standard_normal((256, 1024), np.float32)
+second_factor = rng.standard_normal((1024, 256), np.float32)
+exact = first_factor.astype(np.float64) @ second_factor.astype(np.float64)
 
 
 def apart(product):
@@ -119,9 +120,11 @@ def as_tensor_float_32(x):
 
 
 with device.products("L5"):
-    highest = apart(jnp.asarray(left) @ jnp.asarray(right))
-default = apart(jnp.asarray(left) @ jnp.asarray(right))
-rounded = apart(as_tensor_float_32(left).astype(np.float64) @ as_tensor_float_32(right).astype(np.float64))
+    highest = apart(jnp.asarray(first_factor) @ jnp.asarray(second_factor))
+default = apart(jnp.asarray(first_factor) @ jnp.asarray(second_factor))
+rounded = apart(
+    as_tensor_float_32(first_factor).astype(np.float64) @ as_tensor_float_32(second_factor).astype(np.float64)
+)
 print(f"largest error of a float32 product on {here.device}, relative to the result")
 print(f"  in the validation           {highest:.1e}")
 print(f"  default of JAX              {default:.1e}")
@@ -149,7 +152,7 @@ for _ in range(2):
     jax.clear_caches()
     program = jax.jit(step, compiler_options=device.exact_options())
     for _ in range(2):
-        bits.add(np.asarray(program(jnp.asarray(left), jnp.asarray(right))).tobytes())
+        bits.add(np.asarray(program(jnp.asarray(first_factor), jnp.asarray(second_factor))).tobytes())
 assert len(bits) == 1, "the same program gives different bits"
 print(f"4 runs of 2 compilations, {len(bits)} result")
 
@@ -171,7 +174,7 @@ def plans(accelerator, weights):
     """Memory plans of both engines, each in its share."""
     target = KNOWN_MODELS[NAME]
     cache = "float32" if weights == "float32" else "bfloat16"
-    one = Deployment(
+    deployment = Deployment(
         target=target,
         head=usual_head(target),
         accelerator=accelerator,
@@ -179,14 +182,14 @@ def plans(accelerator, weights):
         cache=cache,
         target_name=NAME,
     )
-    asked = {"batch": 8, "context": 2048, "num_draft_tokens": 5, "prefill_tokens": 2048}
+    load = {"batch": 8, "context": 2048, "num_draft_tokens": 5, "prefill_tokens": 2048}
     return {
-        "JAX": memory_plan(one, **asked, utilization=device.share_of_jax()),
-        "vLLM": memory_plan(one, **asked, utilization=share),
+        "JAX": memory_plan(deployment, **load, utilization=device.share_of_jax()),
+        "vLLM": memory_plan(deployment, **load, utilization=share),
     }
 
 
-found = {
+plan_of = {
     (accelerator.name, weights, engine): plan
     for accelerator in devices
     for weights in ("bfloat16", "float32")
@@ -194,24 +197,25 @@ found = {
 }
 rows = [
     [*key, show(plan.total / 1e9), show(plan.budget / 1e9), "yes" if plan.fits else "NO"]
-    for key, plan in found.items()
+    for key, plan in plan_of.items()
 ]
 Markdown(to_markdown(["device (data sheet)", "weights", "engine", "GB needed", "GB available", "fits"], rows))
 
 # %% tags=["hide-input"]
 parts = ("target_weights", "head_weights", "target_cache", "head_cache", "activations", "reserve")
-figure, axes = plt.subplots(figsize=(8.4, 0.42 * len(found) + 1.4))
-names, left_edge = [" · ".join(key) for key in found], np.zeros(len(found))
+figure, axes = plt.subplots(figsize=(8.4, 0.42 * len(plan_of) + 1.4))
+names = [" · ".join(key) for key in plan_of]
+left_edge = np.zeros(len(plan_of))
 for part, colour in zip(parts, SERIES, strict=True):
-    sizes = np.array([getattr(plan, part) / 1e9 for plan in found.values()])
+    sizes = np.array([getattr(plan, part) / 1e9 for plan in plan_of.values()])
     axes.barh(names, sizes, left=left_edge, color=colour, label=part.replace("_", " "))
     left_edge += sizes
-axes.plot([plan.budget / 1e9 for plan in found.values()], names, "k|", markersize=16, label="share")
+axes.plot([plan.budget / 1e9 for plan in plan_of.values()], names, "k|", markersize=16, label="share")
 axes.invert_yaxis()
 axes.set(xlabel="GB on one device, by data sheet", title=f"Memory of {NAME} and its head in two engines")
 axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
 plt.show()
-for (name, weights, _), plan in found.items():
+for (name, weights, _), plan in plan_of.items():
     assert abs(sum(getattr(plan, part) for part in parts) - plan.total) < 1.0
     if weights == "bfloat16" and accelerator_named(name).memory_bytes >= 140e9:
         assert plan.fits, "two engines in bfloat16 fit into an H200"

@@ -84,16 +84,22 @@ TREE = here.amount(
 )
 LIMIT, REPEATS = here.amount(cpu=(24, 3), gpu=(128, 5))
 RANDOM = here.on_gpu and not speeds.is_quoted(here.subject, here.setting)
-dtype, simulated, deep = here.dtype, None, None
+dtype = here.dtype
+simulated = None
+deep = None
 if RANDOM:
-    pair, dtype = random_pair("Llama-3.1-8B"), "bfloat16"
+    pair = random_pair("Llama-3.1-8B")
+    dtype = "bfloat16"
     simulated = SimulatedAcceptance.of_conditional_rate(0.7, K)
     deep = SimulatedAcceptance.of_conditional_rate(0.7, TREE.max_depth)
     prompts = np.random.default_rng(0).integers(0, pair[0].vocab_size, (4, CONTEXT)).tolist()
 else:
-    pair, prompts = here.pair, some_prompts(here.subject, 4)
-what = pair[0].name if RANDOM else here.subject.name
-print(f"{what}, {dtype}, batch 1, {len(prompts)} prompts of {CONTEXT} tokens, {LIMIT} new; {here.device}")
+    pair = here.pair
+    prompts = some_prompts(here.subject, 4)
+pair_name = pair[0].name if RANDOM else here.subject.name
+print(
+    f"{pair_name}, {dtype}, batch 1, {len(prompts)} prompts of {CONTEXT} tokens, {LIMIT} new; {here.device}"
+)
 
 # %%
 contenders = [chain(pair, dtype, 0), chain(pair, dtype, K, simulated), tree(pair, dtype, TREE, deep)]
@@ -125,7 +131,8 @@ report = measure(
 assert not faults(report), "; ".join(faults(report))
 rows = []
 for row in report.rows:
-    speed, ratio = row.decode_tokens_per_second, row.ratio_interval
+    speed = row.decode_tokens_per_second
+    ratio = row.ratio_interval
     tau = 1.0 if row.acceptance is None else row.acceptance.mean_acceptance_length
     interval = "–" if ratio.low is None else f"{ratio.low:.2f} to {ratio.high:.2f}"
     predicted = "–" if row.predicted_ratio is None else f"{row.predicted_ratio:.2f}"
@@ -152,7 +159,7 @@ columns = [
     "τ",
     "share of bandwidth",
 ]
-display(Markdown(f"{what}, batch 1, on **{here.device}**\n\n" + to_markdown(columns, rows)))
+display(Markdown(f"{pair_name}, batch 1, on **{here.device}**\n\n" + to_markdown(columns, rows)))
 best = max(report.rows[1:], key=lambda row: row.ratio_interval.value)
 interval = best.ratio_interval
 here.verdict(
@@ -179,8 +186,8 @@ stacked_steps(
     [row.name for row in timed],
     {
         "draft": [1e3 * row.num_draft_steps * row.step_seconds.draft_seconds for row in timed],
-        "verify": [1e3 * max(0.0, one.verify_seconds - one.commit_seconds) for one in costs],
-        "commit": [1e3 * one.commit_seconds for one in costs],
+        "verify": [1e3 * max(0.0, cost.verify_seconds - cost.commit_seconds) for cost in costs],
+        "commit": [1e3 * cost.commit_seconds for cost in costs],
     },
     title=f"Parts of a round, {here.device}",
 )
@@ -209,10 +216,10 @@ def work_of_a_round(row, nodes):
     verify = forward_work(deployment, deployment.target, batch=1, context=CONTEXT, tokens=nodes, logits=nodes)
     total = [verify.num_bytes, verify.layer_flops + verify.other_flops]
     for step in range(row.num_draft_steps if row.step_seconds is not None else 0):
-        one = forward_work(
+        draft_step = forward_work(
             deployment, deployment.head, batch=1, context=CONTEXT + step, tokens=1, logits=1, fuse=step == 0
         )
-        total = [total[0] + one.num_bytes, total[1] + one.layer_flops + one.other_flops]
+        total = [total[0] + draft_step.num_bytes, total[1] + draft_step.layer_flops + draft_step.other_flops]
     return total
 
 
@@ -238,7 +245,7 @@ for (name, (intensity, achieved, share)), colour in zip(points.items(), SERIES, 
     axes.plot([intensity, intensity], [achieved, intensity * bandwidth], ":", color=colour, linewidth=1)
 axes.set_xlabel("operations per byte of weights and caches")
 axes.set_ylabel("operations per second")
-axes.set_title(f"Roofline of {what} on {here.device}")
+axes.set_title(f"Roofline of {pair_name} on {here.device}")
 axes.legend(fontsize="small")
 if peak is None:
     print("no flat part: the data sheet of this device is not known")
@@ -247,9 +254,10 @@ plt.show()
 # %%
 ordered = [points[name][0] for name in NODES if name in points]
 assert ordered == sorted(ordered), "more nodes for the same bytes are more operations per byte"
-plain_share, told = points[contenders[0].name][2], report.rows[0].bandwidth_share
-assert 0 < told <= 1.0
-assert abs(plain_share / told - 1) < 0.25, "two counts of the bytes differ by more than the caches"
+plain_share = points[contenders[0].name][2]
+bandwidth_share = report.rows[0].bandwidth_share
+assert 0 < bandwidth_share <= 1.0
+assert abs(plain_share / bandwidth_share - 1) < 0.25, "two counts of the bytes differ by more than the caches"
 here.verdict("share of roofline", f"plain decoding reaches {plain_share:.0%} of the measured bandwidth")
 
 # %% [markdown]
@@ -266,11 +274,11 @@ waits = {"TTFT": "first_token", "TPOT": "per_token", "chunk": "chunk"}
 rows = []
 for row in report.rows:
     for wait, field in waits.items():
-        found = getattr(row, field)
-        if found is not None:
-            times = (found.p50, found.p90, found.p99)
-            rows.append([row.name, wait, *(f"{1e3 * one:.2f}" for one in times)])
-            assert 0 < found.p50 <= found.p90 <= found.p99
+        distribution = getattr(row, field)
+        if distribution is not None:
+            times = (distribution.p50, distribution.p90, distribution.p99)
+            rows.append([row.name, wait, *(f"{1e3 * seconds:.2f}" for seconds in times)])
+            assert 0 < distribution.p50 <= distribution.p90 <= distribution.p99
 
 alpha = conditional_rate_from_tau(max(1.05, best.acceptance.mean_acceptance_length), K)
 spread = min(alpha, 1 - alpha) * 0.9
@@ -280,10 +288,10 @@ for mix in mixes:
     traffic = [TrafficClass(share=share, conditional_acceptance_rate=rate) for share, rate in mix]
     size = {"num_requests": 4000, "output_tokens": 128, "seed": 0}
     tails.append(simulate(traffic, num_draft_tokens=K, verify_cost=1.2, draft_cost=0.15, **size))
-tails = [one.time_per_output_token.p99 for one in tails]
+tails = [row.time_per_output_token.p99 for row in tails]
 print(f"simulated p99 of TPOT, plain steps: {tails[0]:.2f}; with mixed requests {tails[1]:.2f}")
 assert tails[1] > tails[0], "mixed traffic has the longer tail"
-title = f"{what}, batch 1, {here.device}"
+title = f"{pair_name}, batch 1, {here.device}"
 Markdown(f"{title}\n\n" + to_markdown(["method", "wait", "p50 ms", "p90 ms", "p99 ms"], rows))
 
 # %% [markdown]
@@ -306,8 +314,9 @@ tuning = tune(*here.pair, texts, batches=BATCHES, chains=CHAINS, **amount)
 # %% tags=["hide-input"]
 figure, axes = plt.subplots()
 for index, candidate in enumerate(tuning.batches[0].candidates):
-    gains = [one.candidates[index].speedup for one in tuning.batches]
-    low, high = [gain.low for gain in gains], [gain.high for gain in gains]
+    gains = [batch.candidates[index].speedup for batch in tuning.batches]
+    low = [gain.low for gain in gains]
+    high = [gain.high for gain in gains]
     axes.plot(BATCHES, [gain.median for gain in gains], "o-", label=candidate.shape.name)
     axes.fill_between(BATCHES, low, high, alpha=0.15)
 axes.axhline(1.0, color="#3c4043", linewidth=1)
@@ -319,12 +328,13 @@ axes.legend(fontsize="small")
 plt.show()
 
 # %%
-chosen = {one.batch: "plain" if one.best is None else one.best.shape.name for one in tuning.batches}
-for one in tuning.batches:
-    for candidate in one.candidates:
-        even, tau = break_even(candidate), candidate.shape.mean_acceptance_length
+chosen = {batch.batch: "plain" if batch.best is None else batch.best.shape.name for batch in tuning.batches}
+for batch in tuning.batches:
+    for candidate in batch.candidates:
+        even = break_even(candidate)
+        tau = candidate.shape.mean_acceptance_length
         print(
-            f"batch {one.batch:3}, {candidate.shape.name}: τ {tau:.2f}, break-even τ "
+            f"batch {batch.batch:3}, {candidate.shape.name}: τ {tau:.2f}, break-even τ "
             f"{even.mean_acceptance_length:.2f}, S {candidate.speedup.median:.2f}"
         )
 if tuning.schedule is not None:

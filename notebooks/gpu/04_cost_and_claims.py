@@ -66,7 +66,9 @@ from validation.subject import some_prompts
 K = 3
 BATCHES = here.amount(cpu=(1, 8), gpu=(1, 8, 32))
 LIMIT, REPEATS = here.amount(cpu=(24, 2), gpu=(128, 5))
-pair, dtype, price = here.pair, here.dtype, here.price_per_hour
+pair = here.pair
+dtype = here.dtype
+price = here.price_per_hour
 if here.on_gpu and not is_quoted(here.subject, here.setting):
     print("On a GPU, the shipped pair measures only kernel launches. Set EAGLE3_TARGET.")
 reports = {}
@@ -87,15 +89,18 @@ for batch in BATCHES:
 
 # %%
 BUSY = 0.4
-rows, costs = [], {}
+rows = []
+costs = {}
 for batch, report in reports.items():
     for row in report.rows:
         speed = row.total_tokens_per_second
         full, real = (cost_of(speed.median, price_per_hour=price, busy=share) for share in (1.0, BUSY))
-        ends = sorted(cost_per_million_tokens(one, price) for one in (speed.low, speed.high))
-        costs[batch, row.name] = (full.per_million_tokens, *ends)
-        told = [show(value) for value in (speed.median, full.per_million_tokens, real.per_million_tokens)]
-        rows.append([batch, row.name, *told])
+        interval = sorted(
+            cost_per_million_tokens(speed_bound, price) for speed_bound in (speed.low, speed.high)
+        )
+        costs[batch, row.name] = (full.per_million_tokens, *interval)
+        figures = [show(value) for value in (speed.median, full.per_million_tokens, real.per_million_tokens)]
+        rows.append([batch, row.name, *figures])
 columns = [
     "batch",
     "method",
@@ -108,7 +113,8 @@ display(Markdown(f"{title}\n\n{to_markdown(columns, rows)}"))
 for (batch, name), (cost, *_) in costs.items():
     row = next(row for row in reports[batch].rows if row.name == name)
     assert abs(cost * row.total_tokens_per_second.median * 3600 / 1e6 - price) < 1e-6 * price
-names, full = [row.name for row in reports[1].rows], BATCHES[-1]
+names = [row.name for row in reports[1].rows]
+full = BATCHES[-1]
 plain, fast = (costs[full, name][0] for name in names)
 slide = plain / reports[1].rows[1].total_ratio_interval.value
 print(f"batch {full}: plain {show(plain)}, {names[1]} {show(fast)}")
@@ -189,7 +195,8 @@ def served(name, gpu, weights):
     )
 
 
-BIG, SMALL = ("Llama-3.3-70B", "fp8"), ("Llama-3.1-8B", "bfloat16")
+BIG = ("Llama-3.3-70B", "fp8")
+SMALL = ("Llama-3.1-8B", "bfloat16")
 CLAIMS = [  # who, model, device, batch, K, tokens/s
     ("articles, plain, batch 1-4", BIG, "H100-PCIe", 4, 0, 1200.0),
     ("articles, plain, batch 1-4", BIG, "H100", 4, 0, 1500.0),
@@ -205,15 +212,16 @@ CLAIMS = [  # who, model, device, batch, K, tokens/s
     ("vLLM pull request 16937, plain", SMALL, "H100", 1, 0, 133.0),
     ("vLLM pull request 16937, EAGLE-3", SMALL, "H100", 1, 2, 220.21),
 ]
-rows, shares = [], {}
+rows = []
+shares = {}
 for who, (model, weights), gpu, batch, k, speed in CLAIMS:
     claim = check_claim(
         served(model, gpu, weights), tokens_per_second=speed, batch=batch, context=0, num_draft_tokens=k
     )
     shares[f"{who}, {gpu}"] = (claim.share_of_bound, claim.possible)
-    told = [show(speed), show(claim.bound), f"{claim.share_of_bound:.2f}"]
+    figures = [show(speed), show(claim.bound), f"{claim.share_of_bound:.2f}"]
     needed = "none" if claim.batch_needed is None else claim.batch_needed
-    rows.append([who, model, gpu, *told, needed, "possible" if claim.possible else "IMPOSSIBLE"])
+    rows.append([who, model, gpu, *figures, needed, "possible" if claim.possible else "IMPOSSIBLE"])
 columns = [
     "source",
     "model",
@@ -270,12 +278,12 @@ PUBLISHED = {2: 2.36, 3: 2.79, 4: 3.08, 5: 3.32, 6: 3.46, 7: 3.54}  # vLLM, Llam
 rows = []
 for k, rate, claimed in ARTICLE:
     formulas = tau_from_draft_rate(rate, k), tau_from_conditional_rate(rate, k)
-    rows.append([k, rate, claimed, *(f"{one:.2f}" for one in formulas)])
-    assert min(abs(claimed - one) for one in formulas) > 0.3, "one of the formulas fits after all"
+    rows.append([k, rate, claimed, *(f"{estimate:.2f}" for estimate in formulas)])
+    assert min(abs(claimed - estimate) for estimate in formulas) > 0.3, "one of the formulas fits after all"
 gains = np.diff(list(PUBLISHED.values()))
 assert np.all(gains > -0.02) and gains[-1] < gains[0], "each further token gains less"
-taus = {batch: one.rows[1].acceptance.mean_acceptance_length for batch, one in reports.items()}
-print("τ by batch size, measured:", {batch: round(one, 3) for batch, one in taus.items()})
+taus = {batch: report.rows[1].acceptance.mean_acceptance_length for batch, report in reports.items()}
+print("τ by batch size, measured:", {batch: round(length, 3) for batch, length in taus.items()})
 assert max(taus.values()) - min(taus.values()) < 0.1 * max(taus.values())
 Markdown(to_markdown(["K", "rate (article)", "tokens per step (article)", "1 + K·r", "geometric"], rows))
 
@@ -288,8 +296,8 @@ Markdown(to_markdown(["K", "rate (article)", "tokens per step (article)", "1 + K
 # %%
 for weights, batch, possible in (("fp8", 32, True), ("int4", 4, False)):
     deployment = served(BIG[0], "H200", weights)
-    asked = {"tokens_per_second": 6200, "batch": batch, "context": 0, "num_draft_tokens": 5}
-    claim = check_claim(deployment, **asked)
+    claimed = {"tokens_per_second": 6200, "batch": batch, "context": 0, "num_draft_tokens": 5}
+    claim = check_claim(deployment, **claimed)
     print(f"{weights}, batch {batch}: {claim.share_of_bound:.2f} of the bound")
     assert claim.possible == possible
 
@@ -313,7 +321,8 @@ for weights, batch, possible in (("fp8", 32, True), ("int4", 4, False)):
 # </details>
 
 # %%
-draft, conditional = (PUBLISHED[3] - 1) / 3, conditional_rate_from_tau(PUBLISHED[3], 3)
+draft = (PUBLISHED[3] - 1) / 3
+conditional = conditional_rate_from_tau(PUBLISHED[3], 3)
 print(f"draft acceptance rate {draft:.2f}, conditional acceptance rate {conditional:.2f}")
 assert conditional > draft
 assert abs(cost_per_million_tokens(3.5 / 3600 / 0.5 * 1e6, 3.5) - 0.5) < 1e-12

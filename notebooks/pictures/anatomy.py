@@ -11,8 +11,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INK, _GUESS = "#57606a", "#c05a8e"
-_MAIN, _LOW, _ABOVE = 2.6, 1.0, 3.75  # heights of the feature, the token and the residual path
+_INK = "#57606a"
+_GUESS = "#c05a8e"
+# heights of the feature, the token and the residual path
+_MAIN = 2.6
+_LOW = 1.0
+_ABOVE = 3.75
 
 
 def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
@@ -27,7 +31,8 @@ def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
     fig, ax = plt.subplots(figsize=(11.0, 4.3))
     ax.set(xlim=(-0.9, 16.3), ylim=(-0.9, 5.5))
     ax.axis("off")
-    width, count = config.width, len(config.aux_layers)
+    width = config.width
+    count = len(config.aux_layers)
     _target(ax, config.aux_layers, num_layers)
     _box(ax, 3.3, _MAIN, f"fc\n{count}·{config.target_width} → {width}", width=1.5)
     _node(ax, 4.75, _MAIN, "g")
@@ -69,7 +74,8 @@ def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
 
 def _target(ax: Axes, taps: tuple[int, ...], num_layers: int) -> None:
     """Draws the layers of the target and a line from every feature to ``fc``."""
-    low, high = -0.35, 4.9
+    low = -0.35
+    high = 4.9
     step = (high - low) / num_layers
     for layer in range(num_layers):
         y = low + layer * step

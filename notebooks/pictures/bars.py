@@ -15,7 +15,7 @@ _LONGEST = 14  # characters of a token's label
 _WIDTH = 0.4
 
 
-def laws(
+def distributions(
     p: Float[np.ndarray, " V"],
     q: Float[np.ndarray, " V"],
     *,
@@ -37,7 +37,8 @@ def laws(
         top: Number of tokens with bars of their own.
         title: Title of the figure.
     """
-    p, q = np.asarray(p, float), np.asarray(q, float)
+    p = np.asarray(p, float)
+    q = np.asarray(q, float)
     likely = np.argsort(-np.maximum(p, q), kind="stable")[:top]  # under either distribution
     likely = likely[np.lexsort((likely, -q[likely], -p[likely]))]
     others = np.setdiff1d(np.arange(p.size), likely)
@@ -45,18 +46,20 @@ def laws(
     names = [str(token) if labels is None else visible(labels[int(token)]) for token in likely]
     names += [f"{others.size} others"] if others.size else []
     total = lambda mass: np.array([mass[group].sum() for group in groups])
-    common, rest = total(np.minimum(p, q)), total(np.maximum(p - q, 0.0))
+    common = total(np.minimum(p, q))
+    excess = total(np.maximum(p - q, 0.0))
     figure, ax = plt.subplots(figsize=(max(5.0, 1.6 + 0.55 * len(names)), 3.4))
-    place = np.arange(len(names), dtype=float)
-    left, right = place - _WIDTH / 2, place + _WIDTH / 2
-    ax.bar(left, common, _WIDTH, color=TARGET, label=rf"$\min(p, q)$, sums to {common.sum():.3f}")
+    groups_x = np.arange(len(names), dtype=float)
+    target_x = groups_x - _WIDTH / 2
+    right = groups_x + _WIDTH / 2
+    ax.bar(target_x, common, _WIDTH, color=TARGET, label=rf"$\min(p, q)$, sums to {common.sum():.3f}")
     if residual:
         look = {"color": RESIDUAL + "33", "edgecolor": RESIDUAL, "hatch": "////", "linewidth": 0}
-        ax.bar(left, rest, _WIDTH, bottom=common, label=rf"$\max(p - q, 0)$, sums to {rest.sum():.3f}", **look)
-    ax.bar(left, total(p), _WIDTH, fill=False, edgecolor=TARGET, linewidth=1.2, label="$p$, the target")
+        ax.bar(target_x, excess, _WIDTH, bottom=common, label=rf"$\max(p - q, 0)$, sums to {excess.sum():.3f}", **look)
+    ax.bar(target_x, total(p), _WIDTH, fill=False, edgecolor=TARGET, linewidth=1.2, label="$p$, the target")
     ax.bar(right, total(q), _WIDTH, color=DRAFTER + "80", edgecolor=DRAFTER, label="$q$, the drafter")
     turned = {"rotation": 40, "ha": "right"} if max(map(len, names)) > 4 else {}
-    ax.set_xticks(place, names, family="monospace", **turned)
+    ax.set_xticks(groups_x, names, family="monospace", **turned)
     ax.tick_params(axis="x", length=0)
     ax.grid(False, axis="x")
     ax.set_ylabel("probability")

@@ -44,5 +44,5 @@ def _wilson(share: float, rounds: int) -> tuple[float, float]:
     """Computes the 95 % interval of a share."""
     if rounds < 1:
         return 0.0, 1.0
-    found = binomtest(round(share * rounds), rounds).proportion_ci(0.95, method="wilson")
-    return found.low, found.high
+    interval = binomtest(round(share * rounds), rounds).proportion_ci(0.95, method="wilson")
+    return interval.low, interval.high

@@ -33,25 +33,26 @@ def roofline(steps: Sequence[Step], accelerators: Sequence[Accelerator], words: 
     import plotly.graph_objects as go
 
     groups = list(dict.fromkeys(step.group for step in steps))
-    ends = 0.5, 2.0 * max(2 * max(step.intensity for step in steps), 600.0)
+    limits = 0.5, 2.0 * max(2 * max(step.intensity for step in steps), 600.0)
 
-    def drawn(accelerator: Accelerator, said: Sequence[str]) -> list[dict]:
+    def series_of(accelerator: Accelerator, tooltips: Sequence[str]) -> list[dict]:
         """Makes the roof and a series for each group."""
-        peak, slope = accelerator.peak_flops / 1e12, accelerator.bandwidth_bytes_per_second / 1e12
-        line = [ends[0], peak / slope, ends[1]]
-        found: list[dict] = [{"x": line, "y": [min(peak, slope * x) for x in line], "hovertext": None}]
+        peak = accelerator.peak_flops / 1e12
+        slope = accelerator.bandwidth_bytes_per_second / 1e12
+        line = [limits[0], peak / slope, limits[1]]
+        traces: list[dict] = [{"x": line, "y": [min(peak, slope * x) for x in line], "hovertext": None}]
         for group in groups:
-            mine = [(step, text) for step, text in zip(steps, said, strict=True) if step.group == group]
-            xs = [step.intensity for step, _ in mine]
+            members = [(step, text) for step, text in zip(steps, tooltips, strict=True) if step.group == group]
+            xs = [step.intensity for step, _ in members]
             ys = [min(peak, slope * x) for x in xs]
-            found.append({"x": xs, "y": ys, "hovertext": [text for _, text in mine]})
-        return found
+            traces.append({"x": xs, "y": ys, "hovertext": [text for _, text in members]})
+        return traces
 
     def title(accelerator: Accelerator) -> str:
         ridge = accelerator.peak_flops / accelerator.bandwidth_bytes_per_second
         return f"{accelerator.name}: ridge point at {ridge:.0f} operations per byte"
 
-    roof, *points = drawn(accelerators[0], words[0])
+    roof, *points = series_of(accelerators[0], words[0])
     figure = go.Figure(
         go.Scatter(**roof, mode="lines", line={"color": "#444", "width": 3}, name="roof", hoverinfo="skip")
     )
@@ -68,9 +69,9 @@ def roofline(steps: Sequence[Step], accelerators: Sequence[Accelerator], words: 
             name=group,
         )
     buttons = []
-    for accelerator, said in zip(accelerators, words, strict=True):
-        all_of_it = drawn(accelerator, said)
-        change = {key: [series[key] for series in all_of_it] for key in ("x", "y", "hovertext")}
+    for accelerator, tooltips in zip(accelerators, words, strict=True):
+        traces = series_of(accelerator, tooltips)
+        change = {key: [series[key] for series in traces] for key in ("x", "y", "hovertext")}
         text = {"title.text": title(accelerator)}
         buttons.append({"label": accelerator.name, "method": "update", "args": [change, text]})
     ticks = {"type": "log", "dtick": 1}

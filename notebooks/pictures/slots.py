@@ -44,8 +44,8 @@ def slot_map(
     count, slots = status.shape
     edges = first - 0.5 + np.arange(slots + 1), np.arange(count + 1) - 0.5
     ax.pcolormesh(*edges, status, cmap=ListedColormap(_FILL), vmin=-0.5, vmax=3.5, edgecolors="#d5dae0", linewidth=0.6)
-    for (row, slot), what in np.ndenumerate(status):
-        if what == REFUSED:  # a mark in addition to the color
+    for (row, slot), state in np.ndenumerate(status):
+        if state == REFUSED:  # a mark in addition to the color
             ax.text(first + slot, row, "×", ha="center", va="center", color="white", fontsize=7)
     if not ax.yaxis_inverted():  # shared axes are inverted once
         ax.invert_yaxis()
@@ -79,8 +79,8 @@ def moved(path: Sequence[int], num_nodes: int, *, first: int, title: str = "") -
             _token(ax, first + node, 0, str(path[node]), COLOURS[ACCEPTED])
         else:
             _token(ax, first + node, 0, "×", "#ffffff", ink="#9aa0a6")
-    for place, node in enumerate(path):
-        ax.annotate("", (first + place, 0.22), (first + node, 0.78), arrowprops={"arrowstyle": "-|>", "ec": "#57606a"})
+    for offset, node in enumerate(path):
+        ax.annotate("", (first + offset, 0.22), (first + node, 0.78), arrowprops={"arrowstyle": "-|>", "ec": "#57606a"})
     ax.set(xlim=(first - 0.8, first + num_nodes - 0.2), ylim=(-0.5, 1.5), yticks=(1, 0), xlabel="slot", title=title)
     ax.set_yticklabels(("written", "committed"))
     ax.grid(visible=False)

@@ -13,11 +13,15 @@ from tokenizers import Tokenizer
 from eagle3_jax.results import Pieces
 from pictures.style import ACCEPTED, BONUS, COLOURS, CORRECTED
 
-PROMPT, FIRST, UNDRAFTED = "prompt", "from the prefill", "undrafted"
+PROMPT = "prompt"
+FIRST = "from the prefill"
+UNDRAFTED = "undrafted"
 # The line below a token, so that color is not the only mark.
 _MARKS = {ACCEPTED: "solid", CORRECTED: "dashed", BONUS: "double", UNDRAFTED: "dotted", FIRST: "dotted"}
 _INK = {**COLOURS, FIRST: "#6b7280", UNDRAFTED: "#6b7280"}
-_COLUMNS, _SIZE = 72, 14.0  # characters per line, and font size in pixels, of an SVG
+# characters per line, and font size in pixels, of an SVG
+_COLUMNS = 72
+_SIZE = 14.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +43,17 @@ def tokens_of(prompt: dict[str, Any], tokenizer: Tokenizer) -> list[Token]:
         tokenizer: The target's tokenizer.
     """
     pieces = Pieces(tokenizer)
-    found = [Token(piece, PROMPT, 0) for piece in pieces.of(prompt["prompt_ids"])]
-    for index, one in enumerate(prompt["rounds"], start=1):
+    tokens = [Token(piece, PROMPT, 0) for piece in pieces.of(prompt["prompt_ids"])]
+    for index, round_ in enumerate(prompt["rounds"], start=1):
         if index == 1:
-            found.append(Token(pieces.of([one["tokens"][0]])[0], FIRST, 0))
-        accepted = [one["tokens"][node] for node in one["path"]]
-        end = one["path"][-1] if one["path"] else 0
-        last = UNDRAFTED if len(one["tokens"]) == 1 else CORRECTED if end in one["parents"] else BONUS
-        emitted = [*accepted, one["next_token"]]
+            tokens.append(Token(pieces.of([round_["tokens"][0]])[0], FIRST, 0))
+        accepted = [round_["tokens"][node] for node in round_["path"]]
+        end = round_["path"][-1] if round_["path"] else 0
+        last = UNDRAFTED if len(round_["tokens"]) == 1 else CORRECTED if end in round_["parents"] else BONUS
+        emitted = [*accepted, round_["next_token"]]
         kinds = [ACCEPTED] * len(accepted) + [last]
-        found += [Token(piece, kind, index) for piece, kind in zip(pieces.of(emitted), kinds, strict=True)]
-    return found
+        tokens += [Token(piece, kind, index) for piece, kind in zip(pieces.of(emitted), kinds, strict=True)]
+    return tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +85,8 @@ def svg(lanes: Sequence[tuple[str, TokenStrip]], *, seconds_per_round: float | N
             visible. Default: no animation.
     """
     rounds = max((token.round for _, strip in lanes for token in strip.tokens), default=0)
-    pen, kinds = _Pen(), dict[str, None]()
+    pen = _Pen()
+    kinds = dict[str, None]()
     for heading, strip in lanes:
         if heading:
             pen.words(heading)
@@ -113,11 +118,16 @@ def _appear(number: int, rounds: int, seconds_per_round: float) -> str:
 class _Pen:
     """Writes tokens one after the other and breaks lines."""
 
-    columns, size = _COLUMNS, _SIZE
-    advance, line, pad = 0.602 * size, 1.75 * size, 1.2 * size
+    columns = _COLUMNS
+    size = _SIZE
+    advance = 0.602 * size
+    line = 1.75 * size
+    pad = 1.2 * size
 
     def __init__(self):
-        self.x, self.y, self.shapes = 0, self.pad, list[str]()
+        self.x = 0
+        self.y = self.pad
+        self.shapes = list[str]()
 
     @property
     def width(self) -> float:
@@ -136,11 +146,12 @@ class _Pen:
             while part:
                 if self.x >= self.columns:
                     self._break()
-                now, part = part[: self.columns - self.x], part[self.columns - self.x :]
+                now = part[: self.columns - self.x]
+                part = part[self.columns - self.x :]
                 boxes.append(self._box(now, token.kind))
                 self.x += len(now)
-        drawn = "".join(boxes)
-        self.shapes.append(f"<g>{animation}{drawn}</g>" if animation else drawn)
+        shapes = "".join(boxes)
+        self.shapes.append(f"<g>{animation}{shapes}</g>" if animation else shapes)
 
     def words(self, text: str) -> None:
         self.shapes.append(
@@ -162,17 +173,21 @@ class _Pen:
         self._break()
 
     def _break(self) -> None:
-        self.x, self.y = 0, self.y + self.line
+        self.x = 0
+        self.y = self.y + self.line
 
     def _box(self, text: str, kind: str) -> str:
-        x, width, size = self.pad + self.x * self.advance, len(text) * self.advance, self.size
+        x = self.pad + self.x * self.advance
+        width = len(text) * self.advance
+        size = self.size
         words = (
             f'<text x="{x:.1f}" y="{self.y + size:.1f}" textLength="{width:.1f}" xml:space="preserve" '
             f'fill="{"#6b7280" if kind == PROMPT else "#1f2328"}">{html.escape(text)}</text>'
         )
         if kind == PROMPT:
             return words if text.strip() else ""
-        ink, under = _INK[kind], self.y + 1.3 * size
+        ink = _INK[kind]
+        under = self.y + 1.3 * size
         dash = {"dashed": ' stroke-dasharray="4 2"', "dotted": ' stroke-dasharray="1 2"'}.get(_MARKS[kind], "")
         return (
             f'<rect x="{x:.1f}" y="{self.y:.1f}" width="{width:.1f}" height="{1.3 * size:.1f}" fill="{ink}" '

@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 # Status of a token. The colors are distinguishable with any color vision; pictures add a second mark.
-ACCEPTED, CORRECTED, BONUS, REJECTED, UNVISITED = "accepted", "corrected", "bonus", "rejected", "never visited"
+ACCEPTED = "accepted"
+CORRECTED = "corrected"
+BONUS = "bonus"
+REJECTED = "rejected"
+UNVISITED = "never visited"
 COLOURS = {ACCEPTED: "#2a9d74", CORRECTED: "#d97634", BONUS: "#3b82c4", REJECTED: "#c05a8e", UNVISITED: "#9aa0a6"}
 
 # The target's and the drafter's distribution.
-TARGET, DRAFTER, RESIDUAL = "#3b82c4", "#d97634", "#8378d0"
+TARGET = "#3b82c4"
+DRAFTER = "#d97634"
+RESIDUAL = "#8378d0"
 
 # Other series, in this order.
 SERIES = ("#3b82c4", "#d97634", "#2a9d74", "#c05a8e", "#8378d0", "#a8862a")

@@ -29,17 +29,17 @@ def stacked_steps(names: Sequence[str], parts: Mapping[str, Numbers], *, title: 
     axes = figure.add_subplot()
     places = range(len(names))
     totals = [sum(times[index] for times in parts.values()) for index in places]
-    ends = [0.0] * len(names)
+    offsets = [0.0] * len(names)
     others = iter((RESIDUAL, *SERIES[3:]))
     for part, times in parts.items():
         colour = _PARTS.get(part) or next(others, SERIES[0])
         look = {"height": 0.62, "color": colour, "edgecolor": "white", "hatch": _HATCHES.get(part)}
-        axes.barh(places, times, left=ends, label=part, **look)
+        axes.barh(places, times, left=offsets, label=part, **look)
         for index, time in enumerate(times):
             if time >= _LABELLED * max(totals):
-                at = ends[index] + time / 2, index, _short(time)
+                at = offsets[index] + time / 2, index, _short(time)
                 axes.text(*at, ha="center", va="center", fontsize="small", bbox=_BEHIND)
-        ends = [end + time for end, time in zip(ends, times, strict=True)]
+        offsets = [end + time for end, time in zip(offsets, times, strict=True)]
     for index, total in enumerate(totals):
         axes.annotate(f"{_short(total)} ms", (total, index), (5, 0), textcoords="offset points", va="center")
     axes.set_yticks(places, names)
@@ -53,8 +53,8 @@ def stacked_steps(names: Sequence[str], parts: Mapping[str, Numbers], *, title: 
 
 def twin(
     x: Numbers,
-    left: Numbers,
-    right: Numbers,
+    left_values: Numbers,
+    right_values: Numbers,
     *,
     labels: tuple[str, str, str],
     right_range: Sequence[tuple[float | int, float | int]],
@@ -64,25 +64,25 @@ def twin(
 
     Args:
         x: Values of the horizontal axis, such as batch sizes; they are evenly spaced.
-        left: Values of the left axis.
-        right: Values of the right axis.
+        left_values: Values of the left axis.
+        right_values: Values of the right axis.
         labels: Labels of the horizontal, the left and the right axis, with units.
-        right_range: Low and high end of the interval of each value of ``right``.
+        right_range: Low and high end of the interval of each value of ``right_values``.
         title: Title of the figure.
     """
     figure = Figure()
     first = figure.add_subplot()
     second = first.twinx()
     places = range(len(x))
-    (one,) = first.plot(places, left, color=COLOURS[ACCEPTED], marker="o", label=labels[1])
-    (two,) = second.plot(places, right, color=DRAFTER, marker="s", linestyle="--", label=labels[2])
+    (left_line,) = first.plot(places, left_values, color=COLOURS[ACCEPTED], marker="o", label=labels[1])
+    (right_line,) = second.plot(places, right_values, color=DRAFTER, marker="s", linestyle="--", label=labels[2])
     low, high = zip(*right_range, strict=True)
     second.fill_between(places, low, high, color=DRAFTER, alpha=0.2, linewidth=0)
-    first.set_ylim(0, 1.25 * max(left))
-    second.set_ylim(0, 1.15 * max(*right, *high))
+    first.set_ylim(0, 1.25 * max(left_values))
+    second.set_ylim(0, 1.15 * max(*right_values, *high))
     first.set_xticks(places, [f"{value:g}" for value in x])
     first.set(xlabel=labels[0], title=title)
-    for axes, line, label in ((first, one, labels[1]), (second, two, labels[2])):
+    for axes, line, label in ((first, left_line, labels[1]), (second, right_line, labels[2])):
         axes.set_ylabel(label, color=line.get_color())
         axes.tick_params(axis="y", colors=line.get_color())
     second.spines["right"].set_visible(True)

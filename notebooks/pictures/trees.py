@@ -46,17 +46,17 @@ def statuses(parents: Sequence[int], path: Sequence[int]) -> list[str]:
     """
     # Maps a node of the path to its accepted child. After the last node, all children were tried.
     taken = dict(zip([0, *path], [*path, len(parents)], strict=True))
-    found = []
+    kinds = []
     for node, parent in enumerate(parents):
         if parent < 0:
-            found.append(ROOT)
+            kinds.append(ROOT)
         elif taken.get(parent, -1) == node:
-            found.append(ACCEPTED)
+            kinds.append(ACCEPTED)
         elif node < taken.get(parent, -1):
-            found.append(REJECTED)
+            kinds.append(REJECTED)
         else:
-            found.append(UNVISITED)
-    return found
+            kinds.append(UNVISITED)
+    return kinds
 
 
 def tree(
@@ -77,16 +77,17 @@ def tree(
     """
     import matplotlib.pyplot as plt
 
-    one = _Tree(tokens, parents, status)
-    x, y = one.places()
+    draft = _Tree(tokens, parents, status)
+    x, y = draft.places()
     figure, axes = plt.subplots(figsize=(1.2 + 1.35 * (x.max() + 1), 1.0 + _ROW * (y.max() + 1)))
     for node, parent in enumerate(parents):
         if parent >= 0:
-            line = {"color": _INK[status[node]], "lw": 2.2 if one.kept(node) else 0.8, "zorder": 1}
+            line = {"color": _INK[status[node]], "lw": 2.2 if draft.kept(node) else 0.8, "zorder": 1}
             axes.plot([x[parent], x[node]], [y[parent], y[node]], **line)
-    for kind in one.kinds():
-        nodes = [node for node, found in enumerate(status) if found == kind]
-        marker, ink = _MARKS[kind][0], _INK[kind]
+    for kind in draft.kinds():
+        nodes = [node for node, node_status in enumerate(status) if node_status == kind]
+        marker = _MARKS[kind][0]
+        ink = _INK[kind]
         face = "white" if kind == UNVISITED else ink
         axes.scatter(
             x[nodes], y[nodes], marker=marker, s=64 if kind == BONUS else 34, facecolor=face, edgecolor=ink, zorder=2
@@ -101,7 +102,7 @@ def tree(
             va="bottom",
             family="monospace",
             size=7.5,
-            color="#1f2328" if one.kept(node) else "#4b5563",
+            color="#1f2328" if draft.kept(node) else "#4b5563",
             zorder=3,
             parse_math=False,
             bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
@@ -116,7 +117,7 @@ def tree(
     )
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
-    figure.legend(loc="outside lower left", ncols=len(one.kinds()), fontsize="small")
+    figure.legend(loc="outside lower left", ncols=len(draft.kinds()), fontsize="small")
     plt.close(figure)  # the caller shows it
     return figure
 
@@ -131,32 +132,36 @@ def interactive_rounds(rounds: Sequence[Mapping[str, Any]]) -> Interactive:
     """
     from plotly import graph_objects as go
 
-    trees = [_Tree(**one) for one in rounds]
-    traces, steps, leaves, levels = [], [], 0, 0
-    kinds = [kind for kind in _MARKS if any(kind in one.kinds() for one in trees)]
+    trees = [_Tree(**arguments) for arguments in rounds]
+    traces = []
+    steps = []
+    leaves = 0
+    levels = 0
+    kinds = [kind for kind in _MARKS if any(kind in draft.kinds() for draft in trees)]
     per_tree = 2 + len(kinds)
-    for index, one in enumerate(trees):
+    for index, draft in enumerate(trees):
         visible = [index == number // per_tree for number in range(per_tree * len(trees))]
         steps.append(
-            {"label": str(index + 1), "method": "update", "args": [{"visible": visible}, {"title.text": one.title}]}
+            {"label": str(index + 1), "method": "update", "args": [{"visible": visible}, {"title.text": draft.title}]}
         )
-        x, y = one.places()
-        leaves, levels = max(leaves, float(y.max())), max(levels, int(x.max()))
-        for kept in (False, True):
-            edges = [(n, parent) for n, parent in enumerate(one.parents) if parent >= 0 and one.kept(n) == kept]
+        x, y = draft.places()
+        leaves = max(leaves, float(y.max()))
+        levels = max(levels, int(x.max()))
+        for is_kept in (False, True):
+            edges = [(n, parent) for n, parent in enumerate(draft.parents) if parent >= 0 and draft.kept(n) == is_kept]
             traces.append(
                 go.Scatter(
-                    x=[place for n, parent in edges for place in (x[parent], x[n], None)],
-                    y=[place for n, parent in edges for place in (y[parent], y[n], None)],
+                    x=[x_value for n, parent in edges for x_value in (x[parent], x[n], None)],
+                    y=[y_value for n, parent in edges for y_value in (y[parent], y[n], None)],
                     mode="lines",
-                    line={"color": _INK[ACCEPTED] if kept else "#c9cdd2", "width": 3 if kept else 1},
+                    line={"color": _INK[ACCEPTED] if is_kept else "#c9cdd2", "width": 3 if is_kept else 1},
                     hoverinfo="skip",
                     showlegend=False,
                     visible=index == 0,
                 )
             )
         for kind in kinds:
-            nodes = [node for node, found in enumerate(one.status) if found == kind]
+            nodes = [node for node, node_status in enumerate(draft.status) if node_status == kind]
             traces.append(
                 go.Scatter(
                     x=x[nodes].tolist(),
@@ -164,10 +169,10 @@ def interactive_rounds(rounds: Sequence[Mapping[str, Any]]) -> Interactive:
                     mode="markers+text",
                     name=kind,
                     marker={"symbol": _MARKS[kind][1], "color": _INK[kind], "size": 9, "line": {"width": 1.5}},
-                    text=[f" {_safe(_shown(one.tokens[node]))}" for node in nodes],
+                    text=[f" {_safe(_shown(draft.tokens[node]))}" for node in nodes],
                     textposition="top right",
                     textfont={"family": "monospace", "size": 10},
-                    hovertext=[one.described(node) for node in nodes],
+                    hovertext=[draft.described(node) for node in nodes],
                     hoverinfo="text",
                     cliponaxis=False,
                     visible=index == 0,
@@ -244,11 +249,13 @@ class _Tree:
 
     def places(self) -> tuple[np.ndarray, np.ndarray]:
         """Column and row of each node. Each leaf has its own row; a parent has the row of its first child."""
-        level, row = np.zeros(len(self.parents)), np.zeros(len(self.parents))
+        level = np.zeros(len(self.parents))
+        row = np.zeros(len(self.parents))
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents):
             children.setdefault(int(parent), []).append(node)
-        todo, leaves = list(reversed(children[-1])), 0
+        todo = list(reversed(children[-1]))
+        leaves = 0
         while todo:  # depth first, the first child first
             node = todo.pop()
             level[node] = 0 if self.parents[node] < 0 else level[self.parents[node]] + 1

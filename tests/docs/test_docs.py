@@ -1,4 +1,8 @@
-"""Programs of the pages run as they stand, use public names and type-check; options of commands are looked up."""
+"""Programs and commands of the pages run, use public names and type-check.
+
+A block of ``bash`` runs on the bundled pair, unless its first line is ``# not run here: REASON``. A block of ``text``
+is not run. The options of every command are looked up.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,7 @@ import typer
 import eagle3_jax
 from eagle3_jax.cli import run
 from eagle3_jax.cli._commands import app
+from eagle3_jax.files.sources import bundled
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
@@ -33,9 +38,8 @@ PAGES = sorted(
     if path.relative_to(DOCS).parts[0] not in ("_build", "notebooks", "repository")
 )
 PAGES += [f"../{name}README.md" for name in ("", "notebooks/", "notebooks/gpu/")]
-# Pages whose commands are run, too: they take little and leave nothing behind.
-RUN = ("drafters.md", "extending.md", "getting_started.md", "choosing.md")
-# How many devices there are, and where programs are kept, is settled once in a process.
+NOT_RUN = "# not run here: "
+# The number of devices, and the directory of compiled programs, are settled once in a process.
 IN_A_PROCESS = {
     "mesh.md": "a mesh of model=8,data=1 does not divide 2 key/value heads: model can be 1, 2\n",
     "gpu.md": "",
@@ -59,15 +63,34 @@ def code_of(block: re.Match[str]) -> str:
     return "".join(line.removeprefix(block[1]) for line in block[2].splitlines(keepends=True))
 
 
+def commands_in(block: re.Match[str], page: str) -> Iterator[list[str]]:
+    """The commands of a block as words; a quotation, or a line that ends with a backslash, continues."""
+    pending = ""
+    for line in code_of(block).replace("\\\n", " ").splitlines():
+        pending += line
+        with contextlib.suppress(ValueError):  # an open quotation
+            if words := shlex.split(pending, comments=True):
+                yield words
+            pending = ""
+    assert not pending, f"{page}: {pending}"
+
+
+def commands_to_run(page: str) -> list[list[str]]:
+    """The commands of a page's own blocks; what follows a rule is a page that a command printed."""
+    end = (text_of(page) + "\n---\n\n").index("\n---\n\n")
+    blocks = [block for block in blocks_of(page, "bash") if block.start() < end and not block[2].startswith(NOT_RUN)]
+    return [words for block in blocks for words in commands_in(block, page)]
+
+
 def with_code() -> list[str]:
-    return [page for page in PAGES if blocks_of(page, "python") or page in RUN]
+    return [page for page in PAGES if blocks_of(page, "python") or commands_to_run(page)]
 
 
 @pytest.mark.parametrize("page", [page for page in with_code() if page not in IN_A_PROCESS])
 def test_the_blocks_of_a_page_run_in_order(
     page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And then its commands, beside a file ``mine.py`` of the blocks that say so."""
+    """And then its commands, next to a file ``mine.py`` of the blocks that say so, and to the bundled pair."""
     text = text_of(page)
     blocks = blocks_of(page, "python")
     if "from_regex" in text:
@@ -79,6 +102,9 @@ def test_the_blocks_of_a_page_run_in_order(
     monkeypatch.chdir(tmp_path)  # where a page writes files
     Path("mine.py").write_text("\n".join(code_of(block) for block in blocks if block[2].startswith("# mine.py")))
     Path("eagle3_jax").symlink_to(ROOT / "eagle3_jax")  # for paths as from a checkout
+    Path("TARGET").symlink_to(bundled("target"))
+    Path("HEAD").symlink_to(bundled("eagle3"))
+    Path("prompts.jsonl").write_text('{"prompt": "import os", "max_new_tokens": 8}\n')
     printed = ""
     with tiny.unchecked():  # as users run them
         for block in blocks:
@@ -89,8 +115,9 @@ def test_the_blocks_of_a_page_run_in_order(
                 assert out == shown[1], f"{page}: what a block prints"
             printed += out
         assert all(shown in printed for shown in SHOWN.get(page, ()))
-        for command in commands_of(page, "bash") if page in RUN else []:
-            assert command[0] != "eagle3" or run(command[1:]) == 0, shlex.join(command)
+        for program, *arguments in commands_to_run(page):
+            assert program == "eagle3", f"{program} does not run in a test; begin its block with {NOT_RUN!r}"
+            assert run(arguments) == 0, shlex.join(arguments)
 
 
 def program_of(page: str) -> str:
@@ -102,6 +129,10 @@ def program_of(page: str) -> str:
         written = code_of(block).splitlines()
         lines[above : above + len(written)] = written
     return "\n".join(lines)
+
+
+def test_pages_with_a_process_of_their_own_have_no_commands_to_run() -> None:
+    assert [page for page in IN_A_PROCESS if commands_to_run(page)] == []
 
 
 @pytest.mark.parametrize("page", IN_A_PROCESS)
@@ -116,25 +147,12 @@ def test_the_blocks_of_a_page_run_in_a_process_of_their_own(page: str, tmp_path:
     assert done.stdout == IN_A_PROCESS[page]
 
 
-def commands_of(page: str, language: str) -> Iterator[list[str]]:
-    """The commands of a page's blocks as words; a quotation, or a line that ends with a backslash, goes on."""
-    for block in blocks_of(page, language):
-        pending = ""
-        for line in code_of(block).replace("\\\n", " ").splitlines():
-            pending += line.removeprefix("$ ")
-            with contextlib.suppress(ValueError):  # an open quotation
-                if words := shlex.split(pending, comments=True):
-                    yield words
-                pending = ""
-        assert not pending, f"{page}: {pending}"
-
-
 def everything_to_type() -> Iterator[tuple[str, list[str]]]:
     """Every command of the pages, with its page."""
     for page in PAGES:
-        yield from ((page, words) for language in ("bash", "console") for words in commands_of(page, language))
+        yield from ((page, words) for block in blocks_of(page, "bash") for words in commands_in(block, page))
         lines = [line for block in blocks_of(page, "text") for line in code_of(block).replace("\\\n", " ").splitlines()]
-        lines += re.findall(r"\| `(eagle3 [^`]+)` \|", text_of(page))
+        lines += re.findall(r"`(eagle3 [^`\n]+ [^`\n]+)`", text_of(page))
         yield from ((page, shlex.split(line, comments=True)) for line in lines if line.startswith(("eagle3 ", "make ")))
 
 
@@ -172,9 +190,12 @@ def wrong_with_ours(rest: list[str]) -> str | None:
             return f"no command {rest[:1]}; there are {', '.join(command.commands)}"
         command = command.commands[rest[0]]
         rest = rest[1:]
-    options = {option for one in command.params for option in (*one.opts, *one.secondary_opts)} | {"--help", "-h"}
-    unknown = [word for word in (word.partition("=")[0] for word in rest) if re.match(r"--?[a-zA-Z]", word)]
-    return next((f"no option {word}" for word in unknown if word not in options), None)
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    written = {word.partition("=")[0] for word in rest if re.match(r"--?[a-zA-Z]", word)}
+    required = {parameter.opts[0] for parameter in command.params if parameter.required and parameter.opts[0][0] == "-"}
+    problems = [f"no option {option}" for option in written - known - {"--help", "-h"}]
+    problems += [f"{option} is required" for option in required - written if rest]
+    return next(iter(problems), None)
 
 
 def wrong_with_vllms(rest: list[str]) -> str | None:
@@ -203,7 +224,7 @@ def test_every_metric_and_key_of_vllm_is_one_that_it_has() -> None:
 
 
 def test_the_rollout_page_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    (command,) = (one for one in commands_of("deploying.md", "bash") if one[:3] == ["eagle3", "plan", "rollout"])
+    (command,) = (words for words in commands_to_run("deploying.md") if words[1:3] == ["plan", "rollout"])
     assert run(command[1:]) == 0
     plan = capsys.readouterr().out
     inside = False

@@ -7,11 +7,14 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import chat_model
+import gpu
 import methods
 import pytest
 import speeds
 import validated
 import write_tables
+from tables import record
 
 from validation.runs import load
 
@@ -29,6 +32,51 @@ def test_the_tables_of_a_page_are_their_records(page: str) -> None:
     assert text == write_tables.filled(text, write_tables.tables()[page]), "run python docs/recorded/write_tables.py"
 
 
+def check_quoted(name: str, *quotations: str) -> None:
+    text = page(name)
+    assert [words for words in quotations if words not in text] == [], name
+
+
+def test_the_readme_quotes_the_h100() -> None:
+    (chain,) = (row for report, row in gpu.rows() if (report["batch_size"], row["name"]) == (1, "chain K=5"))
+    plain_steps = {name: gpu.FIGURES[name]["round_in_bases"]["median"] for name in ("chain", "verify 6")}
+    check_quoted(
+        "README.md",
+        f"On one {gpu.RECORD['device']} in bfloat16",
+        f"with K=5 writes {chain['decode_tokens_per_second']['median']:,.0f} tokens/s",
+        f"{chain['ratio']['median']:.2f} times plain decoding",
+        f"a round of K=5 takes {plain_steps['chain']:.2f} plain steps",
+        f"a verification of 6 tokens {plain_steps['verify 6']:.2f} (random weights)",
+    )
+    copied = next(fact["tb_per_second"] for fact in gpu.RECORD["facts"] if fact["name"] == "bandwidth, copy")
+    read = gpu.FIGURES["step_bytes"] / gpu.FIGURES["plain"]["seconds_per_round"]["median"] / 1e12
+    check_quoted("docs/gpu.md", f"A plain step reads {read / copied:.0%} of what a copy moves")
+
+
+def test_the_numbers_quote_the_chat_model() -> None:
+    figures = chat_model.RECORD["rounds"]["figures"]
+    milliseconds = lambda name: figures[name]["milliseconds"]
+    prefills = [f"int8, prefill of {count}" for count in chat_model.PREFILLS]
+    ratios = [f"{milliseconds(name) / milliseconds(f'{name}, products alone'):.2f}" for name in prefills]
+    divergence = chat_model.RECORD["divergence"]
+    texts = chat_model.RECORD["texts"]
+    starts = {(row["weights"], row["compiled_programs"]): row for row in chat_model.RECORD["start"]["rows"]}
+    cold = starts["int8", "cold"]
+    warm_seconds = starts["int8", "warm"]["first_character_seconds"]
+    check_quoted(
+        "docs/numbers.md",
+        f"four rows in `int8`** spends {figures['int8, 4 rows']['outside_products']:.0%} outside products",
+        f"A prefill takes {' and '.join(ratios)} times its products.",
+        f"over {divergence['tokens']:,} tokens of greedy answers to {divergence['prompts']} prompts",
+        "mean {mean_nats:.4f}, median {median_nats:.4f}, 99th percentile {p99_nats:.3f}.".format(**divergence),
+        f"likeliest token is the same for {divergence['same_likeliest_token']:.1%}.",
+        f"Of the answers of 32 tokens, {divergence['equal_texts']} are equal.",
+        f"the likeliest one of transformers: {texts['equal']} of {texts['prompts']} equal.",
+        f"in `int8`: {cold['first_character_seconds']:.0f} s, and {warm_seconds:.0f} s once the programs are compiled.",
+        f"Peak memory: {cold['peak_megabytes']:,} MB.",
+    )
+
+
 VALIDATION = load(validated.RECORD)
 
 
@@ -41,17 +89,44 @@ def test_every_level_of_the_record_of_the_validation_passed() -> None:
     assert [line for line in VALIDATION.incomplete() if not line.startswith("L7 not run")] == []
 
 
-def acceptance(draft: str, kind: str = "code") -> dict[str, Any]:
-    (row,) = (
-        one for one in speeds.record("acceptance-shipped-pair")["rows"] if (one["draft"], one["kind"]) == (draft, kind)
+def test_the_page_of_the_validation_quotes_its_record() -> None:
+    run = validated.Record(VALIDATION)
+    exact = ("the pair agrees with vllm token for token", "a random model of an odd shape")
+    total = lambda name: sum(run.total("L5", words, name) for words in exact)
+    (rounded,) = run.checks("L5", "the pair agrees with vllm in bfloat16")
+    heads = run.checks("L8", "a head of every variation")
+    apart = max(abs(check.numbers["draft_logits_apart"]) for check in heads)
+    sampled = [check.numbers for check in run.checks("L6", "sampled tokens follow") if check.numbers["τ at T=1"] > 1]
+    sequences, tokens = (run.total("L2", words, "tests") for words in ("sequences follow", "millions of tokens"))
+    check_quoted(
+        "docs/validation.md",
+        f"{total('distinct_positions'):,} distinct positions in float32 ({total('tokens_scored'):,} scorings)",
+        f"odd shapes: {total('disagreements')} disagreements, {total('ties')} ties. In bfloat16 "
+        "{distinct_positions:,} ({tokens_scored:,}): {ties} ties within two units in the last place, {disagreements} "
+        "disagreements.".format(**rounded.numbers),
+        f"{run.total('L3', 'refused drafts leave every bit', 'bytes_compared') / 1e6:.0f} MB of caches",
+        f"{run.total('L3', 'speculation equals plain', 'tokens'):,} greedy tokens equal plain decoding",
+        f"each of {run.total('L8', 'every round accepts what vllm accepts', 'rounds'):,} rounds accepts as many",
+        f"{sum(check.numbers['rounds'] for check in heads):,} rounds of {len(heads)} kinds of EAGLE-3 head",
+        f"agree to {apart * 1e5:.1f}·10⁻⁵",
+        f"whole sequences in {sequences} tests",
+        f"from millions of tokens, in {tokens}.",
+        f"{sum(numbers['tokens'] for numbers in sampled):,} tokens of a chain",
+        f"largest |z| {max(numbers['largest_z'] for numbers in sampled):.1f}.",
     )
+
+
+def acceptance(draft: str, kind: str = "code") -> dict[str, Any]:
+    rows = record("acceptance-shipped-pair")["rows"]
+    (row,) = (row for row in rows if (row["draft"], row["kind"]) == (draft, kind))
     return row
 
 
-def test_what_drawing_gains_is_its_record() -> None:
-    likeliest, drawn = (acceptance(f"chain K=4, {how}")["mean_acceptance_length"] for how in ("likeliest", "drawn"))
-    assert f"from {likeliest:.2f} to {drawn:.2f}" in page("docs/command_line.md")
-    assert f"from {likeliest:.2f} to {drawn:.2f}" in page("docs/choosing.md")
+def test_the_gain_of_sampled_drafts_is_its_record() -> None:
+    likeliest = acceptance("chain K=4, likeliest")["mean_acceptance_length"]
+    sampled = acceptance("chain K=4, drawn")["mean_acceptance_length"]
+    assert f"from {likeliest:.2f} to {sampled:.2f}" in page("docs/command_line.md")
+    assert f"from {likeliest:.2f} to {sampled:.2f}" in page("docs/choosing.md")
 
 
 def test_choosing_quotes_its_records() -> None:

@@ -1,9 +1,12 @@
-"""Pages, notebooks and the help of commands avoid words that readers of earlier versions had to read twice."""
+"""Pages, notebooks, commands and code avoid words that readers of earlier versions had to read twice."""
 
 from __future__ import annotations
 
+import ast
+import io
 import json
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,11 @@ BANNED = {
     r"fall otherwise": "approximately tied logits",
     r"not nearly": "say the fact alone",
 }
+# Parts of names in snake case.
+BANNED_PARTS = re.compile(r"(?<![a-z])(laws?|drawn|beside|planted|somebody|nobody|whoever)(?![a-z])", re.IGNORECASE)
+CODE = ("eagle3_jax", "conversion", "validation", "examples", "tests", "docs", "notebooks")
+# The number of words that a folder still has. It may only fall.
+REMAINING: dict[str, int] = {}
 ALLOWED = r"law of total \w+|(Amdahl|Little)'s law|\]\([^)]*\)|https?://\S+"
 CHECKED = re.compile("|".join(rf"\b(?:{pattern})\b" for pattern in BANNED), re.IGNORECASE)
 
@@ -54,7 +62,7 @@ def read(path: Path) -> str:
 def find_banned_words(text: str) -> list[str]:
     """Each banned word with its neighbours."""
     text = " ".join(re.sub(ALLOWED, "", text).split())
-    return [text[max(found.start() - 40, 0) : found.end() + 30] for found in CHECKED.finditer(text)]
+    return [text[max(match.start() - 40, 0) : match.end() + 30] for match in CHECKED.finditer(text)]
 
 
 def test_a_banned_word_is_found_and_an_allowed_one_is_not() -> None:
@@ -69,9 +77,50 @@ def test_a_page_uses_plain_words(path: Path) -> None:
 
 def test_the_help_of_commands_uses_plain_words() -> None:
     def check(command: Any) -> None:
-        for text in (command.help, *(getattr(one, "help", None) for one in command.params)):
+        for text in (command.help, *(getattr(option, "help", None) for option in command.params)):
             assert find_banned_words(text or "") == [], command.name
-        for one in getattr(command, "commands", {}).values():
-            check(one)
+        for subcommand in getattr(command, "commands", {}).values():
+            check(subcommand)
 
     check(typer.main.get_command(app))
+
+
+def read_code(source: str) -> Iterator[tuple[int, str]]:
+    """Yields the line and the words of each banned word in docstrings, in comments and in names."""
+    if not CHECKED.search(source) and not BANNED_PARTS.search(source):
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            for words in find_banned_words(without_code(ast.get_docstring(node) or "")):
+                yield node.body[0].lineno, words
+    names = set()
+    comment = ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NAME and BANNED_PARTS.search(token.string) and token.string not in names:
+            names.add(token.string)
+            yield token.start[0], token.string
+        elif token.type == tokenize.COMMENT:  # a sentence may continue on the next line
+            comment += " " + token.string.lstrip("#: ")
+        elif token.type not in (tokenize.NL, tokenize.INDENT, tokenize.DEDENT) and comment:
+            yield from ((token.start[0], words) for words in find_banned_words(without_code(comment)))
+            comment = ""
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"``.*?``|`[^`]*`", "", text, flags=re.DOTALL)
+
+
+def test_a_banned_word_of_code_is_found_and_an_allowed_one_is_not() -> None:
+    source = "'The `law` of one.'\nthe_law = lawful = 1  # drawn\n# It hangs\n# on it.\ndef f():\n    'Nobody.'\n"
+    assert [words for _, words in read_code(source)] == ["Nobody.", "the_law", "drawn", "It hangs on it."]
+
+
+@pytest.mark.parametrize("folder", CODE)
+def test_code_uses_plain_words(folder: str) -> None:
+    paths = [path for path in (ROOT / folder).rglob("*.py") if ROOT / "eagle3_jax" / "conversion" not in path.parents]
+    problems = [
+        f"{path.relative_to(ROOT)}:{line}: {words}"
+        for path in sorted(paths)
+        for line, words in read_code(path.read_text(encoding="utf-8"))
+    ]
+    assert len(problems) <= REMAINING.get(folder, 0), "\n".join(problems)
