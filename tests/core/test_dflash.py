@@ -1,4 +1,4 @@
-"""Block drafters against their mathematics written a second time: networks, laws and trees."""
+"""Block drafters against a second implementation in numpy: networks, distributions and trees."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_dynamic_tree_holds_the_likeliest_of_all_prefixes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_a_static_tree_takes_tokens_by_rank_under_their_parents_law(name: str) -> None:
+def test_a_static_tree_takes_tokens_by_rank_after_their_parents(name: str) -> None:
     head = TREES[name]
     tree = StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 3)))
     drafter, params = loaded(head, topology=tree)
@@ -173,7 +173,7 @@ def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_what_is_drawn_declares_the_law_that_it_is_drawn_from(name: str) -> None:
+def test_a_sampled_chain_declares_the_distribution_that_it_is_sampled_from(name: str) -> None:
     head = TREES[name]
     drafter, params = loaded(head, draft_sampling=DraftSampling.PROBABILISTIC)
     draft, _, blocks, roots = drafted(head, drafter, params, temperature=1.7)

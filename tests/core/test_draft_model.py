@@ -108,7 +108,7 @@ def test_layer_skip_drafts_from_the_stream_that_leaves_a_layer_and_copies_nothin
     assert np.allclose(state.final[0], normed, atol=1e-5)
 
 
-def test_the_law_of_drawn_chains_is_the_draft_models_softmax() -> None:
+def test_a_sampled_chain_declares_the_softmax_of_the_draft_model() -> None:
     drafter = tiny.draft_model(TARGET, Chain(2), draft_sampling=DraftSampling.PROBABILISTIC)
     small = tiny.target(13, seed=1, num_layers=1)
     text = PROMPTS[1][:4]

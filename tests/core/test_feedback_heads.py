@@ -189,7 +189,7 @@ def test_exports_say_what_engines_read(tmp_path: Path) -> None:
     assert "fc.bias" not in conversion.tensors.read_tensors(tmp_path / "zero")
 
 
-def test_a_head_without_a_bias_that_nobody_mentions_is_read_with_a_note(tmp_path: Path) -> None:
+def test_a_missing_bias_that_the_configuration_does_not_mention_is_noted(tmp_path: Path) -> None:
     head = HEADS["EAGLE-1 without a bias"].write(tmp_path / "head")
     assert conversion.read_head(head, TARGET).note == ""
     edit_config(head, bias=None)

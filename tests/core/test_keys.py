@@ -2,7 +2,7 @@
 
 The acceptance rule gives the right output distribution only if no two decisions share random numbers. Frequencies show
 shared numbers only where they change a frequency. So these tests record every random number that a run draws, with the
-key that it was drawn from and how that key was derived.
+key that it was derived from and the history of that key.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def words(key: Any) -> bytes:
 
 @contextlib.contextmanager
 def recorded(keys: jax.Array) -> Iterator[Ledger]:
-    """Whatever is drawn in here, by `uniforms` or past it; a program must be compiled in here to be seen."""
+    """Records every random number, from `uniforms` or elsewhere, of programs that are compiled inside this context."""
     ledger = Ledger(keys)
     fold_in = jax.random.fold_in
     bits = jax.random.bits
@@ -143,34 +143,35 @@ def caller() -> str:
         if path.is_relative_to(LIBRARY) and path.name not in ("sampling.py", "kernels.py"):
             return f"{'.'.join(path.relative_to(LIBRARY).with_suffix('').parts)}.{frame.f_code.co_name}"
         frame = frame.f_back
-    return "somebody else"
+    return "a caller outside the library"
 
 
 CHAIN = "drafters.grow.sample_chain"
 TREE = "drafters.static_tree.sample_static_tree"
 
 
-def drawn_chain(**options: Any) -> LoadedDrafter:
+def sampled_chain(**options: Any) -> LoadedDrafter:
     return WORLD.drafter(Chain(3), draft_sampling=PROBABILISTIC, **options)
 
 
-# A drafter, options of the decoder, who draws beside the verifier, and sizes that are not those of the drafter.
+# A drafter, options of the decoder, functions that draw in addition to the verifier, and sizes that override the
+# drafter's.
 CASES: dict[str, tuple[Callable[[], LoadedDrafter], dict[str, Any], tuple[str, ...], dict[str, int]]] = {
     "plain decoding": (lambda: LoadedDrafter(Plain()), {}, (), {}),
     "the likeliest tokens": (lambda: WORLD.drafter(Chain(3)), {}, (), {}),
-    "a drawn chain": (drawn_chain, {}, (CHAIN,), {}),
-    "a drawn chain of 50 tokens": (lambda: drawn_chain(ids=tuple(range(50))), {}, (CHAIN,), {"W": 1}),
-    "a drawn tree": (lambda: WORLD.drafter(tiny.STATIC_TREE, draft_sampling=PROBABILISTIC), {}, (TREE,), {}),
-    "block verification": (drawn_chain, {"verifier": BlockVerification()}, (CHAIN,), {}),
+    "a sampled chain": (sampled_chain, {}, (CHAIN,), {}),
+    "a sampled chain of 50 tokens": (lambda: sampled_chain(ids=tuple(range(50))), {}, (CHAIN,), {"W": 1}),
+    "a sampled tree": (lambda: WORLD.drafter(tiny.STATIC_TREE, draft_sampling=PROBABILISTIC), {}, (TREE,), {}),
+    "block verification": (sampled_chain, {"verifier": BlockVerification()}, (CHAIN,), {}),
     "simulated acceptance": (
-        drawn_chain,
+        sampled_chain,
         {"verifier": SimulatedAcceptance.of_conditional_rate(0.6, 3)},
         (CHAIN, "verifiers.simulated.__call__"),
         {},
     ),
-    "typical acceptance": (drawn_chain, {"verifier": TypicalAcceptance(draws_next=True)}, (CHAIN,), {}),
+    "typical acceptance": (sampled_chain, {"verifier": TypicalAcceptance(draws_next=True)}, (CHAIN,), {}),
     "a schedule": (
-        drawn_chain,
+        sampled_chain,
         {"schedule": SpeculationSchedule(((1, 1, 3), (2, 4, 2)))},
         (CHAIN,),
         {"K": 2, "N": 3},

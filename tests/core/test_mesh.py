@@ -63,7 +63,7 @@ def test_a_step_adds_twice_a_layer_and_moves_nothing_large(found: dict[str, Any]
         assert step["largest"] < step["keys"], name
     # The largest logit and the lowest id that has it, of three drafted tokens and of the verification.
     assert steps["chain"]["moves"] == {"all-reduce": layers + 2 * 4}
-    # Beside them the sums of two levels of draft probabilities; a greedy verification looks for its largest logits.
+    # In addition: the sums of two levels of draft probabilities. A greedy verification looks for its largest logits.
     assert steps["tree"]["moves"]["all-reduce"] == layers + 2 + 2
     assert steps["tree, sampled"]["moves"]["all-reduce"] == layers + 2
     # Every lookup in a table that is divided is one more: two levels, what was accepted, the target's own.

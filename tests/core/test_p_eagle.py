@@ -1,4 +1,4 @@
-"""P-EAGLE heads: what they draft, beside a torch twin that runs everything in one forward, and how they come and go."""
+"""P-EAGLE heads: drafts compared with a torch twin that runs everything in one forward, and their files."""
 
 from __future__ import annotations
 
@@ -60,21 +60,21 @@ def test_drafts_are_those_of_one_forward_over_context_and_masks(tmp_path: Path, 
     random = np.random.default_rng(3)
     features = random.normal(size=(2, 16, len(head.aux), head.target_width)).astype(np.float32)
     tokens = random.integers(0, 61, (2, 16))
-    own = checkpoint.embedding
-    embedding = random.normal(size=(61, head.width)).astype(np.float32) if own is None else own
+    own_embedding = checkpoint.embedding
+    embedding = random.normal(size=(61, head.width)).astype(np.float32) if own_embedding is None else own_embedding
 
     network = TorchHead(head, embedding)
     torch = network.torch
     masks = [np.tile(mask_hidden(head).reshape(1, len(head.aux), -1), (depth - 1, 1, 1))]
 
     def one_forward(row: int, known: int) -> np.ndarray:
-        """``[K V]``: the laws behind ``known`` features and the token after them."""
+        """Returns ``[K V]``, the draft distributions after ``known`` features and the token after them."""
         ids = torch.tensor([*tokens[row, 1 : known + 1].tolist(), *[MASK_TOKEN] * (depth - 1)])
         rows = network.run(ids, network.fuse(np.concatenate([features[row, :known], *masks])))
-        law = network.logits(rows[-depth:]).softmax(-1)
-        whole = torch.zeros(depth, 61)
-        whole[:, network.chosen] = law
-        return whole.numpy()
+        softmax = network.logits(rows[-depth:]).softmax(-1)
+        full_rows = torch.zeros(depth, 61)
+        full_rows[:, network.chosen] = softmax
+        return full_rows.numpy()
 
     drafter = PEagleDrafter(checkpoint.config, Chain(depth), draft_sampling=DraftSampling.PROBABILISTIC)
     params = {"head": checkpoint.head, "embedding": embedding, "draft_to_target": checkpoint.draft_to_target}
@@ -89,9 +89,9 @@ def test_drafts_are_those_of_one_forward_over_context_and_masks(tmp_path: Path, 
     params = jax.tree.map(jnp.asarray, params)
     state = drafter.init(params, 2, 20)
     for known, seen in tiny.ragged_rounds(tokens, features, ((7, 4), (1, 3), (3, 0))):
-        state, laws = one_round(params, state, seen)
+        state, draft_probs = one_round(params, state, seen)
         for row in (0, 1):
-            np.testing.assert_allclose(laws[row, 1:], one_forward(row, int(known[row])), atol=1e-5)
+            np.testing.assert_allclose(draft_probs[row, 1:], one_forward(row, int(known[row])), atol=1e-5)
 
 
 @pytest.mark.parametrize("to", ["jax", "vllm", "speculators"])

@@ -46,7 +46,7 @@ def _in_parts(patch: pytest.MonkeyPatch, *, tokens: int, scores: int) -> None:
 
 
 def _differ(one: GenerationState, other: GenerationState) -> list[str]:
-    """The leaves whose bits differ, what lies behind the committed tokens among them."""
+    """Returns the leaves whose bits differ, the slots after the committed tokens included."""
     pairs = zip(*map(jax.tree_util.tree_leaves_with_path, (one, other)), strict=True)
     return [
         jax.tree_util.keystr(path) for (path, leaf), (_, same) in pairs if not tiny.same_bits(*map(_bits, (leaf, same)))
@@ -116,7 +116,7 @@ def test_a_mesh_divides_every_group() -> None:
 
 
 def _temporary(fed: int, rows: int = 1) -> int:
-    """Bytes of a prefill beside arguments and results, on this CPU."""
+    """Returns the temporary bytes of a prefill, without its arguments and results, on this CPU."""
     jax.clear_caches()
     loop, params = tiny.bind(target := tiny.target(num_layers=1), tiny.eagle3(target))
     batch = tiny.prompts([[1]] * rows, limit=4, width=fed)

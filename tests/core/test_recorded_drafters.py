@@ -1,4 +1,4 @@
-"""Every drafting method beside recorded runs of vLLM: tokens, and what each round of each request accepted.
+"""Every drafting method compared with recorded runs of vLLM: tokens, and what each round of each request accepted.
 
 The heads are trained, so that what is accepted depends on every position, norm and layer. ``validation/drafters.py``
 recorded the runs, and ``pytest validation`` compares them with a vLLM that is running.
@@ -28,7 +28,7 @@ def target() -> LoadedTarget:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_round_of_a_recorded_run_accepts_as_much(name: str, tmp_path: Path) -> None:
-    """One method beside its recording; ``directory`` is for files that have to be made."""
+    """Compares one method with its recording; ``tmp_path`` is for files that have to be made."""
     method = METHODS[name]
     count = method.num_speculative_tokens
     drafter = method.drafter(target(), tmp_path)

@@ -1,4 +1,4 @@
-"""What a request asks for besides sampling: log-probabilities, seeds of its own, stop texts."""
+"""Options of a request other than sampling: log-probabilities, seeds, stop texts."""
 
 from __future__ import annotations
 

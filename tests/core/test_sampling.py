@@ -88,11 +88,11 @@ def test_half_precision_logits_become_float32_probabilities() -> None:
 def test_randomness_differs_by_row_position_and_purpose() -> None:
     keys = row_keys(0, 3)
     at = lambda position, purpose: uniforms(keys_at(keys, jnp.full(3, position, jnp.int32), purpose), 2)
-    drawn = np.concatenate([np.asarray(at(*use)).ravel() for use in ((4, 0), (4, 1), (5, 0), (5, 1))])
-    assert len(set(drawn.tolist())) == drawn.size
-    assert ((drawn >= 0) & (drawn < 1)).all()
-    alone = uniforms(keys_at(jax.tree.map(lambda k: k[1:2], keys), jnp.array([4], jnp.int32), 0), 2)
-    assert np.array_equal(alone[0], at(4, 0)[1])
+    values = np.concatenate([np.asarray(at(*use)).ravel() for use in ((4, 0), (4, 1), (5, 0), (5, 1))])
+    assert len(set(values.tolist())) == values.size
+    assert ((values >= 0) & (values < 1)).all()
+    single_row = uniforms(keys_at(jax.tree.map(lambda k: k[1:2], keys), jnp.array([4], jnp.int32), 0), 2)
+    assert np.array_equal(single_row[0], at(4, 0)[1])
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 65, 200])

@@ -58,7 +58,7 @@ def test_steps_are_where_the_length_changes():
 def test_what_is_written_does_not_depend_on_the_schedule(target, drafter, sampled):
     plain = SpeculativeDecoder(target)
     scheduled = SpeculativeDecoder(target, drafter, schedule=SCHEDULE)
-    # A drafter of point masses accepts by the target's law, so the greedy rows must agree to the token in any mixture.
+    # A drafter of point masses accepts by the target's distribution, so greedy rows must agree in any mixture.
     heat = np.where(np.arange(len(PROMPTS)) % 2, 0.8, 0.0) if sampled else np.zeros(len(PROMPTS))
     sampling = SamplingParams(temperature=heat.astype(np.float32))
     ours = scheduled.generate(PROMPTS, max_new_tokens=LIMITS, sampling=sampling)

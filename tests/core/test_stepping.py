@@ -102,7 +102,7 @@ def test_a_limit_past_every_position_ends_at_the_last_one(limit: int) -> None:
     assert (len(row.tokens), row.finish_reason.name) == (17, "CAPACITY")
 
 
-def test_stages_of_drawn_chains_can_be_stepped() -> None:
+def test_stages_of_sampled_chains_can_be_stepped() -> None:
     """A stage without a draft has no distribution to show, and the rounds of all stages are one structure."""
     head = tiny.eagle3(TARGET, Chain(2), draft_sampling=DraftSampling.PROBABILISTIC)
     decoder = SpeculativeDecoder(TARGET, head, schedule=SpeculationSchedule(((1, 2, 2), (3, 3, 0))))

@@ -1,9 +1,9 @@
 """Level 1 at the vocabulary of Llama 3: the thresholds of every acceptance rule next to the formulas in float64.
 
-Enumeration and frequencies (``test_exact_law``, ``test_long_law``) use small vocabularies, where no probability is as
-small as most are in practice. Here bisection finds through the library's own rules where each uniform changes the
-decision, at 128,256 tokens: the uniform that accepts a node, and the uniforms that choose the next token, digit by
-digit. A uniform has 2^24 values, so a threshold is a count. The float32 inputs are exact to the formulas.
+Enumeration and frequencies (``test_exact_distribution``, ``test_long_law``) use small vocabularies, where no
+probability is as small as most are in practice. Here bisection finds through the library's own rules where each uniform
+changes the decision, at 128,256 tokens: the uniform that accepts a node, and the uniforms that choose the next token,
+digit by digit. A uniform has 2^24 values, so a threshold is a count. The float32 inputs are exact to the formulas.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_draw_law import OPTIMISED, VALUES
+from test_draw_distribution import OPTIMISED, VALUES
 
 from eagle3_jax.acceptance import verify, verify_points
 from eagle3_jax.sampling import num_digits
@@ -74,7 +74,7 @@ RULES: dict[str, tuple[Callable, Callable, tuple[int, ...]]] = {
 }
 
 
-def laws(rng: np.random.Generator) -> dict[str, np.ndarray]:
+def distributions(rng: np.random.Generator) -> dict[str, np.ndarray]:
     """``[V]`` float32, by shape."""
     softmax = np.exp(rng.normal(size=SIZE) * 2)
     zipf = rng.permutation(1 / np.arange(1, SIZE + 1))
@@ -104,8 +104,8 @@ def nearly(p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def cases(chain: bool) -> Iterator[tuple[str, np.ndarray, np.ndarray, list[int]]]:
     """A name, ``p [3 V]`` and ``q [3 V]`` in float32, and the tokens of one node or two, siblings or a chain."""
     rng = np.random.default_rng(0)
-    targets = laws(rng)
-    drafts = laws(rng)
+    targets = distributions(rng)
+    drafts = distributions(rng)
     for of, p in targets.items():
         for by, q in ({"nearly the target": nearly(p, rng)} | drafts).items():
             # Of the tokens that can be refused the most likely draft, a likely one and a rare one; and any.
@@ -117,7 +117,7 @@ def cases(chain: bool) -> Iterator[tuple[str, np.ndarray, np.ndarray, list[int]]
                 after = targets[rng.choice(list(targets))]
                 if chain:
                     second = nearly(after, rng) if by == "nearly the target" else drafts[rng.choice(list(drafts))]
-                else:  # drawn without replacement
+                else:  # sampled without replacement
                     rest = np.where(np.arange(SIZE) == token, 0.0, q).astype(np.float64)
                     second = (rest / rest.sum()).astype(np.float32)
                 below = [int(rng.choice(SIZE, p=second / second.sum(dtype=np.float64)))] if index % 2 == 0 else []

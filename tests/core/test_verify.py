@@ -1,4 +1,4 @@
-"""Level 1: the acceptance rule under uniforms that are given, not drawn."""
+"""Level 1: the acceptance rule under fixed uniforms."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def one_draft(p: np.ndarray, q: np.ndarray, token: int) -> tuple[Draft, jax.Arra
     return draft, repeat(np.stack([p, p]).astype(np.float32))
 
 
-def random_law(rng: np.random.Generator, size: int, zeros: int = 0) -> np.ndarray:
+def random_distribution(rng: np.random.Generator, size: int, zeros: int = 0) -> np.ndarray:
     weights = rng.gamma(0.7, size=size)
     weights[rng.permutation(size)[:zeros]] = 0.0
     return weights / weights.sum()
@@ -33,8 +33,8 @@ def random_law(rng: np.random.Generator, size: int, zeros: int = 0) -> np.ndarra
 @pytest.mark.parametrize("seed", range(6))
 def test_a_draft_is_accepted_as_often_as_the_ratio_of_target_to_draft_probability(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    p = random_law(rng, 8, zeros=seed % 3)
-    q = random_law(rng, 8, zeros=seed // 3)
+    p = random_distribution(rng, 8, zeros=seed % 3)
+    q = random_distribution(rng, 8, zeros=seed // 3)
     for token in np.flatnonzero(q):
         draft, probs = one_draft(p, q, int(token))
         grid = jnp.broadcast_to(MIDPOINTS[:, None], (GRID, 2))
@@ -46,8 +46,8 @@ def test_a_draft_is_accepted_as_often_as_the_ratio_of_target_to_draft_probabilit
 def test_a_refused_draft_is_corrected_from_the_residual(seed: int) -> None:
     """After a refusal the correction follows ``norm(max(p - q, 0))``, cell by cell within one grid step."""
     rng = np.random.default_rng(seed)
-    p = random_law(rng, 8, zeros=seed % 3)
-    q = random_law(rng, 8, zeros=1)
+    p = random_distribution(rng, 8, zeros=seed % 3)
+    q = random_distribution(rng, 8, zeros=1)
     token = int(np.argmax(q - p))  # refused with certainty at the upper end of the uniforms
     draft, probs = one_draft(p, q, token)
     refuse = jnp.full((GRID, 2), 1.0 - 2.0**-20)
@@ -59,7 +59,7 @@ def test_a_refused_draft_is_corrected_from_the_residual(seed: int) -> None:
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-24])
-def test_a_token_without_target_mass_is_never_accepted_nor_drawn(uniform: float) -> None:
+def test_a_token_without_target_mass_is_never_accepted_nor_sampled(uniform: float) -> None:
     p = np.array([0.5, 0.0, 0.5, 0.0])
     q = np.array([0.25, 0.25, 0.25, 0.25])
     draft, probs = one_draft(p, q, token=1)
@@ -88,7 +88,7 @@ def test_a_draw_never_lands_on_a_token_without_mass(p: list[float]) -> None:
     assert all(p[token] > 0 for token in np.asarray(tokens))
 
 
-def test_a_draw_from_a_law_that_rounds_short_of_one_stays_inside_it() -> None:
+def test_a_draw_stays_inside_a_distribution_that_rounds_below_one() -> None:
     p = jnp.array([0.1] * 7 + [0.0], jnp.float32)
     assert int(draw(p, jnp.array([1.0 - 2.0**-24], jnp.float32))) == 6
 
@@ -155,7 +155,9 @@ def test_greedy_verification_is_the_rule_on_point_masses_and_the_official_evalua
 @pytest.mark.parametrize("seed", range(4))
 def test_sampled_verification_of_a_deterministic_tree_is_the_official_evaluation(seed: int) -> None:
     draft, rng = random_trees(64, 9, 4, seed)
-    probs = np.stack([[random_law(rng, 4, zeros=int(rng.integers(0, 2))) for _ in range(9)] for _ in range(64)])
+    probs = np.stack(
+        [[random_distribution(rng, 4, zeros=int(rng.integers(0, 2))) for _ in range(9)] for _ in range(64)]
+    )
     dice = rng.random((64, 9))
     choose = rng.random(64)
     verdict = verify(
@@ -206,10 +208,10 @@ def test_point_masses_are_decided_at_once_as_one_by_one(seed: int) -> None:
         (lambda draft, probs, **_: verify_greedy(draft, jnp.argmax(probs, -1).astype(jnp.int32), max_depth=nodes - 1),
          verify, draft, jax.nn.one_hot(jnp.argmax(probs, -1), vocabulary), jnp.full_like(accept, 0.5)),
     ]  # fmt: skip
-    for at_once, one_by_one, draft, law, dice in both:
+    for at_once, one_by_one, draft, target_probs, dice in both:
         options = {"accept": dice, "choose": choose, "max_depth": nodes - 1}
-        quick = at_once(draft, law, **options)
-        slow = one_by_one(named, law, **options)
+        quick = at_once(draft, target_probs, **options)
+        slow = one_by_one(named, target_probs, **options)
         assert len(np.unique(slow.num_accepted)) > 3
         for field in ("num_accepted", "path", "next_token"):
             assert np.array_equal(getattr(quick, field), getattr(slow, field)), field

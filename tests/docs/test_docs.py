@@ -67,7 +67,7 @@ def with_code() -> list[str]:
 def test_the_blocks_of_a_page_run_in_order(
     page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And then its commands, beside a file ``mine.py`` of the blocks that say so."""
+    """Runs the blocks, then the commands next to a file ``mine.py`` of the blocks that begin with its name."""
     text = text_of(page)
     blocks = blocks_of(page, "python")
     if "from_regex" in text:

@@ -49,9 +49,9 @@ def acceptance(draft: str, kind: str = "code") -> dict[str, Any]:
 
 
 def test_what_drawing_gains_is_its_record() -> None:
-    likeliest, drawn = (acceptance(f"chain K=4, {how}")["mean_acceptance_length"] for how in ("likeliest", "drawn"))
-    assert f"from {likeliest:.2f} to {drawn:.2f}" in page("docs/command_line.md")
-    assert f"from {likeliest:.2f} to {drawn:.2f}" in page("docs/choosing.md")
+    likeliest, sampled = (acceptance(f"chain K=4, {how}")["mean_acceptance_length"] for how in ("likeliest", "drawn"))
+    assert f"from {likeliest:.2f} to {sampled:.2f}" in page("docs/command_line.md")
+    assert f"from {likeliest:.2f} to {sampled:.2f}" in page("docs/choosing.md")
 
 
 def test_choosing_quotes_its_records() -> None:

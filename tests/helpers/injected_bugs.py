@@ -13,21 +13,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tables
-import test_block_law
-import test_draw_law
-import test_exact_law
+import test_block_distribution
+import test_draw_distribution
+import test_exact_distribution
 import test_golden
 import test_greedy
 import test_keys
 import test_long_law
-import test_sampling_law
+import test_sampling_distribution
 import test_scripted_trees
 import test_thresholds
 import test_training
 import test_verify
 from mutants import Mutant, during, swapped
 
-from eagle3_jax import decode, point_masses, sampling
+from eagle3_jax import acceptance, decode, sampling
 from eagle3_jax.acceptance import Exact, verify, verify_points
 from eagle3_jax.cache import Cache
 from eagle3_jax.checks import sampling_mode_of
@@ -52,12 +52,19 @@ propose_from_table = tables.TableDrafter.propose
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def exact_law(function: Callable, bug: Callable, case: str = "a sampled chain") -> Mutant:
-    return Mutant(function, bug, test_exact_law.test_speculation_has_exactly_the_autoregressive_law_with, (case,))
+def exact_distribution(function: Callable, bug: Callable, case: str = "a sampled chain") -> Mutant:
+    return Mutant(
+        function,
+        bug,
+        test_exact_distribution.test_speculation_has_exactly_the_autoregressive_distribution_with,
+        (case,),
+    )
 
 
-def block_law(function: Callable, bug: Callable, case: str = "a drawn chain") -> Mutant:
-    return Mutant(function, bug, test_block_law.test_blocks_have_exactly_the_autoregressive_law_with, (case,))
+def block_distribution(function: Callable, bug: Callable, case: str = "a sampled chain") -> Mutant:
+    return Mutant(
+        function, bug, test_block_distribution.test_blocks_have_exactly_the_autoregressive_distribution_with, (case,)
+    )
 
 
 def at_once(function: Callable, bug: Callable) -> Mutant:
@@ -69,17 +76,17 @@ def thresholds(function: Callable, bug: Callable, rule: str = "the token rule") 
     return Mutant(function, bug, test_thresholds.check_thresholds, (rule, 28))
 
 
-def sampling_law(function: Callable, bug: Callable, drafter: str) -> Mutant:
-    return Mutant(function, bug, test_sampling_law.check_sampling_law, (drafter,), (("runs", 3),))
+def sampling_distribution(function: Callable, bug: Callable, drafter: str) -> Mutant:
+    return Mutant(function, bug, test_sampling_distribution.check_sampling_distribution, (drafter,), (("runs", 3),))
 
 
-def long_law(function: Callable, bug: Callable, drafter: str, rows: int = 2048, runs: int = 1) -> Mutant:
+def long_distribution(function: Callable, bug: Callable, drafter: str, rows: int = 2048, runs: int = 1) -> Mutant:
     return Mutant(function, bug, test_long_law.check_long_law, (drafter,), (("rows", rows), ("runs", runs)))
 
 
 def subtle(function: Callable, bug: Callable) -> Mutant:
     """Half a percent and less: three million tokens, which plain decoding writes in seconds."""
-    return long_law(function, bug, "plain decoding", rows=8192, runs=16)
+    return long_distribution(function, bug, "plain decoding", rows=8192, runs=16)
 
 
 def ledger(function: Callable, bug: Callable, case: str) -> Mutant:
@@ -165,23 +172,23 @@ def accept_equality(verify, draft, probs, *, accept, **rest):
 
 
 RULE = {
-    "the bonus is drawn from the draft": exact_law(verify, draw_bonus_from_draft),
-    "a refusal draws again from the target": exact_law(residual, keep_target),
-    "a sampled draft is accepted like a point mass": exact_law(verify, accept_without_ratio),
-    "the second sibling sees the whole target again": exact_law(
+    "the bonus is sampled from the draft": exact_distribution(verify, draw_bonus_from_draft),
+    "a refusal draws again from the target": exact_distribution(residual, keep_target),
+    "a sampled draft is accepted like a point mass": exact_distribution(verify, accept_without_ratio),
+    "the second sibling sees the whole target again": exact_distribution(
         verify_points, ignore_elder_siblings, "a tree of deterministic siblings"
     ),
     "the path goes through every sibling that is taken": at_once(
-        point_masses._elder_siblings, lambda elder, draft: jnp.zeros_like(elder(draft))
+        acceptance._elder_siblings, lambda elder, draft: jnp.zeros_like(elder(draft))
     ),
-    "padding can be accepted": exact_law(point_masses.follow_accepted, accept_padding, "nothing drafted"),
+    "padding can be accepted": exact_distribution(acceptance.follow_accepted, accept_padding, "nothing drafted"),
     "acceptance is not strict": Mutant(
-        verify, accept_equality, test_verify.test_a_token_without_target_mass_is_never_accepted_nor_drawn, (0.0,)
+        verify, accept_equality, test_verify.test_a_token_without_target_mass_is_never_accepted_nor_sampled, (0.0,)
     ),
     "a draw takes one uniform for all digits": Mutant(
         draw,
         lambda draw, p, uniforms: draw(p, first_only(uniforms)),
-        test_draw_law.check_law_of_draw,
+        test_draw_distribution.check_distribution_of_draw,
         ("uniform", 65),
     ),
     # At the vocabulary of Llama 3.
@@ -203,17 +210,17 @@ def end_at_first_failure(verify_block, draft, probs, *, accept, choose, max_dept
 
 
 def draw_padding(verify_block, draft, probs, **dice):
-    """Tokens behind the end of a block count as drawn when the residual is built."""
+    """Tokens after the end of a block count as sampled in the residual."""
     after = jnp.where(draft.valid[:, 1:, None], 0.0, draft.probs[:, 1:])
     return verify_block(draft, probs.at[:, :-1].set(jnp.maximum(probs[:, :-1] - after, 0.0)), **dice)
 
 
 BLOCK = {
-    "a block ends at its first failure": block_law(verify_block, end_at_first_failure),
-    "the residual of a block forgets what has survived": block_law(
+    "a block ends at its first failure": block_distribution(verify_block, end_at_first_failure),
+    "the residual of a block forgets what has survived": block_distribution(
         block._survivals, lambda survivals, *of: jnp.minimum(jnp.ceil(survivals(*of)), 1.0)
     ),
-    "the padding of a block was drawn, too": block_law(verify_block, draw_padding, "a chain cut short"),
+    "the padding of a block counts as sampled": block_distribution(verify_block, draw_padding, "a chain cut short"),
 }
 
 
@@ -261,20 +268,24 @@ LIKELIEST = "a chain of the likeliest tokens"
 CHAIN = "a chain of drawn tokens"
 STATIC = "a static tree of drawn tokens"
 DRAWS = {
-    "a draft is declared at its draft ids": long_law(propose_from_table, declare_at_draft_ids, CHAIN),
-    "all depths of a draft share one uniform": long_law(propose_from_table, during(uniforms, share_uniform), CHAIN),
-    "siblings are drawn without replacement and declared with it": long_law(propose_from_table, declare_eldest, STATIC),
-    "drafting and verifying share their randomness": long_law(
+    "a draft is declared at its draft ids": long_distribution(propose_from_table, declare_at_draft_ids, CHAIN),
+    "all depths of a draft share one uniform": long_distribution(
+        propose_from_table, during(uniforms, share_uniform), CHAIN
+    ),
+    "siblings are sampled without replacement and declared with it": long_distribution(
+        propose_from_table, declare_eldest, STATIC
+    ),
+    "drafting and verifying share their randomness": long_distribution(
         keys_at, lambda keys_at, keys, position, purpose: keys_at(keys, position, 1), CHAIN
     ),
-    "top-p comes before temperature": sampling_law(probabilities, truncate_first, "an EAGLE-3 chain of 1"),
-    "keys repeat every eight positions": long_law(
+    "top-p comes before temperature": sampling_distribution(probabilities, truncate_first, "an EAGLE-3 chain of 1"),
+    "keys repeat every eight positions": long_distribution(
         keys_at, lambda keys_at, keys, position, purpose: keys_at(keys, position % 8, purpose), LIKELIEST
     ),
-    "two rows share a key": long_law(
+    "two rows share a key": long_distribution(
         row_keys, lambda row_keys, seed, batch: row_keys(seed, batch)[jnp.arange(batch) // 2], LIKELIEST
     ),
-    "the first token is drawn with the key of the first verification": ledger(
+    "the first token is sampled with the key of the first verification": ledger(
         SpeculativeLoop._prefill, during(keys_at, next_key), "plain decoding"
     ),
     "a draw is tilted by half a percent": subtle(draw, tilt),
@@ -282,7 +293,7 @@ DRAWS = {
     "a batch with top-p alone is not truncated": Mutant(
         sampling_mode_of,
         lambda sampling_mode_of, rows: sampling_mode_of(rows.replace(top_p=jnp.ones_like(rows.top_p))),
-        test_sampling_law.test_a_batch_that_truncates_in_one_way_only_follows_the_target_law,
+        test_sampling_distribution.test_a_batch_that_truncates_in_one_way_only_follows_the_target_distribution,
         ("top-p alone", "plain decoding"),
     ),
 }
@@ -361,7 +372,7 @@ LOOP = {
         leave_no_room,
         test_scripted_trees.test_a_tree_loses_no_node_where_the_text_ends_with_its_bucket,
     ),
-    "a recurrent layer commits a path in block order": long_law(
+    "a recurrent layer commits a path in block order": long_distribution(
         Recurrent.commit,
         lambda commit, self, written, length, count, nodes=None: commit(self, written, length, count, None),
         "a static tree of drawn tokens for a recurrent target",

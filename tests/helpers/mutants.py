@@ -56,7 +56,7 @@ def swapped(function: Callable, bug: Callable) -> Iterator[None]:
         inner.__kwdefaults__ = options
 
 
-def planted(function: Callable, old: str, new: str) -> contextlib.AbstractContextManager[None]:
+def inject_bug(function: Callable, old: str, new: str) -> contextlib.AbstractContextManager[None]:
     """Replaces a function by its own source with ``new`` in place of ``old``.
 
     Raises:
@@ -87,7 +87,7 @@ class Mutant:
     """A bug and the check that must notice it."""
 
     function: Callable  #: The function of the library that the bug replaces.
-    #: Called with the original function and its arguments; or two pieces of source for :func:`planted`.
+    #: Called with the original function and its arguments; or two pieces of source for :func:`inject_bug`.
     bug: Callable | tuple[str, str]
     check: Callable  #: Must fail with the bug and pass without.
     args: tuple = ()  #: Its arguments.
@@ -100,7 +100,7 @@ class Mutant:
     def injected(self) -> contextlib.AbstractContextManager[None]:
         """With the bug."""
         if isinstance(self.bug, tuple):
-            return planted(self.function, *self.bug)
+            return inject_bug(self.function, *self.bug)
         return replaced(self.function, self.bug)
 
     def run_without_bug(self) -> None:

@@ -31,7 +31,7 @@ MIXED = "model=4,data=2"
 LAYERS = 2
 CHAIN = {"num_speculative_tokens": 3}
 TREE = {"tree": e3.DynamicTree(num_nodes=8, max_depth=3, top_k=4)}
-DRAWN = CHAIN | {"draft_sampling": e3.DraftSampling.PROBABILISTIC}
+SAMPLED = CHAIN | {"draft_sampling": e3.DraftSampling.PROBABILISTIC}
 SCHEDULE = {"schedule": e3.SpeculationSchedule(((1, 2, 3), (3, 6, 2)))}  # none is drafted while more than six rows run
 WARM = e3.SamplingParams(temperature=1.0)
 NUCLEUS = e3.SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
@@ -82,7 +82,7 @@ def driven(models: Any, text: str, **options: Any) -> list[list[int]]:
 
 
 def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mapping[str, Any]:
-    """Collectives of a compiled step, and how large the largest is beside what a device keeps of a layer's keys."""
+    """Returns the collectives of a compiled step, the size of the largest, and that of a layer's keys on a device."""
     mesh = mesh_of(text)
     sampling_mode = SamplingMode.GREEDY if sampling is None else SamplingMode.TRUNCATED
     decoder = e3.SpeculativeDecoder(*models, mesh=mesh, **options)
@@ -143,7 +143,7 @@ if __name__ == "__main__":
     for name, sampling, options in (
         ("chain, sampled", NUCLEUS, CHAIN),
         ("tree, sampled", NUCLEUS, TREE),
-        ("drawn chain", WARM, DRAWN),
+        ("sampled chain", WARM, SAMPLED),
     ):
         alone = generated(models, None, sampling, **options)
         assert alone != greedy

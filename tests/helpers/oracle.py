@@ -1,4 +1,4 @@
-"""What is true, written as slowly and plainly as possible: pure Python, loops, no cache, nothing of the library."""
+"""The expected results, written as plainly as possible: pure Python, loops, no cache, no code of the library."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-Law = dict[tuple[int, ...], Fraction | float]
+TextDistribution = dict[tuple[int, ...], Fraction | float]
 Interval = tuple[Fraction, Fraction]
 
 
 class Tree(NamedTuple):
-    """A draft: node 0 is the root, ``q[node]`` the distribution that the node was drawn from."""
+    """A draft: node 0 is the root, ``q[node]`` the distribution that the node was sampled from."""
 
     tokens: Sequence[int]
     parents: Sequence[int]
@@ -104,32 +104,36 @@ def block_cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
                 low += share
 
 
-def autoregressive_law(p: Callable[[tuple[int, ...]], Sequence], horizon: int, stops: Sequence[int] = ()) -> Law:
-    """The law of what the target alone writes: ``p(x1) p(x2 | x1) ...`` up to a stop token or the horizon."""
-    law: Law = {(): 1}
+def autoregressive_distribution(
+    p: Callable[[tuple[int, ...]], Sequence], horizon: int, stops: Sequence[int] = ()
+) -> TextDistribution:
+    """Returns the distribution of the target's own texts: ``p(x1) p(x2 | x1) ...`` to a stop token or the horizon."""
+    distribution: TextDistribution = {(): 1}
     for _ in range(horizon):
-        longer: Law = {}
-        for prefix, mass in law.items():
+        longer: TextDistribution = {}
+        for prefix, mass in distribution.items():
             if prefix and prefix[-1] in stops:
                 longer[prefix] = mass
                 continue
             for token, weight in enumerate(p(prefix)):
                 if weight:
                     longer[*prefix, token] = mass * weight
-        law = longer
-    return law
+        distribution = longer
+    return distribution
 
 
-def law_of_rounds(rounds: Callable[[tuple[int, ...]], Law], horizon: int, stops: Sequence[int] = ()) -> Law:
-    """The law of a sequence written round by round, cut exactly at a stop token or the horizon."""
-    law: Counter = Counter()
+def distribution_of_rounds(
+    rounds: Callable[[tuple[int, ...]], TextDistribution], horizon: int, stops: Sequence[int] = ()
+) -> TextDistribution:
+    """Returns the distribution of texts written round by round, each cut at a stop token or the horizon."""
+    distribution: Counter = Counter()
 
     def finished(prefix: tuple[int, ...]) -> bool:
         return len(prefix) == horizon or bool(prefix and prefix[-1] in stops)
 
     def extend(prefix: tuple[int, ...], mass: Fraction) -> None:
         if finished(prefix):
-            law[prefix] += mass
+            distribution[prefix] += mass
             return
         for emitted, weight in rounds(prefix).items():
             longer = prefix
@@ -138,10 +142,10 @@ def law_of_rounds(rounds: Callable[[tuple[int, ...]], Law], horizon: int, stops:
             extend(longer, mass * weight)
 
     extend((), Fraction(1))
-    return dict(law)
+    return dict(distribution)
 
 
-def total_variation(a: Law, b: Law) -> Fraction | float:
+def total_variation(a: TextDistribution, b: TextDistribution) -> Fraction | float:
     return sum(abs(a.get(x, 0) - b.get(x, 0)) for x in {*a, *b}) / 2
 
 

@@ -75,25 +75,35 @@ def _fp8_exponents(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray
 
 
 def _fp8_tensor(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Scales without axes, one for the weights and one for what they are multiplied with."""
+    """Stores scales without axes, one for the weights and one for the activations."""
     scale = (np.abs(weights).max() / np.float32(448)).astype(ml_dtypes.bfloat16)
     values = to_e4m3(weights / np.float32(scale))
     stem = name.removesuffix(".weight")
-    beside = {f"{name}_scale_inv": np.array(scale), f"{stem}.activation_scale": np.array(1, ml_dtypes.bfloat16)}
-    return {name: values, **beside}, values.astype(np.float32) * np.float32(scale)
+    scales = {f"{name}_scale_inv": np.array(scale), f"{stem}.activation_scale": np.array(1, ml_dtypes.bfloat16)}
+    return {name: values, **scales}, values.astype(np.float32) * np.float32(scale)
 
 
-def _scaled(top: float, cast: Callable[[np.ndarray], np.ndarray], of: str, *, beside: bool = False) -> Quantise:
-    """``W = q s`` of compressed-tensors and its like; ``of`` a tensor or an output."""
+def _scaled(
+    top: float, cast: Callable[[np.ndarray], np.ndarray], granularity: str, *, has_input_scale: bool = False
+) -> Quantise:
+    """Returns the scheme ``W = q s`` of compressed-tensors.
+
+    Args:
+        top: Largest value of the stored type.
+        cast: Rounds values to the stored type.
+        granularity: A scale for each ``"output"``, one ``"tensor"`` of one element, or one ``"scalar"``.
+        has_input_scale: Whether the file also holds a scale of the inputs.
+    """
 
     def quantise(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        axes = None if of in ("tensor", "scalar") else 1
+        axes = 1 if granularity == "output" else None
         scale = (np.abs(weights).max(axis=axes, keepdims=True) / top).astype(ml_dtypes.bfloat16).astype(np.float32)
         values = cast(weights / scale)
-        stored = scale.reshape(()) if of == "scalar" else scale.reshape(1) if of == "tensor" else scale
+        shape = {"scalar": (), "tensor": (1,), "output": scale.shape}[granularity]
+        stored = scale.reshape(shape)
         stem = name.removesuffix(".weight")
         stored = stored if "q_proj" in name else stored.astype(ml_dtypes.bfloat16)
-        extra = {f"{stem}.input_scale": np.ones(1, np.float32)} if beside else {}
+        extra = {f"{stem}.input_scale": np.ones(1, np.float32)} if has_input_scale else {}
         return {name: values, f"{stem}.weight_scale": stored, **extra}, values.astype(np.float32) * scale
 
     return quantise
@@ -166,7 +176,8 @@ RECIPES = {
         _scaled(448, to_e4m3, "output"), group({**_FLOAT, "strategy": "channel"}, "float-quantized")
     ),
     "tensor": Recipe(
-        _scaled(448, to_e4m3, "tensor", beside=True), group({**_FLOAT, "strategy": "tensor"}, "float-quantized")
+        _scaled(448, to_e4m3, "tensor", has_input_scale=True),
+        group({**_FLOAT, "strategy": "tensor"}, "float-quantized"),
     ),
     "int8": Recipe(_scaled(127.5, int8, "output"), group({**_INT, "strategy": "channel"}, "int-quantized")),
     "int4": Recipe(
@@ -175,7 +186,7 @@ RECIPES = {
     ),
     "fbgemm": Recipe(_fbgemm, {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}),
     "modelopt": Recipe(
-        _scaled(448, to_e4m3, "scalar", beside=True),
+        _scaled(448, to_e4m3, "scalar", has_input_scale=True),
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
     ),
 }  # fmt: skip

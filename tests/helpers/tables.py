@@ -1,7 +1,7 @@
 """A target and a drafter that are tables: what comes next is known in closed form, and a token costs next to nothing.
 
 The target reads its context through the cache, the mask and the positions that the loop gives it, so a wrong slot, a
-wrong ancestor or a wrong position gives it another context, and the law of what is written changes.
+wrong ancestor or a wrong position gives it another context, and the distribution of the output changes.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class TableDrafter:
     vocab_size: int  #: ``V``.
     order: int  #: Tokens of context.
     topology: Topology = Chain(3)  #: Chain, dynamic tree or static tree.
-    draft_sampling: DraftSampling = DraftSampling.GREEDY  #: Whether the tokens of a chain or a static tree are drawn.
+    draft_sampling: DraftSampling = DraftSampling.GREEDY  #: Whether the tokens of a chain or a static tree are sampled.
 
     @property
     def is_chain(self) -> bool:

@@ -271,7 +271,7 @@ def random_prompts(count: int, vocab_size: int, *, seed: int = 0, low: int = 1, 
 
 
 def golden_trace(name: str) -> dict[str, Any]:
-    """A recorded run of somebody else's implementation; see ``tests/golden``."""
+    """Reads a recorded run of another implementation; see ``tests/golden``."""
     return json.loads((GOLDEN / name).read_text())
 
 
@@ -321,7 +321,7 @@ def unchecked() -> Iterator[None]:
 
 
 def known(tree: Any) -> Any:
-    """A state whose caches hold nothing but what is committed; what lies behind is garbage by definition."""
+    """Returns a state with zeros in the slots after the committed ones, whose content has no meaning."""
 
     def clean(leaf: Any) -> Any:
         if not isinstance(leaf, Cache):

@@ -221,7 +221,7 @@ def test_a_row_of_which_nothing_stays_keeps_its_bits() -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("size", [9, 100])
 def test_padding_leaves_no_trace(size: int) -> None:
-    """Rows of other lengths, also shorter than the window, and whatever stands behind them."""
+    """Rows of different lengths, also shorter than the window, with different padding after them."""
     x = draw(0, BATCH, size, WIDTH)
     length = np.array([size - 2, 2])
     cache = after(x, length)

@@ -81,12 +81,12 @@ FORMS = {
 def routings() -> dict[str, Routing]:
     """Choices that are usual and some that are not, of 11 tokens."""
     rng = np.random.default_rng(8)
-    drawn = np.sort(np.stack([rng.choice(COUNT, 3, replace=False) for _ in range(11)]), axis=1)
+    sampled = np.sort(np.stack([rng.choice(COUNT, 3, replace=False) for _ in range(11)]), axis=1)
     chosen = {
-        "drawn": drawn,
+        "sampled": sampled,
         "one expert for all": np.full((11, 1), 5),
         "all experts": np.broadcast_to(np.arange(COUNT), (11, COUNT)),
-        "some are elsewhere": drawn * 2 - 3,
+        "some are elsewhere": sampled * 2 - 3,
         "all are elsewhere": np.full((11, 2), -1),
     }
     return {

@@ -57,7 +57,7 @@ FEW = ("llama", "gpt_oss", "deepseek_v3", "qwen3_5_text")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Where a recipe's model lies, in the layout of transformers."""
+    """Returns a function from a recipe to the directory of its model, in the layout of transformers."""
     root = tmp_path_factory.mktemp("families")
 
     def of(name: str) -> Path:

@@ -76,7 +76,7 @@ def test_a_query_that_sees_nothing_is_finite() -> None:
 
 
 def test_a_block_behind_a_cache_sees_what_a_longer_block_would() -> None:
-    """The cache's attention is that of the whole sequence, whatever lies behind the committed slots."""
+    """Attention over a cache equals that over the whole sequence, whatever the slots after the committed ones hold."""
     queries, keys, values = (draw(seed, BATCH, n, 7, SIZE) for seed, n in ((0, HEADS), (1, KV_HEADS), (2, KV_HEADS)))
     layer = KeyValues.allocate(batch=BATCH, capacity=12, num_kv_heads=KV_HEADS, head_dim=SIZE, dtype=jnp.float32)
     garbage = Cache.of((KeyValues(keys=layer.keys + 7.0, values=layer.values - 7.0),), batch=BATCH)

@@ -117,7 +117,7 @@ def test_the_compiler_is_told_that_writes_never_meet() -> None:
 
 
 def test_a_single_write_at_and_beyond_the_edge_leaves_the_rest() -> None:
-    """It is sent along with a second one, which is dropped wherever the first lies."""
+    """A single write is compiled as two, of which the second is always dropped."""
     for length, kept in ((3, [0, 0, 0, 5]), (4, [0, 0, 0, 0]), (7, [0, 0, 0, 0])):
         layer = KeyValues.allocate(batch=1, capacity=4, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
         five = jnp.full((1, 1, 1, 1), 5.0)

@@ -200,7 +200,7 @@ def test_quantised_tensors_without_a_quantisation_are_refused(tmp_path: Path) ->
     refused(conversion.read_target, path, "weight_scale")
 
 
-def test_model_optimizer_may_describe_it_in_a_file_beside(tmp_path: Path) -> None:
+def test_model_optimizer_may_describe_it_in_a_separate_file(tmp_path: Path) -> None:
     stored, dense = written(tmp_path, "modelopt")
     edit_config(stored, quantization_config=None)
     said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}

@@ -1,4 +1,4 @@
-"""What files of a target say, and in which layouts; what is not computed is refused by name.
+"""Files of a target in every layout; a field that is not computed is unsupported and raises an error.
 
 `test_families.py` compares what is computed with transformers.
 """

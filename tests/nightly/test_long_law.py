@@ -1,9 +1,9 @@
 """Level 2, over many rounds: every token of long texts from the compiled loop follows its law, whatever came before.
 
-Short sequences can be counted whole (``test_sampling_law``), which sees large bugs of one round and none of many: keys
-that repeat after eight tokens, say. Here texts are long, tables make tokens cheap, and the law of each token is known
-in closed form given those before it. Counts beyond the expected ones are summed within strata of the past: the context,
-the place, the token that stood ``lag`` places earlier, the row beside. Seeds are fixed; an exact loop fails an
+Short sequences (``test_sampling_distribution``) can be counted whole. That sees large bugs of one round and none of
+many: keys that repeat after eight tokens, say. Here texts are long, tables make tokens cheap, and the law of each token
+is known in closed form given those before it. Counts beyond the expected ones are summed within strata of the past: the
+context, the place, the token that stood ``lag`` places earlier, the row beside. Seeds are fixed; an exact loop fails an
 assertion once in a million. Each group of strata knows the smallest deviation that it would have seen.
 
 A vocabulary of 80 tokens takes two uniforms to draw from, like any real one; four tokens, with all their contexts, take
