@@ -186,38 +186,32 @@ def test_a_bias_may_have_numbers_of_numpy() -> None:
 
 WRONG: tuple[tuple[Callable[[], Any], str], ...] = (
     (lambda: LogitBias({0: math.inf}), "is inf; expected a number, or -math.inf"),
+    (lambda: LogitBias({0: math.nan}), "is nan; expected a number, or -math.inf"),
     (lambda: LogitBias({0: 1e300}), "token 0 is 1e.300; expected a number of float32"),
-    (lambda: LogitBias({0: -1e300}), "token 0 is -1e.300; expected a number of float32"),
     (lambda: LogitBias({0: 10**400}), "token 0 is 1000.*; expected a number"),
     (lambda: LogitBias({0: True}), "token 0 is True; expected a number"),
     (lambda: LogitBias({0: "1"}), "token 0 is '1'; expected a number"),
-    (lambda: LogitBias({0: None}), "token 0 is None; expected a number"),
-    (lambda: LogitBias({0: np.ones(1)}), "expected a number"),
     (lambda: LogitBias({True: 1.0}), "names the token True; expected ids from 0 to 3"),
-    (lambda: LogitBias({np.True_: 1.0}), "names the token np.True_; expected ids from 0 to 3"),
     (lambda: LogitBias({"1": 1.0}), "names the token '1'; expected ids from 0 to 3"),
-    (lambda: LogitBias({1.0: 1.0}), "names the token 1.0; expected ids from 0 to 3"),
-    (lambda: LogitBias({-1: 1.0}), "names the token -1; expected ids from 0 to 3"),
+    (lambda: LogitBias({V: 1.0}), "names the token 4; expected ids from 0 to 3"),
     (lambda: LogitBias([1.0]), "expected a number for each token id"),
-    (lambda: MinP(True), "min_p is True; expected a number"),
     (lambda: MinP("0.5"), "min_p is '0.5'; expected a number"),
-    (lambda: MinP(1e-300), "min_p is 1e-300; expected above 0"),
+    (lambda: MinP(0.0), "min_p is 0.0; expected above 0"),
     (lambda: Penalty(repetition=1e300), "repetition is 1e.300; expected a number of float32"),
     (lambda: Penalty(repetition=1e-300), "expected repetition above 0"),
-    (lambda: Penalty(presence=True), "presence is True; expected a number"),
     (lambda: Penalty(frequency=-math.inf), "presence and frequency finite"),
     (lambda: TokenAutomaton(TABLE, start=True), "starts in the state True; expected a whole number"),
-    (lambda: TokenAutomaton(TABLE, start=1.0), "starts in the state 1.0; expected a whole number"),
+    (lambda: TokenAutomaton(TABLE, start=3), "starts in the state 3"),
     (lambda: TokenAutomaton(TABLE.astype(np.uint32)), "names the states 0 to 4294967295; expected 0 to 2"),
-    (lambda: TokenAutomaton(TABLE.astype(np.int8) - 100), "names the states -101 to -98; expected 0 to 2"),
+    (lambda: TokenAutomaton(TABLE + 1), "names the states 0 to 3; expected 0 to 2"),
     (lambda: TokenAutomaton(TABLE.astype(bool)), "is bool.3, 4.; expected integers"),
+    (lambda: TokenAutomaton(TABLE[0]), "is int32.4.; expected integers"),
     (lambda: TokenAutomaton(TABLE, columns=np.zeros(4)), "columns are float64.4.; expected integers .V."),
-    (lambda: TokenAutomaton(TABLE, columns=np.zeros((4, 1), int)), "columns are int64.4, 1.; expected integers .V."),
 )
 
 
 @pytest.mark.parametrize(("make", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_what_is_no_number_is_refused_in_one_line(make: Callable[[], Any], message: str) -> None:
+def test_a_wrong_number_is_one_line(make: Callable[[], Any], message: str) -> None:
     with tiny.unchecked(), pytest.raises(ValueError, match=message) as caught:
         make().arrays(V)
     assert "\n" not in str(caught.value)
