@@ -29,7 +29,7 @@ def empty() -> Cache:
 
 
 def commit(cache: Cache, new: tuple[KeyValue, ...], count: list[int], nodes: np.ndarray | None = None) -> Cache:
-    written = tuple(layer.write(one, cache.length) for layer, one in zip(cache.layers, new, strict=True))
+    written = tuple(layer.write(block, cache.length) for layer, block in zip(cache.layers, new, strict=True))
     return cache.commit(written, jnp.array(count, jnp.int32), None if nodes is None else jnp.array(nodes, jnp.int32))
 
 
@@ -71,12 +71,12 @@ def test_tokens_past_the_capacity_are_dropped_and_overwrite_nothing() -> None:
 def test_a_block_sees_what_is_committed_and_of_itself_what_its_mask_says() -> None:
     cache = commit(empty(), block(0, 3), [3, 2, 1, 0])
     mask = np.random.default_rng(0).random((BATCH, 4, 4)) < 0.5
-    for given in (mask, mask[:1]):
-        seen = np.asarray(cache_mask(jnp.asarray(given), cache.length, CAPACITY))
+    for block_mask in (mask, mask[:1]):
+        seen = np.asarray(cache_mask(jnp.asarray(block_mask), cache.length, CAPACITY))
         for row, length in enumerate((3, 2, 1, 0)):
-            own = given[row % len(given)]
+            row_mask = block_mask[row % len(block_mask)]
             for token in range(4):
-                expected = [True] * length + own[token].tolist() + [False] * (CAPACITY - length - 4)
+                expected = [True] * length + row_mask[token].tolist() + [False] * (CAPACITY - length - 4)
                 assert seen[row, token].tolist() == expected
         # A level of a tree asks for the last tokens of a block alone.
-        assert np.array_equal(cache_mask(jnp.asarray(given[:, 2:]), cache.length, CAPACITY), seen[:, 2:])
+        assert np.array_equal(cache_mask(jnp.asarray(block_mask[:, 2:]), cache.length, CAPACITY), seen[:, 2:])

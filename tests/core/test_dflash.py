@@ -154,22 +154,22 @@ def test_a_static_tree_takes_tokens_by_rank_after_their_parents(name: str) -> No
     drafter, params = loaded(head, topology=tree)
     draft, _, blocks, roots = drafted(head, drafter, params)
     for row in range(2):
-        wanted = set()
+        expected = set()
         for path in tree.paths:
             tokens: list[int] = []
             for level, rank in enumerate(path):
                 logits, _ = biased(head, blocks[row], roots[row], [*tokens, 0, 0, 0][:3])
                 tokens.append(int(chosen_ids(head)[np.argsort(-logits[level])[rank]]))
-            wanted.add(tuple(tokens))
-        assert paths(draft, row) == wanted
+            expected.add(tuple(tokens))
+        assert paths(draft, row) == expected
 
 
 def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
     """The tokens from below the root to every node."""
-    found: list[tuple[int, ...]] = [()]
+    node_paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(draft.tokens[row, 1:].tolist(), draft.parents[row, 1:].tolist(), strict=True):
-        found.append((*found[parent], token))
-    return set(found[1:])
+        node_paths.append((*node_paths[parent], token))
+    return set(node_paths[1:])
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -50,8 +50,8 @@ RECORD = json.loads(PATH.read_text(encoding="utf-8"))
 
 def test_the_programs_are_the_recorded_ones(pytestconfig: pytest.Config) -> None:
     if pytestconfig.getoption("--record-fingerprints"):
-        found = {name: fingerprint(name) for name in PROGRAMS}
-        PATH.write_text(json.dumps({"jax": jax.__version__, "programs": found}, indent=1) + "\n", encoding="utf-8")
+        hashes = {name: fingerprint(name) for name in PROGRAMS}
+        PATH.write_text(json.dumps({"jax": jax.__version__, "programs": hashes}, indent=1) + "\n", encoding="utf-8")
         return
     if RECORD["jax"] != jax.__version__:
         pytest.skip(f"the hashes are of programs that jax {RECORD['jax']} lowered; this is jax {jax.__version__}")

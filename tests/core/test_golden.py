@@ -104,14 +104,14 @@ def check_vllm_counters(requests: int = 4) -> None:
     results = []
     drafted = recorded["num_speculative_tokens"]
     for start in range(0, requests, 4):
-        wanted = recorded["requests"][start : start + 4]
-        result = decoder.generate([request["prompt"] for request in wanted], max_new_tokens=recorded["max_new_tokens"])
-        assert result.tokens == [request["output"] for request in wanted]
-        for row, request in zip(result.rows, wanted, strict=True):
+        batch = recorded["requests"][start : start + 4]
+        result = decoder.generate([request["prompt"] for request in batch], max_new_tokens=recorded["max_new_tokens"])
+        assert result.tokens == [request["output"] for request in batch]
+        for row, request in zip(result.rows, batch, strict=True):
             assert int(row.stats.num_accepted_tokens) == sum(request["per_step_accepted"])
             assert int(row.stats.num_draft_tokens) == sum(request["per_step_drafted"])
             assert int(row.stats.num_drafts) == len(request["per_step_drafted"])
-            reached = [sum(count > place for count in request["per_step_accepted"]) for place in range(drafted)]
+            reached = [sum(count > position for count in request["per_step_accepted"]) for position in range(drafted)]
             assert row.stats.num_accepted_tokens_per_pos.tolist() == reached
         results.append(result.stats)
     if requests == len(recorded["requests"]):

@@ -35,8 +35,8 @@ def continuation(prompt: tuple[int, ...], new_tokens: int) -> list[int]:
 
 def expected(stops: tuple[int, ...] = ()) -> list[list[int]]:
     rows = [continuation(tuple(prompt), limit) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
-    ends = [next((i + 1 for i, token in enumerate(row) if token in stops), len(row)) for row in rows]
-    return [row[:end] for row, end in zip(rows, ends, strict=True)]
+    lengths = [next((i + 1 for i, token in enumerate(row) if token in stops), len(row)) for row in rows]
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def scripted(shift: int) -> LoadedDrafter:

@@ -55,9 +55,9 @@ def test_every_verified_node_has_the_targets_most_likely_tokens(in_a_fallback: b
     paths = ([], [1], [2], [1, 3])
     for row, text in enumerate(texts[:2]):
         for node, path in enumerate(paths):
-            whole = [*text, int(roots[row]), *path]
-            logits = np.asarray(tiny.forward(TARGET.model, TARGET.params, jnp.asarray([whole]))[0])[0, -1]
-            assert drafted[row, node] == whole[-1]
+            context = [*text, int(roots[row]), *path]
+            logits = np.asarray(tiny.forward(TARGET.model, TARGET.params, jnp.asarray([context]))[0])[0, -1]
+            assert drafted[row, node] == context[-1]
             assert likeliest[row, node].tolist() == np.argsort(-logits)[:3].tolist()
 
 

@@ -29,15 +29,15 @@ PROMPTS = tiny.random_prompts(4, 13, seed=2, low=2)
 
 def host_calls(jaxpr: Any) -> set[str]:
     """Primitives through which a program talks to the host, in a jaxpr and everything inside it."""
-    found = set()
+    primitives = set()
     for equation in jaxpr.eqns:
         if "callback" in equation.primitive.name or equation.primitive.name in ("infeed", "outfeed", "debug_print"):
-            found.add(equation.primitive.name)
+            primitives.add(equation.primitive.name)
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
-                found |= host_calls(inner)
-    return found
+                primitives |= host_calls(inner)
+    return primitives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,22 +155,22 @@ def test_every_row_has_stop_tokens_of_its_own() -> None:
     """-1 fills up those of rows with fewer, and is no token; other stops are no other program."""
     loop, params = tiny.bind(TARGET, test_greedy.DRAFTERS["a perfect drafter"]())
     batch = tiny.prompts(test_greedy.PROMPTS, limit=test_greedy.LIMITS)
-    own = [(3, 9), (3,), (9,), ()]
-    stops = [own[row % len(own)] for row in range(len(test_greedy.PROMPTS))]
+    stop_lists = [(3, 9), (3,), (9,), ()]
+    stops = [stop_lists[row % len(stop_lists)] for row in range(len(test_greedy.PROMPTS))]
     padded = jnp.asarray([(*row, -1, -1)[:2] for row in stops], jnp.int32)
     outcome = loops.generate(loop, params, batch.replace(stop_tokens=padded), capacity=48 + loop.drafter.num_nodes)
-    wanted = [test_greedy.expected(row)[index] for index, row in enumerate(stops)]
-    assert tiny.outputs(outcome, batch) == wanted
-    assert wanted not in [test_greedy.expected(row) for row in own]
+    expected = [test_greedy.expected(row)[index] for index, row in enumerate(stops)]
+    assert tiny.outputs(outcome, batch) == expected
+    assert expected not in [test_greedy.expected(row) for row in stop_lists]
 
 
 @pytest.mark.parametrize("name", ["a perfect drafter", "a random static tree"])
 def test_rows_end_for_their_own_reason(name: str) -> None:
     stopped = test_greedy.check_greedy_output(name, stops=(3, 9))
     rows = test_greedy.expected((3, 9))
-    wanted = [FinishReason.STOP if row[-1] in (3, 9) else FinishReason.LENGTH for row in rows]
-    assert finish_reasons(stopped) == wanted
-    assert set(wanted) == {FinishReason.STOP, FinishReason.LENGTH}
+    expected = [FinishReason.STOP if row[-1] in (3, 9) else FinishReason.LENGTH for row in rows]
+    assert finish_reasons(stopped) == expected
+    assert set(expected) == {FinishReason.STOP, FinishReason.LENGTH}
 
 
 def test_a_single_token_needs_no_round() -> None:
@@ -215,9 +215,9 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_the_batch_size(
 ) -> None:
     decoder = SpeculativeDecoder(TARGET, drafter)
     together = decoder.generate(PROMPTS, max_new_tokens=12, sampling=sampling, seed=3).tokens
-    alone = decoder.generate(PROMPTS[0], max_new_tokens=12, sampling=sampling, seed=3).tokens[0]
+    single = decoder.generate(PROMPTS[0], max_new_tokens=12, sampling=sampling, seed=3).tokens[0]
     others = decoder.generate([PROMPTS[0], [1], [2] * 9, [3]], max_new_tokens=12, sampling=sampling, seed=3).tokens
-    assert together[0] == alone == others[0]
+    assert together[0] == single == others[0]
 
 
 def test_a_greedy_batch_pays_nothing_for_a_drafter_that_can_sample() -> None:
@@ -248,9 +248,9 @@ def test_rounds_between_two_checks_change_nothing() -> None:
 def test_a_row_put_into_a_live_batch_goes_on_as_if_alone() -> None:
     loop, params = tiny.bind(TARGET, tiny.eagle3(TARGET, TREE), sampling_mode=SamplingMode.TRUNCATED)
     batch = tiny.prompts(PROMPTS, limit=10, sampling=SAMPLING, width=12)
-    alone = loops.generate(loop, params, batch, capacity=48)
+    undisturbed = loops.generate(loop, params, batch, capacity=48)
     newcomer = tiny.prompts([[7, 7, 1]], limit=10, sampling=SAMPLING, seed=8, width=12)
-    lonely = loops.generate(loop, params, newcomer, capacity=48)
+    newcomer_alone = loops.generate(loop, params, newcomer, capacity=48)
 
     state = loops.prefill(loop, params, batch, capacity=48)
     for _ in range(2):
@@ -262,20 +262,20 @@ def test_a_row_put_into_a_live_batch_goes_on_as_if_alone() -> None:
         state = loops.step(loop, params, state).state
     assert loops.step._cache_size() == programs
     for row in (0, 2, 3):
-        assert np.array_equal(state.tokens[row, :24], alone.tokens[row, :24])
-    assert np.array_equal(state.tokens[1], lonely.tokens[0])
+        assert np.array_equal(state.tokens[row, :24], undisturbed.tokens[row, :24])
+    assert np.array_equal(state.tokens[1], newcomer_alone.tokens[0])
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLING], ids=["greedy", "sampled"])
 def test_a_stream_writes_what_generate_writes(sampling: SamplingParams) -> None:
     decoder = SpeculativeDecoder(TARGET, tiny.eagle3(TARGET, TREE))
     options = {"max_new_tokens": 12, "sampling": sampling, "seed": 4}
-    whole = decoder.generate(PROMPTS[0], **options)
+    result = decoder.generate(PROMPTS[0], **options)
     chunks = list(decoder.stream(PROMPTS[0], **options))
-    assert [token for chunk in chunks for token in chunk.tokens] == whole.tokens[0]
+    assert [token for chunk in chunks for token in chunk.tokens] == result.tokens[0]
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [FinishReason.RUNNING] * (len(chunks) - 1)
-    assert chunks[-1].finish_reason is whole.rows[0].finish_reason
-    assert chunks[-1].stats.to_json() == whole.stats.to_json()
+    assert chunks[-1].finish_reason is result.rows[0].finish_reason
+    assert chunks[-1].stats.to_json() == result.stats.to_json()
 
 
 def test_counters_count_what_was_accepted_before_a_limit_cut_it() -> None:
@@ -291,9 +291,9 @@ def test_counters_count_what_was_accepted_before_a_limit_cut_it() -> None:
 
 def test_merged_statistics_sum_counters_and_never_average_rates() -> None:
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
-    both = (10, 20, 15, [9, 6]), (1, 2, 0, [0, 0])
+    counters = (10, 20, 15, [9, 6]), (1, 2, 0, [0, 0])
     merged = SpeculationStats.merge(
-        [SpeculationStats(**dict(zip(names, map(np.array, one), strict=True))) for one in both]
+        [SpeculationStats(**dict(zip(names, map(np.array, values), strict=True))) for values in counters]
     )
     assert merged.to_json()["num_drafts"] == 11
     assert merged.mean_acceptance_length == pytest.approx(1 + 15 / 11)

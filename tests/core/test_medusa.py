@@ -64,10 +64,10 @@ def read_off(head: dict, shared: bool, ids: np.ndarray, text: list[int], paths: 
     ids=["a chain shorter than the heads", "a tree of a part of the vocabulary"],
 )
 def test_every_round_drafts_from_the_state_behind_the_last_committed_token(topology, variant) -> None:
-    of = tiny.medusa(TARGET, topology, seed=3, **variant)
-    table = np.asarray(of.params.get("draft_to_target", np.arange(13)))
+    heads = tiny.medusa(TARGET, topology, seed=3, **variant)
+    table = np.asarray(heads.params.get("draft_to_target", np.arange(13)))
     paths = [(0,) * depth for depth in (1, 2)] if isinstance(topology, Chain) else list(topology.paths)
-    loop, params = tiny.bind(TARGET, of)
+    loop, params = tiny.bind(TARGET, heads)
     state = loops.prefill(loop, params, tiny.prompts(PROMPTS, limit=20), capacity=48)
     lengths = []
     for _ in range(6):
@@ -78,15 +78,15 @@ def test_every_round_drafts_from_the_state_behind_the_last_committed_token(topol
         after = loops.step(loop, params, state)
         state = after.state
         for row, text in enumerate(texts):
-            wanted = read_off(of.params["head"], variant.get("shared_output", False), table, text, paths)
-            assert after.draft.tokens[row].tolist() == [text[-1], *wanted]
+            expected = read_off(heads.params["head"], variant.get("shared_output", False), table, text, paths)
+            assert after.draft.tokens[row].tolist() == [text[-1], *expected]
     steps = np.diff(np.array(lengths), axis=0)
     assert steps.max() > 1 or not isinstance(topology, StaticTree), "nothing was accepted, so nothing was rolled back"
 
 
 def test_unasked_every_head_drafts_from_the_final_state() -> None:
-    of = tiny.medusa(TARGET)
-    assert of.drafter.topology == Chain(4) and of.drafter.aux_layers == (3,)
+    heads = tiny.medusa(TARGET)
+    assert heads.drafter.topology == Chain(4) and heads.drafter.aux_layers == (3,)
 
 
 # The authors' own order, which is that in which they added nodes.

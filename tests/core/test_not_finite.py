@@ -77,14 +77,14 @@ def cut(text: list[int], token: int) -> list[int]:
 def test_a_greedy_row_ends_where_there_is_no_distribution(name: str, value: float) -> None:
     token = next(token for token in TEXTS[0][4:] if token not in (PROMPTS[1][-1], PROMPTS[0][-1]))
     decoder = poisoned(name, token, value)
-    found = decoder.generate(PROMPTS, max_new_tokens=24)
-    for row, prompt, text in zip(found.rows, PROMPTS, TEXTS, strict=True):
+    result = decoder.generate(PROMPTS, max_new_tokens=24)
+    for row, prompt, text in zip(result.rows, PROMPTS, TEXTS, strict=True):
         expected = [] if prompt[-1] == token else cut(text, token)
         ended = FinishReason.NOT_FINITE if len(expected) < 24 else FinishReason.LENGTH
         assert (row.tokens, row.finish_reason) == (expected, ended)
     chunks = list(decoder.stream(PROMPTS[0], max_new_tokens=24))
-    assert [one for chunk in chunks for one in chunk.tokens] == found.rows[0].tokens
-    assert chunks[-1].finish_reason is found.rows[0].finish_reason
+    assert [token for chunk in chunks for token in chunk.tokens] == result.rows[0].tokens
+    assert chunks[-1].finish_reason is result.rows[0].finish_reason
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -101,8 +101,8 @@ def test_a_sampled_row_writes_nothing_after_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_prompt_without_a_distribution_after_it_gets_no_token(name: str) -> None:
-    other = [0 if PROMPTS[0][-1] else 1]
-    rows = poisoned(name, PROMPTS[0][-1], np.nan).generate([PROMPTS[0], other], max_new_tokens=4).rows
+    clean_prompt = [0 if PROMPTS[0][-1] else 1]
+    rows = poisoned(name, PROMPTS[0][-1], np.nan).generate([PROMPTS[0], clean_prompt], max_new_tokens=4).rows
     assert (rows[0].tokens, rows[0].finish_reason) == ([], FinishReason.NOT_FINITE)
     assert rows[1].tokens
 

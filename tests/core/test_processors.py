@@ -37,12 +37,12 @@ Logits = list[float]
 def penalised(logits: Logits, tokens: list[int], repetition: float, presence: float, frequency: float) -> Logits:
     """A penalty by a dictionary of counts."""
     counts = Counter(tokens)
-    found = []
+    changed = []
     for token, logit in enumerate(logits):
         if token in counts:
             logit = (logit / repetition if logit > 0 else logit * repetition) - presence - frequency * counts[token]
-        found.append(logit)
-    return found
+        changed.append(logit)
+    return changed
 
 
 def allowed(logits: Logits, tokens: list[int], start: int) -> Logits:
@@ -137,7 +137,8 @@ def test_greedy_texts_with_a_draft_are_those_without(drafter: Any) -> None:
     tree = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
     head = tiny.eagle3(tiny.target(13), tree) if drafter == "tree" else drafter
     prompts = [[1, 2, 3], [4], [5, 6, 5, 6, 5]]
-    plain, drafted = (SpeculativeDecoder(target, one).generate(prompts, max_new_tokens=40) for one in (Plain(), head))
+    plain = SpeculativeDecoder(target, Plain()).generate(prompts, max_new_tokens=40)
+    drafted = SpeculativeDecoder(target, head).generate(prompts, max_new_tokens=40)
     assert plain.tokens == drafted.tokens and drafted.stats.num_accepted_tokens > 0
     unchanged = SpeculativeDecoder(tiny.target(13)).generate(prompts, max_new_tokens=40)
     assert plain.tokens != unchanged.tokens
@@ -154,10 +155,11 @@ def test_a_row_ends_with_a_reason_when_nothing_is_allowed() -> None:
 
 
 def test_other_numbers_need_no_other_program() -> None:
-    one, other = (with_processors(TARGET, Penalty(presence=x), TokenAutomaton(TABLE, start=int(x))) for x in (1.0, 2.0))
-    assert one.model == other.model and hash(one.model) == hash(other.model)
+    first = with_processors(TARGET, Penalty(presence=1.0), TokenAutomaton(TABLE, start=1))
+    second = with_processors(TARGET, Penalty(presence=2.0), TokenAutomaton(TABLE, start=2))
+    assert first.model == second.model and hash(first.model) == hash(second.model)
     run = lambda target: SpeculativeDecoder(target).generate([1, 2], max_new_tokens=9).tokens
-    assert run(one) != run(other)
+    assert run(first) != run(second)
 
 
 def test_the_parameters_of_a_changed_target_are_its_own() -> None:

@@ -34,6 +34,6 @@ def test_every_round_of_a_recorded_run_accepts_as_much(name: str, tmp_path: Path
     drafter = method.drafter(target(), tmp_path)
     decoder = SpeculativeDecoder(target(), drafter, num_speculative_tokens=count, stop_tokens=())  # type: ignore[arg-type]
     ours = play(decoder, PROMPTS, max_new_tokens=NEW_TOKENS, batch_size=len(PROMPTS))
-    found = Parity(ours, recorded(name), stats_of(ours, count))
-    assert found.difference is None, found.difference
-    assert mean_acceptance_length(found.theirs) > method.least
+    parity = Parity(ours, recorded(name), stats_of(ours, count))
+    assert parity.difference is None, parity.difference
+    assert mean_acceptance_length(parity.theirs) > method.least

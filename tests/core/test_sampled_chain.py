@@ -63,10 +63,10 @@ def test_a_sampled_chain_declares_the_softmax_of_the_head_after_its_own_tokens()
             q = np.asarray(draft.probs[row, depth + 1], np.float64)
             assert not q[outside].any(), "mass on a token that the head does not have"
             if temperature == 0:
-                wanted = np.eye(len(ids))[scores.argmax()]
+                expected = np.eye(len(ids))[scores.argmax()]
                 assert draft.tokens[row, depth + 1] == ids[scores.argmax()]
             else:
                 weights = np.exp((scores - scores.max()) / temperature)
-                wanted = weights / weights.sum()
-            difference = np.abs(q[ids] - wanted).max()
+                expected = weights / weights.sum()
+            difference = np.abs(q[ids] - expected).max()
             assert difference < 2e-5, f"q at depth {depth + 1}, temperature {temperature}: off by {difference:.2g}"

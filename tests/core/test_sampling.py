@@ -59,8 +59,8 @@ def test_probabilities_are_those_of_transformers(tied: bool) -> None:
 
 
 def test_ties_at_the_edge_of_top_p_keep_the_lower_ids() -> None:
-    one = tiny.sampling_of([(1.0, 0, 0.45)])
-    assert np.flatnonzero(np.asarray(probabilities(jnp.zeros((1, 1, 4)), one))[0, 0]).tolist() == [0, 1]
+    sampling = tiny.sampling_of([(1.0, 0, 0.45)])
+    assert np.flatnonzero(np.asarray(probabilities(jnp.zeros((1, 1, 4)), sampling))[0, 0]).tolist() == [0, 1]
 
 
 def test_a_greedy_row_is_a_point_mass_on_the_lowest_of_tied_maxima() -> None:
@@ -105,8 +105,8 @@ def test_the_largest_of_pieces_is_the_largest(size: int, monkeypatch: pytest.Mon
     rows[2] = 3.0
     rows[3, size // 2 :] = np.nan
     rows[4, -1] = 9.0
-    found = kernels._largest_of_pieces(jnp.asarray(rows))
-    np.testing.assert_array_equal(found.index, rows.argmax(axis=-1))
-    np.testing.assert_array_equal(found.value, rows.max(axis=-1))
+    largest = kernels._largest_of_pieces(jnp.asarray(rows))
+    np.testing.assert_array_equal(largest.index, rows.argmax(axis=-1))
+    np.testing.assert_array_equal(largest.value, rows.max(axis=-1))
     real = np.delete(rows, 3, axis=0)  # CPUs do not say where a NaN is
     np.testing.assert_array_equal(kernels.largest(jnp.asarray(real)), (real.max(axis=-1), real.argmax(axis=-1)))

@@ -178,8 +178,8 @@ def test_a_batch_that_truncates_in_one_way_only_follows_the_target_distribution(
 def test_top_p_keeps_no_token_behind_a_set_of_exactly_that_mass() -> None:
     """A set that has just enough mass is enough: equal masses of a power of two, so that every sum is exact."""
     size = 8
-    kept = np.arange(1, size)
-    rows = tiny.sampling_of([(1.0, 0, count / size) for count in kept])
+    counts = np.arange(1, size)
+    rows = tiny.sampling_of([(1.0, 0, count / size) for count in counts])
     mass = np.asarray(probabilities(jnp.zeros((size - 1, 1, size)), rows))[:, 0]
-    found = [np.flatnonzero(row).tolist() for row in mass]
-    assert found == [list(range(count)) for count in kept]
+    kept_tokens = [np.flatnonzero(row).tolist() for row in mass]
+    assert kept_tokens == [list(range(count)) for count in counts]

@@ -63,20 +63,20 @@ def test_what_is_written_does_not_depend_on_the_schedule(target, drafter, sample
     sampling = SamplingParams(temperature=heat.astype(np.float32))
     ours = scheduled.generate(PROMPTS, max_new_tokens=LIMITS, sampling=sampling)
     theirs = plain.generate(PROMPTS, max_new_tokens=LIMITS, sampling=sampling)
-    for row, (one, other) in enumerate(zip(ours.rows, theirs.rows, strict=True)):
-        assert len(one.tokens) == LIMITS[row]
-        assert one.finish_reason == other.finish_reason
+    for row, (scheduled_row, plain_row) in enumerate(zip(ours.rows, theirs.rows, strict=True)):
+        assert len(scheduled_row.tokens) == LIMITS[row]
+        assert scheduled_row.finish_reason == plain_row.finish_reason
         if heat[row] == 0:
-            assert one.tokens == other.tokens
+            assert scheduled_row.tokens == plain_row.tokens
 
 
 def test_the_length_of_every_round_is_what_the_schedule_says(target):
     decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
     running = [len(PROMPTS)]
     lengths = []
-    for one in decoder.rounds(PROMPTS, max_new_tokens=LIMITS):
-        lengths.append(np.asarray(one.draft.valid)[:, 1:].sum(1).max())
-        running.append(int(np.sum(one.state.running)))
+    for played in decoder.rounds(PROMPTS, max_new_tokens=LIMITS):
+        lengths.append(np.asarray(played.draft.valid)[:, 1:].sum(1).max())
+        running.append(int(np.sum(played.state.running)))
     assert lengths == [0 if rows > 4 else 2 if rows > 2 else 4 for rows in running[:-1]]
     assert {2, 3, 4, 5} <= set(running), "both sides of every change"
 
@@ -99,13 +99,13 @@ def test_the_head_takes_in_every_token_while_it_is_silent(target):
     limits = [30, 6]
     drafts = {}
     for name, decoder in (("always", always), ("late", late)):
-        for one in decoder.rounds(prompts, max_new_tokens=limits):
-            root = int(one.positions[0, 0])
-            if bool(one.draft.valid[0, -1]):
-                drafts.setdefault(root, {})[name] = np.asarray(one.draft.tokens[0]).tolist()
-    both = [found for found in drafts.values() if len(found) == 2]
-    assert len(both) >= 5
-    assert all(found["always"] == found["late"] for found in both)
+        for played in decoder.rounds(prompts, max_new_tokens=limits):
+            root = int(played.positions[0, 0])
+            if bool(played.draft.valid[0, -1]):
+                drafts.setdefault(root, {})[name] = np.asarray(played.draft.tokens[0]).tolist()
+    pairs = [pair for pair in drafts.values() if len(pair) == 2]
+    assert len(pairs) >= 5
+    assert all(pair["always"] == pair["late"] for pair in pairs)
 
 
 def test_a_stage_is_compiled_once_when_rows_come_and_go(target):
@@ -123,7 +123,7 @@ def stages_stepped(monkeypatch, decoder, prompts, limits):
     """The loop, and the rows that ran, of every round that ``step`` plays; rows that finished go back in once."""
     loops_used = []
     step = loops.step
-    monkeypatch.setattr(loops, "step", lambda loop, *rest: loops_used.append(loop) or step(loop, *rest))
+    monkeypatch.setattr(loops, "step", lambda loop, *arguments: loops_used.append(loop) or step(loop, *arguments))
     state = decoder.prefill(prompts, max_new_tokens=limits)
     running = []
     refilled = False
@@ -140,8 +140,8 @@ def stages_stepped(monkeypatch, decoder, prompts, limits):
 def test_the_stage_of_a_step_is_that_of_the_rows_that_run(target, monkeypatch):
     decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
     used, running, _ = stages_stepped(monkeypatch, decoder, PROMPTS, LIMITS)
-    wanted = {0: 1, 2: 3, 4: 5}  # nodes of a draft, the root included
-    assert [one.drafter.num_nodes for one in used] == [wanted[SCHEDULE.length_at(rows)] for rows in running]
+    nodes_by_length = {0: 1, 2: 3, 4: 5}  # nodes of a draft, the root included
+    assert [loop.drafter.num_nodes for loop in used] == [nodes_by_length[SCHEDULE.length_at(rows)] for rows in running]
     assert set(map(SCHEDULE.length_at, running)) == {0, 2, 4}
     assert running != sorted(running, reverse=True), "no rows came back"
 
@@ -150,7 +150,7 @@ def test_a_staged_step_copies_no_cache(target, monkeypatch):
     decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
     used, _, state = stages_stepped(monkeypatch, decoder, PROMPTS, LIMITS)
     monkeypatch.undo()
-    buffers = {",".join(map(str, one.layers[0].keys.shape)) for one in (state.cache, state.drafter.cache)}
+    buffers = {",".join(map(str, cache.layers[0].keys.shape)) for cache in (state.cache, state.drafter.cache)}
     for loop in dict.fromkeys(used):
         program = lowered(loops.step, loop, decoder.params, state).compile().as_text()
         for buffer in buffers:
@@ -174,7 +174,7 @@ def test_the_default_length_is_three_or_fewer_on_cpus_and_five_elsewhere() -> No
 SHAPED = {
     "EAGLE-3": (tiny.eagle3, None),
     "a draft model": (tiny.draft_model, None),
-    "n-grams": (lambda of: LoadedDrafter(NGram()), None),
+    "n-grams": (lambda target: LoadedDrafter(NGram()), None),
     "Medusa": (tiny.medusa, 4),
     "DFlash": (tiny.dflash, 4),
 }
@@ -187,15 +187,15 @@ def test_unasked_a_decoder_drafts_the_default_length_of_one_row(
 ) -> None:
     """The rule of `eagle3 generate` for batches of one; what drafts a block or with several heads drafts all of it."""
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    make, own = SHAPED[name]
+    make, own_length = SHAPED[name]
     head = make(target)
     if hasattr(head.drafter, "topology"):
         head = dataclasses.replace(head, drafter=dataclasses.replace(head.drafter, topology=None))
     drafter = SpeculativeDecoder(target, head).loop.drafter
-    assert drafter.max_depth == drafter.num_nodes - 1 == (own or {"cpu": 3, "gpu": 5}[platform])
+    assert drafter.max_depth == drafter.num_nodes - 1 == (own_length or {"cpu": 3, "gpu": 5}[platform])
     assert drafter.is_chain
-    said = SpeculativeDecoder(target, head, num_speculative_tokens=2).loop.drafter
-    assert said.max_depth == 2
+    explicit = SpeculativeDecoder(target, head, num_speculative_tokens=2).loop.drafter
+    assert explicit.max_depth == 2
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_it_keeps_the_path_that_the_paper_keeps(name: str) -> None:
     rule = TypicalAcceptance(epsilon=0.2, delta=0.5)
     draft, logits = drafts(tree, rows, seed=3)
     temperature = np.tile(np.array([0.5, 1.0, 1.7, 0.0], np.float32), rows // 4)
-    sampling = tiny.sampling_of([(one, 0, 1.0) for one in temperature])
+    sampling = tiny.sampling_of([(row_temperature, 0, 1.0) for row_temperature in temperature])
     keys = jax.random.split(jax.random.key(0), rows)
     verdict = jax.jit(
         lambda draft, logits: rule(
@@ -74,8 +74,8 @@ def test_it_keeps_the_path_that_the_paper_keeps(name: str) -> None:
     lengths = set()
     for row in range(rows):
         # A row of temperature 0 is a point mass, which 1e-6 stands for.
-        given = tree, np.array(draft.tokens[row]), np.array(draft.valid[row]), logits[row]
-        path, after = path_by_path(*given, temperature[row] or 1e-6, 0.2, 0.5)
+        inputs = tree, np.array(draft.tokens[row]), np.array(draft.valid[row]), logits[row]
+        path, after = path_by_path(*inputs, temperature[row] or 1e-6, 0.2, 0.5)
         assert verdict.path[row].tolist() == path + [-1] * (tree.max_depth - len(path)), row
         assert (int(verdict.num_accepted[row]), int(verdict.next_token[row])) == (len(path), after), row
         lengths.add(len(path))

@@ -110,8 +110,8 @@ def test_an_empty_residual_accepts_instead_of_dividing_by_zero() -> None:
 
 def test_a_residual_without_mass_is_the_target_itself() -> None:
     p = jnp.array([0.25, 0.75])
-    rest, mass = residual(p, p)
-    assert float(mass) == 0 and np.array_equal(rest, p)
+    weights, mass = residual(p, p)
+    assert float(mass) == 0 and np.array_equal(weights, p)
 
 
 def random_trees(count: int, num_nodes: int, vocab_size: int, seed: int) -> tuple[Draft, np.random.Generator]:
@@ -140,14 +140,12 @@ def decisions(verdict: Verdict) -> list[tuple[list[int], int]]:
 @pytest.mark.parametrize("seed", range(4))
 def test_greedy_verification_is_the_rule_on_point_masses_and_the_official_evaluation(seed: int) -> None:
     draft, rng = random_trees(64, 9, 4, seed)
-    wanted = rng.integers(0, 4, (64, 9)).astype(np.int32)
-    greedy = verify_greedy(draft, jnp.array(wanted), max_depth=8)
-    expected = [
-        oracle.posterior_greedy(tokens, parents, row)
-        for tokens, parents, row in zip(draft.tokens.tolist(), draft.parents.tolist(), wanted.tolist(), strict=True)
-    ]
+    target_tokens = rng.integers(0, 4, (64, 9)).astype(np.int32)
+    greedy = verify_greedy(draft, jnp.array(target_tokens), max_depth=8)
+    rows = zip(draft.tokens.tolist(), draft.parents.tolist(), target_tokens.tolist(), strict=True)
+    expected = [oracle.posterior_greedy(*row) for row in rows]
     assert decisions(greedy) == expected
-    point_masses = jax.nn.one_hot(jnp.array(wanted), 4)
+    point_masses = jax.nn.one_hot(jnp.array(target_tokens), 4)
     dice = jnp.array(rng.random((64, 9)), jnp.float32)
     assert decisions(verify(draft, point_masses, accept=dice, choose=dice[:, :1], max_depth=8)) == expected
 
@@ -175,12 +173,12 @@ def test_sampled_verification_of_a_deterministic_tree_is_the_official_evaluation
 def test_nodes_marked_invalid_are_never_accepted(greedy: bool) -> None:
     draft, rng = random_trees(64, 9, 4, seed=5)
     draft = draft.replace(valid=jnp.array(rng.random((64, 9)) < 0.5).at[:, 0].set(True))
-    wanted = jnp.array(rng.integers(0, 4, (64, 9)), jnp.int32)
+    target_tokens = jnp.array(rng.integers(0, 4, (64, 9)), jnp.int32)
     if greedy:
-        verdict = verify_greedy(draft, wanted, max_depth=8)
+        verdict = verify_greedy(draft, target_tokens, max_depth=8)
     else:
         dice = jnp.zeros((64, 9))
-        verdict = verify(draft, jax.nn.one_hot(wanted, 4), accept=dice, choose=dice[:, :1], max_depth=8)
+        verdict = verify(draft, jax.nn.one_hot(target_tokens, 4), accept=dice, choose=dice[:, :1], max_depth=8)
     assert int(verdict.num_accepted.max()) > 0
     for row, (path, _) in enumerate(decisions(verdict)):
         assert all(bool(draft.valid[row, node]) for node in path)

@@ -89,7 +89,7 @@ def test_errors_and_warnings_of_a_notebook_are_fatal(code: str, problem: str | N
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         ({"EAGLE3_TARGE": "t"}, "EAGLE3_TARGE is not known"),
         ({"EAGLE3_TARGET": "t"}, "set EAGLE3_DRAFTER"),
@@ -102,11 +102,11 @@ def test_errors_and_warnings_of_a_notebook_are_fatal(code: str, problem: str | N
         ({"EAGLE3_TARGET": "/nowhere/target", "EAGLE3_DRAFTER": "/nowhere/head"}, "/nowhere/target"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_in_one_line(environ: dict[str, str], said: str) -> None:
+def test_what_cannot_be_meant_is_refused_in_one_line(environ: dict[str, str], message: str) -> None:
     with pytest.raises(SystemExit) as refused:
         machine.start(environ)
-    message = str(refused.value)
-    assert message.startswith("error: ") and said in message and "\n" not in message
+    error = str(refused.value)
+    assert error.startswith("error: ") and message in error and "\n" not in error
 
 
 def test_the_report_starts_with_the_verdicts_and_names_stand_ins(tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ def test_the_report_starts_with_the_verdicts_and_names_stand_ins(tmp_path: Path)
     here = Machine(Configuration(), choose(Setting()), on_gpu=False, has_gpu=False)
     banner = here.banner("vLLM", "price")
     assert [part.name for part in banner.missing] == ["device", "pair", "vLLM", "price"]
-    for said in ("no GPU: CPU: ", "the shipped pair", "committed record of 20", "EAGLE3_PRICE_PER_HOUR", "stand-in"):
-        assert said in html.unescape(banner._repr_html_())
+    for words in ("no GPU: CPU: ", "the shipped pair", "committed record of 20", "EAGLE3_PRICE_PER_HOUR", "stand-in"):
+        assert words in html.unescape(banner._repr_html_())
     results = [here.verdict("greedy", "no <b> disagreement"), here.verdict("cost", "half", needs="price")]
     cells = [nbformat.v4.new_markdown_cell("# 01 \u00b7 A notebook, see [02](02_other.ipynb)")]
     for result in (here.banner(), *results):
@@ -144,8 +144,8 @@ def test_every_variable_is_documented_and_no_other() -> None:
 )
 def test_a_picture_says_what_became_of_each_node(path: list[int], expected: str) -> None:
     """0 -> 1 -> 3 -> 5, 0 -> 2, 1 -> 4 -> 6; by first letters, ``u`` for never visited, and the root is one more r."""
-    found = statuses([-1, 0, 0, 1, 1, 3, 4], path)
-    assert "".join(one[0].replace("n", "u") for one in found) == expected
+    node_statuses = statuses([-1, 0, 0, 1, 1, 3, 4], path)
+    assert "".join(status[0].replace("n", "u") for status in node_statuses) == expected
 
 
 def test_the_kinds_of_a_strip_are_counted_as_the_loop_counts_them() -> None:
@@ -162,6 +162,6 @@ def test_the_kinds_of_a_strip_are_counted_as_the_loop_counts_them() -> None:
 
 
 def test_tokens_cannot_leave_the_script_they_are_in() -> None:
-    one = {"tokens": ["</script>", "<!-- x"], "parents": [-1, 0], "status": ["root", "accepted"]}
-    text = Interactive(interactive_rounds([one]).figure).html(library=False)
+    round_ = {"tokens": ["</script>", "<!-- x"], "parents": [-1, 0], "status": ["root", "accepted"]}
+    text = Interactive(interactive_rounds([round_]).figure).html(library=False)
     assert text.count("</script") == 1 and "<!--" not in text

@@ -9,7 +9,7 @@ import families
 import pytest
 import tiny
 from jax.sharding import AbstractMesh
-from test_mesh import asked
+from test_mesh import run_on_eight_devices
 
 from eagle3_jax.devices.sharding import MESH_AXES, param_shardings
 from eagle3_jax.models.config import Experts
@@ -27,11 +27,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return asked(SCRIPT)
+    return run_on_eight_devices(SCRIPT)
 
 
 def test_eight_devices_write_what_one_writes_of_a_family(name: str) -> None:
-    assert asked(SCRIPT, name)[name] == {"chain": True, "tree": True}
+    assert run_on_eight_devices(SCRIPT, name)[name] == {"chain": True, "tree": True}
 
 
 def test_eight_devices_write_what_one_writes_and_gather_no_weights(found: dict[str, Any]) -> None:
