@@ -354,7 +354,7 @@ def truth(name: str) -> Truth:
     tokens = torch.tensor([[token for prompt in PROMPTS for token in prompt]])
     before_norm: list[torch.Tensor] = []
     decoder = getattr(model.model, "language_model", model.model)
-    hook = decoder.norm.register_forward_pre_hook(lambda _, given: before_norm.append(given[0]))
+    hook = decoder.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
     with torch.no_grad():
         out = model(tokens, output_hidden_states=True, use_cache=False)
     hook.remove()

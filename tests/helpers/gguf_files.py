@@ -43,14 +43,14 @@ Choose = Callable[[str, np.ndarray], Type]
 _IN_FLOAT32 = ("norm", "bias", "gate_inp", "mlp.gate.", "mlp.router.", "attn_k_b.", "attn_v_b.", "kv_b_proj.")
 
 
-def everywhere(wanted: Type) -> Choose:
+def everywhere(matrix_type: Type) -> Choose:
     """This type for matrices whose rows are whole blocks, float16 for other matrices, and float32 for the rest."""
-    block, _ = gguf.GGML_QUANT_SIZES[wanted]
+    block, _ = gguf.GGML_QUANT_SIZES[matrix_type]
 
     def choose(name: str, value: np.ndarray) -> Type:
         if value.ndim == 1 or any(part in name for part in _IN_FLOAT32):
             return Type.F32
-        return wanted if value.shape[-1] % block == 0 else Type.F16
+        return matrix_type if value.shape[-1] % block == 0 else Type.F16
 
     return choose
 
@@ -73,9 +73,9 @@ def translated(config: dict[str, Any], tensors: Tensors) -> Iterator[tuple[str, 
     names = gguf.get_tensor_name_map(arch, layers)
 
     def named(name: str) -> str:
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert found is not None, name
-        return found
+        translated_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert translated_name is not None, name
+        return translated_name
 
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, value in tensors.items():
@@ -140,7 +140,7 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """The metadata of a model."""
     kind = config["model_type"]
     rope = config.get("rope_parameters") or {}
-    whole = rope.get("full_attention", rope)
+    full_rope = rope.get("full_attention", rope)
     heads = config["num_attention_heads"]
     width = config["hidden_size"]
     writer.add_block_count(config["num_hidden_layers"])
@@ -149,8 +149,8 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(1 if kind == "deepseek_v3" else config["num_key_value_heads"])
-    if kind != "gemma2" and whole.get("rope_theta") is not None:  # its converter writes no base
-        writer.add_rope_freq_base(whole["rope_theta"])
+    if kind != "gemma2" and full_rope.get("rope_theta") is not None:  # its converter writes no base
+        writer.add_rope_freq_base(full_rope["rope_theta"])
     if config.get("rms_norm_eps") is not None:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if config.get("layer_norm_eps") is not None:
@@ -161,14 +161,14 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if kind in ("llama", "mistral", "ministral3", "granite"):
         writer.add_vocab_size(config["vocab_size"])
         writer.add_rope_dimension_count(config.get("head_dim") or width // heads)
-    if whole.get("rope_type") in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(whole["rope_type"]))
-        writer.add_rope_scaling_factor(whole["factor"])
-    if whole.get("rope_type") == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(whole["original_max_position_embeddings"])
+    if full_rope.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(full_rope["rope_type"]))
+        writer.add_rope_scaling_factor(full_rope["factor"])
+    if full_rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(full_rope["original_max_position_embeddings"])
         for name in ("beta_fast", "beta_slow"):
-            if whole.get(name) is not None:
-                getattr(writer, f"add_rope_scaling_yarn_{name}")(whole[name])
+            if full_rope.get(name) is not None:
+                getattr(writer, f"add_rope_scaling_yarn_{name}")(full_rope[name])
     if "sliding_attention" in rope:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
     if kind in ("gemma2", "gemma3_text", "gpt_oss", "cohere2"):

@@ -151,24 +151,24 @@ def keep_target(residual, p, q):
     return p, residual(p, q)[1]
 
 
-def accept_without_ratio(verify, draft, probs, *, accept, **rest):
-    return verify(draft, probs, accept=accept / of_token(draft.probs, draft), **rest)
+def accept_without_ratio(verify, draft, probs, *, accept, **options):
+    return verify(draft, probs, accept=accept / of_token(draft.probs, draft), **options)
 
 
-def ignore_elder_siblings(verify_points, draft, probs, *, accept, **rest):
+def ignore_elder_siblings(verify_points, draft, probs, *, accept, **options):
     p = of_token(at_parent(probs, draft), draft)
     node = jnp.arange(accept.shape[1])
     elder = (draft.parents[:, :, None] == draft.parents[:, None, :]) & (node[None, :] < node[:, None])
-    left = 1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)
-    return verify_points(draft, probs, accept=accept / left, **rest)
+    remaining = 1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)
+    return verify_points(draft, probs, accept=accept / remaining, **options)
 
 
 def accept_padding(function, draft, *arguments, **named):
     return function(draft.replace(valid=jnp.ones_like(draft.valid)), *arguments, **named)
 
 
-def accept_equality(verify, draft, probs, *, accept, **rest):
-    return verify(draft, probs, accept=accept - 1e-9, **rest)
+def accept_equality(verify, draft, probs, *, accept, **options):
+    return verify(draft, probs, accept=accept - 1e-9, **options)
 
 
 RULE = {
@@ -204,9 +204,9 @@ RULE = {
 def end_at_first_failure(verify_block, draft, probs, *, accept, choose, max_depth):
     """The path is cut where the token rule would refuse."""
     verdict = verify_block(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
-    other = verify(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
-    fewer = other.num_accepted < verdict.num_accepted
-    return jax.tree.map(lambda a, b: jnp.where(fewer.reshape(-1, *[1] * (a.ndim - 1)), b, a), verdict, other)
+    token_verdict = verify(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
+    fewer = token_verdict.num_accepted < verdict.num_accepted
+    return jax.tree.map(lambda a, b: jnp.where(fewer.reshape(-1, *[1] * (a.ndim - 1)), b, a), verdict, token_verdict)
 
 
 def draw_padding(verify_block, draft, probs, **dice):
@@ -218,7 +218,7 @@ def draw_padding(verify_block, draft, probs, **dice):
 BLOCK = {
     "a block ends at its first failure": block_distribution(verify_block, end_at_first_failure),
     "the residual of a block forgets what has survived": block_distribution(
-        block._survivals, lambda survivals, *of: jnp.minimum(jnp.ceil(survivals(*of)), 1.0)
+        block._survivals, lambda survivals, *arguments: jnp.minimum(jnp.ceil(survivals(*arguments)), 1.0)
     ),
     "the padding of a block counts as sampled": block_distribution(verify_block, draw_padding, "a chain cut short"),
 }
@@ -251,9 +251,9 @@ def declare_eldest(propose, *arguments):
 def truncate_first(probabilities, logits, sampling_, *sampling_mode):
     """Top-k and top-p of the logits at temperature one, then the temperature."""
     columns = [jnp.broadcast_to(jnp.asarray(x), logits.shape[:1]) for x in (sampling_.top_k, sampling_.top_p)]
-    kept = sampling._truncate(logits.astype(jnp.float32), *columns)
+    truncated = sampling._truncate(logits.astype(jnp.float32), *columns)
     plain = sampling_.replace(top_k=jnp.zeros_like(columns[0]), top_p=jnp.ones_like(columns[1]))
-    return probabilities(kept, plain, *sampling_mode)
+    return probabilities(truncated, plain, *sampling_mode)
 
 
 def tilt(draw, p, uniforms):
@@ -437,11 +437,11 @@ def labels_of_first_step(shifted, values, start, size):
 
 
 def see_guesses_of_others(memory, *arguments):
-    kept = memory(*arguments)
-    if not kept.past:
-        return kept
-    (first,) = kept.past
-    return kept._replace(past=(first, *(first._replace(kv=guess) for guess in kept.own)), own=())
+    attention = memory(*arguments)
+    if not attention.past:
+        return attention
+    (first,) = attention.past
+    return attention._replace(past=(first, *(first._replace(kv=guess) for guess in attention.own)), own=())
 
 
 TRAINING = {

@@ -105,10 +105,10 @@ class Mutant:
 
     def run_without_bug(self) -> None:
         """Runs the check without the bug, once for all bugs: a check that always fails would catch everything."""
-        of = self.check, self.args, self.options
-        if of not in _PASSED:
+        key = self.check, self.args, self.options
+        if key not in _PASSED:
             self.run()
-            _PASSED.add(of)
+            _PASSED.add(key)
 
 
 _PASSED: set[tuple] = set()

@@ -72,13 +72,13 @@ def driven(models: Any, text: str, **options: Any) -> list[list[int]]:
     """Round by round, every leaf of the state where it belongs all the time."""
     decoder = e3.SpeculativeDecoder(*models, mesh=mesh_of(text), **options)
     state = decoder.prefill(PROMPTS, max_new_tokens=LIMITS)
-    places = row_shardings(mesh_of(text), state)
+    shardings = row_shardings(mesh_of(text), state)
     while state.running.any():
-        for leaf, place in zip(*map(jax.tree.leaves, (state, places)), strict=True):
-            assert leaf.size == 0 or leaf.sharding.is_equivalent_to(place, leaf.ndim), (leaf.sharding, place)
+        for leaf, sharding in zip(*map(jax.tree.leaves, (state, shardings)), strict=True):
+            assert leaf.size == 0 or leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.sharding, sharding)
         state = decoder.step(state).state
-    ends = zip(PROMPTS, state.tokens.tolist(), state.length.tolist(), strict=True)
-    return [tokens[len(prompt) : length] for prompt, tokens, length in ends]
+    rows = zip(PROMPTS, state.tokens.tolist(), state.length.tolist(), strict=True)
+    return [tokens[len(prompt) : length] for prompt, tokens, length in rows]
 
 
 def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mapping[str, Any]:
@@ -89,17 +89,17 @@ def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mappi
     loop = loops.SpeculativeLoop(decoder.loop.target, decoder.loop.drafter, sampling_mode=sampling_mode)
     batch = tiny.prompts(PROMPTS, limit=20, width=16)
     state = jax.eval_shape(lambda params: loop.prefill(params, batch, 128), decoder.params)
-    on_mesh = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    on_mesh = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     state = jax.tree.map(on_mesh, state, row_shardings(mesh, state))
     with jax.set_mesh(mesh):
         compiled = loops.step.lower(loop, decoder.params, state).compile()
-    found = [
+    collectives = [
         (kind, math.prod(map(int, filter(None, sizes.split(","))))) for sizes, kind in MOVES.findall(compiled.as_text())
     ]
     keys = jax.tree.leaves(state.cache.layers[0])[0]
     return {
-        "moves": collections.Counter(kind for kind, _ in found),
-        "largest": max((size for _, size in found), default=0),
+        "moves": collections.Counter(kind for kind, _ in collectives),
+        "largest": max((size for _, size in collectives), default=0),
         "keys": math.prod(keys.sharding.shard_shape(keys.shape)),
     }
 
@@ -145,9 +145,9 @@ if __name__ == "__main__":
         ("tree, sampled", NUCLEUS, TREE),
         ("sampled chain", WARM, SAMPLED),
     ):
-        alone = generated(models, None, sampling, **options)
-        assert alone != greedy
-        same[name] = generated(models, MIXED, sampling, **options) == alone
+        on_one_device = generated(models, None, sampling, **options)
+        assert on_one_device != greedy
+        same[name] = generated(models, MIXED, sampling, **options) == on_one_device
     steps = {
         "chain": moved(models, MIXED, **CHAIN),
         "chain, data=8": moved(models, "data=8", **CHAIN),
@@ -156,7 +156,7 @@ if __name__ == "__main__":
         "tree, sampled": moved(models, MIXED, NUCLEUS, **TREE),
         "n-gram, data=8": moved(ngram, "data=8"),
     }
-    whole, parts = (prefilled(models, MIXED, rows) for rows in (len(PROMPTS), 4))
-    same["prefill in parts"] = whole["tokens"] == parts["tokens"]
-    prefills = [one["moves"] for one in (whole, parts)]
+    at_once, parts = (prefilled(models, MIXED, rows) for rows in (len(PROMPTS), 4))
+    same["prefill in parts"] = at_once["tokens"] == parts["tokens"]
+    prefills = [prefill["moves"] for prefill in (at_once, parts)]
     print(json.dumps({"same": same, "steps": steps, "prefills": prefills}))

@@ -58,16 +58,17 @@ def of_kind(layers: tuple[LayerConfig, ...]) -> dict[str, Any]:
 
 def same(models: Any, mesh: str) -> dict[str, bool]:
     """Whether eight devices write what one does."""
-    alone = generated(models, None, **CHAIN)
-    assert len({token for row in alone for token in row}) > 9
-    return {"chain": generated(models, mesh, **CHAIN) == alone, "tree": generated(models, mesh, **TREE) == alone}
+    on_one_device = generated(models, None, **CHAIN)
+    assert len({token for row in on_one_device for token in row}) > 9
+    drafts = {"chain": CHAIN, "tree": TREE}
+    return {name: generated(models, mesh, **options) == on_one_device for name, options in drafts.items()}
 
 
 def of_family(name: str) -> dict[str, bool]:
     target = random_targets.of_family(families.RECIPES[name], 60)
-    found = same((target, tiny.eagle3(target, draft_vocab_size=32, layers=stack(1))), HALVES)
+    results = same((target, tiny.eagle3(target, draft_vocab_size=32, layers=stack(1))), HALVES)
     jax.clear_caches()
-    return found
+    return results
 
 
 if __name__ == "__main__":

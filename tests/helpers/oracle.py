@@ -36,8 +36,8 @@ def one_hot(token: int, size: int) -> list[Fraction]:
 
 def residual(p: Sequence[Fraction], q: Sequence[Fraction]) -> list[Fraction]:
     """Leviathan et al. (2023): ``norm(max(p - q, 0))``."""
-    rest = [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
-    return [x / sum(rest) for x in rest]
+    difference = [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
+    return [x / sum(difference) for x in difference]
 
 
 def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
@@ -59,9 +59,9 @@ def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
             if bound > 0:
                 yield from visit(node + 1, node, p[node], mass * bound, {**box, node: (Fraction(0), bound)})
             if bound < 1:
-                rest = residual(want, q)
+                remaining = residual(want, q)
                 refused = {**box, node: (bound, Fraction(1))}
-                yield from visit(node + 1, current, rest, mass * (1 - bound), refused)
+                yield from visit(node + 1, current, remaining, mass * (1 - bound), refused)
 
     yield from visit(1, 0, p[0], Fraction(1), {})
 
@@ -75,9 +75,9 @@ def block_survivals(tree: Tree, p: Sequence[Sequence[Fraction]]) -> tuple[list[F
         token = tree.tokens[i]
         survival.append(min(Fraction(1), survival[-1] * p[i - 1][token] / tree.q[i][token]))
     for i in range(1, length):
-        wanted = sum(max(survival[i] * a - b, Fraction(0)) for a, b in zip(p[i], tree.q[i + 1], strict=True))
-        refused = wanted + 1 - survival[i]
-        passes.append(wanted / refused if refused else Fraction(1))
+        mass = sum(max(survival[i] * a - b, Fraction(0)) for a, b in zip(p[i], tree.q[i + 1], strict=True))
+        refused = mass + 1 - survival[i]
+        passes.append(mass / refused if refused else Fraction(1))
     return survival, [*passes, survival[-1]] if length else [Fraction(1)]
 
 
@@ -95,11 +95,11 @@ def block_cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
             continue
         count = max((node for node, passed in enumerate(outcome, 1) if passed), default=0)
         drafted = tree.q[count + 1] if count < last else [Fraction(0)] * len(p[0])
-        left = [max(survival[count] * a - b, Fraction(0)) for a, b in zip(p[count], drafted, strict=True)]
+        remaining = [max(survival[count] * a - b, Fraction(0)) for a, b in zip(p[count], drafted, strict=True)]
         low = Fraction(0)
-        for weight in left:
+        for weight in remaining:
             if weight:
-                share = weight / sum(left)
+                share = weight / sum(remaining)
                 yield Cell(mass * share, box, (low, low + share))
                 low += share
 
@@ -158,7 +158,9 @@ def children(parents: Sequence[int], node: int) -> list[int]:
     return [child for child, parent in enumerate(parents) if parent == node]
 
 
-def posterior_greedy(tokens: Sequence[int], parents: Sequence[int], wanted: Sequence[int]) -> tuple[list[int], int]:
+def posterior_greedy(
+    tokens: Sequence[int], parents: Sequence[int], target_tokens: Sequence[int]
+) -> tuple[list[int], int]:
     """EAGLE's greedy ``evaluate_posterior``: one row per leaf, the first row with the longest matching prefix."""
     best: list[int] = []
     for leaf in range(len(tokens)):
@@ -166,10 +168,12 @@ def posterior_greedy(tokens: Sequence[int], parents: Sequence[int], wanted: Sequ
             continue
         row = path_to(parents, leaf)
         matches = 0
-        while matches < len(row) and tokens[row[matches]] == wanted[parents[row[matches]]]:
+        for node in row:
+            if tokens[node] != target_tokens[parents[node]]:
+                break
             matches += 1
         best = row[:matches] if matches > len(best) else best
-    return best, wanted[best[-1] if best else 0]
+    return best, target_tokens[best[-1] if best else 0]
 
 
 def posterior_sampled(
@@ -204,10 +208,10 @@ def warped(logits: Sequence[float], temperature: float, top_k: int, top_p: float
     weights = [w / math.fsum(weights) for w in weights]
     if top_p < 1:
         mass = 0.0
-        kept = set()
+        nucleus = set()
         for token in sorted(range(len(weights)), key=lambda x: -weights[x]):
             if mass < top_p:
-                kept.add(token)
+                nucleus.add(token)
             mass += weights[token]
-        weights = [w if token in kept else 0.0 for token, w in enumerate(weights)]
+        weights = [w if token in nucleus else 0.0 for token, w in enumerate(weights)]
     return [w / math.fsum(weights) for w in weights]

@@ -54,11 +54,11 @@ def by_block(weights: np.ndarray, power_of_two: bool = False) -> tuple[np.ndarra
     dense = np.empty(weights.shape, np.float32)
     for row in range(rows):
         for column in range(columns):
-            place = np.s_[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
-            size = np.abs(weights[place]).max() / np.float32(448)
+            area = np.s_[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+            size = np.abs(weights[area]).max() / np.float32(448)
             scale[row, column] = 2.0 ** np.ceil(np.log2(size)) if power_of_two else size
-            values[place] = to_e4m3(weights[place] / scale[row, column])
-            dense[place] = values[place].astype(np.float32) * scale[row, column]
+            values[area] = to_e4m3(weights[area] / scale[row, column])
+            dense[area] = values[area].astype(np.float32) * scale[row, column]
     return values, scale, dense
 
 

@@ -53,9 +53,9 @@ PRECISIONS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "mixed": MIXED, "fp8": F
 
 def in_precision(recipe: families.Recipe, precision: str, **options: Any) -> LoadedTarget:
     """The target of :func:`of_family`, stored in one of :data:`PRECISIONS`."""
-    of = PRECISIONS[precision]
-    target = of_family(recipe, precision=of, **options)
+    dtypes = PRECISIONS[precision]
+    target = of_family(recipe, precision=dtypes, **options)
     if precision in ("fp8", "int8"):
         return in_eight_bits(target, precision)
-    stored = lambda path, leaf: leaf.astype(stored_type(path, leaf.ndim, of))
+    stored = lambda path, leaf: leaf.astype(stored_type(path, leaf.ndim, dtypes))
     return dataclasses.replace(target, params=jax.tree_util.tree_map_with_path(stored, target.params))

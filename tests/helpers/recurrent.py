@@ -87,14 +87,14 @@ class RecurrentTarget:
         angle = positions[:, :, None].astype(jnp.float32) * 0.7 ** jnp.arange(1, self.width + 1, dtype=jnp.float32)
         x = embedded + jnp.sin(angle)
         keys, values = (jnp.matmul(x, params[name])[:, None] for name in "kv")
-        kept = KeyValue(keys, values)
+        keys_values = KeyValue(keys, values)
         seen = mask
         if attention is not None:
-            kept = attention.write(kept, cache.length)
+            keys_values = attention.write(keys_values, cache.length)
             seen = cache_mask(mask, cache.length, attention.capacity)
-        scores = jnp.einsum("btd,bsd->bts", x @ params["q"], kept.keys[:, 0])
+        scores = jnp.einsum("btd,bsd->bts", x @ params["q"], keys_values.keys[:, 0])
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-        first = embedded + jnp.einsum("bts,bsd->btd", weights, kept.values[:, 0]) @ params["o"]
+        first = embedded + jnp.einsum("bts,bsd->btd", weights, keys_values.values[:, 0]) @ params["o"]
 
         states = self.states(params, first, mask, recurrent.state)
         read = jnp.einsum("btk,btkm->btm", first @ params["rq"], states[:, 1:])
@@ -107,7 +107,7 @@ class RecurrentTarget:
         streams = (embedded, first, second, final)
         chosen = [streams[layer] for layer in aux_layers]
         features = jnp.stack(chosen, axis=2) if chosen else final[:, :, None][:, :, :0]
-        return TargetOutput(final=final, features=features, written=(kept, written))
+        return TargetOutput(final=final, features=features, written=(keys_values, written))
 
     def states(
         self,

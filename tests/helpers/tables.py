@@ -51,23 +51,23 @@ class TableTarget:
     ) -> TargetOutput:
         """See :class:`eagle3_jax.types.TargetModel`."""
         block = jnp.stack([tokens, positions], axis=-1).astype(jnp.float32)[:, None]
-        kept = KeyValue(block, block)
+        keys_values = KeyValue(block, block)
         seen_by = mask
         if cache is not None:
             (layer,) = cache.layers
-            kept = layer.write(kept, cache.length)
+            keys_values = layer.write(keys_values, cache.length)
             seen_by = cache_mask(mask, cache.length, layer.capacity)
-        token = kept.keys[:, 0, :, 0]
-        place = kept.keys[:, 0, :, 1]
+        token = keys_values.keys[:, 0, :, 0]
+        key_positions = keys_values.keys[:, 0, :, 1]
         row = jnp.zeros(tokens.shape, jnp.int32)
         for back in range(self.order):
-            wanted = (positions - back).astype(jnp.float32)
-            there = seen_by & (place[:, None, :] == wanted[:, :, None])
-            seen = jnp.sum(jnp.where(there, token[:, None, :], 0.0), axis=-1).astype(jnp.int32)
+            ancestors = (positions - back).astype(jnp.float32)
+            is_ancestor = seen_by & (key_positions[:, None, :] == ancestors[:, :, None])
+            seen = jnp.sum(jnp.where(is_ancestor, token[:, None, :], 0.0), axis=-1).astype(jnp.int32)
             row = row + seen * self.vocab_size**back
         final = params[jnp.clip(row, 0, params.shape[0] - 1)]
         features = jnp.stack([final] * len(aux_layers), axis=2) if aux_layers else final[:, :, None][:, :, :0]
-        return TargetOutput(final=final, features=features, written=(kept,))
+        return TargetOutput(final=final, features=features, written=(keys_values,))
 
     def unembed(self, params: Any, final: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
         """They are the logits."""
@@ -120,8 +120,8 @@ class TableDrafter:
     def observe(self, params: Any, state: Window, seen: Observation) -> Window:
         # The oldest known token drops out for each one that comes in; the root of before is the first of `seen`.
         known = jnp.concatenate([state.tokens[:, :-1], seen.tokens, seen.next_token[:, None]], axis=1)
-        place = seen.length[:, None] + jnp.arange(self.order)[None, :]
-        newest = jnp.take_along_axis(known, place, axis=1).at[:, -1].set(seen.next_token)
+        columns = seen.length[:, None] + jnp.arange(self.order)[None, :]
+        newest = jnp.take_along_axis(known, columns, axis=1).at[:, -1].set(seen.next_token)
         return Window(tokens=jnp.where(seen.length[:, None] > 0, newest, state.tokens))
 
     def propose(self, params: Any, state: Window, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:

@@ -132,7 +132,7 @@ def drafted(
 
     weights = {name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in head.tensors().items()}
     run = network(head, weights)
-    table, matrix = (torch.from_numpy(np.array(one, np.float32)) for one in (embedding, output))
+    table, matrix = (torch.from_numpy(np.array(array, np.float32)) for array in (embedding, output))
     ids = torch.from_numpy(np.array(tokens)).long()
     stream = torch.from_numpy(np.array(features, np.float32))
     first = None

@@ -56,9 +56,9 @@ class Environment:
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
 
     def run(self, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         command = [self.bin / program, *map(str, arguments)]
-        return subprocess.run(command, cwd=self.work, env=kept, capture_output=True, text=True)
+        return subprocess.run(command, cwd=self.work, env=environment, capture_output=True, text=True)
 
     def works(self, program: str, *arguments: object) -> str:
         done = self.run(program, *arguments)
@@ -100,8 +100,8 @@ def check_alone(fresh: Environment) -> None:
     row = json.loads(fresh.works("eagle3", "generate", "def f(x):", "--max-new-tokens", "8", "--json"))
     assert row["token_ids"] and row["text"], row
     pair = [json.loads(line) for line in fresh.works("eagle3", "inspect", "--json").splitlines()]
-    assert [one["loadable"] for one in pair] == [True, True]
-    target, head = (one["source"] for one in pair)
+    assert [model["loadable"] for model in pair] == [True, True]
+    target, head = (model["source"] for model in pair)
     assert "site-packages" in target
     assert json.loads(fresh.works("eagle3", "plan", "memory", "--json"))["fits"] is True
     fresh.works("eagle3", "convert", head, "head", "--to", "vllm", "--target", target)

@@ -33,8 +33,8 @@ def test_a_head_drafts_trees_and_the_text_is_the_target_s_own() -> None:
     """Ragged prompts and limits: drafts are refused half-way, and rows continue next to others that have ended."""
     drafter = tiny.eagle3(target(), TREE)
     result, plain = (
-        e3.SpeculativeDecoder(target(), one, stop_tokens=()).generate(PROMPTS, max_new_tokens=LIMITS)
-        for one in (drafter, None)
+        e3.SpeculativeDecoder(target(), method, stop_tokens=()).generate(PROMPTS, max_new_tokens=LIMITS)
+        for method in (drafter, None)
     )
     assert result.tokens == plain.tokens
     assert 0 < result.stats.num_accepted_tokens < result.stats.num_draft_tokens

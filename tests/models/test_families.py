@@ -157,8 +157,8 @@ def test_a_language_model_out_of_a_model_of_images_goes_out_alone(folder: Any, t
     from transformers import AutoModelForCausalLM
 
     conversion.convert(folder(name), tmp_path / "alone", "vllm")
-    source, alone = (conversion.read_target(path) for path in (folder(name), tmp_path / "alone"))
-    assert source.config == alone.config and source.family == alone.family
+    source, text_model = (conversion.read_target(path) for path in (folder(name), tmp_path / "alone"))
+    assert source.config == text_model.config and source.family == text_model.family
     loaded = eager(AutoModelForCausalLM.from_pretrained(tmp_path / "alone", attn_implementation="eager"))
     with torch.no_grad():
         logits = loaded(torch.from_numpy(truth(name).tokens)[None], use_cache=False).logits[0]
@@ -173,8 +173,8 @@ def test_every_family_has_a_recipe_and_windows_that_a_text_leaves() -> None:
 
 
 def test_a_family_of_the_caller_comes_before_that_of_the_table(folder: Any) -> None:
-    own = FAMILIES["llama"]._replace(label="Mine")
-    assert conversion.read_target(folder("llama"), own).family is own
+    family = FAMILIES["llama"]._replace(label="Mine")
+    assert conversion.read_target(folder("llama"), family).family is family
 
 
 def test_the_doctor_names_the_family(folder: Any, tmp_path: Path) -> None:

@@ -57,5 +57,5 @@ def test_a_tree_under_a_window_is_that_of_the_torch_twin(tmp_path: Path) -> None
     for (length,), seen in tiny.ragged_rounds(tokens[None], features[None], [[7], [3]]):
         draft = drafted(state, seen)
         state = draft.state
-        wanted = [after(path[:-1], length)[path[-1]] for path in tiny.STATIC_TREE.paths]
-        assert draft.tokens[0, 1:].tolist() == wanted
+        expected = [after(path[:-1], length)[path[-1]] for path in tiny.STATIC_TREE.paths]
+        assert draft.tokens[0, 1:].tolist() == expected

@@ -201,8 +201,8 @@ def test_a_tied_table_gives_the_logits_of_its_transpose(precision: Any, rows: in
     )
     transposed, expected = jax.value_and_grad(lambda x, table: product(x, table.T, precision).sum(), (0, 1))(x, table)
     np.testing.assert_allclose(by_table, transposed, rtol=1e-5)
-    for slope, other in zip(slopes, expected, strict=True):
-        np.testing.assert_allclose(slope.astype(jnp.float32), other.astype(jnp.float32), rtol=1e-2, atol=1e-3)
+    for slope, expected_slope in zip(slopes, expected, strict=True):
+        np.testing.assert_allclose(slope.astype(jnp.float32), expected_slope.astype(jnp.float32), rtol=1e-2, atol=1e-3)
 
 
 def test_one_row_of_a_tied_table_converts_no_table_on_cpus() -> None:
@@ -219,9 +219,9 @@ def test_logits_have_the_same_bits_alone_in_blocks_and_in_batches(rows: int, siz
     """On CPUs. One other last bit would move a rounding of activations, and logits would be off by a tenth."""
     target = deep_target()
     texts = np.random.default_rng(0).integers(0, 61, (6, 40 + 20)).astype(np.int32)
-    alone = logits_of(target, texts[:1], size=1)
+    single = logits_of(target, texts[:1], size=1)
     together = logits_of(target, texts[:rows], size=size)
-    np.testing.assert_array_equal(together[:1], alone)
+    np.testing.assert_array_equal(together[:1], single)
 
 
 @functools.cache
@@ -256,6 +256,6 @@ def logits_of(target: e3.LoadedTarget, texts: np.ndarray, *, size: int) -> np.nd
     cache = prefill(target.params)
     logits = []
     for start in range(prompt, prompt + 20 // size * size, size):
-        found, cache = step(target.params, cache, tokens[:, start : start + size])
-        logits.append(np.asarray(found))
+        block_logits, cache = step(target.params, cache, tokens[:, start : start + size])
+        logits.append(np.asarray(block_logits))
     return np.concatenate(logits, axis=1)[:, :15]

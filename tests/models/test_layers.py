@@ -29,11 +29,11 @@ def dense(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.nd
     """``softmax(q kᵀ / √H) v`` in float64, a query and a head at a time."""
     out = np.zeros(queries.shape)
     for row, token, head in np.ndindex(*queries.shape[:3]):
-        of = head // (HEADS // KV_HEADS)
+        kv_head = head // (HEADS // KV_HEADS)
         seen = np.flatnonzero(mask[row, token])
-        scores = keys[row, of, seen].astype(np.float64) @ queries[row, token, head] / np.sqrt(SIZE)
+        scores = keys[row, kv_head, seen].astype(np.float64) @ queries[row, token, head] / np.sqrt(SIZE)
         weights = np.exp(scores - scores.max())
-        out[row, token, head] = weights / weights.sum() @ values[row, of, seen]
+        out[row, token, head] = weights / weights.sum() @ values[row, kv_head, seen]
     return out.reshape(*queries.shape[:2], -1)
 
 
@@ -46,13 +46,13 @@ def test_attention_over_several_runs_is_one_softmax_over_all_of_them() -> None:
     ]
     masks = [rng.random((BATCH, FED, n)) < 0.6 for n in (5, 2)]
     masks[0][:, :, 0] = True
-    own = (draw(8, BATCH, KV_HEADS, FED, SIZE), draw(9, BATCH, KV_HEADS, FED, SIZE))
+    self_kv = (draw(8, BATCH, KV_HEADS, FED, SIZE), draw(9, BATCH, KV_HEADS, FED, SIZE))
     ours = attention(
         jnp.asarray(queries),
         [Segment(KeyValue(*map(jnp.asarray, kv)), jnp.asarray(m)) for kv, m in zip(runs, masks, strict=True)],
-        [KeyValue(*map(jnp.asarray, own))],
+        [KeyValue(*map(jnp.asarray, self_kv))],
     )
-    keys, values = (np.concatenate([*(kv[i] for kv in runs), own[i]], axis=2) for i in (0, 1))
+    keys, values = (np.concatenate([*(kv[i] for kv in runs), self_kv[i]], axis=2) for i in (0, 1))
     diagonal = np.broadcast_to(np.eye(FED, dtype=bool), (BATCH, FED, FED))
     expected = dense(queries, keys, values, np.concatenate([*masks, diagonal], axis=2))
     np.testing.assert_allclose(ours, expected, atol=2e-6)
@@ -90,9 +90,9 @@ def test_a_block_behind_a_cache_sees_what_a_longer_block_would() -> None:
     ours, _ = memory.attend(
         jnp.asarray(take(queries).transpose(0, 2, 1, 3)), KeyValue(jnp.asarray(take(keys)), jnp.asarray(take(values)))
     )
-    whole = dense(queries.transpose(0, 2, 1, 3), keys, values, np.broadcast_to(np.tri(7, dtype=bool), (BATCH, 7, 7)))
+    expected = dense(queries.transpose(0, 2, 1, 3), keys, values, np.broadcast_to(np.tri(7, dtype=bool), (BATCH, 7, 7)))
     for row, length in enumerate(lengths):
-        np.testing.assert_allclose(ours[row], whole[row, length : length + FED], atol=2e-6)
+        np.testing.assert_allclose(ours[row], expected[row, length : length + FED], atol=2e-6)
 
 
 @pytest.mark.parametrize("precision", [FLOAT32, MIXED, BFLOAT16], ids=lambda p: p.name)

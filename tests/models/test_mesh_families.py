@@ -26,7 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def results() -> dict[str, Any]:
     return run_on_eight_devices(SCRIPT)
 
 
@@ -34,10 +34,10 @@ def test_eight_devices_write_what_one_writes_of_a_family(name: str) -> None:
     assert run_on_eight_devices(SCRIPT, name)[name] == {"chain": True, "tree": True}
 
 
-def test_eight_devices_write_what_one_writes_and_gather_no_weights(found: dict[str, Any]) -> None:
+def test_eight_devices_write_what_one_writes_and_gather_no_weights(results: dict[str, Any]) -> None:
     """Two target layers; the head's for two levels and for what was accepted; the best token of four places."""
     moves = {"all-reduce": 2 * (2 + 2 + 1) + 2 * 4}
-    assert found == {kind: {"chain": True, "tree": True, "step": moves} for kind in KINDS}
+    assert results == {kind: {"chain": True, "tree": True, "step": moves} for kind in KINDS}
 
 
 def test_a_mesh_that_does_not_divide_the_experts_is_refused() -> None:

@@ -33,13 +33,15 @@ def products(precision: Precision, topology: object = None) -> dict[str, set[str
         .lower(leaves)
         .as_text()
     )
-    found: dict[str, set[str]] = {}
+    precisions: dict[str, set[str]] = {}
     for line in text.splitlines():
         if "stablehlo.dot_general" in line:
             operands = re.findall(r"(?:x|<)(f32|bf16)>", line.partition(" : ")[2])[:2]
-            asked = re.search(r"precision = \[(\w+), (\w+)\]", line)
-            found.setdefault(" ".join(operands), set()).add(" ".join(asked.groups()) if asked else "DEFAULT DEFAULT")
-    return found
+            match = re.search(r"precision = \[(\w+), (\w+)\]", line)
+            precisions.setdefault(" ".join(operands), set()).add(
+                " ".join(match.groups()) if match else "DEFAULT DEFAULT"
+            )
+    return precisions
 
 
 @pytest.mark.parametrize("topology", [Chain(2), DynamicTree(num_nodes=6, max_depth=2, top_k=2)])
@@ -118,8 +120,8 @@ def test_the_compiler_is_told_that_writes_never_meet() -> None:
 
 def test_a_single_write_at_and_beyond_the_edge_leaves_the_rest() -> None:
     """A single write is compiled as two, of which the second is always dropped."""
-    for length, kept in ((3, [0, 0, 0, 5]), (4, [0, 0, 0, 0]), (7, [0, 0, 0, 0])):
+    for length, expected in ((3, [0, 0, 0, 5]), (4, [0, 0, 0, 0]), (7, [0, 0, 0, 0])):
         layer = KeyValues.allocate(batch=1, capacity=4, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
         five = jnp.full((1, 1, 1, 1), 5.0)
         keys = layer.write(KeyValue(five, five), jnp.asarray([length], jnp.int32)).keys
-        assert keys[0, 0, :, 0].tolist() == kept
+        assert keys[0, 0, :, 0].tolist() == expected

@@ -35,8 +35,8 @@ def test_conversion_writes_what_it_stands_for_in_bfloat16(tmp_path: Path) -> Non
     conversion.convert(stored, tmp_path / "back", "vllm")
     expected = read_tensors(dense)
     for name, value in read_tensors(tmp_path / "back").items():
-        of = expected[name].astype(ml_dtypes.bfloat16) if by_hand.is_linear(name) else expected[name]
-        assert (value.dtype, value.tobytes()) == (of.dtype, of.tobytes()), name
+        expected_value = expected[name].astype(ml_dtypes.bfloat16) if by_hand.is_linear(name) else expected[name]
+        assert (value.dtype, value.tobytes()) == (expected_value.dtype, expected_value.tobytes()), name
     native, back = (conversion.read_target(tmp_path / name) for name in ("native", "back"))
     assert same_params(native.params, back.params)
     assert native.quantisation is None and "quantization_config" not in (tmp_path / "back/config.json").read_text()
@@ -81,8 +81,8 @@ def test_compressed_tensors_are_those_of_transformers(tmp_path: Path, name: str)
     for tensor, value in theirs.items():
         # It multiplies in the type of the scales, which some of these files hold in bfloat16; here it is float32.
         scale = stored.get(f"{tensor}_scale")
-        found = np.asarray(ours[tensor], np.float32)
-        rounded = found if scale is None else found.astype(scale.dtype).astype(np.float32)
+        actual = np.asarray(ours[tensor], np.float32)
+        rounded = actual if scale is None else actual.astype(scale.dtype).astype(np.float32)
         assert np.array_equal(rounded, value), tensor
 
 
@@ -203,6 +203,9 @@ def test_quantised_tensors_without_a_quantisation_are_refused(tmp_path: Path) ->
 def test_model_optimizer_may_describe_it_in_a_separate_file(tmp_path: Path) -> None:
     stored, dense = written(tmp_path, "modelopt")
     edit_config(stored, quantization_config=None)
-    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
-    (stored / "hf_quant_config.json").write_text(json.dumps(said))
+    description = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+    }
+    (stored / "hf_quant_config.json").write_text(json.dumps(description))
     assert same_params(conversion.read_target(stored).params, conversion.read_target(dense).params)

@@ -42,9 +42,9 @@ def test_every_file_layout_reads_the_same_bits(tmp_path: Path, dtype: str, layou
             weight_map = {name: shard for shard, held in shards.items() for name in held}
             index = tmp_path / "other/pytorch_model.bin.index.json"
             index.write_text(json.dumps({"weight_map": weight_map}))
-    plain, other = (conversion.read_target(tmp_path / name) for name in ("plain", "other"))
-    assert plain.dtype == other.dtype == dtype
-    assert same_params(plain.params, other.params)
+    plain, read_again = (conversion.read_target(tmp_path / name) for name in ("plain", "other"))
+    assert plain.dtype == read_again.dtype == dtype
+    assert same_params(plain.params, read_again.params)
 
 
 def test_both_notations_of_rope_mean_the_same(tmp_path: Path) -> None:
