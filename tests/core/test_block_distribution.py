@@ -86,7 +86,7 @@ def mean_accepted(p: Distribution, q: Distribution, length: int, rule: str) -> F
 
 
 def test_blocks_accept_more_on_average_and_never_less() -> None:
-    """Over random pairs of three tokens and two drafted the published rules accept 0.89 and 0.93 of them."""
+    """For random pairs with three tokens, the published rules accept 0.89 and 0.93 of two drafted tokens."""
     rng = random.Random(0)
     means = {"token": [], "block": []}
 
@@ -138,7 +138,7 @@ def test_one_drafted_token_is_decided_bit_for_bit_as_by_the_token_rule() -> None
 
 
 def test_equal_distributions_are_accepted_whole_whatever_the_dice() -> None:
-    """Rounding leaves neither a residual to draw from nor a survival below 1."""
+    """Rounding leaves no residual to sample from and no survival below 1."""
     rng = np.random.default_rng(0)
     rows = 256
     vocabulary = 1000

@@ -1,4 +1,4 @@
-"""Chat templates render as in transformers, and each turn of a conversation is a generation of the rendered tokens."""
+"""Chat templates render as in transformers; each turn of a conversation is a generation of the rendered tokens."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ CONVERSATIONS = {
 
 
 def with_bos() -> Tokenizer:
-    """The bundled tokenizer with the templates' tokens; as Llama's, it puts ``<s>`` in front unless told otherwise."""
+    """Returns the bundled tokenizer with the tokens of the templates; by default it puts ``<s>`` in front."""
     tokenizer = Tokenizer.from_file(str(bundled("target") / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>"])
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -334,7 +334,7 @@ def test_a_target_without_a_template_or_a_tokenizer_is_refused(target: e3.Loaded
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> e3.SpeculativeDecoder:
-    """A decoder of bytes, so that answers are cut inside characters, too; a token of its first answer ends them."""
+    """Returns a decoder of bytes, so answers are also cut inside characters; a token of its first answer ends them."""
     folder = write_bytes_target(tmp_path_factory.mktemp("chat") / "target")
     (folder / "chat_template.jinja").write_text(TEMPLATES["SmolLM2"])
     target = load_target(folder)

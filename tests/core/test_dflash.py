@@ -64,7 +64,7 @@ def loaded(head: BlockHead, **options: Any) -> tuple[DFlashDrafter, dict[str, An
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_block_is_that_of_its_independent_twin_after_every_rollback(name: str) -> None:
-    """Three rounds on two rows that keep different numbers of tokens; the twin keeps nothing and has no cache."""
+    """Three rounds on two rows that commit different numbers of tokens; the twin has no cache."""
     head = HEADS[name]
     drafter, params = loaded(head)
     assert drafter.max_depth == head.predicted
@@ -99,7 +99,7 @@ def test_a_block_is_that_of_its_independent_twin_after_every_rollback(name: str)
 def drafted(
     head: BlockHead, drafter: DFlashDrafter, params: Any, temperature: float = 0.0
 ) -> tuple[Draft, jax.Array, list[Any], np.ndarray]:
-    """A draft of two rows and the logits of its block; each row's block and root by the twin."""
+    """Returns a draft of two rows and the logits of its block, and each row's block and root from the twin."""
     random = np.random.default_rng(5)
     features = random.normal(size=(2, 7, len(head.ids), 32)).astype(np.float32)
     length = np.array([7, 3])
@@ -121,7 +121,7 @@ def drafted(
 
 
 def log_probability(head: BlockHead, block: Any, root: int, path: tuple[int, ...]) -> float:
-    """Of a path of draft ids below the root."""
+    """Returns the log-probability of a path of draft ids below the root."""
     logits, _ = biased(head, block, root, [*chosen_ids(head)[list(path)], 0, 0][:3])
     return float(sum(log_softmax(logits[level], -1)[token] for level, token in enumerate(path)))
 
@@ -165,7 +165,7 @@ def test_a_static_tree_takes_tokens_by_rank_after_their_parents(name: str) -> No
 
 
 def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
-    """The tokens from below the root to every node."""
+    """Returns the tokens from below the root to every node."""
     node_paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(draft.tokens[row, 1:].tolist(), draft.parents[row, 1:].tolist(), strict=True):
         node_paths.append((*node_paths[parent], token))

@@ -52,7 +52,7 @@ def rounds_of(target: LoadedTarget, drafter: LoadedDrafter) -> list[tuple[list[l
 
 @pytest.mark.parametrize("topology", [Chain(3), TREE], ids=["chain", "tree"])
 def test_each_node_is_the_token_of_its_rank_after_its_path(topology: Topology) -> None:
-    """Over rounds that accept all and nothing, under a window shorter than the texts."""
+    """Rounds accept everything and nothing, under a window shorter than the texts."""
     options = {"layers": tiny.layers(2, window=4)}
     target = tiny.target(13, **options)
     small = tiny.target(13, **options)
@@ -82,7 +82,7 @@ def test_each_node_is_the_token_of_its_rank_after_its_path(topology: Topology) -
 
 
 def test_the_target_itself_is_accepted_whole_in_every_round() -> None:
-    """The last token of a fully accepted draft was sampled and not fed; a state without it drafts otherwise."""
+    """A fully accepted draft ends with a token that was not fed; without it the next draft would differ."""
     rounds = rounds_of(TARGET, LoadedDrafter(DraftModel(TARGET.model, Chain(3)), TARGET.params))
     assert {int(counts[row]) for texts, _, counts in rounds for row, text in enumerate(texts) if text} == {3}
 

@@ -1,4 +1,4 @@
-"""EAGLE-1 heads and MTP modules: what they draft, how they come in and go out, and what does not add up."""
+"""EAGLE-1 heads and MTP modules: their drafts, reading and writing their files, and errors of wrong files."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_head_round_trips_bit_equal_or_is_refused_by_what_is_missing(tmp_path:
 
 
 def test_a_mimo_module_keeps_its_biases_and_its_order(tmp_path: Path) -> None:
-    """Written in DeepSeek's order and read back from MiMo's, the same; and MiMo's own file comes out as it was."""
+    """DeepSeek's order survives a round trip through MiMo's, and MiMo's own file is written unchanged."""
     qwen2 = MTP(qkv_bias=True, own_embedding=True, own_output=True)
     directory = write_checkpoint(tmp_path / "head", qwen2.config() | {"model_type": "qwen2"}, qwen2.tensors())
     conversion.convert(directory, tmp_path / "mimo", "mimo", TARGET)

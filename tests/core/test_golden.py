@@ -28,13 +28,13 @@ TREE = DynamicTree(num_nodes=60, max_depth=8, top_k=10)
 
 @functools.cache
 def pair(recorder: str, head: str = "eagle3") -> tuple[LoadedTarget, LoadedDrafter]:
-    """The models of a recorded run, through the loaders that users have."""
+    """Loads the models of a recorded run with the public loaders."""
     target = load_target(tiny.GOLDEN / recorder / "target")
     return target, load_drafter(tiny.GOLDEN / recorder / head, target=target)
 
 
 def parents_of(tree_mask: list[str]) -> list[int]:
-    """The deepest proper ancestor of every node; the official code stores only who sees whom."""
+    """Returns the parent of every node, its deepest proper ancestor; the official code stores only the mask."""
     return [-1] + [max(seen for seen in range(node) if row[seen] == "1") for node, row in enumerate(tree_mask) if node]
 
 
@@ -75,13 +75,13 @@ def test_a_deep_drafted_tree_equals_the_official_code_node_by_node() -> None:
 
 @pytest.mark.torch
 def test_a_drafted_tree_of_an_eagle1_head_equals_the_official_code_node_by_node() -> None:
-    """The head of EAGLE-1 with the tree of EAGLE-2."""
+    """Runs the head of EAGLE-1 with the tree of EAGLE-2."""
     check_official_trace("eagle1", "trace_eagle1_greedy_fp32")
 
 
 @pytest.mark.torch
 def test_the_first_drafted_tree_equals_the_official_code() -> None:
-    """The tree behind the prompt alone: nine runs of the head, and no verification."""
+    """Compares the tree after the prompt: nine runs of the head and no verification."""
     target, head = pair("official", "eagle3_sharp")
     recorded = tiny.golden_trace("official/trace_sharp_60_7_10.json")
     decoder = SpeculativeDecoder(target, head, tree=TREE)
@@ -99,7 +99,7 @@ def vllm_decoder() -> tuple[SpeculativeDecoder, dict[str, Any]]:
 
 
 def check_vllm_counters(requests: int = 4) -> None:
-    """Requests in ragged batches of four: tokens, and per request how much was drafted and accepted."""
+    """Compares requests in ragged batches of four: tokens, and the drafted and accepted tokens of each request."""
     decoder, recorded = vllm_decoder()
     results = []
     drafted = recorded["num_speculative_tokens"]

@@ -40,7 +40,7 @@ def shipped() -> e3.LoadedTarget:
 
 
 def small(*, stop_tokens: tuple[int, ...] = (3, 6)) -> e3.LoadedTarget:
-    """A target of eight tokens: a, b, ab, a stop token, the two bytes of é, another stop token, one that is no text."""
+    """Returns a target of eight tokens: a, b, ab, a stop token, the two bytes of é, a stop token, one without text."""
     words = ["a", "b", "ab", "<e>", "Ã", "©", "<f>"]  # as a byte-level tokenizer spells bytes
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
     tokenizer.decoder = decoders.ByteLevel()

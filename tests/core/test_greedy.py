@@ -25,7 +25,7 @@ LIMITS = [24, 7, 1, 30, 16, 24]
 
 @functools.cache
 def continuation(prompt: tuple[int, ...], new_tokens: int) -> list[int]:
-    """Argmax after argmax, the whole sequence through the target each time: no cache, no block, no drafter."""
+    """Decodes by argmax with a forward pass over the whole text for each token: no cache, no block, no drafter."""
     tokens = np.zeros((1, 48), np.int32)
     tokens[0, : len(prompt)] = prompt
     for length in range(len(prompt), len(prompt) + new_tokens):
@@ -108,7 +108,7 @@ def test_greedy_output_ends_at_a_stop_token_inside_a_block_with(name: str) -> No
 
 @functools.cache
 def transformers_output() -> tuple[list[list[int]], list[list[int]]]:
-    """20 prompts and what ``transformers.generate`` writes after them, on the checkpoint of the recorded vLLM run."""
+    """Returns 20 prompts and the output of ``transformers.generate``, with the checkpoint of the recorded vLLM run."""
     import torch
     import transformers
 
@@ -153,7 +153,7 @@ def finished_state(target: LoadedTarget, drafter: LoadedDrafter, prompt: list[in
 
 @pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16], ids=lambda p: p.name)
 def test_shape_matched_plain_decoding_equals_rounds_of_refused_drafts_bit_for_bit(precision: Precision) -> None:
-    """Same shapes, same numbers: every key and value that the target ever computed, in every layer."""
+    """Equal shapes give equal bits of every key and value, in every layer."""
     target = tiny.target(13, precision=precision)
     prompt = PROMPTS[0]
     plain = finished_state(target, LoadedDrafter(Plain(num_nodes=5)), prompt)
@@ -165,7 +165,7 @@ def test_shape_matched_plain_decoding_equals_rounds_of_refused_drafts_bit_for_bi
 
 @pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16, MIXED], ids=lambda p: p.name)
 def test_accepted_drafts_leave_the_numbers_of_plain_decoding_bit_for_bit(precision: Precision) -> None:
-    """A token that was verified in a block found those before it in the slots where plain decoding has them."""
+    """A token verified in a block reads the tokens before it from the same slots as plain decoding."""
     target = tiny.target(13, precision=precision)
     prompt = PROMPTS[0]
     plain = finished_state(target, LoadedDrafter(Plain(num_nodes=5)), prompt)

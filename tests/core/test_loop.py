@@ -1,4 +1,4 @@
-"""The loop: one program, no host in it, caches in place, and every row on its own."""
+"""The loop is one program without the host, updates caches in place, and keeps rows independent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPTS = tiny.random_prompts(4, 13, seed=2, low=2)
 
 
 def host_calls(jaxpr: Any) -> set[str]:
-    """Primitives through which a program talks to the host, in a jaxpr and everything inside it."""
+    """Returns the primitives that call the host, in a jaxpr and everything inside it."""
     primitives = set()
     for equation in jaxpr.eqns:
         if "callback" in equation.primitive.name or equation.primitive.name in ("infeed", "outfeed", "debug_print"):
@@ -42,7 +42,7 @@ def host_calls(jaxpr: Any) -> set[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Chatty(NGram):
-    """A drafter that asks the host something in every round."""
+    """A drafter that calls the host in every round."""
 
     def propose(self, params: Any, state: Any, keys: Any, sampling: Any) -> Any:
         jax.debug.callback(lambda _: None, state.length)
@@ -104,7 +104,7 @@ def test_prompts_at_the_edge_of_a_bucket_are_decoded_alike(length: int) -> None:
 
 
 def lowered(function: Any, *args: Any, **static: Any) -> Any:
-    """Lowering fills structures with descriptions of arrays, which the shape checks would refuse."""
+    """Lowers a function without shape checks, because structures then hold descriptions of arrays."""
     with tiny.unchecked():
         return function.lower(*args, **static)
 
@@ -132,7 +132,7 @@ def test_caches_are_updated_in_place(function: Any) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", ["plain", "chain", "tree", "fallback"])
 def test_no_cache_is_copied_inside_the_loop(name: str, batch: int) -> None:
-    """What memory analysis cannot show: it looks at what enters and leaves, and a loop may copy in every round."""
+    """Memory analysis sees the arguments and results of a program, and cannot show copies in every round of a loop."""
     drafter = {
         "plain": LoadedDrafter(Plain()),
         "chain": tiny.eagle3(TARGET, Chain(3)),
@@ -152,7 +152,7 @@ def finish_reasons(outcome: loops.Outcome) -> list[FinishReason]:
 
 
 def test_every_row_has_stop_tokens_of_its_own() -> None:
-    """-1 fills up those of rows with fewer, and is no token; other stops are no other program."""
+    """-1 fills up the stop tokens of rows with fewer, and is no token."""
     loop, params = tiny.bind(TARGET, test_greedy.DRAFTERS["a perfect drafter"]())
     batch = tiny.prompts(test_greedy.PROMPTS, limit=test_greedy.LIMITS)
     stop_lists = [(3, 9), (3,), (9,), ()]
@@ -224,7 +224,7 @@ def test_a_greedy_batch_pays_nothing_for_a_drafter_that_can_sample() -> None:
     batch = tiny.prompts(PROMPTS, limit=8)
 
     def program(draft_sampling: DraftSampling, sampling_mode: SamplingMode) -> tuple[bool, float]:
-        """Whether it makes random numbers, and its arithmetic."""
+        """Returns whether a program makes random numbers, and the number of its operations."""
         drafter = tiny.eagle3(TARGET, Chain(3), draft_sampling=draft_sampling)
         loop, params = tiny.bind(TARGET, drafter, sampling_mode=sampling_mode)
         compiled = lowered(loops.generate, loop, params, batch, capacity=64).compile()

@@ -1,4 +1,4 @@
-"""On a mesh of devices: the same tokens, few things that move, one line where it does not fit."""
+"""A mesh of devices gives the same tokens with few collectives; errors of a wrong mesh are one line."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ HERE = Path(__file__).parent.parent / "helpers"
 
 
 def environment(devices: int) -> dict[str, str]:
-    """Of a process with so many virtual devices, whose programs cost little to compile."""
+    """Returns the variables of a process with virtual devices that compiles quickly."""
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     path = os.pathsep.join([str(HERE.parent.parent), str(HERE)])
     return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
 
 
 def run_on_eight_devices(script: str, *names: str) -> dict[str, Any]:
-    """What eight devices say to a script of ``tests/helpers``."""
+    """Runs a script of ``tests/helpers`` on eight devices and returns its results."""
     # Compilation is most of it; a second run finds its programs where this suite keeps them.
     cache = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
     cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
@@ -55,7 +55,7 @@ def test_eight_devices_write_what_one_writes(results: dict[str, Any]) -> None:
 
 
 def test_a_step_adds_twice_a_layer_and_moves_nothing_large(results: dict[str, Any]) -> None:
-    """Two target layers; the head's layer runs for two levels and once more for what was accepted."""
+    """The target has two layers; the head's layer runs for two levels and once for the accepted tokens."""
     steps = results["steps"]
     layers = 2 * (2 + 2 + 1)
     for name, step in steps.items():
@@ -80,7 +80,7 @@ def test_a_prefill_in_parts_moves_what_a_prefill_moves(results: dict[str, Any]) 
 
 
 def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:
-    """The shipped pair, whose two key heads go to two devices each of two processes."""
+    """The two key heads of the bundled pair are divided over two devices in each of two processes."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("def f(x):\n", "class Stack:\n")))
     command = ["generate", "--prompts", prompts, "--json", "--batch-size", "2", "--max-new-tokens", "8"]
@@ -135,7 +135,7 @@ def test_what_is_shared_stays_one_array() -> None:
 
 
 def test_the_host_holds_one_array_at_a_time(tmp_path: Path) -> None:
-    """Numpy reports what it allocates to tracemalloc; what JAX keeps is counted only where it keeps numpy's own."""
+    """Tracemalloc counts the arrays of numpy; arrays of JAX are counted only if they share numpy's memory."""
     layers = uniform(12, GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=64), GatedMLP(width=512))
     config = dataclasses.replace(TARGET, width=256, layers=layers)
     mesh = make_mesh(devices=jax.devices()[:1])

@@ -1,4 +1,4 @@
-"""examples/nano_eagle3.py, a decoder in one file of its own, gives the tokens and the counts of the library."""
+"""examples/nano_eagle3.py, a decoder in one separate file, gives the tokens and counts of the library."""
 
 from __future__ import annotations
 

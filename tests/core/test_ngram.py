@@ -13,7 +13,7 @@ from eagle3_jax.types import Draft, SamplingParams
 
 
 def looked_up(tokens: list[int], drafter: NGram) -> list[int]:
-    """What followed one earlier occurrence of the longest suffix that occurred before."""
+    """Returns the tokens after one earlier occurrence of the longest repeated suffix."""
     for size in range(min(drafter.max_ngram, len(tokens) - 1), drafter.min_ngram - 1, -1):
         positions = range(size, len(tokens))
         for position in positions if drafter.earliest else reversed(positions):
@@ -23,7 +23,7 @@ def looked_up(tokens: list[int], drafter: NGram) -> list[int]:
 
 
 def propose(drafter: NGram | Suffix, rows: list[list[int]], capacity: int = 24) -> Draft:
-    """Show each row in two pieces, as a prompt and a round do."""
+    """Shows each row in two pieces, like a prompt and a round, and proposes."""
     state = drafter.init(None, len(rows), capacity)
     for part in (lambda row: row[: len(row) // 2 + 1], lambda row: row[len(row) // 2 :]):
         pieces = [part(row) for row in rows]

@@ -1,4 +1,4 @@
-"""A target whose logits are no distribution ends the row, says so, and leaves the other rows alone."""
+"""Logits without a distribution end their row with a reason and do not affect other rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAST = 12
 
 @dataclasses.dataclass(frozen=True)
 class Poisoned:
-    """The clean target, but for the logits after one token, which are all ``value``."""
+    """The clean target, except that all logits after one token are ``value``."""
 
     inner: Any
     token: int
@@ -48,7 +48,7 @@ class Poisoned:
 
 
 class AlwaysLast(FixedTree):
-    """Drafts the id that an argmax over NaN gives on CPUs."""
+    """Drafts the id that an argmax over NaN returns on CPUs."""
 
     def propose(self, params: Any, state: RootState, keys: Any, sampling: SamplingParams) -> Draft:
         return self.draft(state, jnp.full((state.root.shape[0], self.num_nodes), LAST, jnp.int32))
@@ -69,7 +69,7 @@ def poisoned(name: str, token: int, value: float) -> SpeculativeDecoder:
 
 
 def cut(text: list[int], token: int) -> list[int]:
-    """A text up to the first such token, which is the last that can be written."""
+    """Returns a text up to the first such token, which is the last that can be written."""
     return text[: text.index(token) + 1] if token in text else text
 
 

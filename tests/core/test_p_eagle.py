@@ -42,7 +42,7 @@ def mask_hidden(head: Head) -> np.ndarray:
 
 
 def write(head: Head, directory: Path, dialect: str = "sglang", mask: str = "ptd_token_id") -> Path:
-    """A head as Amazon stores it, or as speculators does."""
+    """Writes a head as Amazon or speculators stores it."""
     head.write(directory, dialect)
     edit_tensors(directory, mask_hidden=mask_hidden(head))
     if dialect == "speculators":
@@ -53,7 +53,7 @@ def write(head: Head, directory: Path, dialect: str = "sglang", mask: str = "ptd
 
 @pytest.mark.parametrize("name", ["every option", "EAGLE-3.1's norms"])
 def test_drafts_are_those_of_one_forward_over_context_and_masks(tmp_path: Path, name: str) -> None:
-    """Three rounds of two ragged rows; each finds the mask rows of the one before behind what it knows."""
+    """Three rounds of two ragged rows; each round overwrites the mask rows of the round before."""
     head = HEADS[name]
     depth = 4
     checkpoint = conversion.read_head(write(head, tmp_path / "head"), TARGET)

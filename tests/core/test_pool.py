@@ -46,7 +46,7 @@ def alone(decoder: e3.SpeculativeDecoder, request: PoolRequest) -> list[int]:
 
 
 def run(pool: Pool, requests: list[PoolRequest]) -> list[list[int]]:
-    """The tokens of all requests, in the order of the requests."""
+    """Returns the tokens of all requests, in the order of the requests."""
     tickets = [pool.submit(request) for request in requests]
     results: dict[int, list[int]] = {}
     while not pool.idle:

@@ -1,4 +1,4 @@
-"""A prefill in parts: the state of one forward, bit for bit, in memory that neither rows nor squares of tokens fill."""
+"""A prefill in parts gives the state of one forward pass, bit for bit, in memory that does not grow with rows."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _case(name: str, precision: str) -> tuple[SpeculativeLoop, LoopParams, Any]:
 
 
 def test_a_prefill_in_parts_is_the_prefill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows at a time, and 64 queries of each: caches, first tokens and what the head keeps."""
+    """Two rows and 64 queries at a time give the same caches, first tokens and state of the head."""
     inputs = _case(name, "float32")
     at_once = _prefilled(*inputs)
     _in_parts(monkeypatch, tokens=2 * FED, scores=1)

@@ -35,7 +35,7 @@ Logits = list[float]
 
 
 def penalised(logits: Logits, tokens: list[int], repetition: float, presence: float, frequency: float) -> Logits:
-    """A penalty by a dictionary of counts."""
+    """Applies a penalty with a dictionary of counts."""
     counts = Counter(tokens)
     changed = []
     for token, logit in enumerate(logits):
@@ -46,7 +46,7 @@ def penalised(logits: Logits, tokens: list[int], repetition: float, presence: fl
 
 
 def allowed(logits: Logits, tokens: list[int], start: int) -> Logits:
-    """An automaton by a walk from its first state."""
+    """Applies an automaton by a walk from its first state."""
     state = start
     for token in tokens:
         state = TABLE[state][token]
@@ -114,7 +114,7 @@ def test_sampled_texts_have_the_changed_distribution(name: str, drafter: str) ->
 
 @dataclasses.dataclass(frozen=True)
 class Discouraging(TokenAutomaton):
-    """Lowers what the automaton forbids: the contract compares logits as numbers, and minus infinity is none."""
+    """Lowers the logits of forbidden tokens, because the contract compares finite logits."""
 
     def __call__(self, params, state, logits):
         return jnp.maximum(TokenAutomaton.__call__(self, params, state, logits), logits - 2.0)
@@ -122,7 +122,7 @@ class Discouraging(TokenAutomaton):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_changed_target_keeps_the_contract_of_a_target(precision: str) -> None:
-    """The contract is about texts, so whatever has a state reads the prompt here."""
+    """The contract is about texts, so processors with a state read the prompt here."""
     target = tiny.target(V, seed=2, **({"precision": BFLOAT16} if precision == "bfloat16" else {}))
     table = np.abs(TABLE)  # total, so that it goes on after any text
     table[table == 2] = -1

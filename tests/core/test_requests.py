@@ -43,7 +43,7 @@ def test_log_probabilities_are_those_of_a_forced_scoring(drafter: str, sampling:
 
 
 def test_the_likeliest_tokens_are_ranked_by_logits() -> None:
-    """The log-probabilities of the tokens 1 and 3 are equal in float32, and token 0 has a logit of their size."""
+    """The log-probabilities of the tokens 1 and 3 are equal in float32, and their logits are not."""
     logits = np.full((1, 1, 100_000), 1.0, np.float32)
     logits[..., 3] = 1.0 + 2**-23
     logits[..., 1] = 1.0 + 2**-22

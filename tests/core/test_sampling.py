@@ -1,4 +1,4 @@
-"""From logits to the distribution that is sampled, against Hugging Face and against plain Python."""
+"""The sampled distribution of logits, against Hugging Face and against plain Python."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_randomness_differs_by_row_position_and_purpose() -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 64, 65, 200])
 def test_the_largest_of_pieces_is_the_largest(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As numpy finds it: the first of equal ones, and a NaN before all. GPUs use this form."""
+    """As in numpy, the first of equal values wins, and a NaN wins over all. GPUs use this form."""
     monkeypatch.setattr(kernels, "_ONE_KERNEL", 64)
     rows = np.random.default_rng(size).integers(-4, 4, (6, size)).astype(np.float32)
     # no distribution, and nothing but ties

@@ -73,7 +73,7 @@ DRAFTERS = {
 
 @functools.cache
 def logits_after(prompt: tuple[int, ...]) -> dict[tuple[int, ...], list[float]]:
-    """The target's logits after every continuation shorter than the horizon: one plain causal forward, no cache."""
+    """Returns the target's logits after every continuation below the horizon, by one forward pass without a cache."""
     rows = list(itertools.product(range(VOCABULARY), repeat=HORIZON - 1))
     tokens = jnp.array([(*prompt, *row) for row in rows], jnp.int32)
     logits = np.asarray(tiny.forward(TARGET.model, TARGET.params, tokens)[0], np.float64)
@@ -92,7 +92,7 @@ def exact_distribution(
 
 
 def chi_square(counts: Counter, distribution: oracle.TextDistribution) -> tuple[float, str]:
-    """The p-value, and what a failure should say. Cells that expect fewer than ten are counted as one."""
+    """Returns the p-value and a message for a failure. Cells that expect fewer than ten are counted as one."""
     total = sum(counts.values())
     impossible = {cell: count for cell, count in counts.items() if distribution.get(cell, 0) == 0}
     if impossible:
@@ -144,7 +144,7 @@ def test_sequences_that_end_at_a_stop_token_follow_the_target_distribution() -> 
 
 
 def test_rows_do_not_repeat_each_others_randomness() -> None:
-    """A key shared by rows, or by the first token and a later one, would show as too little variety."""
+    """A key shared by rows, or by the first token and a later one, would make texts repeat too often."""
     drafter = DRAFTERS["an EAGLE-3 chain of 3"]()
     rows = [list(PROMPTS[0])] * 2000
     batch = tiny.prompts(rows, limit=HORIZON, sampling=SamplingParams(temperature=1.5))
@@ -166,7 +166,7 @@ ALONE = {"top-k alone": (1.0, 2, 1.0), "top-p alone": (1.0, 0, 0.8), "top-k and 
     [("top-k alone", "plain decoding"), ("top-p alone", "plain decoding"), ("top-k and top-p", "a sampled chain")],
 )
 def test_a_batch_that_truncates_in_one_way_only_follows_the_target_distribution(name: str, drafter: str) -> None:
-    """The decoder looks at a batch to see how much work its rows need; here no other row gives it a hint."""
+    """The decoder chooses the sampling mode from the batch; here every row truncates in the same way."""
     temperature, top_k, top_p = ALONE[name]
     decoder = SpeculativeDecoder(TARGET, DRAFTERS[drafter](), stop_tokens=())
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -176,7 +176,7 @@ def test_a_batch_that_truncates_in_one_way_only_follows_the_target_distribution(
 
 
 def test_top_p_keeps_no_token_behind_a_set_of_exactly_that_mass() -> None:
-    """A set that has just enough mass is enough: equal masses of a power of two, so that every sum is exact."""
+    """A set with exactly the mass of top-p is enough. Masses are equal powers of two, so every sum is exact."""
     size = 8
     counts = np.arange(1, size)
     rows = tiny.sampling_of([(1.0, 0, count / size) for count in counts])

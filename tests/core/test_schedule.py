@@ -1,4 +1,4 @@
-"""Draft lengths by batch size: vLLM's form, exactness through every change of length, one program."""
+"""Draft lengths by batch size: vLLM's format, exact output through every change of length, one program."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_counters_of_the_compiled_loop_equal_those_of_its_steps(target):
 
 
 def test_the_head_takes_in_every_token_while_it_is_silent(target):
-    """After plain rounds it drafts as if it had drafted all along: the same state, so the same draft."""
+    """After plain rounds the head has the same state, and so the same draft, as if it had drafted in every round."""
     always = SpeculativeDecoder(target, tiny.eagle3(target), num_speculative_tokens=4)
     late = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SpeculationSchedule(((1, 1, 4), (2, 9, 0))))
     prompts = [[1, 2, 3], [7, 8]]
@@ -120,7 +120,7 @@ def test_a_stage_is_compiled_once_when_rows_come_and_go(target):
 
 
 def stages_stepped(monkeypatch, decoder, prompts, limits):
-    """The loop, and the rows that ran, of every round that ``step`` plays; rows that finished go back in once."""
+    """Returns the loops and the active rows of every round of ``step``, and the last state; the batch runs twice."""
     loops_used = []
     step = loops.step
     monkeypatch.setattr(loops, "step", lambda loop, *arguments: loops_used.append(loop) or step(loop, *arguments))
@@ -185,7 +185,7 @@ SHAPED = {
 def test_unasked_a_decoder_drafts_the_default_length_of_one_row(
     target: Any, name: str, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rule of `eagle3 generate` for batches of one; what drafts a block or with several heads drafts all of it."""
+    """The rule is that of `eagle3 generate` for batches of one; blocks and several heads are drafted completely."""
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     make, own_length = SHAPED[name]
     head = make(target)

@@ -1,4 +1,4 @@
-"""JSON schemas: random texts of the compiled automata, against the package jsonschema, and what is refused."""
+"""JSON schemas: random texts of the compiled automata against the package jsonschema, and errors of schemas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 40
 
 
 def target() -> e3.LoadedTarget:
-    """A target whose tokens are all bytes, some longer texts, and a stop token."""
+    """Returns a target whose tokens are all bytes, some longer texts, and a stop token."""
     words = [*sorted(ByteLevel.alphabet()), '{"', '":', '",', '"}', '\\"', "tr", "ull", "00", "aa", "]]", ",Ġ", "<e>"]
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,7 +69,7 @@ class Automaton:
         return bool(self.table[state, STOP] >= 0)
 
     def walk(self, rng: np.random.Generator) -> str:
-        """A random text. After some tokens it takes the shortest way to the end."""
+        """Returns a random text, which takes the shortest way to the end after some tokens."""
         state = 0
         spelled = b""
         for step in itertools.count():

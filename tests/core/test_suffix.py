@@ -12,7 +12,7 @@ from eagle3_jax.drafters import Suffix
 
 
 def continued(text: list[int], drafter: Suffix) -> list[int]:
-    """The walk of the suffix whose expected number of accepted tokens is largest; of equals the longest one's."""
+    """Returns the continuation of the suffix with the largest expected number of accepted tokens; ties: the longest."""
     best = 0.0
     drafted = []
     for size in range(min(drafter.max_suffix, len(text) - 1), 0, -1):

@@ -1,4 +1,4 @@
-"""Trees as integers, and their growth against the published algorithm written out again in numpy."""
+"""Trees as integers, and their growth against a second implementation of the published algorithm in numpy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_static_tree_is_numbered_by_level_then_parent_then_rank() -> None:
 
 @dataclasses.dataclass
 class Network:
-    """A draft network of a few numbers: logits follow from the tokens that lead to a node.
+    """A draft network of a few numbers, whose logits depend on the tokens on the path to a node.
 
     Everything is a small multiple of a power of two, so that numpy and XLA agree to the last bit.
     """
@@ -98,7 +98,7 @@ def top(scores: list[float], count: int) -> list[int]:
 
 
 def grown_by_the_paper(network: Network, row: int, tree: DynamicTree, ids: np.ndarray) -> tuple[list[int], list[int]]:
-    """EAGLE-2: expand the best ``k`` of each level by cumulative log-probability, then keep the best of them all."""
+    """Grows a tree as EAGLE-2 does: expands the best ``k`` nodes of each level, then keeps the best of all."""
     pool: list[tuple[float, int, int]] = []  # score, token, index of the parent in the pool (-1 the root)
     carry = network.embedding[row]
     scores = log_softmax(network.logits(carry).astype(np.float64))

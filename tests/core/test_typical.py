@@ -1,4 +1,4 @@
-"""Typical acceptance: compared with the rule as the paper writes it, path by path."""
+"""Typical acceptance compared with the rule of the paper, path by path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TREES = {
 
 
 def path_by_path(tree: StaticTree, tokens, valid, logits, temperature, epsilon, delta) -> tuple[list[int], int]:
-    """Section 2.3.1 of the paper: every path is a candidate; the longest accepted prefix, then the likeliest, wins."""
+    """Applies section 2.3.1 of the paper: of all paths the longest accepted prefix wins, then the likeliest."""
     node_of = {path: node for node, path in enumerate(tree.paths, 1)} | {(): 0}
     best: tuple[int, float, list[int]] = (0, 0.0, [])
     for path in tree.paths:
@@ -42,7 +42,7 @@ def path_by_path(tree: StaticTree, tokens, valid, logits, temperature, epsilon, 
 
 
 def drafts(tree: StaticTree, rows: int, seed: int) -> tuple[Draft, np.ndarray]:
-    """Siblings of different tokens, some nodes padding, and targets of very different entropies."""
+    """Returns trees with distinct siblings and some padding, and logits of very different entropies."""
     rng = np.random.default_rng(seed)
     tokens = np.zeros((rows, tree.num_nodes), np.int32)
     for parent in set(tree.parents[1:]):

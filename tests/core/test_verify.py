@@ -18,7 +18,7 @@ MIDPOINTS = jnp.array((np.arange(GRID) + 0.5) / GRID, jnp.float32)
 
 
 def one_draft(p: np.ndarray, q: np.ndarray, token: int) -> tuple[Draft, jax.Array]:
-    """A root and one drafted token, repeated for every point of the grid."""
+    """Returns a root and one drafted token, repeated for every point of the grid."""
     repeat = lambda x: jnp.broadcast_to(jnp.asarray(x), (GRID, *np.shape(x)))
     draft = tiny.draft_of(repeat(np.array([0, token])), [-1, 0], probs=repeat(np.stack([q, q])))
     return draft, repeat(np.stack([p, p]).astype(np.float32))
@@ -71,7 +71,7 @@ def test_a_token_without_target_mass_is_never_accepted_nor_sampled(uniform: floa
 
 @pytest.mark.parametrize("uniform", [0.5, 1.0 - 2.0**-24])
 def test_a_sibling_without_mass_is_refused_where_its_elders_round_above_one(uniform: float) -> None:
-    """These three float32 numbers add up to 1.0000001, so that less than nothing seems to be left for the fourth."""
+    """These three float32 numbers add up to 1.0000001, so the computed remainder for the fourth is negative."""
     elders = np.array([0.5851066708564758, 0.32412686944007874, 0.09076649695634842], np.float32)
     accept = jnp.array([[0.0, 2.0, 2.0, 2.0, uniform]], jnp.float32)  # no elder is taken, however its share rounds
     draft = tiny.draft_of([[0, 0, 1, 2, 3]], [-1, 0, 0, 0, 0])
@@ -115,7 +115,7 @@ def test_a_residual_without_mass_is_the_target_itself() -> None:
 
 
 def random_trees(count: int, num_nodes: int, vocab_size: int, seed: int) -> tuple[Draft, np.random.Generator]:
-    """Random topologies in topological order, siblings with different tokens."""
+    """Returns random trees in topological order, whose siblings have different tokens."""
     rng = np.random.default_rng(seed)
     tokens = np.zeros((count, num_nodes), np.int32)
     parents = np.full((count, num_nodes), -1, np.int32)
@@ -186,7 +186,7 @@ def test_nodes_marked_invalid_are_never_accepted(greedy: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_point_masses_are_decided_at_once_as_one_by_one(seed: int) -> None:
-    """All nodes at once, and one after the other, with the same uniforms: random trees, padding, tokens named twice."""
+    """Compares deciding all nodes at once and one after the other: random trees, padding, repeated tokens."""
     rows = 2048
     nodes = 8
     vocabulary = 5

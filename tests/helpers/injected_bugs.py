@@ -72,7 +72,7 @@ def at_once(function: Callable, bug: Callable) -> Mutant:
 
 
 def thresholds(function: Callable, bug: Callable, rule: str = "the token rule") -> Mutant:
-    """What only the small probabilities of a real vocabulary show."""
+    """Returns a bug that only the small probabilities of a real vocabulary show."""
     return Mutant(function, bug, test_thresholds.check_thresholds, (rule, 28))
 
 
@@ -85,7 +85,7 @@ def long_distribution(function: Callable, bug: Callable, drafter: str, rows: int
 
 
 def subtle(function: Callable, bug: Callable) -> Mutant:
-    """Half a percent and less: three million tokens, which plain decoding writes in seconds."""
+    """Returns a bug of half a percent or less, which three million tokens of plain decoding show."""
     return long_distribution(function, bug, "plain decoding", rows=8192, runs=16)
 
 
@@ -135,7 +135,7 @@ def mtp_rounds(function: Callable, bug: Callable) -> Mutant:
 
 
 def of_token(probs: jax.Array, draft: Any) -> jax.Array:
-    """``[B N]``, the probability of each node's token in the row of a node."""
+    """Returns ``[B N]``, the probability of each node's token in the row of that node."""
     return jnp.take_along_axis(probs, draft.tokens[:, :, None], axis=2)[:, :, 0]
 
 
@@ -202,7 +202,7 @@ RULE = {
 
 
 def end_at_first_failure(verify_block, draft, probs, *, accept, choose, max_depth):
-    """The path is cut where the token rule would refuse."""
+    """Cuts the path where the token rule would refuse."""
     verdict = verify_block(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
     token_verdict = verify(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
     fewer = token_verdict.num_accepted < verdict.num_accepted
@@ -228,7 +228,7 @@ BLOCK = {
 
 
 def first_only(values: jax.Array) -> jax.Array:
-    """The first of each row, in place of all."""
+    """Replaces all values of a row by the first."""
     return jnp.broadcast_to(values[..., :1], values.shape)
 
 
@@ -249,7 +249,7 @@ def declare_eldest(propose, *arguments):
 
 
 def truncate_first(probabilities, logits, sampling_, *sampling_mode):
-    """Top-k and top-p of the logits at temperature one, then the temperature."""
+    """Applies top-k and top-p to the logits at temperature one, then the temperature."""
     columns = [jnp.broadcast_to(jnp.asarray(x), logits.shape[:1]) for x in (sampling_.top_k, sampling_.top_p)]
     truncated = sampling._truncate(logits.astype(jnp.float32), *columns)
     plain = sampling_.replace(top_k=jnp.zeros_like(columns[0]), top_p=jnp.ones_like(columns[1]))
@@ -389,7 +389,7 @@ def leave_tokens_in_place(observe, self, params, state, seen):
 
 
 def keep_accepted_drafts(observe, self, params, state, seen):
-    """A round commits what the head made of its own guesses; only the prompt is read from the target."""
+    """Commits states that the head computed from its own guesses; only the prompt is read from the target."""
 
     def stale(fuse, head, features):
         fused = fuse(head, features)

@@ -1,4 +1,4 @@
-"""What is asked of a mesh, in a process of its own with eight devices; prints one JSON object for ``test_mesh.py``.
+"""Runs generations on a mesh of eight devices in a separate process; prints one JSON object for ``test_mesh.py``.
 
 In float32, and with seeds at which no two logits nearly tie: a product that is summed on several devices differs in its
 last bits from the same one on one device.
@@ -43,7 +43,7 @@ MOVES = re.compile(
 
 
 def pair(**options: Any) -> tuple[LoadedTarget, LoadedDrafter]:
-    """Eight key heads, so that eight devices can have one each; four divide the vocabulary, eight do not."""
+    """Returns a pair with eight key heads, one for each device; four devices divide the vocabulary, eight do not."""
     layers = stack(LAYERS)
     target = tiny.target(60, layers=layers, **options)
     return target, tiny.eagle3(target, draft_vocab_size=32, layers=stack(1))
@@ -69,7 +69,7 @@ def streamed(models: Any, text: str, row: int, **options: Any) -> list[int]:
 
 
 def driven(models: Any, text: str, **options: Any) -> list[list[int]]:
-    """Round by round, every leaf of the state where it belongs all the time."""
+    """Generates round by round, and checks the sharding of every leaf of the state in each round."""
     decoder = e3.SpeculativeDecoder(*models, mesh=mesh_of(text), **options)
     state = decoder.prefill(PROMPTS, max_new_tokens=LIMITS)
     shardings = row_shardings(mesh_of(text), state)
@@ -105,8 +105,8 @@ def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mappi
 
 
 def prefilled(models: Any, text: str, rows_per_group: int) -> Mapping[str, Any]:
-    """Collectives of a compiled prefill of so many rows at a time, of 64 queries, and the tokens that it gives."""
-    jax.clear_caches()  # what is set here is no argument of what is compiled
+    """Returns the collectives and the tokens of a prefill of ``rows_per_group`` rows and 64 queries at a time."""
+    jax.clear_caches()  # compiled programs do not depend on the limits that are set here
     mesh = mesh_of(text)
     fed = 192
     limits = (rows_per_group * fed // mesh.shape["data"], 1) if rows_per_group < len(PROMPTS) else (10**9, 10**9)

@@ -23,7 +23,7 @@ class Tree(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A box of uniforms within which the rule decides alike, and its volume."""
+    """A box of uniforms within which the rule makes the same decision, and its volume."""
 
     mass: Fraction
     accept: dict[int, Interval]
@@ -35,13 +35,13 @@ def one_hot(token: int, size: int) -> list[Fraction]:
 
 
 def residual(p: Sequence[Fraction], q: Sequence[Fraction]) -> list[Fraction]:
-    """Leviathan et al. (2023): ``norm(max(p - q, 0))``."""
+    """Returns ``norm(max(p - q, 0))`` (Leviathan et al., 2023)."""
     difference = [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
     return [x / sum(difference) for x in difference]
 
 
 def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
-    """Every decision that the published rule can come to on a draft, with the exact uniforms that lead there."""
+    """Yields every decision of the published rule on a draft, with the exact uniforms that lead to it."""
 
     def visit(node: int, current: int, want: Sequence[Fraction], mass: Fraction, box: dict) -> Iterator[Cell]:
         if node == len(tree.tokens):
@@ -67,7 +67,7 @@ def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
 
 
 def block_survivals(tree: Tree, p: Sequence[Sequence[Fraction]]) -> tuple[list[Fraction], list[Fraction]]:
-    """Sun et al. (2024), algorithm 2: of a chain that ends before its first padding, ``P_i`` and ``h_i`` (root: 1)."""
+    """Returns ``P_i`` and ``h_i`` (root: 1) of a chain that ends before its padding (Sun et al., 2024, algorithm 2)."""
     length = tree.valid.index(False) - 1 if False in tree.valid else len(tree.tokens) - 1
     survival = [Fraction(1)]
     passes = [Fraction(1)]
@@ -82,7 +82,7 @@ def block_survivals(tree: Tree, p: Sequence[Sequence[Fraction]]) -> tuple[list[F
 
 
 def block_cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
-    """As :func:`cells`, by block verification: all tests are run, and the last that passes counts."""
+    """Yields cells as :func:`cells` does, by block verification: all tests run, and the last that passes counts."""
     survival, passes = block_survivals(tree, p)
     last = len(passes) - 1
     for outcome in itertools.product((False, True), repeat=last):
@@ -150,7 +150,7 @@ def total_variation(a: TextDistribution, b: TextDistribution) -> Fraction | floa
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
-    """Nodes from below the root to ``node``."""
+    """Returns the nodes from below the root to ``node``."""
     return [] if node == 0 else [*path_to(parents, parents[node]), node]
 
 
@@ -197,7 +197,7 @@ def posterior_sampled(
 
 
 def warped(logits: Sequence[float], temperature: float, top_k: int, top_p: float) -> list[float]:
-    """Temperature, then top-k, then top-p: Hugging Face's order."""
+    """Applies temperature, then top-k, then top-p, which is Hugging Face's order."""
     best = max(logits)
     if temperature == 0:
         return [float(x == list(logits).index(best)) for x in range(len(logits))]

@@ -1,4 +1,4 @@
-"""Quantised checkpoints written by hand from one that is not, and what each stands for."""
+"""Quantised checkpoints, written by hand from a dense one, and the dense weights that each represents."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LAYERS = 2
 # Recipes whose values are FP8 and stay as they are in memory.
 KEPT = ("fp8", "fp8 exponents", "fp8 tensor", "channel", "tensor", "fbgemm", "modelopt")
 
-# Tensors by name: those of the file, and the one that they stand for.
+# From a name and weights: the tensors of the file by name, and the weights that they represent.
 Quantise = Callable[[str, np.ndarray], tuple[dict[str, np.ndarray], np.ndarray]]
 
 
 class Recipe(NamedTuple):
-    """How linear layers are written, and what ``quantization_config`` says of it."""
+    """The storage of linear layers and its ``quantization_config``."""
 
     quantise: Quantise
     config: dict[str, Any]
@@ -47,7 +47,7 @@ def to_e4m3(x: np.ndarray) -> np.ndarray:
 
 
 def by_block(weights: np.ndarray, power_of_two: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Values, a scale a block, and what they stand for."""
+    """Returns values, a scale for each block, and the weights that they represent."""
     rows, columns = (-(-size // BLOCK) for size in weights.shape)
     scale = np.empty((rows, columns), np.float32)
     values = np.empty(weights.shape, E4M3)
@@ -110,7 +110,7 @@ def _scaled(
 
 
 def _packed(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Signed four-bit values plus 8, eight to a word, the first in its lowest bits."""
+    """Packs signed four-bit values plus 8, eight in a word, the first in its lowest bits."""
     grouped = weights.reshape(len(weights), -1, GROUP)
     scale = (np.abs(grouped).max(-1) / 7.5).astype(np.float32)
     values = np.clip(np.round(grouped / scale[..., None]), -8, 7).astype(np.int8)
@@ -123,7 +123,7 @@ def _packed(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.n
 
 
 def mxfp4(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Experts ``[E, in, out]``: blocks of 32 inputs, the first of two values in the low half of a byte."""
+    """Stores experts ``[E, in, out]`` in blocks of 32 inputs, the first of two values in the low half of a byte."""
     groups = np.swapaxes(weights, 1, 2).reshape(weights.shape[0], weights.shape[2], -1, 32)
     exponent = np.floor(np.log2(np.abs(groups).max(-1))) - 2
     scaled = groups / np.exp2(exponent)[..., None]
@@ -137,7 +137,7 @@ def mxfp4(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.nda
 
 
 def _fbgemm(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Linear layers a scale for every output; stacked experts ``[E, in, out]`` too, that of the second as a column."""
+    """Stores a scale for every output of linear layers and of stacked experts ``[E, in, out]``."""
     if is_linear(name):
         return _scaled(448, to_e4m3, "output")(name, weights)
     scale = (np.abs(weights).max(1, keepdims=True) / np.float32(448)).astype(np.float32)
@@ -151,7 +151,7 @@ def int8(x: np.ndarray) -> np.ndarray:
 
 
 def group(weights: dict[str, Any], form: str, **fields: Any) -> dict[str, Any]:
-    """What LLM Compressor writes."""
+    """Returns the configuration that LLM Compressor writes."""
     weights = {"symmetric": True, "dynamic": False, **weights}
     modules = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
@@ -193,7 +193,7 @@ RECIPES = {
 
 
 def quantise(source: Path, directory: Path, recipe: Recipe) -> dict[str, np.ndarray]:
-    """Write a checkpoint with its linear layers and experts quantised; what it stands for, by name."""
+    """Writes a checkpoint with quantised linear layers and experts; returns the weights that it represents."""
     values = json.loads((source / "config.json").read_text())
     stored: dict[str, np.ndarray] = {}
     dense: dict[str, np.ndarray] = {}
@@ -212,12 +212,12 @@ def layers(inner: int) -> Any:
 
 
 def plain(directory: Path, inner: int = 24) -> Path:
-    """A target that is not quantised; its layers are no multiple of a block."""
+    """Writes a dense target, whose layers are no multiple of a block."""
     return write_llama(directory, dataclasses.replace(TARGET, layers=layers(inner)))
 
 
 def written(directory: Path, name: str, inner: int = 24) -> tuple[Path, Path]:
-    """A quantised target, and one whose files hold what that stands for."""
+    """Writes a quantised target, and a dense one with the weights that it represents."""
     source = plain(directory / "source", inner)
     dense = quantise(source, directory / "quantised", RECIPES[name])
     write_checkpoint(directory / "dense", json.loads((source / "config.json").read_text()), dense)

@@ -1,4 +1,4 @@
-"""A target and a drafter that are tables: what comes next is known in closed form, and a token costs next to nothing.
+"""A target and a drafter that are tables: the next token's distribution is known exactly, and a token is very cheap.
 
 The target reads its context through the cache, the mask and the positions that the loop gives it, so a wrong slot, a
 wrong ancestor or a wrong position gives it another context, and the distribution of the output changes.
@@ -35,7 +35,7 @@ class TableTarget:
     order: int  #: Tokens of context.
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """One layer whose keys are a token and its position."""
+        """Returns one layer whose keys are a token and its position."""
         layer = KeyValues.allocate(batch=batch, capacity=capacity, num_kv_heads=1, head_dim=2, dtype=jnp.float32)
         return Cache.of((layer,), batch=batch)
 
@@ -70,13 +70,13 @@ class TableTarget:
         return TargetOutput(final=final, features=features, written=(keys_values,))
 
     def unembed(self, params: Any, final: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
-        """They are the logits."""
+        """Returns the final states, which are the logits."""
         return final
 
 
 @struct.dataclass(kw_only=True)
 class Window:
-    """The last tokens."""
+    """The last tokens of each row."""
 
     tokens: Int[Array, "B order"]  #: ``[B order]``, the root last; 0 before the text.
 
@@ -143,7 +143,7 @@ class TableDrafter:
 
 
 def target(logits: np.ndarray, order: int) -> LoadedTarget:
-    """The target of a table ``[V^order V]`` of logits."""
+    """Returns the target of a table ``[V^order V]`` of logits."""
     return LoadedTarget(TableTarget(logits.shape[1], order), jnp.asarray(logits, jnp.float32), logits.shape[1], 512)
 
 
@@ -155,7 +155,7 @@ def drafter(
     ids: tuple[int, ...] | None = None,
     draft_sampling: DraftSampling = DraftSampling.GREEDY,
 ) -> LoadedDrafter:
-    """The drafter of a table; with ``ids`` it can propose those tokens only."""
+    """Returns the drafter of a table; with ``ids`` it can propose these tokens only."""
     ids = tuple(range(logits.shape[1])) if ids is None else ids
     method = TableDrafter(logits.shape[1], order, topology, draft_sampling)
     table = jnp.asarray(logits[:, list(ids)], jnp.float32)

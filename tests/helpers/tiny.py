@@ -301,7 +301,7 @@ def golden_trace(name: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Sampled(FixedTree):
-    """Draws every node from a table ``q(. | parent's token)`` (its parameters, ``[V V]``) and says so in ``probs``.
+    """Samples every node from a table ``[V V]`` of ``q(. | parent's token)``, its parameters, and declares it.
 
     The released drafters draw siblings without replacement, so this one alone takes independent ones through the loop.
     """
@@ -321,7 +321,7 @@ class Sampled(FixedTree):
 
 @dataclasses.dataclass(frozen=True)
 class Scripted(FixedTree):
-    """Proposes what its parameters ``[B S]`` say comes next, ``shift`` ids off: perfect at 0, never right at 1."""
+    """Proposes the next tokens of its parameters ``[B S]``, plus ``shift``: perfect at 0, never right at 1."""
 
     parents: tuple[int, ...] = chain_parents(4)
     shift: int = 0

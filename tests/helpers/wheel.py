@@ -1,4 +1,4 @@
-"""The distribution as a user gets it: built, installed alone into a fresh environment, and used there.
+"""Builds the wheel, installs it alone into a fresh environment, and uses it there.
 
 ``python tests/helpers/wheel.py`` (``make wheel-check``) needs what pip needs, so it is no test of the fast suite. It
 takes about a minute when pip has the packages at hand; ``--extras plot,convert`` also installs and uses PyTorch.
@@ -66,14 +66,14 @@ class Environment:
         return done.stdout
 
     def names_extra(self, extra: str, *arguments: object) -> None:
-        """One line says which extra is missing."""
+        """Checks that a command fails with one line that names the missing extra."""
         done = self.run("eagle3", *arguments)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done
         assert f"eagle3-jax[{extra}]" in done.stderr, done.stderr
 
 
 def check_contents(wheel: Path, sdist: Path) -> None:
-    """Nothing is missing and nothing is in it that users do not need."""
+    """Checks that the files of the wheel and of the sdist are exactly those that users need."""
     assert wheel.stat().st_size < LARGEST, wheel.stat().st_size
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -92,7 +92,7 @@ def check_contents(wheel: Path, sdist: Path) -> None:
 
 
 def check_alone(fresh: Environment) -> None:
-    """Generates, inspects, plans and converts without any extra, and says which one is missing where it matters."""
+    """Generates, inspects, plans and converts without any extra; errors name the extra that is missing."""
     fresh.works("python", "-c", IMPORT_ALL)
     # A user's own module of that name, in the directory that Python looks into first.
     (fresh.work / "conversion.py").write_text("raise ImportError('this is not the library')")
@@ -113,7 +113,7 @@ def check_alone(fresh: Environment) -> None:
 
 
 def check_extras(fresh: Environment, wheel: Path, extras: list[str]) -> None:
-    """What an extra promises."""
+    """Installs extras and imports their packages."""
     fresh.pip("install", "--no-compile", f"{wheel}[{','.join(extras)}]")
     if "plot" in extras:
         fresh.works("python", "-c", "import jinja2, matplotlib")
@@ -122,7 +122,7 @@ def check_extras(fresh: Environment, wheel: Path, extras: list[str]) -> None:
 
 
 def main() -> None:
-    """Build, look inside, install, use."""
+    """Builds, inspects, installs and uses the wheel."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--extras", default="plot", help="comma-separated; none to skip them")
     extras = [extra for extra in parser.parse_args().extras.split(",") if extra not in ("", "none")]
