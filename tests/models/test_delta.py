@@ -1,4 +1,4 @@
-"""The gated delta net against transformers' own, for texts, blocks and trees; and what a commit makes of a state."""
+"""The gated delta net against that of transformers, for texts, blocks and trees, and the state after a commit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COUNTS = np.array([4, 3], np.int32)
 
 @functools.cache
 def theirs() -> Any:
-    """The layer of transformers, with nothing left at its initial value."""
+    """Returns the layer of transformers with random values of all parameters."""
     import torch
     from transformers import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -60,7 +60,7 @@ def torch_reads(x: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def ours() -> tuple[Any, Any]:
-    """The same layer here."""
+    """Returns the same layer of this library."""
     layer = GatedDeltaNet(MIXER, d_in=WIDTH, width=WIDTH, norm_eps=EPS, precision=FLOAT32, rngs=nnx.Rngs(0))
     weights = {name: value.detach().numpy() for name, value in theirs().named_parameters()}
     flat = weights["conv1d.weight"].T
@@ -82,7 +82,7 @@ def ours() -> tuple[Any, Any]:
 
 
 def run(x: Any, mask: Any, cache: Any = None, length: Any = None) -> Any:
-    """What the layer reads, and what its cache takes."""
+    """Returns the output of the layer, and the state for its cache."""
     return _run(*ours(), x, mask, cache, length)
 
 
@@ -98,7 +98,7 @@ def empty() -> Cache:
 
 
 def after(x: np.ndarray, length: Any = None) -> Cache:
-    """The cache after a text."""
+    """Returns the cache after a text."""
     size = jnp.full((BATCH,), x.shape[1]) if length is None else jnp.asarray(length)
     _, written = run(x, causal_mask(x.shape[1]), None, size)
     return empty().fill((written,), size)
@@ -111,7 +111,7 @@ def state_of(cache: Cache) -> Recurrent:
 
 
 def nearly(actual: np.ndarray, expected: np.ndarray) -> None:
-    """Equal but for the rounding of two sums in float32, on any CPU."""
+    """Checks that two arrays are equal up to the rounding of two sums in float32, on any CPU."""
     np.testing.assert_allclose(actual, expected, atol=2e-5 * np.abs(expected).max())
 
 
@@ -172,7 +172,7 @@ def test_a_committed_path_is_bit_for_bit_what_its_tokens_alone_leave() -> None:
 
 @pytest.mark.parametrize("size", [(2, 2, 2, 8, 4), (1, 4, 6, 64, 32), (3, 1, 3, 16, 16)], ids=str)
 def test_a_node_computes_the_bits_of_a_token_alone(size: tuple[int, ...]) -> None:
-    """Behind the projections, whose sums may depend on how many rows they have: a tree against token after token."""
+    """Compares a tree with single tokens, after the projections, whose sums may depend on the number of rows."""
     batch, heads, group, dk, dv = size[0], size[1], *size[2:]
     mixer = GatedDelta(num_key_heads=heads, num_value_heads=heads * group, key_dim=dk, value_dim=dv)
     layer = GatedDeltaNet(mixer, d_in=8, width=8, norm_eps=EPS, precision=FLOAT32, rngs=nnx.Rngs(1))

@@ -1,4 +1,4 @@
-"""A target with gated delta nets, drafted for with trees, as users compile it."""
+"""Tree drafts for a target with gated delta nets, compiled as users compile it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TREE = DynamicTree(num_nodes=7, max_depth=3, top_k=3)
 
 @functools.cache
 def target() -> e3.LoadedTarget:
-    """A recurrent layer below one of attention."""
+    """Returns a target with a recurrent layer below one of attention."""
     return tiny.target(13, layers=(DELTA, *ATTENTION), norm_kind="zero-centred", seed=4)
 
 

@@ -1,4 +1,4 @@
-"""Experts against their sum written out, in every form and precision; what routers choose.
+"""Experts against a sum in float64, in every form and precision, and the choices of routers.
 
 `test_families.py` compares every family's experts with transformers.
 """
@@ -36,7 +36,7 @@ AT_INPUT = Experts(num_experts=COUNT, per_token=1, width=INNER, router="sigmoid-
 
 
 def written_out(x: np.ndarray, routing: Routing, stack: Stack, config: Experts) -> np.ndarray:
-    """The sum over the chosen experts in float64, one token after the other."""
+    """Returns the sum over the chosen experts in float64, one token after the other."""
     wide = lambda array: np.asarray(array, np.float64)
     sigmoid = lambda z: 1 / (1 + np.exp(-z))
     out = np.zeros(x.shape)
@@ -79,7 +79,7 @@ FORMS = {
 
 
 def routings() -> dict[str, Routing]:
-    """Choices that are usual and some that are not, of 11 tokens."""
+    """Returns usual and unusual choices of experts for 11 tokens."""
     rng = np.random.default_rng(8)
     sampled = np.sort(np.stack([rng.choice(COUNT, 3, replace=False) for _ in range(11)]), axis=1)
     choices = {
@@ -112,7 +112,7 @@ def test_every_form_is_the_sum_written_out(form: str, config: Experts, precision
 
 
 def test_few_and_many_tokens_take_other_forms_and_get_the_same() -> None:
-    """On accelerators; of 8 experts two tokens with three each are fewer than all."""
+    """Programs for accelerators take a form by the number of tokens: two tokens choose at most six of eight experts."""
     config = SOFTMAX
     stack = stack_of(SOFTMAX)
     for tokens, form in ((2, mixture.of_chosen), (3, mixture.of_all), (200, None)):
@@ -167,7 +167,7 @@ def test_a_correction_chooses_and_does_not_weigh() -> None:
 
 
 def test_groups_that_are_not_kept_have_no_chance_however_low_the_others_are() -> None:
-    """Every biased score is negative; the two best of a group count, not its best."""
+    """Every biased score is negative; a group counts with the sum of its two best scores."""
     config = dataclasses.replace(SIGMOID, groups=4, kept_groups=1, per_token=2, normalise=False, scaling=1.0)
     logits = jnp.asarray([[3.0, -9.0, 1.0, 1.0, -9.0, -9.0, -9.0, -9.0]])
     routing = route(logits, jnp.full(COUNT, -5.0), config)
@@ -184,7 +184,7 @@ def test_weights_of_nothing_but_zeros_are_zeros() -> None:
 
 @pytest.mark.parametrize("precision", [FLOAT32, MIXED, BFLOAT16], ids=lambda precision: precision.name)
 def test_a_token_chooses_the_same_alone_and_among_others(precision: Precision) -> None:
-    """Bit for bit, at a width where sums of products in blocks differ in their last bits."""
+    """The choice is equal bit for bit, at a width where sums of blocks differ in their last bits."""
     x = jnp.asarray(draw(15, 60, 2048)).astype(precision.activations)
     kernel = jnp.asarray(draw(16, 2048, 128))
     run = jax.jit(lambda x: router_logits(x, kernel, None, SOFTMAX, precision))

@@ -1,4 +1,4 @@
-"""Every family of targets: what transformers computes, written out as it came in, and drafted for by any head."""
+"""Every family of targets: results of transformers, round trips of files, and drafts of any head."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_to_compile() -> Any:
-    """Every recipe is programs of its own, of which each runs once."""
+    """Every recipe has separate programs, and each runs once."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Texts take most of the time; what they need beyond the logits is the same within a kind of layer."""
+    """Texts take most of the time. One family for each kind of layer is enough beyond the logits."""
     if metafunc.function is test_greedy_text_is_that_of_transformers_plain_and_behind_any_draft:
         parametrize(metafunc, RECIPES | WRAPPED, FEW)
 

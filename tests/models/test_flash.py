@@ -1,4 +1,4 @@
-"""The GPU's attention kernel, run by JAX's own operations, against attention by XLA."""
+"""The attention kernel for GPUs, interpreted with JAX's own operations, against attention by XLA."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def random(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
 
 
 def tree_mask(tokens: int) -> jax.Array:
-    """A random tree: every token sees itself and the ancestors of an earlier one."""
+    """Returns the mask of a random tree: every token sees itself, an earlier token and its ancestors."""
     rng = np.random.default_rng(tokens)
     mask = np.eye(tokens, dtype=bool)
     for token in range(1, tokens):
@@ -67,7 +67,7 @@ def test_it_is_attention(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("of_block", [True, False])
 def test_the_last_tokens_of_a_block_see_those_before_them(of_block: bool) -> None:
-    """Three of five tokens, as the levels of a draft are run; a chain needs no mask."""
+    """Runs three of five tokens, like the levels of a draft; a chain needs no mask."""
     queries = random(0, 2, 3, 4, 16)
     length = jnp.array([0, 61], jnp.int32)
     kv = KeyValue(random(1, 2, 2, 80, 16), random(2, 2, 2, 80, 16))
@@ -94,7 +94,7 @@ def test_scales_caps_sinks_and_windows(scoring: Scoring, span: Span) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_token_has_the_same_bits_wherever_its_block_begins(dtype) -> None:
-    """Tokens 102 to 105 in a block from 100 on, and in one from 102 on, with garbage in the slots behind its end."""
+    """Compares tokens 102 to 105 in a block from 100 and in one from 102 that has garbage after its end."""
     queries = random(0, 1, 6, 8, 16, dtype=dtype)
     kv = KeyValue(*(random(seed, 1, 2, 256, 16, dtype=dtype) for seed in (1, 2)))
     garbage = KeyValue(*(buffer.at[:, :, 106:].set(1e4) for buffer in kv))
@@ -113,7 +113,7 @@ def test_a_token_has_the_same_bits_wherever_its_block_begins(dtype) -> None:
 
 
 def test_it_reads_no_slot_from_the_end_on() -> None:
-    """NaN would spread from any tile that is read, even with a weight of zero."""
+    """A NaN in any tile that is read would spread, even with a weight of zero."""
     queries = random(0, 1, 2, 2, 16)
     length = jnp.array([62], jnp.int32)
     kv = KeyValue(*(random(seed, 1, 1, 192, 16).at[:, :, 64:].set(jnp.nan) for seed in (1, 2)))

@@ -1,4 +1,4 @@
-"""Weights in FP8: kept as a file has them, multiplied as what they stand for, and drafted for without a change."""
+"""Weights in FP8: stored as in the file, multiplied as the weights that they represent, and lossless with drafts."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_experts_in_fp8_are_those_they_stand_for_in_every_form() -> None:
     routing = Routing(chosen, jnp.asarray(random.uniform(0.2, 1, chosen.shape).astype(np.float32)))
 
     def run_form(form: Any, stack: Stack, rows: int = tokens) -> np.ndarray:
-        """What the first tokens get."""
+        """Returns the output of the first tokens."""
         first_rows = jax.tree.map(lambda array: array[:rows], (x, routing))
         return np.asarray(jax.jit(functools.partial(form, config=config, precision=FLOAT32))(*first_rows, stack))
 

@@ -43,7 +43,7 @@ def whole_rotation(inputs: int, size: int) -> np.ndarray:
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("is_table", [False, True], ids=["kernel", "table"])
 def test_a_product_is_that_of_integers(rows: int, is_table: bool) -> None:
-    """Against integers of any size: the sums are exact, and the scales are multiplied after them."""
+    """Compares with integers of any size: sums are exact, and scales are multiplied afterwards."""
     random = np.random.default_rng(rows)
     inputs = 40
     outputs = 24
@@ -84,7 +84,7 @@ def test_a_rotated_kernel_is_nearest_to_the_rotated_matrix(inputs: int, is_table
 
 
 def test_a_rotation_keeps_the_precision_of_rows_with_one_large_value() -> None:
-    """Without it the large activation takes the bits of the others: the error is more than three times larger."""
+    """Without a rotation the large activation takes the bits of the others: the error is over three times larger."""
     random = np.random.default_rng(0)
     inputs = 128
     outputs = 64
@@ -112,7 +112,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
 
 
 def test_values_and_scales_of_a_published_file_are_kept_bit_for_bit(tmp_path: Path) -> None:
-    """W8A8 of compressed-tensors: not rotated, as other engines compute it; what the file leaves dense stays dense."""
+    """W8A8 of compressed-tensors is not rotated, as in other engines; tensors that are dense in the file stay dense."""
     stored, _ = written(tmp_path, "int8")
     target = e3.load_target(stored, weights="int8")
     tensors = read_tensors(stored)
@@ -206,7 +206,7 @@ def test_a_tied_table_gives_the_logits_of_its_transpose(precision: Any, rows: in
 
 
 def test_one_row_of_a_tied_table_converts_no_table_on_cpus() -> None:
-    """In mixed precision XLA once converted the whole table to float32 in every step, ten times the product's time."""
+    """In mixed precision XLA converted the table to float32 in every step, which took ten times the product's time."""
     table = jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
     row = jax.ShapeDtypeStruct((1, 1, 64), jnp.float32)
     program = jax.jit(lambda x, table: product_by_table(x, table, MIXED)).lower(row, table).compile().as_text()
@@ -216,7 +216,7 @@ def test_one_row_of_a_tied_table_converts_no_table_on_cpus() -> None:
 @pytest.mark.bits
 @pytest.mark.parametrize(("rows", "size"), [(1, 3), (1, 5), (2, 1), (6, 1), (4, 4)])
 def test_logits_have_the_same_bits_alone_in_blocks_and_in_batches(rows: int, size: int) -> None:
-    """On CPUs. One other last bit would move a rounding of activations, and logits would be off by a tenth."""
+    """On CPUs, one different bit would change a rounding of activations, and logits would be off by a tenth."""
     target = deep_target()
     texts = np.random.default_rng(0).integers(0, 61, (6, 40 + 20)).astype(np.int32)
     single = logits_of(target, texts[:1], size=1)

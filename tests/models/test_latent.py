@@ -1,4 +1,4 @@
-"""Latent attention: its absorbed form against keys and values laid out, and in a whole target.
+"""Latent attention: its absorbed form against explicit keys and values, and in a target.
 
 `test_families.py` compares it with transformers.
 """
@@ -41,7 +41,7 @@ def build(config: Any, *, precision: Any, rngs: Any) -> LatentAttention:
 
 @functools.cache
 def small(config: Latent = SMALL) -> dict[str, Any]:
-    """Parameters; norms are not one."""
+    """Returns random parameters, those of norms included."""
     params = init_params(build, config, FLOAT32, jax.random.key(0))
     for seed, name in enumerate(("q_a_norm", "kv_a_norm")):
         if name in params:
@@ -67,7 +67,7 @@ def rotated(rope: RopeConfig, x: np.ndarray, positions: np.ndarray) -> np.ndarra
 
 
 def laid_out(config: Latent, params: Any, x: np.ndarray, positions: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """The definition in float64: keys and values of every head for every token."""
+    """Computes the definition in float64, with keys and values of every head for every token."""
     weight = lambda *path: np.asarray(functools.reduce(lambda node, name: node[name], path, params), np.float64)
     bias = lambda name: np.asarray(params[name].get("bias", 0), np.float64)
     turned = lambda x: rotated(config.rope, x, positions)
@@ -92,7 +92,7 @@ def laid_out(config: Latent, params: Any, x: np.ndarray, positions: np.ndarray, 
 
 
 def random_inputs(fed: int = FED, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs, positions of ragged rows and a random mask under which everyone sees himself."""
+    """Returns inputs, positions of ragged rows and a random mask under which every token sees itself."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(BATCH, fed, WIDTH)).astype(np.float32)
     positions = rng.integers(0, 40, (BATCH, fed)).astype(np.int32)
@@ -119,7 +119,7 @@ def test_the_absorbed_form_is_the_definition_under_any_mask(name: str) -> None:
 
 
 def test_a_block_behind_a_cache_is_the_definition_over_both() -> None:
-    """Rows of several lengths; what is committed is a choice of the block before, in another order."""
+    """Rows have several lengths, and the committed tokens are some of the block, in another order."""
     x, positions, mask = random_inputs(FED)
     module = bind(build, SMALL, FLOAT32, small())
     length = np.array([4, 0, 2], np.int32)

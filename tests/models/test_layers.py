@@ -1,4 +1,4 @@
-"""Attention and embedding against their definitions, and what the compiler must not make of them."""
+"""Attention and embedding against their definitions, and the compiled programs of both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYER = LayerConfig(mixer=GroupedQuery(num_heads=HEADS, num_kv_heads=KV_HEADS, h
 
 
 def dense(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """``softmax(q kᵀ / √H) v`` in float64, a query and a head at a time."""
+    """Computes ``softmax(q kᵀ / √H) v`` in float64, a query and a head at a time."""
     out = np.zeros(queries.shape)
     for row, token, head in np.ndindex(*queries.shape[:3]):
         kv_head = head // (HEADS // KV_HEADS)
@@ -119,7 +119,7 @@ def test_embedding_has_the_gradient_of_a_lookup(dtype: jnp.dtype) -> None:
 
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e4])
 def test_a_norm_of_one_row_is_its_definition(size: float) -> None:
-    """In the form of GPUs and in that of other devices; at 1e-3 the constant counts as much as the row."""
+    """Tests the forms of GPUs and of other devices; at 1e-3 the constant is as large as the row."""
     x = size * draw(0, 1, 1, 4096)
     eps = 1e-6
     expected = x / np.sqrt(np.mean(x.astype(np.float64) ** 2) + eps)

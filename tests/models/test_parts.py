@@ -1,4 +1,4 @@
-"""Small parts that families differ in: what their logits in float32 (`test_families.py`) do not show."""
+"""Small parts that differ between families and that logits in float32 (`test_families.py`) do not show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program asks of the hardware: float32 that is float32, and writes of which no two meet."""
+"""Precisions and writes of a program: float32 products ask for all bits, and no two writes go to one slot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH = [[1, 2, 3], [4, 5]]
 
 
 def products(precision: Precision, topology: object = None) -> dict[str, set[str]]:
-    """Every matrix product of a whole generation, as it is handed to the compiler: operands to precisions asked for."""
+    """Returns the precisions of every matrix product of a lowered generation, by the types of operands."""
     target = tiny.target(13, precision=precision)
     loop, params = tiny.bind(target, tiny.eagle3(target, topology or Chain(2)))
     # By leaves: what `lower` tells of its arguments does not pass for the types of their fields.
@@ -46,7 +46,7 @@ def products(precision: Precision, topology: object = None) -> dict[str, set[str
 
 @pytest.mark.parametrize("topology", [Chain(2), DynamicTree(num_nodes=6, max_depth=2, top_k=2)])
 def test_every_product_of_float32_asks_for_all_of_its_bits(topology: object) -> None:
-    """Left to the default, NVIDIA multiplies in TensorFloat-32 and TPUs in bfloat16."""
+    """By default, GPUs of NVIDIA multiply in TensorFloat-32 and TPUs in bfloat16."""
     assert products(FLOAT32, topology) == {"f32 f32": {"HIGHEST HIGHEST"}}
 
 
@@ -86,7 +86,7 @@ def block(rows: int, tokens: int, start: float) -> KeyValue:
 def test_no_two_writes_of_a_row_go_to_the_same_slot_not_even_beyond_the_capacity(
     monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
-    """The compiler is told so, and what it does where it is not true is undefined."""
+    """The compiler may rely on this, and its behavior is undefined otherwise."""
     original = caches.scatter_tokens
     seen = []
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints mean exactly what they say, and what is not what it says is refused."""
+"""Quantised checkpoints are read as the weights that they represent; contradictory files raise an error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_conversion_writes_what_it_stands_for_in_bfloat16(tmp_path: Path) -> Non
 
 
 def of_transformers(directory: Path, **options: Any) -> dict[str, np.ndarray]:
-    """What transformers makes of a quantised checkpoint, by name."""
+    """Returns the weights that transformers reads from a quantised checkpoint, by name."""
     import torch
     from transformers import AutoModelForCausalLM
 
