@@ -133,7 +133,8 @@ def test_one_drafted_token_is_decided_bit_for_bit_as_by_the_token_rule() -> None
         accept=jnp.asarray(rng.random((rows, 2)), jnp.float32), choose=jnp.asarray(rng.random((rows, 1)), jnp.float32)
     )
     ours, theirs = (rule(draft, jnp.asarray(p), max_depth=1, **dice) for rule in (verify_block, verify))
-    assert np.array_equal(ours.num_accepted, theirs.num_accepted) and 0 < float(ours.num_accepted.mean()) < 1
+    assert np.array_equal(ours.num_accepted, theirs.num_accepted)
+    assert 0 < float(ours.num_accepted.mean()) < 1
     assert np.array_equal(ours.next_token, theirs.next_token)
 
 
@@ -164,7 +165,8 @@ def test_a_token_without_target_mass_is_neither_accepted_nor_sampled(uniform: fl
     verdict = verify_block(
         draft, probs, accept=jnp.full((1, 3), uniform), choose=jnp.full((1, 1), uniform), max_depth=2
     )
-    assert int(verdict.num_accepted[0]) == 0 and int(verdict.next_token[0]) in (1, 2)
+    assert int(verdict.num_accepted[0]) == 0
+    assert int(verdict.next_token[0]) in (1, 2)
 
 
 def test_rows_without_a_sampled_draft_are_decided_as_by_the_token_rule() -> None:

@@ -176,7 +176,8 @@ def test_a_template_renders_as_in_transformers(name: str, target: e3.LoadedTarge
 
     tokenizer = with_bos()
     ours = ChatTemplate.of(SPECIAL | {"chat_template": TEMPLATES[name]})
-    assert ours is not None and ours.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert ours is not None
+    assert ours.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, chat_template=TEMPLATES[name], bos_token="<s>", eos_token="</s>"
     )
@@ -242,7 +243,8 @@ def test_a_directory_has_the_template_that_transformers_finds(
         (tmp_path / name).write_bytes((content if isinstance(content, str) else json.dumps(content)).encode())
     ours = ChatTemplate.of(tokenizer_config_of(tmp_path))
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert ours is not None and ours.render([QUESTION]) == rendered
+    assert ours is not None
+    assert ours.render([QUESTION]) == rendered
     assert theirs.apply_chat_template([QUESTION], tokenize=False) == rendered
 
 
@@ -294,7 +296,8 @@ def test_a_template_of_another_form_is_refused(wrong: Any) -> None:
 def test_a_template_that_fails_is_one_line(source: str, says: str) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         ChatTemplate(source).render([QUESTION])
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize(

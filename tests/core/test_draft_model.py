@@ -156,7 +156,8 @@ def test_a_directory_with_a_language_model_is_loaded_as_a_draft_model(tmp_path: 
     prompt = tiny.random_prompts(1, 512, seed=7)[0]
     for source in (tiny.GOLDEN / "vllm/target", native):
         loaded = load_drafter(source, target=target)
-        assert isinstance(loaded.drafter, DraftModel) and loaded.name == str(source)
+        assert isinstance(loaded.drafter, DraftModel)
+        assert loaded.name == str(source)
         assert tiny.same_bits(loaded.params, target.params)
     result = SpeculativeDecoder(target, loaded, num_speculative_tokens=3, stop_tokens=()).generate(
         prompt, max_new_tokens=17
@@ -167,9 +168,13 @@ def test_a_directory_with_a_language_model_is_loaded_as_a_draft_model(tmp_path: 
 
 
 def test_names_name_drafters_without_files() -> None:
-    assert isinstance(named_drafter("ngram", TARGET), NGram) and isinstance(named_drafter("suffix", TARGET), Suffix)
+    assert isinstance(named_drafter("ngram", TARGET), NGram)
+    assert isinstance(named_drafter("suffix", TARGET), Suffix)
     assert named_drafter("none", TARGET) is None
     skipping = named_drafter("layer-skip=2", TARGET)
-    assert isinstance(skipping, LoadedDrafter) and skipping.drafter.model.config.num_layers == 2
+    assert isinstance(skipping, LoadedDrafter)
+    assert skipping.drafter.model.config.num_layers == 2
     assert all(map(is_named, ("layer-skip", "layer-skip=half", "layer-skip=3", "ngram=3")))
-    assert not is_named(None) and not is_named("./ngram") and not is_named("some/head")
+    assert not is_named(None)
+    assert not is_named("./ngram")
+    assert not is_named("some/head")

@@ -111,7 +111,8 @@ def test_the_bisection_finds_the_distribution_that_counting_every_uniform_finds(
 def test_uniforms_take_all_values_of_24_bits_below_one() -> None:
     values = np.asarray(uniforms(row_keys(0, 64), 4096)).ravel()
     numerators = values.astype(np.float64) * VALUES
-    assert values.max() < 1 and np.array_equal(numerators, np.round(numerators))
+    assert values.max() < 1
+    assert np.array_equal(numerators, np.round(numerators))
     assert (numerators % 2 == 1).mean() == pytest.approx(0.5, abs=0.01), "the last bit is never set"
     counts = np.bincount((values * 256).astype(int), minlength=256)
     chi2 = ((counts - values.size / 256) ** 2 / (values.size / 256)).sum()

@@ -81,7 +81,8 @@ def test_the_second_runs_only_if_a_row_has_no_draft_of_the_first(batch: int) -> 
         num_skipped = num_skipped + (not is_needed)
         state = loops.step(loop, params, state).state
         assert state.drafter[1][1].tolist() == [num_asked] * batch
-    assert num_asked and num_skipped
+    assert num_asked
+    assert num_skipped
 
 
 @pytest.mark.parametrize("drafter", [FIRST, Silent(FIRST)])
@@ -108,5 +109,6 @@ def test_it_takes_the_options_of_its_second_drafter() -> None:
     assert decoder.loop.drafter.config is head.drafter.config
     subject = Subject(LoadedDrafter(decoder.loop.drafter, head.params), TARGET)
     draft = subject._propose(head.params, subject.after_prompt, jax.random.split(jax.random.key(0), 4), SAMPLING)
-    assert draft.tokens.shape == (4, 3) and draft.probs is not None
+    assert draft.tokens.shape == (4, 3)
+    assert draft.probs is not None
     assert loops.SpeculativeLoop(TARGET.model, decoder.loop.drafter, sampling_mode=SamplingMode.GREEDY).is_chain

@@ -142,10 +142,12 @@ def test_a_mimo_module_keeps_its_biases_and_its_order(tmp_path: Path) -> None:
     conversion.convert(tmp_path / "mimo", tmp_path / "back", "deepseek", TARGET)
     conversion.convert(tmp_path / "mimo", tmp_path / "again", "mimo", TARGET)
     stored = [conversion.tensors.read_tensors(tmp_path / name) for name in ("head", "back", "mimo", "again")]
-    assert same_params(dict(stored[0]), dict(stored[1])) and same_params(dict(stored[2]), dict(stored[3]))
+    assert same_params(dict(stored[0]), dict(stored[1]))
+    assert same_params(dict(stored[2]), dict(stored[3]))
     deepseek = stored[0]["model.layers.8.eh_proj.weight"]
     mimo = stored[2]["model.mtp_layers.0.input_proj.weight"]
-    assert np.array_equal(mimo[:, :32], deepseek[:, 32:]) and np.array_equal(mimo[:, 32:], deepseek[:, :32])
+    assert np.array_equal(mimo[:, :32], deepseek[:, 32:])
+    assert np.array_equal(mimo[:, 32:], deepseek[:, :32])
     values = json.loads((tmp_path / "mimo/config.json").read_text())
     assert (values["architectures"], values["model_type"]) == (["MiMoForCausalLM"], "qwen2")
     assert (values["num_hidden_layers"], values["num_nextn_predict_layers"]) == (8, 1)
@@ -194,7 +196,8 @@ def test_a_missing_bias_that_the_configuration_does_not_mention_is_noted(tmp_pat
     assert conversion.read_head(head, TARGET).note == ""
     edit_config(head, bias=None)
     checkpoint = conversion.read_head(head, TARGET)
-    assert not checkpoint.config.fc_bias and "fc has no bias" in checkpoint.note
+    assert not checkpoint.config.fc_bias
+    assert "fc has no bias" in checkpoint.note
 
 
 ONES, BLOCK, WIDE = (np.ones(shape, np.float32) for shape in (32, (32, 64), (61, 32)))

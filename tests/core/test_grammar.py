@@ -75,7 +75,8 @@ def test_an_automaton_allows_the_texts_that_match(pattern: str) -> None:
             with contextlib.suppress(UnicodeDecodeError):  # no text
                 if re.fullmatch(pattern, b"".join(spelled[token] for token in tokens).decode()):
                     expected.add(tokens)
-    assert allowed == expected and allowed
+    assert allowed == expected
+    assert allowed
     assert np.all(table[:, columns[7]] == -1)  # the tokenizer has no such token
     assert table.shape[1] == len({tuple(table[:, column]) for column in columns})
 
@@ -111,8 +112,11 @@ def test_outputs_follow_a_json_schema(shipped: e3.LoadedTarget) -> None:
     assert len(values) > 6
     for value in values:
         assert list(value) == list(SCHEMA["properties"])
-        assert isinstance(value["name"], str) and len(value["name"]) <= 5 and value["kind"] in ("function", "class")
-        assert 1 <= len(value["sizes"]) <= 2 and all(isinstance(size, bool) for size in value["sizes"])
+        assert isinstance(value["name"], str)
+        assert len(value["name"]) <= 5
+        assert value["kind"] in ("function", "class")
+        assert 1 <= len(value["sizes"]) <= 2
+        assert all(isinstance(size, bool) for size in value["sizes"])
         assert value["parent"] in (None, "root")
     text = schema_to_regex(json.dumps(SCHEMA), r"\s*")
     assert re.fullmatch(text, '{"name":"x",\n"kind":\t"class", "sizes":[true],"parent":null}')

@@ -86,7 +86,8 @@ def test_every_round_drafts_from_the_state_behind_the_last_committed_token(topol
 
 def test_unasked_every_head_drafts_from_the_final_state() -> None:
     heads = tiny.medusa(TARGET)
-    assert heads.drafter.topology == Chain(4) and heads.drafter.aux_layers == (3,)
+    assert heads.drafter.topology == Chain(4)
+    assert heads.drafter.aux_layers == (3,)
 
 
 # The authors' own order, which is that in which they added nodes.

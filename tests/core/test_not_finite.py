@@ -96,7 +96,8 @@ def test_a_sampled_row_writes_nothing_after_it(name: str) -> None:
     for row, prompt in zip(rows, PROMPTS * 4, strict=True):
         assert LAST not in row.tokens[:-1]
         if len(row.tokens) < 24:
-            assert [*prompt, *row.tokens][-1] == LAST and row.finish_reason is FinishReason.NOT_FINITE
+            assert [*prompt, *row.tokens][-1] == LAST
+            assert row.finish_reason is FinishReason.NOT_FINITE
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -103,8 +103,11 @@ def test_a_head_round_trips_bit_equal(tmp_path: Path, name: str, to: str) -> Non
     conversion.convert(directory, tmp_path / "out", to, TARGET)
     assert conversion.identify(tmp_path / "out") == "p-eagle"
     again = conversion.read_head(tmp_path / "out", TARGET)
-    assert again.config == source.config and again.config.mask_token_id == MASK_TOKEN
-    assert again.dialect == to and again.method == "p-eagle" and not again.note
+    assert again.config == source.config
+    assert again.config.mask_token_id == MASK_TOKEN
+    assert again.dialect == to
+    assert again.method == "p-eagle"
+    assert not again.note
     assert same_params(source.head, again.head)
     np.testing.assert_array_equal(source.draft_to_target, again.draft_to_target)
     assert (again.embedding is None) == (source.embedding is None)
@@ -123,7 +126,8 @@ def test_both_dialects_give_the_same_head(tmp_path: Path) -> None:
     directory = write(Head(layers=2), tmp_path / "b", "speculators", "mask_token_id")
     edit_config(directory, norm_before_residual=None)  # of these heads the default is no
     second = conversion.read_head(directory, TARGET)
-    assert first.config == second.config and second.dialect == "speculators"
+    assert first.config == second.config
+    assert second.dialect == "speculators"
     assert same_params(first.head, second.head)
 
 
@@ -144,10 +148,12 @@ def test_files_say_what_vllm_and_speculators_read(tmp_path: Path) -> None:
     assert "PEagle" not in values["architectures"][0]  # vLLM has no such class
     conversion.convert(directory, tmp_path / "spec", "speculators", TARGET)
     values = json.loads((tmp_path / "spec/config.json").read_text())
-    assert values["mask_token_id"] == MASK_TOKEN and values["speculators_model_type"] == "peagle"
+    assert values["mask_token_id"] == MASK_TOKEN
+    assert values["speculators_model_type"] == "peagle"
     assert values["transformer_layer_config"]["num_aux_hidden_states"] == 4
     assert values["transformer_layer_config"]["layer_types"] == ["sliding_attention", "full_attention"]
-    assert "model_type" not in values and values["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    assert "model_type" not in values
+    assert values["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -106,7 +106,8 @@ def test_groups_divide_the_batch_and_keep_to_the_limits() -> None:
             assert rows == 1 or rows * tokens <= groups.TOKENS
             assert rows == 1 or rows * capacity <= groups.SLOTS or rows * tokens <= groups.FEWEST_TOKENS
         assert rows * tokens <= groups.TOKENS or rows == 1
-    assert groups.rows_per_group(64, 2048, 4096) == 4 and groups.rows_per_group(64, 128, 4096) == 64
+    assert groups.rows_per_group(64, 2048, 4096) == 4
+    assert groups.rows_per_group(64, 128, 4096) == 64
 
 
 def test_a_mesh_divides_every_group() -> None:
@@ -134,5 +135,6 @@ def test_temporary_memory_grows_neither_with_squares_of_tokens_nor_with_rows(mon
     long = _temporary(1024)
     many = _temporary(512, rows=8)
     # The masks, a byte for every pair and four while they are made, are all that is still quadratic.
-    assert long < before / 4 and long < 3 * short
+    assert long < before / 4
+    assert long < 3 * short
     assert many < 3 * short

@@ -139,7 +139,8 @@ def test_greedy_texts_with_a_draft_are_those_without(drafter: Any) -> None:
     prompts = [[1, 2, 3], [4], [5, 6, 5, 6, 5]]
     plain = SpeculativeDecoder(target, Plain()).generate(prompts, max_new_tokens=40)
     drafted = SpeculativeDecoder(target, head).generate(prompts, max_new_tokens=40)
-    assert plain.tokens == drafted.tokens and drafted.stats.num_accepted_tokens > 0
+    assert plain.tokens == drafted.tokens
+    assert drafted.stats.num_accepted_tokens > 0
     unchanged = SpeculativeDecoder(tiny.target(13)).generate(prompts, max_new_tokens=40)
     assert plain.tokens != unchanged.tokens
 
@@ -157,7 +158,8 @@ def test_a_row_ends_with_a_reason_when_nothing_is_allowed() -> None:
 def test_other_numbers_need_no_other_program() -> None:
     first = with_processors(TARGET, Penalty(presence=1.0), TokenAutomaton(TABLE, start=1))
     second = with_processors(TARGET, Penalty(presence=2.0), TokenAutomaton(TABLE, start=2))
-    assert first.model == second.model and hash(first.model) == hash(second.model)
+    assert first.model == second.model
+    assert hash(first.model) == hash(second.model)
     run = lambda target: SpeculativeDecoder(target).generate([1, 2], max_new_tokens=9).tokens
     assert run(first) != run(second)
 

@@ -203,4 +203,5 @@ ALL = [*TOPOLOGIES, *METHODS, *RULES, *SCHEDULES, *DECODERS, *REQUESTS, *PARTS, 
 def test_the_error_is_one_line(call: Callable[[], Any], message: str) -> None:
     with tiny.unchecked(), pytest.raises(ValueError, match=message) as refusal:
         call()
-    assert str(refusal.value).isprintable() and len(str(refusal.value)) < 300
+    assert str(refusal.value).isprintable()
+    assert len(str(refusal.value)) < 300

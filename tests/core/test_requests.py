@@ -32,14 +32,16 @@ def test_log_probabilities_are_those_of_a_forced_scoring(drafter: str, sampling:
     for row in result.rows:
         logits, _ = tiny.forward(TARGET.model, TARGET.params, jnp.array([row.prompt_tokens + row.tokens]))
         scores = np.asarray(jax.nn.log_softmax(logits[0]))[len(row.prompt_tokens) - 1 : -1]
-        assert row.logprobs is not None and len(row.logprobs) == len(row.tokens)
+        assert row.logprobs is not None
+        assert len(row.logprobs) == len(row.tokens)
         for entry, token, score in zip(row.logprobs, row.tokens, scores, strict=True):
             assert entry.logprob == pytest.approx(score[token], abs=1e-4)
             ids, values = zip(*entry.top, strict=True)
             assert values == pytest.approx(np.sort(score)[::-1][:3], abs=1e-4)
             assert values == pytest.approx(score[list(ids)], abs=1e-4)
     unasked = decoder.generate(PROMPTS, max_new_tokens=[20, 9, 14], sampling=sampling)
-    assert unasked.tokens == result.tokens and unasked.rows[0].logprobs is None
+    assert unasked.tokens == result.tokens
+    assert unasked.rows[0].logprobs is None
 
 
 def test_the_likeliest_tokens_are_ranked_by_logits() -> None:
@@ -69,7 +71,8 @@ def test_log_probabilities_go_through_the_stages_of_a_schedule() -> None:
     ours, theirs = (decoder.generate(PROMPTS, max_new_tokens=[20, 4, 9], logprobs=0) for decoder in (staged, plain))
     for row, same in zip(ours.rows, theirs.rows, strict=True):
         scores = [[decoder.logprob for decoder in result_row.logprobs or []] for result_row in (row, same)]
-        assert len(scores[0]) == len(row.tokens) and scores[0] == pytest.approx(scores[1], abs=1e-4)
+        assert len(scores[0]) == len(row.tokens)
+        assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
 
 def test_a_seed_of_its_own_gives_a_prompt_the_same_text_in_every_batch() -> None:
@@ -94,15 +97,18 @@ def test_a_stop_text_ends_a_row_where_it_begins(shipped: e3.LoadedTarget, drafte
     stop = [(uncut.texts[0] or "")[20:23], "\0never"]
     cut = decoder.generate(prompts, max_new_tokens=48, stop=stop)
     for row, full in zip(cut.rows, uncut.rows, strict=True):
-        assert row.text is not None and full.text is not None
+        assert row.text is not None
+        assert full.text is not None
         assert row.text == full.text.split(stop[0])[0]
         assert row.tokens == full.tokens[: len(row.tokens)]
         if stop[0] not in full.text:
-            assert row.finish_reason is full.finish_reason and row.tokens == full.tokens
+            assert row.finish_reason is full.finish_reason
+            assert row.tokens == full.tokens
             continue
         assert row.finish_reason is e3.FinishReason.STOP
         decoded = [decoder.target.tokenizer.decode(row.tokens[:end]) for end in (-1, None)]  # type: ignore[union-attr]
-        assert stop[0] not in decoded[0] and stop[0] in decoded[1]
+        assert stop[0] not in decoded[0]
+        assert stop[0] in decoded[1]
     assert decoder.generate(prompts[:1], max_new_tokens=48, stop=stop[0]).texts == cut.texts[:1]
     listed = decoder.generate(prompts, max_new_tokens=48, stop=[[], stop])
     assert listed.texts == [uncut.texts[0], cut.texts[1]]

@@ -49,7 +49,8 @@ def test_a_sampled_chain_declares_the_softmax_of_the_head_after_its_own_tokens()
     outside = np.setdiff1d(np.arange(VOCABULARY), ids)
     assert np.array_equal(draft.tokens[:, 0], known[:, -1])
     assert np.isin(draft.tokens[:, 1:], ids).all()
-    assert draft.parents[0].tolist() == [-1, *range(DEPTH)] and bool(draft.valid.all())
+    assert draft.parents[0].tolist() == [-1, *range(DEPTH)]
+    assert bool(draft.valid.all())
     for row in range(ROWS):
         temperature = TEMPERATURES[row % len(TEMPERATURES)]
         text = np.concatenate([known[row], np.asarray(draft.tokens[row, 1:])])  # as if the draft were the text

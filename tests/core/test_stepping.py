@@ -54,7 +54,8 @@ def test_what_a_step_returned_is_not_read_back(decoder: SpeculativeDecoder, monk
     assert len(read) == 1
     warm = state.replace(sampling=SamplingParams(temperature=jnp.full((3,), 5.0, jnp.float32), top_k=0, top_p=1.0))
     latest = decoder.step(warm).state
-    assert len(read) == 2 and float(latest.sampling.temperature[0]) == 5.0
+    assert len(read) == 2
+    assert float(latest.sampling.temperature[0]) == 5.0
 
 
 def test_scalars_replace_the_sampling_of_every_row(decoder: SpeculativeDecoder) -> None:

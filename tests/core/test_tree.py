@@ -45,7 +45,8 @@ def test_a_static_tree_is_numbered_by_level_then_parent_then_rank() -> None:
     assert tree.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
     assert tree.parents == (-1, 0, 0, 1, 1, 2, 3)
     assert (tree.num_nodes, tree.max_depth) == (7, 3)
-    assert tree == StaticTree(tuple(reversed(tree.paths))) and hash(tree) == hash(StaticTree(tree.paths))
+    assert tree == StaticTree(tuple(reversed(tree.paths)))
+    assert hash(tree) == hash(StaticTree(tree.paths))
 
 
 @dataclasses.dataclass
@@ -130,7 +131,9 @@ def test_a_dynamic_tree_grows_as_eagle_2_describes(num_nodes: int, max_depth: in
         network = Network.random(seed)
         ids = np.sort(np.random.default_rng(seed).permutation(64)[:DRAFT_VOCABULARY]).astype(np.int32)
         draft = network.grow(tree, ids)
-        assert draft.tokens[:, 0].tolist() == [3, 4] and bool(draft.valid.all()) and draft.probs is None
+        assert draft.tokens[:, 0].tolist() == [3, 4]
+        assert bool(draft.valid.all())
+        assert draft.probs is None
         for row in range(BATCH):
             tokens, parents = grown_by_the_paper(network, row, tree, ids)
             assert draft.tokens[row, 1:].tolist() == tokens

@@ -78,7 +78,8 @@ def test_a_sibling_without_mass_is_refused_where_its_elders_round_above_one(unif
     probs = jnp.broadcast_to(jnp.array([*elders, 0.0], jnp.float32), (1, 5, 4))
     assert float(1.0 - jnp.sum(probs[0, 0])) < 0
     verdict = verify(draft, probs, accept=accept, choose=jnp.full((1, 1), 0.5, jnp.float32), max_depth=1)
-    assert int(verdict.next_token[0]) != 3 and int(verdict.num_accepted[0]) == 0
+    assert int(verdict.next_token[0]) != 3
+    assert int(verdict.num_accepted[0]) == 0
 
 
 @pytest.mark.parametrize("p", [[0.0, 0.0, 1.0, 0.0], [0.0, 0.3, 0.0, 0.7], [1e-38, 0.0, 1e-38, 0.0], [0.25] * 4])
@@ -111,7 +112,8 @@ def test_an_empty_residual_accepts_instead_of_dividing_by_zero() -> None:
 def test_a_residual_without_mass_is_the_target_itself() -> None:
     p = jnp.array([0.25, 0.75])
     weights, mass = residual(p, p)
-    assert float(mass) == 0 and np.array_equal(weights, p)
+    assert float(mass) == 0
+    assert np.array_equal(weights, p)
 
 
 def random_trees(count: int, num_nodes: int, vocab_size: int, seed: int) -> tuple[Draft, np.random.Generator]:

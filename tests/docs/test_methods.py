@@ -16,7 +16,8 @@ from eagle3_jax.training.methods import RECIPES
 @pytest.mark.parametrize("name", HEADS)
 def test_every_kind_of_head_is_complete(name: str) -> None:
     kind = HEADS[name]
-    assert kind.layouts and set(kind.layouts) <= set(LAYOUTS)
+    assert kind.layouts
+    assert set(kind.layouts) <= set(LAYOUTS)
     _, drafter = kind.classes
     assert {part.__name__ for part in kind.classes} <= set(drafters.__all__)
     assert any(type(drafter_of(row).drafter) is drafter for row in ALL_DRAFTERS), f"{name} has no row in the contract"

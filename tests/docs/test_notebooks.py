@@ -55,7 +55,9 @@ def test_another_environment_is_told_what_to_install(source: Path) -> None:
     command = [sys.executable, "-E", "-S", "-c", first]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=source.parent)
     assert done.returncode == 1
-    assert done.stderr.count("\n") == 1 and "pip install" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "pip install" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,8 @@ def test_errors_and_warnings_of_a_notebook_are_fatal(code: str, problem: str | N
     source = tmp_path / "99_of_a_test.py"
     source.write_text(f"# %% [markdown]\n# # 99\n\n# %%\n{code}\n")
     unpaired = runner(source)
-    assert unpaired.returncode == 1 and "--sync" in unpaired.stdout
+    assert unpaired.returncode == 1
+    assert "--sync" in unpaired.stdout
     assert runner("--sync", source).returncode == 0
     done = runner(source, "--output", tmp_path / "executed")
     assert done.returncode == int(problem is not None), done.stdout + done.stderr
@@ -106,7 +109,9 @@ def test_what_cannot_be_meant_is_refused_in_one_line(environ: dict[str, str], me
     with pytest.raises(SystemExit) as refused:
         machine.start(environ)
     error = str(refused.value)
-    assert error.startswith("error: ") and message in error and "\n" not in error
+    assert error.startswith("error: ")
+    assert message in error
+    assert "\n" not in error
 
 
 def test_the_report_starts_with_the_verdicts_and_names_stand_ins(tmp_path: Path) -> None:
@@ -164,4 +169,5 @@ def test_the_kinds_of_a_strip_are_counted_as_the_loop_counts_them() -> None:
 def test_tokens_cannot_leave_the_script_they_are_in() -> None:
     round_ = {"tokens": ["</script>", "<!-- x"], "parents": [-1, 0], "status": ["root", "accepted"]}
     text = Interactive(interactive_rounds([round_]).figure).html(library=False)
-    assert text.count("</script") == 1 and "<!--" not in text
+    assert text.count("</script") == 1
+    assert "<!--" not in text

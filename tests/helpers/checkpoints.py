@@ -109,7 +109,8 @@ def round_trip(directory: Path, to: str, target: DecoderConfig, says: str | None
         return
     conversion.convert(directory, out, to, target)
     again = conversion.read_head(out, target)
-    assert again.dialect == to and conversion.identify(out) == conversion.identify(directory) == source.method
+    assert again.dialect == to
+    assert conversion.identify(out) == conversion.identify(directory) == source.method
     assert same_head(source, again)
     assert again.draft_to_target is None or again.draft_to_target.dtype == np.int32
 

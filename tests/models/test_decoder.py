@@ -34,7 +34,8 @@ def test_rows_of_an_array_are_prompts(decoder: e3.SpeculativeDecoder, array: Any
     assert decoder.generate([array(row) for row in PROMPTS], max_new_tokens=4).tokens == expected.tokens
     single = decoder.generate(array(PROMPTS[1]), max_new_tokens=4)
     assert single.tokens == [expected.tokens[1]]
-    assert single.rows[0].prompt_tokens == PROMPTS[1] and type(single.rows[0].prompt_tokens[0]) is int
+    assert single.rows[0].prompt_tokens == PROMPTS[1]
+    assert type(single.rows[0].prompt_tokens[0]) is int
 
 
 @pytest.mark.parametrize("head", [HEAD, tiny.draft_model(TARGET)], ids=["a network", "a draft model"])
@@ -77,12 +78,14 @@ def test_generate_and_a_trace_give_the_same_result() -> None:
         assert generated.lossless is traced.lossless is (rule is None)
         assert generated.rows == traced.rows
         another_seed = decoder.generate(PROMPTS, **{**options, "seed": 4})
-        assert another_seed.rows != generated.rows and generated.rows[0] != generated.rows[1]
+        assert another_seed.rows != generated.rows
+        assert generated.rows[0] != generated.rows[1]
 
 
 def test_counters_are_equal_if_all_of_them_are(decoder: e3.SpeculativeDecoder) -> None:
     stats, repeated = (decoder.generate(PROMPTS, max_new_tokens=6).stats for _ in range(2))
-    assert stats == repeated and stats != 3
+    assert stats == repeated
+    assert stats != 3
     assert stats != stats.replace(num_drafts=stats.num_drafts + 1)
     assert stats != stats.replace(num_accepted_tokens_per_pos=stats.num_accepted_tokens_per_pos[:-1])
     chunks, again = (list(decoder.stream(PROMPTS[0], max_new_tokens=6)) for _ in range(2))
@@ -112,7 +115,8 @@ def test_models_are_printed_in_a_line() -> None:
     assert repr(LoadedDrafter(e3.drafters.NGram(3))) == "LoadedDrafter(drafter: NGram, chain K=3)"
     for model in (TARGET, HEAD, tiny.draft_model(TARGET), tiny.medusa(TARGET), tiny.dflash(TARGET)):
         assert " parameters, float32, vocabulary of 13)" in repr(model)
-        assert len(repr(model)) < 250 and "\n" not in repr(model)
+        assert len(repr(model)) < 250
+        assert "\n" not in repr(model)
 
 
 def test_a_state_is_printed_in_a_line(decoder: e3.SpeculativeDecoder) -> None:

@@ -210,5 +210,6 @@ def test_a_router_stays_float32_in_every_precision() -> None:
     config = dataclasses.replace(SIGMOID, shared_width=4)
     params = cast(init_params(BUILD, config, BFLOAT16, jax.random.key(0)), BFLOAT16)
     types = jax.tree.map(lambda leaf: leaf.dtype.name, params)
-    assert types["router"] == {"kernel": "float32"} and types["correction"] == "float32"
+    assert types["router"] == {"kernel": "float32"}
+    assert types["correction"] == "float32"
     assert {types["gate_up"], types["down"], types["shared"]["down"]["kernel"]} == {"bfloat16"}

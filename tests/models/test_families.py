@@ -142,7 +142,8 @@ def test_what_came_in_without_its_index_goes_out_as_a_native_checkpoint_alone(
 ) -> None:
     conversion.convert(folder(name), tmp_path / "native", "jax")
     source, native = (conversion.read_target(path) for path in (folder(name), tmp_path / "native"))
-    assert source.config == native.config and source.family == native.family
+    assert source.config == native.config
+    assert source.family == native.family
     assert jax.tree.all(jax.tree.map(np.array_equal, source.params, native.params))
     with pytest.raises(
         CheckpointError, match="an index that chooses keys, which is not read and cannot be written; use --to jax"
@@ -158,7 +159,8 @@ def test_a_language_model_out_of_a_model_of_images_goes_out_alone(folder: Any, t
 
     conversion.convert(folder(name), tmp_path / "alone", "vllm")
     source, text_model = (conversion.read_target(path) for path in (folder(name), tmp_path / "alone"))
-    assert source.config == text_model.config and source.family == text_model.family
+    assert source.config == text_model.config
+    assert source.family == text_model.family
     loaded = eager(AutoModelForCausalLM.from_pretrained(tmp_path / "alone", attn_implementation="eager"))
     with torch.no_grad():
         logits = loaded(torch.from_numpy(truth(name).tokens)[None], use_cache=False).logits[0]
@@ -169,7 +171,8 @@ def test_every_family_has_a_recipe_and_windows_that_a_text_leaves() -> None:
     # Kimi K2 is DeepSeek V3 under another name, which transformers does not know.
     assert {recipe.model_type for recipe in RECIPES.values()} == FAMILIES.keys() - {"kimi_k2"}
     windows = [recipe.fields["sliding_window"] for recipe in RECIPES.values() if recipe.fields.get("sliding_window")]
-    assert windows and max(windows) < len(truth("llama").tokens) < NEW_TOKENS < VOCAB
+    assert windows
+    assert max(windows) < len(truth("llama").tokens) < NEW_TOKENS < VOCAB
 
 
 def test_a_family_of_the_caller_comes_before_that_of_the_table(folder: Any) -> None:
@@ -216,7 +219,8 @@ def test_what_a_published_file_leaves_out_is_what_transformers_takes(name: str) 
         if name != "cohere2":
             assert mixer.scale == theirs.query_pre_attn_scalar**-0.5
         if mixer.rope is None:
-            assert name == "cohere2" and not slides
+            assert name == "cohere2"
+            assert not slides
         else:
             assert (mixer.rope.theta, mixer.rope.type, mixer.rope.factor) == (
                 of_type[kind]["rope_theta"], of_type[kind]["rope_type"], of_type[kind].get("factor", 1.0)

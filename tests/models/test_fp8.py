@@ -80,13 +80,15 @@ def test_a_drafter_in_fp8_is_smaller_and_changes_nothing(tmp_path: Path, name: s
     dense = e3.load_drafter(files, target=e3.load_target(path))
     drafter = e3.load_drafter(files, target=target)
     kernels = [leaf for leaf in jax.tree.leaves(drafter.params, is_leaf=_is_fp8) if _is_fp8(leaf)]
-    assert kernels and all(kernel.dynamic == (weights == "fp8-dynamic") for kernel in kernels)
+    assert kernels
+    assert all(kernel.dynamic == (weights == "fp8-dynamic") for kernel in kernels)
     saved = sum(4 * math.prod(kernel.shape) - kernel.nbytes for kernel in kernels)  # of float32
     assert _bytes(dense.params) - _bytes(drafter.params) == saved > 0
     plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(PROMPTS, max_new_tokens=16)
     drafted = e3.SpeculativeDecoder(target, drafter, stop_tokens=()).generate(PROMPTS, max_new_tokens=16)
     assert str(drafted.tokens) == str(plain.tokens)
-    assert int(drafted.stats.num_draft_tokens) > 0 and drafted.lossless
+    assert int(drafted.stats.num_draft_tokens) > 0
+    assert drafted.lossless
 
 
 def _bytes(params: Any) -> int:
@@ -181,7 +183,8 @@ def test_rounding_on_load_is_to_the_nearest_value() -> None:
     weights[2, 7, 5] = 1e30  # with a scale that is not its own it would overflow, and in E4M3 that is NaN
     kernel = quantise(weights)
     scale = np.asarray(kernel.scale)
-    assert scale.shape == (3, 1, 20) and scale[1, 0, 4] == 1
+    assert scale.shape == (3, 1, 20)
+    assert scale[1, 0, 4] == 1
     np.testing.assert_array_equal(scale[0, 0], np.abs(weights[0]).max(0) / np.float32(448))
     scaled = weights / scale
     nearest = np.abs(scaled[..., None] - every).min(-1)
@@ -189,7 +192,8 @@ def test_rounding_on_load_is_to_the_nearest_value() -> None:
     np.testing.assert_array_equal(np.abs(scaled - stored), nearest)
     assert np.abs(stored).max() == 448
     np.testing.assert_array_equal(kernel.dense(jnp.float32), stored * scale)
-    assert kernel[1].shape == (50, 20) and kernel.shape == (3, 50, 20)
+    assert kernel[1].shape == (50, 20)
+    assert kernel.shape == (3, 50, 20)
 
 
 def test_a_dense_target_is_rounded_where_products_read_it_and_nowhere_else(tmp_path: Path) -> None:
@@ -244,7 +248,8 @@ def test_commands_say_how_a_target_is_stored(tmp_path: Path, cli: Any) -> None:
     path = written(tmp_path, "int4")[0]
     code, out, _ = cli("inspect", path, "--json")
     described = json.loads(out)
-    assert code == 0 and described["loadable"]
+    assert code == 0
+    assert described["loadable"]
     assert described["quantisation"] == f"int4 of compressed-tensors, a scale for {GROUP} inputs of an output"
     assert described["num_parameters"] == sum(
         leaf.size for _, leaf in rules.flatten(conversion.read_target(path).params)
@@ -252,7 +257,8 @@ def test_commands_say_how_a_target_is_stored(tmp_path: Path, cli: Any) -> None:
     assert "quantised: int4" in conversion.diagnose(path, tmp_path / "nowhere")[0].detail
     command = ["generate", "--target", path, "--drafter", "none", "--prompt-ids", "[1, 2]", "--max-new-tokens", 3]
     code, out, _ = cli(*command, "--weights", "fp8", "--json")
-    assert code == 0 and json.loads(out)["weights"] == "fp8"
+    assert code == 0
+    assert json.loads(out)["weights"] == "fp8"
     _, out, _ = cli(*command, "--weights", "fp8-dynamic", "--no-compare")
     assert "weights: fp8-dynamic; lossless relative to the target with these weights" in out
     code, _, err = cli(*command, "--weights", "int4")

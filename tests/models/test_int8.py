@@ -117,13 +117,15 @@ def test_values_and_scales_of_a_published_file_are_kept_bit_for_bit(tmp_path: Pa
     target = e3.load_target(stored, weights="int8")
     tensors = read_tensors(stored)
     kernel = target.params["blocks"][1]["attention"]["o"]["kernel"]
-    assert isinstance(kernel, Int8Kernel) and kernel.rotation == 1
+    assert isinstance(kernel, Int8Kernel)
+    assert kernel.rotation == 1
     name = "model.layers.1.self_attn.o_proj.weight"
     np.testing.assert_array_equal(np.asarray(kernel.values), tensors[name].T)
     np.testing.assert_array_equal(np.asarray(kernel.scale), tensors[f"{name}_scale"].astype(np.float32)[:, 0])
     assert not isinstance(target.params["head"]["kernel"], Int8Kernel)
     kernels = [leaf for leaf in jax.tree.leaves(target.params, is_leaf=is_int8) if is_int8(leaf)]
-    assert len(kernels) == 4 * LAYERS and all(kernel.rotation == 1 for kernel in kernels)
+    assert len(kernels) == 4 * LAYERS
+    assert all(kernel.rotation == 1 for kernel in kernels)
 
 
 def is_int8(leaf: Any) -> bool:
@@ -140,7 +142,8 @@ def test_layers_and_output_matrix_are_integers(tmp_path: Path, tied: bool) -> No
         params = target.params
         assert params["embedding"].is_table
     else:
-        assert is_int8(params["head"]["kernel"]) and not is_int8(params["embedding"])
+        assert is_int8(params["head"]["kernel"])
+        assert not is_int8(params["embedding"])
     for index in range(LAYERS):
         block = params["blocks"][index]
         for part, name in (("attention", "qkv"), ("attention", "o"), ("mlp", "gate_up"), ("mlp", "down")):
@@ -175,7 +178,8 @@ def test_a_drafter_has_the_weights_of_its_target(tmp_path: Path, name: str) -> N
         e3.SpeculativeDecoder(target, part, stop_tokens=()).generate(PROMPTS, max_new_tokens=16)
         for part in (None, drafter)
     )
-    assert drafted.tokens == plain_texts.tokens and int(drafted.stats.num_draft_tokens) > 0
+    assert drafted.tokens == plain_texts.tokens
+    assert int(drafted.stats.num_draft_tokens) > 0
 
 
 def test_scales_are_divided_as_outputs_are() -> None:
@@ -210,7 +214,8 @@ def test_one_row_of_a_tied_table_converts_no_table_on_cpus() -> None:
     table = jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
     row = jax.ShapeDtypeStruct((1, 1, 64), jnp.float32)
     program = jax.jit(lambda x, table: product_by_table(x, table, MIXED)).lower(row, table).compile().as_text()
-    assert "f32[512,64]" not in program and "f32[64,512]" not in program
+    assert "f32[512,64]" not in program
+    assert "f32[64,512]" not in program
 
 
 @pytest.mark.bits

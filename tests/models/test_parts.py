@@ -111,4 +111,5 @@ def test_a_window_and_chunks_are_spans_of_layers() -> None:
     query, key = np.indices((FED, FED))
     causal = key <= query
     expected = [causal, causal & (key > query - 3), causal & (key // 4 == query // 4), causal]
-    assert len(seen) == 4 and all(np.array_equal(a, b) for a, b in zip(seen, expected, strict=True))
+    assert len(seen) == 4
+    assert all(np.array_equal(a, b) for a, b in zip(seen, expected, strict=True))

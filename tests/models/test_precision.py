@@ -71,7 +71,8 @@ def test_the_gradient_asks_for_all_bits_too() -> None:
 
     text = jax.jit(jax.grad(total)).lower(target.params).as_text()
     lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
-    assert lines and all("precision = [HIGHEST, HIGHEST]" in line for line in lines)
+    assert lines
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in lines)
 
 
 # ---------------------------------------------------------------- scattered writes

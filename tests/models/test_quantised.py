@@ -25,7 +25,8 @@ def test_a_quantised_target_is_read_as_what_it_stands_for(tmp_path: Path, name: 
     stored, dense = (conversion.read_target(path) for path in written(tmp_path, name))
     assert same_params(stored.params, dense.params)
     assert stored.config == dense.config
-    assert stored.quantisation is not None and stored.quantisation.num_tensors == LAYERS * 7
+    assert stored.quantisation is not None
+    assert stored.quantisation.num_tensors == LAYERS * 7
     assert stored.quantisation.kept_as == ("fp8" if name in KEPT else "int8" if name == "int8" else "")
 
 
@@ -39,7 +40,8 @@ def test_conversion_writes_what_it_stands_for_in_bfloat16(tmp_path: Path) -> Non
         assert (value.dtype, value.tobytes()) == (expected_value.dtype, expected_value.tobytes()), name
     native, back = (conversion.read_target(tmp_path / name) for name in ("native", "back"))
     assert same_params(native.params, back.params)
-    assert native.quantisation is None and "quantization_config" not in (tmp_path / "back/config.json").read_text()
+    assert native.quantisation is None
+    assert "quantization_config" not in (tmp_path / "back/config.json").read_text()
 
 
 # transformers on a CPU, where its dequantisation runs there.

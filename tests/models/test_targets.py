@@ -65,7 +65,8 @@ def test_both_notations_of_rope_mean_the_same(tmp_path: Path) -> None:
 def test_a_target_that_says_nothing_of_rope_has_the_original_base(tmp_path: Path) -> None:
     config = conversion.read_target(write_llama(tmp_path / "target")).config
     rope = config.layers[0].mixer.rope
-    assert rope is not None and (rope.theta, rope.type) == (10_000.0, "default")
+    assert rope is not None
+    assert (rope.theta, rope.type) == (10_000.0, "default")
 
 
 @pytest.mark.parametrize(
