@@ -102,7 +102,9 @@ def test_it_takes_the_options_of_its_second_drafter() -> None:
     head = tiny.eagle3(TARGET, Chain(3))
     decoder = SpeculativeDecoder(TARGET, Fallback.of(NGram(3), head), tree=TREE)
     ours = decoder.loop.drafter
-    assert (ours.num_nodes, ours.first.num_nodes, decoder.loop.is_chain) == (9, 4, False)
+    assert ours.num_nodes == 9
+    assert ours.first.num_nodes == 4
+    assert decoder.loop.is_chain is False
     options = {"num_speculative_tokens": 2, "draft_sampling": "probabilistic"}
     decoder = SpeculativeDecoder(TARGET, Fallback.of(Suffix(3), head), **options)
     assert decoder.method == "Suffix, else Eagle3Drafter, chain K=2, probabilistic draft sampling"

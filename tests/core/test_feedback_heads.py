@@ -121,7 +121,9 @@ def test_a_head_round_trips_bit_equal_or_is_refused_by_what_is_missing(tmp_path:
         return
     conversion.convert(directory, tmp_path / "out", to, TARGET)
     source, again = (conversion.read_head(path, TARGET) for path in (directory, tmp_path / "out"))
-    assert (source.dtype, again.dialect, conversion.identify(tmp_path / "out")) == ("bfloat16", to, source.method)
+    assert source.dtype == "bfloat16"
+    assert again.dialect == to
+    assert conversion.identify(tmp_path / "out") == source.method
     assert same_params({"x": source.embedding} if source.embedding is not None else {},
                        {"x": again.embedding} if again.embedding is not None else {})  # fmt: skip
     if to == "mimo":  # Qwen2's block has biases; these are zero
@@ -149,8 +151,10 @@ def test_a_mimo_module_keeps_its_biases_and_its_order(tmp_path: Path) -> None:
     assert np.array_equal(mimo[:, :32], deepseek[:, 32:])
     assert np.array_equal(mimo[:, 32:], deepseek[:, :32])
     values = json.loads((tmp_path / "mimo/config.json").read_text())
-    assert (values["architectures"], values["model_type"]) == (["MiMoForCausalLM"], "qwen2")
-    assert (values["num_hidden_layers"], values["num_nextn_predict_layers"]) == (8, 1)
+    assert values["architectures"] == ["MiMoForCausalLM"]
+    assert values["model_type"] == "qwen2"
+    assert values["num_hidden_layers"] == 8
+    assert values["num_nextn_predict_layers"] == 1
     assert {"model.embed_tokens.weight", "lm_head.weight"} < set(stored[2])
 
 
@@ -168,7 +172,8 @@ def test_a_speculators_module_does_not_zero_the_first_embedding(tmp_path: Path) 
     outer = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
     directory = write_checkpoint(tmp_path / "head", outer | {"transformer_layer_config": config}, tensors)
     checkpoint = conversion.read_head(directory, TARGET)
-    assert (checkpoint.dialect, checkpoint.config.zero_first) == ("speculators", False)
+    assert checkpoint.dialect == "speculators"
+    assert checkpoint.config.zero_first is False
     conversion.convert(directory, tmp_path / "out", "speculators", TARGET)
     assert same_params(dict(conversion.tensors.read_tensors(tmp_path / "out")), tensors)
     with pytest.raises(CheckpointError, match="zero_first False"):

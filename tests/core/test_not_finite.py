@@ -81,7 +81,8 @@ def test_a_greedy_row_ends_where_there_is_no_distribution(name: str, value: floa
     for row, prompt, text in zip(result.rows, PROMPTS, TEXTS, strict=True):
         expected = [] if prompt[-1] == token else cut(text, token)
         ended = FinishReason.NOT_FINITE if len(expected) < 24 else FinishReason.LENGTH
-        assert (row.tokens, row.finish_reason) == (expected, ended)
+        assert row.tokens == expected
+        assert row.finish_reason == ended
     chunks = list(decoder.stream(PROMPTS[0], max_new_tokens=24))
     assert [token for chunk in chunks for token in chunk.tokens] == result.rows[0].tokens
     assert chunks[-1].finish_reason is result.rows[0].finish_reason
@@ -104,7 +105,8 @@ def test_a_sampled_row_writes_nothing_after_it(name: str) -> None:
 def test_a_prompt_without_a_distribution_after_it_gets_no_token(name: str) -> None:
     clean_prompt = [0 if PROMPTS[0][-1] else 1]
     rows = poisoned(name, PROMPTS[0][-1], np.nan).generate([PROMPTS[0], clean_prompt], max_new_tokens=4).rows
-    assert (rows[0].tokens, rows[0].finish_reason) == ([], FinishReason.NOT_FINITE)
+    assert rows[0].tokens == []
+    assert rows[0].finish_reason == FinishReason.NOT_FINITE
     assert rows[1].tokens
 
 
@@ -117,7 +119,8 @@ def test_the_command_line_says_so(tmp_path: Path, cli: Any) -> None:
     code, out, _ = cli(*arguments, "--json")
     assert code == 0
     row = json.loads(out)
-    assert (row["finish_reason"], row["token_ids"]) == ("not_finite", [])
+    assert row["finish_reason"] == "not_finite"
+    assert row["token_ids"] == []
     code, out, _ = cli(*arguments)
     assert code == 0
     assert "[not_finite: the target's logits are NaN or all minus infinity; check its weights and --dtype]" in out

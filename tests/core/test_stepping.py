@@ -79,7 +79,8 @@ def test_a_limit_past_every_position_ends_at_the_last_one(limit: int) -> None:
     target = tiny.target(13, max_positions=20)
     with tiny.unchecked():
         row = SpeculativeDecoder(target).generate([1, 2, 3], max_new_tokens=limit).rows[0]
-    assert (len(row.tokens), row.finish_reason.name) == (17, "CAPACITY")
+    assert len(row.tokens) == 17
+    assert row.finish_reason.name == "CAPACITY"
 
 
 def test_stages_of_sampled_chains_can_be_stepped() -> None:

@@ -44,7 +44,8 @@ def test_a_static_tree_is_numbered_by_level_then_parent_then_rank() -> None:
     tree = StaticTree(((0, 0, 0), (1,), (0,), (1, 0), (0, 1), (0, 0)))
     assert tree.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
     assert tree.parents == (-1, 0, 0, 1, 1, 2, 3)
-    assert (tree.num_nodes, tree.max_depth) == (7, 3)
+    assert tree.num_nodes == 7
+    assert tree.max_depth == 3
     assert tree == StaticTree(tuple(reversed(tree.paths)))
     assert hash(tree) == hash(StaticTree(tree.paths))
 

@@ -132,7 +132,8 @@ def test_what_came_in_goes_out_again(folder: Any, tmp_path: Path, name: str) -> 
     np.testing.assert_allclose(logits.numpy(), truth(name).logits, atol=1e-5)
     for path in (folder(name), tmp_path / "native"):
         description = conversion.describe(path)
-        assert (description.loadable, description.problem) == (True, "")
+        assert description.loadable is True
+        assert description.problem == ""
         assert description.kind == f"target: {source.family.label}"
 
 
@@ -210,21 +211,24 @@ def test_what_a_published_file_leaves_out_is_what_transformers_takes(name: str) 
     of_type = (
         theirs.rope_parameters if name == "gemma3_text" else dict.fromkeys(theirs.layer_types, theirs.rope_parameters)
     )
-    assert (ours.vocab_size, ours.tie_embeddings) == (theirs.vocab_size, theirs.tie_word_embeddings)
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
     for layer, kind in zip(ours.layers, theirs.layer_types, strict=True):
         mixer = grouped(layer)
         slides = kind == "sliding_attention"
-        assert (mixer.num_heads, mixer.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
-        assert (mixer.head_dim, mixer.window) == (theirs.head_dim, theirs.sliding_window if slides else None)
+        assert mixer.num_heads == theirs.num_attention_heads
+        assert mixer.num_kv_heads == theirs.num_key_value_heads
+        assert mixer.head_dim == theirs.head_dim
+        assert mixer.window == (theirs.sliding_window if slides else None)
         if name != "cohere2":
             assert mixer.scale == theirs.query_pre_attn_scalar**-0.5
         if mixer.rope is None:
             assert name == "cohere2"
             assert not slides
         else:
-            assert (mixer.rope.theta, mixer.rope.type, mixer.rope.factor) == (
-                of_type[kind]["rope_theta"], of_type[kind]["rope_type"], of_type[kind].get("factor", 1.0)
-            )  # fmt: skip
+            assert mixer.rope.theta == of_type[kind]["rope_theta"]
+            assert mixer.rope.type == of_type[kind]["rope_type"]
+            assert mixer.rope.factor == of_type[kind].get("factor", 1.0)
 
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 5}

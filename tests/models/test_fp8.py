@@ -200,7 +200,8 @@ def test_a_dense_target_is_rounded_where_products_read_it_and_nowhere_else(tmp_p
     path = plain(tmp_path / "target")
     dense = e3.load_target(path)
     fp8 = e3.load_target(path, weights="fp8")
-    assert (dense.weights, fp8.weights) == ("dense", "fp8")
+    assert dense.weights == "dense"
+    assert fp8.weights == "fp8"
     for name in ("embedding", "head", "norm"):
         assert same_params({name: jax.device_get(dense.params[name])}, {name: jax.device_get(fp8.params[name])})
     kernels = [leaf for leaf in jax.tree.leaves(fp8.params, is_leaf=_is_fp8) if _is_fp8(leaf)]
@@ -234,8 +235,10 @@ def test_scales_lie_where_their_values_do() -> None:
     block = param_shardings(mesh, target.model, shapes)["blocks"][0]
     qkv = block["attention"]["qkv"]["kernel"]
     o = block["attention"]["o"]["kernel"]
-    assert (qkv.values.spec, qkv.scale.spec) == (PartitionSpec("model", None), PartitionSpec(None, "model"))
-    assert (o.values.spec, o.scale.spec) == (PartitionSpec(None, "model"), PartitionSpec(None, None))
+    assert qkv.values.spec == PartitionSpec("model", None)
+    assert qkv.scale.spec == PartitionSpec(None, "model")
+    assert o.values.spec == PartitionSpec(None, "model")
+    assert o.scale.spec == PartitionSpec(None, None)
     for inputs, size, axis in ((64, 16, "model"), (48, 16, None), (64, 64, None)):
         values = jax.ShapeDtypeStruct((8, inputs), jnp.float8_e4m3fn)
         scale = jax.ShapeDtypeStruct((inputs // size, 8), jnp.float32)
@@ -262,4 +265,5 @@ def test_commands_say_how_a_target_is_stored(tmp_path: Path, cli: Any) -> None:
     _, out, _ = cli(*command, "--weights", "fp8-dynamic", "--no-compare")
     assert "weights: fp8-dynamic; lossless relative to the target with these weights" in out
     code, _, err = cli(*command, "--weights", "int4")
-    assert (code, err) == (2, "error: weights 'int4' are not known; use one of dense, fp8, fp8-dynamic, int8\n")
+    assert code == 2
+    assert err == "error: weights 'int4' are not known; use one of dense, fp8, fp8-dynamic, int8\n"

@@ -37,7 +37,8 @@ def test_conversion_writes_what_it_stands_for_in_bfloat16(tmp_path: Path) -> Non
     expected = read_tensors(dense)
     for name, value in read_tensors(tmp_path / "back").items():
         expected_value = expected[name].astype(ml_dtypes.bfloat16) if by_hand.is_linear(name) else expected[name]
-        assert (value.dtype, value.tobytes()) == (expected_value.dtype, expected_value.tobytes()), name
+        assert value.dtype == expected_value.dtype, name
+        assert value.tobytes() == expected_value.tobytes(), name
     native, back = (conversion.read_target(tmp_path / name) for name in ("native", "back"))
     assert same_params(native.params, back.params)
     assert native.quantisation is None

@@ -66,7 +66,8 @@ def test_a_target_that_says_nothing_of_rope_has_the_original_base(tmp_path: Path
     config = conversion.read_target(write_llama(tmp_path / "target")).config
     rope = config.layers[0].mixer.rope
     assert rope is not None
-    assert (rope.theta, rope.type) == (10_000.0, "default")
+    assert rope.theta == 10_000.0
+    assert rope.type == "default"
 
 
 @pytest.mark.parametrize(
