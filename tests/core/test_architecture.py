@@ -38,11 +38,11 @@ def name_of(path: Path) -> str:
 
 
 def layer_of(module: str) -> int:
-    matches = [
-        (len(name), rank) for rank, names in enumerate(LAYERS) for name in names if f"{module}.".startswith(f"{name}.")
-    ]
-    assert matches, f"{module} has no layer; give it one in {Path(__file__).name}"
-    return max(matches)[1]
+    ranks = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+    prefixes = [name for name in ranks if f"{module}.".startswith(f"{name}.")]
+    assert prefixes, f"{module} has no layer; give it one in {Path(__file__).name}"
+    longest = max(prefixes, key=len)
+    return ranks[longest]
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
@@ -108,14 +108,15 @@ def test_the_library_needs_no_torch_prints_nothing_and_reads_no_environment_vari
 
 def test_imports_have_no_circle() -> None:
     """Imports inside functions and for type checkers count too."""
-    modules = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for package in ("eagle3_jax", "eagle3_jax/conversion", "validation")  # rglob follows no link
-        for path in (ROOT / package).rglob("*.py")
-    }
-    imported = {
-        name: {module for module, _ in imports(ast.parse(path.read_text())) if module in modules} - {name}
-        for name, path in modules.items()
-    }
+    modules = {}
+    for package in ("eagle3_jax", "eagle3_jax/conversion", "validation"):  # rglob follows no link
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts).removesuffix(".__init__")
+            modules[name] = path
+    imported = {}
+    for name, path in modules.items():
+        tree = ast.parse(path.read_text())
+        imported[name] = {module for module, _ in imports(tree) if module in modules and module != name}
     graph = graphlib.TopologicalSorter(imported)
     graph.prepare()  # a CycleError names the modules

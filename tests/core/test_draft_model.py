@@ -33,7 +33,8 @@ def logits_after(model: LoadedTarget, texts: list[list[int]]) -> np.ndarray:
     for row, text in enumerate(texts):
         padded[row, : len(text)] = text
     last = [len(text) - 1 for text in texts]
-    return np.asarray(tiny.forward(model.model, model.params, jnp.array(padded))[0])[range(len(texts)), last]
+    logits, _ = tiny.forward(model.model, model.params, jnp.array(padded))
+    return np.asarray(logits)[range(len(texts)), last]
 
 
 def rounds_of(target: LoadedTarget, drafter: LoadedDrafter) -> list[tuple[list[list[int]], np.ndarray, np.ndarray]]:
@@ -104,7 +105,9 @@ def test_layer_skip_drafts_from_the_stream_that_leaves_a_layer_and_copies_nothin
     positions = jnp.arange(len(text))[None]
     mask = causal_mask(len(text))
     stream = np.asarray(TARGET.model(TARGET.params, tokens, positions, mask, aux_layers=(2,)).features[0, -1, 0])
-    normed = stream / np.sqrt(np.mean(np.square(stream)) + 1e-6) * np.asarray(TARGET.params["norm"]["scale"])
+    root_mean_square = np.sqrt(np.mean(np.square(stream)) + 1e-6)
+    scale = np.asarray(TARGET.params["norm"]["scale"])
+    normed = stream / root_mean_square * scale
     state = after(loaded, text)
     assert np.allclose(state.final[0], normed, atol=1e-5)
 

@@ -104,8 +104,11 @@ def test_one_draw_follows_the_distribution_at_the_vocabulary_of_llama_3(name: st
 
 def test_the_bisection_finds_the_distribution_that_counting_every_uniform_finds() -> None:
     p = np.array([0.5, 0.0, 0.2, 1e-7, 0.3], np.float32)
-    tokens = np.asarray(draw(jnp.broadcast_to(p, (VALUES, 5)), jnp.arange(VALUES, dtype=jnp.float32)[:, None] / VALUES))
-    assert np.array_equal(np.bincount(tokens, minlength=5) / VALUES, distribution_of_draw(p))
+    every = jnp.arange(VALUES, dtype=jnp.float32)[:, None] / VALUES
+    rows = jnp.broadcast_to(p, (VALUES, 5))
+    tokens = np.asarray(draw(rows, every))
+    shares = np.bincount(tokens, minlength=5) / VALUES
+    assert np.array_equal(shares, distribution_of_draw(p))
 
 
 def test_uniforms_take_all_values_of_24_bits_below_one() -> None:

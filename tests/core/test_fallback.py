@@ -71,7 +71,8 @@ class Counted(NGram):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_second_runs_only_if_a_row_has_no_draft_of_the_first(batch: int) -> None:
     loop, params = tiny.bind(TARGET, LoadedDrafter(Fallback(FIRST, Counted(2))))
-    state = loops.prefill(loop, params, tiny.prompts([[1, 2, 3], [4], [5, 6]][:batch], limit=40), capacity=64)
+    prompts = [[1, 2, 3], [4], [5, 6]][:batch]
+    state = loops.prefill(loop, params, tiny.prompts(prompts, limit=40), capacity=64)
     num_asked = 0
     num_skipped = 0
     while bool(state.running.all()):

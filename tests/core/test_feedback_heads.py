@@ -91,7 +91,9 @@ def test_a_head_drafts_as_its_torch_twin_round_after_round(name: str) -> None:
         inputs = {"features": features[:count], "tokens": text[1 : count + 1]}
         return drafted(head, embedding=embedding, output=output, depth=DEPTH, **inputs)
 
-    ours = first(params, jnp.asarray(text[None, 1 : fed[0] + 1], jnp.int32), jnp.asarray(features[None, : fed[0]]))
+    length = fed[0]
+    following = jnp.asarray(text[None, 1 : length + 1], jnp.int32)
+    ours = first(params, following, jnp.asarray(features[None, :length]))
     assert_close(ours[0], truth(fed[0]).logits)
     state = drafter.init(params, 1, 32)
     for (known,), seen in tiny.ragged_rounds(text[None], features[None, :, None], [[count] for count in fed]):

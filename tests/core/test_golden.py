@@ -35,7 +35,11 @@ def pair(recorder: str, head: str = "eagle3") -> tuple[LoadedTarget, LoadedDraft
 
 def parents_of(tree_mask: list[str]) -> list[int]:
     """Returns the parent of every node, its deepest proper ancestor; the official code stores only the mask."""
-    return [-1] + [max(seen for seen in range(node) if row[seen] == "1") for node, row in enumerate(tree_mask) if node]
+    parents = [-1]
+    for node, row in enumerate(tree_mask[1:], 1):
+        ancestors = [seen for seen in range(node) if row[seen] == "1"]
+        parents.append(max(ancestors))
+    return parents
 
 
 def check_official_trace(head: str, trace: str, rounds: int | None = None) -> None:
@@ -60,7 +64,9 @@ def check_official_trace(head: str, trace: str, rounds: int | None = None) -> No
         if played == rounds:
             return
         length = int(ours.state.length[0])
-        assert ours.state.tokens[0, :length].tolist()[: len(recorded["output"])] == recorded["output"][:length]
+        output = recorded["output"]
+        text = ours.state.tokens[0, :length].tolist()
+        assert text[: len(output)] == output[:length]
     assert played == len(recorded["rounds"])
 
 

@@ -29,7 +29,8 @@ def continuation(prompt: tuple[int, ...], new_tokens: int) -> list[int]:
     tokens = np.zeros((1, 48), np.int32)
     tokens[0, : len(prompt)] = prompt
     for length in range(len(prompt), len(prompt) + new_tokens):
-        tokens[0, length] = int(tiny.forward(TARGET.model, TARGET.params, jnp.array(tokens))[0][0, length - 1].argmax())
+        logits, _ = tiny.forward(TARGET.model, TARGET.params, jnp.array(tokens))
+        tokens[0, length] = int(logits[0, length - 1].argmax())
     return tokens[0, len(prompt) : len(prompt) + new_tokens].tolist()
 
 

@@ -25,20 +25,21 @@ def test_the_network_is_that_of_its_independent_torch_twin(layers: int, bias: bo
     tensors = medusa_torch.tensors_of(heads)
     shape = {"vocab_size": 13, "draft_vocab_size": 13, "target_width": 16, "num_target_layers": 2}
     config = MedusaConfig(**shape, num_heads=3, num_layers=layers, bias=bias)
-    linear = lambda k, name: {
-        "kernel": tensors[f"{k}.{name}weight"].T,
-        **({"bias": tensors[f"{k}.{name}bias"]} if f"{k}.{name}bias" in tensors else {}),
-    }
-    head = {
-        "blocks": {k: {"layers": {n: linear(k, f"{n}.linear.") for n in range(layers)}} for k in range(3)},
-        "outputs": {k: linear(k, f"{layers}.") for k in range(3)},
-    }
+
+    def linear(name: str) -> dict[str, np.ndarray]:
+        kernel = {"kernel": tensors[f"{name}.weight"].T}
+        return kernel | ({"bias": tensors[f"{name}.bias"]} if f"{name}.bias" in tensors else {})
+
+    blocks = {k: {"layers": {n: linear(f"{k}.{n}.linear") for n in range(layers)}} for k in range(3)}
+    outputs = {k: linear(f"{k}.{layers}") for k in range(3)}
+    head = {"blocks": blocks, "outputs": outputs}
     drafter = MedusaDrafter(config)
     state = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)
     truth = medusa_torch.logits_of(heads, state)
     for count in (1, 3):
         ours = drafter.bind({"head": jax.tree.map(jnp.asarray, head)})(jnp.array(state), count)
-        assert np.abs(np.asarray(ours) - truth[:, :count]).max() < 1e-5 * np.abs(truth).max()
+        difference = np.asarray(ours) - truth[:, :count]
+        assert np.abs(difference).max() < 1e-5 * np.abs(truth).max()
 
 
 def read_off(head: dict, shared: bool, ids: np.ndarray, text: list[int], paths: list[tuple[int, ...]]) -> list[int]:
@@ -51,7 +52,9 @@ def read_off(head: dict, shared: bool, ids: np.ndarray, text: list[int], paths: 
         for layer in head["blocks"][k]["layers"].values():
             y = z @ np.asarray(layer["kernel"]) + np.asarray(layer.get("bias", 0.0))
             z = z + y / (1 + np.exp(-y))
-        ranked.append(ids[np.argsort(-(z @ np.asarray(head["outputs"][0 if shared else k]["kernel"])))])
+        output = head["outputs"][0 if shared else k]
+        logits = z @ np.asarray(output["kernel"])
+        ranked.append(ids[np.argsort(-logits)])
     return [int(ranked[len(path) - 1][path[-1]]) for path in paths]
 
 

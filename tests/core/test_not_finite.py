@@ -75,7 +75,8 @@ def cut(text: list[int], token: int) -> list[int]:
 
 @pytest.mark.parametrize(("name", "value"), [*((name, np.nan) for name in DRAFTERS), ("a dynamic tree", -np.inf)])
 def test_a_greedy_row_ends_where_there_is_no_distribution(name: str, value: float) -> None:
-    token = next(token for token in TEXTS[0][4:] if token not in (PROMPTS[1][-1], PROMPTS[0][-1]))
+    last_tokens = (PROMPTS[0][-1], PROMPTS[1][-1])
+    token = next(token for token in TEXTS[0][4:] if token not in last_tokens)
     decoder = poisoned(name, token, value)
     result = decoder.generate(PROMPTS, max_new_tokens=24)
     for row, prompt, text in zip(result.rows, PROMPTS, TEXTS, strict=True):

@@ -69,8 +69,10 @@ def test_drafts_are_those_of_one_forward_over_context_and_masks(tmp_path: Path, 
 
     def one_forward(row: int, known: int) -> np.ndarray:
         """Returns ``[K V]``, the draft distributions after ``known`` features and the token after them."""
-        ids = torch.tensor([*tokens[row, 1 : known + 1].tolist(), *[MASK_TOKEN] * (depth - 1)])
-        rows = network.run(ids, network.fuse(np.concatenate([features[row, :known], *masks])))
+        text = tokens[row, 1 : known + 1].tolist()
+        ids = torch.tensor(text + [MASK_TOKEN] * (depth - 1))
+        stream = network.fuse(np.concatenate([features[row, :known], *masks]))
+        rows = network.run(ids, stream)
         softmax = network.logits(rows[-depth:]).softmax(-1)
         full_rows = torch.zeros(depth, 61)
         full_rows[:, network.chosen] = softmax

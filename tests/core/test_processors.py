@@ -165,7 +165,10 @@ def test_other_numbers_need_no_other_program() -> None:
 
 
 def test_the_parameters_of_a_changed_target_are_its_own() -> None:
-    assert jax.tree.leaves(with_processors(TARGET, MinP(0.5)).params["target"])[0] is jax.tree.leaves(TARGET.params)[0]
+    changed = with_processors(TARGET, MinP(0.5))
+    ours = jax.tree.leaves(changed.params["target"])
+    theirs = jax.tree.leaves(TARGET.params)
+    assert ours[0] is theirs[0]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"])

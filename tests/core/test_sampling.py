@@ -60,13 +60,15 @@ def test_probabilities_are_those_of_transformers(tied: bool) -> None:
 
 def test_ties_at_the_edge_of_top_p_keep_the_lower_ids() -> None:
     sampling = tiny.sampling_of([(1.0, 0, 0.45)])
-    assert np.flatnonzero(np.asarray(probabilities(jnp.zeros((1, 1, 4)), sampling))[0, 0]).tolist() == [0, 1]
+    probs = np.asarray(probabilities(jnp.zeros((1, 1, 4)), sampling))
+    assert np.flatnonzero(probs[0, 0]).tolist() == [0, 1]
 
 
 def test_a_greedy_row_is_a_point_mass_on_the_lowest_of_tied_maxima() -> None:
     greedy = tiny.sampling_of([(0.0, 0, 1.0)])
     for sampling_mode in (SamplingMode.TEMPERATURE, SamplingMode.TRUNCATED):
-        assert probabilities(jnp.array([[[1.0, 3.0, 3.0]]]), greedy, sampling_mode)[0, 0].tolist() == [0.0, 1.0, 0.0]
+        probs = probabilities(jnp.array([[[1.0, 3.0, 3.0]]]), greedy, sampling_mode)
+        assert probs[0, 0].tolist() == [0.0, 1.0, 0.0]
 
 
 def test_skipping_the_sort_changes_nothing_when_no_row_truncates() -> None:
@@ -88,10 +90,12 @@ def test_half_precision_logits_become_float32_probabilities() -> None:
 def test_randomness_differs_by_row_position_and_purpose() -> None:
     keys = row_keys(0, 3)
     at = lambda position, purpose: uniforms(keys_at(keys, jnp.full(3, position, jnp.int32), purpose), 2)
-    values = np.concatenate([np.asarray(at(*use)).ravel() for use in ((4, 0), (4, 1), (5, 0), (5, 1))])
+    uses = ((4, 0), (4, 1), (5, 0), (5, 1))
+    values = np.concatenate([np.asarray(at(*use)).ravel() for use in uses])
     assert len(set(values.tolist())) == values.size
     assert ((values >= 0) & (values < 1)).all()
-    single_row = uniforms(keys_at(jax.tree.map(lambda k: k[1:2], keys), jnp.array([4], jnp.int32), 0), 2)
+    second_key = jax.tree.map(lambda k: k[1:2], keys)
+    single_row = uniforms(keys_at(second_key, jnp.array([4], jnp.int32), 0), 2)
     assert np.array_equal(single_row[0], at(4, 0)[1])
 
 

@@ -47,7 +47,9 @@ def drafts(tree: StaticTree, rows: int, seed: int) -> tuple[Draft, np.ndarray]:
     tokens = np.zeros((rows, tree.num_nodes), np.int32)
     for parent in set(tree.parents[1:]):
         nodes = np.flatnonzero(np.array(tree.parents) == parent)
-        tokens[:, nodes] = rng.permuted(np.tile(np.arange(VOCAB), (rows, 1)), axis=1)[:, : len(nodes)]
+        vocabulary = np.tile(np.arange(VOCAB), (rows, 1))
+        shuffled = rng.permuted(vocabulary, axis=1)
+        tokens[:, nodes] = shuffled[:, : len(nodes)]
     logits = rng.normal(size=(rows, tree.num_nodes, VOCAB)) * rng.choice(
         [0.3, 1.0, 3.0, 8.0], (rows, tree.num_nodes, 1)
     )

@@ -39,7 +39,9 @@ def test_a_draft_is_accepted_as_often_as_the_ratio_of_target_to_draft_probabilit
         draft, probs = one_draft(p, q, int(token))
         grid = jnp.broadcast_to(MIDPOINTS[:, None], (GRID, 2))
         accepted = verify(draft, probs, accept=grid, choose=MIDPOINTS[:, None], max_depth=1).num_accepted
-        assert abs(float(jnp.mean(accepted.astype(jnp.float32))) - min(1.0, p[token] / q[token])) <= 1 / GRID
+        share = float(jnp.mean(accepted.astype(jnp.float32)))
+        expected = min(1.0, p[token] / q[token])
+        assert abs(share - expected) <= 1 / GRID
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -124,7 +126,8 @@ def random_trees(count: int, num_nodes: int, vocab_size: int, seed: int) -> tupl
     for row in range(count):
         for node in range(1, num_nodes):
             parents[row, node] = rng.integers(0, node)
-            taken = {tokens[row, n] for n in range(node) if parents[row, n] == parents[row, node] and n}
+            siblings = [n for n in range(1, node) if parents[row, n] == parents[row, node]]
+            taken = {tokens[row, sibling] for sibling in siblings}
             if len(taken) == vocab_size:  # a full family: hang it on the newest node instead
                 parents[row, node] = node - 1
                 taken = set()
@@ -160,13 +163,9 @@ def test_sampled_verification_of_a_deterministic_tree_is_the_official_evaluation
     )
     dice = rng.random((64, 9))
     choose = rng.random(64)
-    verdict = verify(
-        draft,
-        jnp.array(probs, jnp.float32),
-        accept=jnp.array(dice, jnp.float32),
-        choose=jnp.array(choose, jnp.float32)[:, None],
-        max_depth=8,
-    )
+    accept = jnp.array(dice, jnp.float32)
+    last = jnp.array(choose, jnp.float32)[:, None]
+    verdict = verify(draft, jnp.array(probs, jnp.float32), accept=accept, choose=last, max_depth=8)
     rows = zip(draft.tokens.tolist(), draft.parents.tolist(), probs.tolist(), dice.tolist(), choose, strict=True)
     assert decisions(verdict) == [oracle.posterior_sampled(*row) for row in rows]
 

@@ -93,9 +93,8 @@ def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mappi
     state = jax.tree.map(on_mesh, state, row_shardings(mesh, state))
     with jax.set_mesh(mesh):
         compiled = loops.step.lower(loop, decoder.params, state).compile()
-    collectives = [
-        (kind, math.prod(map(int, filter(None, sizes.split(","))))) for sizes, kind in MOVES.findall(compiled.as_text())
-    ]
+    size_of = lambda shape: math.prod(map(int, filter(None, shape.split(","))))
+    collectives = [(kind, size_of(shape)) for shape, kind in MOVES.findall(compiled.as_text())]
     keys = jax.tree.leaves(state.cache.layers[0])[0]
     return {
         "moves": collections.Counter(kind for kind, _ in collectives),

@@ -73,7 +73,8 @@ def block_survivals(tree: Tree, p: Sequence[Sequence[Fraction]]) -> tuple[list[F
     passes = [Fraction(1)]
     for i in range(1, length + 1):
         token = tree.tokens[i]
-        survival.append(min(Fraction(1), survival[-1] * p[i - 1][token] / tree.q[i][token]))
+        ratio = p[i - 1][token] / tree.q[i][token]
+        survival.append(min(Fraction(1), survival[-1] * ratio))
     for i in range(1, length):
         mass = sum(max(survival[i] * a - b, Fraction(0)) for a, b in zip(p[i], tree.q[i + 1], strict=True))
         refused = mass + 1 - survival[i]
@@ -146,7 +147,8 @@ def distribution_of_rounds(
 
 
 def total_variation(a: TextDistribution, b: TextDistribution) -> Fraction | float:
-    return sum(abs(a.get(x, 0) - b.get(x, 0)) for x in {*a, *b}) / 2
+    differences = [a.get(x, 0) - b.get(x, 0) for x in {*a, *b}]
+    return sum(map(abs, differences)) / 2
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:

@@ -243,8 +243,10 @@ def ragged_rounds(
     """Shows texts ``[B S]`` in pieces of ``counts`` tokens: yields the known tokens after each, and an observation."""
     known = np.zeros(len(tokens), int)
     rows = np.arange(len(tokens))
+    longest = max(map(max, counts))
     for count in counts:
-        columns = np.minimum(known[:, None] + np.arange(max(map(max, counts))), tokens.shape[1] - 1)
+        following = known[:, None] + np.arange(longest)
+        columns = np.minimum(following, tokens.shape[1] - 1)
         known = known + count
         shown = tokens[rows[:, None], columns], features[rows[:, None], columns]
         yield known, seen_of(*shown, count, tokens[rows, known])
@@ -264,12 +266,14 @@ def prompts(
     tokens = np.zeros((len(rows), width or length.max()), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
+    limits = length + np.asarray(limit, np.int32)
+    stops = np.tile(np.array(stop_tokens, np.int32), (len(rows), 1))
     return Prompts(
         tokens=jnp.asarray(tokens),
         length=jnp.asarray(length),
-        limit=jnp.asarray(length + np.asarray(limit, np.int32)),
+        limit=jnp.asarray(limits),
         limit_reason=jnp.full((len(rows),), int(FinishReason.LENGTH), jnp.int32),
-        stop_tokens=jnp.asarray(np.tile(np.array(stop_tokens, np.int32), (len(rows), 1))),
+        stop_tokens=jnp.asarray(stops),
         sampling=per_row(sampling or SamplingParams(), len(rows)),
         keys=row_keys(seed, len(rows)),
     )
@@ -367,4 +371,5 @@ def draw(seed: int, *shape: int) -> np.ndarray:
 
 def same_bits(first: Any, second: Any) -> bool:
     """Returns whether all leaves of two trees are equal."""
-    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True))
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)

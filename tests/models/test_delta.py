@@ -173,7 +173,7 @@ def test_a_committed_path_is_bit_for_bit_what_its_tokens_alone_leave() -> None:
 @pytest.mark.parametrize("size", [(2, 2, 2, 8, 4), (1, 4, 6, 64, 32), (3, 1, 3, 16, 16)], ids=str)
 def test_a_node_computes_the_bits_of_a_token_alone(size: tuple[int, ...]) -> None:
     """Compares a tree with single tokens, after the projections, whose sums may depend on the number of rows."""
-    batch, heads, group, dk, dv = size[0], size[1], *size[2:]
+    batch, heads, group, dk, dv = size
     mixer = GatedDelta(num_key_heads=heads, num_value_heads=heads * group, key_dim=dk, value_dim=dv)
     layer = GatedDeltaNet(mixer, d_in=8, width=8, norm_eps=EPS, precision=FLOAT32, rngs=nnx.Rngs(1))
     graph, weights = nnx.split(layer)

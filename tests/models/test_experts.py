@@ -119,17 +119,14 @@ def test_few_and_many_tokens_take_other_forms_and_get_the_same() -> None:
         x = draw(10, tokens, WIDTH)
         chosen = np.sort(np.argsort(draw(11, tokens, COUNT), axis=1)[:, :3], axis=1)
         routing = Routing(jnp.asarray(chosen), jnp.asarray(np.abs(draw(12, tokens, 3))))
-        text = (
-            jax.jit(mixture.mixture, static_argnums=(3, 4))
-            .trace(jnp.asarray(x), routing, stack, config, FLOAT32)
-            .lower(lowering_platforms=("cuda",))
-            .as_text()
-        )
+        compiled = jax.jit(mixture.mixture, static_argnums=(3, 4))
+        traced = compiled.trace(jnp.asarray(x), routing, stack, config, FLOAT32)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert ("while" in text) == (form is None)
         assert ("dynamic_slice" in text) == (form is None)
         assert (text.count("dot_general") == 0) == (form is mixture.of_chosen)
         expected = written_out(x, routing, stack, config)
-        actual = jax.jit(mixture.mixture, static_argnums=(3, 4))(jnp.asarray(x), routing, stack, config, FLOAT32)
+        actual = compiled(jnp.asarray(x), routing, stack, config, FLOAT32)
         np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
@@ -161,7 +158,9 @@ def test_all_of_the_experts_may_be_chosen() -> None:
 
 def test_a_correction_chooses_and_does_not_weigh() -> None:
     config = dataclasses.replace(SIGMOID, per_token=1, normalise=False, scaling=1.0)
-    routing = route(jnp.zeros((1, COUNT)).at[0, 2].set(3.0), jnp.zeros(COUNT).at[6].set(9.0), config)
+    logits = jnp.zeros((1, COUNT)).at[0, 2].set(3.0)
+    correction = jnp.zeros(COUNT).at[6].set(9.0)
+    routing = route(logits, correction, config)
     np.testing.assert_array_equal(routing.chosen, [[6]])
     np.testing.assert_allclose(routing.weights, [[0.5]])
 
@@ -190,7 +189,9 @@ def test_a_token_chooses_the_same_alone_and_among_others(precision: Precision) -
     run = jax.jit(lambda x: router_logits(x, kernel, None, SOFTMAX, precision))
     together = np.asarray(run(x), np.float32)
     for size in (1, 2, 6, 16):
-        np.testing.assert_array_equal(np.asarray(run(x[7 : 7 + size]), np.float32), together[7 : 7 + size])
+        rows = slice(7, 7 + size)
+        fewer = np.asarray(run(x[rows]), np.float32)
+        np.testing.assert_array_equal(fewer, together[rows])
     expected = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
     exact = {"float32": 2e-6, "mixed": 2e-6, "bfloat16": 6e-3}[precision.name]
     np.testing.assert_allclose(together, expected, atol=exact * np.abs(expected).max())

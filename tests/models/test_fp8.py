@@ -126,7 +126,8 @@ def test_a_dynamic_product_is_that_of_both_rounded(precision: Precision, block: 
     values = by_hand.to_e4m3(random.normal(0, 60, (outputs, inputs)))
     scale = random.uniform(0.001, 0.1, (-(-inputs // block), outputs)).astype(np.float32)
     kernel = Fp8Kernel(values=jnp.asarray(values), scale=jnp.asarray(scale), block=block, dynamic=True)
-    x = random.normal(0, 1, (rows, inputs)).astype(np.float32) * np.array([1e-3, 1, 500, 0, 30], np.float32)[:, None]
+    sizes = np.array([1e-3, 1, 500, 0, 30], np.float32)
+    x = random.normal(0, 1, (rows, inputs)).astype(np.float32) * sizes[:, None]
     expected = np.zeros((rows, outputs))
     for start in range(0, inputs, block):
         part = x[:, start : start + block]

@@ -61,8 +61,10 @@ def rotated(rope: RopeConfig, x: np.ndarray, positions: np.ndarray) -> np.ndarra
     """Pairs of channels as complex numbers, each turned by its angle."""
     frequencies, scale = inverse_frequencies(rope, x.shape[-1])
     half = x.shape[-1] // 2
-    first, second = (x[..., ::2], x[..., 1::2]) if rope.interleaved else (x[..., :half], x[..., half:])
-    turned = (first + 1j * second) * scale * np.exp(1j * positions[:, :, None, None] * frequencies)
+    first = x[..., ::2] if rope.interleaved else x[..., :half]
+    second = x[..., 1::2] if rope.interleaved else x[..., half:]
+    angles = positions[:, :, None, None] * frequencies
+    turned = (first + 1j * second) * scale * np.exp(1j * angles)
     return np.stack([turned.real, turned.imag], axis=-1 if rope.interleaved else -2).reshape(x.shape)
 
 
@@ -160,7 +162,8 @@ def test_narrow_products_come_near_the_definition(precision: Precision, fed: int
 
 def test_the_cache_holds_one_latent_and_one_rotated_key_of_a_token() -> None:
     model = target().model
-    assert [leaf.shape for leaf in jax.tree.leaves(model.init_cache(2, 32).layers)] == [(2, 1, 32, 12 + 4)] * 2
+    cache = model.init_cache(2, 32)
+    assert [leaf.shape for leaf in jax.tree.leaves(cache.layers)] == [(2, 1, 32, 12 + 4)] * 2
 
 
 def target(vocab_size: int = 13, *, seed: int = 0, **options: Any) -> LoadedTarget:

@@ -47,11 +47,9 @@ def test_attention_over_several_runs_is_one_softmax_over_all_of_them() -> None:
     masks = [rng.random((BATCH, FED, n)) < 0.6 for n in (5, 2)]
     masks[0][:, :, 0] = True
     self_kv = (draw(8, BATCH, KV_HEADS, FED, SIZE), draw(9, BATCH, KV_HEADS, FED, SIZE))
-    ours = attention(
-        jnp.asarray(queries),
-        [Segment(KeyValue(*map(jnp.asarray, kv)), jnp.asarray(m)) for kv, m in zip(runs, masks, strict=True)],
-        [KeyValue(*map(jnp.asarray, self_kv))],
-    )
+    as_kv = lambda pair: KeyValue(*map(jnp.asarray, pair))
+    segments = [Segment(as_kv(kv), jnp.asarray(mask)) for kv, mask in zip(runs, masks, strict=True)]
+    ours = attention(jnp.asarray(queries), segments, [as_kv(self_kv)])
     keys, values = (np.concatenate([*(kv[i] for kv in runs), self_kv[i]], axis=2) for i in (0, 1))
     diagonal = np.broadcast_to(np.eye(FED, dtype=bool), (BATCH, FED, FED))
     expected = dense(queries, keys, values, np.concatenate([*masks, diagonal], axis=2))
@@ -63,9 +61,8 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     keys = 100 * draw(1, BATCH, KV_HEADS, 6, SIZE)
     values = draw(2, BATCH, KV_HEADS, 6, SIZE)
     mask = np.ones((BATCH, FED, 6), bool)
-    ours = attention(
-        jnp.asarray(queries), [Segment(KeyValue(jnp.asarray(keys), jnp.asarray(values)), jnp.asarray(mask))]
-    )
+    kv = KeyValue(jnp.asarray(keys), jnp.asarray(values))
+    ours = attention(jnp.asarray(queries), [Segment(kv, jnp.asarray(mask))])
     np.testing.assert_allclose(ours, dense(queries, keys, values, mask), atol=1e-4)
 
 
@@ -87,10 +84,10 @@ def test_a_block_behind_a_cache_sees_what_a_longer_block_would() -> None:
     (memory,) = memories([LAYER], causal_mask(FED), positions, cache)
     assert isinstance(memory, CacheMemory)
     take = lambda x: np.stack([x[row, :, length : length + FED] for row, length in enumerate(lengths)])
-    ours, _ = memory.attend(
-        jnp.asarray(take(queries).transpose(0, 2, 1, 3)), KeyValue(jnp.asarray(take(keys)), jnp.asarray(take(values)))
-    )
-    expected = dense(queries.transpose(0, 2, 1, 3), keys, values, np.broadcast_to(np.tri(7, dtype=bool), (BATCH, 7, 7)))
+    block = KeyValue(jnp.asarray(take(keys)), jnp.asarray(take(values)))
+    ours, _ = memory.attend(jnp.asarray(take(queries).transpose(0, 2, 1, 3)), block)
+    causal = np.broadcast_to(np.tri(7, dtype=bool), (BATCH, 7, 7))
+    expected = dense(queries.transpose(0, 2, 1, 3), keys, values, causal)
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(ours[row], expected[row, length : length + FED], atol=2e-6)
 
