@@ -82,16 +82,6 @@ def test_generate_and_a_trace_give_the_same_result() -> None:
         assert generated.rows[0] != generated.rows[1]
 
 
-def test_counters_are_equal_if_all_of_them_are(decoder: e3.SpeculativeDecoder) -> None:
-    stats, repeated = (decoder.generate(PROMPTS, max_new_tokens=6).stats for _ in range(2))
-    assert stats == repeated
-    assert stats != 3
-    assert stats != stats.replace(num_drafts=stats.num_drafts + 1)
-    assert stats != stats.replace(num_accepted_tokens_per_pos=stats.num_accepted_tokens_per_pos[:-1])
-    chunks, again = (list(decoder.stream(PROMPTS[0], max_new_tokens=6)) for _ in range(2))
-    assert chunks == again
-
-
 @pytest.mark.parametrize("sampling_mode", SamplingMode)
 def test_the_rule_takes_one_sampling_for_all_rows(sampling_mode: SamplingMode) -> None:
     rng = np.random.default_rng(0)
@@ -109,14 +99,6 @@ def test_the_rule_takes_one_sampling_for_all_rows(sampling_mode: SamplingMode) -
     for rule in (e3.Exact(), e3.BlockVerification(), e3.TypicalAcceptance()):
         expected = rule(draft, logits, scalars, keys, sampling_mode=sampling_mode, max_depth=1)
         assert tiny.same_bits(expected, rule(draft, logits, per_row, keys, sampling_mode=sampling_mode, max_depth=1))
-
-
-def test_models_are_printed_in_a_line() -> None:
-    assert repr(LoadedDrafter(e3.drafters.NGram(3))) == "LoadedDrafter(drafter: NGram, chain K=3)"
-    for model in (TARGET, HEAD, tiny.draft_model(TARGET), tiny.medusa(TARGET), tiny.dflash(TARGET)):
-        assert " parameters, float32, vocabulary of 13)" in repr(model)
-        assert len(repr(model)) < 250
-        assert "\n" not in repr(model)
 
 
 def test_a_state_is_printed_in_a_line(decoder: e3.SpeculativeDecoder) -> None:
