@@ -77,7 +77,7 @@ import jax
 import jax.numpy as jnp
 import oracle  # tests/helpers/oracle.py: the published rules as plain loops
 from matplotlib import pyplot as plt
-from mutants import planted as inject_bug  # tests/helpers/mutants.py: injected bugs
+from mutants import inject_bug  # tests/helpers/mutants.py: injected bugs
 
 import eagle3_jax as e3
 from eagle3_jax.files.prompts import shipped
@@ -306,11 +306,11 @@ def outcomes_of_round(rule, prefix, levels=2):
 
 
 def total_variation(rule, horizon=4):
-    written = oracle.law_of_rounds(lambda prefix: outcomes_of_round(rule, prefix), horizon)
-    return oracle.total_variation(written, oracle.autoregressive_law(P, horizon))
+    written = oracle.distribution_of_rounds(lambda prefix: outcomes_of_round(rule, prefix), horizon)
+    return oracle.total_variation(written, oracle.autoregressive_distribution(P, horizon))
 
 
-dist = oracle.law_of_rounds(lambda prefix: outcomes_of_round(Rule(), prefix), 4)
+dist = oracle.distribution_of_rounds(lambda prefix: outcomes_of_round(Rule(), prefix), 4)
 print(f"{len(dist)} texts")
 print("total variation distance from the target's distribution:", total_variation(Rule()))
 assert len(dist) == 4**4 and sum(dist.values()) == 1
@@ -318,7 +318,7 @@ assert total_variation(Rule()) == 0, "exactly, in rational numbers"
 
 # %% [markdown]
 # The distance is exactly zero. The test suite runs the same enumeration against the code of `e3.verify`, for chains
-# and trees ([test_exact_law.py](../tests/core/test_exact_law.py)).
+# and trees ([test_exact_distribution.py](../tests/core/test_exact_distribution.py)).
 #
 # ## Common mistakes
 #

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import jaxtyping
 import matplotlib.pyplot as plt
 import numpy as np
-from mutants import planted as inject_bug  # tests/helpers/mutants.py: injected bugs
+from mutants import inject_bug  # tests/helpers/mutants.py: injected bugs
 from pictures.slots import COMMITTED, EMPTY, NEW, REFUSED, moved, slot_map
 
 import eagle3_jax as e3

@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib import pyplot as plt
-from mutants import planted as inject_bug  # tests/helpers/mutants.py: injected bugs
+from mutants import inject_bug  # tests/helpers/mutants.py: injected bugs
 from pictures import bars, style
 from pictures.maps import table_map
 

@@ -54,7 +54,7 @@ def run_tests(check: Check, setting: Setting, tmp_path: Path) -> RunTests:
 
 @pytest.mark.level("L0")
 def test_every_case_has_exactly_the_autoregressive_distribution(run_tests: RunTests) -> None:
-    run_tests("tests/core/test_exact_law.py")
+    run_tests("tests/core/test_exact_distribution.py")
 
 
 @pytest.mark.level("L1")
@@ -78,13 +78,13 @@ def test_at_128256_tokens_every_threshold_is_that_of_the_formula_for(
 
 @pytest.mark.level("L1")
 def test_a_sampled_draft_is_sampled_from_the_very_distribution_that_it_declares(run_tests: RunTests) -> None:
-    run_tests("tests/core/test_draw_law.py")
+    run_tests("tests/core/test_draw_distribution.py")
 
 
 @pytest.mark.level("L2")
 @pytest.mark.parametrize("draft", ["every draft"])
 def test_sequences_follow_the_exact_distribution_with(check: Check, run_tests: RunTests, draft: str) -> None:
-    run_tests("tests/core/test_sampling_law.py")
+    run_tests("tests/core/test_sampling_distribution.py")
     check.sees = "a tenth or more of the probabilities of whole sequences"
 
 

@@ -1,4 +1,4 @@
-"""The pair that ships: it loads by default, drafts usefully, and was not trained on what it is measured with."""
+"""The bundled pair loads by default, its drafts are accepted, and it was not trained on the prompts of measurements."""
 
 from __future__ import annotations
 

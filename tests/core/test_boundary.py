@@ -1,4 +1,4 @@
-"""The drafter's boundary: whatever is proposed, the output is the target's own, or one line says what is wrong."""
+"""Wrong drafts: either the output is still the target's own, or an error of one line names the mistake."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TARGET = tiny.target(13)
 
 @dataclasses.dataclass(frozen=True)
 class Spoilt(tiny.Scripted):
-    """Drafts the target's own tokens, changed; a bad draft that is never accepted would show nothing."""
+    """Drafts the target's own tokens with a change, because a draft that is never accepted would show nothing."""
 
     parents: tuple[int, ...] = (-1, 0, 0, 2, 3, 3)
     change: Callable[[Draft], Draft] = lambda draft: draft

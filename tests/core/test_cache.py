@@ -29,7 +29,7 @@ def empty() -> Cache:
 
 
 def commit(cache: Cache, new: tuple[KeyValue, ...], count: list[int], nodes: np.ndarray | None = None) -> Cache:
-    written = tuple(layer.write(one, cache.length) for layer, one in zip(cache.layers, new, strict=True))
+    written = tuple(layer.write(block, cache.length) for layer, block in zip(cache.layers, new, strict=True))
     return cache.commit(written, jnp.array(count, jnp.int32), None if nodes is None else jnp.array(nodes, jnp.int32))
 
 
@@ -45,7 +45,9 @@ def test_commits_append_the_chosen_tokens_of_each_row_in_order() -> None:
         cache = commit(cache, new, count.tolist(), None if in_order else nodes)
         for row in range(BATCH):
             for step in range(count[row]):
-                rows[row].append(np.asarray(new[1].keys)[row, :, step if in_order else nodes[row, step]])
+                node = step if in_order else nodes[row, step]
+                keys = np.asarray(new[1].keys)[row]
+                rows[row].append(keys[:, node])
     assert cache.length.tolist() == [len(row) for row in rows]
     for row, known in enumerate(rows):
         if known:
@@ -54,9 +56,12 @@ def test_commits_append_the_chosen_tokens_of_each_row_in_order() -> None:
 
 def test_a_count_of_zero_leaves_what_is_committed_untouched() -> None:
     before = commit(empty(), block(0, 3), [3, 2, 1, 0])
-    after = commit(before, block(1, 4), [0, 4, 0, 0], np.tile(np.arange(4)[::-1], (BATCH, 1)))
+    backwards = np.tile(np.arange(4)[::-1], (BATCH, 1))
+    after = commit(before, block(1, 4), [0, 4, 0, 0], backwards)
     for row, length in enumerate((3, 2, 1, 0)):
-        assert np.array_equal(before.layers[0].values[row, :, :length], after.layers[0].values[row, :, :length])
+        old = before.layers[0].values[row]
+        new = after.layers[0].values[row]
+        assert np.array_equal(old[:, :length], new[:, :length])
     assert after.length.tolist() == [3, 6, 1, 0]
 
 
@@ -64,19 +69,22 @@ def test_tokens_past_the_capacity_are_dropped_and_overwrite_nothing() -> None:
     full = commit(empty(), block(0, CAPACITY - 1), [CAPACITY - 1] * BATCH)
     for nodes in (None, np.tile(np.arange(3), (BATCH, 1))):
         over = commit(full, block(1, 3), [3] * BATCH, nodes)
-        assert np.array_equal(full.layers[0].keys[:, :, : CAPACITY - 1], over.layers[0].keys[:, :, : CAPACITY - 1])
-        assert np.array_equal(over.layers[0].keys[:, :, -1], block(1, 3)[0].keys[:, :, 0])
+        old = full.layers[0].keys
+        new = over.layers[0].keys
+        written = block(1, 3)[0].keys
+        assert np.array_equal(old[:, :, :-1], new[:, :, :-1])
+        assert np.array_equal(new[:, :, -1], written[:, :, 0])
 
 
 def test_a_block_sees_what_is_committed_and_of_itself_what_its_mask_says() -> None:
     cache = commit(empty(), block(0, 3), [3, 2, 1, 0])
     mask = np.random.default_rng(0).random((BATCH, 4, 4)) < 0.5
-    for given in (mask, mask[:1]):
-        seen = np.asarray(cache_mask(jnp.asarray(given), cache.length, CAPACITY))
+    for block_mask in (mask, mask[:1]):
+        seen = np.asarray(cache_mask(jnp.asarray(block_mask), cache.length, CAPACITY))
         for row, length in enumerate((3, 2, 1, 0)):
-            own = given[row % len(given)]
+            row_mask = block_mask[row % len(block_mask)]
             for token in range(4):
-                expected = [True] * length + own[token].tolist() + [False] * (CAPACITY - length - 4)
+                expected = [True] * length + row_mask[token].tolist() + [False] * (CAPACITY - length - 4)
                 assert seen[row, token].tolist() == expected
         # A level of a tree asks for the last tokens of a block alone.
-        assert np.array_equal(cache_mask(jnp.asarray(given[:, 2:]), cache.length, CAPACITY), seen[:, 2:])
+        assert np.array_equal(cache_mask(jnp.asarray(block_mask[:, 2:]), cache.length, CAPACITY), seen[:, 2:])

@@ -1,4 +1,4 @@
-"""Chat templates render as in transformers, and each turn of a conversation is a generation of the rendered tokens."""
+"""Chat templates render as in transformers; each turn of a conversation is a generation of the rendered tokens."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ CONVERSATIONS = {
 
 
 def with_bos() -> Tokenizer:
-    """The bundled tokenizer with the templates' tokens; as Llama's, it puts ``<s>`` in front unless told otherwise."""
+    """Returns the bundled tokenizer with the tokens of the templates; by default it puts ``<s>`` in front."""
     tokenizer = Tokenizer.from_file(str(bundled("target") / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>"])
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -176,7 +176,8 @@ def test_a_template_renders_as_in_transformers(name: str, target: e3.LoadedTarge
 
     tokenizer = with_bos()
     ours = ChatTemplate.of(SPECIAL | {"chat_template": TEMPLATES[name]})
-    assert ours is not None and ours.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert ours is not None
+    assert ours.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, chat_template=TEMPLATES[name], bos_token="<s>", eos_token="</s>"
     )
@@ -242,7 +243,8 @@ def test_a_directory_has_the_template_that_transformers_finds(
         (tmp_path / name).write_bytes((content if isinstance(content, str) else json.dumps(content)).encode())
     ours = ChatTemplate.of(tokenizer_config_of(tmp_path))
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert ours is not None and ours.render([QUESTION]) == rendered
+    assert ours is not None
+    assert ours.render([QUESTION]) == rendered
     assert theirs.apply_chat_template([QUESTION], tokenize=False) == rendered
 
 
@@ -294,7 +296,8 @@ def test_a_template_of_another_form_is_refused(wrong: Any) -> None:
 def test_a_template_that_fails_is_one_line(source: str, says: str) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         ChatTemplate(source).render([QUESTION])
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize(
@@ -334,7 +337,7 @@ def test_a_target_without_a_template_or_a_tokenizer_is_refused(target: e3.Loaded
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> e3.SpeculativeDecoder:
-    """A decoder of bytes, so that answers are cut inside characters, too; a token of its first answer ends them."""
+    """Returns a decoder of bytes, so answers are also cut inside characters; a token of its first answer ends them."""
     folder = write_bytes_target(tmp_path_factory.mktemp("chat") / "target")
     (folder / "chat_template.jinja").write_text(TEMPLATES["SmolLM2"])
     target = load_target(folder)

@@ -1,4 +1,4 @@
-"""Block drafters against their mathematics written a second time: networks, laws and trees."""
+"""Block drafters against a second implementation in numpy: networks, distributions and trees."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def loaded(head: BlockHead, **options: Any) -> tuple[DFlashDrafter, dict[str, An
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_block_is_that_of_its_independent_twin_after_every_rollback(name: str) -> None:
-    """Three rounds on two rows that keep different numbers of tokens; the twin keeps nothing and has no cache."""
+    """Three rounds on two rows that commit different numbers of tokens; the twin has no cache."""
     head = HEADS[name]
     drafter, params = loaded(head)
     assert drafter.max_depth == head.predicted
@@ -99,7 +99,7 @@ def test_a_block_is_that_of_its_independent_twin_after_every_rollback(name: str)
 def drafted(
     head: BlockHead, drafter: DFlashDrafter, params: Any, temperature: float = 0.0
 ) -> tuple[Draft, jax.Array, list[Any], np.ndarray]:
-    """A draft of two rows and the logits of its block; each row's block and root by the twin."""
+    """Returns a draft of two rows and the logits of its block, and each row's block and root from the twin."""
     random = np.random.default_rng(5)
     features = random.normal(size=(2, 7, len(head.ids), 32)).astype(np.float32)
     length = np.array([7, 3])
@@ -121,7 +121,7 @@ def drafted(
 
 
 def log_probability(head: BlockHead, block: Any, root: int, path: tuple[int, ...]) -> float:
-    """Of a path of draft ids below the root."""
+    """Returns the log-probability of a path of draft ids below the root."""
     logits, _ = biased(head, block, root, [*chosen_ids(head)[list(path)], 0, 0][:3])
     return float(sum(log_softmax(logits[level], -1)[token] for level, token in enumerate(path)))
 
@@ -148,32 +148,32 @@ def test_a_dynamic_tree_holds_the_likeliest_of_all_prefixes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_a_static_tree_takes_tokens_by_rank_under_their_parents_law(name: str) -> None:
+def test_a_static_tree_takes_tokens_by_rank_after_their_parents(name: str) -> None:
     head = TREES[name]
     tree = StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 3)))
     drafter, params = loaded(head, topology=tree)
     draft, _, blocks, roots = drafted(head, drafter, params)
     for row in range(2):
-        wanted = set()
+        expected = set()
         for path in tree.paths:
             tokens: list[int] = []
             for level, rank in enumerate(path):
                 logits, _ = biased(head, blocks[row], roots[row], [*tokens, 0, 0, 0][:3])
                 tokens.append(int(chosen_ids(head)[np.argsort(-logits[level])[rank]]))
-            wanted.add(tuple(tokens))
-        assert paths(draft, row) == wanted
+            expected.add(tuple(tokens))
+        assert paths(draft, row) == expected
 
 
 def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
-    """The tokens from below the root to every node."""
-    found: list[tuple[int, ...]] = [()]
+    """Returns the tokens from below the root to every node."""
+    node_paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(draft.tokens[row, 1:].tolist(), draft.parents[row, 1:].tolist(), strict=True):
-        found.append((*found[parent], token))
-    return set(found[1:])
+        node_paths.append((*node_paths[parent], token))
+    return set(node_paths[1:])
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_what_is_drawn_declares_the_law_that_it_is_drawn_from(name: str) -> None:
+def test_a_sampled_chain_declares_the_distribution_that_it_is_sampled_from(name: str) -> None:
     head = TREES[name]
     drafter, params = loaded(head, draft_sampling=DraftSampling.PROBABILISTIC)
     draft, _, blocks, roots = drafted(head, drafter, params, temperature=1.7)
@@ -193,4 +193,5 @@ def test_a_causal_block_drafts_the_same_tokens_at_any_length_and_another_one_doe
         short, long = (drafted(head, drafter.with_topology(Chain(count), None), params)[1] for count in (2, 5))
         return np.allclose(short, long[:, :2], atol=1e-4)
 
-    assert same(True) and not same(False)
+    assert same(True)
+    assert not same(False)

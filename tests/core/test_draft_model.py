@@ -28,16 +28,17 @@ TREE = StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)))
 
 
 def logits_after(model: LoadedTarget, texts: list[list[int]]) -> np.ndarray:
-    """``[texts V]``, after each text, run whole."""
+    """Returns ``[texts V]``: the logits after each text, without a cache."""
     padded = np.zeros((len(PROMPTS) * 8, 48), np.int32)
     for row, text in enumerate(texts):
         padded[row, : len(text)] = text
     last = [len(text) - 1 for text in texts]
-    return np.asarray(tiny.forward(model.model, model.params, jnp.array(padded))[0])[range(len(texts)), last]
+    logits, _ = tiny.forward(model.model, model.params, jnp.array(padded))
+    return np.asarray(logits)[range(len(texts)), last]
 
 
 def rounds_of(target: LoadedTarget, drafter: LoadedDrafter) -> list[tuple[list[list[int]], np.ndarray, np.ndarray]]:
-    """Of every round the texts that it drafted behind (none where a row has ended), its draft, how many it accepted."""
+    """Returns for each round: the rows' texts (empty once a row has ended), their drafts, and accepted counts."""
     loop, params = tiny.bind(target, drafter)
     state = loops.prefill(loop, params, tiny.prompts(PROMPTS, limit=20), capacity=64)
     seen = []
@@ -52,7 +53,7 @@ def rounds_of(target: LoadedTarget, drafter: LoadedDrafter) -> list[tuple[list[l
 
 @pytest.mark.parametrize("topology", [Chain(3), TREE], ids=["chain", "tree"])
 def test_each_node_is_the_token_of_its_rank_after_its_path(topology: Topology) -> None:
-    """Over rounds that accept all and nothing, under a window shorter than the texts."""
+    """Rounds accept everything and nothing, under a window shorter than the texts."""
     options = {"layers": tiny.layers(2, window=4)}
     target = tiny.target(13, **options)
     small = tiny.target(13, **options)
@@ -68,27 +69,27 @@ def test_each_node_is_the_token_of_its_rank_after_its_path(topology: Topology) -
     accepted = set()
     for texts, drafts, counts in rounds_of(target, drafter):
         paths = []
-        wanted = []
+        ranked_tokens = []
         for row, text in enumerate(texts):
             path = {0: text}
             for node in range(1, topology.num_nodes if text else 0):
                 path[node] = [*path[parents[node]], int(drafts[row, node])]
                 paths.append(path[parents[node]])
-                wanted.append((ranks[node], drafts[row, node]))
+                ranked_tokens.append((ranks[node], drafts[row, node]))
         order = np.argsort(-logits_after(small, paths), axis=-1, kind="stable")
-        assert all(order[index, rank] == token for index, (rank, token) in enumerate(wanted))
+        assert all(order[index, rank] == token for index, (rank, token) in enumerate(ranked_tokens))
         accepted |= {int(count) for text, count in zip(texts, counts, strict=True) if text}
-    assert {0, topology.max_depth} <= accepted, "it is rounds after full and after no acceptance that can go wrong"
+    assert {0, topology.max_depth} <= accepted, "no round followed a full acceptance and one without any"
 
 
 def test_the_target_itself_is_accepted_whole_in_every_round() -> None:
-    """The last token of a fully accepted draft was sampled and not fed; a state without it drafts otherwise."""
+    """A fully accepted draft ends with a token that was not fed; without it the next draft would differ."""
     rounds = rounds_of(TARGET, LoadedDrafter(DraftModel(TARGET.model, Chain(3)), TARGET.params))
     assert {int(counts[row]) for texts, _, counts in rounds for row, text in enumerate(texts) if text} == {3}
 
 
 def after(loaded: LoadedDrafter, text: list[int]) -> DraftModelState:
-    """What a drafter knows of a text, whose last token is the root."""
+    """Returns the drafter's state after a text, whose last token is the root."""
     known = jnp.array([text[:-1]])
     features = jnp.zeros((*known.shape, 0, 16))
     seen = tiny.seen_of(known, features, [len(text) - 1], [text[-1]])
@@ -97,18 +98,21 @@ def after(loaded: LoadedDrafter, text: list[int]) -> DraftModelState:
 
 def test_layer_skip_drafts_from_the_stream_that_leaves_a_layer_and_copies_nothing() -> None:
     loaded = layer_skip(TARGET, 2)
-    assert all(any(leaf is own for own in jax.tree.leaves(TARGET.params)) for leaf in jax.tree.leaves(loaded.params))
+    shared = {id(leaf) for leaf in jax.tree.leaves(TARGET.params)}
+    assert {id(leaf) for leaf in jax.tree.leaves(loaded.params)} <= shared
     text = PROMPTS[0]
     tokens = jnp.array([text])
-    places = jnp.arange(len(text))[None]
+    positions = jnp.arange(len(text))[None]
     mask = causal_mask(len(text))
-    stream = np.asarray(TARGET.model(TARGET.params, tokens, places, mask, aux_layers=(2,)).features[0, -1, 0])
-    normed = stream / np.sqrt(np.mean(np.square(stream)) + 1e-6) * np.asarray(TARGET.params["norm"]["scale"])
+    stream = np.asarray(TARGET.model(TARGET.params, tokens, positions, mask, aux_layers=(2,)).features[0, -1, 0])
+    root_mean_square = np.sqrt(np.mean(np.square(stream)) + 1e-6)
+    scale = np.asarray(TARGET.params["norm"]["scale"])
+    normed = stream / root_mean_square * scale
     state = after(loaded, text)
     assert np.allclose(state.final[0], normed, atol=1e-5)
 
 
-def test_the_law_of_drawn_chains_is_the_draft_models_softmax() -> None:
+def test_a_sampled_chain_declares_the_softmax_of_the_draft_model() -> None:
     drafter = tiny.draft_model(TARGET, Chain(2), draft_sampling=DraftSampling.PROBABILISTIC)
     small = tiny.target(13, seed=1, num_layers=1)
     text = PROMPTS[1][:4]
@@ -117,8 +121,8 @@ def test_the_law_of_drawn_chains_is_the_draft_models_softmax() -> None:
     draft = jax.jit(drafter.drafter.propose)(drafter.params, state, jax.random.split(jax.random.key(0), 1), sampling)
     for node in (1, 2):
         scores = logits_after(small, [[*text, *draft.tokens[0, 1:node].tolist()]])[0] / 0.7
-        wanted = np.exp(scores - scores.max())
-        assert np.allclose(draft.probs[0, node], wanted / wanted.sum(), atol=1e-5)
+        weights = np.exp(scores - scores.max())
+        assert np.allclose(draft.probs[0, node], weights / weights.sum(), atol=1e-5)
 
 
 def with_words(model: LoadedTarget, words: list[str]) -> LoadedTarget:
@@ -155,7 +159,8 @@ def test_a_directory_with_a_language_model_is_loaded_as_a_draft_model(tmp_path: 
     prompt = tiny.random_prompts(1, 512, seed=7)[0]
     for source in (tiny.GOLDEN / "vllm/target", native):
         loaded = load_drafter(source, target=target)
-        assert isinstance(loaded.drafter, DraftModel) and loaded.name == str(source)
+        assert isinstance(loaded.drafter, DraftModel)
+        assert loaded.name == str(source)
         assert tiny.same_bits(loaded.params, target.params)
     result = SpeculativeDecoder(target, loaded, num_speculative_tokens=3, stop_tokens=()).generate(
         prompt, max_new_tokens=17
@@ -166,9 +171,13 @@ def test_a_directory_with_a_language_model_is_loaded_as_a_draft_model(tmp_path: 
 
 
 def test_names_name_drafters_without_files() -> None:
-    assert isinstance(named_drafter("ngram", TARGET), NGram) and isinstance(named_drafter("suffix", TARGET), Suffix)
+    assert isinstance(named_drafter("ngram", TARGET), NGram)
+    assert isinstance(named_drafter("suffix", TARGET), Suffix)
     assert named_drafter("none", TARGET) is None
     skipping = named_drafter("layer-skip=2", TARGET)
-    assert isinstance(skipping, LoadedDrafter) and skipping.drafter.model.config.num_layers == 2
+    assert isinstance(skipping, LoadedDrafter)
+    assert skipping.drafter.model.config.num_layers == 2
     assert all(map(is_named, ("layer-skip", "layer-skip=half", "layer-skip=3", "ngram=3")))
-    assert not is_named(None) and not is_named("./ngram") and not is_named("some/head")
+    assert not is_named(None)
+    assert not is_named("./ngram")
+    assert not is_named("some/head")

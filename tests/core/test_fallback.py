@@ -1,4 +1,4 @@
-"""Two drafters as one: which of them each row's draft is from, and when the second runs."""
+"""Two drafters as one: which drafter each row's draft comes from, and when the second runs."""
 
 from __future__ import annotations
 
@@ -24,34 +24,38 @@ FIRST = NGram(2, min_ngram=2)
 PROBABILISTIC = DraftSampling.PROBABILISTIC
 
 
-@pytest.mark.parametrize(("shape", "how"), [(Chain(3), "greedy"), (Chain(1), PROBABILISTIC), (TREE, "greedy")])
-def test_every_row_gets_the_first_draft_that_there_is(shape: Topology, how: DraftSampling) -> None:
-    """The longer draft of the two decides the size; a declared distribution of the first is a point mass."""
-    head = tiny.eagle3(TARGET, shape, draft_sampling=how)
+@pytest.mark.parametrize(
+    ("shape", "draft_sampling"), [(Chain(3), "greedy"), (Chain(1), PROBABILISTIC), (TREE, "greedy")]
+)
+def test_every_row_gets_the_first_draft_that_there_is(shape: Topology, draft_sampling: DraftSampling) -> None:
+    """The longer draft decides the size; drafts of the first declare point masses."""
+    head = tiny.eagle3(TARGET, shape, draft_sampling=draft_sampling)
     both = Subject(Fallback.of(FIRST, head), TARGET)
-    alone = Subject(head, TARGET)
-    seen = both.shown()
-    second = alone.draft
-    found = 0
-    for row, (tokens, length) in enumerate(zip(np.asarray(seen.tokens), np.asarray(seen.length), strict=True)):
-        wanted = looked_up([*tokens[:length].tolist(), int(seen.next_token[row])], FIRST)
-        found += bool(wanted)
+    head_subject = Subject(head, TARGET)
+    observation = both.shown()
+    head_draft = head_subject.draft
+    num_matches = 0
+    lengths = observation.length.tolist()
+    for row, length in enumerate(lengths):
+        text = observation.tokens[row, :length].tolist()
+        expected = looked_up([*text, int(observation.next_token[row])], FIRST)
+        num_matches += bool(expected)
         valid = both.draft.valid[row]
-        if wanted:
-            assert both.draft.tokens[row, valid].tolist()[1:] == wanted
-            if how is PROBABILISTIC:
-                assert np.array_equal(both.draft.probs[row, 1:][valid[1:]], np.eye(13)[wanted])
+        if expected:
+            assert both.draft.tokens[row, valid].tolist()[1:] == expected
+            if draft_sampling is PROBABILISTIC:
+                assert np.array_equal(both.draft.probs[row, 1:][valid[1:]], np.eye(13)[expected])
             continue
-        size = second.tokens.shape[1]
+        size = head_draft.tokens.shape[1]
         assert not valid[size:].any()
-        for ours, theirs in zip(both.draft, second, strict=True):
+        for ours, theirs in zip(both.draft, head_draft, strict=True):
             assert ours is theirs is None or np.array_equal(ours[row, 1:size], theirs[row, 1:])
-    assert 0 < found < len(seen.length), "rows that all choose alike would show nothing"
+    assert 0 < num_matches < len(lengths), "rows that all choose the same would show nothing"
 
 
 @dataclasses.dataclass(frozen=True)
 class Counted(NGram):
-    """Counts how often it was asked for a draft, in its state."""
+    """Counts its proposals in its state."""
 
     def init(self, params, batch, capacity):
         return NGram.init(self, params, batch, capacity), jnp.zeros((batch,), jnp.int32)
@@ -67,17 +71,19 @@ class Counted(NGram):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_second_runs_only_if_a_row_has_no_draft_of_the_first(batch: int) -> None:
     loop, params = tiny.bind(TARGET, LoadedDrafter(Fallback(FIRST, Counted(2))))
-    state = loops.prefill(loop, params, tiny.prompts([[1, 2, 3], [4], [5, 6]][:batch], limit=40), capacity=64)
-    asked = 0
-    skipped = 0
+    prompts = [[1, 2, 3], [4], [5, 6]][:batch]
+    state = loops.prefill(loop, params, tiny.prompts(prompts, limit=40), capacity=64)
+    num_asked = 0
+    num_skipped = 0
     while bool(state.running.all()):
         texts = [row[:length].tolist() for row, length in zip(state.tokens, state.length, strict=True)]
-        needed = not all(looked_up(text, FIRST) for text in texts)
-        asked = asked + needed
-        skipped = skipped + (not needed)
+        is_needed = not all(looked_up(text, FIRST) for text in texts)
+        num_asked = num_asked + is_needed
+        num_skipped = num_skipped + (not is_needed)
         state = loops.step(loop, params, state).state
-        assert state.drafter[1][1].tolist() == [asked] * batch
-    assert asked and skipped
+        assert state.drafter[1][1].tolist() == [num_asked] * batch
+    assert num_asked
+    assert num_skipped
 
 
 @pytest.mark.parametrize("drafter", [FIRST, Silent(FIRST)])
@@ -97,12 +103,15 @@ def test_it_takes_the_options_of_its_second_drafter() -> None:
     head = tiny.eagle3(TARGET, Chain(3))
     decoder = SpeculativeDecoder(TARGET, Fallback.of(NGram(3), head), tree=TREE)
     ours = decoder.loop.drafter
-    assert (ours.num_nodes, ours.first.num_nodes, decoder.loop.is_chain) == (9, 4, False)
+    assert ours.num_nodes == 9
+    assert ours.first.num_nodes == 4
+    assert decoder.loop.is_chain is False
     options = {"num_speculative_tokens": 2, "draft_sampling": "probabilistic"}
     decoder = SpeculativeDecoder(TARGET, Fallback.of(Suffix(3), head), **options)
     assert decoder.method == "Suffix, else Eagle3Drafter, chain K=2, probabilistic draft sampling"
     assert decoder.loop.drafter.config is head.drafter.config
     subject = Subject(LoadedDrafter(decoder.loop.drafter, head.params), TARGET)
     draft = subject._propose(head.params, subject.after_prompt, jax.random.split(jax.random.key(0), 4), SAMPLING)
-    assert draft.tokens.shape == (4, 3) and draft.probs is not None
+    assert draft.tokens.shape == (4, 3)
+    assert draft.probs is not None
     assert loops.SpeculativeLoop(TARGET.model, decoder.loop.drafter, sampling_mode=SamplingMode.GREEDY).is_chain

@@ -1,4 +1,4 @@
-"""EAGLE-1 heads and MTP modules: what they draft, how they come in and go out, and what does not add up."""
+"""EAGLE-1 heads and MTP modules: their drafts, reading and writing their files, and errors of wrong files."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ HEADS: dict[str, Eagle1 | MTP] = {
 def params_of(checkpoint: conversion.HeadCheckpoint, tables: EmbeddingTables) -> tuple[Any, dict[str, Any]]:
     drafter = (Eagle1Drafter if checkpoint.method == "eagle1" else MTPDrafter)(checkpoint.config, Chain(DEPTH))
     head = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), checkpoint.head)
-    own = None if checkpoint.embedding is None else jnp.asarray(checkpoint.embedding)
-    return drafter, drafter.assemble(head, tables, embedding=own)
+    own_embedding = None if checkpoint.embedding is None else jnp.asarray(checkpoint.embedding)
+    return drafter, drafter.assemble(head, tables, embedding=own_embedding)
 
 
 # The others differ in what is read from files.
@@ -68,9 +68,9 @@ def test_a_head_drafts_as_its_torch_twin_round_after_round(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = conversion.read_head(head.write(Path(folder)), TARGET)
         drafter, params = params_of(checkpoint, EmbeddingTables(jnp.asarray(embedding), jnp.asarray(output.T)))
-    own = {name.removeprefix("model.layers.8."): value for name, value in head.tensors().items()}
-    embedding = own.get("embed_tokens.weight", embedding)
-    output = own.get("shared_head.head.weight", output)
+    tensors = {name.removeprefix("model.layers.8."): value for name, value in head.tensors().items()}
+    embedding = tensors.get("embed_tokens.weight", embedding)
+    output = tensors.get("shared_head.head.weight", output)
 
     @jax.jit
     def first(params: Any, tokens: jax.Array, features: jax.Array) -> jax.Array:
@@ -88,10 +88,12 @@ def test_a_head_drafts_as_its_torch_twin_round_after_round(name: str) -> None:
         return draft.state, draft.tokens
 
     def truth(count: int) -> Any:
-        given = {"features": features[:count], "tokens": text[1 : count + 1]}
-        return drafted(head, embedding=embedding, output=output, depth=DEPTH, **given)
+        inputs = {"features": features[:count], "tokens": text[1 : count + 1]}
+        return drafted(head, embedding=embedding, output=output, depth=DEPTH, **inputs)
 
-    ours = first(params, jnp.asarray(text[None, 1 : fed[0] + 1], jnp.int32), jnp.asarray(features[None, : fed[0]]))
+    length = fed[0]
+    following = jnp.asarray(text[None, 1 : length + 1], jnp.int32)
+    ours = first(params, following, jnp.asarray(features[None, :length]))
     assert_close(ours[0], truth(fed[0]).logits)
     state = drafter.init(params, 1, 32)
     for (known,), seen in tiny.ragged_rounds(text[None], features[None, :, None], [[count] for count in fed]):
@@ -120,8 +122,10 @@ def test_a_head_round_trips_bit_equal_or_is_refused_by_what_is_missing(tmp_path:
             conversion.convert(directory, tmp_path / "out", to, TARGET)
         return
     conversion.convert(directory, tmp_path / "out", to, TARGET)
-    source, again = (conversion.read_head(one, TARGET) for one in (directory, tmp_path / "out"))
-    assert (source.dtype, again.dialect, conversion.identify(tmp_path / "out")) == ("bfloat16", to, source.method)
+    source, again = (conversion.read_head(path, TARGET) for path in (directory, tmp_path / "out"))
+    assert source.dtype == "bfloat16"
+    assert again.dialect == to
+    assert conversion.identify(tmp_path / "out") == source.method
     assert same_params({"x": source.embedding} if source.embedding is not None else {},
                        {"x": again.embedding} if again.embedding is not None else {})  # fmt: skip
     if to == "mimo":  # Qwen2's block has biases; these are zero
@@ -135,20 +139,24 @@ def test_a_head_round_trips_bit_equal_or_is_refused_by_what_is_missing(tmp_path:
 
 
 def test_a_mimo_module_keeps_its_biases_and_its_order(tmp_path: Path) -> None:
-    """Written in DeepSeek's order and read back from MiMo's, the same; and MiMo's own file comes out as it was."""
+    """DeepSeek's order survives a round trip through MiMo's, and MiMo's own file is written unchanged."""
     qwen2 = MTP(qkv_bias=True, own_embedding=True, own_output=True)
     directory = write_checkpoint(tmp_path / "head", qwen2.config() | {"model_type": "qwen2"}, qwen2.tensors())
     conversion.convert(directory, tmp_path / "mimo", "mimo", TARGET)
     conversion.convert(tmp_path / "mimo", tmp_path / "back", "deepseek", TARGET)
     conversion.convert(tmp_path / "mimo", tmp_path / "again", "mimo", TARGET)
-    stored = [conversion.tensors.read_tensors(tmp_path / one) for one in ("head", "back", "mimo", "again")]
-    assert same_params(dict(stored[0]), dict(stored[1])) and same_params(dict(stored[2]), dict(stored[3]))
-    mine = stored[0]["model.layers.8.eh_proj.weight"]
-    theirs = stored[2]["model.mtp_layers.0.input_proj.weight"]
-    assert np.array_equal(theirs[:, :32], mine[:, 32:]) and np.array_equal(theirs[:, 32:], mine[:, :32])
+    stored = [conversion.tensors.read_tensors(tmp_path / name) for name in ("head", "back", "mimo", "again")]
+    assert same_params(dict(stored[0]), dict(stored[1]))
+    assert same_params(dict(stored[2]), dict(stored[3]))
+    deepseek = stored[0]["model.layers.8.eh_proj.weight"]
+    mimo = stored[2]["model.mtp_layers.0.input_proj.weight"]
+    assert np.array_equal(mimo[:, :32], deepseek[:, 32:])
+    assert np.array_equal(mimo[:, 32:], deepseek[:, :32])
     values = json.loads((tmp_path / "mimo/config.json").read_text())
-    assert (values["architectures"], values["model_type"]) == (["MiMoForCausalLM"], "qwen2")
-    assert (values["num_hidden_layers"], values["num_nextn_predict_layers"]) == (8, 1)
+    assert values["architectures"] == ["MiMoForCausalLM"]
+    assert values["model_type"] == "qwen2"
+    assert values["num_hidden_layers"] == 8
+    assert values["num_nextn_predict_layers"] == 1
     assert {"model.embed_tokens.weight", "lm_head.weight"} < set(stored[2])
 
 
@@ -162,11 +170,12 @@ def test_a_speculators_module_does_not_zero_the_first_embedding(tmp_path: Path) 
         for old, new in renamed.items():
             name = name.replace(old, new)
         tensors[name] = value
-    tensors |= {f"mtp_layers.0.self_attn.{one}_norm.weight": np.ones(8, np.float32) for one in "qk"}
+    tensors |= {f"mtp_layers.0.self_attn.{key}_norm.weight": np.ones(8, np.float32) for key in "qk"}
     outer = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
     directory = write_checkpoint(tmp_path / "head", outer | {"transformer_layer_config": config}, tensors)
     checkpoint = conversion.read_head(directory, TARGET)
-    assert (checkpoint.dialect, checkpoint.config.zero_first) == ("speculators", False)
+    assert checkpoint.dialect == "speculators"
+    assert checkpoint.config.zero_first is False
     conversion.convert(directory, tmp_path / "out", "speculators", TARGET)
     assert same_params(dict(conversion.tensors.read_tensors(tmp_path / "out")), tensors)
     with pytest.raises(CheckpointError, match="zero_first False"):
@@ -189,12 +198,13 @@ def test_exports_say_what_engines_read(tmp_path: Path) -> None:
     assert "fc.bias" not in conversion.tensors.read_tensors(tmp_path / "zero")
 
 
-def test_a_head_without_a_bias_that_nobody_mentions_is_read_with_a_note(tmp_path: Path) -> None:
+def test_a_missing_bias_that_the_configuration_does_not_mention_is_noted(tmp_path: Path) -> None:
     head = HEADS["EAGLE-1 without a bias"].write(tmp_path / "head")
     assert conversion.read_head(head, TARGET).note == ""
     edit_config(head, bias=None)
     checkpoint = conversion.read_head(head, TARGET)
-    assert not checkpoint.config.fc_bias and "fc has no bias" in checkpoint.note
+    assert not checkpoint.config.fc_bias
+    assert "fc has no bias" in checkpoint.note
 
 
 ONES, BLOCK, WIDE = (np.ones(shape, np.float32) for shape in (32, (32, 64), (61, 32)))
@@ -225,18 +235,18 @@ def test_what_does_not_add_up_is_refused_in_one_line(tmp_path: Path, name: str) 
 
 
 def test_a_head_is_what_it_is_whatever_it_is_called(tmp_path: Path) -> None:
-    found = {}
+    methods = {}
     for name, head in {"one": Eagle1(), "three": Head(), "mtp": MTP()}.items():
         directory = head.write(tmp_path / name)
         edit_config(directory, architectures=["EagleLlamaForCausalLM"])
-        found[name] = conversion.identify(directory)
-    assert found == {"one": "eagle1", "three": "eagle3", "mtp": "mtp"}
+        methods[name] = conversion.identify(directory)
+    assert methods == {"one": "eagle1", "three": "eagle3", "mtp": "mtp"}
 
 
 def test_a_head_needs_its_target_and_only_a_whole_model_is_none(tmp_path: Path) -> None:
     with pytest.raises(conversion.TargetNeededError, match="how deep its target is"):
         conversion.read_head(Eagle1().write(tmp_path / "head"))
     assert conversion.read_head(MTP().write(tmp_path / "mtp")).config.num_target_layers == 8
-    whole = MTP().tensors() | {"model.layers.0.input_layernorm.weight": ONES, "model.norm.weight": ONES}
-    directory = write_checkpoint(tmp_path / "whole", MTP().config() | {"model_type": "deepseek_v3"}, whole)
+    tensors = MTP().tensors() | {"model.layers.0.input_layernorm.weight": ONES, "model.norm.weight": ONES}
+    directory = write_checkpoint(tmp_path / "whole", MTP().config() | {"model_type": "deepseek_v3"}, tensors)
     assert conversion.identify(directory) == "target"

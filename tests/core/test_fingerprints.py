@@ -1,4 +1,4 @@
-"""The compiled programs have not changed: hashes of what is lowered for one drafter of each kind.
+"""The programs have not changed: hashes of the lowered programs for one drafter of each kind.
 
 A hash covers what XLA is given, so a move, a renamed function or another docstring keeps it. Where a program is meant
 to change, ``pytest tests/core/test_fingerprints.py --record-fingerprints`` writes the hashes again; the commit says
@@ -35,7 +35,7 @@ PROGRAMS = {
 
 
 def fingerprint(name: str) -> str:
-    """The hash of one generation, lowered and not compiled."""
+    """Returns the hash of one generation, lowered and not compiled."""
     drafter, sampling_mode, precision = PROGRAMS[name]
     loop, params = tiny.bind(TARGETS[precision], drafter_of(drafter), sampling_mode=sampling_mode)
     prompts = tiny.prompts([[1, 2, 3], [4]], limit=8, sampling=SamplingParams(temperature=1.0, top_k=3, top_p=0.9))
@@ -50,8 +50,8 @@ RECORD = json.loads(PATH.read_text(encoding="utf-8"))
 
 def test_the_programs_are_the_recorded_ones(pytestconfig: pytest.Config) -> None:
     if pytestconfig.getoption("--record-fingerprints"):
-        found = {name: fingerprint(name) for name in PROGRAMS}
-        PATH.write_text(json.dumps({"jax": jax.__version__, "programs": found}, indent=1) + "\n", encoding="utf-8")
+        hashes = {name: fingerprint(name) for name in PROGRAMS}
+        PATH.write_text(json.dumps({"jax": jax.__version__, "programs": hashes}, indent=1) + "\n", encoding="utf-8")
         return
     if RECORD["jax"] != jax.__version__:
         pytest.skip(f"the hashes are of programs that jax {RECORD['jax']} lowered; this is jax {jax.__version__}")

@@ -1,6 +1,6 @@
 """Every integer of runs recorded from the official EAGLE code and from vLLM; see ``golden/``.
 
-A drafter that is merely plausible still decodes losslessly; only traces of somebody else's show that it is EAGLE-3.
+A drafter that is merely plausible still decodes losslessly; only traces of the official code show that it is EAGLE-3.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ TREE = DynamicTree(num_nodes=60, max_depth=8, top_k=10)
 
 @functools.cache
 def pair(recorder: str, head: str = "eagle3") -> tuple[LoadedTarget, LoadedDrafter]:
-    """The models of a recorded run, through the loaders that users have."""
+    """Loads the models of a recorded run with the public loaders."""
     target = load_target(tiny.GOLDEN / recorder / "target")
     return target, load_drafter(tiny.GOLDEN / recorder / head, target=target)
 
 
 def parents_of(tree_mask: list[str]) -> list[int]:
-    """The deepest proper ancestor of every node; the official code stores only who sees whom."""
-    return [-1] + [max(seen for seen in range(node) if row[seen] == "1") for node, row in enumerate(tree_mask) if node]
+    """Returns the parent of every node, its deepest proper ancestor; the official code stores only the mask."""
+    parents = [-1]
+    for node, row in enumerate(tree_mask[1:], 1):
+        ancestors = [seen for seen in range(node) if row[seen] == "1"]
+        parents.append(max(ancestors))
+    return parents
 
 
 def check_official_trace(head: str, trace: str, rounds: int | None = None) -> None:
@@ -60,7 +64,9 @@ def check_official_trace(head: str, trace: str, rounds: int | None = None) -> No
         if played == rounds:
             return
         length = int(ours.state.length[0])
-        assert ours.state.tokens[0, :length].tolist()[: len(recorded["output"])] == recorded["output"][:length]
+        output = recorded["output"]
+        text = ours.state.tokens[0, :length].tolist()
+        assert text[: len(output)] == output[:length]
     assert played == len(recorded["rounds"])
 
 
@@ -75,13 +81,13 @@ def test_a_deep_drafted_tree_equals_the_official_code_node_by_node() -> None:
 
 @pytest.mark.torch
 def test_a_drafted_tree_of_an_eagle1_head_equals_the_official_code_node_by_node() -> None:
-    """The head of EAGLE-1 with the tree of EAGLE-2."""
+    """Runs the head of EAGLE-1 with the tree of EAGLE-2."""
     check_official_trace("eagle1", "trace_eagle1_greedy_fp32")
 
 
 @pytest.mark.torch
 def test_the_first_drafted_tree_equals_the_official_code() -> None:
-    """The tree behind the prompt alone: nine runs of the head, and no verification."""
+    """Compares the tree after the prompt: nine runs of the head and no verification."""
     target, head = pair("official", "eagle3_sharp")
     recorded = tiny.golden_trace("official/trace_sharp_60_7_10.json")
     decoder = SpeculativeDecoder(target, head, tree=TREE)
@@ -99,19 +105,19 @@ def vllm_decoder() -> tuple[SpeculativeDecoder, dict[str, Any]]:
 
 
 def check_vllm_counters(requests: int = 4) -> None:
-    """Requests in ragged batches of four: tokens, and per request how much was drafted and accepted."""
+    """Compares requests in ragged batches of four: tokens, and the drafted and accepted tokens of each request."""
     decoder, recorded = vllm_decoder()
     results = []
     drafted = recorded["num_speculative_tokens"]
     for start in range(0, requests, 4):
-        wanted = recorded["requests"][start : start + 4]
-        result = decoder.generate([request["prompt"] for request in wanted], max_new_tokens=recorded["max_new_tokens"])
-        assert result.tokens == [request["output"] for request in wanted]
-        for row, request in zip(result.rows, wanted, strict=True):
+        batch = recorded["requests"][start : start + 4]
+        result = decoder.generate([request["prompt"] for request in batch], max_new_tokens=recorded["max_new_tokens"])
+        assert result.tokens == [request["output"] for request in batch]
+        for row, request in zip(result.rows, batch, strict=True):
             assert int(row.stats.num_accepted_tokens) == sum(request["per_step_accepted"])
             assert int(row.stats.num_draft_tokens) == sum(request["per_step_drafted"])
             assert int(row.stats.num_drafts) == len(request["per_step_drafted"])
-            reached = [sum(count > place for count in request["per_step_accepted"]) for place in range(drafted)]
+            reached = [sum(count > position for count in request["per_step_accepted"]) for position in range(drafted)]
             assert row.stats.num_accepted_tokens_per_pos.tolist() == reached
         results.append(result.stats)
     if requests == len(recorded["requests"]):

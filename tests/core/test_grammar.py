@@ -40,7 +40,7 @@ def shipped() -> e3.LoadedTarget:
 
 
 def small(*, stop_tokens: tuple[int, ...] = (3, 6)) -> e3.LoadedTarget:
-    """A target of eight tokens: a, b, ab, a stop token, the two bytes of é, another stop token, one that is no text."""
+    """Returns a target of eight tokens: a, b, ab, a stop token, the two bytes of é, a stop token, one without text."""
     words = ["a", "b", "ab", "<e>", "Ã", "©", "<f>"]  # as a byte-level tokenizer spells bytes
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
     tokenizer.decoder = decoders.ByteLevel()
@@ -57,12 +57,12 @@ TEXTS = [
 
 @pytest.mark.parametrize("pattern", TEXTS)
 def test_an_automaton_allows_the_texts_that_match(pattern: str) -> None:
-    """All sequences of up to four tokens, and what may end: those and no others."""
+    """Of all sequences of up to four tokens, exactly those that match may end."""
     target = small()
     automaton = e3.TokenAutomaton.from_regex(pattern, target)
     table, columns = (np.asarray(array) for array in automaton.arrays(8))
     spelled = {0: b"a", 1: b"b", 2: b"ab", 4: b"\xc3", 5: b"\xa9"}
-    found = set()
+    allowed = set()
     expected = set()
     for length in range(5):
         for tokens in itertools.product(spelled, repeat=length):
@@ -71,11 +71,12 @@ def test_an_automaton_allows_the_texts_that_match(pattern: str) -> None:
                 state = -1 if state < 0 else table[state, columns[token]]
             if state >= 0 and table[state, columns[3]] >= 0:
                 assert table[state, columns[3]] == table[state, columns[6]] == len(table) - 1
-                found.add(tokens)
+                allowed.add(tokens)
             with contextlib.suppress(UnicodeDecodeError):  # no text
                 if re.fullmatch(pattern, b"".join(spelled[token] for token in tokens).decode()):
                     expected.add(tokens)
-    assert found == expected and found
+    assert allowed == expected
+    assert allowed
     assert np.all(table[:, columns[7]] == -1)  # the tokenizer has no such token
     assert table.shape[1] == len({tuple(table[:, column]) for column in columns})
 
@@ -111,8 +112,11 @@ def test_outputs_follow_a_json_schema(shipped: e3.LoadedTarget) -> None:
     assert len(values) > 6
     for value in values:
         assert list(value) == list(SCHEMA["properties"])
-        assert isinstance(value["name"], str) and len(value["name"]) <= 5 and value["kind"] in ("function", "class")
-        assert 1 <= len(value["sizes"]) <= 2 and all(isinstance(one, bool) for one in value["sizes"])
+        assert isinstance(value["name"], str)
+        assert len(value["name"]) <= 5
+        assert value["kind"] in ("function", "class")
+        assert 1 <= len(value["sizes"]) <= 2
+        assert all(isinstance(size, bool) for size in value["sizes"])
         assert value["parent"] in (None, "root")
     text = schema_to_regex(json.dumps(SCHEMA), r"\s*")
     assert re.fullmatch(text, '{"name":"x",\n"kind":\t"class", "sizes":[true],"parent":null}')
@@ -146,8 +150,9 @@ def test_equal_columns_are_merged() -> None:
     assert np.array_equal(table[:, columns], dense)
     assert table.shape[1] == len(np.unique(dense, axis=1).T)
     ours = e3.TokenAutomaton(table, start=2, columns=columns).arrays(50)
-    for one, other in zip(jax.tree.leaves(ours), e3.TokenAutomaton(dense, start=2).arrays(50), strict=True):
-        assert np.array_equal(one, other)
+    theirs = e3.TokenAutomaton(dense, start=2).arrays(50)
+    for merged, expected in zip(jax.tree.leaves(ours), theirs, strict=True):
+        assert np.array_equal(merged, expected)
 
 
 PATTERNS = (

@@ -25,18 +25,19 @@ LIMITS = [24, 7, 1, 30, 16, 24]
 
 @functools.cache
 def continuation(prompt: tuple[int, ...], new_tokens: int) -> list[int]:
-    """Argmax after argmax, the whole sequence through the target each time: no cache, no block, no drafter."""
+    """Decodes by argmax with a forward pass over the whole text for each token: no cache, no block, no drafter."""
     tokens = np.zeros((1, 48), np.int32)
     tokens[0, : len(prompt)] = prompt
     for length in range(len(prompt), len(prompt) + new_tokens):
-        tokens[0, length] = int(tiny.forward(TARGET.model, TARGET.params, jnp.array(tokens))[0][0, length - 1].argmax())
+        logits, _ = tiny.forward(TARGET.model, TARGET.params, jnp.array(tokens))
+        tokens[0, length] = int(logits[0, length - 1].argmax())
     return tokens[0, len(prompt) : len(prompt) + new_tokens].tolist()
 
 
 def expected(stops: tuple[int, ...] = ()) -> list[list[int]]:
     rows = [continuation(tuple(prompt), limit) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
-    ends = [next((i + 1 for i, token in enumerate(row) if token in stops), len(row)) for row in rows]
-    return [row[:end] for row, end in zip(rows, ends, strict=True)]
+    lengths = [next((i + 1 for i, token in enumerate(row) if token in stops), len(row)) for row in rows]
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def scripted(shift: int) -> LoadedDrafter:
@@ -108,7 +109,7 @@ def test_greedy_output_ends_at_a_stop_token_inside_a_block_with(name: str) -> No
 
 @functools.cache
 def transformers_output() -> tuple[list[list[int]], list[list[int]]]:
-    """20 prompts and what ``transformers.generate`` writes after them, on the checkpoint of the recorded vLLM run."""
+    """Returns 20 prompts and the output of ``transformers.generate``, with the checkpoint of the recorded vLLM run."""
     import torch
     import transformers
 
@@ -153,7 +154,7 @@ def finished_state(target: LoadedTarget, drafter: LoadedDrafter, prompt: list[in
 
 @pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16], ids=lambda p: p.name)
 def test_shape_matched_plain_decoding_equals_rounds_of_refused_drafts_bit_for_bit(precision: Precision) -> None:
-    """Same shapes, same numbers: every key and value that the target ever computed, in every layer."""
+    """Equal shapes give equal bits of every key and value, in every layer."""
     target = tiny.target(13, precision=precision)
     prompt = PROMPTS[0]
     plain = finished_state(target, LoadedDrafter(Plain(num_nodes=5)), prompt)
@@ -165,7 +166,7 @@ def test_shape_matched_plain_decoding_equals_rounds_of_refused_drafts_bit_for_bi
 
 @pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16, MIXED], ids=lambda p: p.name)
 def test_accepted_drafts_leave_the_numbers_of_plain_decoding_bit_for_bit(precision: Precision) -> None:
-    """A token that was verified in a block found those before it in the slots where plain decoding has them."""
+    """A token verified in a block reads the tokens before it from the same slots as plain decoding."""
     target = tiny.target(13, precision=precision)
     prompt = PROMPTS[0]
     plain = finished_state(target, LoadedDrafter(Plain(num_nodes=5)), prompt)

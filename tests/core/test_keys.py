@@ -2,7 +2,7 @@
 
 The acceptance rule gives the right output distribution only if no two decisions share random numbers. Frequencies show
 shared numbers only where they change a frequency. So these tests record every random number that a run draws, with the
-key that it was drawn from and how that key was derived.
+key that it was derived from and the history of that key.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ PROBABILISTIC = DraftSampling.PROBABILISTIC
 DIGITS = num_digits(80)
 
 # For each function that draws: what it decides, which numbers are folded into the row's key, and how many uniforms it
-# draws. `n` is
-# the length of the row, its last token included; K drafted tokens, N nodes with the root, U digits of an id and W of a
-# draft id.
+# draws. `n` is the length of the row, its last token included; K is the number of drafted tokens, N of nodes with the
+# root, U of digits of an id and W of digits of a draft id.
 LEDGER = {
     "loop._prefill": ("the first token", "n, 1", "U"),
     "drafters.grow.sample_chain": ("the drafted tokens of a chain", "n, 0", "K * W"),
@@ -52,22 +51,22 @@ LEDGER = {
     "acceptance.verification_uniforms": ("which nodes are accepted, and the next token", "n, 1", "N + U"),
     "verifiers.simulated.__call__": ("how many tokens simulated acceptance takes", "n, 1, 0", "1"),
 }
-Use = tuple[str, tuple[int, ...], int]  # who draws, the row and what was folded into its key, how many uniforms
+Use = tuple[str, tuple[int, ...], int]  # the function, the row and the numbers folded into its key, the uniforms
 
 
 def use(who: str, row: int, length: int, sizes: dict[str, int]) -> Use:
-    """An entry of the ledger, in numbers."""
+    """Returns an entry of the ledger in numbers."""
     _, folds, count = LEDGER[who]
     folded = tuple(length if fold == "n" else int(fold) for fold in folds.split(", "))
     return who, (row, *folded), eval(count, {}, sizes)
 
 
 class Ledger:
-    """Keys with their history, and who drew from them.
+    """Keys with their history, and the functions that drew from them.
 
     Attributes:
-        history: Of each key by its words; a row's own key has the row's.
-        uses: Who drew from which key, and how much.
+        history: The folds of each key, by the words of the key; the key of a row has the row alone.
+        uses: The function, the key and the number of uniforms of every draw.
     """
 
     def __init__(self, keys: jax.Array) -> None:
@@ -77,7 +76,7 @@ class Ledger:
 
     @property
     def uses(self) -> list[Use]:
-        """In no order: a device reports when it likes."""
+        """In no order, because devices report asynchronously."""
         jax.effects_barrier()
         known = dict(self.history)
         before = -1
@@ -98,7 +97,7 @@ def words(key: Any) -> bytes:
 
 @contextlib.contextmanager
 def recorded(keys: jax.Array) -> Iterator[Ledger]:
-    """Whatever is drawn in here, by `uniforms` or past it; a program must be compiled in here to be seen."""
+    """Records every random number, from `uniforms` or elsewhere, of programs that are compiled inside this context."""
     ledger = Ledger(keys)
     fold_in = jax.random.fold_in
     bits = jax.random.bits
@@ -136,41 +135,42 @@ def recorded(keys: jax.Array) -> Iterator[Ledger]:
 
 
 def caller() -> str:
-    """The function of the library outside ``sampling`` and ``kernels`` that asks."""
+    """Returns the calling function of the library outside ``sampling`` and ``kernels``."""
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(LIBRARY) and path.name not in ("sampling.py", "kernels.py"):
             return f"{'.'.join(path.relative_to(LIBRARY).with_suffix('').parts)}.{frame.f_code.co_name}"
         frame = frame.f_back
-    return "somebody else"
+    return "a caller outside the library"
 
 
 CHAIN = "drafters.grow.sample_chain"
 TREE = "drafters.static_tree.sample_static_tree"
 
 
-def drawn_chain(**options: Any) -> LoadedDrafter:
+def sampled_chain(**options: Any) -> LoadedDrafter:
     return WORLD.drafter(Chain(3), draft_sampling=PROBABILISTIC, **options)
 
 
-# A drafter, options of the decoder, who draws beside the verifier, and sizes that are not those of the drafter.
+# A drafter, options of the decoder, functions that draw in addition to the verifier, and sizes that override the
+# drafter's.
 CASES: dict[str, tuple[Callable[[], LoadedDrafter], dict[str, Any], tuple[str, ...], dict[str, int]]] = {
     "plain decoding": (lambda: LoadedDrafter(Plain()), {}, (), {}),
     "the likeliest tokens": (lambda: WORLD.drafter(Chain(3)), {}, (), {}),
-    "a drawn chain": (drawn_chain, {}, (CHAIN,), {}),
-    "a drawn chain of 50 tokens": (lambda: drawn_chain(ids=tuple(range(50))), {}, (CHAIN,), {"W": 1}),
-    "a drawn tree": (lambda: WORLD.drafter(tiny.STATIC_TREE, draft_sampling=PROBABILISTIC), {}, (TREE,), {}),
-    "block verification": (drawn_chain, {"verifier": BlockVerification()}, (CHAIN,), {}),
+    "a sampled chain": (sampled_chain, {}, (CHAIN,), {}),
+    "a sampled chain of 50 tokens": (lambda: sampled_chain(ids=tuple(range(50))), {}, (CHAIN,), {"W": 1}),
+    "a sampled tree": (lambda: WORLD.drafter(tiny.STATIC_TREE, draft_sampling=PROBABILISTIC), {}, (TREE,), {}),
+    "block verification": (sampled_chain, {"verifier": BlockVerification()}, (CHAIN,), {}),
     "simulated acceptance": (
-        drawn_chain,
+        sampled_chain,
         {"verifier": SimulatedAcceptance.of_conditional_rate(0.6, 3)},
         (CHAIN, "verifiers.simulated.__call__"),
         {},
     ),
-    "typical acceptance": (drawn_chain, {"verifier": TypicalAcceptance(draws_next=True)}, (CHAIN,), {}),
+    "typical acceptance": (sampled_chain, {"verifier": TypicalAcceptance(draws_next=True)}, (CHAIN,), {}),
     "a schedule": (
-        drawn_chain,
+        sampled_chain,
         {"schedule": SpeculationSchedule(((1, 1, 3), (2, 4, 2)))},
         (CHAIN,),
         {"K": 2, "N": 3},
@@ -180,21 +180,23 @@ CASES: dict[str, tuple[Callable[[], LoadedDrafter], dict[str, Any], tuple[str, .
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_key_is_used_once_and_as_documented_with(name: str) -> None:
-    """A prefill and some rounds draw what the ledger says, and from no key twice."""
+    """A prefill and some rounds draw the numbers of the ledger, and use no key twice."""
     drafter, options, drawing, sizes = CASES[name]
     decoder = SpeculativeDecoder(WORLD.target, drafter(), stop_tokens=(), **options)
     loop = dataclasses.replace(decoder.loop, sampling_mode=SamplingMode.TEMPERATURE)
     sizes = {"N": loop.drafter.num_nodes, "K": loop.drafter.max_depth, "U": DIGITS, "W": DIGITS} | sizes
     batch = tiny.prompts(PROMPTS, limit=99, sampling=SamplingParams(temperature=0.9), seed=7)
-    go_on: dict[Any, Any] = {}
+    steps: dict[Any, Any] = {}
     with recorded(batch.keys) as ledger:
         state = jax.jit(functools.partial(loop.prefill, capacity=64))(decoder.params, batch)
         expected = [use("loop._prefill", row, len(prompt), sizes) for row, prompt in enumerate(PROMPTS)]
         for _ in range(ROUNDS):
             for row, length in enumerate(np.asarray(state.length).tolist()):
                 expected += [use(who, row, length, sizes) for who in ("acceptance.verification_uniforms", *drawing)]
-            now = loop.at(state)  # of a schedule, the stage
-            state = go_on.setdefault(now, jax.jit(lambda *of, now=now: now.step(*of).state))(decoder.params, state)
+            stage = loop.at(state)  # of a schedule; otherwise the loop itself
+            step = lambda params, state, stage=stage: stage.step(params, state).state
+            compiled = steps.setdefault(stage, jax.jit(step))
+            state = compiled(decoder.params, state)
         assert np.asarray(state.running).all()
         judged(name, ledger, expected)
 
@@ -224,5 +226,6 @@ def test_every_drafter_draws_once_from_the_key_that_it_is_given(name: str) -> No
 
 def test_the_ledger_is_the_one_in_the_documentation() -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "algorithm.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("|") and any(f"`{who}`" in line for who in LEDGER)]
-    assert rows == [f"| {what} | `{who}` | {folds} | {count} |" for who, (what, folds, count) in LEDGER.items()]
+    table = [line for line in page.splitlines() if line.startswith("|")]
+    rows = [line for line in table if any(f"`{who}`" in line for who in LEDGER)]
+    assert rows == [f"| {decision} | `{who}` | {folds} | {count} |" for who, (decision, folds, count) in LEDGER.items()]

@@ -1,4 +1,4 @@
-"""The loop: one program, no host in it, caches in place, and every row on its own."""
+"""The loop is one program without the host, updates caches in place, and keeps rows independent."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ PROMPTS = tiny.random_prompts(4, 13, seed=2, low=2)
 
 
 def host_calls(jaxpr: Any) -> set[str]:
-    """Primitives through which a program talks to the host, in a jaxpr and everything inside it."""
-    found = set()
+    """Returns the primitives that call the host, in a jaxpr and everything inside it."""
+    primitives = set()
     for equation in jaxpr.eqns:
         if "callback" in equation.primitive.name or equation.primitive.name in ("infeed", "outfeed", "debug_print"):
-            found.add(equation.primitive.name)
+            primitives.add(equation.primitive.name)
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
-                found |= host_calls(inner)
-    return found
+                primitives |= host_calls(inner)
+    return primitives
 
 
 @dataclasses.dataclass(frozen=True)
 class Chatty(NGram):
-    """A drafter that asks the host something in every round."""
+    """A drafter that calls the host in every round."""
 
     def propose(self, params: Any, state: Any, keys: Any, sampling: Any) -> Any:
         jax.debug.callback(lambda _: None, state.length)
@@ -98,13 +98,14 @@ def test_prompts_at_the_edge_of_a_bucket_are_decoded_alike(length: int) -> None:
     padded = np.zeros((1, 160), np.int32)
     padded[0, :length] = prompt
     for token in tokens:
-        assert token == int(tiny.forward(TARGET.model, TARGET.params, jnp.array(padded))[0][0, length - 1].argmax())
+        logits, _ = tiny.forward(TARGET.model, TARGET.params, jnp.array(padded))
+        assert token == int(logits[0, length - 1].argmax())
         padded[0, length] = token
         length += 1
 
 
 def lowered(function: Any, *args: Any, **static: Any) -> Any:
-    """Lowering fills structures with descriptions of arrays, which the shape checks would refuse."""
+    """Lowers a function without shape checks, because structures then hold descriptions of arrays."""
     with tiny.unchecked():
         return function.lower(*args, **static)
 
@@ -132,7 +133,7 @@ def test_caches_are_updated_in_place(function: Any) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", ["plain", "chain", "tree", "fallback"])
 def test_no_cache_is_copied_inside_the_loop(name: str, batch: int) -> None:
-    """What memory analysis cannot show: it looks at what enters and leaves, and a loop may copy in every round."""
+    """Memory analysis sees the arguments and results of a program, and cannot show copies in every round of a loop."""
     drafter = {
         "plain": LoadedDrafter(Plain()),
         "chain": tiny.eagle3(TARGET, Chain(3)),
@@ -152,25 +153,25 @@ def finish_reasons(outcome: loops.Outcome) -> list[FinishReason]:
 
 
 def test_every_row_has_stop_tokens_of_its_own() -> None:
-    """-1 fills up those of rows with fewer, and is no token; other stops are no other program."""
+    """-1 fills up the stop tokens of rows with fewer, and is no token."""
     loop, params = tiny.bind(TARGET, test_greedy.DRAFTERS["a perfect drafter"]())
     batch = tiny.prompts(test_greedy.PROMPTS, limit=test_greedy.LIMITS)
-    own = [(3, 9), (3,), (9,), ()]
-    stops = [own[row % len(own)] for row in range(len(test_greedy.PROMPTS))]
+    stop_lists = [(3, 9), (3,), (9,), ()]
+    stops = [stop_lists[row % len(stop_lists)] for row in range(len(test_greedy.PROMPTS))]
     padded = jnp.asarray([(*row, -1, -1)[:2] for row in stops], jnp.int32)
     outcome = loops.generate(loop, params, batch.replace(stop_tokens=padded), capacity=48 + loop.drafter.num_nodes)
-    wanted = [test_greedy.expected(row)[index] for index, row in enumerate(stops)]
-    assert tiny.outputs(outcome, batch) == wanted
-    assert wanted not in [test_greedy.expected(row) for row in own]
+    expected = [test_greedy.expected(row)[index] for index, row in enumerate(stops)]
+    assert tiny.outputs(outcome, batch) == expected
+    assert expected not in [test_greedy.expected(row) for row in stop_lists]
 
 
 @pytest.mark.parametrize("name", ["a perfect drafter", "a random static tree"])
 def test_rows_end_for_their_own_reason(name: str) -> None:
     stopped = test_greedy.check_greedy_output(name, stops=(3, 9))
     rows = test_greedy.expected((3, 9))
-    wanted = [FinishReason.STOP if row[-1] in (3, 9) else FinishReason.LENGTH for row in rows]
-    assert finish_reasons(stopped) == wanted
-    assert set(wanted) == {FinishReason.STOP, FinishReason.LENGTH}
+    expected = [FinishReason.STOP if row[-1] in (3, 9) else FinishReason.LENGTH for row in rows]
+    assert finish_reasons(stopped) == expected
+    assert set(expected) == {FinishReason.STOP, FinishReason.LENGTH}
 
 
 def test_a_single_token_needs_no_round() -> None:
@@ -215,16 +216,16 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_the_batch_size(
 ) -> None:
     decoder = SpeculativeDecoder(TARGET, drafter)
     together = decoder.generate(PROMPTS, max_new_tokens=12, sampling=sampling, seed=3).tokens
-    alone = decoder.generate(PROMPTS[0], max_new_tokens=12, sampling=sampling, seed=3).tokens[0]
+    single = decoder.generate(PROMPTS[0], max_new_tokens=12, sampling=sampling, seed=3).tokens[0]
     others = decoder.generate([PROMPTS[0], [1], [2] * 9, [3]], max_new_tokens=12, sampling=sampling, seed=3).tokens
-    assert together[0] == alone == others[0]
+    assert together[0] == single == others[0]
 
 
 def test_a_greedy_batch_pays_nothing_for_a_drafter_that_can_sample() -> None:
     batch = tiny.prompts(PROMPTS, limit=8)
 
     def program(draft_sampling: DraftSampling, sampling_mode: SamplingMode) -> tuple[bool, float]:
-        """Whether it makes random numbers, and its arithmetic."""
+        """Returns whether a program makes random numbers, and the number of its operations."""
         drafter = tiny.eagle3(TARGET, Chain(3), draft_sampling=draft_sampling)
         loop, params = tiny.bind(TARGET, drafter, sampling_mode=sampling_mode)
         compiled = lowered(loops.generate, loop, params, batch, capacity=64).compile()
@@ -232,7 +233,8 @@ def test_a_greedy_batch_pays_nothing_for_a_drafter_that_can_sample() -> None:
         return "threefry" in compiled.as_text(), costs["flops"] + costs["transcendentals"]
 
     random, work = program(DraftSampling.PROBABILISTIC, SamplingMode.GREEDY)
-    assert not random and work <= program(DraftSampling.GREEDY, SamplingMode.GREEDY)[1]
+    assert not random
+    assert work <= program(DraftSampling.GREEDY, SamplingMode.GREEDY)[1]
     random, more = program(DraftSampling.PROBABILISTIC, SamplingMode.TEMPERATURE)
     assert random and more > work, "the test cannot see the cost of sampling"
 
@@ -248,9 +250,9 @@ def test_rounds_between_two_checks_change_nothing() -> None:
 def test_a_row_put_into_a_live_batch_goes_on_as_if_alone() -> None:
     loop, params = tiny.bind(TARGET, tiny.eagle3(TARGET, TREE), sampling_mode=SamplingMode.TRUNCATED)
     batch = tiny.prompts(PROMPTS, limit=10, sampling=SAMPLING, width=12)
-    alone = loops.generate(loop, params, batch, capacity=48)
+    undisturbed = loops.generate(loop, params, batch, capacity=48)
     newcomer = tiny.prompts([[7, 7, 1]], limit=10, sampling=SAMPLING, seed=8, width=12)
-    lonely = loops.generate(loop, params, newcomer, capacity=48)
+    newcomer_alone = loops.generate(loop, params, newcomer, capacity=48)
 
     state = loops.prefill(loop, params, batch, capacity=48)
     for _ in range(2):
@@ -262,20 +264,20 @@ def test_a_row_put_into_a_live_batch_goes_on_as_if_alone() -> None:
         state = loops.step(loop, params, state).state
     assert loops.step._cache_size() == programs
     for row in (0, 2, 3):
-        assert np.array_equal(state.tokens[row, :24], alone.tokens[row, :24])
-    assert np.array_equal(state.tokens[1], lonely.tokens[0])
+        assert np.array_equal(state.tokens[row, :24], undisturbed.tokens[row, :24])
+    assert np.array_equal(state.tokens[1], newcomer_alone.tokens[0])
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLING], ids=["greedy", "sampled"])
 def test_a_stream_writes_what_generate_writes(sampling: SamplingParams) -> None:
     decoder = SpeculativeDecoder(TARGET, tiny.eagle3(TARGET, TREE))
     options = {"max_new_tokens": 12, "sampling": sampling, "seed": 4}
-    whole = decoder.generate(PROMPTS[0], **options)
+    result = decoder.generate(PROMPTS[0], **options)
     chunks = list(decoder.stream(PROMPTS[0], **options))
-    assert [token for chunk in chunks for token in chunk.tokens] == whole.tokens[0]
+    assert [token for chunk in chunks for token in chunk.tokens] == result.tokens[0]
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [FinishReason.RUNNING] * (len(chunks) - 1)
-    assert chunks[-1].finish_reason is whole.rows[0].finish_reason
-    assert chunks[-1].stats.to_json() == whole.stats.to_json()
+    assert chunks[-1].finish_reason is result.rows[0].finish_reason
+    assert chunks[-1].stats.to_json() == result.stats.to_json()
 
 
 def test_counters_count_what_was_accepted_before_a_limit_cut_it() -> None:
@@ -283,7 +285,8 @@ def test_counters_count_what_was_accepted_before_a_limit_cut_it() -> None:
     loop, params = tiny.bind(TARGET, test_greedy.scripted(0))
     batch = tiny.prompts(test_greedy.PROMPTS, limit=[3] * len(test_greedy.PROMPTS))
     outcome = loops.generate(loop, params, batch, capacity=64)
-    assert len(tiny.outputs(outcome, batch)[0]) == 3 and prompt
+    assert len(tiny.outputs(outcome, batch)[0]) == 3
+    assert prompt
     # One token from the prefill, then one round that accepts all four drafts, of which the limit leaves two.
     assert outcome.stats.num_accepted_tokens.tolist() == [4] * len(test_greedy.PROMPTS)
     assert outcome.stats.num_accepted_tokens_per_pos.tolist() == [[1, 1, 1, 1]] * len(test_greedy.PROMPTS)
@@ -291,9 +294,9 @@ def test_counters_count_what_was_accepted_before_a_limit_cut_it() -> None:
 
 def test_merged_statistics_sum_counters_and_never_average_rates() -> None:
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
-    both = (10, 20, 15, [9, 6]), (1, 2, 0, [0, 0])
+    counters = (10, 20, 15, [9, 6]), (1, 2, 0, [0, 0])
     merged = SpeculationStats.merge(
-        [SpeculationStats(**dict(zip(names, map(np.array, one), strict=True))) for one in both]
+        [SpeculationStats(**dict(zip(names, map(np.array, values), strict=True))) for values in counters]
     )
     assert merged.to_json()["num_drafts"] == 11
     assert merged.mean_acceptance_length == pytest.approx(1 + 15 / 11)
@@ -315,7 +318,9 @@ def test_drafting_by_sampling_is_chosen_where_there_is_something_to_draw_from() 
     head = tiny.eagle3(TARGET, TREE)
     sampled = DraftSampling.PROBABILISTIC
     chosen = SpeculativeDecoder(TARGET, head, num_speculative_tokens=2, draft_sampling=sampled).loop.drafter
-    assert (chosen.topology, chosen.draft_sampling) == (Chain(2), sampled)
+    assert chosen.topology == Chain(2)
+    assert chosen.draft_sampling == sampled
     assert SpeculativeDecoder(TARGET, LoadedDrafter(chosen, head.params)).loop.drafter is chosen
     back = SpeculativeDecoder(TARGET, LoadedDrafter(chosen), tree=TREE, draft_sampling=DraftSampling.GREEDY)
-    assert (back.loop.drafter.topology, back.loop.drafter.draft_sampling) == (TREE, DraftSampling.GREEDY)
+    assert back.loop.drafter.topology == TREE
+    assert back.loop.drafter.draft_sampling == DraftSampling.GREEDY

@@ -1,4 +1,4 @@
-"""Medusa heads: what they compute, what they read, and what they draft, against PyTorch and against numpy."""
+"""Medusa heads against PyTorch and numpy: the network, its inputs and its drafts."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ def test_the_network_is_that_of_its_independent_torch_twin(layers: int, bias: bo
     tensors = medusa_torch.tensors_of(heads)
     shape = {"vocab_size": 13, "draft_vocab_size": 13, "target_width": 16, "num_target_layers": 2}
     config = MedusaConfig(**shape, num_heads=3, num_layers=layers, bias=bias)
-    linear = lambda k, name: {
-        "kernel": tensors[f"{k}.{name}weight"].T,
-        **({"bias": tensors[f"{k}.{name}bias"]} if f"{k}.{name}bias" in tensors else {}),
-    }
-    head = {
-        "blocks": {k: {"layers": {n: linear(k, f"{n}.linear.") for n in range(layers)}} for k in range(3)},
-        "outputs": {k: linear(k, f"{layers}.") for k in range(3)},
-    }
+
+    def linear(name: str) -> dict[str, np.ndarray]:
+        kernel = {"kernel": tensors[f"{name}.weight"].T}
+        return kernel | ({"bias": tensors[f"{name}.bias"]} if f"{name}.bias" in tensors else {})
+
+    blocks = {k: {"layers": {n: linear(f"{k}.{n}.linear") for n in range(layers)}} for k in range(3)}
+    outputs = {k: linear(f"{k}.{layers}") for k in range(3)}
+    head = {"blocks": blocks, "outputs": outputs}
     drafter = MedusaDrafter(config)
     state = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)
     truth = medusa_torch.logits_of(heads, state)
     for count in (1, 3):
         ours = drafter.bind({"head": jax.tree.map(jnp.asarray, head)})(jnp.array(state), count)
-        assert np.abs(np.asarray(ours) - truth[:, :count]).max() < 1e-5 * np.abs(truth).max()
+        difference = np.asarray(ours) - truth[:, :count]
+        assert np.abs(difference).max() < 1e-5 * np.abs(truth).max()
 
 
 def read_off(head: dict, shared: bool, ids: np.ndarray, text: list[int], paths: list[tuple[int, ...]]) -> list[int]:
-    """The tokens of a tree behind a text, its last token the root: one full forward of the target, then numpy."""
+    """Returns the tokens of a tree after a text that ends with the root: one forward pass of the target, then numpy."""
     known = jnp.zeros((1, 48), jnp.int32).at[0, : len(text)].set(jnp.array(text))
     hidden = np.asarray(tiny.forward(TARGET.model, TARGET.params, known)[1][0, len(text) - 2])
     ranked = []
@@ -51,7 +52,9 @@ def read_off(head: dict, shared: bool, ids: np.ndarray, text: list[int], paths: 
         for layer in head["blocks"][k]["layers"].values():
             y = z @ np.asarray(layer["kernel"]) + np.asarray(layer.get("bias", 0.0))
             z = z + y / (1 + np.exp(-y))
-        ranked.append(ids[np.argsort(-(z @ np.asarray(head["outputs"][0 if shared else k]["kernel"])))])
+        output = head["outputs"][0 if shared else k]
+        logits = z @ np.asarray(output["kernel"])
+        ranked.append(ids[np.argsort(-logits)])
     return [int(ranked[len(path) - 1][path[-1]]) for path in paths]
 
 
@@ -64,10 +67,10 @@ def read_off(head: dict, shared: bool, ids: np.ndarray, text: list[int], paths: 
     ids=["a chain shorter than the heads", "a tree of a part of the vocabulary"],
 )
 def test_every_round_drafts_from_the_state_behind_the_last_committed_token(topology, variant) -> None:
-    of = tiny.medusa(TARGET, topology, seed=3, **variant)
-    table = np.asarray(of.params.get("draft_to_target", np.arange(13)))
+    heads = tiny.medusa(TARGET, topology, seed=3, **variant)
+    table = np.asarray(heads.params.get("draft_to_target", np.arange(13)))
     paths = [(0,) * depth for depth in (1, 2)] if isinstance(topology, Chain) else list(topology.paths)
-    loop, params = tiny.bind(TARGET, of)
+    loop, params = tiny.bind(TARGET, heads)
     state = loops.prefill(loop, params, tiny.prompts(PROMPTS, limit=20), capacity=48)
     lengths = []
     for _ in range(6):
@@ -78,15 +81,16 @@ def test_every_round_drafts_from_the_state_behind_the_last_committed_token(topol
         after = loops.step(loop, params, state)
         state = after.state
         for row, text in enumerate(texts):
-            wanted = read_off(of.params["head"], variant.get("shared_output", False), table, text, paths)
-            assert after.draft.tokens[row].tolist() == [text[-1], *wanted]
+            expected = read_off(heads.params["head"], variant.get("shared_output", False), table, text, paths)
+            assert after.draft.tokens[row].tolist() == [text[-1], *expected]
     steps = np.diff(np.array(lengths), axis=0)
     assert steps.max() > 1 or not isinstance(topology, StaticTree), "nothing was accepted, so nothing was rolled back"
 
 
 def test_unasked_every_head_drafts_from_the_final_state() -> None:
-    of = tiny.medusa(TARGET)
-    assert of.drafter.topology == Chain(4) and of.drafter.aux_layers == (3,)
+    heads = tiny.medusa(TARGET)
+    assert heads.drafter.topology == Chain(4)
+    assert heads.drafter.aux_layers == (3,)
 
 
 # The authors' own order, which is that in which they added nodes.
@@ -102,7 +106,8 @@ def test_the_published_trees_have_63_nodes_and_names() -> None:
     of_medusa = {name: tree for name, tree in PUBLISHED_TREES.items() if name.startswith("medusa-")}
     assert len(of_medusa) == 8
     for name, tree in of_medusa.items():
-        assert (tree.num_nodes, max(max(path) for path in tree.paths)) == (64, 9)
+        assert tree.num_nodes == 64
+        assert max(max(path) for path in tree.paths) == 9
         assert tree.max_depth == (3 if name == "medusa-vicuna-33b-stage1" else 4)
         assert tree_name(tree) == f"tree {name}"
     assert tree_name(tiny.STATIC_TREE) == "tree N=7 G=3"

@@ -1,4 +1,4 @@
-"""On a mesh of devices: the same tokens, few things that move, one line where it does not fit."""
+"""A mesh of devices gives the same tokens with few collectives; errors of a wrong mesh are one line."""
 
 from __future__ import annotations
 
@@ -27,43 +27,43 @@ HERE = Path(__file__).parent.parent / "helpers"
 
 
 def environment(devices: int) -> dict[str, str]:
-    """Of a process with so many virtual devices, whose programs cost little to compile."""
+    """Returns the variables of a process with virtual devices that compiles quickly."""
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     path = os.pathsep.join([str(HERE.parent.parent), str(HERE)])
     return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
 
 
-def asked(script: str, *names: str) -> dict[str, Any]:
-    """What eight devices say to a script of ``tests/helpers``."""
+def run_on_eight_devices(script: str, *names: str) -> dict[str, Any]:
+    """Runs a script of ``tests/helpers`` on eight devices and returns its results."""
     # Compilation is most of it; a second run finds its programs where this suite keeps them.
-    kept = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
-    kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
+    cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     command = [sys.executable, HERE / script, *names]
-    done = subprocess.run(command, env=environment(8) | kept, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment(8) | cache, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return asked("on_a_mesh.py")
+def results() -> dict[str, Any]:
+    return run_on_eight_devices("on_a_mesh.py")
 
 
-def test_eight_devices_write_what_one_writes(found: dict[str, Any]) -> None:
-    assert found["same"] == dict.fromkeys(found["same"], True)
-    assert len(found["same"]) == 15
+def test_eight_devices_write_what_one_writes(results: dict[str, Any]) -> None:
+    assert results["same"] == dict.fromkeys(results["same"], True)
+    assert len(results["same"]) == 15
 
 
-def test_a_step_adds_twice_a_layer_and_moves_nothing_large(found: dict[str, Any]) -> None:
-    """Two target layers; the head's layer runs for two levels and once more for what was accepted."""
-    steps = found["steps"]
+def test_a_step_adds_twice_a_layer_and_moves_nothing_large(results: dict[str, Any]) -> None:
+    """The target has two layers; the head's layer runs for two levels and once for the accepted tokens."""
+    steps = results["steps"]
     layers = 2 * (2 + 2 + 1)
     for name, step in steps.items():
         assert not step["moves"].keys() & {"collective-permute", "all-to-all", "reduce-scatter"}, name
         assert step["largest"] < step["keys"], name
     # The largest logit and the lowest id that has it, of three drafted tokens and of the verification.
     assert steps["chain"]["moves"] == {"all-reduce": layers + 2 * 4}
-    # Beside them the sums of two levels of draft probabilities; a greedy verification looks for its largest logits.
+    # In addition: the sums of two levels of draft probabilities. A greedy verification looks for its largest logits.
     assert steps["tree"]["moves"]["all-reduce"] == layers + 2 + 2
     assert steps["tree, sampled"]["moves"]["all-reduce"] == layers + 2
     # Every lookup in a table that is divided is one more: two levels, what was accepted, the target's own.
@@ -73,18 +73,19 @@ def test_a_step_adds_twice_a_layer_and_moves_nothing_large(found: dict[str, Any]
         assert steps[name]["moves"] == {}, name
 
 
-def test_a_prefill_in_parts_moves_what_a_prefill_moves(found: dict[str, Any]) -> None:
+def test_a_prefill_in_parts_moves_what_a_prefill_moves(results: dict[str, Any]) -> None:
     """Groups of four rows, one of each device of the data axis after the other: rows stay where they are."""
-    whole, parts = found["prefills"]
-    assert whole == parts and parts.keys() == {"all-reduce"}
+    at_once, parts = results["prefills"]
+    assert at_once == parts
+    assert parts.keys() == {"all-reduce"}
 
 
 def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:
-    """The shipped pair, whose two key heads go to two devices each of two processes."""
+    """The two key heads of the bundled pair are divided over two devices in each of two processes."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("def f(x):\n", "class Stack:\n")))
     command = ["generate", "--prompts", prompts, "--json", "--batch-size", "2", "--max-new-tokens", "8"]
-    code, alone, _ = cli(*command, "--trace", tmp_path / "alone.json", "--compilation-cache", "none")
+    code, single_process, _ = cli(*command, "--trace", tmp_path / "alone.json", "--compilation-cache", "none")
     assert code == 0
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -96,17 +97,17 @@ def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         arguments = [sys.executable, "-m", "eagle3_jax", *map(str, [*command, *options])]
         processes.append(subprocess.Popen(arguments, env=environment(2), **pipes))
-    (first, said), (second, _) = (process.communicate(timeout=300) for process in processes)
-    assert [process.returncode for process in processes] == [0, 0], said[-2000:]
+    (first, errors), (second, _) = (process.communicate(timeout=300) for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], errors[-2000:]
     assert second == ""
     ids = lambda out: [json.loads(line)["token_ids"] for line in out.splitlines()]
-    assert ids(first) == ids(alone)
+    assert ids(first) == ids(single_process)
     assert (tmp_path / "0.json").read_text() == (tmp_path / "alone.json").read_text()
     assert not (tmp_path / "1.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--mesh", "model=2"], "--mesh model=2: a mesh of model=2,data=1 needs 2 devices and there is 1 (CPU)"),
         (["--distributed", "auto"], "--distributed was given without --mesh"),
@@ -114,18 +115,18 @@ def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:
         (["--distributed", "coordinator=a:1,processes=2,process=2", "--mesh", "model=1"], "expected 0 to 1"),
     ],
 )
-def test_the_command_line_says_in_one_line_what_is_wrong(options: list[str], said: str, refused: Any) -> None:
-    assert said in refused("generate", "x", *options)
+def test_the_command_line_says_in_one_line_what_is_wrong(options: list[str], message: str, refused: Any) -> None:
+    assert message in refused("generate", "x", *options)
 
 
 def test_a_target_that_names_no_axes_is_held_whole_and_its_rows_are_divided() -> None:
     mesh = AbstractMesh((2, 4), MESH_AXES)
     target = recurrent.target()
-    places = jax.tree.leaves(param_shardings(mesh, target.model, target.params))
-    assert all(place.spec == PartitionSpec() for place in places)
+    shardings = jax.tree.leaves(param_shardings(mesh, target.model, target.params))
+    assert all(sharding.spec == PartitionSpec() for sharding in shardings)
     cache = target.model.init_cache(8, 16)
     with tiny.unchecked():  # a tree of shardings where arrays are announced
-        assert {place.spec[0] for place in jax.tree.leaves(row_shardings(mesh, cache))} == {"data"}
+        assert {sharding.spec[0] for sharding in jax.tree.leaves(row_shardings(mesh, cache))} == {"data"}
 
 
 def test_what_is_shared_stays_one_array() -> None:
@@ -135,7 +136,7 @@ def test_what_is_shared_stays_one_array() -> None:
 
 
 def test_the_host_holds_one_array_at_a_time(tmp_path: Path) -> None:
-    """Numpy reports what it allocates to tracemalloc; what JAX keeps is counted only where it keeps numpy's own."""
+    """Tracemalloc counts the arrays of numpy; arrays of JAX are counted only if they share numpy's memory."""
     layers = uniform(12, GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=64), GatedMLP(width=512))
     config = dataclasses.replace(TARGET, width=256, layers=layers)
     mesh = make_mesh(devices=jax.devices()[:1])

@@ -1,4 +1,4 @@
-"""examples/nano_eagle3.py, a decoder in one file of its own, gives the tokens and the counts of the library."""
+"""examples/nano_eagle3.py, a decoder in one separate file, gives the tokens and counts of the library."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def check_equal(directory: Path, shape: str, temperature: float, prompts: list[l
     config = config._replace(head_theta=of_head.theta)
     for seed, prompt in enumerate(prompts):
         with tiny.unchecked():
-            asked = {"max_new_tokens": 48, "sampling": e3.SamplingParams(temperature=temperature), "seed": seed}
-            row = decoder.generate(prompt, **asked).rows[0]
+            request = {"max_new_tokens": 48, "sampling": e3.SamplingParams(temperature=temperature), "seed": seed}
+            row = decoder.generate(prompt, **request).rows[0]
         options = {"config": config, "shape": small, "max_new_tokens": 48, "temperature": temperature}
         with jax.numpy_dtype_promotion("standard"):
             state = nano.generate(w, head, jnp.array(prompt), seed, **options)

@@ -13,29 +13,29 @@ from eagle3_jax.types import Draft, SamplingParams
 
 
 def looked_up(tokens: list[int], drafter: NGram) -> list[int]:
-    """What followed one earlier occurrence of the longest suffix that occurred before."""
+    """Returns the tokens after one earlier occurrence of the longest repeated suffix."""
     for size in range(min(drafter.max_ngram, len(tokens) - 1), drafter.min_ngram - 1, -1):
-        ends = range(size, len(tokens))
-        for end in ends if drafter.earliest else reversed(ends):
-            if tokens[end - size : end] == tokens[-size:]:
-                return tokens[end : end + drafter.num_speculative_tokens]
+        positions = range(size, len(tokens))
+        for position in positions if drafter.earliest else reversed(positions):
+            if tokens[position - size : position] == tokens[-size:]:
+                return tokens[position : position + drafter.num_speculative_tokens]
     return []
 
 
 def propose(drafter: NGram | Suffix, rows: list[list[int]], capacity: int = 24) -> Draft:
-    """Show each row in two pieces, as a prompt and a round do."""
+    """Shows each row in two pieces, like a prompt and a round, and proposes."""
     state = drafter.init(None, len(rows), capacity)
     for part in (lambda row: row[: len(row) // 2 + 1], lambda row: row[len(row) // 2 :]):
         pieces = [part(row) for row in rows]
         tokens = np.zeros((len(rows), max(map(len, pieces)) - 1 or 1), np.int32)
         for index, piece in enumerate(pieces):
             tokens[index, : len(piece) - 1] = piece[:-1]
-        ends = [len(piece) - 1 for piece in pieces], [piece[-1] for piece in pieces]
-        seen = tiny.seen_of(tokens, np.zeros((*tokens.shape, 0, 4)), *ends)
+        lengths_and_roots = [len(piece) - 1 for piece in pieces], [piece[-1] for piece in pieces]
+        seen = tiny.seen_of(tokens, np.zeros((*tokens.shape, 0, 4)), *lengths_and_roots)
         state = jax.jit(drafter.observe)(None, state, seen)
-    return jax.jit(drafter.propose)(
-        None, state, jax.random.split(jax.random.key(0), len(rows)), per_row(SamplingParams(), len(rows))
-    )
+    keys = jax.random.split(jax.random.key(0), len(rows))
+    sampling = per_row(SamplingParams(), len(rows))
+    return jax.jit(drafter.propose)(None, state, keys, sampling)
 
 
 @pytest.mark.parametrize("earliest", [False, True])

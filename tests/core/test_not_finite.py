@@ -1,4 +1,4 @@
-"""A target whose logits are no distribution ends the row, says so, and leaves the other rows alone."""
+"""Logits without a distribution end their row with a reason and do not affect other rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAST = 12
 
 @dataclasses.dataclass(frozen=True)
 class Poisoned:
-    """The clean target, but for the logits after one token, which are all ``value``."""
+    """The clean target, except that all logits after one token are ``value``."""
 
     inner: Any
     token: int
@@ -48,7 +48,7 @@ class Poisoned:
 
 
 class AlwaysLast(FixedTree):
-    """Drafts the id that an argmax over NaN gives on CPUs."""
+    """Drafts the id that an argmax over NaN returns on CPUs."""
 
     def propose(self, params: Any, state: RootState, keys: Any, sampling: SamplingParams) -> Draft:
         return self.draft(state, jnp.full((state.root.shape[0], self.num_nodes), LAST, jnp.int32))
@@ -69,22 +69,24 @@ def poisoned(name: str, token: int, value: float) -> SpeculativeDecoder:
 
 
 def cut(text: list[int], token: int) -> list[int]:
-    """A text up to the first such token, which is the last that can be written."""
+    """Returns a text up to the first such token, which is the last that can be written."""
     return text[: text.index(token) + 1] if token in text else text
 
 
 @pytest.mark.parametrize(("name", "value"), [*((name, np.nan) for name in DRAFTERS), ("a dynamic tree", -np.inf)])
 def test_a_greedy_row_ends_where_there_is_no_distribution(name: str, value: float) -> None:
-    token = next(token for token in TEXTS[0][4:] if token not in (PROMPTS[1][-1], PROMPTS[0][-1]))
+    last_tokens = (PROMPTS[0][-1], PROMPTS[1][-1])
+    token = next(token for token in TEXTS[0][4:] if token not in last_tokens)
     decoder = poisoned(name, token, value)
-    found = decoder.generate(PROMPTS, max_new_tokens=24)
-    for row, prompt, text in zip(found.rows, PROMPTS, TEXTS, strict=True):
+    result = decoder.generate(PROMPTS, max_new_tokens=24)
+    for row, prompt, text in zip(result.rows, PROMPTS, TEXTS, strict=True):
         expected = [] if prompt[-1] == token else cut(text, token)
         ended = FinishReason.NOT_FINITE if len(expected) < 24 else FinishReason.LENGTH
-        assert (row.tokens, row.finish_reason) == (expected, ended)
+        assert row.tokens == expected
+        assert row.finish_reason == ended
     chunks = list(decoder.stream(PROMPTS[0], max_new_tokens=24))
-    assert [one for chunk in chunks for one in chunk.tokens] == found.rows[0].tokens
-    assert chunks[-1].finish_reason is found.rows[0].finish_reason
+    assert [token for chunk in chunks for token in chunk.tokens] == result.rows[0].tokens
+    assert chunks[-1].finish_reason is result.rows[0].finish_reason
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -96,14 +98,16 @@ def test_a_sampled_row_writes_nothing_after_it(name: str) -> None:
     for row, prompt in zip(rows, PROMPTS * 4, strict=True):
         assert LAST not in row.tokens[:-1]
         if len(row.tokens) < 24:
-            assert [*prompt, *row.tokens][-1] == LAST and row.finish_reason is FinishReason.NOT_FINITE
+            assert [*prompt, *row.tokens][-1] == LAST
+            assert row.finish_reason is FinishReason.NOT_FINITE
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_prompt_without_a_distribution_after_it_gets_no_token(name: str) -> None:
-    other = [0 if PROMPTS[0][-1] else 1]
-    rows = poisoned(name, PROMPTS[0][-1], np.nan).generate([PROMPTS[0], other], max_new_tokens=4).rows
-    assert (rows[0].tokens, rows[0].finish_reason) == ([], FinishReason.NOT_FINITE)
+    clean_prompt = [0 if PROMPTS[0][-1] else 1]
+    rows = poisoned(name, PROMPTS[0][-1], np.nan).generate([PROMPTS[0], clean_prompt], max_new_tokens=4).rows
+    assert rows[0].tokens == []
+    assert rows[0].finish_reason == FinishReason.NOT_FINITE
     assert rows[1].tokens
 
 
@@ -116,7 +120,8 @@ def test_the_command_line_says_so(tmp_path: Path, cli: Any) -> None:
     code, out, _ = cli(*arguments, "--json")
     assert code == 0
     row = json.loads(out)
-    assert (row["finish_reason"], row["token_ids"]) == ("not_finite", [])
+    assert row["finish_reason"] == "not_finite"
+    assert row["token_ids"] == []
     code, out, _ = cli(*arguments)
     assert code == 0
     assert "[not_finite: the target's logits are NaN or all minus infinity; check its weights and --dtype]" in out

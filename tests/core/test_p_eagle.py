@@ -1,4 +1,4 @@
-"""P-EAGLE heads: what they draft, beside a torch twin that runs everything in one forward, and how they come and go."""
+"""P-EAGLE heads: drafts compared with a torch twin that runs everything in one forward, and their files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def mask_hidden(head: Head) -> np.ndarray:
 
 
 def write(head: Head, directory: Path, dialect: str = "sglang", mask: str = "ptd_token_id") -> Path:
-    """A head as Amazon stores it, or as speculators does."""
+    """Writes a head as Amazon or speculators stores it."""
     head.write(directory, dialect)
     edit_tensors(directory, mask_hidden=mask_hidden(head))
     if dialect == "speculators":
@@ -53,28 +53,30 @@ def write(head: Head, directory: Path, dialect: str = "sglang", mask: str = "ptd
 
 @pytest.mark.parametrize("name", ["every option", "EAGLE-3.1's norms"])
 def test_drafts_are_those_of_one_forward_over_context_and_masks(tmp_path: Path, name: str) -> None:
-    """Three rounds of two ragged rows; each finds the mask rows of the one before behind what it knows."""
+    """Three rounds of two ragged rows; each round overwrites the mask rows of the round before."""
     head = HEADS[name]
     depth = 4
     checkpoint = conversion.read_head(write(head, tmp_path / "head"), TARGET)
     random = np.random.default_rng(3)
     features = random.normal(size=(2, 16, len(head.aux), head.target_width)).astype(np.float32)
     tokens = random.integers(0, 61, (2, 16))
-    own = checkpoint.embedding
-    embedding = random.normal(size=(61, head.width)).astype(np.float32) if own is None else own
+    own_embedding = checkpoint.embedding
+    embedding = random.normal(size=(61, head.width)).astype(np.float32) if own_embedding is None else own_embedding
 
     network = TorchHead(head, embedding)
     torch = network.torch
     masks = [np.tile(mask_hidden(head).reshape(1, len(head.aux), -1), (depth - 1, 1, 1))]
 
     def one_forward(row: int, known: int) -> np.ndarray:
-        """``[K V]``: the laws behind ``known`` features and the token after them."""
-        ids = torch.tensor([*tokens[row, 1 : known + 1].tolist(), *[MASK_TOKEN] * (depth - 1)])
-        rows = network.run(ids, network.fuse(np.concatenate([features[row, :known], *masks])))
-        law = network.logits(rows[-depth:]).softmax(-1)
-        whole = torch.zeros(depth, 61)
-        whole[:, network.chosen] = law
-        return whole.numpy()
+        """Returns ``[K V]``, the draft distributions after ``known`` features and the token after them."""
+        text = tokens[row, 1 : known + 1].tolist()
+        ids = torch.tensor(text + [MASK_TOKEN] * (depth - 1))
+        stream = network.fuse(np.concatenate([features[row, :known], *masks]))
+        rows = network.run(ids, stream)
+        softmax = network.logits(rows[-depth:]).softmax(-1)
+        full_rows = torch.zeros(depth, 61)
+        full_rows[:, network.chosen] = softmax
+        return full_rows.numpy()
 
     drafter = PEagleDrafter(checkpoint.config, Chain(depth), draft_sampling=DraftSampling.PROBABILISTIC)
     params = {"head": checkpoint.head, "embedding": embedding, "draft_to_target": checkpoint.draft_to_target}
@@ -89,9 +91,9 @@ def test_drafts_are_those_of_one_forward_over_context_and_masks(tmp_path: Path, 
     params = jax.tree.map(jnp.asarray, params)
     state = drafter.init(params, 2, 20)
     for known, seen in tiny.ragged_rounds(tokens, features, ((7, 4), (1, 3), (3, 0))):
-        state, laws = one_round(params, state, seen)
+        state, draft_probs = one_round(params, state, seen)
         for row in (0, 1):
-            np.testing.assert_allclose(laws[row, 1:], one_forward(row, int(known[row])), atol=1e-5)
+            np.testing.assert_allclose(draft_probs[row, 1:], one_forward(row, int(known[row])), atol=1e-5)
 
 
 @pytest.mark.parametrize("to", ["jax", "vllm", "speculators"])
@@ -103,8 +105,11 @@ def test_a_head_round_trips_bit_equal(tmp_path: Path, name: str, to: str) -> Non
     conversion.convert(directory, tmp_path / "out", to, TARGET)
     assert conversion.identify(tmp_path / "out") == "p-eagle"
     again = conversion.read_head(tmp_path / "out", TARGET)
-    assert again.config == source.config and again.config.mask_token_id == MASK_TOKEN
-    assert again.dialect == to and again.method == "p-eagle" and not again.note
+    assert again.config == source.config
+    assert again.config.mask_token_id == MASK_TOKEN
+    assert again.dialect == to
+    assert again.method == "p-eagle"
+    assert not again.note
     assert same_params(source.head, again.head)
     np.testing.assert_array_equal(source.draft_to_target, again.draft_to_target)
     assert (again.embedding is None) == (source.embedding is None)
@@ -123,7 +128,8 @@ def test_both_dialects_give_the_same_head(tmp_path: Path) -> None:
     directory = write(Head(layers=2), tmp_path / "b", "speculators", "mask_token_id")
     edit_config(directory, norm_before_residual=None)  # of these heads the default is no
     second = conversion.read_head(directory, TARGET)
-    assert first.config == second.config and second.dialect == "speculators"
+    assert first.config == second.config
+    assert second.dialect == "speculators"
     assert same_params(first.head, second.head)
 
 
@@ -144,10 +150,12 @@ def test_files_say_what_vllm_and_speculators_read(tmp_path: Path) -> None:
     assert "PEagle" not in values["architectures"][0]  # vLLM has no such class
     conversion.convert(directory, tmp_path / "spec", "speculators", TARGET)
     values = json.loads((tmp_path / "spec/config.json").read_text())
-    assert values["mask_token_id"] == MASK_TOKEN and values["speculators_model_type"] == "peagle"
+    assert values["mask_token_id"] == MASK_TOKEN
+    assert values["speculators_model_type"] == "peagle"
     assert values["transformer_layer_config"]["num_aux_hidden_states"] == 4
     assert values["transformer_layer_config"]["layer_types"] == ["sliding_attention", "full_attention"]
-    assert "model_type" not in values and values["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    assert "model_type" not in values
+    assert values["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

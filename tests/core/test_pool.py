@@ -46,7 +46,7 @@ def alone(decoder: e3.SpeculativeDecoder, request: PoolRequest) -> list[int]:
 
 
 def run(pool: Pool, requests: list[PoolRequest]) -> list[list[int]]:
-    """The tokens of all requests, in the order of the requests."""
+    """Returns the tokens of all requests, in the order of the requests."""
     tickets = [pool.submit(request) for request in requests]
     results: dict[int, list[int]] = {}
     while not pool.idle:
@@ -76,7 +76,8 @@ def test_requests_may_depend_on_results() -> None:
     pool = Pool(decoder, slots=2, capacity=64)
     prompt = [1, 2, 3]
     first = pool.submit(PoolRequest(prompt, 4))
-    assert (first, pool.free) == (0, 1)
+    assert first == 0
+    assert pool.free == 1
     results: dict[int, list[int]] = {}
     while not pool.idle:
         for ticket, tokens in pool.tick():
@@ -84,7 +85,8 @@ def test_requests_may_depend_on_results() -> None:
             if ticket == first:
                 pool.submit(PoolRequest([*prompt, *tokens], 5))
     assert results[0] + results[1] == decoder.generate(prompt, max_new_tokens=9).tokens[0]
-    assert (pool.free, pool.tick()) == (2, [])
+    assert pool.free == 2
+    assert pool.tick() == []
 
 
 def test_a_schedule_sees_the_rows_that_run() -> None:

@@ -1,4 +1,4 @@
-"""A prefill in parts: the state of one forward, bit for bit, in memory that neither rows nor squares of tokens fill."""
+"""A prefill in parts gives the state of one forward pass, bit for bit, in memory that does not grow with rows."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def _in_parts(patch: pytest.MonkeyPatch, *, tokens: int, scores: int) -> None:
     patch.setattr(attention, "_SCORES", scores)
 
 
-def _differ(one: GenerationState, other: GenerationState) -> list[str]:
-    """The leaves whose bits differ, what lies behind the committed tokens among them."""
-    pairs = zip(*map(jax.tree_util.tree_leaves_with_path, (one, other)), strict=True)
+def _differ(first: GenerationState, second: GenerationState) -> list[str]:
+    """Returns the leaves whose bits differ, the slots after the committed tokens included."""
+    pairs = zip(*map(jax.tree_util.tree_leaves_with_path, (first, second)), strict=True)
     return [
         jax.tree_util.keystr(path) for (path, leaf), (_, same) in pairs if not tiny.same_bits(*map(_bits, (leaf, same)))
     ]
@@ -64,34 +64,35 @@ def _case(name: str, precision: str) -> tuple[SpeculativeLoop, LoopParams, Any]:
 
 
 def test_a_prefill_in_parts_is_the_prefill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows at a time, and 64 queries of each: caches, first tokens and what the head keeps."""
-    given = _case(name, "float32")
-    whole = _prefilled(*given)
+    """Two rows and 64 queries at a time give the same caches, first tokens and state of the head."""
+    inputs = _case(name, "float32")
+    at_once = _prefilled(*inputs)
     _in_parts(monkeypatch, tokens=2 * FED, scores=1)
-    parts = _prefilled(*given)
+    parts = _prefilled(*inputs)
     if name not in NEARLY_EQUAL:
-        assert _differ(whole, parts) == []
+        assert _differ(at_once, parts) == []
         return
-    for one, other in zip(*map(jax.tree.leaves, (whole, parts)), strict=True):
-        np.testing.assert_allclose(_bits(one), _bits(other), rtol=1e-5, atol=1e-5)
+    for expected, leaf in zip(*map(jax.tree.leaves, (at_once, parts)), strict=True):
+        np.testing.assert_allclose(_bits(expected), _bits(leaf), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("of", BIT_EQUAL)
-def test_a_prefill_in_parts_is_the_prefill_in_bfloat16(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = _case(of, "bfloat16")
-    whole = _prefilled(*given)
+@pytest.mark.parametrize("family", BIT_EQUAL)
+def test_a_prefill_in_parts_is_the_prefill_in_bfloat16(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = _case(family, "bfloat16")
+    at_once = _prefilled(*inputs)
     _in_parts(monkeypatch, tokens=2 * FED, scores=1)
-    parts = _prefilled(*given)
-    differ = _differ(whole, parts)
-    if of != "gpt_oss":
+    parts = _prefilled(*inputs)
+    differ = _differ(at_once, parts)
+    if family != "gpt_oss":
         assert differ == []
         return
     # What reads its last layer differs by up to 2⁻⁷ of 3.9, half a unit in the last place of the largest: which
     # roundings between two operations XLA leaves out depends on what it fuses. Where it leaves out none
     # (xla_allow_excess_precision=false), nothing differs.
     assert set(differ) <= {".drafter.cache.layers[0].keys", ".drafter.cache.layers[0].values", ".drafter.output"}
-    for one, other in zip(*map(jax.tree.leaves, (whole.drafter, parts.drafter)), strict=True):
-        np.testing.assert_allclose(*(np.asarray(leaf, np.float32) for leaf in (one, other)), rtol=2**-6, atol=2**-6)
+    for expected, in_parts in zip(*map(jax.tree.leaves, (at_once.drafter, parts.drafter)), strict=True):
+        floats = (np.asarray(leaf, np.float32) for leaf in (in_parts, expected))
+        np.testing.assert_allclose(*floats, rtol=2**-6, atol=2**-6)
 
 
 def test_groups_divide_the_batch_and_keep_to_the_limits() -> None:
@@ -105,7 +106,8 @@ def test_groups_divide_the_batch_and_keep_to_the_limits() -> None:
             assert rows == 1 or rows * tokens <= groups.TOKENS
             assert rows == 1 or rows * capacity <= groups.SLOTS or rows * tokens <= groups.FEWEST_TOKENS
         assert rows * tokens <= groups.TOKENS or rows == 1
-    assert groups.rows_per_group(64, 2048, 4096) == 4 and groups.rows_per_group(64, 128, 4096) == 64
+    assert groups.rows_per_group(64, 2048, 4096) == 4
+    assert groups.rows_per_group(64, 128, 4096) == 64
 
 
 def test_a_mesh_divides_every_group() -> None:
@@ -116,7 +118,7 @@ def test_a_mesh_divides_every_group() -> None:
 
 
 def _temporary(fed: int, rows: int = 1) -> int:
-    """Bytes of a prefill beside arguments and results, on this CPU."""
+    """Returns the temporary bytes of a prefill, without its arguments and results, on this CPU."""
     jax.clear_caches()
     loop, params = tiny.bind(target := tiny.target(num_layers=1), tiny.eagle3(target))
     batch = tiny.prompts([[1]] * rows, limit=4, width=fed)
@@ -133,5 +135,6 @@ def test_temporary_memory_grows_neither_with_squares_of_tokens_nor_with_rows(mon
     long = _temporary(1024)
     many = _temporary(512, rows=8)
     # The masks, a byte for every pair and four while they are made, are all that is still quadratic.
-    assert long < before / 4 and long < 3 * short
+    assert long < before / 4
+    assert long < 3 * short
     assert many < 3 * short

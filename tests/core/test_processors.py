@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-import test_sampling_law
+import test_sampling_distribution
 import tiny
 
 from eagle3_jax import FinishReason, SamplingParams, SpeculativeDecoder, check_target
@@ -26,27 +26,27 @@ from eagle3_jax.sampling import row_keys
 from eagle3_jax.topology import DynamicTree
 from eagle3_jax.types import SamplingMode
 
-V = test_sampling_law.VOCABULARY
-HORIZON = test_sampling_law.HORIZON
-TARGET = test_sampling_law.TARGET
+V = test_sampling_distribution.VOCABULARY
+HORIZON = test_sampling_distribution.HORIZON
+TARGET = test_sampling_distribution.TARGET
 PROMPTS = ([2], [1, 3, 0])
 TABLE = np.array([[1, 0, -1, 2], [-1, 2, 2, -1], [0, -1, 1, 2]], np.int32)  # three states
 Logits = list[float]
 
 
 def penalised(logits: Logits, tokens: list[int], repetition: float, presence: float, frequency: float) -> Logits:
-    """A penalty by a dictionary of counts."""
+    """Applies a penalty with a dictionary of counts."""
     counts = Counter(tokens)
-    found = []
+    changed = []
     for token, logit in enumerate(logits):
         if token in counts:
             logit = (logit / repetition if logit > 0 else logit * repetition) - presence - frequency * counts[token]
-        found.append(logit)
-    return found
+        changed.append(logit)
+    return changed
 
 
 def allowed(logits: Logits, tokens: list[int], start: int) -> Logits:
-    """An automaton by a walk from its first state."""
+    """Applies an automaton by a walk from its first state."""
     state = start
     for token in tokens:
         state = TABLE[state][token]
@@ -87,16 +87,18 @@ OTHERS = ("plain decoding", "n-grams", "an EAGLE-3 dynamic tree")
 
 
 @functools.cache
-def law(name: str, prompt: tuple[int, ...]) -> oracle.Law:
-    known = test_sampling_law.logits_after(prompt)
+def exact_distribution(name: str, prompt: tuple[int, ...]) -> oracle.TextDistribution:
+    known = test_sampling_distribution.logits_after(prompt)
     change = CASES[name][1]
     after = lambda text: oracle.warped(change(known[text], list(prompt), list(text)), 1.0, 0, 1.0)
-    return oracle.autoregressive_law(after, HORIZON)
+    return oracle.autoregressive_distribution(after, HORIZON)
 
 
-@pytest.mark.parametrize(("name", "drafter"), [(name, CHAIN) for name in CASES] + [(ALL, one) for one in OTHERS])
+@pytest.mark.parametrize(
+    ("name", "drafter"), [(name, CHAIN) for name in CASES] + [(ALL, drafter) for drafter in OTHERS]
+)
 def test_sampled_texts_have_the_changed_distribution(name: str, drafter: str) -> None:
-    head = test_sampling_law.DRAFTERS[drafter]()
+    head = test_sampling_distribution.DRAFTERS[drafter]()
     target = with_processors(TARGET, *CASES[name][0])
     loop, params = tiny.bind(target, head, sampling_mode=SamplingMode.TEMPERATURE)
     rows = [prompt for prompt in PROMPTS for _ in range(2048)]
@@ -105,14 +107,14 @@ def test_sampled_texts_have_the_changed_distribution(name: str, drafter: str) ->
     texts = [tuple(row) for row in tiny.outputs(outcome, batch)]
     for index, prompt in enumerate(PROMPTS):
         counts = Counter(texts[index * 2048 : (index + 1) * 2048])
-        p_value, report = test_sampling_law.chi_square(counts, law(name, tuple(prompt)))
-        assert p_value > test_sampling_law.ALPHA, f"{name}, {drafter}, {prompt}: {report}"
+        p_value, report = test_sampling_distribution.chi_square(counts, exact_distribution(name, tuple(prompt)))
+        assert p_value > test_sampling_distribution.ALPHA, f"{name}, {drafter}, {prompt}: {report}"
     assert drafter == "plain decoding" or int(outcome.stats.num_accepted_tokens.sum()) > 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Discouraging(TokenAutomaton):
-    """Lowers what the automaton forbids: the contract compares logits as numbers, and minus infinity is none."""
+    """Lowers the logits of forbidden tokens, because the contract compares finite logits."""
 
     def __call__(self, params, state, logits):
         return jnp.maximum(TokenAutomaton.__call__(self, params, state, logits), logits - 2.0)
@@ -120,7 +122,7 @@ class Discouraging(TokenAutomaton):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_changed_target_keeps_the_contract_of_a_target(precision: str) -> None:
-    """The contract is about texts, so whatever has a state reads the prompt here."""
+    """The contract is about texts, so processors with a state read the prompt here."""
     target = tiny.target(V, seed=2, **({"precision": BFLOAT16} if precision == "bfloat16" else {}))
     table = np.abs(TABLE)  # total, so that it goes on after any text
     table[table == 2] = -1
@@ -135,8 +137,10 @@ def test_greedy_texts_with_a_draft_are_those_without(drafter: Any) -> None:
     tree = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
     head = tiny.eagle3(tiny.target(13), tree) if drafter == "tree" else drafter
     prompts = [[1, 2, 3], [4], [5, 6, 5, 6, 5]]
-    plain, drafted = (SpeculativeDecoder(target, one).generate(prompts, max_new_tokens=40) for one in (Plain(), head))
-    assert plain.tokens == drafted.tokens and drafted.stats.num_accepted_tokens > 0
+    plain = SpeculativeDecoder(target, Plain()).generate(prompts, max_new_tokens=40)
+    drafted = SpeculativeDecoder(target, head).generate(prompts, max_new_tokens=40)
+    assert plain.tokens == drafted.tokens
+    assert drafted.stats.num_accepted_tokens > 0
     unchanged = SpeculativeDecoder(tiny.target(13)).generate(prompts, max_new_tokens=40)
     assert plain.tokens != unchanged.tokens
 
@@ -152,14 +156,19 @@ def test_a_row_ends_with_a_reason_when_nothing_is_allowed() -> None:
 
 
 def test_other_numbers_need_no_other_program() -> None:
-    one, other = (with_processors(TARGET, Penalty(presence=x), TokenAutomaton(TABLE, start=int(x))) for x in (1.0, 2.0))
-    assert one.model == other.model and hash(one.model) == hash(other.model)
+    first = with_processors(TARGET, Penalty(presence=1.0), TokenAutomaton(TABLE, start=1))
+    second = with_processors(TARGET, Penalty(presence=2.0), TokenAutomaton(TABLE, start=2))
+    assert first.model == second.model
+    assert hash(first.model) == hash(second.model)
     run = lambda target: SpeculativeDecoder(target).generate([1, 2], max_new_tokens=9).tokens
-    assert run(one) != run(other)
+    assert run(first) != run(second)
 
 
 def test_the_parameters_of_a_changed_target_are_its_own() -> None:
-    assert jax.tree.leaves(with_processors(TARGET, MinP(0.5)).params["target"])[0] is jax.tree.leaves(TARGET.params)[0]
+    changed = with_processors(TARGET, MinP(0.5))
+    ours = jax.tree.leaves(changed.params["target"])
+    theirs = jax.tree.leaves(TARGET.params)
+    assert ours[0] is theirs[0]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"])
@@ -184,38 +193,32 @@ def test_a_bias_may_have_numbers_of_numpy() -> None:
 
 WRONG: tuple[tuple[Callable[[], Any], str], ...] = (
     (lambda: LogitBias({0: math.inf}), "is inf; expected a number, or -math.inf"),
+    (lambda: LogitBias({0: math.nan}), "is nan; expected a number, or -math.inf"),
     (lambda: LogitBias({0: 1e300}), "token 0 is 1e.300; expected a number of float32"),
-    (lambda: LogitBias({0: -1e300}), "token 0 is -1e.300; expected a number of float32"),
     (lambda: LogitBias({0: 10**400}), "token 0 is 1000.*; expected a number"),
     (lambda: LogitBias({0: True}), "token 0 is True; expected a number"),
     (lambda: LogitBias({0: "1"}), "token 0 is '1'; expected a number"),
-    (lambda: LogitBias({0: None}), "token 0 is None; expected a number"),
-    (lambda: LogitBias({0: np.ones(1)}), "expected a number"),
     (lambda: LogitBias({True: 1.0}), "names the token True; expected ids from 0 to 3"),
-    (lambda: LogitBias({np.True_: 1.0}), "names the token np.True_; expected ids from 0 to 3"),
     (lambda: LogitBias({"1": 1.0}), "names the token '1'; expected ids from 0 to 3"),
-    (lambda: LogitBias({1.0: 1.0}), "names the token 1.0; expected ids from 0 to 3"),
-    (lambda: LogitBias({-1: 1.0}), "names the token -1; expected ids from 0 to 3"),
+    (lambda: LogitBias({V: 1.0}), "names the token 4; expected ids from 0 to 3"),
     (lambda: LogitBias([1.0]), "expected a number for each token id"),
-    (lambda: MinP(True), "min_p is True; expected a number"),
     (lambda: MinP("0.5"), "min_p is '0.5'; expected a number"),
-    (lambda: MinP(1e-300), "min_p is 1e-300; expected above 0"),
+    (lambda: MinP(0.0), "min_p is 0.0; expected above 0"),
     (lambda: Penalty(repetition=1e300), "repetition is 1e.300; expected a number of float32"),
     (lambda: Penalty(repetition=1e-300), "expected repetition above 0"),
-    (lambda: Penalty(presence=True), "presence is True; expected a number"),
     (lambda: Penalty(frequency=-math.inf), "presence and frequency finite"),
     (lambda: TokenAutomaton(TABLE, start=True), "starts in the state True; expected a whole number"),
-    (lambda: TokenAutomaton(TABLE, start=1.0), "starts in the state 1.0; expected a whole number"),
+    (lambda: TokenAutomaton(TABLE, start=3), "starts in the state 3"),
     (lambda: TokenAutomaton(TABLE.astype(np.uint32)), "names the states 0 to 4294967295; expected 0 to 2"),
-    (lambda: TokenAutomaton(TABLE.astype(np.int8) - 100), "names the states -101 to -98; expected 0 to 2"),
+    (lambda: TokenAutomaton(TABLE + 1), "names the states 0 to 3; expected 0 to 2"),
     (lambda: TokenAutomaton(TABLE.astype(bool)), "is bool.3, 4.; expected integers"),
+    (lambda: TokenAutomaton(TABLE[0]), "is int32.4.; expected integers"),
     (lambda: TokenAutomaton(TABLE, columns=np.zeros(4)), "columns are float64.4.; expected integers .V."),
-    (lambda: TokenAutomaton(TABLE, columns=np.zeros((4, 1), int)), "columns are int64.4, 1.; expected integers .V."),
 )
 
 
 @pytest.mark.parametrize(("make", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_what_is_no_number_is_refused_in_one_line(make: Callable[[], Any], message: str) -> None:
+def test_a_wrong_number_is_one_line(make: Callable[[], Any], message: str) -> None:
     with tiny.unchecked(), pytest.raises(ValueError, match=message) as caught:
         make().arrays(V)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Every drafting method beside recorded runs of vLLM: tokens, and what each round of each request accepted.
+"""Every drafting method compared with recorded runs of vLLM: tokens, and what each round of each request accepted.
 
 The heads are trained, so that what is accepted depends on every position, norm and layer. ``validation/drafters.py``
 recorded the runs, and ``pytest validation`` compares them with a vLLM that is running.
@@ -28,12 +28,12 @@ def target() -> LoadedTarget:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_round_of_a_recorded_run_accepts_as_much(name: str, tmp_path: Path) -> None:
-    """One method beside its recording; ``directory`` is for files that have to be made."""
+    """Compares one method with its recording; ``tmp_path`` is for files that have to be made."""
     method = METHODS[name]
     count = method.num_speculative_tokens
     drafter = method.drafter(target(), tmp_path)
     decoder = SpeculativeDecoder(target(), drafter, num_speculative_tokens=count, stop_tokens=())  # type: ignore[arg-type]
     ours = play(decoder, PROMPTS, max_new_tokens=NEW_TOKENS, batch_size=len(PROMPTS))
-    found = Parity(ours, recorded(name), stats_of(ours, count))
-    assert found.difference is None, found.difference
-    assert mean_acceptance_length(found.theirs) > method.least
+    parity = Parity(ours, recorded(name), stats_of(ours, count))
+    assert parity.difference is None, parity.difference
+    assert mean_acceptance_length(parity.theirs) > method.least

@@ -1,4 +1,4 @@
-"""What a request asks for besides sampling: log-probabilities, seeds of its own, stop texts."""
+"""Options of a request other than sampling: log-probabilities, seeds, stop texts."""
 
 from __future__ import annotations
 
@@ -32,43 +32,49 @@ def test_log_probabilities_are_those_of_a_forced_scoring(drafter: str, sampling:
     for row in result.rows:
         logits, _ = tiny.forward(TARGET.model, TARGET.params, jnp.array([row.prompt_tokens + row.tokens]))
         scores = np.asarray(jax.nn.log_softmax(logits[0]))[len(row.prompt_tokens) - 1 : -1]
-        assert row.logprobs is not None and len(row.logprobs) == len(row.tokens)
-        for one, token, score in zip(row.logprobs, row.tokens, scores, strict=True):
-            assert one.logprob == pytest.approx(score[token], abs=1e-4)
-            assert [value for _, value in one.top] == pytest.approx(np.sort(score)[::-1][:3], abs=1e-4)
-            assert [value for _, value in one.top] == pytest.approx([score[token] for token, _ in one.top], abs=1e-4)
+        assert row.logprobs is not None
+        assert len(row.logprobs) == len(row.tokens)
+        for entry, token, score in zip(row.logprobs, row.tokens, scores, strict=True):
+            assert entry.logprob == pytest.approx(score[token], abs=1e-4)
+            ids, values = zip(*entry.top, strict=True)
+            assert values == pytest.approx(np.sort(score)[::-1][:3], abs=1e-4)
+            assert values == pytest.approx(score[list(ids)], abs=1e-4)
     unasked = decoder.generate(PROMPTS, max_new_tokens=[20, 9, 14], sampling=sampling)
-    assert unasked.tokens == result.tokens and unasked.rows[0].logprobs is None
+    assert unasked.tokens == result.tokens
+    assert unasked.rows[0].logprobs is None
 
 
 def test_the_likeliest_tokens_are_ranked_by_logits() -> None:
-    """The log-probabilities of the tokens 1 and 3 are equal in float32, and token 0 has a logit of their size."""
+    """The log-probabilities of the tokens 1 and 3 are equal in float32, and their logits are not."""
     logits = np.full((1, 1, 100_000), 1.0, np.float32)
     logits[..., 3] = 1.0 + 2**-23
     logits[..., 1] = 1.0 + 2**-22
     scores = LogProbs.of(jnp.asarray(logits), jnp.ones((1, 1), jnp.int32), 3)
     assert np.unique(scores.top).size == 1
-    assert scores.top_ids.tolist() == [[np.argsort(-logits[0, 0], kind="stable")[:3].tolist()]] == [[[1, 3, 0]]]
+    ranked = np.argsort(-logits[0, 0], kind="stable")
+    assert ranked[:3].tolist() == [1, 3, 0]
+    assert scores.top_ids.tolist() == [[[1, 3, 0]]]
 
 
 def test_a_stream_gives_the_log_probabilities_of_generate() -> None:
     decoder = e3.SpeculativeDecoder(TARGET, tiny.eagle3(TARGET))
     chunks = list(decoder.stream([1, 2, 3], max_new_tokens=12, logprobs=2))
     row = decoder.generate([1, 2, 3], max_new_tokens=12, logprobs=2).rows[0]
-    streamed = [one for chunk in chunks for one in chunk.logprobs or []]
-    assert [one.top[0][0] for one in streamed] == row.tokens  # greedy
-    for one, other in zip(streamed, row.logprobs or [], strict=True):
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+    streamed = [entry for chunk in chunks for entry in chunk.logprobs or []]
+    assert [entry.top[0][0] for entry in streamed] == row.tokens  # greedy
+    for entry, expected in zip(streamed, row.logprobs or [], strict=True):
+        assert entry.logprob == pytest.approx(expected.logprob, abs=1e-5)
 
 
 def test_log_probabilities_go_through_the_stages_of_a_schedule() -> None:
     schedule = e3.SpeculationSchedule(((1, 2, 3), (3, 3, 1)))
     staged = e3.SpeculativeDecoder(TARGET, tiny.eagle3(TARGET), schedule=schedule)
     plain = e3.SpeculativeDecoder(TARGET)
-    ours, other = (one.generate(PROMPTS, max_new_tokens=[20, 4, 9], logprobs=0) for one in (staged, plain))
-    for row, same in zip(ours.rows, other.rows, strict=True):
-        scores = [[one.logprob for one in of.logprobs or []] for of in (row, same)]
-        assert len(scores[0]) == len(row.tokens) and scores[0] == pytest.approx(scores[1], abs=1e-4)
+    ours, theirs = (decoder.generate(PROMPTS, max_new_tokens=[20, 4, 9], logprobs=0) for decoder in (staged, plain))
+    for row, same in zip(ours.rows, theirs.rows, strict=True):
+        scores = [[decoder.logprob for decoder in result_row.logprobs or []] for result_row in (row, same)]
+        assert len(scores[0]) == len(row.tokens)
+        assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
 
 def test_a_seed_of_its_own_gives_a_prompt_the_same_text_in_every_batch() -> None:
@@ -77,7 +83,8 @@ def test_a_seed_of_its_own_gives_a_prompt_the_same_text_in_every_batch() -> None
     together = run(PROMPTS, [7, 8, 9])
     assert run(PROMPTS[::-1], [9, 8, 7]) == together[::-1]
     assert [run([prompt], seed)[0] for prompt, seed in zip(PROMPTS, (7, 8, 9), strict=True)] == together
-    assert run([PROMPTS[0]] * 2, [1, 2])[0] != run([PROMPTS[0]] * 2, [1, 2])[1]
+    first, second = run([PROMPTS[0]] * 2, [1, 2])
+    assert first != second
 
 
 @pytest.fixture(scope="module")
@@ -89,19 +96,22 @@ def shipped() -> e3.LoadedTarget:
 def test_a_stop_text_ends_a_row_where_it_begins(shipped: e3.LoadedTarget, drafter: Any) -> None:
     decoder = e3.SpeculativeDecoder(shipped, drafter)
     prompts = ["def add(a, b):\n", "class Queue:\n"]
-    whole = decoder.generate(prompts, max_new_tokens=48)
-    stop = [(whole.texts[0] or "")[20:23], "\0never"]
+    uncut = decoder.generate(prompts, max_new_tokens=48)
+    stop = [(uncut.texts[0] or "")[20:23], "\0never"]
     cut = decoder.generate(prompts, max_new_tokens=48, stop=stop)
-    for row, full in zip(cut.rows, whole.rows, strict=True):
-        assert row.text is not None and full.text is not None
+    for row, full in zip(cut.rows, uncut.rows, strict=True):
+        assert row.text is not None
+        assert full.text is not None
         assert row.text == full.text.split(stop[0])[0]
         assert row.tokens == full.tokens[: len(row.tokens)]
         if stop[0] not in full.text:
-            assert row.finish_reason is full.finish_reason and row.tokens == full.tokens
+            assert row.finish_reason is full.finish_reason
+            assert row.tokens == full.tokens
             continue
         assert row.finish_reason is e3.FinishReason.STOP
         decoded = [decoder.target.tokenizer.decode(row.tokens[:end]) for end in (-1, None)]  # type: ignore[union-attr]
-        assert stop[0] not in decoded[0] and stop[0] in decoded[1]
+        assert stop[0] not in decoded[0]
+        assert stop[0] in decoded[1]
     assert decoder.generate(prompts[:1], max_new_tokens=48, stop=stop[0]).texts == cut.texts[:1]
-    each = decoder.generate(prompts, max_new_tokens=48, stop=[[], stop])
-    assert each.texts == [whole.texts[0], cut.texts[1]]
+    listed = decoder.generate(prompts, max_new_tokens=48, stop=[[], stop])
+    assert listed.texts == [uncut.texts[0], cut.texts[1]]

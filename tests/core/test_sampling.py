@@ -1,4 +1,4 @@
-"""From logits to the distribution that is sampled, against Hugging Face and against plain Python."""
+"""The sampled distribution of logits, against Hugging Face and against plain Python."""
 
 from __future__ import annotations
 
@@ -59,14 +59,16 @@ def test_probabilities_are_those_of_transformers(tied: bool) -> None:
 
 
 def test_ties_at_the_edge_of_top_p_keep_the_lower_ids() -> None:
-    one = tiny.sampling_of([(1.0, 0, 0.45)])
-    assert np.flatnonzero(np.asarray(probabilities(jnp.zeros((1, 1, 4)), one))[0, 0]).tolist() == [0, 1]
+    sampling = tiny.sampling_of([(1.0, 0, 0.45)])
+    probs = np.asarray(probabilities(jnp.zeros((1, 1, 4)), sampling))
+    assert np.flatnonzero(probs[0, 0]).tolist() == [0, 1]
 
 
 def test_a_greedy_row_is_a_point_mass_on_the_lowest_of_tied_maxima() -> None:
     greedy = tiny.sampling_of([(0.0, 0, 1.0)])
     for sampling_mode in (SamplingMode.TEMPERATURE, SamplingMode.TRUNCATED):
-        assert probabilities(jnp.array([[[1.0, 3.0, 3.0]]]), greedy, sampling_mode)[0, 0].tolist() == [0.0, 1.0, 0.0]
+        probs = probabilities(jnp.array([[[1.0, 3.0, 3.0]]]), greedy, sampling_mode)
+        assert probs[0, 0].tolist() == [0.0, 1.0, 0.0]
 
 
 def test_skipping_the_sort_changes_nothing_when_no_row_truncates() -> None:
@@ -88,16 +90,18 @@ def test_half_precision_logits_become_float32_probabilities() -> None:
 def test_randomness_differs_by_row_position_and_purpose() -> None:
     keys = row_keys(0, 3)
     at = lambda position, purpose: uniforms(keys_at(keys, jnp.full(3, position, jnp.int32), purpose), 2)
-    drawn = np.concatenate([np.asarray(at(*use)).ravel() for use in ((4, 0), (4, 1), (5, 0), (5, 1))])
-    assert len(set(drawn.tolist())) == drawn.size
-    assert ((drawn >= 0) & (drawn < 1)).all()
-    alone = uniforms(keys_at(jax.tree.map(lambda k: k[1:2], keys), jnp.array([4], jnp.int32), 0), 2)
-    assert np.array_equal(alone[0], at(4, 0)[1])
+    uses = ((4, 0), (4, 1), (5, 0), (5, 1))
+    values = np.concatenate([np.asarray(at(*use)).ravel() for use in uses])
+    assert len(set(values.tolist())) == values.size
+    assert ((values >= 0) & (values < 1)).all()
+    second_key = jax.tree.map(lambda k: k[1:2], keys)
+    single_row = uniforms(keys_at(second_key, jnp.array([4], jnp.int32), 0), 2)
+    assert np.array_equal(single_row[0], at(4, 0)[1])
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 65, 200])
 def test_the_largest_of_pieces_is_the_largest(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As numpy finds it: the first of equal ones, and a NaN before all. GPUs use this form."""
+    """As in numpy, the first of equal values wins, and a NaN wins over all. GPUs use this form."""
     monkeypatch.setattr(kernels, "_ONE_KERNEL", 64)
     rows = np.random.default_rng(size).integers(-4, 4, (6, size)).astype(np.float32)
     # no distribution, and nothing but ties
@@ -105,8 +109,8 @@ def test_the_largest_of_pieces_is_the_largest(size: int, monkeypatch: pytest.Mon
     rows[2] = 3.0
     rows[3, size // 2 :] = np.nan
     rows[4, -1] = 9.0
-    found = kernels._largest_of_pieces(jnp.asarray(rows))
-    np.testing.assert_array_equal(found.index, rows.argmax(axis=-1))
-    np.testing.assert_array_equal(found.value, rows.max(axis=-1))
+    largest = kernels._largest_of_pieces(jnp.asarray(rows))
+    np.testing.assert_array_equal(largest.index, rows.argmax(axis=-1))
+    np.testing.assert_array_equal(largest.value, rows.max(axis=-1))
     real = np.delete(rows, 3, axis=0)  # CPUs do not say where a NaN is
     np.testing.assert_array_equal(kernels.largest(jnp.asarray(real)), (real.max(axis=-1), real.argmax(axis=-1)))

@@ -1,4 +1,4 @@
-"""JSON schemas: random texts of the compiled automata, against the package jsonschema, and what is refused."""
+"""JSON schemas: random texts of the compiled automata against the package jsonschema, and errors of schemas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 40
 
 
 def target() -> e3.LoadedTarget:
-    """A target whose tokens are all bytes, some longer texts, and a stop token."""
+    """Returns a target whose tokens are all bytes, some longer texts, and a stop token."""
     words = [*sorted(ByteLevel.alphabet()), '{"', '":', '",', '"}', '\\"', "tr", "ull", "00", "aa", "]]", ",Ġ", "<e>"]
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,7 +69,7 @@ class Automaton:
         return bool(self.table[state, STOP] >= 0)
 
     def walk(self, rng: np.random.Generator) -> str:
-        """A random text. After some tokens it takes the shortest way to the end."""
+        """Returns a random text, which takes the shortest way to the end after some tokens."""
         state = 0
         spelled = b""
         for step in itertools.count():
@@ -178,7 +178,8 @@ def test_the_format_date_writes_the_days_of_the_calendar() -> None:
 
 def test_white_space_is_that_of_json() -> None:
     automaton = Automaton.of({"type": "array", "items": {"const": 1}}, r"\s|\n{2}")
-    assert automaton.accepts("[\t1\r,\n\n1 ]") and not automaton.accepts("[1]")
+    assert automaton.accepts("[\t1\r,\n\n1 ]")
+    assert not automaton.accepts("[1]")
     assert not any(automaton.accepts(f"[{space}1 ]") for space in ("\x0b", "\xa0", "\n\n\n"))
     for whitespace, message in (
         ("x?", "matches 'x'"),
@@ -271,7 +272,8 @@ PARTS: list[tuple[Any, str]] = [
 def test_another_form_is_refused_in_one_line_that_names_the_place(part: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         schema_to_regex(inside(part))
-    assert str(caught.value).startswith("the JSON schema is not supported: ") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith("the JSON schema is not supported: ")
+    assert "\n" not in str(caught.value)
     assert "'#/properties/a~1b/items" in str(caught.value) or "'#'" in str(caught.value)
 
 
@@ -301,4 +303,5 @@ WHOLE: list[tuple[Any, str]] = [
 def test_what_is_no_schema_is_refused_in_one_line(schema: Any, message: str) -> None:
     with tiny.unchecked(), pytest.raises(ValueError, match=message) as caught:
         schema_to_regex(schema)
-    assert str(caught.value).startswith("the JSON schema is not supported: ") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith("the JSON schema is not supported: ")
+    assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Trees end to end with deep accepts: one branch of every draft is the target's own text, the others are wrong.
+"""Trees with deep acceptance: one branch of every draft is the target's own text, the others are wrong.
 
 Random heads rarely have a deep node accepted. Here each round accepts as deep as the tree is, on another branch each
 time, so masks, depths, commits and the last slots of a cache all matter.
@@ -28,7 +28,7 @@ VOCABULARY = 13
 
 @dataclasses.dataclass(frozen=True)
 class ScriptedTree(FixedTree):
-    """Proposes a fixed tree; the path to one of its deepest nodes, another in every round, is the script's.
+    """Proposes a fixed tree in which the path to one of the deepest nodes, another in every round, is the script.
 
     Its parameters ``[B S]`` say what comes at each place. Every other node is off by its own number, never right.
     """
@@ -65,7 +65,7 @@ def scripted(tree: str) -> LoadedDrafter:
 
 @pytest.mark.parametrize("tree", TREES)
 def test_the_targets_own_branch_is_accepted_to_its_end_and_the_text_is_plain_with(tree: str) -> None:
-    """Plain greedy text, and every round accepts the tree's full depth, at the smallest capacity that loses nothing."""
+    """The text is that of plain decoding and every round accepts the full depth, at the smallest capacity."""
     loop, params = tiny.bind(test_greedy.TARGET, scripted(tree))
     batch = tiny.prompts(test_greedy.PROMPTS, limit=test_greedy.LIMITS)
     outcome = loops.generate(loop, params, batch, capacity=int(batch.limit.max()) + loop.drafter.num_nodes)
@@ -77,7 +77,7 @@ def test_the_targets_own_branch_is_accepted_to_its_end_and_the_text_is_plain_wit
 
 
 def test_a_tree_loses_no_node_where_the_text_ends_with_its_bucket() -> None:
-    """Texts that end with their bucket: the deepest nodes of the last rounds stand in the slots behind it.
+    """Texts end with their bucket, so the deepest nodes of the last rounds are in the slots after it.
 
     The target is a table: a random decoder hardly minds that a token does not see itself.
     """

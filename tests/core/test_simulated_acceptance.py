@@ -1,4 +1,4 @@
-"""Acceptance by dice: the counts are what was asked for, and nothing so measured calls itself lossless."""
+"""Simulated acceptance: the counts are those of the rates, and results are not called lossless."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def test_exactly_the_length_asked_for_is_accepted_in_every_round(target, shape, 
     options = {"num_speculative_tokens": 4} if shape == "chain" else {"tree": tree}
     decoder = SpeculativeDecoder(target, tiny.eagle3(target), verifier=SimulatedAcceptance.of_length(4, 4), **options)
     sampling = SamplingParams(temperature=temperature)
-    for one in decoder.rounds(PROMPTS, max_new_tokens=40, sampling=sampling):
-        parents = np.asarray(one.draft.parents)
-        path = np.asarray(one.verdict.path)
-        assert np.asarray(one.verdict.num_accepted).tolist() == [3, 3, 3]
+    for played in decoder.rounds(PROMPTS, max_new_tokens=40, sampling=sampling):
+        parents = np.asarray(played.draft.parents)
+        path = np.asarray(played.verdict.path)
+        assert np.asarray(played.verdict.num_accepted).tolist() == [3, 3, 3]
         for row in range(len(PROMPTS)):  # a real path of the draft, whose tokens are what is written
             steps = [0, *path[row, :3]]
             assert [parents[row, node] for node in steps[1:]] == steps[:-1]
@@ -54,7 +54,7 @@ def test_conditional_rates_come_out_at_every_depth(target):
 
 
 def test_the_last_token_of_a_round_is_still_the_targets(target):
-    """Only drafts are forced: with nothing accepted, what is written is the target's own text."""
+    """Only acceptance is simulated: if nothing is accepted, the output is the target's own text."""
     none = SpeculativeDecoder(target, tiny.eagle3(target), verifier=SimulatedAcceptance.of_length(1, 3))
     result = none.generate(PROMPTS, max_new_tokens=20)
     assert result.tokens == SpeculativeDecoder(target).generate(PROMPTS, max_new_tokens=20).tokens
@@ -62,8 +62,8 @@ def test_the_last_token_of_a_round_is_still_the_targets(target):
 
 
 def test_a_draft_that_was_not_made_is_not_accepted(target):
-    """Prompt lookup finds nothing in a text without repetition, whatever the dice say."""
+    """Prompt lookup finds nothing in a text without repetition, so nothing is accepted."""
     decoder = SpeculativeDecoder(target, NGram(5), verifier=SimulatedAcceptance.of_length(6, 5))
-    for one in decoder.rounds([[1, 2, 3, 4]], max_new_tokens=12):
-        drafted = int(np.asarray(one.draft.valid)[0, 1:].sum())
-        assert int(one.verdict.num_accepted[0]) == drafted
+    for played in decoder.rounds([[1, 2, 3, 4]], max_new_tokens=12):
+        drafted = int(np.asarray(played.draft.valid)[0, 1:].sum())
+        assert int(played.verdict.num_accepted[0]) == drafted

@@ -1,4 +1,4 @@
-"""Trees as integers, and their growth against the published algorithm written out again in numpy."""
+"""Trees as integers, and their growth against a second implementation of the published algorithm in numpy."""
 
 from __future__ import annotations
 
@@ -44,13 +44,15 @@ def test_a_static_tree_is_numbered_by_level_then_parent_then_rank() -> None:
     tree = StaticTree(((0, 0, 0), (1,), (0,), (1, 0), (0, 1), (0, 0)))
     assert tree.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
     assert tree.parents == (-1, 0, 0, 1, 1, 2, 3)
-    assert (tree.num_nodes, tree.max_depth) == (7, 3)
-    assert tree == StaticTree(tuple(reversed(tree.paths))) and hash(tree) == hash(StaticTree(tree.paths))
+    assert tree.num_nodes == 7
+    assert tree.max_depth == 3
+    assert tree == StaticTree(tuple(reversed(tree.paths)))
+    assert hash(tree) == hash(StaticTree(tree.paths))
 
 
 @dataclasses.dataclass
 class Network:
-    """A draft network of a few numbers: logits follow from the tokens that lead to a node.
+    """A draft network of a few numbers, whose logits depend on the tokens on the path to a node.
 
     Everything is a small multiple of a power of two, so that numpy and XLA agree to the last bit.
     """
@@ -98,7 +100,7 @@ def top(scores: list[float], count: int) -> list[int]:
 
 
 def grown_by_the_paper(network: Network, row: int, tree: DynamicTree, ids: np.ndarray) -> tuple[list[int], list[int]]:
-    """EAGLE-2: expand the best ``k`` of each level by cumulative log-probability, then keep the best of them all."""
+    """Grows a tree as EAGLE-2 does: expands the best ``k`` nodes of each level, then keeps the best of all."""
     pool: list[tuple[float, int, int]] = []  # score, token, index of the parent in the pool (-1 the root)
     carry = network.embedding[row]
     scores = log_softmax(network.logits(carry).astype(np.float64))
@@ -130,7 +132,9 @@ def test_a_dynamic_tree_grows_as_eagle_2_describes(num_nodes: int, max_depth: in
         network = Network.random(seed)
         ids = np.sort(np.random.default_rng(seed).permutation(64)[:DRAFT_VOCABULARY]).astype(np.int32)
         draft = network.grow(tree, ids)
-        assert draft.tokens[:, 0].tolist() == [3, 4] and bool(draft.valid.all()) and draft.probs is None
+        assert draft.tokens[:, 0].tolist() == [3, 4]
+        assert bool(draft.valid.all())
+        assert draft.probs is None
         for row in range(BATCH):
             tokens, parents = grown_by_the_paper(network, row, tree, ids)
             assert draft.tokens[row, 1:].tolist() == tokens

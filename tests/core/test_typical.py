@@ -1,4 +1,4 @@
-"""Typical acceptance: compared with the rule as the paper writes it, path by path."""
+"""Typical acceptance compared with the rule of the paper, path by path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TREES = {
 
 
 def path_by_path(tree: StaticTree, tokens, valid, logits, temperature, epsilon, delta) -> tuple[list[int], int]:
-    """Section 2.3.1 of the paper: every path is a candidate; the longest accepted prefix, then the likeliest, wins."""
+    """Applies section 2.3.1 of the paper: of all paths the longest accepted prefix wins, then the likeliest."""
     node_of = {path: node for node, path in enumerate(tree.paths, 1)} | {(): 0}
     best: tuple[int, float, list[int]] = (0, 0.0, [])
     for path in tree.paths:
@@ -42,12 +42,14 @@ def path_by_path(tree: StaticTree, tokens, valid, logits, temperature, epsilon, 
 
 
 def drafts(tree: StaticTree, rows: int, seed: int) -> tuple[Draft, np.ndarray]:
-    """Siblings of different tokens, some nodes padding, and targets of very different entropies."""
+    """Returns trees with distinct siblings and some padding, and logits of very different entropies."""
     rng = np.random.default_rng(seed)
     tokens = np.zeros((rows, tree.num_nodes), np.int32)
     for parent in set(tree.parents[1:]):
         nodes = np.flatnonzero(np.array(tree.parents) == parent)
-        tokens[:, nodes] = rng.permuted(np.tile(np.arange(VOCAB), (rows, 1)), axis=1)[:, : len(nodes)]
+        vocabulary = np.tile(np.arange(VOCAB), (rows, 1))
+        shuffled = rng.permuted(vocabulary, axis=1)
+        tokens[:, nodes] = shuffled[:, : len(nodes)]
     logits = rng.normal(size=(rows, tree.num_nodes, VOCAB)) * rng.choice(
         [0.3, 1.0, 3.0, 8.0], (rows, tree.num_nodes, 1)
     )
@@ -64,7 +66,7 @@ def test_it_keeps_the_path_that_the_paper_keeps(name: str) -> None:
     rule = TypicalAcceptance(epsilon=0.2, delta=0.5)
     draft, logits = drafts(tree, rows, seed=3)
     temperature = np.tile(np.array([0.5, 1.0, 1.7, 0.0], np.float32), rows // 4)
-    sampling = tiny.sampling_of([(one, 0, 1.0) for one in temperature])
+    sampling = tiny.sampling_of([(row_temperature, 0, 1.0) for row_temperature in temperature])
     keys = jax.random.split(jax.random.key(0), rows)
     verdict = jax.jit(
         lambda draft, logits: rule(
@@ -74,10 +76,11 @@ def test_it_keeps_the_path_that_the_paper_keeps(name: str) -> None:
     lengths = set()
     for row in range(rows):
         # A row of temperature 0 is a point mass, which 1e-6 stands for.
-        given = tree, np.array(draft.tokens[row]), np.array(draft.valid[row]), logits[row]
-        path, after = path_by_path(*given, temperature[row] or 1e-6, 0.2, 0.5)
+        inputs = tree, np.array(draft.tokens[row]), np.array(draft.valid[row]), logits[row]
+        path, after = path_by_path(*inputs, temperature[row] or 1e-6, 0.2, 0.5)
         assert verdict.path[row].tolist() == path + [-1] * (tree.max_depth - len(path)), row
-        assert (int(verdict.num_accepted[row]), int(verdict.next_token[row])) == (len(path), after), row
+        assert int(verdict.num_accepted[row]) == len(path), row
+        assert int(verdict.next_token[row]) == after, row
         lengths.add(len(path))
     assert lengths == set(range(tree.max_depth + 1))  # every length was met
 

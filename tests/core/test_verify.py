@@ -1,4 +1,4 @@
-"""Level 1: the acceptance rule under uniforms that are given, not drawn."""
+"""Level 1: the acceptance rule under fixed uniforms."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MIDPOINTS = jnp.array((np.arange(GRID) + 0.5) / GRID, jnp.float32)
 
 
 def one_draft(p: np.ndarray, q: np.ndarray, token: int) -> tuple[Draft, jax.Array]:
-    """A root and one drafted token, repeated for every point of the grid."""
+    """Returns a root and one drafted token, repeated for every point of the grid."""
     repeat = lambda x: jnp.broadcast_to(jnp.asarray(x), (GRID, *np.shape(x)))
     draft = tiny.draft_of(repeat(np.array([0, token])), [-1, 0], probs=repeat(np.stack([q, q])))
     return draft, repeat(np.stack([p, p]).astype(np.float32))
 
 
-def random_law(rng: np.random.Generator, size: int, zeros: int = 0) -> np.ndarray:
+def random_distribution(rng: np.random.Generator, size: int, zeros: int = 0) -> np.ndarray:
     weights = rng.gamma(0.7, size=size)
     weights[rng.permutation(size)[:zeros]] = 0.0
     return weights / weights.sum()
@@ -33,21 +33,23 @@ def random_law(rng: np.random.Generator, size: int, zeros: int = 0) -> np.ndarra
 @pytest.mark.parametrize("seed", range(6))
 def test_a_draft_is_accepted_as_often_as_the_ratio_of_target_to_draft_probability(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    p = random_law(rng, 8, zeros=seed % 3)
-    q = random_law(rng, 8, zeros=seed // 3)
+    p = random_distribution(rng, 8, zeros=seed % 3)
+    q = random_distribution(rng, 8, zeros=seed // 3)
     for token in np.flatnonzero(q):
         draft, probs = one_draft(p, q, int(token))
         grid = jnp.broadcast_to(MIDPOINTS[:, None], (GRID, 2))
         accepted = verify(draft, probs, accept=grid, choose=MIDPOINTS[:, None], max_depth=1).num_accepted
-        assert abs(float(jnp.mean(accepted.astype(jnp.float32))) - min(1.0, p[token] / q[token])) <= 1 / GRID
+        share = float(jnp.mean(accepted.astype(jnp.float32)))
+        expected = min(1.0, p[token] / q[token])
+        assert abs(share - expected) <= 1 / GRID
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_refused_draft_is_corrected_from_the_residual(seed: int) -> None:
     """After a refusal the correction follows ``norm(max(p - q, 0))``, cell by cell within one grid step."""
     rng = np.random.default_rng(seed)
-    p = random_law(rng, 8, zeros=seed % 3)
-    q = random_law(rng, 8, zeros=1)
+    p = random_distribution(rng, 8, zeros=seed % 3)
+    q = random_distribution(rng, 8, zeros=1)
     token = int(np.argmax(q - p))  # refused with certainty at the upper end of the uniforms
     draft, probs = one_draft(p, q, token)
     refuse = jnp.full((GRID, 2), 1.0 - 2.0**-20)
@@ -59,7 +61,7 @@ def test_a_refused_draft_is_corrected_from_the_residual(seed: int) -> None:
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-24])
-def test_a_token_without_target_mass_is_never_accepted_nor_drawn(uniform: float) -> None:
+def test_a_token_without_target_mass_is_never_accepted_nor_sampled(uniform: float) -> None:
     p = np.array([0.5, 0.0, 0.5, 0.0])
     q = np.array([0.25, 0.25, 0.25, 0.25])
     draft, probs = one_draft(p, q, token=1)
@@ -71,14 +73,15 @@ def test_a_token_without_target_mass_is_never_accepted_nor_drawn(uniform: float)
 
 @pytest.mark.parametrize("uniform", [0.5, 1.0 - 2.0**-24])
 def test_a_sibling_without_mass_is_refused_where_its_elders_round_above_one(uniform: float) -> None:
-    """These three float32 numbers add up to 1.0000001, so that less than nothing seems to be left for the fourth."""
+    """These three float32 numbers add up to 1.0000001, so the computed remainder for the fourth is negative."""
     elders = np.array([0.5851066708564758, 0.32412686944007874, 0.09076649695634842], np.float32)
     accept = jnp.array([[0.0, 2.0, 2.0, 2.0, uniform]], jnp.float32)  # no elder is taken, however its share rounds
     draft = tiny.draft_of([[0, 0, 1, 2, 3]], [-1, 0, 0, 0, 0])
     probs = jnp.broadcast_to(jnp.array([*elders, 0.0], jnp.float32), (1, 5, 4))
     assert float(1.0 - jnp.sum(probs[0, 0])) < 0
     verdict = verify(draft, probs, accept=accept, choose=jnp.full((1, 1), 0.5, jnp.float32), max_depth=1)
-    assert int(verdict.next_token[0]) != 3 and int(verdict.num_accepted[0]) == 0
+    assert int(verdict.next_token[0]) != 3
+    assert int(verdict.num_accepted[0]) == 0
 
 
 @pytest.mark.parametrize("p", [[0.0, 0.0, 1.0, 0.0], [0.0, 0.3, 0.0, 0.7], [1e-38, 0.0, 1e-38, 0.0], [0.25] * 4])
@@ -88,7 +91,7 @@ def test_a_draw_never_lands_on_a_token_without_mass(p: list[float]) -> None:
     assert all(p[token] > 0 for token in np.asarray(tokens))
 
 
-def test_a_draw_from_a_law_that_rounds_short_of_one_stays_inside_it() -> None:
+def test_a_draw_stays_inside_a_distribution_that_rounds_below_one() -> None:
     p = jnp.array([0.1] * 7 + [0.0], jnp.float32)
     assert int(draw(p, jnp.array([1.0 - 2.0**-24], jnp.float32))) == 6
 
@@ -110,19 +113,21 @@ def test_an_empty_residual_accepts_instead_of_dividing_by_zero() -> None:
 
 def test_a_residual_without_mass_is_the_target_itself() -> None:
     p = jnp.array([0.25, 0.75])
-    rest, mass = residual(p, p)
-    assert float(mass) == 0 and np.array_equal(rest, p)
+    weights, mass = residual(p, p)
+    assert float(mass) == 0
+    assert np.array_equal(weights, p)
 
 
 def random_trees(count: int, num_nodes: int, vocab_size: int, seed: int) -> tuple[Draft, np.random.Generator]:
-    """Random topologies in topological order, siblings with different tokens."""
+    """Returns random trees in topological order, whose siblings have different tokens."""
     rng = np.random.default_rng(seed)
     tokens = np.zeros((count, num_nodes), np.int32)
     parents = np.full((count, num_nodes), -1, np.int32)
     for row in range(count):
         for node in range(1, num_nodes):
             parents[row, node] = rng.integers(0, node)
-            taken = {tokens[row, n] for n in range(node) if parents[row, n] == parents[row, node] and n}
+            siblings = [n for n in range(1, node) if parents[row, n] == parents[row, node]]
+            taken = {tokens[row, sibling] for sibling in siblings}
             if len(taken) == vocab_size:  # a full family: hang it on the newest node instead
                 parents[row, node] = node - 1
                 taken = set()
@@ -140,14 +145,12 @@ def decisions(verdict: Verdict) -> list[tuple[list[int], int]]:
 @pytest.mark.parametrize("seed", range(4))
 def test_greedy_verification_is_the_rule_on_point_masses_and_the_official_evaluation(seed: int) -> None:
     draft, rng = random_trees(64, 9, 4, seed)
-    wanted = rng.integers(0, 4, (64, 9)).astype(np.int32)
-    greedy = verify_greedy(draft, jnp.array(wanted), max_depth=8)
-    expected = [
-        oracle.posterior_greedy(tokens, parents, row)
-        for tokens, parents, row in zip(draft.tokens.tolist(), draft.parents.tolist(), wanted.tolist(), strict=True)
-    ]
+    target_tokens = rng.integers(0, 4, (64, 9)).astype(np.int32)
+    greedy = verify_greedy(draft, jnp.array(target_tokens), max_depth=8)
+    rows = zip(draft.tokens.tolist(), draft.parents.tolist(), target_tokens.tolist(), strict=True)
+    expected = [oracle.posterior_greedy(*row) for row in rows]
     assert decisions(greedy) == expected
-    point_masses = jax.nn.one_hot(jnp.array(wanted), 4)
+    point_masses = jax.nn.one_hot(jnp.array(target_tokens), 4)
     dice = jnp.array(rng.random((64, 9)), jnp.float32)
     assert decisions(verify(draft, point_masses, accept=dice, choose=dice[:, :1], max_depth=8)) == expected
 
@@ -155,16 +158,14 @@ def test_greedy_verification_is_the_rule_on_point_masses_and_the_official_evalua
 @pytest.mark.parametrize("seed", range(4))
 def test_sampled_verification_of_a_deterministic_tree_is_the_official_evaluation(seed: int) -> None:
     draft, rng = random_trees(64, 9, 4, seed)
-    probs = np.stack([[random_law(rng, 4, zeros=int(rng.integers(0, 2))) for _ in range(9)] for _ in range(64)])
+    probs = np.stack(
+        [[random_distribution(rng, 4, zeros=int(rng.integers(0, 2))) for _ in range(9)] for _ in range(64)]
+    )
     dice = rng.random((64, 9))
     choose = rng.random(64)
-    verdict = verify(
-        draft,
-        jnp.array(probs, jnp.float32),
-        accept=jnp.array(dice, jnp.float32),
-        choose=jnp.array(choose, jnp.float32)[:, None],
-        max_depth=8,
-    )
+    accept = jnp.array(dice, jnp.float32)
+    last = jnp.array(choose, jnp.float32)[:, None]
+    verdict = verify(draft, jnp.array(probs, jnp.float32), accept=accept, choose=last, max_depth=8)
     rows = zip(draft.tokens.tolist(), draft.parents.tolist(), probs.tolist(), dice.tolist(), choose, strict=True)
     assert decisions(verdict) == [oracle.posterior_sampled(*row) for row in rows]
 
@@ -173,12 +174,12 @@ def test_sampled_verification_of_a_deterministic_tree_is_the_official_evaluation
 def test_nodes_marked_invalid_are_never_accepted(greedy: bool) -> None:
     draft, rng = random_trees(64, 9, 4, seed=5)
     draft = draft.replace(valid=jnp.array(rng.random((64, 9)) < 0.5).at[:, 0].set(True))
-    wanted = jnp.array(rng.integers(0, 4, (64, 9)), jnp.int32)
+    target_tokens = jnp.array(rng.integers(0, 4, (64, 9)), jnp.int32)
     if greedy:
-        verdict = verify_greedy(draft, wanted, max_depth=8)
+        verdict = verify_greedy(draft, target_tokens, max_depth=8)
     else:
         dice = jnp.zeros((64, 9))
-        verdict = verify(draft, jax.nn.one_hot(wanted, 4), accept=dice, choose=dice[:, :1], max_depth=8)
+        verdict = verify(draft, jax.nn.one_hot(target_tokens, 4), accept=dice, choose=dice[:, :1], max_depth=8)
     assert int(verdict.num_accepted.max()) > 0
     for row, (path, _) in enumerate(decisions(verdict)):
         assert all(bool(draft.valid[row, node]) for node in path)
@@ -186,7 +187,7 @@ def test_nodes_marked_invalid_are_never_accepted(greedy: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_point_masses_are_decided_at_once_as_one_by_one(seed: int) -> None:
-    """All nodes at once, and one after the other, with the same uniforms: random trees, padding, tokens named twice."""
+    """Compares deciding all nodes at once and one after the other: random trees, padding, repeated tokens."""
     rows = 2048
     nodes = 8
     vocabulary = 5
@@ -206,10 +207,10 @@ def test_point_masses_are_decided_at_once_as_one_by_one(seed: int) -> None:
         (lambda draft, probs, **_: verify_greedy(draft, jnp.argmax(probs, -1).astype(jnp.int32), max_depth=nodes - 1),
          verify, draft, jax.nn.one_hot(jnp.argmax(probs, -1), vocabulary), jnp.full_like(accept, 0.5)),
     ]  # fmt: skip
-    for at_once, one_by_one, draft, law, dice in both:
+    for at_once, one_by_one, draft, target_probs, dice in both:
         options = {"accept": dice, "choose": choose, "max_depth": nodes - 1}
-        quick = at_once(draft, law, **options)
-        slow = one_by_one(named, law, **options)
+        quick = at_once(draft, target_probs, **options)
+        slow = one_by_one(named, target_probs, **options)
         assert len(np.unique(slow.num_accepted)) > 3
         for field in ("num_accepted", "path", "next_token"):
             assert np.array_equal(getattr(quick, field), getattr(slow, field)), field

@@ -55,7 +55,9 @@ def test_another_environment_is_told_what_to_install(source: Path) -> None:
     command = [sys.executable, "-E", "-S", "-c", first]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=source.parent)
     assert done.returncode == 1
-    assert done.stderr.count("\n") == 1 and "pip install" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "pip install" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,8 @@ def test_errors_and_warnings_of_a_notebook_are_fatal(code: str, problem: str | N
     source = tmp_path / "99_of_a_test.py"
     source.write_text(f"# %% [markdown]\n# # 99\n\n# %%\n{code}\n")
     unpaired = runner(source)
-    assert unpaired.returncode == 1 and "--sync" in unpaired.stdout
+    assert unpaired.returncode == 1
+    assert "--sync" in unpaired.stdout
     assert runner("--sync", source).returncode == 0
     done = runner(source, "--output", tmp_path / "executed")
     assert done.returncode == int(problem is not None), done.stdout + done.stderr
@@ -89,7 +92,7 @@ def test_errors_and_warnings_of_a_notebook_are_fatal(code: str, problem: str | N
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         ({"EAGLE3_TARGE": "t"}, "EAGLE3_TARGE is not known"),
         ({"EAGLE3_TARGET": "t"}, "set EAGLE3_DRAFTER"),
@@ -102,11 +105,13 @@ def test_errors_and_warnings_of_a_notebook_are_fatal(code: str, problem: str | N
         ({"EAGLE3_TARGET": "/nowhere/target", "EAGLE3_DRAFTER": "/nowhere/head"}, "/nowhere/target"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_in_one_line(environ: dict[str, str], said: str) -> None:
+def test_what_cannot_be_meant_is_refused_in_one_line(environ: dict[str, str], message: str) -> None:
     with pytest.raises(SystemExit) as refused:
         machine.start(environ)
-    message = str(refused.value)
-    assert message.startswith("error: ") and said in message and "\n" not in message
+    error = str(refused.value)
+    assert error.startswith("error: ")
+    assert message in error
+    assert "\n" not in error
 
 
 def test_the_report_starts_with_the_verdicts_and_names_stand_ins(tmp_path: Path) -> None:
@@ -115,8 +120,8 @@ def test_the_report_starts_with_the_verdicts_and_names_stand_ins(tmp_path: Path)
     here = Machine(Configuration(), choose(Setting()), on_gpu=False, has_gpu=False)
     banner = here.banner("vLLM", "price")
     assert [part.name for part in banner.missing] == ["device", "pair", "vLLM", "price"]
-    for said in ("no GPU: CPU: ", "the shipped pair", "committed record of 20", "EAGLE3_PRICE_PER_HOUR", "stand-in"):
-        assert said in html.unescape(banner._repr_html_())
+    for words in ("no GPU: CPU: ", "the shipped pair", "committed record of 20", "EAGLE3_PRICE_PER_HOUR", "stand-in"):
+        assert words in html.unescape(banner._repr_html_())
     results = [here.verdict("greedy", "no <b> disagreement"), here.verdict("cost", "half", needs="price")]
     cells = [nbformat.v4.new_markdown_cell("# 01 \u00b7 A notebook, see [02](02_other.ipynb)")]
     for result in (here.banner(), *results):
@@ -144,8 +149,8 @@ def test_every_variable_is_documented_and_no_other() -> None:
 )
 def test_a_picture_says_what_became_of_each_node(path: list[int], expected: str) -> None:
     """0 -> 1 -> 3 -> 5, 0 -> 2, 1 -> 4 -> 6; by first letters, ``u`` for never visited, and the root is one more r."""
-    found = statuses([-1, 0, 0, 1, 1, 3, 4], path)
-    assert "".join(one[0].replace("n", "u") for one in found) == expected
+    node_statuses = statuses([-1, 0, 0, 1, 1, 3, 4], path)
+    assert "".join(status[0].replace("n", "u") for status in node_statuses) == expected
 
 
 def test_the_kinds_of_a_strip_are_counted_as_the_loop_counts_them() -> None:
@@ -162,6 +167,7 @@ def test_the_kinds_of_a_strip_are_counted_as_the_loop_counts_them() -> None:
 
 
 def test_tokens_cannot_leave_the_script_they_are_in() -> None:
-    one = {"tokens": ["</script>", "<!-- x"], "parents": [-1, 0], "status": ["root", "accepted"]}
-    text = Interactive(interactive_rounds([one]).figure).html(library=False)
-    assert text.count("</script") == 1 and "<!--" not in text
+    round_ = {"tokens": ["</script>", "<!-- x"], "parents": [-1, 0], "status": ["root", "accepted"]}
+    text = Interactive(interactive_rounds([round_]).figure).html(library=False)
+    assert text.count("</script") == 1
+    assert "<!--" not in text

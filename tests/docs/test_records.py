@@ -158,14 +158,14 @@ def test_choosing_quotes_its_records() -> None:
 
 def test_the_algorithm_quotes_the_run_of_its_pictures() -> None:
     run = json.loads((ROOT / "docs" / "pictures" / "real_run.json").read_text(encoding="utf-8"))
-    said = page("docs/algorithm.md")
+    text = page("docs/algorithm.md")
     assert run["same_as_plain"]
-    assert f"{run['rounds']} rounds wrote {run['new_tokens']} tokens, the first of them in the prefill." in said
-    assert f"τ is {run['mean_acceptance_length']:.2f} tokens per round" in said
-    assert f"accepted {run['accepted']} of {run['drafted']} drafted tokens" in said
-    assert f"The filled parts are accepted: {run['accepted_with_probability']:.2f} of the mass" in said
-    assert f"Of its {run['tree_nodes']} nodes, the root included, {run['tree_accepted']} were accepted" in said
-    assert (run["tree_added"] == "bonus") == ("the target added a bonus token" in said)
+    assert f"{run['rounds']} rounds wrote {run['new_tokens']} tokens, the first of them in the prefill." in text
+    assert f"τ is {run['mean_acceptance_length']:.2f} tokens per round" in text
+    assert f"accepted {run['accepted']} of {run['drafted']} drafted tokens" in text
+    assert f"The filled parts are accepted: {run['accepted_with_probability']:.2f} of the mass" in text
+    assert f"Of its {run['tree_nodes']} nodes, the root included, {run['tree_accepted']} were accepted" in text
+    assert (run["tree_added"] == "bonus") == ("the target added a bonus token" in text)
 
 
 def test_the_example_measures_what_the_tables_show(tmp_path: Path) -> None:
@@ -174,10 +174,10 @@ def test_the_example_measures_what_the_tables_show(tmp_path: Path) -> None:
     )
     main = runpy.run_path(str(ROOT / "examples" / "methods.py"))["main"]
     main([*options.split(), "--output", str(tmp_path / "methods.json")])
-    found = json.loads((tmp_path / "methods.json").read_text())
-    assert [(row["method"], row["draft"]) for row in found["rows"]] == [
+    record = json.loads((tmp_path / "methods.json").read_text())
+    assert [(row["method"], row["draft"]) for row in record["rows"]] == [
         ("ngram", "K=2"), ("eagle3", "K=2"), ("eagle3", "tree N=3 G=2"),
     ]  # fmt: skip
-    assert [(one["method"], "cannot draft a tree" in one["reason"]) for one in found["missing"]] == [("ngram", True)]
-    assert all(row["lossless"] and row["same_texts"] for row in found["rows"])
-    assert "| method | parameters | K=2 | tree N=3 G=2 |" in methods.what_was_measured(found)
+    assert [(row["method"], "cannot draft a tree" in row["reason"]) for row in record["missing"]] == [("ngram", True)]
+    assert all(row["lossless"] and row["same_texts"] for row in record["rows"])
+    assert "| method | parameters | K=2 | tree N=3 G=2 |" in methods.what_was_measured(record)

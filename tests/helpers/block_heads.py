@@ -1,4 +1,4 @@
-"""Tiny block drafters on disk, and their mathematics written down a second time, in numpy: no cache, nothing kept."""
+"""Tiny block drafters on disk, and a second implementation of them in numpy, without a cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from checkpoints import NORMS, StoredHead, draft_vocabulary, drawing, write_chec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockHead(StoredHead):
-    """What a block drafter looks like; the defaults are a DFlash head as z-lab stores it."""
+    """The options of a block drafter; the defaults are those of a DFlash head as z-lab stores it."""
 
     target_width: int = 32
     draft_vocab: int = 61
@@ -68,7 +68,7 @@ class BlockHead(StoredHead):
         return out
 
     def config(self, dialect: str = "vllm") -> dict[str, Any]:
-        """As z-lab (DFlash), DeepSeek (DSpark) or speculators write it; no field that one of them leaves out."""
+        """Returns the fields that z-lab (DFlash), DeepSeek (DSpark) or speculators write, and no others."""
         sizes = self.geometry(
             model_type="qwen3",
             head_dim=self.head_dim,
@@ -113,7 +113,7 @@ class BlockHead(StoredHead):
 
 
 class Block(NamedTuple):
-    """What a block gives: hidden states ``[K D]`` of the rows that predict, and base logits ``[K W]``."""
+    """The results of a block: hidden states ``[K D]`` of the rows that predict, and base logits ``[K W]``."""
 
     hidden: np.ndarray
     logits: np.ndarray
@@ -127,7 +127,7 @@ def weights(head: BlockHead) -> dict[str, np.ndarray]:
 def run_block(
     head: BlockHead, embedding: np.ndarray, output: np.ndarray, features: np.ndarray, root: int, count: int
 ) -> Block:
-    """A block of ``count`` predictions behind ``features [n A Dt]`` of the tokens before the root, position ``n``."""
+    """Runs a block of ``count`` predictions after ``features [n A Dt]`` of the tokens before the root."""
     w = weights(head)
     eps = 1e-5
     known = len(features)
@@ -199,7 +199,7 @@ def biased(head: BlockHead, block: Block, root: int, tokens: list[int]) -> tuple
 
 
 def chosen_ids(head: BlockHead) -> np.ndarray:
-    """Target id of each draft id."""
+    """Returns the target id of each draft id."""
     return head.tensors().get("d2t", np.zeros(head.draft_vocab, np.int64)) + np.arange(head.draft_vocab)
 
 

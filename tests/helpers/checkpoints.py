@@ -1,4 +1,4 @@
-"""Tiny checkpoints in every layout, and an EAGLE-3 head written down a second time, in PyTorch."""
+"""Tiny checkpoints in every layout, and a second implementation of an EAGLE-3 head in PyTorch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write_checkpoint(directory: Path, config: dict[str, Any], tensors: dict[str,
 
 
 def refused(read: Callable[[Path], Any], path: Path, says: str) -> None:
-    """Within two seconds of work, in one printable line, of the one class, leaving everything as it is."""
+    """Checks that reading a file raises one printable line within two seconds, and leaves the directory unchanged."""
     before = sorted(path.rglob("*")) if path.is_dir() else []
     begun = time.process_time()
     with pytest.raises(CheckpointError, match=says) as refusal:
@@ -61,14 +61,14 @@ def refused(read: Callable[[Path], Any], path: Path, says: str) -> None:
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
-    """Set fields of config.json; ``None`` removes one."""
+    """Sets fields of config.json; ``None`` removes a field."""
     path = directory / "config.json"
     values = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
 
 
 def edit_tensors(directory: Path, **changes: np.ndarray | None) -> None:
-    """Set tensors (``__`` for a dot); ``None`` removes one."""
+    """Sets tensors (``__`` for a dot); ``None`` removes a tensor."""
     path = directory / "model.safetensors"
     stored = {name: value.copy() for name, value in read_tensors(directory).items()}
     tensors = {**stored, **{k.replace("__", "."): v for k, v in changes.items()}}
@@ -76,28 +76,30 @@ def edit_tensors(directory: Path, **changes: np.ndarray | None) -> None:
 
 
 def same_params(first: Any, second: Any) -> bool:
-    """Whether nested parameters are bit-equal, dtypes included."""
-    one = dict(rules.flatten(first))
-    other = dict(rules.flatten(second))
+    """Returns whether nested parameters are bit-equal, dtypes included."""
+    first_leaves = dict(rules.flatten(first))
+    second_leaves = dict(rules.flatten(second))
     bits = lambda leaf: (leaf.dtype, leaf.shape, np.ascontiguousarray(leaf).tobytes())
-    return one.keys() == other.keys() and all(bits(one[path]) == bits(other[path]) for path in one)
+    if first_leaves.keys() != second_leaves.keys():
+        return False
+    return all(bits(leaf) == bits(second_leaves[path]) for path, leaf in first_leaves.items())
 
 
 def same_target(first: Any, second: Any) -> bool:
-    """Whether two targets are equal, bit for bit."""
-    ours, theirs = (dict(rules.flatten(one.params)) for one in (first, second))
+    """Returns whether two targets are equal, bit for bit."""
+    ours, theirs = (dict(rules.flatten(target.params)) for target in (first, second))
     return first.config == second.config and all(np.array_equal(ours[name], theirs[name]) for name in theirs)
 
 
 def same_head(first: Any, second: Any) -> bool:
-    """Whether two heads are equal, bit for bit."""
+    """Returns whether two heads are equal, bit for bit."""
     parts = lambda head: {"head": head.head, "ids": head.draft_to_target, "embedding": head.embedding}
     present = lambda head: {name: part for name, part in parts(head).items() if part is not None}
     return first.config == second.config and same_params(present(first), present(second))
 
 
 def round_trip(directory: Path, to: str, target: DecoderConfig, says: str | None = None) -> None:
-    """Convert a head, to ``out`` next to it, and read the same again; with ``says`` it is refused in these words."""
+    """Converts a head to ``out`` next to it and reads the same again; with ``says`` it expects this error."""
     source = conversion.read_head(directory, target)
     out = directory.with_name("out")
     if says is not None:
@@ -107,7 +109,8 @@ def round_trip(directory: Path, to: str, target: DecoderConfig, says: str | None
         return
     conversion.convert(directory, out, to, target)
     again = conversion.read_head(out, target)
-    assert again.dialect == to and conversion.identify(out) == conversion.identify(directory) == source.method
+    assert again.dialect == to
+    assert conversion.identify(out) == conversion.identify(directory) == source.method
     assert same_head(source, again)
     assert again.draft_to_target is None or again.draft_to_target.dtype == np.int32
 
@@ -135,7 +138,7 @@ Draw = Callable[..., np.ndarray]
 
 
 def drawing(random: np.random.Generator, dtype: Any = np.float32) -> Draw:
-    """Random numbers of a shape, around zero or, for norms, around one."""
+    """Returns a function for random numbers of a shape, around zero or, for norms, around one."""
 
     def draw(*shape: int, around: float = 0.0) -> np.ndarray:
         return (around + random.normal(0, 0.3, shape)).astype(np.float32).astype(dtype)
@@ -144,14 +147,14 @@ def drawing(random: np.random.Generator, dtype: Any = np.float32) -> Draw:
 
 
 def draft_vocabulary(random: np.random.Generator, vocab: int, draft_vocab: int) -> dict[str, np.ndarray]:
-    """``d2t`` and ``t2d`` of random tokens."""
+    """Returns ``d2t`` and ``t2d`` of random tokens."""
     chosen = np.sort(random.permutation(vocab)[:draft_vocab])
     return {"d2t": chosen.astype(np.int64) - np.arange(draft_vocab), "t2d": np.isin(np.arange(vocab), chosen)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredHead:
-    """What a head of any method has: its sizes, and how its files say them."""
+    """The sizes of a head of any method, and their fields and tensors in files."""
 
     width: int = 32
     vocab: int = 61
@@ -174,7 +177,7 @@ class StoredHead:
         bias: str = "",
         qk_norm: bool = False,
     ) -> dict[str, np.ndarray]:
-        """The tensors of a block in Llama's names.
+        """Returns the tensors of a block in Llama's names.
 
         ``fed`` is the width that attention reads; ``bias`` names the projections that have one.
         """
@@ -191,7 +194,7 @@ class StoredHead:
         return out | {f"{name}.mlp.down_proj.weight": draw(width, self.inner)}
 
     def geometry(self, **more: Any) -> dict[str, Any]:
-        """The fields of ``config.json`` that all of them have."""
+        """Returns the fields of ``config.json`` that all heads have."""
         values = {
             "vocab_size": self.vocab,
             "hidden_size": self.width,
@@ -208,7 +211,7 @@ class StoredHead:
 
 
 def write_llama(directory: Path, config: DecoderConfig = TARGET, seed: int = 0) -> Path:
-    """A random target in the Hugging Face layout, without transformers."""
+    """Writes a random target in the Hugging Face layout, without transformers."""
     draw = drawing(np.random.default_rng(seed))
     width = config.width
     mixer = config.layers[0].mixer
@@ -228,7 +231,7 @@ def write_llama(directory: Path, config: DecoderConfig = TARGET, seed: int = 0) 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Head(StoredHead):
-    """What an EAGLE-3 head looks like; the defaults are an official one."""
+    """The options of an EAGLE-3 head; the defaults are those of an official one."""
 
     target_width: int = 32
     draft_vocab: int = 40
@@ -243,7 +246,7 @@ class Head(StoredHead):
     windows: tuple[int | None, ...] = ()
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """In official names, further layers as ``layers.N``."""
+        """Returns the tensors in official names, further layers as ``layers.N``."""
         random = np.random.default_rng(self.seed)
         draw = drawing(random, self.dtype)
         width = self.width
@@ -265,7 +268,7 @@ class Head(StoredHead):
         return out
 
     def config(self) -> dict[str, Any]:
-        """Only what the official layout has, unless a variation has to be named."""
+        """Returns the fields of the official layout, and those that a variation needs."""
         values = self.geometry(
             architectures=["LlamaForCausalLM"],
             model_type="qwen3" if self.qk_norm else "llama",
@@ -330,7 +333,7 @@ class Drafted:
 
 
 class TorchLayers:
-    """The parts of a block in PyTorch, written apart from ours; they know no cache and run whole sequences."""
+    """The parts of a block in PyTorch, independent of the library; they have no cache and run whole sequences."""
 
     def __init__(self, head: Any, weights: dict[str, Any]):
         import torch
@@ -390,7 +393,7 @@ class TorchHead(TorchLayers):
         self.table = torch.from_numpy(np.array(embedding, np.float32))
 
     def fuse(self, features: np.ndarray) -> Any:
-        """``features [T A Dt]``."""
+        """Fuses ``features [T A Dt]``."""
         chunks = self.torch.from_numpy(features)
         if self.head.fc_norm:
             chunks = self.torch.stack([self.rms(chunks[:, i], f"fc_norm.{i}") for i in range(len(self.head.aux))], 1)
@@ -398,7 +401,7 @@ class TorchHead(TorchLayers):
         return self.linear(self.rms(flat, "input_norm") if self.head.norm_before_fc else flat, "fc")
 
     def run(self, tokens: Any, stream: Any) -> Any:
-        """Rows of a sequence that starts at position 0; each sees itself and those before it."""
+        """Runs the layers on a sequence from position 0; each row sees itself and the rows before it."""
         head = self.head
         windows = self.head.windows or (None,) * self.head.layers
         normed = self.rms(stream, "layers.0.hidden_norm")
@@ -416,9 +419,9 @@ class TorchHead(TorchLayers):
 
 
 def torch_draft(head: Head, embedding: np.ndarray, features: np.ndarray, tokens: np.ndarray, depth: int) -> Drafted:
-    """Logits at every true pair and a greedy chain after the last, in target ids, recomputed whole at each step.
+    """Returns logits at every true pair and a greedy chain after the last, recomputed from the start at each step.
 
-    ``features [T A Dt]`` at positions 0..T-1 and ``tokens [T]``, those *after* them.
+    ``features [T A Dt]`` are at positions 0..T-1, and ``tokens [T]`` are the target ids *after* them.
     """
     import torch
 

@@ -16,7 +16,7 @@ from validation.peaked import BASE, VOCAB, Recipe, build, eager  # noqa: F401 (t
 
 
 def parametrize(metafunc: pytest.Metafunc, names: Iterable[str], few: Collection[str]) -> None:
-    """Give a test its families, in the argument ``name``; those that are not among the few are slow."""
+    """Parametrizes a test by ``name``; families that are not in ``few`` are slow."""
     marks = {name: () if name in few else pytest.mark.slow for name in names}
     metafunc.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
@@ -272,7 +272,7 @@ _PIXTRAL = {
 
 
 def _text(name: str, **more: Any) -> dict[str, Any]:
-    """The language model of a recipe as a wrapper's ``text_config``."""
+    """Returns the language model of a recipe as a wrapper's ``text_config``."""
     recipe = RECIPES[name]
     return {"model_type": recipe.model_type, **BASE, **recipe.fields, **more}
 
@@ -332,7 +332,7 @@ WRAPPED = {
 
 
 class Truth(NamedTuple):
-    """What transformers computes."""
+    """The results of transformers."""
 
     tokens: np.ndarray  #: ``[T]``, a text of all prompts' words.
     logits: np.ndarray  #: ``[T V]``.
@@ -347,14 +347,14 @@ def _model(name: str) -> Any:
 
 @functools.cache
 def truth(name: str) -> Truth:
-    """Of one recipe."""
+    """Computes the results of transformers for one recipe."""
     import torch
 
     model = _model(name)
     tokens = torch.tensor([[token for prompt in PROMPTS for token in prompt]])
     before_norm: list[torch.Tensor] = []
     decoder = getattr(model.model, "language_model", model.model)
-    hook = decoder.norm.register_forward_pre_hook(lambda _, given: before_norm.append(given[0]))
+    hook = decoder.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
     with torch.no_grad():
         out = model(tokens, output_hidden_states=True, use_cache=False)
     hook.remove()
@@ -364,7 +364,7 @@ def truth(name: str) -> Truth:
 
 
 class Choices(NamedTuple):
-    """What transformers would write after each prefix of a text."""
+    """The tokens that transformers would write after each prefix of a text."""
 
     tokens: list[int]  #: The most probable token after the prompt, and after every token of the text but its last.
     margin: float  #: The smallest distance between the two largest logits of those.
@@ -372,7 +372,7 @@ class Choices(NamedTuple):
 
 
 def choices(model: Any, prompt: Sequence[int], text: Sequence[int]) -> Choices:
-    """A text is the greedy one if and only if it is what is chosen after each of its prefixes."""
+    """Computes the most likely token after each prefix of a text; a greedy text consists of exactly these tokens."""
     import torch
 
     gaps = [math.inf]
@@ -391,7 +391,7 @@ def choices(model: Any, prompt: Sequence[int], text: Sequence[int]) -> Choices:
 
 
 def check_greedy(name: str, texts: Sequence[Sequence[int]]) -> None:
-    """Whether these are the greedy texts of transformers after :data:`PROMPTS`, and clearly so."""
+    """Checks that these are the greedy texts of transformers after :data:`PROMPTS`, by a clear margin."""
     for prompt, text in zip(PROMPTS, texts, strict=True):
         chosen = choices(_model(name), prompt, text)
         assert list(text) == chosen.tokens

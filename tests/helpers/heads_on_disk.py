@@ -15,7 +15,7 @@ from eagle3_jax.models.config import uniform
 
 
 def write_p_eagle(directory: Path) -> Path:
-    """In vLLM's layout, whose mask token is 57."""
+    """Writes a P-EAGLE head in vLLM's layout, with the mask token 57."""
     Head(own_embedding=True).write(directory, "sglang")
     state = np.random.default_rng(2).normal(size=(1, 1, 96)).astype(np.float32)
     edit_tensors(directory, mask_hidden=state)
@@ -24,7 +24,7 @@ def write_p_eagle(directory: Path) -> Path:
 
 
 def write_medusa(directory: Path, heads: int = 3) -> Path:
-    """In vLLM's layout."""
+    """Writes Medusa heads in vLLM's layout."""
     draw = lambda *shape: np.random.default_rng(3).normal(0, 0.3, shape).astype(np.float32)
     tensors = {f"blocks.{head}.layers.0.weight": draw(32, 32) for head in range(heads)}
     tensors |= {f"lm_heads.{head}.weight": draw(61, 32) for head in range(heads)}
@@ -34,7 +34,7 @@ def write_medusa(directory: Path, heads: int = 3) -> Path:
 
 
 def write_draft_model(directory: Path) -> Path:
-    """Two layers of the target's kind."""
+    """Writes a draft model of two layers of the target's kind."""
     return write_llama(directory, dataclasses.replace(TARGET, layers=uniform(2, *_PARTS)), seed=5)
 
 

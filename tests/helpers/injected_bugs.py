@@ -13,21 +13,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tables
-import test_block_law
-import test_draw_law
-import test_exact_law
+import test_block_distribution
+import test_draw_distribution
+import test_exact_distribution
 import test_golden
 import test_greedy
 import test_keys
 import test_long_distribution
-import test_sampling_law
+import test_sampling_distribution
 import test_scripted_trees
 import test_thresholds
 import test_training
 import test_verify
 from mutants import Mutant, during, swapped
 
-from eagle3_jax import decode, point_masses, sampling
+from eagle3_jax import acceptance, decode, sampling
 from eagle3_jax.acceptance import Exact, verify, verify_points
 from eagle3_jax.cache import Cache
 from eagle3_jax.checks import sampling_mode_of
@@ -52,12 +52,19 @@ propose_from_table = tables.TableDrafter.propose
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def exact_law(function: Callable, bug: Callable, case: str = "a sampled chain") -> Mutant:
-    return Mutant(function, bug, test_exact_law.test_speculation_has_exactly_the_autoregressive_law_with, (case,))
+def exact_distribution(function: Callable, bug: Callable, case: str = "a sampled chain") -> Mutant:
+    return Mutant(
+        function,
+        bug,
+        test_exact_distribution.test_speculation_has_exactly_the_autoregressive_distribution_with,
+        (case,),
+    )
 
 
-def block_law(function: Callable, bug: Callable, case: str = "a drawn chain") -> Mutant:
-    return Mutant(function, bug, test_block_law.test_blocks_have_exactly_the_autoregressive_law_with, (case,))
+def block_distribution(function: Callable, bug: Callable, case: str = "a sampled chain") -> Mutant:
+    return Mutant(
+        function, bug, test_block_distribution.test_blocks_have_exactly_the_autoregressive_distribution_with, (case,)
+    )
 
 
 def at_once(function: Callable, bug: Callable) -> Mutant:
@@ -65,22 +72,22 @@ def at_once(function: Callable, bug: Callable) -> Mutant:
 
 
 def thresholds(function: Callable, bug: Callable, rule: str = "the token rule") -> Mutant:
-    """What only the small probabilities of a real vocabulary show."""
+    """Returns a bug that only the small probabilities of a real vocabulary show."""
     return Mutant(function, bug, test_thresholds.check_thresholds, (rule, 28))
 
 
-def sampling_law(function: Callable, bug: Callable, drafter: str) -> Mutant:
-    return Mutant(function, bug, test_sampling_law.check_sampling_law, (drafter,), (("runs", 3),))
+def sampling_distribution(function: Callable, bug: Callable, drafter: str) -> Mutant:
+    return Mutant(function, bug, test_sampling_distribution.check_sampling_distribution, (drafter,), (("runs", 3),))
 
 
-def long_law(function: Callable, bug: Callable, drafter: str, rows: int = 2048, runs: int = 1) -> Mutant:
+def long_distribution(function: Callable, bug: Callable, drafter: str, rows: int = 2048, runs: int = 1) -> Mutant:
     check = test_long_distribution.check_long_distribution
     return Mutant(function, bug, check, (drafter,), (("rows", rows), ("runs", runs)))
 
 
 def subtle(function: Callable, bug: Callable) -> Mutant:
-    """Half a percent and less: three million tokens, which plain decoding writes in seconds."""
-    return long_law(function, bug, "plain decoding", rows=8192, runs=16)
+    """Returns a bug of half a percent or less, which three million tokens of plain decoding show."""
+    return long_distribution(function, bug, "plain decoding", rows=8192, runs=16)
 
 
 def ledger(function: Callable, bug: Callable, case: str) -> Mutant:
@@ -129,7 +136,7 @@ def mtp_rounds(function: Callable, bug: Callable) -> Mutant:
 
 
 def of_token(probs: jax.Array, draft: Any) -> jax.Array:
-    """``[B N]``, the probability of each node's token in the row of a node."""
+    """Returns ``[B N]``, the probability of each node's token in the row of that node."""
     return jnp.take_along_axis(probs, draft.tokens[:, :, None], axis=2)[:, :, 0]
 
 
@@ -145,44 +152,44 @@ def keep_target(residual, p, q):
     return p, residual(p, q)[1]
 
 
-def accept_without_ratio(verify, draft, probs, *, accept, **rest):
-    return verify(draft, probs, accept=accept / of_token(draft.probs, draft), **rest)
+def accept_without_ratio(verify, draft, probs, *, accept, **options):
+    return verify(draft, probs, accept=accept / of_token(draft.probs, draft), **options)
 
 
-def ignore_elder_siblings(verify_points, draft, probs, *, accept, **rest):
+def ignore_elder_siblings(verify_points, draft, probs, *, accept, **options):
     p = of_token(at_parent(probs, draft), draft)
     node = jnp.arange(accept.shape[1])
     elder = (draft.parents[:, :, None] == draft.parents[:, None, :]) & (node[None, :] < node[:, None])
-    left = 1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)
-    return verify_points(draft, probs, accept=accept / left, **rest)
+    remaining = 1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)
+    return verify_points(draft, probs, accept=accept / remaining, **options)
 
 
 def accept_padding(function, draft, *arguments, **named):
     return function(draft.replace(valid=jnp.ones_like(draft.valid)), *arguments, **named)
 
 
-def accept_equality(verify, draft, probs, *, accept, **rest):
-    return verify(draft, probs, accept=accept - 1e-9, **rest)
+def accept_equality(verify, draft, probs, *, accept, **options):
+    return verify(draft, probs, accept=accept - 1e-9, **options)
 
 
 RULE = {
-    "the bonus is drawn from the draft": exact_law(verify, draw_bonus_from_draft),
-    "a refusal draws again from the target": exact_law(residual, keep_target),
-    "a sampled draft is accepted like a point mass": exact_law(verify, accept_without_ratio),
-    "the second sibling sees the whole target again": exact_law(
+    "the bonus is sampled from the draft": exact_distribution(verify, draw_bonus_from_draft),
+    "a refusal draws again from the target": exact_distribution(residual, keep_target),
+    "a sampled draft is accepted like a point mass": exact_distribution(verify, accept_without_ratio),
+    "the second sibling sees the whole target again": exact_distribution(
         verify_points, ignore_elder_siblings, "a tree of deterministic siblings"
     ),
     "the path goes through every sibling that is taken": at_once(
-        point_masses._elder_siblings, lambda elder, draft: jnp.zeros_like(elder(draft))
+        acceptance._elder_siblings, lambda elder, draft: jnp.zeros_like(elder(draft))
     ),
-    "padding can be accepted": exact_law(point_masses.follow_accepted, accept_padding, "nothing drafted"),
+    "padding can be accepted": exact_distribution(acceptance.follow_accepted, accept_padding, "nothing drafted"),
     "acceptance is not strict": Mutant(
-        verify, accept_equality, test_verify.test_a_token_without_target_mass_is_never_accepted_nor_drawn, (0.0,)
+        verify, accept_equality, test_verify.test_a_token_without_target_mass_is_never_accepted_nor_sampled, (0.0,)
     ),
     "a draw takes one uniform for all digits": Mutant(
         draw,
         lambda draw, p, uniforms: draw(p, first_only(uniforms)),
-        test_draw_law.check_law_of_draw,
+        test_draw_distribution.check_distribution_of_draw,
         ("uniform", 65),
     ),
     # At the vocabulary of Llama 3.
@@ -196,25 +203,25 @@ RULE = {
 
 
 def end_at_first_failure(verify_block, draft, probs, *, accept, choose, max_depth):
-    """The path is cut where the token rule would refuse."""
+    """Cuts the path where the token rule would refuse."""
     verdict = verify_block(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
-    other = verify(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
-    fewer = other.num_accepted < verdict.num_accepted
-    return jax.tree.map(lambda a, b: jnp.where(fewer.reshape(-1, *[1] * (a.ndim - 1)), b, a), verdict, other)
+    token_verdict = verify(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
+    fewer = token_verdict.num_accepted < verdict.num_accepted
+    return jax.tree.map(lambda a, b: jnp.where(fewer.reshape(-1, *[1] * (a.ndim - 1)), b, a), verdict, token_verdict)
 
 
 def draw_padding(verify_block, draft, probs, **dice):
-    """Tokens behind the end of a block count as drawn when the residual is built."""
+    """Tokens after the end of a block count as sampled in the residual."""
     after = jnp.where(draft.valid[:, 1:, None], 0.0, draft.probs[:, 1:])
     return verify_block(draft, probs.at[:, :-1].set(jnp.maximum(probs[:, :-1] - after, 0.0)), **dice)
 
 
 BLOCK = {
-    "a block ends at its first failure": block_law(verify_block, end_at_first_failure),
-    "the residual of a block forgets what has survived": block_law(
-        block._survivals, lambda survivals, *of: jnp.minimum(jnp.ceil(survivals(*of)), 1.0)
+    "a block ends at its first failure": block_distribution(verify_block, end_at_first_failure),
+    "the residual of a block forgets what has survived": block_distribution(
+        block._survivals, lambda survivals, *arguments: jnp.minimum(jnp.ceil(survivals(*arguments)), 1.0)
     ),
-    "the padding of a block was drawn, too": block_law(verify_block, draw_padding, "a chain cut short"),
+    "the padding of a block counts as sampled": block_distribution(verify_block, draw_padding, "a chain cut short"),
 }
 
 
@@ -222,7 +229,7 @@ BLOCK = {
 
 
 def first_only(values: jax.Array) -> jax.Array:
-    """The first of each row, in place of all."""
+    """Replaces all values of a row by the first."""
     return jnp.broadcast_to(values[..., :1], values.shape)
 
 
@@ -243,11 +250,11 @@ def declare_eldest(propose, *arguments):
 
 
 def truncate_first(probabilities, logits, sampling_, *sampling_mode):
-    """Top-k and top-p of the logits at temperature one, then the temperature."""
+    """Applies top-k and top-p to the logits at temperature one, then the temperature."""
     columns = [jnp.broadcast_to(jnp.asarray(x), logits.shape[:1]) for x in (sampling_.top_k, sampling_.top_p)]
-    kept = sampling._truncate(logits.astype(jnp.float32), *columns)
+    truncated = sampling._truncate(logits.astype(jnp.float32), *columns)
     plain = sampling_.replace(top_k=jnp.zeros_like(columns[0]), top_p=jnp.ones_like(columns[1]))
-    return probabilities(kept, plain, *sampling_mode)
+    return probabilities(truncated, plain, *sampling_mode)
 
 
 def tilt(draw, p, uniforms):
@@ -262,20 +269,24 @@ LIKELIEST = "a chain of the likeliest tokens"
 CHAIN = "a chain of sampled tokens"
 STATIC = "a static tree of sampled tokens"
 DRAWS = {
-    "a draft is declared at its draft ids": long_law(propose_from_table, declare_at_draft_ids, CHAIN),
-    "all depths of a draft share one uniform": long_law(propose_from_table, during(uniforms, share_uniform), CHAIN),
-    "siblings are drawn without replacement and declared with it": long_law(propose_from_table, declare_eldest, STATIC),
-    "drafting and verifying share their randomness": long_law(
+    "a draft is declared at its draft ids": long_distribution(propose_from_table, declare_at_draft_ids, CHAIN),
+    "all depths of a draft share one uniform": long_distribution(
+        propose_from_table, during(uniforms, share_uniform), CHAIN
+    ),
+    "siblings are sampled without replacement and declared with it": long_distribution(
+        propose_from_table, declare_eldest, STATIC
+    ),
+    "drafting and verifying share their randomness": long_distribution(
         keys_at, lambda keys_at, keys, position, purpose: keys_at(keys, position, 1), CHAIN
     ),
-    "top-p comes before temperature": sampling_law(probabilities, truncate_first, "an EAGLE-3 chain of 1"),
-    "keys repeat every eight positions": long_law(
+    "top-p comes before temperature": sampling_distribution(probabilities, truncate_first, "an EAGLE-3 chain of 1"),
+    "keys repeat every eight positions": long_distribution(
         keys_at, lambda keys_at, keys, position, purpose: keys_at(keys, position % 8, purpose), LIKELIEST
     ),
-    "two rows share a key": long_law(
+    "two rows share a key": long_distribution(
         row_keys, lambda row_keys, seed, batch: row_keys(seed, batch)[jnp.arange(batch) // 2], LIKELIEST
     ),
-    "the first token is drawn with the key of the first verification": ledger(
+    "the first token is sampled with the key of the first verification": ledger(
         SpeculativeLoop._prefill, during(keys_at, next_key), "plain decoding"
     ),
     "a draw is tilted by half a percent": subtle(draw, tilt),
@@ -283,7 +294,7 @@ DRAWS = {
     "a batch with top-p alone is not truncated": Mutant(
         sampling_mode_of,
         lambda sampling_mode_of, rows: sampling_mode_of(rows.replace(top_p=jnp.ones_like(rows.top_p))),
-        test_sampling_law.test_a_batch_that_truncates_in_one_way_only_follows_the_target_law,
+        test_sampling_distribution.test_a_batch_that_truncates_in_one_way_only_follows_the_target_distribution,
         ("top-p alone", "plain decoding"),
     ),
 }
@@ -362,7 +373,7 @@ LOOP = {
         leave_no_room,
         test_scripted_trees.test_a_tree_loses_no_node_where_the_text_ends_with_its_bucket,
     ),
-    "a recurrent layer commits a path in block order": long_law(
+    "a recurrent layer commits a path in block order": long_distribution(
         Recurrent.commit,
         lambda commit, self, written, length, count, nodes=None: commit(self, written, length, count, None),
         "a static tree of sampled tokens for a recurrent target",
@@ -379,7 +390,7 @@ def leave_tokens_in_place(observe, self, params, state, seen):
 
 
 def keep_accepted_drafts(observe, self, params, state, seen):
-    """A round commits what the head made of its own guesses; only the prompt is read from the target."""
+    """Commits states that the head computed from its own guesses; only the prompt is read from the target."""
 
     def stale(fuse, head, features):
         fused = fuse(head, features)
@@ -427,11 +438,12 @@ def labels_of_first_step(shifted, values, start, size):
 
 
 def see_guesses_of_others(memory, *arguments):
-    kept = memory(*arguments)
-    if not kept.past:
-        return kept
-    (first,) = kept.past
-    return kept._replace(past=(first, *(first._replace(kv=guess) for guess in kept.at_index)), at_index=())
+    context = memory(*arguments)
+    if not context.past:
+        return context
+    (first,) = context.past
+    guesses = (first._replace(kv=guess) for guess in context.at_index)
+    return context._replace(past=(first, *guesses), at_index=())
 
 
 TRAINING = {

@@ -1,4 +1,4 @@
-"""Medusa heads written down a second time, in PyTorch, with the names that FasterDecoding's modules give to tensors."""
+"""A second implementation of Medusa heads in PyTorch, with the tensor names of FasterDecoding's modules."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def random_heads(
 
 
 def logits_of(heads: nn.ModuleList, state: Any) -> np.ndarray:
-    """``[*rows K V]``."""
+    """Returns the logits ``[*rows K V]`` of all heads."""
     with torch.no_grad():
         x = torch.tensor(np.asarray(state, np.float32))
         return torch.stack([head(x) for head in heads], dim=-2).numpy()
 
 
 def tensors_of(heads: nn.ModuleList) -> dict[str, np.ndarray]:
-    """As ``state_dict`` names them: ``{head}.{layer}.linear.weight`` and ``{head}.{layers}.weight``."""
+    """Returns tensors by name: ``{head}.{layer}.linear.weight`` and ``{head}.{layers}.weight``."""
     return {name: value.detach().numpy() for name, value in heads.state_dict().items()}
 
 
 def write_official(directory: Path, heads: nn.ModuleList, *, suffix: str = "safetensors", **config: Any) -> Path:
-    """A directory as FasterDecoding's training writes it."""
+    """Writes a directory as FasterDecoding's training does."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)

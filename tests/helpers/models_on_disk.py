@@ -13,14 +13,14 @@ from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, unif
 
 
 def write_llama(folder: Path, *, width: int, vocab_size: int = 96, layers: int = 8) -> Path:
-    """A random target."""
+    """Writes a random target."""
     mixer = GroupedQuery(num_heads=2, num_kv_heads=2, head_dim=width // 2)
     stack = uniform(layers, mixer, GatedMLP(width=32))
     return checkpoints.write_llama(folder, DecoderConfig(vocab_size=vocab_size, width=width, layers=stack))
 
 
 def write_bytes_target(folder: Path) -> Path:
-    """A random target whose tokens are single bytes, so that most of what it writes is no text; nothing stops it."""
+    """Writes a random target whose tokens are bytes, so most of its output is no text; it has no stop token."""
     checkpoints.edit_config(write_llama(folder, width=32, vocab_size=256, layers=2), eos_token_id=None)
     bytes_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
@@ -35,7 +35,7 @@ POSITIONS = 160  # of a chat target
 
 
 def write_chat_target(folder: Path, *, layers: int = 2, template: str | None = CHATML) -> Path:
-    """A random target whose tokens are letters, of :data:`POSITIONS`.
+    """Writes a random target of :data:`POSITIONS` whose tokens are letters.
 
     It also stops at ``a`` and ``b``, because a random text rarely ends.
     """
@@ -53,7 +53,7 @@ def write_chat_target(folder: Path, *, layers: int = 2, template: str | None = C
 
 
 def bytes_tokenizer(*merged: tuple[str, str]) -> Tokenizer:
-    """A tokenizer whose tokens are single bytes, and these pairs of them."""
+    """Returns a tokenizer whose tokens are single bytes and these pairs of them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*alphabet, *map("".join, merged)]
     tokenizer = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, list(merged)))

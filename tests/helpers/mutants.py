@@ -1,4 +1,4 @@
-"""Injects bugs: puts another function in place of one of the library's, for as long as a check runs."""
+"""Injects bugs: replaces a function of the library while a check runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def replaced(function: Callable, bug: Callable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def swapped(function: Callable, bug: Callable) -> Iterator[None]:
-    """The replacement alone, for a bug inside another one.
+    """Replaces a function without clearing compiled programs, for a bug inside another one.
 
     Only the code of the function object changes. So every module that imported it sees the bug, and decorators and the
     checks of shapes and types around it stay.
@@ -56,7 +56,7 @@ def swapped(function: Callable, bug: Callable) -> Iterator[None]:
         inner.__kwdefaults__ = options
 
 
-def planted(function: Callable, old: str, new: str) -> contextlib.AbstractContextManager[None]:
+def inject_bug(function: Callable, old: str, new: str) -> contextlib.AbstractContextManager[None]:
     """Replaces a function by its own source with ``new`` in place of ``old``.
 
     Raises:
@@ -73,7 +73,7 @@ def planted(function: Callable, old: str, new: str) -> contextlib.AbstractContex
 
 
 def during(inner: Callable, bug: Callable) -> Callable:
-    """A bug of an outer function: while it runs, or is traced, ``bug`` takes the place of an inner one."""
+    """Returns a bug of an outer function: while it runs or is traced, ``bug`` replaces an inner function."""
 
     def outer(original: Callable, *arguments: Any, **named: Any) -> Any:
         with swapped(inner, bug):
@@ -87,28 +87,28 @@ class Mutant:
     """A bug and the check that must notice it."""
 
     function: Callable  #: The function of the library that the bug replaces.
-    #: Called with the original function and its arguments; or two pieces of source for :func:`planted`.
+    #: Called with the original function and its arguments; or two pieces of source for :func:`inject_bug`.
     bug: Callable | tuple[str, str]
     check: Callable  #: Must fail with the bug and pass without.
     args: tuple = ()  #: Its arguments.
     options: tuple[tuple[str, object], ...] = ()  #: Its keyword arguments.
 
     def run(self) -> None:
-        """The check."""
+        """Runs the check."""
         self.check(*self.args, **dict(self.options))
 
     def injected(self) -> contextlib.AbstractContextManager[None]:
-        """With the bug."""
+        """Returns a context in which the bug is injected."""
         if isinstance(self.bug, tuple):
-            return planted(self.function, *self.bug)
+            return inject_bug(self.function, *self.bug)
         return replaced(self.function, self.bug)
 
     def run_without_bug(self) -> None:
         """Runs the check without the bug, once for all bugs: a check that always fails would catch everything."""
-        of = self.check, self.args, self.options
-        if of not in _PASSED:
+        key = self.check, self.args, self.options
+        if key not in _PASSED:
             self.run()
-            _PASSED.add(of)
+            _PASSED.add(key)
 
 
 _PASSED: set[tuple] = set()

@@ -1,4 +1,4 @@
-"""What is asked of a mesh, in a process of its own with eight devices; prints one JSON object for ``test_mesh.py``.
+"""Runs generations on a mesh of eight devices in a separate process; prints one JSON object for ``test_mesh.py``.
 
 In float32, and with seeds at which no two logits nearly tie: a product that is summed on several devices differs in its
 last bits from the same one on one device.
@@ -31,7 +31,7 @@ MIXED = "model=4,data=2"
 LAYERS = 2
 CHAIN = {"num_speculative_tokens": 3}
 TREE = {"tree": e3.DynamicTree(num_nodes=8, max_depth=3, top_k=4)}
-DRAWN = CHAIN | {"draft_sampling": e3.DraftSampling.PROBABILISTIC}
+SAMPLED = CHAIN | {"draft_sampling": e3.DraftSampling.PROBABILISTIC}
 SCHEDULE = {"schedule": e3.SpeculationSchedule(((1, 2, 3), (3, 6, 2)))}  # none is drafted while more than six rows run
 WARM = e3.SamplingParams(temperature=1.0)
 NUCLEUS = e3.SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
@@ -43,7 +43,7 @@ MOVES = re.compile(
 
 
 def pair(**options: Any) -> tuple[LoadedTarget, LoadedDrafter]:
-    """Eight key heads, so that eight devices can have one each; four divide the vocabulary, eight do not."""
+    """Returns a pair with eight key heads, one for each device; four devices divide the vocabulary, eight do not."""
     layers = stack(LAYERS)
     target = tiny.target(60, layers=layers, **options)
     return target, tiny.eagle3(target, draft_vocab_size=32, layers=stack(1))
@@ -69,44 +69,43 @@ def streamed(models: Any, text: str, row: int, **options: Any) -> list[int]:
 
 
 def driven(models: Any, text: str, **options: Any) -> list[list[int]]:
-    """Round by round, every leaf of the state where it belongs all the time."""
+    """Generates round by round, and checks the sharding of every leaf of the state in each round."""
     decoder = e3.SpeculativeDecoder(*models, mesh=mesh_of(text), **options)
     state = decoder.prefill(PROMPTS, max_new_tokens=LIMITS)
-    places = row_shardings(mesh_of(text), state)
+    shardings = row_shardings(mesh_of(text), state)
     while state.running.any():
-        for leaf, place in zip(*map(jax.tree.leaves, (state, places)), strict=True):
-            assert leaf.size == 0 or leaf.sharding.is_equivalent_to(place, leaf.ndim), (leaf.sharding, place)
+        for leaf, sharding in zip(*map(jax.tree.leaves, (state, shardings)), strict=True):
+            assert leaf.size == 0 or leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.sharding, sharding)
         state = decoder.step(state).state
-    ends = zip(PROMPTS, state.tokens.tolist(), state.length.tolist(), strict=True)
-    return [tokens[len(prompt) : length] for prompt, tokens, length in ends]
+    rows = zip(PROMPTS, state.tokens.tolist(), state.length.tolist(), strict=True)
+    return [tokens[len(prompt) : length] for prompt, tokens, length in rows]
 
 
 def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mapping[str, Any]:
-    """Collectives of a compiled step, and how large the largest is beside what a device keeps of a layer's keys."""
+    """Returns the collectives of a compiled step, the size of the largest, and that of a layer's keys on a device."""
     mesh = mesh_of(text)
     sampling_mode = SamplingMode.GREEDY if sampling is None else SamplingMode.TRUNCATED
     decoder = e3.SpeculativeDecoder(*models, mesh=mesh, **options)
     loop = loops.SpeculativeLoop(decoder.loop.target, decoder.loop.drafter, sampling_mode=sampling_mode)
     batch = tiny.prompts(PROMPTS, limit=20, width=16)
     state = jax.eval_shape(lambda params: loop.prefill(params, batch, 128), decoder.params)
-    on_mesh = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    on_mesh = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     state = jax.tree.map(on_mesh, state, row_shardings(mesh, state))
     with jax.set_mesh(mesh):
         compiled = loops.step.lower(loop, decoder.params, state).compile()
-    found = [
-        (kind, math.prod(map(int, filter(None, sizes.split(","))))) for sizes, kind in MOVES.findall(compiled.as_text())
-    ]
+    size_of = lambda shape: math.prod(map(int, filter(None, shape.split(","))))
+    collectives = [(kind, size_of(shape)) for shape, kind in MOVES.findall(compiled.as_text())]
     keys = jax.tree.leaves(state.cache.layers[0])[0]
     return {
-        "moves": collections.Counter(kind for kind, _ in found),
-        "largest": max((size for _, size in found), default=0),
+        "moves": collections.Counter(kind for kind, _ in collectives),
+        "largest": max((size for _, size in collectives), default=0),
         "keys": math.prod(keys.sharding.shard_shape(keys.shape)),
     }
 
 
 def prefilled(models: Any, text: str, rows_per_group: int) -> Mapping[str, Any]:
-    """Collectives of a compiled prefill of so many rows at a time, of 64 queries, and the tokens that it gives."""
-    jax.clear_caches()  # what is set here is no argument of what is compiled
+    """Returns the collectives and the tokens of a prefill of ``rows_per_group`` rows and 64 queries at a time."""
+    jax.clear_caches()  # compiled programs do not depend on the limits that are set here
     mesh = mesh_of(text)
     fed = 192
     limits = (rows_per_group * fed // mesh.shape["data"], 1) if rows_per_group < len(PROMPTS) else (10**9, 10**9)
@@ -143,11 +142,11 @@ if __name__ == "__main__":
     for name, sampling, options in (
         ("chain, sampled", NUCLEUS, CHAIN),
         ("tree, sampled", NUCLEUS, TREE),
-        ("drawn chain", WARM, DRAWN),
+        ("sampled chain", WARM, SAMPLED),
     ):
-        alone = generated(models, None, sampling, **options)
-        assert alone != greedy
-        same[name] = generated(models, MIXED, sampling, **options) == alone
+        on_one_device = generated(models, None, sampling, **options)
+        assert on_one_device != greedy
+        same[name] = generated(models, MIXED, sampling, **options) == on_one_device
     steps = {
         "chain": moved(models, MIXED, **CHAIN),
         "chain, data=8": moved(models, "data=8", **CHAIN),
@@ -156,7 +155,7 @@ if __name__ == "__main__":
         "tree, sampled": moved(models, MIXED, NUCLEUS, **TREE),
         "n-gram, data=8": moved(ngram, "data=8"),
     }
-    whole, parts = (prefilled(models, MIXED, rows) for rows in (len(PROMPTS), 4))
-    same["prefill in parts"] = whole["tokens"] == parts["tokens"]
-    prefills = [one["moves"] for one in (whole, parts)]
+    at_once, parts = (prefilled(models, MIXED, rows) for rows in (len(PROMPTS), 4))
+    same["prefill in parts"] = at_once["tokens"] == parts["tokens"]
+    prefills = [prefill["moves"] for prefill in (at_once, parts)]
     print(json.dumps({"same": same, "steps": steps, "prefills": prefills}))

@@ -1,4 +1,4 @@
-"""What is asked of a mesh with every kind of layer, on eight devices, and of families that are named; prints JSON.
+"""Runs every kind of layer, and named families, on a mesh of eight devices; prints one JSON object.
 
 For ``test_mesh_families.py``. In float32, and with seeds at which no two logits nearly tie.
 """
@@ -37,7 +37,7 @@ TARGETS = {
 
 
 def pair(layers: tuple[LayerConfig, ...]) -> Any:
-    """A target whose correction, biases and sinks are not what they are made as, and a head of plain layers."""
+    """Returns a target with random corrections, biases and sinks, and a head of plain layers."""
     target = tiny.target(60, layers=layers)
 
     def unlike(path: Any, leaf: jax.Array) -> jax.Array:
@@ -51,23 +51,24 @@ def pair(layers: tuple[LayerConfig, ...]) -> Any:
 
 
 def of_kind(layers: tuple[LayerConfig, ...]) -> dict[str, Any]:
-    """What a mesh writes with a kind of layer, and what a step of it moves."""
+    """Compares the output of a mesh for a kind of layer, and counts the collectives of a step."""
     models = pair(layers)
     return same(models, MESH) | {"step": moved(models, MESH, **CHAIN)["moves"]}
 
 
 def same(models: Any, mesh: str) -> dict[str, bool]:
-    """Whether eight devices write what one does."""
-    alone = generated(models, None, **CHAIN)
-    assert len({token for row in alone for token in row}) > 9
-    return {"chain": generated(models, mesh, **CHAIN) == alone, "tree": generated(models, mesh, **TREE) == alone}
+    """Returns whether eight devices write the same as one, for a chain and a tree."""
+    on_one_device = generated(models, None, **CHAIN)
+    assert len({token for row in on_one_device for token in row}) > 9
+    drafts = {"chain": CHAIN, "tree": TREE}
+    return {name: generated(models, mesh, **options) == on_one_device for name, options in drafts.items()}
 
 
 def of_family(name: str) -> dict[str, bool]:
     target = random_targets.of_family(families.RECIPES[name], 60)
-    found = same((target, tiny.eagle3(target, draft_vocab_size=32, layers=stack(1))), HALVES)
+    results = same((target, tiny.eagle3(target, draft_vocab_size=32, layers=stack(1))), HALVES)
     jax.clear_caches()
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is true, written as slowly and plainly as possible: pure Python, loops, no cache, nothing of the library."""
+"""The expected results, written as plainly as possible: pure Python, loops, no cache, no code of the library."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-Law = dict[tuple[int, ...], Fraction | float]
+TextDistribution = dict[tuple[int, ...], Fraction | float]
 Interval = tuple[Fraction, Fraction]
 
 
 class Tree(NamedTuple):
-    """A draft: node 0 is the root, ``q[node]`` the distribution that the node was drawn from."""
+    """A draft: node 0 is the root, ``q[node]`` the distribution that the node was sampled from."""
 
     tokens: Sequence[int]
     parents: Sequence[int]
@@ -23,7 +23,7 @@ class Tree(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A box of uniforms within which the rule decides alike, and its volume."""
+    """A box of uniforms within which the rule makes the same decision, and its volume."""
 
     mass: Fraction
     accept: dict[int, Interval]
@@ -35,13 +35,13 @@ def one_hot(token: int, size: int) -> list[Fraction]:
 
 
 def residual(p: Sequence[Fraction], q: Sequence[Fraction]) -> list[Fraction]:
-    """Leviathan et al. (2023): ``norm(max(p - q, 0))``."""
-    rest = [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
-    return [x / sum(rest) for x in rest]
+    """Returns ``norm(max(p - q, 0))`` (Leviathan et al., 2023)."""
+    difference = [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
+    return [x / sum(difference) for x in difference]
 
 
 def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
-    """Every decision that the published rule can come to on a draft, with the exact uniforms that lead there."""
+    """Yields every decision of the published rule on a draft, with the exact uniforms that lead to it."""
 
     def visit(node: int, current: int, want: Sequence[Fraction], mass: Fraction, box: dict) -> Iterator[Cell]:
         if node == len(tree.tokens):
@@ -59,30 +59,31 @@ def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
             if bound > 0:
                 yield from visit(node + 1, node, p[node], mass * bound, {**box, node: (Fraction(0), bound)})
             if bound < 1:
-                rest = residual(want, q)
+                remaining = residual(want, q)
                 refused = {**box, node: (bound, Fraction(1))}
-                yield from visit(node + 1, current, rest, mass * (1 - bound), refused)
+                yield from visit(node + 1, current, remaining, mass * (1 - bound), refused)
 
     yield from visit(1, 0, p[0], Fraction(1), {})
 
 
 def block_survivals(tree: Tree, p: Sequence[Sequence[Fraction]]) -> tuple[list[Fraction], list[Fraction]]:
-    """Sun et al. (2024), algorithm 2: of a chain that ends before its first padding, ``P_i`` and ``h_i`` (root: 1)."""
+    """Returns ``P_i`` and ``h_i`` (root: 1) of a chain that ends before its padding (Sun et al., 2024, algorithm 2)."""
     length = tree.valid.index(False) - 1 if False in tree.valid else len(tree.tokens) - 1
     survival = [Fraction(1)]
     passes = [Fraction(1)]
     for i in range(1, length + 1):
         token = tree.tokens[i]
-        survival.append(min(Fraction(1), survival[-1] * p[i - 1][token] / tree.q[i][token]))
+        ratio = p[i - 1][token] / tree.q[i][token]
+        survival.append(min(Fraction(1), survival[-1] * ratio))
     for i in range(1, length):
-        wanted = sum(max(survival[i] * a - b, Fraction(0)) for a, b in zip(p[i], tree.q[i + 1], strict=True))
-        refused = wanted + 1 - survival[i]
-        passes.append(wanted / refused if refused else Fraction(1))
+        mass = sum(max(survival[i] * a - b, Fraction(0)) for a, b in zip(p[i], tree.q[i + 1], strict=True))
+        refused = mass + 1 - survival[i]
+        passes.append(mass / refused if refused else Fraction(1))
     return survival, [*passes, survival[-1]] if length else [Fraction(1)]
 
 
 def block_cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
-    """As :func:`cells`, by block verification: all tests are run, and the last that passes counts."""
+    """Yields cells as :func:`cells` does, by block verification: all tests run, and the last that passes counts."""
     survival, passes = block_survivals(tree, p)
     last = len(passes) - 1
     for outcome in itertools.product((False, True), repeat=last):
@@ -95,41 +96,45 @@ def block_cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
             continue
         count = max((node for node, passed in enumerate(outcome, 1) if passed), default=0)
         drafted = tree.q[count + 1] if count < last else [Fraction(0)] * len(p[0])
-        left = [max(survival[count] * a - b, Fraction(0)) for a, b in zip(p[count], drafted, strict=True)]
+        remaining = [max(survival[count] * a - b, Fraction(0)) for a, b in zip(p[count], drafted, strict=True)]
         low = Fraction(0)
-        for weight in left:
+        for weight in remaining:
             if weight:
-                share = weight / sum(left)
+                share = weight / sum(remaining)
                 yield Cell(mass * share, box, (low, low + share))
                 low += share
 
 
-def autoregressive_law(p: Callable[[tuple[int, ...]], Sequence], horizon: int, stops: Sequence[int] = ()) -> Law:
-    """The law of what the target alone writes: ``p(x1) p(x2 | x1) ...`` up to a stop token or the horizon."""
-    law: Law = {(): 1}
+def autoregressive_distribution(
+    p: Callable[[tuple[int, ...]], Sequence], horizon: int, stops: Sequence[int] = ()
+) -> TextDistribution:
+    """Returns the distribution of the target's own texts: ``p(x1) p(x2 | x1) ...`` to a stop token or the horizon."""
+    distribution: TextDistribution = {(): 1}
     for _ in range(horizon):
-        longer: Law = {}
-        for prefix, mass in law.items():
+        longer: TextDistribution = {}
+        for prefix, mass in distribution.items():
             if prefix and prefix[-1] in stops:
                 longer[prefix] = mass
                 continue
             for token, weight in enumerate(p(prefix)):
                 if weight:
                     longer[*prefix, token] = mass * weight
-        law = longer
-    return law
+        distribution = longer
+    return distribution
 
 
-def law_of_rounds(rounds: Callable[[tuple[int, ...]], Law], horizon: int, stops: Sequence[int] = ()) -> Law:
-    """The law of a sequence written round by round, cut exactly at a stop token or the horizon."""
-    law: Counter = Counter()
+def distribution_of_rounds(
+    rounds: Callable[[tuple[int, ...]], TextDistribution], horizon: int, stops: Sequence[int] = ()
+) -> TextDistribution:
+    """Returns the distribution of texts written round by round, each cut at a stop token or the horizon."""
+    distribution: Counter = Counter()
 
     def finished(prefix: tuple[int, ...]) -> bool:
         return len(prefix) == horizon or bool(prefix and prefix[-1] in stops)
 
     def extend(prefix: tuple[int, ...], mass: Fraction) -> None:
         if finished(prefix):
-            law[prefix] += mass
+            distribution[prefix] += mass
             return
         for emitted, weight in rounds(prefix).items():
             longer = prefix
@@ -138,15 +143,16 @@ def law_of_rounds(rounds: Callable[[tuple[int, ...]], Law], horizon: int, stops:
             extend(longer, mass * weight)
 
     extend((), Fraction(1))
-    return dict(law)
+    return dict(distribution)
 
 
-def total_variation(a: Law, b: Law) -> Fraction | float:
-    return sum(abs(a.get(x, 0) - b.get(x, 0)) for x in {*a, *b}) / 2
+def total_variation(a: TextDistribution, b: TextDistribution) -> Fraction | float:
+    differences = [a.get(x, 0) - b.get(x, 0) for x in {*a, *b}]
+    return sum(map(abs, differences)) / 2
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
-    """Nodes from below the root to ``node``."""
+    """Returns the nodes from below the root to ``node``."""
     return [] if node == 0 else [*path_to(parents, parents[node]), node]
 
 
@@ -154,7 +160,9 @@ def children(parents: Sequence[int], node: int) -> list[int]:
     return [child for child, parent in enumerate(parents) if parent == node]
 
 
-def posterior_greedy(tokens: Sequence[int], parents: Sequence[int], wanted: Sequence[int]) -> tuple[list[int], int]:
+def posterior_greedy(
+    tokens: Sequence[int], parents: Sequence[int], target_tokens: Sequence[int]
+) -> tuple[list[int], int]:
     """EAGLE's greedy ``evaluate_posterior``: one row per leaf, the first row with the longest matching prefix."""
     best: list[int] = []
     for leaf in range(len(tokens)):
@@ -162,10 +170,12 @@ def posterior_greedy(tokens: Sequence[int], parents: Sequence[int], wanted: Sequ
             continue
         row = path_to(parents, leaf)
         matches = 0
-        while matches < len(row) and tokens[row[matches]] == wanted[parents[row[matches]]]:
+        for node in row:
+            if tokens[node] != target_tokens[parents[node]]:
+                break
             matches += 1
         best = row[:matches] if matches > len(best) else best
-    return best, wanted[best[-1] if best else 0]
+    return best, target_tokens[best[-1] if best else 0]
 
 
 def posterior_sampled(
@@ -189,7 +199,7 @@ def posterior_sampled(
 
 
 def warped(logits: Sequence[float], temperature: float, top_k: int, top_p: float) -> list[float]:
-    """Temperature, then top-k, then top-p: Hugging Face's order."""
+    """Applies temperature, then top-k, then top-p, which is Hugging Face's order."""
     best = max(logits)
     if temperature == 0:
         return [float(x == list(logits).index(best)) for x in range(len(logits))]
@@ -200,10 +210,10 @@ def warped(logits: Sequence[float], temperature: float, top_k: int, top_p: float
     weights = [w / math.fsum(weights) for w in weights]
     if top_p < 1:
         mass = 0.0
-        kept = set()
+        nucleus = set()
         for token in sorted(range(len(weights)), key=lambda x: -weights[x]):
             if mass < top_p:
-                kept.add(token)
+                nucleus.add(token)
             mass += weights[token]
-        weights = [w if token in kept else 0.0 for token, w in enumerate(weights)]
+        weights = [w if token in nucleus else 0.0 for token, w in enumerate(weights)]
     return [w / math.fsum(weights) for w in weights]

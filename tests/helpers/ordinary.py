@@ -35,17 +35,17 @@ class Ordinary:
 
 
 def replaced(**members: Any) -> Any:
-    """An :class:`Ordinary` drafter with some members replaced; functions become methods."""
+    """Returns an :class:`Ordinary` drafter with some members replaced; functions become methods."""
     return type("Replaced", (Ordinary,), members)()
 
 
 def proposing(change: Callable[[Draft], Any], **members: Any) -> Any:
-    """An :class:`Ordinary` drafter whose drafts are changed."""
+    """Returns an :class:`Ordinary` drafter whose drafts are changed."""
     return replaced(propose=lambda self, *arguments: change(Ordinary.propose(self, *arguments)), **members)
 
 
 def observing(change: Callable[[dict, dict, Observation], dict], **members: Any) -> Any:
-    """An :class:`Ordinary` drafter whose states are changed: by the one before, the one after and what was seen."""
+    """Returns an :class:`Ordinary` drafter with changed states; ``change`` gets old state, new state, observation."""
     return replaced(
         observe=lambda self, params, state, seen: change(state, Ordinary.observe(self, params, state, seen), seen),
         **members,

@@ -1,4 +1,4 @@
-"""Quantised checkpoints written by hand from one that is not, and what each stands for."""
+"""Quantised checkpoints, written by hand from a dense one, and the dense weights that each represents."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LAYERS = 2
 # Recipes whose values are FP8 and stay as they are in memory.
 KEPT = ("fp8", "fp8 exponents", "fp8 tensor", "channel", "tensor", "fbgemm", "modelopt")
 
-# Tensors by name: those of the file, and the one that they stand for.
+# From a name and weights: the tensors of the file by name, and the weights that they represent.
 Quantise = Callable[[str, np.ndarray], tuple[dict[str, np.ndarray], np.ndarray]]
 
 
 class Recipe(NamedTuple):
-    """How linear layers are written, and what ``quantization_config`` says of it."""
+    """The storage of linear layers and its ``quantization_config``."""
 
     quantise: Quantise
     config: dict[str, Any]
@@ -47,18 +47,18 @@ def to_e4m3(x: np.ndarray) -> np.ndarray:
 
 
 def by_block(weights: np.ndarray, power_of_two: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Values, a scale a block, and what they stand for."""
+    """Returns values, a scale for each block, and the weights that they represent."""
     rows, columns = (-(-size // BLOCK) for size in weights.shape)
     scale = np.empty((rows, columns), np.float32)
     values = np.empty(weights.shape, E4M3)
     dense = np.empty(weights.shape, np.float32)
     for row in range(rows):
         for column in range(columns):
-            place = np.s_[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
-            size = np.abs(weights[place]).max() / np.float32(448)
+            area = np.s_[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+            size = np.abs(weights[area]).max() / np.float32(448)
             scale[row, column] = 2.0 ** np.ceil(np.log2(size)) if power_of_two else size
-            values[place] = to_e4m3(weights[place] / scale[row, column])
-            dense[place] = values[place].astype(np.float32) * scale[row, column]
+            values[area] = to_e4m3(weights[area] / scale[row, column])
+            dense[area] = values[area].astype(np.float32) * scale[row, column]
     return values, scale, dense
 
 
@@ -75,32 +75,42 @@ def _fp8_exponents(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray
 
 
 def _fp8_tensor(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Scales without axes, one for the weights and one for what they are multiplied with."""
+    """Stores scales without axes, one for the weights and one for the activations."""
     scale = (np.abs(weights).max() / np.float32(448)).astype(ml_dtypes.bfloat16)
     values = to_e4m3(weights / np.float32(scale))
     stem = name.removesuffix(".weight")
-    beside = {f"{name}_scale_inv": np.array(scale), f"{stem}.activation_scale": np.array(1, ml_dtypes.bfloat16)}
-    return {name: values, **beside}, values.astype(np.float32) * np.float32(scale)
+    scales = {f"{name}_scale_inv": np.array(scale), f"{stem}.activation_scale": np.array(1, ml_dtypes.bfloat16)}
+    return {name: values, **scales}, values.astype(np.float32) * np.float32(scale)
 
 
-def _scaled(top: float, cast: Callable[[np.ndarray], np.ndarray], of: str, *, beside: bool = False) -> Quantise:
-    """``W = q s`` of compressed-tensors and its like; ``of`` a tensor or an output."""
+def _scaled(
+    top: float, cast: Callable[[np.ndarray], np.ndarray], granularity: str, *, has_input_scale: bool = False
+) -> Quantise:
+    """Returns the scheme ``W = q s`` of compressed-tensors.
+
+    Args:
+        top: Largest value of the stored type.
+        cast: Rounds values to the stored type.
+        granularity: A scale for each ``"output"``, one ``"tensor"`` of one element, or one ``"scalar"``.
+        has_input_scale: Whether the file also holds a scale of the inputs.
+    """
 
     def quantise(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        axes = None if of in ("tensor", "scalar") else 1
+        axes = 1 if granularity == "output" else None
         scale = (np.abs(weights).max(axis=axes, keepdims=True) / top).astype(ml_dtypes.bfloat16).astype(np.float32)
         values = cast(weights / scale)
-        stored = scale.reshape(()) if of == "scalar" else scale.reshape(1) if of == "tensor" else scale
+        shape = {"scalar": (), "tensor": (1,), "output": scale.shape}[granularity]
+        stored = scale.reshape(shape)
         stem = name.removesuffix(".weight")
         stored = stored if "q_proj" in name else stored.astype(ml_dtypes.bfloat16)
-        extra = {f"{stem}.input_scale": np.ones(1, np.float32)} if beside else {}
+        extra = {f"{stem}.input_scale": np.ones(1, np.float32)} if has_input_scale else {}
         return {name: values, f"{stem}.weight_scale": stored, **extra}, values.astype(np.float32) * scale
 
     return quantise
 
 
 def _packed(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Signed four-bit values plus 8, eight to a word, the first in its lowest bits."""
+    """Packs signed four-bit values plus 8, eight in a word, the first in its lowest bits."""
     grouped = weights.reshape(len(weights), -1, GROUP)
     scale = (np.abs(grouped).max(-1) / 7.5).astype(np.float32)
     values = np.clip(np.round(grouped / scale[..., None]), -8, 7).astype(np.int8)
@@ -113,7 +123,7 @@ def _packed(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.n
 
 
 def mxfp4(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Experts ``[E, in, out]``: blocks of 32 inputs, the first of two values in the low half of a byte."""
+    """Stores experts ``[E, in, out]`` in blocks of 32 inputs, the first of two values in the low half of a byte."""
     groups = np.swapaxes(weights, 1, 2).reshape(weights.shape[0], weights.shape[2], -1, 32)
     exponent = np.floor(np.log2(np.abs(groups).max(-1))) - 2
     scaled = groups / np.exp2(exponent)[..., None]
@@ -127,7 +137,7 @@ def mxfp4(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.nda
 
 
 def _fbgemm(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Linear layers a scale for every output; stacked experts ``[E, in, out]`` too, that of the second as a column."""
+    """Stores a scale for every output of linear layers and of stacked experts ``[E, in, out]``."""
     if is_linear(name):
         return _scaled(448, to_e4m3, "output")(name, weights)
     scale = (np.abs(weights).max(1, keepdims=True) / np.float32(448)).astype(np.float32)
@@ -141,7 +151,7 @@ def int8(x: np.ndarray) -> np.ndarray:
 
 
 def group(weights: dict[str, Any], form: str, **fields: Any) -> dict[str, Any]:
-    """What LLM Compressor writes."""
+    """Returns the configuration that LLM Compressor writes."""
     weights = {"symmetric": True, "dynamic": False, **weights}
     modules = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
@@ -166,7 +176,8 @@ RECIPES = {
         _scaled(448, to_e4m3, "output"), group({**_FLOAT, "strategy": "channel"}, "float-quantized")
     ),
     "tensor": Recipe(
-        _scaled(448, to_e4m3, "tensor", beside=True), group({**_FLOAT, "strategy": "tensor"}, "float-quantized")
+        _scaled(448, to_e4m3, "tensor", has_input_scale=True),
+        group({**_FLOAT, "strategy": "tensor"}, "float-quantized"),
     ),
     "int8": Recipe(_scaled(127.5, int8, "output"), group({**_INT, "strategy": "channel"}, "int-quantized")),
     "int4": Recipe(
@@ -175,14 +186,14 @@ RECIPES = {
     ),
     "fbgemm": Recipe(_fbgemm, {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}),
     "modelopt": Recipe(
-        _scaled(448, to_e4m3, "scalar", beside=True),
+        _scaled(448, to_e4m3, "scalar", has_input_scale=True),
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
     ),
 }  # fmt: skip
 
 
 def quantise(source: Path, directory: Path, recipe: Recipe) -> dict[str, np.ndarray]:
-    """Write a checkpoint with its linear layers and experts quantised; what it stands for, by name."""
+    """Writes a checkpoint with quantised linear layers and experts; returns the weights that it represents."""
     values = json.loads((source / "config.json").read_text())
     stored: dict[str, np.ndarray] = {}
     dense: dict[str, np.ndarray] = {}
@@ -201,12 +212,12 @@ def layers(inner: int) -> Any:
 
 
 def plain(directory: Path, inner: int = 24) -> Path:
-    """A target that is not quantised; its layers are no multiple of a block."""
+    """Writes a dense target, whose layers are no multiple of a block."""
     return write_llama(directory, dataclasses.replace(TARGET, layers=layers(inner)))
 
 
 def written(directory: Path, name: str, inner: int = 24) -> tuple[Path, Path]:
-    """A quantised target, and one whose files hold what that stands for."""
+    """Writes a quantised target, and a dense one with the weights that it represents."""
     source = plain(directory / "source", inner)
     dense = quantise(source, directory / "quantised", RECIPES[name])
     write_checkpoint(directory / "dense", json.loads((source / "config.json").read_text()), dense)

@@ -15,17 +15,17 @@ from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, cast, stored_type
 from eagle3_jax.models.quantised import quantised
 
-# Zeros, or ones, of a random model; what they do should show.
+# Parameters that are zeros or ones in a random model. Random values make their effect visible.
 _GROWN = ("bias", "correction", "sinks", "gate_up_bias", "down_bias")
 
 
 def of_family(recipe: families.Recipe, vocab_size: int = 13, **options: Any) -> LoadedTarget:
-    """Its last two layers, with no bias zero.
+    """Returns a random target with the last two layers of a family; no bias is zero.
 
     Args:
-        recipe: The family, and sizes.
-        vocab_size: Of the model.
-        options: For ``tiny.target``.
+        recipe: The family and its sizes.
+        vocab_size: Size of the vocabulary.
+        options: Further options of ``tiny.target``.
     """
     fields = Fields(families.BASE | recipe.fields | {"vocab_size": vocab_size, "rms_norm_eps": 1e-6}, recipe.model_type)
     config = FAMILIES[recipe.model_type].read_config(fields)
@@ -43,7 +43,7 @@ def of_family(recipe: families.Recipe, vocab_size: int = 13, **options: Any) -> 
 
 
 def in_eight_bits(target: LoadedTarget, weights: str) -> LoadedTarget:
-    """The same target with kernels in ``fp8`` or ``int8``."""
+    """Returns the same target with kernels in ``fp8`` or ``int8``."""
     params = quantised(target.params, target.model.param_products(), weights)
     return dataclasses.replace(target, params=cast(params, FLOAT32), weights=weights)
 
@@ -52,10 +52,10 @@ PRECISIONS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "mixed": MIXED, "fp8": F
 
 
 def in_precision(recipe: families.Recipe, precision: str, **options: Any) -> LoadedTarget:
-    """The target of :func:`of_family`, stored in one of :data:`PRECISIONS`."""
-    of = PRECISIONS[precision]
-    target = of_family(recipe, precision=of, **options)
+    """Returns the target of :func:`of_family`, stored in one of :data:`PRECISIONS`."""
+    dtypes = PRECISIONS[precision]
+    target = of_family(recipe, precision=dtypes, **options)
     if precision in ("fp8", "int8"):
         return in_eight_bits(target, precision)
-    stored = lambda path, leaf: leaf.astype(stored_type(path, leaf.ndim, of))
+    stored = lambda path, leaf: leaf.astype(stored_type(path, leaf.ndim, dtypes))
     return dataclasses.replace(target, params=jax.tree_util.tree_map_with_path(stored, target.params))

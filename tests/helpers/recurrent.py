@@ -1,7 +1,7 @@
-"""A target whose memory is not addressed by position: a layer of attention, and a state that tokens change for good.
+"""A target with a recurrent state, which cannot be rolled back, after a layer of attention.
 
-The second layer is a gated linear recurrence, ``S = a S + k v^T``, as Mamba-2 and gated delta networks have them: what
-was folded in cannot be taken out again. It keeps a state for every node of a draft and chooses at the commit.
+The second layer is a gated linear recurrence, ``S = a S + k v^T``, as in Mamba-2 and gated delta networks. It keeps a
+state for every node of a draft and chooses one at the commit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Recurrent:
     state: Float[Array, "B K M"]  #: ``[B K M]``, after the last committed token.
 
     def fill(self, written: Float[Array, "B K M"], count: Int[Array, " B"]) -> Recurrent:
-        """``written`` is the state after the last real token."""
+        """Stores ``written``, the state after the last real token."""
         return self.replace(state=written)  # type: ignore[attr-defined]
 
     def commit(
@@ -37,7 +37,7 @@ class Recurrent:
         count: Int[Array, " B"],
         nodes: Int[Array, "B T"] | None,
     ) -> Recurrent:
-        """``written`` is the state after each node."""
+        """Keeps the state of ``written`` after the last accepted node."""
         last = jnp.maximum(count - 1, 0)
         if nodes is not None:
             last = jnp.take_along_axis(nodes, last[:, None], axis=1)[:, 0]
@@ -53,7 +53,7 @@ class RecurrentTarget:
     width: int = 8  #: ``D``, of everything.
 
     def init(self, seed: int) -> dict[str, Array]:
-        """Random parameters under which every token matters."""
+        """Returns random parameters under which every token affects the output."""
         rng = np.random.default_rng(seed)
         shapes = {name: (self.width, self.width) for name in ("q", "k", "v", "o", "rq", "rk", "rv", "ro")}
         params = {name: rng.normal(0, shape[0] ** -0.5, shape) for name, shape in shapes.items()}
@@ -67,7 +67,7 @@ class RecurrentTarget:
         return Cache.of((attention, self.empty(batch)), batch=batch)
 
     def empty(self, batch: int) -> Recurrent:
-        """The state before a text."""
+        """Returns the state before a text."""
         return Recurrent(state=jnp.zeros((batch, self.width, self.width), jnp.float32))
 
     def __call__(
@@ -87,14 +87,14 @@ class RecurrentTarget:
         angle = positions[:, :, None].astype(jnp.float32) * 0.7 ** jnp.arange(1, self.width + 1, dtype=jnp.float32)
         x = embedded + jnp.sin(angle)
         keys, values = (jnp.matmul(x, params[name])[:, None] for name in "kv")
-        kept = KeyValue(keys, values)
+        keys_values = KeyValue(keys, values)
         seen = mask
         if attention is not None:
-            kept = attention.write(kept, cache.length)
+            keys_values = attention.write(keys_values, cache.length)
             seen = cache_mask(mask, cache.length, attention.capacity)
-        scores = jnp.einsum("btd,bsd->bts", x @ params["q"], kept.keys[:, 0])
+        scores = jnp.einsum("btd,bsd->bts", x @ params["q"], keys_values.keys[:, 0])
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-        first = embedded + jnp.einsum("bts,bsd->btd", weights, kept.values[:, 0]) @ params["o"]
+        first = embedded + jnp.einsum("bts,bsd->btd", weights, keys_values.values[:, 0]) @ params["o"]
 
         states = self.states(params, first, mask, recurrent.state)
         read = jnp.einsum("btk,btkm->btm", first @ params["rq"], states[:, 1:])
@@ -107,7 +107,7 @@ class RecurrentTarget:
         streams = (embedded, first, second, final)
         chosen = [streams[layer] for layer in aux_layers]
         features = jnp.stack(chosen, axis=2) if chosen else final[:, :, None][:, :, :0]
-        return TargetOutput(final=final, features=features, written=(kept, written))
+        return TargetOutput(final=final, features=features, written=(keys_values, written))
 
     def states(
         self,
@@ -116,7 +116,7 @@ class RecurrentTarget:
         mask: Bool[Array, "B T T"],
         start: Float[Array, "B K M"],
     ) -> Float[Array, "B T+1 K M"]:
-        """The state before the block, and after each of its nodes: its parent's, decayed, and what the node adds."""
+        """Returns the states before the block and after each node: the parent's decayed state plus an update."""
         size = x.shape[1]
         others = mask & ~jnp.eye(size, dtype=bool)
         parents = jnp.max(jnp.where(others, jnp.arange(1, size + 1), 0), axis=-1)  # 0 is the committed state
@@ -138,6 +138,6 @@ class RecurrentTarget:
 
 
 def target(vocab_size: int = 13, *, seed: int = 0) -> LoadedTarget:
-    """A random one."""
+    """Returns a random recurrent target."""
     model = RecurrentTarget(vocab_size)
     return LoadedTarget(model, model.init(seed), vocab_size, 512, name="recurrent")

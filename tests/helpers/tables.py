@@ -1,7 +1,7 @@
-"""A target and a drafter that are tables: what comes next is known in closed form, and a token costs next to nothing.
+"""A target and a drafter that are tables: the next token's distribution is known exactly, and a token is very cheap.
 
 The target reads its context through the cache, the mask and the positions that the loop gives it, so a wrong slot, a
-wrong ancestor or a wrong position gives it another context, and the law of what is written changes.
+wrong ancestor or a wrong position gives it another context, and the distribution of the output changes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TableTarget:
     order: int  #: Tokens of context.
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """One layer whose keys are a token and its position."""
+        """Returns one layer whose keys are a token and its position."""
         layer = KeyValues.allocate(batch=batch, capacity=capacity, num_kv_heads=1, head_dim=2, dtype=jnp.float32)
         return Cache.of((layer,), batch=batch)
 
@@ -51,32 +51,32 @@ class TableTarget:
     ) -> TargetOutput:
         """See :class:`eagle3_jax.types.TargetModel`."""
         block = jnp.stack([tokens, positions], axis=-1).astype(jnp.float32)[:, None]
-        kept = KeyValue(block, block)
+        keys_values = KeyValue(block, block)
         seen_by = mask
         if cache is not None:
             (layer,) = cache.layers
-            kept = layer.write(kept, cache.length)
+            keys_values = layer.write(keys_values, cache.length)
             seen_by = cache_mask(mask, cache.length, layer.capacity)
-        token = kept.keys[:, 0, :, 0]
-        place = kept.keys[:, 0, :, 1]
+        token = keys_values.keys[:, 0, :, 0]
+        key_positions = keys_values.keys[:, 0, :, 1]
         row = jnp.zeros(tokens.shape, jnp.int32)
         for back in range(self.order):
-            wanted = (positions - back).astype(jnp.float32)
-            there = seen_by & (place[:, None, :] == wanted[:, :, None])
-            seen = jnp.sum(jnp.where(there, token[:, None, :], 0.0), axis=-1).astype(jnp.int32)
+            ancestors = (positions - back).astype(jnp.float32)
+            is_ancestor = seen_by & (key_positions[:, None, :] == ancestors[:, :, None])
+            seen = jnp.sum(jnp.where(is_ancestor, token[:, None, :], 0.0), axis=-1).astype(jnp.int32)
             row = row + seen * self.vocab_size**back
         final = params[jnp.clip(row, 0, params.shape[0] - 1)]
         features = jnp.stack([final] * len(aux_layers), axis=2) if aux_layers else final[:, :, None][:, :, :0]
-        return TargetOutput(final=final, features=features, written=(kept,))
+        return TargetOutput(final=final, features=features, written=(keys_values,))
 
     def unembed(self, params: Any, final: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
-        """They are the logits."""
+        """Returns the final states, which are the logits."""
         return final
 
 
 @struct.dataclass(kw_only=True)
 class Window:
-    """The last tokens."""
+    """The last tokens of each row."""
 
     tokens: Int[Array, "B order"]  #: ``[B order]``, the root last; 0 before the text.
 
@@ -91,7 +91,7 @@ class TableDrafter:
     vocab_size: int  #: ``V``.
     order: int  #: Tokens of context.
     topology: Topology = Chain(3)  #: Chain, dynamic tree or static tree.
-    draft_sampling: DraftSampling = DraftSampling.GREEDY  #: Whether the tokens of a chain or a static tree are drawn.
+    draft_sampling: DraftSampling = DraftSampling.GREEDY  #: Whether the tokens of a chain or a static tree are sampled.
 
     @property
     def is_chain(self) -> bool:
@@ -120,8 +120,8 @@ class TableDrafter:
     def observe(self, params: Any, state: Window, seen: Observation) -> Window:
         # The oldest known token drops out for each one that comes in; the root of before is the first of `seen`.
         known = jnp.concatenate([state.tokens[:, :-1], seen.tokens, seen.next_token[:, None]], axis=1)
-        place = seen.length[:, None] + jnp.arange(self.order)[None, :]
-        newest = jnp.take_along_axis(known, place, axis=1).at[:, -1].set(seen.next_token)
+        columns = seen.length[:, None] + jnp.arange(self.order)[None, :]
+        newest = jnp.take_along_axis(known, columns, axis=1).at[:, -1].set(seen.next_token)
         return Window(tokens=jnp.where(seen.length[:, None] > 0, newest, state.tokens))
 
     def propose(self, params: Any, state: Window, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
@@ -143,7 +143,7 @@ class TableDrafter:
 
 
 def target(logits: np.ndarray, order: int) -> LoadedTarget:
-    """The target of a table ``[V^order V]`` of logits."""
+    """Returns the target of a table ``[V^order V]`` of logits."""
     return LoadedTarget(TableTarget(logits.shape[1], order), jnp.asarray(logits, jnp.float32), logits.shape[1], 512)
 
 
@@ -155,7 +155,7 @@ def drafter(
     ids: tuple[int, ...] | None = None,
     draft_sampling: DraftSampling = DraftSampling.GREEDY,
 ) -> LoadedDrafter:
-    """The drafter of a table; with ``ids`` it can propose those tokens only."""
+    """Returns the drafter of a table; with ``ids`` it can propose these tokens only."""
     ids = tuple(range(logits.shape[1])) if ids is None else ids
     method = TableDrafter(logits.shape[1], order, topology, draft_sampling)
     table = jnp.asarray(logits[:, list(ids)], jnp.float32)

@@ -1,4 +1,4 @@
-"""Tiny targets, heads and test-only drafters. Built, not mocked: they run the library's own code."""
+"""Tiny targets, heads and test-only drafters. They run the library's own code, not mocks."""
 
 from __future__ import annotations
 
@@ -51,29 +51,32 @@ AUX_LAYERS = (0, 1, 2)
 
 
 def layers(count: int = 2, **mixer: Any) -> tuple[LayerConfig, ...]:
-    """Layers of a few hundred parameters, with grouped queries."""
+    """Returns layers of a few hundred parameters, with grouped queries."""
     return uniform(
         count, GroupedQuery(**{"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, **mixer}), GatedMLP(width=24)
     )
 
 
 def config(vocab_size: int, num_layers: int = 2, **options: Any) -> DecoderConfig:
-    """A decoder of a few hundred parameters, with grouped queries."""
+    """Returns a decoder of a few hundred parameters, with grouped queries."""
     stack = {"width": 16, "layers": layers(num_layers), "max_positions": 512}
     return DecoderConfig(vocab_size=vocab_size, **{**stack, **options})
 
 
 def target(vocab_size: int = 13, *, seed: int = 0, precision: Precision = FLOAT32, **options: Any) -> LoadedTarget:
-    """A random target whose next token depends strongly on its context."""
+    """Returns a random target whose next token depends strongly on its context."""
     model = DecoderTarget(config(vocab_size, **options), precision)
-    params = copied(_random_target(model, seed))
+    params = copied(_random_params(model, seed))
     params["embedding"] = params["embedding"] * 50.0  # 0.02 as initialised: too faint to matter without training
     return LoadedTarget(model, params, vocab_size, model.config.max_positions)
 
 
+random_target = target  # for functions with a parameter `target`
+
+
 @functools.cache
-def _random_target(model: DecoderTarget, seed: int) -> Any:
-    """Each initialisation is compiled, which takes a second; tests build the same models many times."""
+def _random_params(model: DecoderTarget, seed: int) -> Any:
+    """Initialises a model once: tests build the same models many times, and each compilation takes a second."""
     return model.init(jax.random.key(seed))
 
 
@@ -84,69 +87,88 @@ def _random_network(kind: Any, config: Any, precision: Precision, seed: int) -> 
 
 @functools.partial(jax.jit, static_argnums=0)
 def forward(model: Any, params: Any, tokens: Int[Array, "B T"]) -> tuple[Array, Array]:
-    """Logits and final states of whole texts, by one plain causal forward: no cache, no block, no drafter."""
+    """Returns logits and final states of texts, by one causal forward pass: no cache, no block, no drafter."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     final = model(params, tokens, positions, causal_mask(tokens.shape[1])).final
     return model.unembed(params, final), final
 
 
 def copied(params: Any) -> Any:
-    """New dictionaries that hold the same arrays."""
+    """Returns new dictionaries that hold the same arrays."""
     return jax.tree.map(lambda leaf: leaf, params)
 
 
-def eagle3(of: LoadedTarget, topology: Topology = Chain(3), *, num_layers: int = 1, **options: Any) -> LoadedDrafter:
-    """A random EAGLE-3 head for a target. Its draft ids are a random subset of the target's, in ascending order."""
-    return _of_features(of, Eagle3Drafter, Eagle3Config, topology, **{"layers": layers(num_layers), **options})
+def eagle3(
+    target: LoadedTarget, topology: Topology = Chain(3), *, num_layers: int = 1, **options: Any
+) -> LoadedDrafter:
+    """Returns a random EAGLE-3 head. Its draft ids are a random subset of the target's, in ascending order."""
+    return _of_features(target, Eagle3Drafter, Eagle3Config, topology, **{"layers": layers(num_layers), **options})
 
 
-def p_eagle(of: LoadedTarget, topology: Topology = Chain(3), **options: Any) -> LoadedDrafter:
-    """A random P-EAGLE head of two layers for a target; the variations are those of :func:`eagle3`."""
-    given = {"layers": layers(2), "mask_token_id": of.vocab_size - 1, **options}
-    return _of_features(of, PEagleDrafter, PEagleConfig, topology, **given)
+def p_eagle(target: LoadedTarget, topology: Topology = Chain(3), **options: Any) -> LoadedDrafter:
+    """Returns a random P-EAGLE head of two layers, with the options of :func:`eagle3`."""
+    fields = {"layers": layers(2), "mask_token_id": target.vocab_size - 1, **options}
+    return _of_features(target, PEagleDrafter, PEagleConfig, topology, **fields)
 
 
-def _of_features(of: LoadedTarget, drafter: Any, config: Any, topology: Topology, **options: Any) -> LoadedDrafter:
-    options = {"draft_vocab_size": of.vocab_size, "target_width": of.model.config.width, **options}
-    return _random_drafter(of, drafter, config, topology, aux_layers=AUX_LAYERS, ids_needed=True, **options)
+def _of_features(target: LoadedTarget, drafter: Any, config: Any, topology: Topology, **options: Any) -> LoadedDrafter:
+    options = {"draft_vocab_size": target.vocab_size, "target_width": target.model.config.width, **options}
+    return _random_drafter(target, drafter, config, topology, aux_layers=AUX_LAYERS, ids_needed=True, **options)
 
 
-def eagle1(of: LoadedTarget, topology: Topology = Chain(3), *, num_layers: int = 1, **options: Any) -> LoadedDrafter:
-    """A random EAGLE-1 head for a target."""
-    depth = of.model.config.num_layers
+def eagle1(
+    target: LoadedTarget, topology: Topology = Chain(3), *, num_layers: int = 1, **options: Any
+) -> LoadedDrafter:
+    """Returns a random EAGLE-1 head for a target."""
+    depth = target.model.config.num_layers
     return _random_drafter(
-        of, Eagle1Drafter, Eagle1Config, topology, layers=layers(num_layers), num_target_layers=depth, **options
+        target, Eagle1Drafter, Eagle1Config, topology, layers=layers(num_layers), num_target_layers=depth, **options
     )
 
 
-def mtp(of: LoadedTarget, topology: Topology = Chain(3), **options: Any) -> LoadedDrafter:
-    """A random MTP module for a target."""
-    depth = of.model.config.num_layers
-    return _random_drafter(of, MTPDrafter, MTPConfig, topology, layers=layers(1), num_target_layers=depth, **options)
+def mtp(target: LoadedTarget, topology: Topology = Chain(3), **options: Any) -> LoadedDrafter:
+    """Returns a random MTP module for a target."""
+    depth = target.model.config.num_layers
+    return _random_drafter(
+        target, MTPDrafter, MTPConfig, topology, layers=layers(1), num_target_layers=depth, **options
+    )
 
 
 def dflash(
-    of: LoadedTarget, topology: Topology | None = None, *, draft_vocab_size: int | None = None, **options: Any
+    target: LoadedTarget, topology: Topology | None = None, *, draft_vocab_size: int | None = None, **options: Any
 ) -> LoadedDrafter:
-    """A random block drafter for a target, of one layer and blocks of four tokens and the one before them."""
-    size = draft_vocab_size or of.vocab_size
-    given = {"layers": layers(1, qk_norm=True), "target_width": of.model.config.width, "aux_layers": AUX_LAYERS}
-    given |= {"mask_token": of.vocab_size - 1, "own_output": size < of.vocab_size, "block_size": 5} | options
-    loaded = _random_drafter(of, DFlashDrafter, DFlashConfig, topology, draft_vocab_size=size, **given)
+    """Returns a random block drafter of one layer; its blocks have four tokens and the one before them."""
+    size = draft_vocab_size or target.vocab_size
+    fields = {
+        "layers": layers(1, qk_norm=True),
+        "draft_vocab_size": size,
+        "target_width": target.model.config.width,
+        "aux_layers": AUX_LAYERS,
+        "mask_token": target.vocab_size - 1,
+        "own_output": size < target.vocab_size,
+        "block_size": 5,
+    }
+    loaded = _random_drafter(target, DFlashDrafter, DFlashConfig, topology, **{**fields, **options})
     if loaded.drafter.config.markov is not None:
         loaded.params["head"]["markov"]["before"] *= 200.0  # 0.01 as initialised: too faint to matter without training
     return loaded
 
 
-def medusa(of: LoadedTarget, topology: Topology | None = None, **options: Any) -> LoadedDrafter:
-    """Random Medusa heads for a target. Their ids are a random subset of the target's, in no order."""
-    given = {"draft_vocab_size": of.vocab_size, "num_heads": 4, "num_target_layers": of.model.config.num_layers}
-    given |= {"width": None, "max_positions": None, "target_width": of.model.config.width} | options
-    return _random_drafter(of, MedusaDrafter, MedusaConfig, topology, in_order=False, **given)
+def medusa(target: LoadedTarget, topology: Topology | None = None, **options: Any) -> LoadedDrafter:
+    """Returns random Medusa heads. Their ids are a random subset of the target's, in no order."""
+    fields = {
+        "draft_vocab_size": target.vocab_size,
+        "num_heads": 4,
+        "num_target_layers": target.model.config.num_layers,
+        "width": None,
+        "max_positions": None,
+        "target_width": target.model.config.width,
+    }
+    return _random_drafter(target, MedusaDrafter, MedusaConfig, topology, in_order=False, **{**fields, **options})
 
 
 def _random_drafter(
-    of: LoadedTarget,
+    target: LoadedTarget,
     drafter: Any,
     config: Any,
     topology: Topology | None,
@@ -157,36 +179,38 @@ def _random_drafter(
     in_order: bool = True,
     **fields: Any,
 ) -> LoadedDrafter:
-    """Random parameters next to the target's; a field that is ``None`` is not one of this method's."""
-    fields = {"vocab_size": of.vocab_size, "width": of.model.config.width, "max_positions": 512, **fields}
+    """Returns a random drafter that shares the target's tables; a field that is ``None`` is left out."""
+    fields = {"vocab_size": target.vocab_size, "width": target.model.config.width, "max_positions": 512, **fields}
     shape = config(**{name: value for name, value in fields.items() if value is not None})
-    given = {} if topology is None else {"topology": topology}
-    method = drafter(shape, precision=of.model.precision, draft_sampling=draft_sampling, **given)
-    size = fields.get("draft_vocab_size", of.vocab_size)
+    topology_option = {} if topology is None else {"topology": topology}
+    method = drafter(shape, precision=target.model.precision, draft_sampling=draft_sampling, **topology_option)
+    size = fields.get("draft_vocab_size", target.vocab_size)
     ids = None
-    if ids_needed or size < of.vocab_size:
-        chosen = np.random.default_rng(seed).permutation(of.vocab_size)[:size].astype(np.int32)
+    if ids_needed or size < target.vocab_size:
+        chosen = np.random.default_rng(seed).permutation(target.vocab_size)[:size].astype(np.int32)
         ids = jnp.asarray(np.sort(chosen) if in_order else chosen)
-    head = copied(_random_network(drafter, shape, of.model.precision, seed))
-    return LoadedDrafter(method, method.assemble(head, of.model.tables(of.params), draft_to_target=ids))
+    head = copied(_random_network(drafter, shape, target.model.precision, seed))
+    return LoadedDrafter(method, method.assemble(head, target.model.tables(target.params), draft_to_target=ids))
 
 
 def draft_model(
-    of: LoadedTarget,
+    target: LoadedTarget,
     topology: Topology = Chain(3),
     *,
     seed: int = 1,
     draft_sampling: DraftSampling = DraftSampling.GREEDY,
     **options: Any,
 ) -> LoadedDrafter:
-    """A random model of one layer, and of the options of :func:`target`, that drafts for a target."""
-    small = target(of.vocab_size, seed=seed, precision=of.model.precision, **{"num_layers": 1, **options})
-    loaded = drafters.draft_model(small, of)
+    """Returns a random model of one layer that drafts for a target, with the options of :func:`target`."""
+    small = random_target(
+        target.vocab_size, seed=seed, precision=target.model.precision, **{"num_layers": 1, **options}
+    )
+    loaded = drafters.draft_model(small, target)
     return dataclasses.replace(loaded, drafter=loaded.drafter.with_topology(topology, draft_sampling))
 
 
 def sampling_of(settings: Sequence[tuple[float, int, float]]) -> SamplingParams:
-    """Temperature, top-k and top-p of every row."""
+    """Returns the parameters of a batch from the temperature, top-k and top-p of every row."""
     temperature, top_k, top_p = zip(*settings, strict=True)
     return SamplingParams(
         temperature=jnp.array(temperature, jnp.float32),
@@ -196,7 +220,7 @@ def sampling_of(settings: Sequence[tuple[float, int, float]]) -> SamplingParams:
 
 
 def draft_of(tokens: Any, parents: Any, valid: Any = None, probs: Any = None) -> Draft:
-    """A draft from numbers; one row of parents is that of every row, and every node is valid unless said."""
+    """Returns a draft. One row of parents is that of every row; by default every node is valid."""
     tokens = jnp.asarray(tokens, jnp.int32)
     return Draft(
         tokens=tokens,
@@ -207,7 +231,7 @@ def draft_of(tokens: Any, parents: Any, valid: Any = None, probs: Any = None) ->
 
 
 def seen_of(tokens: Any, features: Any, length: Any, next_token: Any) -> Observation:
-    """An observation from numbers."""
+    """Returns an observation."""
     numbers = {"tokens": tokens, "length": length, "next_token": next_token}
     numbers = {name: jnp.asarray(value, jnp.int32) for name, value in numbers.items()}
     return Observation(features=jnp.asarray(features, jnp.float32), **numbers)
@@ -216,14 +240,16 @@ def seen_of(tokens: Any, features: Any, length: Any, next_token: Any) -> Observa
 def ragged_rounds(
     tokens: np.ndarray, features: np.ndarray, counts: Sequence[Sequence[int]]
 ) -> Iterator[tuple[np.ndarray, Observation]]:
-    """Shows texts ``[B S]`` piece by piece, each row its own number of tokens: what is known after each, and it."""
+    """Shows texts ``[B S]`` in pieces of ``counts`` tokens: yields the known tokens after each, and an observation."""
     known = np.zeros(len(tokens), int)
     rows = np.arange(len(tokens))
-    for kept in counts:
-        places = np.minimum(known[:, None] + np.arange(max(map(max, counts))), tokens.shape[1] - 1)
-        known = known + kept
-        given = tokens[rows[:, None], places], features[rows[:, None], places]
-        yield known, seen_of(*given, kept, tokens[rows, known])
+    longest = max(map(max, counts))
+    for count in counts:
+        following = known[:, None] + np.arange(longest)
+        columns = np.minimum(following, tokens.shape[1] - 1)
+        known = known + count
+        shown = tokens[rows[:, None], columns], features[rows[:, None], columns]
+        yield known, seen_of(*shown, count, tokens[rows, known])
 
 
 def prompts(
@@ -235,29 +261,31 @@ def prompts(
     width: int | None = None,
     stop_tokens: tuple[int, ...] = (),
 ) -> Prompts:
-    """A ragged batch; ``limit`` counts new tokens."""
+    """Returns a ragged batch; ``limit`` counts new tokens."""
     length = np.array([len(row) for row in rows], np.int32)
     tokens = np.zeros((len(rows), width or length.max()), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
+    limits = length + np.asarray(limit, np.int32)
+    stops = np.tile(np.array(stop_tokens, np.int32), (len(rows), 1))
     return Prompts(
         tokens=jnp.asarray(tokens),
         length=jnp.asarray(length),
-        limit=jnp.asarray(length + np.asarray(limit, np.int32)),
+        limit=jnp.asarray(limits),
         limit_reason=jnp.full((len(rows),), int(FinishReason.LENGTH), jnp.int32),
-        stop_tokens=jnp.asarray(np.tile(np.array(stop_tokens, np.int32), (len(rows), 1))),
+        stop_tokens=jnp.asarray(stops),
         sampling=per_row(sampling or SamplingParams(), len(rows)),
         keys=row_keys(seed, len(rows)),
     )
 
 
-def bind(of: LoadedTarget, drafter: LoadedDrafter, **options: Any) -> tuple[SpeculativeLoop, LoopParams]:
-    """The loop of a pair and its parameters."""
-    return SpeculativeLoop(of.model, drafter.drafter, **options), LoopParams(of.params, drafter.params)
+def bind(target: LoadedTarget, drafter: LoadedDrafter, **options: Any) -> tuple[SpeculativeLoop, LoopParams]:
+    """Returns the loop of a pair and its parameters."""
+    return SpeculativeLoop(target.model, drafter.drafter, **options), LoopParams(target.params, drafter.params)
 
 
 def outputs(outcome: loops.Outcome, batch: Prompts) -> list[list[int]]:
-    """New tokens of each row."""
+    """Returns the new tokens of each row."""
     tokens = np.asarray(outcome.tokens)
     start = np.asarray(batch.length)
     end = np.asarray(outcome.length)
@@ -265,19 +293,19 @@ def outputs(outcome: loops.Outcome, batch: Prompts) -> list[list[int]]:
 
 
 def random_prompts(count: int, vocab_size: int, *, seed: int = 0, low: int = 1, high: int = 12) -> list[list[int]]:
-    """Ragged random token ids."""
+    """Returns ragged rows of random token ids."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab_size, size=rng.integers(low, high)).tolist() for _ in range(count)]
 
 
 def golden_trace(name: str) -> dict[str, Any]:
-    """A recorded run of somebody else's implementation; see ``tests/golden``."""
+    """Reads a recorded run of another implementation; see ``tests/golden``."""
     return json.loads((GOLDEN / name).read_text())
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampled(FixedTree):
-    """Draws every node from a table ``q(. | parent's token)`` (its parameters, ``[V V]``) and says so in ``probs``.
+    """Samples every node from a table ``[V V]`` of ``q(. | parent's token)``, its parameters, and declares it.
 
     The released drafters draw siblings without replacement, so this one alone takes independent ones through the loop.
     """
@@ -297,7 +325,7 @@ class Sampled(FixedTree):
 
 @dataclasses.dataclass(frozen=True)
 class Scripted(FixedTree):
-    """Proposes what its parameters ``[B S]`` say comes next, ``shift`` ids off: perfect at 0, never right at 1."""
+    """Proposes the next tokens of its parameters ``[B S]``, plus ``shift``: perfect at 0, never right at 1."""
 
     parents: tuple[int, ...] = chain_parents(4)
     shift: int = 0
@@ -312,7 +340,7 @@ class Scripted(FixedTree):
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Without the shape checks that this suite alone installs, which would speak before the library's own."""
+    """Switches off the shape checks of this test suite, which would raise before the library's own checks."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield
@@ -321,7 +349,7 @@ def unchecked() -> Iterator[None]:
 
 
 def known(tree: Any) -> Any:
-    """A state whose caches hold nothing but what is committed; what lies behind is garbage by definition."""
+    """Returns a state with zeros in the slots after the committed ones, whose content has no meaning."""
 
     def clean(leaf: Any) -> Any:
         if not isinstance(leaf, Cache):
@@ -337,10 +365,11 @@ def known(tree: Any) -> Any:
 
 
 def draw(seed: int, *shape: int) -> np.ndarray:
-    """Standard normal numbers in float32."""
+    """Returns standard normal numbers in float32."""
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def same_bits(one: Any, other: Any) -> bool:
-    """Whether all leaves of two trees are equal."""
-    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+def same_bits(first: Any, second: Any) -> bool:
+    """Returns whether all leaves of two trees are equal."""
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""EAGLE-1 and MTP written down a second time, in PyTorch and from the papers: no cache, everything computed anew."""
+"""A second implementation of EAGLE-1 and MTP in PyTorch, from the papers, without a cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FeedbackHead(StoredHead):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle1(FeedbackHead):
-    """In the official layout."""
+    """An EAGLE-1 head in the official layout."""
 
     bias: bool = True
 
@@ -55,7 +55,7 @@ class Eagle1(FeedbackHead):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTP(FeedbackHead):
-    """In DeepSeek's names."""
+    """An MTP module with DeepSeek's names."""
 
     own_embedding: bool = False
     own_output: bool = False
@@ -82,7 +82,7 @@ class MTP(FeedbackHead):
 
 
 def network(head: Eagle1 | MTP, w: dict[str, Any]) -> Any:
-    """One run over a whole sequence: what the head reads at positions 0.. , embedded tokens and states, and gives."""
+    """Returns a function that runs a head over a whole sequence of embedded tokens and states from position 0."""
     import torch
 
     layers = TorchLayers(head, w)
@@ -132,7 +132,7 @@ def drafted(
 
     weights = {name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in head.tensors().items()}
     run = network(head, weights)
-    table, matrix = (torch.from_numpy(np.array(one, np.float32)) for one in (embedding, output))
+    table, matrix = (torch.from_numpy(np.array(array, np.float32)) for array in (embedding, output))
     ids = torch.from_numpy(np.array(tokens)).long()
     stream = torch.from_numpy(np.array(features, np.float32))
     first = None

@@ -1,4 +1,4 @@
-"""A random target and a head for it, and batches: what the objective of training is tested on."""
+"""A random target, a head for it and batches, for tests of the training objective."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRAFT_TO_TARGET = jnp.array([0, 2, 3, 5, 8, 9, 12], jnp.int32)
 
 
 class Pair(NamedTuple):
-    """What the objective takes."""
+    """The arguments of the objective."""
 
     target: DecoderTarget
     drafter: Eagle3Drafter
@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
 
 def random_pair() -> Pair:
-    """A random target and head: grouped queries, and widths that differ wherever they may."""
+    """Returns a random target and head with grouped queries, and with different widths wherever possible."""
     mixer = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=6)
     config = DecoderConfig(vocab_size=VOCAB, width=16, layers=uniform(2, mixer, GatedMLP(width=24)))
     head = Eagle3Config(
@@ -52,7 +52,7 @@ def random_pair() -> Pair:
 
 
 def make_batch(rows: int = 2, length: int = 6, *, seed: int = 0, padding: tuple[int, int] = (0, 0)) -> TTTBatch:
-    """Random tokens; the last row is padded by ``padding`` tokens on the left and right."""
+    """Returns random tokens; the last row is padded by ``padding`` tokens on the left and right."""
     tokens = jax.random.randint(jax.random.key(seed), (rows, length), 0, VOCAB)
     real = np.ones((rows, length), bool)
     real[-1, : padding[0]] = False

@@ -1,4 +1,4 @@
-"""The distribution as a user gets it: built, installed alone into a fresh environment, and used there.
+"""Builds the wheel, installs it alone into a fresh environment, and uses it there.
 
 ``python tests/helpers/wheel.py`` (``make wheel-check``) needs what pip needs, so it is no test of the fast suite. It
 takes about a minute when pip has the packages at hand; ``--extras plot,convert`` also installs and uses PyTorch.
@@ -56,9 +56,9 @@ class Environment:
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
 
     def run(self, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         command = [self.bin / program, *map(str, arguments)]
-        return subprocess.run(command, cwd=self.work, env=kept, capture_output=True, text=True)
+        return subprocess.run(command, cwd=self.work, env=environment, capture_output=True, text=True)
 
     def works(self, program: str, *arguments: object) -> str:
         done = self.run(program, *arguments)
@@ -66,14 +66,14 @@ class Environment:
         return done.stdout
 
     def names_extra(self, extra: str, *arguments: object) -> None:
-        """One line says which extra is missing."""
+        """Checks that a command fails with one line that names the missing extra."""
         done = self.run("eagle3", *arguments)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done
         assert f"eagle3-jax[{extra}]" in done.stderr, done.stderr
 
 
 def check_contents(wheel: Path, sdist: Path) -> None:
-    """Nothing is missing and nothing is in it that users do not need."""
+    """Checks that the files of the wheel and of the sdist are exactly those that users need."""
     assert wheel.stat().st_size < LARGEST, wheel.stat().st_size
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -92,7 +92,7 @@ def check_contents(wheel: Path, sdist: Path) -> None:
 
 
 def check_alone(fresh: Environment) -> None:
-    """Generates, inspects, plans and converts without any extra, and says which one is missing where it matters."""
+    """Generates, inspects, plans and converts without any extra; errors name the extra that is missing."""
     fresh.works("python", "-c", IMPORT_ALL)
     # A user's own module of that name, in the directory that Python looks into first.
     (fresh.work / "conversion.py").write_text("raise ImportError('this is not the library')")
@@ -100,8 +100,8 @@ def check_alone(fresh: Environment) -> None:
     row = json.loads(fresh.works("eagle3", "generate", "def f(x):", "--max-new-tokens", "8", "--json"))
     assert row["token_ids"] and row["text"], row
     pair = [json.loads(line) for line in fresh.works("eagle3", "inspect", "--json").splitlines()]
-    assert [one["loadable"] for one in pair] == [True, True]
-    target, head = (one["source"] for one in pair)
+    assert [model["loadable"] for model in pair] == [True, True]
+    target, head = (model["source"] for model in pair)
     assert "site-packages" in target
     assert json.loads(fresh.works("eagle3", "plan", "memory", "--json"))["fits"] is True
     fresh.works("eagle3", "convert", head, "head", "--to", "vllm", "--target", target)
@@ -113,7 +113,7 @@ def check_alone(fresh: Environment) -> None:
 
 
 def check_extras(fresh: Environment, wheel: Path, extras: list[str]) -> None:
-    """What an extra promises."""
+    """Installs extras and imports their packages."""
     fresh.pip("install", "--no-compile", f"{wheel}[{','.join(extras)}]")
     if "plot" in extras:
         fresh.works("python", "-c", "import jinja2, matplotlib")
@@ -122,7 +122,7 @@ def check_extras(fresh: Environment, wheel: Path, extras: list[str]) -> None:
 
 
 def main() -> None:
-    """Build, look inside, install, use."""
+    """Builds, inspects, installs and uses the wheel."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--extras", default="plot", help="comma-separated; none to skip them")
     extras = [extra for extra in parser.parse_args().extras.split(",") if extra not in ("", "none")]

@@ -1,4 +1,4 @@
-"""The decoder as people call it: what it takes, what it drafts when nothing is said, what it prints and compares."""
+"""The decoder's arguments, its defaults, and how results and states are printed and compared."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def decoder() -> e3.SpeculativeDecoder:
 
 @pytest.mark.parametrize("array", [np.array, jnp.array], ids=["numpy", "JAX"])
 def test_rows_of_an_array_are_prompts(decoder: e3.SpeculativeDecoder, array: Any) -> None:
-    wanted = decoder.generate(PROMPTS, max_new_tokens=4)
-    assert decoder.generate(array(PROMPTS), max_new_tokens=4).tokens == wanted.tokens
-    assert decoder.generate([array(row) for row in PROMPTS], max_new_tokens=4).tokens == wanted.tokens
-    alone = decoder.generate(array(PROMPTS[1]), max_new_tokens=4)
-    assert alone.tokens == [wanted.tokens[1]]
-    assert alone.rows[0].prompt_tokens == PROMPTS[1] and type(alone.rows[0].prompt_tokens[0]) is int
+    expected = decoder.generate(PROMPTS, max_new_tokens=4)
+    assert decoder.generate(array(PROMPTS), max_new_tokens=4).tokens == expected.tokens
+    assert decoder.generate([array(row) for row in PROMPTS], max_new_tokens=4).tokens == expected.tokens
+    single = decoder.generate(array(PROMPTS[1]), max_new_tokens=4)
+    assert single.tokens == [expected.tokens[1]]
+    assert single.rows[0].prompt_tokens == PROMPTS[1]
+    assert type(single.rows[0].prompt_tokens[0]) is int
 
 
 @pytest.mark.parametrize("head", [HEAD, tiny.draft_model(TARGET)], ids=["a network", "a draft model"])
@@ -42,51 +43,43 @@ def test_draft_sampling_is_an_enum_or_its_word(head: LoadedDrafter) -> None:
     drafter: Any = head.drafter
     with tiny.unchecked():
         for sampling in DraftSampling:
-            for said in (sampling, sampling.value):
-                decoder = e3.SpeculativeDecoder(TARGET, head, draft_sampling=said)
-                assert decoder.loop.drafter == drafter.with_topology(None, said)
+            for option in (sampling, sampling.value):
+                decoder = e3.SpeculativeDecoder(TARGET, head, draft_sampling=option)
+                assert decoder.loop.drafter == drafter.with_topology(None, option)
                 assert decoder.loop.drafter.draft_sampling is sampling
                 assert decoder.method.endswith(f"{sampling.value} draft sampling")
-        for refused in ("nonsense", 1, True, ""):
-            message = f"draft_sampling is {refused!r}; expected 'greedy' or 'probabilistic'"
+        for wrong in ("nonsense", 1, True, ""):
+            message = f"draft_sampling is {wrong!r}; expected 'greedy' or 'probabilistic'"
             with pytest.raises(ValueError, match=message):
-                drafter.with_topology(None, refused)
+                drafter.with_topology(None, wrong)
 
 
-def test_a_drafter_without_a_distribution_is_asked_by_words_too() -> None:
+def test_a_drafter_without_a_distribution_takes_the_same_words() -> None:
     with tiny.unchecked():
         assert e3.drafters.NGram(2).with_topology(None, "greedy") == e3.drafters.NGram(2)
-        for ask in (
-            e3.drafters.NGram(2).with_topology,
-            lambda _, how: e3.SpeculativeDecoder(TARGET, e3.drafters.NGram(2), draft_sampling=how),
+        for select in (
+            lambda option: e3.drafters.NGram(2).with_topology(None, option),
+            lambda option: e3.SpeculativeDecoder(TARGET, e3.drafters.NGram(2), draft_sampling=option),
         ):
             with pytest.raises(ValueError, match="NGram has no distribution"):
-                ask(None, "probabilistic")
+                select("probabilistic")
             with pytest.raises(ValueError, match="expected 'greedy' or 'probabilistic'"):
-                ask(None, "nonsense")
+                select("nonsense")
 
 
-def test_a_result_is_one_however_it_was_made() -> None:
-    """``generate``, a trace and rounds by hand build it in one place; whether it is lossless has no default."""
+def test_generate_and_a_trace_give_the_same_result() -> None:
+    """``generate`` and a trace build the same result; its field ``lossless`` has no default."""
     assert inspect.signature(GenerationResult).parameters["lossless"].default is inspect.Parameter.empty
     for rule in (None, e3.TypicalAcceptance()):
         decoder = e3.SpeculativeDecoder(TARGET, HEAD, verifier=rule)
-        asked = {"max_new_tokens": [4, 6], "sampling": SamplingParams(temperature=1.0), "seed": 3}
-        whole = decoder.generate(PROMPTS, **asked)
-        traced = record(decoder, PROMPTS, **asked).result
-        assert whole.lossless is traced.lossless is (rule is None)
-        assert whole.rows == traced.rows
-        other = decoder.generate(PROMPTS, **{**asked, "seed": 4})
-        assert other.rows != whole.rows and whole.rows[0] != whole.rows[1]
-
-
-def test_counters_are_equal_where_all_of_them_are(decoder: e3.SpeculativeDecoder) -> None:
-    one, same = (decoder.generate(PROMPTS, max_new_tokens=6).stats for _ in range(2))
-    assert one == same and one != 3
-    assert one != one.replace(num_drafts=one.num_drafts + 1)
-    assert one != one.replace(num_accepted_tokens_per_pos=one.num_accepted_tokens_per_pos[:-1])
-    chunks, again = (list(decoder.stream(PROMPTS[0], max_new_tokens=6)) for _ in range(2))
-    assert chunks == again
+        options = {"max_new_tokens": [4, 6], "sampling": SamplingParams(temperature=1.0), "seed": 3}
+        generated = decoder.generate(PROMPTS, **options)
+        traced = record(decoder, PROMPTS, **options).result
+        assert generated.lossless is traced.lossless is (rule is None)
+        assert generated.rows == traced.rows
+        another_seed = decoder.generate(PROMPTS, **{**options, "seed": 4})
+        assert another_seed.rows != generated.rows
+        assert generated.rows[0] != generated.rows[1]
 
 
 @pytest.mark.parametrize("sampling_mode", SamplingMode)
@@ -100,19 +93,12 @@ def test_the_rule_takes_one_sampling_for_all_rows(sampling_mode: SamplingMode) -
     )
     keys = jax.random.split(jax.random.key(0), 3)
     scalars = SamplingParams(temperature=0.9, top_k=5, top_p=0.8)
-    each = SamplingParams(
+    per_row = SamplingParams(
         temperature=np.full(3, 0.9, np.float32), top_k=np.full(3, 5, np.int32), top_p=np.full(3, 0.8, np.float32)
     )
     for rule in (e3.Exact(), e3.BlockVerification(), e3.TypicalAcceptance()):
-        given = rule(draft, logits, scalars, keys, sampling_mode=sampling_mode, max_depth=1)
-        assert tiny.same_bits(given, rule(draft, logits, each, keys, sampling_mode=sampling_mode, max_depth=1))
-
-
-def test_models_are_printed_in_a_line() -> None:
-    assert repr(LoadedDrafter(e3.drafters.NGram(3))) == "LoadedDrafter(drafter: NGram, chain K=3)"
-    for one in (TARGET, HEAD, tiny.draft_model(TARGET), tiny.medusa(TARGET), tiny.dflash(TARGET)):
-        assert " parameters, float32, vocabulary of 13)" in repr(one)
-        assert len(repr(one)) < 250 and "\n" not in repr(one)
+        expected = rule(draft, logits, scalars, keys, sampling_mode=sampling_mode, max_depth=1)
+        assert tiny.same_bits(expected, rule(draft, logits, per_row, keys, sampling_mode=sampling_mode, max_depth=1))
 
 
 def test_a_state_is_printed_in_a_line(decoder: e3.SpeculativeDecoder) -> None:

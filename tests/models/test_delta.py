@@ -1,4 +1,4 @@
-"""The gated delta net against transformers' own, for texts, blocks and trees; and what a commit makes of a state."""
+"""The gated delta net against that of transformers, for texts, blocks and trees, and the state after a commit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COUNTS = np.array([4, 3], np.int32)
 
 @functools.cache
 def theirs() -> Any:
-    """The layer of transformers, with nothing left at its initial value."""
+    """Returns the layer of transformers with random values of all parameters."""
     import torch
     from transformers import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -60,21 +60,21 @@ def torch_reads(x: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def ours() -> tuple[Any, Any]:
-    """The same layer here."""
+    """Returns the same layer of this library."""
     layer = GatedDeltaNet(MIXER, d_in=WIDTH, width=WIDTH, norm_eps=EPS, precision=FLOAT32, rngs=nnx.Rngs(0))
-    given = {name: value.detach().numpy() for name, value in theirs().named_parameters()}
-    flat = given["conv1d.weight"].T
+    weights = {name: value.detach().numpy() for name, value in theirs().named_parameters()}
+    flat = weights["conv1d.weight"].T
     keys = MIXER.num_key_heads * MIXER.key_dim
     heads = MIXER.num_key_heads
     parts = [part.reshape(4, 1, heads, -1) for part in np.split(flat, [keys, 2 * keys], axis=-1)]
     params = {
-        "qkvz": {"kernel": given["in_proj_qkvz.weight"].T},
-        "ba": {"kernel": given["in_proj_ba.weight"].T},
+        "qkvz": {"kernel": weights["in_proj_qkvz.weight"].T},
+        "ba": {"kernel": weights["in_proj_ba.weight"].T},
         "convolution": np.concatenate(parts, axis=-1).reshape(flat.shape),
-        "a_log": given["A_log"],
-        "dt_bias": given["dt_bias"],
-        "norm": {"scale": given["norm.weight"]},
-        "o": {"kernel": given["out_proj.weight"].T},
+        "a_log": weights["A_log"],
+        "dt_bias": weights["dt_bias"],
+        "norm": {"scale": weights["norm.weight"]},
+        "o": {"kernel": weights["out_proj.weight"].T},
     }
     graph, state = nnx.split(layer)
     nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, params))
@@ -82,7 +82,7 @@ def ours() -> tuple[Any, Any]:
 
 
 def run(x: Any, mask: Any, cache: Any = None, length: Any = None) -> Any:
-    """What the layer reads, and what its cache takes."""
+    """Returns the output of the layer, and the state for its cache."""
     return _run(*ours(), x, mask, cache, length)
 
 
@@ -98,7 +98,7 @@ def empty() -> Cache:
 
 
 def after(x: np.ndarray, length: Any = None) -> Cache:
-    """The cache after a text."""
+    """Returns the cache after a text."""
     size = jnp.full((BATCH,), x.shape[1]) if length is None else jnp.asarray(length)
     _, written = run(x, causal_mask(x.shape[1]), None, size)
     return empty().fill((written,), size)
@@ -110,9 +110,9 @@ def state_of(cache: Cache) -> Recurrent:
     return layer
 
 
-def nearly(found: np.ndarray, expected: np.ndarray) -> None:
-    """Equal but for the rounding of two sums in float32, on any CPU."""
-    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+def nearly(actual: np.ndarray, expected: np.ndarray) -> None:
+    """Checks that two arrays are equal up to the rounding of two sums in float32, on any CPU."""
+    np.testing.assert_allclose(actual, expected, atol=2e-5 * np.abs(expected).max())
 
 
 @pytest.mark.torch
@@ -129,13 +129,13 @@ def test_a_text_is_read_as_transformers_reads_it(size: int) -> None:
 def test_tokens_one_by_one_are_the_text() -> None:
     x = draw(0, BATCH, 9, WIDTH)
     cache = empty()
-    one = jnp.ones((BATCH,), jnp.int32)
+    ones = jnp.ones((BATCH,), jnp.int32)
     for token in range(9):
         read, written = run(x[:, token : token + 1], causal_mask(1), cache)
-        cache = cache.commit((written,), one)
+        cache = cache.commit((written,), ones)
         nearly(read[:, 0], torch_reads(x)[:, token])
-    for found, expected in zip(*map(jax.tree.leaves, (state_of(cache), state_of(after(x)))), strict=True):
-        nearly(found, expected)
+    for actual, expected in zip(*map(jax.tree.leaves, (state_of(cache), state_of(after(x)))), strict=True):
+        nearly(actual, expected)
 
 
 @pytest.mark.torch
@@ -148,8 +148,8 @@ def test_every_node_of_a_tree_reads_its_own_path() -> None:
             path = [node]
             while PARENTS[row, path[0]] >= 0:
                 path.insert(0, PARENTS[row, path[0]])
-            alone = np.concatenate([text[row], nodes[row, path]])[None]
-            nearly(read[row, node], torch_reads(alone)[0, -1])
+            sequence = np.concatenate([text[row], nodes[row, path]])[None]
+            nearly(read[row, node], torch_reads(sequence)[0, -1])
 
 
 @pytest.mark.torch
@@ -159,21 +159,21 @@ def test_a_committed_path_is_bit_for_bit_what_its_tokens_alone_leave() -> None:
     rows = np.arange(BATCH)[:, None]
     cache = after(text)
     more = draw(2, BATCH, 3, WIDTH)
-    tree, told = run(nodes, ancestor_mask(jnp.asarray(PARENTS), 7), cache)
-    of_tree = COMMIT(cache, (told,), jnp.asarray(COUNTS), jnp.asarray(PATHS))
-    chain, told = run(nodes[rows, PATHS], causal_mask(4), cache)
-    of_chain = COMMIT(cache, (told,), jnp.asarray(COUNTS))
+    tree, written = run(nodes, ancestor_mask(jnp.asarray(PARENTS), 7), cache)
+    of_tree = COMMIT(cache, (written,), jnp.asarray(COUNTS), jnp.asarray(PATHS))
+    chain, written = run(nodes[rows, PATHS], causal_mask(4), cache)
+    of_chain = COMMIT(cache, (written,), jnp.asarray(COUNTS))
     for row, count in enumerate(COUNTS):
         assert np.array_equal(tree[row, PATHS[row, :count]], chain[row, :count])
     assert same_bits(state_of(of_tree), state_of(of_chain))
     assert not np.array_equal(state_of(of_tree).state, state_of(cache).state)
-    assert same_bits(*(run(more, causal_mask(3), one)[0] for one in (of_tree, of_chain)))
+    assert same_bits(*(run(more, causal_mask(3), committed)[0] for committed in (of_tree, of_chain)))
 
 
 @pytest.mark.parametrize("size", [(2, 2, 2, 8, 4), (1, 4, 6, 64, 32), (3, 1, 3, 16, 16)], ids=str)
 def test_a_node_computes_the_bits_of_a_token_alone(size: tuple[int, ...]) -> None:
-    """Behind the projections, whose sums may depend on how many rows they have: a tree against token after token."""
-    batch, heads, group, dk, dv = size[0], size[1], *size[2:]
+    """Compares a tree with single tokens, after the projections, whose sums may depend on the number of rows."""
+    batch, heads, group, dk, dv = size
     mixer = GatedDelta(num_key_heads=heads, num_value_heads=heads * group, key_dim=dk, value_dim=dv)
     layer = GatedDeltaNet(mixer, d_in=8, width=8, norm_eps=EPS, precision=FLOAT32, rngs=nnx.Rngs(1))
     graph, weights = nnx.split(layer)
@@ -191,46 +191,48 @@ def test_a_node_computes_the_bits_of_a_token_alone(size: tuple[int, ...]) -> Non
         state=jnp.asarray(draw(4, batch, heads * group, dk, dv)),
         window=jnp.asarray(draw(5, batch, heads, 3, 2 * dk + group * dv)),
     )
-    read, told = block(weights, inputs, betas, decays, parents, start)
+    read, written = block(weights, inputs, betas, decays, parents, start)
     ones = jnp.ones((batch,), jnp.int32)
     zeros = jnp.zeros((batch,), jnp.int32)
     nodes = jnp.asarray(path)[None].repeat(batch, 0)
     commit = jax.jit(Recurrent.commit)
-    of_tree = commit(start, told, zeros, 4 * ones, nodes)
+    of_tree = commit(start, written, zeros, 4 * ones, nodes)
     slowly = start
     for node in path:
-        given = [leaf[:, node : node + 1] for leaf in (inputs, betas, decays)]
-        one, told = block(weights, *given, parents[:, :1], slowly)
-        assert np.array_equal(one[:, 0], read[:, node])
-        slowly = commit(slowly, told, zeros, ones, None)
+        token_inputs = [leaf[:, node : node + 1] for leaf in (inputs, betas, decays)]
+        token_read, written = block(weights, *token_inputs, parents[:, :1], slowly)
+        assert np.array_equal(token_read[:, 0], read[:, node])
+        slowly = commit(slowly, written, zeros, ones, None)
     assert same_bits(of_tree, slowly)
-    assert not np.array_equal(of_tree.state, start.state) and not np.array_equal(of_tree.window, start.window)
+    assert not np.array_equal(of_tree.state, start.state)
+    assert not np.array_equal(of_tree.window, start.window)
 
 
 @pytest.mark.torch
 def test_a_row_of_which_nothing_stays_keeps_its_bits() -> None:
     cache = after(draw(0, BATCH, 9, WIDTH))
     nodes = draw(1, BATCH, 7, WIDTH)
-    _, told = run(nodes, ancestor_mask(jnp.asarray(PARENTS), 7), cache)
+    _, written = run(nodes, ancestor_mask(jnp.asarray(PARENTS), 7), cache)
     for count, path in (([0, 3], PATHS), ([0, 3], None)):
-        moved = COMMIT(cache, (told,), jnp.asarray(count), None if path is None else jnp.asarray(path))
+        moved = COMMIT(cache, (written,), jnp.asarray(count), None if path is None else jnp.asarray(path))
         for leaf, before in zip(*map(jax.tree.leaves, (state_of(moved), state_of(cache))), strict=True):
-            assert np.array_equal(leaf[0], before[0]) and not np.array_equal(leaf[1], before[1])
+            assert np.array_equal(leaf[0], before[0])
+            assert not np.array_equal(leaf[1], before[1])
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("size", [9, 100])
 def test_padding_leaves_no_trace(size: int) -> None:
-    """Rows of other lengths, also shorter than the window, and whatever stands behind them."""
+    """Rows of different lengths, also shorter than the window, with different padding after them."""
     x = draw(0, BATCH, size, WIDTH)
     length = np.array([size - 2, 2])
     cache = after(x, length)
     x[np.arange(size)[None] >= length[:, None]] = 1e3
     assert same_bits(cache, after(x, length))
     for row, count in enumerate(length):
-        alone = after(np.broadcast_to(x[row, :count], (BATCH, count, WIDTH)))
-        for found, expected in zip(*map(jax.tree.leaves, (state_of(cache), state_of(alone))), strict=True):
-            np.testing.assert_allclose(found[row], expected[0], atol=1e-5)
+        unpadded = after(np.broadcast_to(x[row, :count], (BATCH, count, WIDTH)))
+        for actual, expected in zip(*map(jax.tree.leaves, (state_of(cache), state_of(unpadded))), strict=True):
+            np.testing.assert_allclose(actual[row], expected[0], atol=1e-5)
 
 
 @pytest.mark.torch
@@ -239,8 +241,8 @@ def test_a_batch_for_training_hides_its_padding_by_the_mask() -> None:
     length = np.array([7, 2])
     real = np.arange(9)[None] < length[:, None]
     _, written = run(x, causal_mask(9) & real[:, None, :])
-    for found, expected in zip(*map(jax.tree.leaves, (written, state_of(after(x, length)))), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-5)  # two programs, which may sum in another order
+    for actual, expected in zip(*map(jax.tree.leaves, (written, state_of(after(x, length)))), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-5)  # two programs, which may sum in another order
 
 
 def test_a_text_holds_no_state_for_each_of_its_tokens() -> None:
@@ -254,8 +256,8 @@ def test_a_text_holds_no_state_for_each_of_its_tokens() -> None:
         (memory,) = memories([LAYER], causal_mask(size), jnp.zeros((1, size), jnp.int32))
         return nnx.merge(graph, weights)(x, memory.parents, memory)
 
-    given = jax.ShapeDtypeStruct((1, size, 8), jnp.float32)
-    used = text.lower(weights, given).compile().memory_analysis().temp_size_in_bytes
+    inputs = jax.ShapeDtypeStruct((1, size, 8), jnp.float32)
+    used = text.lower(weights, inputs).compile().memory_analysis().temp_size_in_bytes
     assert 0 < used < size * 4 * mixer.num_value_heads * mixer.key_dim * mixer.value_dim / 2
 
 

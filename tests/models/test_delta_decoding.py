@@ -1,4 +1,4 @@
-"""A target with gated delta nets, drafted for with trees, as users compile it."""
+"""Tree drafts for a target with gated delta nets, compiled as users compile it."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ TREE = DynamicTree(num_nodes=7, max_depth=3, top_k=3)
 
 @functools.cache
 def target() -> e3.LoadedTarget:
-    """A recurrent layer below one of attention."""
+    """Returns a target with a recurrent layer below one of attention."""
     return tiny.target(13, layers=(DELTA, *ATTENTION), norm_kind="zero-centred", seed=4)
 
 
 def test_a_head_drafts_trees_and_the_text_is_the_target_s_own() -> None:
-    """Ragged prompts and limits: drafts are refused half-way, and rows go on beside others that have ended."""
+    """Ragged prompts and limits: drafts are refused half-way, and rows continue next to others that have ended."""
     drafter = tiny.eagle3(target(), TREE)
     result, plain = (
-        e3.SpeculativeDecoder(target(), one, stop_tokens=()).generate(PROMPTS, max_new_tokens=LIMITS)
-        for one in (drafter, None)
+        e3.SpeculativeDecoder(target(), method, stop_tokens=()).generate(PROMPTS, max_new_tokens=LIMITS)
+        for method in (drafter, None)
     )
     assert result.tokens == plain.tokens
     assert 0 < result.stats.num_accepted_tokens < result.stats.num_draft_tokens

@@ -1,4 +1,4 @@
-"""Every family of targets: what transformers computes, written out as it came in, and drafted for by any head."""
+"""Every family of targets: results of transformers, round trips of files, and drafts of any head."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_to_compile() -> Any:
-    """Every recipe is programs of its own, of which each runs once."""
+    """Every recipe has separate programs, and each runs once."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -57,7 +57,7 @@ FEW = ("llama", "gpt_oss", "deepseek_v3", "qwen3_5_text")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Where a recipe's model lies, in the layout of transformers."""
+    """Returns a function from a recipe to the directory of its model, in the layout of transformers."""
     root = tmp_path_factory.mktemp("families")
 
     def of(name: str) -> Path:
@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Texts take most of the time; what they need beyond the logits is the same within a kind of layer."""
+    """Texts take most of the time. One family for each kind of layer is enough beyond the logits."""
     if metafunc.function is test_greedy_text_is_that_of_transformers_plain_and_behind_any_draft:
         parametrize(metafunc, RECIPES | WRAPPED, FEW)
 
@@ -132,7 +132,8 @@ def test_what_came_in_goes_out_again(folder: Any, tmp_path: Path, name: str) -> 
     np.testing.assert_allclose(logits.numpy(), truth(name).logits, atol=1e-5)
     for path in (folder(name), tmp_path / "native"):
         description = conversion.describe(path)
-        assert (description.loadable, description.problem) == (True, "")
+        assert description.loadable is True
+        assert description.problem == ""
         assert description.kind == f"target: {source.family.label}"
 
 
@@ -142,7 +143,8 @@ def test_what_came_in_without_its_index_goes_out_as_a_native_checkpoint_alone(
 ) -> None:
     conversion.convert(folder(name), tmp_path / "native", "jax")
     source, native = (conversion.read_target(path) for path in (folder(name), tmp_path / "native"))
-    assert source.config == native.config and source.family == native.family
+    assert source.config == native.config
+    assert source.family == native.family
     assert jax.tree.all(jax.tree.map(np.array_equal, source.params, native.params))
     with pytest.raises(
         CheckpointError, match="an index that chooses keys, which is not read and cannot be written; use --to jax"
@@ -157,8 +159,9 @@ def test_a_language_model_out_of_a_model_of_images_goes_out_alone(folder: Any, t
     from transformers import AutoModelForCausalLM
 
     conversion.convert(folder(name), tmp_path / "alone", "vllm")
-    source, alone = (conversion.read_target(path) for path in (folder(name), tmp_path / "alone"))
-    assert source.config == alone.config and source.family == alone.family
+    source, text_model = (conversion.read_target(path) for path in (folder(name), tmp_path / "alone"))
+    assert source.config == text_model.config
+    assert source.family == text_model.family
     loaded = eager(AutoModelForCausalLM.from_pretrained(tmp_path / "alone", attn_implementation="eager"))
     with torch.no_grad():
         logits = loaded(torch.from_numpy(truth(name).tokens)[None], use_cache=False).logits[0]
@@ -169,12 +172,13 @@ def test_every_family_has_a_recipe_and_windows_that_a_text_leaves() -> None:
     # Kimi K2 is DeepSeek V3 under another name, which transformers does not know.
     assert {recipe.model_type for recipe in RECIPES.values()} == FAMILIES.keys() - {"kimi_k2"}
     windows = [recipe.fields["sliding_window"] for recipe in RECIPES.values() if recipe.fields.get("sliding_window")]
-    assert windows and max(windows) < len(truth("llama").tokens) < NEW_TOKENS < VOCAB
+    assert windows
+    assert max(windows) < len(truth("llama").tokens) < NEW_TOKENS < VOCAB
 
 
 def test_a_family_of_the_caller_comes_before_that_of_the_table(folder: Any) -> None:
-    own = FAMILIES["llama"]._replace(label="Mine")
-    assert conversion.read_target(folder("llama"), own).family is own
+    family = FAMILIES["llama"]._replace(label="Mine")
+    assert conversion.read_target(folder("llama"), family).family is family
 
 
 def test_the_doctor_names_the_family(folder: Any, tmp_path: Path) -> None:
@@ -207,20 +211,24 @@ def test_what_a_published_file_leaves_out_is_what_transformers_takes(name: str) 
     of_type = (
         theirs.rope_parameters if name == "gemma3_text" else dict.fromkeys(theirs.layer_types, theirs.rope_parameters)
     )
-    assert (ours.vocab_size, ours.tie_embeddings) == (theirs.vocab_size, theirs.tie_word_embeddings)
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
     for layer, kind in zip(ours.layers, theirs.layer_types, strict=True):
         mixer = grouped(layer)
         slides = kind == "sliding_attention"
-        assert (mixer.num_heads, mixer.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
-        assert (mixer.head_dim, mixer.window) == (theirs.head_dim, theirs.sliding_window if slides else None)
+        assert mixer.num_heads == theirs.num_attention_heads
+        assert mixer.num_kv_heads == theirs.num_key_value_heads
+        assert mixer.head_dim == theirs.head_dim
+        assert mixer.window == (theirs.sliding_window if slides else None)
         if name != "cohere2":
             assert mixer.scale == theirs.query_pre_attn_scalar**-0.5
         if mixer.rope is None:
-            assert name == "cohere2" and not slides
+            assert name == "cohere2"
+            assert not slides
         else:
-            assert (mixer.rope.theta, mixer.rope.type, mixer.rope.factor) == (
-                of_type[kind]["rope_theta"], of_type[kind]["rope_type"], of_type[kind].get("factor", 1.0)
-            )  # fmt: skip
+            assert mixer.rope.theta == of_type[kind]["rope_theta"]
+            assert mixer.rope.type == of_type[kind]["rope_type"]
+            assert mixer.rope.factor == of_type[kind].get("factor", 1.0)
 
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 5}

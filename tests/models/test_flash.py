@@ -1,4 +1,4 @@
-"""The GPU's attention kernel, run by JAX's own operations, against attention by XLA."""
+"""The attention kernel for GPUs, interpreted with JAX's own operations, against attention by XLA."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def random(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
 
 
 def tree_mask(tokens: int) -> jax.Array:
-    """A random tree: every token sees itself and the ancestors of an earlier one."""
+    """Returns the mask of a random tree: every token sees itself, an earlier token and its ancestors."""
     rng = np.random.default_rng(tokens)
     mask = np.eye(tokens, dtype=bool)
     for token in range(1, tokens):
@@ -57,25 +57,25 @@ def test_it_is_attention(shape: tuple[int, ...]) -> None:
     kv = KeyValue(random(1, batch, kv_heads, capacity, size), random(2, batch, kv_heads, capacity, width))
     length = jnp.asarray(np.random.default_rng(0).integers(0, capacity - tokens + 1, batch), jnp.int32)
     trees = jnp.concatenate([tree_mask(tokens), *[causal_mask(tokens)] * (batch - 1)])  # one for each row
-    for mask, given in ((trees, trees), (trees[:1], trees[:1]), (causal_mask(tokens), None)):
+    for mask, kernel_mask in ((trees, trees), (trees[:1], trees[:1]), (causal_mask(tokens), None)):
         seen = cache_mask(mask, length, capacity)
         expected = attention(queries, (Segment(kv, seen),))
-        for by in (given, seen):  # of the block, and of all slots
-            found = interpreted(queries, kv, by, length, size=tokens, scale=size**-0.5)
-            np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
+        for given_mask in (kernel_mask, seen):  # of the block, and of all slots
+            actual = interpreted(queries, kv, given_mask, length, size=tokens, scale=size**-0.5)
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("of_block", [True, False])
 def test_the_last_tokens_of_a_block_see_those_before_them(of_block: bool) -> None:
-    """Three of five tokens, as the levels of a draft are run; a chain needs no mask."""
+    """Runs three of five tokens, like the levels of a draft; a chain needs no mask."""
     queries = random(0, 2, 3, 4, 16)
     length = jnp.array([0, 61], jnp.int32)
     kv = KeyValue(random(1, 2, 2, 80, 16), random(2, 2, 2, 80, 16))
     tree = tree_mask(5)[:, 2:]
-    for mask, given in ((tree, tree), (causal_mask(5)[:, 2:], None)):
+    for mask, kernel_mask in ((tree, tree), (causal_mask(5)[:, 2:], None)):
         seen = cache_mask(mask, length, 80)
-        found = interpreted(queries, kv, given if of_block else seen, length, size=5, scale=0.25)
-        np.testing.assert_allclose(found, attention(queries, (Segment(kv, seen),)), rtol=0, atol=2e-6)
+        actual = interpreted(queries, kv, kernel_mask if of_block else seen, length, size=5, scale=0.25)
+        np.testing.assert_allclose(actual, attention(queries, (Segment(kv, seen),)), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
@@ -88,16 +88,16 @@ def test_scales_caps_sinks_and_windows(scoring: Scoring, span: Span) -> None:
         causal_mask(5), length, 150, positions=length[:, None] + jnp.arange(5, dtype=jnp.int32), span=span
     )
     options = {"scale": scoring.factor(16), "softcap": scoring.softcap, "sinks": scoring.sinks}
-    found = interpreted(queries, kv, seen, length, size=5, **options)
-    np.testing.assert_allclose(found, attention(queries, (Segment(kv, seen),), (), scoring), rtol=0, atol=2e-6)
+    actual = interpreted(queries, kv, seen, length, size=5, **options)
+    np.testing.assert_allclose(actual, attention(queries, (Segment(kv, seen),), (), scoring), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_token_has_the_same_bits_wherever_its_block_begins(dtype) -> None:
-    """Tokens 102 to 105 in a block from 100 on, and in one from 102 on, with garbage in the slots behind its end."""
+    """Compares tokens 102 to 105 in a block from 100 and in one from 102 that has garbage after its end."""
     queries = random(0, 1, 6, 8, 16, dtype=dtype)
     kv = KeyValue(*(random(seed, 1, 2, 256, 16, dtype=dtype) for seed in (1, 2)))
-    garbage = KeyValue(*(one.at[:, :, 106:].set(1e4) for one in kv))
+    garbage = KeyValue(*(buffer.at[:, :, 106:].set(1e4) for buffer in kv))
 
     def outputs(queries: jax.Array, kv: KeyValue, start: int) -> jax.Array:
         length = jnp.array([start], jnp.int32)
@@ -113,7 +113,7 @@ def test_a_token_has_the_same_bits_wherever_its_block_begins(dtype) -> None:
 
 
 def test_it_reads_no_slot_from_the_end_on() -> None:
-    """NaN would spread from any tile that is read, even with a weight of zero."""
+    """A NaN in any tile that is read would spread, even with a weight of zero."""
     queries = random(0, 1, 2, 2, 16)
     length = jnp.array([62], jnp.int32)
     kv = KeyValue(*(random(seed, 1, 1, 192, 16).at[:, :, 64:].set(jnp.nan) for seed in (1, 2)))

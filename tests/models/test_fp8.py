@@ -1,4 +1,4 @@
-"""Weights in FP8: kept as a file has them, multiplied as what they stand for, and drafted for without a change."""
+"""Weights in FP8: stored as in the file, multiplied as the weights that they represent, and lossless with drafts."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_fp8_of_a_file_is_kept_bit_for_bit(tmp_path: Path, name: str) -> None:
     kernel = target.params["blocks"][1]["attention"]["o"]["kernel"]
     assert np.asarray(kernel.values).tobytes() == tensors["model.layers.1.self_attn.o_proj.weight"].tobytes()
     for path, leaf in rules.flatten(conversion.read_target(dense).params):
-        kept: Any = target.params
+        stored_leaf: Any = target.params
         for key in path.split("."):
-            kept = kept[int(key) if key.isdecimal() else key]
-        assert isinstance(kept, Fp8Kernel) == (path.startswith("blocks") and path.endswith("kernel")), path
-        whole = kept.dense(jnp.float32) if isinstance(kept, Fp8Kernel) else kept
-        assert np.asarray(whole).tobytes() == np.ascontiguousarray(np.asarray(leaf)).tobytes(), path
+            stored_leaf = stored_leaf[int(key) if key.isdecimal() else key]
+        assert isinstance(stored_leaf, Fp8Kernel) == (path.startswith("blocks") and path.endswith("kernel")), path
+        values = stored_leaf.dense(jnp.float32) if isinstance(stored_leaf, Fp8Kernel) else stored_leaf
+        assert np.asarray(values).tobytes() == np.ascontiguousarray(np.asarray(leaf)).tobytes(), path
 
 
 @pytest.mark.parametrize(("name", "weights"), [("channel", "fp8"), ("tensor", "fp8-dynamic")])
@@ -77,24 +77,25 @@ def test_a_drafter_in_fp8_is_smaller_and_changes_nothing(tmp_path: Path, name: s
     path = write_llama(tmp_path / "target")
     files = CHECKPOINTS[name](tmp_path / "drafter")
     target = e3.load_target(path, weights=weights)
-    dense, drafter = (e3.load_drafter(files, target=one) for one in (e3.load_target(path), target))
-    kernels = [one for one in jax.tree.leaves(drafter.params, is_leaf=_is_fp8) if _is_fp8(one)]
-    assert kernels and all(one.dynamic == (weights == "fp8-dynamic") for one in kernels)
-    saved = sum(4 * math.prod(one.shape) - one.nbytes for one in kernels)  # of float32
+    dense = e3.load_drafter(files, target=e3.load_target(path))
+    drafter = e3.load_drafter(files, target=target)
+    kernels = [leaf for leaf in jax.tree.leaves(drafter.params, is_leaf=_is_fp8) if _is_fp8(leaf)]
+    assert kernels
+    assert all(kernel.dynamic == (weights == "fp8-dynamic") for kernel in kernels)
+    saved = sum(4 * math.prod(kernel.shape) - kernel.nbytes for kernel in kernels)  # of float32
     assert _bytes(dense.params) - _bytes(drafter.params) == saved > 0
-    plain, drafted = (
-        e3.SpeculativeDecoder(target, one, stop_tokens=()).generate(PROMPTS, max_new_tokens=16)
-        for one in (None, drafter)
-    )
+    plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(PROMPTS, max_new_tokens=16)
+    drafted = e3.SpeculativeDecoder(target, drafter, stop_tokens=()).generate(PROMPTS, max_new_tokens=16)
     assert str(drafted.tokens) == str(plain.tokens)
-    assert int(drafted.stats.num_draft_tokens) > 0 and drafted.lossless
+    assert int(drafted.stats.num_draft_tokens) > 0
+    assert drafted.lossless
 
 
 def _bytes(params: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16, MIXED], ids=lambda one: one.name)
+@pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16, MIXED], ids=lambda precision: precision.name)
 @pytest.mark.parametrize(("block", "inputs"), [(40, 40), (16, 40)], ids=["channel", "block"])
 @pytest.mark.parametrize("rows", [1, 6])
 def test_a_product_is_that_of_the_kernel_it_stands_for(
@@ -107,9 +108,9 @@ def test_a_product_is_that_of_the_kernel_it_stands_for(
     kernel = Fp8Kernel(values=jnp.asarray(values), scale=jnp.asarray(scale), block=block)
     x = jnp.asarray(random.normal(0, 1, (rows, inputs)), precision.activations)
     dense = values.T.astype(np.float64) * np.repeat(scale, block, 0)[:inputs].astype(np.float64)
-    given = np.asarray(x.astype(precision.operands)).astype(np.float64)
-    sizes = np.abs(given) @ np.abs(dense)
-    error = np.abs(np.asarray(product(x, kernel, precision)).astype(np.float64) - given @ dense) / sizes
+    operands = np.asarray(x.astype(precision.operands)).astype(np.float64)
+    sizes = np.abs(operands) @ np.abs(dense)
+    error = np.abs(np.asarray(product(x, kernel, precision)).astype(np.float64) - operands @ dense) / sizes
     # Of one rounding to bfloat16 at most where operands or results are: with scales for channels the kernel has none.
     exact = precision is FLOAT32 or (precision is MIXED and block == inputs)
     assert error.max() < (1e-6 if exact else 2**-8)
@@ -117,7 +118,7 @@ def test_a_product_is_that_of_the_kernel_it_stands_for(
 
 
 @pytest.mark.parametrize(("block", "inputs"), [(40, 40), (16, 40)], ids=["channel", "block"])
-@pytest.mark.parametrize("precision", [FLOAT32, MIXED], ids=lambda one: one.name)
+@pytest.mark.parametrize("precision", [FLOAT32, MIXED], ids=lambda precision: precision.name)
 def test_a_dynamic_product_is_that_of_both_rounded(precision: Precision, block: int, inputs: int) -> None:
     random = np.random.default_rng(0)
     outputs = 24
@@ -125,16 +126,17 @@ def test_a_dynamic_product_is_that_of_both_rounded(precision: Precision, block: 
     values = by_hand.to_e4m3(random.normal(0, 60, (outputs, inputs)))
     scale = random.uniform(0.001, 0.1, (-(-inputs // block), outputs)).astype(np.float32)
     kernel = Fp8Kernel(values=jnp.asarray(values), scale=jnp.asarray(scale), block=block, dynamic=True)
-    x = random.normal(0, 1, (rows, inputs)).astype(np.float32) * np.array([1e-3, 1, 500, 0, 30], np.float32)[:, None]
+    sizes = np.array([1e-3, 1, 500, 0, 30], np.float32)
+    x = random.normal(0, 1, (rows, inputs)).astype(np.float32) * sizes[:, None]
     expected = np.zeros((rows, outputs))
     for start in range(0, inputs, block):
         part = x[:, start : start + block]
         of_row = np.maximum(np.abs(part).max(1, keepdims=True), np.float32(1e-30)) / np.float32(448)
         rounded = by_hand.to_e4m3(part / of_row).astype(np.float64) * of_row
         expected += rounded @ (values[:, start : start + block].T.astype(np.float64) * scale[start // block])
-    found = np.asarray(product(jnp.asarray(x), kernel, precision))
-    assert np.all(np.abs(found - expected) <= 1e-5 * np.abs(expected).max(1, keepdims=True))
-    assert not found[3].any()  # a row of zeros, whose scale would be none
+    actual = np.asarray(product(jnp.asarray(x), kernel, precision))
+    assert np.all(np.abs(actual - expected) <= 1e-5 * np.abs(expected).max(1, keepdims=True))
+    assert not actual[3].any()  # a row of zeros, whose scale would be none
 
 
 def test_experts_in_fp8_are_those_they_stand_for_in_every_form() -> None:
@@ -143,23 +145,23 @@ def test_experts_in_fp8_are_those_they_stand_for_in_every_form() -> None:
     tokens = 3
     config = Experts(num_experts=6, per_token=2, width=12, router="softmax")
     normal = lambda *shape: random.normal(0, 0.4, shape).astype(np.float32)
-    kernels = [quantise(one) for one in (normal(6, width, 24), normal(6, 12, width))]
+    kernels = [quantise(array) for array in (normal(6, width, 24), normal(6, 12, width))]
     x = jnp.asarray(normal(tokens, width))
     chosen = jnp.asarray([[0, 5], [2, 3], [0, 1]])
     routing = Routing(chosen, jnp.asarray(random.uniform(0.2, 1, chosen.shape).astype(np.float32)))
 
-    def given_by(form: Any, stack: Stack, rows: int = tokens) -> np.ndarray:
-        """What the first tokens get."""
-        some = jax.tree.map(lambda one: one[:rows], (x, routing))
-        return np.asarray(jax.jit(functools.partial(form, config=config, precision=FLOAT32))(*some, stack))
+    def run_form(form: Any, stack: Stack, rows: int = tokens) -> np.ndarray:
+        """Returns the output of the first tokens."""
+        first_rows = jax.tree.map(lambda array: array[:rows], (x, routing))
+        return np.asarray(jax.jit(functools.partial(form, config=config, precision=FLOAT32))(*first_rows, stack))
 
-    expected = given_by(of_all, Stack(*(jnp.asarray(one.dense(jnp.float32)) for one in kernels), None, None))
-    stack = Stack(*(jax.tree.map(jnp.asarray, one) for one in kernels), None, None)
+    expected = run_form(of_all, Stack(*(jnp.asarray(array.dense(jnp.float32)) for array in kernels), None, None))
+    stack = Stack(*(jax.tree.map(jnp.asarray, array) for array in kernels), None, None)
     for form in (of_all, of_chosen, functools.partial(in_runs, rows=2, skip=True)):
-        np.testing.assert_allclose(given_by(form, stack), expected, atol=1e-6)
+        np.testing.assert_allclose(run_form(form, stack), expected, atol=1e-6)
     dynamic = Stack(stack.gate_up.replace(dynamic=True), stack.down.replace(dynamic=True), None, None)
-    rounded = given_by(mixture, dynamic)
-    np.testing.assert_allclose(given_by(mixture, dynamic, rows=1), rounded[:1], atol=1e-6)
+    rounded = run_form(mixture, dynamic)
+    np.testing.assert_allclose(run_form(mixture, dynamic, rows=1), rounded[:1], atol=1e-6)
     assert 1e-4 < np.abs(rounded - expected).max() < 0.2 * np.abs(expected).max()
 
 
@@ -167,7 +169,7 @@ def test_router_and_gates_of_experts_are_not_rounded() -> None:
     experts = Experts(num_experts=4, per_token=2, width=12, router="softmax", shared_width=8, shared_gate=True)
     layer = LayerConfig(mixer=layers(24)[0].mixer, mlp=experts)
     model = DecoderTarget(DecoderConfig(vocab_size=61, width=32, layers=(layer,), max_positions=64))
-    rounded = {path for path, one in rules.flatten(model.param_products()) if one == LAYER}
+    rounded = {path for path, product_kind in rules.flatten(model.param_products()) if product_kind == LAYER}
     assert rounded == {
         "blocks.0.attention.qkv.kernel", "blocks.0.attention.o.kernel", "blocks.0.mlp.gate_up", "blocks.0.mlp.down",
         "blocks.0.mlp.shared.gate_up.kernel", "blocks.0.mlp.shared.down.kernel",
@@ -182,7 +184,8 @@ def test_rounding_on_load_is_to_the_nearest_value() -> None:
     weights[2, 7, 5] = 1e30  # with a scale that is not its own it would overflow, and in E4M3 that is NaN
     kernel = quantise(weights)
     scale = np.asarray(kernel.scale)
-    assert scale.shape == (3, 1, 20) and scale[1, 0, 4] == 1
+    assert scale.shape == (3, 1, 20)
+    assert scale[1, 0, 4] == 1
     np.testing.assert_array_equal(scale[0, 0], np.abs(weights[0]).max(0) / np.float32(448))
     scaled = weights / scale
     nearest = np.abs(scaled[..., None] - every).min(-1)
@@ -190,17 +193,19 @@ def test_rounding_on_load_is_to_the_nearest_value() -> None:
     np.testing.assert_array_equal(np.abs(scaled - stored), nearest)
     assert np.abs(stored).max() == 448
     np.testing.assert_array_equal(kernel.dense(jnp.float32), stored * scale)
-    assert kernel[1].shape == (50, 20) and kernel.shape == (3, 50, 20)
+    assert kernel[1].shape == (50, 20)
+    assert kernel.shape == (3, 50, 20)
 
 
 def test_a_dense_target_is_rounded_where_products_read_it_and_nowhere_else(tmp_path: Path) -> None:
     path = plain(tmp_path / "target")
     dense = e3.load_target(path)
     fp8 = e3.load_target(path, weights="fp8")
-    assert (dense.weights, fp8.weights) == ("dense", "fp8")
+    assert dense.weights == "dense"
+    assert fp8.weights == "fp8"
     for name in ("embedding", "head", "norm"):
         assert same_params({name: jax.device_get(dense.params[name])}, {name: jax.device_get(fp8.params[name])})
-    kernels = [one for one in jax.tree.leaves(fp8.params, is_leaf=_is_fp8) if _is_fp8(one)]
+    kernels = [leaf for leaf in jax.tree.leaves(fp8.params, is_leaf=_is_fp8) if _is_fp8(leaf)]
     assert len(kernels) == 4 * LAYERS
     model: Any = fp8.model
     expected = eight_bit_shapes(model.param_shapes(), model.param_products(), "fp8")
@@ -209,8 +214,8 @@ def test_a_dense_target_is_rounded_where_products_read_it_and_nowhere_else(tmp_p
     assert fused.nbytes == 32 * 48 + 4 * 48  # a byte a weight, and a scale for every output
 
 
-def _is_fp8(one: Any) -> bool:
-    return isinstance(one, Fp8Kernel)
+def _is_fp8(leaf: Any) -> bool:
+    return isinstance(leaf, Fp8Kernel)
 
 
 def test_what_a_file_leaves_dense_stays_dense(tmp_path: Path) -> None:
@@ -231,30 +236,35 @@ def test_scales_lie_where_their_values_do() -> None:
     block = param_shardings(mesh, target.model, shapes)["blocks"][0]
     qkv = block["attention"]["qkv"]["kernel"]
     o = block["attention"]["o"]["kernel"]
-    assert (qkv.values.spec, qkv.scale.spec) == (PartitionSpec("model", None), PartitionSpec(None, "model"))
-    assert (o.values.spec, o.scale.spec) == (PartitionSpec(None, "model"), PartitionSpec(None, None))
-    for inputs, size, place in ((64, 16, "model"), (48, 16, None), (64, 64, None)):
+    assert qkv.values.spec == PartitionSpec("model", None)
+    assert qkv.scale.spec == PartitionSpec(None, "model")
+    assert o.values.spec == PartitionSpec(None, "model")
+    assert o.scale.spec == PartitionSpec(None, None)
+    for inputs, size, axis in ((64, 16, "model"), (48, 16, None), (64, 64, None)):
         values = jax.ShapeDtypeStruct((8, inputs), jnp.float8_e4m3fn)
         scale = jax.ShapeDtypeStruct((inputs // size, 8), jnp.float32)
         kernel = Fp8Kernel(values=values, scale=scale, block=size)
-        whole = jax.sharding.NamedSharding(mesh, PartitionSpec("model", None))
-        assert kernel.divided(whole).scale.spec == PartitionSpec(place, None)
+        sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("model", None))
+        assert kernel.divided(sharding).scale.spec == PartitionSpec(axis, None)
 
 
 def test_commands_say_how_a_target_is_stored(tmp_path: Path, cli: Any) -> None:
     path = written(tmp_path, "int4")[0]
     code, out, _ = cli("inspect", path, "--json")
     described = json.loads(out)
-    assert code == 0 and described["loadable"]
+    assert code == 0
+    assert described["loadable"]
     assert described["quantisation"] == f"int4 of compressed-tensors, a scale for {GROUP} inputs of an output"
     assert described["num_parameters"] == sum(
         leaf.size for _, leaf in rules.flatten(conversion.read_target(path).params)
     )
     assert "quantised: int4" in conversion.diagnose(path, tmp_path / "nowhere")[0].detail
-    asked = ["generate", "--target", path, "--drafter", "none", "--prompt-ids", "[1, 2]", "--max-new-tokens", 3]
-    code, out, _ = cli(*asked, "--weights", "fp8", "--json")
-    assert code == 0 and json.loads(out)["weights"] == "fp8"
-    _, out, _ = cli(*asked, "--weights", "fp8-dynamic", "--no-compare")
+    command = ["generate", "--target", path, "--drafter", "none", "--prompt-ids", "[1, 2]", "--max-new-tokens", 3]
+    code, out, _ = cli(*command, "--weights", "fp8", "--json")
+    assert code == 0
+    assert json.loads(out)["weights"] == "fp8"
+    _, out, _ = cli(*command, "--weights", "fp8-dynamic", "--no-compare")
     assert "weights: fp8-dynamic; lossless relative to the target with these weights" in out
-    code, _, err = cli(*asked, "--weights", "int4")
-    assert (code, err) == (2, "error: weights 'int4' are not known; use one of dense, fp8, fp8-dynamic, int8\n")
+    code, _, err = cli(*command, "--weights", "int4")
+    assert code == 2
+    assert err == "error: weights 'int4' are not known; use one of dense, fp8, fp8-dynamic, int8\n"

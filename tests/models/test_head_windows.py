@@ -23,7 +23,7 @@ pytestmark = pytest.mark.torch
 
 
 def test_a_tree_under_a_window_is_that_of_the_torch_twin(tmp_path: Path) -> None:
-    """Over two rounds, the second behind what the first one drafted."""
+    """Two rounds; the second follows the draft of the first."""
     head = Head(windows=(2,), draft_vocab=61)
     checkpoint = conversion.read_head(head.write(tmp_path / "head"), TARGET)
     random = np.random.default_rng(5)
@@ -33,7 +33,7 @@ def test_a_tree_under_a_window_is_that_of_the_torch_twin(tmp_path: Path) -> None
     network = TorchHead(head, embedding)
 
     def after(path: tuple[int, ...], length: int) -> list[int]:
-        """The drafted tokens by rank below a path of ranks."""
+        """Returns the drafted tokens by rank below a path of ranks."""
         ids = torch.from_numpy(tokens[1 : length + 1]).long()
         stream = network.fuse(features[:length])
         for rank in path:
@@ -57,5 +57,5 @@ def test_a_tree_under_a_window_is_that_of_the_torch_twin(tmp_path: Path) -> None
     for (length,), seen in tiny.ragged_rounds(tokens[None], features[None], [[7], [3]]):
         draft = drafted(state, seen)
         state = draft.state
-        wanted = [after(path[:-1], length)[path[-1]] for path in tiny.STATIC_TREE.paths]
-        assert draft.tokens[0, 1:].tolist() == wanted
+        expected = [after(path[:-1], length)[path[-1]] for path in tiny.STATIC_TREE.paths]
+        assert draft.tokens[0, 1:].tolist() == expected

@@ -43,7 +43,7 @@ def whole_rotation(inputs: int, size: int) -> np.ndarray:
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("is_table", [False, True], ids=["kernel", "table"])
 def test_a_product_is_that_of_integers(rows: int, is_table: bool) -> None:
-    """Against integers of any size: the sums are exact, and the scales are multiplied after them."""
+    """Compares with integers of any size: sums are exact, and scales are multiplied afterwards."""
     random = np.random.default_rng(rows)
     inputs = 40
     outputs = 24
@@ -84,7 +84,7 @@ def test_a_rotated_kernel_is_nearest_to_the_rotated_matrix(inputs: int, is_table
 
 
 def test_a_rotation_keeps_the_precision_of_rows_with_one_large_value() -> None:
-    """Without it the large activation takes the bits of the others: the error is more than three times larger."""
+    """Without a rotation the large activation takes the bits of the others: the error is over three times larger."""
     random = np.random.default_rng(0)
     inputs = 128
     outputs = 64
@@ -95,11 +95,12 @@ def test_a_rotation_keeps_the_precision_of_rows_with_one_large_value() -> None:
     scale = np.abs(weights).max(0) / np.float32(127)
     unrotated = Int8Kernel(values=jnp.asarray(np.rint(weights / scale), jnp.int8), scale=jnp.asarray(scale))
     exact = x.astype(np.float64) @ weights.astype(np.float64)
-    errors = [
-        np.sqrt(np.mean((np.asarray(int8_product(jnp.asarray(x), kernel)) - exact) ** 2))
-        for kernel in (rotated, unrotated)
-    ]
-    assert errors[0] * 3 < errors[1], errors
+
+    def error(kernel: Int8Kernel) -> float:
+        difference = np.asarray(int8_product(jnp.asarray(x), kernel)) - exact
+        return float(np.sqrt(np.mean(difference**2)))
+
+    assert error(rotated) * 3 < error(unrotated)
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
@@ -112,18 +113,20 @@ def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
 
 
 def test_values_and_scales_of_a_published_file_are_kept_bit_for_bit(tmp_path: Path) -> None:
-    """W8A8 of compressed-tensors: not rotated, as other engines compute it; what the file leaves dense stays dense."""
+    """W8A8 of compressed-tensors is not rotated, as in other engines; tensors that are dense in the file stay dense."""
     stored, _ = written(tmp_path, "int8")
     target = e3.load_target(stored, weights="int8")
     tensors = read_tensors(stored)
     kernel = target.params["blocks"][1]["attention"]["o"]["kernel"]
-    assert isinstance(kernel, Int8Kernel) and kernel.rotation == 1
+    assert isinstance(kernel, Int8Kernel)
+    assert kernel.rotation == 1
     name = "model.layers.1.self_attn.o_proj.weight"
     np.testing.assert_array_equal(np.asarray(kernel.values), tensors[name].T)
     np.testing.assert_array_equal(np.asarray(kernel.scale), tensors[f"{name}_scale"].astype(np.float32)[:, 0])
     assert not isinstance(target.params["head"]["kernel"], Int8Kernel)
     kernels = [leaf for leaf in jax.tree.leaves(target.params, is_leaf=is_int8) if is_int8(leaf)]
-    assert len(kernels) == 4 * LAYERS and all(kernel.rotation == 1 for kernel in kernels)
+    assert len(kernels) == 4 * LAYERS
+    assert all(kernel.rotation == 1 for kernel in kernels)
 
 
 def is_int8(leaf: Any) -> bool:
@@ -140,7 +143,8 @@ def test_layers_and_output_matrix_are_integers(tmp_path: Path, tied: bool) -> No
         params = target.params
         assert params["embedding"].is_table
     else:
-        assert is_int8(params["head"]["kernel"]) and not is_int8(params["embedding"])
+        assert is_int8(params["head"]["kernel"])
+        assert not is_int8(params["embedding"])
     for index in range(LAYERS):
         block = params["blocks"][index]
         for part, name in (("attention", "qkv"), ("attention", "o"), ("mlp", "gate_up"), ("mlp", "down")):
@@ -175,7 +179,8 @@ def test_a_drafter_has_the_weights_of_its_target(tmp_path: Path, name: str) -> N
         e3.SpeculativeDecoder(target, part, stop_tokens=()).generate(PROMPTS, max_new_tokens=16)
         for part in (None, drafter)
     )
-    assert drafted.tokens == plain_texts.tokens and int(drafted.stats.num_draft_tokens) > 0
+    assert drafted.tokens == plain_texts.tokens
+    assert int(drafted.stats.num_draft_tokens) > 0
 
 
 def test_scales_are_divided_as_outputs_are() -> None:
@@ -201,27 +206,28 @@ def test_a_tied_table_gives_the_logits_of_its_transpose(precision: Any, rows: in
     )
     transposed, expected = jax.value_and_grad(lambda x, table: product(x, table.T, precision).sum(), (0, 1))(x, table)
     np.testing.assert_allclose(by_table, transposed, rtol=1e-5)
-    for slope, other in zip(slopes, expected, strict=True):
-        np.testing.assert_allclose(slope.astype(jnp.float32), other.astype(jnp.float32), rtol=1e-2, atol=1e-3)
+    for slope, expected_slope in zip(slopes, expected, strict=True):
+        np.testing.assert_allclose(slope.astype(jnp.float32), expected_slope.astype(jnp.float32), rtol=1e-2, atol=1e-3)
 
 
 def test_one_row_of_a_tied_table_converts_no_table_on_cpus() -> None:
-    """In mixed precision XLA once converted the whole table to float32 in every step, ten times the product's time."""
+    """In mixed precision XLA converted the table to float32 in every step, which took ten times the product's time."""
     table = jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
     row = jax.ShapeDtypeStruct((1, 1, 64), jnp.float32)
     program = jax.jit(lambda x, table: product_by_table(x, table, MIXED)).lower(row, table).compile().as_text()
-    assert "f32[512,64]" not in program and "f32[64,512]" not in program
+    assert "f32[512,64]" not in program
+    assert "f32[64,512]" not in program
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize(("rows", "size"), [(1, 3), (1, 5), (2, 1), (6, 1), (4, 4)])
 def test_logits_have_the_same_bits_alone_in_blocks_and_in_batches(rows: int, size: int) -> None:
-    """On CPUs. One other last bit would move a rounding of activations, and logits would be off by a tenth."""
+    """On CPUs, one different bit would change a rounding of activations, and logits would be off by a tenth."""
     target = deep_target()
     texts = np.random.default_rng(0).integers(0, 61, (6, 40 + 20)).astype(np.int32)
-    alone = logits_of(target, texts[:1], size=1)
+    single = logits_of(target, texts[:1], size=1)
     together = logits_of(target, texts[:rows], size=size)
-    np.testing.assert_array_equal(together[:1], alone)
+    np.testing.assert_array_equal(together[:1], single)
 
 
 @functools.cache
@@ -256,6 +262,6 @@ def logits_of(target: e3.LoadedTarget, texts: np.ndarray, *, size: int) -> np.nd
     cache = prefill(target.params)
     logits = []
     for start in range(prompt, prompt + 20 // size * size, size):
-        found, cache = step(target.params, cache, tokens[:, start : start + size])
-        logits.append(np.asarray(found))
+        block_logits, cache = step(target.params, cache, tokens[:, start : start + size])
+        logits.append(np.asarray(block_logits))
     return np.concatenate(logits, axis=1)[:, :15]

@@ -1,4 +1,4 @@
-"""Latent attention: its absorbed form against keys and values laid out, and in a whole target.
+"""Latent attention: its absorbed form against explicit keys and values, and in a target.
 
 `test_families.py` compares it with transformers.
 """
@@ -41,7 +41,7 @@ def build(config: Any, *, precision: Any, rngs: Any) -> LatentAttention:
 
 @functools.cache
 def small(config: Latent = SMALL) -> dict[str, Any]:
-    """Parameters; norms are not one."""
+    """Returns random parameters, those of norms included."""
     params = init_params(build, config, FLOAT32, jax.random.key(0))
     for seed, name in enumerate(("q_a_norm", "kv_a_norm")):
         if name in params:
@@ -61,16 +61,18 @@ def rotated(rope: RopeConfig, x: np.ndarray, positions: np.ndarray) -> np.ndarra
     """Pairs of channels as complex numbers, each turned by its angle."""
     frequencies, scale = inverse_frequencies(rope, x.shape[-1])
     half = x.shape[-1] // 2
-    first, second = (x[..., ::2], x[..., 1::2]) if rope.interleaved else (x[..., :half], x[..., half:])
-    turned = (first + 1j * second) * scale * np.exp(1j * positions[:, :, None, None] * frequencies)
+    first = x[..., ::2] if rope.interleaved else x[..., :half]
+    second = x[..., 1::2] if rope.interleaved else x[..., half:]
+    angles = positions[:, :, None, None] * frequencies
+    turned = (first + 1j * second) * scale * np.exp(1j * angles)
     return np.stack([turned.real, turned.imag], axis=-1 if rope.interleaved else -2).reshape(x.shape)
 
 
 def laid_out(config: Latent, params: Any, x: np.ndarray, positions: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """The definition in float64: keys and values of every head for every token."""
+    """Computes the definition in float64, with keys and values of every head for every token."""
     weight = lambda *path: np.asarray(functools.reduce(lambda node, name: node[name], path, params), np.float64)
     bias = lambda name: np.asarray(params[name].get("bias", 0), np.float64)
-    turned = lambda one: rotated(config.rope, one, positions)
+    turned = lambda x: rotated(config.rope, x, positions)
     if config.q_rank is None:
         queries = x @ weight("q", "kernel")
     else:
@@ -91,8 +93,8 @@ def laid_out(config: Latent, params: Any, x: np.ndarray, positions: np.ndarray, 
     return out @ weight("o", "kernel") + bias("o")
 
 
-def given(fed: int = FED, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs, positions of ragged rows and a random mask under which everyone sees himself."""
+def random_inputs(fed: int = FED, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns inputs, positions of ragged rows and a random mask under which every token sees itself."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(BATCH, fed, WIDTH)).astype(np.float32)
     positions = rng.integers(0, 40, (BATCH, fed)).astype(np.int32)
@@ -112,15 +114,15 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_absorbed_form_is_the_definition_under_any_mask(name: str) -> None:
     config = VARIANTS[name]
-    x, positions, mask = given()
+    x, positions, mask = random_inputs()
     module = bind(build, config, FLOAT32, small(config))
     ours, _ = module(jnp.asarray(x), jnp.asarray(positions), BlockMemory(mask=jnp.asarray(mask)))
     np.testing.assert_allclose(ours, laid_out(config, small(config), x, positions, mask), atol=2e-5)
 
 
 def test_a_block_behind_a_cache_is_the_definition_over_both() -> None:
-    """Rows of several lengths; what is committed is a choice of the block before, in another order."""
-    x, positions, mask = given(FED)
+    """Rows have several lengths, and the committed tokens are some of the block, in another order."""
+    x, positions, mask = random_inputs(FED)
     module = bind(build, SMALL, FLOAT32, small())
     length = np.array([4, 0, 2], np.int32)
     nodes = np.array([[5, 0, 2, 3], [0] * 4, [1, 4, 0, 0]], np.int32)
@@ -134,22 +136,22 @@ def test_a_block_behind_a_cache_is_the_definition_over_both() -> None:
 
     _, written = run(empty, x, positions, mask)
     cache = empty.commit((written,), jnp.asarray(length), jnp.asarray(nodes))
-    new_x, new_positions, new_mask = given(3, seed=1)
+    new_x, new_positions, new_mask = random_inputs(3, seed=1)
     ours, _ = run(cache, new_x, new_positions, new_mask)
     for row in range(BATCH):
-        kept = nodes[row, : length[row]]
-        both = np.concatenate([x[row, kept], new_x[row]])[None]
-        where = np.concatenate([positions[row, kept], new_positions[row]])[None]
-        seen = np.tril(np.ones((len(both[0]),) * 2, bool))
+        committed = nodes[row, : length[row]]
+        both_inputs = np.concatenate([x[row, committed], new_x[row]])[None]
+        both_positions = np.concatenate([positions[row, committed], new_positions[row]])[None]
+        seen = np.tril(np.ones((len(both_inputs[0]),) * 2, bool))
         seen[length[row] :, length[row] :] = new_mask[row]
-        expected = laid_out(SMALL, small(), both, where, seen[None])
+        expected = laid_out(SMALL, small(), both_inputs, both_positions, seen[None])
         np.testing.assert_allclose(ours[row], expected[0, length[row] :], atol=2e-5)
 
 
 @pytest.mark.parametrize("fed", [1, FED])
-@pytest.mark.parametrize("precision", [BFLOAT16, MIXED], ids=lambda one: one.name)
+@pytest.mark.parametrize("precision", [BFLOAT16, MIXED], ids=lambda array: array.name)
 def test_narrow_products_come_near_the_definition(precision: Precision, fed: int) -> None:
-    x, positions, mask = (one[:, :fed] for one in given())
+    x, positions, mask = (array[:, :fed] for array in random_inputs())
     module = bind(build, SMALL, precision, cast(small(), precision))
     run = jax.jit(lambda x, positions, mask: module(x, positions, BlockMemory(mask=mask))[0])
     ours = run(jnp.asarray(x, precision.activations), positions, mask[:, :, :fed])
@@ -160,7 +162,8 @@ def test_narrow_products_come_near_the_definition(precision: Precision, fed: int
 
 def test_the_cache_holds_one_latent_and_one_rotated_key_of_a_token() -> None:
     model = target().model
-    assert [leaf.shape for leaf in jax.tree.leaves(model.init_cache(2, 32).layers)] == [(2, 1, 32, 12 + 4)] * 2
+    cache = model.init_cache(2, 32)
+    assert [leaf.shape for leaf in jax.tree.leaves(cache.layers)] == [(2, 1, 32, 12 + 4)] * 2
 
 
 def target(vocab_size: int = 13, *, seed: int = 0, **options: Any) -> LoadedTarget:
@@ -171,17 +174,19 @@ PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [4], [0, 1, 0, 1, 0]]
 
 
 def test_a_latent_model_drafts_for_another() -> None:
-    one = target()
-    drafter = tiny.draft_model(one, num_layers=1, layers=uniform(1, SMALL, GatedMLP(width=24)))
-    plain = SpeculativeDecoder(one, None, stop_tokens=()).generate(PROMPTS, max_new_tokens=12)
-    assert SpeculativeDecoder(one, drafter, stop_tokens=()).generate(PROMPTS, max_new_tokens=12).tokens == plain.tokens
+    large = target()
+    drafter = tiny.draft_model(large, num_layers=1, layers=uniform(1, SMALL, GatedMLP(width=24)))
+    plain = SpeculativeDecoder(large, None, stop_tokens=()).generate(PROMPTS, max_new_tokens=12)
+    assert (
+        SpeculativeDecoder(large, drafter, stop_tokens=()).generate(PROMPTS, max_new_tokens=12).tokens == plain.tokens
+    )
 
 
 def test_a_mesh_divides_heads_and_no_latents() -> None:
     mesh = AbstractMesh((1, 2), MESH_AXES)
     model = target().model
     assert isinstance(model, DecoderTarget)
-    specs = jax.tree.map(lambda one: one.spec, param_shardings(mesh, model, model.param_shapes()))
+    specs = jax.tree.map(lambda sharding: sharding.spec, param_shardings(mesh, model, model.param_shapes()))
     attention = specs["blocks"][0]["attention"]
     divided = {"q_b": (None, "model"), "o": ("model", None)}
     for name in ("q_a", "q_b", "kv_a", "o"):
@@ -189,4 +194,6 @@ def test_a_mesh_divides_heads_and_no_latents() -> None:
     assert attention["key_up"] == attention["value_up"] == PartitionSpec("model")
     cache = model.init_cache(2, 32)
     with tiny.unchecked():  # a tree of shardings where arrays are announced
-        assert [place.spec for place in jax.tree.leaves(row_shardings(mesh, cache))] == [PartitionSpec("data")] * 3
+        assert [sharding.spec for sharding in jax.tree.leaves(row_shardings(mesh, cache))] == [
+            PartitionSpec("data")
+        ] * 3

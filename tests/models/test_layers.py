@@ -1,4 +1,4 @@
-"""Attention and embedding against their definitions, and what the compiler must not make of them."""
+"""Attention and embedding against their definitions, and the compiled programs of both."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LAYER = LayerConfig(mixer=GroupedQuery(num_heads=HEADS, num_kv_heads=KV_HEADS, h
 
 
 def dense(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """``softmax(q kᵀ / √H) v`` in float64, a query and a head at a time."""
+    """Computes ``softmax(q kᵀ / √H) v`` in float64, a query and a head at a time."""
     out = np.zeros(queries.shape)
     for row, token, head in np.ndindex(*queries.shape[:3]):
-        of = head // (HEADS // KV_HEADS)
+        kv_head = head // (HEADS // KV_HEADS)
         seen = np.flatnonzero(mask[row, token])
-        scores = keys[row, of, seen].astype(np.float64) @ queries[row, token, head] / np.sqrt(SIZE)
+        scores = keys[row, kv_head, seen].astype(np.float64) @ queries[row, token, head] / np.sqrt(SIZE)
         weights = np.exp(scores - scores.max())
-        out[row, token, head] = weights / weights.sum() @ values[row, of, seen]
+        out[row, token, head] = weights / weights.sum() @ values[row, kv_head, seen]
     return out.reshape(*queries.shape[:2], -1)
 
 
@@ -46,13 +46,11 @@ def test_attention_over_several_runs_is_one_softmax_over_all_of_them() -> None:
     ]
     masks = [rng.random((BATCH, FED, n)) < 0.6 for n in (5, 2)]
     masks[0][:, :, 0] = True
-    own = (draw(8, BATCH, KV_HEADS, FED, SIZE), draw(9, BATCH, KV_HEADS, FED, SIZE))
-    ours = attention(
-        jnp.asarray(queries),
-        [Segment(KeyValue(*map(jnp.asarray, kv)), jnp.asarray(m)) for kv, m in zip(runs, masks, strict=True)],
-        [KeyValue(*map(jnp.asarray, own))],
-    )
-    keys, values = (np.concatenate([*(kv[i] for kv in runs), own[i]], axis=2) for i in (0, 1))
+    self_kv = (draw(8, BATCH, KV_HEADS, FED, SIZE), draw(9, BATCH, KV_HEADS, FED, SIZE))
+    as_kv = lambda pair: KeyValue(*map(jnp.asarray, pair))
+    segments = [Segment(as_kv(kv), jnp.asarray(mask)) for kv, mask in zip(runs, masks, strict=True)]
+    ours = attention(jnp.asarray(queries), segments, [as_kv(self_kv)])
+    keys, values = (np.concatenate([*(kv[i] for kv in runs), self_kv[i]], axis=2) for i in (0, 1))
     diagonal = np.broadcast_to(np.eye(FED, dtype=bool), (BATCH, FED, FED))
     expected = dense(queries, keys, values, np.concatenate([*masks, diagonal], axis=2))
     np.testing.assert_allclose(ours, expected, atol=2e-6)
@@ -63,9 +61,8 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     keys = 100 * draw(1, BATCH, KV_HEADS, 6, SIZE)
     values = draw(2, BATCH, KV_HEADS, 6, SIZE)
     mask = np.ones((BATCH, FED, 6), bool)
-    ours = attention(
-        jnp.asarray(queries), [Segment(KeyValue(jnp.asarray(keys), jnp.asarray(values)), jnp.asarray(mask))]
-    )
+    kv = KeyValue(jnp.asarray(keys), jnp.asarray(values))
+    ours = attention(jnp.asarray(queries), [Segment(kv, jnp.asarray(mask))])
     np.testing.assert_allclose(ours, dense(queries, keys, values, mask), atol=1e-4)
 
 
@@ -76,7 +73,7 @@ def test_a_query_that_sees_nothing_is_finite() -> None:
 
 
 def test_a_block_behind_a_cache_sees_what_a_longer_block_would() -> None:
-    """The cache's attention is that of the whole sequence, whatever lies behind the committed slots."""
+    """Attention over a cache equals that over the whole sequence, whatever the slots after the committed ones hold."""
     queries, keys, values = (draw(seed, BATCH, n, 7, SIZE) for seed, n in ((0, HEADS), (1, KV_HEADS), (2, KV_HEADS)))
     layer = KeyValues.allocate(batch=BATCH, capacity=12, num_kv_heads=KV_HEADS, head_dim=SIZE, dtype=jnp.float32)
     garbage = Cache.of((KeyValues(keys=layer.keys + 7.0, values=layer.values - 7.0),), batch=BATCH)
@@ -87,12 +84,12 @@ def test_a_block_behind_a_cache_sees_what_a_longer_block_would() -> None:
     (memory,) = memories([LAYER], causal_mask(FED), positions, cache)
     assert isinstance(memory, CacheMemory)
     take = lambda x: np.stack([x[row, :, length : length + FED] for row, length in enumerate(lengths)])
-    ours, _ = memory.attend(
-        jnp.asarray(take(queries).transpose(0, 2, 1, 3)), KeyValue(jnp.asarray(take(keys)), jnp.asarray(take(values)))
-    )
-    whole = dense(queries.transpose(0, 2, 1, 3), keys, values, np.broadcast_to(np.tri(7, dtype=bool), (BATCH, 7, 7)))
+    block = KeyValue(jnp.asarray(take(keys)), jnp.asarray(take(values)))
+    ours, _ = memory.attend(jnp.asarray(take(queries).transpose(0, 2, 1, 3)), block)
+    causal = np.broadcast_to(np.tri(7, dtype=bool), (BATCH, 7, 7))
+    expected = dense(queries.transpose(0, 2, 1, 3), keys, values, causal)
     for row, length in enumerate(lengths):
-        np.testing.assert_allclose(ours[row], whole[row, length : length + FED], atol=2e-6)
+        np.testing.assert_allclose(ours[row], expected[row, length : length + FED], atol=2e-6)
 
 
 @pytest.mark.parametrize("precision", [FLOAT32, MIXED, BFLOAT16], ids=lambda p: p.name)
@@ -113,13 +110,14 @@ def test_embedding_has_the_gradient_of_a_lookup(dtype: jnp.dtype) -> None:
     loss = lambda look: lambda table: jnp.sum(look(table).astype(jnp.float32) ** 2)
     ours = jax.grad(loss(lambda table: embed(table, tokens, FLOAT32)))(table)
     theirs = jax.grad(loss(lambda table: table[tokens]))(table)
-    assert ours.dtype == dtype and float(jnp.abs(theirs).max()) > 0
+    assert ours.dtype == dtype
+    assert float(jnp.abs(theirs).max()) > 0
     assert np.array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e4])
 def test_a_norm_of_one_row_is_its_definition(size: float) -> None:
-    """In the form of GPUs and in that of other devices; at 1e-3 the constant counts as much as the row."""
+    """Tests the forms of GPUs and of other devices; at 1e-3 the constant is as large as the row."""
     x = size * draw(0, 1, 1, 4096)
     eps = 1e-6
     expected = x / np.sqrt(np.mean(x.astype(np.float64) ** 2) + eps)

@@ -1,4 +1,4 @@
-"""Every family, and every kind of layer, on eight simulated devices: the tokens of one, and what travels."""
+"""Every family and every kind of layer on eight simulated devices: the tokens of one device, and the collectives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import families
 import pytest
 import tiny
 from jax.sharding import AbstractMesh
-from test_mesh import asked
+from test_mesh import run_on_eight_devices
 
 from eagle3_jax.devices.sharding import MESH_AXES, param_shardings
 from eagle3_jax.models.config import Experts
@@ -26,18 +26,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return asked(SCRIPT)
+def results() -> dict[str, Any]:
+    return run_on_eight_devices(SCRIPT)
 
 
 def test_eight_devices_write_what_one_writes_of_a_family(name: str) -> None:
-    assert asked(SCRIPT, name)[name] == {"chain": True, "tree": True}
+    assert run_on_eight_devices(SCRIPT, name)[name] == {"chain": True, "tree": True}
 
 
-def test_eight_devices_write_what_one_writes_and_gather_no_weights(found: dict[str, Any]) -> None:
-    """Two target layers; the head's for two levels and for what was accepted; the best token of four places."""
+def test_eight_devices_write_what_one_writes_and_gather_no_weights(results: dict[str, Any]) -> None:
+    """Sums of two target layers, of the head's layer for two levels and for accepted tokens, and of four argmaxes."""
     moves = {"all-reduce": 2 * (2 + 2 + 1) + 2 * 4}
-    assert found == {kind: {"chain": True, "tree": True, "step": moves} for kind in KINDS}
+    assert results == {kind: {"chain": True, "tree": True, "step": moves} for kind in KINDS}
 
 
 def test_a_mesh_that_does_not_divide_the_experts_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Small parts that families differ in: what their logits in float32 (`test_families.py`) do not show."""
+"""Small parts that differ between families and that logits in float32 (`test_families.py`) do not show."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def test_chunks_are_counted_from_the_first_position() -> None:
     index = torch.arange(11)
     expected = np.array([[bool(sees(0, 0, query, key)) for key in index] for query in index])
     positions = jnp.arange(11)[None]
-    alone = causal_mask(11) & Span(chunk=4).covers(positions, positions)
-    assert np.array_equal(alone[0], expected)
+    actual = causal_mask(11) & Span(chunk=4).covers(positions, positions)
+    assert np.array_equal(actual[0], expected)
     # A block of three behind eight committed tokens, the last two of it siblings at one position.
     mask = jnp.asarray([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], bool)
     at = jnp.asarray([[8, 9, 9]])
@@ -111,4 +111,5 @@ def test_a_window_and_chunks_are_spans_of_layers() -> None:
     query, key = np.indices((FED, FED))
     causal = key <= query
     expected = [causal, causal & (key > query - 3), causal & (key // 4 == query // 4), causal]
-    assert len(seen) == 4 and all(np.array_equal(a, b) for a, b in zip(seen, expected, strict=True))
+    assert len(seen) == 4
+    assert all(np.array_equal(a, b) for a, b in zip(seen, expected, strict=True))

@@ -1,4 +1,4 @@
-"""What a program asks of the hardware: float32 that is float32, and writes of which no two meet."""
+"""Precisions and writes of a program: float32 products ask for all bits, and no two writes go to one slot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH = [[1, 2, 3], [4, 5]]
 
 
 def products(precision: Precision, topology: object = None) -> dict[str, set[str]]:
-    """Every matrix product of a whole generation, as it is handed to the compiler: operands to precisions asked for."""
+    """Returns the precisions of every matrix product of a lowered generation, by the types of operands."""
     target = tiny.target(13, precision=precision)
     loop, params = tiny.bind(target, tiny.eagle3(target, topology or Chain(2)))
     # By leaves: what `lower` tells of its arguments does not pass for the types of their fields.
@@ -33,18 +33,20 @@ def products(precision: Precision, topology: object = None) -> dict[str, set[str
         .lower(leaves)
         .as_text()
     )
-    found: dict[str, set[str]] = {}
+    precisions: dict[str, set[str]] = {}
     for line in text.splitlines():
         if "stablehlo.dot_general" in line:
             operands = re.findall(r"(?:x|<)(f32|bf16)>", line.partition(" : ")[2])[:2]
-            asked = re.search(r"precision = \[(\w+), (\w+)\]", line)
-            found.setdefault(" ".join(operands), set()).add(" ".join(asked.groups()) if asked else "DEFAULT DEFAULT")
-    return found
+            match = re.search(r"precision = \[(\w+), (\w+)\]", line)
+            precisions.setdefault(" ".join(operands), set()).add(
+                " ".join(match.groups()) if match else "DEFAULT DEFAULT"
+            )
+    return precisions
 
 
 @pytest.mark.parametrize("topology", [Chain(2), DynamicTree(num_nodes=6, max_depth=2, top_k=2)])
 def test_every_product_of_float32_asks_for_all_of_its_bits(topology: object) -> None:
-    """Left to the default, NVIDIA multiplies in TensorFloat-32 and TPUs in bfloat16."""
+    """By default, GPUs of NVIDIA multiply in TensorFloat-32 and TPUs in bfloat16."""
     assert products(FLOAT32, topology) == {"f32 f32": {"HIGHEST HIGHEST"}}
 
 
@@ -69,7 +71,8 @@ def test_the_gradient_asks_for_all_bits_too() -> None:
 
     text = jax.jit(jax.grad(total)).lower(target.params).as_text()
     lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
-    assert lines and all("precision = [HIGHEST, HIGHEST]" in line for line in lines)
+    assert lines
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in lines)
 
 
 # ---------------------------------------------------------------- scattered writes
@@ -84,7 +87,7 @@ def block(rows: int, tokens: int, start: float) -> KeyValue:
 def test_no_two_writes_of_a_row_go_to_the_same_slot_not_even_beyond_the_capacity(
     monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
-    """The compiler is told so, and what it does where it is not true is undefined."""
+    """The compiler may rely on this, and its behavior is undefined otherwise."""
     original = caches.scatter_tokens
     seen = []
 
@@ -117,9 +120,9 @@ def test_the_compiler_is_told_that_writes_never_meet() -> None:
 
 
 def test_a_single_write_at_and_beyond_the_edge_leaves_the_rest() -> None:
-    """It is sent along with a second one, which is dropped wherever the first lies."""
-    for length, kept in ((3, [0, 0, 0, 5]), (4, [0, 0, 0, 0]), (7, [0, 0, 0, 0])):
+    """A single write is compiled as two, of which the second is always dropped."""
+    for length, expected in ((3, [0, 0, 0, 5]), (4, [0, 0, 0, 0]), (7, [0, 0, 0, 0])):
         layer = KeyValues.allocate(batch=1, capacity=4, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
         five = jnp.full((1, 1, 1, 1), 5.0)
         keys = layer.write(KeyValue(five, five), jnp.asarray([length], jnp.int32)).keys
-        assert keys[0, 0, :, 0].tolist() == kept
+        assert keys[0, 0, :, 0].tolist() == expected

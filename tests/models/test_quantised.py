@@ -1,4 +1,4 @@
-"""Quantised checkpoints mean exactly what they say, and what is not what it says is refused."""
+"""Quantised checkpoints are read as the weights that they represent; contradictory files raise an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def test_a_quantised_target_is_read_as_what_it_stands_for(tmp_path: Path, name: 
     stored, dense = (conversion.read_target(path) for path in written(tmp_path, name))
     assert same_params(stored.params, dense.params)
     assert stored.config == dense.config
-    assert stored.quantisation is not None and stored.quantisation.num_tensors == LAYERS * 7
+    assert stored.quantisation is not None
+    assert stored.quantisation.num_tensors == LAYERS * 7
     assert stored.quantisation.kept_as == ("fp8" if name in KEPT else "int8" if name == "int8" else "")
 
 
@@ -35,18 +36,20 @@ def test_conversion_writes_what_it_stands_for_in_bfloat16(tmp_path: Path) -> Non
     conversion.convert(stored, tmp_path / "back", "vllm")
     expected = read_tensors(dense)
     for name, value in read_tensors(tmp_path / "back").items():
-        of = expected[name].astype(ml_dtypes.bfloat16) if by_hand.is_linear(name) else expected[name]
-        assert (value.dtype, value.tobytes()) == (of.dtype, of.tobytes()), name
+        expected_value = expected[name].astype(ml_dtypes.bfloat16) if by_hand.is_linear(name) else expected[name]
+        assert value.dtype == expected_value.dtype, name
+        assert value.tobytes() == expected_value.tobytes(), name
     native, back = (conversion.read_target(tmp_path / name) for name in ("native", "back"))
     assert same_params(native.params, back.params)
-    assert native.quantisation is None and "quantization_config" not in (tmp_path / "back/config.json").read_text()
+    assert native.quantisation is None
+    assert "quantization_config" not in (tmp_path / "back/config.json").read_text()
 
 
 # transformers on a CPU, where its dequantisation runs there.
 
 
 def of_transformers(directory: Path, **options: Any) -> dict[str, np.ndarray]:
-    """What transformers makes of a quantised checkpoint, by name."""
+    """Returns the weights that transformers reads from a quantised checkpoint, by name."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -81,8 +84,8 @@ def test_compressed_tensors_are_those_of_transformers(tmp_path: Path, name: str)
     for tensor, value in theirs.items():
         # It multiplies in the type of the scales, which some of these files hold in bfloat16; here it is float32.
         scale = stored.get(f"{tensor}_scale")
-        found = np.asarray(ours[tensor], np.float32)
-        rounded = found if scale is None else found.astype(scale.dtype).astype(np.float32)
+        actual = np.asarray(ours[tensor], np.float32)
+        rounded = actual if scale is None else actual.astype(scale.dtype).astype(np.float32)
         assert np.array_equal(rounded, value), tensor
 
 
@@ -200,9 +203,12 @@ def test_quantised_tensors_without_a_quantisation_are_refused(tmp_path: Path) ->
     refused(conversion.read_target, path, "weight_scale")
 
 
-def test_model_optimizer_may_describe_it_in_a_file_beside(tmp_path: Path) -> None:
+def test_model_optimizer_may_describe_it_in_a_separate_file(tmp_path: Path) -> None:
     stored, dense = written(tmp_path, "modelopt")
     edit_config(stored, quantization_config=None)
-    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
-    (stored / "hf_quant_config.json").write_text(json.dumps(said))
+    description = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+    }
+    (stored / "hf_quant_config.json").write_text(json.dumps(description))
     assert same_params(conversion.read_target(stored).params, conversion.read_target(dense).params)

@@ -1,4 +1,4 @@
-"""What files of a target say, and in which layouts; what is not computed is refused by name.
+"""Files of a target in every layout; a field that is not computed is unsupported and raises an error.
 
 `test_families.py` compares what is computed with transformers.
 """
@@ -42,9 +42,9 @@ def test_every_file_layout_reads_the_same_bits(tmp_path: Path, dtype: str, layou
             weight_map = {name: shard for shard, held in shards.items() for name in held}
             index = tmp_path / "other/pytorch_model.bin.index.json"
             index.write_text(json.dumps({"weight_map": weight_map}))
-    plain, other = (conversion.read_target(tmp_path / name) for name in ("plain", "other"))
-    assert plain.dtype == other.dtype == dtype
-    assert same_params(plain.params, other.params)
+    plain, read_again = (conversion.read_target(tmp_path / name) for name in ("plain", "other"))
+    assert plain.dtype == read_again.dtype == dtype
+    assert same_params(plain.params, read_again.params)
 
 
 def test_both_notations_of_rope_mean_the_same(tmp_path: Path) -> None:
@@ -65,7 +65,9 @@ def test_both_notations_of_rope_mean_the_same(tmp_path: Path) -> None:
 def test_a_target_that_says_nothing_of_rope_has_the_original_base(tmp_path: Path) -> None:
     config = conversion.read_target(write_llama(tmp_path / "target")).config
     rope = config.layers[0].mixer.rope
-    assert rope is not None and (rope.theta, rope.type) == (10_000.0, "default")
+    assert rope is not None
+    assert rope.theta == 10_000.0
+    assert rope.type == "default"
 
 
 @pytest.mark.parametrize(

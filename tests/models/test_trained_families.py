@@ -1,4 +1,4 @@
-"""A head of 200 steps is accepted more often than n-grams, whatever kind of layers its target has."""
+"""A head of 200 training steps is accepted more often than n-grams, for targets with every kind of layer."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Level 2: whole sequences from the compiled loop follow the law of the target alone.
+"""Level 2: whole sequences from the compiled loop follow the distribution of the target alone.
 
-The exact autoregressive law comes from running the target on every prefix; Pearson's chi-square compares it with what
-the loop wrote, at a significance of one in a million per assertion and with fixed seeds, so a failure is a bug. One
-batch mixes greedy and sampled rows, all warpers, and prompts of different lengths. So few sequences show only what
-moves their probabilities by a tenth or more; ``test_long_distribution`` sees smaller bugs.
+The exact autoregressive distribution comes from running the target on every prefix. Pearson's chi-square compares it
+with what the loop wrote, at a significance of one in a million per assertion and with fixed seeds, so a failure is a
+bug. One batch mixes greedy and sampled rows, all warpers, and prompts of different lengths. So few sequences show only
+what moves their probabilities by a tenth or more; ``test_long_distribution`` sees smaller bugs.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ DRAFTERS = {
 
 @functools.cache
 def logits_after(prompt: tuple[int, ...]) -> dict[tuple[int, ...], list[float]]:
-    """The target's logits after every continuation shorter than the horizon: one plain causal forward, no cache."""
+    """Returns the target's logits after every continuation below the horizon, by one forward pass without a cache."""
     rows = list(itertools.product(range(VOCABULARY), repeat=HORIZON - 1))
     tokens = jnp.array([(*prompt, *row) for row in rows], jnp.int32)
     logits = np.asarray(tiny.forward(TARGET.model, TARGET.params, tokens)[0], np.float64)
@@ -84,21 +84,23 @@ def logits_after(prompt: tuple[int, ...]) -> dict[tuple[int, ...], list[float]]:
     return known
 
 
-def exact_law(setting: tuple[float, int, float], prompt: list[int], stops: tuple[int, ...]) -> oracle.Law:
+def exact_distribution(
+    setting: tuple[float, int, float], prompt: list[int], stops: tuple[int, ...]
+) -> oracle.TextDistribution:
     known = logits_after(tuple(prompt))
-    return oracle.autoregressive_law(lambda prefix: oracle.warped(known[prefix], *setting), HORIZON, stops)
+    return oracle.autoregressive_distribution(lambda prefix: oracle.warped(known[prefix], *setting), HORIZON, stops)
 
 
-def chi_square(counts: Counter, law: oracle.Law) -> tuple[float, str]:
-    """The p-value, and what a failure should say. Cells that expect fewer than ten are counted as one."""
+def chi_square(counts: Counter, distribution: oracle.TextDistribution) -> tuple[float, str]:
+    """Returns the p-value and a message for a failure. Cells that expect fewer than ten are counted as one."""
     total = sum(counts.values())
-    impossible = {cell: count for cell, count in counts.items() if law.get(cell, 0) == 0}
+    impossible = {cell: count for cell, count in counts.items() if distribution.get(cell, 0) == 0}
     if impossible:
         return 0.0, f"sequences that the target cannot write: {impossible}"
-    ranked = sorted(law, key=lambda cell: -law[cell])
-    large = [cell for cell in ranked if total * law[cell] >= 10]
+    ranked = sorted(distribution, key=lambda cell: -distribution[cell])
+    large = [cell for cell in ranked if total * distribution[cell] >= 10]
     observed = [counts[cell] for cell in large]
-    expected = [total * law[cell] for cell in large]
+    expected = [total * distribution[cell] for cell in large]
     if len(large) < len(ranked):
         observed.append(total - sum(observed))
         expected.append(total - math.fsum(expected))
@@ -107,15 +109,15 @@ def chi_square(counts: Counter, law: oracle.Law) -> tuple[float, str]:
             expected[-2:] = [sum(expected[-2:])]
     statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
     p_value = float(chi2.sf(statistic, len(expected) - 1)) if len(expected) > 1 else 1.0
-    distance = oracle.total_variation({cell: count / total for cell, count in counts.items()}, law)
-    slack = math.sqrt((len(law) * math.log(2) + math.log(1 / ALPHA)) / (2 * total))
+    distance = oracle.total_variation({cell: count / total for cell, count in counts.items()}, distribution)
+    slack = math.sqrt((len(distribution) * math.log(2) + math.log(1 / ALPHA)) / (2 * total))
     return p_value, (
         f"chi-square {statistic:.1f} on {len(expected) - 1} degrees, p {p_value:.2g}; "
         f"total variation {distance:.4f} seen in {total} sequences, below {distance + slack:.4f} with 1 - 1e-6"
     )
 
 
-def check_sampling_law(name: str, *, runs: int, stops: tuple[int, ...] = ()) -> None:
+def check_sampling_distribution(name: str, *, runs: int, stops: tuple[int, ...] = ()) -> None:
     owners = [setting for setting in SETTINGS for _ in range(ROWS_PER_SETTING)]
     rows = [PROMPTS[SETTINGS.index(setting) % len(PROMPTS)] for setting in owners]
     batch = tiny.prompts(rows, limit=HORIZON, sampling=tiny.sampling_of(owners), stop_tokens=stops)
@@ -128,31 +130,31 @@ def check_sampling_law(name: str, *, runs: int, stops: tuple[int, ...] = ()) -> 
         for setting, tokens in zip(owners, tiny.outputs(outcome, batch), strict=True):
             counts[setting][tuple(tokens)] += 1
     for index, setting in enumerate(SETTINGS):
-        p_value, report = chi_square(counts[setting], exact_law(setting, PROMPTS[index % len(PROMPTS)], stops))
+        p_value, report = chi_square(counts[setting], exact_distribution(setting, PROMPTS[index % len(PROMPTS)], stops))
         assert p_value > ALPHA, f"{name}, temperature, top-k, top-p = {setting}: {report}"
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_sequences_follow_the_target_law_with(name: str) -> None:
-    check_sampling_law(name, runs=6 if "EAGLE" in name else 12)
+def test_sequences_follow_the_target_distribution_with(name: str) -> None:
+    check_sampling_distribution(name, runs=6 if "EAGLE" in name else 12)
 
 
-def test_sequences_that_end_at_a_stop_token_follow_the_target_law() -> None:
-    check_sampling_law("an EAGLE-3 dynamic tree", runs=10, stops=(3,))
+def test_sequences_that_end_at_a_stop_token_follow_the_target_distribution() -> None:
+    check_sampling_distribution("an EAGLE-3 dynamic tree", runs=10, stops=(3,))
 
 
 def test_rows_do_not_repeat_each_others_randomness() -> None:
-    """A key shared by rows, or by the first token and a later one, would show as too little variety."""
+    """A key shared by rows, or by the first token and a later one, would make texts repeat too often."""
     drafter = DRAFTERS["an EAGLE-3 chain of 3"]()
     rows = [list(PROMPTS[0])] * 2000
     batch = tiny.prompts(rows, limit=HORIZON, sampling=SamplingParams(temperature=1.5))
     loop, params = tiny.bind(TARGET, drafter, sampling_mode=SamplingMode.TEMPERATURE)
     outcome = loops.generate(loop, params, batch, capacity=16)
     outputs = [tuple(row) for row in tiny.outputs(outcome, batch)]
-    law = exact_law((1.5, 0, 1.0), PROMPTS[0], ())
+    distribution = exact_distribution((1.5, 0, 1.0), PROMPTS[0], ())
     pairs = Counter(zip(outputs[::2], outputs[1::2], strict=True))
     repeated = sum(count for (a, b), count in pairs.items() if a == b)
-    chance = sum(weight**2 for weight in law.values()) * len(outputs) / 2
+    chance = sum(weight**2 for weight in distribution.values()) * len(outputs) / 2
     assert repeated < chance + 6 * math.sqrt(chance) + 1
 
 
@@ -163,21 +165,21 @@ ALONE = {"top-k alone": (1.0, 2, 1.0), "top-p alone": (1.0, 0, 0.8), "top-k and 
     ("name", "drafter"),
     [("top-k alone", "plain decoding"), ("top-p alone", "plain decoding"), ("top-k and top-p", "a sampled chain")],
 )
-def test_a_batch_that_truncates_in_one_way_only_follows_the_target_law(name: str, drafter: str) -> None:
-    """The decoder looks at a batch to see how much work its rows need; here no other row gives it a hint."""
+def test_a_batch_that_truncates_in_one_way_only_follows_the_target_distribution(name: str, drafter: str) -> None:
+    """The decoder chooses the sampling mode from the batch; here every row truncates in the same way."""
     temperature, top_k, top_p = ALONE[name]
     decoder = SpeculativeDecoder(TARGET, DRAFTERS[drafter](), stop_tokens=())
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     rows = decoder.generate([PROMPTS[1]] * 3000, max_new_tokens=HORIZON, sampling=sampling, seed=5).tokens
-    p_value, report = chi_square(Counter(map(tuple, rows)), exact_law(ALONE[name], PROMPTS[1], ()))
+    p_value, report = chi_square(Counter(map(tuple, rows)), exact_distribution(ALONE[name], PROMPTS[1], ()))
     assert p_value > ALPHA, f"{drafter}, {name}: {report}"
 
 
 def test_top_p_keeps_no_token_behind_a_set_of_exactly_that_mass() -> None:
-    """A set that has just enough mass is enough: equal masses of a power of two, so that every sum is exact."""
+    """A set with exactly the mass of top-p is enough. Masses are equal powers of two, so every sum is exact."""
     size = 8
-    kept = np.arange(1, size)
-    rows = tiny.sampling_of([(1.0, 0, count / size) for count in kept])
+    counts = np.arange(1, size)
+    rows = tiny.sampling_of([(1.0, 0, count / size) for count in counts])
     mass = np.asarray(probabilities(jnp.zeros((size - 1, 1, size)), rows))[:, 0]
-    found = [np.flatnonzero(row).tolist() for row in mass]
-    assert found == [list(range(count)) for count in kept]
+    kept_tokens = [np.flatnonzero(row).tolist() for row in mass]
+    assert kept_tokens == [list(range(count)) for count in counts]

@@ -1,7 +1,7 @@
-"""The law of one draw at the sizes of real vocabularies, found without statistics.
+"""The distribution of one draw at the sizes of real vocabularies, found without statistics.
 
 A draw is a step function of each of its uniforms, and a uniform is one of 2^24 values. Bisection finds every step
-through the library's own ``draw``, and the widths of the steps are the law of that code.
+through the library's own ``draw``, and the widths of the steps are the distribution of that code.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ TOLERANCE = 1e-5
 OPTIMISED = {"xla_backend_optimization_level": 3}  # it runs for longer than it compiles
 
 
-def law_of_draw(p: np.ndarray) -> np.ndarray:
-    """``[V]`` in float64: how likely each token is when every uniform takes each of its values equally often."""
+def distribution_of_draw(p: np.ndarray) -> np.ndarray:
+    """Returns ``[V]`` in float64: the probability of each token if every uniform takes all its values equally often."""
     digits = num_digits(p.size)
     # Compiled here and now: a program of an earlier call would not know what has changed since.
     draws = jax.jit(lambda p, uniforms: jax.vmap(draw, in_axes=(None, 0))(p, uniforms), compiler_options=OPTIMISED)
-    law = np.array([1.0])
+    mass = np.array([1.0])
     reached = np.zeros((1, 0), int)  # for every prefix of digits the numerators that lead there
     for digit in range(digits):
         below = 64 ** (digits - digit - 1)
-        prefixes = np.flatnonzero(law)
+        prefixes = np.flatnonzero(mass)
         first = prefixes[:, None] * 64 + np.arange(64)  # the digits that may follow, as numbers
         # steps[i, j]: how many values of the uniform lead from prefix i to a digit of at most j
         low = np.zeros(first.shape, int)
@@ -50,18 +50,18 @@ def law_of_draw(p: np.ndarray) -> np.ndarray:
         assert (low[:, -1] == VALUES).all(), "a uniform leads out of the vocabulary"
         steps = np.concatenate([np.zeros_like(low[:, :1]), low], axis=1)
         middles = (steps[:, 1:] + steps[:, :-1]) // 2
-        longer = np.zeros(len(law) * 64)
-        through = np.zeros((len(law) * 64, digit + 1), int)
-        longer[first] = law[prefixes][:, None] * np.diff(steps, axis=1) / VALUES
+        longer = np.zeros(len(mass) * 64)
+        through = np.zeros((len(mass) * 64, digit + 1), int)
+        longer[first] = mass[prefixes][:, None] * np.diff(steps, axis=1) / VALUES
         through[first, :digit] = reached[prefixes][:, None]
         through[first, digit] = middles
-        law = longer
+        mass = longer
         reached = through
-    assert not law[p.size :].any()
-    return law[: p.size]
+    assert not mass[p.size :].any()
+    return mass[: p.size]
 
 
-def laws(size: int) -> dict[str, np.ndarray]:
+def distributions(size: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(size)
     normal = rng.normal(size=size) * 2
     softmax = np.exp(normal - normal.max())
@@ -75,51 +75,55 @@ def laws(size: int) -> dict[str, np.ndarray]:
     }
 
 
-def check_law_of_draw(name: str, size: int) -> float:
-    """The total variation distance of one draw from ``p``."""
-    weights = laws(size)[name]
+def check_distribution_of_draw(name: str, size: int) -> float:
+    """Returns the total variation distance of one draw from ``p``."""
+    weights = distributions(size)[name]
     p = (weights / weights.sum()).astype(np.float32)
-    law = law_of_draw(p)
+    sampled = distribution_of_draw(p)
     exact = p.astype(np.float64) / p.astype(np.float64).sum()
-    assert law.sum() == pytest.approx(1.0, abs=1e-12)
-    assert not law[p == 0].any(), "a token without mass can be drawn"
+    assert sampled.sum() == pytest.approx(1.0, abs=1e-12)
+    assert not sampled[p == 0].any(), "a token without mass can be sampled"
     # Float32 sums and 24 bits end where a token has less than 2^-22 of the mass of its 64 neighbours.
     reachable = p > 0 if name != "nearly certain" else p > 2.0**-22
-    assert (law[reachable] > 0).all(), f"{int((law[reachable] == 0).sum())} tokens can never be drawn"
-    distance = float(np.abs(law - exact).sum() / 2)
+    assert (sampled[reachable] > 0).all(), f"{int((sampled[reachable] == 0).sum())} tokens can never be sampled"
+    distance = float(np.abs(sampled - exact).sum() / 2)
     assert distance < TOLERANCE, f"{name}, {size} tokens: total variation {distance:.2g}"
     return distance
 
 
 @pytest.mark.parametrize("size", [64, 65, 4096, 32_000])
-@pytest.mark.parametrize("name", laws(7))
+@pytest.mark.parametrize("name", distributions(7))
 def test_one_draw_follows_the_distribution_it_is_given(name: str, size: int) -> None:
-    check_law_of_draw(name, size)
+    check_distribution_of_draw(name, size)
 
 
 @pytest.mark.parametrize("name", ["Zipf", "softmax of normals", "top-k 50 of normals"])
 def test_one_draw_follows_the_distribution_at_the_vocabulary_of_llama_3(name: str) -> None:
-    check_law_of_draw(name, 128_256)
+    check_distribution_of_draw(name, 128_256)
 
 
-def test_the_bisection_finds_the_law_that_counting_every_uniform_finds() -> None:
+def test_the_bisection_finds_the_distribution_that_counting_every_uniform_finds() -> None:
     p = np.array([0.5, 0.0, 0.2, 1e-7, 0.3], np.float32)
-    tokens = np.asarray(draw(jnp.broadcast_to(p, (VALUES, 5)), jnp.arange(VALUES, dtype=jnp.float32)[:, None] / VALUES))
-    assert np.array_equal(np.bincount(tokens, minlength=5) / VALUES, law_of_draw(p))
+    every = jnp.arange(VALUES, dtype=jnp.float32)[:, None] / VALUES
+    rows = jnp.broadcast_to(p, (VALUES, 5))
+    tokens = np.asarray(draw(rows, every))
+    shares = np.bincount(tokens, minlength=5) / VALUES
+    assert np.array_equal(shares, distribution_of_draw(p))
 
 
 def test_uniforms_take_all_values_of_24_bits_below_one() -> None:
     values = np.asarray(uniforms(row_keys(0, 64), 4096)).ravel()
     numerators = values.astype(np.float64) * VALUES
-    assert values.max() < 1 and np.array_equal(numerators, np.round(numerators))
+    assert values.max() < 1
+    assert np.array_equal(numerators, np.round(numerators))
     assert (numerators % 2 == 1).mean() == pytest.approx(0.5, abs=0.01), "the last bit is never set"
     counts = np.bincount((values * 256).astype(int), minlength=256)
     chi2 = ((counts - values.size / 256) ** 2 / (values.size / 256)).sum()
     assert chi2 < 400  # 255 degrees of freedom: p = 1e-8
 
 
-def test_a_drawn_chain_draws_from_the_distribution_that_it_declares() -> None:
-    """Recomputed from what it declares and the rows' keys, at a vocabulary of three digits."""
+def test_a_sampled_chain_is_sampled_from_the_distribution_that_it_declares() -> None:
+    """The chain is recomputed from its declared distribution and the rows' keys, at a vocabulary of three digits."""
     batch = 256
     size = 5000
     temperature = 0.7

@@ -1,7 +1,8 @@
-"""Level 0: the exact law of ``verify``, by enumeration in rational numbers.
+"""Level 0: enumerates the exact output distribution of ``verify`` in rational numbers.
 
-The unit cube of uniforms falls into boxes in which the rule must decide alike. The library's own ``verify`` is driven
-into every box of every draft of every prefix; the volumes then are the exact law of that code, without statistics.
+The unit cube of uniforms falls into boxes in which the rule must decide the same. The library's own ``verify`` is run
+in every box of every draft of every prefix. The volumes of the boxes are the exact distribution of that code, without
+statistics.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Drafts = Callable[[tuple[int, ...]], Iterator[tuple[Fraction, Tree]]]
 
 
 def distribution(name: str, zeros: int = 0) -> Distribution:
-    """A different distribution after every prefix, ``zeros`` of its entries without mass."""
+    """Returns a different distribution after every prefix; ``zeros`` of its entries have no mass."""
 
     @functools.cache
     def after(prefix: tuple[int, ...]) -> list[Fraction]:
@@ -42,19 +43,19 @@ def distribution(name: str, zeros: int = 0) -> Distribution:
 
 
 def sampled(q: Distribution, parents: tuple[int, ...]) -> Drafts:
-    """Every node is drawn from ``q`` after its parent, siblings independently: SpecInfer's proposal."""
+    """Samples every node from ``q`` after its parent, siblings independently, as SpecInfer proposes."""
 
     def drafts(prefix: tuple[int, ...]) -> Iterator[tuple[Fraction, Tree]]:
         for below in itertools.product(range(VOCABULARY), repeat=len(parents) - 1):
             tokens = (0, *below)
-            laws = [[Fraction(0)] * VOCABULARY]
+            node_distributions = [[Fraction(0)] * VOCABULARY]
             mass = Fraction(1)
             for node in range(1, len(parents)):
                 context = tuple(tokens[n] for n in oracle.path_to(parents, parents[node]))
-                laws.append(q((*prefix, *context)))
-                mass *= laws[node][tokens[node]]
+                node_distributions.append(q((*prefix, *context)))
+                mass *= node_distributions[node][tokens[node]]
             if mass:
-                yield mass, Tree(tokens, parents, laws, [True] * len(parents))
+                yield mass, Tree(tokens, parents, node_distributions, [True] * len(parents))
 
     return drafts
 
@@ -62,32 +63,33 @@ def sampled(q: Distribution, parents: tuple[int, ...]) -> Drafts:
 def without_replacement(
     q: Distribution, parents: tuple[int, ...], declares: Callable[[list[Fraction], list[Fraction]], list[Fraction]]
 ) -> Drafts:
-    """Siblings are drawn one after the other from what their elders have left: EAGLE-1's proposal at a temperature.
+    """Samples siblings one after the other without replacement, as EAGLE-1 proposes at a temperature.
 
-    ``declares`` is given ``q`` and what is left of it; to be exact it gives the second.
+    ``declares`` gets ``q`` and what remains of it after the elder siblings. The output is exact if it returns the
+    second.
     """
 
     def drafts(prefix: tuple[int, ...]) -> Iterator[tuple[Fraction, Tree]]:
         for below in itertools.product(range(VOCABULARY), repeat=len(parents) - 1):
             tokens = (0, *below)
-            laws = [[Fraction(0)] * VOCABULARY]
+            node_distributions = [[Fraction(0)] * VOCABULARY]
             mass = Fraction(1)
             for node in range(1, len(parents)):
                 context = tuple(tokens[n] for n in oracle.path_to(parents, parents[node]))
-                whole = q((*prefix, *context))
+                q_row = q((*prefix, *context))
                 elders = {tokens[n] for n in oracle.children(parents, parents[node]) if n < node}
-                left = [Fraction(0) if token in elders else weight for token, weight in enumerate(whole)]
-                left = [weight / sum(left) for weight in left] if sum(left) else left
-                mass *= left[tokens[node]]
-                laws.append(declares(whole, left))
+                remaining = [Fraction(0) if token in elders else weight for token, weight in enumerate(q_row)]
+                remaining = [weight / sum(remaining) for weight in remaining] if sum(remaining) else remaining
+                mass *= remaining[tokens[node]]
+                node_distributions.append(declares(q_row, remaining))
             if mass:
-                yield mass, Tree(tokens, parents, laws, [True] * len(parents))
+                yield mass, Tree(tokens, parents, node_distributions, [True] * len(parents))
 
     return drafts
 
 
 def deterministic(q: Distribution, parents: tuple[int, ...], valid: tuple[bool, ...] | None = None) -> Drafts:
-    """The likeliest tokens after each parent, siblings by rank: what EAGLE, Medusa and prompt lookup propose."""
+    """Proposes the likeliest tokens after each parent, siblings by rank, as EAGLE, Medusa and prompt lookup do."""
 
     def drafts(prefix: tuple[int, ...]) -> Iterator[tuple[Fraction, Tree]]:
         tokens = [0]
@@ -96,8 +98,8 @@ def deterministic(q: Distribution, parents: tuple[int, ...], valid: tuple[bool, 
             weights = q((*prefix, *context))
             ranked = sorted(range(VOCABULARY), key=lambda token: (-weights[token], token))
             tokens.append(ranked[oracle.children(parents, parents[node]).index(node)])
-        law = [oracle.one_hot(token, VOCABULARY) for token in tokens]
-        yield Fraction(1), Tree(tokens, parents, law, valid or [True] * len(parents))
+        point_masses = [oracle.one_hot(token, VOCABULARY) for token in tokens]
+        yield Fraction(1), Tree(tokens, parents, point_masses, valid or [True] * len(parents))
 
     return drafts
 
@@ -113,8 +115,11 @@ CASES: dict[str, tuple[Distribution, Drafts]] = {
     "a tree of deterministic siblings": (P, deterministic(Q, TREE)),
     "a tree of all siblings": (P, deterministic(Q, (-1, 0, 0, 0))),
     "a tree of sampled siblings": (P, sampled(Q, SIBLINGS)),
-    "siblings drawn without replacement": (P, without_replacement(Q, TREE, lambda whole, left: left)),
-    "all siblings drawn without replacement": (P, without_replacement(Q, (-1, 0, 0, 0), lambda whole, left: left)),
+    "siblings sampled without replacement": (P, without_replacement(Q, TREE, lambda q_row, remaining: remaining)),
+    "all siblings sampled without replacement": (
+        P,
+        without_replacement(Q, (-1, 0, 0, 0), lambda q_row, remaining: remaining),
+    ),
     "a target that cannot emit some drafts": (distribution("sparse target", 1), sampled(Q, CHAIN)),
     "a draft that cannot propose some tokens": (P, sampled(distribution("sparse draft", 1), SIBLINGS)),
     "a certain target and a certain draft": (distribution("sure target", 2), deterministic(Q, TREE)),
@@ -124,10 +129,10 @@ CASES: dict[str, tuple[Distribution, Drafts]] = {
 }
 
 
-def law_of_the_code(
+def distribution_of_the_code(
     p: Distribution, drafts: Drafts, horizon: int, rule: Callable = verify, cells: Callable = oracle.cells
-) -> Callable[[tuple[int, ...]], oracle.Law]:
-    """What one round emits after each prefix, as decided by the library's rule in every box of the published one."""
+) -> Callable[[tuple[int, ...]], oracle.TextDistribution]:
+    """Returns what one round emits after each prefix; the library's rule decides in every box of the published one."""
     rows = []
     prefixes = [x for size in range(horizon) for x in itertools.product(range(VOCABULARY), repeat=size)]
     for prefix in prefixes:
@@ -151,7 +156,7 @@ def law_of_the_code(
     probs = jnp.array(np.array([target for _, _, _, target, _ in rows], np.float32))
 
     def emitted(where: float) -> list[tuple[int, ...]]:
-        """The code's decision at one point of every box."""
+        """Returns the code's decision at one point of every box."""
         inside = lambda interval: float(interval[0] + (interval[1] - interval[0]) * Fraction(where))
         nodes = range(draft.tokens.shape[1])
         accept = [[inside(cell.accept.get(node, (0, 1))) for node in nodes] for _, _, _, _, cell in rows]
@@ -173,22 +178,22 @@ def law_of_the_code(
         differing = sum(ours != theirs for ours, theirs in zip(emitted(edge), middle, strict=True))
         # A number, not the lists: a mutant makes this fail, and pytest would spend minutes on showing their difference.
         assert differing == 0, "the code decides differently within one box of the rule"
-    laws: dict[tuple[int, ...], Counter] = {prefix: Counter() for prefix in prefixes}
+    outcomes: dict[tuple[int, ...], Counter] = {prefix: Counter() for prefix in prefixes}
     for (prefix, proposed, _, _, cell), tokens in zip(rows, middle, strict=True):
-        laws[prefix][tokens] += proposed * cell.mass
-    return laws.__getitem__
+        outcomes[prefix][tokens] += proposed * cell.mass
+    return outcomes.__getitem__
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_speculation_has_exactly_the_autoregressive_law_with(name: str) -> None:
-    """The largest distance from the target's law, which is none."""
+def test_speculation_has_exactly_the_autoregressive_distribution_with(name: str) -> None:
+    """The total variation distance from the target's distribution is exactly zero."""
     p, drafts = CASES[name]
-    horizon = 4  # two drafted, the bonus, and one token of the round after
-    rounds = law_of_the_code(p, drafts, horizon)
+    horizon = 4  # two drafted tokens, the bonus token and one token of the next round
+    rounds = distribution_of_the_code(p, drafts, horizon)
     for stops in ((), (1,)):
-        law = oracle.law_of_rounds(rounds, horizon, stops)
-        expected = oracle.autoregressive_law(p, horizon, stops)
-        distance = oracle.total_variation(law, expected)
+        emitted = oracle.distribution_of_rounds(rounds, horizon, stops)
+        expected = oracle.autoregressive_distribution(p, horizon, stops)
+        distance = oracle.total_variation(emitted, expected)
         assert distance == 0, f"{name}, stops {stops}: total variation {float(distance):.3g}"
 
 
@@ -199,14 +204,14 @@ def test_the_boxes_of_the_rule_fill_the_cube() -> None:
             assert sum(cell.mass for cell in oracle.cells(tree, target)) == 1
 
 
-def test_siblings_that_declare_what_they_were_not_drawn_from_bend_the_law() -> None:
-    """The two mistakes at hand: q with its elders' mass, and the likeliest tokens tested with their real q."""
+def test_siblings_that_declare_another_distribution_change_the_output() -> None:
+    """Two likely mistakes: ``q`` with the mass of elder siblings, and the likeliest tokens with their real ``q``."""
 
     def likeliest(prefix: tuple[int, ...]) -> Iterator[tuple[Fraction, Tree]]:
         for mass, tree in deterministic(Q, TREE)(prefix):
             context = [tuple(tree.tokens[n] for n in oracle.path_to(TREE, TREE[node])) for node in range(1, len(TREE))]
             yield mass, tree._replace(q=[tree.q[0], *(Q((*prefix, *before)) for before in context)])
 
-    for wrong in (without_replacement(Q, TREE, lambda whole, left: whole), likeliest):
-        law = oracle.law_of_rounds(law_of_the_code(P, wrong, 3), 3)
-        assert oracle.total_variation(law, oracle.autoregressive_law(P, 3)) > 0.02
+    for wrong in (without_replacement(Q, TREE, lambda q_row, remaining: q_row), likeliest):
+        emitted = oracle.distribution_of_rounds(distribution_of_the_code(P, wrong, 3), 3)
+        assert oracle.total_variation(emitted, oracle.autoregressive_distribution(P, 3)) > 0.02

@@ -1,6 +1,6 @@
-"""A drawn chain and the head below it against numpy: positions, the ids fed back, ``q`` of every depth.
+"""A sampled chain and its head against numpy: positions, the ids fed back, ``q`` of every depth.
 
-What the head declares is exact whatever it computes, so the law of the output cannot see a head that is merely wrong.
+The output distribution is exact for every head, so it cannot show that a head computes something wrong.
 The oracle is that of training, one row and one key at a time in float64: row ``t`` of its step ``k`` is the draft that
 follows ``x_0 .. x_t`` and is ``k`` tokens deep.
 """
@@ -24,7 +24,7 @@ ROWS = 3 * len(TEMPERATURES)
 
 
 def drafted() -> tuple[Draft, dict, np.ndarray, np.ndarray]:
-    """A drawn chain behind ``KNOWN`` committed tokens, the head's parameters, and those tokens with their features."""
+    """Returns a sampled chain after ``KNOWN`` committed tokens, the head's parameters, and the tokens with features."""
     target = tiny.target(VOCABULARY)
     head = tiny.eagle3(target, Chain(DEPTH), draft_vocab_size=7, draft_sampling=DraftSampling.PROBABILISTIC)
     params = head.params | {"head": jax.tree.map(lambda leaf: 1.5 * leaf, head.params["head"])}
@@ -43,13 +43,14 @@ def drafted() -> tuple[Draft, dict, np.ndarray, np.ndarray]:
     return draft, params | {"drafter": head.drafter}, np.concatenate([tokens, root[:, None]], axis=1), features
 
 
-def test_a_drawn_chain_declares_the_softmax_of_the_head_behind_its_own_tokens() -> None:
+def test_a_sampled_chain_declares_the_softmax_of_the_head_after_its_own_tokens() -> None:
     draft, params, known, features = drafted()
     ids = np.asarray(params["draft_to_target"])
     outside = np.setdiff1d(np.arange(VOCABULARY), ids)
     assert np.array_equal(draft.tokens[:, 0], known[:, -1])
     assert np.isin(draft.tokens[:, 1:], ids).all()
-    assert draft.parents[0].tolist() == [-1, *range(DEPTH)] and bool(draft.valid.all())
+    assert draft.parents[0].tolist() == [-1, *range(DEPTH)]
+    assert bool(draft.valid.all())
     for row in range(ROWS):
         temperature = TEMPERATURES[row % len(TEMPERATURES)]
         text = np.concatenate([known[row], np.asarray(draft.tokens[row, 1:])])  # as if the draft were the text
@@ -63,10 +64,10 @@ def test_a_drawn_chain_declares_the_softmax_of_the_head_behind_its_own_tokens() 
             q = np.asarray(draft.probs[row, depth + 1], np.float64)
             assert not q[outside].any(), "mass on a token that the head does not have"
             if temperature == 0:
-                wanted = np.eye(len(ids))[scores.argmax()]
+                expected = np.eye(len(ids))[scores.argmax()]
                 assert draft.tokens[row, depth + 1] == ids[scores.argmax()]
             else:
                 weights = np.exp((scores - scores.max()) / temperature)
-                wanted = weights / weights.sum()
-            difference = np.abs(q[ids] - wanted).max()
+                expected = weights / weights.sum()
+            difference = np.abs(q[ids] - expected).max()
             assert difference < 2e-5, f"q at depth {depth + 1}, temperature {temperature}: off by {difference:.2g}"

@@ -1,0 +1,25 @@
+"""Names that tests give each other exist: those of slow tests, and the functions of injected bugs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import injected_bugs
+import pytest
+
+TESTS = Path(__file__).parent.parent
+
+
+def test_the_names_of_slow_tests_exist() -> None:
+    for name in (TESTS / "slow.txt").read_text(encoding="utf-8").split():
+        file, test = name.split("::")
+        (path,) = TESTS.rglob(f"{file}.py")
+        assert f"def {test}(" in path.read_text(encoding="utf-8"), name
+
+
+@pytest.mark.torch
+def test_every_injected_bug_finds_its_function() -> None:
+    """`make nightly` runs their checks. This only shows that no rename has left a bug behind."""
+    for mutant in injected_bugs.BUGS.values():
+        with mutant.injected():
+            pass
