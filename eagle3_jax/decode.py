@@ -237,10 +237,10 @@ class SpeculativeDecoder:
             scored = None if scores is None else scores.row(0, seen, int(length[0]))
             seen = int(length[0])
             reason = FinishReason(int(finish[0]))
-            pieces = text.of(new[:-1] if reason is FinishReason.STOP else new)
+            pieces = text.decode(new[:-1] if reason is FinishReason.STOP else new)
             pieces += [""] * (len(new) - len(pieces))
             if reason is not FinishReason.RUNNING and pieces:
-                pieces[-1] += text.rest(self._text(tokens[0, start:seen].tolist(), reason))
+                pieces[-1] += text.unfinished(self._text(tokens[0, start:seen].tolist(), reason))
             yield Chunk(new, pieces, min(accepted, len(new)), reason, SpeculationStats.merge([stats]), scored)
             if reason is not FinishReason.RUNNING:
                 return

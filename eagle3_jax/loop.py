@@ -265,7 +265,7 @@ class SpeculativeLoop:
         )
         logprobs = state.logprobs
         if logprobs is not None and logits is not None:
-            scored = LogProbs.of(logits, emitted, logprobs.top.shape[-1])
+            scored = LogProbs.from_logits(logits, emitted, logprobs.top.shape[-1])
             logprobs = jax.tree.map(lambda old, new: append(old, slots, new), logprobs, scored)
         return state.replace(
             tokens=append(state.tokens, slots, emitted),

@@ -39,16 +39,16 @@ def tokens_of(prompt: dict[str, Any], tokenizer: Tokenizer) -> list[Token]:
         tokenizer: The target's tokenizer.
     """
     pieces = Pieces(tokenizer)
-    found = [Token(piece, PROMPT, 0) for piece in pieces.of(prompt["prompt_ids"])]
+    found = [Token(piece, PROMPT, 0) for piece in pieces.decode(prompt["prompt_ids"])]
     for index, one in enumerate(prompt["rounds"], start=1):
         if index == 1:
-            found.append(Token(pieces.of([one["tokens"][0]])[0], FIRST, 0))
+            found.append(Token(pieces.decode([one["tokens"][0]])[0], FIRST, 0))
         accepted = [one["tokens"][node] for node in one["path"]]
         end = one["path"][-1] if one["path"] else 0
         last = UNDRAFTED if len(one["tokens"]) == 1 else CORRECTED if end in one["parents"] else BONUS
         emitted = [*accepted, one["next_token"]]
         kinds = [ACCEPTED] * len(accepted) + [last]
-        found += [Token(piece, kind, index) for piece, kind in zip(pieces.of(emitted), kinds, strict=True)]
+        found += [Token(piece, kind, index) for piece, kind in zip(pieces.decode(emitted), kinds, strict=True)]
     return found
 
 
