@@ -249,11 +249,11 @@ class SpeculativeDecoder:
             scored = None if scores is None else scores.row(0, streamed, end)
             streamed = end
             reason = FinishReason(int(finish[0]))
-            pieces = text.of(new[:-1] if reason is FinishReason.STOP else new)
+            pieces = text.decode(new[:-1] if reason is FinishReason.STOP else new)
             pieces += [""] * (len(new) - len(pieces))
             if reason is not FinishReason.RUNNING and pieces:
                 output = self._text(tokens[0, start:end].tolist(), reason)
-                pieces[-1] += text.rest(output)
+                pieces[-1] += text.unfinished(output)
             stats = SpeculationStats.merge([counters])
             yield Chunk(new, pieces, min(accepted, len(new)), reason, stats, scored)
             if reason is not FinishReason.RUNNING:

@@ -9,27 +9,27 @@ import jax
 from jax.sharding import Mesh
 
 from eagle3_jax.chat.template import ChatTemplate
-from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.devices.sharding import as_mesh, param_shardings
 from eagle3_jax.drafters.draft_model import draft_model
 from eagle3_jax.files.sources import bundled, locate
+from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
 from eagle3_jax.models.config import DecoderConfig, GroupedQuery, Latent
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import PRECISIONS, Precision, cast
-from eagle3_jax.models.quantised import quantised, weights_named
+from eagle3_jax.models.quantised import check_weights, quantised
 
 if TYPE_CHECKING:
     from eagle3_jax.conversion.families import Family
 
-# `conversion` is imported where it is used: a program with parameters of its own needs none of it
+# `conversion` is imported where it is used: a program that brings its own parameters needs none of it
 # (docs/design.md, 3).
 
 
 def precision_named(name: str) -> Precision:
-    """The precision of a name.
+    """Returns the precision with a name.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: The name is not ``float32``, ``bfloat16`` or ``mixed``.
     """
     if name not in PRECISIONS:
         raise ValueError(f"dtype {name!r} is not known; use one of {', '.join(PRECISIONS)}")
@@ -50,18 +50,17 @@ def load_target(
         source: A Hugging Face directory, a native one, a GGUF file, a hub id, ``smollm2`` (downloaded once), or
             ``None`` for the bundled target.
         dtype: ``float32``, ``bfloat16``, or ``mixed`` (bfloat16 products summed in float32).
-        weights: ``dense``, or kernels in eight bits, as an eight-bit file stores them, or rounded otherwise: ``fp8``;
-            ``fp8-dynamic``, which quantises the other factor of their products too; ``int8``, which does the same for
-            integers and is fastest on CPUs. Decoding is then lossless relative to this quantised target
-            (``docs/checkpoints.md``). :func:`load_drafter` stores its drafter's kernels alike.
-        family: A ``eagle3_jax.conversion.Family`` of your own, in addition to the known ones (``docs/extending.md``).
-        mesh: From ``make_mesh``, to divide the target over devices, each of which gets its part alone
-            (``docs/mesh.md``).
+        weights: ``dense``; ``fp8``: kernels in FP8; ``fp8-dynamic``: products quantise the activations too; ``int8``:
+            both factors of products are int8, which is fastest on CPUs. Kernels of an eight-bit file of the same kind
+            stay as stored; others are rounded. Decoding is lossless relative to this quantised target
+            (``docs/checkpoints.md``). :func:`load_drafter` stores its drafter's kernels in the same way.
+        family: Your ``eagle3_jax.conversion.Family``, in addition to the known ones (``docs/extending.md``).
+        mesh: A mesh from ``make_mesh``. It divides the target; every device gets only its part (``docs/mesh.md``).
 
     Raises:
-        ValueError: It is not a target that this library can run, or the mesh does not divide it; the message says why.
+        ValueError: The library cannot run this target, or the mesh does not divide it; the message gives the reason.
     """
-    weights_named(weights)
+    check_weights(weights)
     precision = precision_named(dtype)
     directory = locate(source, "target")
     return _load_model(directory, precision, family, mesh, str(source or "the bundled target"), weights)
@@ -86,7 +85,7 @@ def _load_model(
     products = model.param_products()
     kept_as = "" if checkpoint.quantisation is None else checkpoint.quantisation.kept_as
     if kept_as and weights.startswith(kept_as):
-        # Parameters that the file has in eight bits stay as they are stored. So do the parameters in other types.
+        # Parameters that the file has in eight bits stay as they are stored. No others are quantised.
         stored = lambda leaf, product: product if getattr(leaf, "kept_as", "") == kept_as else ""
         products = jax.tree.map(stored, checkpoint.params, products)
     params = quantised(checkpoint.params, products, weights)
@@ -102,21 +101,21 @@ def _load_model(
         mesh=mesh,
         weights=weights,
         bound=bound,
-        chat_template=ChatTemplate.of(tokenizer_config_of(directory)),
+        chat_template=ChatTemplate.from_config(tokenizer_config_of(directory)),
     )
 
 
 def _bound(config: DecoderConfig) -> tuple[int, str]:
-    """The positions that are computed, and the reason if the published model has more."""
+    """Returns the number of positions that are computed, and the reason if the published model has more."""
     most = config.max_positions
-    if most in {layer.mixer.index_topk for layer in config.layers if isinstance(layer.mixer, Latent)}:
+    index_sizes = {layer.mixer.index_topk for layer in config.layers if isinstance(layer.mixer, Latent)}
+    if most in index_sizes:
         return most, f"beyond them its attention is sparse, to {most} tokens, which is not computed here"
     ropes = [layer.mixer.rope for layer in config.layers if isinstance(layer.mixer, GroupedQuery)]
-    short = min(
-        (rope.original_max_positions or most for rope in ropes if rope and rope.type == "longrope"), default=most
-    )
-    if short < most:
-        return short, "beyond them its rotary embedding (longrope) has other factors, which are not computed here"
+    originals = [rope.original_max_positions or most for rope in ropes if rope and rope.type == "longrope"]
+    original = min(originals, default=most)
+    if original < most:
+        return original, "beyond them its rotary embedding (longrope) has other factors, which are not computed here"
     return most, ""
 
 
@@ -125,18 +124,18 @@ def load_drafter(
 ) -> LoadedDrafter:
     """Loads a draft head or a draft model for a target, in the target's precision and weights, and over its mesh.
 
-    A head without an embedding of its own shares the target's array. A language model drafts as a whole.
+    A head without an embedding shares the target's array. A language model becomes a draft model.
 
     Args:
         source: A directory with a head in any supported dialect or with a language model of any supported family, a
-            GGUF file of a language model, a hub id, ``smollm2`` for the head of that model, or ``None`` for that of the
-            bundled target.
-        target: The target that it drafts for.
-        layer_ids: What the numbers of a head's auxiliary layers count, where its file leaves that open: layers that
-            the stream is ``entering`` (vLLM) or ``leaving`` (SGLang, SpecForge).
+            GGUF file of a language model, a hub id, ``smollm2`` for the head of that model, or ``None`` for the head
+            of the bundled target.
+        target: The target.
+        layer_ids: The meaning of a head's auxiliary layer numbers if its file does not define it: layers that the
+            residual stream is ``entering`` (vLLM) or ``leaving`` (SGLang, SpecForge).
 
     Raises:
-        ValueError: It is no drafter of a known method, or it does not fit the target; the message says why.
+        ValueError: It is no drafter of a known method, or it does not fit the target; the message gives the reason.
     """
     from eagle3_jax.conversion.heads import HEADS, make_drafter
     from eagle3_jax.conversion.reading import head_of, open_checkpoint
@@ -148,8 +147,9 @@ def load_drafter(
     opened = open_checkpoint(directory)
     if opened.kind not in HEADS:
         if layer_ids is not None:
-            raise ValueError(f"{directory} holds a language model, which reads no others' layers; leave layer_ids out")
-        return draft_model(_load_model(directory, precision, None, target.mesh, str(source), target.weights), target)
+            raise ValueError(f"{directory} holds a language model, which reads no target layers; leave layer_ids out")
+        model = _load_model(directory, precision, None, target.mesh, str(source), target.weights)
+        return draft_model(model, target)
     checkpoint = head_of(opened, target.model.config, layer_ids=layer_ids)
     tables = target.model.tables(target.params)
     drafter, params = make_drafter(checkpoint, tables, precision, target.mesh, target.weights)

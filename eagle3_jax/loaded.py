@@ -50,10 +50,12 @@ class LoadedTarget:
         return f"{self.max_positions} positions" + (f" ({self.bound})" if self.bound else "")
 
     def __repr__(self) -> str:
-        """One line, without arrays."""
-        weights = [] if self.weights == "dense" else [f"{self.weights} weights"]
-        facts = [type(self.model).__name__, *_facts(self.model, self.params), *weights]
-        return f"LoadedTarget({self.name}: {', '.join([*facts, f'vocabulary of {self.vocab_size}'])})"
+        """Describes the target in one line, without arrays."""
+        facts = [type(self.model).__name__, *_facts(self.model, self.params)]
+        if self.weights != "dense":
+            facts.append(f"{self.weights} weights")
+        facts.append(f"vocabulary of {self.vocab_size}")
+        return f"LoadedTarget({self.name}: {', '.join(facts)})"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -65,7 +67,7 @@ class LoadedDrafter:
         params: Its parameters; ``None`` if it has none.
         name: Name in reports.
         method: Method and file layout, as in ``P-EAGLE head (vllm layout)``; empty to use the name of the class.
-        note: Anything that was left out or assumed when it was read.
+        note: Parts that were left out or assumptions that were made when it was read; mostly empty.
     """
 
     drafter: Drafter[Any]
@@ -80,28 +82,35 @@ class LoadedDrafter:
         return self.method or type(self.drafter).__name__
 
     def __repr__(self) -> str:
-        """One line. Parameters include the arrays shared with the target."""
-        config = getattr(self.drafter, "config", getattr(self.drafter, "model", None))
-        size = getattr(config, "draft_vocab_size", getattr(config, "vocab_size", None))
-        words = [] if size is None else [f"vocabulary of {size}"]
-        facts = [self.described, shape_of(self.drafter), *_facts(self.drafter, self.params), *words]
+        """Describes the drafter in one line. Parameters include the arrays shared with the target."""
+        model = getattr(self.drafter, "model", None)
+        config = getattr(self.drafter, "config", model)
+        vocab_size = getattr(config, "vocab_size", None)
+        size = getattr(config, "draft_vocab_size", vocab_size)
+        facts = [self.described, shape_of(self.drafter), *_facts(self.drafter, self.params)]
+        if size is not None:
+            facts.append(f"vocabulary of {size}")
         return f"LoadedDrafter({self.name}: {', '.join(facts)})"
 
 
 def _facts(part: Any, params: Any) -> list[str]:
-    """Number of layers, number of parameters and their types, if known."""
-    config = getattr(part, "config", getattr(getattr(part, "model", None), "config", None))
+    """Returns the number of layers, the number of parameters and their types in words, if known."""
+    model = getattr(part, "model", None)
+    config = getattr(part, "config", getattr(model, "config", None))
     layers = getattr(config, "layers", None)
-    found = [] if layers is None else [f"{len(layers)} layer{'s' if len(layers) > 1 else ''}"]
+    facts = []
+    if layers is not None:
+        facts.append(f"{len(layers)} layer{'s' if len(layers) > 1 else ''}")
     leaves = [leaf for leaf in jax.tree.leaves(params) if hasattr(leaf, "dtype")]
     if leaves:
+        count = sum(leaf.size for leaf in leaves)
         types = {leaf.dtype.name for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)}
-        found += [f"{sum(leaf.size for leaf in leaves):,} parameters", *sorted(types)]
-    return found
+        facts += [f"{count:,} parameters", *sorted(types)]
+    return facts
 
 
 def shape_of(drafter: Drafter[Any]) -> str:
-    """The shape of a draft in words."""
+    """Returns the shape of a draft in words."""
     if getattr(drafter, "is_chain", False):
         return f"chain K={drafter.max_depth}"
     return f"tree of {drafter.num_nodes} nodes, {drafter.max_depth} deep"

@@ -301,7 +301,7 @@ class SpeculativeLoop:
         reason = jnp.where(has_stopped, int(FinishReason.STOP), reason)
         logprobs = state.logprobs
         if logprobs is not None and logits is not None:
-            scored = LogProbs.of(logits, emitted, logprobs.top.shape[-1])
+            scored = LogProbs.from_logits(logits, emitted, logprobs.top.shape[-1])
             logprobs = jax.tree.map(lambda old, new: append(old, slots, new), logprobs, scored)
         tokens = append(state.tokens, slots, emitted)
         length = state.length + num_new

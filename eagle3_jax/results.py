@@ -100,7 +100,7 @@ def tokenized(text: str, encode: Callable[[str], list[int]], *, positions: int, 
         text: A text of any length.
         encode: Converts text to token ids.
         positions: Longest sequence of the target.
-        holds: The same in words.
+        holds: The same in words, for error messages.
 
     Raises:
         ValueError: The text is not valid UTF-8, or has at least twice as many tokens as ``positions``.
@@ -131,19 +131,16 @@ class Pieces:
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._given = ""
+        self._decoded = ""
 
-    def of(self, tokens: list[int]) -> list[str]:
+    def decode(self, tokens: list[int]) -> list[str]:
         """Returns one piece per token; empty while a character is unfinished, and without a tokenizer."""
         if self._tokenizer is None:
             return [""] * len(tokens)
         pieces = [self._stream.step(self._tokenizer, token) or "" for token in tokens]
-        self._given += "".join(pieces)
+        self._decoded += "".join(pieces)
         return pieces
 
-    def rest(self, text: str | None) -> str:
-        """Returns the end of the text that no piece contains: a character that was never finished."""
-        return text[len(self._given) :] if text is not None and text.startswith(self._given) else ""
-
-
-__all__ = ["Pieces", "tokenized"]
+    def unfinished(self, text: str | None) -> str:
+        """Returns the end of the whole text that no piece contains: a character that was never finished."""
+        return text[len(self._decoded) :] if text is not None and text.startswith(self._decoded) else ""

@@ -1,4 +1,4 @@
-"""Draft lengths by batch size, in vLLM's form, and the loop that follows them: several drafters share one state."""
+"""Draft lengths by batch size, in vLLM's form, and a loop with several drafters that share one state."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class SpeculationSchedule:
             ValueError: An entry is not three whole numbers, or out of place.
         """
         for entry in entries:
-            whole = isinstance(entry, list | tuple) and all(type(number) is int for number in entry)
-            if not whole or len(entry) != 3:
+            are_integers = isinstance(entry, list | tuple) and all(type(number) is int for number in entry)
+            if not are_integers or len(entry) != 3:
                 raise ValueError(f"schedule entry {entry!r} is not [first, last, K], three whole numbers")
         return cls(tuple((entry[0], entry[1], entry[2]) for entry in entries))
 
     def to_lists(self) -> list[list[int]]:
-        """The schedule as vLLM's configuration."""
+        """Returns the schedule as vLLM's configuration."""
         return [list(entry) for entry in self.entries]
 
     @property
@@ -79,20 +79,21 @@ class SpeculationSchedule:
         return max((length for _, _, length in self.entries), default=0)
 
     def length_at(self, batch: int) -> int:
-        """``K`` for this number of active rows."""
+        """Returns ``K`` for a number of active rows."""
         if batch > self.entries[-1][1]:
             return 0
         return next(length for first, _, length in reversed(self.entries) if first <= batch)
 
     def steps(self, largest: int) -> list[tuple[int, int]]:
         """Returns ``(most rows, K)`` for each change of ``K``, from ``largest`` rows down to 1."""
-        ends = {end for first, last, _ in self.entries for end in (first - 1, last)}
-        found: list[tuple[int, int]] = []
-        for batch in sorted({largest, *(end for end in ends if 0 < end < largest)}, reverse=True):
+        borders = {border for first, last, _ in self.entries for border in (first - 1, last)}
+        batches = {largest, *(border for border in borders if 0 < border < largest)}
+        steps: list[tuple[int, int]] = []
+        for batch in sorted(batches, reverse=True):
             length = self.length_at(batch)
-            if not found or found[-1][1] != length:
-                found.append((batch, length))
-        return found
+            if not steps or steps[-1][1] != length:
+                steps.append((batch, length))
+        return steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +111,10 @@ class StagedLoop(SpeculativeLoop):
     stages: tuple[Stage, ...] = ()  #: All stages, most rows first. ``drafter`` is the one with the deepest draft.
 
     def at(self, state: GenerationState) -> SpeculativeLoop:
-        """Returns the loop of the present stage; its rounds are padded to the largest draft.
+        """Returns the loop of the current stage. Its rounds are padded to the largest draft.
 
         The host reads the number of active rows, so a round is the program of one stage. A switch inside one program
-        copied every cache (104 copies per round of eight rows), because its branches do not share buffers.
+        would copy every cache, because its branches do not share buffers (104 copies per round of eight rows).
         """
         first, *later = self._reached(state.finish.shape[0])  # most rows first
         # With a single stage nothing is read. `finish` is read because the host caches arrays that it has read.
@@ -129,8 +130,8 @@ class StagedLoop(SpeculativeLoop):
         """
         if isinstance(state.finish, Tracer):
             raise ValueError(
-                "which stage of a schedule plays a round depends on how many rows run, which is not known while a "
-                "program is traced; call `decoder.step(state)`, or compile `loop.at(state).step`"
+                "the stage of a schedule depends on the number of active rows, which is not known while a program is "
+                "traced; call `decoder.step(state)`, or compile `loop.at(state).step`"
             )
         return self.at(state).step(params, state)
 
@@ -141,20 +142,21 @@ class StagedLoop(SpeculativeLoop):
         between devices.
         """
         stages = self._reached(state.finish.shape[0])
-        ends = [max(stage.max_running, more_than) for stage in stages[1:]] + [more_than]
-        for stage, end in zip(stages, ends, strict=True):
+        limits = [max(stage.max_running, more_than) for stage in stages[1:]] + [more_than]
+        for stage, limit in zip(stages, limits, strict=True):
             rows = stage.max_running
             loop = SpeculativeLoop(self.target, stage.drafter, self.verifier, self.sampling_mode, self.rounds_per_check)
             if rows == state.finish.shape[0] or divides_rows():
-                state = loop.run(params, state, more_than=end)
+                state = loop.run(params, state, more_than=limit)
                 continue
-            chosen = jnp.argsort(~state.running, stable=True)[:rows]  # no more rows than these are active
-            few = loop.run(params, jax.tree.map(lambda leaf: leaf[chosen], state), more_than=end)  # noqa: B023
-            state = jax.tree.map(lambda leaf, new: leaf.at[chosen].set(new), state, few)  # noqa: B023
+            active = jnp.argsort(~state.running, stable=True)[:rows]  # no other row is active
+            active_state = jax.tree.map(lambda leaf: leaf[active], state)  # noqa: B023
+            active_state = loop.run(params, active_state, more_than=limit)
+            state = jax.tree.map(lambda leaf, new: leaf.at[active].set(new), state, active_state)  # noqa: B023
         return state
 
     def _reached(self, batch: int) -> list[Stage]:
-        """The stages that a batch of this size can reach; the first begins with all rows."""
+        """Returns the stages that a batch of this size can reach; the first begins with all rows."""
         reached = [stage for stage in self.stages if stage.max_running < batch]
         first = [stage for stage in self.stages if stage.max_running >= batch][-1]
         return [dataclasses.replace(first, max_running=batch), *reached]
@@ -167,30 +169,32 @@ class _PaddedLoop(SpeculativeLoop):
     largest: Drafter[Any] = None  # type: ignore[assignment]
 
     def step(self, params: LoopParams, state: GenerationState) -> Round:
-        one = super().step(params, state)
-        draft = one.draft
-        verdict = one.verdict
+        """Runs one round and pads it."""
+        unpadded = super().step(params, state)
+        draft = unpadded.draft
+        verdict = unpadded.verdict
 
         def pad(values: Array, width: int, value: Any) -> Array:
             return jnp.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=value)
 
         nodes = self.largest.num_nodes
         levels = self.largest.max_depth
+        padded_draft = Draft(
+            tokens=pad(draft.tokens, nodes, 0),
+            parents=pad(draft.parents, nodes, -1),
+            valid=pad(draft.valid, nodes, False),
+        )
         return Round(
-            state=one.state,
-            draft=Draft(
-                tokens=pad(draft.tokens, nodes, 0),
-                parents=pad(draft.parents, nodes, -1),
-                valid=pad(draft.valid, nodes, False),
-            ),
+            state=unpadded.state,
+            draft=padded_draft,
             verdict=verdict.replace(path=pad(verdict.path, levels, -1)),
-            positions=pad(one.positions, nodes, 0),
+            positions=pad(unpadded.positions, nodes, 0),
         )
 
 
 @functools.lru_cache(maxsize=64)
 def _padded_loop(loop: StagedLoop, drafter: Drafter[Any]) -> _PaddedLoop:
-    """Cached, because its checks take longer than all other work of the host between two rounds."""
+    """Returns the loop of a stage, padded. It is cached: building it takes the host longer than all else in a round."""
     return _PaddedLoop(
         loop.target, drafter, loop.verifier, loop.sampling_mode, loop.rounds_per_check, largest=loop.drafter
     )
@@ -205,6 +209,7 @@ def stages_of(drafter: Drafter[Any], schedule: SpeculationSchedule) -> tuple[Sta
     above = schedule.entries[-1][1] + 1
     stages = []
     for batch, length in schedule.steps(above):
-        one = configured(drafter, Chain(length), None) if length else Silent(drafter)
-        stages.append(Stage(batch if batch < above else np.iinfo(np.int32).max, one))
+        stage_drafter = configured(drafter, Chain(length), None) if length else Silent(drafter)
+        max_running = batch if batch < above else np.iinfo(np.int32).max
+        stages.append(Stage(max_running, stage_drafter))
     return tuple(stages)

@@ -1,8 +1,9 @@
-"""Counters of speculation and every rate derived from them, under vLLM's names."""
+"""Counters of speculation and the rates derived from them, under vLLM's names; and log-probabilities of tokens."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 import jax
@@ -18,16 +19,16 @@ Counter = Array | np.ndarray | np.generic  # on the device inside the loop, on t
 
 
 class SpeculationStats(struct.PyTreeNode, kw_only=True):
-    """What verification accepted, before a stop token or a limit cut the output.
+    """Counts drafted and accepted tokens, before a stop token or a limit cuts the output.
 
-    The first token of a generation comes from the prefill and belongs to no round. Fields lead with ``B`` inside
-    the loop; :meth:`merge` sums rows and runs, so that a rate is never an average of rates.
+    The first token of a generation comes from the prefill and belongs to no round. Inside the loop the first axis of
+    every field is ``B``. :meth:`merge` sums rows and runs, so that a rate is never an average of rates.
 
     Attributes:
-        num_drafts: ``[B]`` rounds in which at least one token was drafted.
-        num_draft_tokens: ``[B]`` tokens drafted.
-        num_accepted_tokens: ``[B]`` draft tokens accepted.
-        num_accepted_tokens_per_pos: ``[B G]`` rounds in which the draft token at each depth was accepted.
+        num_drafts: ``[B]``, number of rounds in which at least one token was drafted.
+        num_draft_tokens: ``[B]``, number of drafted tokens.
+        num_accepted_tokens: ``[B]``, number of accepted draft tokens.
+        num_accepted_tokens_per_pos: ``[B G]``, number of rounds in which the draft token at each depth was accepted.
     """
 
     num_drafts: Int[Counter, "*B"]
@@ -35,15 +36,15 @@ class SpeculationStats(struct.PyTreeNode, kw_only=True):
     num_accepted_tokens: Int[Counter, "*B"]
     num_accepted_tokens_per_pos: Int[Counter, "*B G"]
 
-    def __eq__(self, other: object) -> bool:
-        """Whether all counters are equal, on the host; arrays alone have no answer."""
-        if not isinstance(other, SpeculationStats):
+    def __eq__(self, stats: object) -> bool:
+        """Returns whether all counters are equal. It runs on the host."""
+        if not isinstance(stats, SpeculationStats):
             return NotImplemented
-        return all(map(np.array_equal, jax.tree.leaves(self), jax.tree.leaves(other)))
+        return all(map(np.array_equal, jax.tree.leaves(self), jax.tree.leaves(stats)))
 
     @classmethod
     def zeros(cls, batch: int, max_depth: int) -> SpeculationStats:
-        """No rounds yet."""
+        """Returns counters of no rounds."""
         zero = jnp.zeros((batch,), jnp.int32)
         return cls(
             num_drafts=zero,
@@ -53,15 +54,21 @@ class SpeculationStats(struct.PyTreeNode, kw_only=True):
         )
 
     def count(self, draft: Draft, verdict: Verdict, active: Bool[Array, " B"]) -> SpeculationStats:
-        """Add one round of the active rows."""
+        """Returns the counters after one more round of the active rows.
+
+        Args:
+            draft: The draft of the round.
+            verdict: The decision about it.
+            active: ``[B]``, rows that are counted.
+        """
         drafted = jnp.where(active, jnp.sum(draft.valid[:, 1:], axis=1, dtype=jnp.int32), 0)
         accepted = jnp.where(active, verdict.num_accepted, 0)
-        # As many depths as are counted: a draft may be shallower than the deepest that a schedule asks for.
-        reached = (
-            jnp.arange(np.shape(self.num_accepted_tokens_per_pos)[-1], dtype=jnp.int32)[None, :] < accepted[:, None]
-        )
+        # The number of depths is that of the counters: with a schedule a draft may be shallower.
+        num_depths = np.shape(self.num_accepted_tokens_per_pos)[-1]
+        reached = jnp.arange(num_depths, dtype=jnp.int32)[None, :] < accepted[:, None]
+        has_draft = (drafted > 0).astype(jnp.int32)
         return SpeculationStats(
-            num_drafts=self.num_drafts + (drafted > 0).astype(jnp.int32),  # type: ignore[operator]
+            num_drafts=self.num_drafts + has_draft,  # type: ignore[operator]
             num_draft_tokens=self.num_draft_tokens + drafted,  # type: ignore[operator]
             num_accepted_tokens=self.num_accepted_tokens + accepted,  # type: ignore[operator]
             num_accepted_tokens_per_pos=self.num_accepted_tokens_per_pos + reached.astype(jnp.int32),  # type: ignore[operator]
@@ -69,43 +76,43 @@ class SpeculationStats(struct.PyTreeNode, kw_only=True):
 
     @classmethod
     def merge(cls, stats: Iterable[SpeculationStats]) -> SpeculationStats:
-        """Sum the counters of any number of rows and runs of one draft depth, on the host."""
-        rows = [jax.tree.map(np.asarray, one) for one in stats]
+        """Returns the sums over rows and runs of one draft depth, on the host."""
+        rows = [jax.tree.map(np.asarray, row) for row in stats]
         return cls(
-            num_drafts=np.sum([np.sum(one.num_drafts) for one in rows]),
-            num_draft_tokens=np.sum([np.sum(one.num_draft_tokens) for one in rows]),
-            num_accepted_tokens=np.sum([np.sum(one.num_accepted_tokens) for one in rows]),
-            num_accepted_tokens_per_pos=np.sum([one._accepted_by_depth() for one in rows], axis=0),
+            num_drafts=np.sum([np.sum(row.num_drafts) for row in rows]),
+            num_draft_tokens=np.sum([np.sum(row.num_draft_tokens) for row in rows]),
+            num_accepted_tokens=np.sum([np.sum(row.num_accepted_tokens) for row in rows]),
+            num_accepted_tokens_per_pos=np.sum([row._accepted_by_depth() for row in rows], axis=0),
         )
 
     def _accepted_by_depth(self) -> np.ndarray:
-        """``[G]``, rounds of all rows in which the draft token at each depth was accepted."""
+        """Returns ``[G]``, the number of rounds of all rows in which the draft token at each depth was accepted."""
         counts = np.asarray(self.num_accepted_tokens_per_pos)
         return counts.reshape(-1, counts.shape[-1]).sum(0)
 
     @property
     def mean_acceptance_length(self) -> float:
-        """τ: tokens emitted per round, ``1 + accepted / drafts``; 1 when nothing was drafted."""
+        """``τ``, tokens per round: ``1 + accepted / drafts``; 1 if nothing was drafted."""
         return 1.0 + _ratio(self.num_accepted_tokens, self.num_drafts)
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Share of drafted tokens that was accepted."""
+        """Share of drafted tokens that were accepted."""
         return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Share of rounds in which the draft token at each depth was accepted, with all those before it."""
+        """For each depth, the share of rounds in which the draft token there and all before it were accepted."""
         return [_ratio(count, self.num_drafts) for count in self._accepted_by_depth()]
 
     @property
     def conditional_acceptance_rate(self) -> list[float]:
-        """Probability that the token at each depth is accepted given that all before it were."""
-        counts = self._accepted_by_depth()
-        return [_ratio(count, before) for count, before in zip(counts, [self.num_drafts, *counts[:-1]], strict=True)]
+        """For each depth, the probability that the token there is accepted if all before it were."""
+        counts = [self.num_drafts, *self._accepted_by_depth()]
+        return [_ratio(count, before) for before, count in itertools.pairwise(counts)]
 
     def to_json(self) -> dict[str, object]:
-        """Counters and the two headline rates, as plain numbers."""
+        """Returns the counters, the acceptance length and the acceptance rate, as numbers of JSON."""
         return {
             "num_drafts": int(np.sum(self.num_drafts)),
             "num_draft_tokens": int(np.sum(self.num_draft_tokens)),
@@ -116,44 +123,53 @@ class SpeculationStats(struct.PyTreeNode, kw_only=True):
         }
 
 
-def _ratio(part: object, whole: object) -> float:
-    total = float(np.sum(whole))  # type: ignore[arg-type]
-    return float(np.sum(part)) / total if total else 0.0  # type: ignore[arg-type]
+def _ratio(count: object, total: object) -> float:
+    """Returns the ratio of two sums, 0 if the second is 0."""
+    divisor = float(np.sum(total))  # type: ignore[arg-type]
+    return float(np.sum(count)) / divisor if divisor else 0.0  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogProb:
     """Log-probabilities at one position of the output, under the target at temperature 1."""
 
-    logprob: float  #: That of the token that was written.
-    top: list[tuple[int, float]]  #: The likeliest tokens and their log-probabilities, likeliest first.
+    logprob: float  #: Log-probability of the token in the output.
+    top: list[tuple[int, float]]  #: Ids and log-probabilities of the most likely tokens, in descending order.
 
 
 class LogProbs(struct.PyTreeNode, kw_only=True):
-    """Log-probabilities under the target at temperature 1, of the token in each slot and of the ``L`` likeliest."""
+    """Log-probabilities under the target at temperature 1, of the token in each slot and of the ``L`` most likely."""
 
-    token: Float[Array | np.ndarray, "B S"]  #: ``[B S]``; slots of the prompt hold 0.
-    top_ids: Int[Array | np.ndarray, "B S L"]  #: ``[B S L]``, likeliest first.
-    top: Float[Array | np.ndarray, "B S L"]  #: ``[B S L]``.
+    token: Float[Array | np.ndarray, "B S"]  #: ``[B S]``; 0 in slots of the prompt.
+    top_ids: Int[Array | np.ndarray, "B S L"]  #: ``[B S L]``, ids of the most likely tokens, in descending order.
+    top: Float[Array | np.ndarray, "B S L"]  #: ``[B S L]``, their log-probabilities.
 
     @classmethod
     def zeros(cls, batch: int, capacity: int, count: int) -> LogProbs:
-        """Empty slots; ``count`` is ``L``."""
+        """Returns empty slots; ``count`` is ``L``."""
         slots = (batch, capacity)
         return cls(
             token=jnp.zeros(slots), top_ids=jnp.zeros((*slots, count), jnp.int32), top=jnp.zeros((*slots, count))
         )
 
     @classmethod
-    def of(cls, logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], count: int) -> LogProbs:
-        """Those of ``tokens`` and of the ``count`` likeliest tokens under the logits that the tokens were chosen by."""
+    def from_logits(cls, logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], count: int) -> LogProbs:
+        """Computes the log-probabilities of ``tokens`` and of the ``count`` most likely tokens.
+
+        Args:
+            logits: ``[B T V]``, the logits from which the tokens were chosen.
+            tokens: ``[B T]``, token ids.
+            count: ``L``.
+        """
         scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-        # By logits: the rounding of their log-probabilities makes ties of tokens that are not equally likely.
+        # By logits, because rounded log-probabilities can tie although their logits differ.
         ids = lax.top_k(logits, count)[1]
         top = jnp.take_along_axis(scores, ids, axis=-1)
-        return cls(token=jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0], top_ids=ids, top=top)
+        token = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
+        return cls(token=token, top_ids=ids, top=top)
 
     def row(self, index: int, start: int, stop: int) -> list[TokenLogProb]:
-        """The slots ``start`` to ``stop`` of one row of host arrays."""
+        """Returns the slots ``start`` to ``stop`` of one row of host arrays."""
         columns = (np.asarray(leaf)[index, start:stop].tolist() for leaf in (self.token, self.top_ids, self.top))
-        return [TokenLogProb(one, list(zip(ids, top, strict=True))) for one, ids, top in zip(*columns, strict=True)]
+        rows = zip(*columns, strict=True)
+        return [TokenLogProb(logprob, list(zip(ids, top, strict=True))) for logprob, ids, top in rows]

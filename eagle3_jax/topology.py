@@ -1,6 +1,6 @@
-"""Shapes of drafts: a chain, a dynamic tree, a static tree; and the default length of a chain.
+"""Topologies of drafts: a chain, a dynamic tree, a static tree; and the default length of a chain.
 
-Shapes are static and checked when they are built.
+Topologies are static and checked when they are built.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """One token after the other.
+    """A draft in which every token follows the one before it.
 
     Attributes:
         num_speculative_tokens: ``K``, tokens drafted per round.
@@ -37,7 +37,7 @@ class Chain:
 
     @property
     def num_expanded(self) -> int:
-        """Nodes below the root that the draft network runs on: those that may get children."""
+        """Number of nodes below the root that the draft network runs on: those that may get children."""
         return self.num_speculative_tokens - 1
 
 
@@ -80,12 +80,12 @@ class DynamicTree:
 
     @property
     def num_candidates(self) -> int:
-        """Nodes that are scored: ``k`` on the first level, ``k`` squared on each further one."""
+        """Number of nodes that are scored: ``k`` on the first level, ``k²`` on every later level."""
         return self.top_k + (self.max_depth - 1) * self.top_k**2
 
     @property
     def num_expanded(self) -> int:
-        """Nodes below the root that the draft network runs on: those that may get children."""
+        """Number of nodes below the root that the draft network runs on: those that may get children."""
         return self.top_k * (self.max_depth - 1)
 
 
@@ -111,7 +111,8 @@ class StaticTree:
                 raise ValueError(f"path {path} has no parent {path[:-1]} in the tree; add it")
         if len(known) != len(self.paths) + 1:
             raise ValueError("a static tree names a path twice; give every path once")
-        object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda path: (len(path), path))))
+        by_level = sorted(self.paths, key=lambda path: (len(path), path))
+        object.__setattr__(self, "paths", tuple(by_level))
 
     @property
     def num_nodes(self) -> int:
@@ -125,7 +126,7 @@ class StaticTree:
 
     @property
     def num_expanded(self) -> int:
-        """Nodes below the root that the draft network runs on: those that have children."""
+        """Number of nodes below the root that the draft network runs on: those that have children."""
         return len({path[:-1] for path in self.paths} - {()})
 
     @property
@@ -207,7 +208,7 @@ PUBLISHED_TREES = {
 
 
 def tree_name(tree: DynamicTree | StaticTree) -> str:
-    """The name of a tree in reports: its published name, or its size."""
+    """Returns the name of a tree in reports: its published name, or its size."""
     for name, published in PUBLISHED_TREES.items():
         if tree == published:
             return f"tree {name}"

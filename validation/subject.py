@@ -76,7 +76,7 @@ class Subject:
     @property
     def has_chat_template(self) -> bool:
         """Whether questions go through a chat template."""
-        return ChatTemplate.of(tokenizer_config_of(self.target_directory)) is not None
+        return ChatTemplate.from_config(tokenizer_config_of(self.target_directory)) is not None
 
     @functools.cached_property
     def prompts(self) -> list[Prompt]:

@@ -1,1 +1,1 @@
-"""Chats with a target: its template, and a conversation that remembers its turns."""
+"""Chats with a target: its chat template, and a conversation that stores its turns."""

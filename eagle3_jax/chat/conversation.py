@@ -31,7 +31,7 @@ def apply_chat_template(target: LoadedTarget, messages: Messages) -> list[int]:
         raise ValueError(f"{target.name} has no tokenizer; give the prompt as token ids")
     if template is None:
         raise ValueError(f"{target.name} has no chat template; give the prompt as text")
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # the template writes them itself
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # the template has special tokens
     return tokenized(template.render(messages), encode, positions=target.max_positions, holds=target.holds)
 
 
@@ -75,7 +75,7 @@ class Chat:
         self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling}
         self._seed = seed
-        self._begin("Why?")  # what the template refuses now, it would refuse at every turn
+        self._begin("Why?")  # a template that refuses this conversation would refuse every turn
 
     def send(self, text: str) -> Generation:
         """Returns the answer to a question, once it is complete. Then both become turns of the conversation.

@@ -32,7 +32,7 @@ class ChatTemplate:
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> ChatTemplate | None:
+    def from_config(cls, config: Mapping[str, Any]) -> ChatTemplate | None:
         """Reads the template from the fields of a ``tokenizer_config.json``; ``None`` if it has none.
 
         Args:
@@ -51,12 +51,12 @@ class ChatTemplate:
             return None
         if not isinstance(source, str):
             raise ValueError(f"chat_template is {shown(source)}; expected a text, or a list with a template 'default'")
-        tokens = {
-            name: value.get("content") if isinstance(value, Mapping) else value
-            for name, value in config.items()
-            if name.endswith("_token")
-        }
-        return cls(source, {name: text for name, text in tokens.items() if isinstance(text, str)})
+        special_tokens = {}
+        for name, value in config.items():
+            text = value.get("content") if isinstance(value, Mapping) else value
+            if name.endswith("_token") and isinstance(text, str):
+                special_tokens[name] = text
+        return cls(source, special_tokens)
 
     def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
         """Returns the text of a conversation.
@@ -71,7 +71,7 @@ class ChatTemplate:
         check_messages(messages)
         try:
             program = _compiled(self.source)
-        except Exception as error:  # also a constant expression that cannot be computed
+        except Exception as error:  # not only a syntax error: constant expressions are computed
             raise ValueError(f"the chat template is not valid: {_reason(error)}") from None
         try:
             return program(
@@ -108,7 +108,7 @@ def check_messages(messages: Any) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error's message, and the line of the template if it is known."""
+    """Returns the first line of an error's message, and the line of the template if it is known."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     line = getattr(error, "lineno", None)
     return reason if line is None else f"line {line}: {reason}"

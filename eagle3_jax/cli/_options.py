@@ -18,7 +18,7 @@ import typer
 
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.files.jsonl import STDIN, parse_json, read_text, shown
-from eagle3_jax.files.prompts import whole_numbers
+from eagle3_jax.files.prompts import check_token_ids
 from eagle3_jax.files.sources import FORMS
 from eagle3_jax.files.writing import whole_file
 
@@ -246,7 +246,7 @@ def parse_ids(text: str) -> list[int]:
         ids = None
     if not isinstance(ids, list):
         raise Misuse(f"--prompt-ids {shown(text)} is not a JSON list of token ids; expected for example '[1, 2, 3]'")
-    return whole_numbers(ids, "--prompt-ids: ")
+    return check_token_ids(ids, "--prompt-ids: ")
 
 
 # Files

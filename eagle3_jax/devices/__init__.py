@@ -1,1 +1,1 @@
-"""Devices: kernels, meshes, groups of rows, and the cache of compiled programs."""
+"""Code for devices: kernels, meshes, groups of rows, and the cache of compiled programs."""

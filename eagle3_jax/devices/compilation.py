@@ -1,4 +1,4 @@
-"""Compiled programs that outlive the command which compiled them (docs/design.md, 9)."""
+"""The cache of compiled programs on disk (docs/design.md, 9)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MOST_BYTES = 2 * 2**30
 
 
 def keep_compiled_programs(directory: str | None) -> None:
-    """Lets JAX keep the programs that it compiles, and reuse those that earlier commands compiled.
+    """Makes JAX store compiled programs on disk and reuse those of earlier commands.
 
     Args:
-        directory: A directory, ``none``, or ``None`` for the user's cache directory,
-            unless JAX has been given a directory in its own way.
+        directory: A directory, or ``none`` for no cache. ``None`` is the directory in JAX's own configuration, or else
+            the user's cache directory.
 
     Raises:
         ValueError: The directory cannot be written.
@@ -41,21 +41,21 @@ def keep_compiled_programs(directory: str | None) -> None:
         if directory is None:
             return
         raise ValueError(f"--compilation-cache {directory}: cannot be written; give another directory or 'none'")
-    # A damaged entry is compiled again; the user can do nothing about it.
+    # JAX compiles a damaged entry again, so the user need not act on the warning.
     warnings.filterwarnings("ignore", message=".*persistent compilation cache")
     if jax.config.jax_compilation_cache_max_size == -1:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     _make_prunable(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
-    # The small programs around the loop cost more together than they take up.
+    # The many small programs around the loop take long to compile in total, and little space.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def _make_prunable(folder: Path) -> None:
     """Gives every program a file for the time of its last use, which JAX writes only when it prunes.
 
-    JAX before 0.12 writes nothing into a directory in which such a file is missing. An empty one counts as the oldest
-    possible; the next use of the program fills it.
+    JAX before 0.12 writes nothing to a directory in which such a file is missing. An empty file counts as the oldest;
+    the next use of the program writes the time.
     """
     with contextlib.suppress(OSError):  # another user's file, in a shared directory
         for program in folder.glob("*-cache"):

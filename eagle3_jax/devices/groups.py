@@ -13,8 +13,8 @@ from eagle3_jax.devices.sharding import DATA
 In = TypeVar("In")
 Out = TypeVar("Out")
 
-# Limits of one forward, per device. 8,192 tokens keep the matrix products busy. Each group makes caches of its own that
-# are then copied; 16,384 slots bound them. Below 256 tokens a forward would read all weights for little work.
+# Limits of one forward, per device. 8,192 tokens keep the matrix products busy. Each group allocates its own caches,
+# which are then copied; 16,384 slots bound them. Below 256 tokens a forward would read all weights for little work.
 TOKENS = 8192
 SLOTS = 16384
 FEWEST_TOKENS = 256
@@ -46,27 +46,29 @@ def map_groups(run: Callable[[In], Out], rows: In, size: int) -> Out:
         rows: A pytree whose leaves are ``[B ...]``, as are those of the result.
         size: Rows per group; a divisor of ``B``.
     """
-    # Leaves and not trees are reshaped: the annotated shapes of a tree's class are checked when it is put together.
-    leaves, of_rows = jax.tree.flatten(rows)
+    # Leaves are reshaped instead of trees, because building a tree checks the annotated shapes of its class.
+    leaves, rows_treedef = jax.tree.flatten(rows)
     groups = len(leaves[0]) // size
     if groups == 1:
         return run(rows)
     # Group g has rows g, g + groups, ...: a device of a mesh holds consecutive rows, so every group uses all devices.
-    apart = [leaf.reshape(size, groups, *leaf.shape[1:]) for leaf in leaves]
+    grouped = [leaf.reshape(size, groups, *leaf.shape[1:]) for leaf in leaves]
 
-    of_out: Any = None
+    out_treedef: Any = None
 
-    def group(index: jax.Array | int) -> list[jax.Array]:
-        nonlocal of_out
-        some = [lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False) for leaf in apart]
-        out, of_out = jax.tree.flatten(run(jax.tree.unflatten(of_rows, some)))
+    def run_group(index: jax.Array | int) -> list[jax.Array]:
+        nonlocal out_treedef
+        group = [lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False) for leaf in grouped]
+        result = run(jax.tree.unflatten(rows_treedef, group))
+        out, out_treedef = jax.tree.flatten(result)
         return out
 
-    def put(index: jax.Array, out: list[jax.Array]) -> list[jax.Array]:
-        pairs = zip(out, group(index), strict=True)
+    def add_group(index: jax.Array, out: list[jax.Array]) -> list[jax.Array]:
+        pairs = zip(out, run_group(index), strict=True)
         return [lax.dynamic_update_index_in_dim(leaf, new, index, axis=1) for leaf, new in pairs]
 
-    shapes = jax.eval_shape(lambda: group(0))
-    out = [lax.full((size, groups, *one.shape[1:]), 0, one.dtype) for one in shapes]
-    out = lax.fori_loop(0, groups, put, out)
-    return jax.tree.unflatten(of_out, [leaf.reshape(size * groups, *leaf.shape[2:]) for leaf in out])
+    shapes = jax.eval_shape(lambda: run_group(0))
+    out = [lax.full((size, groups, *shape.shape[1:]), 0, shape.dtype) for shape in shapes]
+    out = lax.fori_loop(0, groups, add_group, out)
+    joined = [leaf.reshape(size * groups, *leaf.shape[2:]) for leaf in out]
+    return jax.tree.unflatten(out_treedef, joined)

@@ -1,4 +1,4 @@
-"""Small operations whose obvious form is slow or inexact on some backend."""
+"""Small operations whose obvious implementation is slow or inexact on some backend."""
 
 from __future__ import annotations
 
@@ -51,25 +51,31 @@ def largest(x: Float[Array, "*B V"]) -> Largest:
 
 
 def _largest_of_pieces(x: Float[Array, "*B V"]) -> Largest:
-    """One kernel for both, and comparisons of a few numbers, which XLA computes in the kernels that use the result."""
+    """Reduces value and index together: one kernel for pieces of a row, then a few comparisons.
+
+    XLA fuses the comparisons into the kernels that use the result.
+    """
     pieces = -(-x.shape[-1] // _ONE_KERNEL)
     missing = -x.shape[-1] % pieces
-    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=-jnp.inf)
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, missing)]
+    padded = jnp.pad(x, padding, constant_values=-jnp.inf)
     split = padded.reshape(*x.shape[:-1], pieces, -1)
     indices = lax.broadcasted_iota(jnp.int32, padded.shape, x.ndim - 1).reshape(split.shape)
 
-    def larger(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-        value, index = one
-        value_1, index_1 = other
+    def larger(left_pair: tuple[Array, Array], right_pair: tuple[Array, Array]) -> tuple[Array, Array]:
+        value, index = left_pair
+        right_value, right_index = right_pair
         is_nan = value != value
-        is_nan_1 = value_1 != value_1
-        ties = (value == value_1) | (is_nan & is_nan_1)
-        first = (value > value_1) | (is_nan & ~is_nan_1) | (ties & (index < index_1))
-        return jnp.where(first, value, value_1), jnp.where(first, index, index_1)
+        right_is_nan = right_value != right_value
+        ties = (value == right_value) | (is_nan & right_is_nan)
+        is_larger = (value > right_value) | (is_nan & ~right_is_nan)
+        wins = is_larger | (ties & (index < right_index))
+        return jnp.where(wins, value, right_value), jnp.where(wins, index, right_index)
 
-    nothing = (jnp.array(-jnp.inf, x.dtype), jnp.int32(x.shape[-1]))
-    values, found = lax.reduce((split, indices), nothing, larger, (split.ndim - 1,))
-    return Largest(*functools.reduce(larger, [(values[..., piece], found[..., piece]) for piece in range(pieces)]))
+    start = (jnp.array(-jnp.inf, x.dtype), jnp.int32(x.shape[-1]))
+    values, piece_indices = lax.reduce((split, indices), start, larger, (split.ndim - 1,))
+    pairs = [(values[..., piece], piece_indices[..., piece]) for piece in range(pieces)]
+    return Largest(*functools.reduce(larger, pairs))
 
 
 def uniforms(keys: Key[Array, " B"], count: int) -> Float[Array, "B count"]:
@@ -79,16 +85,19 @@ def uniforms(keys: Key[Array, " B"], count: int) -> Float[Array, "B count"]:
 
 
 def draw(p: Float[Array, "*B V"], uniforms: Float[Array, "*B U"]) -> Int[Array, "*B"]:
-    """Draws a token from ``p``. A token without mass is never drawn.
+    """Samples a token from ``p``. A token without mass is never sampled.
 
     The token id is found digit by digit in base 64, most significant first. Each digit inverts the cumulative
     distribution of at most 64 sums at its own uniform. One cumulative sum over a whole vocabulary would be wrong: at
-    128,256 tokens float32 moves up to 0.4 % of the mass to other tokens, and a parallel scan does not rise
-    monotonically, so it draws tokens without mass. Here the total variation distance from ``p`` stays below 2e-6.
+    128,256 tokens float32 moves up to 0.4 % of the mass to other tokens, and a parallel scan is not monotonic, so it
+    can return tokens without mass. Here the total variation distance from ``p`` stays below 2e-6.
 
     Args:
-        p: The distribution; it need not sum to one.
-        uniforms: Uniforms in [0, 1), :func:`num_digits` of them for every draw.
+        p: ``[... V]``, the distribution; it need not sum to one.
+        uniforms: ``[... U]``, uniforms in [0, 1), as many as :func:`num_digits` says.
+
+    Raises:
+        ValueError: The number of uniforms is wrong.
     """
     if uniforms.shape[-1] != num_digits(p.shape[-1]):
         raise ValueError(
@@ -104,7 +113,7 @@ def draw(p: Float[Array, "*B V"], uniforms: Float[Array, "*B U"]) -> Int[Array, 
 
 
 def num_digits(vocab_size: int) -> int:
-    """``U``, the number of uniforms that a draw takes: 1 up to 64 tokens, 2 up to 4,096, 3 up to 262,144."""
+    """Returns ``U``, the number of uniforms of a draw: 1 up to 64 tokens, 2 up to 4,096, 3 up to 262,144."""
     digits = 1
     while _BASE**digits < vocab_size:
         digits += 1
@@ -112,7 +121,7 @@ def num_digits(vocab_size: int) -> int:
 
 
 def _sum_groups(p: Float[Array, "*B V"]) -> list[Float[Array, "*B _"]]:
-    """The masses of all tokens, of all groups of 64 tokens, of all groups of 64 groups, ... until 64 remain."""
+    """Returns the masses of all tokens, of all groups of 64 tokens, of groups of 64 groups, ... until 64 remain."""
     levels = [p]
     while levels[-1].shape[-1] > _BASE:
         levels.append(jnp.sum(_split_groups(levels[-1]), axis=-1))
@@ -120,13 +129,17 @@ def _sum_groups(p: Float[Array, "*B V"]) -> list[Float[Array, "*B _"]]:
 
 
 def _split_groups(masses: Float[Array, "*B n"]) -> Float[Array, "*B groups 64"]:
+    """Returns the masses in groups of 64, padded with zeros."""
     missing = -masses.shape[-1] % _BASE
     padded = jnp.pad(masses, [(0, 0)] * (masses.ndim - 1) + [(0, missing)])
     return padded.reshape(*masses.shape[:-1], -1, _BASE)
 
 
 def _invert_cumulative(masses: Float[Array, "*B n"], uniform: Float[Array, "*B"]) -> Int[Array, "*B"]:
-    """The first index whose cumulative mass exceeds the uniform's share of the total; never one without mass."""
+    """Returns the first index whose cumulative mass exceeds the uniform's share of the total.
+
+    The index always has mass.
+    """
     # Rounding in a parallel scan can lift the sum at an index without mass above its neighbors' sums.
     cumulative = jnp.where(masses > 0, jnp.cumsum(masses, axis=-1), 0.0)
     passed = cumulative > uniform[..., None] * jnp.max(cumulative, axis=-1, keepdims=True)
@@ -176,22 +189,24 @@ _MOST_BLOCKS = 16
 
 
 def ordered_sum(x: Float[Array, "*rows D"]) -> Float[Array, "*rows 1"]:
-    """The sum over the last axis, on CPUs in an order that depends on the position of each number alone.
+    """Returns the sum over the last axis; on CPUs the order of additions depends only on the length of a row.
 
-    XLA's CPU backend chooses the order of a reduction by its whole shape, so a row would have other bits alone and
-    among others. Here blocks of 64 numbers are added one after the other, then the 64 sums in pairs. Zeros at the end
-    change nothing. Other backends sum in an order of their own.
+    XLA's CPU backend chooses the order of a reduction by its whole shape, so a row would have different bits in a batch
+    of another size. Here blocks of 64 numbers are added one after the other, then the 64 sums in pairs. Zeros at the
+    end change nothing. Other backends choose the order.
     """
     return lax.platform_dependent(x, cpu=_sum_in_order, default=lambda x: jnp.sum(x, axis=-1, keepdims=True))
 
 
 def _sum_in_order(x: Float[Array, "*rows D"]) -> Float[Array, "*rows 1"]:
+    """Computes :func:`ordered_sum` on CPUs."""
     size = x.shape[-1]
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -size % _LANES)]
     blocks = jnp.pad(x, padding).reshape(*x.shape[:-1], -1, _LANES)
     while blocks.shape[-2] > 1:
         count = min(blocks.shape[-2], _MOST_BLOCKS)
-        padding = [(0, 0)] * (blocks.ndim - 2) + [(0, -blocks.shape[-2] % count), (0, 0)]
+        missing = -blocks.shape[-2] % count
+        padding = [(0, 0)] * (blocks.ndim - 2) + [(0, missing), (0, 0)]
         groups = jnp.pad(blocks, padding).reshape(*x.shape[:-1], -1, count, _LANES)
         blocks = functools.reduce(jnp.add, [groups[..., index, :] for index in range(count)])
     lanes = lax.optimization_barrier(blocks[..., 0, :])  # else one fusion would repeat the adds for every lane

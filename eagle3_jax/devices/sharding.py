@@ -1,8 +1,8 @@
 """Sharding over a mesh of devices, by names of array axes.
 
 A mesh has two axes. ``data`` divides rows of the batch. ``model`` divides layers: key heads with their query heads,
-columns of an MLP, experts, the vocabulary. XLA's partitioner (GSPMD) does the rest: the programs are those of one
-device, and it derives from the shardings of their arguments what is computed where and what is communicated.
+columns of an MLP, experts, the vocabulary. The programs are those of one device. XLA's partitioner (GSPMD) derives from
+the shardings of their arguments where to compute and what to communicate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MESH_AXES = (DATA, MODEL)
 class Axis(NamedTuple):
     """A named axis of a parameter that a mesh may divide."""
 
-    name: str  #: A key of :data:`PLACES`.
+    name: str  #: A key of :data:`AXIS_RULES`.
     parts: int  #: Number of pieces that must stay whole, such as key heads of several columns each.
 
 
@@ -34,11 +34,11 @@ class Axis(NamedTuple):
 Axes = tuple[Axis | None, ...]
 
 
-class Place(NamedTuple):
+class AxisRule(NamedTuple):
     """The mesh axis that divides a named axis."""
 
     mesh_axis: str  #: ``data`` or ``model``.
-    what: str  #: The parts of the named axis, in words.
+    parts: str  #: The parts of the named axis, in words.
     required: bool = True  #: Whether a mesh must divide it. If False, every device may hold the whole axis instead.
 
 
@@ -47,12 +47,12 @@ HEADS = "heads"
 MLP = "mlp"
 EXPERTS = "experts"
 VOCAB = "vocab"
-PLACES: Mapping[str, Place] = {
-    ROWS: Place(DATA, "rows"),
-    HEADS: Place(MODEL, "key/value heads"),
-    MLP: Place(MODEL, "columns of an MLP"),
-    EXPERTS: Place(MODEL, "experts"),
-    VOCAB: Place(MODEL, "tokens of the vocabulary", required=False),
+AXIS_RULES: Mapping[str, AxisRule] = {
+    ROWS: AxisRule(DATA, "rows"),
+    HEADS: AxisRule(MODEL, "key/value heads"),
+    MLP: AxisRule(MODEL, "columns of an MLP"),
+    EXPERTS: AxisRule(MODEL, "experts"),
+    VOCAB: AxisRule(MODEL, "tokens of the vocabulary", required=False),
 }
 
 
@@ -93,20 +93,20 @@ def make_mesh(
     """
     if isinstance(sizes, str):
         sizes = parse_mesh(sizes)
-    wanted = {**(sizes or {}), **axes}
-    for name, size in wanted.items():
+    axes = {**(sizes or {}), **axes}
+    for name, size in axes.items():
         if name not in MESH_AXES or isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"a mesh of {name}={size!r}; expected numbers from 1 for {' and '.join(MESH_AXES)}")
-    shape = tuple(wanted.get(name, 1) for name in MESH_AXES)
-    found = jax.devices() if devices is None else list(devices)
-    if math.prod(shape) != len(found):
-        kind = found[0].platform.upper() if found else "no"
+    shape = tuple(axes.get(name, 1) for name in MESH_AXES)
+    devices = jax.devices() if devices is None else list(devices)
+    if math.prod(shape) != len(devices):
+        kind = devices[0].platform.upper() if devices else "no"
         raise ValueError(
             f"a mesh of {described(dict(zip(MESH_AXES, shape, strict=True)))} needs {math.prod(shape)} devices "
-            f"and there {'is' if len(found) == 1 else 'are'} {len(found)} ({kind}); "
+            f"and there {'is' if len(devices) == 1 else 'are'} {len(devices)} ({kind}); "
             "give sizes whose product is that"
         )
-    return jax.make_mesh(shape, MESH_AXES, devices=found, axis_types=(AxisType.Auto,) * len(shape))
+    return jax.make_mesh(shape, MESH_AXES, devices=devices, axis_types=(AxisType.Auto,) * len(shape))
 
 
 def as_mesh(mesh: Mesh) -> Mesh:
@@ -125,7 +125,7 @@ def as_mesh(mesh: Mesh) -> Mesh:
 
 
 def described(sizes: Mapping[str, int]) -> str:
-    """A mesh as text, in the form of the command line."""
+    """Returns a mesh as text, in the form of the command line."""
     return ",".join(f"{name}={sizes[name]}" for name in (MODEL, DATA) if name in sizes)
 
 
@@ -145,7 +145,7 @@ def param_shardings(mesh: Mesh | AbstractMesh, part: Any, params: Any) -> Any:
     if not hasattr(part, "param_axes"):
         return jax.tree.map(lambda leaf: NamedSharding(mesh, PartitionSpec()), params)
 
-    def of(leaf: Any, axes: Axes) -> Any:
+    def shard(leaf: Any, axes: Axes) -> Any:
         names = (None if axis is None else _mesh_axis(mesh, axis) for axis in axes)
         sharding = NamedSharding(mesh, PartitionSpec(*names))
         return leaf.divided(sharding) if hasattr(leaf, "divided") else sharding
@@ -153,20 +153,21 @@ def param_shardings(mesh: Mesh | AbstractMesh, part: Any, params: Any) -> Any:
     axes = part.param_axes()
     if isinstance(params, dict):  # a drafter also names axes of arrays that it may borrow
         axes = {name: axes[name] for name in params}
-    return jax.tree.map(of, params, axes, is_leaf=lambda one: hasattr(one, "divided"))
+    return jax.tree.map(shard, params, axes, is_leaf=lambda node: hasattr(node, "divided"))
 
 
 def _mesh_axis(mesh: Mesh | AbstractMesh, axis: Axis) -> str | None:
-    place = PLACES[axis.name]
-    size = mesh.shape[place.mesh_axis]
+    """Returns the mesh axis that divides an array axis, or ``None`` if every device holds the whole axis."""
+    rule = AXIS_RULES[axis.name]
+    size = mesh.shape[rule.mesh_axis]
     if axis.parts % size == 0:
-        return place.mesh_axis
-    if not place.required:
+        return rule.mesh_axis
+    if not rule.required:
         return None
     fitting = [str(n) for n in range(1, size) if axis.parts % n == 0]
     raise ValueError(
-        f"a mesh of {described(mesh.shape)} does not divide {axis.parts} {place.what}: "
-        f"{place.mesh_axis} can be {', '.join(fitting)}"
+        f"a mesh of {described(mesh.shape)} does not divide {axis.parts} {rule.parts}: "
+        f"{rule.mesh_axis} can be {', '.join(fitting)}"
     )
 
 
@@ -184,20 +185,20 @@ def row_shardings(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
         ValueError: The mesh does not divide the rows.
     """
 
-    def of(axes: tuple[str, ...], leaf: Any) -> NamedSharding:
+    def shard_leaf(axes: tuple[str, ...], leaf: Any) -> NamedSharding:
         names: list[str | None] = []
         for name, size in zip(axes, leaf.shape, strict=False):
-            place = PLACES[name]
-            names.append(place.mesh_axis if size % mesh.shape[place.mesh_axis] == 0 else None)
+            mesh_axis = AXIS_RULES[name].mesh_axis
+            names.append(mesh_axis if size % mesh.shape[mesh_axis] == 0 else None)
         if names[:1] == [None]:
             check_rows(mesh, leaf.shape[0])
         return NamedSharding(mesh, PartitionSpec(*names))
 
-    def node(one: Any) -> Any:
-        axes = getattr(one, "axes", (ROWS,))
-        return jax.tree.map(lambda leaf: of(axes, leaf), one)
+    def shard_node(node: Any) -> Any:
+        axes = getattr(node, "axes", (ROWS,))
+        return jax.tree.map(lambda leaf: shard_leaf(axes, leaf), node)
 
-    return jax.tree.map(node, tree, is_leaf=lambda one: hasattr(one, "axes"))
+    return jax.tree.map(shard_node, tree, is_leaf=lambda node: hasattr(node, "axes"))
 
 
 def check_rows(mesh: Mesh | AbstractMesh, batch: int) -> None:
@@ -224,18 +225,18 @@ def on_rows(tree: Any) -> Any:
 
 
 def on_a_mesh() -> bool:
-    """Whether the traced program runs on more than one device."""
+    """Returns whether the traced program runs on more than one device."""
     return jax.sharding.get_abstract_mesh().size > 1
 
 
 def rows_spec(batch: int) -> PartitionSpec:
-    """The ``PartitionSpec`` of rows in the traced program: ``data``, if that divides ``batch``."""
+    """Returns the ``PartitionSpec`` of rows in the traced program: ``data``, if that divides ``batch``."""
     size = jax.sharding.get_abstract_mesh().shape.get(DATA, 1)
     return PartitionSpec(DATA if batch % size == 0 else None)
 
 
 def divides_rows() -> bool:
-    """Whether the traced program divides its rows over devices."""
+    """Returns whether the traced program divides its rows over devices."""
     return jax.sharding.get_abstract_mesh().shape.get(DATA, 1) > 1
 
 
@@ -262,14 +263,17 @@ def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 def to_host(tree: Any) -> Any:
     """Copies a pytree to the host. Arrays sharded over processes are gathered, so every process must call this."""
-    split = lambda leaf: isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
-    return jax.device_get(
-        jax.tree.map(lambda leaf: multihost_utils.process_allgather(leaf, tiled=True) if split(leaf) else leaf, tree)
-    )
+
+    def gather(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return leaf
+        return multihost_utils.process_allgather(leaf, tiled=True)
+
+    return jax.device_get(jax.tree.map(gather, tree))
 
 
 def put_shards(leaf: Any, dtype: Any, sharding: NamedSharding) -> jax.Array:
-    """Copies a host array to devices in another dtype; only the shard of a device is converted for it.
+    """Copies a host array to devices in another dtype; each device gets only its shard, which is converted for it.
 
     Args:
         leaf: A numpy array. Only those parts of a mapped file are read that a device of this process gets.

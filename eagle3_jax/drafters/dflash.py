@@ -1,24 +1,26 @@
 """Block drafters on one backbone: DFlash, DSpark and JetSpec.
 
-A small network of Qwen3 layers reads a block ``[x_n, mask, mask, ...]`` behind the committed tokens ``x_0 .. x_{n-1}``
-and predicts all of its positions in one pass. Of the committed tokens it sees the target's features alone: at every
-position ``c_i = norm(fc(f_i))``, from which each layer takes its keys and values. The block's own are never kept.
+A small network of Qwen3 layers reads a block ``[x_n, mask, mask, ...]`` after the committed tokens ``x_0 .. x_{n-1}``
+and predicts all of its positions in one pass. It reads committed tokens only through the target's features: at every
+position ``c_i = norm(fc(f_i))``, from which each layer computes keys and values. Those of the block itself are dropped.
 
 ========  =======================================================================================================
-DFlash    Mask row ``k`` predicts its own position: ``q_k = softmax(logits_k)``, independent of each other
-          (arXiv 2602.06036). Every row sees the whole block, so that a block of another length is another network.
-JetSpec   The same with rows that see those before them (``causal``; arXiv 2606.18394): any ``K`` is a prefix.
-DSpark    ``q_k = softmax(logits_k + W2 W1[d_{k-1}])``: a bias by the token before, first order (arXiv 2607.05147);
-          mostly read from the anchor row on (``from_anchor``: row ``k`` predicts the next position, ``K`` rows). A
-          confidence ``sigmoid(w [h_k; W1[d_{k-1}]] + b)`` estimates that the token will be accepted.
+DFlash    Mask row ``k`` predicts its own position: ``q_k = softmax(logits_k)``, independently of the other rows
+          (arXiv 2602.06036). Every row attends to the whole block, so another block length changes all predictions.
+JetSpec   The same, but a row attends only to the rows before it (``causal``; arXiv 2606.18394). So a shorter block
+          is a prefix of a longer one.
+DSpark    ``q_k = softmax(logits_k + W2 W1[d_{k-1}])``: a first-order bias by the token before (arXiv 2607.05147).
+          Mostly the anchor row predicts as well (``from_anchor``: row ``k`` predicts the next position, ``K`` rows).
+          A confidence ``sigmoid(w [h_k; W1[d_{k-1}]] + b)`` estimates the probability of acceptance.
 ========  =======================================================================================================
 
-A tree needs no further pass: children are scored by the law of their level (DDTree, arXiv 2604.12989), under DSpark
-with the bias of their parent's token. With ``top_k = num_nodes - 1`` a dynamic tree is the likeliest prefixes of all.
+A tree needs no further pass: the score of a child is its probability at its level (DDTree, arXiv 2604.12989). With
+DSpark it includes the bias by the parent's token. With ``top_k = num_nodes - 1`` a dynamic tree has the most likely
+prefixes of all.
 
-What weakens it: laws that do not hear of each other propose tokens that do not fit together, the more the flatter they
-are (DSpark's bias is the answer); a head drafts well for blocks of the length it was trained on only; and it sees no
-committed token but through the target's features, whose layers it must be told right.
+Weaknesses: independent distributions propose tokens that do not fit together, more so the flatter they are; DSpark's
+bias is a remedy. A head drafts well only for the block length that it was trained on. It depends on the right target
+layers, because features are its only view of committed tokens.
 """
 
 from __future__ import annotations
@@ -49,13 +51,13 @@ from eagle3_jax.types import Draft, Observation, SamplingParams
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Markov:
-    """DSpark's bias by the token before.
+    """The configuration of DSpark's bias by the token before, ``u``.
 
     Attributes:
-        rank: ``R`` of the two factors.
-        type: ``vanilla``: ``W2 m`` with ``m = W1[u]``. ``gated``: ``W2 (sigmoid(G [h; m] + g) * m)``. ``rnn``: a state
-            that runs through the block, ``s' = sigmoid(a) s + (1 - sigmoid(a)) tanh(b)`` and ``W2 tanh(c)`` with
-            ``[a; b; c] = J [s; m; h] + j``.
+        rank: ``R``, rank of the two factors ``W1`` and ``W2``.
+        type: ``vanilla``: the bias is ``W2 m`` with ``m = W1[u]``. ``gated``: ``W2 (sigmoid(G [h; m] + g) * m)``.
+            ``rnn``: ``W2 tanh(c)``, with a state along the block, ``s' = sigmoid(a) s + (1 - sigmoid(a)) tanh(b)``
+            and ``[a; b; c] = J [s; m; h] + j``.
     """
 
     rank: int
@@ -71,19 +73,19 @@ class DFlashConfig:
 
     Attributes:
         vocab_size: ``V``, the target's.
-        width: ``D``, of the network and of the target's embedding.
-        layers: The network's; all alike.
-        draft_vocab_size: ``W``, how many target tokens it can propose.
+        width: ``D``, width of the network and of the target's embedding.
+        layers: Layers of the network; all must be equal.
+        draft_vocab_size: ``W``, number of target tokens that it can propose.
         target_width: Width of the target's features.
         aux_layers: ``A`` target layers whose entering residual stream is fused, ascending.
-        block_size: ``B``, rows of a block as trained.
-        mask_token: What stands for a token that is not known; its row of the embedding is an input like any other.
-        causal: Rows see those before them (JetSpec); otherwise the whole block.
-        from_anchor: The row of ``x_n`` predicts too, and each row the position after its own (DSpark).
+        block_size: ``B``, rows of a block in training.
+        mask_token: Id of the mask token. Its row of the embedding is an input like any other.
+        causal: Whether a row attends only to the rows before it (JetSpec), instead of the whole block.
+        from_anchor: Whether the row of ``x_n`` predicts too, and each row predicts the position after its own (DSpark).
         markov: The bias by the token before; ``None`` for none.
-        confidence: What the confidence reads: the row's ``hidden`` state, or that and the ``markov`` embedding of the
-            token before; ``None`` where there is no such head.
-        own_output: It has an output projection of its own; otherwise it reads logits off the target's.
+        confidence: Input of the confidence: the row's ``hidden`` state, or that and the ``markov`` embedding of the
+            token before; ``None`` for a network without confidence.
+        own_output: Whether the network has an output projection; otherwise it uses that of the target.
         max_positions: Longest sequence that it was built for.
         norm_eps: Added to the mean square in RMSNorm.
     """
@@ -114,7 +116,7 @@ class DFlashConfig:
             )
         if len(set(self.layers)) > 1 or grouped(self.layers[0]).window is not None:
             raise ValueError(
-                "the layers differ or have a sliding window; a block drafter's are alike and see everything"
+                "the layers differ or have a sliding window; the layers of a block drafter are equal, without a window"
             )
         if not 0 <= self.mask_token < self.vocab_size:
             raise ValueError(f"mask_token is {self.mask_token}; expected a token id from 0 to {self.vocab_size - 1}")
@@ -125,17 +127,17 @@ class DFlashConfig:
 
     @property
     def num_layers(self) -> int:
-        """The network's own layers."""
+        """Number of layers of the network."""
         return len(self.layers)
 
     @property
     def num_predicted(self) -> int:
-        """Tokens that a whole block predicts."""
+        """Number of tokens that a whole block predicts."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
 
 class MarkovBias(nnx.Module):
-    """What the token before adds to the logits of the next one, see :class:`Markov`."""
+    """The bias of the logits by the token before; see :class:`Markov`."""
 
     def __init__(self, config: DFlashConfig, *, precision: Precision, rngs: nnx.Rngs):
         assert config.markov is not None
@@ -154,25 +156,31 @@ class MarkovBias(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B k"], hidden: Float[Array, "B k D"], state: Float[Array, "B k R"]
     ) -> tuple[Float[Array, "B k W"], Float[Array, "B k R"]]:
-        """The bias after each token in a row of this output, and the state of those that follow it."""
-        read = self.embed(tokens)
+        """Returns the bias after each token, in float32, and the new state of the ``rnn``.
+
+        Args:
+            tokens: ``[B k]``, the tokens before.
+            hidden: ``[B k D]``, outputs of the rows that predict the next tokens.
+            state: ``[B k R]``, states before; other types than ``rnn`` return it unchanged.
+        """
+        factor = self.embed(tokens)
         if self.type == "gated":
-            read = jax.nn.sigmoid(self.gate(jnp.concatenate([hidden, read], axis=-1))) * read
+            factor = jax.nn.sigmoid(self.gate(jnp.concatenate([hidden, factor], axis=-1))) * factor
         elif self.type == "rnn":
-            joint = self.joint(jnp.concatenate([state, read, hidden], axis=-1))
+            joint = self.joint(jnp.concatenate([state, factor, hidden], axis=-1))
             gate, candidate, out = jnp.split(joint, 3, axis=-1)
             gate = jax.nn.sigmoid(gate)
             state = gate * state + (1 - gate) * jnp.tanh(candidate)
-            read = jnp.tanh(out)
-        return self.after(read).astype(jnp.float32), state
+            factor = jnp.tanh(out)
+        return self.after(factor).astype(jnp.float32), state
 
     def embed(self, tokens: Int[Array, "B k"]) -> Float[Array, "B k R"]:
-        """``W1[u]``."""
+        """Returns ``W1[u]`` for tokens ``u``."""
         return embed(self.before[...], tokens, self.precision)
 
 
 class DFlashHead(nnx.Module):
-    """The network; the embedding is an input, because it is the target's."""
+    """The network. Its input are embedded tokens, because the embedding belongs to the target."""
 
     def __init__(self, config: DFlashConfig, *, precision: Precision, rngs: nnx.Rngs):
         width = config.width
@@ -188,12 +196,13 @@ class DFlashHead(nnx.Module):
         if config.markov is not None:
             self.markov = MarkovBias(config, **options)
         if config.confidence is not None:
-            rank = config.markov.rank if config.confidence == "markov" and config.markov is not None else 0
+            reads_markov = config.confidence == "markov" and config.markov is not None
+            rank = config.markov.rank if reads_markov else 0
             self.confidence = Linear(width + rank, 1, bias=True, **options)
         self.config = config
 
     def context(self, features: Float[Array, "B T A Dt"], positions: Int[Array, "B T"]) -> tuple[KeyValue, ...]:
-        """Keys and values of committed tokens in every layer: all from the same fused features."""
+        """Returns keys and values of committed tokens for every layer, all from the same fused features."""
         fused = self.feature_norm(self.fc(features.reshape(*features.shape[:2], -1)))
         attentions: list[Any] = [block.attention for block in self.blocks]
         return tuple(attention.project(fused, positions)[1] for attention in attentions)
@@ -201,20 +210,21 @@ class DFlashHead(nnx.Module):
     def __call__(
         self, embedded: Float[Array, "B T D"], positions: Int[Array, "B T"], memories: Sequence[Memory]
     ) -> Float[Array, "B T D"]:
-        """The block's rows after the last norm: what logits, bias and confidence read."""
+        """Returns the rows of the block after the last norm: the input of logits, bias and confidence."""
         x = embedded
         for block, memory in zip(self.blocks, memories, strict=True):
             x, _ = call_cached(block, x, positions, memory)
         return self.norm(x)
 
     def survival(self, hidden: Float[Array, "B k D"], before: Int[Array, "B k"]) -> Float[Array, "B k"]:
-        """Logit of the chance that what a row predicts is accepted, given the token ``before``."""
-        read = [hidden, self.markov.embed(before)] if self.config.confidence == "markov" else [hidden]
-        return self.confidence(jnp.concatenate(read, axis=-1))[..., 0].astype(jnp.float32)
+        """Returns the logit of the probability that a row's prediction is accepted, given the token ``before``."""
+        inputs = [hidden, self.markov.embed(before)] if self.config.confidence == "markov" else [hidden]
+        logits = self.confidence(jnp.concatenate(inputs, axis=-1))
+        return logits[..., 0].astype(jnp.float32)
 
 
 class DFlashState(struct.PyTreeNode, kw_only=True):
-    """What is known for certain."""
+    """The state after the committed tokens."""
 
     cache: Cache  #: Keys and values of the committed tokens' features.
     root: Int[Array, " B"]  #: ``[B]``, the last token chosen by the target.
@@ -222,13 +232,13 @@ class DFlashState(struct.PyTreeNode, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class DFlashDrafter(NetworkDrafter):
-    """Drafts with a block drafter of any kind; see the module.
+    """Drafts with a block drafter of any kind: DFlash, JetSpec or DSpark.
 
     Attributes:
-        config: Of the network.
-        topology: The shape of a draft; a chain of the whole block when left out.
-        precision: Of the network's products and activations.
-        draft_sampling: Whether the tokens of a chain or a static tree are the likeliest or drawn.
+        config: Configuration of the network.
+        topology: The shape of a draft. Default: a chain of the whole block.
+        precision: Types of the network's products and activations.
+        draft_sampling: Whether the tokens of a chain or a static tree are the most likely ones or sampled.
     """
 
     network: ClassVar[type[nnx.Module]] = DFlashHead
@@ -244,36 +254,33 @@ class DFlashDrafter(NetworkDrafter):
         super().__post_init__()
         if self.max_depth > most:
             raise ValueError(
-                f"a draft of {self.max_depth} levels was asked for, but a block of {self.config.block_size} predicts "
-                f"{most} tokens; lower num_speculative_tokens or max_depth to at most {most}"
+                f"the draft has {self.max_depth} levels, but a block of {self.config.block_size} predicts {most} "
+                f"tokens; lower num_speculative_tokens or max_depth to at most {most}"
             )
 
     @property
     def longest(self) -> int:
-        """The most tokens of a draft, which is what a whole block predicts."""
+        """The largest number of tokens in a draft: those that a whole block predicts."""
         return self.config.num_predicted
 
     def init(self, params: Params, batch: int, capacity: int) -> DFlashState:
         """See :class:`eagle3_jax.types.Drafter`."""
         del params
         dtype = self.precision.activations
-        return DFlashState(
-            cache=empty_cache(self.config.layers, batch=batch, capacity=capacity, dtype=dtype),
-            root=jnp.zeros((batch,), jnp.int32),
-        )
+        cache = empty_cache(self.config.layers, batch=batch, capacity=capacity, dtype=dtype)
+        return DFlashState(cache=cache, root=jnp.zeros((batch,), jnp.int32))
 
     def observe(self, params: Params, state: DFlashState, seen: Observation) -> DFlashState:
-        """Keep keys and values of the committed tokens' features; a token of its own is never run again."""
+        """Writes keys and values from the committed tokens' features to the cache. No draft token runs again."""
         cache = state.cache
         fed = seen.tokens.shape[1]
         positions = cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
         context = self.bind(params).context(seen.features, positions)
         layers: tuple[KeyValues, ...] = cache.layers  # type: ignore[assignment]
         written = tuple(layer.write(kv, cache.length) for layer, kv in zip(layers, context, strict=True))
-        return DFlashState(
-            cache=cache.commit(written, seen.length),
-            root=jnp.where(seen.length > 0, seen.next_token, state.root),
-        )
+        committed = cache.commit(written, seen.length)
+        root = jnp.where(seen.length > 0, seen.next_token, state.root)
+        return DFlashState(cache=committed, root=root)
 
     def propose(self, params: Params, state: DFlashState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
         """Runs the block once, then chooses tokens level by level from its logits."""
@@ -290,33 +297,38 @@ class DFlashDrafter(NetworkDrafter):
 
         rank = 0 if self.config.markov is None else self.config.markov.rank
         start = jnp.zeros((state.root.shape[0], 1, rank), self.precision.activations)
+        first = level(0, state.root[:, None], start)
         inputs = DraftInputs(
             root=state.root,
-            first=level(0, state.root[:, None], start),
+            first=first,
             run=lambda tokens, carry, depth, mask, memory: level(depth + 1, tokens, carry),
             draft_to_target=params.get("draft_to_target"),
             vocab_size=self.config.vocab_size,
             keys=keys,
             sampling=sampling,
         )
-        return self.grow(inputs)[0]
+        draft, _ = self.grow(inputs)
+        return draft
 
     def read_block(self, params: Params, head: DFlashHead, state: DFlashState) -> Float[Array, "B K D"]:
-        """The rows that predict the ``K`` tokens after the root, of a block that is run behind the context."""
+        """Runs a block after the committed tokens and returns the rows that predict the ``K`` tokens after the root."""
         config = self.config
         cache = state.cache
         rows = self.max_depth + (0 if config.from_anchor else 1)
-        tokens = jnp.full((state.root.shape[0], rows), config.mask_token, jnp.int32).at[:, 0].set(state.root)
+        masks = jnp.full((state.root.shape[0], rows), config.mask_token, jnp.int32)
+        tokens = masks.at[:, 0].set(state.root)
         positions = cache.length[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
         mask = causal_mask(rows) if config.causal else jnp.ones((1, rows, rows), jnp.bool_)
         layers: Any = cache.layers
-        committed = (jnp.arange(layers[0].capacity, dtype=jnp.int32)[None, :] < cache.length[:, None])[:, None]
-        past = [(Segment(KeyValue(layer.keys, layer.values), committed),) for layer in layers]
+        slot = jnp.arange(layers[0].capacity, dtype=jnp.int32)[None, :]
+        committed = (slot < cache.length[:, None])[:, None]
+        segments = [Segment(KeyValue(layer.keys, layer.values), committed) for layer in layers]
         embedded = embed(params["embedding"], tokens, self.precision)
-        return head(embedded, positions, [BlockMemory(one, mask) for one in past])[:, -self.max_depth :]
+        memories = [BlockMemory((segment,), mask) for segment in segments]
+        return head(embedded, positions, memories)[:, -self.max_depth :]
 
     def logits(self, params: Params, head: DFlashHead, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
-        """Logits of the block's rows in float32, without a bias."""
+        """Returns the logits of the block's rows in float32, without the bias."""
         if self.config.own_output:
             return head.head(hidden).astype(jnp.float32)
         return self.target_logits(params, hidden)

@@ -1,17 +1,17 @@
-"""A draft model: a smaller language model of the same vocabulary writes ahead, token by token.
+"""A draft model: a smaller language model with the same vocabulary drafts token by token.
 
 Leviathan et al. (2023, arXiv 2211.17192) and Chen et al. (2023, arXiv 2302.01318). Row ``i`` of its input is the token
-``x_i`` at position ``i``, not shifted as for the heads that read features, and it reads nothing of the target:
+``x_i`` at position ``i``, without the shift of heads that read features. It does not use the target's features:
 
     ``q_k = softmax(draft(x_0 .. x_n, d_1 .. d_(k-1)) / T)``
 
-of which a draft takes the likeliest token, or draws (``draft_sampling``), or the likeliest few as a tree. Every ``q_k``
-depends on the tokens drafted before it, so drafts are not parallel: ``K`` tokens are ``K`` runs of the model, the first
-of them over what the last round committed.
+A draft takes the most likely token of ``q_k``, a sample (``draft_sampling``), or the most likely few as a tree. Every
+``q_k`` depends on the tokens drafted before it, so drafts are not parallel: ``K`` tokens need ``K`` runs of the model.
+The first of them also reads the tokens that the last round committed.
 
-Layer skip (self-speculation) is the same drafter with parameters that *are* the target's: its first ``E`` layers, its
-final norm and its output matrix. The prefix only, as LayerSkip exits early (Elhoushi et al., 2024, arXiv 2404.16710);
-Draft & Verify (Zhang et al., 2023, arXiv 2309.08168) leaves out a searched set of sub-layers instead.
+Layer skip (self-speculation) is the same drafter with the target's own parameters: its first ``E`` layers, its final
+norm and its output matrix. Only a prefix of the layers can be used, as in LayerSkip (Elhoushi et al., 2024,
+arXiv 2404.16710). Draft & Verify (Zhang et al., 2023, arXiv 2309.08168) searches for a set of sub-layers instead.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
 
 
 class DraftModelState(struct.PyTreeNode, kw_only=True):
-    """What the draft model has read for certain.
+    """The draft model's state after the committed tokens.
 
     Attributes:
-        cache: Its own keys and values of every known token, the root included: nothing is owed after a round, however
-            much of a draft was accepted.
-        final: ``[B D]``, its final state at the root, from which the first draft token follows.
+        cache: The draft model's keys and values for every committed token and the root. It is complete after a round,
+            whatever part of a draft was accepted.
+        final: ``[B D]``, the draft model's final state at the root, from which the first draft token follows.
         root: ``[B]``, the last token chosen by the target.
     """
 
@@ -53,12 +53,12 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel(ShapedDrafter):
-    """Drafts a chain or a tree with a language model of its own. Its parameters are that model's.
+    """Drafts a chain or a tree with a second language model. Its parameters are those of that model.
 
     Attributes:
         model: The draft model, of any family and size with the target's vocabulary.
-        topology: The shape of a draft; a chain of the default length when left out.
-        draft_sampling: Whether the tokens of a chain or a static tree are the likeliest or drawn.
+        topology: The shape of a draft. Default: a chain of the default length.
+        draft_sampling: Whether the tokens of a chain or a static tree are the most likely ones or sampled.
     """
 
     model: DecoderTarget
@@ -69,96 +69,98 @@ class DraftModel(ShapedDrafter):
     def __post_init__(self) -> None:
         if any(isinstance(layer.mixer, GatedDelta) for layer in self.model.config.layers):
             raise ValueError(
-                "a draft model takes back what was refused by moving the length of its cache, and the state of a "
-                "recurrent layer has none; give one of attention alone"
+                "a draft model removes rejected tokens by lowering the length of its cache, and the state of a "
+                "recurrent layer has no length; give a model with attention in every layer"
             )
         self.settle_shape(vocab_size=self.model.vocab_size, max_positions=self.max_positions)
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence that the draft model was built for; longer ones are refused."""
+        """Longest sequence that the draft model was built for; longer sequences are refused."""
         return self.model.config.max_positions
 
     def param_shapes(self) -> Params:
-        """Those of the model."""
+        """Returns the shapes of the model's parameters."""
         return self.model.param_shapes()
 
     def param_axes(self) -> Params:
-        """Those of the model, which a mesh divides as it divides the target."""
+        """Returns the axes of the model's parameters, which a mesh divides like those of the target."""
         return self.model.param_axes()
 
     def init(self, params: Params, batch: int, capacity: int) -> DraftModelState:
         """See :class:`eagle3_jax.types.Drafter`.
 
         Raises:
-            ValueError: The model keeps something that cannot be rolled back by moving a length.
+            ValueError: The model has a cache from which tokens cannot be removed by lowering its length.
         """
         del params
-        # There is room for as many nodes as are verified; a tree may run more of them than that.
-        cache = self.model.init_cache(batch, capacity + max(0, self.shape.num_expanded - self.num_nodes))
-        other = [type(layer).__name__ for layer in cache.layers if not isinstance(layer, KeyValues | LatentKeys)]
-        if other:
-            raise ValueError(
-                f"a draft model takes back what was refused by moving the length of its cache; {other[0]} of "
-                f"{type(self.model).__name__} cannot be taken back so"
-            )
-        return DraftModelState(
-            cache=cache,
-            final=jnp.zeros((batch, self.model.config.width), self.model.precision.activations),
-            root=jnp.zeros((batch,), jnp.int32),
-        )
+        # `capacity` covers the nodes that are verified. The model may run on more nodes of a tree than that.
+        more = max(0, self.shape.num_expanded - self.num_nodes)
+        cache = self.model.init_cache(batch, capacity + more)
+        for layer in cache.layers:
+            if not isinstance(layer, KeyValues | LatentKeys):
+                raise ValueError(
+                    f"a draft model removes rejected tokens by lowering the length of its cache, and "
+                    f"{type(layer).__name__} of {type(self.model).__name__} has no length"
+                )
+        final = jnp.zeros((batch, self.model.config.width), self.model.precision.activations)
+        root = jnp.zeros((batch,), jnp.int32)
+        return DraftModelState(cache=cache, final=final, root=root)
 
     def observe(self, params: Params, state: DraftModelState, seen: Observation) -> DraftModelState:
-        """Read the committed tokens and the one after them.
+        """Runs the model on the committed tokens and ``next_token``.
 
-        All of them, the accepted drafts too: those were fed while drafting, except the last, which was only drawn.
-        The root is the last token read before and the first one committed: it is read again in its own slot.
+        Accepted draft tokens run again, because the last one was sampled and never ran. The root of the last round is
+        the first committed token; it runs again in its own slot.
         """
         observed = seen.length > 0
         fed = seen.tokens.shape[1] + 1
         index = jnp.arange(fed, dtype=jnp.int32)[None, :]
         following = seen.next_token[:, None]
-        tokens = jnp.where(index == seen.length[:, None], following, jnp.concatenate([seen.tokens, following], axis=1))
+        is_next = index == seen.length[:, None]
+        tokens = jnp.where(is_next, following, jnp.concatenate([seen.tokens, following], axis=1))
         length = state.cache.length
-        before = Cache(layers=state.cache.layers, length=jnp.where(observed, jnp.maximum(length - 1, 0), length))
+        length_before_root = jnp.where(observed, jnp.maximum(length - 1, 0), length)
+        before = Cache(layers=state.cache.layers, length=length_before_root)
         output = self.model(params, tokens, before.length[:, None] + index, causal_mask(fed), before)
         newest = jnp.take_along_axis(output.final, seen.length[:, None, None], axis=1)[:, 0]
-        return DraftModelState(
-            cache=before.commit(output.written, jnp.where(observed, seen.length + 1, 0)),
-            final=jnp.where(observed[:, None], newest, state.final),
-            root=jnp.where(observed, seen.next_token, state.root),
-        )
+        cache = before.commit(output.written, jnp.where(observed, seen.length + 1, 0))
+        final = jnp.where(observed[:, None], newest, state.final)
+        root = jnp.where(observed, seen.next_token, state.root)
+        return DraftModelState(cache=cache, final=final, root=root)
 
     def propose(
         self, params: Params, state: DraftModelState, keys: Key[Array, " B"], sampling: SamplingParams
     ) -> Draft:
-        """Grow the tree, or draw the chain; verification makes the output exact whatever is proposed."""
+        """Drafts a tree or a chain, level by level."""
         length = state.cache.length
 
         def run(tokens, carry, depth, mask, memory):
             cache, earlier = memory
-            positions = jnp.concatenate([earlier, jnp.broadcast_to(length[:, None] + depth, tokens.shape)], axis=1)
+            new_positions = jnp.broadcast_to(length[:, None] + depth, tokens.shape)
+            positions = jnp.concatenate([earlier, new_positions], axis=1)
             output = self.model(params, tokens, positions, mask, cache)
-            cache = cache.commit(output.written, jnp.zeros_like(length))  # guesses: they lie behind, and none counts
+            # Guesses are written after the committed slots, and the length does not change.
+            cache = cache.commit(output.written, jnp.zeros_like(length))
             return Level(self.model.unembed(params, output.final), carry, (cache, positions))
 
-        nothing = jnp.zeros((*length.shape, 0), jnp.int32)
-        first = Level(self.model.unembed(params, state.final[:, None]), (), (state.cache, nothing))
+        no_positions = jnp.zeros((*length.shape, 0), jnp.int32)
+        first = Level(self.model.unembed(params, state.final[:, None]), (), (state.cache, no_positions))
         inputs = DraftInputs(state.root, first, run, None, self.model.vocab_size, keys, sampling)
         draft, (cache, _) = self.grow(inputs)
-        # To hand the guesses on spares a copy.
+        # Returning the cache with the guesses avoids a copy of it.
         return dataclasses.replace(draft, state=dataclasses.replace(state, cache=cache))
 
 
 def draft_model(draft: LoadedTarget, target: LoadedTarget) -> LoadedDrafter:
-    """A language model as the drafter of another one.
+    """Returns a language model as the drafter of a target. Its arrays are shared, not copied.
 
     Args:
-        draft: What drafts; its arrays are shared and not copied.
-        target: What it drafts for.
+        draft: The draft model.
+        target: The target.
 
     Raises:
-        ValueError: It has another vocabulary or another tokenizer.
+        ValueError: Both have different vocabularies or tokenizers.
     """
     if draft.vocab_size != target.vocab_size:
         raise ValueError(
@@ -166,8 +168,10 @@ def draft_model(draft: LoadedTarget, target: LoadedTarget) -> LoadedDrafter:
             f"{target.vocab_size}; a draft model needs the target's own"
         )
     if draft.tokenizer is not None and target.tokenizer is not None:
-        own, wanted = (one.get_vocab(with_added_tokens=True) for one in (draft.tokenizer, target.tokenizer))
-        if (difference := first_vocab_difference(own, wanted)) is not None:
+        draft_vocab = draft.tokenizer.get_vocab(with_added_tokens=True)
+        target_vocab = target.tokenizer.get_vocab(with_added_tokens=True)
+        difference = first_vocab_difference(draft_vocab, target_vocab)
+        if difference is not None:
             raise ValueError(
                 f"{draft.name} has another tokenizer than {target.name}: {difference}; a draft model needs the "
                 "target's own"
@@ -175,33 +179,35 @@ def draft_model(draft: LoadedTarget, target: LoadedTarget) -> LoadedDrafter:
     return LoadedDrafter(DraftModel(draft.model), draft.params, draft.name, "draft model")  # type: ignore[arg-type]
 
 
-def first_vocab_difference(own: Mapping[str, int], wanted: Mapping[str, int]) -> str | None:
-    """The first token by which two vocabularies differ, in words; ``None`` where they are the same.
+def first_vocab_difference(draft_vocab: Mapping[str, int], target_vocab: Mapping[str, int]) -> str | None:
+    """Describes the first token by which two vocabularies differ; returns ``None`` if they are the same.
 
     Args:
-        own: Id of each token in the draft model's tokenizer.
-        wanted: The same in the target's.
+        draft_vocab: Id of each token in the draft model's tokenizer.
+        target_vocab: Id of each token in the target's tokenizer.
     """
-    differing = [token for token in {**wanted, **own} if own.get(token) != wanted.get(token)]
+    tokens = {**target_vocab, **draft_vocab}
+    differing = [token for token in tokens if draft_vocab.get(token) != target_vocab.get(token)]
     if not differing:
         return None
-    token = min(differing, key=lambda token: (wanted.get(token, len(wanted)), token))
-    told = [f"id {one[token]}" if token in one else "none" for one in (own, wanted)]
-    return f"the token {token!r} is {told[0]} there and {told[1]} here"
+    order = lambda token: (target_vocab.get(token, len(target_vocab)), token)
+    first = min(differing, key=order)
+    describe = lambda vocab: f"id {vocab[first]}" if first in vocab else "none"
+    return f"the token {first!r} is {describe(draft_vocab)} there and {describe(target_vocab)} here"
 
 
 def layer_skip(target: LoadedTarget, num_layers: int) -> LoadedDrafter:
-    """The target's own first layers as its draft model; no weights are copied or added.
+    """Returns the first layers of a target as its draft model. No weights are copied or added.
 
-    It keeps keys and values of its own, although those of the target's first layers would be the same numbers: a draft
-    costs ``num_layers / L`` of a target step a token, and a round ``K · num_layers / L + 1``.
+    The drafter has its own cache, although the target's first layers have the same keys and values. A drafted token
+    costs ``num_layers / L`` of a target step, and a round ``K · num_layers / L + 1`` target steps.
 
     Args:
-        target: What drafts for itself.
-        num_layers: ``E``, how many layers are run before the final norm.
+        target: The target, a :class:`~eagle3_jax.models.decoder.DecoderTarget`.
+        num_layers: ``E``, number of layers that run before the final norm; 1 to ``L - 1``.
 
     Raises:
-        ValueError: There are not that many, or nothing would be skipped; or it is a target of another kind.
+        ValueError: ``num_layers`` is out of range, or the target is of another kind.
     """
     model = target.model
     if not isinstance(model, DecoderTarget):
@@ -213,9 +219,7 @@ def layer_skip(target: LoadedTarget, num_layers: int) -> LoadedDrafter:
         )
     config = dataclasses.replace(model.config, layers=model.config.layers[:num_layers])
     blocks = {index: target.params["blocks"][index] for index in range(num_layers)}
-    return LoadedDrafter(
-        DraftModel(DecoderTarget(config, model.precision)),
-        {**target.params, "blocks": blocks},
-        f"layer-skip={num_layers}",
-        f"layer skip ({num_layers} of {model.config.num_layers} layers)",
-    )
+    drafter = DraftModel(DecoderTarget(config, model.precision))
+    params = {**target.params, "blocks": blocks}
+    method = f"layer skip ({num_layers} of {model.config.num_layers} layers)"
+    return LoadedDrafter(drafter, params, f"layer-skip={num_layers}", method)

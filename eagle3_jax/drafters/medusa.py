@@ -1,14 +1,14 @@
 """Medusa: several heads on the target's last state, each for one position ahead (Cai et al., 2024, arXiv 2401.10774).
 
-Head ``k`` (from 0) reads ``h_t``, the target's state after its final norm at the last token that it has run, and
+Head ``k`` (from 0) reads ``h_t``, the target's state after its final norm at the last token that it has run. It
 predicts ``x_{t+2+k}``; ``x_{t+1}`` comes from the target itself::
 
     z <- z + SiLU(W_l z + b_l), l = 0 .. L-1, from z = h_t;     logits_k = O_k z
 
-There is no cache and no embedding: one vector per row is all that it knows. Every ``q_k`` is a function of ``h_t``
-alone, so the drafter is parallel: its drawn chains follow a product law, and of a tree all nodes of one level have the
-same candidates. That is also its weakness. A head neither knows which ``x_{t+1}`` was chosen nor what the heads before
-it proposed, so acceptance falls fast with depth, and faster with temperature than that of drafters that read tokens.
+There is no cache and no embedding; the state is one vector per row. Every ``q_k`` is a function of ``h_t``, so the
+drafter is parallel: the distribution of a sampled chain is a product, and all nodes of a tree level have the same
+candidates. That is also its weakness. A head knows neither the chosen ``x_{t+1}`` nor the proposals of the heads before
+it, so acceptance falls fast with depth. With temperature it falls faster than that of drafters that read tokens.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class MedusaConfig:
 
     Attributes:
         vocab_size: ``V``, the target's.
-        draft_vocab_size: ``W``, how many target tokens they can propose.
-        target_width: ``D``, the target's and the heads' own.
-        num_target_layers: Layers of the target, behind whose final norm the heads stand.
-        num_heads: ``K``, the most tokens of a draft.
+        draft_vocab_size: ``W``, number of target tokens that the heads can propose.
+        target_width: ``D``, width of the target and of the heads.
+        num_target_layers: Number of layers of the target. The heads read the state after its final norm.
+        num_heads: ``K``, the largest number of tokens in a draft.
         num_layers: ``L``, residual blocks of each head.
-        bias: Whether the blocks carry a bias.
+        bias: Whether the blocks have a bias.
         shared_output: Whether all heads share one output projection (vLLM's ``original_lm_head``).
     """
 
@@ -61,17 +61,17 @@ class MedusaConfig:
 
     @property
     def width(self) -> int:
-        """The heads' own, which is the target's."""
+        """Width of the heads, which is that of the target."""
         return self.target_width
 
     @property
     def aux_layers(self) -> tuple[int]:
-        """What leaves the target's final norm."""
+        """The output of the target's final norm."""
         return (self.num_target_layers + 1,)
 
     @property
     def max_positions(self) -> int:
-        """They know no positions."""
+        """No limit, because the heads do not use positions."""
         return MOST
 
 
@@ -91,38 +91,35 @@ class ResidualBlocks(nnx.Module):
 
 
 class MedusaHeads(nnx.Module):
-    """The network."""
+    """All heads: their residual blocks, and one output projection per head or one for all."""
 
     def __init__(self, config: MedusaConfig, *, precision: Precision, rngs: nnx.Rngs):
-        vocab = Axis(VOCAB, config.draft_vocab_size)
-        self.blocks = nnx.List(
-            [ResidualBlocks(config, precision=precision, rngs=rngs) for _ in range(config.num_heads)]
-        )
-        self.outputs = nnx.List(
-            [
-                Linear(config.target_width, config.draft_vocab_size, axes=(None, vocab), precision=precision, rngs=rngs)
-                for _ in range(1 if config.shared_output else config.num_heads)
-            ]
-        )
+        axes = (None, Axis(VOCAB, config.draft_vocab_size))
+        options = {"precision": precision, "rngs": rngs}
+        num_outputs = 1 if config.shared_output else config.num_heads
+        output = lambda: Linear(config.target_width, config.draft_vocab_size, axes=axes, **options)
+        self.blocks = nnx.List([ResidualBlocks(config, **options) for _ in range(config.num_heads)])
+        self.outputs = nnx.List([output() for _ in range(num_outputs)])
 
     def __call__(self, state: Float[Array, "*rows D"], count: int) -> Float[Array, "*rows count W"]:
-        """Logits of the first ``count`` heads in float32."""
+        """Returns the logits of the first ``count`` heads in float32."""
         if len(self.outputs) > 1:
             return jnp.stack([self.logits(state, head) for head in range(count)], axis=-2)
         hidden = jnp.stack([self.blocks[head](state) for head in range(count)], axis=-2)
         return self.outputs[0](hidden).astype(jnp.float32)
 
     def logits(self, state: Float[Array, "*rows D"], head: int) -> Float[Array, "*rows W"]:
-        """Logits of one head in float32."""
-        return self.outputs[head % len(self.outputs)](self.blocks[head](state)).astype(jnp.float32)
+        """Returns the logits of one head in float32."""
+        output = self.outputs[head % len(self.outputs)]
+        return output(self.blocks[head](state)).astype(jnp.float32)
 
 
 class MedusaState(struct.PyTreeNode, kw_only=True):
-    """All that the heads read.
+    """The input of the heads.
 
     Attributes:
-        hidden: ``[B D]``, the target's final state at the last committed token.
-        root: ``[B]``, the token that it chose there.
+        hidden: ``[B D]``, the target's final state at the last committed token that it has run.
+        root: ``[B]``, the token that the target chose after it.
     """
 
     hidden: Float[Array, "B D"]
@@ -131,13 +128,13 @@ class MedusaState(struct.PyTreeNode, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class MedusaDrafter(NetworkDrafter):
-    """Drafts a chain, of the likeliest tokens or drawn ones, or a tree; shorter ones leave the last heads out.
+    """Drafts a chain of the most likely or of sampled tokens, or a tree. A shorter draft does not use the last heads.
 
-    The trees of the paper are static (:mod:`eagle3_jax.topology`); a dynamic one takes the likeliest products of
-    the heads' probabilities.
+    The trees of the paper are static (:mod:`eagle3_jax.topology`). A dynamic tree takes the largest products of the
+    heads' probabilities.
 
-    Parameters are a dictionary: ``head`` (the network) and, where the heads propose a part of the vocabulary,
-    ``draft_to_target [W]``. The topology is a chain of all heads when left out.
+    Parameters are a dictionary: ``head`` (the network) and, if the heads propose only a part of the vocabulary,
+    ``draft_to_target [W]``. The default topology is a chain of all heads.
     """
 
     network: ClassVar[type[nnx.Module]] = MedusaHeads
@@ -157,7 +154,7 @@ class MedusaDrafter(NetworkDrafter):
 
     @property
     def longest(self) -> int:
-        """The most tokens of a chain."""
+        """The largest number of tokens in a chain."""
         return self.config.num_heads
 
     def init(self, params: Params, batch: int, capacity: int) -> MedusaState:
@@ -167,18 +164,19 @@ class MedusaDrafter(NetworkDrafter):
         return MedusaState(hidden=hidden, root=jnp.zeros((batch,), jnp.int32))
 
     def observe(self, params: Params, state: MedusaState, seen: Observation) -> MedusaState:
-        """Keep the state of the last token, which is the one that chose ``next_token``."""
+        """Stores the target's state at the last committed token, from which ``next_token`` was chosen."""
         del params
         index = jnp.maximum(seen.length - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(seen.features[:, :, 0], index, axis=1)[:, 0]
         observed = seen.length > 0
-        return MedusaState(
-            hidden=jnp.where(observed[:, None], newest, state.hidden),
-            root=jnp.where(observed, seen.next_token, state.root),
-        )
+        hidden = jnp.where(observed[:, None], newest, state.hidden)
+        root = jnp.where(observed, seen.next_token, state.root)
+        return MedusaState(hidden=hidden, root=root)
 
     def propose(self, params: Params, state: MedusaState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
-        """All levels at once."""
+        """Computes the logits of all levels, then grows the draft."""
         logits = self.bind(params)(state.hidden, self.max_depth)
         ids = params.get("draft_to_target")
-        return self.grow(parallel_inputs(state.root, logits, ids, self.config.vocab_size, keys, sampling))[0]
+        inputs = parallel_inputs(state.root, logits, ids, self.config.vocab_size, keys, sampling)
+        draft, _ = self.grow(inputs)
+        return draft

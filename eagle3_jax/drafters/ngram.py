@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the last few tokens when they occurred before (Saxena, 2023)."""
+"""Prompt lookup: proposes the tokens that followed the last few tokens at an earlier occurrence (Saxena, 2023)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from eagle3_jax.types import Draft, SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class NGram(TextDrafter):
-    """Matches the longest suffix of ``max_ngram`` down to ``min_ngram`` tokens; of several matches one wins.
+    """Finds the longest suffix of ``max_ngram`` down to ``min_ngram`` tokens that occurred before, and continues it.
 
-    It has no parameters and needs no training; it pays where the output repeats the prompt or itself.
+    It has no parameters and needs no training. It is useful for output that repeats the prompt or itself.
 
     Attributes:
-        num_speculative_tokens: ``K``; the default length for one row when left out.
-        max_ngram: Longest suffix tried.
-        min_ngram: Shortest suffix tried.
-        earliest: Of several matches the earliest wins, as in vLLM, and not the latest.
+        num_speculative_tokens: ``K``, tokens of a draft. Default: the default length for one row.
+        max_ngram: Longest suffix tried, in tokens.
+        min_ngram: Shortest suffix tried, in tokens.
+        earliest: Which of several matches is continued: the earliest, as in vLLM, or the latest.
     """
 
     max_ngram: int = 4
@@ -35,22 +35,21 @@ class NGram(TextDrafter):
             raise ValueError(f"n-grams of {self.min_ngram} to {self.max_ngram} tokens; expected 1 <= min <= max")
 
     def propose(self, params: Any, state: TextState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
-        """Continue the best earlier occurrence; what would reach past the known tokens is marked invalid."""
+        """Continues the best earlier occurrence. Nodes after the last known token are invalid."""
         del params, keys, sampling
         batch, capacity = state.tokens.shape
         end = state.length[:, None]
         slot = jnp.arange(capacity, dtype=jnp.int32)[None, :]
-        run = state.matches(self.max_ngram)
-        # Longest first, then by place.
-        place = capacity - 1 - slot if self.earliest else slot
-        score = jnp.where(run >= self.min_ngram, run * capacity + place, -1)
+        run = state.count_matches(self.max_ngram)
+        # The longest match wins. Of equally long ones, the slot decides.
+        tie_break = capacity - 1 - slot if self.earliest else slot
+        score = jnp.where(run >= self.min_ngram, run * capacity + tie_break, -1)
         match = jnp.argmax(score, axis=1)[:, None].astype(jnp.int32)
-        found = jnp.take_along_axis(score, match, axis=1) >= 0
-        ahead = match + 1 + jnp.arange(self.num_speculative_tokens, dtype=jnp.int32)[None, :]
-        proposed = jnp.take_along_axis(state.tokens, jnp.minimum(ahead, capacity - 1), axis=1)
+        has_match = jnp.take_along_axis(score, match, axis=1) >= 0
+        following = match + 1 + jnp.arange(self.num_speculative_tokens, dtype=jnp.int32)[None, :]
+        proposed = jnp.take_along_axis(state.tokens, jnp.minimum(following, capacity - 1), axis=1)
         node = jnp.arange(self.num_nodes, dtype=jnp.int32)
-        return Draft(
-            tokens=jnp.concatenate([state.root, proposed], axis=1),
-            parents=jnp.broadcast_to(node - 1, (batch, self.num_nodes)),
-            valid=jnp.concatenate([jnp.ones_like(found), found & (ahead < end)], axis=1),
-        )
+        tokens = jnp.concatenate([state.root, proposed], axis=1)
+        parents = jnp.broadcast_to(node - 1, (batch, self.num_nodes))
+        valid = jnp.concatenate([jnp.ones_like(has_match), has_match & (following < end)], axis=1)
+        return Draft(tokens=tokens, parents=parents, valid=valid)

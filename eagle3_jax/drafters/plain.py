@@ -1,4 +1,4 @@
-"""Plain decoding as a drafter: one that proposes nothing, and one that only stays up to date."""
+"""Plain decoding as a drafter: one without a state, and one that updates the state of another drafter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eagle3_jax.types import Draft, Drafter, Observation, SamplingParams
 
 
 class PlainState(struct.PyTreeNode, kw_only=True):
-    """Only the root.
+    """The state of :class:`Plain`.
 
     Attributes:
         root: ``[B]``, the last token chosen by the target.
@@ -24,14 +24,14 @@ class PlainState(struct.PyTreeNode, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """No draft: a round is one target step.
+    """Proposes nothing: a round is one target step.
 
-    With ``num_nodes`` above 1 the rest of the block is padding that is never accepted. The target then runs in the
-    very shape that a drafter of that size has it run in, and its logits are bitwise those of verification: the
+    With ``num_nodes`` above 1, the other nodes of the block are padding that is never accepted. The target then runs in
+    the same shapes as with a drafter of that size, so its logits are bit for bit those of verification. This is the
     shape-matched baseline.
 
     Attributes:
-        num_nodes: Rows of the target's block, root included.
+        num_nodes: Tokens of the target's block, root included.
     """
 
     num_nodes: int = 1
@@ -44,7 +44,7 @@ class Plain:
 
     @property
     def max_depth(self) -> int:
-        """``G``; as deep as a chain of as many nodes."""
+        """``G``, the depth of a chain with as many nodes; at least 1."""
         return max(self.num_nodes - 1, 1)
 
     def init(self, params: Any, batch: int, capacity: int) -> PlainState:
@@ -53,12 +53,12 @@ class Plain:
         return PlainState(root=jnp.zeros((batch,), jnp.int32))
 
     def observe(self, params: Any, state: PlainState, seen: Observation) -> PlainState:
-        """Remember the next token."""
+        """Stores the next token as the root."""
         del params
         return PlainState(root=jnp.where(seen.length > 0, seen.next_token, state.root))
 
     def propose(self, params: Any, state: PlainState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
-        """The root, and padding."""
+        """Returns the root and padding."""
         del params, keys, sampling
         shape = (state.root.shape[0], self.num_nodes)
         node = jnp.broadcast_to(jnp.arange(self.num_nodes, dtype=jnp.int32), shape)
@@ -87,18 +87,18 @@ class Silent:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Layers that the other drafter reads."""
+        """Target layers that the other drafter reads."""
         return self.drafter.aux_layers
 
     def init(self, params: Any, batch: int, capacity: int) -> Any:
-        """The other drafter's state."""
+        """Returns the other drafter's empty state."""
         return self.drafter.init(params, batch, capacity)
 
     def observe(self, params: Any, state: Any, seen: Observation) -> Any:
-        """The other drafter observes."""
+        """Updates the other drafter's state."""
         return self.drafter.observe(params, state, seen)
 
     def propose(self, params: Any, state: Any, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
-        """Only the root. The compiler drops the rest of the other drafter's proposal, which nothing reads."""
+        """Returns only the root of the other drafter's draft; the compiler removes the work for the other nodes."""
         root = self.drafter.propose(params, state, keys, sampling).tokens[:, :1]
         return Draft(tokens=root, parents=jnp.full_like(root, -1), valid=jnp.ones_like(root, jnp.bool_))

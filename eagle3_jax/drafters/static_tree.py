@@ -17,7 +17,8 @@ from eagle3_jax.topology import StaticTree
 from eagle3_jax.types import Draft, SamplingMode
 
 # Chooses the tokens of one level. Arguments: logits of the nodes that were run ([B k W], or [B 1 W] if all share one
-# distribution); for each of their children the parent among them, its rank and its node. Result: draft ids [B c].
+# distribution), and for each child the index of its parent among those nodes, its rank, and its own node ([c] each).
+# Result: draft ids [B c].
 ChooseChildren = Callable[[Float[Array, "B k W"], np.ndarray, np.ndarray, np.ndarray], Int[Array, "B c"]]
 
 
@@ -64,16 +65,17 @@ def sample_static_tree(tree: StaticTree, inputs: DraftInputs) -> tuple[Draft, An
         if logits.shape[1] == 1:
             logits = jnp.broadcast_to(logits, (batch, slots.max() + 1, logits.shape[-1]))
         ids = jnp.zeros((batch, children.size), jnp.int32)
-        elder = np.sum((slots[:, None] == slots) & (ranks[:, None] > ranks), axis=1)
-        for place in range(elder.max() + 1):
-            (these,) = np.nonzero(elder == place)
-            left = logits[:, slots[these]]
-            nodes = children[these]
-            q = probabilities(left, inputs.sampling, SamplingMode.TEMPERATURE)
-            drawn = jnp.where(greedy, argmax(left), draw(q, dice[:, nodes - 1]))
-            ids = ids.at[:, these].set(drawn)
+        # Children of equal order, the number of their elder siblings, have different parents and are sampled together.
+        order = np.sum((slots[:, None] == slots) & (ranks[:, None] > ranks), axis=1)
+        for current in range(order.max() + 1):
+            (selected,) = np.nonzero(order == current)
+            candidates = logits[:, slots[selected]]
+            nodes = children[selected]
+            q = probabilities(candidates, inputs.sampling, SamplingMode.TEMPERATURE)
+            sampled = jnp.where(greedy, argmax(candidates), draw(q, dice[:, nodes - 1]))
+            ids = ids.at[:, selected].set(sampled)
             probs = probs.at[:, nodes].set(inputs.over_target(q))
-            logits = logits.at[rows, slots[these], drawn].set(-jnp.inf)
+            logits = logits.at[rows, slots[selected], sampled].set(-jnp.inf)
         return ids
 
     draft, memory = _grow_by_levels(tree, inputs, sample_without_replacement)
@@ -81,7 +83,11 @@ def sample_static_tree(tree: StaticTree, inputs: DraftInputs) -> tuple[Draft, An
 
 
 def _grow_by_levels(tree: StaticTree, inputs: DraftInputs, choose: ChooseChildren) -> tuple[Draft, Any]:
-    """Runs the network on the nodes that have children, level by level."""
+    """Runs the network on the nodes that have children, level by level.
+
+    Returns:
+        A draft without ``probs``, and the memory after the last level that was run.
+    """
     batch = inputs.root.shape[0]
     parents = np.array(tree.parents)
     level_of = np.array([0, *(len(path) for path in tree.paths)])
@@ -98,7 +104,8 @@ def _grow_by_levels(tree: StaticTree, inputs: DraftInputs, choose: ChooseChildre
         expanding = children[np.isin(children, parents)]
         if expanding.size == 0:
             break
-        carry = jax.tree.map(lambda leaf, at=np.searchsorted(running, parents[expanding]): leaf[:, at], level.carry)
+        of_parents = np.searchsorted(running, parents[expanding])
+        carry = jax.tree.map(lambda leaf, index=of_parents: leaf[:, index], level.carry)
         ran = np.concatenate([ran, expanding])
         seen = np.zeros((expanding.size, ran.size), bool)
         for row, node in enumerate(expanding):

@@ -1,15 +1,16 @@
-"""Suffix decoding: propose what most often followed the longest suffixes of the text (Oliaro et al., 2024).
+"""Suffix decoding: proposes the tokens that most often followed the last tokens of the text (Oliaro et al., 2024).
 
 SuffixDecoding (arXiv 2411.04975) keeps a suffix tree with counts. Here every match is found in the text itself, on the
-device: a slot matches the last ``m`` tokens if the ``m`` tokens up to it equal them. Each length ``m`` walks ahead from
-its matches, always to the token that most of them have next, and goes on with those that agree:
+device: a slot matches the last ``m`` tokens if the ``m`` tokens up to it equal them. For each length ``m``, a draft
+begins at all matches. Every step takes the token that follows most of the matches and drops those that disagree:
 
     ``P(d_1 .. d_k | m) = matches that agree with d_1 .. d_k / matches of m tokens``
 
-The length with the largest sum of ``P`` over its walk, the expected number of accepted tokens, is proposed. A draft may
-end where ``P`` falls below ``min_probability``: it is a function of the text alone, so any length of it is exact. It
-does not by default, since a round here verifies a block of one size and a shorter draft saves nothing. Other requests'
-texts, which the paper's second tree holds, are not looked at: a row would depend on its neighbours.
+The sum of ``P`` over a draft is the expected number of accepted tokens. The draft of the length with the largest sum is
+proposed. A draft may end where ``P`` falls below ``min_probability``. It is a function of the text, so any draft length
+is exact. By default it does not end early: a round verifies a block of one size, so a shorter draft saves nothing.
+Texts of other requests, which the paper's second tree holds, are ignored: otherwise a row would depend on its
+neighbours.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from eagle3_jax.types import Draft, SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Suffix(TextDrafter):
-    """Continues the matches of all suffixes by majority; has no parameters and needs no training.
+    """Continues the matches of all suffixes by majority. It has no parameters and needs no training.
 
     Attributes:
-        num_speculative_tokens: ``K``; the default length for one row when left out.
-        max_suffix: Longest suffix tried.
-        max_matches: How many matches are counted, the longest and of those the latest.
-        min_probability: A draft ends where fewer of the matches agree with it than this share.
+        num_speculative_tokens: ``K``, tokens of a draft. Default: the default length for one row.
+        max_suffix: Longest suffix tried, in tokens.
+        max_matches: Maximum number of matches that are counted: the longest, and of equally long ones the latest.
+        min_probability: Share of the matches that must agree with a draft; the draft ends where fewer do.
     """
 
     max_suffix: int = 24
@@ -50,48 +51,51 @@ class Suffix(TextDrafter):
             raise ValueError(f"min_probability is {self.min_probability}; expected 0 to 1")
 
     def propose(self, params: Any, state: TextState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
-        """Walk ahead by majority; where a draft ends early, the rest is marked invalid."""
+        """Drafts by majority. If a draft ends early, its remaining nodes are invalid."""
         del params, keys, sampling
-        proposed, valid = jax.vmap(self._row)(state.tokens, state.length, state.matches(self.max_suffix))
+        run = state.count_matches(self.max_suffix)
+        proposed, valid = jax.vmap(self._draft_row)(state.tokens, state.length, run)
         node = jnp.broadcast_to(jnp.arange(self.num_nodes, dtype=jnp.int32), (state.length.shape[0], self.num_nodes))
-        return Draft(
-            tokens=jnp.concatenate([state.root, proposed], axis=1),
-            parents=node - 1,
-            valid=jnp.concatenate([jnp.ones_like(valid[:, :1]), valid], axis=1),
-        )
+        tokens = jnp.concatenate([state.root, proposed], axis=1)
+        parents = node - 1
+        valid = jnp.concatenate([jnp.ones_like(valid[:, :1]), valid], axis=1)
+        return Draft(tokens=tokens, parents=parents, valid=valid)
 
-    def _row(
+    def _draft_row(
         self, tokens: Int[Array, " S"], end: Int[Array, ""], run: Int[Array, " S"]
     ) -> tuple[Int[Array, " K"], Bool[Array, " K"]]:
-        """What one row proposes, and how much of it."""
+        """Returns the draft of one row, and which of its tokens are valid.
+
+        Args:
+            tokens: ``[S]``, the text.
+            end: Length of the text.
+            run: ``[S]``, from :meth:`TextState.count_matches`.
+        """
         capacity = tokens.shape[0]
         depth = self.num_speculative_tokens
-        # M suffixes, the longest first; C matches, the longest first and of those the latest.
+        # M suffixes, the longest first. C matches, the longest first, of equally long ones the latest.
         suffix = jnp.arange(self.max_suffix, 0, -1, dtype=jnp.int32)
-        best, at = lax.top_k(
-            jnp.where(run > 0, run * capacity + jnp.arange(capacity, dtype=jnp.int32), -1),
-            min(self.max_matches, capacity),
-        )
-        ahead = at[:, None] + 1 + jnp.arange(depth, dtype=jnp.int32)[None, :]
-        known = ahead < end
-        following = tokens[jnp.minimum(ahead, capacity - 1)]
-        agreeing = (run[at][None, :] >= suffix[:, None]) & (best >= 0)[None, :]
+        rank = jnp.where(run > 0, run * capacity + jnp.arange(capacity, dtype=jnp.int32), -1)
+        best, slot = lax.top_k(rank, min(self.max_matches, capacity))
+        following = slot[:, None] + 1 + jnp.arange(depth, dtype=jnp.int32)[None, :]
+        known = following < end
+        next_tokens = tokens[jnp.minimum(following, capacity - 1)]
+        agreeing = (run[slot][None, :] >= suffix[:, None]) & (best >= 0)[None, :]
         total = jnp.sum(agreeing, axis=1, dtype=jnp.float32)
         score = jnp.zeros(suffix.shape, jnp.float32)
-        going = total > 0
+        valid = total > 0
         drafted = []
-        ends = []
+        valid_by_depth = []
         for index in range(depth):
-            same = (
-                (following[:, None, index] == following[None, :, index]) & known[:, None, index] & known[None, :, index]
-            )
+            same = next_tokens[:, None, index] == next_tokens[None, :, index]
+            same = same & known[:, None, index] & known[None, :, index]
             count = jnp.where(agreeing, agreeing.astype(jnp.float32) @ same.astype(jnp.float32), 0.0)
-            chosen = jnp.argmax(count, axis=1)  # the first of equals: the longest match, then the latest
+            chosen = jnp.argmax(count, axis=1)  # the first of equal counts: the longest match, then the latest
             share = jnp.max(count, axis=1) / jnp.maximum(total, 1.0)
-            going &= (share > 0) & (share >= self.min_probability)
-            score += jnp.where(going, share, 0.0)
-            drafted.append(following[chosen, index])
-            ends.append(going)
+            valid &= (share > 0) & (share >= self.min_probability)
+            score += jnp.where(valid, share, 0.0)
+            drafted.append(next_tokens[chosen, index])
+            valid_by_depth.append(valid)
             agreeing &= same[chosen]
-        longest = jnp.argmax(jnp.round(score, 4))  # of sums that are equal but for rounding, the longest suffix's
-        return jnp.stack(drafted, axis=1)[longest], jnp.stack(ends, axis=1)[longest]
+        winner = jnp.argmax(jnp.round(score, 4))  # of sums that are equal up to rounding, that of the longest suffix
+        return jnp.stack(drafted, axis=1)[winner], jnp.stack(valid_by_depth, axis=1)[winner]

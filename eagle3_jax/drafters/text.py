@@ -1,4 +1,4 @@
-"""Drafters that look at the text so far and at nothing else: they have no weights and read no features."""
+"""The base of drafters that read only the text so far: they have no weights and read no features."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ from eagle3_jax.types import DraftSampling, Observation
 
 
 class TextState(struct.PyTreeNode, kw_only=True):
-    """Every token so far, the root included."""
+    """All tokens so far, the root included."""
 
-    tokens: Int[Array, "B S"]  #: ``[B S]``.
-    length: Int[Array, " B"]  #: ``[B]``.
+    tokens: Int[Array, "B S"]  #: ``[B S]``, token ids.
+    length: Int[Array, " B"]  #: ``[B]``, number of tokens.
 
-    def matches(self, most: int) -> Int[Array, "B S"]:
-        """How many tokens up to and including each slot equal those up to and including the last one, ``most`` at most.
+    def count_matches(self, most: int) -> Int[Array, "B S"]:
+        """Counts for each slot how many tokens up to it equal the last tokens of the text, up to ``most``.
 
-        Zero at the last token itself and behind it.
+        The count is zero at the last token itself and after it.
         """
         end = self.length[:, None]
         slot = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None, :]
         run = jnp.zeros(self.tokens.shape, jnp.int32)
         unbroken = slot < end - 1
         for back in range(most):
-            suffix = jnp.take_along_axis(self.tokens, jnp.maximum(end - 1 - back, 0), axis=1)
-            here = jnp.roll(self.tokens, back, axis=1)
-            unbroken &= (here == suffix) & (slot >= back) & (end - 1 >= back)
+            last = jnp.take_along_axis(self.tokens, jnp.maximum(end - 1 - back, 0), axis=1)
+            shifted = jnp.roll(self.tokens, back, axis=1)
+            unbroken &= (shifted == last) & (slot >= back) & (end - 1 >= back)
             run += unbroken.astype(jnp.int32)
         return run
 
     @property
     def root(self) -> Int[Array, "B 1"]:
-        """The last token known."""
-        return jnp.take_along_axis(self.tokens, jnp.maximum(self.length[:, None] - 1, 0), axis=1)
+        """``[B 1]``, the last known token."""
+        last = jnp.maximum(self.length[:, None] - 1, 0)
+        return jnp.take_along_axis(self.tokens, last, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class TextDrafter:
-    """A :class:`~eagle3_jax.types.Drafter` but for ``propose``. What it drafts is a chain, a function of the text."""
+    """A :class:`~eagle3_jax.types.Drafter` without ``propose``. Its drafts are chains, and functions of the text."""
 
-    #: ``K``; the default length for one row when left out.
+    #: ``K``, tokens of a draft. Default: the default length for one row.
     num_speculative_tokens: int = dataclasses.field(default_factory=default_draft_length)
     aux_layers = ()
     is_chain = True
@@ -66,10 +67,10 @@ class TextDrafter:
         return self.num_speculative_tokens
 
     def with_topology(self, topology: Topology | None, draft_sampling: DraftSampling | str | None) -> TextDrafter:
-        """With another number of tokens.
+        """Returns the drafter with another number of tokens.
 
         Raises:
-            ValueError: A tree was asked for, or tokens that are drawn.
+            ValueError: ``topology`` is a tree, or ``draft_sampling`` is probabilistic.
         """
         name = type(self).__name__
         if draft_sampling is not None and DraftSampling(draft_sampling) is DraftSampling.PROBABILISTIC:
@@ -86,7 +87,7 @@ class TextDrafter:
         return TextState(tokens=jnp.zeros((batch, capacity), jnp.int32), length=jnp.zeros((batch,), jnp.int32))
 
     def observe(self, params: Any, state: TextState, seen: Observation) -> TextState:
-        """Append the committed tokens. The last one known is the root, so new tokens start where it stands."""
+        """Appends the committed tokens. The last known token is the root, so the first new token replaces it."""
         del params
         capacity = state.tokens.shape[1]
         fed = seen.tokens.shape[1]
@@ -94,10 +95,9 @@ class TextDrafter:
         step = jnp.arange(fed + 1, dtype=jnp.int32)[None, :]
         new = jnp.concatenate([seen.tokens, seen.next_token[:, None]], axis=1)
         new = jnp.where(step == seen.length[:, None], seen.next_token[:, None], new)
-        kept = (step <= seen.length[:, None]) & (seen.length[:, None] > 0)
-        slots = jnp.where(kept, start[:, None] + step, capacity)
+        is_new = (step <= seen.length[:, None]) & (seen.length[:, None] > 0)
+        slots = jnp.where(is_new, start[:, None] + step, capacity)
         append = jax.vmap(lambda tokens, slots, new: tokens.at[slots].set(new, mode="drop"))
-        return TextState(
-            tokens=append(state.tokens, slots, new),
-            length=jnp.where(seen.length > 0, start + seen.length + 1, state.length),
-        )
+        tokens = append(state.tokens, slots, new)
+        length = jnp.where(seen.length > 0, start + seen.length + 1, state.length)
+        return TextState(tokens=tokens, length=length)

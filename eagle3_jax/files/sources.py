@@ -1,4 +1,4 @@
-"""Places of checkpoints: the package itself, a local directory, a published model by its short name, or the hub."""
+"""Finds checkpoints: in the package, in a local directory, by the short name of a published model, or on the hub."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ FETCHED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors"
 
 
 def bundled(part: str) -> Path:
-    """Path of what ships with the package: ``target``, ``eagle3``, or the name of a published model, for its head."""
+    """Returns the path of a bundled checkpoint: ``target``, ``eagle3``, or a published model's name for its head."""
     return Path(str(resources.files("eagle3_jax") / "assets" / part))
 
 
 def within(directory: Path) -> Path:
-    """The path that is read for a directory: its GGUF file where it holds no other weights, and otherwise itself.
+    """Returns the path to read for a directory: its GGUF file if it has no other weights, else the directory.
 
     Raises:
-        ValueError: It holds several GGUF files.
+        ValueError: It has several GGUF files, or cannot be read.
     """
     try:
         names = {path.name for path in directory.iterdir()}
@@ -39,38 +39,38 @@ def within(directory: Path) -> Path:
 
 
 def locate(source: str | Path | None, part: str, fetched: tuple[str, ...] = FETCHED) -> Path:
-    """The local directory, or GGUF file, of a source. ``None`` is the shipped ``part``.
+    """Returns the local directory or GGUF file of a source; for ``None``, the bundled ``part``.
 
-    A published model and a hub id are downloaded once; the head of a published model ships with the package.
+    Published models and hub ids are downloaded once. The heads of published models are bundled.
 
     Args:
         source: Directory, GGUF file, short name of :data:`~eagle3_jax.files.published.PUBLISHED`, or hub id.
         part: ``target`` or ``eagle3``.
-        fetched: The files of a hub id that are needed.
+        fetched: Patterns of the files to download for a hub id.
 
     Raises:
-        ValueError: There is no such directory or file.
+        ValueError: There is no such directory or file, or the download failed.
     """
     if source is None:
         return bundled(part)
-    given = str(source)
+    text = str(source)
     path = Path(source)
     try:
         exists = path.exists()
-        is_directory = bool(given) and path.is_dir()
+        is_directory = bool(text) and path.is_dir()
     except (OSError, ValueError) as error:  # too long, not permitted, a NUL
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{given[:80]!r} is no directory that can be read ({reason})") from None
+        raise ValueError(f"{text[:80]!r} is no directory that can be read ({reason})") from None
     if is_directory:
         return within(path)
     if path.suffix == ".gguf":
         if not exists:
-            raise ValueError(f"{given[:200]} does not exist; give the path of a GGUF file")
+            raise ValueError(f"{text[:200]} does not exist; give the path of a GGUF file")
         return path
-    if given in PUBLISHED and not exists:
-        return fetch_published(given) if part == "target" else bundled(given)
-    if not given or exists or given.count("/") != 1 or given.startswith((".", "/", "~")):
-        name = given[:200] or "an empty name"
+    if text in PUBLISHED and not exists:
+        return fetch_published(text) if part == "target" else bundled(text)
+    if not text or exists or text.count("/") != 1 or text.startswith((".", "/", "~")):
+        name = text[:200] or "an empty name"
         raise ValueError(
             f"{name} is not a directory; give a checkpoint directory, a GGUF file, a hub id "
             f"such as org/name, or {' or '.join(PUBLISHED)}"
@@ -82,7 +82,7 @@ def locate(source: str | Path | None, part: str, fetched: tuple[str, ...] = FETC
             f"{source} is no local directory, and hub ids need huggingface_hub: pip install 'eagle3-jax[hub]'"
         ) from None
     try:
-        return Path(snapshot_download(given, allow_patterns=list(fetched)))
+        return Path(snapshot_download(text, allow_patterns=list(fetched)))
     except Exception as error:  # the hub's errors have no common type that is public
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{source} is no local directory and could not be downloaded: {reason}") from None
@@ -92,30 +92,30 @@ if TYPE_CHECKING:
     from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
     from eagle3_jax.types import Drafter
 
-#: How each is written: its name, or ``name=E`` with a whole number.
+#: The form of each named drafter: its name, or ``name=E`` with a whole number.
 NAMED = {"ngram": "ngram", "suffix": "suffix", "layer-skip": "layer-skip=E", "none": "none"}
 FORMS = ", ".join(map(repr, NAMED.values()))
 
 
-#: In front of a head: n-grams of at least two tokens where the text has them, else the head.
+#: Prefix of a head: n-grams of at least two tokens draft if the text has a match, else the head.
 LOOKUP_FIRST = "ngram+"
 
 
 def is_named(source: str | None) -> bool:
-    """Whether a source is one of these names, with a number or without."""
+    """Returns whether a source is a named drafter, with a number or without."""
     return (source or "").partition("=")[0] in NAMED
 
 
 def without_lookup(source: str) -> str:
-    """The head of ``ngram+HEAD``; any other source is its own."""
+    """Returns the head of ``ngram+HEAD``, and any other source unchanged."""
     return source.removeprefix(LOOKUP_FIRST)
 
 
 def named_drafter(source: str, target: LoadedTarget) -> LoadedDrafter | Drafter[Any] | None:
-    """The drafter of a name for which :func:`is_named` is true; ``None`` for plain decoding.
+    """Returns the drafter with a name, for which :func:`is_named` is true; ``None`` for plain decoding.
 
     Raises:
-        ValueError: A number is missing, malformed, unsuitable for the target, or given where none is taken.
+        ValueError: The number is missing, malformed or unsuitable for the target, or the name takes no number.
     """
     from eagle3_jax.drafters.draft_model import layer_skip
     from eagle3_jax.drafters.ngram import NGram
@@ -128,7 +128,7 @@ def named_drafter(source: str, target: LoadedTarget) -> LoadedDrafter | Drafter[
 
 
 def parts_of(source: str) -> tuple[str, int]:
-    """The name and the number of a source, 0 where it takes none."""
+    """Returns the name and the number of a source; the number is 0 if the name takes none."""
     name, sign, number = source.partition("=")
     form = NAMED[name]
     takes = form != name

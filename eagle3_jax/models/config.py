@@ -1,18 +1,28 @@
-"""Frozen, hashable descriptions of targets and draft heads, from which every shape follows. They need no JAX."""
+"""Frozen, hashable descriptions of targets and draft heads. Every shape follows from them; they need no JAX."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, Literal
 
-# Sizes and positions are 32-bit on the device, and sums of a few of them must stay so.
+# Sizes and positions are 32-bit on the device, and sums of a few of them must fit as well.
 MOST = 1_000_000_000
-# A config.json that says more would fill the memory before anything can contradict it.
+# A config.json with more layers would fill the memory before any other check could refuse it.
 MOST_LAYERS = 10_000
 
 
 def check_range(config: Any, least: int | float, most: int | float, *names: str) -> None:
-    """Refuses fields outside a range, NaN included; ``None`` means that there is no such number."""
+    """Checks that fields are within a range; ``None`` is always allowed.
+
+    Args:
+        config: A dataclass.
+        least: Smallest allowed value.
+        most: Largest allowed value.
+        names: Names of its fields.
+
+    Raises:
+        ValueError: A field is outside the range, or NaN.
+    """
     for name in names:
         value = getattr(config, name)
         if value is not None and not least <= value <= most:
@@ -20,9 +30,14 @@ def check_range(config: Any, least: int | float, most: int | float, *names: str)
 
 
 def check_sizes(config: Any, *names: str) -> None:
-    """Refuses sizes below 1 or above ``MOST``; ``None`` means that there is no such size."""
+    """Checks that the fields ``names`` are from 1 to ``MOST``; ``None`` is always allowed.
+
+    Raises:
+        ValueError: A field is outside this range.
+    """
     for name in names:
-        if (value := getattr(config, name)) is not None and value < 1:
+        value = getattr(config, name)
+        if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; expected a positive whole number")
     check_range(config, 1, MOST, *names)
 
@@ -30,8 +45,8 @@ def check_sizes(config: Any, *names: str) -> None:
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 # The statistics and weights of a norm of queries and keys. per-head: statistics of each head, one weight vector for all
-# heads (Qwen3); own-weights: statistics of each head, and weights for each head (Cohere); whole: statistics of all
-# heads together, and weights for each head (OLMo-2).
+# heads (Qwen3). own-weights: statistics of each head, weights for each head (Cohere). whole: statistics of all heads
+# together, weights for each head (OLMo-2).
 QKNorm = Literal["per-head", "own-weights", "whole"]
 
 
@@ -41,25 +56,25 @@ class RopeConfig:
 
     theta: float = 10_000.0  #: Base of the geometric progression of wavelengths.
     #: ``default``, ``linear`` (position interpolation), ``llama3``, ``yarn`` (Peng et al., 2023) or ``longrope`` (Ding
-    #: et al., 2024), of which texts up to ``original_max_positions`` are computed.
+    #: et al., 2024). With ``longrope``, only texts of up to ``original_max_positions`` tokens are computed.
     type: RopeType = "default"
-    factor: float = 1.0  #: How many times the context is extended.
+    factor: float = 1.0  #: Factor by which the context is extended.
     #: Context length before the extension (``llama3``, ``yarn`` and ``longrope``).
     original_max_positions: int | None = None
     low_freq_factor: float = 1.0  #: ``llama3``: wavelengths above ``original / low_freq_factor`` are fully stretched.
-    high_freq_factor: float = 4.0  #: ``llama3``: wavelengths below ``original / high_freq_factor`` are left alone.
-    beta_fast: float = 32.0  #: ``yarn``: rotations within the context above which a dimension is left alone.
-    beta_slow: float = 1.0  #: ``yarn``: rotations below which a dimension is fully interpolated.
+    high_freq_factor: float = 4.0  #: ``llama3``: wavelengths below ``original / high_freq_factor`` do not change.
+    beta_fast: float = 32.0  #: ``yarn``: a dimension with more rotations than this in the context does not change.
+    beta_slow: float = 1.0  #: ``yarn``: a dimension with fewer rotations than this is fully interpolated.
     #: ``yarn``, ``longrope``: scale of cosine and sine; ``None`` derives it from ``factor``.
     attention_factor: float | None = None
     mscale: float | None = None  #: ``yarn``: numerator exponent of the derived attention factor (DeepSeek's variant).
     mscale_all_dim: float | None = None  #: ``yarn``: denominator exponent of the derived attention factor.
     truncate: bool = True  #: ``yarn``: whether the correction range is rounded outwards to whole dimensions.
-    partial: float = 1.0  #: Share of a head's channels that rotate, the first ones; the others pass as they are.
-    interleaved: bool = False  #: Whether neighbours ``2i, 2i+1`` are a pair, instead of ``i, i + dim/2``.
-    #: ``longrope``: how many times the wavelength of each channel pair is stretched.
+    partial: float = 1.0  #: Share of a head's channels that rotate, the first ones; the others do not change.
+    interleaved: bool = False  #: Whether channels ``2i`` and ``2i+1`` are a pair, instead of ``i`` and ``i + dim/2``.
+    #: ``longrope``: factor of the wavelength of each channel pair.
     short_factor: tuple[float, ...] = ()
-    #: ``longrope``: the same for texts that are longer than ``original_max_positions``.
+    #: ``longrope``: the same factors for texts that are longer than ``original_max_positions``.
     long_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -84,17 +99,17 @@ class RopeConfig:
             raise ValueError("rope type 'yarn' needs a theta above 1; its logarithm divides")
         if self.type == "longrope" and self.original_max_positions == 1:
             raise ValueError("rope type 'longrope' needs original_max_positions above 1; their logarithm divides")
-        if not all(1e-6 <= one <= 1e6 for one in (*self.short_factor, *self.long_factor)):
+        if not all(1e-6 <= factor <= 1e6 for factor in (*self.short_factor, *self.long_factor)):
             raise ValueError("short_factor or long_factor has a number outside 1e-06 to 1e+06")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryScaling:
-    """Queries grow with their position: after rotation times ``1 + beta * ln(1 + floor((p + offset) / floor))``."""
+    """A factor of rotated queries that grows with position ``p``: ``1 + beta * ln(1 + (p + offset) // floor)``."""
 
-    floor: int  #: Positions that share a factor.
-    beta: float  #: How fast the factor grows.
-    offset: int = 0  #: Added to the position: 1 where the first position counts as the first (Llama 4).
+    floor: int  #: Number of neighbouring positions that share a factor.
+    beta: float  #: Growth of the factor.
+    offset: int = 0  #: Added to the position: 1 if positions count from 1 (Llama 4), else 0.
 
     def __post_init__(self) -> None:
         check_range(self, 1, MOST, "floor")
@@ -110,23 +125,23 @@ class GroupedQuery:
     num_kv_heads: int  #: ``C``, key and value heads; divides ``num_heads``.
     head_dim: int  #: ``H``; independent of ``width // num_heads``.
     rope: RopeConfig | None = RopeConfig()  #: Rotary embedding; ``None`` for none.
-    window: int | None = None  #: Tokens that each one sees, itself included; ``None`` for all before it.
-    qkv_bias: bool = False  #: Whether the q, k and v projections carry a bias.
-    o_bias: bool = False  #: Whether the output projection carries one.
+    window: int | None = None  #: Tokens that a token attends to, itself included; ``None`` for all before it.
+    qkv_bias: bool = False  #: Whether the q, k and v projections have a bias.
+    o_bias: bool = False  #: Whether the output projection has a bias.
     qk_norm: bool = False  #: Whether queries and keys are normalised before rotation, by the model's kind of norm.
-    #: Queries that grow with their position (Ministral 3, Llama 4); ``None`` for none.
+    #: Growth of queries with their position (Ministral 3, Llama 4); ``None`` for none.
     query_scaling: QueryScaling | None = None
-    #: Length of a chunk of positions; a token sees the earlier tokens of its own chunk. ``None``: no chunks.
+    #: Length of a chunk of positions; a token attends to the earlier tokens of its chunk. ``None``: no chunks.
     chunk: int | None = None
     #: Whether queries and keys are divided by their root mean square *after* rotation (Llama 4).
     qk_l2_norm: bool = False
-    sinks: bool = False  #: Whether each head has one more logit in its softmax, which no value belongs to (gpt-oss).
-    #: Whether the queries' projection gives a gate of their shape too, whose sigmoid multiplies what is attended
-    #: (Qwen3-Next).
+    sinks: bool = False  #: Whether each head has one more logit in its softmax, without a value (gpt-oss).
+    #: Whether the projection of the queries also gives a gate of their shape. Its sigmoid multiplies the output of
+    #: attention (Qwen3-Next).
     output_gate: bool = False
-    softcap: float | None = None  #: Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); ``None`` for none.
-    scale: float | None = None  #: Of the scores; ``H ** -0.5`` when ``None``.
-    qk_norm_kind: QKNorm = "per-head"  #: What such a norm covers.
+    softcap: float | None = None  #: Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); ``None`` for no cap.
+    scale: float | None = None  #: Factor of the scores; ``H ** -0.5`` when ``None``.
+    qk_norm_kind: QKNorm = "per-head"  #: Statistics and weights of the norm of queries and keys.
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_heads", "num_kv_heads")
@@ -161,21 +176,21 @@ class GroupedQuery:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv 2405.04434): keys and values are read off one latent."""
+    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv 2405.04434): keys and values are linear in one latent."""
 
-    num_heads: int  #: Heads.
-    q_rank: int | None  #: Width of the queries' latent; ``None`` where queries are projected directly.
-    #: ``r``, width of the latent that keys and values share; what the cache holds of a token beside ``rope_dim``
-    #: channels of a rotated key that all heads share.
+    num_heads: int  #: Number of heads.
+    q_rank: int | None  #: Width of the queries' latent; ``None`` if queries are projected directly.
+    #: ``r``, width of the latent that keys and values share. The cache holds it and the ``rope_dim`` channels of a
+    #: rotated key that all heads share.
     kv_rank: int
     nope_dim: int  #: Channels of a head's query and key that do not rotate.
-    rope_dim: int  #: Channels that do.
+    rope_dim: int  #: ``dr``, channels of a head's query and key that rotate.
     value_dim: int  #: Channels of a head's value.
-    rope: RopeConfig = RopeConfig(interleaved=True)  #: Of the rotated channels.
-    scale: float | None = None  #: Of the scores; ``(nope_dim + rope_dim) ** -0.5`` when ``None``.
-    bias: bool = False  #: Whether the projections to the latents and the output carry a bias.
+    rope: RopeConfig = RopeConfig(interleaved=True)  #: Rotary embedding of the ``rope_dim`` channels.
+    scale: float | None = None  #: Factor of the scores; ``(nope_dim + rope_dim) ** -0.5`` when ``None``.
+    bias: bool = False  #: Whether the projections to the latents and the output have a bias.
     #: Number of keys that the index of the published model chooses. Texts of at most this length need no index; longer
-    #: ones are refused. ``None``: the model has no index.
+    #: texts are refused. ``None``: the model has no index.
     index_topk: int | None = None
 
     def __post_init__(self) -> None:
@@ -186,19 +201,19 @@ class Latent:
 
     @property
     def channels(self) -> int:
-        """``r + dr``, what the cache holds of a token."""
+        """``r + dr``, channels of a token in the cache."""
         return self.kv_rank + self.rope_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedDelta:
-    """A gated delta net (Yang et al., 2024, arXiv 2412.06464) behind a short causal convolution."""
+    """A gated delta net (Yang et al., 2024, arXiv 2412.06464) after a short causal convolution."""
 
     num_key_heads: int  #: Heads of queries and keys; divides ``num_value_heads``.
     num_value_heads: int  #: Heads of values, and of states.
     key_dim: int  #: ``dk``, channels of a query and a key.
     value_dim: int  #: ``dv``, channels of a value.
-    kernel: int = 4  #: Inputs that the convolution reads, the present one included.
+    kernel: int = 4  #: Inputs that the convolution reads, the current one included.
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_key_heads", "num_value_heads", "key_dim", "value_dim")
@@ -224,7 +239,7 @@ class GatedMLP:
     """A gated MLP (Shazeer, 2020), by default a SwiGLU."""
 
     width: int  #: Its inner width.
-    bias: bool = False  #: Whether its projections carry a bias.
+    bias: bool = False  #: Whether its projections have a bias.
     activation: Activation = "silu"  #: Activation of the gate.
 
     def __post_init__(self) -> None:
@@ -232,29 +247,30 @@ class GatedMLP:
             raise ValueError(f"mlp width is {str(self.width)[:40]}; expected a whole number from 1 to {MOST:g}")
 
 
-# What a router makes of its logits. softmax: of all experts, then the k largest. sigmoid: of each; a correction is
-# added to choose k, by groups first, and does not enter the weights. softmax-of-chosen: of the k largest logits.
-# sigmoid-of-input: of the k largest logits, and it multiplies what goes into the expert, not what comes out.
+# How a router turns logits into experts and weights. softmax: over all experts, then the k largest. sigmoid: of each
+# logit; a correction is added to choose groups and then k experts, and does not enter the weights. softmax-of-chosen:
+# over the k largest logits. sigmoid-of-input: of the k largest logits; it multiplies the input of an expert instead of
+# its output.
 Router = Literal["softmax", "sigmoid", "softmax-of-chosen", "sigmoid-of-input"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts: every token goes through some of many small gated MLPs."""
+    """A mixture of experts: a router chooses ``k`` of ``E`` small gated MLPs for every token."""
 
-    num_experts: int  #: ``E``.
-    per_token: int  #: ``k``, experts that a token goes through.
+    num_experts: int  #: ``E``, number of experts.
+    per_token: int  #: ``k``, number of experts per token.
     width: int  #: Inner width of an expert.
     router: Router  #: How the experts of a token and their weights follow from its logits.
-    normalise: bool = True  #: Whether the weights of the chosen are divided by their sum (``softmax``, ``sigmoid``).
-    scaling: float = 1.0  #: What the weights are multiplied with after that.
-    groups: int = 1  #: Runs of neighbouring experts that are chosen first (``sigmoid``).
-    kept_groups: int = 1  #: How many of them stay.
-    shared_width: int = 0  #: Inner width of the MLP that every token goes through beside; 0 for none.
-    shared_gate: bool = False  #: Whether that MLP's output is multiplied with the sigmoid of one number per token.
-    bias: bool = False  #: Whether router and experts carry biases.
+    normalise: bool = True  #: Whether the weights of a token are divided by their sum (``softmax``, ``sigmoid``).
+    scaling: float = 1.0  #: Factor of the weights after that.
+    groups: int = 1  #: Groups of neighbouring experts; whole groups are chosen first (``sigmoid``).
+    kept_groups: int = 1  #: Number of groups that are chosen.
+    shared_width: int = 0  #: Inner width of an additional MLP that every token goes through; 0 for none.
+    shared_gate: bool = False  #: Whether the sigmoid of one number per token multiplies that MLP's output.
+    bias: bool = False  #: Whether router and experts have biases.
     #: Clamped gates (gpt-oss): ``(up + 1) * gate * sigmoid(1.702 * gate)`` with ``gate <= limit`` and
-    #: ``|up| <= limit``; ``silu(gate) * up`` when ``None``.
+    #: ``|up| <= limit``. With ``None``, ``silu(gate) * up``.
     limit: float | None = None
 
     def __post_init__(self) -> None:
@@ -282,13 +298,14 @@ class Experts:
 Mixer = GroupedQuery | Latent | GatedDelta
 MLP = GatedMLP | Experts
 
-# How a norm multiplies y = x / sqrt(mean(x²) + eps) by its weight w. plain: w · y in the type of x; float32: w · y
-# before the cast to it; zero-centred: (1 + w) · y before the cast; layer: float32 after the mean of x is subtracted, a
-# LayerNorm without bias.
+# How a norm multiplies y = x / sqrt(mean(x²) + eps) by its weight w. plain: w · y in the type of x. float32: w · y
+# before the cast to that type. zero-centred: (1 + w) · y before the cast. layer: the mean of x is subtracted first,
+# then as float32; it is a LayerNorm without bias.
 NormKind = Literal["plain", "float32", "zero-centred", "layer"]
 
-# Places of a block's norms. before: of the inputs of mixer and MLP (Llama); after: of their outputs, before these are
-# added (OLMo-2); around: of both (Gemma 2). parallel: one norm, whose output mixer and MLP both read (Cohere).
+# Which tensors of a block are normalised. before: the inputs of mixer and MLP (Llama). after: their outputs, before the
+# residual sum (OLMo-2). around: inputs and outputs (Gemma 2). parallel: one norm, whose output is the input of both
+# mixer and MLP (Cohere).
 NormPlaces = Literal["before", "after", "around", "parallel"]
 
 
@@ -296,9 +313,9 @@ NormPlaces = Literal["before", "after", "around", "parallel"]
 class LayerConfig:
     """A residual block, by default with norms before mixer and MLP."""
 
-    mixer: Mixer  #: What carries information between positions.
-    mlp: MLP  #: What works on each position alone.
-    norms: NormPlaces = "before"  #: Places of its norms.
+    mixer: Mixer  #: The part that moves information between positions.
+    mlp: MLP  #: The part that treats every position separately.
+    norms: NormPlaces = "before"  #: Which tensors are normalised.
     #: Factor of the outputs of mixer and MLP before they are added to the residual stream (Granite).
     residual_scale: float = 1.0
 
@@ -307,10 +324,10 @@ class LayerConfig:
 
 
 def uniform(num_layers: int, mixer: Mixer, mlp: MLP) -> tuple[LayerConfig, ...]:
-    """``num_layers`` equal layers.
+    """Returns ``num_layers`` equal layers.
 
     Raises:
-        ValueError: There are none, or more than any model has.
+        ValueError: ``num_layers`` is not from 1 to ``MOST_LAYERS``.
     """
     if not 1 <= num_layers <= MOST_LAYERS:
         raise ValueError(f"num_layers is {str(num_layers)[:40]}; expected a whole number from 1 to {MOST_LAYERS}")
@@ -318,17 +335,18 @@ def uniform(num_layers: int, mixer: Mixer, mlp: MLP) -> tuple[LayerConfig, ...]:
 
 
 def with_window(layer: LayerConfig, window: int | None) -> LayerConfig:
-    """A layer whose tokens see the last ``window`` positions, their own included; all of them when ``None``."""
-    return dataclasses.replace(layer, mixer=dataclasses.replace(grouped(layer), window=window))
+    """Returns the layer with attention to the last ``window`` positions, a token's own included; ``None`` for all."""
+    mixer = dataclasses.replace(grouped(layer), window=window)
+    return dataclasses.replace(layer, mixer=mixer)
 
 
 def grouped(layer: LayerConfig) -> GroupedQuery:
-    """The mixer of a layer of grouped-query attention; a ``ValueError`` for a layer of another kind."""
+    """Returns the mixer of a layer of grouped-query attention; raises ``ValueError`` for other layers."""
     return _as(layer.mixer, GroupedQuery, "grouped-query attention")
 
 
 def gated(layer: LayerConfig) -> GatedMLP:
-    """The MLP of a layer that has a dense one; a ``ValueError`` for a layer of another kind."""
+    """Returns the dense MLP of a layer; raises ``ValueError`` for other layers."""
     return _as(layer.mlp, GatedMLP, "a dense MLP")
 
 
@@ -343,17 +361,17 @@ class DecoderConfig:
     """A decoder, described layer by layer."""
 
     vocab_size: int  #: ``V``.
-    width: int  #: ``D``, the residual stream.
-    layers: tuple[LayerConfig, ...]  #: ``L`` blocks, the first one first.
+    width: int  #: ``D``, width of the residual stream.
+    layers: tuple[LayerConfig, ...]  #: ``L`` blocks, in order.
     max_positions: int = 2048  #: Longest sequence that the model was built for.
     norm_eps: float = 1e-6  #: Added to the mean square in RMSNorm.
     tie_embeddings: bool = False  #: Whether the output projection is the transposed embedding.
     norm_kind: NormKind = "plain"  #: How every norm of the model multiplies by its weight.
-    #: Factor of the embedding where it enters the residual stream. Draft heads that borrow the embedding read it
+    #: Factor of the embedding at the start of the residual stream. Draft heads that borrow the embedding read it
     #: without the factor, as in vLLM and SGLang.
     embedding_scale: float = 1.0
     logit_scale: float = 1.0  #: Factor of the logits.
-    #: Logits become ``softcap * tanh(logit / softcap)`` (Gemma 2); ``None`` for none.
+    #: Logits become ``softcap * tanh(logit / softcap)`` (Gemma 2); ``None`` for no cap.
     logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
@@ -372,18 +390,18 @@ class Eagle3Config:
 
     Attributes:
         vocab_size: ``V``, the target's.
-        width: ``D``, the head's own residual stream.
-        layers: The head's layers, mostly one; the first reads the token embedding beside the features, ``2D`` wide.
-            Each may have a window: a head that is trained on short texts and sees everything falls off on long ones.
-        draft_vocab_size: ``W``, how many target tokens the head can propose.
+        width: ``D``, width of the head's residual stream.
+        layers: The head's layers, mostly one. The input of the first is the token embedding and the features, joined
+            to ``2D``. A layer may have a window: without one, a head trained on short texts drafts worse on long ones.
+        draft_vocab_size: ``W``, number of target tokens that the head can propose.
         target_width: Width of the target's features.
         aux_layers: ``A`` target layers whose entering residual stream is fused, ascending.
         max_positions: Longest sequence that the head was built for.
         norm_eps: Added to the mean square in RMSNorm.
-        norm_before_residual: The residual stream starts from the normalised fused features (speculators heads).
-        norm_output: The output is fed back after the final norm (EAGLE-3.1) instead of before it.
-        fc_norm: Each feature chunk is normalised before fusion (EAGLE-3.1).
-        norm_before_fc: The concatenated features are normalised before fusion.
+        norm_before_residual: Whether the residual stream starts from the normalised fused features (speculators heads).
+        norm_output: Whether the output is fed back after the final norm (EAGLE-3.1) instead of before it.
+        fc_norm: Whether each feature chunk is normalised before fusion (EAGLE-3.1).
+        norm_before_fc: Whether the concatenated features are normalised before fusion.
     """
 
     vocab_size: int
@@ -407,12 +425,12 @@ class Eagle3Config:
 
     @property
     def num_layers(self) -> int:
-        """The head's own layers."""
+        """Number of layers of the head."""
         return len(self.layers)
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """The official choice ``2, L//2, L-3``.
+    """Returns the layers of the official code, ``2, L//2, L-3``.
 
     Raises:
         ValueError: The target is too shallow for three distinct layers.
@@ -427,22 +445,25 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 def usual_layers(target: DecoderConfig, mlp_width: int | None = None, count: int = 1) -> tuple[LayerConfig, ...]:
-    """What most published heads are made of: plain layers of the target's geometry, their rotary base 10,000.
+    """Returns layers as most published heads have them: the target's sizes, and rotary base 10,000.
 
-    A target without plain attention, or without a dense MLP, lends what comes nearest: heads of 128 channels (or one
-    head), and an MLP of four widths.
+    If the target has no grouped-query attention, the heads have 128 channels, or there is one head. If it has no dense
+    MLP, the inner width is four times its width.
 
     Args:
-        target: What it drafts for.
-        mlp_width: Inner width of their MLPs; the target's when left out.
+        target: The target.
+        mlp_width: Inner width of the MLPs. Default: that of the target.
         count: Number of layers.
     """
     width = target.width
-    mixer = next((layer.mixer for layer in target.layers if isinstance(layer.mixer, GroupedQuery)), None)
-    if mixer is None:
+    mixers = [layer.mixer for layer in target.layers if isinstance(layer.mixer, GroupedQuery)]
+    mlps = [layer.mlp for layer in target.layers if isinstance(layer.mlp, GatedMLP)]
+    if mixers:
+        mixer = mixers[0]
+    else:
         heads = width // 128 if width % 128 == 0 else 1
         mixer = GroupedQuery(num_heads=heads, num_kv_heads=heads, head_dim=width // heads)
-    mlp = next((layer.mlp for layer in target.layers if isinstance(layer.mlp, GatedMLP)), GatedMLP(width=4 * width))
+    mlp = mlps[0] if mlps else GatedMLP(width=4 * width)
     plain = GroupedQuery(num_heads=mixer.num_heads, num_kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim)
     return uniform(count, plain, GatedMLP(width=mlp_width or mlp.width))
 
@@ -454,13 +475,13 @@ def usual_head(
     mlp_width: int | None = None,
     aux_layers: tuple[int, ...] | None = None,
 ) -> Eagle3Config:
-    """The head that most published ones are: one plain layer of the target's geometry and its default features.
+    """Returns the configuration of most published heads: one layer of the target's sizes, and its default features.
 
     Args:
-        target: What it drafts for.
-        draft_vocab_size: ``W``; 32,000, or all that the target has, when left out.
-        mlp_width: Inner width of its MLP; the target's when left out.
-        aux_layers: Which features it reads; the default ones when left out.
+        target: The target.
+        draft_vocab_size: ``W``. Default: 32,000, or the target's vocabulary if that is smaller.
+        mlp_width: Inner width of the MLP. Default: that of the target.
+        aux_layers: Target layers whose features the head reads. Default: :func:`default_aux_layers`.
 
     Raises:
         ValueError: ``aux_layers`` is left out and the target has fewer than 8 layers.
@@ -478,7 +499,11 @@ def usual_head(
 
 
 def check_drafting(config: Any) -> None:
-    """Refuses a draft vocabulary larger than the target's, and auxiliary layers out of order."""
+    """Checks ``draft_vocab_size`` and ``aux_layers``.
+
+    Raises:
+        ValueError: The draft vocabulary is larger than the target's, or the layers are not in ascending order.
+    """
     if not 1 <= config.draft_vocab_size <= config.vocab_size:
         raise ValueError(
             f"draft_vocab_size is {config.draft_vocab_size}; expected 1 to the target's {config.vocab_size}"
@@ -489,7 +514,11 @@ def check_drafting(config: Any) -> None:
 
 
 def check_head(config: Any) -> None:
-    """:func:`check_stack`, and refuses a first layer with other norms than those before its parts or with a factor."""
+    """Checks the layers of a draft head.
+
+    Raises:
+        ValueError: As :func:`check_stack`; or the first layer has norms other than ``before``, or a residual factor.
+    """
     check_stack(config)
     first = config.layers[0] if config.layers else None
     if first is not None and (first.norms, first.residual_scale) != ("before", 1.0):
@@ -500,7 +529,11 @@ def check_head(config: Any) -> None:
 
 
 def check_stack(config: Any) -> None:
-    """Refuses a stack of layers with a size below 1 or a ``norm_eps`` out of range."""
+    """Checks the sizes and ``norm_eps`` of a stack of layers.
+
+    Raises:
+        ValueError: A size is below 1, or ``norm_eps`` is out of range.
+    """
     check_sizes(config, "vocab_size", "width", "num_layers", "max_positions")
     # Below, it is zero in float32, and a row of zeros becomes NaN.
     check_range(config, 1e-37, 1.0, "norm_eps")

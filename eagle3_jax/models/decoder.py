@@ -1,4 +1,4 @@
-"""The target transformer: one decoder of layers of every kind, for prefill, verification and training."""
+"""The target transformer: one decoder for all kinds of layers, for prefill, verification and training."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ MLPS: dict[type, Callable[..., nnx.Module]] = {GatedMLP: SwiGLU, Experts: Expert
 class Block(nnx.Module):
     """Residual block, by default ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
 
-    Its :data:`~eagle3_jax.models.config.NormPlaces` say which of the four norms it has, and whether the MLP reads what
-    attention reads. Without ``input_norm`` attention reads ``x`` itself.
+    :data:`~eagle3_jax.models.config.NormPlaces` decides which of the four norms it has, and whether MLP and attention
+    have the same input. Without ``input_norm`` the input of attention is ``x`` itself.
     """
 
     def __init__(
@@ -70,28 +70,31 @@ class Block(nnx.Module):
     ):
         norms: dict[str, Any] = {"norm_eps": norm_eps, "norm_kind": norm_kind}
         options: dict[str, Any] = {"precision": precision, "rngs": rngs}
-        places = config.norms
-        norm = lambda *have: RMSNorm(width, norm_eps, norm_kind) if places in have else None
+        norm = lambda *kinds: RMSNorm(width, norm_eps, norm_kind) if config.norms in kinds else None
         self.attention_norm = norm("before", "around", "parallel") if input_norm else None
         self.attention = MIXERS[type(config.mixer)](config.mixer, d_in=width, width=width, **norms, **options)
         self.attention_post_norm = norm("after", "around")
         self.mlp_norm = norm("before", "around")
         self.mlp = MLPS[type(config.mlp)](width, config.mlp, **options)
         self.mlp_post_norm = norm("after", "around")
-        self.parallel = places == "parallel"
+        self.parallel = config.norms == "parallel"
         self.residual_scale = config.residual_scale
 
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], memory: Memory | RecurrentMemory
     ) -> tuple[Float[Array, "B T D"], Any]:
-        read = _normed(self.attention_norm, x)
-        attended, kept = self.attention(read, positions, memory)
-        between = x + scaled(_normed(self.attention_post_norm, attended), self.residual_scale)
-        read = read if self.parallel else _normed(self.mlp_norm, between)
-        return between + scaled(_normed(self.mlp_post_norm, self.mlp(read)), self.residual_scale), kept
+        """Returns the residual stream after the block, and the layer's entry of ``TargetOutput.written``."""
+        normalised = _normalise(self.attention_norm, x)
+        attended, written = self.attention(normalised, positions, memory)
+        attended = _normalise(self.attention_post_norm, attended)
+        between = x + scaled(attended, self.residual_scale)
+        mlp_input = normalised if self.parallel else _normalise(self.mlp_norm, between)
+        mlp_output = _normalise(self.mlp_post_norm, self.mlp(mlp_input))
+        return between + scaled(mlp_output, self.residual_scale), written
 
 
-def _normed(norm: RMSNorm | None, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+def _normalise(norm: RMSNorm | None, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Returns ``norm(x)``, or ``x`` without a norm."""
     return x if norm is None else norm(x)
 
 
@@ -103,7 +106,7 @@ class Decoder(nnx.Module):
         self.precision = precision
         shape = (config.vocab_size, config.width)
         vocab = Axis(VOCAB, config.vocab_size)
-        # Divided, a table takes an all-reduce for every lookup: it is where it is the output matrix as well.
+        # Every lookup in a divided table needs an all-reduce, so it is divided only if it is the output matrix as well.
         axes = (vocab, None) if config.tie_embeddings else ()
         table = jax.random.normal(rngs.params(), shape, jnp.float32) * 0.02
         self.embedding = nnx.Param(table, axes=axes, product=OUTPUT if config.tie_embeddings else "")
@@ -124,22 +127,24 @@ class Decoder(nnx.Module):
         memories: Sequence[Memory | RecurrentMemory],
         aux_layers: tuple[int, ...],
     ) -> TargetOutput:
+        """Runs the layers; see :class:`eagle3_jax.types.TargetModel`. ``memories`` has an entry for each layer."""
         x = embed(self.embedding[...], tokens, self.precision)
         if self.config.embedding_scale != 1.0:
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as in the PyTorch models
-        entering = [x]
+        streams = [x]
         written = []
         for block, memory in zip(self.blocks, memories, strict=True):
-            x, kept = call_cached(block, x, positions, memory)
-            entering.append(x)
-            written.append(kept)
+            x, layer_written = call_cached(block, x, positions, memory)
+            streams.append(x)
+            written.append(layer_written)
         final = self.norm(x)
-        streams = [*entering, final]
+        streams.append(final)
         empty = jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype)
         features = jnp.stack([streams[layer] for layer in aux_layers], axis=2) if aux_layers else empty
         return TargetOutput(final=final, features=features, written=tuple(written))
 
     def unembed(self, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        """Returns logits in float32, scaled and capped as the configuration has it."""
         cap = self.config.logit_softcap
         if self.config.tie_embeddings:
             logits = product_by_table(final, self.embedding[...], self.precision)
@@ -151,32 +156,38 @@ class Decoder(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class DecoderTarget:
-    """A :class:`TargetModel` over :class:`Decoder`: hashable, so it is a static argument of the compiled loop."""
+    """The :class:`~eagle3_jax.types.TargetModel` of a :class:`Decoder`.
+
+    It is hashable, because it is a static argument of the compiled loop.
+    """
 
     config: DecoderConfig
     precision: Precision = FLOAT32
 
     def __post_init__(self) -> None:
-        # A description of many layers is hashed once here and not at every call of a compiled function.
+        # A configuration of many layers is hashed once here, instead of at every call of a compiled function.
         object.__setattr__(self, "_hash", hash((self.config, self.precision)))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
 
     def init(self, key: jax.Array) -> Params:
-        """Random parameters, for tests and training."""
+        """Returns random float32 parameters, for tests and training."""
         return init_params(Decoder, self.config, self.precision, key)
 
     def param_shapes(self) -> Params:
-        """Shapes of every parameter, as a nested dictionary."""
+        """Returns the ``jax.ShapeDtypeStruct`` of every parameter, as a nested dictionary."""
         return param_shapes(Decoder, self.config, self.precision)
 
     def param_axes(self) -> Params:
-        """The :data:`~eagle3_jax.devices.sharding.Axes` of every parameter, in the same nesting."""
+        """Returns the :data:`~eagle3_jax.devices.sharding.Axes` of every parameter, in the same nesting."""
         return param_axes(Decoder, self.config, self.precision)
 
     def param_products(self) -> Params:
-        """Which parameters are kernels that may be in eight bits (``eagle3_jax.models.quantised``)."""
+        """Returns for every parameter the kind of kernel that it is, if it may be in eight bits.
+
+        See :func:`eagle3_jax.models.functional.param_products`.
+        """
         return param_products(Decoder, self.config, self.precision)
 
     @property
@@ -185,7 +196,7 @@ class DecoderTarget:
         return self.config.vocab_size
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """An empty cache of ``capacity`` slots per row."""
+        """Returns an empty cache of ``capacity`` slots per row."""
         dtype = self.precision.activations
         return empty_cache(self.config.layers, batch=batch, capacity=capacity, dtype=dtype)
 
@@ -199,25 +210,34 @@ class DecoderTarget:
         aux_layers: tuple[int, ...] = (),
         length: Int[Array, " B"] | None = None,
     ) -> TargetOutput:
-        """See :class:`eagle3_jax.types.TargetModel`; ``tokens`` may be the last ``T`` of a block (:func:`memories`)."""
+        """Runs a block; see :class:`eagle3_jax.types.TargetModel`.
+
+        ``tokens`` may be the last ``T`` of the ``M`` tokens of a block; see
+        :func:`~eagle3_jax.models.memory.memories`.
+
+        Raises:
+            ValueError: ``aux_layers`` names a layer that the target does not have.
+        """
         layers = self.config.num_layers
         if not all(0 <= layer <= layers + 1 for layer in aux_layers):
             raise ValueError(
-                f"features of the layers {aux_layers} were asked for; this target of {layers} layers has 0 to "
-                f"{layers} (what leaves the last one) and {layers + 1} (after the final norm)"
+                f"aux_layers is {aux_layers}; expected 0 to {layers} (the output of the last of {layers} layers), or "
+                f"{layers + 1} (after the final norm)"
             )
         per_layer = memories(self.config.layers, mask, positions, cache, length)
         if positions.shape != tokens.shape:
             positions = positions[:, positions.shape[1] - tokens.shape[1] :]
-        return bind(Decoder, self.config, self.precision, params)(tokens, positions, per_layer, aux_layers)
+        decoder = bind(Decoder, self.config, self.precision, params)
+        return decoder(tokens, positions, per_layer, aux_layers)
 
     def unembed(self, params: Params, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """Logits in float32 from final-norm outputs."""
+        """Returns logits in float32 for outputs of the final norm."""
         return bind(Decoder, self.config, self.precision, params).unembed(final)
 
     def tables(self, params: Params) -> EmbeddingTables:
-        """What draft heads without an embedding, or without an output matrix, of their own borrow.
+        """Returns the matrices that draft heads borrow if they have no embedding or no output matrix.
 
-        The matrices alone: heads apply neither the factor of the embedding nor factor and cap of the logits.
+        Heads apply neither the factor of the embedding nor the factor and cap of the logits.
         """
-        return EmbeddingTables(params["embedding"], None if self.config.tie_embeddings else params["head"]["kernel"])
+        output = None if self.config.tie_embeddings else params["head"]["kernel"]
+        return EmbeddingTables(params["embedding"], output)

@@ -1,4 +1,4 @@
-"""The gated delta net: a recurrent layer behind a short causal convolution, for texts and for draft trees."""
+"""The gated delta net: a recurrent layer after a short causal convolution, for texts and for draft trees."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from eagle3_jax.devices.sharding import HEADS, Axis
 from eagle3_jax.models.config import GatedDelta, NormKind
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, keep_fused, matmul_precision
 from eagle3_jax.models.memory import RecurrentMemory
-from eagle3_jax.models.recurrent import Recurrent, Updates, at_least_two, folded
+from eagle3_jax.models.recurrent import Recurrent, Updates, at_least_two, update_state
 
-CHUNK = 64  # tokens of a text that are solved for at once
-_EPS = 1e-6  # of the unit length of queries and keys, in every published model
+CHUNK = 64  # tokens of a text in one triangular system
+_EPS = 1e-6  # added to the squared length of queries and keys, in every published model
 
 
 class Heads(NamedTuple):
-    """What the delta rule reads of tokens, in float32."""
+    """Queries, keys and values of the delta rule, in float32."""
 
     queries: Float[Array, "*any Hk dk"]  #: ``[... Hk dk]``, of length ``dk ** -0.5``.
     keys: Float[Array, "*any Hk dk"]  #: ``[... Hk dk]``, of length 1.
@@ -31,16 +31,17 @@ class Heads(NamedTuple):
 class GatedDeltaNet(nnx.Module):
     """A gated delta net (Yang et al., 2024, arXiv 2412.06464).
 
-    Each value head has a state ``S`` of ``dk × dv``, from which a token's key first takes what it stood for:
+    Each value head has a state ``S`` of ``dk × dv``. A token first subtracts the value that the decayed state has for
+    its key, then adds its own:
 
         ``S_t = α_t S_(t-1) + k_t (β_t (v_t - α_t S_(t-1)ᵀ k_t))ᵀ``, ``o_t = S_tᵀ q_t``
 
-    with ``α_t = exp(-exp(a_log) softplus(a_t + dt_bias))`` and ``β_t = sigmoid(b_t)``. Queries, keys and values pass a
-    depthwise causal convolution and SiLU; what is read is normalised, and gated by ``silu(z)`` after that.
+    with ``α_t = exp(-exp(a_log) softplus(a_t + dt_bias))`` and ``β_t = sigmoid(b_t)``. Queries, keys and values go
+    through a depthwise causal convolution and SiLU. The output ``o`` is normalised, then multiplied by ``silu(z)``.
 
-    ``q``, ``k``, ``v`` and ``z`` are one product, its columns by key head: ``[Hk, dk + dk + r dv + r dv]``. So are
-    ``b`` and ``a``, ``[Hk, r + r]``, and the channels of the convolution, ``[Hk, dk + dk + r dv]``: whatever divides
-    the key heads over devices divides all of it, and the states.
+    ``q``, ``k``, ``v`` and ``z`` are one product with columns by key head, ``[Hk, dk + dk + r dv + r dv]``. ``b`` and
+    ``a`` are another, ``[Hk, r + r]``. The channels of the convolution are ``[Hk, dk + dk + r dv]``. So a mesh that
+    divides the key heads divides all of them, and the states.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class GatedDeltaNet(nnx.Module):
         precision: Precision,
         rngs: nnx.Rngs,
     ):
-        del norm_kind  # of the model's other norms; this one's weight is never centred at zero
+        del norm_kind  # that of the model's other norms; the weight of this norm is never centred at zero
         keys = config.num_key_heads * config.key_dim
         values = config.num_value_heads * config.value_dim
         axis = Axis(HEADS, config.num_key_heads)
@@ -62,9 +63,8 @@ class GatedDeltaNet(nnx.Module):
         self.qkvz = Linear(d_in, 2 * keys + 2 * values, axes=(None, axis), **options)
         self.ba = Linear(d_in, 2 * config.num_value_heads, axes=(None, axis), product="", **options)
         shape = (config.kernel, 1, 2 * keys + values)
-        self.convolution = nnx.Param(
-            jax.random.normal(rngs.params(), shape, jnp.float32) * config.kernel**-0.5, axes=(None, None, axis)
-        )
+        taps = jax.random.normal(rngs.params(), shape, jnp.float32) * config.kernel**-0.5
+        self.convolution = nnx.Param(taps, axes=(None, None, axis))
         rates = jax.random.uniform(rngs.params(), (config.num_value_heads,), jnp.float32, 0.01, 16.0)
         self.a_log = nnx.Param(jnp.log(rates), axes=(axis,))
         self.dt_bias = nnx.Param(jnp.ones((config.num_value_heads,), jnp.float32), axes=(axis,))
@@ -75,7 +75,10 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], memory: RecurrentMemory
     ) -> tuple[Float[Array, "B T D"], Updates | Recurrent]:
-        """What the block reads, and what its cache takes: what each node does to a state, or the state after a text."""
+        """Returns the layer's output ``[B T D]`` and the value for its cache.
+
+        That value is the update of the state by each node, or for a text, the state after its last token.
+        """
         del positions
         config = self.config
         rows = x.shape[:2]
@@ -86,33 +89,33 @@ class GatedDeltaNet(nnx.Module):
         ba = keep_fused(self.ba(x)).reshape(*rows, config.num_key_heads, 2, config.group)
         betas, logs = self._rates(ba)
         if memory.layer is None:
-            read, kept = self._text(inputs, betas, logs, jnp.broadcast_to(memory.real, rows))
+            out, written = self._text(inputs, betas, logs, jnp.broadcast_to(memory.real, rows))
         else:
             parents = jnp.broadcast_to(memory.parents, rows)
-            read, kept = self._block(inputs, betas, jnp.exp(logs), parents, memory.layer)
-        read = self.norm(read.astype(x.dtype))
-        gated = read.astype(jnp.float32) * jax.nn.silu(gate.reshape(read.shape).astype(jnp.float32))
-        return self.o(gated.astype(x.dtype).reshape(*rows, -1)), kept
+            out, written = self._block(inputs, betas, jnp.exp(logs), parents, memory.layer)
+        out = self.norm(out.astype(x.dtype)).astype(jnp.float32)
+        gated = out * jax.nn.silu(gate.reshape(out.shape).astype(jnp.float32))
+        return self.o(gated.astype(x.dtype).reshape(*rows, -1)), written
 
     def _rates(self, ba: Float[Array, "B T Hk 2 r"]) -> tuple[Float[Array, "B T Hk r"], Float[Array, "B T Hk r"]]:
-        """``β`` and ``log α``, in float32."""
-        of_head = lambda one: one[...].astype(jnp.float32).reshape(1, 1, self.config.num_key_heads, -1)
-        rate = jax.nn.softplus(ba[..., 1, :].astype(jnp.float32) + of_head(self.dt_bias))
-        return jax.nn.sigmoid(ba[..., 0, :]).astype(jnp.float32), -jnp.exp(of_head(self.a_log)) * rate
+        """Returns ``β`` and ``log α``, in float32."""
+        by_key_head = lambda leaf: leaf[...].astype(jnp.float32).reshape(1, 1, self.config.num_key_heads, -1)
+        rate = jax.nn.softplus(ba[..., 1, :].astype(jnp.float32) + by_key_head(self.dt_bias))
+        beta = jax.nn.sigmoid(ba[..., 0, :]).astype(jnp.float32)
+        return beta, -jnp.exp(by_key_head(self.a_log)) * rate
 
     def _heads(self, taps: list[Float[Array, "*any Hk c"]]) -> Heads:
-        """Queries, keys and values from the inputs that the convolution reads, the oldest first."""
+        """Returns queries, keys and values for the inputs that the convolution reads, the oldest first."""
         config = self.config
         weights = self.convolution[...].astype(jnp.float32).reshape(config.kernel, config.num_key_heads, -1)
         weights = [lax.broadcast_to_rank(weight, taps[0].ndim) for weight in weights]
         mixed = sum(tap.astype(jnp.float32) * weight for tap, weight in zip(taps, weights, strict=True))
         mixed = jax.nn.silu(mixed.astype(taps[0].dtype)).astype(jnp.float32)  # type: ignore[union-attr]
         queries, keys, values = jnp.split(mixed, [config.key_dim, 2 * config.key_dim], axis=-1)
-        return Heads(
-            _unit(queries) * config.key_dim**-0.5,
-            _unit(keys),
-            values.reshape(*values.shape[:-1], config.group, config.value_dim),
-        )
+        queries = _unit(queries) * config.key_dim**-0.5
+        keys = _unit(keys)
+        values = values.reshape(*values.shape[:-1], config.group, config.value_dim)
+        return Heads(queries, keys, values)
 
     def _block(
         self,
@@ -122,34 +125,39 @@ class GatedDeltaNet(nnx.Module):
         parents: Int[Array, "B T"],
         start: Recurrent,
     ) -> tuple[Float[Array, "B T Hk r dv"], Updates]:
-        """A tree behind a state, node by node: each begins at the state and the window of its parent.
+        """Runs a tree after the state ``start``, node by node. A node begins at the state and window of its parent.
 
-        Everything that a node computes is inside the step, where its shapes do not depend on the block's size: a node
-        of a tree has the sums of a token alone.
+        All computations of a node are inside the scan, where shapes do not depend on the size of the block. So a node
+        of a tree is computed with the same sums as a single token.
+
+        Returns:
+            Outputs ``[B T Hk r dv]``, and the update of the state by each node.
         """
         size = inputs.shape[1]
         steps = at_least_two(tuple(jnp.moveaxis(leaf, 1, 0) for leaf in (inputs, betas, decays, parents)))
         count = steps[0].shape[0]
-        windows, states = (_room(leaf, count) for leaf in (start.window, start.grouped))
+        windows = _with_slots(start.window, count)
+        states = _with_slots(start.grouped, count)
 
-        def step(carry: tuple[Array, Array], one: tuple[Array, ...]) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+        def step(carry: tuple[Array, Array], node: tuple[Array, ...]) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
             windows, states = carry
-            index, new, beta, decay, parent = one
-            window = jnp.concatenate([_of(windows, parent), new[:, :, None].astype(windows.dtype)], axis=2)
+            index, new, beta, decay, parent = node
+            parent_window = _read_slot(windows, parent)
+            window = jnp.concatenate([parent_window, new[:, :, None].astype(windows.dtype)], axis=2)
             heads = self._heads([window[:, :, tap] for tap in range(self.config.kernel)])
-            state = _of(states, parent)
+            state = _read_slot(states, parent)
             known = jnp.sum(state * decay[..., None, None] * heads.keys[:, :, None, :, None], axis=-2)
             delta = (heads.values - known) * beta[..., None]
-            state = folded(state, heads.keys, delta, decay)
-            read = jnp.sum(state * heads.queries[:, :, None, :, None], axis=-2)
+            state = update_state(state, heads.keys, delta, decay)
+            out = jnp.sum(state * heads.queries[:, :, None, :, None], axis=-2)
             windows = lax.dynamic_update_index_in_dim(windows, window[:, :, 1:], index + 1, axis=1)
             states = lax.dynamic_update_index_in_dim(states, state, index + 1, axis=1)
-            return (windows, states), (read, heads.keys, delta)
+            return (windows, states), (out, heads.keys, delta)
 
         nodes = jnp.arange(count, dtype=jnp.int32)
-        _, found = lax.scan(step, (windows, states), (nodes, *steps))
-        read, keys, deltas = (jnp.moveaxis(leaf[:size], 0, 1) for leaf in found)
-        return read, Updates(keys, deltas, decays, inputs)
+        _, by_node = lax.scan(step, (windows, states), (nodes, *steps))
+        out, keys, deltas = (jnp.moveaxis(leaf[:size], 0, 1) for leaf in by_node)
+        return out, Updates(keys, deltas, decays, inputs)
 
     def _text(
         self,
@@ -158,99 +166,121 @@ class GatedDeltaNet(nnx.Module):
         logs: Float[Array, "B T Hk r"],
         real: Bool[Array, "B T"],
     ) -> tuple[Float[Array, "B T Hk r dv"], Recurrent]:
-        """A text from its first token on, chunk by chunk, and the state after its last real token.
+        """Runs a text from its first token on, chunk by chunk.
 
-        Padding decays nothing and adds nothing. Real tokens stand side by side.
+        The real tokens of a row are next to each other. Padding neither decays a state nor adds to it.
+
+        Returns:
+            Outputs ``[B T Hk r dv]``, and the state after the last real token.
         """
         taps = self.config.kernel - 1
         size = inputs.shape[1]
         inputs = jnp.where(real[..., None, None], inputs, 0)
-        behind = jnp.pad(inputs, ((0, 0), (taps, 0), (0, 0), (0, 0)))
-        heads = self._heads([behind[:, tap : tap + size] for tap in range(taps + 1)])
+        padded = jnp.pad(inputs, ((0, 0), (taps, 0), (0, 0), (0, 0)))
+        heads = self._heads([padded[:, tap : tap + size] for tap in range(taps + 1)])
         betas, logs = (jnp.where(real[..., None, None], leaf, 0.0) for leaf in (betas, logs))
-        read, state = chunked(heads, betas, logs)
+        out, state = run_chunks(heads, betas, logs)
         end = jnp.max(jnp.where(real, jnp.arange(1, size + 1, dtype=jnp.int32), 0), axis=1)
-        window = jax.vmap(lambda run, end: lax.dynamic_slice_in_dim(run, end, taps, axis=0))(behind, end)
+        last_inputs = lambda run, end: lax.dynamic_slice_in_dim(run, end, taps, axis=0)
+        window = jax.vmap(last_inputs)(padded, end)
         batch, _, _, *matrix = state.shape
-        return read, Recurrent(state=state.reshape(batch, -1, *matrix), window=jnp.moveaxis(window, 1, 2))
+        return out, Recurrent(state=state.reshape(batch, -1, *matrix), window=jnp.moveaxis(window, 1, 2))
 
 
-def chunked(
+def run_chunks(
     heads: Heads, betas: Float[Array, "B T Hk r"], logs: Float[Array, "B T Hk r"]
 ) -> tuple[Float[Array, "B T Hk r dv"], Float[Array, "B Hk r dk dv"]]:
-    """The gated delta rule over a text, from a state of zeros: what is read of every token, and the last state.
+    """Computes the gated delta rule over a text, from a state of zeros.
 
-    Within a chunk the deltas ``u`` solve a triangular system, ``u_i = β_i (v_i - α_1..α_i S_0ᵀ k_i -
-    Σ_(j<i) α_(j+1)..α_i (k_i · k_j) u_j)``; from chunk to chunk goes one state. The sums of a token alone up to
-    rounding, in ``T / CHUNK`` dependent steps.
+    Within a chunk the deltas ``u`` solve a triangular system,
+
+        ``u_i = β_i (v_i - α_1..α_i S_0ᵀ k_i - Σ_(j<i) α_(j+1)..α_i (k_i · k_j) u_j)``
+
+    and one state goes from chunk to chunk. The result equals that of single tokens up to rounding, and takes
+    ``T / CHUNK`` dependent steps.
 
     Args:
         heads: ``[B T ...]``.
-        betas: ``β``; 0 adds nothing to the state.
-        logs: ``log α``; 0 decays nothing.
+        betas: ``[B T Hk r]``, ``β``; 0 adds nothing to the state.
+        logs: ``[B T Hk r]``, ``log α``; 0 decays nothing.
+
+    Returns:
+        The output of every token, and the last state.
     """
     size = betas.shape[1]
     length = min(CHUNK, size)
 
     def cut(leaf: Array) -> Array:
+        """Returns ``[chunks B length ...]`` for ``[B T ...]``, padded with zeros."""
         padded = jnp.pad(leaf, ((0, 0), (0, -size % length), *[(0, 0)] * (leaf.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(leaf.shape[0], -1, length, *leaf.shape[2:]), 1, 0)
+        chunks = padded.reshape(leaf.shape[0], -1, length, *leaf.shape[2:])
+        return jnp.moveaxis(chunks, 1, 0)
 
     precision = matmul_precision(jnp.float32)
-    einsum = lambda pattern, *of: jnp.einsum(pattern, *of, precision=precision)
+    einsum = lambda pattern, *operands: jnp.einsum(pattern, *operands, precision=precision)
+    by_head = lambda leaf: jnp.moveaxis(leaf, 2, 4)  # [chunks B Hk r length ...]
     queries, keys, values, betas, logs = map(cut, (*heads, betas, logs))  # [chunks B length Hk ...]
-    since = jnp.cumsum(logs, axis=2)  # log of what is left at a token of the state before the chunk
+    # The log of α_1..α_i: the share of the state before the chunk that remains at token i.
+    since = jnp.cumsum(logs, axis=2)
     before = jnp.tril(jnp.ones((length, length), jnp.bool_))
     gaps = jnp.moveaxis(since[:, :, :, None] - since[:, :, None], (2, 3), (4, 5))  # [chunks B Hk r length length]
-    left = jnp.where(before, jnp.exp(jnp.where(before, gaps, 0.0)), 0.0)
-    alike = einsum("nbihk,nbjhk->nbhij", keys, keys)[:, :, :, None] * left * jnp.moveaxis(betas, 2, 4)[..., None]
-    mixing = einsum("nbihk,nbjhk->nbhij", queries, keys)[:, :, :, None] * left
-    # Of the right-hand side, what does not depend on the state before the chunk, and what multiplies it.
-    of_values = jnp.moveaxis(values * betas[..., None], 2, 4)
-    of_state = jnp.moveaxis(keys[:, :, :, :, None] * (betas * jnp.exp(since))[..., None], 2, 4)
-    solved = _solved(alike, jnp.concatenate([of_values, of_state], axis=-1))
-    first = solved[..., : values.shape[-1]]
-    of_state = solved[..., values.shape[-1] :]
-    total = jnp.moveaxis(since[:, :, -1:], 2, 4)  # [chunks B Hk r 1]
-    rest = jnp.exp(total - jnp.moveaxis(since, 2, 4))  # what is left of a token at the end of its chunk
+    decay = jnp.where(before, jnp.exp(jnp.where(before, gaps, 0.0)), 0.0)  # α_(j+1)..α_i
+    products = einsum("nbihk,nbjhk->nbhij", keys, keys)[:, :, :, None]
+    system = products * decay * by_head(betas)[..., None]
+    mixing = einsum("nbihk,nbjhk->nbhij", queries, keys)[:, :, :, None] * decay
+    # The right-hand side is a term without S_0 and a factor of S_0. Both are solved for at once.
+    constant = by_head(values * betas[..., None])
+    state_factor = by_head(keys[:, :, :, :, None] * (betas * jnp.exp(since))[..., None])
+    solved = _solve(system, jnp.concatenate([constant, state_factor], axis=-1))
+    constant = solved[..., : values.shape[-1]]
+    state_factor = solved[..., values.shape[-1] :]
+    total = by_head(since[:, :, -1:])  # [chunks B Hk r 1]
+    until_end = jnp.exp(total - by_head(since))  # α_(i+1)..α_length
 
-    def step(state: Array, one: tuple[Array, ...]) -> tuple[Array, Array]:
-        queries, keys, mixing, first, of_state, since, rest, total = one
-        deltas = first - einsum("bhrik,bhrkv->bhriv", of_state, state)
-        read = einsum("bihk,bhrkv->bhriv", queries, state) * jnp.exp(since)[..., None]
-        read = read + einsum("bhrij,bhrjv->bhriv", mixing, deltas)
-        added = einsum("bihk,bhriv->bhrkv", keys, deltas * rest[..., None])
-        return state * jnp.exp(total)[..., None] + added, read
+    def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+        queries, keys, mixing, constant, state_factor, since, until_end, total = chunk
+        deltas = constant - einsum("bhrik,bhrkv->bhriv", state_factor, state)
+        out = einsum("bihk,bhrkv->bhriv", queries, state) * jnp.exp(since)[..., None]
+        out = out + einsum("bhrij,bhrjv->bhriv", mixing, deltas)
+        added = einsum("bihk,bhriv->bhrkv", keys, deltas * until_end[..., None])
+        return state * jnp.exp(total)[..., None] + added, out
 
-    state = jnp.zeros((*first.shape[1:4], keys.shape[-1], first.shape[-1]), jnp.float32)
-    steps = (queries, keys, mixing, first, of_state, jnp.moveaxis(since, 2, 4), rest, total)
-    state, read = lax.scan(step, state, steps)
-    read = jnp.moveaxis(read, (0, 4), (1, 2))  # [B chunks length Hk r dv]
-    return read.reshape(read.shape[0], -1, *read.shape[3:])[:, :size], state
+    state = jnp.zeros((*constant.shape[1:4], keys.shape[-1], constant.shape[-1]), jnp.float32)
+    steps = (queries, keys, mixing, constant, state_factor, by_head(since), until_end, total)
+    state, out = lax.scan(step, state, steps)
+    out = jnp.moveaxis(out, (0, 4), (1, 2))  # [B chunks length Hk r dv]
+    padded_out = out.reshape(out.shape[0], -1, *out.shape[3:])
+    return padded_out[:, :size], state
 
 
-def _solved(alike: Float[Array, "*any L L"], right: Float[Array, "*any L M"]) -> Float[Array, "*any L M"]:
-    """``(1 + strictly lower part of alike)⁻¹ right``, row after row: products alone, which a mesh divides by heads."""
+def _solve(system: Float[Array, "*any L L"], right: Float[Array, "*any L M"]) -> Float[Array, "*any L M"]:
+    """Returns ``(1 + strictly lower part of system)⁻¹ right``.
 
-    def step(found: Array, one: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        index, row, wanted = one  # rows that are not found yet are zeros
-        new = wanted - jnp.einsum("...j,...jm->...m", row, found, precision=matmul_precision(jnp.float32))
-        return lax.dynamic_update_index_in_dim(found, new, index, axis=-2), None
+    It computes row after row by products, which a mesh can divide by heads.
+    """
+    precision = matmul_precision(jnp.float32)
 
-    rows = (jnp.arange(right.shape[-2], dtype=jnp.int32), jnp.moveaxis(alike, -2, 0), jnp.moveaxis(right, -2, 0))
+    def step(solution: Array, equation: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        index, row, right_side = equation  # rows of the solution that are not computed yet are zeros
+        new = right_side - jnp.einsum("...j,...jm->...m", row, solution, precision=precision)
+        return lax.dynamic_update_index_in_dim(solution, new, index, axis=-2), None
+
+    indices = jnp.arange(right.shape[-2], dtype=jnp.int32)
+    rows = (indices, jnp.moveaxis(system, -2, 0), jnp.moveaxis(right, -2, 0))
     return lax.scan(step, jnp.zeros_like(right), rows)[0]
 
 
 def _unit(x: Float[Array, "*any dk"]) -> Float[Array, "*any dk"]:
+    """Returns ``x / sqrt(Σ x² + eps)``."""
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPS)
 
 
-def _room(leaf: Array, count: int) -> Array:
-    """``[B 1 + count ...]``: the committed one, and room for one of each node."""
+def _with_slots(leaf: Array, count: int) -> Array:
+    """Returns ``[B 1 + count ...]``: the committed value in slot 0, and an empty slot for each node."""
     return jnp.pad(leaf[:, None], ((0, 0), (0, count), *[(0, 0)] * (leaf.ndim - 1)))
 
 
-def _of(leaves: Array, parent: Int[Array, " B"]) -> Array:
-    """Each row's entry of a node, -1 the committed one."""
-    of_row = lambda leaf, parent: lax.dynamic_index_in_dim(leaf, parent + 1, axis=0, keepdims=False)
-    return jax.vmap(of_row)(leaves, parent)
+def _read_slot(slots: Array, node: Int[Array, " B"]) -> Array:
+    """Returns each row's value of a node; node -1 is the committed value."""
+    read = lambda row, node: lax.dynamic_index_in_dim(row, node + 1, axis=0, keepdims=False)
+    return jax.vmap(read)(slots, node)

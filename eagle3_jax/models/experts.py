@@ -1,4 +1,4 @@
-"""A mixture of experts as a layer: its router, many small gated MLPs, and one that every token goes through."""
+"""A mixture of experts as a layer: a router, many small gated MLPs, and optionally an MLP for every token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from eagle3_jax.models.routers import Routing, route, router_logits
 
 
 class ExpertMLP(nnx.Module):
-    """``Σ w_e · expert_e(x)`` over the chosen, and ``shared(x)``, whose output ``shared_gate`` may scale."""
+    """``Σ w_e · expert_e(x)`` over the chosen experts, plus ``shared(x)``, optionally scaled by ``shared_gate``."""
 
     def __init__(self, width: int, config: Experts, *, precision: Precision, rngs: nnx.Rngs):
         count = config.num_experts
@@ -49,20 +49,22 @@ class ExpertMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         if not on_a_mesh():
-            return self._share(x)
-        # Left to the partitioner, a loop over experts would gather the weights of all, and a choice the tokens of all.
+            return self._run_local(x)
+        # XLA's partitioner would gather the weights of all experts for a loop over them, and the tokens of all devices
+        # for a choice of experts. So every device runs its own experts here, and the results are added.
         graph, state = nnx.split(self)
 
-        def share(x: Array, state: Any) -> Array:
+        def run_share(x: Array, state: Any) -> Array:
             first = lax.axis_index(MODEL) * (self.config.num_experts // lax.axis_size(MODEL))
-            return lax.psum(nnx.merge(graph, state)._share(x, first), MODEL)
+            return lax.psum(nnx.merge(graph, state)._run_local(x, first), MODEL)
 
         rows = rows_spec(len(x))
-        parts = jax.tree.map(_spec, state, is_leaf=lambda one: isinstance(one, nnx.Variable))
-        return jax.shard_map(share, in_specs=(rows, parts), out_specs=rows, check_vma=False)(x, state)
+        parts = jax.tree.map(_spec, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+        run = jax.shard_map(run_share, in_specs=(rows, parts), out_specs=rows, check_vma=False)
+        return run(x, state)
 
-    def _share(self, x: Float[Array, "B T D"], first: Int[Array, ""] | int = 0) -> Float[Array, "B T D"]:
-        """What the experts that lie here add, of which the first is ``first``, and the columns of the shared MLP."""
+    def _run_local(self, x: Float[Array, "B T D"], first: Int[Array, ""] | int = 0) -> Float[Array, "B T D"]:
+        """Runs the experts and the columns of the shared MLP on this device; expert 0 here has the id ``first``."""
         config = self.config
         tokens = x.reshape(-1, x.shape[-1])
         bias = None if self.router.bias is None else self.router.bias[...]
@@ -70,20 +72,22 @@ class ExpertMLP(nnx.Module):
         routing = route(logits, self.correction[...] if config.router == "sigmoid" else None, config)
         biases = (self.gate_up_bias[...], self.down_bias[...]) if config.bias else (None, None)
         stack = Stack(self.gate_up[...], self.down[...], *biases)
-        here = Routing(routing.chosen - first, routing.weights)
-        out = mixture(tokens, here, stack, config, self.precision).reshape(x.shape)
+        local = Routing(routing.chosen - first, routing.weights)
+        out = mixture(tokens, local, stack, config, self.precision).reshape(x.shape)
         if not config.shared_width:
             return out
-        beside = self.shared(x)
-        return out + (beside * jax.nn.sigmoid(self.shared_gate(x)) if config.shared_gate else beside)
+        shared = self.shared(x)
+        if config.shared_gate:
+            shared = shared * jax.nn.sigmoid(self.shared_gate(x))
+        return out + shared
 
 
 def _spec(variable: nnx.Variable) -> Any:
-    """Where a parameter lies; of one in eight bits where each of its leaves does."""
+    """Returns the ``PartitionSpec`` of a parameter; for a kernel in eight bits, that of each of its leaves."""
     axes = variable.get_metadata().get("axes", ())
     value = variable[...]
     spec = PartitionSpec(*(None if axis is None else MODEL for axis in axes))
     if not isinstance(value, Fp8Kernel | Int8Kernel):
         return spec
-    places = value.divided(NamedSharding(jax.sharding.get_abstract_mesh(), spec))
-    return jax.tree.map(lambda place: place.spec, places)
+    shardings = value.divided(NamedSharding(jax.sharding.get_abstract_mesh(), spec))
+    return jax.tree.map(lambda sharding: sharding.spec, shardings)

@@ -1,12 +1,12 @@
 """Attention over a cache as one GPU kernel: it reads the slots up to the end of the block once and writes no scores.
 
 XLA computes the scores of all slots of the cache in float32, writes them to memory and reads them again. For long
-caches, large batches and large trees that is most of what a round moves. The kernel here is FlashAttention-2 split
-over the slots (flash decoding), written in Pallas, which compiles it by Triton.
+caches, large batches and large trees that is most of the memory traffic of a round. The kernel here is
+FlashAttention-2 split over the slots (flash decoding), written in Pallas, which compiles it with Triton.
 
-The number of a slot alone decides to which split and tile it belongs, and a tile that a query does not see changes no
-bit of its result. So the sums of a token are the same whether the tokens before it were committed earlier or precede
-it in its block, as they are with XLA's attention.
+Split and tile of a slot depend only on its number, and a tile without visible slots changes no bit of a query's
+result. So the sums of a token are the same whether the tokens before it were committed earlier or precede it in its
+block, as they are with XLA's attention.
 """
 
 from __future__ import annotations
@@ -30,50 +30,53 @@ from eagle3_jax.cache import KeyValue
 
 _TILE = 64  # slots that are multiplied at once
 _ROWS = 64  # most queries of a program
-_PROGRAMS = 256  # wanted: more than a GPU has multiprocessors (an H200: 132)
-_LONGEST = 128  # tokens of a block; longer ones are prompts
+_PROGRAMS = 256  # intended number of programs: more than a GPU has multiprocessors (132 on an H200)
+_LONGEST = 128  # most tokens of a block; longer blocks are prompts
 _VARIABLE = "EAGLE3_ATTENTION"
-_chosen: contextvars.ContextVar[bool | None] = contextvars.ContextVar("attention by the kernel", default=None)
+_override: contextvars.ContextVar[bool | None] = contextvars.ContextVar("attention by the kernel", default=None)
 
 
 @contextlib.contextmanager
 def enabled(use: bool) -> Iterator[None]:
-    """Trace with or without the kernel, whatever the device of this process is."""
-    token = _chosen.set(use)
+    """Traces with or without the kernel within a ``with`` statement, regardless of this process's device."""
+    token = _override.set(use)
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _override.reset(token)
 
 
 def is_enabled() -> bool:
-    """Whether attention is traced with the kernel: on NVIDIA GPUs of compute capability 8.0 and more.
+    """Returns whether attention is traced with the kernel: on NVIDIA GPUs of compute capability 8.0 and more.
 
-    The environment variable ``EAGLE3_ATTENTION=xla`` turns the kernel off, whatever :func:`enabled` says.
+    The environment variable ``EAGLE3_ATTENTION=xla`` turns the kernel off and takes precedence over :func:`enabled`.
 
     Raises:
         ValueError: The variable has another value.
     """
-    if asked := os.environ.get(_VARIABLE):
-        if asked != "xla":
-            raise ValueError(f"{_VARIABLE} is {asked!r}; expected xla, or no such variable for the default")
+    setting = os.environ.get(_VARIABLE)
+    if setting:
+        if setting != "xla":
+            raise ValueError(f"{_VARIABLE} is {setting!r}; expected xla, or no such variable for the default")
         return False
-    if (chosen := _chosen.get()) is not None:
-        return chosen
+    use = _override.get()
+    if use is not None:
+        return use
     device = jax.devices()[0]
     is_nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA")
     return is_nvidia and float(device.compute_capability) >= 8
 
 
 def is_supported(queries: Float[Array, "B T heads H"], kv: KeyValue) -> bool:
-    """Whether the kernel takes these arrays: bfloat16 on one device, blocks of few tokens, heads of 16 to 256."""
+    """Returns whether the kernel supports these arrays.
+
+    They must be bfloat16 on one device, with at most 128 tokens and heads of 16, 32, 64, 128 or 256 channels.
+    """
+    arrays = (queries, kv.keys, kv.values)
     sizes = (kv.keys.shape[-1], kv.values.shape[-1])
-    return (
-        all(one.dtype == jnp.bfloat16 for one in (queries, kv.keys, kv.values))
-        and queries.shape[1] <= _LONGEST
-        and all(16 <= size <= 256 and size.bit_count() == 1 for size in sizes)
-        and jax.sharding.get_abstract_mesh().empty
-    )
+    are_bfloat16 = all(array.dtype == jnp.bfloat16 for array in arrays)
+    fit = all(16 <= size <= 256 and size.bit_count() == 1 for size in sizes)
+    return are_bfloat16 and fit and queries.shape[1] <= _LONGEST and jax.sharding.get_abstract_mesh().empty
 
 
 def flash_attention(
@@ -88,19 +91,19 @@ def flash_attention(
     sinks: Float[Array, " heads"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T width"]:
-    """Grouped-query attention over the committed slots of a cache and a block after them, ``softmax(q kᵀ · scale) v``.
+    """Computes grouped-query attention, ``softmax(q kᵀ · scale) v``, over committed slots and a block after them.
 
     Args:
-        queries: Rotated queries of the last ``T`` tokens of the block.
+        queries: ``[B T heads H]``, rotated queries of the last ``T`` tokens of the block.
         kv: Buffers of ``S`` slots.
-        seen: ``[B T M]``, which tokens of the block each query sees, all of which see the committed slots; ``[B T S]``,
-            which slots each query sees; ``None`` for a chain, in which a token sees everything before it.
-        length: Number of committed slots, per row. No slot at or beyond ``length + size`` is read.
+        seen: Attention mask: ``[B T M]`` over the tokens of the block, where every query also attends to the committed
+            slots; or ``[B T S]`` over all slots; or ``None`` for a chain, where a query attends to all earlier tokens.
+        length: ``[B]``, number of committed slots. No slot at or beyond ``length + size`` is read.
         size: ``M``, number of tokens in the block.
         scale: Factor of the scores.
-        softcap: Scores become ``softcap * tanh(score / softcap)``; ``None`` for none.
-        sinks: One more logit in the softmax of each head, without a value.
-        interpret: Run the kernel by JAX's own operations on any device, for tests.
+        softcap: Scores become ``softcap * tanh(score / softcap)``; ``None`` for no cap.
+        sinks: ``[heads]``, one more logit in the softmax of each head, without a value.
+        interpret: Whether to run the kernel with operations of JAX on any device, for tests.
 
     Returns:
         ``[B T heads·Hv]``.
@@ -109,50 +112,58 @@ def flash_attention(
     kv_heads, capacity, width = kv.values.shape[1:]
     group = heads // kv_heads
     folded = queries.reshape(batch, tokens, kv_heads, group, key_width).transpose(0, 2, 1, 3, 4)
-    rows = min(_ROWS, max(16, 1 << (tokens * group - 1).bit_length()))
-    parts = math.ceil(tokens * group / rows)
-    splits = min(math.ceil(_PROGRAMS / (batch * kv_heads * parts)), math.ceil(capacity / _TILE))
-    of_head = lambda n, i, j: (n, 0, 0)
+    num_queries = tokens * group  # of a key head
+    rows = min(_ROWS, max(16, 1 << (num_queries - 1).bit_length()))
+    parts = math.ceil(num_queries / rows)
+    tiles = math.ceil(capacity / _TILE)
+    splits = min(math.ceil(_PROGRAMS / (batch * kv_heads * parts)), tiles)
+
+    # The indices of a program: head (of all rows of the batch), part of the queries, split of the slots.
+    whole_head = lambda head, part, split: (head, 0, 0)
+    in_specs = [
+        pl.BlockSpec((None, rows, key_width), lambda head, part, split: (head, part, 0)),
+        pl.BlockSpec((None, capacity, key_width), whole_head),
+        pl.BlockSpec((None, capacity, width), whole_head),
+        pl.BlockSpec((None,), lambda head, part, split: (head // kv_heads,)),
+    ]
     masks = []
-    of_masks = []
     if seen is not None:
         shared = seen.shape[0] == 1
         masks = [seen.astype(jnp.int8)]
-        of_masks = [pl.BlockSpec((None, *seen.shape[1:]), lambda n, i, j: (0 if shared else n // kv_heads, 0, 0))]
-    out, log_sums = pl.pallas_call(
-        functools.partial(_kernel, splits=splits, group=group, tokens=tokens, size=size, scale=scale, softcap=softcap),
+        row_mask = lambda head, part, split: (0 if shared else head // kv_heads, 0, 0)
+        in_specs.append(pl.BlockSpec((None, *seen.shape[1:]), row_mask))
+    out_specs = [
+        pl.BlockSpec((None, None, rows, width), lambda head, part, split: (split, head, part, 0)),
+        pl.BlockSpec((None, rows, None), lambda head, part, split: (head, part, split)),
+    ]
+    out_shape = [
+        jax.ShapeDtypeStruct((splits, batch * kv_heads, num_queries, width), jnp.float32),
+        jax.ShapeDtypeStruct((batch * kv_heads, num_queries, splits), jnp.float32),
+    ]
+    sizes = {"splits": splits, "group": group, "tokens": tokens, "size": size}
+    run = pl.pallas_call(
+        functools.partial(_kernel, **sizes, scale=scale, softcap=softcap),
         grid=(batch * kv_heads, parts, splits),
-        in_specs=[
-            pl.BlockSpec((None, rows, key_width), lambda n, i, j: (n, i, 0)),
-            pl.BlockSpec((None, capacity, key_width), of_head),
-            pl.BlockSpec((None, capacity, width), of_head),
-            pl.BlockSpec((None,), lambda n, i, j: (n // kv_heads,)),
-            *of_masks,
-        ],
-        out_specs=[
-            pl.BlockSpec((None, None, rows, width), lambda n, i, j: (j, n, i, 0)),
-            pl.BlockSpec((None, rows, None), lambda n, i, j: (n, i, j)),
-        ],
-        out_shape=[
-            jax.ShapeDtypeStruct((splits, batch * kv_heads, tokens * group, width), jnp.float32),
-            jax.ShapeDtypeStruct((batch * kv_heads, tokens * group, splits), jnp.float32),
-        ],
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out_shape,
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="flash_attention",
-    )(
-        folded.reshape(batch * kv_heads, tokens * group, key_width),
-        *(one.reshape(batch * kv_heads, capacity, one.shape[-1]) for one in kv),
-        length,
-        *masks,
     )
-    by_head = (batch, kv_heads, tokens, group)
-    log_sums = log_sums.reshape(*by_head, splits)
+    queries_by_head = folded.reshape(batch * kv_heads, num_queries, key_width)
+    keys_by_head = kv.keys.reshape(batch * kv_heads, capacity, key_width)
+    values_by_head = kv.values.reshape(batch * kv_heads, capacity, width)
+    out, log_sums = run(queries_by_head, keys_by_head, values_by_head, length, *masks)
+
+    shape = (batch, kv_heads, tokens, group)
+    log_sums = log_sums.reshape(*shape, splits)
     if sinks is not None:
-        of_sinks = sinks.astype(jnp.float32).reshape(kv_heads, 1, group, 1)
-        log_sums = jnp.concatenate([log_sums, jnp.broadcast_to(of_sinks, (*by_head, 1))], axis=-1)
+        head_sinks = sinks.astype(jnp.float32).reshape(kv_heads, 1, group, 1)
+        log_sums = jnp.concatenate([log_sums, jnp.broadcast_to(head_sinks, (*shape, 1))], axis=-1)
     shares = jnp.moveaxis(jax.nn.softmax(log_sums)[..., :splits], -1, 0)
-    joined = jnp.sum(out.reshape(splits, *by_head, width) * shares[..., None], axis=0).astype(queries.dtype)
+    weighted = out.reshape(splits, *shape, width) * shares[..., None]
+    joined = jnp.sum(weighted, axis=0).astype(queries.dtype)
     return joined.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, -1)
 
 
@@ -161,8 +172,9 @@ def _kernel(
     keys_ref: Any,  # [S, H]
     values_ref: Any,  # [S, Hv]
     length_ref: Any,  # []
-    *rest: Any,  # [T, M] or [T, S], unless the block is a chain; and the results:
-    # [rows, Hv], attention over the tiles of the split; [rows], log of the sum of the exponentials of its scores
+    # The mask [T, M] or [T, S], unless the block is a chain. Then the results: attention over the tiles of the split,
+    # [rows, Hv], and the log of the sum of the exponentials of its scores, [rows].
+    *mask_and_results: Any,
     splits: int,
     group: int,
     tokens: int,
@@ -170,8 +182,8 @@ def _kernel(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """One program: ``rows`` queries of one key head over every ``splits``-th tile of slots."""
-    *masks, out_ref, log_sums_ref = rest
+    """Computes one program: ``rows`` queries of one key head over every ``splits``-th tile of slots."""
+    *masks, out_ref, log_sums_ref = mask_and_results
     rows = queries_ref.shape[0]
     capacity = keys_ref.shape[0]
     split = pl.program_id(2)
@@ -184,13 +196,13 @@ def _kernel(
         if not masks:
             return slots[None, :] <= (length + size - tokens + token)[:, None]
         covered = masks[0].shape[1]
-        of_block = slots - length if covered == size else slots  # slots before the block are seen
-        inside = real[:, None] & ((of_block >= 0) & (of_block < covered))[None, :]
-        seen = triton.load(masks[0].at[token[:, None], of_block[None, :]], mask=inside, other=0)
-        return (seen != 0) | (of_block < 0)[None, :]
+        index = slots - length if covered == size else slots  # negative for committed slots, which are always seen
+        inside = real[:, None] & ((index >= 0) & (index < covered))[None, :]
+        seen = triton.load(masks[0].at[token[:, None], index[None, :]], mask=inside, other=0)
+        return (seen != 0) | (index < 0)[None, :]
 
-    every = pl.ds(0, rows)
-    queries = triton.load(queries_ref.at[every, :], mask=real[:, None], other=0)
+    all_rows = pl.ds(0, rows)
+    queries = triton.load(queries_ref.at[all_rows, :], mask=real[:, None], other=0)
 
     def add_tile(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out, total, largest = carry
@@ -202,19 +214,21 @@ def _kernel(
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(is_seen(slots), scores, jnp.finfo(jnp.float32).min)
-        most = jnp.maximum(largest, jnp.max(scores, axis=1))
-        weights = jnp.exp(scores - most[:, None])
-        kept = jnp.exp(largest - most)
+        new_largest = jnp.maximum(largest, jnp.max(scores, axis=1))
+        weights = jnp.exp(scores - new_largest[:, None])
+        correction = jnp.exp(largest - new_largest)
         part = triton.dot(weights.astype(values_ref.dtype), load(values_ref))
-        return out * kept[:, None] + part, total * kept + jnp.sum(weights, axis=1), most
+        new_out = out * correction[:, None] + part
+        return new_out, total * correction + jnp.sum(weights, axis=1), new_largest
 
     tiles = (length + size + _TILE - 1) // _TILE
-    nothing = (
+    start = (
         jnp.zeros(out_ref.shape, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
         jnp.full((rows,), jnp.finfo(jnp.float32).min, jnp.float32),
     )
-    out, total, largest = lax.fori_loop(0, jnp.maximum(tiles - split + splits - 1, 0) // splits, add_tile, nothing)
-    total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # a split behind the end has no tile
-    triton.store(out_ref.at[every, :], out / total[:, None], mask=real[:, None])
-    triton.store(log_sums_ref.at[every], largest + jnp.log(total), mask=real)
+    num_tiles = jnp.maximum(tiles - split + splits - 1, 0) // splits
+    out, total, largest = lax.fori_loop(0, num_tiles, add_tile, start)
+    total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # a split after the end of the block has no tile
+    triton.store(out_ref.at[all_rows, :], out / total[:, None], mask=real[:, None])
+    triton.store(log_sums_ref.at[all_rows], largest + jnp.log(total), mask=real)

@@ -1,4 +1,4 @@
-"""Between NNX modules, which own their arrays, and the pure functions that the decoder compiles."""
+"""Converts between NNX modules, which own their arrays, and the pure functions that the decoder compiles."""
 
 from __future__ import annotations
 
@@ -19,38 +19,37 @@ def _abstract(build: Callable[..., nnx.Module], config: Any, precision: Any) -> 
 
 
 def param_shapes(build: Callable[..., nnx.Module], config: Any, precision: Any) -> Params:
-    """The nested dictionary of ``jax.ShapeDtypeStruct`` that a module of this configuration expects."""
+    """Returns the ``jax.ShapeDtypeStruct`` of every parameter of a module, as a nested dictionary."""
     return nnx.to_pure_dict(_abstract(build, config, precision)[1])
 
 
 def param_axes(build: Callable[..., nnx.Module], config: Any, precision: Any) -> Params:
-    """What of each parameter may be divided over devices, as it says itself where it is created; in the same nesting.
+    """Returns the :data:`~eagle3_jax.devices.sharding.Axes` of every parameter, in the nesting of the parameters.
 
-    A parameter that says nothing is held by every device.
+    A parameter declares its axes where it is created. Every device holds all of a parameter without axes.
     """
     return _metadata(build, config, precision, "axes", ())
 
 
 def param_products(build: Callable[..., nnx.Module], config: Any, precision: Any) -> Params:
-    """The matrix that each parameter is for products: ``layer``, ``output``, or an empty text, as it says itself.
+    """Returns the kind of product that reads each parameter: ``layer``, ``output``, or an empty text for none.
 
-    Only these may be in eight bits (:mod:`eagle3_jax.models.quantised`).
+    A parameter declares its kind where it is created. Only parameters with a kind may be in eight bits
+    (:mod:`eagle3_jax.models.quantised`).
     """
     return _metadata(build, config, precision, "product", "")
 
 
 def _metadata(build: Callable[..., nnx.Module], config: Any, precision: Any, name: str, default: Any) -> Params:
-    """What every parameter says of itself under some name, in the nesting of the parameters."""
-    found = jax.tree.map(
-        lambda one: one.replace(one.get_metadata().get(name, default)),
-        _abstract(build, config, precision)[1],
-        is_leaf=lambda one: isinstance(one, nnx.Variable),
-    )
-    return nnx.to_pure_dict(found)
+    """Returns the metadata ``name`` of every parameter, in the nesting of the parameters."""
+    _, state = _abstract(build, config, precision)
+    read = lambda variable: variable.replace(variable.get_metadata().get(name, default))
+    is_variable = lambda node: isinstance(node, nnx.Variable)
+    return nnx.to_pure_dict(jax.tree.map(read, state, is_leaf=is_variable))
 
 
 def init_params(build: Callable[..., nnx.Module], config: Any, precision: Any, key: jax.Array) -> Params:
-    """Random float32 parameters as a nested dictionary."""
+    """Returns random float32 parameters as a nested dictionary."""
 
     @jax.jit
     def init(key: jax.Array) -> Params:
@@ -61,7 +60,7 @@ def init_params(build: Callable[..., nnx.Module], config: Any, precision: Any, k
 
 
 def bind(build: Callable[..., nnx.Module], config: Any, precision: Any, params: Params) -> Any:
-    """The module with these parameters. Done while tracing, where it costs nothing at run time."""
+    """Returns the module with these parameters. It runs while tracing, so it costs nothing at run time."""
     graphdef, abstract = _abstract(build, config, precision)
     state = jax.tree.map(lambda leaf: leaf, abstract)  # a copy: the cached one stays abstract
     nnx.replace_by_pure_dict(state, params)
@@ -69,18 +68,24 @@ def bind(build: Callable[..., nnx.Module], config: Any, precision: Any, params: 
 
 
 def call_cached(module: nnx.Module, *args: Any) -> Any:
-    """``module(*args)``, traced and lowered once for all modules of one description and arguments of the same shapes.
+    """Returns ``module(*args)``, traced and lowered once for all equal modules and arguments of the same shapes.
 
-    The layers of a model, the steps of a draft: the compiler inlines each again, but Python sees one.
+    It is for the layers of a model and the steps of a draft. The compiler still inlines every call.
+
+    Args:
+        module: The module. Two modules are equal if they differ only in the values of their arrays.
+        args: Pytrees. A leaf without a ``dtype``, such as a text, is static and must be hashable.
     """
     graphdef, state = nnx.split(module)
     leaves, treedef = jax.tree.flatten(args)
-    plain = tuple(None if hasattr(leaf, "dtype") else leaf for leaf in leaves)  # a name in somebody's own memory
-    return _apply(graphdef, treedef, plain, state, [leaf for leaf in leaves if hasattr(leaf, "dtype")])
+    static = tuple(None if hasattr(leaf, "dtype") else leaf for leaf in leaves)
+    arrays = [leaf for leaf in leaves if hasattr(leaf, "dtype")]
+    return _apply(graphdef, treedef, static, state, arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _apply(graphdef: Any, treedef: Any, plain: tuple[Any, ...], state: Any, arrays: list[Any]) -> Any:
-    given = iter(arrays)
-    args = jax.tree.unflatten(treedef, [next(given) if leaf is None else leaf for leaf in plain])
+def _apply(graphdef: Any, treedef: Any, static: tuple[Any, ...], state: Any, arrays: list[Any]) -> Any:
+    remaining = iter(arrays)
+    leaves = [next(remaining) if leaf is None else leaf for leaf in static]
+    args = jax.tree.unflatten(treedef, leaves)
     return nnx.merge(graphdef, state)(*args)

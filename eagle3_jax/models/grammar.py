@@ -16,14 +16,14 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from eagle3_jax.loaded import LoadedTarget
 
-# No token spells these two characters. Each compiled expression is put between them, for two faults of outlines-core
-# 0.2.14. It forbids some tokens after a text that matches and can go on: "a" after "ab" in (ab)+. It also compiles a
-# search for matches that begin anywhere, which has 2^n states for a JSON string of up to n characters.
+# No token spells these two characters. Each compiled expression is put between them, because of two bugs of
+# outlines-core 0.2.14. It forbids some tokens after a text that matches and can continue: "a" after "ab" in (ab)+. It
+# also compiles a search for matches that begin anywhere, which has 2^n states for a JSON string of up to n characters.
 _FIRST = "\U0010fffe"
 _LAST = "\U0010ffff"
-_PRIVATE = r"[\x{100000}-\x{10FFFF}]"  # their first byte begins no other characters
+_PRIVATE = r"[\x{100000}-\x{10FFFF}]"  # no other character has their first byte
 _PRIVATE_BYTE = _LAST.encode()[0]
-MOST_ENTRIES = 2**28  # of a table, 1 GiB
+MOST_ENTRIES = 2**28  # a table of 1 GiB
 _ANCHORS = ("^", "$", r"\A", r"\z", r"\b", r"\B", r"\<", r"\>")
 _ESCAPE = r"\\[pP](?:\{[^}]*\}|.)|\\."
 # Pieces outside and inside a class: an escape, the beginning of a class with a literal "]", that of a group, a
@@ -37,24 +37,25 @@ class Row(NamedTuple):
 
     tokens: Int[np.ndarray, " n"]  #: The allowed tokens.
     after: Int[np.ndarray, " n"]  #: The number of the state after each of them.
-    ends: bool  #: Whether the text so far matches.
+    is_match: bool  #: Whether the text so far matches.
 
 
 def pieces_of(pattern: str) -> list[tuple[str, int]]:
-    """Returns the pieces of a regular expression without the anchors around it.
+    """Returns the pieces of a regular expression without the anchors around it, each with its depth.
 
-    Each has the number of character classes that it is in. Brackets are in their class.
+    The depth is the number of character classes that contain the piece. The brackets of a class are inside it.
     """
     pieces: list[tuple[str, int]] = []
-    place = 0
+    index = 0
     depth = 0
-    while match := (_INSIDE if depth else _OUTSIDE).match(pattern, place):
+    while match := (_INSIDE if depth else _OUTSIDE).match(pattern, index):
         piece = match[0]
-        place = match.end()
+        index = match.end()
         depth += piece[0] == "["
         pieces.append((piece, depth))
         depth -= piece == "]" and depth > 0
-    pieces = pieces[pieces[:1] == [("^", 0)] :]
+    if pieces[:1] == [("^", 0)]:
+        pieces = pieces[1:]
     return pieces[:-1] if pieces[-1:] == [("$", 0)] else pieces
 
 
@@ -64,7 +65,8 @@ def bytes_of(pattern: str) -> set[int]:
     Raises:
         ValueError: The expression is not supported.
     """
-    rows = _explore(pattern, {bytes([byte]): [byte] for byte in range(_PRIVATE_BYTE)}, 256)
+    one_token_per_byte = {bytes([byte]): [byte] for byte in range(_PRIVATE_BYTE)}
+    rows = _explore(pattern, one_token_per_byte, 256)
     return {int(byte) for row in rows for byte in row.tokens}
 
 
@@ -96,7 +98,7 @@ def compile_regex(pattern: str, target: LoadedTarget) -> tuple[Int[np.ndarray, "
         for state in rows:
             row = np.full(target.vocab_size, -1, np.int32)
             row[state.tokens] = state.after
-            row[stop] = len(rows) if state.ends else -1
+            row[stop] = len(rows) if state.is_match else -1
             yield row
         yield np.full(target.vocab_size, -1, np.int32)
 
@@ -117,8 +119,8 @@ def _explore(pattern: str, spelled: Mapping[bytes, list[int]], vocab_size: int) 
     first = vocab_size
     last = vocab_size + 1
     try:
-        ends = {_FIRST.encode(): [first], _LAST.encode(): [last]}
-        vocabulary = _outlines().Vocabulary(last + 1, {**spelled, **ends})
+        enclosing = {_FIRST.encode(): [first], _LAST.encode(): [last]}
+        vocabulary = _outlines().Vocabulary(last + 1, {**spelled, **enclosing})
         enclosed = _enclose(pattern)
         index = _outlines().Index(enclosed, vocabulary)
     except (AttributeError, TypeError, ValueError) as error:
@@ -138,8 +140,10 @@ def _explore(pattern: str, spelled: Mapping[bytes, list[int]], vocab_size: int) 
                 number[new] = len(states)
                 states.append(new)
         end = index.get_next_state(state, last)
-        ends = end is not None and index.is_final_state(end)
-        rows.append(Row(np.array(allowed, np.int32), np.array([number[new] for new in after], np.int32), ends))
+        is_match = end is not None and index.is_final_state(end)
+        tokens = np.array(allowed, np.int32)
+        numbers = np.array([number[new] for new in after], np.int32)
+        rows.append(Row(tokens, numbers, is_match))
     return rows
 
 
@@ -153,23 +157,27 @@ def _enclose(pattern: str) -> str:
     flags = ""
     opened = 0
     body = ""
+    without_private = f"--{_PRIVATE}]"  # the end of a class
     for piece, depth in pieces:
-        rest = f"--{_PRIVATE}]"
         if depth == 1 and piece[0] == "[":
             body += f"[{piece}"
         elif depth == 1 and piece == "]":
-            body += f"]{rest}"
+            body += f"]{without_private}"
         elif depth:
             body += piece
         elif piece in _ANCHORS:
             raise ValueError(f"{piece} is inside; anchors may only be around the expression, and are not needed there")
         elif piece in (r"\S", r"\W", r"\D") or piece[:2] in (r"\p", r"\P"):
-            body += f"[{piece}{rest}"
+            body += f"[{piece}{without_private}"
         elif piece == ".":
-            body += rf"[^\n{rest}"
+            body += rf"[^\n{without_private}"
         else:
-            flags += piece[2:-1] if piece[:2] == "(?" and piece[-1] in ":)" else ""
-            opened += (piece[0] == "(" and piece[-1] != ")") - (piece == ")")
+            if piece[:2] == "(?" and piece[-1] in ":)":
+                flags += piece[2:-1]
+            if piece[0] == "(" and piece[-1] != ")":
+                opened += 1
+            elif piece == ")":
+                opened -= 1
             body += piece
         if opened < 0:
             raise ValueError("a parenthesis is closed that is not opened")
@@ -216,24 +224,23 @@ def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
     if "ByteLevel" in decoder:
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
         others = [byte for byte in range(256) if byte not in printable]
-        alphabet = {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+        alphabet = {chr(byte): byte for byte in printable}
+        alphabet |= {chr(256 + index): byte for index, byte in enumerate(others)}
         assert set(alphabet) == set(ByteLevel.alphabet())
-        spell = lambda token: bytes(alphabet[one] for one in token)
+        spell = lambda text: bytes(alphabet[character] for character in text)
     elif "▁" in decoder:
-        spell = lambda token: (
-            bytes([int(token[3:5], 16)])
-            if len(token) == 6 and token.startswith("<0x")
-            else token.replace("▁", " ").encode()
-        )
+        is_byte = lambda text: len(text) == 6 and text.startswith("<0x")
+        spell = lambda text: bytes([int(text[3:5], 16)]) if is_byte(text) else text.replace("▁", " ").encode()
     else:
         raise ValueError("the tokenizer is neither a byte-level BPE nor one of SentencePiece; build the table yourself")
     added = tokenizer.get_added_tokens_decoder()
-    found = {token: spell(text) for text, token in tokenizer.get_vocab(False).items() if token not in added}
-    return found | {token: one.content.encode() for token, one in added.items() if not one.special}
+    spelled = {token: spell(text) for text, token in tokenizer.get_vocab(False).items() if token not in added}
+    spelled |= {token: entry.content.encode() for token, entry in added.items() if not entry.special}
+    return spelled
 
 
 def _outlines() -> Any:
-    """The library outlines-core."""
+    """Returns the library outlines-core; raises ``ValueError`` if it is not installed."""
     try:
         import outlines_core
     except ImportError:

@@ -1,4 +1,4 @@
-"""Grouped-query attention as a layer: projections, norms, rotation, what the memory does with them."""
+"""Grouped-query attention as a layer: projections, norms and rotation; the layer's memory attends."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from eagle3_jax.models.rope import rotate, scale_queries
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions.
 
-    Queries, keys and values are one product: few large products read weights faster than many small. Its columns are
-    ``[C, g + 2, H]``: the ``g`` query heads of a key head, the key head, its values. So whatever divides the key heads
-    over devices divides the product, and nothing has to move between them. With an output gate they are
+    Queries, keys and values are one product, because few large products read weights faster than many small ones. Its
+    columns are ``[C, g + 2, H]``: the ``g`` query heads of a key head, the key head, its values. A mesh that divides
+    the key heads therefore divides the product, and nothing moves between devices. With an output gate the columns are
     ``[C, 2 g + 2, H]``, the gates of the query heads last.
     """
 
@@ -40,12 +40,17 @@ class Attention(nnx.Module):
         size = config.head_dim
         axis = Axis(HEADS, config.num_kv_heads)
         columns = (heads * (1 + config.output_gate) + 2 * config.num_kv_heads) * size
-        self.qkv = Linear(d_in, columns, axes=(None, axis), bias=config.qkv_bias, precision=precision, rngs=rngs)
-        self.o = Linear(heads * size, width, axes=(axis, None), bias=config.o_bias, precision=precision, rngs=rngs)
+        options = {"precision": precision, "rngs": rngs}
+        self.qkv = Linear(d_in, columns, axes=(None, axis), bias=config.qkv_bias, **options)
+        self.o = Linear(heads * size, width, axes=(axis, None), bias=config.o_bias, **options)
         if config.qk_norm:
-            whole = config.qk_norm_kind == "whole"
-            own = config.qk_norm_kind == "own-weights"
-            norm = lambda of: RMSNorm(size * of if whole else size, norm_eps, norm_kind, heads=of if own else None)
+            joined = config.qk_norm_kind == "whole"  # the statistics cover all heads
+            weight_per_head = config.qk_norm_kind == "own-weights"
+
+            def norm(count: int) -> RMSNorm:
+                channels = size * count if joined else size
+                return RMSNorm(channels, norm_eps, norm_kind, heads=count if weight_per_head else None)
+
             self.q_norm = norm(heads)
             self.k_norm = norm(config.num_kv_heads)
         if config.sinks:
@@ -56,22 +61,25 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], memory: Memory
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
-        """The block's attention, and the keys and values that its memory keeps."""
+        """Returns the layer's output ``[B T D]`` and the keys and values for ``LayerCache.commit`` or ``fill``."""
         config = self.config
         queries, kv, gate = self._project(x, positions)
         sinks = self.sinks[...] if config.sinks else None
-        attended, kept = memory.attend(queries, kv, Scoring(config.scale, config.softcap, sinks))
-        return self.o(attended if gate is None else attended * jax.nn.sigmoid(gate)), kept
+        scoring = Scoring(config.scale, config.softcap, sinks)
+        attended, written = memory.attend(queries, kv, scoring)
+        gated = attended if gate is None else attended * jax.nn.sigmoid(gate)
+        return self.o(gated), written
 
     def project(
         self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T heads H"], KeyValue]:
-        """Queries, keys and values of the same tokens, rotated."""
+        """Returns queries, keys and values of the same tokens, rotated."""
         return self._project(x, positions)[:2]
 
     def _project(
         self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T heads H"], KeyValue, Float[Array, "B T width"] | None]:
+        """Returns queries, keys and values, rotated, and the output gates ``[B T heads·H]``, if the layer has them."""
         config = self.config
         rows = x.shape[:2]
         group = config.group
@@ -81,10 +89,8 @@ class Attention(nnx.Module):
         values = fused[:, :, :, group + 1]
         gate = fused[:, :, :, group + 2 :].reshape(*rows, -1) if config.output_gate else None
         if config.qk_norm and config.qk_norm_kind == "whole":
-            queries, keys = (
-                norm(one.reshape(*rows, -1)).reshape(one.shape)
-                for norm, one in ((self.q_norm, queries), (self.k_norm, keys))
-            )
+            queries = self.q_norm(queries.reshape(*rows, -1)).reshape(queries.shape)
+            keys = self.k_norm(keys.reshape(*rows, -1)).reshape(keys.shape)
         elif config.qk_norm:
             queries = self.q_norm(queries)
             keys = self.k_norm(keys)
@@ -92,7 +98,9 @@ class Attention(nnx.Module):
             queries = rotate(queries, positions, config.rope)
             keys = rotate(keys, positions, config.rope)
         if config.qk_l2_norm:
-            queries, keys = (normalised(one, self.norm_eps).astype(one.dtype) for one in (queries, keys))
+            queries = normalised(queries, self.norm_eps).astype(queries.dtype)
+            keys = normalised(keys, self.norm_eps).astype(keys.dtype)
         if config.query_scaling is not None:
             queries = scale_queries(queries, positions, config.query_scaling)
-        return queries, KeyValue(jnp.moveaxis(keys, 1, 2), jnp.moveaxis(values, 1, 2)), gate
+        kv = KeyValue(jnp.moveaxis(keys, 1, 2), jnp.moveaxis(values, 1, 2))
+        return queries, kv, gate

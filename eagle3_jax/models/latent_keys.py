@@ -25,7 +25,7 @@ class LatentKeys(struct.PyTreeNode, kw_only=True):
 
     @classmethod
     def allocate(cls, *, batch: int, capacity: int, channels: int, dtype: DTypeLike) -> LatentKeys:
-        """An empty cache of zeros."""
+        """Returns an empty cache: zeros in ``dtype``."""
         return cls(latents=jnp.zeros((batch, 1, capacity, channels), dtype))
 
     @property

@@ -4,11 +4,11 @@
 state that advances with the tokens of a row. The wrapped target is a target like any other, so drafts of every shape
 are verified exactly against the changed distribution:
 
-* the states of a row are one more :class:`~eagle3_jax.cache.LayerCache`: a block leaves them alone, keeps the state
-  after each of its nodes, and a commit selects the state at the end of the accepted path;
-* ``final`` has the state of each token in extra columns, so ``unembed`` changes the logits of any of them.
+* The states of a row are one more :class:`~eagle3_jax.cache.LayerCache`. A block does not change them; it returns the
+  state after each of its nodes, and a commit selects the state at the end of the accepted path.
+* ``final`` has the state of each token in extra columns, so ``unembed`` can change the logits of any token.
 
-The host takes no part in decoding. If no token is left, the row ends with ``FinishReason.NOT_FINITE``.
+The host takes no part in decoding. If all tokens are forbidden, the row ends with ``FinishReason.NOT_FINITE``.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class LogitsProcessor:
 
 
 def _float32(name: str, value: Any) -> float:
-    """A number as float32.
+    """Returns a number, rounded to float32.
 
     Raises:
-        ValueError: The value is no number, or it is finite and infinite in float32; the message begins with ``name``.
+        ValueError: The value is no number, or it is finite but infinite in float32. The message begins with ``name``.
     """
     number = np.asarray(value)
     if number.ndim or number.dtype.kind not in "iuf":
@@ -78,7 +78,7 @@ def _float32(name: str, value: Any) -> float:
 
 
 def _value(default: Any = dataclasses.MISSING) -> Any:
-    """A field that reaches the compiled program as an array, so another value needs no other program."""
+    """Returns a field whose value is an argument of the compiled program, so a new value does not recompile it."""
     return dataclasses.field(default=default, compare=False)
 
 
@@ -93,13 +93,13 @@ class LogitBias(LogitsProcessor):
     bias: Mapping[int, float] = _value()
 
     def arrays(self, vocab_size: int) -> Array:
-        """``[V]``, the bias of every token."""
+        """Returns the bias of every token, ``[V]``."""
         bias = np.zeros((vocab_size,), np.float32)
         if not isinstance(self.bias, Mapping):
             raise ValueError(f"LogitBias has {shown(self.bias)}; expected a number for each token id, as in {{7: 1.5}}")
         for token, number in self.bias.items():
-            whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
-            if not (whole and 0 <= token < vocab_size):
+            is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
+            if not (is_integer and 0 <= token < vocab_size):
                 raise ValueError(f"LogitBias names the token {shown(token)}; expected ids from 0 to {vocab_size - 1}")
             value = _float32(f"LogitBias of the token {token}", number)
             if math.isnan(value) or value == math.inf:
@@ -116,7 +116,7 @@ class LogitBias(LogitsProcessor):
 
 @dataclasses.dataclass(frozen=True)
 class MinP(LogitsProcessor):
-    """Forbids tokens whose probability at temperature 1 is below ``min_p`` times that of the likeliest token.
+    """Forbids tokens whose probability at temperature 1 is below ``min_p`` times that of the most likely token.
 
     It is applied before temperature, top-k and top-p, as in llama.cpp. Hugging Face and vLLM apply it after
     temperature ``T``: ``min_p ** T`` has their effect.
@@ -128,7 +128,7 @@ class MinP(LogitsProcessor):
     min_p: float = _value()
 
     def arrays(self, vocab_size: int) -> Array:
-        """The logarithm of ``min_p``."""
+        """Returns the logarithm of ``min_p``."""
         min_p = _float32("min_p", self.min_p)
         if not 0 < min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}; expected above 0 and at most 1")
@@ -136,12 +136,13 @@ class MinP(LogitsProcessor):
 
     def __call__(self, params: Array, state: Any, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """See :class:`LogitsProcessor`."""
-        return jnp.where(logits >= jnp.max(logits, axis=-1, keepdims=True) + params, logits, -jnp.inf)
+        least = jnp.max(logits, axis=-1, keepdims=True) + params
+        return jnp.where(logits >= least, logits, -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True)
 class Penalty(LogitsProcessor):
-    """Lowers the logits of tokens that occurred. The state is how often each did, at most 255 times.
+    """Lowers the logits of tokens that occurred. The state counts each token, up to 255 times.
 
     Hugging Face and vLLM count the prompt for ``repetition``, and vLLM only the output for the others: use two.
 
@@ -158,7 +159,7 @@ class Penalty(LogitsProcessor):
     prompt: bool = False
 
     def arrays(self, vocab_size: int) -> Array:
-        """The three numbers."""
+        """Returns repetition, presence and frequency, ``[3]``."""
         names = ("repetition", "presence", "frequency")
         numbers = tuple(_float32(f"Penalty: {name}", getattr(self, name)) for name in names)
         if not (all(map(math.isfinite, numbers)) and numbers[0] > 0):
@@ -166,18 +167,21 @@ class Penalty(LogitsProcessor):
         return jnp.asarray(numbers, jnp.float32)
 
     def init(self, batch: int, vocab_size: int) -> Array:
-        """No token occurred."""
+        """Returns counts of zero."""
         return jnp.zeros((batch, vocab_size), jnp.uint8)
 
     def advance(self, params: Array, state: Array, tokens: Int[Array, " B"]) -> Array:
         """See :class:`LogitsProcessor`."""
-        return jax.vmap(lambda count, token: count.at[token].add((count[token] < 255).astype(jnp.uint8)))(state, tokens)
+        increment = lambda counts, token: counts.at[token].add((counts[token] < 255).astype(jnp.uint8))
+        return jax.vmap(increment)(state, tokens)
 
     def __call__(self, params: Array, state: Array, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """See :class:`LogitsProcessor`."""
         repetition, presence, frequency = params
-        lowered = jnp.where(logits > 0, logits / repetition, logits * repetition)
-        return jnp.where(state > 0, lowered - presence - frequency * state.astype(jnp.float32), logits)
+        divided = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        occurred = state > 0
+        lowered = divided - presence - frequency * state.astype(jnp.float32)
+        return jnp.where(occurred, lowered, logits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +239,7 @@ class TokenAutomaton(LogitsProcessor):
         return cls.from_regex(schema_to_regex(schema, whitespace), target)
 
     def arrays(self, vocab_size: int) -> tuple[Array, Array]:
-        """The table ``[S C]``, its states numbered so that 0 is the first, and the column of each token ``[V]``."""
+        """Returns the table ``[S C]``, with its states numbered from the first, and each token's column ``[V]``."""
         table = np.asarray(self.table)
         if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer) or not len(table):
             raise ValueError(f"the automaton's table is {table.dtype}{list(table.shape)}; expected integers [S V]")
@@ -256,7 +260,7 @@ class TokenAutomaton(LogitsProcessor):
                 f"the automaton starts in the state {self.start} and its table names the states {table.min()} to "
                 f"{table.max()}; expected 0 to {states - 1}, and -1 in the table"
             )
-        # smaller or unsigned types overflow below
+        # Smaller or unsigned types would overflow below.
         table = table.astype(np.int32)
         start = int(self.start)
         if columns is None:
@@ -268,7 +272,7 @@ class TokenAutomaton(LogitsProcessor):
         return jnp.asarray(rotated, jnp.int32), jnp.asarray(columns, jnp.int32)
 
     def init(self, batch: int, vocab_size: int) -> Array:
-        """The first state; -1 once a forbidden token was read."""
+        """Returns the first state, 0. After a forbidden token the state is -1."""
         del vocab_size
         return jnp.zeros((batch,), jnp.int32)
 
@@ -291,7 +295,8 @@ class States(struct.PyTreeNode):
 
     def fill(self, written: Any, count: Int[Array, " B"]) -> States:
         """See :class:`~eagle3_jax.cache.LayerCache`; ``written`` is ``[B T ...]``, the state after each token."""
-        return States(jax.tree.map(lambda leaf: _at(leaf, jnp.clip(count - 1, 0, leaf.shape[1] - 1)), written))
+        read_last = lambda leaf: _read(leaf, jnp.clip(count - 1, 0, leaf.shape[1] - 1))
+        return States(jax.tree.map(read_last, written))
 
     def commit(
         self, written: Any, length: Int[Array, " B"], count: Int[Array, " B"], nodes: Int[Array, "B T"] | None
@@ -299,24 +304,26 @@ class States(struct.PyTreeNode):
         """See :class:`~eagle3_jax.cache.LayerCache`; ``written`` is ``[B T ...]``, the state after each node."""
         del length
         last = jnp.maximum(count - 1, 0)
-        node = last if nodes is None else _at(nodes, last)
-        return States(jax.tree.map(lambda old, leaf: _where(count > 0, _at(leaf, node), old), self.value, written))
+        node = last if nodes is None else _read(nodes, last)
+        update = lambda old, leaf: _where_rows(count > 0, _read(leaf, node), old)
+        return States(jax.tree.map(update, self.value, written))
 
 
-def _at(leaf: Array, index: Int[Array, " B"]) -> Array:
-    """One entry of every row, along axis 1."""
-    return jax.vmap(lambda row, at: row[at])(leaf, index)
+def _read(leaf: Array, index: Int[Array, " B"]) -> Array:
+    """Returns ``leaf[b, index[b]]`` for every row ``b``."""
+    return jax.vmap(lambda row, index: row[index])(leaf, index)
 
 
-def _where(choice: Bool[Array, " B"], one: Array, other: Array) -> Array:
-    return jnp.where(choice.reshape(-1, *[1] * (one.ndim - 1)), one, other)
+def _where_rows(condition: Bool[Array, " B"], if_true: Array, if_false: Array) -> Array:
+    """Selects whole rows ``[B ...]``."""
+    return jnp.where(condition.reshape(-1, *[1] * (if_true.ndim - 1)), if_true, if_false)
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessedTarget:
     """A :class:`~eagle3_jax.types.TargetModel` whose logits are changed; see :func:`with_processors`.
 
-    Parameters are a dictionary: ``target``, those of the model, and ``processors``, one entry for each.
+    Parameters are a dictionary: ``target`` has those of the model, and ``processors`` an entry for each processor.
     """
 
     model: TargetModel  #: The model.
@@ -327,13 +334,14 @@ class ProcessedTarget:
         """``V``."""
         return self.model.vocab_size
 
-    def _start(self, batch: int) -> tuple[Any, ...]:
-        return tuple(one.init(batch, self.vocab_size) for one in self.processors)
+    def _init_states(self, batch: int) -> tuple[Any, ...]:
+        return tuple(processor.init(batch, self.vocab_size) for processor in self.processors)
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """The model's cache, and one layer more for the states."""
+        """Returns the model's empty cache with one more layer for the states."""
         layers = self.model.init_cache(batch, capacity).layers
-        return Cache.of((*layers, States(self._start(batch))), batch=batch)
+        states = States(self._init_states(batch))
+        return Cache.of((*layers, states), batch=batch)
 
     def __call__(
         self,
@@ -345,110 +353,124 @@ class ProcessedTarget:
         aux_layers: tuple[int, ...] = (),
         length: Int[Array, " B"] | None = None,
     ) -> TargetOutput:
-        """See :class:`~eagle3_jax.types.TargetModel`.
+        """Runs a block; see :class:`~eagle3_jax.types.TargetModel`.
 
-        With ``length`` the tokens are a prompt. With neither ``cache`` nor ``length`` all tokens are read, also by
-        processors that do not read prompts.
+        With ``length`` the tokens are a prompt. With neither ``cache`` nor ``length`` all processors read all tokens,
+        including processors that do not read prompts.
         """
         inner = None if cache is None else Cache(layers=cache.layers[:-1], length=cache.length)
         output = self.model(params["target"], tokens, positions, mask, inner, aux_layers=aux_layers, length=length)
-        before = self._start(tokens.shape[0]) if cache is None else cache.layers[-1].value  # type: ignore[attr-defined]
+        if cache is None:
+            before = self._init_states(tokens.shape[0])
+        else:
+            before = cache.layers[-1].value  # type: ignore[attr-defined]
         if cache is None and length is not None:
             states = self._after_prompt(params, before, tokens, length)
         else:
             states = self._after_nodes(params, before, tokens, parents_of(mask))
-        columns = [_digits(leaf, output.final.dtype) for leaf in jax.tree.leaves(states)]
+        columns = [_to_digits(leaf, output.final.dtype) for leaf in jax.tree.leaves(states)]
         final = jnp.concatenate([output.final, *columns], axis=-1)
         return TargetOutput(final=final, features=output.features, written=(*output.written, states))
 
     def unembed(self, params: Any, final: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
-        """The model's logits, changed by every processor in order."""
-        like, tree = jax.tree.flatten(self._start(1))
-        sizes = [leaf.size * leaf.dtype.itemsize for leaf in like]
+        """Returns the model's logits, changed by every processor in order."""
+        templates, tree = jax.tree.flatten(self._init_states(1))
+        sizes = [leaf.size * leaf.dtype.itemsize for leaf in templates]
         width = final.shape[-1] - sum(sizes)
         logits = self.model.unembed(params["target"], final[..., :width])
         flat = final.reshape(-1, final.shape[-1])
         leaves = []
-        for leaf, size in zip(like, sizes, strict=True):
-            leaves.append(_from_digits(flat[:, width : width + size], leaf))
+        for template, size in zip(templates, sizes, strict=True):
+            leaves.append(_from_digits(flat[:, width : width + size], template))
             width += size
+        states = jax.tree.unflatten(tree, leaves)
         changed = logits.reshape(-1, logits.shape[-1])
-        for one, own, state in zip(
-            self.processors, params["processors"], jax.tree.unflatten(tree, leaves), strict=True
-        ):
-            changed = one(own, state, changed)
+        for processor, arrays, state in zip(self.processors, params["processors"], states, strict=True):
+            changed = processor(arrays, state, changed)
         return changed.reshape(logits.shape)
 
     def _advance(self, params: Any, states: Any, tokens: Int[Array, " B"], *, prompt: bool = False) -> tuple[Any, ...]:
-        return tuple(
-            state if prompt and not one.prompt else one.advance(own, state, tokens)
-            for one, own, state in zip(self.processors, params["processors"], states, strict=True)
-        )
+        """Returns the states after one more token in each row; ``prompt`` says whether it belongs to the prompt."""
+        advanced = []
+        for processor, arrays, state in zip(self.processors, params["processors"], states, strict=True):
+            reads = processor.prompt or not prompt
+            advanced.append(processor.advance(arrays, state, tokens) if reads else state)
+        return tuple(advanced)
 
     def _after_prompt(self, params: Any, before: Any, tokens: Int[Array, "B T"], length: Int[Array, " B"]) -> Any:
-        def step(states: Any, at: tuple[Array, Array]) -> tuple[Any, Any]:
-            after = self._advance(params, states, at[0], prompt=True)
-            kept = jax.tree.map(lambda new, old: _where(at[1] < length, new, old), after, states)
-            return kept, kept
+        """Returns the states after each token of a prompt, ``[B T ...]``. Padding does not advance them."""
+
+        def step(states: Any, token: tuple[Array, Array]) -> tuple[Any, Any]:
+            ids, index = token
+            after = self._advance(params, states, ids, prompt=True)
+            new = jax.tree.map(lambda new, old: _where_rows(index < length, new, old), after, states)
+            return new, new
 
         _, states = lax.scan(step, before, (tokens.T, jnp.arange(tokens.shape[1], dtype=jnp.int32)))
         return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), states)
 
     def _after_nodes(self, params: Any, before: Any, tokens: Int[Array, "B T"], parents: Int[Array, "#B T"]) -> Any:
-        """``[B T ...]``, the state after each node. Slot 0 is the state before the block."""
+        """Returns the states after each node, ``[B T ...]``."""
         parents = jnp.broadcast_to(parents, tokens.shape)
         size = tokens.shape[1]
+        # Slot 0 has the state before the block, slot 1 + node the state after a node.
         slots = jax.tree.map(lambda leaf: jnp.repeat(leaf[:, None], size + 1, axis=1), before)
 
         def step(slots: Any, node: Int[Array, ""]) -> tuple[Any, None]:
-            above = jax.tree.map(lambda leaf: _at(leaf, parents[:, node] + 1), slots)
-            after = self._advance(params, above, tokens[:, node])
-            return jax.tree.map(lambda leaf, one: leaf.at[:, node + 1].set(one), slots, after), None
+            of_parents = jax.tree.map(lambda leaf: _read(leaf, parents[:, node] + 1), slots)
+            after = self._advance(params, of_parents, tokens[:, node])
+            write = lambda leaf, new: leaf.at[:, node + 1].set(new)
+            return jax.tree.map(write, slots, after), None
 
         slots, _ = lax.scan(step, slots, jnp.arange(size, dtype=jnp.int32))
         return jax.tree.map(lambda leaf: leaf[:, 1:], slots)
 
 
-def _digits(leaf: Array, dtype: Any) -> Float[Array, "B T n"]:
-    """A state as numbers from 0 to 255, which every floating type holds exactly, bfloat16 included."""
+def _to_digits(leaf: Array, dtype: Any) -> Float[Array, "B T n"]:
+    """Returns the bytes of a state as numbers from 0 to 255, which all floating types hold exactly, even bfloat16."""
     leaf = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
-    return lax.bitcast_convert_type(leaf, jnp.uint8).reshape(*leaf.shape[:2], -1).astype(dtype)
+    digits = lax.bitcast_convert_type(leaf, jnp.uint8)
+    return digits.reshape(*leaf.shape[:2], -1).astype(dtype)
 
 
-def _from_digits(digits: Float[Array, "n k"], like: Array) -> Array:
-    """The state that :func:`_digits` was given."""
+def _from_digits(digits: Float[Array, "n k"], template: Array) -> Array:
+    """Returns the state ``[n ...]`` for digits from :func:`_to_digits`, with the shape and type of ``template``."""
     count = digits.shape[0]
-    shape = like.shape[1:]
-    dtype = like.dtype
-    whole = digits.astype(jnp.uint8)
+    shape = template.shape[1:]
+    dtype = template.dtype
+    state_bytes = digits.astype(jnp.uint8)
     if dtype.itemsize == 1:
-        return whole.reshape(count, *shape).astype(dtype)
-    return lax.bitcast_convert_type(whole.reshape(count, *shape, dtype.itemsize), dtype)
+        return state_bytes.reshape(count, *shape).astype(dtype)
+    by_element = state_bytes.reshape(count, *shape, dtype.itemsize)
+    return lax.bitcast_convert_type(by_element, dtype)
 
 
 def with_processors(target: LoadedTarget, *processors: Any) -> LoadedTarget:
-    """The same target with changed logits; its arrays are shared. Drafts of every shape stay exact.
+    """Returns the same target with changed logits. It shares its arrays; decoding stays exact with drafts of any shape.
 
-    Load draft heads with the unchanged target. They know nothing of the change, so a strong one lowers the acceptance.
-    A prompt's final states hold the processors' states for every token: for a penalty ``V`` numbers more.
+    Load draft heads with the unchanged target. Their drafts ignore the change, so a strong change lowers acceptance.
+    During a prefill, ``final`` has the processors' states for every token: ``V`` more numbers per token for a penalty.
 
     Args:
         target: The target.
-        processors: :class:`LogitBias`, :class:`MinP`, :class:`Penalty`, :class:`TokenAutomaton`, or a
-            :class:`LogitsProcessor` of your own. They are applied in order, before temperature, top-k and top-p.
+        processors: :class:`LogitBias`, :class:`MinP`, :class:`Penalty`, :class:`TokenAutomaton`, or your subclass of
+            :class:`LogitsProcessor`. They are applied in order, before temperature, top-k and top-p.
 
     Raises:
-        ValueError: A processor does not fit the vocabulary, has no hash or a state of another type, or the target is on
-            a mesh.
+        ValueError: There is no processor, a processor does not fit the vocabulary or has a state of another type, or
+            the target is on a mesh.
     """
     if target.mesh is not None:
         raise ValueError("logits processors do not work on a mesh yet; load the target without one")
-    if other := [one for one in processors or (None,) if not isinstance(one, LogitsProcessor)]:
-        raise ValueError(f"{other[0]!r:.40} is no logits processor; expected a LogitsProcessor, such as LogitBias")
-    for one in processors:
-        for leaf in jax.tree.leaves(jax.eval_shape(lambda one=one: one.init(1, target.vocab_size))):
+    for processor in processors or (None,):
+        if not isinstance(processor, LogitsProcessor):
+            raise ValueError(f"{processor!r:.40} is no logits processor; expected a LogitsProcessor, such as LogitBias")
+    for processor in processors:
+        state = jax.eval_shape(lambda processor=processor: processor.init(1, target.vocab_size))
+        for leaf in jax.tree.leaves(state):
             if leaf.dtype not in (jnp.bool_, jnp.uint8, jnp.int32):
-                raise ValueError(f"{type(one).__name__} has a state of {leaf.dtype}; expected bool, uint8 or int32")
-    arrays = tuple(one.arrays(target.vocab_size) for one in processors)
+                name = type(processor).__name__
+                raise ValueError(f"{name} has a state of {leaf.dtype}; expected bool, uint8 or int32")
+    arrays = tuple(processor.arrays(target.vocab_size) for processor in processors)
     model = ProcessedTarget(target.model, processors)
     return dataclasses.replace(target, model=model, params={"target": target.params, "processors": arrays})

@@ -1,4 +1,4 @@
-"""Weights in eight bits: FP8 and int8 kernels with their scales, how they are made, and their products."""
+"""Weights in eight bits: FP8 and int8 kernels with their scales, their quantisation, and their products."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from scipy.linalg import hadamard
 
 E4M3 = jnp.float8_e4m3fn
-LARGEST = 448.0  # of E4M3; whatever is larger becomes NaN in a cast and not this
-FP8_BYTES_PER_WEIGHT = 1  # beside 4 bytes for every output channel, or for every block of inputs of one
+LARGEST = 448.0  # of E4M3; a cast turns larger numbers into NaN
 
 INT8_LARGEST = 127.0  # the scale is symmetric, so -128 is not used
 
 WEIGHTS = ("dense", "fp8", "fp8-dynamic", "int8")
-# Values of a parameter's metadata ``product``: whether products read it, and as which matrix. FP8 is for layers only;
-# the output matrix is small compared with them, and rounding it rounds the distribution itself.
+# Values of a parameter's metadata ``product``: the kind of matrix that it is in products; empty if it is in none. FP8
+# is for layers only: the output matrix is small compared with them, and its rounding rounds the distribution itself.
 LAYER = "layer"
 OUTPUT = "output"
 
 
 class EightBitKernel(struct.PyTreeNode, kw_only=True):
-    """Values in eight bits and their scales, in the layouts of the two kinds of kernels."""
+    """A matrix of values in eight bits with scales, or a stack of such matrices. The subclasses define the layouts."""
 
-    values: Any  #: The rounded matrix, or a stack of them.
+    values: Any  #: The rounded values.
     scale: Any  #: Scales in float32.
 
     @property
@@ -51,65 +50,66 @@ class EightBitKernel(struct.PyTreeNode, kw_only=True):
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in (self.values, self.scale))
 
     def __getitem__(self, index: Any) -> EightBitKernel:
-        """Some kernels of a stack; ``...`` for all of it."""
+        """Returns some kernels of a stack; ``...`` returns all of them."""
         return dataclasses.replace(self, values=self.values[index], scale=self.scale[index])
 
 
 class Fp8Kernel(EightBitKernel, kw_only=True):
     """A kernel ``W[..., i, o] = values[..., o, i] · scale[..., i // block, o]``, or a stack of them.
 
-    The values lie transposed: NVIDIA's FP8 products contract the last axes of both operands, and CPUs read them faster.
+    The values are stored transposed: NVIDIA's FP8 products contract the last axes of both operands, and CPUs read them
+    faster.
     """
 
     values: Any  #: ``[..., D_out, D_in]`` in E4M3.
-    scale: Any  #: ``[..., G, D_out]`` in float32; one group ``G`` where every output has a single scale.
-    block: int = struct.field(pytree_node=False)  #: Inputs that share a scale.
-    #: Whether products quantise the activations too, each row of them by its own largest value.
+    scale: Any  #: ``[..., G, D_out]`` in float32; ``G`` is 1 if every output has a single scale.
+    block: int = struct.field(pytree_node=False)  #: Number of inputs that share a scale.
+    #: Whether products quantise the activations too, each row with a scale from its largest value.
     dynamic: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the kernel, ``[..., D_in, D_out]``."""
+        """Shape of the kernel, ``[..., D_in, D_out]``."""
         *stack, outputs, inputs = self.values.shape
         return (*stack, inputs, outputs)
 
     @property
     def per_channel(self) -> bool:
-        """Whether an output has one scale, which may be multiplied behind the product."""
+        """Whether every output has a single scale, which can be applied after the product."""
         return self.scale.shape[-2] == 1
 
     def unscaled(self, dtype: DTypeLike) -> Float[Array, "... D_in D_out"]:
-        """The values alone, as a kernel lies."""
+        """Returns the values without scales, in the shape of the kernel."""
         return jnp.swapaxes(self.values, -1, -2).astype(dtype)
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "... D_in D_out"]:
-        """The kernel that it stands for: multiplied in float32, then rounded."""
+        """Returns the dequantised kernel: computed in float32, then rounded to ``dtype``."""
         *stack, groups, outputs = self.scale.shape
-        each = jnp.broadcast_to(self.scale[..., None, :], (*stack, groups, self.block, outputs))
-        scale = each.reshape(*stack, groups * self.block, outputs)[..., : self.shape[-2], :]
+        by_input = jnp.broadcast_to(self.scale[..., None, :], (*stack, groups, self.block, outputs))
+        scale = by_input.reshape(*stack, groups * self.block, outputs)[..., : self.shape[-2], :]
         return (self.unscaled(jnp.float32) * scale).astype(dtype)
 
     def divided(self, sharding: NamedSharding) -> Fp8Kernel:
-        """The shardings of both leaves, from that of the kernel: a scale lies where the values are that it belongs to.
+        """Returns the shardings of both leaves for a sharding of the kernel.
 
-        Devices hold all scales of an output whose inputs are divided within a block.
+        A scale is on the devices of its values. If the sharding divides a block of inputs, every device has all scales.
         """
-        *stack, inputs, outputs = (*sharding.spec, *(None,) * (self.ndim - len(sharding.spec)))
+        *stack, inputs, outputs = _full_spec(sharding, self.ndim)
         groups = self.scale.shape[-2]
         size = 1 if inputs is None else sharding.mesh.shape[inputs]
         aligned = groups % size == 0 and (self.shape[-2] // size) % self.block == 0
-        return dataclasses.replace(
-            self,
-            values=NamedSharding(sharding.mesh, PartitionSpec(*stack, outputs, inputs)),
-            scale=NamedSharding(sharding.mesh, PartitionSpec(*stack, inputs if aligned else None, outputs)),
-        )
+        values = NamedSharding(sharding.mesh, PartitionSpec(*stack, outputs, inputs))
+        scale = NamedSharding(sharding.mesh, PartitionSpec(*stack, inputs if aligned else None, outputs))
+        return dataclasses.replace(self, values=values, scale=scale)
 
 
 def quantise(kernel: Any, *, dynamic: bool = False) -> Fp8Kernel:
-    """A kernel in FP8 on the host, ``s = max |W| / 448`` for every output; rounded to nearest, ties to even.
+    """Quantises a kernel to FP8 on the host.
+
+    The scale of an output is ``max |W| / 448``. Values are rounded to nearest, ties to even.
 
     Args:
-        kernel: ``[..., D_in, D_out]``, of numpy or what becomes it.
+        kernel: ``[..., D_in, D_out]``: a numpy array, or an object that ``np.asarray`` converts.
         dynamic: See :class:`Fp8Kernel`.
     """
     weights = np.swapaxes(np.asarray(kernel), -1, -2).astype(np.float32)
@@ -120,85 +120,96 @@ def quantise(kernel: Any, *, dynamic: bool = False) -> Fp8Kernel:
 
 
 def dynamic_product(x: Float[Array, "*rows D_in"], kernel: Fp8Kernel) -> Float[Array, "*rows D_out"]:
-    """``x @ W`` in float32 with both operands in E4M3: a row of ``x``, or its inputs of a block, by its own scale.
+    """Returns ``x @ W`` in float32, with both operands in E4M3.
 
-    Both are given to the hardware as they are and the scales are multiplied behind it, so that a GPU with FP8 products
-    uses one. The result is that of the rounded operands summed in float32.
+    Every row of ``x`` has its own scale. If the kernel has scales for blocks of inputs, so has every row. The operands
+    of the product are in E4M3 and the scales are applied after it, so GPUs with FP8 products use them. The result is
+    the float32 sum over rounded operands.
     """
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     inputs = rows.shape[-1]
     groups = kernel.scale.shape[-2]
     values = kernel.values
     if groups == 1:
-        out = _scaled(rows, values, kernel.scale[0])
+        out = _scaled_product(rows, values, kernel.scale[0])
     else:
         spare = ((0, 0), (0, groups * kernel.block - inputs))
         by_block = jnp.moveaxis(jnp.pad(rows, spare).reshape(-1, groups, kernel.block), 1, 0)
         of_block = jnp.moveaxis(jnp.pad(values, spare).reshape(-1, groups, kernel.block), 1, 0)
-        # One block after the other: all at once would hold a sum of its own for each.
-        zero = jnp.zeros((rows.shape[0], values.shape[0]), jnp.float32)
-        out, _ = lax.scan(lambda sum, one: (sum + _scaled(*one), None), zero, (by_block, of_block, kernel.scale))
+        # Block after block, because computing all at once would need memory for the sums of every block.
+        zeros = jnp.zeros((rows.shape[0], values.shape[0]), jnp.float32)
+        add = lambda total, block: (total + _scaled_product(*block), None)
+        out, _ = lax.scan(add, zeros, (by_block, of_block, kernel.scale))
     return out.reshape(*x.shape[:-1], -1)
 
 
-def _scaled(rows: Float[Array, "T D"], values: Array, scale: Float[Array, " D_out"]) -> Float[Array, "T D_out"]:
+def _scaled_product(rows: Float[Array, "T D"], values: Array, scale: Float[Array, " D_out"]) -> Float[Array, "T D_out"]:
+    """Returns ``rows @ (scale · values)ᵀ`` with the rows quantised."""
     largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
-    of_row = jnp.where(largest > 0, largest / LARGEST, 1.0)
-    quantised = jnp.clip(rows / of_row, -LARGEST, LARGEST).astype(E4M3)
-    # HIGHEST keeps tensor cores from summing in fewer bits than float32 has.
-    sums = lax.dot_general(
-        quantised, values, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
-    return sums * of_row * scale
+    row_scale = jnp.where(largest > 0, largest / LARGEST, 1.0)
+    quantised_rows = jnp.clip(rows / row_scale, -LARGEST, LARGEST).astype(E4M3)
+    # HIGHEST makes tensor cores sum in float32 instead of fewer bits.
+    options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    sums = lax.dot_general(quantised_rows, values, (((1,), (1,)), ((), ())), **options)
+    return sums * row_scale * scale
+
+
+def _full_spec(sharding: NamedSharding, ndim: int) -> tuple[Any, ...]:
+    """Returns the mesh axis of each of ``ndim`` array axes; ``None`` where the array is not divided."""
+    undivided = (None,) * (ndim - len(sharding.spec))
+    return (*sharding.spec, *undivided)
 
 
 class Int8Kernel(EightBitKernel, kw_only=True):
     """A kernel ``H W[..., i, o] = values[..., i, o] · scale[..., o]``, a stack of them, or a table of embeddings.
 
-    Products quantise the activations too, each row by its own largest value (W8A8). A few activations are far larger
-    than the others and would take the precision of their row, so both factors are rotated first: ``x W = (x H)(H W)``
-    for a symmetric orthogonal ``H``, blocks of a Hadamard matrix (QuaRot, arXiv 2404.00456). The sums are integers.
+    Products quantise the activations too, each row with a scale from its largest value (W8A8). A few activations are
+    far larger than the others, which would leave few bits for the rest of their row. So both factors are rotated first:
+    ``x W = (x H)(H W)`` for a symmetric orthogonal ``H``, blocks of a Hadamard matrix (QuaRot, arXiv 2404.00456). The
+    sums are integers.
     """
 
-    values: Any  #: ``[..., D_in, D_out]`` in int8; of a table ``[V, D]``.
-    scale: Any  #: ``[..., D_out]`` in float32; of a table ``[V]``.
+    values: Any  #: ``[..., D_in, D_out]`` in int8; ``[V, D]`` for a table.
+    scale: Any  #: ``[..., D_out]`` in float32; ``[V]`` for a table.
     is_table: bool = struct.field(pytree_node=False, default=False)  #: Whether outputs are the first axis.
     rotation: int = struct.field(pytree_node=False, default=1)  #: Size of the blocks of ``H``; 1 for no rotation.
 
     dynamic: ClassVar[bool] = True  #: Products quantise the activations; see :class:`Fp8Kernel`.
 
     def rows(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Dequantised rows of a table, in float32."""
-        return rotated(self.values[tokens].astype(jnp.float32) * self.scale[tokens][..., None], self.rotation)
+        """Returns dequantised rows of a table, in float32."""
+        scaled = self.values[tokens].astype(jnp.float32) * self.scale[tokens][..., None]
+        return rotated(scaled, self.rotation)
 
     @property
     def T(self) -> Int8Kernel:
-        """Transposed: a table becomes a kernel."""
+        """The transposed matrix: of a table, the kernel."""
         return dataclasses.replace(self, values=self.values.swapaxes(-1, -2), is_table=not self.is_table)
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "... D_in D_out"]:
-        """The dequantised matrix ``W``: computed in float32, then rounded to ``dtype``."""
+        """Returns the dequantised matrix ``W``: computed in float32, then rounded to ``dtype``."""
         values = jnp.asarray(self.values)
         by_output = values if self.is_table else jnp.swapaxes(values, -1, -2)
         matrix = rotated(by_output.astype(jnp.float32) * self.scale[..., None], self.rotation)
-        return (matrix if self.is_table else jnp.swapaxes(matrix, -1, -2)).astype(dtype)
+        matrix = matrix if self.is_table else jnp.swapaxes(matrix, -1, -2)
+        return matrix.astype(dtype)
 
     def divided(self, sharding: NamedSharding) -> Int8Kernel:
-        """The shardings of both leaves, from that of the matrix: scales are divided as outputs are."""
-        *stack, first, last = (*sharding.spec, *(None,) * (self.ndim - len(sharding.spec)))
+        """Returns the shardings of both leaves for a sharding of the matrix: scales are divided like outputs."""
+        *stack, first, last = _full_spec(sharding, self.ndim)
         outputs = first if self.is_table else last
-        return dataclasses.replace(
-            self,
-            values=NamedSharding(sharding.mesh, PartitionSpec(*stack, first, last)),
-            scale=NamedSharding(sharding.mesh, PartitionSpec(*stack, outputs)),
-        )
+        values = NamedSharding(sharding.mesh, PartitionSpec(*stack, first, last))
+        scale = NamedSharding(sharding.mesh, PartitionSpec(*stack, outputs))
+        return dataclasses.replace(self, values=values, scale=scale)
 
 
 def quantise_int8(kernel: Any, *, is_table: bool = False) -> Int8Kernel:
-    """A matrix in int8 on the default device, ``s = max |H W| / 127`` for each output; nearest, ties to even.
+    """Quantises a matrix to int8 on the default device.
+
+    The scale of an output is ``max |H W| / 127``. Values are rounded to nearest, ties to even.
 
     Args:
-        kernel: ``[..., D_in, D_out]`` or a table ``[V, D]``: an array of numpy, or an object that becomes one.
+        kernel: ``[..., D_in, D_out]`` or a table ``[V, D]``: a numpy array, or an object that ``np.asarray`` converts.
         is_table: Whether outputs are the first axis.
     """
     return _quantise_int8(np.asarray(kernel).astype(np.float32, copy=False), is_table)
@@ -217,14 +228,15 @@ def _quantise_int8(weights: Any, is_table: bool) -> Int8Kernel:
 
 
 def _rotation_size(inputs: int) -> int:
-    """The largest power of two that divides the inputs, at most 64."""
+    """Returns the largest power of two that divides the number of inputs, at most 64."""
     return math.gcd(inputs, 64)
 
 
 def rotated(x: Float[Array, "*rows D"], size: int) -> Float[Array, "*rows D"]:
-    """``x H`` over the last axis, where ``H`` has blocks of a Hadamard matrix of this size, divided by its root.
+    """Returns ``x H`` over the last axis.
 
-    ``H`` is its own inverse.
+    ``H`` is block diagonal. Its blocks are the Hadamard matrix of ``size``, divided by ``√size``, so it is its own
+    inverse. With ``size = 1`` it is the identity.
     """
     if size == 1:
         return x
@@ -233,14 +245,14 @@ def rotated(x: Float[Array, "*rows D"], size: int) -> Float[Array, "*rows D"]:
 
 
 def int8_product(x: Float[Array, "*rows D_in"], kernel: Int8Kernel) -> Float[Array, "*rows D_out"]:
-    """``x @ W`` in float32 with both factors in int8; sums in int32.
+    """Returns ``x @ W`` in float32 with both factors in int8 and sums in int32.
 
-    A row of ``x H`` is divided by a 127th of its largest magnitude and rounded to nearest.
+    The scale of a row of ``x H`` is its largest magnitude divided by 127. Its values are rounded to nearest.
     """
     rows = rotated(x.reshape(-1, x.shape[-1]).astype(jnp.float32), kernel.rotation)
     largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
-    of_row = jnp.where(largest > 0, largest / INT8_LARGEST, 1.0)
-    quantised_rows = jnp.round(rows / of_row).astype(jnp.int8)
+    row_scale = jnp.where(largest > 0, largest / INT8_LARGEST, 1.0)
+    quantised_rows = jnp.round(rows / row_scale).astype(jnp.int8)
     contracted = 1 if kernel.is_table else 0
 
     def sums_of(rows: Array, values: Array) -> Array:
@@ -253,24 +265,22 @@ def int8_product(x: Float[Array, "*rows D_in"], kernel: Int8Kernel) -> Float[Arr
     # output matrix of 49,152 by 576).
     cpu = in_a_pair if len(rows) == 1 else sums_of
     sums = lax.platform_dependent(quantised_rows, kernel.values, cpu=cpu, default=sums_of)
-    out = sums.astype(jnp.float32) * of_row * kernel.scale
+    out = sums.astype(jnp.float32) * row_scale * kernel.scale
     return out.reshape(*x.shape[:-1], -1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ToQuantise:
-    """A parameter that becomes a kernel in eight bits when it is put on the device.
+    """A parameter that is quantised when it is put on the device, so that the host never holds all kernels."""
 
-    So the host never holds all kernels.
-    """
-
-    #: The array, or an object that becomes one. With ``kept_as`` of the same kind, ``stored_kernel()`` is the kernel.
+    #: The array, or an object that ``np.asarray`` converts. If its ``kept_as`` names the same kind of kernel, its
+    #: ``stored_kernel()`` is used.
     source: Any
     weights: str  #: One of :data:`WEIGHTS`, except ``dense``.
     is_table: bool = False  #: See :class:`Int8Kernel`.
 
     def kernel(self) -> Fp8Kernel | Int8Kernel:
-        """The kernel, on the host."""
+        """Returns the kernel."""
         dynamic = self.weights == "fp8-dynamic"
         if self.weights.startswith(getattr(self.source, "kept_as", "") or "none"):
             stored = self.source.stored_kernel()
@@ -280,30 +290,30 @@ class ToQuantise:
         return quantise(self.source, dynamic=dynamic)
 
 
-def weights_named(name: str) -> str:
-    """The same name.
+def check_weights(weights: str) -> None:
+    """Checks the name of a way to store kernels.
 
     Raises:
-        ValueError: There are no weights of that name.
+        ValueError: It is not in :data:`WEIGHTS`.
     """
-    if name not in WEIGHTS:
-        raise ValueError(f"weights {name!r} are not known; use one of {', '.join(WEIGHTS)}")
-    return name
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights {weights!r} are not known; use one of {', '.join(WEIGHTS)}")
 
 
 def quantised(params: Any, products: Any, weights: str) -> Any:
-    """Parameters of which the kernels of products become eight-bit ones as they are put on the device.
+    """Returns the parameters with kernels marked to be quantised when they are put on the device.
 
     Args:
         params: Arrays of the host, nested.
-        products: :data:`LAYER`, :data:`OUTPUT` or an empty text for each of them; in the same nesting
+        products: :data:`LAYER`, :data:`OUTPUT` or an empty text for each parameter, in the same nesting
             (:meth:`eagle3_jax.models.decoder.DecoderTarget.param_products`).
         weights: One of :data:`WEIGHTS`.
 
     Raises:
-        ValueError: There are no weights of that name.
+        ValueError: ``weights`` is not in :data:`WEIGHTS`.
     """
-    if weights_named(weights) == "dense":
+    check_weights(weights)
+    if weights == "dense":
         return params
 
     def convert(path: tuple[Any, ...], leaf: Any, product: str) -> Any:
@@ -315,20 +325,20 @@ def quantised(params: Any, products: Any, weights: str) -> Any:
 
 
 def is_quantised(product: str, weights: str) -> bool:
-    """Whether ``weights`` stores a parameter in eight bits; ``product`` is :data:`LAYER`, :data:`OUTPUT` or empty."""
+    """Returns whether a parameter is in eight bits; ``product`` is :data:`LAYER`, :data:`OUTPUT` or empty."""
     return product == LAYER or (product == OUTPUT and weights == "int8")
 
 
 def is_table(path: tuple[Any, ...]) -> bool:
-    """Whether a path of ``jax.tree_util`` leads to a table of embeddings, whose outputs are its first axis."""
+    """Returns whether a path of ``jax.tree_util`` leads to a table of embeddings; its first axis are the outputs."""
     return getattr(path[-1], "key", None) == "embedding"
 
 
 def eight_bit_shapes(shapes: Any, products: Any, weights: str) -> Any:
-    """``jax.ShapeDtypeStruct`` of the same parameters in eight bits, with one scale for each output.
+    """Returns the ``jax.ShapeDtypeStruct`` of parameters in eight bits, with one scale for each output.
 
     Args:
-        shapes: Of every parameter, nested.
+        shapes: ``jax.ShapeDtypeStruct`` of every parameter, nested.
         products: As for :func:`quantised`.
         weights: One of :data:`WEIGHTS`, except ``dense``.
     """

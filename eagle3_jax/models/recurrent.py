@@ -1,4 +1,4 @@
-"""What a recurrent layer keeps of committed tokens: one state that all of them are folded into, and a short window."""
+"""The cache of a recurrent layer: one state for all committed tokens, and a short window of the last inputs."""
 
 from __future__ import annotations
 
@@ -14,58 +14,61 @@ from eagle3_jax.devices.sharding import HEADS, ROWS
 
 
 class Updates(NamedTuple):
-    """What each token of a block does to the state that it finds: ``S' = decay S + key deltaᵀ``.
+    """The update of the state by each token of a block, ``S' = decay S + key deltaᵀ``.
 
-    A few vectors a token, where a state is a matrix: so a block keeps these for all of its nodes, and whatever path
-    stays is folded in again.
+    An update is a few vectors and a state is a matrix, so a block stores the updates of all its nodes. A commit applies
+    those of the accepted path again.
     """
 
     keys: Float[Array, "B T Hk dk"]  #: ``[B T Hk dk]``.
     deltas: Float[Array, "B T Hk r dv"]  #: ``[B T Hk r dv]``; ``r`` value heads share a key.
     decays: Float[Array, "B T Hk r"]  #: ``[B T Hk r]``, in (0, 1].
-    inputs: Float[Array, "B T Hk c"]  #: ``[B T Hk c]``, what the token adds to the window.
+    inputs: Float[Array, "B T Hk c"]  #: ``[B T Hk c]``, the token's inputs of the convolution.
 
 
-def folded(
+def update_state(
     state: Float[Array, "B Hk r dk dv"],
     keys: Float[Array, "B Hk dk"],
     deltas: Float[Array, "B Hk r dv"],
     decays: Float[Array, "B Hk r"],
 ) -> Float[Array, "B Hk r dk dv"]:
-    """``S' = decay S + key deltaᵀ``, the one place where a state changes: verifying and committing do the same sums.
+    """Returns ``S' = decay S + key deltaᵀ``. Verification and commits both call it, so their sums are the same.
 
-    Both products are rounded before they are added. XLA's CPU backend would fuse one of them with the sum, and not the
-    same one in either program, also across ``optimization_barrier``.
+    Both products are rounded before they are added. Otherwise XLA's CPU backend would fuse one of them with the sum. It
+    may choose another product in each program, even across ``optimization_barrier``.
     """
-    nothing = (decays < 0).astype(jnp.int32)[..., None, None]  # zeros, which no compiler can know
-    left = _rounded(state * decays[..., None, None], nothing)
-    return left + _rounded(keys[:, :, None, :, None] * deltas[:, :, :, None, :], nothing)
+    zeros = (decays < 0).astype(jnp.int32)[..., None, None]  # a compiler cannot know that these are zeros
+    decayed = _round(state * decays[..., None, None], zeros)
+    added = _round(keys[:, :, None, :, None] * deltas[:, :, :, None, :], zeros)
+    return decayed + added
 
 
-def _rounded(x: Float[Array, "*any"], nothing: Int[Array, "*#any"]) -> Float[Array, "*any"]:
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) ^ nothing, jnp.float32)
+def _round(x: Float[Array, "*any"], zeros: Int[Array, "*#any"]) -> Float[Array, "*any"]:
+    """Returns ``x``, rounded to float32 before any other operation uses it."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return lax.bitcast_convert_type(bits ^ zeros, jnp.float32)
 
 
 def at_least_two(tree: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Steps of a scan, ``[T ...]``, the last of them again where there is but one.
+    """Returns the steps ``[T ...]`` of a scan; a single step is repeated.
 
-    A loop of one step is no loop to XLA: it would merge the step with what stands around it, and round differently.
+    XLA unrolls a loop of one step, fuses it with the operations around it, and rounds differently.
     """
     return tuple(jnp.concatenate([leaf, leaf]) if leaf.shape[0] == 1 else leaf for leaf in tree)
 
 
 class Recurrent(struct.PyTreeNode, kw_only=True):
-    """A :class:`eagle3_jax.LayerCache` of a gated delta net.
+    """The :class:`eagle3_jax.LayerCache` of a gated delta net.
 
-    A state cannot be truncated: what was folded in stays. So a block leaves this one alone, keeps what each of its
-    nodes would do to it (:class:`Updates`), and a commit does that along the path that stays, from this state on: the
-    same sums, bit for bit, as if only those tokens had ever been fed.
+    A state cannot be truncated, because a token that was added to it cannot be removed. So a block does not change the
+    state; it returns the updates by its nodes (:class:`Updates`), and a commit applies those of the accepted path. The
+    new state is bit for bit that after feeding only the accepted tokens.
     """
 
     axes: ClassVar[tuple[str, ...]] = (ROWS, HEADS)  # what a mesh divides (eagle3_jax.devices.sharding)
 
     state: Float[Array, "B Hv dk dv"]  #: ``[B Hv dk dv]``, float32.
-    window: Float[Array, "B Hk P c"]  #: ``[B Hk P c]``, the last inputs of the convolution, by key head.
+    window: Float[Array, "B Hk P c"]  #: ``[B Hk P c]``, the last ``P`` inputs of the convolution, by key head.
 
     @classmethod
     def allocate(
@@ -79,32 +82,31 @@ class Recurrent(struct.PyTreeNode, kw_only=True):
         kernel: int,
         dtype: DTypeLike,
     ) -> Recurrent:
-        """The state before a text: zeros, and ``kernel - 1`` inputs of zeros before its first token.
+        """Returns the state before a text: zeros, and a window of ``kernel - 1`` inputs of zeros.
 
         Args:
-            batch: ``B``.
-            num_key_heads: ``Hk``.
-            num_value_heads: ``Hv``.
-            key_dim: ``dk``.
-            value_dim: ``dv``.
-            kernel: Inputs that the convolution reads.
-            dtype: Of the window.
+            batch: ``B``, rows.
+            num_key_heads: ``Hk``, heads of queries and keys.
+            num_value_heads: ``Hv``, heads of values and states.
+            key_dim: ``dk``, channels of a key.
+            value_dim: ``dv``, channels of a value.
+            kernel: Number of inputs that the convolution reads; the window is one shorter.
+            dtype: Type of the window. The state is float32.
         """
         channels = 2 * key_dim + num_value_heads // num_key_heads * value_dim
-        return cls(
-            state=jnp.zeros((batch, num_value_heads, key_dim, value_dim), jnp.float32),
-            window=jnp.zeros((batch, num_key_heads, kernel - 1, channels), dtype),
-        )
+        state = jnp.zeros((batch, num_value_heads, key_dim, value_dim), jnp.float32)
+        window = jnp.zeros((batch, num_key_heads, kernel - 1, channels), dtype)
+        return cls(state=state, window=window)
 
     @property
     def grouped(self) -> Float[Array, "B Hk r dk dv"]:
-        """The state, its value heads by the key head that they share."""
+        """The state with its value heads grouped by key head."""
         batch, _, *size = self.state.shape
         return self.state.reshape(batch, self.window.shape[1], -1, *size)
 
     def fill(self, written: Recurrent, count: Int[Array, " B"]) -> Recurrent:
         """See :class:`eagle3_jax.LayerCache`; ``written`` is the state after the real tokens."""
-        del count  # the forward was told
+        del count  # the forward knew the length
         return written
 
     def commit(
@@ -114,27 +116,31 @@ class Recurrent(struct.PyTreeNode, kw_only=True):
         count: Int[Array, " B"],
         nodes: Int[Array, "B T"] | None = None,
     ) -> Recurrent:
-        """See :class:`eagle3_jax.LayerCache`; ``written`` is what each node does."""
+        """See :class:`eagle3_jax.LayerCache`; ``written`` are the updates by each node."""
         del length  # a state has no slots
-        path = written if nodes is None else _chosen(written, nodes)
+        path = written if nodes is None else _select(written, nodes)
         keys, deltas, decays = at_least_two(tuple(jnp.moveaxis(leaf, 1, 0) for leaf in path[:3]))
 
-        def step(state: Array, one: tuple[Array, ...]) -> tuple[Array, None]:
-            index, key, delta, decay = one
-            stays = (index < count)[:, None, None, None, None]
-            return jnp.where(stays, folded(state, key, delta, decay), state), None
+        def step(state: Array, update: tuple[Array, ...]) -> tuple[Array, None]:
+            index, key, delta, decay = update
+            accepted = (index < count)[:, None, None, None, None]
+            updated = update_state(state, key, delta, decay)
+            return jnp.where(accepted, updated, state), None
 
         steps = jnp.arange(keys.shape[0], dtype=jnp.int32)
         state = lax.scan(step, self.grouped, (steps, keys, deltas, decays))[0]
-        return Recurrent(state=state.reshape(self.state.shape), window=self._moved(path.inputs, count))
+        return Recurrent(state=state.reshape(self.state.shape), window=self._move_window(path.inputs, count))
 
-    def _moved(self, inputs: Float[Array, "B T Hk c"], count: Int[Array, " B"]) -> Float[Array, "B Hk P c"]:
-        """The window of the last inputs after ``count`` more tokens of each row."""
+    def _move_window(self, inputs: Float[Array, "B T Hk c"], count: Int[Array, " B"]) -> Float[Array, "B Hk P c"]:
+        """Returns the window after ``count`` more tokens of each row."""
         size = self.window.shape[2]
-        run = jnp.concatenate([self.window, jnp.moveaxis(inputs, 1, 2).astype(self.window.dtype)], axis=2)
+        new = jnp.moveaxis(inputs, 1, 2).astype(self.window.dtype)
+        run = jnp.concatenate([self.window, new], axis=2)
         last = lambda run, count: lax.dynamic_slice_in_dim(run, count, size, axis=1)
         return jax.vmap(last)(run, count)
 
 
-def _chosen(written: Updates, nodes: Int[Array, "B P"]) -> Updates:
-    return Updates(*(jax.vmap(lambda leaf, nodes: leaf[nodes])(leaf, nodes) for leaf in written))
+def _select(updates: Updates, nodes: Int[Array, "B P"]) -> Updates:
+    """Returns the updates of some nodes of each row."""
+    select = jax.vmap(lambda leaf, nodes: leaf[nodes])
+    return Updates(*(select(leaf, nodes) for leaf in updates))

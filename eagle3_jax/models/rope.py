@@ -1,6 +1,6 @@
-"""Rotary position embedding: angles from a configuration, and the rotation itself.
+"""Rotary position embedding: frequencies for a configuration, and the rotation.
 
-Pairs are half-split as in GPT-NeoX and Llama, channel ``i`` with ``i + dim/2``, or neighbours (``interleaved``).
+A pair is channels ``i`` and ``i + dim/2``, as in GPT-NeoX and Llama, or channels ``2i`` and ``2i+1`` (``interleaved``).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from eagle3_jax.models.config import QueryScaling, RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Radians per position of every channel pair, and the scale of cosine and sine.
+    """Returns the radians per position of every channel pair, and the scale of cosine and sine.
 
     Args:
-        config: Which rotary embedding.
-        head_dim: ``H``, of which the first ``dim = H * partial`` channels rotate.
+        config: The rotary embedding.
+        head_dim: ``H``; the first ``dim = H * partial`` channels rotate.
 
     Returns:
-        ``[dim/2]`` in float32, and the attention scale (1 except for yarn and longrope).
+        ``[dim/2]`` in float32, and the scale (1 except for yarn and longrope).
     """
     head_dim = int(head_dim * config.partial)
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
@@ -40,27 +40,31 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, 
 
 
 def _llama3(config: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
-    """Stretch long wavelengths, keep short ones, interpolate in between (Llama 3.1)."""
+    """Stretches long wavelengths, keeps short ones, and interpolates between (Llama 3.1)."""
     assert config.original_max_positions is not None
     wavelength = 2 * math.pi / inv_freq
     rotations = config.original_max_positions / wavelength
-    # Equal factors leave nothing in between (Llama 4 Scout).
+    # Equal factors would divide by zero (Llama 4 Scout).
     span = max(config.high_freq_factor - config.low_freq_factor, 1e-6)
     smooth = np.clip((rotations - config.low_freq_factor) / span, 0.0, 1.0)
     return ((1 - smooth) * inv_freq / config.factor + smooth * inv_freq).astype(np.float32)
 
 
 def _longrope(config: RopeConfig, inv_freq: np.ndarray) -> tuple[np.ndarray, float]:
-    """A factor for every pair, for texts of at most the original length (Ding et al., 2024, arXiv 2402.13753)."""
+    """Divides every frequency by its short factor, which is for texts of at most the original length.
+
+    Ding et al., 2024, arXiv 2402.13753.
+    """
     assert config.original_max_positions is not None
     scale = config.attention_factor
     if scale is None:
-        scale = math.sqrt(1 + max(0.0, math.log(config.factor)) / math.log(config.original_max_positions))
+        extension = max(0.0, math.log(config.factor))
+        scale = math.sqrt(1 + extension / math.log(config.original_max_positions))
     return inv_freq / np.asarray(config.short_factor, np.float32), scale
 
 
 def _yarn(config: RopeConfig, head_dim: int, inv_freq: np.ndarray) -> tuple[np.ndarray, float]:
-    """NTK-by-parts interpolation with an attention temperature (Peng et al., 2023, section 3)."""
+    """Interpolates by parts (NTK), with an attention temperature (Peng et al., 2023, section 3)."""
     assert config.original_max_positions is not None
     original = config.original_max_positions
 
@@ -93,34 +97,39 @@ def _yarn(config: RopeConfig, head_dim: int, inv_freq: np.ndarray) -> tuple[np.n
 def rotate(
     x: Float[Array, "B T heads H"], positions: Int[Array, "B T"], config: RopeConfig
 ) -> Float[Array, "B T heads H"]:
-    """Rotate every head vector by its position; computed in float32, returned in the dtype of ``x``."""
+    """Rotates every head vector by its position: computed in float32, returned in the type of ``x``."""
     inv_freq, scale = inverse_frequencies(config, x.shape[-1])
-    turning = x[..., : 2 * len(inv_freq)]
-    passing = x[..., 2 * len(inv_freq) :]
+    rotating = x[..., : 2 * len(inv_freq)]
+    unrotated = x[..., 2 * len(inv_freq) :]
     angles = positions[..., None].astype(jnp.float32) * lax.broadcast_to_rank(inv_freq, 3)
     cos = (jnp.cos(angles) * scale)[:, :, None, :]
     sin = (jnp.sin(angles) * scale)[:, :, None, :]
-    turning = turning.astype(jnp.float32)
+    rotating = rotating.astype(jnp.float32)
     if config.interleaved:
-        first = turning[..., ::2]
-        second = turning[..., 1::2]
+        first = rotating[..., ::2]
+        second = rotating[..., 1::2]
     else:
-        first, second = jnp.split(turning, 2, axis=-1)
+        first, second = jnp.split(rotating, 2, axis=-1)
     pair = [first * cos - second * sin, second * cos + first * sin]
     if config.interleaved:
-        rotated = jnp.stack(pair, axis=-1).reshape(turning.shape)
+        rotated = jnp.stack(pair, axis=-1).reshape(rotating.shape)
     else:
         rotated = jnp.concatenate(pair, axis=-1)
     rotated = rotated.astype(x.dtype)
-    return rotated if passing.shape[-1] == 0 else jnp.concatenate([rotated, passing], axis=-1)
+    return rotated if unrotated.shape[-1] == 0 else jnp.concatenate([rotated, unrotated], axis=-1)
 
 
 def scale_queries(
     queries: Float[Array, "B T heads H"], positions: Int[Array, "B T"], config: QueryScaling
 ) -> Float[Array, "B T heads H"]:
-    """Queries times the factor of their position; it is rounded to their dtype first, where positions count from 0."""
-    factor = 1 + config.beta * jnp.log1p(((positions + config.offset) // config.floor).astype(jnp.float32))
+    """Returns queries times the factor of their position, in their own type.
+
+    If positions count from 0 (Ministral 3), the factor is rounded to that type before the product. If they count from 1
+    (Llama 4), the product is rounded.
+    """
+    interval = (positions + config.offset) // config.floor
+    factor = 1 + config.beta * jnp.log1p(interval.astype(jnp.float32))
     factor = factor[:, :, None, None]
-    if config.offset:  # Llama 4 rounds the product alone
+    if config.offset:
         return (queries.astype(jnp.float32) * factor).astype(queries.dtype)
     return queries * factor.astype(queries.dtype)

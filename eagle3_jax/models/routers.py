@@ -1,4 +1,4 @@
-"""Which experts a token goes through, and with which weights."""
+"""The choice of experts for each token, and their weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.models.config import Experts
 from eagle3_jax.models.layers import Precision, matmul_precision
 
-_A_BLOCK = 64  # Tokens; more than that are a prompt's, which nothing reads twice.
+_A_BLOCK = 64  # most tokens of a block; more are a prompt, which is computed once
 
 
 class Routing(NamedTuple):
-    """Experts of tokens."""
+    """The experts of each token."""
 
-    chosen: Int[Array, "T k"]  #: ``[T k]``, ascending: what is summed over experts is summed in this order.
-    #: ``[T k]``, of their outputs; of their inputs where the router is ``sigmoid-of-input``.
+    chosen: Int[Array, "T k"]  #: ``[T k]``, ids in ascending order, which is the order of all sums over experts.
+    #: ``[T k]``, factors of the experts' outputs, or of their inputs if the router is ``sigmoid-of-input``.
     weights: Float[Array, "T k"]
 
 
@@ -30,11 +30,11 @@ def router_logits(
     config: Experts,
     precision: Precision,
 ) -> Float[Array, "T E"]:
-    """``x W + b``, summed in float32.
+    """Returns ``x W + b``, summed in float32.
 
-    Operands are of the model's type where it sums in that type too; of float32 otherwise (``mixed``), and for sigmoid
-    routers always. On CPUs the sums of a token do not depend on how many there are beside it: a choice is not
-    continuous, and a block must choose as single tokens do.
+    Operands have the model's type, or float32 with mixed precision and for all sigmoid routers. On CPUs the sums of a
+    token do not depend on the number of tokens. A choice is not continuous, so a block must choose exactly as single
+    tokens do.
     """
     mixed = precision.operands != precision.activations
     operands = jnp.float32 if mixed or config.router == "sigmoid" else precision.operands
@@ -42,16 +42,12 @@ def router_logits(
     kernel = kernel.astype(operands)
 
     def product(rows: Array, kernel: Array) -> Array:
-        return lax.dot_general(
-            rows,
-            kernel,
-            (((1,), (0,)), ((), ())),
-            precision=matmul_precision(operands),
-            preferred_element_type=jnp.float32,
-        )
+        dimensions = (((1,), (0,)), ((), ()))
+        options = {"precision": matmul_precision(operands), "preferred_element_type": jnp.float32}
+        return lax.dot_general(rows, kernel, dimensions, **options)
 
     def row_by_row(rows: Array, kernel: Array) -> Array:
-        # One row alone would be another loop than the body of a loop over rows.
+        # XLA unrolls a loop over one row and rounds differently, so a single row is repeated.
         several = jnp.concatenate([rows] * 2) if len(rows) == 1 else rows
         return lax.map(lambda row: product(row[None], kernel)[0], several)[: len(rows)]
 
@@ -63,39 +59,43 @@ def router_logits(
 
 
 def route(logits: Float[Array, "T E"], correction: Float[Array, " E"] | None, config: Experts) -> Routing:
-    """The ``k`` experts of every token, as the router of the configuration chooses; of equals the first.
+    """Returns the ``k`` experts of every token and their weights. Of equal scores the first wins.
 
     Args:
-        logits: Of all experts.
-        correction: Added to the scores of a ``sigmoid`` router before the choice, and not to the weights.
-        config: Of the experts.
+        logits: ``[T E]``, from :func:`router_logits`.
+        correction: ``[E]``, added to the scores of a ``sigmoid`` router before the choice, and not to the weights.
+        config: Router, ``k`` and groups.
     """
     scores = logits.astype(jnp.float32)
     if config.router == "softmax":
         weights, chosen = lax.top_k(jax.nn.softmax(scores, axis=-1), config.per_token)
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True) if config.normalise else weights
+        if config.normalise:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     elif config.router == "sigmoid":
         assert correction is not None
         scores = jax.nn.sigmoid(scores)
-        chosen = lax.top_k(_of_kept_groups(scores + correction[None, :], config), config.per_token)[1]
+        masked = _mask_groups(scores + correction[None, :], config)
+        chosen = lax.top_k(masked, config.per_token)[1]
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
-        # A sigmoid can be nothing but zeros in float32.
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20) if config.normalise else weights
+        if config.normalise:  # all sigmoids can round to zero in float32
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     else:
         largest, chosen = lax.top_k(scores, config.per_token)
-        of_chosen = config.router == "softmax-of-chosen"
-        weights = jax.nn.softmax(largest, axis=-1) if of_chosen else jax.nn.sigmoid(largest)
+        normalise = config.router == "softmax-of-chosen"
+        weights = jax.nn.softmax(largest, axis=-1) if normalise else jax.nn.sigmoid(largest)
     weights = (weights * config.scaling).astype(logits.dtype)
     order = jnp.argsort(chosen, axis=-1)
-    return Routing(*(jnp.take_along_axis(one, order, axis=-1) for one in (chosen, weights)))
+    sort = lambda values: jnp.take_along_axis(values, order, axis=-1)
+    return Routing(sort(chosen), sort(weights))
 
 
-def _of_kept_groups(scores: Float[Array, "T E"], config: Experts) -> Float[Array, "T E"]:
-    """The scores, ``-inf`` outside the groups with the largest sums of their two best (DeepSeek-V3, 2024)."""
+def _mask_groups(scores: Float[Array, "T E"], config: Experts) -> Float[Array, "T E"]:
+    """Sets scores to ``-inf`` outside the groups with the largest sums of their two best (DeepSeek-V3, 2024)."""
     if config.groups == 1:
         return scores
     grouped = scores.reshape(len(scores), config.groups, -1)
-    of_groups = jnp.sum(lax.top_k(grouped, 2)[0], axis=-1)
-    kept = lax.top_k(of_groups, config.kept_groups)[1]
-    stays = jnp.any(kept[:, :, None] == jnp.arange(config.groups, dtype=jnp.int32)[None, None], axis=1)
-    return jnp.where(stays[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+    group_scores = jnp.sum(lax.top_k(grouped, 2)[0], axis=-1)
+    best = lax.top_k(group_scores, config.kept_groups)[1]
+    matches = best[:, :, None] == jnp.arange(config.groups, dtype=jnp.int32)[None, None]
+    is_best = jnp.any(matches, axis=1)
+    return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(scores.shape)

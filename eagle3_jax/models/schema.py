@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from eagle3_jax.files.jsonl import parse_json, shown
 from eagle3_jax.models.grammar import bytes_of, first_line, pieces_of
 
-# The keywords that may stand together, by form. The names of most forms are types.
+# The keywords that may occur together, by form. The names of most forms are types.
 _FORMS = {
     "null": ("type",),
     "boolean": ("type",),
@@ -29,7 +29,7 @@ _FORMS = {
     "alternatives": ("anyOf",),
     "reference": ("$ref",),
 }
-# Keywords that allow and forbid nothing. They may stand in every form.
+# Keywords that allow and forbid nothing. They may occur in every form.
 _NOTES = {
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$defs",
     "definitions",
@@ -41,7 +41,7 @@ _TYPES = {
 }  # fmt: skip
 
 _MOST_CHARACTERS = 1_000_000  # of the whole expression
-_MOST_ITEMS = 10_000  # a repetition costs states; 100,000 take minutes to compile
+_MOST_ITEMS = 10_000  # a repetition needs states; 100,000 of them take minutes to compile
 _ANY_DEPTH = 2  # lists and objects inside each other, where the schema allows any value
 
 _PLAIN = r'[^"\\\x00-\x1F\x7F-\x9F]'  # a character that a JSON text shows as it is
@@ -94,8 +94,8 @@ def _space(whitespace: str | None) -> str:
     if whitespace is None:
         return "[ ]?"
     pattern = "".join(r"[ \t\n\r]" if piece == r"\s" else piece for piece, _ in pieces_of(whitespace))
-    if other := bytes_of(pattern) - set(b" \t\n\r"):
-        raise ValueError(f"whitespace is {shown(whitespace)}, which matches {chr(min(other))!r}; expected [ \\t\\n\\r]")
+    if wrong := bytes_of(pattern) - set(b" \t\n\r"):
+        raise ValueError(f"whitespace is {shown(whitespace)}, which matches {chr(min(wrong))!r}; expected [ \\t\\n\\r]")
     return f"(?:{pattern})"
 
 
@@ -106,12 +106,12 @@ class _Translator:
     root: Any  #: The whole schema.
     space: str  #: A regular expression of the space between two JSON tokens.
 
-    def value(self, schema: Any, place: str, opened: tuple[str, ...]) -> str:
+    def value(self, schema: Any, pointer: str, opened: tuple[str, ...]) -> str:
         """Returns the expression of the values that follow a part of the schema.
 
         Args:
             schema: The part.
-            place: Its JSON pointer, for error messages.
+            pointer: Its JSON pointer, for error messages.
             opened: The references that contain it.
 
         Raises:
@@ -119,142 +119,158 @@ class _Translator:
         """
         schema = {} if schema is True else schema
         if not isinstance(schema, dict):
-            raise ValueError(f"{shown(place)} is {shown(schema)}; expected an object or true")
+            raise ValueError(f"{shown(pointer)} is {shown(schema)}; expected an object or true")
         kinds = schema.get("type", [])
         kinds = kinds if isinstance(kinds, list) else [kinds]
-        if "type" in schema and not (kinds and all(isinstance(kind, str) and kind in _TYPES for kind in kinds)):
+        are_known = kinds and all(isinstance(kind, str) and kind in _TYPES for kind in kinds)
+        if "type" in schema and not are_known:
             raise ValueError(
-                f"{shown(place)} has the type {shown(schema['type'])}; expected one or more of {', '.join(_TYPES)}"
+                f"{shown(pointer)} has the type {shown(schema['type'])}; expected one or more of {', '.join(_TYPES)}"
             )
-        noted = _NOTES | (_NOTES_OF_ROOT if place == "#" else set())
+        noted = _NOTES | (_NOTES_OF_ROOT if pointer == "#" else set())
         keywords = [keyword for keyword in schema if keyword not in noted]
         if isinstance(schema.get("type"), list) and not {"enum", "const"} & set(keywords):
-            return _either([self.value(_of_type(schema, kind, kinds), place, opened) for kind in kinds])
-        form = _form(keywords, kinds, place) if keywords else "any"
-        text = getattr(self, f"_{form}", self._scalar)(schema, place, opened)
+            parts = [_restrict_to_type(schema, kind, kinds) for kind in kinds]
+            return _either([self.value(part, pointer, opened) for part in parts])
+        form = _form(keywords, kinds, pointer) if keywords else "any"
+        text = getattr(self, f"_{form}", self._scalar)(schema, pointer, opened)
         if len(text) > _MOST_CHARACTERS:
             raise ValueError(
-                f"{shown(place)} needs a regular expression of {len(text)} characters, more than {_MOST_CHARACTERS}; "
+                f"{shown(pointer)} needs a regular expression of {len(text)} characters, more than {_MOST_CHARACTERS}; "
                 "simplify it"
             )
         return text
 
-    def _any(self, schema: Any, place: str, opened: tuple[str, ...]) -> str:
+    def _any(self, schema: Any, pointer: str, opened: tuple[str, ...]) -> str:
         text = _either([*_SCALARS.values(), _STRING])
         for _ in range(_ANY_DEPTH):
             entry = f"{_STRING}{self.space}:{self.space}{text}"
-            text = _either(
-                [text, self._brackets(self._repeat(text, 0, None)), self._braces(self._repeat(entry, 0, None))]
-            )
+            array = self._brackets(self._repeat(text, 0, None))
+            mapping = self._braces(self._repeat(entry, 0, None))
+            text = _either([text, array, mapping])
         return text
 
-    def _scalar(self, schema: Any, place: str, opened: tuple[str, ...]) -> str:
+    def _scalar(self, schema: Any, pointer: str, opened: tuple[str, ...]) -> str:
         return _SCALARS[schema["type"]]
 
-    def _string(self, schema: Any, place: str, opened: tuple[str, ...]) -> str:
+    def _string(self, schema: Any, pointer: str, opened: tuple[str, ...]) -> str:
         if "pattern" in schema:
-            return f'"{_pattern(schema["pattern"], place)}"'
+            return f'"{_pattern(schema["pattern"], pointer)}"'
         if "format" in schema:
             if not isinstance(schema["format"], str) or schema["format"] not in _FORMATS:
                 raise ValueError(
-                    f"{shown(place)} has the format {shown(schema['format'])}; expected one of {', '.join(_FORMATS)}"
+                    f"{shown(pointer)} has the format {shown(schema['format'])}; expected one of {', '.join(_FORMATS)}"
                 )
             return f'"{_FORMATS[schema["format"]]}"'
-        least, most = _limits(schema, "minLength", "maxLength", place)
+        least, most = _limits(schema, "minLength", "maxLength", pointer)
         return f'"{_CHARACTER}{_times(least, most)}"'
 
-    def _array(self, schema: Any, place: str, opened: tuple[str, ...]) -> str:
+    def _array(self, schema: Any, pointer: str, opened: tuple[str, ...]) -> str:
         prefix = schema.get("prefixItems", [])
         if not isinstance(prefix, list):
-            raise ValueError(f"{shown(place)} has prefixItems of {shown(prefix)}; expected a list of schemas")
-        least, most = _limits(schema, "minItems", "maxItems", place)
-        parts = [self.value(part, f"{place}/prefixItems/{at}", opened) for at, part in enumerate(prefix)][:most]
+            raise ValueError(f"{shown(pointer)} has prefixItems of {shown(prefix)}; expected a list of schemas")
+        least, most = _limits(schema, "minItems", "maxItems", pointer)
+        parts = [self.value(part, f"{pointer}/prefixItems/{index}", opened) for index, part in enumerate(prefix)]
+        parts = parts[:most]
         items = schema.get("items", not prefix)
         text = ""
         count = len(parts)
         if items is False:
             if least > count:
-                raise ValueError(f"{shown(place)} has {count} items at most and minItems {least}; no list follows it")
+                raise ValueError(f"{shown(pointer)} has {count} items at most and minItems {least}; no list follows it")
         elif most is None or most > count:
-            item = self.value(items, f"{place}/items", opened)
+            item = self.value(items, f"{pointer}/items", opened)
             most = None if most is None else most - count
-            rest = max(least - count, 0)
-            text = f"(?:{self._comma}{item}){_times(rest, most)}" if parts else self._repeat(item, rest, most)
-        for at in reversed(range(count)):
-            text = f"{self._comma if at else ''}{parts[at]}{text}"
-            text = text if at < least else f"(?:{text})?"
+            needed = max(least - count, 0)
+            if parts:
+                text = f"(?:{self._comma}{item}){_times(needed, most)}"
+            else:
+                text = self._repeat(item, needed, most)
+        for index in reversed(range(count)):
+            comma = self._comma if index else ""
+            text = f"{comma}{parts[index]}{text}"
+            text = text if index < least else f"(?:{text})?"
         return self._brackets(text)
 
-    def _object(self, schema: Any, place: str, opened: tuple[str, ...]) -> str:
+    def _object(self, schema: Any, pointer: str, opened: tuple[str, ...]) -> str:
         properties = schema.get("properties", {})
         required = schema.get("required", [])
         if not isinstance(properties, dict):
-            raise ValueError(f"{shown(place)} has properties of {shown(properties)}; expected an object of schemas")
+            raise ValueError(f"{shown(pointer)} has properties of {shown(properties)}; expected an object of schemas")
         if not isinstance(required, list):
-            raise ValueError(f"{shown(place)} has required of {shown(required)}; expected a list of names")
+            raise ValueError(f"{shown(pointer)} has required of {shown(required)}; expected a list of names")
         if missing := [name for name in required if name not in list(properties)]:
-            raise ValueError(f"{shown(place)}: the property {shown(missing[0])} is required and not described")
+            raise ValueError(f"{shown(pointer)}: the property {shown(missing[0])} is required and not described")
         more = schema.get("additionalProperties", "properties" not in schema)
         if properties and not isinstance(more, bool):
-            raise ValueError(f"{shown(place)}: 'additionalProperties' is a schema, which 'properties' does not go with")
+            raise ValueError(
+                f"{shown(pointer)}: 'additionalProperties' is a schema, which 'properties' does not go with"
+            )
         entry = f"{self.space}:{self.space}"
         if not properties:
             if more is False:
                 return self._braces("")
-            text = self.value(more, f"{place}/additionalProperties", opened)
+            text = self.value(more, f"{pointer}/additionalProperties", opened)
             return self._braces(self._repeat(f"{_STRING}{entry}{text}", 0, None))
         texts = []
         for name, part in properties.items():
-            inner = f"{place}/properties/{name.replace('~', '~0').replace('/', '~1')}"
-            texts.append(f"{_literal(name)}{entry}{self.value(part, inner, opened)}")
-        return self._braces(self._members(texts, [name in required for name in properties]))
+            escaped = name.replace("~", "~0").replace("/", "~1")
+            text = self.value(part, f"{pointer}/properties/{escaped}", opened)
+            texts.append(f"{_literal(name)}{entry}{text}")
+        needed = [name in required for name in properties]
+        return self._braces(self._members(texts, needed))
 
     def _members(self, texts: list[str], needed: list[bool]) -> str:
-        """The properties of an object, in order: each that is needed, and any of the others."""
+        """Returns the expression of an object's properties, in order: all that are needed, and any others."""
 
         def from_first(first: int) -> str:
-            later = (
-                f"{self._comma}{text}" if is_needed else f"(?:{self._comma}{text})?"
-                for text, is_needed in zip(texts[first + 1 :], needed[first + 1 :], strict=True)
-            )
-            return texts[first] + "".join(later)
+            """Returns the expression of the property ``first`` and those after it."""
+            joined = texts[first]
+            for text, is_needed in zip(texts[first + 1 :], needed[first + 1 :], strict=True):
+                joined += f"{self._comma}{text}" if is_needed else f"(?:{self._comma}{text})?"
+            return joined
 
         if True not in needed:
-            return f"{_either([from_first(first) for first in range(len(texts))])}?"
+            alternatives = [from_first(first) for first in range(len(texts))]
+            return f"{_either(alternatives)}?"
         first = needed.index(True)
-        return "".join(f"(?:{text}{self._comma})?" for text in texts[:first]) + from_first(first)
+        earlier = "".join(f"(?:{text}{self._comma})?" for text in texts[:first])
+        return earlier + from_first(first)
 
-    def _values(self, schema: Any, place: str, opened: tuple[str, ...]) -> str:
+    def _values(self, schema: Any, pointer: str, opened: tuple[str, ...]) -> str:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         if not isinstance(values, list):
-            raise ValueError(f"{shown(place)} has the enum {shown(values)}; expected a list of values")
+            raise ValueError(f"{shown(pointer)} has the enum {shown(values)}; expected a list of values")
         if "type" in schema:
             kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
             values = [value for value in values if any(_has_type(value, kind) for kind in kinds)]
         if not values:
-            raise ValueError(f"{shown(place)} allows no value; give one of its type")
+            raise ValueError(f"{shown(pointer)} allows no value; give one of its type")
         return _either([_literal(value) for value in values])
 
-    def _alternatives(self, schema: Any, place: str, opened: tuple[str, ...]) -> str:
+    def _alternatives(self, schema: Any, pointer: str, opened: tuple[str, ...]) -> str:
         parts = schema["anyOf"]
         if not isinstance(parts, list) or not parts:
-            raise ValueError(f"{shown(place)} has the anyOf {shown(parts)}; expected a list of schemas")
-        return _either([self.value(part, f"{place}/anyOf/{at}", opened) for at, part in enumerate(parts)])
+            raise ValueError(f"{shown(pointer)} has the anyOf {shown(parts)}; expected a list of schemas")
+        return _either([self.value(part, f"{pointer}/anyOf/{index}", opened) for index, part in enumerate(parts)])
 
-    def _reference(self, schema: Any, place: str, opened: tuple[str, ...]) -> str:
-        pointer = schema["$ref"]
+    def _reference(self, schema: Any, pointer: str, opened: tuple[str, ...]) -> str:
+        target = schema["$ref"]
         part = self.root
-        if not isinstance(pointer, str) or not f"{pointer}/".startswith("#/"):
-            raise ValueError(f"{shown(place)} has the $ref {shown(pointer)}; expected '#/' and a place in this schema")
-        if pointer in opened:
-            raise ValueError(f"{shown(place)}: {shown(pointer)} contains itself; write out as many levels as you need")
-        for name in unquote(pointer).split("/")[1:]:
+        if not isinstance(target, str) or not f"{target}/".startswith("#/"):
+            raise ValueError(f"{shown(pointer)} has the $ref {shown(target)}; expected '#/' and a place in this schema")
+        if target in opened:
+            raise ValueError(f"{shown(pointer)}: {shown(target)} contains itself; write out as many levels as you need")
+        for name in unquote(target).split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
-            children = {str(at): child for at, child in enumerate(part)} if isinstance(part, list) else part
-            if not isinstance(children, dict) or name not in children:
-                raise ValueError(f"{shown(place)} has the $ref {shown(pointer)}, and there is no such place")
+            if isinstance(part, list):
+                children = {str(index): child for index, child in enumerate(part)}
+            else:
+                children = part if isinstance(part, dict) else {}
+            if name not in children:
+                raise ValueError(f"{shown(pointer)} has the $ref {shown(target)}, and there is no such place")
             part = children[name]
-        return self.value(part, pointer, (*opened, pointer))
+        return self.value(part, target, (*opened, target))
 
     @property
     def _comma(self) -> str:
@@ -267,43 +283,48 @@ class _Translator:
         return rf"\[{self.space}{text}{self.space}\]"
 
     def _repeat(self, text: str, least: int, most: int | None) -> str:
-        """A text several times, with commas."""
+        """Returns the expression of ``least`` to ``most`` texts with commas between them."""
         if most == 0:
             return ""
-        text += f"(?:{self._comma}{text}){_times(max(least - 1, 0), None if most is None else most - 1)}"
+        times = _times(max(least - 1, 0), None if most is None else most - 1)
+        text += f"(?:{self._comma}{text}){times}"
         return text if least else f"(?:{text})?"
 
 
-def _form(keywords: Sequence[str], kinds: Sequence[str], place: str) -> str:
+def _form(keywords: Sequence[str], kinds: Sequence[str], pointer: str) -> str:
     """Returns the form that has all keywords; raises ``ValueError`` for the first that does not fit those before."""
     form = ""
     keywords = sorted(keywords, key=lambda keyword: keyword != "type")
-    for at, keyword in enumerate(keywords):
-        forms = (
-            name
-            for name, combinations in _FORMS.items()
-            if not kinds or name in (*kinds, "values")
-            if any({*keywords[: at + 1]} <= {*allowed.split()} for allowed in combinations)
-        )
-        form = next(forms, "")
+    for index, keyword in enumerate(keywords):
+        form = _first_form({*keywords[: index + 1]}, kinds)
         if not form:
-            names = [f"'type' {', '.join(kinds)}" if name == "type" else repr(name) for name in keywords[:at]]
+            names = [f"'type' {', '.join(kinds)}" if name == "type" else repr(name) for name in keywords[:index]]
             together = f" together with {' and '.join(names)}" if names else ""
-            advice = (
-                "write anyOf" if keyword == "oneOf" else f"leave {'one' if names else 'it'} out and check the output"
-            )
-            raise ValueError(f"{shown(place)}: {shown(keyword)} is not supported{together}; {advice}")
+            advice = f"leave {'one' if names else 'it'} out and check the output"
+            advice = "write anyOf" if keyword == "oneOf" else advice
+            raise ValueError(f"{shown(pointer)}: {shown(keyword)} is not supported{together}; {advice}")
     return form
 
 
-def _of_type(schema: Mapping[str, Any], kind: str, kinds: Sequence[str]) -> dict[str, Any]:
-    """The schema for one of its types, without the keywords of its other types."""
+def _first_form(keywords: set[str], kinds: Sequence[str]) -> str:
+    """Returns the first form of these types that allows all keywords; an empty text if there is none."""
+    names = [name for name in _FORMS if not kinds or name in (*kinds, "values")]
+    for name in names:
+        if any(keywords <= {*allowed.split()} for allowed in _FORMS[name]):
+            return name
+    return ""
+
+
+def _restrict_to_type(schema: Mapping[str, Any], kind: str, kinds: Sequence[str]) -> dict[str, Any]:
+    """Returns the schema for one of its types, without the keywords of its other types."""
     keywords = {name: " ".join(_FORMS[name]).split() for name in kinds}
-    others = {keyword for name in kinds for keyword in keywords[name]} - {*keywords[kind]}
-    return {name: value for name, value in schema.items() if name not in others} | {"type": kind}
+    foreign = {keyword for name in kinds for keyword in keywords[name]} - {*keywords[kind]}
+    restricted = {name: value for name, value in schema.items() if name not in foreign}
+    return restricted | {"type": kind}
 
 
 def _has_type(value: Any, kind: str) -> bool:
+    """Returns whether a JSON value has a type of JSON schema."""
     if isinstance(value, bool):
         return kind == "boolean"
     if kind == "integer" and isinstance(value, float):
@@ -311,17 +332,18 @@ def _has_type(value: Any, kind: str) -> bool:
     return isinstance(value, _TYPES[kind])
 
 
-def _limits(schema: Mapping[str, Any], least: str, most: str, place: str) -> tuple[int, int | None]:
+def _limits(schema: Mapping[str, Any], least: str, most: str, pointer: str) -> tuple[int, int | None]:
+    """Returns the values of two keywords, such as ``minItems`` and ``maxItems``; ``None`` for no upper limit."""
     for name in (least, most):
         value = schema.get(name, 0)
         if type(value) is not int or not 0 <= value <= _MOST_ITEMS:
             raise ValueError(
-                f"{shown(place)} has {name} {shown(value)}; expected a whole number from 0 to {_MOST_ITEMS}"
+                f"{shown(pointer)} has {name} {shown(value)}; expected a whole number from 0 to {_MOST_ITEMS}"
             )
     low = schema.get(least, 0)
     high = schema.get(most)
     if high is not None and low > high:
-        raise ValueError(f"{shown(place)} has {least} {low} and {most} {high}; no value follows it")
+        raise ValueError(f"{shown(pointer)} has {least} {low} and {most} {high}; no value follows it")
     return low, high
 
 
@@ -334,37 +356,37 @@ def _either(texts: Sequence[str]) -> str:
 
 
 def _literal(value: Any) -> str:
-    """The expression of one JSON text of a value."""
+    """Returns the expression of one JSON text of a value."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if re.search("[\ud800-\udfff\U00100000-\U0010ffff]", text):  # no token spells them
         text = json.dumps(value)
     return re.escape(text)
 
 
-def _pattern(pattern: Any, place: str) -> str:
-    """The expression of the strings that a pattern matches as a whole, between the quotes of a JSON text.
+def _pattern(pattern: Any, pointer: str) -> str:
+    """Returns the expression of the strings that a pattern matches as a whole, without the quotes of a JSON text.
 
     Raises:
         ValueError: The pattern matches a character that JSON writes with a backslash, or it is read differently by
             ECMA-262 and by the crate regex.
     """
     if not isinstance(pattern, str):
-        raise ValueError(f"{shown(place)} has the pattern {shown(pattern)}; expected a text")
+        raise ValueError(f"{shown(pointer)} has the pattern {shown(pattern)}; expected a text")
     text = ""
     for piece, depth in pieces_of(pattern):
         is_group = piece[:2] == "(?" and piece != "(?:"
         is_class = piece[0] == "[" and (depth > 1 or piece[-1] == "]")
         is_twice = not depth and len(piece) == 2 and piece[0] in "*+?}"
         if is_group or is_class or is_twice or piece in ("&&", "--", "~~", "{,"):
-            raise ValueError(f"{shown(place)}: {shown(piece)} in the pattern {shown(pattern)} is not supported")
+            raise ValueError(f"{shown(pointer)}: {shown(piece)} in the pattern {shown(pattern)} is not supported")
         text += _PLAIN if (piece, depth) == (".", 0) else _CLASSES.get(piece, piece)
     try:
         escaped = bytes_of(f"^{text}$") & {*b'"\\', *range(32)}
     except ValueError as error:
-        raise ValueError(f"{shown(place)}: {error}") from None
+        raise ValueError(f"{shown(pointer)}: {error}") from None
     if escaped:
         raise ValueError(
-            f"{shown(place)}: the pattern {shown(pattern)} matches {chr(min(escaped))!r}, which JSON writes with a "
+            f"{shown(pointer)}: the pattern {shown(pattern)} matches {chr(min(escaped))!r}, which JSON writes with a "
             r"backslash; exclude it, as in [^\"\\\x00-\x1f]"
         )
     return f"(?:{text})"

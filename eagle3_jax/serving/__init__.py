@@ -1,1 +1,1 @@
-"""Requests that share the rows of a running batch."""
+"""Serving: requests that share the rows of a running batch."""

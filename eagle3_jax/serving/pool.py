@@ -1,4 +1,4 @@
-"""Many requests through the rows of one running batch. A row that ends is given to the next request."""
+"""A pool of requests for the rows of one running batch. A row that ends is given to the next request."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PoolRequest:
 class Pool:
     """Decodes requests in a fixed number of rows.
 
-    The tokens of a request are those that ``decoder.generate`` gives it alone, whatever runs in the other rows. (With a
+    The tokens of a request are those that ``decoder.generate`` returns for it, regardless of the other rows. (With a
     schedule this holds for greedy requests.)
 
     Example::
@@ -99,7 +99,7 @@ class Pool:
             The ticket of the request: the number of requests before it.
 
         Raises:
-            ValueError: The prompt is no prompt of the target, the prompt and its limit are longer than a row, or the
+            ValueError: The target does not accept the prompt, the prompt and its limit are longer than a row, or the
                 sampling needs another mode.
         """
         length = len(self._decoder.encode(request.tokens))
@@ -146,21 +146,23 @@ class Pool:
     def _begin_group(self) -> None:
         """Prefills the first waiting request, together with others of its padded length, and inserts them."""
         size = padded_prompt(len(self._waiting[0][1].tokens))
-        alike = [entry for entry in self._waiting if padded_prompt(len(entry[1].tokens)) == size]
+        same_size = [entry for entry in self._waiting if padded_prompt(len(entry[1].tokens)) == size]
         free = [slot for slot in range(self._slots) if slot not in self._running]
-        most = min(len(alike), len(free), _LARGEST_GROUP)
+        most = min(len(same_size), len(free), _LARGEST_GROUP)
         count = 1 << (most.bit_length() - 1)  # a power of two, so that few programs are compiled
-        group = alike[:count]
+        group = same_size[:count]
         slots = free[:count]
         requests = [request for _, request in group]
+        sampling = SamplingParams(
+            temperature=np.array([request.temperature for request in requests]),
+            top_k=np.array([request.top_k for request in requests]),
+            top_p=np.array([request.top_p for request in requests]),
+        )
+        prompts = [request.tokens for request in requests]
         rows = self._decoder.prefill(
-            [request.tokens for request in requests],
+            prompts,
             max_new_tokens=[request.max_new_tokens for request in requests],
-            sampling=SamplingParams(
-                temperature=np.array([request.temperature for request in requests]),
-                top_k=np.array([request.top_k for request in requests]),
-                top_p=np.array([request.top_p for request in requests]),
-            ),
+            sampling=sampling,
             seed=[request.seed for request in requests],
             capacity=self._capacity,
             sampling_mode=self._loop.sampling_mode,
@@ -174,7 +176,7 @@ class Pool:
 
 @functools.partial(jax.jit, static_argnames=("count",))
 def _ended_copies(rows: GenerationState, count: int) -> GenerationState:
-    """A state of ``count`` rows that have ended. They are copies of the first of ``rows``, so every leaf is valid."""
+    """Returns ``count`` rows that have ended. They are copies of the first of ``rows``, so every leaf is valid."""
     copies = jax.tree.map(lambda leaf: leaf[jnp.zeros((count,), jnp.int32)], rows)
     return copies.replace(finish=jnp.full((count,), int(FinishReason.LENGTH), jnp.int32))
 

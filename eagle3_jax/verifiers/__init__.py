@@ -1,1 +1,1 @@
-"""Acceptance rules besides :class:`eagle3_jax.Exact`: one file each, all behind ``eagle3_jax.types.Verifier``."""
+"""Acceptance rules other than :class:`eagle3_jax.Exact`, one file each: ``eagle3_jax.types.Verifier``."""

@@ -1,8 +1,9 @@
-"""Acceptance by dice, to measure the speed of a shape without trained weights: not lossless."""
+"""Simulated acceptance, to measure the speed of a model shape without trained weights. It is not lossless."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ from eagle3_jax.sampling import argmax, probabilities, uniforms
 from eagle3_jax.tree import ancestor_mask, depths
 from eagle3_jax.types import Draft, SamplingMode, SamplingParams, Verdict
 
-# By the pair and the prompts that they are of: per depth, the share of rounds that accept the draft token there and all
-# before it. These add up to the lengths that vLLM has published, 2.36 for K=2 to 3.54 for K=7.
+# By pair and prompts: for each depth, the share of rounds that accept the draft token there and all tokens before it.
+# Their sums give the acceptance lengths that vLLM has published, 2.36 for K=2 to 3.54 for K=7.
 PUBLISHED_RATES = {
     "Llama-3.1-8B with its EAGLE-3 head on MT-Bench": (0.78, 0.58, 0.43, 0.29, 0.24, 0.14, 0.08),
 }
@@ -22,21 +23,24 @@ PUBLISHED_RATES = {
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedAcceptance:
-    """Not lossless: drafts are accepted by dice, whatever the target wants, to measure speed without trained weights.
+    """Accepts draft tokens at random with given rates, to measure speed without trained weights. It is not lossless.
 
-    What a round costs does not depend on which tokens it accepts, only on how many, so a model of random weights is
-    as fast as the real one would be at the same acceptance. vLLM calls this ``synthetic``; its text means nothing.
+    The time of a round depends on the number of accepted tokens, not on which tokens they are. So a model of random
+    weights is as fast as the trained model at the same acceptance. vLLM calls this ``synthetic``. The output is
+    meaningless.
 
     Attributes:
-        rates: Per depth, the share of rounds that accept the draft token there and all before it; not increasing.
+        rates: For each depth, the share of rounds that accept the draft token there and all tokens before it; not
+            increasing.
     """
 
     rates: tuple[float, ...]
     lossless = False
 
     def __post_init__(self) -> None:
-        ordered = all(before >= after for before, after in zip((1.0, *self.rates), (*self.rates, 0.0), strict=True))
-        if not self.rates or not ordered:
+        bounded = (1.0, *self.rates, 0.0)
+        is_ordered = all(before >= after for before, after in itertools.pairwise(bounded))
+        if not self.rates or not is_ordered:
             raise ValueError(
                 f"simulated acceptance rates are {self.rates}; expected one for each depth, from 1 down to 0, none "
                 "above the one before it"
@@ -44,26 +48,40 @@ class SimulatedAcceptance:
 
     @classmethod
     def of_conditional_rate(cls, rate: float | int, max_depth: int) -> SimulatedAcceptance:
-        """Every draft token is accepted with probability ``rate`` once all before it were: ``rate ** depth``."""
+        """Returns a rule that accepts each draft token with probability ``rate`` if all before it were accepted.
+
+        The rates are ``rate ** depth``.
+
+        Raises:
+            ValueError: ``rate`` is not from 0 to 1.
+        """
         if not 0 <= rate <= 1:
             raise ValueError(f"the simulated conditional acceptance rate is {rate:g}; expected 0 to 1")
         return cls(tuple(rate ** (depth + 1) for depth in range(max_depth)))
 
     @classmethod
     def of_length(cls, length: float | int, max_depth: int) -> SimulatedAcceptance:
-        """A mean acceptance length ``τ`` with the least variance: 1, 1, ..., a fraction, 0."""
+        """Returns a rule with the mean acceptance length ``length`` and the least variance.
+
+        The rates are 1, 1, ..., a fraction, 0.
+
+        Raises:
+            ValueError: ``length`` is not from 1 to ``max_depth + 1``.
+        """
         if not 1 <= length <= max_depth + 1:
             raise ValueError(
                 f"the simulated acceptance length is {length:g}; drafts of depth {max_depth} allow 1 to "
                 f"{max_depth + 1}, the token after them included"
             )
-        return cls(tuple(float(min(max(length - 1 - depth, 0), 1)) for depth in range(max_depth)))
+        remaining = (length - 1 - depth for depth in range(max_depth))
+        return cls(tuple(float(min(max(share, 0), 1)) for share in remaining))
 
     @classmethod
     def of_published(cls, name: str, max_depth: int) -> SimulatedAcceptance:
-        """One of ``PUBLISHED_RATES``; deeper than it was published nothing is accepted."""
+        """Returns a rule with published rates, a key of ``PUBLISHED_RATES``. Beyond their depth the rates are 0."""
         rates = PUBLISHED_RATES[name]
-        return cls((*rates, *[0.0] * max_depth)[:max_depth])
+        padded = (*rates, *[0.0] * max_depth)
+        return cls(padded[:max_depth])
 
     def __call__(
         self,
@@ -75,7 +93,9 @@ class SimulatedAcceptance:
         sampling_mode: SamplingMode,
         max_depth: int,
     ) -> Verdict:
-        """See :class:`~eagle3_jax.types.Verifier`; the exact rule, at its cost, over what the dice want.
+        """See :class:`~eagle3_jax.types.Verifier`.
+
+        It runs the exact rule, at its full cost, with a target distribution that is certain of the accepted nodes.
 
         Raises:
             ValueError: There are fewer rates than depths.
@@ -84,23 +104,25 @@ class SimulatedAcceptance:
             raise ValueError(
                 f"{len(self.rates)} simulated acceptance rates for drafts of depth {max_depth}; give one for each depth"
             )
-        dice = uniforms(jax.vmap(jax.random.fold_in, (0, None))(keys, 0), 1)[:, 0]
-        chosen = self._chosen(draft, dice, max_depth)
-        draft = draft.replace(valid=chosen)
+        round_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, 0)
+        dice = uniforms(round_keys, 1)[:, 0]
+        accepted = self._accepted_nodes(draft, dice, max_depth)
+        draft = draft.replace(valid=accepted)
         if sampling_mode is SamplingMode.GREEDY:
-            return verify_greedy(draft, _wanted(draft, argmax(logits)), max_depth=max_depth)
+            next_tokens = _replace_by_children(draft, argmax(logits))
+            return verify_greedy(draft, next_tokens, max_depth=max_depth)
         probs = probabilities(logits, sampling, sampling_mode)
-        wanted = _wanted(draft, jnp.full(chosen.shape, -1, jnp.int32))
-        certain = jax.nn.one_hot(wanted, probs.shape[-1], dtype=probs.dtype)
-        probs = jnp.where(wanted[:, :, None] >= 0, certain, probs)
+        children = _replace_by_children(draft, jnp.full(accepted.shape, -1, jnp.int32))
+        certain = jax.nn.one_hot(children, probs.shape[-1], dtype=probs.dtype)
+        probs = jnp.where(children[:, :, None] >= 0, certain, probs)
         accept, choose = verification_uniforms(keys, *probs.shape[1:])
         return verify(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
 
-    def _chosen(self, draft: Draft, dice: Float[Array, " B"], max_depth: int) -> Bool[Array, "B N"]:
-        """Which nodes are to be accepted: the path to the deepest one, as far as a row's uniform allows."""
+    def _accepted_nodes(self, draft: Draft, dice: Float[Array, " B"], max_depth: int) -> Bool[Array, "B N"]:
+        """Returns the nodes to accept: on the path to the deepest node, as many as the uniform of a row gives."""
         mask = ancestor_mask(draft.parents, max_depth)
         depth = depths(mask)
-        reached = jnp.all(draft.valid[:, None, :] | ~mask, axis=-1)  # no padding on the way
+        reached = jnp.all(draft.valid[:, None, :] | ~mask, axis=-1)  # all ancestors are valid
         deepest = jnp.argmax(jnp.where(reached, depth, -1), axis=1)
         path = jnp.take_along_axis(mask, deepest[:, None, None], axis=1)[:, 0]
         rates = jnp.asarray(self.rates[:max_depth], jnp.float32)[None, :]
@@ -108,8 +130,8 @@ class SimulatedAcceptance:
         return path & (depth <= count[:, None])
 
 
-def _wanted(draft: Draft, otherwise: Int[Array, "B N"]) -> Int[Array, "B N"]:
-    """What the target is said to want after each node: the valid child where there is one."""
-    rows = jnp.arange(otherwise.shape[0])[:, None]
-    parents = jnp.where(draft.valid & (draft.parents >= 0), draft.parents, otherwise.shape[1])
-    return otherwise.at[rows, parents].set(draft.tokens, mode="drop")
+def _replace_by_children(draft: Draft, tokens: Int[Array, "B N"]) -> Int[Array, "B N"]:
+    """Replaces the token after each node by the token of its valid child, if it has one."""
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    parents = jnp.where(draft.valid & (draft.parents >= 0), draft.parents, tokens.shape[1])
+    return tokens.at[rows, parents].set(draft.tokens, mode="drop")

@@ -1,4 +1,4 @@
-"""Typical acceptance: drafts stay when the target does not find them unlikely (Cai et al., 2024, section 2.3.1)."""
+"""Typical acceptance: accepts draft tokens that are not too unlikely (Cai et al., 2024, section 2.3.1)."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from eagle3_jax.types import Draft, SamplingMode, SamplingParams, Verdict
 
 @dataclasses.dataclass(frozen=True)
 class TypicalAcceptance:
-    """Not lossless: Medusa's rule, which accepts a draft token ``x`` when ``p(x) > min(ε, δ · exp(-H(p)))``.
+    """Medusa's rule: accepts a draft token ``x`` if ``p(x) > min(ε, δ · exp(-H(p)))``. It is not lossless.
 
-    ``p`` is the target's distribution at its place after all warpers, ``H`` its entropy in nats. Of the paths whose
-    tokens are all accepted the longest stays, and of several the likeliest under the target. The draft's own
-    distribution plays no part, and nothing is thrown: what the drafter prefers among acceptable tokens is what comes
-    out. Rows of temperature 0 are decoded greedily, exactly.
+    ``p`` is the target's distribution for this token after all warpers, and ``H`` its entropy in nats. Of the paths
+    whose tokens are all accepted, the longest is chosen, and of several longest paths the most likely one under the
+    target. The distribution of the draft is not used, and acceptance is not random: the output has the tokens that the
+    drafter prefers among the acceptable ones. Rows of temperature 0 are decoded greedily, which is exact.
 
-    The token after the path is the target's likeliest, in the paper and in its code at every temperature, so that a
-    sampled row repeats itself word for word with any seed. The first token of a row is drawn by the loop all the same.
+    The token after the path is the target's most likely one at every temperature, as in the paper and its code. So a
+    sampled row has the same text with any seed, except for its first token, which the loop samples.
 
     Attributes:
-        epsilon: ``ε`` in [0, 1), the hard threshold; ``posterior_threshold`` in the authors' code, which runs 0.09.
-        delta: ``δ``, at least 0, the share of ``exp(-H)``; ``posterior_alpha`` there. The authors advise ``√ε``.
-        draws_next: Draw the token after the path from ``p`` instead.
+        epsilon: ``ε`` in [0, 1), the hard threshold; ``posterior_threshold`` in the authors' code, there 0.09.
+        delta: ``δ``, at least 0, the factor of ``exp(-H)``; ``posterior_alpha`` there. The authors advise ``√ε``.
+        draws_next: Whether to sample the token after the path from ``p`` instead.
     """
 
     epsilon: float = 0.09
@@ -58,22 +58,27 @@ class TypicalAcceptance:
         if sampling_mode is SamplingMode.GREEDY:
             return verify_greedy(draft, argmax(logits), max_depth=max_depth)
         probs = probabilities(logits, sampling, sampling_mode)
-        least = jnp.minimum(self.epsilon, self.delta * jnp.exp(-jnp.sum(entr(probs), axis=-1)))
+        entropy = jnp.sum(entr(probs), axis=-1)
+        threshold = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
         parents = jnp.maximum(draft.parents, 0)
         p = jax.vmap(lambda probs, parents, tokens: probs[parents, tokens])(probs, parents, draft.tokens)
-        accepted = draft.valid & (draft.parents >= 0) & (p > jnp.take_along_axis(least, parents, axis=1))
+        accepted = draft.valid & (draft.parents >= 0) & (p > jnp.take_along_axis(threshold, parents, axis=1))
 
-        above = ancestor_mask(draft.parents, max_depth)
+        ancestors = ancestor_mask(draft.parents, max_depth)
         node = jnp.arange(draft.tokens.shape[1])
-        whole = above[:, :, 0] & jnp.all(accepted[:, None, :] | (node == 0)[None, None] | ~above, axis=-1)
-        level = jnp.where(whole, depths(above), 0)
-        likelihood = jnp.sum(jnp.where(above & (node > 0)[None, None], jnp.log(p)[:, None, :], 0.0), axis=-1)
-        longest = whole & (level == jnp.max(level, axis=1, keepdims=True))
+        is_from_root = ancestors[:, :, 0]
+        passes = accepted[:, None, :] | (node == 0)[None, None] | ~ancestors
+        path_accepted = is_from_root & jnp.all(passes, axis=-1)
+        level = jnp.where(path_accepted, depths(ancestors), 0)
+        on_path = ancestors & (node > 0)[None, None]
+        likelihood = jnp.sum(jnp.where(on_path, jnp.log(p)[:, None, :], 0.0), axis=-1)
+        longest = path_accepted & (level == jnp.max(level, axis=1, keepdims=True))
         last = jnp.argmax(jnp.where(longest, likelihood, -jnp.inf), axis=1)[:, None]
 
-        path, count = path_of(jnp.take_along_axis(above, last[:, :, None], axis=1)[:, 0], above, max_depth)
-        after = jnp.take_along_axis(probs if self.draws_next else logits, last[:, :, None], axis=1)[:, 0]
+        last_ancestors = jnp.take_along_axis(ancestors, last[:, :, None], axis=1)[:, 0]
+        path, count = path_of(last_ancestors, ancestors, max_depth)
+        scores = probs if self.draws_next else logits
+        next_scores = jnp.take_along_axis(scores, last[:, :, None], axis=1)[:, 0]
         _, choose = verification_uniforms(keys, logits.shape[1], logits.shape[2])
-        return Verdict(
-            path=path, num_accepted=count, next_token=draw(after, choose) if self.draws_next else argmax(after)
-        )
+        next_token = draw(next_scores, choose) if self.draws_next else argmax(next_scores)
+        return Verdict(path=path, num_accepted=count, next_token=next_token)

@@ -43,16 +43,16 @@ def tokens_of(prompt: dict[str, Any], tokenizer: Tokenizer) -> list[Token]:
         tokenizer: The target's tokenizer.
     """
     pieces = Pieces(tokenizer)
-    tokens = [Token(piece, PROMPT, 0) for piece in pieces.of(prompt["prompt_ids"])]
+    tokens = [Token(piece, PROMPT, 0) for piece in pieces.decode(prompt["prompt_ids"])]
     for index, round_ in enumerate(prompt["rounds"], start=1):
         if index == 1:
-            tokens.append(Token(pieces.of([round_["tokens"][0]])[0], FIRST, 0))
+            tokens.append(Token(pieces.decode([round_["tokens"][0]])[0], FIRST, 0))
         accepted = [round_["tokens"][node] for node in round_["path"]]
         end = round_["path"][-1] if round_["path"] else 0
         last = UNDRAFTED if len(round_["tokens"]) == 1 else CORRECTED if end in round_["parents"] else BONUS
         emitted = [*accepted, round_["next_token"]]
         kinds = [ACCEPTED] * len(accepted) + [last]
-        tokens += [Token(piece, kind, index) for piece, kind in zip(pieces.of(emitted), kinds, strict=True)]
+        tokens += [Token(piece, kind, index) for piece, kind in zip(pieces.decode(emitted), kinds, strict=True)]
     return tokens
 
 

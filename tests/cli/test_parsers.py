@@ -29,10 +29,10 @@ from eagle3_jax.files.prompts import (
     Prompt,
     Request,
     in_turn,
-    of_length,
     random_prompts,
     read_prompts,
     read_requests,
+    resize_prompt,
 )
 from eagle3_jax.files.sources import bundled
 from eagle3_jax.results import tokenized
@@ -188,14 +188,14 @@ def test_any_file_is_a_list_of_prompts_or_one_clear_line(tmp_path, content):
         ('{"prompt": "a", "max_tokens": 3}', "'max_tokens' is not known; did you mean 'max_new_tokens'?"),
         ('{"text": "a"}', "'text' is not known; expected 'prompt', 'prompt_ids', 'messages', 'max_new_tokens'"),
         ('{"prompt": "a", "ignore_eos": 1}', "it is given for all prompts, with --ignore-eos"),
-        ('{"prompt": "a", "prompt": "b"}', "'prompt' stands there twice"),
+        ('{"prompt": "a", "prompt": "b"}', "'prompt' occurs twice"),
         ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is True; expected a whole number from 1 to"),
         ('{"prompt": "a", "max_new_tokens": NaN}', "NaN is no number of JSON"),
         ('{"prompt": ' + "[" * 200_000 + "]" * 200_000 + "}", "nested too deeply"),
         ('{"prompt": "a", "max_new_tokens": ' + "1" * 5000 + "}", "not JSON (a number has 5000 digits)"),
         ('{"prompt": "a", "max_new_tokens": 1e999}', "max_new_tokens is inf; expected a whole number from 1 to"),
         ('{"prompt": "a", "max_new_tokens": ' + "1" * 4000 + "}", "max_new_tokens is 111"),
-        ('{"' + "k" * 500 + '": 1, "' + "k" * 500 + '": 2}', "... stands there twice"),
+        ('{"' + "k" * 500 + '": 1, "' + "k" * 500 + '": 2}', "... occurs twice"),
         ('{"prompt_ids": [1.0]}', "prompt token 1.0 is not a token id"),
         ('{"prompt": "x", "prompt_ids": [1]}', "with one of 'prompt', 'prompt_ids' and 'messages'"),
         ("{} {}", "not JSON"),
@@ -297,8 +297,8 @@ def test_a_bad_line_is_named(tmp_path: Path, target: LoadedTarget, row: object, 
 
 
 def test_prompts_of_a_fixed_length_and_in_turn():
-    assert of_length([1, 2, 3], 2) == [2, 3]
-    assert of_length([1, 2, 3], 7) == [3, 1, 2, 3, 1, 2, 3]
+    assert resize_prompt([1, 2, 3], 2) == [2, 3]
+    assert resize_prompt([1, 2, 3], 7) == [3, 1, 2, 3, 1, 2, 3]
     assert random_prompts(2, 10, 5) == random_prompts(2, 10, 5)
     assert {token for prompt in random_prompts(50, 4, 5) for token in prompt.tokens} == {0, 1, 2, 3}
     files = [(file, line) for file in ("a1", "a2", "b1") for line in (1, 2)]

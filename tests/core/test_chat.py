@@ -175,7 +175,7 @@ def test_a_template_renders_as_in_transformers(name: str, target: e3.LoadedTarge
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = with_bos()
-    ours = ChatTemplate.of(SPECIAL | {"chat_template": TEMPLATES[name]})
+    ours = ChatTemplate.from_config(SPECIAL | {"chat_template": TEMPLATES[name]})
     assert ours is not None
     assert ours.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     theirs = PreTrainedTokenizerFast(
@@ -241,7 +241,7 @@ def test_a_directory_has_the_template_that_transformers_finds(
     shutil.copy(bundled("target") / "tokenizer.json", tmp_path)
     for name, content in files.items():
         (tmp_path / name).write_bytes((content if isinstance(content, str) else json.dumps(content)).encode())
-    ours = ChatTemplate.of(tokenizer_config_of(tmp_path))
+    ours = ChatTemplate.from_config(tokenizer_config_of(tmp_path))
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert ours is not None
     assert ours.render([QUESTION]) == rendered
@@ -267,7 +267,7 @@ def test_a_target_is_loaded_with_its_template(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("absent", [{}, {"chat_template": None}, {"chat_template": ""}, {"chat_template": []}])
 def test_a_configuration_without_a_template_gives_none(absent: dict[str, Any]) -> None:
-    assert ChatTemplate.of(absent | {"bos_token": "<s>"}) is None
+    assert ChatTemplate.from_config(absent | {"bos_token": "<s>"}) is None
 
 
 @pytest.mark.parametrize("wrong", [5, {"default": "x"}, [{"name": "rag", "template": "x"}], ["default"]])
@@ -275,7 +275,7 @@ def test_a_template_of_another_form_is_refused(wrong: Any) -> None:
     with pytest.raises(
         ValueError, match=r"^chat_template is .*; expected a text, or a list with a template 'default'$"
     ):
-        ChatTemplate.of({"chat_template": wrong})
+        ChatTemplate.from_config({"chat_template": wrong})
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_the_likeliest_tokens_are_ranked_by_logits() -> None:
     logits = np.full((1, 1, 100_000), 1.0, np.float32)
     logits[..., 3] = 1.0 + 2**-23
     logits[..., 1] = 1.0 + 2**-22
-    scores = LogProbs.of(jnp.asarray(logits), jnp.ones((1, 1), jnp.int32), 3)
+    scores = LogProbs.from_logits(jnp.asarray(logits), jnp.ones((1, 1), jnp.int32), 3)
     assert np.unique(scores.top).size == 1
     ranked = np.argsort(-logits[0, 0], kind="stable")
     assert ranked[:3].tolist() == [1, 3, 0]

@@ -286,7 +286,7 @@ for _ in range(30):
 # Texts and objects that are no schema.
 WHOLE: list[tuple[Any, str]] = [
     ("{", "Expecting property name"),
-    ('{"type": "null", "type": "string"}', "'type' stands there twice"),
+    ('{"type": "null", "type": "string"}', "'type' occurs twice"),
     ('{"const": NaN}', "NaN is no number of JSON"),
     ('{"const": 1e999}', "Out of range float values"),
     ({"const": float("inf")}, "Out of range float values"),

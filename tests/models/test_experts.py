@@ -68,13 +68,13 @@ def stack_of(config: Experts) -> Stack:
 
 
 FORMS = {
-    "one by one": mixture.one_by_one,
-    "runs of 1": functools.partial(mixture.in_runs, rows=1, skip=True),
-    "runs of 3": functools.partial(mixture.in_runs, rows=3, skip=True),
-    "runs of 3, all": functools.partial(mixture.in_runs, rows=3, skip=False),
-    "runs of all": functools.partial(mixture.in_runs, rows=11, skip=True),
-    "of all": mixture.of_all,
-    "of chosen": mixture.of_chosen,
+    "one by one": mixture.loop_over_experts,
+    "runs of 1": functools.partial(mixture.loop_over_runs, rows=1, skip=True),
+    "runs of 3": functools.partial(mixture.loop_over_runs, rows=3, skip=True),
+    "runs of 3, all": functools.partial(mixture.loop_over_runs, rows=3, skip=False),
+    "runs of all": functools.partial(mixture.loop_over_runs, rows=11, skip=True),
+    "of all": mixture.run_all,
+    "of chosen": mixture.gather_chosen,
 }
 
 
@@ -115,7 +115,7 @@ def test_few_and_many_tokens_take_other_forms_and_get_the_same() -> None:
     """Programs for accelerators take a form by the number of tokens: two tokens choose at most six of eight experts."""
     config = SOFTMAX
     stack = stack_of(SOFTMAX)
-    for tokens, form in ((2, mixture.of_chosen), (3, mixture.of_all), (200, None)):
+    for tokens, form in ((2, mixture.gather_chosen), (3, mixture.run_all), (200, None)):
         x = draw(10, tokens, WIDTH)
         chosen = np.sort(np.argsort(draw(11, tokens, COUNT), axis=1)[:, :3], axis=1)
         routing = Routing(jnp.asarray(chosen), jnp.asarray(np.abs(draw(12, tokens, 3))))
@@ -124,7 +124,7 @@ def test_few_and_many_tokens_take_other_forms_and_get_the_same() -> None:
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert ("while" in text) == (form is None)
         assert ("dynamic_slice" in text) == (form is None)
-        assert (text.count("dot_general") == 0) == (form is mixture.of_chosen)
+        assert (text.count("dot_general") == 0) == (form is mixture.gather_chosen)
         expected = written_out(x, routing, stack, config)
         actual = compiled(jnp.asarray(x), routing, stack, config, FLOAT32)
         np.testing.assert_allclose(actual, expected, atol=1e-5)

@@ -27,7 +27,7 @@ from eagle3_jax.devices.sharding import param_shardings
 from eagle3_jax.models.config import DecoderConfig, Experts, LayerConfig
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, product
-from eagle3_jax.models.mixture import Stack, in_runs, mixture, of_all, of_chosen
+from eagle3_jax.models.mixture import Stack, gather_chosen, loop_over_runs, mixture, run_all
 from eagle3_jax.models.quantised import LAYER, Fp8Kernel, eight_bit_shapes, quantise
 from eagle3_jax.models.routers import Routing
 from eagle3_jax.topology import Chain, DynamicTree
@@ -155,9 +155,9 @@ def test_experts_in_fp8_are_those_they_stand_for_in_every_form() -> None:
         first_rows = jax.tree.map(lambda array: array[:rows], (x, routing))
         return np.asarray(jax.jit(functools.partial(form, config=config, precision=FLOAT32))(*first_rows, stack))
 
-    expected = run_form(of_all, Stack(*(jnp.asarray(array.dense(jnp.float32)) for array in kernels), None, None))
+    expected = run_form(run_all, Stack(*(jnp.asarray(array.dense(jnp.float32)) for array in kernels), None, None))
     stack = Stack(*(jax.tree.map(jnp.asarray, array) for array in kernels), None, None)
-    for form in (of_all, of_chosen, functools.partial(in_runs, rows=2, skip=True)):
+    for form in (run_all, gather_chosen, functools.partial(loop_over_runs, rows=2, skip=True)):
         np.testing.assert_allclose(run_form(form, stack), expected, atol=1e-6)
     dynamic = Stack(stack.gate_up.replace(dynamic=True), stack.down.replace(dynamic=True), None, None)
     rounded = run_form(mixture, dynamic)

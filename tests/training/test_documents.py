@@ -200,7 +200,7 @@ def test_the_mask_is_that_of_transformers(tmp_path: Path) -> None:
     model = dataclasses.replace(
         target(),
         tokenizer=tokenizer,
-        chat_template=ChatTemplate.of(SPECIAL | {"chat_template": template}),
+        chat_template=ChatTemplate.from_config(SPECIAL | {"chat_template": template}),
         stop_tokens=(tokenizer.token_to_id("<|im_end|>"),),
     )
     document = conversation("Why is <b>2 > 1</b>?", "def f(x):\n    return x", " Really? ", "Yes, 1 < 2.", system="So")
