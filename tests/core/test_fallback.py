@@ -14,7 +14,14 @@ from test_ngram import looked_up
 from eagle3_jax import Draft, Fallback, LoadedDrafter, SpeculativeDecoder
 from eagle3_jax import loop as loops
 from eagle3_jax.drafters import NGram, Silent, Suffix
-from eagle3_jax.testing.drafter import SAMPLING, Subject
+from eagle3_jax.testing.drafter import (
+    SAMPLING,
+    compile_propose,
+    draft_after_prompt,
+    sample_observation,
+    state_after_prompt,
+)
+from eagle3_jax.testing.subject import Subject
 from eagle3_jax.topology import Chain, DynamicTree, Topology
 from eagle3_jax.types import DraftSampling, SamplingMode
 
@@ -28,23 +35,24 @@ PROBABILISTIC = DraftSampling.PROBABILISTIC
 def test_every_row_gets_the_first_draft_that_there_is(shape: Topology, how: DraftSampling) -> None:
     """The longer draft of the two decides the size; a declared distribution of the first is a point mass."""
     head = tiny.eagle3(TARGET, shape, draft_sampling=how)
-    both = Subject(Fallback.of(FIRST, head), TARGET)
-    alone = Subject(head, TARGET)
-    seen = both.shown()
-    second = alone.draft
+    both = Fallback.of(FIRST, head)
+    subject = Subject(both.drafter, both.params, TARGET)
+    seen = sample_observation(subject)
+    draft = draft_after_prompt(subject)
+    second = draft_after_prompt(Subject(head.drafter, head.params, TARGET))
     found = 0
     for row, (tokens, length) in enumerate(zip(np.asarray(seen.tokens), np.asarray(seen.length), strict=True)):
         wanted = looked_up([*tokens[:length].tolist(), int(seen.next_token[row])], FIRST)
         found += bool(wanted)
-        valid = both.draft.valid[row]
+        valid = draft.valid[row]
         if wanted:
-            assert both.draft.tokens[row, valid].tolist()[1:] == wanted
+            assert draft.tokens[row, valid].tolist()[1:] == wanted
             if how is PROBABILISTIC:
-                assert np.array_equal(both.draft.probs[row, 1:][valid[1:]], np.eye(13)[wanted])
+                assert np.array_equal(draft.probs[row, 1:][valid[1:]], np.eye(13)[wanted])
             continue
         size = second.tokens.shape[1]
         assert not valid[size:].any()
-        for ours, theirs in zip(both.draft, second, strict=True):
+        for ours, theirs in zip(draft, second, strict=True):
             assert ours is theirs is None or np.array_equal(ours[row, 1:size], theirs[row, 1:])
     assert 0 < found < len(seen.length), "rows that all choose alike would show nothing"
 
@@ -102,7 +110,8 @@ def test_it_takes_the_options_of_its_second_drafter() -> None:
     decoder = SpeculativeDecoder(TARGET, Fallback.of(Suffix(3), head), **options)
     assert decoder.method == "Suffix, else Eagle3Drafter, chain K=2, probabilistic draft sampling"
     assert decoder.loop.drafter.config is head.drafter.config
-    subject = Subject(LoadedDrafter(decoder.loop.drafter, head.params), TARGET)
-    draft = subject._propose(head.params, subject.after_prompt, jax.random.split(jax.random.key(0), 4), SAMPLING)
+    subject = Subject(decoder.loop.drafter, head.params, TARGET)
+    keys = jax.random.split(jax.random.key(0), 4)
+    draft = compile_propose(subject)(head.params, state_after_prompt(subject), keys, SAMPLING)
     assert draft.tokens.shape == (4, 3) and draft.probs is not None
     assert loops.SpeculativeLoop(TARGET.model, decoder.loop.drafter, sampling_mode=SamplingMode.GREEDY).is_chain
