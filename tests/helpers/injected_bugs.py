@@ -27,7 +27,7 @@ import test_training
 import test_verify
 from mutants import Mutant, during, swapped
 
-from eagle3_jax import decode, point_masses, sampling
+from eagle3_jax import acceptance, decode, sampling
 from eagle3_jax.acceptance import Exact, verify, verify_points
 from eagle3_jax.cache import Cache
 from eagle3_jax.checks import sampling_mode_of
@@ -65,7 +65,7 @@ def at_once(function: Callable, bug: Callable) -> Mutant:
 
 
 def thresholds(function: Callable, bug: Callable, rule: str = "the token rule") -> Mutant:
-    """What only the small probabilities of a real vocabulary show."""
+    """Bugs that only the small probabilities of a real vocabulary show."""
     return Mutant(function, bug, test_thresholds.check_thresholds, (rule, 28))
 
 
@@ -78,7 +78,7 @@ def long_law(function: Callable, bug: Callable, drafter: str, rows: int = 2048, 
 
 
 def subtle(function: Callable, bug: Callable) -> Mutant:
-    """Half a percent and less: three million tokens, which plain decoding writes in seconds."""
+    """Bugs of half a percent and less. They need three million tokens, which plain decoding writes in seconds."""
     return long_law(function, bug, "plain decoding", rows=8192, runs=16)
 
 
@@ -127,12 +127,12 @@ def mtp_rounds(function: Callable, bug: Callable) -> Mutant:
 # ------------------------------------------------------------------------------------------------ the acceptance rule
 
 
-def of_token(probs: jax.Array, draft: Any) -> jax.Array:
-    """``[B N]``, the probability of each node's token in the row of a node."""
+def gather_tokens(probs: jax.Array, draft: Any) -> jax.Array:
+    """Returns the probability of each node's token in the node's row, ``[B N]``."""
     return jnp.take_along_axis(probs, draft.tokens[:, :, None], axis=2)[:, :, 0]
 
 
-def at_parent(probs: jax.Array, draft: Any) -> jax.Array:
+def gather_parents(probs: jax.Array, draft: Any) -> jax.Array:
     return jnp.take_along_axis(probs, jnp.maximum(draft.parents, 0)[:, :, None], axis=1)
 
 
@@ -144,37 +144,37 @@ def keep_target(residual, p, q):
     return p, residual(p, q)[1]
 
 
-def accept_without_ratio(verify, draft, probs, *, accept, **rest):
-    return verify(draft, probs, accept=accept / of_token(draft.probs, draft), **rest)
+def accept_without_ratio(verify, draft, probs, *, accept, **options):
+    return verify(draft, probs, accept=accept / gather_tokens(draft.probs, draft), **options)
 
 
-def ignore_elder_siblings(verify_points, draft, probs, *, accept, **rest):
-    p = of_token(at_parent(probs, draft), draft)
+def ignore_elder_siblings(verify_points, draft, probs, *, accept, **options):
+    p = gather_tokens(gather_parents(probs, draft), draft)
     node = jnp.arange(accept.shape[1])
     elder = (draft.parents[:, :, None] == draft.parents[:, None, :]) & (node[None, :] < node[:, None])
-    left = 1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)
-    return verify_points(draft, probs, accept=accept / left, **rest)
+    remaining = 1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)
+    return verify_points(draft, probs, accept=accept / remaining, **options)
 
 
 def accept_padding(function, draft, *arguments, **named):
     return function(draft.replace(valid=jnp.ones_like(draft.valid)), *arguments, **named)
 
 
-def accept_equality(verify, draft, probs, *, accept, **rest):
-    return verify(draft, probs, accept=accept - 1e-9, **rest)
+def accept_equality(verify, draft, probs, *, accept, **options):
+    return verify(draft, probs, accept=accept - 1e-9, **options)
 
 
 RULE = {
-    "the bonus is drawn from the draft": exact_law(verify, draw_bonus_from_draft),
-    "a refusal draws again from the target": exact_law(residual, keep_target),
+    "the bonus is sampled from the draft": exact_law(verify, draw_bonus_from_draft),
+    "a refusal samples again from the target": exact_law(residual, keep_target),
     "a sampled draft is accepted like a point mass": exact_law(verify, accept_without_ratio),
-    "the second sibling sees the whole target again": exact_law(
+    "the second sibling is accepted by the full target": exact_law(
         verify_points, ignore_elder_siblings, "a tree of deterministic siblings"
     ),
     "the path goes through every sibling that is taken": at_once(
-        point_masses._elder_siblings, lambda elder, draft: jnp.zeros_like(elder(draft))
+        acceptance._elder_siblings, lambda elder, draft: jnp.zeros_like(elder(draft))
     ),
-    "padding can be accepted": exact_law(point_masses.follow_accepted, accept_padding, "nothing drafted"),
+    "padding can be accepted": exact_law(acceptance.follow_accepted, accept_padding, "nothing drafted"),
     "acceptance is not strict": Mutant(
         verify, accept_equality, test_verify.test_a_token_without_target_mass_is_never_accepted_nor_drawn, (0.0,)
     ),
@@ -195,25 +195,25 @@ RULE = {
 
 
 def end_at_first_failure(verify_block, draft, probs, *, accept, choose, max_depth):
-    """The path is cut where the token rule would refuse."""
+    """Cuts the path where the token rule refuses."""
     verdict = verify_block(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
-    other = verify(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
-    fewer = other.num_accepted < verdict.num_accepted
-    return jax.tree.map(lambda a, b: jnp.where(fewer.reshape(-1, *[1] * (a.ndim - 1)), b, a), verdict, other)
+    token_rule = verify(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
+    fewer = token_rule.num_accepted < verdict.num_accepted
+    return jax.tree.map(lambda a, b: jnp.where(fewer.reshape(-1, *[1] * (a.ndim - 1)), b, a), verdict, token_rule)
 
 
 def draw_padding(verify_block, draft, probs, **dice):
-    """Tokens behind the end of a block count as drawn when the residual is built."""
+    """Counts tokens past the end of a block as sampled when the residual is built."""
     after = jnp.where(draft.valid[:, 1:, None], 0.0, draft.probs[:, 1:])
     return verify_block(draft, probs.at[:, :-1].set(jnp.maximum(probs[:, :-1] - after, 0.0)), **dice)
 
 
 BLOCK = {
     "a block ends at its first failure": block_law(verify_block, end_at_first_failure),
-    "the residual of a block forgets what has survived": block_law(
-        block._survivals, lambda survivals, *of: jnp.minimum(jnp.ceil(survivals(*of)), 1.0)
+    "the residual of a block forgets the surviving mass": block_law(
+        block._survivals, lambda survivals, *arguments: jnp.minimum(jnp.ceil(survivals(*arguments)), 1.0)
     ),
-    "the padding of a block was drawn, too": block_law(verify_block, draw_padding, "a chain cut short"),
+    "the padding of a block counts as sampled": block_law(verify_block, draw_padding, "a chain cut short"),
 }
 
 
@@ -221,7 +221,7 @@ BLOCK = {
 
 
 def first_only(values: jax.Array) -> jax.Array:
-    """The first of each row, in place of all."""
+    """Returns the first value of each row in place of all."""
     return jnp.broadcast_to(values[..., :1], values.shape)
 
 
@@ -242,11 +242,11 @@ def declare_eldest(propose, *arguments):
 
 
 def truncate_first(probabilities, logits, sampling_, *sampling_mode):
-    """Top-k and top-p of the logits at temperature one, then the temperature."""
+    """Truncates the logits at temperature one, and applies the temperature afterwards."""
     columns = [jnp.broadcast_to(jnp.asarray(x), logits.shape[:1]) for x in (sampling_.top_k, sampling_.top_p)]
-    kept = sampling._truncate(logits.astype(jnp.float32), *columns)
+    truncated = sampling._truncate(logits.astype(jnp.float32), *columns)
     plain = sampling_.replace(top_k=jnp.zeros_like(columns[0]), top_p=jnp.ones_like(columns[1]))
-    return probabilities(kept, plain, *sampling_mode)
+    return probabilities(truncated, plain, *sampling_mode)
 
 
 def tilt(draw, p, uniforms):
@@ -263,7 +263,9 @@ STATIC = "a static tree of drawn tokens"
 DRAWS = {
     "a draft is declared at its draft ids": long_law(propose_from_table, declare_at_draft_ids, CHAIN),
     "all depths of a draft share one uniform": long_law(propose_from_table, during(uniforms, share_uniform), CHAIN),
-    "siblings are drawn without replacement and declared with it": long_law(propose_from_table, declare_eldest, STATIC),
+    "siblings are sampled without replacement and declared with it": long_law(
+        propose_from_table, declare_eldest, STATIC
+    ),
     "drafting and verifying share their randomness": long_law(
         keys_at, lambda keys_at, keys, position, purpose: keys_at(keys, position, 1), CHAIN
     ),
@@ -274,11 +276,10 @@ DRAWS = {
     "two rows share a key": long_law(
         row_keys, lambda row_keys, seed, batch: row_keys(seed, batch)[jnp.arange(batch) // 2], LIKELIEST
     ),
-    "the first token is drawn with the key of the first verification": ledger(
+    "the first token is sampled with the key of the first verification": ledger(
         SpeculativeLoop._prefill, during(keys_at, next_key), "plain decoding"
     ),
     "a draw is tilted by half a percent": subtle(draw, tilt),
-    # Which rows need which work.
     "a batch with top-p alone is not truncated": Mutant(
         sampling_mode_of,
         lambda sampling_mode_of, rows: sampling_mode_of(rows.replace(top_p=jnp.ones_like(rows.top_p))),
@@ -332,7 +333,7 @@ def advance_by_shortest_row(call, self, draft, *arguments, **named):
     )
 
 
-def count_one_place_more(count, self, draft, verdict, active):
+def count_one_position_more(count, self, draft, verdict, active):
     more = count(self, draft, verdict.replace(num_accepted=verdict.num_accepted + 1), active)
     return count(self, draft, verdict, active).replace(num_accepted_tokens_per_pos=more.num_accepted_tokens_per_pos)
 
@@ -344,9 +345,9 @@ def leave_no_room(capacity, self, batch):
 
 
 LOOP = {
-    "tree nodes see their siblings": greedy(DecoderTarget.__call__, see_siblings),
+    "tree nodes attend to their siblings": greedy(DecoderTarget.__call__, see_siblings),
     "tree nodes are positioned at their index": greedy(DecoderTarget.__call__, number_nodes),
-    "tree nodes do not see their oldest ancestor": deep_accepts(
+    "tree nodes do not attend to their oldest ancestor": deep_accepts(
         ancestor_mask, lambda mask, parents, max_depth: mask(parents, max_depth - 1)
     ),
     "an accepted path is committed in block order": greedy(Cache.commit, commit_in_block_order),
@@ -355,7 +356,7 @@ LOOP = {
         SpeculativeLoop._emit, ignore_stops, "a perfect drafter", (3, 9)
     ),
     "a batch advances by its shortest row": vllm_trace(Exact.__call__, advance_by_shortest_row),
-    "counters count one place too many": vllm_trace(SpeculationStats.count, count_one_place_more),
+    "counters count one position too many": vllm_trace(SpeculationStats.count, count_one_position_more),
     "a cache has no room for a draft": Mutant(
         SpeculativeDecoder._capacity,
         leave_no_room,
@@ -378,7 +379,7 @@ def leave_tokens_in_place(observe, self, params, state, seen):
 
 
 def keep_accepted_drafts(observe, self, params, state, seen):
-    """A round commits what the head made of its own guesses; only the prompt is read from the target."""
+    """Commits the head's states of its guesses; only the prompt is read from the target."""
 
     def stale(fuse, head, features):
         fused = fuse(head, features)
@@ -403,7 +404,7 @@ HEADS = {
     "auxiliary layers are off by one": vllm_trace(DecoderTarget.__call__, shift_layers),
     "input tokens are not shifted": vllm_trace(Eagle3Drafter.observe, leave_tokens_in_place),
     "accepted drafts stay in the draft cache": vllm_trace(Eagle3Drafter.observe, keep_accepted_drafts),
-    "draft nodes see their siblings": official_draft(
+    "draft nodes attend to their siblings": official_draft(
         Eagle3Drafter.propose, during(memory.memories, draft_nodes_see_siblings)
     ),
     "the head observes the wrong nodes of a tree": Mutant(
@@ -425,12 +426,13 @@ def labels_of_first_step(shifted, values, start, size):
     return shifted(values, start if values.dtype == jnp.bool_ or values.ndim == 2 else 1, size)
 
 
-def see_guesses_of_others(memory, *arguments):
-    kept = memory(*arguments)
-    if not kept.past:
-        return kept
-    (first,) = kept.past
-    return kept._replace(past=(first, *(first._replace(kv=guess) for guess in kept.own)), own=())
+def attend_to_other_guesses(memory, *arguments):
+    attended = memory(*arguments)
+    if not attended.past:
+        return attended
+    (first,) = attended.past
+    guesses = [first._replace(kv=guess) for guess in attended.own]
+    return attended._replace(past=(first, *guesses), own=())
 
 
 TRAINING = {
@@ -438,7 +440,7 @@ TRAINING = {
         ttt.loss_and_metrics, ("trained = counted & (label.best >= 0)", "trained = counted")
     ),
     "labels are not shifted with the step": official_losses(ttt._from, labels_of_first_step),
-    "a row sees what other rows guessed": official_losses(ttt._memory, see_guesses_of_others),
+    "a row attends to the guesses of other rows": official_losses(ttt._memory, attend_to_other_guesses),
 }
 
 BUGS = RULE | BLOCK | DRAWS | LOOP | HEADS | TRAINING
