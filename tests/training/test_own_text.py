@@ -147,7 +147,3 @@ def test_what_cannot_be_written_is_refused(target: e3.LoadedTarget, options: dic
 def test_values_out_of_range_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value}; expected"):
         OwnTextConfig(**{name: value})
-
-
-def test_a_document_is_known_by_the_beginning_of_its_sha_256() -> None:
-    assert document_hash("abc") == 0xBA7816BF8F01CFEA  # FIPS 180-2, example B.1
