@@ -21,7 +21,7 @@ from eagle3_jax.training.texts import Text, Texts
 
 MIXER = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=8)
 # Deep and wide enough for every method.
-LIKE = DecoderConfig(vocab_size=96, width=32, layers=uniform(12, MIXER, GatedMLP(width=64)), max_positions=64)
+CONFIG = DecoderConfig(vocab_size=96, width=32, layers=uniform(12, MIXER, GatedMLP(width=64)), max_positions=64)
 NO_CHOICE = {(method, "width") for method in RECIPES if method != "draft-model"}
 NO_CHOICE |= {("eagle3", "num_layers"), ("mtp", "num_layers"), ("medusa", "mlp_width")}
 NO_CHOICE |= {(method, "draft_vocab_size") for method in ("eagle1", "mtp", "draft-model")}
@@ -32,10 +32,10 @@ NO_CHOICE |= {(method, "draft_vocab_size") for method in ("eagle1", "mtp", "draf
 def test_a_choice_changes_the_head_or_is_refused(method: str, option: str) -> None:
     """An ignored option would be a silent error."""
     make = RECIPES[method].config
-    usual = make(LIKE, HeadOptions(depth=4))
+    usual = make(CONFIG, HeadOptions(depth=4))
     refused = pytest.raises(ValueError, match=f"{option} is 2, and .* has no choice of it; leave it out")
     with refused if (method, option) in NO_CHOICE else contextlib.nullcontext():
-        assert make(LIKE, HeadOptions(depth=4, **{option: 2})) != usual
+        assert make(CONFIG, HeadOptions(depth=4, **{option: 2})) != usual
 
 
 def test_a_reduced_vocabulary_has_published_sizes() -> None:
@@ -55,14 +55,14 @@ STEPS = 80
 
 @functools.cache
 def written() -> list[list[int]]:
-    """The target's own greedy continuations of the prompts."""
+    """Returns the target's greedy continuations of the prompts."""
     return SpeculativeDecoder(TARGET, stop_tokens=()).generate(PROMPTS, max_new_tokens=14).tokens
 
 
 @jax.numpy_dtype_promotion("standard")  # optax's own arithmetic mixes types
 @pytest.mark.parametrize("method", TAUGHT)
 def test_a_recipe_teaches(method: str) -> None:
-    """It memorises the target's own text: the loss falls, all parameters move, and more drafts are accepted."""
+    """A head memorises text of the target: the loss falls, all parameters move, and more drafts are accepted."""
     recipe = RECIPES[method]
     options = HeadOptions(depth=DEPTH, num_layers=TAUGHT[method])
     drafter = recipe.drafter(recipe.config(TARGET.model.config, options))
@@ -80,7 +80,7 @@ def test_a_recipe_teaches(method: str) -> None:
     *_, (state, _) = history = list(trainer.run(trainer.start(start), batch_at, STEPS))
     losses, taus = ([metrics[name] for _, metrics in history] for name in ("loss", "simulated_tau"))
     assert losses[-1] < 0.8 * losses[0] and taus[-1] > taus[0] + 0.5
-    moved = jax.tree.map(lambda one, other: bool(jnp.any(one != other)), start, state.params)
+    moved = jax.tree.map(lambda before, after: bool(jnp.any(before != after)), start, state.params)
     assert jax.tree.all(moved), moved
     params: Any = state.params
     if method != "draft-model":

@@ -1,4 +1,4 @@
-"""Texts to learn from: how they are held out, put into batches, and read again; and what the target gives for them."""
+"""Texts to learn from: held-out texts, batches and files; and stored features of the target."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_document_is_held_out_by_its_hash():
     texts = Texts.of(Text([1], [True], document_hash(str(index))) for index in range(2000))
     for share in (0.0, 0.02, 0.5, 1.0):
         is_held_out = texts.held_out(share)
-        # The standard deviation of the share is at most 0.011, so 0.05 sees any mistake of the limit above that.
+        # The standard deviation of the share is at most 0.011, so larger mistakes of the limit are detected.
         assert abs(is_held_out.mean() - share) < 0.05
         assert np.array_equal(is_held_out, texts.document < share * 2.0**64)
 
@@ -78,12 +78,12 @@ def test_a_pass_sees_every_text_once_and_depends_on_the_step_alone():
                 assert not learn.any()  # a row without a text
                 continue
             rows.append(row.tolist())
-            # Entry t stands for token t + 2; the first token of the answer is the target's.
+            # Entry t is for token t + 2; the first token of the answer is the target's.
             expected = np.arange(len(learn)) + 2
             assert np.array_equal(learn, (expected > len(row) // 3) & (expected < len(row)))
     start = texts.start
-    every = [texts.tokens[start[i] : start[i] + texts.length[i]].tolist() for i in range(len(texts))]
-    assert sorted(rows) == sorted(every)
+    all_texts = [texts.tokens[start[i] : start[i] + texts.length[i]].tolist() for i in range(len(texts))]
+    assert sorted(rows) == sorted(all_texts)
     again, _ = text_batches(texts, 2, seed=3)
     for step in (steps + 2, 1, steps + 2):
         assert np.array_equal(again(step).tokens, batch_at(step).tokens)
