@@ -303,7 +303,7 @@ class Boaster(Newest):
         return draft.replace(probs=jnp.full((*draft.tokens.shape, self.vocab_size), 1.0 / self.vocab_size))
 
 
-some = ("draws from what it declares", "sampled output has the target's law")
+some = ("draws from what it declares", "sampled output has the target's distribution")
 report = e3.check_drafter(Boaster(small.vocab_size, 3), small, checks=some, samples=2048)
 for finding in report.failures:
     print(finding)
@@ -360,7 +360,7 @@ class Liar(Looks):
 
 
 failures = e3.check_verifier(Liar(2), samples=8192).failures
-assert [finding.name for finding in failures] == ["what it emits has the target's law"]
+assert [finding.name for finding in failures] == ["what it emits has the target's distribution"]
 
 # %% [markdown]
 # ## Cost of both rules

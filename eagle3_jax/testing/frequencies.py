@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Int
 from scipy import optimize, stats
+
+from eagle3_jax.testing.report import ALPHA, Broken
+
+DETECTED = "would be detected with 90 % power"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +23,9 @@ class Fit:
     """Counted outcomes compared with their exact distribution: p-values, and the empirical total variation distance.
 
     ``cells`` is the number of outcomes that the distribution allows; ``impossible`` are counted outcomes that it does
-    not allow, which make both p-values 0. ``statistic`` is Pearson's, on ``degrees`` degrees of freedom.
+    not allow, which make all p-values 0. ``statistic`` is Pearson's, on ``degrees`` degrees of freedom.
+    ``single_outcome`` is the p-value of the outcome that deviates most, for all outcomes together, and ``farthest``
+    describes that outcome.
     """
 
     draws: int
@@ -27,55 +36,83 @@ class Fit:
     impossible: Mapping[Any, Any]
     statistic: float = math.inf
     degrees: int = 0
+    single_outcome: float = 0.0
+    farthest: str = ""
 
     @property
-    def why(self) -> str:
-        """Pearson's statistic in words, or an impossible outcome."""
+    def p_value(self) -> float:
+        """The p-value of Pearson's test and of the test of single outcomes together."""
+        return min(1.0, 2 * min(self.chi_square, self.single_outcome))
+
+    @property
+    def reason(self) -> str:
+        """The test that failed, in words."""
         if self.impossible:
-            return f"{len(self.impossible)} outcomes that the target cannot write, as {next(iter(self.impossible))}"
+            return f"{len(self.impossible)} outcomes of probability 0, as {next(iter(self.impossible))}"
+        if self.single_outcome < self.chi_square:
+            return self.farthest
         return f"chi-square {self.statistic:.1f} on {self.degrees} degrees of freedom, {self.draws} outcomes"
 
-    def sees(self, alpha: float) -> float:
-        """See :func:`smallest_deviation`."""
-        return smallest_deviation(self.draws, self.degrees, alpha=alpha)
 
-
-def goodness_of_fit(counts: Mapping[Any, Any], law: Mapping[Any, Any], *, least: float = 10.0) -> Fit:
-    """Pearson's chi-square and the G-test of counts of outcomes; ``law`` has the exact probability of each.
+def goodness_of_fit(counts: Mapping[Any, Any], distribution: Mapping[Any, Any], *, least: float = 10.0) -> Fit:
+    """Returns Pearson's chi-square and the G-test of counted outcomes.
 
     The rarest outcomes are counted as one, until a cell expects ``least`` of them.
+
+    Args:
+        counts: How often each outcome was seen.
+        distribution: The exact probability of each outcome.
+        least: Smallest expected count of a cell.
     """
     draws = int(sum(counts.values()))
-    possible = {outcome: float(mass) for outcome, mass in law.items() if mass > 0}
+    possible = {outcome: float(mass) for outcome, mass in distribution.items() if mass > 0}
     impossible = {outcome: count for outcome, count in counts.items() if count and outcome not in possible}
-    distance = (
-        sum(abs(counts.get(x, 0) / draws - m) for x, m in possible.items()) + sum(impossible.values()) / draws
-    ) / 2
-    found = Fit(draws, len(possible), 0.0, 0.0, distance, impossible)
+    differences = [abs(counts.get(outcome, 0) / draws - mass) for outcome, mass in possible.items()]
+    distance = (sum(differences) + sum(impossible.values()) / draws) / 2
+    fit = Fit(draws, len(possible), 0.0, 0.0, distance, impossible)
     if impossible:
-        return found
+        return fit
     ranked = sorted(possible, key=lambda outcome: -possible[outcome])
-    expected = draws * np.array([possible[outcome] for outcome in ranked])
+    masses = np.array([possible[outcome] for outcome in ranked])
     observed = np.array([counts.get(outcome, 0) for outcome in ranked], float)
-    own = int(np.count_nonzero(expected >= least))
-    if own < len(ranked):
-        if expected[own:].sum() < least and own > 0:  # too small a tail for a cell: it joins the rarest one
-            own -= 1
-        observed = np.append(observed[:own], observed[own:].sum())
-        expected = np.append(expected[:own], expected[own:].sum())
+    # Binomial tails bound those of counts whose probabilities differ from draw to draw around the same mean.
+    tails = np.minimum(stats.binom.cdf(observed, draws, masses), stats.binom.sf(observed - 1, draws, masses))
+    index = int(tails.argmin())
+    farthest = f"{ranked[index]} came {observed[index]:.0f} times in {draws}; expected {draws * masses[index]:.1f}"
+    single_outcome = min(1.0, 2 * len(tails) * float(tails[index]))
+    fit = dataclasses.replace(fit, single_outcome=single_outcome, farthest=farthest)
+    observed, expected = _merge_rare(observed, draws * masses, least)
     if len(expected) == 1:
-        return dataclasses.replace(found, chi_square=1.0, g_test=1.0, statistic=0.0)
+        return dataclasses.replace(fit, chi_square=1.0, g_test=1.0, statistic=0.0)
     expected *= observed.sum() / expected.sum()
-    pearson, likelihood = (
-        stats.power_divergence(observed, expected, lambda_=name) for name in ("pearson", "log-likelihood")
-    )
+    pearson = stats.power_divergence(observed, expected, lambda_="pearson")
+    likelihood = stats.power_divergence(observed, expected, lambda_="log-likelihood")
     return dataclasses.replace(
-        found,
+        fit,
         chi_square=float(pearson.pvalue),
         g_test=float(likelihood.pvalue),
         statistic=float(pearson.statistic),
         degrees=len(expected) - 1,
     )
+
+
+def fit_counts(counts: Int[np.ndarray, " C"], expected: Float[np.ndarray, " C"]) -> Fit:
+    """Returns the fit of the counts of outcomes ``0 .. C - 1`` to expected counts of any sum."""
+    masses = expected / expected.sum()
+    return goodness_of_fit(dict(enumerate(counts.tolist())), dict(enumerate(masses.tolist())))
+
+
+def _merge_rare(
+    observed: Float[np.ndarray, " C"], expected: Float[np.ndarray, " C"], least: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Merges the cells that expect fewer than ``least`` outcomes; cells come with the most frequent one first."""
+    cells = int(np.count_nonzero(expected >= least))
+    if cells == len(expected):
+        return observed, expected
+    if expected[cells:].sum() < least and cells > 0:  # too small a tail for a cell: it joins the rarest one
+        cells -= 1
+    merge = lambda values: np.append(values[:cells], values[cells:].sum())
+    return merge(observed), merge(expected)
 
 
 @dataclasses.dataclass
@@ -86,9 +123,24 @@ class Contrast:
     variance: float = 0.0
 
     def add(self, scores: np.ndarray, variances: np.ndarray) -> None:
-        """Add scores, and the variance of each given those before it."""
+        """Adds scores, and the variance of each given those before it."""
         self.total += float(np.sum(scores))
         self.variance += float(np.sum(variances))
+
+    def add_log_probabilities(self, probs: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> None:
+        """Adds for each sampled token its log-probability less the expectation of that.
+
+        A wrong temperature shifts this sum, and shows in it sooner than in frequencies.
+        """
+        log = np.log(np.where(probs > 0, probs, 1))
+        mean = (probs * log).sum(-1)
+        square = (probs * log**2).sum(-1)
+        self.add(log[np.arange(len(tokens)), tokens] - mean, np.maximum(square - mean**2, 0))
+
+    @property
+    def is_normal(self) -> bool:
+        """Whether enough scores were added, so that the sum is nearly normal."""
+        return self.variance > 100
 
     @property
     def z(self) -> float:
@@ -100,15 +152,69 @@ class Contrast:
         """Probability of a sum as far from zero."""
         return float(2 * stats.norm.sf(abs(self.z)))
 
-    def visible(self, alpha: float, power: float = 0.9) -> float:
-        """The tilt ``ε`` that would be detected: a distribution of ``p(x) (1 + ε · score(x))``, to first order."""
+    def smallest_tilt(self, alpha: float, power: float = 0.9) -> float:
+        """The tilt ``ε`` that is detected with this power: ``p(x) (1 + ε · score(x))`` in place of ``p``."""
         if not self.variance:
             return math.inf
-        return float(stats.norm.isf(alpha / 2) + stats.norm.isf(1 - power)) / math.sqrt(self.variance)
+        deviations = stats.norm.isf(alpha / 2) + stats.norm.isf(1 - power)
+        return float(deviations) / math.sqrt(self.variance)
+
+
+class Evidence:
+    """The statistical tests of one check. Together they fail a correct part with probability ``ALPHA``.
+
+    Attributes:
+        contrasts: Sums, by the fault that they show; ``{}`` in it becomes "often" or "seldom".
+    """
+
+    def __init__(self) -> None:
+        self.contrasts: dict[str, Contrast] = defaultdict(Contrast)
+        self._counts: dict[str, Any] = defaultdict(int)
+        self._expected: dict[str, Any] = defaultdict(int)
+
+    def count(self, name: str, outcomes: Int[np.ndarray, " n"], expected: Float[np.ndarray, " C"]) -> None:
+        """Adds outcomes ``0 .. C - 1`` to the counts of a name, and their expected counts."""
+        self._counts[name] += np.bincount(outcomes, minlength=len(expected))
+        self._expected[name] += expected
+
+    @functools.cached_property
+    def fits(self) -> dict[str, Fit]:
+        """The fit of each name, when everything is counted."""
+        return {name: fit_counts(counts, self._expected[name]) for name, counts in self._counts.items() if counts.any()}
+
+    @property
+    def level(self) -> float:
+        """The significance of a single test."""
+        return ALPHA / max(1, len(self.fits) + len(self.contrasts))
+
+    def require_fits(self, distribution: str) -> None:
+        """Raises ``Broken`` if counts do not fit; the message calls what they should follow ``distribution``."""
+        name, fit = min(self.fits.items(), key=lambda entry: entry[1].p_value)
+        if fit.p_value < self.level:
+            p_value = fit.p_value / self.level * ALPHA
+            raise Broken(f"{name} does not follow {distribution}: {fit.reason} (p = {p_value:.1g})")
+
+    def require_contrasts(self) -> None:
+        """Raises ``Broken`` if a sum is too far from zero."""
+        for fault, contrast in self.contrasts.items():
+            if contrast.is_normal and contrast.p_value < self.level:
+                fault = fault.format("often" if contrast.total > 0 else "seldom")
+                raise Broken(f"{fault}, by {abs(contrast.z):.1f} standard deviations")
+
+    def smallest_deviation(self, suffix: str = "") -> float:
+        """Returns the deviation that every fit whose name ends with ``suffix`` would have detected."""
+        level = self.level / 2  # the other half is that of single outcomes
+        fits = [fit for name, fit in self.fits.items() if name.endswith(suffix) and fit.degrees]
+        return max((smallest_deviation(fit.draws, fit.degrees, alpha=level) for fit in fits), default=math.inf)
+
+    def smallest_tilt(self) -> float:
+        """Returns the tilt that every sum would have detected."""
+        contrasts = [contrast for contrast in self.contrasts.values() if contrast.is_normal]
+        return max((contrast.smallest_tilt(self.level) for contrast in contrasts), default=math.inf)
 
 
 def smallest_deviation(tokens: int, degrees: int, *, alpha: float, power: float = 0.9) -> float:
-    """The relative root mean square deviation of cell probabilities that is detected with this power.
+    """Returns the relative root mean square deviation of cell probabilities that is detected with this power.
 
     With ``p'(x | s) = p(x | s) (1 + ε(x, s))`` Pearson's statistic over the cells ``(s, x)`` is a noncentral chi-square
     of noncentrality ``tokens · Σ p ε²``. If a stratum mixes several distributions, a deviation that they share is
@@ -117,6 +223,6 @@ def smallest_deviation(tokens: int, degrees: int, *, alpha: float, power: float 
     if tokens == 0 or degrees == 0:
         return math.inf
     threshold = stats.chi2.isf(alpha, degrees)
-    beyond = lambda noncentrality: stats.ncx2.sf(threshold, degrees, noncentrality) - power
-    noncentrality = optimize.brentq(beyond, 1e-3, 100.0 * threshold)
+    excess_power = lambda noncentrality: stats.ncx2.sf(threshold, degrees, noncentrality) - power
+    noncentrality = optimize.brentq(excess_power, 1e-3, 100.0 * threshold)
     return math.sqrt(noncentrality / tokens)  # type: ignore[operator]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
-import jax
-import jax.numpy as jnp
-
-Subject = TypeVar("Subject")
+Part = TypeVar("Part")
 Outcome = Literal["passed", "failed", "not run", "skipped"]
 
 ALPHA = 1e-6  # probability that a statistical check fails a correct part
@@ -76,7 +73,7 @@ class ContractReport:
         return tuple(finding for finding in self.findings if finding.verdict == "failed")
 
     def raise_if_failed(self) -> None:
-        """Raise the report if a check failed; for a test suite.
+        """Raises the report if a check failed; for a test suite.
 
         Raises:
             ValueError: A check failed; the message is the whole report.
@@ -88,13 +85,14 @@ class ContractReport:
         count = lambda verdict: sum(finding.verdict == verdict for finding in self.findings)
         skipped = f", {count('skipped')} skipped" if count("skipped") else ""
         counts = f"{count('passed')} passed, {count('failed')} failed, {count('not run')} not run{skipped}"
-        return "\n".join((self.title, *(f"  {finding}" for finding in self.findings), counts))
+        lines = [f"  {finding}" for finding in self.findings]
+        return "\n".join([self.title, *lines, counts])
 
 
 def examine(
-    title: str, subject: Subject, checks: Mapping[str, Callable[[Subject], str]], chosen: Collection[str] | None
+    title: str, subject: Part, checks: Mapping[str, Callable[[Part], str | None]], chosen: Collection[str] | None
 ) -> ContractReport:
-    """Run the chosen checks (all when ``None``) in their order; none of them after a broken protocol.
+    """Runs the chosen checks (all when ``None``) in their order, and none of them after a broken protocol.
 
     Raises:
         ValueError: ``chosen`` names a check that does not exist.
@@ -112,9 +110,9 @@ def examine(
     return ContractReport(title, tuple(findings))
 
 
-def _find(name: str, check: Callable[[Subject], str], subject: Subject) -> Finding:
+def _find(name: str, check: Callable[[Part], str | None], subject: Part) -> Finding:
     try:
-        return Finding(name, "passed", check(subject))
+        return Finding(name, "passed", check(subject) or "")
     except Broken as reason:
         return Finding(name, reason.verdict, str(reason))
     except Exception as error:
@@ -124,17 +122,5 @@ def _find(name: str, check: Callable[[Subject], str], subject: Subject) -> Findi
 
 
 def class_name(part: object) -> str:
-    """Name of a part's class; of the class itself if the part is not an instance."""
+    """Returns the name of a part's class; of the class itself if the part is not an instance."""
     return (part if isinstance(part, type) else type(part)).__name__
-
-
-def require_stable_hash(part: Any) -> None:
-    """Check that a part is the same static argument whenever it is passed."""
-    if hash(part) != hash(part) or part != part:
-        raise Broken("its hash changes, or it is not equal to itself, so every call would compile anew")
-
-
-def has_low_precision(*trees: Any) -> bool:
-    """Whether an array has floating point numbers of less than 32 bits: the order of sums may then change a token."""
-    leaves = jax.tree.leaves(trees)
-    return any(jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4 for leaf in leaves)

@@ -32,12 +32,12 @@ class FixedTree:
         return ()
 
     def init(self, params: Any, batch: int, capacity: int) -> RootState:
-        """An empty state."""
+        """Returns an empty state."""
         zero = jnp.zeros((batch,), jnp.int32)
         return RootState(root=zero, length=zero)
 
     def observe(self, params: Any, state: RootState, seen: Observation) -> RootState:
-        """Take in committed tokens."""
+        """Takes in committed tokens."""
         root = jnp.where(seen.length > 0, seen.next_token, state.root)
         return RootState(root=root, length=state.length + seen.length)
 
@@ -64,16 +64,17 @@ class FixedTree:
         """Whether the parent of each node is the node before it."""
         return self.parents == chain_parents(self.num_nodes - 1)
 
-    def places(self, state: RootState) -> Int[Array, "B N"]:
-        """The place in the text of each node."""
+    def positions(self, state: RootState) -> Int[Array, "B N"]:
+        """Returns the position of each node."""
         return state.length[:, None] + jnp.array(self.levels, jnp.int32)[None]
 
     def scripted(self, script: Int[Array, "B S"], state: RootState) -> Int[Array, "B N"]:
-        """For each node the token that a text has at its place; the last token of the text beyond its end."""
-        return jnp.take_along_axis(script, jnp.minimum(self.places(state), script.shape[1] - 1), axis=1)
+        """Returns for each node the token of a text at its position; past its end, the last token of the text."""
+        positions = jnp.minimum(self.positions(state), script.shape[1] - 1)
+        return jnp.take_along_axis(script, positions, axis=1)
 
     def draft(self, state: RootState, tokens: Int[Array, "B N"], probs: Float[Array, "B N V"] | None = None) -> Draft:
-        """A draft of these tokens after the root, which takes the place of the first one."""
+        """Returns a draft of these tokens, with the root in place of the first one."""
         return Draft(
             tokens=tokens.at[:, 0].set(state.root),
             parents=jnp.broadcast_to(jnp.array(np.array(self.parents, np.int32)), tokens.shape),
@@ -83,5 +84,5 @@ class FixedTree:
 
 
 def chain_parents(num_speculative_tokens: int) -> tuple[int, ...]:
-    """Parents of a chain's nodes."""
+    """Returns the parents of a chain's nodes."""
     return tuple(range(-1, num_speculative_tokens))

@@ -14,26 +14,16 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.cache import Cache, LayerCache
-from eagle3_jax.checks import require_part, require_returned, require_rows, require_same
+from eagle3_jax.checks import require_returned, require_rows, require_same
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
-from eagle3_jax.testing.report import (
-    PROTOCOL,
-    Broken,
-    ContractReport,
-    NotRun,
-    Skipped,
-    class_name,
-    examine,
-    has_low_precision,
-    require_stable_hash,
-)
+from eagle3_jax.testing.report import PROTOCOL, Broken, ContractReport, NotRun, Skipped, class_name, examine
 from eagle3_jax.testing.scripted import FixedTree, RootState
+from eagle3_jax.testing.subject import Subject, has_low_precision, mix_rows, require_protocol
 from eagle3_jax.tree import ancestor_mask, causal_mask, depths
 from eagle3_jax.types import Draft, EmbeddingTables, SamplingParams, TargetOutput
 
-# rows, and tokens of a block
 ROWS = 3
-SIZE = 6
+SIZE = 6  # tokens of a block
 LENGTHS = np.array([5, 1, 3])  # ragged prompts, fed as SIZE tokens
 WIDTH = 20  # tokens of a text: a prompt, a block and one after it, or a prompt and what is generated
 CAPACITY = 128
@@ -47,7 +37,7 @@ NEW = 12  # tokens that are generated
 # in the block that a window of up to three positions shows whether it goes by positions or by slots.
 PARENTS = np.array([[-1, 0, 0, 2, 1, 3], [-1, 0, 1, 0, -1, 3], [-1, 0, 0, 2, 3, 4]], np.int32)
 PATHS = np.array([[0, 2, 3, 5, 0, 0], [0, 3, 5, 0, 0, 0], [0, 2, 3, 4, 5, 0]], np.int32)  # the committed nodes
-COUNTS = ((4, 2, 5), (0, 2, 0), (3, 0, 1))  # how many of them; a row may keep none
+COUNTS = ((4, 2, 5), (0, 2, 0), (3, 0, 1))  # how many of them are committed; 0 commits nothing
 
 
 def check_target(
@@ -57,7 +47,7 @@ def check_target(
     tolerance: float | None = None,
     seed: int = 0,
 ) -> ContractReport:
-    """Run a target of your own through the contract that the loop relies on.
+    """Runs your own target through the contract that the loop relies on.
 
     Nothing is printed: ``print(e3.check_target(target))`` shows the report. Everything is compared with the target's
     own logits for texts that are fed token by token, so a model that is wrong in the same way everywhere passes:
@@ -77,23 +67,26 @@ def check_target(
         seed: Random seed.
 
     Raises:
-        ValueError: ``checks`` names one that does not exist.
+        ValueError: ``checks`` names a check that does not exist.
     """
-    subject = TargetSubject(target, tolerance, seed)
+    subject = Subject(target.model, target=target, tolerance=tolerance, seed=seed)
     return examine(f"{class_name(target.model)}, {target.name}", subject, TARGET_CHECKS, checks)
+
+
+# Inputs
 
 
 class Round(NamedTuple):
     """Prompts, a block after them, and a chain after the committed nodes of the block."""
 
     text: Int[np.ndarray, "B W"]  # the prompts are its first tokens
-    length: Int[np.ndarray, " B"]  # of the prompts
-    padding: Int[np.ndarray, "B P"]  # fed in place of what lies past a prompt
+    length: Int[np.ndarray, " B"]  # tokens of each prompt
+    padding: Int[np.ndarray, "B P"]  # fed in place of the text after a prompt
     draft: Int[np.ndarray, "B N"]
     parents: Int[np.ndarray, "B N"]
     nodes: Int[np.ndarray, "B N"] | None  # the committed nodes of a tree; None: a chain, committed in its order
     count: Int[np.ndarray, " B"]  # how many tokens are committed
-    more: Int[np.ndarray, "B N"]
+    more: Int[np.ndarray, "B N"]  # the chain after the commit
 
     @property
     def is_real(self) -> Bool[np.ndarray, "B P"]:
@@ -105,6 +98,138 @@ class Round(NamedTuple):
         """The nodes of the block that are not padding."""
         return (self.parents >= 0) | (np.arange(self.parents.shape[1]) == 0)
 
+    @property
+    def paths(self) -> list[Int[np.ndarray, " n"]]:
+        """The committed nodes of each row."""
+        nodes = self.nodes
+        if nodes is None:
+            nodes = np.broadcast_to(np.arange(self.draft.shape[1]), self.draft.shape)
+        return [path[:count] for path, count in zip(nodes, self.count, strict=True)]
+
+
+def random_text(subject: Subject, stream: int = 0, size: int = WIDTH) -> Int[np.ndarray, "B T"]:
+    """Returns the first ``size`` of ``WIDTH`` random tokens, ``[ROWS size]``."""
+    tokens = subject.random(stream).integers(0, subject.target.model.vocab_size, (ROWS, WIDTH))
+    return tokens.astype(np.int32)[:, :size]
+
+
+def random_rounds(subject: Subject, *, tree: bool) -> Iterator[Round]:
+    """Yields rounds with a tree or a chain as block, which commit :data:`COUNTS`."""
+    chain = np.broadcast_to(np.arange(SIZE) - 1, (ROWS, SIZE))
+    for index, count in enumerate(COUNTS):
+        padding, draft, more = (random_text(subject, 1 + 3 * index + part, SIZE) for part in range(3))
+        yield Round(
+            text=random_text(subject),
+            length=LENGTHS,
+            padding=padding,
+            draft=draft,
+            parents=PARENTS if tree else chain,
+            nodes=PATHS if tree else None,
+            count=np.array(count),
+            more=more,
+        )
+
+
+def long_round(subject: Subject) -> Round:
+    """Returns long prompts in many rows, and a block of two branches, one of which is committed."""
+    width = min(LONG_WIDTH, subject.target.max_positions)
+    size = min(LONG_BLOCK, width // 4)
+    prompt = width - 2 * size
+    tokens = subject.random(7).integers(0, subject.target.model.vocab_size, (2, LONG_ROWS, width))
+    text, block = tokens.astype(np.int32)
+    node = np.arange(size)
+    branch = node[::2]  # the second branch is the root and the odd nodes
+    broadcast = lambda values: np.broadcast_to(values, (LONG_ROWS, size)).astype(np.int32)
+    return Round(
+        text=text,
+        length=np.linspace(prompt, 1, LONG_ROWS).astype(int),
+        padding=text[:, :prompt],
+        draft=block[:, :size],
+        parents=broadcast(np.maximum(node - 2, 0) - (node == 0)),
+        nodes=broadcast(np.resize(branch, size)),
+        count=np.resize([len(branch), 0, 3, 1], LONG_ROWS),
+        more=block[:, size : 2 * size],
+    )
+
+
+# Calls of the target
+
+_fill = jax.jit(Cache.fill)
+_commit = jax.jit(Cache.commit)
+
+
+def empty_cache(subject: Subject, batch: int = ROWS) -> Cache:
+    """Returns a cache before any text."""
+    return subject.target.model.init_cache(batch, CAPACITY)
+
+
+def count_layers(subject: Subject) -> int:
+    """Returns the number of layers; the cache has a part for each."""
+    return len(empty_cache(subject, 1).layers)
+
+
+def computes_in_low_precision(subject: Subject) -> bool:
+    """Whether the target has parameters or a cache of less than 32 bits."""
+    return has_low_precision(subject.target.params, empty_cache(subject, 1).layers)
+
+
+def tolerance_of(subject: Subject) -> float:
+    """Returns the largest deviation of a logit that rounding explains, as a share of the largest logit."""
+    if subject.tolerance is not None:
+        return subject.tolerance
+    return 3e-2 if subject.once(computes_in_low_precision) else 1e-4
+
+
+def largest_logit(subject: Subject) -> float:
+    """Returns the largest logit of a text: the unit of all deviations."""
+    _, logits, _ = prefill(subject, random_text(subject, size=SIZE))
+    return max(float(np.abs(logits).max()), 1e-9)
+
+
+def forward(
+    subject: Subject,
+    tokens: Any,
+    positions: Any,
+    mask: Any,
+    cache: Cache | None = None,
+    length: Any = None,
+    aux_layers: tuple[int, ...] = (),
+) -> tuple[TargetOutput, Float[np.ndarray, "B T V"]]:
+    """Returns the output of a block, and its logits on the host."""
+    target = subject.target
+    arrays = (jnp.asarray(tokens), jnp.asarray(positions), mask, cache, length)
+    output, logits = _forward(target.model, target.params, *arrays, aux_layers)
+    layers = subject.once(count_layers)
+    if not isinstance(output.written, tuple) or len(output.written) != layers:
+        raise Broken(f"`written` is no tuple with one part for each of the {layers} layers of the cache")
+    return output, np.asarray(logits, np.float64)
+
+
+def prefill(
+    subject: Subject, tokens: Int[np.ndarray, "B T"], length: Any = LENGTHS, *, aux_layers: tuple[int, ...] = ()
+) -> tuple[TargetOutput, Float[np.ndarray, "B T V"], Cache]:
+    """Returns the output and the logits of prompts with ``length`` real tokens each, and the cache after them."""
+    size = tokens.shape[1]
+    positions = np.broadcast_to(np.arange(size, dtype=np.int32), tokens.shape)
+    real = jnp.asarray(length, jnp.int32)
+    output, logits = forward(subject, tokens, positions, causal_mask(size), None, real, aux_layers)
+    return output, logits, _fill(empty_cache(subject, len(tokens)), output.written, real)
+
+
+def feed_block(
+    subject: Subject,
+    cache: Cache,
+    tokens: Int[np.ndarray, "B T"],
+    parents: Any = None,
+    *,
+    aux_layers: tuple[int, ...] = (),
+) -> tuple[TargetOutput, Float[np.ndarray, "B T V"]]:
+    """Returns the output and the logits of a block after a cache: a tree, or a chain without parents."""
+    size = tokens.shape[1]
+    mask = causal_mask(size) if parents is None else ancestor_mask(jnp.asarray(parents), size)
+    positions = cache.length[:, None] + depths(mask)
+    return forward(subject, tokens, positions, mask, cache, None, aux_layers)
+
 
 class RoundLogits(NamedTuple):
     """Logits of a :class:`Round`."""
@@ -114,167 +239,33 @@ class RoundLogits(NamedTuple):
     more: Float[np.ndarray, "B N V"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class TargetSubject:
-    """A target, and the programs that call it."""
-
-    target: LoadedTarget  #: The target with its parameters.
-    given: float | None = None  #: The tolerance; ``None`` chooses it by the types of the target.
-    seed: int = 0  #: Random seed.
-
-    def text(self, which: int = 0, size: int = WIDTH) -> Int[np.ndarray, "B T"]:
-        """The first ``size`` of ``WIDTH`` random tokens, ``[ROWS size]``."""
-        rng = np.random.default_rng([self.seed, which])
-        return rng.integers(0, self.target.model.vocab_size, (ROWS, WIDTH)).astype(np.int32)[:, :size]
-
-    def rounds(self, *, tree: bool) -> Iterator[Round]:
-        """Rounds with a tree or a chain as block, that commit :data:`COUNTS`."""
-        parents, nodes = (PARENTS, PATHS) if tree else (np.broadcast_to(np.arange(SIZE) - 1, (ROWS, SIZE)), None)
-        for index, count in enumerate(COUNTS):
-            padding, draft, more = (self.text(1 + 3 * index + part, SIZE) for part in range(3))
-            yield Round(self.text(), LENGTHS, padding, draft, parents, nodes, np.array(count), more)
-
-    def empty(self, batch: int = ROWS) -> Cache:
-        """An empty cache."""
-        return self.target.model.init_cache(batch, CAPACITY)
-
-    @functools.cached_property
-    def num_layers(self) -> int:
-        """The number of layers; the cache has a part for each."""
-        return len(self.empty(1).layers)
-
-    @functools.cached_property
-    def rounds_off(self) -> bool:
-        """Whether it computes in less than 32 bits."""
-        return has_low_precision(self.target.params, self.empty(1).layers)
-
-    @property
-    def tolerance(self) -> float:
-        """Largest deviation of a logit that rounding explains, as a share of the largest logit."""
-        return self.given if self.given is not None else 3e-2 if self.rounds_off else 1e-4
-
-    @functools.cached_property
-    def scale(self) -> float:
-        """The largest logit."""
-        return max(float(np.abs(self.prefill(self.text(size=SIZE))[1]).max()), 1e-9)
-
-    def forward(self, tokens: Any, positions: Any, mask: Any, cache: Any, length: Any, layers: Any) -> Any:
-        """The output of a block and its logits, which are on the host."""
-        arrays = (self.target.params, jnp.asarray(tokens), jnp.asarray(positions), mask, cache, length)
-        output, logits = _forward(self.target.model, *arrays, layers)
-        if not isinstance(output.written, tuple) or len(output.written) != self.num_layers:
-            raise Broken(f"`written` is no tuple with one part for each of the {self.num_layers} layers of the cache")
-        return output, np.asarray(logits, np.float64)
-
-    def prefill(
-        self, tokens: Int[np.ndarray, "B T"], length: Any = LENGTHS, *, aux_layers: tuple[int, ...] = ()
-    ) -> tuple[TargetOutput, Float[np.ndarray, "B T V"], Cache]:
-        """The output and the logits of prompts with ``length`` real tokens each, and the cache after them."""
-        positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-        real = jnp.asarray(length, jnp.int32)
-        output, logits = self.forward(tokens, positions, causal_mask(tokens.shape[1]), None, real, aux_layers)
-        return output, logits, _fill(self.empty(len(tokens)), output.written, real)
-
-    def block(
-        self, cache: Cache, tokens: Int[np.ndarray, "B T"], parents: Any = None, *, aux_layers: tuple[int, ...] = ()
-    ) -> tuple[TargetOutput, Float[np.ndarray, "B T V"]]:
-        """The output and the logits of a block after a cache: a tree, or a chain without parents."""
-        mask = causal_mask(tokens.shape[1]) if parents is None else ancestor_mask(jnp.asarray(parents), tokens.shape[1])
-        return self.forward(tokens, cache.length[:, None] + depths(mask), mask, cache, None, aux_layers)
-
-    def run(self, one: Round) -> RoundLogits:
-        """The logits of a round."""
-        prompts = np.where(one.is_real, one.text[:, : one.padding.shape[1]], one.padding)
-        _, of_prompts, cache = self.prefill(prompts, one.length)
-        _require_length(cache, one.length, "a prefill")
-        output, of_block = self.block(cache, one.draft, None if one.nodes is None else one.parents)
-        cache = _commit(cache, output.written, jnp.asarray(one.count, jnp.int32), one.nodes)
-        _require_length(cache, one.length + one.count, f"committing {one.count.tolist()} tokens")
-        return RoundLogits(of_prompts, of_block, self.block(cache, one.more)[1])
-
-    def plain(self, text: Int[np.ndarray, "B W"]) -> Float[np.ndarray, "B W V"]:
-        """Logits of texts that are fed token by token: the reference of all checks. ``ROWS`` rows at a time."""
-        parts = [jnp.asarray(text[at : at + ROWS]) for at in range(0, len(text), ROWS)]
-        logits = [_feed_one_by_one(self.target.model, self.target.params, part) for part in parts]
-        return np.concatenate([np.asarray(part, np.float64) for part in logits])
-
-    def compare(self, one: Round, block: str) -> float:
-        """The largest deviation of a round from its texts, fed token by token.
-
-        Raises:
-            Broken: It is more than the tolerance.
-        """
-        found = self.run(one)
-        expected = np.zeros_like(found.block)
-        known = ~one.is_node
-        for node in reversed(range(known.shape[1])):  # the text of a path is that of all nodes on it
-            if not known[:, node].all():
-                paths = [_path(parents, node) for parents in one.parents]
-                truth = self.plain(_with(one.text, one.length, _take(one.draft, paths)))
-                for row, path in enumerate(paths):
-                    expected[row, path] = truth[row, one.length[row] + np.arange(len(path))]
-                    known[row, path] = True
-        nodes = np.broadcast_to(np.arange(known.shape[1]), known.shape) if one.nodes is None else one.nodes
-        paths = [path[:count] for path, count in zip(nodes, one.count, strict=True)]
-        text = _with(one.text, one.length, _take(one.draft, paths))
-        length = one.length + one.count
-        truth = self.plain(_with(text, length, one.more))
-        after = np.stack([row[start : start + one.more.shape[1]] for row, start in zip(truth, length, strict=True)])
-        return max(
-            self.agree(found.prompts, truth[:, : one.padding.shape[1]], "of a prompt is not its text's", one.is_real),
-            self.agree(found.block, expected, f"of {block} is not the end of its path", one.is_node),
-            self.agree(found.more, after, f"after a commit of {block} is not its text's"),
-        )
-
-    def agree(
-        self,
-        found: Float[np.ndarray, "B T V"],
-        expected: Float[np.ndarray, "B T V"],
-        what: str,
-        among: Bool[np.ndarray, "B T"] | None = None,
-    ) -> float:
-        """The largest deviation of logits ``among`` some tokens, as a share of the largest logit.
-
-        Raises:
-            Broken: It is more than the tolerance; the message is "token 2 of row 1", then ``what``.
-        """
-        gap = np.abs(found - expected).max(-1) / self.scale
-        gap = np.where(np.isfinite(gap), gap, np.inf)
-        gap = gap if among is None else np.where(among, gap, 0.0)
-        row, token = np.unravel_index(gap.argmax(), gap.shape)
-        if gap[row, token] > self.tolerance:
-            raise Broken(
-                f"token {token} of row {row} {what}: logits off by {gap[row, token]:.1g} of the largest one; expected "
-                f"at most {self.tolerance:g}"
-            )
-        return float(gap[row, token])
-
-    def require_likeliest(self, prompts: list[list[int]], outputs: list[list[int]], how: str) -> None:
-        """Check that every token of greedy outputs is, up to rounding, the likeliest one after the tokens before it."""
-        texts = np.zeros((len(prompts), max(map(len, prompts)) + max(map(len, outputs))), np.int32)
-        for row, (prompt, tokens) in enumerate(zip(prompts, outputs, strict=True)):
-            texts[row, : len(prompt) + len(tokens)] = prompt + tokens
-        logits = self.plain(texts)
-        for row, (prompt, tokens) in enumerate(zip(prompts, outputs, strict=True)):
-            for index, token in enumerate(tokens):
-                after = logits[row, len(prompt) + index - 1]
-                gap = (after.max() - after[token]) / self.scale
-                if gap > self.tolerance:
-                    raise Broken(
-                        f"{how}, row {row} writes id {token} as its token {index}; its likeliest is {after.argmax()}, "
-                        f"by {gap:.1g} of the largest logit"
-                    )
+def run_round(subject: Subject, inputs: Round) -> RoundLogits:
+    """Returns the logits of a round."""
+    size = inputs.padding.shape[1]
+    prompts = np.where(inputs.is_real, inputs.text[:, :size], inputs.padding)
+    _, prompt_logits, cache = prefill(subject, prompts, inputs.length)
+    _require_length(cache, inputs.length, "a prefill")
+    parents = None if inputs.nodes is None else inputs.parents
+    output, block_logits = feed_block(subject, cache, inputs.draft, parents)
+    cache = _commit(cache, output.written, jnp.asarray(inputs.count, jnp.int32), inputs.nodes)
+    _require_length(cache, inputs.length + inputs.count, f"committing {inputs.count.tolist()} tokens")
+    _, more_logits = feed_block(subject, cache, inputs.more)
+    return RoundLogits(prompt_logits, block_logits, more_logits)
 
 
-_fill = jax.jit(Cache.fill)
-_commit = jax.jit(Cache.commit)
+def reference_logits(subject: Subject, text: Int[np.ndarray, "B W"]) -> Float[np.ndarray, "B W V"]:
+    """Returns the logits of texts that are fed token by token, ``ROWS`` rows at a time: the reference of all checks."""
+    target = subject.target
+    groups = [jnp.asarray(text[first : first + ROWS]) for first in range(0, len(text), ROWS)]
+    logits = [_feed_tokens(target.model, target.params, group) for group in groups]
+    return np.concatenate([np.asarray(group, np.float64) for group in logits])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 7))
 def _forward(
     model: Any, params: Any, tokens: Array, positions: Array, mask: Array, cache: Any, length: Any, layers: tuple
 ) -> tuple[TargetOutput, Array]:
-    """Output and logits of a block, with checks of their shapes and types."""
+    """Returns the output and the logits of a block, with checks of their shapes and types."""
     batch, size = tokens.shape
     output = model(params, tokens, positions, mask, cache, aux_layers=layers, length=length)
     require_returned("a forward", output, TargetOutput, B=batch, T=size, A=len(layers))
@@ -288,274 +279,375 @@ def _forward(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _feed_one_by_one(model: Any, params: Any, text: Array) -> Array:
-    one = jnp.ones((text.shape[0],), jnp.int32)
+def _feed_tokens(model: Any, params: Any, text: Array) -> Array:
+    count = jnp.ones((text.shape[0],), jnp.int32)
 
     def feed(cache: Cache, token: Array) -> tuple[Cache, Array]:
         output = model(params, token[:, None], cache.length[:, None], causal_mask(1), cache)
-        return cache.commit(output.written, one), model.unembed(params, output.final)[:, 0]
+        return cache.commit(output.written, count), model.unembed(params, output.final)[:, 0]
 
     _, logits = jax.lax.scan(feed, model.init_cache(text.shape[0], CAPACITY), text.T)
     return jnp.moveaxis(logits, 0, 1)
 
 
-def keeps_the_protocol(subject: TargetSubject) -> str:
+# Comparisons
+
+
+def require_equal_logits(
+    subject: Subject,
+    logits: Float[np.ndarray, "B T V"],
+    expected: Float[np.ndarray, "B T V"],
+    fault: str,
+    compared: Bool[np.ndarray, "B T"] | None = None,
+) -> float:
+    """Returns the largest deviation of the logits of the compared tokens, as a share of the largest logit.
+
+    Raises:
+        Broken: It is more than the tolerance; the message is "token 2 of row 1", then the ``fault``.
+    """
+    gap = np.abs(logits - expected).max(-1) / subject.once(largest_logit)
+    gap = np.where(np.isfinite(gap), gap, np.inf)
+    if compared is not None:
+        gap = np.where(compared, gap, 0.0)
+    row, token = np.unravel_index(gap.argmax(), gap.shape)
+    if gap[row, token] > tolerance_of(subject):
+        raise Broken(
+            f"token {token} of row {row} {fault}: logits off by {gap[row, token]:.1g} of the largest one; expected "
+            f"at most {tolerance_of(subject):g}"
+        )
+    return float(gap[row, token])
+
+
+def require_equal_round(
+    subject: Subject, inputs: Round, logits: RoundLogits, expected: RoundLogits, faults: Sequence[str]
+) -> float:
+    """Returns the largest deviation of the logits of a round; raises ``Broken`` with one of the three faults."""
+    masks = (inputs.is_real, inputs.is_node, None)
+    arrays = zip(logits, expected, faults, masks, strict=True)
+    return max(require_equal_logits(subject, *array) for array in arrays)
+
+
+def require_round(subject: Subject, inputs: Round, block: str) -> float:
+    """Returns the largest deviation of a round from its texts, fed token by token.
+
+    Raises:
+        Broken: It is more than the tolerance; the message calls the block ``block``.
+    """
+    length = inputs.length + inputs.count
+    committed = _append(inputs.text, inputs.length, _take(inputs.draft, inputs.paths))
+    reference = reference_logits(subject, _append(committed, length, inputs.more))
+    size = inputs.more.shape[1]
+    expected = RoundLogits(
+        prompts=reference[:, : inputs.padding.shape[1]],
+        block=_reference_of_paths(subject, inputs),
+        more=np.stack([row[start : start + size] for row, start in zip(reference, length, strict=True)]),
+    )
+    faults = (
+        "of a prompt is not its text's",
+        f"of {block} is not the end of its path",
+        f"after a commit of {block} is not its text's",
+    )
+    return require_equal_round(subject, inputs, run_round(subject, inputs), expected, faults)
+
+
+def _reference_of_paths(subject: Subject, inputs: Round) -> Float[np.ndarray, "B N V"]:
+    """Returns for every node the logits of the text that ends with it."""
+    expected = np.zeros((*inputs.draft.shape, subject.target.model.vocab_size))
+    known = ~inputs.is_node
+    for node in reversed(range(known.shape[1])):  # the text of a path is that of all nodes on it
+        if known[:, node].all():
+            continue
+        paths = [_path_to(parents, node) for parents in inputs.parents]
+        reference = reference_logits(subject, _append(inputs.text, inputs.length, _take(inputs.draft, paths)))
+        for row, path in enumerate(paths):
+            expected[row, path] = reference[row, inputs.length[row] + np.arange(len(path))]
+            known[row, path] = True
+    return expected
+
+
+def require_greedy_output(
+    subject: Subject, drafter: LoadedDrafter, prompts: list[list[int]], max_new_tokens: Any, description: str
+) -> tuple[int, int]:
+    """Checks that every token of a greedy output is, up to rounding, the likeliest one after the tokens before it.
+
+    Args:
+        subject: The target, or a drafter of it.
+        drafter: The drafter that speculates.
+        prompts: Token ids.
+        max_new_tokens: Number of new tokens, or one number for each prompt.
+        description: Begins the message of a failure.
+
+    Returns:
+        The number of accepted draft tokens, and of all draft tokens.
+    """
+    decoder = SpeculativeDecoder(subject.target, drafter, stop_tokens=())
+    result = decoder.generate(prompts, max_new_tokens=max_new_tokens)
+    texts = [prompt + tokens for prompt, tokens in zip(prompts, result.tokens, strict=True)]
+    width = max(map(len, texts))
+    logits = reference_logits(subject, np.array([text + [0] * (width - len(text)) for text in texts], np.int32))
+    for row, prompt in enumerate(prompts):
+        for index, token in enumerate(result.tokens[row]):
+            scores = logits[row, len(prompt) + index - 1]
+            gap = (scores.max() - scores[token]) / subject.once(largest_logit)
+            if gap > tolerance_of(subject):
+                raise Broken(
+                    f"{description}, row {row} writes id {token} as its token {index}; its likeliest is "
+                    f"{scores.argmax()}, by {gap:.1g} of the largest logit"
+                )
+    return int(result.stats.num_accepted_tokens), int(result.stats.num_draft_tokens)
+
+
+def _require_length(cache: Cache, length: np.ndarray, event: str) -> None:
+    if cache.length.dtype != np.int32 or (np.asarray(cache.length) != length).any():
+        raise Broken(f"after {event} the cache has lengths {cache.length}; expected int32 {length}")
+
+
+def _path_to(parents: Int[np.ndarray, " N"], node: int) -> list[int]:
+    """Returns the nodes from the root to a node."""
+    parent = int(parents[node])
+    return [*(_path_to(parents, parent) if parent >= 0 else []), node]
+
+
+def _take(draft: np.ndarray, paths: Sequence[Any]) -> list[np.ndarray]:
+    """Returns the tokens of a path of each row."""
+    return [tokens[path] for tokens, path in zip(draft, paths, strict=True)]
+
+
+def _append(text: np.ndarray, length: np.ndarray, tokens: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+    """Returns texts that continue with these tokens after ``length`` tokens of each row."""
+    text = text.copy()
+    for row, (start, more) in enumerate(zip(length, tokens, strict=True)):
+        text[row, start : start + len(more)] = more
+    return text
+
+
+def _describe_deviation(deviation: float) -> str:
+    return f"logits off by {deviation:.0e} of the largest one at most"
+
+
+# Checks
+
+
+def keeps_the_protocol(subject: Subject) -> str:
     """It is an instance with every member, a stable hash, and the vocabulary that it was loaded with."""
-    model = subject.target.model
-    require_part(model, "target")
-    require_stable_hash(model)
-    if model.vocab_size != subject.target.vocab_size:
-        raise Broken(f"it has {model.vocab_size} tokens, and was loaded as one of {subject.target.vocab_size}")
-    return f"a vocabulary of {model.vocab_size}"
+    require_protocol(subject, "target")
+    size = subject.part.vocab_size
+    if size != subject.target.vocab_size:
+        raise Broken(f"it has {size} tokens, and was loaded as one of {subject.target.vocab_size}")
+    return f"a vocabulary of {size}"
 
 
-def keeps_shapes(subject: TargetSubject) -> str:
+def keeps_shapes(subject: Subject) -> str:
     """Caches, forwards and logits have the shapes of the protocol, and a commit keeps those of the cache."""
     for batch in (1, ROWS):
-        empty = subject.empty(batch)
+        empty = empty_cache(subject, batch)
         if not isinstance(empty, Cache):
             raise Broken(f"init_cache returned {type(empty).__name__}; expected an eagle3_jax.Cache")
         for index, layer in enumerate(empty.layers):
             if not isinstance(layer, LayerCache):
                 raise Broken(f"layer {index} of the cache is {type(layer).__name__}; expected `fill` and `commit`")
-        require_rows(subject.target.model, empty, batch, origin="init_cache gave cache")
+        require_rows(subject.part, empty, batch, origin="init_cache gave cache")
         _require_length(empty, np.zeros(batch, int), "init_cache")
-    text = subject.text(size=SIZE)
-    output, _, cache = subject.prefill(text)
+    text = random_text(subject, size=SIZE)
+    output, _, cache = prefill(subject, text)
     require_same(empty, cache, "init_cache gave cache", "and a prefill made it")
-    for how, parents, nodes in (("a path", PARENTS, PATHS), ("in order", None, None)):
-        block, _ = subject.block(cache, text, parents)
-        after = _commit(cache, block.written, jnp.array(COUNTS[0], jnp.int32), nodes)
-        require_same(empty, after, "init_cache gave cache", f"and committing {how} made it")
+    for nodes, parents, name in ((PATHS, PARENTS, "a path"), (None, None, "in order")):
+        block, _ = feed_block(subject, cache, text, parents)
+        committed = _commit(cache, block.written, jnp.array(COUNTS[0], jnp.int32), nodes)
+        require_same(empty, committed, "init_cache gave cache", f"and committing {name} made it")
     kinds = ", ".join(type(layer).__name__ for layer in empty.layers)
     return f"width {output.final.shape[-1]}, layer caches: {kinds}"
 
 
-def _require_length(cache: Cache, length: np.ndarray, how: str) -> None:
-    if cache.length.dtype != np.int32 or (np.asarray(cache.length) != length).any():
-        raise Broken(f"after {how} the cache has lengths {cache.length}; expected int32 {length}")
-
-
-def depends_on_the_text(subject: TargetSubject) -> str:
+def depends_on_the_text(subject: Subject) -> str:
     """Another token changes the logits after the next one; without that no other check detects anything."""
-    text = subject.text()
-    other = text.copy()
-    other[:, ::2] = (other[:, ::2] + 1) % subject.target.model.vocab_size
-    moved = np.abs(subject.plain(text) - subject.plain(other)).max(-1)[:, 1::2] / subject.scale
-    least = float(np.median(moved))
-    if least < 5 * subject.tolerance:
+    text = random_text(subject)
+    changed_text = text.copy()
+    changed_text[:, ::2] = (changed_text[:, ::2] + 1) % subject.target.model.vocab_size
+    difference = reference_logits(subject, text) - reference_logits(subject, changed_text)
+    moved = np.abs(difference).max(-1)[:, 1::2] / subject.once(largest_logit)
+    median = float(np.median(moved))
+    if median < 5 * tolerance_of(subject):
         raise NotRun(
-            f"logits after a token move by {least:.1g} of the largest one when the token before it is another; at "
-            f"{subject.tolerance:g} no check here would see a token in the wrong place. Give it larger weights"
+            f"logits after a token move by {median:.1g} of the largest one when the token before it is another; at "
+            f"{tolerance_of(subject):g} no check here would see a token in the wrong place. Give it larger weights"
         )
-    return f"the token before moves logits by {least:.1%} of the largest one"
+    return f"the token before moves logits by {median:.1%} of the largest one"
 
 
-def text_equals_tokens(subject: TargetSubject) -> str:
+def text_equals_tokens(subject: Subject) -> str:
     """Ragged prompts with different padding, a chain after them, and a chain after the committed tokens."""
-    return _seen(max(subject.compare(one, "a chain") for one in subject.rounds(tree=False)))
+    deviations = [require_round(subject, inputs, "a chain") for inputs in random_rounds(subject, tree=False)]
+    return _describe_deviation(max(deviations))
 
 
-def node_equals_path(subject: TargetSubject) -> str:
+def node_equals_path(subject: Subject) -> str:
     """A tree after prompts, and a chain after a committed path."""
-    return _seen(max(subject.compare(one, "a tree") for one in subject.rounds(tree=True)))
+    deviations = [require_round(subject, inputs, "a tree") for inputs in random_rounds(subject, tree=True)]
+    return _describe_deviation(max(deviations))
 
 
-def is_alone_in_its_row(subject: TargetSubject) -> str:
+def has_independent_rows(subject: Subject) -> str:
     """A row is the same in a batch of one, and whatever its neighbours hold."""
-    own, other = itertools.islice(subject.rounds(tree=True), 2)
-    other = other._replace(text=subject.text(10), length=SIZE - 1 - np.arange(ROWS))
-    truth = subject.run(own)
-    deviation = 0.0
+    inputs, neighbours = itertools.islice(random_rounds(subject, tree=True), 2)
+    neighbours = neighbours._replace(text=random_text(subject, 10), length=SIZE - 1 - np.arange(ROWS))
+    expected = run_round(subject, inputs)
+    deviations = []
     for row in range(ROWS):
-        mine = (np.arange(ROWS) == row)[:, None]
-        mix = lambda one, another, mine=mine: np.where(mine if one.ndim > 1 else mine[:, 0], one, another)
-        mixed = subject.run(jax.tree.map(mix, own, other))
-        alone = subject.run(jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], own))
-        for found, place, how in ((mixed, row, "when its neighbours hold other tokens"), (alone, 0, "without them")):
-            for logits, whole, among in zip(found, truth, (own.is_real, own.is_node, None), strict=True):
-                here = whole.copy()
-                here[row] = logits[place]
-                deviation = max(deviation, subject.agree(here, whole, f"is another {how}", among))
-    return _seen(deviation)
+        take_row = functools.partial(jax.tree.map, lambda leaf, row=row: leaf[row : row + 1])
+        mixed = run_round(subject, mix_rows(np.arange(ROWS) == row, inputs, neighbours))
+        single = run_round(subject, take_row(inputs))
+        for logits, condition in (
+            (take_row(mixed), "when its neighbours hold other tokens"),
+            (single, "without them"),
+        ):
+            faults = [f"(row {row} of the batch) is another {condition}"] * 3
+            deviations.append(require_equal_round(subject, take_row(inputs), logits, take_row(expected), faults))
+    return _describe_deviation(max(deviations))
 
 
-def long_text_equals_tokens(subject: TargetSubject) -> str:
+def long_text_equals_tokens(subject: Subject) -> str:
     """Long prompts in many rows, a block of two branches after them, and a chain after one of the branches.
 
-    Below 32 bits the tolerance is doubled: recurrent states round off more over a long text (Qwen3-Next in bfloat16:
-    4 % of the largest logit).
+    Below 32 bits the default tolerance is doubled: recurrent states round off more over a long text (Qwen3-Next in
+    bfloat16: 4 % of the largest logit).
     """
-    if subject.given is None and subject.rounds_off:
-        subject = dataclasses.replace(subject, given=2 * subject.tolerance)
-    width = min(LONG_WIDTH, subject.target.max_positions)
-    size = min(LONG_BLOCK, width // 4)
-    rng = np.random.default_rng([subject.seed, 7])
-    prompt = width - 2 * size
-    node = np.arange(size)
-    text, other = rng.integers(0, subject.target.model.vocab_size, (2, LONG_ROWS, width)).astype(np.int32)
-    branch = np.flatnonzero(node % 2 == 0)  # the other one is the root and the odd nodes
-    wide = lambda values: np.broadcast_to(values, (LONG_ROWS, size)).astype(np.int32)
-    one = Round(
-        text=text,
-        length=np.linspace(prompt, 1, LONG_ROWS).astype(int),
-        padding=text[:, :prompt],
-        draft=other[:, :size],
-        parents=wide(np.maximum(node - 2, 0) - (node == 0)),
-        nodes=wide(np.resize(branch, size)),
-        count=np.resize([len(branch), 0, 3, 1], LONG_ROWS),
-        more=other[:, size : 2 * size],
-    )
+    if subject.tolerance is None and subject.once(computes_in_low_precision):
+        subject = dataclasses.replace(subject, tolerance=2 * tolerance_of(subject))
+    inputs = long_round(subject)
+    size = inputs.draft.shape[1]
+    deviation = require_round(subject, inputs, f"a tree of {size}")
     return (
-        f"{LONG_ROWS} rows, prompts of 1 to {prompt} tokens, blocks of {size}, texts of {width}; "
-        f"{_seen(subject.compare(one, f'a tree of {size}'))}"
+        f"{LONG_ROWS} rows, prompts of 1 to {inputs.padding.shape[1]} tokens, blocks of {size}, texts of "
+        f"{inputs.text.shape[1]}; {_describe_deviation(deviation)}"
     )
 
 
-def gives_features(subject: TargetSubject) -> str:
-    """Features are ``[B T A D]``, in the order asked for, of a block as of a prefill, and end in the final state."""
-    layers = (0, subject.num_layers, subject.num_layers + 1)
-    text = subject.text(size=SIZE)
+def gives_features(subject: Subject) -> str:
+    """Features ``[B T A D]`` follow the order of layers, are equal in a block, and end in the final state."""
+    num_layers = subject.once(count_layers)
+    layers = (0, num_layers, num_layers + 1)
+    text = random_text(subject, size=SIZE)
     features = _features(subject, layers)
-    final, *_ = subject.prefill(text, (SIZE,) * ROWS)
-    if features.shape[3] != final.final.shape[2]:
-        raise Broken(f"features have {features.shape[3]} numbers; expected {final.final.shape[2]}, as final states")
-    block, _ = subject.block(subject.empty(), text, aux_layers=layers)
-    ending = np.concatenate([features[:, :, :-1], np.asarray(final.final, np.float64)[:, :, None]], axis=2)
-    worst = 0.0
-    for other, how in (
-        (_features(subject, layers[::-1])[:, :, ::-1], "when the layers are asked for in another order"),
+    prompt, *_ = prefill(subject, text, (SIZE,) * ROWS)
+    final = np.asarray(prompt.final, np.float64)
+    if features.shape[3] != final.shape[2]:
+        raise Broken(f"features have {features.shape[3]} numbers; expected {final.shape[2]}, as final states")
+    block, _ = feed_block(subject, empty_cache(subject), text, aux_layers=layers)
+    reversed_features = _features(subject, layers[::-1])
+    largest = 0.0
+    for variant, condition in (
+        (reversed_features[:, :, ::-1], "when the layers are requested in another order"),
         (np.asarray(block.features, np.float64), "in a block with a cache"),
-        (ending, "from the final state, which it should be,"),
+        (np.concatenate([features[:, :, :-1], final[:, :, None]], axis=2), "from the final state, which it should be,"),
     ):
         for index, layer in enumerate(layers):
-            here = features[:, :, index]
-            off = float(np.abs(other[:, :, index] - here).max() / max(np.abs(here).max(), 1e-9))
-            worst = max(worst, off)
-            if not off <= subject.tolerance:
-                raise Broken(f"features of layer {layer} differ {how}: by {off:.1g} of the largest value")
-    return f"layers {', '.join(map(str, layers))}; off by {worst:.0e} at most"
+            expected = features[:, :, index]
+            difference = np.abs(variant[:, :, index] - expected).max()
+            deviation = float(difference / max(np.abs(expected).max(), 1e-9))
+            largest = max(largest, deviation)
+            if not deviation <= tolerance_of(subject):
+                raise Broken(f"features of layer {layer} differ {condition}: by {deviation:.1g} of the largest value")
+    return f"layers {', '.join(map(str, layers))}; off by {largest:.0e} at most"
 
 
-def _features(subject: TargetSubject, layers: tuple[int, ...]) -> Float[np.ndarray, "B T A D"]:
-    """The features of a prefill, which a target may refuse to give."""
+def _features(subject: Subject, layers: tuple[int, ...]) -> Float[np.ndarray, "B T A D"]:
+    """Returns the features of a prefill, which a target may refuse to give."""
     try:
-        output, *_ = subject.prefill(subject.text(size=SIZE), (SIZE,) * ROWS, aux_layers=layers)
+        output, *_ = prefill(subject, random_text(subject, size=SIZE), (SIZE,) * ROWS, aux_layers=layers)
     except ValueError as refusal:
         raise Skipped(f"refused: {(str(refusal).splitlines() or [''])[0]}") from None
     return np.asarray(output.features, np.float64)
 
 
-def lends_tables(subject: TargetSubject) -> str:
+def lends_tables(subject: Subject) -> str:
     """Its tables have the sizes of the vocabulary, and do what the target does with them, up to a factor."""
     model = subject.target.model
-    params = subject.target.params
-    lend = getattr(model, "tables", None)
-    if lend is None:
+    if not hasattr(model, "tables"):
         raise Skipped("it has no `tables`; draft heads must bring their own")
-    tables = lend(params)
-    text = subject.text(size=SIZE)
-    output, logits, _ = subject.prefill(text, (SIZE,) * ROWS)
-    final = np.asarray(output.final, np.float64)
+    tables = model.tables(subject.target.params)
+    text = random_text(subject, size=SIZE)
+    output, logits, _ = prefill(subject, text, (SIZE,) * ROWS)
     width = output.final.shape[-1]
     if not isinstance(tables, EmbeddingTables):
         raise Broken(f"`tables` returned {type(tables).__name__}; expected eagle3_jax.EmbeddingTables")
     for name, shape in (("embedding", (model.vocab_size, width)), ("unembedding", (width, model.vocab_size))):
         if np.shape(getattr(tables, name)) != shape:
             raise Broken(f"its {name} has shape {list(np.shape(getattr(tables, name)))}; expected {list(shape)}")
-    product = final @ np.asarray(tables.unembedding, np.float64)
-    factor, off = _fitted(product, logits)
-    if off > subject.tolerance:
+    product = np.asarray(output.final, np.float64) @ np.asarray(tables.unembedding, np.float64)
+    factor, deviation = _scale_to(product, logits)
+    tolerance = tolerance_of(subject)
+    if deviation > tolerance:
         # A cap on the logits keeps their order, which greedy drafts use.
         ranked = np.take_along_axis(logits, product.argsort(-1), axis=-1)
-        if (np.diff(ranked, axis=-1) < -subject.tolerance * subject.scale).any():
-            raise Broken(f"logits are off by {off:.1g} of the largest from the final state times its unembedding")
-    said = f"logits are {factor:.4g} times the product, off by {off:.0e}"
+        if (np.diff(ranked, axis=-1) < -tolerance * subject.once(largest_logit)).any():
+            raise Broken(f"logits are off by {deviation:.1g} of the largest from the final state times its unembedding")
+    report = f"logits are {factor:.4g} times the product, off by {deviation:.0e}"
+    num_layers = subject.once(count_layers)
     try:
-        entering = _features(subject, (0, subject.num_layers, subject.num_layers + 1))[:, :, 0]
+        inputs = _features(subject, (0, num_layers, num_layers + 1))[:, :, 0]
     except Skipped:
-        return f"{said}; the embedding is not compared"
-    factor, off = _fitted(np.asarray(tables.embedding, np.float64)[text], entering)
-    if off > subject.tolerance:
-        raise Broken(f"what enters layer 0 is off by {off:.1g} of its largest value from its embedding's rows")
-    return f"{said}; layer 0 is entered by {factor:.4g} times the embedding, off by {off:.0e}"
+        return f"{report}; the embedding is not compared"
+    factor, deviation = _scale_to(np.asarray(tables.embedding, np.float64)[text], inputs)
+    if deviation > tolerance:
+        raise Broken(f"the input of layer 0 is off by {deviation:.1g} of its largest value from its embedding's rows")
+    return f"{report}; the input of layer 0 is {factor:.4g} times the embedding, off by {deviation:.0e}"
 
 
-def _fitted(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
-    """The factor that brings ``one`` nearest to ``other``, and the deviation then, as a share of the largest value."""
-    factor = float((one * other).sum() / max((one * one).sum(), 1e-30))
-    return factor, float(np.abs(factor * one - other).max() / max(np.abs(other).max(), 1e-9))
+def _scale_to(values: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
+    """Returns the factor that brings values nearest to expected ones, and the deviation then.
+
+    The deviation is a share of the largest expected value.
+    """
+    factor = float((values * expected).sum() / max((values * values).sum(), 1e-30))
+    difference = np.abs(factor * values - expected).max()
+    return factor, float(difference / max(np.abs(expected).max(), 1e-9))
 
 
-def writes_its_own_text(subject: TargetSubject) -> str:
+def keeps_greedy_output(subject: Subject) -> str:
     """Greedy output with right and wrong drafts, chain and tree, is the likeliest token after every token."""
-    target = subject.target
-    start = subject.text()
+    text = random_text(subject)
     rows = np.arange(ROWS)
-    script = start.copy()
-    for place in range(NEW):
-        script[rows, LENGTHS + place] = subject.plain(script)[rows, LENGTHS + place - 1].argmax(-1)
-    prompts = [start[row, : LENGTHS[row]].tolist() for row in range(ROWS)]
-    said = []
+    script = text.copy()
+    for step in range(NEW):
+        end = LENGTHS + step
+        script[rows, end] = reference_logits(subject, script)[rows, end - 1].argmax(-1)
+    prompts = [text[row, : LENGTHS[row]].tolist() for row in range(ROWS)]
+    reports = []
     for shape, parents, shifts in (
         ("a chain", (-1, 0, 1, 2), (0, 0, 0, 0)),
         ("a tree", (-1, 0, 0, 1, 2, 4), (0, 1, 0, 0, 0, 0)),
     ):
-        drafter = LoadedDrafter(_Scripted(parents, shifts, target.vocab_size), jnp.asarray(script))
-        result = SpeculativeDecoder(target, drafter, stop_tokens=()).generate(prompts, max_new_tokens=NEW)
-        subject.require_likeliest(prompts, result.tokens, f"with {shape} drafted")
-        accepted = int(result.stats.num_accepted_tokens)
-        drafted = int(result.stats.num_draft_tokens)
-        said.append(f"{accepted} of {drafted} tokens of {shape} accepted")
+        drafter = LoadedDrafter(_Scripted(parents, shifts, subject.target.vocab_size), jnp.asarray(script))
+        accepted, drafted = require_greedy_output(subject, drafter, prompts, NEW, f"with {shape} drafted")
+        reports.append(f"{accepted} of {drafted} tokens of {shape} accepted")
         if not 0 < accepted < drafted:
-            raise NotRun(f"the text is its own, but {said[-1]}")
-    return ", ".join(said)
+            raise NotRun(f"the text is its own, but {reports[-1]}")
+    return ", ".join(reports)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scripted(FixedTree):
-    """Proposes the tokens of its parameters ``[B S]``, ``shifts`` ids off, and a wrong one at every fourth place."""
+    """Proposes the tokens of its parameters ``[B S]``, ``shifts`` ids off, and a wrong one every fourth position."""
 
     shifts: tuple[int, ...]
     vocab_size: int
 
     def propose(self, params: Any, state: RootState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
-        wrong = jnp.array(self.shifts, jnp.int32)[None] + (self.places(state) % 4 == 3).astype(jnp.int32)
-        return self.draft(state, (self.scripted(params, state) + wrong) % self.vocab_size)
+        is_wrong = self.positions(state) % 4 == 3
+        shift = jnp.array(self.shifts, jnp.int32)[None] + is_wrong.astype(jnp.int32)
+        return self.draft(state, (self.scripted(params, state) + shift) % self.vocab_size)
 
 
-def _path(parents: Int[np.ndarray, " N"], node: int) -> list[int]:
-    """The nodes from the root to a node."""
-    parent = int(parents[node])
-    return [*(_path(parents, parent) if parent >= 0 else []), node]
-
-
-def _take(draft: np.ndarray, paths: Sequence[Any]) -> list[np.ndarray]:
-    """The tokens of a path of each row."""
-    return [tokens[path] for tokens, path in zip(draft, paths, strict=True)]
-
-
-def _with(text: np.ndarray, length: np.ndarray, more: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
-    """Texts that continue with other tokens after ``length`` tokens of each row."""
-    text = text.copy()
-    for row, (start, tokens) in enumerate(zip(length, more, strict=True)):
-        text[row, start : start + len(tokens)] = tokens
-    return text
-
-
-def _seen(deviation: float) -> str:
-    return f"logits off by {deviation:.0e} of the largest one at most"
-
-
-TARGET_CHECKS: dict[str, Callable[[TargetSubject], str]] = {
+TARGET_CHECKS: dict[str, Callable[[Subject], str | None]] = {
     PROTOCOL: keeps_the_protocol,
     "keeps shapes and types": keeps_shapes,
     "a token depends on those before it": depends_on_the_text,
     "a text equals its tokens one by one": text_equals_tokens,
     "a node of a tree equals its own path": node_equals_path,
-    "rows are independent of their neighbours": is_alone_in_its_row,
+    "rows are independent of their neighbours": has_independent_rows,
     "a long text equals its tokens one by one": long_text_equals_tokens,
     "features are those of the layers asked for": gives_features,
     "lends its tables": lends_tables,
-    "greedy output is its own": writes_its_own_text,
+    "greedy output is its own": keeps_greedy_output,
 }

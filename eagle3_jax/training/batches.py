@@ -1,4 +1,4 @@
-"""What every objective of a draft head is given: sequences that the target wrote, and what stays as it is."""
+"""The inputs of every objective of a draft head: batches of texts, and arrays that are not trained."""
 
 from __future__ import annotations
 
@@ -26,42 +26,47 @@ class TTTBatch(struct.PyTreeNode, kw_only=True):
 
     tokens: Int[Array, "B T"]
     attention_mask: Bool[Array, "B T"]  #: False at padding.
-    #: True where the token *after the next* is worth learning: row ``t`` of step ``k`` is supervised by entry ``t + k``
-    #: and predicts ``x_{t+k+2}``. For an assistant turn at ``s .. e`` these are entries ``s - 1 .. e - 2``: its first
+    #: True where the token *after the next* is worth learning: entry ``t + k`` supervises row ``t`` of step ``k``: its
+    #: label is ``x_{t+k+2}``. For an assistant turn at ``s .. e`` these are entries ``s - 1 .. e - 2``: its first
     #: token always comes from the target.
     loss_mask: Bool[Array, "B T"]
-    #: Random key of objectives that sample what they train on; another one for every batch.
+    #: Random key of objectives that add noise or sample rows; every batch has another.
     key: Key[Array, ""] | None = None
-    known: Known | None = None  #: What the target gives at each token; ``None``: the objective runs the target.
+    known: Known | None = None  #: The target's stored features and states; ``None``: the objective runs the target.
 
     @property
     def positions(self) -> Int[Array, "B T"]:
-        """Counted from the first column, padding or not."""
+        """Position of each token, counted from the first column, padding or not."""
         return jnp.broadcast_to(jnp.arange(self.tokens.shape[1], dtype=jnp.int32), self.tokens.shape)
 
     @property
+    def learns_next(self) -> Bool[Array, "B T"]:
+        """True at tokens whose next token is worth learning."""
+        return jnp.pad(self.loss_mask[:, :-1], ((0, 0), (1, 0))) & self.attention_mask
+
+    @property
     def seen(self) -> Bool[Array, "B T T"]:
-        """What each token sees: the text up to itself."""
+        """Attention mask: each token attends to the text up to itself."""
         return causal_mask(self.tokens.shape[1]) & self.attention_mask[:, None, :]
 
 
 class Frozen(TypedDict):
-    """What the objective reads and never trains."""
+    """Arrays that the objective reads and never trains."""
 
     target_params: Params  #: Parameters of the target.
-    embedding: Float[Array, "V D"]  #: The head's token embedding, mostly the target's own.
-    draft_to_target: Int[Array, " W"] | None  #: Target id of every draft id; ``None`` where these are the same.
+    embedding: Float[Array, "V D"]  #: The head's token embedding, usually the target's.
+    draft_to_target: Int[Array, " W"] | None  #: Target id of every draft id; ``None`` if these are the same.
 
 
 def final_states(target: DecoderTarget, params: Params, batch: TTTBatch) -> Float[Array, "B T D"]:
-    """The target's states after its final norm: those that the batch holds, or else those of a forward."""
+    """Returns the target's states after its final norm: those that the batch holds, or else those of a forward."""
     if batch.known is None:
         return target(params, batch.tokens, batch.positions, batch.seen).final
     return jnp.asarray(batch.known.final, target.precision.activations)
 
 
 def draft_ids(frozen: Frozen, vocab_size: int) -> Int[Array, " V"]:
-    """Draft id of every target id; -1 where the head has none."""
+    """Returns the draft id of every target id; -1 if the head has none."""
     ids = frozen["draft_to_target"]
     if ids is None:
         return jnp.arange(vocab_size, dtype=jnp.int32)
@@ -69,22 +74,25 @@ def draft_ids(frozen: Frozen, vocab_size: int) -> Int[Array, " V"]:
 
 
 def extend(x: Array, count: int, fill: Array | int | float = 0) -> Array:
-    """Append ``count`` columns of ``fill``, so that every shift is a slice."""
+    """Appends ``count`` columns of ``fill``, so that every shift is a slice."""
     tail = jnp.broadcast_to(jnp.asarray(fill, x.dtype), (x.shape[0], count, *x.shape[2:]))
     return jnp.concatenate([x, tail], axis=1)
 
 
 def share(values: Array, mask: Bool[Array, "*n"]) -> Float[Array, ""]:
-    """Mean of the values where the mask holds; 0 where it holds nowhere."""
+    """Returns the mean of the values where the mask is True; 0 if it is True nowhere."""
     total = jnp.sum(jnp.where(mask, values.astype(jnp.float32), 0.0))
     return total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
 
 def greedy_tau(steps: Iterable[tuple[Array, Bool[Array, "*n"]]]) -> Float[Array, ""]:
-    """Tokens per target forward of a greedy chain: 1 plus the share of rows in which each draft and all before it hit.
+    """Returns the tokens per target forward of a greedy chain of drafts.
+
+    They are 1 plus, for each draft position, the share of rows in which this draft and all before it hit.
 
     Args:
-        steps: For each draft position, in which rows it hits and which rows count. A row counts while it has always.
+        steps: For each draft position, the rows in which it hits, and the rows that count. A row counts at a position
+            if it counts at all positions before.
     """
     tau = jnp.ones((), jnp.float32)
     alive = jnp.bool_(True)
@@ -99,7 +107,7 @@ def greedy_tau(steps: Iterable[tuple[Array, Bool[Array, "*n"]]]) -> Float[Array,
 def text_batches(
     texts: Texts, batch: int, seed: int, features: Features | None = None
 ) -> tuple[Callable[[int], TTTBatch], int]:
-    """Batches of texts as a function of the step alone, so that an interrupted run goes on with the same ones.
+    """Returns batches of texts as a function of the step only, so that an interrupted run continues with the same ones.
 
     Each pass sees every text once. Texts of similar length share a batch. Batches have about as many tokens, so those
     of shorter texts have more rows.
@@ -108,7 +116,7 @@ def text_batches(
         texts: The texts.
         batch: Rows of a batch of the longest texts.
         seed: Random seed of the order.
-        features: What the target gives at each token. Default: the objective runs the target.
+        features: The stored features of the texts. Default: the objective runs the target.
 
     Returns:
         The function from a step to its batch, and the number of steps of a pass.
@@ -121,17 +129,17 @@ def text_batches(
 
     @functools.lru_cache(maxsize=1)
     def orders(number: int) -> tuple[list[np.ndarray], np.ndarray]:
-        """The order of the texts of each bucket, and that of the chunks."""
+        """Returns the order of the texts of each bucket, and that of the chunks."""
         random = np.random.default_rng((seed, number))
         return [random.permutation(bucket.texts) for bucket in buckets], random.permutation(len(chunks))
 
     def batch_at(step: int) -> TTTBatch:
-        number, place = divmod(step, len(chunks))
+        number, index = divmod(step, len(chunks))
         order, order_of_chunks = orders(number)
-        index, offset = chunks[order_of_chunks[place]]
-        chosen = order[index][offset : offset + rows[index]]
+        bucket, offset = chunks[order_of_chunks[index]]
+        chosen = order[bucket][offset : offset + rows[bucket]]
         key = jax.random.fold_in(jax.random.key(seed), step)
-        return batch_of(texts, chosen, length=buckets[index].length, count=rows[index], key=key, features=features)
+        return batch_of(texts, chosen, length=buckets[bucket].length, count=rows[bucket], key=key, features=features)
 
     return batch_at, len(chunks)
 
@@ -145,7 +153,7 @@ def batch_of(
     key: Key[Array, ""] | None = None,
     features: Features | None = None,
 ) -> TTTBatch:
-    """A batch of chosen texts.
+    """Returns a batch of chosen texts.
 
     Args:
         texts: The texts.
@@ -153,7 +161,7 @@ def batch_of(
         length: ``T``, tokens of a row.
         count: ``B``; rows without a text learn nothing.
         key: Random key of the batch.
-        features: What the target gives at each token.
+        features: The stored features of the texts.
     """
     tokens, real = padded(texts, chosen, length, count)
     learn = np.zeros_like(real)

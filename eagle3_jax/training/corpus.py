@@ -1,7 +1,7 @@
 """Text for the shipped pair: the standard library of an installed CPython, split into training and held-out files.
 
 A file is known by its name inside the corpus (``code/json/decoder.py``, ``docs/library/heapq.rst``). The held-out
-names are a fixed list that ships with the package, so that nobody trains on what they are measured with.
+names are a fixed list that ships with the package, so that no head is trained on the files that it is measured with.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Document:
 
 
 def read_corpus(stdlib: Path, docs: Path | None = None) -> list[Document]:
-    """All documents, sorted by name.
+    """Returns all documents, sorted by name.
 
     Args:
         stdlib: ``Lib`` of a CPython installation (``sysconfig.get_path("stdlib")``).
         docs: Folder of the documentation's reStructuredText (``Doc`` of a source tree, or ``_sources`` of a built
-            manual); without it the prose is what ``pydoc_data`` holds.
+            manual); without it the prose is that of ``pydoc_data``.
     """
-    found = [*_code(stdlib), *(_topics(stdlib) if docs is None else _docs(docs))]
-    return sorted(found, key=lambda document: document.name)
+    prose = _topics(stdlib) if docs is None else _docs(docs)
+    return sorted([*_code(stdlib), *prose], key=lambda document: document.name)
 
 
 def _code(stdlib: Path) -> Iterator[Document]:
@@ -81,7 +81,7 @@ def _topics(stdlib: Path) -> Iterator[Document]:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE (Sennrich et al., 2016) with :data:`END_OF_TEXT` as token 0."""
+    """Trains byte-level BPE (Sennrich et al., 2016) with :data:`END_OF_TEXT` as token 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -96,7 +96,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write ``tokenizer.json``, and the configuration with which transformers and vLLM load it as it is."""
+    """Writes ``tokenizer.json``, and the configuration with which transformers and vLLM load it as it is."""
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -108,7 +108,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def encode(tokenizer: Tokenizer, documents: list[Document], seed: int) -> np.ndarray:
-    """One long row of token ids, documents shuffled and each followed by :data:`END_OF_TEXT`."""
+    """Returns one long row of token ids, documents shuffled and each followed by :data:`END_OF_TEXT`."""
     order = np.random.default_rng(seed).permutation(len(documents))
     encoded = tokenizer.encode_batch([documents[i].text for i in order])
     end = tokenizer.token_to_id(END_OF_TEXT)
@@ -123,7 +123,7 @@ def write_documents(path: Path, documents: list[Document]) -> None:
 
 
 def write_manifest(path: Path, documents: list[Document]) -> None:
-    """Record every file with its hash, size and part, so that a rebuild can be compared."""
+    """Records every file with its hash, size and part, so that a rebuild can be compared."""
     lines = []
     for document in documents:
         content = document.text.encode()

@@ -1,13 +1,14 @@
-"""Training block drafters: many blocks of a sequence in one pass, each behind the features before its anchor.
+"""Training of block drafters: many blocks of a sequence in one pass, each after the features before its anchor.
 
-A block starts at an anchor ``x_a`` that is drawn from the text which the target wrote. It is fed as when drafting, with
-masks behind the anchor, and sees the features of ``x_0 .. x_{a-1}`` and itself, but no other block. Its ``k``-th
-prediction, of ``x_{a+k}``, weighs ``exp(-(k - 1) / gamma)``; ``p`` is the target's distribution after ``x_{a+k-1}``:
+A block starts at an anchor ``x_a``, a random token of the text that the target wrote. Its inputs are those of drafting,
+mask tokens after the anchor. It attends to the features of ``x_0 .. x_{a-1}`` and to itself, but to no other block. Its
+``k``-th prediction, of ``x_{a+k}``, weighs ``exp(-(k - 1) / gamma)``. With the target's distribution ``p`` after
+``x_{a+k-1}`` the objectives are:
 
 * DFlash (arXiv 2602.06036): ``CE(x_{a+k}, q)`` on the text itself; ``gamma`` 7, 5 and 4 for blocks of 16, 10 and 8.
-* DSpark (arXiv 2607.05147): ``0.1 CE(x_{a+k}, q) + 0.9 |p - q|_1``, the bias read off the text's own tokens, and the
-  confidence by ``BCE(c, sum_v min(p, q))``.
-* JetSpec (arXiv 2606.18394): ``T^2 KL(p_T, q_T)``, all positions alike, in causal blocks.
+* DSpark (arXiv 2607.05147): ``0.1 CE(x_{a+k}, q) + 0.9 |p - q|_1``, with the bias after the tokens of the text. The
+  confidence has the loss ``BCE(c, sum_v min(p, q))``.
+* JetSpec (arXiv 2606.18394): ``T^2 KL(p_T, q_T)``, with the same weight at all positions, in causal blocks.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from eagle3_jax.training.ttt import Teacher, teacher_forward
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockObjective:
-    """What a block is trained on."""
+    """Weights of the terms of a block's loss."""
 
-    text: float = 0.0  #: Weight of the cross-entropy on the text's own tokens.
+    text: float = 0.0  #: Weight of the cross-entropy on the tokens of the text.
     distance: float = 0.0  #: Weight of ``|p - q|_1``.
     divergence: float = 0.0  #: Weight of ``T^2 KL(p_T, q_T)``.
     confidence: float = 0.0  #: Weight of the confidence's cross-entropy.
     temperature: float = 1.0  #: ``T`` of the divergence.
     decays: bool = True  #: Whether later positions weigh less.
-    num_anchors: int = 64  #: Blocks of a sequence; fewer where the text allows fewer.
+    num_anchors: int = 64  #: Largest number of blocks of a sequence.
 
 
 def block_loss(
@@ -50,7 +51,7 @@ def block_loss(
     batch: TTTBatch,
     objective: BlockObjective,
 ) -> Loss:
-    """The weighted sum of each term's mean over the supervised predictions; see :func:`.ttt_loss`.
+    """Returns the weighted sum of each term's mean over the supervised predictions; see :func:`.ttt_loss`.
 
     A batch without a ``key`` takes the first anchors.
 
@@ -66,17 +67,20 @@ def block_loss(
 
     at = anchors[:, :, None] + jnp.arange(count)  # the token before each prediction
     label = Teacher(*(_take(leaf, at) for leaf in teacher))
-    real, learn = (extend(mask, count + 1) for mask in (batch.attention_mask, batch.loss_mask))
+    real = extend(batch.attention_mask, count + 1)
+    learn = extend(batch.loss_mask, count + 1)
     supervised = is_anchor[:, :, None] & _take(learn, at - 1) & _take(real, at)
     gamma = decay_of(drafter.config) if objective.decays else jnp.inf
     weight = jnp.exp(-jnp.arange(count, dtype=jnp.float32) / gamma)
 
     def mean(values: Float[Array, "B A K"], mask: Bool[Array, "B A K"] = supervised) -> Float[Array, ""]:
-        return jnp.sum(jnp.where(mask, weight * values, 0.0)) / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+        total = jnp.sum(jnp.where(mask, weight * values, 0.0))
+        return total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
-    p = label.probs * label.mass[..., None]
+    p = label.full_probs
     log_q = jax.nn.log_softmax(logits)
-    overlap = jnp.minimum(p, jnp.exp(log_q)).sum(-1)
+    q = jnp.exp(log_q)
+    overlap = jnp.minimum(p, q).sum(-1)
     loss = jnp.zeros((), jnp.float32)
     if objective.text:
         ids = draft_ids(frozen, target.vocab_size)[batch.tokens]
@@ -84,24 +88,23 @@ def block_loss(
         chosen = jnp.take_along_axis(log_q, jnp.maximum(word, 0)[..., None], axis=-1)[..., 0]
         loss += objective.text * mean(-chosen, supervised & (word >= 0) & _take(real, at + 1))
     if objective.distance:
-        loss += objective.distance * mean(jnp.abs(p - jnp.exp(log_q)).sum(-1) + 1 - label.mass)
+        loss += objective.distance * mean(jnp.abs(p - q).sum(-1) + 1 - label.mass)
     if objective.divergence:
         loss += objective.divergence * mean(_divergence(label.probs, logits, objective.temperature))
     if objective.confidence and survival is not None:
         loss += objective.confidence * mean(jax.nn.softplus(survival) - lax.stop_gradient(overlap) * survival)
 
     hit = jnp.argmax(logits, axis=-1) == label.best
-    steps = [(hit[..., k], overlap[..., k], supervised[..., k]) for k in range(count)]
-    metrics = {f"accuracy_{k}": share(right, counted) for k, (right, _, counted) in enumerate(steps)}
-    metrics |= {f"acceptance_{k}": share(shared, counted) for k, (_, shared, counted) in enumerate(steps)}
-    metrics["simulated_tau"] = greedy_tau((right, counted) for right, _, counted in steps)
+    metrics = {f"accuracy_{k}": share(hit[..., k], supervised[..., k]) for k in range(count)}
+    metrics |= {f"acceptance_{k}": share(overlap[..., k], supervised[..., k]) for k in range(count)}
+    metrics["simulated_tau"] = greedy_tau((hit[..., k], supervised[..., k]) for k in range(count))
     return loss, lax.stop_gradient(metrics)
 
 
 def choose_anchors(batch: TTTBatch, count: int) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
-    """Up to ``count`` places whose next token is worth learning, ascending, and which of them there are."""
+    """Returns up to ``count`` positions whose next token is worth learning, ascending, and a mask of real entries."""
     size = batch.tokens.shape[1]
-    allowed = batch.attention_mask & jnp.pad(batch.loss_mask, ((0, 0), (1, 0)))[:, :size]
+    allowed = batch.learns_next
     order = -jnp.arange(size, dtype=jnp.float32)
     if batch.key is not None:
         order = jax.random.uniform(batch.key, batch.tokens.shape)
@@ -119,49 +122,55 @@ def run_blocks(
     batch: TTTBatch,
     anchors: Int[Array, "B A"],
 ) -> tuple[Float[Array, "B A K W"], Float[Array, "B A K"] | None]:
-    """Logits (with the bias, if any) and confidence logits of all blocks; both are given the text's own tokens."""
+    """Returns the logits (with the bias, if any) and the confidence logits of all blocks, by the tokens of the text."""
     config = drafter.config
     count = drafter.config.num_predicted
     rows = config.block_size
-    rowcount, num = anchors.shape
+    batch_size, num = anchors.shape
     params = drafter.assemble(head_params, target.tables(frozen["target_params"]), embedding=frozen["embedding"])
     head: DFlashHead = drafter.bind(params)
     context = head.context(features, batch.positions)
 
-    place = anchors[:, :, None] + jnp.arange(rows, dtype=jnp.int32)
+    positions = anchors[:, :, None] + jnp.arange(rows, dtype=jnp.int32)
     first = jnp.take_along_axis(batch.tokens, anchors, axis=1)
-    tokens = jnp.full((rowcount, num, rows), config.mask_token, jnp.int32).at[:, :, 0].set(first)
+    tokens = jnp.full((batch_size, num, rows), config.mask_token, jnp.int32).at[:, :, 0].set(first)
     before = (batch.positions[:, None] < anchors[:, :, None]) & batch.attention_mask[:, None]
-    memories = [BlockMemory((Segment(kv, jnp.repeat(before, rows, axis=1)),), own_block(num, config)) for kv in context]
-    flat = (rowcount, num * rows)
+    context_mask = jnp.repeat(before, rows, axis=1)
+    block_mask = same_block(num, config)
+    memories = [BlockMemory((Segment(kv, context_mask),), block_mask) for kv in context]
+    flat = (batch_size, num * rows)
     embedded = embed(params["embedding"], tokens.reshape(flat), drafter.precision)
-    hidden = head(embedded, place.reshape(flat), memories).reshape(rowcount, num, rows, -1)[:, :, rows - count :]
+    hidden = head(embedded, positions.reshape(flat), memories).reshape(batch_size, num, rows, -1)
+    hidden = hidden[:, :, rows - count :]
 
-    logits = drafter.logits(params, head, hidden.reshape(rowcount, num * count, -1)).reshape(rowcount, num, count, -1)
-    given = _take(extend(batch.tokens, count), anchors[:, :, None] + jnp.arange(count))
+    logits = drafter.logits(params, head, hidden.reshape(batch_size, num * count, -1))
+    logits = logits.reshape(batch_size, num, count, -1)
+    previous = _take(extend(batch.tokens, count), anchors[:, :, None] + jnp.arange(count))
     if config.markov is not None:
-        state = jnp.zeros((rowcount, num, config.markov.rank), hidden.dtype)
+        state = jnp.zeros((batch_size, num, config.markov.rank), hidden.dtype)
         bias = []
         for k in range(count):
-            step, state = head.markov(given[:, :, k], hidden[:, :, k], state)
+            step, state = head.markov(previous[:, :, k], hidden[:, :, k], state)
             bias.append(step)
         logits = logits + jnp.stack(bias, axis=2)
     survival = None
     if config.confidence is not None:
-        survival = jax.vmap(head.survival, (2, 2), 2)(hidden, given)
+        survival = jax.vmap(head.survival, (2, 2), 2)(hidden, previous)
     return logits, survival
 
 
-def own_block(num: int, config: DFlashConfig) -> Bool[Array, "1 R R"]:
-    """Which rows of ``num`` blocks side by side see each other: those of one block, causally where it is."""
+def same_block(num: int, config: DFlashConfig) -> Bool[Array, "1 R R"]:
+    """Returns the attention mask of ``num`` concatenated blocks. Rows attend to their block, causally if configured."""
     row = jnp.arange(num * config.block_size)
     block = row // config.block_size
-    same = block[:, None] == block[None, :]
-    return (same & (row[:, None] >= row[None, :]) if config.causal else same)[None]
+    mask = block[:, None] == block[None, :]
+    if config.causal:
+        mask &= row[:, None] >= row[None, :]
+    return mask[None]
 
 
 def decay_of(config: DFlashConfig) -> float:
-    """``gamma``: 7, 5 and 4 are published for blocks of 16, 10 and 8."""
+    """Returns ``gamma``: 7, 5 and 4 are published for blocks of 16, 10 and 8."""
     return 7.0 if config.block_size >= 16 else 5.0 if config.block_size >= 10 else 4.0
 
 
@@ -172,5 +181,5 @@ def _divergence(p: Float[Array, "*n W"], logits: Float[Array, "*n W"], temperatu
 
 
 def _take(x: Array, at: Int[Array, "B A K"]) -> Array:
-    """``x[b, at[b]]`` for every row."""
+    """Returns ``x[b, at[b]]`` for every row."""
     return jax.vmap(lambda row, index: row[index])(x, at)

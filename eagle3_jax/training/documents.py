@@ -1,4 +1,4 @@
-"""Your own documents, as texts that a draft head learns from.
+"""Documents from JSONL files, as texts that a draft head learns from.
 
 Each line of a JSONL file is one document, in one of three forms::
 
@@ -43,29 +43,30 @@ class Document:
 def read_documents(
     paths: Sequence[Path], target: LoadedTarget, *, length: int, dropped: Counter[str]
 ) -> Iterator[Text]:
-    """The texts of documents, with what a head learns in each.
+    """Reads the texts of documents, with a mask of the tokens that a head learns.
 
-    Of messages the answers are learnt, each as far as the stop token after it. An answer follows the token ids of the
-    conversation before it, as in serving. A conversation is one text while these ids begin with the text so far. If the
-    template changes what came before, for example drops earlier reasoning, the answer is in a text of its own. After a
-    prompt the completion is learnt, of ``text`` everything; both with the target's first stop token at the end.
+    A head learns the answers of messages, each up to and including its stop token. An answer follows the token ids of
+    the conversation before it, as in serving. A conversation is one text while these ids begin with the text so far. If
+    the template changes earlier turns, for example drops their reasoning, the answer begins another text. Of a prompt
+    with a completion the head learns the completion, of a ``text`` all tokens; both end with the target's first stop
+    token.
 
-    Texts are cut at ``length``; only a ``text`` goes on in further texts.
+    Texts are cut at ``length``; only a ``text`` continues in further texts.
 
     Args:
         paths: JSONL files. All lines are checked before this function returns.
         target: The target, which gives tokenizer, chat template and stop tokens.
         length: Most tokens of a text.
-        dropped: Counts what is left out while texts are read, by the reason. ``duplicate``: an equal document came
-            before. ``no room``: no learnt token is within ``length``. ``nothing to learn``: there is none, perhaps
-            because the template leaves the answer out.
+        dropped: Counts the texts that are left out while they are read, by the reason. ``duplicate``: an equal document
+            came before. ``no room``: no learnt token is within ``length``. ``nothing to learn``: the text has no learnt
+            token, perhaps because the template leaves the answer out.
 
     Returns:
         Texts in the order of the documents. Each has a learnt token after its first.
 
     Raises:
         ValueError: A line has another form or no answer, ``length`` is out of range, or no text is left. The template
-            is absent or refuses a conversation. What is wrong with a line begins with file and line.
+            is absent or refuses a conversation. A message about a line begins with file and line.
     """
     documents = _documents(paths, target, length, dropped)
     for document in documents:
@@ -76,11 +77,11 @@ def read_documents(
 def read_prompts_to_answer(
     paths: Sequence[Path], target: LoadedTarget, *, length: int, dropped: Counter[str], opening: int = 64
 ) -> list[tuple[list[int], int]]:
-    """The prompts of documents whose answers the target writes itself.
+    """Reads the prompts of documents, for answers that the target writes itself.
 
     Of messages the prompt ends where the first answer to the user begins, because later turns depend on that answer.
-    The conversation may end there, and a prompt needs no completion. Of ``text`` every ``length`` tokens give a prompt,
-    their beginning.
+    The conversation may end there, and a prompt needs no completion. A ``text`` is cut into pieces of ``length``
+    tokens, and the beginning of each is a prompt.
 
     Args:
         paths: JSONL files.
@@ -88,7 +89,7 @@ def read_prompts_to_answer(
         length: Most tokens of a prompt with its answer.
         dropped: Counts the documents that are left out, by the reason. ``duplicate``: an equal document or prompt came
             before. ``no room``: the prompt has ``length`` tokens or more. ``nothing to learn``: the prompt is empty.
-        opening: Tokens of ``text`` that are the prompt.
+        opening: Number of tokens of a ``text`` that are the prompt.
 
     Returns:
         The token ids of each prompt and the hash of its document, in the order of the documents.
@@ -118,7 +119,7 @@ def read_prompts_to_answer(
 
 
 def _documents(paths: Sequence[Path], target: LoadedTarget, length: int, dropped: Counter[str]) -> list[Document]:
-    """The different documents of files."""
+    """Returns the distinct documents of files."""
     if not 2 <= length <= target.max_positions:
         raise ValueError(f"length is {length}; expected 2 to the {target.holds} of {target.name}")
     documents: dict[int, Document] = {}
@@ -172,12 +173,12 @@ def _nothing_left(dropped: Counter[str]) -> ValueError:
 
 
 def _texts(documents: list[Document], target: LoadedTarget, length: int, dropped: Counter[str]) -> Iterator[Text]:
-    """The texts of documents, of at most ``length`` tokens."""
+    """Yields the texts of documents, of at most ``length`` tokens."""
     empty = True
     for document in documents:
-        whole_texts = _conversation if "messages" in document.fields else _plain
-        for text in whole_texts(document, target):
-            # A last token alone is left out: nothing stands before it.
+        read_texts = _conversation if "messages" in document.fields else _plain
+        for text in read_texts(document, target):
+            # A piece of one token is left out: no token before it predicts it.
             starts = range(0, max(len(text.tokens) - 1, 1), length) if "text" in document.fields else (0,)
             for start in starts:
                 piece = Text(text.tokens[start : start + length], text.learn[start : start + length], text.document)
@@ -191,7 +192,7 @@ def _texts(documents: list[Document], target: LoadedTarget, length: int, dropped
 
 
 def _plain(document: Document, target: LoadedTarget) -> Iterator[Text]:
-    """The one text of a document without turns."""
+    """Yields the one text of a document without turns."""
     tokenizer = _tokenizer(target)
     tokens = _prompt(document, target)
     known = 0
@@ -205,7 +206,7 @@ def _plain(document: Document, target: LoadedTarget) -> Iterator[Text]:
 
 
 def _conversation(document: Document, target: LoadedTarget) -> Iterator[Text]:
-    """The texts of a conversation: one, or several where the template changes what came before an answer."""
+    """Yields the texts of a conversation: one, or several if the template changes the turns before an answer."""
     messages = document.fields["messages"]
     tokenizer = _tokenizer(target)
     tokens: list[int] = []
@@ -219,7 +220,8 @@ def _conversation(document: Document, target: LoadedTarget) -> Iterator[Text]:
             yield Text(tokens, learn, document.hash)
             tokens = []
             learn = []
-        answer = _answer(_turn(document, target, number, context), message["content"], target)
+        turn = _turn(document, target, number, context)
+        answer = _answer(turn, message["content"], target)
         answer_tokens = _continuation(tokenizer, context, context_tokens, answer)
         learn = learn + [False] * (len(context_tokens) - len(learn)) + [True] * len(answer_tokens)
         tokens = context_tokens + answer_tokens
@@ -227,13 +229,13 @@ def _conversation(document: Document, target: LoadedTarget) -> Iterator[Text]:
 
 
 def _turn(document: Document, target: LoadedTarget, number: int, context: str) -> str:
-    """The rendered turn of a number after its context; empty if the template leaves its content out."""
+    """Returns a rendered turn after its context; empty if the template leaves its content out."""
     messages = document.fields["messages"][: number + 1]
     conversation = _rendered(document, target, messages, answered=True)
     if conversation.startswith(context):
         return conversation.removeprefix(context)
-    # The template changes what came before. The turn is still the last, unless its opening has changed as well: that
-    # of DeepSeek R1 opens reasoning, and drops the reasoning of a turn that is over.
+    # The template changes the turns before. This turn is still the last, unless its opening has changed as well: the
+    # template of DeepSeek R1 opens reasoning, and drops the reasoning of a turn that is over.
     opening = context.removeprefix(_rendered(document, target, messages[:-1], answered=True))
     start = conversation.rfind(messages[-1]["content"].strip())
     follows = start >= 0 and conversation[:start].rstrip().endswith(opening.rstrip())
@@ -241,19 +243,19 @@ def _turn(document: Document, target: LoadedTarget, number: int, context: str) -
 
 
 def _answer(turn: str, content: str, target: LoadedTarget) -> str:
-    """The part of a rendered turn that the target writes: up to the first stop token after the content."""
+    """Returns the part of a rendered turn that the target writes: up to the first stop token after the content."""
     written = content if content in turn else content.strip()
     end = turn.find(written) + len(written) if written in turn else 0
     stops = [_tokenizer(target).decode([token], skip_special_tokens=False) for token in target.stop_tokens]
-    ends = [turn.index(stop, end) + len(stop) for stop in stops if stop and stop in turn[end:]]
-    return turn[: min(ends, default=end)]
+    stop_ends = [turn.index(stop, end) + len(stop) for stop in stops if stop and stop in turn[end:]]
+    return turn[: min(stop_ends, default=end)]
 
 
 def _continuation(tokenizer: Tokenizer, context: str, context_tokens: list[int], text: str) -> list[int]:
-    """The token ids of a text after a context.
+    """Returns the token ids of a text after a context.
 
-    Some tokenizers put a space in front of whatever they encode. So both are encoded together, unless a token would
-    span the border: then the text is encoded alone, because the target writes after the tokens of the context.
+    Some tokenizers put a space in front of everything that they encode. So both are encoded together, unless a token
+    would span the border. Then the text is encoded separately, because the target continues the tokens of the context.
     """
     for special_tokens in (False, True):
         tokens = tokenizer.encode(context + text, add_special_tokens=special_tokens).ids
@@ -263,7 +265,7 @@ def _continuation(tokenizer: Tokenizer, context: str, context_tokens: list[int],
 
 
 def _prompts(document: Document, target: LoadedTarget, length: int, opening: int) -> Iterator[tuple[int, ...]]:
-    """The token ids that the target goes on from; see :func:`read_prompts_to_answer`."""
+    """Yields the token ids that the target continues; see :func:`read_prompts_to_answer`."""
     tokens = tuple(_prompt(document, target))
     if "text" not in document.fields:
         yield tokens
@@ -274,7 +276,7 @@ def _prompts(document: Document, target: LoadedTarget, length: int, opening: int
 
 
 def _prompt(document: Document, target: LoadedTarget) -> list[int]:
-    """The token ids of a text, or of what is answered."""
+    """Returns the token ids of a text, or of the prompt of a document."""
     if "messages" not in document.fields:
         return _tokenizer(target).encode(document.fields.get("text", document.fields.get("prompt"))).ids
     messages = document.fields["messages"]
@@ -288,7 +290,7 @@ def _prompt(document: Document, target: LoadedTarget) -> list[int]:
 
 
 def _rendered(document: Document, target: LoadedTarget, messages: Messages, *, answered: bool = False) -> str:
-    """The text of a conversation, up to where an answer begins or, if it is answered, up to its end."""
+    """Returns the text of a conversation, up to the beginning of an answer or, if it is answered, up to its end."""
     if target.chat_template is None:
         raise ValueError(
             f"{document.where}{target.name} has no chat template; give 'prompt' and 'completion', or 'text'"

@@ -4,8 +4,8 @@ At every position ``t`` of a text that the target wrote, the small model ``q`` l
 
     ``loss = mean_t KL(p(. | x_0 .. x_t) || q(. | x_0 .. x_t))``
 
-The forward divergence on the target's own text, one of the combinations that the paper compares. The paper gains more
-from texts that the draft model writes itself while it learns, which is not done here.
+This is the forward divergence on text of the target, one of the combinations that the paper compares. The paper gains
+more from texts that the draft model writes itself while it learns, which is not implemented here.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def distillation_loss(
     batch: TTTBatch,
     depth: int,
 ) -> Loss:
-    """The mean divergence over supervised positions, in nats; see :func:`.ttt_loss`.
+    """Returns the mean divergence over supervised positions, in nats; see :func:`.ttt_loss`.
 
-    Position ``t`` is supervised where the target wrote ``x_{t+1}`` and it is worth learning: entry ``t - 1`` of the
+    Position ``t`` is supervised if the target wrote ``x_{t+1}`` and it is worth learning: entry ``t - 1`` of the
     batch's ``loss_mask``.
 
     Returns:
@@ -45,7 +45,7 @@ def distillation_loss(
     log_p = lax.stop_gradient(logprobs(target, frozen["target_params"], batch))
     log_q = logprobs(drafter.model, params, batch.replace(known=None))
     p = jnp.exp(log_p)
-    supervised = jnp.pad(batch.loss_mask[:, :-1], ((0, 0), (1, 0))) & batch.attention_mask
+    supervised = batch.learns_next
     loss = share(jnp.sum(p * (log_p - log_q), axis=-1), supervised)
 
     hit = jnp.argmax(log_q, axis=-1) == jnp.argmax(log_p, axis=-1)

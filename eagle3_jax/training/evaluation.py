@@ -1,4 +1,4 @@
-"""How well a head drafts held-out texts, while it is trained."""
+"""Acceptance of a head on held-out texts, while it is trained."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Evaluation:
     Attributes:
         target: The target.
         drafter: The head's drafter.
-        frozen: What the objective reads and never trains.
+        frozen: Arrays that the objective reads and never trains.
         texts: The held-out texts.
-        features: Their features; ``None``: the target runs.
+        features: Their stored features; ``None``: the target runs.
         num_steps: Length of the chain that is evaluated.
     """
 
@@ -43,12 +43,12 @@ class Evaluation:
     num_steps: int
 
     def in_one_pass(self, params: Params, most: int = 64, batch: int = 8) -> dict[str, float] | None:
-        """Tokens a round and acceptance by depth, read off the texts (:mod:`eagle3_jax.training.rounds`).
+        """Returns tokens per round and acceptance by depth, read off the texts (:mod:`eagle3_jax.training.rounds`).
 
         Args:
             params: Parameters of the head.
-            most: Most texts that are read.
-            batch: Texts of a forward.
+            most: Largest number of texts that are read.
+            batch: Texts per forward.
 
         Returns:
             ``tau``, the number of ``rounds``, and ``accepted_k``: the share of rounds that accept the ``k``-th draft,
@@ -74,12 +74,12 @@ class Evaluation:
         return {"tau": 1.0 + float(np.mean(accepted)), "rounds": len(accepted), **reached}
 
     def by_decoding(self, params: Params, most: int = 8, max_new_tokens: int = 64) -> float:
-        """Mean tokens a round of the real decoder, which answers the prompts of held-out texts greedily.
+        """Returns the mean tokens per round of the decoder, which answers the prompts of held-out texts greedily.
 
         Args:
             params: Parameters of the head.
-            most: Most prompts.
-            max_new_tokens: Tokens of an answer.
+            most: Largest number of prompts.
+            max_new_tokens: Number of tokens of an answer.
         """
         prompts = []
         for index in range(min(most, len(self.texts))):
@@ -107,6 +107,6 @@ class Evaluation:
 
 
 def _runs(indices: np.ndarray) -> list[tuple[int, int]]:
-    """First index and the one behind the last of every run of consecutive indices."""
+    """Returns the first index and the one after the last of every run of consecutive indices."""
     pieces = np.split(indices, np.flatnonzero(np.diff(indices) > 1) + 1)
     return [(int(piece[0]), int(piece[-1]) + 1) for piece in pieces if len(piece)]

@@ -1,6 +1,6 @@
-"""What the target gives at every token of the texts, computed once and read again in every pass of training.
+"""The target's features and states at every token of the texts, computed once and read in every pass of training.
 
-A head reads features of the target and learns its distributions. Both are the same in every pass, so they are stored: a
+A head reads features of the target and learns its distributions. Both are the same in every pass, so they are stored. A
 token takes ``2 (A + 1) D + 8`` bytes for ``A`` layers of width ``D`` (4.6 KB for three layers of width 576). Training
 then needs no forward of the target.
 """
@@ -30,7 +30,7 @@ _TOKENS_AT_ONCE = 2048
 
 
 class Known(struct.PyTreeNode, kw_only=True):
-    """What the target gives at each token of a batch.
+    """The target's features and states at each token of a batch.
 
     Attributes:
         features: ``[B T A D]``, the features that the head fuses.
@@ -46,7 +46,7 @@ class Known(struct.PyTreeNode, kw_only=True):
 
 
 def _record(num_layers: int, width: int) -> np.dtype:
-    """The bytes of one token. bfloat16 is stored as whole numbers, because files of numpy have no name for it."""
+    """Returns the type of one token's record. Integers hold bfloat16, for which files of NumPy have no name."""
     return np.dtype(
         [
             ("features", np.uint16, (num_layers, width)),
@@ -74,7 +74,7 @@ class Features:
 
         Args:
             chosen: Indices of at most ``count`` texts.
-            length: ``T``, tokens of a row; entries behind a text are zero.
+            length: ``T``, tokens of a row; entries after a text are zero.
             count: ``B``.
         """
         rows = np.zeros((count, length), self.parts[0].dtype)
@@ -101,36 +101,38 @@ def stored_features(
         target: The target, whose model is a :class:`~eagle3_jax.models.decoder.DecoderTarget`.
         texts: The texts.
         aux_layers: The layers that the head reads.
-        directory: Where the parts are. It belongs to one target, these texts and these layers.
+        directory: The folder of the parts. It belongs to one target, these texts and these layers.
 
     Yields:
-        ``None`` after every part, at last the features.
+        ``None`` after every part, and finally the features.
 
     Raises:
-        WriteError: The disk is full. The parts that were written are whole, and are used the next time.
+        WriteError: The disk is full. The parts that were written are complete, and the next call uses them.
     """
     record = _record(len(aux_layers), target.model.config.width)  # type: ignore[attr-defined]
     count = -(-len(texts) // TEXTS_OF_A_PART)
-    places = [directory / f"{number:05}.npy" for number in range(count)]
-    missing = [number for number, place in enumerate(places) if not place.exists()]
-    ends = np.cumsum(texts.length)[np.minimum((np.arange(count) + 1) * TEXTS_OF_A_PART, len(texts)) - 1]
-    sizes = np.diff(ends, prepend=0).tolist()
+    paths = [directory / f"{number:05}.npy" for number in range(count)]
+    missing = [number for number, path in enumerate(paths) if not path.exists()]
+    last_texts = np.minimum((np.arange(count) + 1) * TEXTS_OF_A_PART, len(texts)) - 1
+    part_ends = np.cumsum(texts.length)[last_texts]
+    sizes = np.diff(part_ends, prepend=0).tolist()
     check_free(directory, sum(sizes[number] for number in missing) * record.itemsize)
     for number in missing:
         part = range(number * TEXTS_OF_A_PART, min((number + 1) * TEXTS_OF_A_PART, len(texts)))
-        with whole_file(places[number]) as partial, open(partial, "wb") as file:
-            np.save(file, _computed(target, texts, part, aux_layers, record))
+        with whole_file(paths[number]) as partial, open(partial, "wb") as file:
+            np.save(file, _compute_part(target, texts, part, aux_layers, record))
         yield None
-    yield Features(texts, tuple(_opened(place, record, size) for place, size in zip(places, sizes, strict=True)))
+    parts = [_open_part(path, record, size) for path, size in zip(paths, sizes, strict=True)]
+    yield Features(texts, tuple(parts))
 
 
-def _opened(place: Path, record: np.dtype, size: int) -> np.ndarray:
+def _open_part(path: Path, record: np.dtype, size: int) -> np.ndarray:
     try:
-        records = np.load(place, mmap_mode="r")
+        records = np.load(path, mmap_mode="r")
     except (ValueError, EOFError):
         records = np.empty(0, record)
     if records.dtype != record or records.shape != (size,):
-        raise ValueError(f"{place} is damaged; remove it, and its features are computed again")
+        raise ValueError(f"{path} is damaged; remove it, and its features are computed again")
     return records
 
 
@@ -155,26 +157,28 @@ def _forward(
     }
 
 
-def _computed(
+def _compute_part(
     target: LoadedTarget, texts: Texts, part: range, aux_layers: tuple[int, ...], record: np.dtype
 ) -> np.ndarray:
-    """The records of the texts of a part, which follow one another."""
+    """Returns the records of the texts of a part, one after the other."""
     start = texts.start
     begin = start[part.start]
     records = np.zeros(texts.length[part.start : part.stop].sum(), record)
     for bucket in buckets_of(texts.length):  # those of all texts, so that all parts share their programs
         count = max(1, _TOKENS_AT_ONCE // bucket.length)
-        here = bucket.texts[(bucket.texts >= part.start) & (bucket.texts < part.stop)]
-        for offset in range(0, len(here), count):
-            rows = here[offset : offset + count]
+        in_part = bucket.texts[(bucket.texts >= part.start) & (bucket.texts < part.stop)]
+        for offset in range(0, len(in_part), count):
+            rows = in_part[offset : offset + count]
             tokens, real = padded(texts, rows, bucket.length, count)
             length = jnp.asarray(real.sum(axis=1), jnp.int32)
-            values = _forward(target.model, target.params, jnp.asarray(tokens), length, aux_layers=aux_layers)
-            values = jax.device_get(values)
+            output = _forward(target.model, target.params, jnp.asarray(tokens), length, aux_layers=aux_layers)
+            values = jax.device_get(output)
             for row, index in enumerate(rows):
                 size = int(texts.length[index])
-                place = slice(start[index] - begin, start[index] - begin + size)
+                first = start[index] - begin
                 for name, value in values.items():
                     stored = value[row, :size]
-                    records[name][place] = stored.view(np.uint16) if stored.dtype == jnp.bfloat16 else stored
+                    records[name][first : first + size] = (
+                        stored.view(np.uint16) if stored.dtype == jnp.bfloat16 else stored
+                    )
     return records

@@ -17,7 +17,7 @@ from eagle3_jax.tree import causal_mask
 
 
 class Phase(NamedTuple):
-    """A stretch of training with one batch shape; short sequences first make cheap early steps."""
+    """A phase of training with one batch shape. Short sequences first make early steps cheap."""
 
     until_step: int  #: First step that does not belong to it.
     batch: int  #: Rows.
@@ -27,7 +27,7 @@ class Phase(NamedTuple):
 def next_token_loss(
     target: DecoderTarget, params: Params, tokens: Int[Array, "B T"]
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Mean cross-entropy of each token given those before it, in nats, and the share of argmax hits."""
+    """Returns the mean cross-entropy of each token given those before it, in nats, and the share of argmax hits."""
     labels = tokens[:, 1:]
     tokens = tokens[:, :-1]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -38,7 +38,7 @@ def next_token_loss(
 
 
 def random_windows(data: np.ndarray, phases: tuple[Phase, ...], seed: int) -> Callable[[int], Int[Array, "B T"]]:
-    """Batches of windows of one long token row, drawn as a function of the step alone.
+    """Returns batches of random windows of one long token row, as a function of the step only.
 
     Windows tile the row from a random offset, and each pass visits every tile once in a random order, so that no
     text is seen twice before all has been seen once.
@@ -51,7 +51,7 @@ def random_windows(data: np.ndarray, phases: tuple[Phase, ...], seed: int) -> Ca
 
     def batch_at(step: int) -> Int[Array, "B T"]:
         phase = next(phase for phase in phases if step < phase.until_step)
-        start = max((other.until_step for other in phases if other.until_step <= step), default=0)
+        start = max((earlier.until_step for earlier in phases if earlier.until_step <= step), default=0)
         tiles = (len(data) - 1) // phase.length - 1
         rows = np.arange(phase.batch) + (step - start) * phase.batch
         starts = np.empty(phase.batch, np.int64)
@@ -59,8 +59,8 @@ def random_windows(data: np.ndarray, phases: tuple[Phase, ...], seed: int) -> Ca
             rng = np.random.default_rng((seed, phase.length, int(passed)))
             offset = rng.integers(phase.length)
             order = rng.permutation(tiles)
-            here = rows // tiles == passed
-            starts[here] = offset + phase.length * order[rows[here] % tiles]
+            in_pass = rows // tiles == passed
+            starts[in_pass] = offset + phase.length * order[rows[in_pass] % tiles]
         windows = starts[:, None] + np.arange(phase.length + 1)[None, :]
         return jax.device_put(data[windows].astype(np.int32))
 

@@ -23,7 +23,7 @@ LossFn = Callable[[Params, Batch], tuple[jax.Array, Metrics]]
 
 
 class NotFinite(ValueError):
-    """Training has come to a loss or a gradient that is not a finite number."""
+    """A loss or a gradient is not a finite number."""
 
 
 class TrainState(struct.PyTreeNode, kw_only=True):
@@ -32,7 +32,7 @@ class TrainState(struct.PyTreeNode, kw_only=True):
     #: Optimiser steps taken.
     step: Any  # an array, or its shape and type while a checkpoint is restored
     params: Params  #: The parameters that are trained.
-    opt_state: Any  #: The optimiser's own state.
+    opt_state: Any  #: The optimiser's state.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,10 @@ class OptimizerConfig:
     #: ``adamw`` (Loshchilov & Hutter, 2019), or ``muon`` (Jordan et al., 2024), which orthogonalises the update of
     #: hidden matrices and leaves embeddings, norms and output projections to AdamW.
     method: str = "adamw"
-    learning_rate: float = 3e-3  #: Peak.
-    #: ``muon``: peak for what AdamW updates; ``learning_rate`` when left out.
+    learning_rate: float = 3e-3  #: Peak learning rate.
+    #: ``muon``: peak learning rate of the parameters that AdamW updates; default: ``learning_rate``.
     embedding_learning_rate: float | None = None
-    num_steps: int = 1000  #: Length of the schedule.
+    num_steps: int = 1000  #: Length of the schedule, in steps.
     warmup_steps: int = 50  #: Steps of linear warm-up from zero.
     weight_decay: float = 0.05  #: Decoupled from the gradient.
     clip_norm: float = 1.0  #: Global gradient norm above which gradients are scaled down.
@@ -65,7 +65,7 @@ class OptimizerConfig:
             raise ValueError(f"weight_decay is {self.weight_decay}; expected a number from 0 to 1e6")
 
     def build(self) -> optax.GradientTransformation:
-        """The optimiser."""
+        """Returns the optimiser."""
 
         def schedule(peak: float) -> optax.Schedule:
             return optax.warmup_cosine_decay_schedule(0.0, peak, self.warmup_steps, self.num_steps, 0.0)
@@ -96,7 +96,7 @@ class Trainer:
     """Runs an objective; resuming from a checkpoint continues with bit-identical losses."""
 
     def __init__(self, loss_fn: LossFn, optimizer: OptimizerConfig, directory: Path | None = None):
-        """``loss_fn(params, batch)`` returns a loss and metrics; without a ``directory`` no checkpoints are kept."""
+        """Prepares the step. ``loss_fn(params, batch)`` returns a loss and metrics; checkpoints need a directory."""
         self._optimizer = optimizer.build()
         self._checkpoints = None
         if directory is not None:
@@ -118,7 +118,7 @@ class Trainer:
         self._step = step
 
     def start(self, params: Params) -> TrainState:
-        """The newest checkpoint if there is one, else a fresh state around ``params``."""
+        """Returns the newest checkpoint if there is one, else a fresh state with ``params``."""
         # A compiled init keeps the state's leaves of the same kind (strong types) as a restored one's.
         opt_state = jax.jit(self._optimizer.init)(params)
         fresh = TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
@@ -129,7 +129,7 @@ class Trainer:
         try:
             with orbax_quiet():
                 restored: Any = self._checkpoints.restore(step, args=ocp.args.StandardRestore(abstract))
-        except Exception as error:  # Orbax and TensorStore report damage, and another shape, as almost any type
+        except Exception as error:  # Orbax and TensorStore report damage and other shapes by many types of exceptions
             reason = " ".join(str(error).split())[:160]
             raise ValueError(
                 f"{self._directory / str(step)} is damaged, or of a model of another shape ({reason}); "
@@ -140,9 +140,9 @@ class Trainer:
     def run(
         self, state: TrainState, batch_at: Callable[[int], Batch], num_steps: int, save_every: int = 100
     ) -> Iterator[tuple[TrainState, dict[str, float]]]:
-        """Step until ``num_steps``, yielding the state and its metrics after every step.
+        """Runs until ``num_steps``, yielding the state and its metrics after every step.
 
-        ``batch_at`` maps a step to its batch and nothing else, so that the data order survives an interruption.
+        ``batch_at`` maps a step to its batch, so that an interruption does not change the order of the data.
 
         Raises:
             NotFinite: The loss or the gradient of a step is not a finite number. The step is not taken.
@@ -165,10 +165,10 @@ class Trainer:
         return "there is no checkpoint" if step is None else f"the last checkpoint is {self._directory / str(step)}"
 
     def save(self, state: TrainState) -> None:
-        """Write a checkpoint; it appears under its name only when complete.
+        """Writes a checkpoint; it appears under its name only when complete.
 
         Raises:
-            WriteError: The disk is full. The checkpoints before it are whole.
+            WriteError: The disk is full. The checkpoints before it are complete.
         """
         if self._checkpoints is None or self._checkpoints.latest_step() == int(state.step):
             return
@@ -182,6 +182,6 @@ class Trainer:
             raise
 
     def _remove_halves(self) -> None:
-        """What a killed or failed save left."""
+        """Removes the files of a killed or failed save."""
         for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
             remove_tree(path)

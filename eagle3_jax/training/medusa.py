@@ -1,12 +1,12 @@
-"""Training of Medusa heads before a frozen target (Cai et al., 2024, section 2.2.1: Medusa-1).
+"""Training of Medusa heads for a frozen target (Cai et al., 2024, section 2.2.1: Medusa-1).
 
 Head ``k`` (from 0) learns the token ``x_{t+2+k}`` of the text from the target's final state ``h_t``::
 
     loss = Σ_k decay^k · mean_t CE(logits_k(h_t), x_{t+2+k})
 
 with a decay of 0.8. The paper counts heads from 1, which scales the whole loss. Labels are the tokens of the text, so
-the heads learn the target best from text that it wrote itself. The heads start as the target's own output layer: their
-residual blocks are zero and their output projections copies of its output matrix.
+the heads learn the target best from text that it wrote itself. The heads start as the target's output layer: their
+residual blocks are zero, and their output projections are copies of its output matrix.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def medusa_loss(
     batch: TTTBatch,
     num_heads: int,
 ) -> Loss:
-    """The loss of the first ``num_heads`` heads; see :func:`.ttt_loss`.
+    """Returns the loss of the first ``num_heads`` heads; see :func:`.ttt_loss`.
 
     Returns:
-        The loss, and for every head ``k`` ``loss_k``, its unweighted term, and ``accuracy_k``, the share of rows where
-        its likeliest token is that of the text; and ``simulated_tau``. A token outside the draft vocabulary has no loss
-        and is a miss.
+        The loss, and for every head ``k`` ``loss_k``, its unweighted term, and ``accuracy_k``, the share of rows whose
+        likeliest token is that of the text; and ``simulated_tau``. A token outside the draft vocabulary has no loss and
+        is a miss.
     """
     frozen = lax.stop_gradient(frozen)
     states = lax.stop_gradient(final_states(target, frozen["target_params"], batch))
@@ -62,5 +62,5 @@ def medusa_loss(
 
 
 def _later(x: Array, shift: int) -> Array:
-    """``x`` at ``t + shift`` in column ``t``; zero and False behind the end."""
+    """Returns ``x`` at ``t + shift`` in column ``t``; zero and False past the end."""
     return extend(x, shift)[:, shift:]

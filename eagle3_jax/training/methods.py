@@ -50,13 +50,13 @@ _LAYERS_MLP_VOCABULARY = ("num_layers", "mlp_width", "draft_vocab_size")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadOptions:
-    """The choices of a recipe; ``None`` uses the method's default."""
+    """The options of a recipe; ``None`` uses the method's default."""
 
-    depth: int  #: Draft positions that are learned.
-    num_layers: int | None = None  #: Layers of the head.
+    depth: int  #: Number of draft positions that the head learns.
+    num_layers: int | None = None  #: Number of layers of the head.
     width: int | None = None  #: Width of its residual stream.
     mlp_width: int | None = None  #: Inner width of its MLPs.
-    draft_vocab_size: int | None = None  #: ``W``, how many of the target's tokens it can draft.
+    draft_vocab_size: int | None = None  #: ``W``, number of the target's tokens that it can draft.
     noise: float | None = None  #: Size of the noise on its features; see :class:`~eagle3_jax.training.ttt.TTTConfig`.
 
 
@@ -64,7 +64,7 @@ class HeadOptions:
 
 
 def initial_head(drafter: Any, target: LoadedTarget, draft_to_target: DraftVocabulary, key: jax.Array) -> Params:
-    """Random parameters, except for the final norm and the output projection, if a head has them: the target's own."""
+    """Returns random parameters, except for a final norm and an output projection, which are copies of the target's."""
     params = drafter.init_params(key)
     if "norm" in params:
         params["norm"]["scale"] = jnp.asarray(target.params["norm"]["scale"], jnp.float32)
@@ -74,7 +74,7 @@ def initial_head(drafter: Any, target: LoadedTarget, draft_to_target: DraftVocab
 
 
 def _unembedding(target: LoadedTarget, draft_to_target: DraftVocabulary) -> jax.Array:
-    """``[D W]``, the columns of the target's output matrix for the draft vocabulary."""
+    """Returns the columns of the target's output matrix for the draft vocabulary, ``[D W]``."""
     ids = slice(None) if draft_to_target is None else draft_to_target
     return jnp.asarray(target.model.tables(target.params).unembedding[:, ids], jnp.float32)  # type: ignore[attr-defined]
 
@@ -82,7 +82,7 @@ def _unembedding(target: LoadedTarget, draft_to_target: DraftVocabulary) -> jax.
 def _copied_heads(
     drafter: MedusaDrafter, target: LoadedTarget, draft_to_target: DraftVocabulary, key: jax.Array
 ) -> Params:
-    """Medusa heads that give the target's own logits: zero blocks and copies of its output matrix."""
+    """Returns Medusa heads with the target's logits: zero blocks and copies of its output matrix."""
     del key
     kernel = _unembedding(target, draft_to_target)
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), drafter.param_shapes())
@@ -92,10 +92,10 @@ def _copied_heads(
 def _first_layers(
     drafter: DraftModel, target: LoadedTarget, draft_to_target: DraftVocabulary, key: jax.Array
 ) -> Params:
-    """The target's first layers if the shapes agree, else random parameters."""
+    """Returns the target's first layers if the shapes agree, else random parameters."""
     fresh = drafter.model.init(key)
-    own = target.params
-    first = {**own, "blocks": {index: own["blocks"].get(index) for index in fresh["blocks"]}}
+    blocks = {index: target.params["blocks"].get(index) for index in fresh["blocks"]}
+    first = {**target.params, "blocks": blocks}
     if jax.tree.map(jnp.shape, first) != jax.tree.map(jnp.shape, fresh):
         return fresh
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), first)
@@ -105,7 +105,7 @@ def _first_layers(
 
 
 def official_head(target: DecoderConfig, draft_vocab_size: int, mlp_width: int | None = None) -> Eagle3Config:
-    """The usual EAGLE-3 head with ``W`` draft tokens; the inner width of its SwiGLU is by default the target's.
+    """Returns the usual EAGLE-3 head with ``W`` draft tokens; the default inner width of its SwiGLU is the target's.
 
     Raises:
         ValueError: The official layout cannot hold it (explicit head size), or the target has fewer than 8 layers.
@@ -121,7 +121,7 @@ def official_head(target: DecoderConfig, draft_vocab_size: int, mlp_width: int |
 
 
 def _on_final_state(kind: Callable[..., Any], target: DecoderConfig, options: HeadOptions) -> Any:
-    """A head that reads the target's final state and borrows its output matrix."""
+    """Returns a head that reads the target's final state and borrows its output matrix."""
     return kind(
         vocab_size=target.vocab_size,
         width=target.width,
@@ -133,18 +133,18 @@ def _on_final_state(kind: Callable[..., Any], target: DecoderConfig, options: He
 
 
 def _p_eagle(target: DecoderConfig, options: HeadOptions) -> PEagleConfig:
-    """The usual head with four layers, as in the paper. Its mask token is the vocabulary's last, rare in texts."""
+    """Returns the usual head with four layers, as in the paper. The mask token is the last id, which is rare."""
     size = options.draft_vocab_size or target.vocab_size
-    like = usual_head(target, draft_vocab_size=size, mlp_width=options.mlp_width)
-    fields = {field.name: getattr(like, field.name) for field in dataclasses.fields(like)}
-    fields["layers"] = like.layers * (options.num_layers or 4)
+    head = usual_head(target, draft_vocab_size=size, mlp_width=options.mlp_width)
+    fields = {field.name: getattr(head, field.name) for field in dataclasses.fields(head)}
+    fields["layers"] = head.layers * (options.num_layers or 4)
     return PEagleConfig(**fields, mask_token_id=target.vocab_size - 1)
 
 
 def _medusa(target: DecoderConfig, options: HeadOptions) -> MedusaConfig:
-    """One head per learned position, with biases as the authors' heads have.
+    """Returns one head per learned position, with biases, as the authors' heads have.
 
-    With a draft vocabulary of their own they share one output projection, which makes them small; vLLM requires it.
+    With a reduced vocabulary they share one output projection, which makes them small; vLLM requires it.
     """
     return MedusaConfig(
         vocab_size=target.vocab_size,
@@ -159,11 +159,11 @@ def _medusa(target: DecoderConfig, options: HeadOptions) -> MedusaConfig:
 
 
 def _block(target: DecoderConfig, options: HeadOptions, **kind: Any) -> DFlashConfig:
-    """Five layers of the target's geometry in Qwen3's style over five of its layers, as in published block drafters.
+    """Returns five layers of the target's geometry in Qwen3's style over five of its layers, as published.
 
     Args:
         target: Configuration of the target.
-        options: ``depth`` is how many tokens a block predicts.
+        options: ``depth`` is the number of tokens that a block predicts.
         kind: The kind of block drafter, as arguments of :class:`DFlashConfig`.
     """
     layer = usual_layers(target, options.mlp_width)[0]
@@ -177,7 +177,7 @@ def _block(target: DecoderConfig, options: HeadOptions, **kind: Any) -> DFlashCo
         target_width=target.width,
         aux_layers=spread_layers(target.num_layers),
         block_size=options.depth + (0 if kind.get("from_anchor") else 1),
-        # The last token of a vocabulary is its rarest, if texts have it at all.
+        # The last token of a vocabulary is the rarest.
         mask_token=target.vocab_size - 1,
         own_output=size < target.vocab_size,
         max_positions=target.max_positions,
@@ -192,16 +192,16 @@ def _spark(target: DecoderConfig, options: HeadOptions) -> DFlashConfig:
 
 
 def spread_layers(num_layers: int) -> tuple[int, ...]:
-    """Five layers from the second to the fourth last, as in published heads; fewer of a shallow target.
+    """Returns five layers from the second to the fourth last, as in published heads; fewer of a shallow target.
 
-    These are z-lab's ``round(1 + i (L - 4) / 4)``, one more each: a layer's output enters the next one.
+    These are z-lab's ``round(1 + i (L - 4) / 4)`` plus 1, because a layer's output enters the next one.
     """
-    outputs = (round(1 + i * (num_layers - 4) / 4) for i in range(5))
-    return tuple(sorted({min(max(one, 0), num_layers - 1) + 1 for one in outputs}))
+    outputs = [round(1 + i * (num_layers - 4) / 4) for i in range(5)]
+    return tuple(sorted({min(max(output, 0), num_layers - 1) + 1 for output in outputs}))
 
 
 def small_model(target: DecoderConfig, options: HeadOptions) -> DecoderConfig:
-    """A draft model of the target's family: by default a quarter of its layers and half its width.
+    """Returns a draft model of the target's family: by default a quarter of its layers and half its width.
 
     Raises:
         ValueError: It is larger than the target.
@@ -232,35 +232,38 @@ def _draft_model(config: DecoderConfig, *, precision: Precision = FLOAT32) -> Dr
 
 
 class Recipe(NamedTuple):
-    """How heads of one method are trained."""
+    """The training of heads of one method."""
 
-    choices: tuple[str, ...]  #: The fields of :class:`HeadOptions` that the method has, next to ``depth``.
+    choices: tuple[str, ...]  #: The fields of :class:`HeadOptions` that the method has in addition to ``depth``.
     #: Makes the head's configuration for a target; see :meth:`config`.
     shape: Callable[[DecoderConfig, HeadOptions], Any]
     drafter: Callable[..., Any]  #: Makes the drafter from a configuration and ``precision``.
     #: The loss function: drafter, target's model, head's parameters, frozen arrays, batch, and the result of
-    #: ``setting``. It is differentiable in the head's parameters alone. Its metrics are those of
+    #: ``setting``. It is differentiable in the head's parameters only. Its metrics are those of
     #: :func:`eagle3_jax.training.ttt.ttt_loss`: ``accuracy_k`` of each draft position and ``simulated_tau``.
     objective: Callable[[Any, DecoderTarget, Params, Frozen, TTTBatch, Any], Loss]
     #: The last argument of ``objective``, from the options.
     setting: Callable[[HeadOptions], Any] = operator.attrgetter("depth")
     #: The first parameters, from the drafter, the target, the draft vocabulary (``None`` for all) and a key.
     start: Callable[[Any, LoadedTarget, DraftVocabulary, jax.Array], Params] = initial_head
-    depths: str = "5"  #: Default phases ``UNTIL:DEPTH,...``, as ``eagle3 train head --unroll`` takes them.
-    reduced: bool = False  #: Whether a head drafts, by default, only some of the target's tokens.
+    depths: str = "5"  #: Default phases ``UNTIL:DEPTH,...``, in the form of ``eagle3 train head --unroll``.
+    reduced: bool = False  #: Whether the default draft vocabulary is a part of the target's.
 
     def draft_vocab_size(self, vocab_size: int) -> int | None:
-        """The default ``W`` for a target of ``V`` tokens; ``None`` for all of them.
+        """Returns the default ``W`` for a target of ``V`` tokens; ``None`` for all of them.
 
-        A third of them: 2,048 at least, and 32,000 at most, as published heads have.
+        It is a third of ``V``, at least 2,048 and at most 32,000, as in published heads.
         """
-        return min(max(vocab_size // 3, min(2048, vocab_size)), 32_000) if self.reduced else None
+        if not self.reduced:
+            return None
+        least = min(2048, vocab_size)
+        return min(max(vocab_size // 3, least), 32_000)
 
     def config(self, target: DecoderConfig, options: HeadOptions) -> Any:
-        """The head's configuration for a target.
+        """Returns the head's configuration for a target.
 
         Raises:
-            ValueError: The method has no choice of an option, or the target cannot have such a head.
+            ValueError: The method does not have an option, or the target cannot have such a head.
         """
         for name, value in dataclasses.asdict(options).items():
             if value is not None and name not in ("depth", *self.choices):
@@ -270,7 +273,7 @@ class Recipe(NamedTuple):
     def loss(
         self, drafter: Any, target: DecoderTarget, params: Params, frozen: Frozen, batch: TTTBatch, options: HeadOptions
     ) -> Loss:
-        """The loss and its metrics."""
+        """Returns the loss and its metrics."""
         return self.objective(drafter, target, params, frozen, batch, self.setting(options))
 
 
@@ -283,14 +286,14 @@ def _block_recipe(shape: Callable[[DecoderConfig, HeadOptions], DFlashConfig], o
     return Recipe(_LAYERS_MLP_VOCABULARY, shape, DFlashDrafter, block_loss, lambda options: objective, depths="7")
 
 
-# By the name that ``eagle3 train head --method`` takes.
+# The recipes by the name of ``eagle3 train head --method``.
 #
-# EAGLE-1: Without a bias, as vLLM loads these heads, and as the official heads for Llama 3 are.
+# EAGLE-1: without a bias, because vLLM loads these heads without one, and the official heads for Llama 3 have none.
 #
 # MTP: DeepSeek-V3 trains its modules together with the model, each on the text's next token (arXiv 2412.19437, equation
-# 25). Here the target is frozen and one module learns ``K`` steps of itself, each fed its own output, on the target's
-# distribution and with the same decay of 0.8 per step as EAGLE-3. FastMTP (arXiv 2509.18362) uses the token and a decay
-# of 0.6, and leaves every step at the position and under the mask of the first.
+# 25). Here the target is frozen. One module learns ``K`` steps, the input of each being its output of the step before,
+# on the target's distribution and with the same decay of 0.8 per step as EAGLE-3. FastMTP (arXiv 2509.18362) uses the
+# token and a decay of 0.6, and keeps the position and the mask of the first step in all steps.
 RECIPES: dict[str, Recipe] = {
     "eagle3": Recipe(
         ("mlp_width", "draft_vocab_size", "noise"),

@@ -1,7 +1,7 @@
 """Conversations that a chat model writes by itself, as training text for its draft head.
 
-The model is given its chat template up to where a user's turn begins, and writes the turn. Then it is given the
-conversation up to where the answer begins, and writes the answer (Magpie, arXiv 2406.08464). Nothing is downloaded.
+The model continues its chat template from the beginning of a user's turn, and writes the turn. Then it continues the
+conversation from the beginning of the answer, and writes the answer (Magpie, arXiv 2406.08464). Nothing is downloaded.
 
 Tokens are sampled by temperature alone. Top-k and top-p sort the vocabulary. On a CPU that takes longer than the rest
 of a round: 32 rows of SmolLM2-135M take 325 ms without it and 760 ms with it.
@@ -40,12 +40,12 @@ class OwnTextConfig:
         ValueError: A value is out of range.
     """
 
-    length: int = 352  #: Most tokens of a conversation.
-    user_length: int = 96  #: Most tokens of a user's turn; a longer one is dropped.
-    slots: int = 32  #: Rows that are decoded at once.
+    length: int = 352  #: Maximum number of tokens of a conversation.
+    user_length: int = 96  #: Maximum number of tokens of a user's turn; a longer one is dropped.
+    slots: int = 32  #: Number of rows that are decoded at once.
     user_temperature: float = 0.9  #: Temperature of users' turns.
     temperature: float = 0.7  #: Temperature of the sampled answers.
-    greedy_share: float = 0.5  #: Part of the answers that is decoded greedily.
+    greedy_share: float = 0.5  #: Share of the answers that are decoded greedily.
     seed: int = 0  #: Random seed, 0 or more.
     #: Beginnings of users' turns. Half of the turns get one of them at random, and the model goes on.
     openings: tuple[str, ...] = ()
@@ -69,15 +69,15 @@ def user_prefix(target: LoadedTarget) -> list[int]:
         target: A target with a chat template and a tokenizer.
 
     Raises:
-        ValueError: It lacks one of both, or the template does not contain what the user says.
+        ValueError: The target lacks one of them, or the template does not contain the user's text.
     """
     return _around_user(target)[0]
 
 
 def _around_user(target: LoadedTarget) -> tuple[list[int], int]:
-    """Returns the token ids of a conversation before what the user says, and the token that ends it."""
+    """Returns the token ids of a conversation before the user's text, and the token that ends this text."""
     messages = [{"role": "user", "content": _SENTINEL}]
-    apply_chat_template(target, messages)  # says what the target lacks
+    apply_chat_template(target, messages)  # raises if the target lacks a tokenizer or a template
     assert target.chat_template is not None and target.tokenizer is not None
     before, _, after = target.chat_template.render(messages).partition(_SENTINEL)
     if not before or not after or _SENTINEL in after:
@@ -96,11 +96,11 @@ def _around_user(target: LoadedTarget) -> tuple[list[int], int]:
 
 
 class _Plan(NamedTuple):
-    """What chance decides about one conversation."""
+    """The random choices of one conversation."""
 
     opening: list[int]  #: Token ids that begin the user's turn.
     user_seed: int
-    temperature: float  #: Of the answer.
+    temperature: float  #: Temperature of the answer.
     answer_seed: int
 
 
@@ -110,7 +110,7 @@ class Conversations:
     A text has the token ids of ``apply_chat_template`` for the user's turn and then those of the answer, stop token
     included. The answer is learnt. The document is the user's turn.
 
-    Conversation ``i`` depends on ``i`` and the seed alone, so parts of a larger set can be written in any order. Only
+    Conversation ``i`` depends on ``i`` and the seed only, so parts of a larger set can be written in any order. Only
     whether a turn is a duplicate depends on the other conversations of the same part.
 
     Example::
@@ -133,7 +133,7 @@ class Conversations:
         Args:
             target: A target with a chat template and a tokenizer.
             config: Lengths and sampling.
-            count: Number of conversations that are tried.
+            count: Number of conversations to try.
             first: Number of the first of them.
 
         Raises:
@@ -214,7 +214,7 @@ class Conversations:
 
         Args:
             opening: Token ids that the turn was begun with.
-            tokens: What the model wrote after them.
+            tokens: Token ids that the model wrote after the opening.
             known: Documents of earlier turns; this one is added.
         """
         if not tokens or tokens[-1] not in self._stop_tokens:
@@ -240,18 +240,18 @@ class Conversations:
 def answers(
     target: LoadedTarget, prompts: Iterable[list[int]], config: OwnTextConfig, *, first: int = 0
 ) -> Iterator[tuple[int, list[int]]]:
-    """Lets a target answer prompts, as to rewrite the answers of conversations by others.
+    """Lets a target answer prompts, for example to rewrite the answers of conversations.
 
     Args:
         target: The target.
         prompts: Token ids of prompts that end where an answer begins. They are read as rows become free.
         config: ``length``, ``slots``, ``temperature``, ``greedy_share`` and ``seed`` are used.
-        first: Number of the first prompt for its random numbers, where the prompts are a part of a larger set.
+        first: Number of the first prompt for its random numbers, if the prompts are a part of a larger set.
 
     Yields:
         The number of the prompt, from 0, and the token ids of its answer, stop token included, in the order in which
         they end. There are none if the answer repeats itself at its end, or if the prompt has ``length`` tokens or
-        more. An answer depends on its prompt, its number and the seed alone.
+        more. An answer depends on its prompt, its number and the seed only.
 
     Raises:
         ValueError: ``length`` is more than the target holds, or a prompt is empty or has an id outside the vocabulary.

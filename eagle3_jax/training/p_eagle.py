@@ -1,16 +1,16 @@
 """P-EAGLE's objective: every draft position of a text in one forward (AWS, 2026, arXiv 2602.01469).
 
-At depth 0 a row is a true pair: token ``x_{a+1}`` and ``fc(f_a)``, at position ``a``, as EAGLE-3 has it. At depth
-``d`` it is what drafting puts there behind the anchor ``a``: the mask token and the learned state, at position
-``a + d``. All depths of all anchors would be ``K`` times the text, so each depth keeps some of the one before:
+At depth 0 a row is a true pair: token ``x_{a+1}`` and ``fc(f_a)``, at position ``a``, as in EAGLE-3. At depth ``d`` its
+inputs are those of drafting after the anchor ``a``: the mask token and the learned state, at position ``a + d``. All
+depths of all anchors would be ``K`` times the text, so each depth keeps some rows of the depth before:
 
 =================  ==================================================================================================
 depth 0            every position
-depth ``d``        ``⌊max(0, n - d) · max(r^d, r_min)⌋`` of the ``n`` supervised positions, drawn among those whose
-                   neighbour before was kept at depth ``d - 1``: what is kept is chains without gaps
-attention          all true pairs at ``j <= a``, and the mask rows of the same anchor up to its own depth
+depth ``d``        ``⌊max(0, n - d) · max(r^d, r_min)⌋`` of the ``n`` supervised positions, sampled from those whose
+                   predecessor was kept at depth ``d - 1``, so that chains have no gaps
+attention          all true pairs at ``j <= a``, and the mask rows of the same anchor up to the row's depth
 label              ``y_{a+d+1}``, the target's distribution after ``x_{a+d+1}``
-loss               mean of ``KL(p ‖ q)`` over all rows that are supervised, whatever their depth
+loss               mean of ``KL(p ‖ q)`` over all supervised rows of all depths
 =================  ==================================================================================================
 """
 
@@ -36,26 +36,26 @@ LEAST = 0.2
 
 
 class Chains(struct.PyTreeNode, kw_only=True):
-    """Rows to run, those of depth 0 first and in order: the text itself."""
+    """The rows of a forward. Those of depth 0 come first, in order: they are the text."""
 
-    anchors: Int[Array, "B S"]  #: Position of the last true pair that a row stands behind; its own at depth 0.
-    present: Bool[Array, "B S"]  #: False at padding, where fewer were kept than there is room for.
-    depths: tuple[int, ...] = struct.field(pytree_node=False)  #: ``S`` depths, ascending.
+    anchors: Int[Array, "B S"]  #: Position of the last true pair before a row; at depth 0 that of the row.
+    present: Bool[Array, "B S"]  #: False at padding.
+    depths: tuple[int, ...] = struct.field(pytree_node=False)  #: The ``S`` depths, ascending.
 
     @property
     def positions(self) -> Int[Array, "B S"]:
-        """Where each row stands."""
+        """Position of each row."""
         return self.anchors + jnp.asarray(self.depths, jnp.int32)
 
-    def of_depth(self, depth: int) -> slice:
-        """The rows of one depth."""
+    def rows_of_depth(self, depth: int) -> slice:
+        """Returns the slice of the rows of one depth."""
         return slice(self.depths.index(depth), len(self.depths) - self.depths[::-1].index(depth))
 
 
-def draw_chains(key: Key[Array, ""], valid: Bool[Array, "B T"], num_depths: int, ratio: float = RATIO) -> Chains:
-    """Chooses the rows that each depth keeps, among the supervised positions."""
+def sample_chains(key: Key[Array, ""], valid: Bool[Array, "B T"], num_depths: int, ratio: float = RATIO) -> Chains:
+    """Samples the rows that each depth keeps, from the supervised positions."""
 
-    def kept(num_valid: int, depth: int) -> int:
+    def count_kept(num_valid: int, depth: int) -> int:
         return int(max(0, num_valid - depth) * max(ratio**depth, LEAST))
 
     batch, size = valid.shape
@@ -66,32 +66,33 @@ def draw_chains(key: Key[Array, ""], valid: Bool[Array, "B T"], num_depths: int,
     num_valid = jnp.sum(valid, axis=1)
     pool = valid & (index > 0)
     for depth in range(1, num_depths):
-        room = kept(size, depth)
+        room = count_kept(size, depth)
         if room == 0:
             break
-        sizes = jnp.asarray([kept(count, depth) for count in range(size + 1)])[num_valid]
-        dice = jax.random.uniform(jax.random.fold_in(key, depth), (batch, size))
-        best, chosen = lax.top_k(jnp.where(pool, dice, -1.0), room)
+        sizes = jnp.asarray([count_kept(count, depth) for count in range(size + 1)])[num_valid]
+        uniforms = jax.random.uniform(jax.random.fold_in(key, depth), (batch, size))
+        best, chosen = lax.top_k(jnp.where(pool, uniforms, -1.0), room)
         taken = (best >= 0) & (jnp.arange(room) < sizes[:, None])
         anchors.append(jnp.where(taken, chosen - depth, 0))
         present.append(taken)
         depths += [depth] * room
-        follows = jax.vmap(lambda at: jnp.zeros((size,), jnp.bool_).at[at].set(True, mode="drop"))
-        pool = valid & follows(jnp.where(taken, chosen + 1, size))
+        mark = jax.vmap(lambda index: jnp.zeros((size,), jnp.bool_).at[index].set(True, mode="drop"))
+        pool = valid & mark(jnp.where(taken, chosen + 1, size))
     return Chains(
         anchors=jnp.concatenate(anchors, axis=1), present=jnp.concatenate(present, axis=1), depths=tuple(depths)
     )
 
 
 def chain_mask(chains: Chains, real: Bool[Array, "B T"]) -> Bool[Array, "B S S"]:
-    """Who sees whom: the true pairs up to the anchor, and what stands before a row in its own chain."""
+    """Returns the attention mask: rows attend to true pairs up to their anchor, and to their chain up to themselves."""
     depth = jnp.asarray(chains.depths)
     padding = len(chains.depths) - real.shape[1]
-    context = jnp.pad(real, ((0, 0), (0, padding)))[:, None, :] & (
-        chains.anchors[:, None] <= chains.anchors[:, :, None]
-    )
-    own = (chains.anchors[:, None] == chains.anchors[:, :, None]) & (depth <= depth[:, None])
-    return chains.present[:, None, :] & (context | own)
+    key_anchor = chains.anchors[:, None]
+    query_anchor = chains.anchors[:, :, None]
+    is_pair = jnp.pad(real, ((0, 0), (0, padding)))[:, None, :]
+    context = is_pair & (key_anchor <= query_anchor)
+    chain = (key_anchor == query_anchor) & (depth <= depth[:, None])
+    return chains.present[:, None, :] & (context | chain)
 
 
 def parallel_logits(
@@ -102,18 +103,18 @@ def parallel_logits(
     batch: TTTBatch,
     chains: Chains,
 ) -> Float[Array, "B S W"]:
-    """Draft logits of all rows, in one forward."""
+    """Returns the draft logits of all rows, in one forward."""
     head = bind(PEagleHead, drafter.config, drafter.precision, head_params)
+    config = drafter.config
     masks = (batch.tokens.shape[0], len(chains.depths) - batch.tokens.shape[1])
-    # The last pair has no token; no row that is supervised sees it.
-    tokens = jnp.concatenate(
-        [batch.tokens[:, 1:], batch.tokens[:, :1], jnp.full(masks, drafter.config.mask_token_id, jnp.int32)], axis=1
-    )
-    fused_mask = jnp.broadcast_to(head.fused_mask(), (*masks, drafter.config.width))
+    mask_tokens = jnp.full(masks, config.mask_token_id, jnp.int32)
+    # The last pair has no token; no supervised row attends to it.
+    tokens = jnp.concatenate([batch.tokens[:, 1:], batch.tokens[:, :1], mask_tokens], axis=1)
+    fused_mask = jnp.broadcast_to(head.fused_mask(), (*masks, config.width))
     stream = jnp.concatenate([head.fuse(features), fused_mask], axis=1)
     mask = chain_mask(chains, batch.attention_mask)
     positions = chains.positions
-    seen = memories(drafter.config.layers, mask, positions)
+    seen = memories(config.layers, mask, positions)
     output, _ = head(embed(embedding, tokens, drafter.precision), stream, positions, seen)
     return head.logits(output)
 
@@ -126,26 +127,26 @@ def p_eagle_loss(
     batch: TTTBatch,
     num_depths: int = 8,
 ) -> Loss:
-    """The mean of ``KL(p ‖ q)`` over supervised rows of all depths; see :func:`.ttt_loss`.
+    """Returns the mean of ``KL(p ‖ q)`` over supervised rows of all depths; see :func:`.ttt_loss`.
 
-    The key of the batch draws the rows; without it they are always the same.
+    The key of the batch chooses the rows; without a key they are always the same.
 
     Returns:
-        The loss, and for every depth ``k`` ``accuracy_k`` and ``acceptance_k`` of the rows that were drawn; and
-        ``simulated_tau`` over the chains that were drawn as deep.
+        The loss, and for every depth ``k`` ``accuracy_k`` and ``acceptance_k`` of the sampled rows; and
+        ``simulated_tau``, at each depth over the chains that reach it.
     """
     frozen = lax.stop_gradient(frozen)
     size = batch.tokens.shape[1]
     teacher, features = teacher_forward(drafter, target, frozen, batch, 1)
     real = batch.attention_mask
     valid = batch.loss_mask & real & jnp.pad(real[:, 1:], ((0, 0), (0, 1)))
-    chains = draw_chains(jax.random.key(0) if batch.key is None else batch.key, valid, num_depths)
+    chains = sample_chains(jax.random.key(0) if batch.key is None else batch.key, valid, num_depths)
     logits = parallel_logits(drafter, head_params, frozen["embedding"], features, batch, chains)
 
-    place = jnp.where(chains.present, chains.positions, 0)
-    take = jax.vmap(lambda leaf, at: leaf[at])
-    label = Teacher(*(take(leaf, place + 1) for leaf in teacher))
-    counted = chains.present & take(valid, place)
+    position = jnp.where(chains.present, chains.positions, 0)
+    take = jax.vmap(lambda leaf, index: leaf[index])
+    label = Teacher(*(take(leaf, position + 1) for leaf in teacher))
+    counted = chains.present & take(valid, position)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     divergence = jnp.sum(jax.scipy.special.xlogy(label.probs, label.probs) - label.probs * logprobs, axis=-1)
     loss = share(divergence, counted)
@@ -154,15 +155,14 @@ def p_eagle_loss(
     metrics = {}
     chain = []
     hits = jnp.argmax(logprobs, axis=-1) == label.best
-    overlap = jnp.minimum(label.probs * label.mass[..., None], jnp.exp(logprobs)).sum(-1)
+    overlap = jnp.minimum(label.full_probs, jnp.exp(logprobs)).sum(-1)
+    scatter = jax.vmap(lambda index, values: jnp.zeros((size,), jnp.bool_).at[index].set(values, mode="drop"))
     for depth in range(chains.depths[-1] + 1):
-        part = chains.of_depth(depth)
-        hit = hits[:, part]
-        here = counted[:, part]
-        anchor = chains.anchors[:, part]
-        metrics[f"accuracy_{depth}"] = share(hit, here)
-        metrics[f"acceptance_{depth}"] = share(overlap[:, part], here)
-        at_anchors = jax.vmap(lambda at, one: jnp.zeros((size,), jnp.bool_).at[at].set(one, mode="drop"))
-        anchor = jnp.where(here, anchor, size)
-        chain.append((at_anchors(anchor, hit), at_anchors(anchor, here)))
+        rows = chains.rows_of_depth(depth)
+        hit = hits[:, rows]
+        counts = counted[:, rows]
+        metrics[f"accuracy_{depth}"] = share(hit, counts)
+        metrics[f"acceptance_{depth}"] = share(overlap[:, rows], counts)
+        anchor = jnp.where(counts, chains.anchors[:, rows], size)
+        chain.append((scatter(anchor, hit), scatter(anchor, counts)))
     return loss, {**metrics, "simulated_tau": greedy_tau(chain)}

@@ -1,9 +1,9 @@
-"""How many tokens a round gives, read off texts in one pass and without decoding.
+"""Tokens per round, read off texts in one pass and without decoding.
 
-Of a chain of ``K`` drafts, those are accepted that equal the text up to the first that does not. So the drafts at
-every position give the rounds: the first begins where the answer does, each next one behind the token that the target
-gave. On text that the target wrote greedily, these are exactly the rounds of decoding it. On sampled text their number
-is right on average, because a greedy draft is accepted as often as the target samples its token.
+The drafts of a chain of ``K`` are accepted up to the first that differs from the text. So the drafts at every position
+determine the rounds. The first round begins with the answer, and each next one after the token that the target added.
+On text that the target wrote greedily, these are exactly the rounds of decoding it. On sampled text their number is
+right on average, because a greedy draft is accepted as often as the target samples its token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def draft_hits(
     draft_to_target: Int[Array, " W"] | None,
     num_steps: int,
 ) -> Bool[Array, "B T K"]:
-    """Whether the ``k``-th draft behind token ``t + 1`` is the text's token ``t + 2 + k``, if the drafts before it are.
+    """Returns whether draft ``k`` after token ``t + 1`` is token ``t + 2 + k`` of the text, if all before it are.
 
     Args:
         drafter: The head's configuration and precision.
@@ -51,15 +51,15 @@ def draft_hits(
 
 
 def accepted_in_rounds(hits: Bool[np.ndarray, "T K"], first: int, end: int) -> list[int]:
-    """Accepted drafts of every round of one text.
+    """Returns the number of accepted drafts of every round of one text.
 
     Args:
         hits: See :func:`draft_hits`.
         first: Index of the first token of the answer, which the prefill gives.
-        end: Index behind the last token of the answer.
+        end: Index after the last token of the answer.
 
     Returns:
-        For each round the number of accepted drafts, 0 to ``K``. Drafts behind the end of the text are not counted.
+        For each round the number of accepted drafts, 0 to ``K``. Drafts past the end of the text are not counted.
     """
     rounds = []
     root = first

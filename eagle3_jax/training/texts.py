@@ -1,4 +1,4 @@
-"""Texts to learn from: token ids with a mask of what is learnt, in files that are whole or absent."""
+"""Texts to learn from: token ids with a mask of the tokens that are learnt, in files that are complete or absent."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Text(NamedTuple):
 
 
 def document_hash(text: str) -> int:
-    """The first 8 bytes of the SHA-256 of a document, as a whole number."""
+    """Returns the first 8 bytes of the SHA-256 of a document, as an integer."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """``R`` texts of ``N`` tokens in all, one after the other.
+    """``R`` texts with ``N`` tokens in total, one after the other.
 
     Attributes:
         tokens: ``[N]`` token ids.
         learn: ``[N]``, whether a head learns to draft the token.
         length: ``[R]``, tokens of each text.
-        document: ``[R]``, the hash of the document that each text is from.
+        document: ``[R]``, the hash of each text's document.
     """
 
     tokens: Int[np.ndarray, " N"]
@@ -72,12 +72,12 @@ class Texts:
         return np.cumsum(self.length, dtype=np.int64) - self.length
 
     def chosen(self, mask: Bool[np.ndarray, " R"]) -> Texts:
-        """The texts for which the mask is True."""
+        """Returns the texts for which the mask is True."""
         tokens = np.repeat(mask, self.length)
         return Texts(self.tokens[tokens], self.learn[tokens], self.length[mask], self.document[mask])
 
     def prompts(self) -> list[tuple[int, bytes]]:
-        """What each text answers: its document, and the bytes of the token ids before the first that is learnt."""
+        """Returns the prompt of each text: its document, and the bytes of the token ids before the first learnt one."""
         prompts = []
         for begin, length, document in zip(self.start, self.length, self.document, strict=True):
             learnt = np.flatnonzero(self.learn[begin : begin + length])
@@ -86,7 +86,7 @@ class Texts:
         return prompts
 
     def held_out(self, share: float) -> Bool[np.ndarray, " R"]:
-        """Which texts are held out: those whose document has one of the lowest hashes.
+        """Returns a mask of the texts that are held out: those whose document has one of the lowest hashes.
 
         Args:
             share: Share of all documents, 0 to 1.
@@ -100,10 +100,10 @@ class Texts:
 
     @classmethod
     def load(cls, path: Path) -> Texts:
-        """Reads what :meth:`save` wrote.
+        """Reads a file that :meth:`save` wrote.
 
         Raises:
-            ValueError: The file is damaged, or it is another file.
+            ValueError: The file is damaged or has other content.
         """
         try:
             with np.load(path) as arrays:
@@ -123,7 +123,7 @@ class Texts:
 
 
 def token_counts(texts: Texts, vocab_size: int) -> Int[np.ndarray, " V"]:
-    """How often each token is learnt.
+    """Returns how often each token is learnt.
 
     Raises:
         ValueError: A token is outside the vocabulary.
@@ -136,14 +136,14 @@ def token_counts(texts: Texts, vocab_size: int) -> Int[np.ndarray, " V"]:
     return np.bincount(texts.tokens[texts.learn], minlength=vocab_size)
 
 
-# Places of tokens in batches
+# Batches
 
 
 class Bucket(NamedTuple):
     """Texts that are padded to one length."""
 
     length: int  #: Tokens of a padded row.
-    texts: Int[np.ndarray, " n"]  #: Indices of the texts, none longer.
+    texts: Int[np.ndarray, " n"]  #: Indices of the texts, each of at most ``length`` tokens.
 
 
 def buckets_of(length: Int[np.ndarray, " R"], most: int = 6, multiple: int = 16) -> list[Bucket]:
@@ -151,25 +151,25 @@ def buckets_of(length: Int[np.ndarray, " R"], most: int = 6, multiple: int = 16)
 
     Args:
         length: ``[R]``, tokens of each text.
-        most: Most buckets; each has about as many texts.
-        multiple: Padded lengths are multiples of it.
+        most: Maximum number of buckets; each has about as many texts.
+        multiple: Padded lengths are multiples of this number.
     """
     quantiles = np.quantile(length, np.arange(1, most + 1) / most, method="higher")
-    ends = np.unique(-(-quantiles.astype(np.int64) // multiple) * multiple)
-    place = np.searchsorted(ends, length)
-    return [Bucket(int(end), np.flatnonzero(place == index)) for index, end in enumerate(ends)]
+    padded_lengths = np.unique(-(-quantiles.astype(np.int64) // multiple) * multiple)
+    bucket = np.searchsorted(padded_lengths, length)
+    return [Bucket(int(size), np.flatnonzero(bucket == index)) for index, size in enumerate(padded_lengths)]
 
 
 def padded(
     texts: Texts, chosen: Int[np.ndarray, " b"], length: int, count: int
 ) -> tuple[Int[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
-    """Token ids of a batch, and which of them are real.
+    """Returns the token ids of a batch, and a mask of the real ones.
 
     Args:
         texts: The texts.
         chosen: Indices of at most ``count`` texts.
-        length: ``T``.
-        count: ``B``. Rows without a text hold one token, because a row of nothing has no attention.
+        length: ``T``, tokens of a row.
+        count: ``B``. Rows without a text hold one token, because the attention of an empty row is undefined.
     """
     tokens = np.zeros((count, length), np.int32)
     real = np.zeros((count, length), np.bool_)

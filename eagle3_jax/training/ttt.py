@@ -1,14 +1,14 @@
 """The training-time test of EAGLE-3: a head learns on the inputs that it will meet while drafting.
 
 At inference the head reads the target's features only once and its own output afterwards. Training therefore unrolls
-the head ``K`` times (Li et al., 2025, arXiv 2503.01840, section 3.2; HASS, Zhang et al., 2024): at step ``k`` row ``t``
-stands for the draft that follows the verified prefix ``x_0 .. x_t`` and is ``k`` tokens deep.
+the head ``K`` times (Li et al., 2025, arXiv 2503.01840, section 3.2; HASS, Zhang et al., 2024). At step ``k``, row
+``t`` is the draft that follows the verified prefix ``x_0 .. x_t`` and is ``k`` tokens deep:
 
 =================  =====================================================================
 token              ``x_{t+1+k}``, from the data and not from the head
 features           ``fc(f_t)`` at step 0, then the head's own output of step ``k - 1``
 rotary position    ``t + k``
-attention          keys of step 0 at ``j <= t``, keys of steps ``1 .. k`` at ``t`` alone; within the window, if any
+attention          keys of step 0 at ``j <= t``, keys of steps ``1 .. k`` at ``t`` only; within the window, if any
 label              ``y_{t+1+k}``, the target's distribution after ``x_{t+1+k}``
 =================  =====================================================================
 """
@@ -36,7 +36,7 @@ from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, exten
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TTTConfig:
-    """How the steps are weighted and what counts. Defaults are those of the official training code.
+    """Weights of the steps, and which rows count. Defaults are those of the official training code.
 
     Rows whose most likely target token is outside the draft vocabulary have no loss.
     """
@@ -44,8 +44,8 @@ class TTTConfig:
     num_steps: int = 7  #: ``K``; the official code unrolls 7 steps, the paper 5.
     decay: float = 0.8  #: Step ``k`` weighs ``decay^k``.
     #: Divisor of the sum over rows: ``all`` rows ``B·T``, masked or not, or the ``supervised`` ones. ``all`` also keeps
-    #: a flaw of the official code: supervised rows whose label lies beyond the end of the sequence are pulled towards
-    #: the uniform distribution. ``supervised`` leaves them out.
+    #: a flaw of the official code: supervised rows whose label is past the end of the sequence are pulled towards the
+    #: uniform distribution. ``supervised`` leaves them out.
     denominator: Literal["all", "supervised"] = "all"
     #: Standard deviation of Gaussian noise on each feature, as a part of the feature's root mean square. Without it a
     #: head learns few texts by heart. It needs the key of the batch. (EAGLE-1, section 3.2, has uniform noise.)
@@ -53,14 +53,19 @@ class TTTConfig:
 
 
 class Teacher(NamedTuple):
-    """The target's distributions, kept over the draft vocabulary only.
+    """The target's distributions, restricted to the draft vocabulary.
 
-    ``S = T + K`` positions: behind the last token the target's logits are taken as zero, as in the official code.
+    They have ``S = T + K`` positions: after the last token the target's logits count as zero, as in the official code.
     """
 
     probs: Float[Array, "B S W"]  #: Softmax over the draft vocabulary.
     mass: Float[Array, "B S"]  #: Probability of the draft vocabulary under the full softmax.
-    best: Int[Array, "B S"]  #: Draft id of the most likely of all target tokens; -1 where the head cannot propose it.
+    best: Int[Array, "B S"]  #: Draft id of the most likely of all target tokens; -1 if the head cannot propose it.
+
+    @property
+    def full_probs(self) -> Float[Array, "*rows W"]:
+        """Probabilities of the draft tokens under the full softmax."""
+        return self.probs * self.mass[..., None]
 
 
 def ttt_loss(
@@ -71,15 +76,15 @@ def ttt_loss(
     batch: TTTBatch,
     config: TTTConfig = TTTConfig(),
 ) -> Loss:
-    """``Σ_k decay^k · Σ_rows CE(p, q_k) / denominator``, differentiable in ``head_params`` alone.
+    """Returns ``Σ_k decay^k · Σ_rows CE(p, q_k) / denominator``, differentiable in ``head_params`` only.
 
     Args:
         drafter: The head's configuration and precision.
-        target: The target that is to be predicted.
+        target: The target, which the head learns to predict.
         head_params: Parameters of the head, which are trained.
         frozen: Arrays that are not trained.
-        batch: Sequences; positions are counted from the first column.
-        config: Unroll length, weights and denominators.
+        batch: Sequences to learn from; positions are counted from the first column.
+        config: Number of steps, their weights and the denominator.
 
     Returns:
         The loss, and for every step ``k``
@@ -97,8 +102,9 @@ def ttt_loss(
     teacher, features = teacher_forward(drafter, target, frozen, batch, num_steps)
     if config.noise and batch.key is not None:
         size = jnp.sqrt(jnp.mean(jnp.square(features), axis=-1, keepdims=True))
-        features = features + config.noise * size * jax.random.normal(batch.key, features.shape, features.dtype)
-    output = borrowed(drafter, target, frozen)
+        noise = jax.random.normal(batch.key, features.shape, features.dtype)
+        features = features + config.noise * size * noise
+    output = borrowed_output(drafter, target, frozen)
     logits = unroll(drafter, head_params, frozen["embedding"], features, batch, num_steps, output)
     return loss_and_metrics(teacher, logits, batch, config)
 
@@ -106,7 +112,7 @@ def ttt_loss(
 def loss_and_metrics(
     teacher: Teacher, logits: Sequence[Float[Array, "B T W"]], batch: TTTBatch, config: TTTConfig
 ) -> Loss:
-    """The loss and the metrics of :func:`ttt_loss`, from the draft logits of every step."""
+    """Returns the loss and the metrics of :func:`ttt_loss`, from the draft logits of every step."""
     size = batch.tokens.shape[1]
     learn = extend(batch.loss_mask, config.num_steps)
     metrics: dict[str, Float[Array, ""]] = {}
@@ -120,13 +126,14 @@ def loss_and_metrics(
 
         log_norm = jax.nn.logsumexp(scores, axis=-1)
         cross_entropy = log_norm - jnp.sum(label.probs * scores, axis=-1)
-        rows = _count(jnp.ones_like(counted) if config.denominator == "all" else counted)
-        term = jnp.sum(jnp.where(trained, cross_entropy, 0.0)) / jnp.maximum(rows, 1.0)
+        divisor = _count(jnp.ones_like(counted) if config.denominator == "all" else counted)
+        term = jnp.sum(jnp.where(trained, cross_entropy, 0.0)) / jnp.maximum(divisor, 1.0)
         loss = loss + config.decay**step * term
 
         scores, log_norm = lax.stop_gradient((scores, log_norm))
         hit = jnp.argmax(scores, axis=-1) == label.best
-        overlap = jnp.minimum(label.probs * label.mass[..., None], jnp.exp(scores - log_norm[..., None])).sum(-1)
+        q = jnp.exp(scores - log_norm[..., None])
+        overlap = jnp.minimum(label.full_probs, q).sum(-1)
         chain.append((hit, labelled))
         metrics[f"loss_{step}"] = term
         metrics[f"accuracy_{step}"] = _count(hit & counted) / (_count(counted) + 1e-6)
@@ -137,9 +144,9 @@ def loss_and_metrics(
 def teacher_forward(
     drafter: NetworkDrafter, target: DecoderTarget, frozen: Frozen, batch: TTTBatch, num_steps: int
 ) -> tuple[Teacher, Float[Array, "B T A Dt"]]:
-    """The target's distributions in compact form, and the features that the head fuses.
+    """Returns the target's distributions over the draft vocabulary, and the features that the head fuses.
 
-    They are those that the batch holds (``known``), or else one forward of the target computes them.
+    The batch holds them (``known``); otherwise one forward of the target computes them.
     """
     params = frozen["target_params"]
     draft_to_target = frozen["draft_to_target"]
@@ -158,9 +165,11 @@ def teacher_forward(
         log_norm_of_all = jnp.asarray(batch.known.log_norm)
     log_norm = jax.nn.logsumexp(drafted, axis=-1)
     draft_size = drafted.shape[-1]
+    probs = jnp.exp(drafted - log_norm[..., None])
+    mass = jnp.exp(log_norm - log_norm_of_all)
     teacher = Teacher(
-        probs=extend(jnp.exp(drafted - log_norm[..., None]), num_steps, 1.0 / draft_size),
-        mass=extend(jnp.exp(log_norm - log_norm_of_all), num_steps, draft_size / target.vocab_size),
+        probs=extend(probs, num_steps, 1.0 / draft_size),
+        mass=extend(mass, num_steps, draft_size / target.vocab_size),
         best=extend(to_draft[likeliest], num_steps, to_draft[0]),
     )
     return teacher, features
@@ -169,7 +178,7 @@ def teacher_forward(
 def _unembed_some(
     target: DecoderTarget, params: Params, final: Float[Array, "B T D"], tokens: Int[Array, " W"] | None
 ) -> Float[Array, "B T W"]:
-    """The target's logits of some tokens, as if these were its vocabulary; ``None`` for all."""
+    """Returns the target's logits of some tokens, as if these were its vocabulary; ``None`` for all."""
     if tokens is not None and target.config.tie_embeddings:
         params = {**params, "embedding": params["embedding"][tokens]}
     elif tokens is not None:
@@ -178,8 +187,8 @@ def _unembed_some(
     return target.unembed(params, final)
 
 
-def borrowed(drafter: Eagle3Drafter, target: DecoderTarget, frozen: Frozen) -> Float[Array, "D V"] | None:
-    """The target's output matrix, for heads that read their logits off it."""
+def borrowed_output(drafter: Eagle3Drafter, target: DecoderTarget, frozen: Frozen) -> Float[Array, "D V"] | None:
+    """Returns the target's output matrix for heads that compute their logits with it; ``None`` for others."""
     return target.tables(frozen["target_params"]).unembedding if drafter.borrows_output else None
 
 
@@ -192,23 +201,24 @@ def unroll(
     num_steps: int,
     output: Float[Array, "D V"] | None = None,
 ) -> list[Float[Array, "B T W"]]:
-    """Draft logits of every step, all rows at once; see the table above for who sees what."""
+    """Returns the draft logits of every step, all rows at once; the table above says what each row attends to."""
     params = {"head": head_params, "embedding": embedding} | ({} if output is None else {"output": output})
     head = drafter.bind(params)
-    return [drafter.logits(params, head, one) for one in outputs(drafter, params, features, batch, num_steps)]
+    streams = unroll_head(drafter, params, features, batch, num_steps)
+    return [drafter.logits(params, head, stream) for stream in streams]
 
 
-def outputs(
+def unroll_head(
     drafter: Eagle3Drafter, params: Params, features: Float[Array, "B T A Dt"], batch: TTTBatch, num_steps: int
 ) -> list[Float[Array, "B T D"]]:
-    """What the head gives in every step, which it is fed in the next."""
+    """Returns the head's output of every step, which is its input in the next step."""
     head = drafter.bind(params)
     tokens = extend(batch.tokens, num_steps)
     size = batch.tokens.shape[1]
     seen = batch.seen
     positions = batch.positions
     stream = head.fuse(features)
-    given = []
+    streams = []
     written: list[tuple[KeyValue, ...]] = []
     for step in range(num_steps):
         spans = enumerate(spans_of(drafter.config.layers))
@@ -216,23 +226,25 @@ def outputs(
         embedded = drafter.embed(params, _from(tokens, step + 1, size), positions + step)
         stream, kv = head(embedded, stream, positions + step, memories)
         written.append(kv)
-        given.append(stream)
-    return given
+        streams.append(stream)
+    return streams
 
 
 def labelled_rows(batch: TTTBatch, step: int) -> Bool[Array, "B T"]:
-    """The rows of a step that are worth learning and have a label: the token before the predicted one is text."""
+    """Returns the rows of a step that are worth learning and have a label: the last token that they read is text."""
     size = batch.tokens.shape[1]
-    learn, real = (extend(mask, step + 1) for mask in (batch.loss_mask, batch.attention_mask))
-    return _from(learn, step, size) & _from(real, step + 1, size)
+    learn = _from(extend(batch.loss_mask, step + 1), step, size)
+    real = _from(extend(batch.attention_mask, step + 1), step + 1, size)
+    return learn & real
 
 
 def _memory(
     written: list[KeyValue], seen: Bool[Array, "B T T"], positions: Int[Array, "B T"], span: Span
 ) -> BlockMemory:
-    """Step 0 is verified text, seen causally; each later step is a row's own guess, seen by that row alone.
+    """Returns what a step attends to in a layer.
 
-    Row ``t`` of step ``k`` stands at position ``t + k``, and so do its keys: a window moves on with the steps.
+    Step 0 is verified text with a causal mask. The keys of each later step are guesses, which only their own row sees.
+    Row ``t`` of step ``k`` has position ``t + k``, and so have its keys: a window moves with the steps.
     """
     step = len(written)
     if not span.is_unlimited:
@@ -246,7 +258,7 @@ def _memory(
 
 
 def _from(x: Array, start: int, size: int) -> Array:
-    """Columns ``start .. start + size - 1``: row ``t`` holds what stood at ``t + start``."""
+    """Returns columns ``start .. start + size - 1``: column ``t`` of the result is column ``t + start`` of ``x``."""
     return x[:, start : start + size]
 
 

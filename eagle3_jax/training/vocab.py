@@ -1,7 +1,7 @@
-"""Which tokens a draft head may propose: the most frequent ones of its training text.
+"""The draft vocabulary: the tokens that a head can propose, the most frequent ones of its training text.
 
-A smaller output projection makes drafting cheaper; what it leaves out is drafted wrongly and costs acceptance, never
-correctness (FR-Spec, Zhao et al., 2025; EAGLE-3, Li et al., 2025).
+A smaller output projection makes drafting faster. Tokens outside the draft vocabulary are never drafted, which lowers
+acceptance and does not change the output (FR-Spec, Zhao et al., 2025; EAGLE-3, Li et al., 2025).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from jaxtyping import Int
 
 
 def select_draft_vocabulary(counts: Int[np.ndarray, " V"], size: int) -> Int[np.ndarray, " W"]:
-    """The ``size`` most frequent tokens, as ascending target ids: ``draft_to_target``.
+    """Returns the ``size`` most frequent tokens, as ascending target ids: ``draft_to_target``.
 
-    Ties go to the lower id; with fewer distinct tokens than ``size`` the lowest unused ids fill up.
+    Ties go to the lower id. If fewer tokens than ``size`` occur, the lowest unused ids are added.
 
     Raises:
         ValueError: ``size`` is not between 1 and ``V``.
@@ -26,5 +26,5 @@ def select_draft_vocabulary(counts: Int[np.ndarray, " V"], size: int) -> Int[np.
 
 
 def coverage(counts: Int[np.ndarray, " V"], draft_to_target: Int[np.ndarray, " W"]) -> float:
-    """Share of the counted tokens that the draft vocabulary contains: a ceiling for greedy acceptance."""
+    """Returns the share of the counted tokens in the draft vocabulary: an upper bound of greedy acceptance."""
     return int(counts[draft_to_target].sum()) / int(counts.sum())

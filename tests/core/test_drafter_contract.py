@@ -22,8 +22,9 @@ from eagle3_jax import check_drafter
 from eagle3_jax.decode import LoadedDrafter
 from eagle3_jax.drafters import Fallback, Markov, NGram, Plain, Suffix, layer_skip
 from eagle3_jax.testing import DRAFTER_CHECKS
-from eagle3_jax.testing.drafter import Subject
+from eagle3_jax.testing.drafter import draft_after_prompt, observe, sample_observation, state_after_prompt
 from eagle3_jax.testing.scripted import FixedTree, RootState
+from eagle3_jax.testing.subject import Subject
 from eagle3_jax.topology import Chain, DynamicTree
 from eagle3_jax.types import Draft, DraftSampling, SamplingParams
 
@@ -67,9 +68,9 @@ ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
     ),
     "n-grams, else an EAGLE-3 dynamic tree": lambda: Fallback.of(RARE, tiny.eagle3(TARGET, TREE)),
 }
-LAW = "sampled output has the target's law"
-ENOUGH = {"draws from what it declares": 32768}  # samples that show every fault of BROKEN
-COSTLY = {"greedy output is the target's", LAW}  # test_greedy and test_long_distribution ask every method
+DISTRIBUTION = "sampled output has the target's distribution"
+ENOUGH = {"draws from what it declares": 32768}  # samples with which every fault of BROKEN is detected
+COSTLY = {"greedy output is the target's", DISTRIBUTION}  # test_greedy and test_long_distribution cover every method
 SAMPLED_TREE = LoadedDrafter(
     tiny.Sampled((-1, 0, 0, 1)), jnp.array(np.random.default_rng(0).dirichlet(np.ones(13), 13), jnp.float32)
 )
@@ -83,7 +84,8 @@ def drafter_of(name: str) -> LoadedDrafter:
 
 @functools.cache
 def subject(name: str) -> Subject:
-    return Subject(drafter_of(name), TARGET, samples=4096)
+    loaded = drafter_of(name)
+    return Subject(loaded.drafter, loaded.params, TARGET, samples=4096)
 
 
 @pytest.mark.parametrize("check", [name for name in DRAFTER_CHECKS if name not in COSTLY])
@@ -93,15 +95,14 @@ def test_every_drafter_keeps_the_contract(name: str, check: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ALL_DRAFTERS if "plain" not in name])
-def test_what_is_asked_is_a_draft_and_not_its_absence(name: str) -> None:
-    assert subject(name).draft.valid[:, 1:].any()
+def test_checks_compare_drafts_that_are_not_empty(name: str) -> None:
+    assert subject(name).once(draft_after_prompt).valid[:, 1:].any()
 
 
 @pytest.mark.parametrize("name", ["EAGLE-3 chain", "EAGLE-3 dynamic tree"])
 def test_an_observation_of_no_tokens_leaves_every_bit_of_a_row_as_it_is(name: str) -> None:
-    one = subject(name)
-    before = one.after_prompt
-    after = one.observe(one.shown((0, 2, 0, 1), seed=1), state=before)
+    before = subject(name).once(state_after_prompt)
+    after = observe(subject(name), sample_observation(subject(name), (0, 2, 0, 1), stream=1), state=before)
     for row in (0, 2):
         assert tiny.same_bits(
             *([leaf[row] for leaf in jax.tree.leaves(tiny.known(state))] for state in (before, after))
@@ -109,7 +110,7 @@ def test_an_observation_of_no_tokens_leaves_every_bit_of_a_row_as_it_is(name: st
 
 
 def test_a_greedy_row_of_a_sampling_drafter_declares_point_masses() -> None:
-    draft = subject("EAGLE-3 sampled chain").draft
+    draft = subject("EAGLE-3 sampled chain").once(draft_after_prompt)
     assert draft.probs[0, 1:].max(-1).tolist() == [1.0] * (draft.tokens.shape[1] - 1)
 
 
@@ -120,24 +121,25 @@ def test_a_drafter_that_is_right_passes_every_check(drafter: LoadedDrafter) -> N
     report.raise_if_failed()
     assert str(report).endswith(f"{len(DRAFTER_CHECKS)} passed, 0 failed, 0 not run")
     assert re.search(
-        r"law: 4096 sequences, \d+ draft tokens accepted; a deviation of 2\d.\d% .* nine times", str(report)
+        r"distribution: 4096 sequences, \d+ draft tokens accepted; a deviation of 2\d.\d% .* with 90 % power",
+        str(report),
     )
 
 
 class Remembering(Ordinary):
-    """Keeps on itself how often it was asked, and drafts by it."""
+    """Counts its drafts in an attribute, and drafts by that number."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.calls = 0
 
     def propose(self, *arguments: Any) -> Draft:
-        self.asked += 1
+        self.calls += 1
         draft = Ordinary.propose(self, *arguments)
-        return dataclasses.replace(draft, tokens=draft.tokens.at[:, 1:].add(self.asked) % VOCABULARY)
+        return dataclasses.replace(draft, tokens=draft.tokens.at[:, 1:].add(self.calls) % VOCABULARY)
 
 
 class Hasty(Ordinary):
-    """Another hash every few times that it is asked for one."""
+    """Changes its hash every few calls."""
 
     def __init__(self, every: int):
         self.every = every
@@ -149,11 +151,11 @@ class Hasty(Ordinary):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Drawing(FixedTree):
-    """Draws each node from a law of its own, and declares another, or the same."""
+class Sampling(FixedTree):
+    """Samples each node below the root from a fixed distribution, and declares one."""
 
-    law: Callable[[Any], Any]  #: By the number of tokens known, ``[B]``, what the nodes below the root are drawn from.
-    declared: Any  #: What it declares for them.
+    distribution: Callable[[Any], Any]  #: The sampled distributions, by the number of observed tokens, ``[B]``.
+    declared: Any  #: The declared distributions.
 
     # its arrays have no hash
     __eq__ = object.__eq__
@@ -161,35 +163,36 @@ class Drawing(FixedTree):
 
     def propose(self, params: Any, state: RootState, keys: Any, sampling: SamplingParams) -> Draft:
         shape = (state.root.shape[0], self.num_nodes - 1, VOCABULARY)
-        law = jnp.broadcast_to(self.law(state.length), shape)
-        drawn = jax.vmap(lambda key, q: jax.random.categorical(key, jnp.log(q), axis=-1))(keys, law)
+        distribution = jnp.broadcast_to(self.distribution(state.length), shape)
+        sample = jax.vmap(lambda key, q: jax.random.categorical(key, jnp.log(q), axis=-1))
+        sampled = sample(keys, distribution)
         probs = jnp.pad(jnp.broadcast_to(self.declared, shape), ((0, 0), (1, 0), (0, 0)))
-        return self.draft(state, jnp.pad(drawn.astype(jnp.int32), ((0, 0), (1, 0))), probs)
+        return self.draft(state, jnp.pad(sampled.astype(jnp.int32), ((0, 0), (1, 0))), probs)
 
 
-def siblings(law: Any, declared: Any) -> Drawing:
-    return Drawing((-1, 0, 0), lambda length: law, declared)
+def siblings(distribution: Any, declared: Any) -> Sampling:
+    return Sampling((-1, 0, 0), lambda length: distribution, declared)
 
 
-def deep(law: Callable[[Any], Any], declared: Any) -> Drawing:
-    return Drawing((-1, 0, 1, 2, 3), law, declared)
+def deep(distribution: Callable[[Any], Any], declared: Any) -> Sampling:
+    return Sampling((-1, 0, 1, 2, 3), distribution, declared)
 
 
 class Peeking(FixedTree):
-    """Draws evenly, and declares a distribution that depends on the token that it has drawn."""
+    """Samples uniformly, and declares a distribution that depends on the sampled token."""
 
     def propose(self, params: Any, state: RootState, keys: Any, sampling: SamplingParams) -> Draft:
-        drawn = jax.vmap(lambda key: jax.random.randint(key, (self.num_nodes,), 0, VOCABULARY))(keys)
-        return self.draft(state, drawn, jnp.where((drawn % 2 == 0)[:, :, None], UNIFORM, SKEWED))
+        tokens = jax.vmap(lambda key: jax.random.randint(key, (self.num_nodes,), 0, VOCABULARY))(keys)
+        return self.draft(state, tokens, jnp.where((tokens % 2 == 0)[:, :, None], UNIFORM, SKEWED))
 
 
 UNIFORM = jnp.full((VOCABULARY,), 1 / VOCABULARY, jnp.float32)
 SKEWED = jnp.array(np.r_[np.full(6, 1.4), np.full(7, 0.6)] / (6 * 1.4 + 7 * 0.6), jnp.float32)
 
 
-LAWS = jax.nn.softmax(jnp.asarray(np.random.default_rng(0).normal(0, 1.5, (4, VOCABULARY)), jnp.float32), axis=-1)
+PROBS = jax.nn.softmax(jnp.asarray(np.random.default_rng(0).normal(0, 1.5, (4, VOCABULARY)), jnp.float32), axis=-1)
 NEAR = jax.nn.softmax(jnp.asarray(np.random.default_rng(11).normal(0, 1.5, VOCABULARY), jnp.float32))
-COOLER = jax.nn.softmax(jnp.log(LAWS) / jnp.array([[1.0], [1.0], [1.0], [0.97]]), axis=-1)
+COOLER = jax.nn.softmax(jnp.log(PROBS) / jnp.array([[1.0], [1.0], [1.0], [0.97]]), axis=-1)
 
 
 def mean_of_rows(draft: Draft) -> Any:
@@ -254,24 +257,24 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
         deep(lambda length: NEAR, NEAR.astype(jnp.bfloat16).astype(jnp.float32)), "declares distributions",
         "add up to .* expected 1 within 2e-05",
     ),
-    "another law after 24 tokens": (
-        deep(lambda length: jnp.where(length[:, None, None] >= 24, LAWS[:, ::-1], LAWS), LAWS),
-        "draws from what it declares", "after a long text node . draws likely tokens too seldom",
+    "another distribution after 24 tokens": (
+        deep(lambda length: jnp.where(length[:, None, None] >= 24, PROBS[:, ::-1], PROBS), PROBS),
+        "draws from what it declares", "after a long text node . samples likely tokens too seldom",
     ),
-    "a last token that is drawn three percent cooler": (
-        deep(lambda length: COOLER, LAWS), "draws from what it declares", "node 4 draws likely tokens too often"
+    "a last token that is sampled three percent cooler": (
+        deep(lambda length: COOLER, PROBS), "draws from what it declares", "node 4 samples likely tokens too often"
     ),
     "a state that ends after 24 tokens": (
         observing(lambda old, new, seen: {
             **new, "root": jnp.where((old["length"] >= 24) & (seen.length > 0), old["root"], new["root"])
         }), "observing in pieces is observing at once", "drafts something else when 72 tokens",
     ),
-    "what a token is drawn from follows from the token": (
+    "a distribution that depends on its sampled token": (
         Peeking((-1, 0, 1)), "knows before it draws", "of one state that share every token before it"
     ),
     "probabilities for one token and others drafted": (
-        siblings(jnp.eye(VOCABULARY)[3] + 1e-9, UNIFORM), "sampled output has the target's law",
-        "do not have the target's distribution",
+        siblings(jnp.eye(VOCABULARY)[3] + 1e-9, UNIFORM), "sampled output has the target's distribution",
+        "does not follow the target",
     ),
 }  # fmt: skip
 
@@ -288,8 +291,8 @@ def test_a_drafter_is_found_out_for(name: str) -> None:
         report.raise_if_failed()
 
 
-def test_a_right_law_under_which_nothing_was_accepted_is_not_a_pass() -> None:
-    report = check_drafter(Plain(), TARGET, checks=[LAW], samples=1024)
+def test_a_right_distribution_without_accepted_drafts_is_not_a_pass() -> None:
+    report = check_drafter(Plain(), TARGET, checks=[DISTRIBUTION], samples=1024)
     (finding,) = report.findings
     assert finding.verdict == "not run" and "refusals alone" in finding.detail
     assert not report.ok and not report.failures
@@ -297,10 +300,10 @@ def test_a_right_law_under_which_nothing_was_accepted_is_not_a_pass() -> None:
         check_drafter(Plain(), TARGET, checks=["speed"])
 
 
-def beyond(draft, rest):
-    """Node 1 is spoilt; node 2, its sibling, is a point mass that the target may want."""
+def with_unsafe_node(draft, fields):
+    """Returns a draft with an unsafe node 1; node 2, its sibling, is a point mass that the target may accept."""
     parents = draft.parents.at[:, 2].set(0)
-    return with_field(parents=lambda _: parents, **rest)(draft)
+    return with_field(parents=lambda _: parents, **fields)(draft)
 
 
 POINT = jax.nn.one_hot
@@ -312,7 +315,7 @@ UNSAFE = {
 
 
 @pytest.mark.parametrize("name", UNSAFE)
-def test_sampled_output_has_the_targets_law_with(name: str) -> None:
-    drafter = proposing(functools.partial(beyond, rest=UNSAFE[name]))
-    report = check_drafter(drafter, TARGET, checks=[LAW], samples=4096)
+def test_sampled_output_has_the_targets_distribution_with(name: str) -> None:
+    drafter = proposing(functools.partial(with_unsafe_node, fields=UNSAFE[name]))
+    report = check_drafter(drafter, TARGET, checks=[DISTRIBUTION], samples=4096)
     assert report.ok, str(report)

@@ -14,7 +14,14 @@ from test_ngram import looked_up
 from eagle3_jax import Draft, Fallback, LoadedDrafter, SpeculativeDecoder
 from eagle3_jax import loop as loops
 from eagle3_jax.drafters import NGram, Silent, Suffix
-from eagle3_jax.testing.drafter import SAMPLING, Subject
+from eagle3_jax.testing.drafter import (
+    SAMPLING,
+    compile_propose,
+    draft_after_prompt,
+    sample_observation,
+    state_after_prompt,
+)
+from eagle3_jax.testing.subject import Subject
 from eagle3_jax.topology import Chain, DynamicTree, Topology
 from eagle3_jax.types import DraftSampling, SamplingMode
 
@@ -30,25 +37,26 @@ PROBABILISTIC = DraftSampling.PROBABILISTIC
 def test_every_row_gets_the_first_draft_that_there_is(shape: Topology, draft_sampling: DraftSampling) -> None:
     """The longer draft decides the size; drafts of the first declare point masses."""
     head = tiny.eagle3(TARGET, shape, draft_sampling=draft_sampling)
-    both = Subject(Fallback.of(FIRST, head), TARGET)
-    head_subject = Subject(head, TARGET)
-    observation = both.shown()
-    head_draft = head_subject.draft
+    both = Fallback.of(FIRST, head)
+    subject = Subject(both.drafter, both.params, TARGET)
+    observation = sample_observation(subject)
+    draft = draft_after_prompt(subject)
+    head_draft = draft_after_prompt(Subject(head.drafter, head.params, TARGET))
     num_matches = 0
     lengths = observation.length.tolist()
     for row, length in enumerate(lengths):
         text = observation.tokens[row, :length].tolist()
         expected = looked_up([*text, int(observation.next_token[row])], FIRST)
         num_matches += bool(expected)
-        valid = both.draft.valid[row]
+        valid = draft.valid[row]
         if expected:
-            assert both.draft.tokens[row, valid].tolist()[1:] == expected
+            assert draft.tokens[row, valid].tolist()[1:] == expected
             if draft_sampling is PROBABILISTIC:
-                assert np.array_equal(both.draft.probs[row, 1:][valid[1:]], np.eye(13)[expected])
+                assert np.array_equal(draft.probs[row, 1:][valid[1:]], np.eye(13)[expected])
             continue
         size = head_draft.tokens.shape[1]
         assert not valid[size:].any()
-        for ours, theirs in zip(both.draft, head_draft, strict=True):
+        for ours, theirs in zip(draft, head_draft, strict=True):
             assert ours is theirs is None or np.array_equal(ours[row, 1:size], theirs[row, 1:])
     assert 0 < num_matches < len(lengths), "rows that all choose the same would show nothing"
 
@@ -110,8 +118,9 @@ def test_it_takes_the_options_of_its_second_drafter() -> None:
     decoder = SpeculativeDecoder(TARGET, Fallback.of(Suffix(3), head), **options)
     assert decoder.method == "Suffix, else Eagle3Drafter, chain K=2, probabilistic draft sampling"
     assert decoder.loop.drafter.config is head.drafter.config
-    subject = Subject(LoadedDrafter(decoder.loop.drafter, head.params), TARGET)
-    draft = subject._propose(head.params, subject.after_prompt, jax.random.split(jax.random.key(0), 4), SAMPLING)
+    subject = Subject(decoder.loop.drafter, head.params, TARGET)
+    keys = jax.random.split(jax.random.key(0), 4)
+    draft = compile_propose(subject)(head.params, state_after_prompt(subject), keys, SAMPLING)
     assert draft.tokens.shape == (4, 3)
     assert draft.probs is not None
     assert loops.SpeculativeLoop(TARGET.model, decoder.loop.drafter, sampling_mode=SamplingMode.GREEDY).is_chain

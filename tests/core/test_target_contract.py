@@ -30,7 +30,7 @@ from eagle3_jax.models.config import Experts
 from eagle3_jax.models.layers import BFLOAT16
 from eagle3_jax.testing import TARGET_CHECKS
 from eagle3_jax.testing.report import Skipped
-from eagle3_jax.testing.target import TargetSubject
+from eagle3_jax.testing.subject import Subject
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import EmbeddingTables
 
@@ -43,21 +43,22 @@ ALL_TARGETS: dict[str, Callable[[], LoadedTarget]] = {
     "a table": lambda: tables.target(np.random.default_rng(0).normal(0, 1.5, (13**2, 13)), 2),
     "attention and a recurrence": recurrent.target,
 }
-# What a target need not offer.
+# Checks of optional features that a target lacks.
 OPTIONAL = {("a table", "lends its tables")}
 
 
 @functools.cache
-def subject(name: str) -> TargetSubject:
-    return TargetSubject(ALL_TARGETS[name]())
+def subject(name: str) -> Subject:
+    target = ALL_TARGETS[name]()
+    return Subject(target.model, target=target)
 
 
-# Beside what is no family: experts, latent attention, a recurrence. The others are slow.
+# Next to targets without a family: experts, latent attention, a recurrence. The others are slow.
 FEW = {"qwen3_moe", "deepseek_v3", "qwen3_5_text", *(ALL_TARGETS.keys() - families.RECIPES.keys())}
 
 
 LONG = "a long text equals its tokens one by one"
-# Of these in every precision.
+# Families that are checked in every precision.
 FEW_ROUNDED = ("gpt_oss", "qwen3_next")
 
 
@@ -87,7 +88,7 @@ def test_a_family_keeps_the_contract_in(precision: str, name: str) -> None:
     assert report.ok, str(report)
 
 
-def test_a_report_says_what_was_compared_and_what_it_was_off() -> None:
+def test_a_report_has_the_largest_deviations() -> None:
     report = check_target(ALL_TARGETS["a table"]())
     assert report.ok
     assert str(report).startswith("TableTarget, target\n  passed   keeps the protocol: a vocabulary of 13\n")
@@ -103,13 +104,13 @@ def replaced(**members: Any) -> LoadedTarget:
 
 
 def answering(change: Callable[[Array], Array] = lambda final: final, **changes: Callable[[dict], Any]) -> LoadedTarget:
-    """A recurrent target that runs with other arguments than it is given, or returns other final states."""
+    """Returns a recurrent target that runs with changed arguments, or returns changed final states."""
 
     def call(self, params, tokens, positions, mask, cache=None, aux_layers=(), length=None):
-        given = {"tokens": tokens, "positions": positions, "mask": mask, "cache": cache}
-        given |= {"aux_layers": aux_layers, "length": length}
-        given |= {name: new(given) for name, new in changes.items()}
-        output = RecurrentTarget.__call__(self, params, **given)
+        arguments = {"tokens": tokens, "positions": positions, "mask": mask, "cache": cache}
+        arguments |= {"aux_layers": aux_layers, "length": length}
+        arguments |= {name: new(arguments) for name, new in changes.items()}
+        output = RecurrentTarget.__call__(self, params, **arguments)
         return output.replace(final=change(output.final))
 
     return replaced(__call__=call)
@@ -127,7 +128,7 @@ class InOrder(Recurrent):
 
 
 class Restless(Recurrent):
-    """Takes the root in when nothing is kept."""
+    """Takes in the root when no node is committed."""
 
     def commit(self, written, length, count, nodes):
         return Recurrent.commit(self, written, length, jnp.maximum(count, 1), nodes)
@@ -148,18 +149,18 @@ LOGITS = RecurrentTarget.unembed
 BROKEN: dict[str, tuple[LoadedTarget, str, str]] = {
     "an unstable hash": (replaced(__hash__=lambda self: next(CALLS)), "keeps the protocol", "its hash changes"),
     "logits in half precision": (
-        replaced(unembed=lambda *given: LOGITS(*given).astype(jnp.float16)), "keeps shapes and types",
+        replaced(unembed=lambda *arguments: LOGITS(*arguments).astype(jnp.float16)), "keeps shapes and types",
         r"float16\[3, 6, 13\] for \[3, 6, 8\]; expected float32",
     ),
     "a state that loses half its bits": (
         keeping(Halved), "keeps shapes and types", r"float32\[3, 8, 8\] and committing a path made it bfloat16"
     ),
-    "a prompt that sees what comes": (
-        answering(mask=lambda given: given["mask"] | (given["cache"] is None)), "a text equals its tokens one by one",
+    "a prompt that attends to later tokens": (
+        answering(mask=lambda call: call["mask"] | (call["cache"] is None)), "a text equals its tokens one by one",
         "of a prompt is not its text's: logits off by",
     ),
     "padding in the state": (
-        answering(length=lambda given: None), "a text equals its tokens one by one", "of a chain is not the end of its"
+        answering(length=lambda call: None), "a text equals its tokens one by one", "of a chain is not the end of its"
     ),
     "a commit of nothing that advances": (
         keeping(Restless), "a text equals its tokens one by one", "after a commit of a chain is not its text's"
@@ -175,15 +176,15 @@ BROKEN: dict[str, tuple[LoadedTarget, str, str]] = {
         "is another when its neighbours hold other tokens",
     ),
     "positions of a prompt that are off from 24 on": (
-        answering(positions=lambda given: given["positions"] + given["positions"] // 24 * int(given["cache"] is None)),
+        answering(positions=lambda call: call["positions"] + call["positions"] // 24 * int(call["cache"] is None)),
         LONG, "of a prompt is not its text's",
     ),
     "a block that is wrong after eight tokens": (
         answering(lambda x: jnp.concatenate([x[:, :8], -x[:, 8:]], axis=1) if x.shape[1] == 16 else x),
         LONG, "of a tree of 16 is not the end of its path",
     ),
-    "features in an order of their own": (
-        answering(aux_layers=lambda given: tuple(sorted(given["aux_layers"]))),
+    "features in ascending order": (
+        answering(aux_layers=lambda call: tuple(sorted(call["aux_layers"]))),
         "features are those of the layers asked for", "features of layer . differ when",
     ),
     "an unembedding of other ids": (
@@ -191,7 +192,7 @@ BROKEN: dict[str, tuple[LoadedTarget, str, str]] = {
             params["embedding"], jnp.roll(params["embedding"].T, 1, axis=1)
         )), "lends its tables", "from the final state times its unembedding",
     ),
-    "blocks of four that go otherwise": (
+    "blocks of four with other logits": (
         answering(lambda x: -x if x.shape[1] == 4 else x), "greedy output is its own", "a chain drafted, row . writes"
     ),
 }  # fmt: skip
@@ -206,8 +207,8 @@ def test_a_target_is_found_out_for(name: str) -> None:
     assert re.search(message, failure.detail), failure.detail
 
 
-def test_a_target_that_reads_one_token_alone_shows_nothing() -> None:
-    """Whatever slots, masks and states such a target mixes up, its output is the same; that is no pass."""
+def test_a_target_that_reads_one_token_only_is_not_a_pass() -> None:
+    """Its output is the same for any slots, masks and states, so no check could detect a fault."""
     model = recurrent.target().model
     params = {**model.init(0), "o": jnp.zeros((8, 8)), "ro": jnp.zeros((8, 8))}
     report = check_target(LoadedTarget(model, params, 13, 512), checks=["a token depends on those before it"])
@@ -215,8 +216,8 @@ def test_a_target_that_reads_one_token_alone_shows_nothing() -> None:
 
 
 def test_features_may_be_refused() -> None:
-    def refuse(given: dict) -> tuple[int, ...]:
-        if given["aux_layers"]:
+    def refuse(arguments: dict) -> tuple[int, ...]:
+        if arguments["aux_layers"]:
             raise ValueError("it has no features")
         return ()
 
@@ -228,9 +229,9 @@ def test_features_may_be_refused() -> None:
 
 
 def test_a_cap_and_factors_are_no_fault_of_the_tables() -> None:
-    capped = replaced(unembed=lambda *given: 3 * jnp.tanh(LOGITS(*given) / 3))
+    capped = replaced(unembed=lambda *arguments: 3 * jnp.tanh(LOGITS(*arguments) / 3))
     assert check_target(capped, checks=["lends its tables"]).ok
-    scaled = replaced(unembed=lambda *given: LOGITS(*given) / 4)
+    scaled = replaced(unembed=lambda *arguments: LOGITS(*arguments) / 4)
     (finding,) = check_target(scaled, checks=["lends its tables"]).findings
     assert "logits are 0.25 times the product" in finding.detail
 
@@ -271,6 +272,6 @@ def test_rounds_by_hand_leave_the_state_of_the_text(name: str) -> None:
     positions = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32), (3, 24))
     model = RECURRENT.model
     fresh = jax.jit(lambda text, n: model(RECURRENT.params, text, positions, causal_mask(24), length=n).written[1])
-    for one in recurrent_decoder(name).rounds(PROMPTS[:3], max_new_tokens=8):
-        state = one.state
+    for decoded in recurrent_decoder(name).rounds(PROMPTS[:3], max_new_tokens=8):
+        state = decoded.state
         assert np.allclose(state.cache.layers[1].state, fresh(state.tokens[:, :24], state.length - 1), atol=1e-5)

@@ -22,7 +22,6 @@ from eagle3_jax import (
     acceptance,
     check_verifier,
     num_digits,
-    point_masses,
     uniforms,
     verify,
     verify_greedy,
@@ -31,7 +30,7 @@ from eagle3_jax.acceptance import verification_uniforms
 from eagle3_jax.sampling import draw, probabilities, row_keys
 from eagle3_jax.types import SamplingMode
 
-LAW = "what it emits has the target's law"
+DISTRIBUTION = "what it emits has the target's distribution"
 PATH = "accepts a path of the draft"
 RARE = "what is rare is as rare as the target has it"
 CALLS = itertools.count()
@@ -51,11 +50,11 @@ class Changed:
 
 
 class Altered:
-    """The exact rule, whose dice, keys, sampling or distributions are changed on the way."""
+    """The exact rule, whose uniforms, keys, sampling or distributions are changed on the way."""
 
     lossless = True
 
-    accept = keys = sampling = sampling_mode = drawn = staticmethod(lambda values: values)
+    accept = keys = sampling = sampling_mode = sampled = staticmethod(lambda values: values)
 
     def __init__(self, **members: Any):
         vars(self).update(members)
@@ -67,9 +66,9 @@ class Altered:
             return Exact()(draft, logits, sampling, keys, sampling_mode=sampling_mode, max_depth=max_depth)
         accept, choose = verification_uniforms(self.keys(keys), logits.shape[1], logits.shape[2])
         probs = probabilities(logits, self.sampling(sampling), self.sampling_mode(sampling_mode))
-        changed = lambda p, dice: draw(self.drawn(p), dice)
+        changed = lambda p, uniforms: draw(self.sampled(p), uniforms)
         patch = unittest.mock.patch.object
-        with patch(acceptance, "draw", changed), patch(point_masses, "draw", changed):
+        with patch(acceptance, "draw", changed):
             return verify(draft, probs, accept=self.accept(accept), choose=choose, max_depth=max_depth)
 
 
@@ -91,14 +90,14 @@ def warmed(sampling: Any) -> Any:
     return sampling.replace(temperature=jnp.where(mixed, 1.0, sampling.temperature))
 
 
-def coarse(dice: Any) -> Any:
-    return jnp.floor(dice * 2**12) / 2**12
+def coarse(uniforms: Any) -> Any:
+    return jnp.floor(uniforms * 2**12) / 2**12
 
 
-# Samples with which the statistical checks see what is wrong here.
-ENOUGH = {LAW: 16384, RARE: 32768}
+# Samples with which the statistical checks detect these faults.
+ENOUGH = {DISTRIBUTION: 16384, RARE: 32768}
 
-# The check that must fail, and what it must say.
+# The check that must fail, and its message.
 BROKEN: dict[str, tuple[Any, str, str]] = {
     "a rule that does not say whether it is lossless": (
         Changed(lambda verdict, draft: verdict, lossless=None), "keeps the protocol", "lossless is None; expected True"
@@ -114,35 +113,42 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
         Changed(lambda verdict, draft: verdict.replace(next_token=verdict.next_token + 1)), PATH,
         "its next token is id 80 of 80 tokens",
     ),
-    "dice of its own": (
+    "its own random numbers": (
         Changed(lambda verdict, draft: verdict.replace(next_token=(verdict.next_token + next(CALLS)) % 5)),
-        "decides from its arguments alone", "tracing it anew decided otherwise",
+        "decides from its arguments alone", "tracing it anew gave other verdicts",
     ),
     "rows that are mixed": (
-        Changed(of_the_batch), "rows are independent of their neighbours", "is decided otherwise when its neighbours"
+        Changed(of_the_batch), "rows are independent of their neighbours", "gets another verdict when its neighbours"
     ),
     "a next token from the draft": (Changed(from_the_draft), "temperature 0 is greedy", r"where \d+ is the likeliest"),
-    "uniforms that are too low": (Altered(accept=lambda dice: dice * 0.98), LAW, "does not follow the target"),
-    "next tokens that are too likely": (Altered(drawn=lambda p: p**1.05), RARE, "drawn too often or too seldom"),
+    "uniforms that are too low": (
+        Altered(accept=lambda uniforms: uniforms * 0.98), DISTRIBUTION, "does not follow the target"
+    ),
+    "next tokens that are too likely": (
+        Altered(sampled=lambda p: p**1.05), RARE, "the frequency of rare tokens does not follow the target"
+    ),
     "a fault from node 7 on": (
-        Altered(accept=lambda dice: dice.at[:, 7:].multiply(0.5)), LAW, "with a tree .* does not follow"
+        Altered(accept=lambda uniforms: uniforms.at[:, 7:].multiply(0.5)), DISTRIBUTION,
+        "with a tree .* does not follow",
     ),
     "a chain without truncation": (
-        Altered(sampling_mode=lambda _: SamplingMode.TEMPERATURE, chains_only=True), LAW,
-        "under truncation .* that the target cannot write",
+        Altered(sampling_mode=lambda _: SamplingMode.TEMPERATURE, chains_only=True), DISTRIBUTION,
+        "under truncation .* outcomes of probability 0",
     ),
-    "greedy rows that are sampled beside others": (
+    "greedy rows that are sampled next to others": (
         Altered(sampling=warmed), "temperature 0 is greedy", r"in a mixed batch .* where \d+ is the likeliest"
     ),
-    "dice for two rows": (
+    "uniforms for two rows": (
         Altered(keys=lambda keys: keys[jnp.arange(len(keys)) // 2 * 2]), "rows are independent of their neighbours",
         "in rows 1 apart that depend on each other",
     ),
-    "the same dice in every round": (
+    "the same uniforms in every round": (
         Altered(keys=lambda keys: row_keys(0, len(keys))), "rows are independent of their neighbours",
         "in a row in successive rounds that depend",
     ),
-    "dice of 12 bits that accept": (Altered(accept=coarse), RARE, r"\d+ were written; the target wants 3.9"),
+    "uniforms of 12 bits that accept": (
+        Altered(accept=coarse), RARE, r"the number of accepted rare tokens does not follow the target: .* expected 3.9"
+    ),
 }  # fmt: skip
 
 
@@ -152,15 +158,16 @@ def test_an_exact_rule_passes_every_check(rule: Any) -> None:
     assert report.ok, str(report)
     assert str(report).startswith(f"{type(rule).__name__}, lossless=True\n")
     assert re.search(
-        r"law: \d+ drafts of up to 1[26] nodes, [23].\d\d tokens accepted of each; first tokens [23]\d.\d% off "
-        r"\(rms\), all drafted tokens [12].\d% too frequent or all tokens drawn from p\^1.0[23]\d would have shown",
+        r"distribution: \d+ drafts of up to 1[26] nodes, [23].\d\d tokens accepted of each; first tokens [23]\d.\d% "
+        r"off \(rms\), all drafted tokens [12].\d% too frequent or all tokens sampled from "
+        r"p\^1.0[23]\d would be detected",
         str(report),
     )
-    assert "32256 drafts; uniforms of 10 bits would have shown" in str(report)
+    assert "32256 drafts; uniforms of 10 bits would be detected" in str(report)
 
 
 class OneLook:
-    """Draws a token after every node and follows the draft while it agrees: reads temperatures, and no mode."""
+    """Samples a token after every node and follows the draft while it agrees; reads temperatures, and no mode."""
 
     lossless = True
 
@@ -179,11 +186,11 @@ def test_a_greedy_batch_has_temperature_zero() -> None:
     [SimulatedAcceptance.of_length(2.5, 12), TypicalAcceptance(draws_next=True)],
     ids=["simulated", "typical"],
 )
-def test_a_rule_that_does_not_say_it_is_lossless_is_measured_and_not_judged(rule: Any) -> None:
+def test_a_lossy_rule_is_measured_and_not_judged(rule: Any) -> None:
     report = check_verifier(rule, samples=4096)
     assert report.ok, str(report)
     assert [finding.verdict for finding in report.findings] == ["passed"] * 4 + ["skipped"] * 3
-    distance = float(re.search(r"first tokens lie (\d\.\d+) \(total variation\)", str(report))[1])
+    distance = float(re.search(r"first tokens are (\d\.\d+) \(total variation\)", str(report))[1])
     assert distance > 0.1
     assert f"{type(rule).__name__}, lossless=False" in str(report)
 
@@ -198,11 +205,11 @@ def test_a_rule_is_found_out_for(name: str) -> None:
     assert re.search(message, failure.detail), failure.detail
 
 
-def test_a_rule_that_accepts_nothing_shows_nothing_of_acceptance() -> None:
+def test_a_rule_that_accepts_nothing_is_not_a_pass() -> None:
     class Refusing(Changed):
         def __call__(self, draft: Draft, *arguments: Any, **options: Any) -> Any:
             root = jnp.arange(draft.tokens.shape[1]) == 0
             return Exact()(draft.replace(valid=draft.valid & root), *arguments, **options)
 
-    (finding,) = check_verifier(Refusing(lambda verdict, draft: verdict), checks=[LAW], samples=1024).findings
+    (finding,) = check_verifier(Refusing(lambda verdict, draft: verdict), checks=[DISTRIBUTION], samples=1024).findings
     assert finding.verdict == "not run" and "refusals alone" in finding.detail

@@ -1,13 +1,12 @@
 """Level 2, over many rounds: every token of long texts from the compiled loop follows its distribution.
 
 ``test_sampling_distribution`` counts short sequences. It detects large bugs of one round, and no bug of many rounds,
-such as keys that repeat after eight tokens. Here texts are long and tables make tokens cheap. The distribution of each token
-given the earlier ones is known in closed form. Counts minus expected counts are summed within strata of the past: the
-context, the position, the token ``lag`` positions earlier, the token of the row before. Seeds are fixed; an exact loop
-fails an assertion once in a million. Each group of strata computes the smallest deviation that it detects.
-
-A vocabulary of 80 tokens takes two uniforms to draw from, like any real one; four tokens, with all their contexts, take
-one.
+such as keys that repeat after eight tokens. Here texts are long and tables make tokens cheap. The distribution of
+each token given the earlier ones is known in closed form. Counts minus expected counts are summed within strata of
+the past: the context, the position, the token ``lag`` positions earlier, the token of the row before. Seeds are
+fixed; an exact loop fails an assertion once in a million. Each group of strata computes the smallest deviation that
+it detects. A vocabulary of 80 tokens takes two uniforms to draw from, like any real one; four tokens, with all their
+contexts, take one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Objectives of block drafters, by the twin that runs one block at a time, and that they teach."""
+"""Objectives of block drafters, compared with a NumPy head that runs one block at a time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ BATCH = TTTBatch(tokens=jnp.asarray(TOKENS, jnp.int32), attention_mask=jnp.asarr
 
 
 def by_hand(head: BlockHead, objective: BlockObjective) -> float:
-    """One anchor and one prediction at a time."""
+    """Returns the loss, computed for one anchor and one prediction at a time."""
     ids = chosen_ids(head)
     sums = {"text": [], "distance": [], "divergence": [], "confidence": []}
     text = np.pad(TOKENS, ((0, 0), (0, 8)))
@@ -68,20 +68,24 @@ def by_hand(head: BlockHead, objective: BlockObjective) -> float:
                 if before >= SIZE or not REAL[row, before] or not LEARN[row, before - 1]:
                     continue
                 weight = np.exp(-k / 4) if objective.decays else 1.0
-                full = softmax(LOGITS[row, before].astype(np.float64), -1)
+                p = softmax(LOGITS[row, before].astype(np.float64), -1)[ids]
                 q = softmax(logits[k], -1)
-                p = full[ids]
-                sums["distance"].append(weight * (np.abs(p - q).sum() + 1 - p.sum()))
+                distance = np.abs(p - q).sum() + 1 - p.sum()
+                sums["distance"].append(weight * distance)
                 t = objective.temperature
-                cold = softmax(np.log(p) / t, -1)
-                sums["divergence"].append(weight * t**2 * (cold * np.log(cold / softmax(logits[k] / t, -1))).sum())
+                p_t = softmax(np.log(p) / t, -1)
+                q_t = softmax(logits[k] / t, -1)
+                divergence = (p_t * np.log(p_t / q_t)).sum()
+                sums["divergence"].append(weight * t**2 * divergence)
                 if head.confidence:
-                    aim = np.minimum(p, q).sum()
+                    label = np.minimum(p, q).sum()
                     c = confidence[k]
-                    sums["confidence"].append(-weight * (aim * np.log(c) + (1 - aim) * np.log(1 - c)))
+                    entropy = label * np.log(c) + (1 - label) * np.log(1 - c)
+                    sums["confidence"].append(-weight * entropy)
                 word = before + 1
                 if word < SIZE and REAL[row, word] and TOKENS[row, word] in ids:
-                    sums["text"].append(-weight * np.log(q[ids.tolist().index(TOKENS[row, word])]))
+                    draft_id = ids.tolist().index(TOKENS[row, word])
+                    sums["text"].append(-weight * np.log(q[draft_id]))
     return sum(getattr(objective, name) * float(np.mean(values)) for name, values in sums.items() if values)
 
 
@@ -102,7 +106,7 @@ def by_hand(head: BlockHead, objective: BlockObjective) -> float:
     ids=["DFlash", "DSpark", "DSpark, recurrent", "JetSpec"],
 )
 def test_all_blocks_in_one_pass_are_the_blocks_one_by_one(head: BlockHead, objective: BlockObjective) -> None:
-    """So none sees another, none sees its own future, and what is no prediction is not counted."""
+    """So no block attends to another or to its future, and only predictions are counted."""
     drafter, params = loaded(head)
     frozen: Any = {
         "target_params": {"logits": jnp.asarray(LOGITS), "features": jnp.asarray(FEATURES)},
@@ -115,17 +119,16 @@ def test_all_blocks_in_one_pass_are_the_blocks_one_by_one(head: BlockHead, objec
     assert 1 <= float(metrics["simulated_tau"]) <= 1 + head.predicted
 
 
-def test_anchors_are_drawn_where_the_next_token_is_worth_learning() -> None:
+def test_anchors_are_sampled_where_the_next_token_is_worth_learning() -> None:
     allowed = [{3, 4, 6, 7, 8}, {2, 3, 4, 5, 6}]
     for key in (None, jax.random.key(0)):
         anchors, valid = choose_anchors(BATCH.replace(key=key), 7)
         for row in range(2):
             assert set(np.asarray(anchors)[row][np.asarray(valid)[row]].tolist()) == allowed[row]
-    drawn = [
-        choose_anchors(BATCH.replace(key=key), 2)[0][0].tolist() for key in jax.random.split(jax.random.key(1), 99)
-    ]
-    assert {one for pair in drawn for one in pair} == allowed[0]
-    assert all(first < second for first, second in drawn)
+    keys = jax.random.split(jax.random.key(1), 99)
+    sampled = [choose_anchors(BATCH.replace(key=key), 2)[0][0].tolist() for key in keys]
+    assert {anchor for pair in sampled for anchor in pair} == allowed[0]
+    assert all(first < second for first, second in sampled)
 
 
 def test_published_layers_are_read() -> None:
@@ -136,11 +139,13 @@ def test_published_layers_are_read() -> None:
 
 def test_recipes_are_of_published_kinds() -> None:
     target = tiny.config(13, num_layers=8, width=32)
-    of = {method: RECIPES[method].config(target, HeadOptions(depth=7)) for method in ("dflash", "dspark", "jetspec")}
-    assert {method: (one.block_size, one.num_predicted) for method, one in of.items()} == {
-        "dflash": (8, 7), "dspark": (7, 7), "jetspec": (8, 7),
-    }  # fmt: skip
-    assert [one.causal for one in of.values()] == [False, False, True]
-    assert of["dspark"].markov == Markov(rank=32) and of["dspark"].confidence == "markov"
+    dflash, dspark, jetspec = (
+        RECIPES[method].config(target, HeadOptions(depth=7)) for method in ("dflash", "dspark", "jetspec")
+    )
+    sizes = [(config.block_size, config.num_predicted) for config in (dflash, dspark, jetspec)]
+    assert sizes == [(8, 7), (7, 7), (8, 7)]
+    assert [config.causal for config in (dflash, dspark, jetspec)] == [False, False, True]
+    assert dspark.markov == Markov(rank=32)
+    assert dspark.confidence == "markov"
     reduced = RECIPES["dflash"].config(target, HeadOptions(depth=15, draft_vocab_size=6))
     assert reduced.own_output and (reduced.draft_vocab_size, reduced.block_size) == (6, 16)

@@ -1,4 +1,4 @@
-"""Documents become the token ids that serving would see, and of these exactly what the target writes is learnt."""
+"""Documents: they have the token ids of serving, and heads learn exactly the tokens that the target writes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHATML = (
     "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
-# As templates of models that reason: only the last answer is shown.
+# Like templates of reasoning models: only the last answer is shown.
 FORGETFUL = (
     "{% for message in messages %}{% if message['role'] == 'user' or loop.last %}<s>{{ message['content'] | trim }}</s>"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
@@ -34,7 +34,7 @@ NO_STOP = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-# As that of DeepSeek R1: an answer begins with an opened thought, of which later nothing is shown.
+# Like that of DeepSeek R1: an answer begins with an opened thought, which is dropped later.
 OPENS_THOUGHT = (
     "{% for message in messages %}<s>{{ message['content'] }}{% if message['role'] == 'assistant' %}</s>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<s><think>\n{% endif %}"
@@ -43,7 +43,7 @@ TURNS = ("Why?", "Because.", "Really?", "Yes.")
 
 
 def target(template: str | None = CHATML, tokenizer: Tokenizer | None = None, stops: int = 1) -> LoadedTarget:
-    """A target of bytes, whose stop tokens are ``</s>`` and ``<e>``."""
+    """Returns a target of bytes, whose stop tokens are ``</s>`` and ``<e>``."""
     tokenizer = tokenizer or bytes_tokenizer()
     tokenizer.add_special_tokens(["<s>", "</s>", "<e>"])
     return dataclasses.replace(
@@ -75,7 +75,7 @@ def read(
 
 
 def marked(text: Text, target: LoadedTarget) -> str:
-    """A text with brackets around what is learnt."""
+    """Returns a text with brackets around its learnt tokens."""
     assert target.tokenizer is not None and len(text.tokens) == len(text.learn)
     runs = itertools.groupby(zip(text.tokens, text.learn, strict=True), key=lambda pair: pair[1])
     pieces = [
@@ -115,7 +115,7 @@ def marked(text: Text, target: LoadedTarget) -> str:
             conversation("Why?", " Because.", "Really?", "Yes."),
             ["<s>Why?</s><s>[Because.</s>]", "<s>Why?</s><s>Really?</s><s>[Yes.</s>]"],
         ),
-        # The system message stands before the last question, and nowhere once that is answered.
+        # The template shows the system message before the last question only, until that is answered.
         (
             TEMPLATES["Mistral"],
             conversation(*TURNS, system="Be brief."),
@@ -237,7 +237,7 @@ def test_prompts_and_texts_are_encoded_as_they_are(tmp_path: Path) -> None:
     assert dropped == {"nothing to learn": 1}
 
 
-def test_a_document_is_known_by_its_fields_without_labels(tmp_path: Path) -> None:
+def test_the_hash_of_a_document_is_that_of_its_fields_without_labels(tmp_path: Path) -> None:
     rows = [
         '{"completion": "é", "prompt": "a", "id": 1}',
         '{"prompt": "a", "completion": "\\u00e9", "id": 2}',
@@ -254,7 +254,7 @@ def test_a_document_is_known_by_its_fields_without_labels(tmp_path: Path) -> Non
     assert dropped == {"duplicate": 1}
 
 
-def test_what_is_longer_is_cut_and_a_text_goes_on(tmp_path: Path) -> None:
+def test_long_texts_are_cut_and_a_text_continues(tmp_path: Path) -> None:
     model = target()
     rows = [
         {"prompt": "abc", "completion": "defg"},

@@ -1,4 +1,4 @@
-"""The losses of EAGLE-1 and MTP, and their gradients, against PyTorch: every row as a chain of its own."""
+"""The losses of EAGLE-1 and MTP, and their gradients, compared with PyTorch, which runs every row as one chain."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GEOMETRY = {"width": 16, "vocab": 13, "target_layers": 2}
 
 
 def batch(seed: int = 0, key: jax.Array | None = None) -> TTTBatch:
-    """Ragged, and supervised in part; without a key there is no noise."""
+    """Returns a ragged batch, supervised in part; without a key there is no noise."""
     tokens = np.random.default_rng(seed).integers(0, 13, (ROWS, SIZE))
     real = np.arange(SIZE) < np.array([[SIZE], [SIZE - 2]])
     learn = real & (np.arange(SIZE) >= 1)
@@ -41,8 +41,8 @@ def frozen() -> Any:
     return {"target_params": TARGET.params, "embedding": table, "draft_to_target": None}
 
 
-def in_torch(method: str, drafter: Any, params: Any, given: TTTBatch, num_steps: int) -> tuple[float, np.ndarray]:
-    """The paper's loss and its gradient with respect to ``fc`` or ``eh_proj``, ``[D 2D]``."""
+def in_torch(method: str, drafter: Any, params: Any, batch: TTTBatch, num_steps: int) -> tuple[float, np.ndarray]:
+    """Returns the paper's loss and its gradient with respect to ``fc`` or ``eh_proj``, ``[D 2D]``."""
     import torch
 
     config = drafter.config
@@ -51,63 +51,65 @@ def in_torch(method: str, drafter: Any, params: Any, given: TTTBatch, num_steps:
     weights = {name: torch.tensor(np.asarray(value), requires_grad=True) for name, value in stored.items()}
     head = Eagle1(**GEOMETRY, bias=False) if method == "eagle1" else MTP(**GEOMETRY)
     run = network(head, weights)
-    logits, states = map(np.asarray, tiny.forward(TARGET.model, TARGET.params, given.tokens))
-    wanted = torch.tensor(logits).softmax(-1)
+    logits, states = map(np.asarray, tiny.forward(TARGET.model, TARGET.params, batch.tokens))
+    label = torch.tensor(logits).softmax(-1)
     states = torch.tensor(states)
     tables = TARGET.model.tables(TARGET.params)
-    embedding, matrix = (torch.tensor(np.asarray(one)) for one in (tables.embedding, tables.unembedding))
+    embedding = torch.tensor(np.asarray(tables.embedding))
+    matrix = torch.tensor(np.asarray(tables.unembedding))
     total = torch.zeros(())
     terms: dict[int, list[Any]] = {step: [] for step in range(num_steps)}
     for row in range(ROWS):
-        tokens = torch.tensor(np.asarray(given.tokens[row])).long()
-        learn = np.asarray(given.loss_mask[row])
-        real = np.asarray(given.attention_mask[row])
+        tokens = torch.tensor(np.asarray(batch.tokens[row])).long()
+        learn = np.asarray(batch.loss_mask[row])
+        real = np.asarray(batch.attention_mask[row])
         for t in range(SIZE):
             stream = states[row, : t + 1]
             for step in range(num_steps):
-                end = t + 1 + step  # the token that is read last, and the place of the state that is imitated
+                end = t + 1 + step  # position of the last token that is read, and of the state that is imitated
                 if end >= SIZE or not real[end]:
                     break
                 out = run(embedding[tokens[1 : end + 1]], stream)[-1:]
                 stream = torch.cat([stream, out])
                 if learn[t + step]:
                     logits = (out @ matrix).log_softmax(-1)
-                    term = -(wanted[row, end] * logits).sum()
+                    term = -(label[row, end] * logits).sum()
                     if method == "eagle1":
                         term = 0.1 * term + torch.nn.functional.smooth_l1_loss(out[0], states[row, end])
                     terms[step].append(term)
-    for step, of_step in terms.items():
-        total = total + (1.0 if method == "eagle1" else 0.8**step) * sum(of_step) / len(of_step)
+    for step, rows in terms.items():
+        decay = 1.0 if method == "eagle1" else 0.8**step
+        total = total + decay * sum(rows) / len(rows)
     total.backward()
     name = "fc.weight" if method == "eagle1" else "model.layers.2.eh_proj.weight"
     return float(total.detach()), weights[name].grad.numpy()
 
 
 def prepared(method: str, depth: int) -> tuple[Any, Any, Any]:
-    """Drafter, first parameters (made larger, so that attention and states depend on what is seen) and the loss."""
+    """Returns the drafter, its first parameters and the loss."""
     recipe = RECIPES[method]
     options = HeadOptions(depth=depth, mlp_width=24)
     drafter = recipe.drafter(recipe.config(TARGET.model.config, options), precision=TARGET.model.precision)
     params = recipe.start(drafter, TARGET, None, jax.random.key(1))
-    loss = lambda params, given: recipe.loss(drafter, TARGET.model, params, frozen(), given, options)
+    loss = lambda params, batch: recipe.loss(drafter, TARGET.model, params, frozen(), batch, options)
     return drafter, params, loss
 
 
 @pytest.mark.parametrize(("method", "depth"), [("eagle1", 2), ("mtp", 2)])
 def test_a_loss_and_its_gradient_are_those_of_chains_in_torch(method: str, depth: int) -> None:
     drafter, params, loss = prepared(method, depth)
-    params = jax.tree.map(lambda leaf: 1.5 * leaf, params)
+    params = jax.tree.map(lambda leaf: 1.5 * leaf, params)  # so that attention and states depend on the text
     (value, metrics), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch())
-    truth, slope = in_torch(method, drafter, params, batch(), depth)
-    assert float(value) == pytest.approx(truth, rel=1e-5)
+    expected, slope = in_torch(method, drafter, params, batch(), depth)
+    assert float(value) == pytest.approx(expected, rel=1e-5)
     np.testing.assert_allclose(gradient["fc"]["kernel"].T, slope, atol=2e-4 * np.abs(slope).max())
     assert {"simulated_tau", "accuracy_0", f"loss_{depth - 1}"} <= set(metrics)
 
 
-def test_noise_is_on_what_an_eagle1_head_reads_and_not_on_what_it_imitates() -> None:
+def test_noise_is_on_the_inputs_of_an_eagle1_head_and_not_on_its_labels() -> None:
     _, params, loss = prepared("eagle1", 1)
     loss = jax.jit(loss)
-    still, one, again, other = (float(loss(params, batch(key=key))[0]) for key in (
-        None, jax.random.key(1), jax.random.key(1), jax.random.key(2)))  # fmt: skip
-    assert one == again != other
-    assert 0 < abs(one - still) < 0.2 * still
+    keys = (None, jax.random.key(1), jax.random.key(1), jax.random.key(2))
+    plain, noisy, repeated, changed = (float(loss(params, batch(key=key))[0]) for key in keys)
+    assert noisy == repeated != changed
+    assert 0 < abs(noisy - plain) < 0.2 * plain

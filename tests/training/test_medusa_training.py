@@ -1,4 +1,4 @@
-"""The loss of Medusa heads by hand, and that it teaches them."""
+"""The loss of Medusa heads by hand, and their first parameters."""
 
 from __future__ import annotations
 
@@ -55,14 +55,16 @@ def test_the_loss_is_that_of_the_paper_row_by_row(shared: bool) -> None:
                 linear = head["blocks"][k]["layers"][layer]
                 y = z @ np.asarray(linear["kernel"], np.float64) + np.asarray(linear["bias"])
                 z = z + y / (1 + np.exp(-y))
-            scores = z @ np.asarray(head["outputs"][0 if shared else k]["kernel"], np.float64)
+            output = head["outputs"][0 if shared else k]
+            scores = z @ np.asarray(output["kernel"], np.float64)
             if not labelled:
                 chains.pop((row, t), None)
                 continue
             hit = ids[scores.argmax()] == tokens[row, last]
             hits.append(hit)
             if tokens[row, last] in ids:
-                terms.append(-log_softmax(scores)[list(ids).index(tokens[row, last])])
+                draft_id = list(ids).index(tokens[row, last])
+                terms.append(-log_softmax(scores)[draft_id])
             if (row, t) in chains:
                 chains[row, t] &= bool(hit)
                 alive.append(chains[row, t])
@@ -74,7 +76,7 @@ def test_the_loss_is_that_of_the_paper_row_by_row(shared: bool) -> None:
     assert float(metrics["simulated_tau"]) == pytest.approx(tau) and tau > 1
 
 
-def test_untrained_heads_say_what_the_targets_output_layer_says() -> None:
+def test_untrained_heads_have_the_logits_of_the_target() -> None:
     drafter = MedusaDrafter(MEDUSA.config(TARGET.model.config, HeadOptions(depth=2)))
     heads = drafter.bind({"head": MEDUSA.start(drafter, TARGET, None, jax.random.key(0))})
     states = jax.random.normal(jax.random.key(0), (3, 16))

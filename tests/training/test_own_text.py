@@ -1,4 +1,4 @@
-"""A chat model writes conversations by itself: what is kept, what is learnt, and that each depends on its number."""
+"""Conversations that a chat model writes: their tokens, masks and numbers, and dropped and refused ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORT = {"length": 120, "user_length": 40, "slots": 3, "user_temperature": 1.0}
 
 
 def chat_model(template: str = CHATML, *, stop_tokens: tuple[int, ...] = (END, 0, 1)) -> e3.LoadedTarget:
-    """A random target whose tokens are letters. It also stops at `a` and `b`, because a random text rarely ends."""
+    """Returns a random target whose tokens are letters. It stops at `a` and `b`, because random text rarely ends."""
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(LETTERS)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -46,7 +46,7 @@ def text_of(tokens: list[int]) -> str:
 
 
 def user_turn(text: Text) -> str:
-    """What the user says in a conversation."""
+    """Returns the user's text of a conversation."""
     return text_of(text.tokens).removeprefix("<|im_start|>user\n").partition("<|im_end|>\n<|im_start|>assistant\n")[0]
 
 
@@ -70,7 +70,7 @@ def test_a_text_is_the_prompt_that_serving_encodes_and_the_answer_of_the_target(
     assert len({text.document for text in conversations}) == len(conversations)
 
 
-def test_a_conversation_depends_on_its_number_and_the_seed_alone() -> None:
+def test_a_conversation_depends_on_its_number_and_the_seed_greedy() -> None:
     config = OwnTextConfig(**SHORT)
     together = sorted(Conversations(TARGET, config, 16, first=3))
     parts = [Conversations(TARGET, dataclasses.replace(config, slots=5), 6, first=13)]
@@ -82,19 +82,19 @@ def test_a_conversation_depends_on_its_number_and_the_seed_alone() -> None:
 def test_a_turn_is_what_the_target_writes_after_the_prefix_and_is_kept_once() -> None:
     prefix = user_prefix(TARGET)
     assert text_of(prefix) == "<|im_start|>user\n"
-    alone = e3.SpeculativeDecoder(TARGET, stop_tokens=()).generate(prefix, max_new_tokens=40).tokens[0]
-    length = next(index for index in range(6, 40) if alone[index] not in alone[:index])
-    target = chat_model(stop_tokens=(alone[length],))
+    greedy = e3.SpeculativeDecoder(TARGET, stop_tokens=()).generate(prefix, max_new_tokens=40).tokens[0]
+    length = next(index for index in range(6, 40) if greedy[index] not in greedy[:index])
+    target = chat_model(stop_tokens=(greedy[length],))
     almost_greedy = SHORT | {"user_temperature": 1e-6, "user_length": length}
     texts = Conversations(target, OwnTextConfig(greedy_share=0.0, temperature=2.0, **almost_greedy), 5)
     (text,) = texts
-    assert user_turn(text) == text_of(alone[:length]).strip()
+    assert user_turn(text) == text_of(greedy[:length]).strip()
     assert texts.dropped == {"duplicate": 4}
     for limit, reason in ((length - 1, "too long"), (length, None)):
         config = OwnTextConfig(**almost_greedy | {"user_length": limit})
         conversation = Conversations(target, config, 1)
         assert (len(list(conversation)), conversation.dropped["too long"]) == ((0, 1) if reason else (1, 0))
-    at_once = Conversations(chat_model(stop_tokens=(alone[0],)), OwnTextConfig(**almost_greedy), 2)
+    at_once = Conversations(chat_model(stop_tokens=(greedy[0],)), OwnTextConfig(**almost_greedy), 2)
     assert (list(at_once), at_once.dropped) == ([], {"too short": 2})
 
 
@@ -114,7 +114,7 @@ def test_prompts_of_others_are_answered_and_what_repeats_is_left_out() -> None:
     results = dict(answers(target, iter(prompts), config))
     decoder = e3.SpeculativeDecoder(target)
     expected = [decoder.generate(prompt, max_new_tokens=120 - len(prompt)).tokens[0] for prompt in prompts[:6]]
-    assert results == {index: [] if repeats(one) else one for index, one in enumerate([*expected, []])}
+    assert results == {index: [] if repeats(answer) else answer for index, answer in enumerate([*expected, []])}
     assert any(map(repeats, expected)), "a greedy random model repeats itself"
     sampled = OwnTextConfig(greedy_share=0.0, temperature=3.0, **SHORT)
     first, second = (dict(answers(target, [prompts[0]] * 2, sampled)) for _ in range(2))
@@ -147,7 +147,3 @@ def test_what_cannot_be_written_is_refused(target: e3.LoadedTarget, options: dic
 def test_values_out_of_range_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value}; expected"):
         OwnTextConfig(**{name: value})
-
-
-def test_a_document_is_known_by_the_beginning_of_its_sha_256() -> None:
-    assert document_hash("abc") == 0xBA7816BF8F01CFEA  # FIPS 180-2, example B.1

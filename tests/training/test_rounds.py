@@ -20,7 +20,7 @@ def test_accepted_drafts_of_a_text_by_hand():
     hits[5] = False, True  # root 6: nothing
     hits[6] = True, False  # root 7: token 8
     assert accepted_in_rounds(hits, 3, 10) == [2, 0, 1]
-    assert accepted_in_rounds(hits, 3, 5) == [1]  # a draft behind the end is not counted
+    assert accepted_in_rounds(hits, 3, 5) == [1]  # a draft past the end is not counted
     assert accepted_in_rounds(hits, 3, 4) == []
 
 
@@ -40,6 +40,6 @@ def test_one_pass_over_greedy_text_finds_the_rounds_of_decoding():
     measured = evaluation.in_one_pass(head.params["head"])
     assert measured is not None
     assert measured["rounds"] == int(np.sum(result.stats.num_drafts)) < 3 * 30  # of 3 times 39 without drafts
-    # Decoding may accept drafts behind the end of the text in the last round of each.
+    # Decoding may accept drafts past the end of the text in the last round.
     assert measured["tau"] == pytest.approx(result.stats.mean_acceptance_length, rel=0.05)
     assert evaluation.by_decoding(head.params["head"], max_new_tokens=40) == result.stats.mean_acceptance_length

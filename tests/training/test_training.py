@@ -1,4 +1,4 @@
-"""The training-time test against the official code, an oracle in float64, and drafting with the true tokens."""
+"""The training-time test, compared with the official code, with an oracle in float64, and with drafting."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pair() -> Pair:
 
 
 def read_golden_pair():
-    """The recorded target, its weights rounded through float16 as the official code does, and head."""
+    """Reads the recorded head and target, whose weights are rounded through float16 as in the official code."""
     target = conversion.read_target(GOLDEN / "target")
     head = conversion.read_head(GOLDEN / "eagle3", target.config)
     wide = lambda params, dtype: jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, dtype), jnp.float32), params)
@@ -46,7 +46,7 @@ def read_golden_pair():
 
 
 def check_official_losses(steps=7):
-    """Of the first steps; each is the same however many follow."""
+    """Checks the losses of the first steps, which do not depend on the number of steps after them."""
     golden = json.loads((GOLDEN / "ttt_losses.json").read_text())
     target, drafter, head, frozen = read_golden_pair()
     batch = TTTBatch(
@@ -54,7 +54,7 @@ def check_official_losses(steps=7):
         attention_mask=jnp.asarray(golden["attention_mask"], bool),
         loss_mask=jnp.asarray(golden["loss_mask"], bool),
     )
-    # Compiled here and now: a program of an earlier call would not know what has changed since.
+    # Compiled in every call, because an injected bug may have changed the code since an earlier one.
     run = jax.jit(lambda head, batch: ttt_loss(drafter, target, head, frozen, batch, TTTConfig(num_steps=steps)))
     loss, metrics = run(head, batch)
     losses = golden["plosses"][:steps]
@@ -80,12 +80,14 @@ def rope(x, position):
 
 
 def oracle_logits(drafter, head, embedding, features, tokens, real):
-    """The training-time test of one sequence in float64, one row and one key at a time, in the official layout:
-    ``(k+1)·T`` keys of which row ``t`` sees ``j <= t`` in block 0 and ``t`` in each later one, where they are near."""
+    """Runs the training-time test of one sequence in float64, one row and one key at a time, in the official layout.
+
+    Row ``t`` attends to the keys ``j <= t`` of block 0 and to key ``t`` of each later block, within the window.
+    """
     config = drafter.config
     layer = head["first"]
     mixer = config.layers[0].mixer
-    stands = np.concatenate([np.arange(len(tokens)) + step for step in range(STEPS)])
+    key_positions = np.concatenate([np.arange(len(tokens)) + step for step in range(STEPS)])
 
     def mat(params, x):
         return x @ np.asarray(params["kernel"], np.float64)
@@ -115,7 +117,7 @@ def oracle_logits(drafter, head, embedding, features, tokens, real):
         attended = np.zeros((size, mixer.num_heads * mixer.head_dim))
         for t in range(size):
             for h in range(mixer.num_heads):
-                far = t + step - stands[: mask.shape[1]] >= (mixer.window or 10**6)
+                far = t + step - key_positions[: mask.shape[1]] >= (mixer.window or 10**6)
                 seen = np.flatnonzero(mask[t] & ~far)
                 scores = np.array([queries[t][h] @ keys[s][h // groups] for s in seen]) / np.sqrt(mixer.head_dim)
                 weights = np.exp(scores) / np.exp(scores).sum()
@@ -144,11 +146,11 @@ def test_unroll_is_the_dense_mask_computation(pair, padding, window):
     for b in range(2):
         tokens = np.asarray(batch.tokens[b])
         real = np.asarray(batch.attention_mask[b])
-        first = int(np.argmax(real))  # rows before it see nothing, which the oracle cannot express
+        first = int(np.argmax(real))  # rows before it attend to nothing, which the oracle cannot express
         # Left padding turns all rotary positions alike, so the oracle may start at the first real token.
         rows = oracle_logits(drafter, head, frozen["embedding"], features[b, first:], tokens[first:], real[first:])
         for step in range(STEPS):
-            # A row of padding whose whole window is padding sees nothing either.
+            # A row of padding whose window has only padding attends to nothing either.
             ours = np.asarray(logits[step])[b, real]
             theirs = rows[step][real[first:]]
             np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-4)
@@ -162,7 +164,7 @@ def test_unroll_is_chain_drafting_with_the_true_tokens(pair, monkeypatch, window
     features = ttt.teacher_forward(drafter, target, frozen, batch, STEPS)[1]
     unrolled = unroll(drafter, head, frozen["embedding"], features, batch, STEPS)
 
-    # Row t of the inference batch has committed x_0 .. x_t and knows x_{t+1}; then true tokens are forced upon it.
+    # Row t of the inference batch has committed x_0 .. x_t and knows x_{t+1}. The true tokens replace its drafts.
     tokens = batch.tokens[0]
     rows = batch.tokens.shape[1] - STEPS
     prefix = jnp.arange(rows)

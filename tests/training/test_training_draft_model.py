@@ -1,4 +1,4 @@
-"""Distilling a draft model, against the formula written with loops."""
+"""Distillation of a draft model, compared with the formula written with loops."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ DEPTH = 3
 
 
 def distributions(model: DecoderTarget, params: dict, tokens: list[int]) -> np.ndarray:
-    """``[T V]``, after each token of a text without padding, in 64 bits from the logits on."""
+    """Returns the distribution after each token of a text without padding, ``[T V]``, in 64 bits from the logits on."""
     scores = np.exp(np.asarray(tiny.forward(model, params, jnp.array([tokens]))[0], np.float64)[0])
     return scores / scores.sum(-1, keepdims=True)
 
 
 def by_hand(draft: DecoderTarget, params: dict, batch: TTTBatch) -> tuple[float, dict[str, float]]:
-    """What the objective and its metrics are by their definitions."""
+    """Returns the objective and its metrics by their definitions."""
     divergences = []
     overlaps = []
     hits = {}
@@ -36,19 +36,21 @@ def by_hand(draft: DecoderTarget, params: dict, batch: TTTBatch) -> tuple[float,
         real = tokens[: int(batch.attention_mask[row].sum())].tolist()
         ps = distributions(TARGET.model, TARGET.params, real)
         qs = distributions(draft, params, real)
-        for place in range(1, len(real)):
-            if batch.loss_mask[row, place - 1]:
-                p = ps[place]
-                q = qs[place]
+        for position in range(1, len(real)):
+            if batch.loss_mask[row, position - 1]:
+                p = ps[position]
+                q = qs[position]
                 divergences.append(float(np.sum(p * np.log(p / q))))
                 overlaps.append(float(np.minimum(p, q).sum()))
-                hits[row, place] = p.argmax() == q.argmax()
+                hits[row, position] = p.argmax() == q.argmax()
     tau = 1.0
     metrics = {"acceptance_0": float(np.mean(overlaps))}
     for depth in range(DEPTH):
-        metrics[f"accuracy_{depth}"] = float(np.mean([hit for (_, place), hit in hits.items() if place >= depth]))
-        chains = [[(row, place + k) for k in range(depth + 1)] for row, place in hits]
-        tau += float(np.mean([all(map(hits.get, chain)) for chain in chains if all(one in hits for one in chain)]))
+        deep_hits = [hit for (_, position), hit in hits.items() if position >= depth]
+        metrics[f"accuracy_{depth}"] = float(np.mean(deep_hits))
+        chains = [[(row, position + k) for k in range(depth + 1)] for row, position in hits]
+        supervised = [chain for chain in chains if hits.keys() >= set(chain)]
+        tau += float(np.mean([all(hits[link] for link in chain) for chain in supervised]))
     return float(np.mean(divergences)), {**metrics, "simulated_tau": tau}
 
 
@@ -62,9 +64,9 @@ def test_the_loss_is_the_mean_divergence_where_the_target_wrote() -> None:
     (loss, metrics), grads = jax.jit(
         jax.value_and_grad(lambda params: objective(params, frozen, batch, DEPTH), has_aux=True)
     )(params)
-    wanted, others = by_hand(drafter.model, params, batch)
-    assert 0 < loss == pytest.approx(wanted, rel=1e-4)
-    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(others, rel=1e-4)
+    expected, expected_metrics = by_hand(drafter.model, params, batch)
+    assert 0 < loss == pytest.approx(expected, rel=1e-4)
+    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(expected_metrics, rel=1e-4)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 

@@ -41,13 +41,13 @@ class TableTarget(DecoderTarget):
 
 
 P = np.array([[0.4, 0.3, 0.3], [0.6, 0.3, 0.1], [0.2, 0.7, 0.1], [0.1, 0.1, 0.8], [0.5, 0.3, 0.2]])
-# what the head gives to draft ids 0 and 1
+# The head's probabilities of draft ids 0 and 1.
 A = (0.75, 0.25)
 B = (0.25, 0.75)
 
 
 def table_loss(monkeypatch, *, steps, ids, loss_mask, config):
-    """The objective on given distributions: the target's are ``P``, the head's are ``steps [K][T W]``."""
+    """Returns the objective for fixed distributions: the target's are ``P``, the head's are ``steps [K][T W]``."""
     layers = uniform(1, GroupedQuery(num_heads=1, num_kv_heads=1, head_dim=2), GatedMLP(width=4))
     model = DecoderConfig(vocab_size=3, width=4, layers=layers)
     head = Eagle3Config(
@@ -81,7 +81,7 @@ CE_0 += [cross_entropy((5 / 7, 2 / 7), A), cross_entropy((1 / 2, 1 / 2), A)]
 @pytest.mark.parametrize(
     ("denominator", "loss", "accuracy"),
     [
-        # Row 1's likeliest token, 1, is outside; row 4 has no label, which the official code takes for uniform.
+        # The likeliest token of row 1 is outside the draft vocabulary. Row 4 has no label: a uniform one in "all".
         ("all", (CE_0[0] + CE_0[2] + CE_0[3] + CE_0[4]) / 5, 4 / 5),
         ("supervised", (CE_0[0] + CE_0[2] + CE_0[3]) / 4, 3 / 4),
     ],
@@ -99,7 +99,7 @@ def test_masked_rows_count_in_the_official_denominator_only(monkeypatch):
     config = TTTConfig(num_steps=2)
     metrics = table_loss(monkeypatch, **CASE, loss_mask=mask, config=config)[1]
     assert metrics["loss_0"] == pytest.approx(CE_0[2] / 5, abs=1e-5)
-    # At step 1 the mask has moved with the label: row 1 predicts what row 2 predicted.
+    # At step 1 the mask moves with the label: row 1 predicts the token that row 2 predicted before.
     assert metrics["loss_1"] == pytest.approx(cross_entropy((1 / 9, 8 / 9), B) / 5, abs=1e-5)
     config = dataclasses.replace(config, denominator="supervised")
     metrics = table_loss(monkeypatch, **CASE, loss_mask=mask, config=config)[1]
@@ -108,7 +108,7 @@ def test_masked_rows_count_in_the_official_denominator_only(monkeypatch):
 
 def test_acceptance_and_tau_by_hand(monkeypatch):
     metrics = table_loss(monkeypatch, **CASE, loss_mask=[1] * 5, config=TTTConfig(num_steps=2))[1]
-    # Σ min(p, q) with what the target really gives to tokens 0 and 2; rows without a label do not count.
+    # Σ min(p, q) with the target's full probabilities of tokens 0 and 2; rows without a label do not count.
     assert metrics["acceptance_0"] == pytest.approx((0.7 + 0.3 + 0.85 + 0.7) / 4, abs=1e-5)
     assert metrics["acceptance_1"] == pytest.approx((0.3 + 0.85 + 0.7) / 3, abs=1e-5)
     # Step 0 hits in rows 0, 2, 3 of 0-3. At step 1 rows 1 and 2 of 0-2 hit, but row 1 was lost at step 0.
@@ -165,8 +165,8 @@ def test_only_the_head_is_differentiated_and_only_through_supervised_rows(pair):
     ],
 )
 def test_the_draft_vocabulary(counts, size, chosen):
-    found = select_draft_vocabulary(np.array(counts), size)
-    assert found.dtype == np.int32 and found.tolist() == chosen
+    vocabulary = select_draft_vocabulary(np.array(counts), size)
+    assert vocabulary.dtype == np.int32 and vocabulary.tolist() == chosen
     with pytest.raises(ValueError, match="expected 1 to the target's"):
         select_draft_vocabulary(np.array(counts), len(counts) + 1)
 

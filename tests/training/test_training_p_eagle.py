@@ -1,4 +1,4 @@
-"""P-EAGLE's objective: which rows are run, that drafting is what is learned, and the loss by hand."""
+"""P-EAGLE's objective: its rows, equality with drafting, and the loss by hand."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from eagle3_jax.models.config import with_window
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.topology import Chain
 from eagle3_jax.training import p_eagle, ttt
-from eagle3_jax.training.p_eagle import Chains, chain_mask, draw_chains
+from eagle3_jax.training.p_eagle import Chains, chain_mask, sample_chains
 from eagle3_jax.types import DraftSampling, Observation, SamplingParams
 
 DEPTH = 3
 
 # Compiled once per shape: op by op, these tests would be slow.
-draw = jax.jit(draw_chains, static_argnums=(2, 3))
+sample = jax.jit(sample_chains, static_argnums=(2, 3))
 parallel_logits = jax.jit(p_eagle.parallel_logits, static_argnums=0)
 
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[DecoderTarget, PEagleDrafter, Any, Any]:
-    """Two layers, the second one under a window; the head's weights are large, so that what is seen matters."""
-    target, like, _, frozen = random_pair()
-    fields = {field.name: getattr(like.config, field.name) for field in dataclasses.fields(like.config)}
-    layers = (like.config.layers[0], with_window(like.config.layers[0], 3))
+    """Two layers, the second with a window. The head's weights are large, so that it depends on what it attends to."""
+    target, eagle3, _, frozen = random_pair()
+    fields = {field.name: getattr(eagle3.config, field.name) for field in dataclasses.fields(eagle3.config)}
+    layers = (eagle3.config.layers[0], with_window(eagle3.config.layers[0], 3))
     config = PEagleConfig(**fields | {"layers": layers, "mask_token_id": VOCAB - 1})
     drafter = PEagleDrafter(config, Chain(DEPTH), draft_sampling=DraftSampling.PROBABILISTIC)
     head = jax.tree.map(lambda leaf: 1.5 * leaf, drafter.init_params(jax.random.key(1)))
@@ -40,43 +40,43 @@ def pair() -> tuple[DecoderTarget, PEagleDrafter, Any, Any]:
 
 
 def rows_of(chains: Chains, row: int) -> dict[int, list[int]]:
-    """Anchors by depth."""
+    """Returns the anchors of a row by depth."""
     anchors = np.asarray(chains.anchors)[row]
     present = np.asarray(chains.present)[row]
-    found: dict[int, list[int]] = {depth: [] for depth in set(chains.depths)}
-    for anchor, depth, there in zip(anchors, chains.depths, present, strict=True):
-        if there:
-            found[depth].append(int(anchor))
-    return found
+    by_depth: dict[int, list[int]] = {depth: [] for depth in set(chains.depths)}
+    for anchor, depth, is_present in zip(anchors, chains.depths, present, strict=True):
+        if is_present:
+            by_depth[depth].append(int(anchor))
+    return by_depth
 
 
-def test_every_depth_keeps_the_share_that_the_paper_says() -> None:
+def test_every_depth_keeps_the_share_of_the_paper() -> None:
     """⌊23 · 0.7⌋, ⌊22 · 0.49⌋, ⌊21 · 0.343⌋, ⌊20 · 0.2401⌋ and ⌊19 · 0.2⌋ of 24 positions."""
-    chains, again, other = (draw(jax.random.key(seed), jnp.ones((3, 24), bool), 6) for seed in (0, 0, 1))
+    chains, repeated, changed = (sample(jax.random.key(seed), jnp.ones((3, 24), bool), 6) for seed in (0, 0, 1))
     for row in range(3):
         assert [len(rows_of(chains, row)[depth]) for depth in range(6)] == [24, 16, 10, 7, 4, 3]
     assert len(chains.depths) == 24 + 16 + 10 + 7 + 4 + 3
-    assert np.array_equal(chains.anchors, again.anchors) and not np.array_equal(chains.anchors, other.anchors)
+    assert np.array_equal(chains.anchors, repeated.anchors) and not np.array_equal(chains.anchors, changed.anchors)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_chains_have_no_gaps_and_stay_among_what_is_supervised(seed: int) -> None:
+def test_chains_have_no_gaps_and_are_supervised(seed: int) -> None:
     valid = np.random.default_rng(seed).random((3, 24)) < np.array([[0.9], [0.5], [0.05]])
-    valid[0, 0] = True  # a position that no anchor stands before
-    chains = draw(jax.random.key(seed), jnp.asarray(valid), 6)
+    valid[0, 0] = True  # a position without an anchor before it
+    chains = sample(jax.random.key(seed), jnp.asarray(valid), 6)
     for row in range(3):
         of_depth = rows_of(chains, row)
         supervised = int(valid[row].sum())
         assert of_depth[0] == list(range(24))
         for depth in range(1, max(chains.depths) + 1):
-            here = of_depth[depth]
-            assert len(set(here)) == len(here) <= max(0, supervised - depth) * max(0.7**depth, 0.2)
-            assert set(here) <= set(of_depth[depth - 1])
-            assert all(anchor >= 0 and valid[row, anchor + depth] for anchor in here)
+            anchors = of_depth[depth]
+            assert len(set(anchors)) == len(anchors) <= max(0, supervised - depth) * max(0.7**depth, 0.2)
+            assert set(anchors) <= set(of_depth[depth - 1])
+            assert all(anchor >= 0 and valid[row, anchor + depth] for anchor in anchors)
     assert rows_of(chains, 0)[2]
 
 
-def test_nothing_sees_padding_or_a_chain_that_was_not_drawn() -> None:
+def test_no_row_attends_to_padding_or_to_a_chain_that_was_not_sampled() -> None:
     """Two real positions of four; anchor 0 at depth 1, and two rows without a chain."""
     chains = Chains(
         anchors=jnp.array([[0, 1, 2, 3, 0, 0, 0]]),
@@ -84,19 +84,19 @@ def test_nothing_sees_padding_or_a_chain_that_was_not_drawn() -> None:
         depths=(0, 0, 0, 0, 1, 1, 2),
     )
     mask = chain_mask(chains, jnp.array([[1, 1, 0, 0]], bool))[0].astype(int)
-    # Padding sees itself.
+    # Padding attends to itself.
     assert mask[:5, :4].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1], [1, 0, 0, 0]]
     assert mask[4, 4:].tolist() == [1, 0, 0] and not mask[:, 5:].any()
 
 
-def test_what_is_learned_is_what_is_drafted(pair) -> None:
-    """The laws of training at every anchor and depth, and those of drafting behind every prefix, under a window."""
+def test_training_has_the_distributions_of_drafting(pair) -> None:
+    """Compares those of training at every anchor and depth with those of drafting after every prefix, with a window."""
     target, drafter, head, frozen = pair
     batch = make_batch(1, 8)
     size = 8
     features = ttt.teacher_forward(drafter, target, frozen, batch, 1)[1]
-    chains = draw(jax.random.key(0), jnp.ones((1, size), bool), DEPTH, 1.0)
-    laws = jax.nn.softmax(parallel_logits(drafter, head, frozen["embedding"], features, batch, chains))[0]
+    chains = sample(jax.random.key(0), jnp.ones((1, size), bool), DEPTH, 1.0)
+    trained = jax.nn.softmax(parallel_logits(drafter, head, frozen["embedding"], features, batch, chains))[0]
 
     prefix = jnp.arange(size - 1)
     seen = Observation(
@@ -116,9 +116,9 @@ def test_what_is_learned_is_what_is_drafted(pair) -> None:
     probs = drafted(head)[:, 1:][:, :, frozen["draft_to_target"]]
     compared = 0
     for index, (anchor, depth) in enumerate(zip(chains.anchors[0].tolist(), chains.depths, strict=True)):
-        law = laws[index]
+        distribution = trained[index]
         if chains.present[0, index] and anchor < size - 1:
-            np.testing.assert_allclose(law, probs[anchor, depth], atol=1e-5)
+            np.testing.assert_allclose(distribution, probs[anchor, depth], atol=1e-5)
             compared += 1
     assert compared > 2 * size
 
@@ -132,13 +132,13 @@ def test_the_loss_is_one_mean_over_all_depths(pair) -> None:
 
     real = np.asarray(batch.attention_mask)
     valid = real & np.pad(real[:, 1:], ((0, 0), (0, 1)))
-    chains = draw(batch.key, jnp.asarray(valid), DEPTH)
+    chains = sample(batch.key, jnp.asarray(valid), DEPTH)
     features = ttt.teacher_forward(drafter, target, frozen, batch, 1)[1]
     scores = parallel_logits(drafter, head, frozen["embedding"], features, batch, chains)
     positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
     seen = jnp.tril(jnp.ones((8, 8), jnp.bool_)) & batch.attention_mask[:, None, :]
     final = target(frozen["target_params"], batch.tokens, positions, seen).final
-    wanted = np.asarray(target.unembed(frozen["target_params"], final), np.float64)
+    logits = np.asarray(target.unembed(frozen["target_params"], final), np.float64)
     ids = np.asarray(frozen["draft_to_target"])
 
     terms: list[float] = []
@@ -148,7 +148,7 @@ def test_the_loss_is_one_mean_over_all_depths(pair) -> None:
             anchor = int(chains.anchors[row, index])
             if not chains.present[row, index] or not valid[row, anchor + depth]:
                 continue
-            label = wanted[row, anchor + depth + 1]
+            label = logits[row, anchor + depth + 1]
             p = np.exp(label[ids]) / np.exp(label[ids]).sum()
             score = np.asarray(scores[row, index], np.float64)
             q = np.exp(score) / np.exp(score).sum()
@@ -158,6 +158,6 @@ def test_the_loss_is_one_mean_over_all_depths(pair) -> None:
     tau = 1.0
     for depth in range(DEPTH):
         assert metrics[f"accuracy_{depth}"] == pytest.approx(np.mean(list(hits[depth].values())), abs=1e-6)
-        whole = [key for key in hits[depth] if all(key in hits[before] for before in range(depth))]
-        tau += np.mean([all(hits[before][key] for before in range(depth + 1)) for key in whole])
+        complete = [key for key in hits[depth] if all(key in hits[before] for before in range(depth))]
+        tau += np.mean([all(hits[before][key] for before in range(depth + 1)) for key in complete])
     assert metrics["simulated_tau"] == pytest.approx(tau, abs=1e-5)

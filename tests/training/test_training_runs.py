@@ -72,7 +72,7 @@ def test_a_target_learns_a_cycle(method):
     batch_at = random_windows(np.arange(200) % 8, (Phase(30, 4, 12),), seed=0)
     state = trainer.start(target.init(jax.random.key(0)))
     losses = [metrics["loss"] for _, metrics in trainer.run(state, batch_at, 30)]
-    assert 0.5 * np.log(8) < losses[0] < 2 * np.log(8)  # random weights know nothing
+    assert 0.5 * np.log(8) < losses[0] < 2 * np.log(8)  # random weights: nearly uniform
     assert losses[-1] < 0.2 * losses[0]
 
 
@@ -133,9 +133,9 @@ HEAD = ("--steps", 3, "--batch", 2, "--draft-vocab-size", 32, "--unroll", "1:1,2
 
 
 def written_texts(directory: Path, seed: int = 0, writer: Path | None = None) -> Path:
-    """A directory of texts, as ``eagle3 train data`` leaves it; the first of the seven is held out.
+    """Writes a directory of texts, as ``eagle3 train data`` does; the first of the seven is held out.
 
-    Random tokens, or what a target writes after three of them.
+    Texts are random tokens, or three random tokens and their continuation by ``writer``, a target.
     """
     tokens = np.random.default_rng(seed).integers(0, 96, (7, 12)).tolist()
     learn = [False] * 3 + [True] * 9
@@ -166,7 +166,7 @@ def kill_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 
 def drafted(head: Path) -> np.ndarray:
-    """The target's ids of a head's draft vocabulary."""
+    """Returns the target's ids of a head's draft vocabulary."""
     offsets = load_file(head / "model.safetensors")["d2t"]
     return offsets + np.arange(len(offsets))
 
@@ -183,7 +183,7 @@ def test_a_head_continues_only_the_run_that_was_begun(cli, refused, tmp_path, mo
         kill_after(patch, 2)
         code, _, output = cli("train", "head", target, data, out, *HEAD, "--save-every", 100)
         assert code == 130 and "interrupted at step 2 of 3; the same command continues there" in output
-    kept = sorted(path.relative_to(out) for path in out.rglob("*"))
+    files = sorted(path.relative_to(out) for path in out.rglob("*"))
 
     other_target = write_llama(tmp_path / "other", width=16)
     raw = bytearray((other_target / "model.safetensors").read_bytes())
@@ -203,9 +203,9 @@ def test_a_head_continues_only_the_run_that_was_begun(cli, refused, tmp_path, mo
     for says, arguments in changes.items():
         line = refused("train", "head", *arguments)
         assert says in line and f"{out} holds the checkpoints of another run" in line
-    assert kept == sorted(path.relative_to(out) for path in out.rglob("*"))
+    assert files == sorted(path.relative_to(out) for path in out.rglob("*"))
 
-    # The vocabulary stays, even should another version choose another; how often one saves is nobody's concern.
+    # The vocabulary stays, even if another version would choose another. The interval of checkpoints may change.
     monkeypatch.setattr("eagle3_jax.training.vocab.select_draft_vocabulary", lambda counts, size: np.arange(size))
     code, output, _ = cli("train", "head", target, data, out, *HEAD, "--save-every", 5)
     assert code == 0 and output.count("continuing from step ") == output.count("continuing from step 2\n") == 1
@@ -247,10 +247,10 @@ def test_a_signal_ends_a_run_after_its_step_and_the_same_command_goes_on(tmp_pat
         run.send_signal(number)
         _, error = run.communicate(timeout=60)
         assert run.returncode == code
-        found = re.search(r"interrupted at step (\d+) of 1000000; the same command continues there", error)
-        assert found is not None, error
-        steps.append(int(found[1]))
-        assert (tmp_path / "out" / "checkpoints" / found[1]).is_dir()
+        match = re.search(r"interrupted at step (\d+) of 1000000; the same command continues there", error)
+        assert match is not None, error
+        steps.append(int(match[1]))
+        assert (tmp_path / "out" / "checkpoints" / match[1]).is_dir()
     assert steps[0] < steps[1]
 
 
