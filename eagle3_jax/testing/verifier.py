@@ -45,7 +45,7 @@ def check_verifier(
     once in a million runs. A rule that says ``lossless=False`` is measured, not judged.
 
     **Limits.** The report says what each statistical check detects with 90 % power. With the default ``samples``:
-    first tokens whose probabilities are 15 % off (root mean square, in one shape and setting), drafted tokens that are
+    first tokens whose probabilities are 17 % off (root mean square, in one shape and setting), drafted tokens that are
     0.8 % too frequent everywhere, all tokens sampled from ``p^1.013`` instead of ``p``, uniforms of 12 bits or fewer,
     and 2.1 % of the rows with the uniforms of a row at a fixed distance. For ``chains_only`` the second and the third
     are 1.0 % and ``p^1.017``. These deviations shrink with the square root of ``samples``; each bit of the uniforms
