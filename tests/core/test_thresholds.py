@@ -1,6 +1,7 @@
 """Level 1 at the vocabulary of Llama 3: the thresholds of every acceptance rule next to the formulas in float64.
 
-Enumeration and frequencies (``test_exact_law``, ``test_long_distribution``) use small vocabularies, where no probability is as
+Enumeration and frequencies (``test_exact_law``, ``test_long_distribution``) use
+small vocabularies, where no probability is as
 small as most are in practice. Here bisection finds through the library's own rules where each uniform changes the
 decision, at 128,256 tokens: the uniform that accepts a node, and the uniforms that choose the next token, digit by
 digit. A uniform has 2^24 values, so a threshold is a count. The float32 inputs are exact to the formulas.
