@@ -146,10 +146,10 @@ class Report:
             for reason, count in collections.Counter(reasons).items()
         ]
         missing = self.missing.get(name)
-        if missing:
+        if missing and checks:
             lines.append(f"not collected: {', '.join(missing)}")
             verdict = Verdict.PARTLY if verdict is Verdict.PASSED else verdict
-        if not checks and not missing:
+        if not checks:
             lines = [self.unfinished or "no check of it was part of this run"]
         return LevelResult(level, checks, verdict, "\n".join(lines))
 
