@@ -286,7 +286,7 @@ _log_probs = jax.jit(_log_probs_of, static_argnums=0)
 
 
 def texts(options: argparse.Namespace) -> dict[str, Any]:
-    """Greedy answers in float32 with drafts by n-grams, scored by transformers: is every token its likeliest one?
+    """Greedy answers in float32 with drafts by n-grams, scored by transformers: is every token its most likely one?
 
     If it is, transformers writes the same text. Other tokens are listed with the distance of the two logits.
     """

@@ -107,8 +107,8 @@ def bytes_needed(config: DecoderConfig, *, batch: int, capacity: int, precision:
     shapes = jax.tree.leaves((model.param_shapes(), drafter.param_shapes()))
     num_weights = sum(int(np.prod(leaf.shape)) for leaf in shapes)
     weights = num_weights * jnp.dtype(precision.operands).itemsize
-    states = jax.eval_shape(lambda: (model.init_cache(batch, capacity), drafter.init({}, batch, capacity)))
-    caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(states))
+    states = lambda: jax.tree.leaves((model.init_cache(batch, capacity), drafter.init({}, batch, capacity)))
+    caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.eval_shape(states))
     logits = 4 * batch * 64 * config.vocab_size  # of the largest draft, in float32
     return int((weights + caches + logits) * (1 + _HEADROOM))
 
