@@ -196,8 +196,7 @@ class DFlashHead(nnx.Module):
         if config.markov is not None:
             self.markov = MarkovBias(config, **options)
         if config.confidence is not None:
-            reads_markov = config.confidence == "markov" and config.markov is not None
-            rank = config.markov.rank if reads_markov else 0
+            rank = config.markov.rank if config.confidence == "markov" and config.markov is not None else 0
             self.confidence = Linear(width + rank, 1, bias=True, **options)
         self.config = config
 

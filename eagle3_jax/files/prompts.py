@@ -133,9 +133,12 @@ def _prompt(row: JsonRow, file: str, max_new_tokens: int) -> Prompt:
         request = _request(row, max_new_tokens)
         name = values.get("name", values.get("task_id", _line_name(row)))
         category = values.get("kind", file)
-        is_text = isinstance(request.prompt, str)
-        text = request.prompt if is_text else None
-        tokens = [] if is_text else request.prompt
+        if isinstance(request.prompt, str):
+            text = request.prompt
+            tokens = []
+        else:
+            text = None
+            tokens = request.prompt
         max_new_tokens = request.max_new_tokens
     else:
         raise ValueError(f"{where}expected {_FORM}")

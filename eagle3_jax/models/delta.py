@@ -136,8 +136,9 @@ class GatedDeltaNet(nnx.Module):
         size = inputs.shape[1]
         steps = at_least_two(tuple(jnp.moveaxis(leaf, 1, 0) for leaf in (inputs, betas, decays, parents)))
         count = steps[0].shape[0]
+        grouped = start.grouped
         windows = _with_slots(start.window, count)
-        states = _with_slots(start.grouped, count)
+        states = _with_slots(grouped, count)
 
         def step(carry: tuple[Array, Array], node: tuple[Array, ...]) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
             windows, states = carry

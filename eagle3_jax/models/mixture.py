@@ -50,7 +50,7 @@ def mixture(
     tokens, per_token = routing.chosen.shape
     rows = _rows_per_run(tokens, per_token, config.num_experts)
     options = {"config": config, "precision": precision}
-    # Products that also quantise the rows are computed like those of many tokens, whatever the number of tokens.
+    # gather_chosen does not quantise rows, so dynamic kernels use the other algorithms for any number of tokens.
     is_dynamic = getattr(stack.gate_up, "dynamic", False)
     if routing.chosen.size < count_experts(stack) and not is_dynamic:
         default = gather_chosen
