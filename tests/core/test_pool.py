@@ -10,7 +10,7 @@ import tiny
 
 import eagle3_jax as e3
 from eagle3_jax import loop as loops
-from eagle3_jax import pool as pools
+from eagle3_jax.serving import pool as pools
 from eagle3_jax.serving.pool import Pool, PoolRequest
 from eagle3_jax.types import SamplingMode
 
