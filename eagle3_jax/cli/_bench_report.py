@@ -87,8 +87,8 @@ class Findings:
         """Reasons why the measurements are invalid; empty if they are valid."""
         reasons = []
         for report in self.reports:
-            bandwidth = (report.bytes_per_second or 0) / 1e9
             for row in report.too_fast:
+                bandwidth = (report.bytes_per_second or 0) / 1e9
                 reasons.append(
                     f"batch {report.batch_size}: {row.name} reads memory at {row.bandwidth_share:.0%} of the "
                     f"{bandwidth:.1f} GB/s that this device was measured to read at most; the clock, the tokens or the "
