@@ -16,7 +16,7 @@ export QUESTION
 .PHONY: demo test nightly wheel-check vllm validation aot aot-platforms notebooks gpu-notebooks lint types check format docs clean
 
 demo: $(VENV)/.installed-gguf
-	$(VENV)/bin/eagle3 generate --chat "$$QUESTION" --target smollm2 $(if $(GPU_HERE),--dtype bfloat16,--weights int8)
+	$(VENV)/bin/eagle3 generate --chat "$$QUESTION" --target smollm2 $(if $(GPU_HERE),--dtype bfloat16,--weights int8) --compare
 
 # In minutes: the exact output distribution and acceptance, draws, trees, caches, the loop, traces of the official code,
 # every kind of drafter, the lowered programs, latent attention and recurrent layers, and a round trip of every kind of

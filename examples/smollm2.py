@@ -186,7 +186,7 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
             for state in ("cold", "warm", "warm"):
                 seconds, first, peak = timed_command(
                     ["generate", "--chat", "What is the capital of France?", "--target", options.target, "--weights",
-                     weights, "--no-compare", "--max-new-tokens", "32", "--compilation-cache", cache]
+                     weights, "--max-new-tokens", "32", "--compilation-cache", cache]
                 )  # fmt: skip
                 row = {"weights": weights, "compiled_programs": state, "first_character_seconds": first}
                 rows.append({**row, "seconds": seconds, "peak_megabytes": peak})

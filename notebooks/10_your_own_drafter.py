@@ -449,7 +449,7 @@ imports = "import dataclasses\nimport jax\nimport jax.numpy as jnp\nimport eagle
 with tempfile.TemporaryDirectory() as folder:
     source = "\n\n".join([imports, source_of(Newest, "propose"), source_of(Looks, "__call__"), FACTORY])
     Path(folder, "mine.py").write_text(source, encoding="utf-8")
-    options = "--drafter mine:newest=3 --verifier mine:two_looks --max-new-tokens 24 --temperature 1 --no-compare --json"
+    options = "--drafter mine:newest=3 --verifier mine:two_looks --max-new-tokens 24 --temperature 1 --json"
     command = [sys.executable, "-m", "eagle3_jax", "generate", "class Stack:", *options.split()]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
 print("eagle3 generate 'class Stack:'", options)

@@ -15,29 +15,27 @@ from eagle3_jax.cli import _errors
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (default: that of the process) and returns the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given in ([], ["train"], ["plan"]):
-        given.append("--help")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words in ([], ["train"], ["plan"]):
+        words.append("--help")
     try:
         from eagle3_jax.cli._commands import parser
 
-        code = parser()(given, prog_name="eagle3", standalone_mode=False)
+        code = parser()(words, prog_name="eagle3", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:
         _drop_output()
         return 141
     except BaseException as error:  # every ending of the program is decided in this one place
-        if _errors.received:
-            return _errors.signal_code()
-        if isinstance(error, KeyboardInterrupt):
-            return 130
         if isinstance(error.__context__, BrokenPipeError):  # rich ends the program with 1
             return 141
-        return _report(error, given)
+        return _report(error, words)
 
 
-def _report(error: BaseException, given: Sequence[str]) -> int:
+def _report(error: BaseException, words: Sequence[str]) -> int:
     try:
         sys.stdout.flush()
     except OSError:
@@ -47,7 +45,7 @@ def _report(error: BaseException, given: Sequence[str]) -> int:
     except ModuleNotFoundError as missing:  # a checkout with a Python that has no typer
         print(f"error: the command line needs {missing.name}: pip install typer rich", file=sys.stderr)
         return 2
-    if ending is None or (ending.message and "--traceback" in given):
+    if ending is None or (ending.message and "--traceback" in words):
         raise error
     if ending.message:
         with contextlib.suppress(OSError):
@@ -57,7 +55,7 @@ def _report(error: BaseException, given: Sequence[str]) -> int:
 
 
 def _drop_output() -> None:
-    """Sends what is still to be written nowhere; otherwise Python complains again when it flushes at exit."""
+    """Discards the unwritten output; otherwise Python prints the error again when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -68,7 +66,4 @@ def main() -> None:
         if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # for the whole process
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # characters its encoding lacks
-    code = run()
-    if _errors.received:
-        _errors.leave()
-    sys.exit(code)
+    sys.exit(run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect as inspect_module
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import typer
 import typer.main
 
 from eagle3_jax import __version__
-from eagle3_jax.cli import bench, chat, convert, generate, plan, train, tune
+from eagle3_jax.cli import bench, chat, convert, doctor, generate, inspect, plan, train, tune
 from eagle3_jax.cli._errors import Misuse
 
 app = typer.Typer(
@@ -38,9 +39,9 @@ def _root(
 
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
-app.command("convert", epilog=convert.CONVERT_EXAMPLE)(convert.convert)
-app.command("inspect", epilog=convert.INSPECT_EXAMPLE)(convert.inspect)
-app.command("doctor", epilog=convert.DOCTOR_EXAMPLE)(convert.doctor)
+app.command("convert", epilog=convert.EXAMPLE)(convert.convert)
+app.command("inspect", epilog=inspect.EXAMPLE)(inspect.inspect)
+app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
 app.command("bench", epilog=bench.EXAMPLE)(bench.bench)
 app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 app.add_typer(train.app, name="train")
@@ -48,26 +49,32 @@ app.add_typer(plan.app, name="plan")
 
 
 def _checked(command: Callable[..., None]) -> Callable[..., None]:
-    """Refuses negative numbers, infinity and NaN; no option of any command takes them."""
+    """Makes a command refuse negative numbers, infinity and NaN, which no option of any command takes."""
+    flags = {}
+    for name, parameter in inspect_module.signature(command).parameters.items():
+        declared = [
+            flag for info in getattr(parameter.annotation, "__metadata__", ()) for flag in info.param_decls or ()
+        ]
+        flags[name] = next(iter(declared), f"--{name.replace('_', '-')}")
 
     @functools.wraps(command)
     def checked(**options: Any) -> None:
         for name, value in options.items():
             for number in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(number, int | float) and not 0 <= number < math.inf:
-                    raise Misuse(f"--{name.replace('_', '-')} is {number}; expected a finite number, at least 0")
+                    raise Misuse(f"{flags[name]} is {number}; expected a finite number, at least 0")
         command(**options)
 
     return checked
 
 
 for _group in (app, train.app, plan.app):
-    for _one in _group.registered_commands:
-        assert _one.callback is not None
-        _one.callback = _checked(_one.callback)
+    for _command in _group.registered_commands:
+        assert _command.callback is not None
+        _command.callback = _checked(_command.callback)
 
 
 @functools.cache
 def parser() -> Any:
-    """The parser of command lines; built once."""
+    """Returns the parser of command lines, which is built once."""
     return typer.main.get_command(app)

@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: the options of drafts and sampling, and the decoder that they name."""
+"""Options of drafts and sampling that `generate` and `chat` share, and the decoder that they describe."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DraftOptions:
     verifier: VerifierOption = None
 
     def for_decoder(self) -> dict[str, Any]:
-        """Arguments of :class:`~eagle3_jax.SpeculativeDecoder`."""
+        """Returns arguments of :class:`~eagle3_jax.SpeculativeDecoder`."""
         from eagle3_jax import DraftSampling
 
         return {
@@ -73,7 +73,7 @@ class SamplingOptions:
     seed: Annotated[int, typer.Option(help="Random seed.", min=0, max=2**32 - 1)] = 0
 
     def params(self) -> SamplingParams:
-        """The same for the decoder.
+        """Returns the sampling parameters for the decoder.
 
         Raises:
             ValueError: A value is out of range.
@@ -95,7 +95,7 @@ def open_decoder(
     mesh: Mesh | None = None,
     stop_tokens: Sequence[int] | None = None,
 ) -> SpeculativeDecoder:
-    """Loads the models that a command line names and puts a decoder together.
+    """Loads the models of a command line and makes a decoder.
 
     Args:
         models: The target and its drafter.
@@ -111,9 +111,11 @@ def open_decoder(
     source = default_drafter(models.target, models.weights) if models.drafter is None else models.drafter
     target = read_target(models.target, dtype, mesh, weights=models.weights)
     head = read_drafter(source, target=target, target_source=models.target, layer_ids=models.layer_ids)
-    shapes = ("num_speculative_tokens", "tree", "schedule")
-    given = {name: getattr(draft, name) for name in shapes if getattr(draft, name) is not None}
-    chosen = [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
+    chosen = []
+    for name in ("num_speculative_tokens", "tree", "schedule"):
+        value = getattr(draft, name)
+        if value is not None:
+            chosen.append(f"--{name.replace('_', '-')} {value}")
     if not chosen and not find_own("--drafter", source):
         head = _with_default_length(head, batch, least=0 if draft.draft_sampling is None else 1)
     options |= {"verifier": read_verifier(draft.verifier), "mesh": mesh, "stop_tokens": stop_tokens}
@@ -126,9 +128,9 @@ def open_decoder(
 def _with_default_length(
     head: LoadedDrafter | Drafter[Any] | None, batch: int, *, least: int
 ) -> LoadedDrafter | Drafter[Any] | None:
-    """A drafter with the default length for batches of this size; ``None`` where that length is 0.
+    """Returns a drafter with the default length for batches of this size; ``None`` if that length is 0.
 
-    A drafter that proposes a block or all of its heads in one pass keeps its length: a shorter draft would be another
+    A drafter that proposes a block or all of its heads in one pass keeps its length: a shorter draft would need another
     network, or cost as much.
     """
     from eagle3_jax import Chain, LoadedDrafter

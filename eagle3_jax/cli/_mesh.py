@@ -41,25 +41,27 @@ def join(distributed: str | None, mesh: str | None) -> bool:
     if distributed is None:
         return True
     if mesh is None:
-        raise Misuse("--distributed was given without --mesh, which says what the processes share; see docs/mesh.md")
+        raise Misuse(
+            "--distributed was given without --mesh, which divides the models over the processes; see docs/mesh.md"
+        )
     import jax
 
-    found = _PROCESSES.fullmatch(distributed)
-    if found is None and distributed != "auto":
+    numbers = _PROCESSES.fullmatch(distributed)
+    if numbers is None and distributed != "auto":
         raise Misuse(f"--distributed {distributed!r}: expected {_FORM}")
     try:
-        if found is None:
+        if numbers is None:
             jax.distributed.initialize()
         else:
-            processes = int(found["processes"])
-            process = int(found["process"])
+            processes = int(numbers["processes"])
+            process = int(numbers["process"])
             if process >= processes:
                 raise Misuse(f"--distributed {distributed}: process is {process}; expected 0 to {processes - 1}")
-            jax.distributed.initialize(found["coordinator"], processes, process)
+            jax.distributed.initialize(numbers["coordinator"], processes, process)
     except (ValueError, RuntimeError) as error:
         if isinstance(error, Misuse):
             raise
-        hint = f"; expected {_FORM}" if found is None else ""
+        hint = f"; expected {_FORM}" if numbers is None else ""
         raise Misuse(f"--distributed {distributed}: {one_line(str(error)).rstrip('.')}{hint}") from None
     first = jax.process_index() == 0
     # Libraries for collectives may print too (Gloo does); their output goes to the standard error.
@@ -71,17 +73,17 @@ def join(distributed: str | None, mesh: str | None) -> bool:
 
 
 def read_mesh(text: str | None, batches: list[int]) -> Mesh | None:
-    """The mesh that ``--mesh`` names; it must divide each of the batch sizes in ``batches``."""
+    """Makes the mesh that ``--mesh`` names; it must divide each of the batch sizes in ``batches``."""
     if text is None:
         return None
     from eagle3_jax.devices.sharding import check_rows, make_mesh
 
-    how_many = ""
+    hint = ""
     try:
         mesh = make_mesh(text)
-        how_many = " (with --json, --batch-size says how many are decoded at once; text is streamed one by one)"
+        hint = " (with --json, --batch-size sets how many are decoded at once; text is streamed one by one)"
         for batch in batches:
             check_rows(mesh, batch)
     except ValueError as error:
-        raise Misuse(f"--mesh {text}: {error}{how_many}") from None
+        raise Misuse(f"--mesh {text}: {error}{hint}") from None
     return mesh

@@ -6,11 +6,10 @@ import dataclasses
 import functools
 import inspect
 import json
-import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -25,16 +24,17 @@ from eagle3_jax.files.writing import whole_file
 if TYPE_CHECKING:
     from eagle3_jax import DynamicTree, SpeculationSchedule, StaticTree
 
+CHECKPOINT = "Directory, GGUF file or hub id"
 # Also used by `eagle3 bench`, which takes several drafters.
 DRAFTERS = (
-    f"Directory, GGUF file or hub id of a head or of a small language model, {FORMS}, 'ngram+HEAD' (the head where the "
+    f"{CHECKPOINT} of a head or of a small language model, {FORMS}, 'ngram+HEAD' (the head where the "
     "text has no n-gram), or module:name of your own"
 )
 TargetOption = Annotated[
     str | None,
     typer.Option(
         "--target",
-        help="Directory, GGUF file or hub id of the target, or module:function of your own. Default: the bundled one.",
+        help=f"{CHECKPOINT} of the target, or module:function of your own. Default: the bundled one.",
     ),
 ]
 DrafterOption = Annotated[
@@ -100,7 +100,7 @@ class ModelOptions:
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command one option for every field of the dataclasses that it takes.
 
-    Typer reads a signature and knows no groups, so it is shown a flat one; the command gets the dataclasses.
+    Typer reads a signature and has no groups, so the wrapper has a flat signature; the command gets the dataclasses.
     """
     options: list[inspect.Parameter] = []
     groups: dict[str, tuple[type, list[str]]] = {}
@@ -111,24 +111,23 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             options.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
             continue
         fields = get_type_hints(kind, include_extras=True)
-        of_group = inspect.signature(kind).parameters.values()
-        options += [field.replace(annotation=fields[field.name]) for field in of_group]
-        groups[parameter.name] = kind, [field.name for field in of_group]
+        members = inspect.signature(kind).parameters.values()
+        options += [member.replace(annotation=fields[member.name]) for member in members]
+        groups[parameter.name] = kind, list(fields)
 
     @functools.wraps(command)
-    def flat(**given: Any) -> None:
-        together = {
-            name: kind(**{field: given.pop(field) for field in fields}) for name, (kind, fields) in groups.items()
-        }
-        command(**together, **given)
+    def flat(**values: Any) -> None:
+        for name, (kind, fields) in groups.items():
+            values[name] = kind(**{field: values.pop(field) for field in fields})
+        command(**values)
 
     flat.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     flat.__annotations__ = {option.name: option.annotation for option in options}
     return flat
 
 
-def measured_dtype(given: str | None) -> str:
-    """The precision to measure in. Default: bfloat16 on a GPU, which other engines have too, and mixed on a CPU.
+def measured_dtype(dtype: str | None) -> str:
+    """Returns the precision to measure in. Default: bfloat16 on a GPU, as in other engines, and mixed on a CPU.
 
     Raises:
         Misuse: This jax cannot use the GPU of this machine, so the figures would be those of a CPU.
@@ -138,7 +137,7 @@ def measured_dtype(given: str | None) -> str:
     problem = gpu_problem()
     if problem is not None:
         raise Misuse(f"{problem} (JAX_PLATFORMS=cpu measures the CPU)")
-    return given or ("bfloat16" if on_gpu() else "mixed")
+    return dtype or ("bfloat16" if on_gpu() else "mixed")
 
 
 # Parsers
@@ -155,7 +154,7 @@ _SCHEDULE_FORM = f"[[first, last, K], ...] such as '[[1,4,5],[5,16,3]]', or a fi
 
 
 def parse_tree(text: str | None) -> DynamicTree | StaticTree | None:
-    """``num_nodes=60,max_depth=8,top_k=10``, the name of a published tree, or paths of child ranks as JSON."""
+    """Reads ``num_nodes=60,max_depth=8,top_k=10``, the name of a published tree, or paths of child ranks as JSON."""
     from eagle3_jax import DynamicTree
     from eagle3_jax.topology import PUBLISHED_TREES
 
@@ -165,14 +164,19 @@ def parse_tree(text: str | None) -> DynamicTree | StaticTree | None:
         return PUBLISHED_TREES[text]
     if text.lstrip().startswith("[") or text.endswith(".json"):
         return _static_tree(text)
+    names = []
+    numbers = []
     try:
-        pairs = [(name.strip(), int(value)) for name, value in (part.split("=") for part in text.split(","))]
+        for part in text.split(","):
+            name, number = part.split("=")
+            names.append(name.strip())
+            numbers.append(int(number))
     except ValueError:
-        pairs = []
-    if sorted(name for name, _ in pairs) != ["max_depth", "num_nodes", "top_k"]:
+        names = []
+    if sorted(names) != ["max_depth", "num_nodes", "top_k"]:
         raise Misuse(f"--tree {text!r}: expected {_TREE_FORM}")
     try:
-        return DynamicTree(**dict(pairs))
+        return DynamicTree(**dict(zip(names, numbers, strict=True)))
     except ValueError as error:
         raise Misuse(f"--tree {text!r}: {error}") from None
 
@@ -193,7 +197,7 @@ def _static_tree(text: str) -> StaticTree:
 
 
 def parse_schedule(text: str | None) -> SpeculationSchedule | None:
-    """``--schedule '[[1,4,5],[5,16,3]]'``, or a JSON file with such a list, as ``eagle3 tune --output`` writes it."""
+    """Reads ``[[1,4,5],[5,16,3]]``, or a JSON file with such a list, as ``eagle3 tune --output`` writes it."""
     from eagle3_jax import SpeculationSchedule
 
     if text is None:
@@ -205,7 +209,7 @@ def parse_schedule(text: str | None) -> SpeculationSchedule | None:
     if isinstance(value, dict) and _SCHEDULE_KEY in value:
         value = value[_SCHEDULE_KEY]
         if value is None:
-            raise Misuse(f"--schedule {text}: drafting paid at no batch size there; use --drafter none")
+            raise Misuse(f"--schedule {text}: drafting paid off at no batch size there; use --drafter none")
     if not isinstance(value, list):
         raise Misuse(f"--schedule {shown(text)} holds no schedule; expected {_SCHEDULE_FORM}")
     try:
@@ -222,10 +226,10 @@ def _json_of(option: str, text: str, is_file: bool, form: str) -> Any:
 
 
 def parse_numbers(text: str, option: str, *, least: int = 1, most: int = 100_000, or_none: bool = False) -> list[int]:
-    """``1-7``, ``1,3,5`` or ``1-3,8``, in ascending order, each once; nothing for ``none`` where that is allowed."""
+    """Reads ``1-7``, ``1,3,5`` or ``1-3,8``, in ascending order, each once; with ``or_none`` also ``none``."""
     if or_none and text == "none":
         return []
-    found: set[int] = set()
+    values: set[int] = set()
     for part in text.split(","):
         bounds = part.strip().split("-")
         numbers = [int(bound) for bound in bounds if bound.isdecimal() and len(bound) <= _LONGEST_NUMBER]
@@ -234,12 +238,12 @@ def parse_numbers(text: str, option: str, *, least: int = 1, most: int = 100_000
                 f"{option} {text!r}: expected whole numbers from {least} to {most}, such as '1-7' or '1,3,5'"
                 + (", or 'none'" if or_none else "")
             )
-        found.update(range(numbers[0], numbers[-1] + 1))
-    return sorted(found)
+        values.update(range(numbers[0], numbers[-1] + 1))
+    return sorted(values)
 
 
 def parse_ids(text: str) -> list[int]:
-    """``--prompt-ids '[1, 2]'``; the decoder checks whether the target has them."""
+    """Reads ``--prompt-ids '[1, 2]'``; the decoder checks whether the target has these ids."""
     try:
         ids = parse_json(text)
     except ValueError:
@@ -267,7 +271,7 @@ def check_writable(path: Path | None) -> None:
     if path.exists() and not os.access(path, os.W_OK):
         raise Misuse(f"{path} cannot be written: no permission")
     try:
-        # As it will be written; a name can be too long as well.
+        # The name of the temporary file that will be written; it can also be too long.
         tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".partial", dir=path.absolute().parent).cleanup()
     except OSError as error:
         raise Misuse(f"{path} cannot be written: {error.strerror}") from None
@@ -277,30 +281,3 @@ def write_json(path: Path, value: Any) -> None:
     """Writes a JSON file that appears under its name only when complete."""
     with whole_file(path) as partial:
         partial.write_text(json.dumps(value) + "\n", encoding="utf-8")
-
-
-def print_json(value: Any) -> None:
-    """Prints one line of JSON, with ``null`` for infinity, which JSON does not have."""
-    typer.echo(json.dumps(finite(value), allow_nan=False))
-
-
-def finite(value: Any) -> Any:
-    """The value with ``None`` in place of infinite numbers."""
-    if isinstance(value, dict):
-        return {name: finite(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> None:
-    """Prints a table without borders; all columns but those in ``left`` are aligned to the right."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for index, title in enumerate(titles):
-        table.add_column(title, justify="left" if index in left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False, markup=False, width=max(Console().width, 120)).print(table)

@@ -25,7 +25,7 @@ RULES = {"block": "BlockVerification", "typical": "TypicalAcceptance"}
 
 
 def read_target(source: str | None, dtype: str, mesh: Mesh | None = None, *, weights: str = "dense") -> LoadedTarget:
-    """The target that ``--target`` names."""
+    """Loads the target that ``--target`` names."""
     from eagle3_jax import LoadedTarget, load_target
 
     if source == "":
@@ -42,7 +42,7 @@ def read_target(source: str | None, dtype: str, mesh: Mesh | None = None, *, wei
 
 
 def fetch_first(*sources: str | None) -> None:
-    """Downloads published models that are named, before a spinner takes the line that the download writes to."""
+    """Downloads published models, before a spinner takes the line that the download writes to."""
     from eagle3_jax.files.published import PUBLISHED, cached_path, is_published
     from eagle3_jax.files.sources import locate
 
@@ -56,10 +56,10 @@ def fetch_first(*sources: str | None) -> None:
 
 
 def default_drafter(target: str | None, weights: str) -> str | None:
-    """The drafter of `generate` and `chat` for a target that is given without one.
+    """Returns the drafter of `generate` and `chat` for a command line without ``--drafter``.
 
     ``None`` is the bundled head, which fits the bundled target only. A published model has a head, and other targets
-    get n-grams of the text, except on CPUs: there only int8 weights verify four tokens for little more than one.
+    get n-grams of the text, except on CPUs: only with int8 weights is verifying four tokens about as fast as one.
     """
     import jax
 
@@ -78,7 +78,7 @@ def default_drafter(target: str | None, weights: str) -> str | None:
 def read_drafter(
     source: str | None, *, target: LoadedTarget, target_source: str | None, layer_ids: str | None = None
 ) -> LoadedDrafter | Drafter[Any] | None:
-    """The drafter that ``--drafter`` names; ``None`` for plain decoding."""
+    """Loads the drafter that ``--drafter`` names; ``None`` for plain decoding."""
     from eagle3_jax import Fallback, LoadedDrafter, load_drafter
     from eagle3_jax.drafters import NGram
     from eagle3_jax.files.published import is_published
@@ -90,11 +90,11 @@ def read_drafter(
         if not isinstance(head, LoadedDrafter):
             raise Misuse(f"--drafter {source}: expected {LOOKUP_FIRST} and a head, such as {LOOKUP_FIRST}./head")
         return Fallback.of(NGram(min_ngram=2), head)
-    named = source is not None and is_named(source)
-    part = None if named else find_own("--drafter", source)
-    if layer_ids is not None and (named or part is not None):
+    has_name = source is not None and is_named(source)
+    part = None if has_name else find_own("--drafter", source)
+    if layer_ids is not None and (has_name or part is not None):
         raise Misuse(f"--layer-ids is about heads from files, and --drafter {source} has none; leave it out")
-    if source is not None and named:
+    if source is not None and has_name:
         return named_drafter(source, target)
     if part is not None:
         value: Any = part.value
@@ -112,7 +112,7 @@ def read_drafter(
 
 
 def read_verifier(source: str | None) -> Verifier | None:
-    """The acceptance rule that ``--verifier`` names; ``None`` for the exact one."""
+    """Returns the acceptance rule that ``--verifier`` names; ``None`` for the exact one."""
     import eagle3_jax
 
     if source is None:
@@ -134,19 +134,25 @@ class OwnPart(NamedTuple):
     argument: str | None  #: The text after ``=``; ``None`` without one.
     text: str  #: The option's value as it was typed.
 
-    def call(self, option: str, wanted: str, **context: Any) -> Any:
+    def call(self, option: str, result: str, **context: Any) -> Any:
         """Calls the function with its argument and further ones by name."""
         if not callable(self.value) or isinstance(self.value, type):
             takes = ", ".join(["argument", *context])
-            raise Misuse(f"{option} {self.text}: expected a function of ({takes}) that returns {wanted}; see {PAGE}")
+            raise Misuse(f"{option} {self.text}: expected a function of ({takes}) that returns {result}; see {PAGE}")
         return self.value(self.argument, **context)
 
 
 def find_own(option: str, source: str | None) -> OwnPart | None:
-    """The object that ``module:name`` or ``module:name=argument`` names.
+    """Imports the object that ``module:name`` or ``module:name=argument`` names.
 
-    Modules are looked for in the current directory first, then among the installed packages. A value of another form,
-    or the name of an existing directory, gives ``None``.
+    Modules are searched in the current directory first, then among the installed packages.
+
+    Args:
+        option: The option, for messages.
+        source: The value of the option.
+
+    Returns:
+        The object; ``None`` for a value of another form and for the name of an existing directory.
     """
     match = _FORM.fullmatch(source or "")
     if match is None or Path(str(source)).exists():
@@ -154,10 +160,10 @@ def find_own(option: str, source: str | None) -> OwnPart | None:
     module = match["module"]
     name = match["name"]
     here = str(Path.cwd())
-    if here not in sys.path:  # a console script does not look there by itself
+    if here not in sys.path:  # the path of a console script lacks it
         sys.path.insert(0, here)
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except Exception as error:  # the user's module may fail in any way
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
             raise Misuse(
@@ -168,6 +174,6 @@ def find_own(option: str, source: str | None) -> OwnPart | None:
             f"{option} {source}: {module} cannot be imported ({type(error).__name__}: {error}); "
             f"`python -c 'import {module}'` shows where"
         ) from error
-    if not hasattr(found, name):
+    if not hasattr(imported, name):
         raise Misuse(f"{option} {source}: {module} has no {name!r}; see {PAGE}")
-    return OwnPart(getattr(found, name), match["argument"], str(source))
+    return OwnPart(getattr(imported, name), match["argument"], str(source))

@@ -1,4 +1,4 @@
-"""Targets and drafters of ``eagle3 plan``, from their ``config.json`` alone; nothing else is read or downloaded."""
+"""Targets and drafters of ``eagle3 plan``, from their ``config.json``; nothing else is read or downloaded."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Head(NamedTuple):
 
 
 def read_target(source: str | None) -> Target:
-    """A named target, or that of a ``config.json``, quantised or not.
+    """Returns a named target, or the target of a ``config.json``, quantized or not.
 
     Raises:
-        ValueError: There is none, or it is of no family; the message says why.
+        ValueError: The file is missing or of an unknown family; the message gives the reason.
     """
     name = known_name(source, KNOWN_MODELS) if source else None
     if name is not None:
@@ -49,10 +49,15 @@ def read_target(source: str | None) -> Target:
 
 
 def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
-    """The head, the draft model or the named drafter of ``--drafter``; ``bundled`` says whether the target is that one.
+    """Returns the head, the draft model or the named drafter of ``--drafter``.
+
+    Args:
+        source: The value of ``--drafter``.
+        target: The target.
+        bundled: Whether the target is the bundled one.
 
     Raises:
-        ValueError: There is none, or it does not say what a plan needs; the message says why.
+        ValueError: The file is missing or lacks a field that a plan needs; the message gives the reason.
     """
     if source == "none":
         return Head("none", None)
@@ -91,7 +96,7 @@ def _language_model(fields: Fields, target: Target) -> Sizes:
 
 
 def _named(source: str, target: Target) -> Head:
-    """A drafter without files."""
+    """Returns the sizes of a drafter without files."""
     name, number = parts_of(source)
     if not number:
         return Head(source, Sizes(name, target.config.width, is_parallel=True))
@@ -103,7 +108,7 @@ def _named(source: str, target: Target) -> Head:
 
 
 def _method_of(fields: Fields) -> str:
-    """The kind of a drafter, by its tensors where they are there, or else by its configuration alone."""
+    """Returns the method of a drafter, from its tensors if the file is present, otherwise from its configuration."""
     from eagle3_jax.conversion.errors import CheckpointError
     from eagle3_jax.conversion.families import FAMILIES, WRAPPERS
     from eagle3_jax.conversion.heads import HEADS, Signs
@@ -116,15 +121,17 @@ def _method_of(fields: Fields) -> str:
         with contextlib.suppress(CheckpointError):
             return identify(directory)
     signs = Signs.read(fields)
-    found = next((kind.name for kind in HEADS.values() if kind.recognise(signs)), None)
-    # Official files do not say what they are: EAGLE-3's name a draft vocabulary, EAGLE-1's are of one layer.
-    if found is None and fields.get("draft_vocab_size") is not None:
+    method = next((kind.name for kind in HEADS.values() if kind.recognise(signs)), None)
+    if method is not None:
+        return method
+    # Official files do not name their method: EAGLE-3's have a draft vocabulary, EAGLE-1's have one layer.
+    if fields.get("draft_vocab_size") is not None:
         return "eagle3"
-    if found is None and fields.get("num_hidden_layers") == 1:
+    if fields.get("num_hidden_layers") == 1:
         return "eagle1"
-    if found is None and fields.get("model_type") not in {*FAMILIES, *WRAPPERS}:
+    if fields.get("model_type") not in {*FAMILIES, *WRAPPERS}:
         raise Misuse(f"{fields.where} is that of no draft head and no language model that is known")
-    return found or TARGET
+    return TARGET
 
 
 def _fields(source: str | None, part: str) -> Fields:

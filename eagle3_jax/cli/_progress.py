@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Activity(NamedTuple):
     """Two ways to report progress."""
 
-    say: Callable[[str], Any]  #: Shows the current step until the next one; only a terminal shows it.
+    say: Callable[[str], Any]  #: Shows the current step until the next one, in a terminal only.
     tell: Callable[[str], Any]  #: Writes a line that stays, such as a result.
 
 
@@ -30,36 +30,45 @@ def spinner(text: str, *, quiet: bool = False) -> Iterator[Activity]:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     tell = lambda line: console.print(line, markup=False)
     if quiet or not console.is_terminal:
-        yield Activity(lambda what: None, tell)
+        yield Activity(lambda step: None, tell)
         return
-    with console.status(text) as status:
-        yield Activity(status.update, tell)
+    try:
+        with console.status(text) as status:
+            yield Activity(status.update, tell)
+    finally:
+        console.show_cursor()  # Ctrl-C while the spinner starts leaves it hidden
 
 
 def counted(now: Activity, total: int) -> Activity:
-    """Puts in front of every line which step it is of ``total``, and an estimate of the time that is left.
+    """Adds the number of the step and an estimate of the remaining time to every line.
 
-    Each ``say`` begins a step. The estimate takes the steps that are left to be as long as the mean of those done.
+    Each ``say`` begins a step. The estimate assumes that the remaining steps take as long as the mean of the others.
     """
     start = time.monotonic()
     begun = 0
 
-    def place(done: int) -> str:
-        left = (time.monotonic() - start) / done * (total - done) if done else 0
-        unit, length = ("min", 60) if left >= 90 else ("s", 1)
-        return f"{begun} of {total}" + (f", about {left / length:.0f} {unit} left" if round(left) else "")
+    def position(done: int) -> str:
+        remaining = (time.monotonic() - start) / done * (total - done) if done else 0
+        text = f"{begun} of {total}"
+        if not round(remaining):
+            return text
+        return (
+            f"{text}, about {remaining / 60:.0f} min left"
+            if remaining >= 90
+            else f"{text}, about {remaining:.0f} s left"
+        )
 
-    def say(what: str) -> None:
+    def say(step: str) -> None:
         nonlocal begun
         begun += 1
-        now.say(f"{place(begun - 1)}: {what}")
+        now.say(f"{position(begun - 1)}: {step}")
 
-    return Activity(say, lambda what: now.tell(f"{place(begun)}: {what}"))
+    return Activity(say, lambda result: now.tell(f"{position(begun)}: {result}"))
 
 
 @contextlib.contextmanager
 def progress_bar(
-    text: str, total: int, done: int = 0, *, beside_output: bool = False
+    text: str, total: int, done: int = 0, *, with_output: bool = False
 ) -> Iterator[tuple[Progress, TaskID]]:
     """Shows a progress bar until the context ends.
 
@@ -67,16 +76,16 @@ def progress_bar(
         text: Description.
         total: Number of steps.
         done: Steps that an earlier run has done.
-        beside_output: Whether the standard output is written meanwhile: the bar then appears only if that goes
-            elsewhere than the terminal, and disappears at the end.
+        with_output: Whether the command writes to the standard output meanwhile. The bar then appears only if that is
+            not the terminal, and disappears at the end.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    off = not console.is_terminal or (beside_output and (sys.stdout.isatty() or total == 1))
+    off = not console.is_terminal or (with_output and (sys.stdout.isatty() or total == 1))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # Rich would print a redirected standard output where the bar is: on the standard error.
-    redirect: dict[str, Any] = {"redirect_stdout": not beside_output, "redirect_stderr": not beside_output}
-    with Progress(*columns, console=console, disable=off, transient=beside_output, **redirect) as progress:
+    redirect: dict[str, Any] = {"redirect_stdout": not with_output, "redirect_stderr": not with_output}
+    with Progress(*columns, console=console, disable=off, transient=with_output, **redirect) as progress:
         yield progress, progress.add_task(text, total=total, completed=done)

@@ -26,12 +26,23 @@ _VISIBLE |= {code: 0xFFFD for code in range(0x80, 0xA0)}
 class Printed(NamedTuple):
     """A stream that has been printed."""
 
-    chunks: list[Chunk]  #: All of it.
-    seconds: float  #: Time that it took, without compilation.
-    compiling: float  #: Seconds of compilation.
+    chunks: list[Chunk]  #: Its chunks.
+    first_token: float  #: Time to the first token in seconds, without compilation.
+    warm_seconds: float  #: Time from the second round on, in seconds. Programs are compiled and loaded before it.
+    compiling: float  #: Time of compilation in seconds.
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of new tokens."""
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+    @property
+    def num_warm_tokens(self) -> int:
+        """Number of new tokens from the second round on; the first chunk is the prefill's token."""
+        return sum(len(chunk.tokens) for chunk in self.chunks[2:])
 
     def ending(self, limit: int) -> str:
-        """The reason why the text ended, in words."""
+        """Returns the reason why the text ended, in words."""
         reason = self.chunks[-1].finish_reason.name.lower()
         return {"not_finite": _NOT_FINITE, "length": f"stopped: reached --max-new-tokens {limit}"}.get(reason, reason)
 
@@ -42,31 +53,34 @@ def print_stream(console: Console, prompt: str, stream: Iterator[Chunk], tokeniz
 
     from eagle3_jax.bench.timing import CompileClock
 
-    kept = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-    compiling = "compiling: once per machine" if kept else "compiling"
+    has_cache = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    compiling = "compiling: once per machine" if has_cache else "compiling"
     start = time.perf_counter()
     chunks: list[Chunk] = []
     with CompileClock() as clock:
         with spinner("reading the prompt") as now:
             clock.on_compiling = lambda: now.say(compiling)
-            first = list(itertools.islice(stream, 2))  # after the second one everything has been compiled
+            first = list(itertools.islice(stream, 1))
+            first_token = time.perf_counter() - start - clock.seconds
+            first += itertools.islice(stream, 1)
             clock.on_compiling = None
+        warm = time.perf_counter()
         put(console, prompt, "dim")
         for chunk in itertools.chain(first, stream):
             for index, (token, piece) in enumerate(zip(chunk.tokens, chunk.pieces, strict=True)):
                 put(console, piece if tokenizer else f" {token}", ACCEPTED if index < chunk.num_accepted else "")
             console.file.flush()
             chunks.append(chunk)
-        return Printed(chunks, time.perf_counter() - start - clock.seconds, clock.seconds)
+    return Printed(chunks, first_token, time.perf_counter() - warm, clock.seconds)
 
 
 def put(console: Console, text: str, style: str) -> None:
-    """Prints exactly this text; in a terminal, with its control characters made visible."""
+    """Prints exactly this text; in a terminal its control characters are replaced by visible ones."""
     from rich.segment import Segment, Segments
 
-    # A segment is written as it is; anything higher would turn tabs into spaces and drop control characters.
-    shown = text.translate(_VISIBLE) if console.is_terminal else text
-    console.print(Segments([Segment(shown, console.get_style(style))]), end="")
+    # A segment is written as it is; higher levels of rich turn tabs into spaces and drop control characters.
+    visible = text.translate(_VISIBLE) if console.is_terminal else text
+    console.print(Segments([Segment(visible, console.get_style(style))]), end="")
 
 
 def hint(text: str) -> None:
@@ -78,16 +92,15 @@ def hint(text: str) -> None:
         put(console, f"{text}\n", "dim")
 
 
-def print_method(console: Console, decoder: SpeculativeDecoder) -> None:
-    """Prints the drafting method, and what its files left open or the output is relative to."""
-    from rich.text import Text
-
+def describe_method(decoder: SpeculativeDecoder) -> list[str]:
+    """Returns lines with the drafting method, the weights, and whether the output is lossless."""
+    lines = [f"drafter: {decoder.method}"]
     weights = decoder.target.weights
-    console.print(Text(f"drafter: {decoder.method}"))
     if weights != "dense":
-        console.print(Text(f"weights: {weights}; lossless relative to the target with these weights"))
+        lines.append(f"weights: {weights}; lossless relative to the target with these weights")
     if decoder.drafter.note:
-        console.print(Text(f"note: {decoder.drafter.note}"))
+        lines.append(f"note: {decoder.drafter.note}")
     if not decoder.lossless:
         rule = type(decoder.loop.verifier).__name__
-        console.print(f"not lossless: drafts were accepted by {rule}; the text may differ from the target's own")
+        lines.append(f"not lossless: drafts were accepted by {rule}; the text may differ from the target's own")
+    return lines

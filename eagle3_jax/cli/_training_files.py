@@ -29,7 +29,7 @@ _RUN = "run.json"  # next to the checkpoints: the options of the run, and its dr
 
 
 def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
-    """The tokens to train on, and their tokenizer."""
+    """Reads the tokens to train on, and their tokenizer."""
     import numpy as np
 
     from eagle3_jax.conversion.files import read_tokenizer
@@ -50,7 +50,7 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
 
 
 def shard_path(directory: Path, number: int) -> Path:
-    """A file of texts in the directory of `eagle3 train data`."""
+    """Returns the path of a file of texts in the directory of `eagle3 train data`."""
     return directory / f"texts-{number:05}.npz"
 
 
@@ -78,9 +78,9 @@ def begin_data(out: Path, options: Mapping[str, Any], shards: int) -> None:
 
 
 def joined_texts(directory: Path) -> Texts:
-    """All texts of a directory. A prompt of a document that is in several files counts where it is first.
+    """Reads all texts of a directory, without those whose prompt is in an earlier file.
 
-    A model that writes questions by itself writes some of them again in another file.
+    A model that writes questions repeats some of them in another file.
 
     Raises:
         Misuse: The directory holds something else or is not finished.
@@ -90,17 +90,18 @@ def joined_texts(directory: Path) -> Texts:
     from eagle3_jax.training.texts import Texts
 
     known: set[tuple[int, bytes]] = set()
-    different = []
+    shards = []
     for number in range(_data_record(directory)["shards"]):
         shard = Texts.load(shard_path(directory, number))
         prompts = shard.prompts()
-        different.append(shard.chosen(np.array([prompt not in known for prompt in prompts], np.bool_)))
+        is_new = np.array([prompt not in known for prompt in prompts], np.bool_)
+        shards.append(shard.chosen(is_new))
         known.update(prompts)
-    return Texts.joined(different)
+    return Texts.joined(shards)
 
 
 def read_texts(directory: Path) -> tuple[Texts, Texts]:
-    """The texts that `eagle3 train data` wrote: those to learn from, and those that are held out.
+    """Reads the texts that `eagle3 train data` wrote: those to learn from, and those that are held out.
 
     Raises:
         Misuse: The directory holds something else or is not finished, or one of the two groups is empty.
@@ -117,7 +118,7 @@ def read_texts(directory: Path) -> tuple[Texts, Texts]:
 
 
 def _data_record(directory: Path) -> dict[str, Any]:
-    """What `eagle3 train data` wrote down first."""
+    """Reads the record of `eagle3 train data`: its options and the number of its files."""
     from eagle3_jax.conversion.files import read_json
 
     record = directory / DATA_RECORD
@@ -166,25 +167,25 @@ def refuse_finished(out: Path) -> None:
 
 
 def fingerprint(arrays: Any) -> str:
-    """A short hash of the arrays of a pytree, with their shapes and types."""
+    """Returns a short hash of the arrays of a pytree, with their shapes and types."""
     import jax
     import numpy as np
 
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for leaf in jax.tree.leaves(arrays):
-        found.update(f"{leaf.shape}{leaf.dtype}".encode())
-        found.update(np.ascontiguousarray(leaf).tobytes())
-    return f"sha256 {found.hexdigest()[:12]}"
+        digest.update(f"{leaf.shape}{leaf.dtype}".encode())
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return f"sha256 {digest.hexdigest()[:12]}"
 
 
 def fingerprint_of_file(path: Path) -> str:
-    """A short hash of the bytes of a file."""
+    """Returns a short hash of the bytes of a file."""
     with path.open("rb") as file:
         return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
 
 
 def weights_of(params: Any) -> str:
-    """The fingerprint of the last row of every parameter of a model; training changes all of them."""
+    """Returns a hash of the last row of every parameter of a model; training changes all of them."""
     import jax
 
     return fingerprint([leaf[-1:] if leaf.ndim else leaf for leaf in jax.tree.leaves(params)])
@@ -208,22 +209,22 @@ def same_run(out: Path, options: Mapping[str, Any], draft_to_target: Any = None)
 
     from eagle3_jax.conversion.files import read_json
 
-    place = out / CHECKPOINTS
-    if not place.is_dir() or not any(entry.name.isdecimal() for entry in place.iterdir()):
+    checkpoints = out / CHECKPOINTS
+    if not checkpoints.is_dir() or not any(entry.name.isdecimal() for entry in checkpoints.iterdir()):
         ids = None if draft_to_target is None else [int(token) for token in draft_to_target]
         with disk_full_named(out):
-            place.mkdir(parents=True, exist_ok=True)
-            write_json(place / _RUN, {"options": options, "draft_to_target": ids})
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            write_json(checkpoints / _RUN, {"options": options, "draft_to_target": ids})
         return draft_to_target
-    kept = read_json(place / _RUN)
+    record = read_json(checkpoints / _RUN)
     try:
-        begun = dict(kept["options"])
-        found = kept["draft_to_target"]
-        found = None if found is None else np.asarray(found, np.int32)
+        begun = dict(record["options"])
+        ids = record["draft_to_target"]
+        vocabulary = None if ids is None else np.asarray(ids, np.int32)
     except (KeyError, TypeError, ValueError):
-        raise Misuse(f"{place / _RUN} is damaged; name a new directory") from None
+        raise Misuse(f"{checkpoints / _RUN} is damaged; name a new directory") from None
     _refuse_other_options(out, "checkpoints", begun, options)
-    return found
+    return vocabulary
 
 
 def _refuse_other_options(out: Path, contents: str, begun: Any, options: Mapping[str, Any]) -> None:

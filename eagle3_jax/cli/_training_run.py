@@ -1,4 +1,4 @@
-"""A run of ``eagle3 train``: its options, its progress, and its end by a signal."""
+"""A run of ``eagle3 train``: its options, its progress, and the checkpoint that an interruption leaves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from eagle3_jax.cli._errors import Misuse, after_the_step
+from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import CompilationCacheOption
 from eagle3_jax.cli._progress import progress_bar
 
@@ -21,7 +21,9 @@ SeedOption = Annotated[int, typer.Option(help="Random seed.", min=0, max=2**32 -
 StepsOption = Annotated[int, typer.Option(help="Optimizer steps.", min=1, max=_MOST_STEPS)]
 DtypeOption = Annotated[str, typer.Option(help="Precision of the products.")]
 LearningRate = Annotated[float, typer.Option(help="Peak learning rate.")]
-EmbeddingLearningRate = Annotated[float, typer.Option(help="Peak learning rate of what muon leaves to adamw.")]
+EmbeddingLearningRate = Annotated[
+    float, typer.Option(help="Peak learning rate of the parameters that muon leaves to adamw.")
+]
 WeightDecay = Annotated[float, typer.Option(help="Weight decay.")]
 
 
@@ -39,7 +41,7 @@ class OptimizerOptions:
     clip_norm: Annotated[float, typer.Option(help="Maximum norm of the gradient.")] = 1.0
 
     def schedule(self, steps: int) -> OptimizerConfig:
-        """The configuration for the trainer."""
+        """Returns the configuration for the trainer."""
         from eagle3_jax.training.loop import OptimizerConfig
 
         options = dataclasses.asdict(self)
@@ -57,7 +59,7 @@ class HeadOptimizerOptions(OptimizerOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Everything of a run that does not change its result, except the stored type."""
+    """Options of a run that do not change its result, and the stored type."""
 
     store: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights that are written.")] = (
         "bfloat16"
@@ -72,7 +74,7 @@ class RunOptions:
 
 
 def named(group: Any) -> dict[str, Any]:
-    """The options of a group as they are typed, with their values."""
+    """Returns the options of a group under their names on the command line."""
     return {f"--{name.replace('_', '-')}": value for name, value in dataclasses.asdict(group).items()}
 
 
@@ -82,51 +84,72 @@ def train(
     batch_at: Callable[[int], Any],
     *,
     steps: int,
-    of: int,
+    total: int,
     save_every: int,
     after_step: Callable[[TrainState, dict[str, float]], None] = lambda state, metrics: None,
     first_phase: bool = True,
 ) -> TrainState:
-    """Trains from the last checkpoint to step ``steps`` of ``of``; a signal leaves a checkpoint.
+    """Trains from the last checkpoint to step ``steps``; Ctrl-C and SIGTERM save the last finished step.
 
-    The first phase of a command says where it continues; later ones begin where it ends.
+    Args:
+        trainer: The trainer, which writes the checkpoints.
+        params: Parameters of step 0.
+        batch_at: Maps a step to its batch.
+        steps: Last step of this phase.
+        total: Last step of the command.
+        save_every: Number of steps between checkpoints.
+        after_step: Called with the state and the metrics of each step.
+        first_phase: Whether to print the step at which the command continues.
+
+    Returns:
+        The state after step ``steps``.
     """
     state = trainer.start(params)
     done = int(state.step)
     if done and first_phase:
         typer.echo(f"continuing from step {done}")
-    with progress_bar("training", of, done) as (progress, task), after_the_step() as leave_if_asked:
+    with progress_bar("training", total, done) as (progress, task):
         try:
             for latest, metrics in trainer.run(state, batch_at, steps, save_every):
                 state = latest
-                shown = _metrics(metrics)
-                progress.update(task, advance=1, description=shown)
+                text = _metrics(metrics)
+                progress.update(task, advance=1, description=text)
                 step = int(state.step)
                 if progress.disable and (step % 10 == 0 or step == steps):
-                    typer.echo(f"step {step} of {of} {shown}")
+                    typer.echo(f"step {step} of {total} {text}")
                 after_step(state, metrics)
-                leave_if_asked()
         except (KeyboardInterrupt, SystemExit):
             trainer.save(state)
-            typer.echo(f"interrupted at step {int(state.step)} of {of}; the same command continues there", err=True)
+            typer.echo(f"interrupted at step {int(state.step)} of {total}; the same command continues there", err=True)
             raise
     return state
 
 
 def _metrics(metrics: dict[str, float]) -> str:
-    """The headline numbers; the accuracies of an unrolled head as one list."""
-    shown = [f"{name} {metrics[name]:.3f}" for name in ("loss", "accuracy", "simulated_tau") if name in metrics]
+    """Returns loss, accuracy and τ in one line; the accuracies of an unrolled head as one list."""
+    parts = [f"{name} {metrics[name]:.3f}" for name in ("loss", "accuracy", "simulated_tau") if name in metrics]
     steps = [metrics[f"accuracy_{k}"] for k in range(len(metrics)) if f"accuracy_{k}" in metrics]
     if steps:
-        shown.append("accuracy " + " ".join(f"{value:.2f}" for value in steps))
-    return ", ".join(shown)
+        parts.append("accuracy " + " ".join(f"{value:.2f}" for value in steps))
+    return ", ".join(parts)
 
 
-def staged(text: str, steps: int, read: Callable[[str], Any], wrong: str) -> list[tuple[int, Any]]:
-    """The stages of ``UNTIL:VALUE,...`` as pairs of last step and value; the last stage ends the run."""
+def parse_stages(text: str, steps: int, read: Callable[[str], Any], message: str) -> list[tuple[int, Any]]:
+    """Reads ``UNTIL:VALUE,...`` as pairs of last step and value; the last stage ends the run.
+
+    Args:
+        text: The text of the option.
+        steps: Last step of the run.
+        read: Reads a value.
+        message: The error message for another form.
+    """
     *parts, last = text.split(",")
+    stages = []
     try:
-        stages = [(int(until), read(value)) for until, _, value in (part.rpartition(":") for part in parts)]
-        return [*(stage for stage in stages if stage[0] < steps), (steps, read(last.rpartition(":")[2]))]
+        for part in parts:
+            until, _, value = part.rpartition(":")
+            stages.append((int(until), read(value)))
+        final = read(last.rpartition(":")[2])
     except ValueError:
-        raise Misuse(wrong) from None
+        raise Misuse(message) from None
+    return [*(stage for stage in stages if stage[0] < steps), (steps, final)]

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eagle3_jax.cli._decoding import DraftOptions, SamplingOptions, open_decoder
-from eagle3_jax.cli._errors import Misuse, interruptible, one_line
+from eagle3_jax.cli._errors import Misuse, one_line
 from eagle3_jax.cli._options import CompilationCacheOption, DtypeOption, ModelOptions, announce_input, grouped
 from eagle3_jax.cli._parts import fetch_first
 from eagle3_jax.cli._progress import spinner
-from eagle3_jax.cli._streaming import Printed, print_method, print_stream, put
+from eagle3_jax.cli._streaming import Printed, describe_method, print_stream, put
 from eagle3_jax.devices.compilation import keep_compiled_programs
 from eagle3_jax.files.jsonl import STDIN
 from eagle3_jax.files.prompts import MOST_TOKENS
@@ -36,7 +36,7 @@ COMMANDS = """\
 /reset  begins a new conversation
 /help   lists these commands
 /exit   ends the program, as Ctrl-D and an empty line do
-Ctrl-C  ends an answer; what it has written stays in the conversation
+Ctrl-C  ends an answer; the text that it has stays in the conversation
 """
 
 
@@ -78,23 +78,23 @@ def chat(
         begin = functools.partial(Chat, decoder, **options)
         conversation = begin()
     if at_terminal or not decoder.lossless:
-        print_method(_console(style="dim", stderr=not at_terminal), decoder)
+        for line in describe_method(decoder):
+            _console(style="dim", stderr=not at_terminal).print(line, markup=False)
     if at_terminal:
         put(_console(), f"{decoder.target.name}: /help lists commands, Ctrl-D ends\n\n", "dim")
-    with interruptible() if at_terminal else contextlib.nullcontext():
-        for line in _lines(at_terminal):
-            if line == "/exit":
-                return
-            if line == "/reset":
-                conversation = begin()
-            elif re.fullmatch(r"/\w*", line):
-                put(_console(), COMMANDS, "dim")
-            else:
-                _answer(conversation, line, max_new_tokens, at_terminal=at_terminal)
+    for line in _lines(at_terminal):
+        if line == "/exit":
+            return
+        if line == "/reset":
+            conversation = begin()
+        elif re.fullmatch(r"/\w*", line):
+            put(_console(), COMMANDS, "dim")
+        else:
+            _answer(conversation, line, max_new_tokens, at_terminal=at_terminal)
 
 
 def _lines(at_terminal: bool) -> Iterator[str]:
-    """Yields the lines to react to: at a terminal up to an empty one, otherwise all that are not blank."""
+    """Yields the lines of the user: at a terminal up to an empty one, from a pipe all that are not blank."""
     if not at_terminal:
         announce_input(STDIN)
         yield from (line.strip() for line in sys.stdin or () if line.strip())
@@ -129,8 +129,8 @@ def _answer(conversation: Chat, question: str, limit: int, *, at_terminal: bool)
     except (KeyboardInterrupt, ValueError) as error:
         if not at_terminal:
             raise
-        said = "\n[interrupted]" if isinstance(error, KeyboardInterrupt) else f"error: {one_line(str(error))}"
-        put(_console(), f"{said}\n\n", "dim")  # the other one prints again what it was interrupted in
+        message = "\n[interrupted]" if isinstance(error, KeyboardInterrupt) else f"error: {one_line(str(error))}"
+        put(_console(), f"{message}\n\n", "dim")  # the interrupted console prints its last text again
         return
     put(console, "\n", "")
     if console.is_terminal:
@@ -138,15 +138,16 @@ def _answer(conversation: Chat, question: str, limit: int, *, at_terminal: bool)
 
 
 def _summary(printed: Printed, limit: int) -> str:
-    """The size and speed of an answer in one line; first why it ended, unless at a stop token."""
+    """Returns the size and speed of an answer in one line, after the reason of its end unless that is a stop token."""
     ending = printed.ending(limit)
     rounds = len(printed.chunks) - 1
-    count = sum(len(chunk.tokens) for chunk in printed.chunks)
+    count = printed.num_tokens
     facts = [] if ending == "stop" else [f"[{ending}]"]
     facts.append(f"{count} token{'s' if count > 1 else ''}")
     if rounds:  # the first token comes with the prompt
         facts.append(f"{(count - 1) / rounds:.2f} tokens per round")
-    facts.append(f"{count / printed.seconds:.1f} tokens/s")
+    if printed.num_warm_tokens:
+        facts.append(f"{printed.num_warm_tokens / printed.warm_seconds:.1f} tokens/s")
     if printed.compiling >= 1:
         facts.append(f"compilation ({printed.compiling:.0f} s) left out")
     return " · ".join(facts)

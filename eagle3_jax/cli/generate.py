@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,8 +29,9 @@ from eagle3_jax.cli._options import (
     write_json,
 )
 from eagle3_jax.cli._parts import fetch_first
+from eagle3_jax.cli._printing import Page, print_page
 from eagle3_jax.cli._progress import progress_bar, spinner
-from eagle3_jax.cli._streaming import ACCEPTED, hint, print_method, print_stream, put
+from eagle3_jax.cli._streaming import ACCEPTED, Printed, describe_method, hint, print_stream, put
 from eagle3_jax.devices.compilation import keep_compiled_programs
 from eagle3_jax.files.jsonl import STDIN, read_text
 from eagle3_jax.files.prompts import MOST_TOKENS, Request, read_requests
@@ -71,12 +73,12 @@ class PromptOptions:
     ] = 128
 
     def read(self) -> list[Request]:
-        """The prompts.
+        """Returns the prompts.
 
         Raises:
             Misuse: None of the three options was given, or several, or --chat without a PROMPT.
         """
-        if sum(given is not None for given in (self.prompt, self.prompt_ids, self.prompts)) != 1:
+        if [self.prompt, self.prompt_ids, self.prompts].count(None) != 2:
             raise Misuse("give one of a PROMPT, --prompt-ids '[1, 2]' or --prompts FILE.jsonl")
         if self.chat and self.prompt is None:
             raise Misuse(
@@ -116,7 +118,9 @@ class RunOptions:
     distributed: DistributedOption = None
     compilation_cache: CompilationCacheOption = None
     trace: Annotated[Path | None, typer.Option(help="Write every round to this JSON file.")] = None
-    compare: Annotated[bool, typer.Option(help="Measure the speed-up over plain decoding at the end.")] = True
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Decode up to eight prompts again, to measure the speed-up.")
+    ] = False
     as_json: JsonOption = False
 
 
@@ -149,9 +153,9 @@ def generate(
 
     params = sampling.params()
     for request in requests:
-        own = {name: value for name, value in request.options.items() if hasattr(params, name)}
+        changes = {name: value for name, value in request.options.items() if hasattr(params, name)}
         try:
-            check_sampling(dataclasses.replace(params, **own), 1)
+            check_sampling(dataclasses.replace(params, **changes), 1)
         except ValueError as error:
             raise Misuse(f"{request.where}{error}") from None
     batches = _batches(len(requests), running)
@@ -169,11 +173,11 @@ def generate(
     if running.as_json:
         _print_json(job)
     else:
-        _print_text(job, compare=running.compare)
+        _print_text(job)
 
 
 def _batches(prompts: int, running: RunOptions) -> list[int]:
-    """Number of prompts in each batch; text is streamed one by one."""
+    """Returns the number of prompts in each batch; text is streamed one by one."""
     size = running.batch_size if running.as_json else 1
     return [min(size, prompts - start) for start in range(0, prompts, size)]
 
@@ -192,8 +196,8 @@ def _encode(decoder: SpeculativeDecoder, requests: list[Request]) -> list[Task]:
     tasks = []
     for request in requests:
         try:
-            asked = request.messages
-            prompt = request.prompt if asked is None else apply_chat_template(decoder.target, asked)
+            messages = request.messages
+            prompt = request.prompt if messages is None else apply_chat_template(decoder.target, messages)
             tasks.append(Task(request, decoder.encode(prompt)))
         except ValueError as error:
             raise Misuse(f"{request.where}{error}") from None
@@ -211,31 +215,33 @@ class Job(NamedTuple):
     trace: Path | None
 
     def chunks(self) -> Iterator[tuple[int | list[int], list[Task]]]:
-        """Batches with their seeds.
+        """Yields batches with their seeds.
 
-        The first has the seed itself; each other batch has its own, or equal prompts would give equal samples. If a
-        prompt has its own seed, every prompt of the file has one.
+        The first batch has the seed of the command line. Another batch has a seed derived from it, because equal
+        prompts would otherwise give equal samples. If a line of the file has a seed, every prompt has one.
         """
-        import numpy as np
-
-        derived = lambda index: int(np.random.SeedSequence((self.sampling.seed, index)).generate_state(1)[0])
-        each = any("seed" in task.request.options for task in self.tasks)
+        seed = self.sampling.seed
+        has_seeds = any("seed" in task.request.options for task in self.tasks)
         start = 0
         for index, size in enumerate(_batches(len(self.tasks), self.running)):
             tasks = self.tasks[start : start + size]
-            seeds = [task.request.options.get("seed", derived(start + row)) for row, task in enumerate(tasks)]
-            yield seeds if each else derived(index) if index else self.sampling.seed, tasks
+            if has_seeds:
+                numbered = enumerate(tasks, start)
+                yield [task.request.options.get("seed", _derived_seed(seed, row)) for row, task in numbered], tasks
+            else:
+                yield _derived_seed(seed, index) if index else seed, tasks
             start += size
 
     def sampling_of(self, tasks: Sequence[Task]) -> SamplingParams:
-        """The sampling parameters of each prompt."""
+        """Returns the sampling parameters of each prompt."""
         import numpy as np
 
         if not any(hasattr(self.params, name) for task in tasks for name in task.request.options):
             return self.params
-        shared = dataclasses.asdict(self.params)
-        rows = {name: [task.request.options.get(name, value) for task in tasks] for name, value in shared.items()}
-        return dataclasses.replace(self.params, **{name: np.array(values) for name, values in rows.items()})
+        columns = {}
+        for name, value in dataclasses.asdict(self.params).items():
+            columns[name] = np.array([task.request.options.get(name, value) for task in tasks])
+        return dataclasses.replace(self.params, **columns)
 
     def run(
         self, tasks: Sequence[Task], seed: int | list[int], rounds: list[dict[str, Any]] | None
@@ -259,12 +265,18 @@ class Job(NamedTuple):
         return dataclasses.replace(result, seconds=time.perf_counter() - start - clock.seconds)
 
 
+def _derived_seed(seed: int, index: int) -> int:
+    import numpy as np
+
+    return int(np.random.SeedSequence((seed, index)).generate_state(1)[0])
+
+
 # JSON
 
 
 def _print_json(job: Job) -> None:
     rounds = [] if job.trace is not None else None
-    with progress_bar("prompts", len(job.tasks), beside_output=True) as (bar, advanced):
+    with progress_bar("prompts", len(job.tasks), with_output=True) as (bar, advanced):
         for seed, tasks in job.chunks():
             result = job.run(tasks, seed, rounds)
             for row in result.rows:
@@ -276,8 +288,7 @@ def _print_json(job: Job) -> None:
 
 
 def _row_json(row: Generation, result: GenerationResult, decoder: SpeculativeDecoder) -> dict[str, Any]:
-    scores = {} if row.logprobs is None else {"logprobs": [dataclasses.asdict(one) for one in row.logprobs]}
-    return {
+    values = {
         "prompt_ids": row.prompt_tokens,
         "token_ids": row.tokens,
         "text": row.text,
@@ -287,7 +298,10 @@ def _row_json(row: Generation, result: GenerationResult, decoder: SpeculativeDec
         "drafter_method": decoder.method,
         "seconds": result.seconds,
         "stats": row.stats.to_json(),
-    } | scores
+    }
+    if row.logprobs is not None:
+        values["logprobs"] = [dataclasses.asdict(token) for token in row.logprobs]
+    return values
 
 
 # Text
@@ -296,20 +310,17 @@ _MEASURED_PROMPTS = 8
 _REPEATS = 5
 
 
-def _print_text(job: Job, *, compare: bool) -> None:
-    """Streams every prompt, sums up, and compares with plain decoding."""
+def _print_text(job: Job) -> None:
+    """Streams every prompt and prints a summary, with ``--compare`` also a comparison with plain decoding."""
     from rich.console import Console
-
-    from eagle3_jax import SpeculationStats
+    from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
-    counters = [_stream(console, job, tasks[0], seed) for seed, tasks in job.chunks()]
-    if compare and any(task.request.options for task in job.tasks):
-        console.print("no comparison with plain decoding: a prompt has options of its own")
-    elif compare:
-        _print_comparison(console, job)
-    _print_summary(console, SpeculationStats.merge(counters))
-    print_method(console, job.decoder)
+    streams = [_stream(console, job, tasks[0], seed) for seed, tasks in job.chunks()]
+    legend = Text.assemble(("accepted draft tokens", ACCEPTED), " · the target's own tokens · ", ("prompt", "dim"))
+    comparison = _comparison(job) if job.running.compare else []
+    summary = Summary.of(streams)
+    print_page(Page(summary, [legend, *comparison, *summary.lines(), *describe_method(job.decoder)]))
     if job.trace is not None:
         rounds: list[dict[str, Any]] = []
         with spinner("writing the trace"):
@@ -318,11 +329,11 @@ def _print_text(job: Job, *, compare: bool) -> None:
         write_json(job.trace, {"prompts": rounds})
 
 
-def _stream(console: Console, job: Job, task: Task, seed: int | list[int]) -> SpeculationStats:
-    """Prints one prompt and its continuation as it appears; returns its counters."""
+def _stream(console: Console, job: Job, task: Task, seed: int | list[int]) -> Printed:
+    """Prints one prompt and its continuation as it appears."""
     tokenizer = job.decoder.target.tokenizer
     request = task.request
-    limit = task.request.max_new_tokens
+    limit = request.max_new_tokens
     stream = job.decoder.stream(task.tokens, max_new_tokens=limit, sampling=job.sampling_of([task]), seed=seed)
     if isinstance(request.prompt, str):
         prompt = request.prompt if request.messages is None else f"{request.prompt}\n"
@@ -330,32 +341,65 @@ def _stream(console: Console, job: Job, task: Task, seed: int | list[int]) -> Sp
         prompt = tokenizer.decode(task.tokens) if tokenizer else " ".join(map(str, task.tokens))
     printed = print_stream(console, prompt, stream, tokenizer)
     put(console, f"\n[{printed.ending(limit)}]\n\n", "dim")
-    return printed.chunks[-1].stats
+    return printed
 
 
-def _print_summary(console: Console, stats: SpeculationStats) -> None:
-    from rich.text import Text
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Speed and acceptance over all prompts."""
 
-    legend = Text.assemble(("accepted draft tokens", ACCEPTED), " · the target's own tokens · ", ("prompt", "dim"))
-    console.print(legend)
-    if int(stats.num_draft_tokens):
-        console.print(
-            f"τ = {stats.mean_acceptance_length:.2f} tokens per round (1 + accepted / drafts: "
-            f"{int(stats.num_accepted_tokens)} accepted in {int(stats.num_drafts)} drafts); "
-            f"{stats.draft_acceptance_rate:.0%} of the drafted tokens accepted"
+    num_tokens: int  #: New tokens.
+    first_token: float  #: Median time to the first token in seconds, without compilation.
+    #: Speed from the second round of each prompt on; ``None`` if no prompt has a second round.
+    tokens_per_second: float | None
+    compiling: float  #: Time of compilation in seconds.
+    stats: SpeculationStats  #: Counters of the drafts.
+
+    @classmethod
+    def of(cls, streams: Sequence[Printed]) -> Summary:
+        """Sums up streams that were printed one after the other."""
+        from eagle3_jax import SpeculationStats
+
+        num_warm_tokens = sum(printed.num_warm_tokens for printed in streams)
+        warm_seconds = sum(printed.warm_seconds for printed in streams if printed.num_warm_tokens)
+        return cls(
+            num_tokens=sum(printed.num_tokens for printed in streams),
+            first_token=statistics.median(printed.first_token for printed in streams),
+            tokens_per_second=num_warm_tokens / warm_seconds if num_warm_tokens else None,
+            compiling=sum(printed.compiling for printed in streams),
+            stats=SpeculationStats.merge([printed.chunks[-1].stats for printed in streams]),
         )
-        shares = " ".join(f"{share:.2f}" for share in stats.acceptance_per_position)
-        console.print(f"accepted at depth 1, 2, ...: {shares}")
+
+    def lines(self) -> list[str]:
+        """Returns the speed in one line, and the acceptance in two if anything was drafted."""
+        speed = f"{self.num_tokens} token{'s' if self.num_tokens > 1 else ''}, the first after {self.first_token:.2f} s"
+        if self.tokens_per_second is not None:
+            speed += f"; {_speed(self.tokens_per_second)} tokens/s from the second round on"
+        if self.compiling >= 0.05:
+            speed += f"; compilation ({self.compiling:.1f} s) left out"
+        lines = [speed]
+        stats = self.stats
+        if int(stats.num_draft_tokens):
+            lines.append(
+                f"τ = {stats.mean_acceptance_length:.2f} tokens per round (1 + accepted / drafts: "
+                f"{int(stats.num_accepted_tokens)} accepted in {int(stats.num_drafts)} drafts); "
+                f"{stats.draft_acceptance_rate:.0%} of the drafted tokens accepted"
+            )
+            shares = " ".join(f"{share:.2f}" for share in stats.acceptance_per_position)
+            lines.append(f"accepted at depth 1, 2, ...: {shares}")
+        return lines
 
 
-def _print_comparison(console: Console, job: Job) -> None:
-    """Prints tokens per second and the ratio to plain decoding, measured now."""
+def _comparison(job: Job) -> list[str]:
+    """Measures the ratio to plain decoding now, and returns it in two lines."""
     from eagle3_jax.bench.comparison import compare_with_plain
     from eagle3_jax.bench.environment import hardware
 
+    if any(task.request.options for task in job.tasks):
+        return ["no comparison with plain decoding: a line of the file has options of its own"]
     tasks = job.tasks[:_MEASURED_PROMPTS]
-    with spinner("measuring against plain decoding (--no-compare skips it)"):
-        found = compare_with_plain(
+    with spinner("measuring against plain decoding"):
+        comparison = compare_with_plain(
             job.decoder,
             [task.tokens for task in tasks],
             max_new_tokens=[task.request.max_new_tokens for task in tasks],
@@ -363,34 +407,37 @@ def _print_comparison(console: Console, job: Job) -> None:
             seed=job.sampling.seed,
             repeats=_REPEATS,
         )
-    console.print(speed_line(found), style="bold", markup=False)
-    console.print(
-        f"median of {_REPEATS} interleaved runs over {len(tasks)} prompt{'s' if len(tasks) > 1 else ''} at batch 1, "
-        f"prefill included, compilation excluded; {hardware()}",
-        markup=False,
-    )
-    if not found.is_plain and max(found.ratios) < 1:
+    if not comparison.is_plain and max(comparison.ratios) < 1:
         cheaper = "" if job.decoder.target.weights == "int8" else "; on a CPU --weights int8 makes it cheaper"
         hint(f"a verification costs more here than the drafts save{cheaper}; eagle3 tune finds the best draft length")
+    return [
+        speed_line(comparison),
+        f"median of {_REPEATS} interleaved runs over {len(tasks)} prompt{'s' if len(tasks) > 1 else ''} at batch 1, "
+        f"prefill included, compilation excluded; {hardware()}",
+    ]
 
 
-def speed_line(found: Comparison) -> str:
-    """The speed-up, and whether the output is the same. The ratio is that of the speeds as they are shown."""
-    ours = _speed(found.tokens_per_second.median)
-    plain = _speed(found.plain_tokens_per_second.median)
-    if found.is_plain:
+def speed_line(comparison: Comparison) -> str:
+    """Returns the speed-up, and whether the output is the same. The ratio is that of the printed speeds."""
+    ours = _speed(comparison.tokens_per_second.median)
+    plain = _speed(comparison.plain_tokens_per_second.median)
+    if comparison.is_plain:
         return f"{plain} tokens/s, plain decoding"
-    low = min(found.ratios)
-    high = max(found.ratios)
+    low = min(comparison.ratios)
+    high = max(comparison.ratios)
     ratio = float(ours) / float(plain)
-    spread = f"{ours} vs {plain} tokens/s; {low:.2f}x to {high:.2f}x in {len(found.ratios)} runs"
-    what = f"{ratio:.2f}x faster than plain decoding" if ratio > 1 else f"{ratio:.2f}x the speed of plain decoding"
     if low <= 1 <= high:
-        what = f"{ratio:.2f}x, no measurable difference from plain decoding"
-    same = "" if found.same_output is None else f", identical output: {'yes' if found.same_output else 'no'}"
-    return f"{what} ({spread}){same}"
+        verdict = f"{ratio:.2f}x, no measurable difference from plain decoding"
+    elif ratio > 1:
+        verdict = f"{ratio:.2f}x faster than plain decoding"
+    else:
+        verdict = f"{ratio:.2f}x the speed of plain decoding"
+    spread = f"{ours} vs {plain} tokens/s; {low:.2f}x to {high:.2f}x in {len(comparison.ratios)} runs"
+    if comparison.same_output is None:
+        return f"{verdict} ({spread})"
+    return f"{verdict} ({spread}), identical output: {'yes' if comparison.same_output else 'no'}"
 
 
 def _speed(tokens_per_second: float) -> str:
-    """At least three digits, however slow."""
+    """Returns a speed with at least three digits."""
     return f"{tokens_per_second:.1f}" if tokens_per_second >= 10 else f"{tokens_per_second:.3g}"

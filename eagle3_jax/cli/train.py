@@ -28,7 +28,7 @@ from eagle3_jax.cli._training_run import (
     SeedOption,
     StepsOption,
     named,
-    staged,
+    parse_stages,
     train,
 )
 from eagle3_jax.cli.train_data import data
@@ -44,8 +44,8 @@ _RECIPE = """\b
 Example, a head for a chat model from your conversations:
   eagle3 train data smollm2 data chats.jsonl
   eagle3 train head smollm2 data head
-With --rewrite the target writes the answers, with --self 4000 it writes as many
-conversations alone. The recipe of the bundled pair adds a target:
+With --rewrite the target writes the answers. With --self 4000 it writes 4,000
+conversations. The recipe of the bundled pair also trains the target:
   eagle3 train corpus corpus
   eagle3 train target corpus target
   eagle3 train data target data corpus/train.jsonl
@@ -77,7 +77,7 @@ class TargetShape:
     norm_eps: Annotated[float, typer.Option(help="Added to the mean square in RMSNorm.")] = 1e-5
 
     def config(self, vocab_size: int) -> DecoderConfig:
-        """The configuration of the target."""
+        """Returns the configuration of the target."""
         from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 
         mixer = GroupedQuery(num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim)
@@ -175,8 +175,7 @@ def target(
     same_run(out, options | named(optimizer) | named(shape) | {"--dtype": dtype})
     trainer = Trainer(functools.partial(next_token_loss, model), schedule, out / "checkpoints")
     start = model.init(jax.random.key(seed))
-    every = running.save_every
-    state = train(trainer, start, batches, steps=steps, of=steps, save_every=every)
+    state = train(trainer, start, batches, steps=steps, total=steps, save_every=running.save_every)
     write_target(out, data, config, state.params, dtype=running.store)
     typer.echo(f"wrote {out}")
 
@@ -188,8 +187,8 @@ def _phases(text: str, steps: int) -> tuple[Phase, ...]:
         rows, _, length = shape.partition("x")
         return int(rows), int(length)
 
-    wrong = f"--phases {text!r}: expected STEPS:ROWSxTOKENS,..., for example '800:16x256,8x512'"
-    phases = tuple(Phase(until, *shape) for until, shape in staged(text, steps, read, wrong))
+    message = f"--phases {text!r}: expected STEPS:ROWSxTOKENS,..., for example '800:16x256,8x512'"
+    phases = tuple(Phase(until, *shape) for until, shape in parse_stages(text, steps, read, message))
     if not all(1 <= phase.batch <= MOST_ROWS and phase.length >= 1 for phase in phases):
         raise Misuse(f"--phases {text!r}: expected 1 to {MOST_ROWS} rows, and at least one token")
     return phases

@@ -37,25 +37,28 @@ _NEEDED = {
 _OPENING_TOKENS = 64
 
 Dropped = collections.Counter[str]
-Shard = Callable[[Dropped], Iterable["Text"]]  # writes the texts of one file, and counts what is left out
+Shard = Callable[[Dropped], Iterable["Text"]]  # makes the texts of one file, and counts those that are left out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WritingOptions:
-    """What the target writes, and how."""
+    """Texts that the target writes itself."""
 
     rewrite: Annotated[
         bool, typer.Option("--rewrite", help="Let the target write the answers in the files itself.")
     ] = False
     opening_tokens: Annotated[
         int | None,
-        typer.Option(help="With --rewrite: tokens of a 'text' to go on from. Default: 64.", min=1),
+        typer.Option(
+            help="With --rewrite: number of tokens of a 'text' that the target continues. Default: 64.", min=1
+        ),
     ] = None
     most: Annotated[
-        int | None, typer.Option(help="With --rewrite: most prompts, chosen at random. Default: all.", min=1)
+        int | None,
+        typer.Option(help="With --rewrite: maximum number of prompts, chosen at random. Default: all.", min=1),
     ] = None
     openings: Annotated[
-        Path | None, typer.Option(help="With --self: beginnings of questions, one a line; half of them begin so.")
+        Path | None, typer.Option(help="With --self: beginnings of questions, one per line, for half of the questions.")
     ] = None
     temperature: Annotated[
         float | None, typer.Option(help="Temperature of answers that are not greedy. Default: 0.7.", min=0, max=1000)
@@ -65,39 +68,44 @@ class WritingOptions:
     ] = None
     rows: Annotated[int | None, typer.Option(help="Texts written at once. Default: 32.", min=1, max=MOST_ROWS)] = None
 
-    def check(self, own: int) -> None:
-        """Refuses options of what the target does not write; ``own`` is the number of ``--self``."""
-        writes = {"--rewrite": self.rewrite, "--self": own > 0, "--rewrite or --self": self.rewrite or own > 0}
+    def check(self, conversations: int) -> None:
+        """Refuses options without the option that they belong to.
+
+        Args:
+            conversations: The number of ``--self``.
+        """
+        has_self = conversations > 0
+        present = {"--rewrite": self.rewrite, "--self": has_self, "--rewrite or --self": self.rewrite or has_self}
         for field, needed in _NEEDED.items():
-            if getattr(self, field) is not None and not writes[needed]:
+            if getattr(self, field) is not None and not present[needed]:
                 name = f"--{field.replace('_', '-')}"
                 raise Misuse(f"{name} is an option of {needed}; give that as well, or leave {name} out")
 
 
 def data(
     target: Annotated[str, typer.Argument(help="Directory, GGUF file or name of the target.")],
-    out: Annotated[Path, typer.Argument(metavar="DATA", help="Directory to write; the same command goes on there.")],
+    out: Annotated[Path, typer.Argument(metavar="DATA", help="Directory to write; the same command continues there.")],
     files: Annotated[
         list[Path] | None,
         typer.Argument(help="JSONL with 'messages', 'prompt' and 'completion', or 'text' in each line."),
     ] = None,
     *,
-    own: Annotated[
-        int, typer.Option("--self", help="Conversations that the target writes alone, questions included.", min=0)
+    conversations: Annotated[
+        int, typer.Option("--self", help="Number of conversations that the target writes, questions included.", min=0)
     ] = 0,
     writing: WritingOptions,
-    length: Annotated[int, typer.Option(help="Most tokens of a text.", min=2)] = 512,
+    length: Annotated[int, typer.Option(help="Maximum number of tokens of a text.", min=2)] = 512,
     held_out: Annotated[
-        float, typer.Option(help="Share of the documents that is never learned, by their hash.", min=0, max=1)
+        float, typer.Option(help="Share of the documents that are never learned, chosen by hash.", min=0, max=1)
     ] = 0.02,
     dtype: DtypeOption = "float32",
     seed: SeedOption = 0,
     compilation_cache: CompilationCacheOption = None,
 ) -> None:
-    """Turn conversations into token ids, with a mask of what a head learns: the answers.
+    """Turn conversations into token ids, with a mask of the answers, which a head learns.
 
-    A head learns best from what the target itself writes: --rewrite, --self. Texts go to files of 256, and an
-    interruption loses the one that is being written.
+    A head learns best from texts that the target wrote: --rewrite, --self. Texts go to files of 256, and an
+    interruption loses the file that is being written.
     """
     from eagle3_jax import load_target
     from eagle3_jax.training.own_text import OwnTextConfig
@@ -105,11 +113,13 @@ def data(
 
     keep_compiled_programs(compilation_cache)
     paths = files or []
-    if not paths and not own:
-        raise Misuse("there is nothing to write; give JSONL files, or --self N for conversations of the target's own")
+    if not paths and not conversations:
+        raise Misuse(
+            "there is nothing to write; give JSONL files, or --self N for conversations that the target writes"
+        )
     if writing.rewrite and not paths:
         raise Misuse("--rewrite answers the prompts of files; give JSONL files")
-    writing.check(own)
+    writing.check(conversations)
     fetch_first(target)
     loaded = load_target(target, dtype=dtype)
     chosen = {"slots": writing.rows, "temperature": writing.temperature, "greedy_share": writing.greedy_share}
@@ -122,7 +132,7 @@ def data(
     options = {
         "TARGET": weights_of(loaded.params),
         "FILES": [fingerprint_of_file(path) for path in paths],
-        "--self": own,
+        "--self": conversations,
         **named(writing),
         "--openings": None if writing.openings is None else fingerprint_of_file(writing.openings),
         "--length": length,
@@ -131,7 +141,8 @@ def data(
         "--seed": seed,
     }
     dropped: Dropped = collections.Counter()
-    shards = [*_shards_of_files(loaded, paths, config, writing, dropped), *_shards_of_its_own(loaded, own, config)]
+    shards = _shards_of_files(loaded, paths, config, writing, dropped)
+    shards += _shards_of_conversations(loaded, conversations, config)
     begin_data(out, options, len(shards))
     missing = [number for number in range(len(shards)) if not shard_path(out, number).exists()]
     with progress_bar("writing texts", len(shards), len(shards) - len(missing)) as (progress, task):
@@ -145,14 +156,14 @@ def data(
     reasons = ", ".join(f"{count:,} ({reason})" for reason, count in sorted(dropped.items()))
     typer.echo(
         f"wrote {out}: {len(texts):,} texts, {int(texts.learn.sum()):,} tokens to learn; "
-        f"{int(texts.held_out(held_out).sum()):,} texts held out" + (f"; left out now: {reasons}" if reasons else "")
+        f"{int(texts.held_out(held_out).sum()):,} texts held out{f'; left out now: {reasons}' if reasons else ''}"
     )
 
 
 def _shards_of_files(
     target: LoadedTarget, paths: list[Path], config: OwnTextConfig, writing: WritingOptions, dropped: Dropped
 ) -> list[Shard]:
-    """The shards of the documents of files."""
+    """Returns the shards of the documents of files."""
     import numpy as np
 
     from eagle3_jax.training.documents import read_documents, read_prompts_to_answer
@@ -187,8 +198,8 @@ def _shards_of_files(
     return [shard(first) for first in range(0, len(prompts), _TEXTS_OF_A_SHARD)]
 
 
-def _shards_of_its_own(target: LoadedTarget, count: int, config: OwnTextConfig) -> list[Shard]:
-    """The shards of conversations that the target writes alone."""
+def _shards_of_conversations(target: LoadedTarget, count: int, config: OwnTextConfig) -> list[Shard]:
+    """Returns the shards of conversations that the target writes."""
     from eagle3_jax.training.own_text import Conversations
 
     def shard(first: int) -> Shard:
@@ -204,7 +215,7 @@ def _shards_of_its_own(target: LoadedTarget, count: int, config: OwnTextConfig) 
 
 
 def _lines(path: Path) -> tuple[str, ...]:
-    """The lines of a text file that are not empty."""
+    """Returns the lines of a text file that are not empty."""
     from eagle3_jax.files.jsonl import read_text
 
     lines = tuple(line.strip() for line in read_text(path).splitlines() if line.strip())

@@ -31,7 +31,7 @@ from eagle3_jax.cli._training_run import (
     SeedOption,
     StepsOption,
     named,
-    staged,
+    parse_stages,
     train,
 )
 from eagle3_jax.devices.compilation import keep_compiled_programs
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from eagle3_jax.training.texts import Texts
 
 _MOST_DEPTH = 64  # of an unroll, every step of which is compiled
-# The parameters whose columns are draft tokens: of most methods, of Medusa, and of the Markov head of DSpark.
+# Parameters whose columns are draft tokens: of most methods, of Medusa, and of the Markov head of DSpark.
 _OUTPUTS = frozenset({"head", "outputs", "after"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadShape:
-    """The method of a head, its shape, and what of it is learned."""
+    """The method of a head, its shape, and its training objective."""
 
     method: Annotated[str, typer.Option(help="Drafting method; an unknown name lists them.")] = "eagle3"
     draft_vocab_size: Annotated[
@@ -69,13 +69,13 @@ class HeadShape:
     mlp_width: Annotated[int | None, typer.Option(help="Inner width of the MLPs. Default: the target's.", min=1)] = None
     unroll: Annotated[
         str | None,
-        typer.Option(help="Draft positions learned, as UNTIL:POSITIONS,...; the last one holds to the end."),
+        typer.Option(help="Number of draft positions to learn, as UNTIL:POSITIONS,...; the last one holds to the end."),
     ] = None
     noise: Annotated[
-        float | None, typer.Option(help="Noise on the features, as a part of their size. Default: none.", min=0, max=1)
+        float | None, typer.Option(help="Noise on the features, as a share of their size. Default: none.", min=0, max=1)
     ] = None
     freeze_output: Annotated[
-        bool, typer.Option("--freeze-output", help="Leave the output matrix as it begins: the target's own.")
+        bool, typer.Option("--freeze-output", help="Keep the target's output matrix instead of training it.")
     ] = False
 
 
@@ -87,7 +87,8 @@ def head(
     shape: HeadShape,
     steps: StepsOption = 1100,
     batch: Annotated[
-        int, typer.Option(help="Rows per step of the longest texts; of shorter ones more.", min=1, max=MOST_ROWS)
+        int,
+        typer.Option(help="Rows per step for the longest texts; more rows for shorter texts.", min=1, max=MOST_ROWS),
     ] = 8,
     init: Annotated[Path | None, typer.Option(help="Head of the same target and method to start from.")] = None,
     online: Annotated[
@@ -103,7 +104,7 @@ def head(
 ) -> None:
     """Train a draft head with the objective of its method and write it in the layout of its method.
 
-    Evaluations are in OUT/checkpoints/log.jsonl: tokens a round (tau) on held-out texts, by decoding and read off them.
+    Evaluations are in OUT/checkpoints/log.jsonl: tokens per round (tau) on held-out texts, by decoding and in one pass.
     """
     import jax
     import jax.numpy as jnp
@@ -169,9 +170,9 @@ def head(
         typer.echo(f"the draft vocabulary covers {coverage(counts, draft_to_target):.1%} of what is learned{note}")
 
     layers = getattr(drafter, "aux_layers", ())
-    place = data / "features" / "-".join([weights.removeprefix("sha256 "), *map(str, layers)])
-    features = None if online else _features(loaded, texts, layers, place / "texts")
-    features_held_out = None if online else _features(loaded, held_out, layers, place / "held-out")
+    folder = data / "features" / "-".join([weights.removeprefix("sha256 "), *map(str, layers)])
+    features = None if online else _features(loaded, texts, layers, folder / "texts")
+    features_held_out = None if online else _features(loaded, held_out, layers, folder / "held-out")
     frozen: Any = {
         "target_params": loaded.params,
         "embedding": model.tables(loaded.params).embedding,
@@ -203,7 +204,7 @@ def head(
             start,
             inputs_at,
             steps=until,
-            of=steps,
+            total=steps,
             save_every=running.save_every,
             after_step=after_step,
             first_phase=state is None,
@@ -220,7 +221,7 @@ def head(
 
 
 def _features(target: LoadedTarget, texts: Texts, layers: tuple[int, ...], directory: Path) -> Features:
-    """What the target gives at each token of the texts, computed where it is not stored."""
+    """Returns the target's features at each token of the texts, computed if they are not stored."""
     from eagle3_jax.training.features import TEXTS_OF_A_PART, stored_features
 
     with progress_bar("running the target over the texts", -(-len(texts) // TEXTS_OF_A_PART)) as (progress, task):
@@ -232,7 +233,7 @@ def _features(target: LoadedTarget, texts: Texts, layers: tuple[int, ...], direc
 
 
 def _log(out: Path, step: int, metrics: dict[str, float], evaluation: Evaluation, params: Params) -> None:
-    """Evaluates the head and adds a line to the log, in place of what was logged after the last checkpoint."""
+    """Evaluates the head and adds a line to the log; later lines, of an interrupted run, are dropped."""
     measured = evaluation.in_one_pass(params) or {}
     line = {"step": step, **metrics, "tau_decoded": evaluation.by_decoding(params)}
     line |= {f"held_out_{name}": value for name, value in measured.items()}
@@ -255,7 +256,7 @@ def _head_to_continue(init: Path, method: str, config: Any, target: LoadedTarget
         target: The target of the run.
 
     Raises:
-        ValueError: It is no head for the target, or of another method or shape than the new one.
+        ValueError: The head does not fit the target, or has another method or shape than the new one.
     """
     import numpy as np
 
@@ -274,20 +275,20 @@ def _head_to_continue(init: Path, method: str, config: Any, target: LoadedTarget
         f"{name} is {shown(before[name])} and not {shown(after[name])}" for name in after if before[name] != after[name]
     ]
     if differing:
-        raise Misuse(f"--init {init} is another head than the options ask for: {'; '.join(differing)}")
+        raise Misuse(f"--init {init} is another head than the options describe: {'; '.join(differing)}")
     if read.embedding is not None:
         shared = np.asarray(model.tables(target.params).embedding)
         if not np.array_equal(read.embedding.astype(shared.dtype), shared):
-            raise Misuse(f"--init {init} has an embedding of its own, which cannot be trained; give a head without one")
+            raise Misuse(f"--init {init} has its own embedding, which cannot be trained; give a head without one")
     return read
 
 
 def _continued(read: HeadCheckpoint, start: Params, draft_to_target: Any) -> Params:
-    """The parameters of a head, as the first ones of a run.
+    """Returns the parameters of a head as the first ones of a run.
 
     Args:
         read: The head.
-        start: First parameters of a run without ``--init``. Output matrices are theirs if the vocabularies differ.
+        start: First parameters of a run without ``--init``. They supply the output matrices if the vocabularies differ.
         draft_to_target: ``[W]``, the draft vocabulary of the run; ``None`` for all tokens.
     """
     import jax
@@ -309,8 +310,8 @@ def _continued(read: HeadCheckpoint, start: Params, draft_to_target: Any) -> Par
 
 
 def _unrolls(text: str, steps: int) -> list[tuple[int, int]]:
-    """Phases of the training-time test as ``(last step, depth)``."""
-    depths = staged(text, steps, int, f"--unroll {text!r}: expected UNTIL:STEPS,..., for example '300:2,5'")
+    """Returns the phases of the training-time test as ``(last step, depth)``."""
+    depths = parse_stages(text, steps, int, f"--unroll {text!r}: expected UNTIL:STEPS,..., for example '300:2,5'")
     if not all(1 <= depth <= _MOST_DEPTH for _, depth in depths):
         raise Misuse(f"--unroll {text!r}: expected 1 to {_MOST_DEPTH} steps")
     return depths

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eagle3_jax.bench.tables import Table
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import (
     CompilationCacheOption,
@@ -20,11 +21,10 @@ from eagle3_jax.cli._options import (
     measured_dtype,
     parse_numbers,
     parse_tree,
-    print_json,
-    print_table,
     write_json,
 )
 from eagle3_jax.cli._parts import fetch_first, read_drafter, read_target
+from eagle3_jax.cli._printing import Page, print_page, table_of
 from eagle3_jax.cli._progress import counted, spinner
 from eagle3_jax.devices.compilation import keep_compiled_programs
 
@@ -90,17 +90,18 @@ def tune(
         loaded = read_target(models.target, dtype, weights=models.weights)
         if prompts is not None:
             announce_input(prompts)
-        read = read_prompts(prompts or bundled("prompts.jsonl"), loaded, max_new_tokens=max_new_tokens)
-        asked = in_turn([one for one in read if prompts or one.category == "code"], max_prompts)
+        file = prompts or bundled("prompts.jsonl")
+        known = read_prompts(file, loaded, max_new_tokens=max_new_tokens)
+        chosen = in_turn([prompt for prompt in known if prompts or prompt.category == "code"], max_prompts)
         head = read_drafter(models.drafter, target=loaded, target_source=models.target, layer_ids=models.layer_ids)
         assert head is not None
         batches = len(set(sizes))
         shapes = len(set(lengths)) + len(trees)
         now = counted(now, tuning.num_steps(shapes=shapes, batches=batches, repeats=repeats, check=check))
-        found = tuning.tune(
+        result = tuning.tune(
             loaded,
             head,
-            [one.tokens for one in asked],
+            [prompt.tokens for prompt in chosen],
             batches=sizes,
             chains=lengths,
             trees=trees,
@@ -110,98 +111,98 @@ def tune(
             on_progress=now.say,
             on_result=now.tell,
         )
-    precision = dtype if models.weights == "dense" else f"{dtype}, {models.weights}"
     method = head.described if isinstance(head, LoadedDrafter) else type(head).__name__
     about = {"hardware": hardware(), "dtype": dtype, "weights": models.weights, "drafter_method": method}
-    written = about | found.to_json()
+    values = about | result.to_json()
     if output is not None:
-        write_json(output, written)
-    if as_json:
-        print_json(written)
-    else:
-        _print(found, f"{method}; {hardware()}; {precision}, greedy")
-    if len(found.batches) < batches or (check and len(found.checks) < min(batches, 2)):
-        measured = ", ".join(str(one.batch) for one in found.batches)
+        write_json(output, values)
+    print_page(Page(values, _text(result, values)), as_json=as_json)
+    if len(result.batches) < batches or (check and len(result.checks) < min(batches, 2)):
+        measured = ", ".join(str(tuned.batch) for tuned in result.batches)
         typer.echo(f"interrupted: measured batch sizes {measured} of {batch_sizes}", err=True)
         raise typer.Exit(130)
 
 
-def _print(found: Tuning, setting: str) -> None:
-    prompts = f"{found.num_prompts} prompt{'s' if found.num_prompts > 1 else ''}"
-    amount = f"{prompts} x {found.max_new_tokens} new tokens, {found.repeats} interleaved repeats"
-    typer.echo(f"{setting}; {amount}\n")
-    _print_speedups(found)
-    typer.echo(_NOTES)
-    _print_break_evens(found)
-    typer.echo("")
-    for one in found.checks:
-        running = f" = {one.speedup:.2f} x {one.rows_running:.2f} of the rows running"
-        typer.echo(
-            f"checked at batch {one.batch}, {one.shape}: predicted {one.predicted:.2f}"
-            f"{'' if one.rows_running > 0.999 else running}; measured {_spread(one.measured)}"
-        )
-    schedule = found.schedule
-    if schedule is None:
-        typer.echo("\nNo chain pays at any of these batch sizes: decode plainly. There is no schedule.")
-        return
-    lists = schedule.to_lists()
-    typer.echo("\nschedule of chains (for vLLM's --speculative-config, beside method and model):")
-    keys = {"num_speculative_tokens": schedule.max_length, "num_speculative_tokens_per_batch_size": lists}
-    typer.echo(json.dumps(keys))
-    line = json.dumps(lists, separators=(",", ":"))
-    typer.echo(f"eagle3 generate --schedule '{line}'")
-    for one in found.batches:
-        if one.best is not None and not one.best.shape.is_chain:
-            typer.echo(
-                f"At batch {one.batch} the {one.best.shape.name} is faster; a schedule, like vLLM, holds chains only."
-            )
-
-
-_NOTES = """
-S = τ / (v + G·c) with quartiles, * the choice. τ: tokens per round, measured with each draft by itself; it does not
+_NOTES = """\
+S = τ / (v + G·c) with quartiles, * the choice. τ: tokens per round, measured for each draft separately; it does not
 change with the batch. v, c: a verification and a draft step in plain steps. A shorter draft, or none, is chosen where
-the difference is within the spread.
-"""
+the difference is within the spread."""
 
 
-def _spread(one: Spread) -> str:
-    return f"{one.median:.2f} ({one.low:.2f}-{one.high:.2f})"
+def _text(result: Tuning, values: dict[str, Any]) -> list[str | Table]:
+    """Returns the speed-ups, the break-evens, the checks, and the schedule to copy."""
+    precision = values["dtype"] if values["weights"] == "dense" else f"{values['dtype']}, {values['weights']}"
+    prompts = f"{result.num_prompts} prompt{'s' if result.num_prompts > 1 else ''}"
+    size = f"{prompts} x {result.max_new_tokens} new tokens, {result.repeats} interleaved repeats"
+    return [
+        f"{values['drafter_method']}; {values['hardware']}; {precision}, greedy; {size}\n",
+        _speedups(result),
+        "\n" + _NOTES,
+        table_of("Acceptance at which the best chain breaks even", _break_evens(values), _BREAK_EVEN),
+        table_of("Check of the prediction", values["checks"], _CHECKS),
+        *_schedule(result),
+    ]
 
 
-def _print_speedups(found: Tuning) -> None:
+def _spread(spread: Spread) -> str:
+    return f"{spread.median:.2f} ({spread.low:.2f}-{spread.high:.2f})"
+
+
+def _speedups(result: Tuning) -> Table:
     rows = []
-    for candidates in zip(*(one.candidates for one in found.batches), strict=True):
-        pairs = zip(candidates, found.batches, strict=True)
+    for candidates in zip(*(tuned.candidates for tuned in result.batches), strict=True):
         shape = candidates[0].shape
-        gains = [f"{_spread(draft.speedup)}{' *' if draft is one.best else ''}" for draft, one in pairs]
-        rows.append((shape.name, f"{shape.mean_acceptance_length:.2f}", *gains))
-    rows.append(("plain", "", *("1" if one.best else "1 *" for one in found.batches)))
-    titles = ("draft", "τ", *(f"batch {one.batch}" for one in found.batches))
-    print_table(titles, rows, left=range(len(titles)))
+        row = [shape.name, f"{shape.mean_acceptance_length:.2f}"]
+        for candidate, tuned in zip(candidates, result.batches, strict=True):
+            row.append(f"{_spread(candidate.speedup)}{' *' if candidate is tuned.best else ''}")
+        rows.append(row)
+    rows.append(["plain", "", *("1" if tuned.best else "1 *" for tuned in result.batches)])
+    return Table("", ["draft", "τ", *(f"batch {tuned.batch}" for tuned in result.batches)], rows)
 
 
-def _print_break_evens(found: Tuning) -> None:
-    from eagle3_jax.bench.tune import break_even
+_BREAK_EVEN = {
+    "batch": "batch",
+    "plain step": "plain_step_seconds",
+    "chain": "chain",
+    "τ needed": "mean_acceptance_length",
+    "draft acceptance rate": "needed.draft_acceptance_rate",
+    "conditional acceptance rate": "needed.conditional_acceptance_rate",
+    "τ measured": "measured.mean_acceptance_length",
+}
+_CHECKS = {
+    "batch": "batch",
+    "draft": "shape",
+    "rows running": "rows_running",
+    "predicted": "predicted",
+    "measured": "measured",
+}
 
-    of = "{:.2f}, is {:.2f}".format
+
+def _break_evens(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the acceptance from which the best chain of each batch size is faster than plain decoding."""
     rows = []
-    for one in found.batches:
-        chain = one.best_chain or max(one.chains, key=lambda candidate: candidate.speedup.median)
-        level = break_even(chain)
-        needed = level.needed
-        measured = level.measured
-        rows.append(
-            (
-                str(one.batch),
-                f"{1e3 * one.plain_step.median:.2f} ms",
-                chain.shape.name,
-                f"{chain.verify_cost:.2f}",
-                f"{chain.draft_cost:.3f}",
-                of(level.mean_acceptance_length, measured.mean_acceptance_length),
-                "never" if needed is None else of(needed.draft_acceptance_rate, measured.draft_acceptance_rate),
-                "" if needed is None else of(needed.conditional_acceptance_rate, measured.conditional_acceptance_rate),
-            )
-        )
-    rates = ("draft acceptance rate", "conditional acceptance rate")
-    titles = ("batch", "plain step", "chain", "v", "c", "breaks even at τ", *rates)
-    print_table(titles, rows, left=range(len(titles)))
+    for tuned in values["batches"]:
+        levels = tuned["break_even"]
+        chain = tuned["best_chain"] if tuned["best_chain"] in levels else next(iter(levels))
+        step = tuned["plain_step"]["median"]
+        rows.append({"batch": tuned["batch"], "plain_step_seconds": step, "chain": chain, **levels[chain]})
+    return rows
+
+
+def _schedule(result: Tuning) -> list[str]:
+    """Returns the schedule in the forms of vLLM and of ``eagle3 generate``."""
+    schedule = result.schedule
+    if schedule is None:
+        return ["\nNo chain pays off at any of these batch sizes: decode plainly. There is no schedule."]
+    entries = schedule.to_lists()
+    keys = {"num_speculative_tokens": schedule.max_length, "num_speculative_tokens_per_batch_size": entries}
+    lines = [
+        "\nschedule of chains (for vLLM's --speculative-config, next to method and model):",
+        json.dumps(keys),
+        f"eagle3 generate --schedule '{json.dumps(entries, separators=(',', ':'))}'",
+    ]
+    for tuned in result.batches:
+        if tuned.best is not None and not tuned.best.shape.is_chain:
+            tree = tuned.best.shape.name
+            lines.append(f"At batch {tuned.batch} the {tree} is faster; a schedule, like vLLM, holds chains only.")
+    return lines

@@ -266,7 +266,7 @@ def memories(
 def _without_cache(mask: Bool[Array, "#B T T"], positions: Int[Array, "B T"], spans: Sequence[Span]) -> list[Memory]:
     """Returns one memory per layer for a block that is a whole text."""
     by_span: dict[Span, Memory] = {}
-    for span in set(spans):
+    for span in dict.fromkeys(spans):
         visible = mask if span.is_unlimited else mask & span.covers(positions, positions)
         by_span[span] = BlockMemory(mask=visible)
     return [by_span[span] for span in spans]
@@ -277,7 +277,7 @@ def _with_cache(
 ) -> list[Memory]:
     """Returns one memory per layer for a block after the committed slots. Recurrent layers do not use theirs."""
     capacity = next((layer.capacity for layer in cache.layers if isinstance(layer, KeyValues | LatentKeys)), 0)
-    visible = {span: cache_mask(mask, cache.length, capacity, positions=positions, span=span) for span in set(spans)}
+    visible = {span: cache_mask(mask, cache.length, capacity, positions=positions, span=span) for span in dict.fromkeys(spans)}
     size = mask.shape[-1]
     earlier_levels = size - mask.shape[-2]
     start = cache.length + earlier_levels if earlier_levels else cache.length

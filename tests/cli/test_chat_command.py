@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 from models_on_disk import write_bytes_target
-from test_terminal import BLOCKED, WHILE_RUNNING, InTerminal, ended
+from test_terminal import InTerminal
 
 import eagle3_jax as e3
 
@@ -101,11 +101,11 @@ def test_it_refuses_in_one_line(
 
 def test_generate_asks_a_prompt_as_a_question(cli, refused, folder: Path, tmp_path: Path) -> None:
     (text,) = expected(folder, "Why?")
-    asked = ("generate", "--chat", "Why?", "--target", folder, *SHORT)
-    code, out, _ = cli(*asked, "--no-compare")
+    question = ("generate", "--chat", "Why?", "--target", folder, *SHORT)
+    code, out, _ = cli(*question)
     assert code == 0 and out.startswith(f"Why?\n{text}\n[stopped: reached --max-new-tokens 6]\n")
     assert "drafter: none" in out  # on a CPU, where no drafter is named
-    row = json.loads(cli(*asked, "--json")[1])
+    row = json.loads(cli(*question, "--json")[1])
     messages = [{"role": "user", "content": "Why?"}]
     assert row["text"] == text
     assert row["prompt_ids"] == e3.apply_chat_template(e3.load_target(folder), messages)
@@ -150,12 +150,12 @@ def test_a_published_target_drafts_with_its_own_head(monkeypatch) -> None:
 
 
 def test_a_bare_text_for_a_chat_model_is_continued_with_a_hint(folder: Path) -> None:
-    options = ("Why?", "--target", str(folder), "--no-compare", *SHORT)
+    options = ("Why?", "--target", str(folder), *SHORT)
     hinted = InTerminal("generate", *options, pipe=True)
-    asked = InTerminal("generate", "--chat", *options, pipe=True)
+    chat = InTerminal("generate", "--chat", *options, pipe=True)
     line = "the text is continued as it is; --chat asks it as a question"
     assert line in hinted.finish() and line not in hinted.output
-    assert line not in asked.finish()
+    assert line not in chat.finish()
 
 
 class Typing(InTerminal):
@@ -172,10 +172,9 @@ class Typing(InTerminal):
         return [line.rstrip() for line in self.screen.display if line.strip()]
 
 
-@pytest.mark.parametrize("columns", [80, 100])
-def test_a_conversation_at_a_terminal(folder: Path, columns: int) -> None:
+def test_a_conversation_at_a_terminal(folder: Path) -> None:
     options = ("--target", str(folder), "--drafter", "ngram", "--max-new-tokens", "3000")
-    chat = Typing("chat", *options, columns=columns)
+    chat = Typing("chat", *options)
     *header, mark = chat.wait()
     assert header[0] == "drafter: NGram, chain K=3" and mark == ">"
     assert "".join(header[1:]) == f"{folder}: /help lists commands, Ctrl-D ends"
@@ -204,7 +203,7 @@ def test_the_line_after_an_answer_counts_it(folder: Path) -> None:
     chat.wait()
     lines = chat.type("Why?\n")
     facts = re.fullmatch(
-        r"\[stopped: reached --max-new-tokens 6\] · 6 tokens · (\d\.\d\d) tokens per round · [\d.]+ tokens/s"
+        r"\[stopped: reached --max-new-tokens 6\] · 6 tokens · (\d\.\d\d) tokens per round( · [\d.]+ tokens/s)?"
         r"( · compilation \(\d+ s\) left out)?",
         lines[-2],
     )
@@ -212,31 +211,3 @@ def test_the_line_after_an_answer_counts_it(folder: Path) -> None:
     os.write(chat.master, b"\n")  # an empty line ends it
     chat.finish()
     assert chat.code == 0
-
-
-HEARD = "time.sleep(60)"
-INTERRUPTIBLE = WHILE_RUNNING.replace(
-    "running()\n    except",
-    """with _errors.interruptible():
-            for _ in range(2):
-                try:
-                    running()
-                except KeyboardInterrupt:
-                    print("heard", flush=True)
-        return 3
-    except""",
-).replace("import eagle3_jax.cli as cli", "import eagle3_jax.cli as cli\nfrom eagle3_jax.cli import _errors")
-
-
-@pytest.mark.parametrize("step", [HEARD, "    ".join(["import weakref\n", "class Thing: pass\n"])])
-def test_an_interruption_ends_what_is_running_and_not_the_program(step: str) -> None:
-    if "weakref" in step:  # Python drops what is raised in a callback, so that it must be raised again
-        step += "    thing = Thing()\n    reference = weakref.ref(thing, lambda _: time.sleep(60))\n    del thing\n"
-        step += "    time.sleep(60)"
-    assert ended(INTERRUPTIBLE.format(step=step)) == (3, "heard\nheard\n", "")
-
-
-def test_a_second_interruption_ends_the_program_if_python_does_not_hear_the_first() -> None:
-    twice = f"threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()\n    {BLOCKED}"
-    waiting = "\nwaiting for the device; Ctrl-C again ends the program\n"
-    assert ended(INTERRUPTIBLE.format(step=twice)) == (130, "", waiting)

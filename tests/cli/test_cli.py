@@ -109,8 +109,8 @@ def test_json_has_log_probabilities_and_ends_at_a_stop_text(cli):
     code, out, _ = cli(*options)
     row = json.loads(out)
     assert code == 0 and row["finish_reason"] == "stop" and "retu" not in row["text"]
-    assert [one["top"][0][0] for one in row["logprobs"]] == row["token_ids"]
-    assert all(one["logprob"] == one["top"][0][1] <= 0 for one in row["logprobs"])
+    assert [token["top"][0][0] for token in row["logprobs"]] == row["token_ids"]
+    assert all(token["logprob"] == token["top"][0][1] <= 0 for token in row["logprobs"])
 
 
 def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp_path):
@@ -126,13 +126,13 @@ def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp
     decoder = e3.SpeculativeDecoder(e3.load_target())
     expected = []
     for line in lines:
-        own = {name: line[name] for name in ("temperature", "top_k", "top_p") if name in line}
-        sampling = e3.SamplingParams(**{"temperature": 0.7} | own)
+        changes = {name: line[name] for name in ("temperature", "top_k", "top_p") if name in line}
+        sampling = e3.SamplingParams(**{"temperature": 0.7} | changes)
         limit = line.get("max_new_tokens", 12)
-        alone = decoder.generate(
+        result = decoder.generate(
             line["prompt"], max_new_tokens=limit, sampling=sampling, seed=line.get("seed", 0), stop=line.get("stop", ())
         )
-        expected.append((alone.tokens[0], alone.texts[0]))
+        expected.append((result.tokens[0], result.texts[0]))
     for batch_size in (3, 1):
         code, out, _ = cli(*options, "--json", "--batch-size", batch_size)
         rows = [json.loads(line) for line in out.splitlines()]
@@ -141,7 +141,7 @@ def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp
     assert (code, out) == (2, "") and "stop texts and --logprobs work with --json" in err
     del lines[0]["stop"]
     file.write_text(json.dumps(lines[0]) + "\n")
-    code, out, _ = cli(*options)
+    code, out, _ = cli(*options, "--compare")
     assert code == 0 and (expected[0][1] or "") in out and "no comparison with plain decoding" in out
     for line, message in (
         ({"temperature": "1"}, "temperature is '1'; expected a number"),
@@ -196,8 +196,8 @@ def test_the_trace_of_a_tree_equals_the_official_one(cli, tmp_path, name, head):
 
 
 def deepest_ancestor(mask: str, node: int) -> int:
-    """Parents stand before their children, so the deepest proper ancestor is the last one seen."""
-    return max((other for other, seen in enumerate(mask[:node]) if seen == "1"), default=-1)
+    """Parents are before their children, so the deepest proper ancestor is the last visible node."""
+    return max((ancestor for ancestor, seen in enumerate(mask[:node]) if seen == "1"), default=-1)
 
 
 # The other commands

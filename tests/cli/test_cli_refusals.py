@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -30,43 +29,28 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
     ("arguments", "named"),
     [
         (("generat",), "--help"),
-        (("convert", "a"), "--help"),
         # generate: prompts
         (("generate", *PAIR, "--prompt-ids", "[]"), "empty"),
-        (("generate", *PAIR, "--prompt-ids", "1, 2"), "JSON list"),
-        (("generate", *PAIR, "--prompt-ids", json.dumps([1] * 512)), "512"),
         (("generate", *PAIR, "hello", "--prompt-ids", "[1]"), "one of"),
-        (("generate", *PAIR, "--prompts", "/no/such/file.jsonl"), "/no/such/file.jsonl"),
         # generate: drafts
         ((*ASKED, "--num-speculative-tokens", "1000000"), "--num-speculative-tokens 1000000: a draft of 1000000"),
-        ((*ASKED, "--schedule", "[[2,4,5]]"), "out of place"),
         ((*ASKED, "--schedule", "[[1,4,2]]", "--num-speculative-tokens", "2"), "more than one of"),
-        ((*ASKED, "--tree", "num_nodes=513,max_depth=9,top_k=30"), "lower num_nodes to at most 512"),
         ((*ASKED, "--tree", "num_nodes=3"), "expected num_nodes=N,max_depth=G,top_k=K"),
         ((*ASKED, "--num-speculative-tokens", "3", *TREE), "a chain, a tree"),
         ((*ASKED, *TREE, "--draft-sampling", "probabilistic"), "draft a chain"),
-        ((*ASKED, "--draft-sampling", "sometimes"), "--draft-sampling"),
         ((*ASKED, "--top-p", "1.5"), "top_p is 1.5"),
-        ((*ASKED, "--temperature", "1e39"), "temperature is inf"),  # in the 32 bits of the device
-        ((*ASKED, "--compilation-cache", ""), "--compilation-cache"),
         ((*ASKED, "--logprobs", "1"), "stop texts and --logprobs work with --json"),
-        ((*ASKED, "--dtype", "float8"), "float8"),
         # generate: models
         (("generate", "--target", "", "--drafter", "none", *PROMPT), "--target is empty"),
         (("generate", *TARGET, "--drafter", "none", *PROMPT, "--num-speculative-tokens", "3"), "without a drafter"),
-        (("generate", *TARGET, "--drafter", "ngram", *PROMPT, *TREE), "NGram"),
         (("generate", *TARGET, "--drafter", str(VLLM / "target"), *PROMPT), "a draft model needs the target's own"),
-        (("generate", *TARGET, "--drafter", "layer-skip=99", *PROMPT), "layer skip of 99 layers"),
         # bench
         (("bench", "--tree", "none", *TREE), "--tree none"),
         (("bench", *TARGET, "--dtype", "float32"), "--target was given without --drafter"),
-        (("bench", "--batch-size", "none"), "--batch-size"),
         (("bench", "--batch-size", "1,9"), "--batch-size 9 needs as many prompts, and there are 8"),
-        (("bench", "--rivals", "sglang"), "'sglang' is none of transformers, none"),
+        (("bench", "--rivals", "sglang"), "'sglang' is not one of 'transformers', 'none'"),
         (("bench", "--simulated-acceptance-length", "2", "--simulated-acceptance-rate", "0.5"), "both given"),
-        (("bench", "--simulated-acceptance-length", "0.5"), "--simulated-acceptance-length"),
         (("bench", "--verifier", "typical", "--simulated-acceptance-rate", "0.5"), "by one rule"),
-        (("bench", "--simulated-acceptance-rate", "1.1"), "--simulated-acceptance-rate"),
         (("bench", "--shape", "Llama-100M", "--target", "x"), "--shape"),
         (("bench", "--shape", "Llama-100M", "--prompts", "x.jsonl"), "--shape has no tokenizer"),
         (("bench", "--shape", "GPT-9"), "there is no shape 'GPT-9'"),
@@ -74,34 +58,23 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         (("bench", "--tasks", "poetry"), "no prompts of 'poetry'; there are code, prose"),
         (("bench", *PAIR, "--dtype", "float32", "--chains", "100000"), "chain K=100000: a draft of 100000 levels is"),
         # tune
-        ((*TUNE, "--batch-sizes", "2,x"), "--batch-sizes"),
         ((*TUNE, "--chains", "1-99", "--max-new-tokens", "64"), "drafts of 1 to 63"),
         ((*TUNE, "--drafter", "none"), "--drafter none"),
         ((*TUNE, "--output", "/nowhere/at/all.json"), "/nowhere/at"),
         # plan
         (("plan", "memory", "--gpu", "H300"), "did you mean H200? known are B200, H200,"),
         (("plan", "memory", "-K", "512"), "the bundled head has 512 positions, so K is at most 511"),
-        (("plan", "roofline", *BIG, "-K", "2048"), "K is at most 2047"),
         (("plan", "memory", "--context", "513"), "beyond the 512 positions"),
         (("plan", "roofline", "--target", "nosuch"), "is not a directory; give a checkpoint"),
         (("plan", "roofline", "--claim", "9"), "add --batch-size"),
-        (("plan", "roofline", "--claim", "9", "--batch-size", "1"), "add --gpu"),
         (("plan", "memory", "--memory-gb", "80"), "add --bandwidth-gb-per-s"),
         (("plan", "memory", "--weights", "nf4"), "'nf4' are not known"),
-        (("plan", "memory", "--cache", "int4"), "'int4' is not known"),
-        (("plan", "memory", "--target", "Qwen3-8B", "--num-gpus", "3"), "cannot be divided by 3"),
         (("plan", "memory", "--target", "Qwen3-8B", *HEAD), "features of width"),
-        (("plan", "memory", "--target", "Qwen3-8B", "--drafter", TARGET[1]), "model of 96 tokens and Qwen3-8B"),
         (("plan", "memory", "--drafter", "layer-skip=12"), "so give 1 to 11"),
-        (("plan", "memory", "--drafter", "ngram=2"), "expected ngram"),
         (("plan", "speedup", "--alpha", "0.5", "--draft-acceptance-rate", "0.5"), "give one"),
-        (("plan", "speedup", "--mean-acceptance-length", "7"), "a round emits 1 to 6"),
-        (("plan", "speedup", "--traffic", "0.5:0.3"), "sum to 1"),
         (("plan", "speedup", "--traffic", "much"), "SHARE:ALPHA"),
         (("plan", "speedup", "--traffic", "1:0.5", "--alpha", "0.5"), "leave the other options"),
-        (("plan", "cost", "--tokens-per-second", "10"), "--price-per-hour"),
         (("plan", "cost", "--tokens-per-second", "10", "--price-per-hour", "0"), "no number per dollar"),
-        (("plan", "rollout", "--drafter", "none"), "needs a head"),
         (("plan", "rollout", "--verify-cost", "1.2"), "give both or neither"),
         (("plan", "rollout", "--out", "/nowhere/rollout.md"), "cannot be written"),
     ],
@@ -186,8 +159,8 @@ def test_an_interruption_and_an_exhausted_device_end_quietly(cli, monkeypatch, e
         raise error
 
     monkeypatch.setattr("eagle3_jax.load_target", fail)
-    found, out, err = cli(*ASKED)
-    assert (found, out, err.count("\n")) == (code, "", min(len(words), 1))
+    ending, out, err = cli(*ASKED)
+    assert (ending, out, err.count("\n")) == (code, "", min(len(words), 1))
     assert all(word in err for word in words)
 
 

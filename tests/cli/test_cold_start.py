@@ -21,9 +21,9 @@ HEAVY = ("jax", "flax", "numpy", "transformers", "torch", "orbax", "optax", "tok
 
 def fresh(code: str, **environment: str) -> list[str]:
     """The lines that a new interpreter prints last on running this."""
-    given = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XDG_"))}
-    given |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment}
-    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=False)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XDG_"))}
+    variables |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout.splitlines()
@@ -119,7 +119,7 @@ keep_compiled_programs(None)
 print(jax.config.jax_compilation_cache_max_size, jax.config.jax_compilation_cache_dir)
 """
     home = str(tmp_path / "home")
-    own = str(tmp_path / "own")
+    directory = str(tmp_path / "own")
     if limit is None:
         program = tmp_path / "home" / "eagle3-jax" / "compiled" / "jit_f-1-cache"
         program.parent.mkdir(parents=True)
@@ -128,8 +128,8 @@ print(jax.config.jax_compilation_cache_max_size, jax.config.jax_compilation_cach
         # Without the time of its last use, JAX before 0.12 would write nothing into this directory.
         assert program.with_name("jit_f-1-atime").exists()
     else:
-        given = {"JAX_COMPILATION_CACHE_MAX_SIZE": limit, "JAX_COMPILATION_CACHE_DIR": own}
-        assert fresh(code, XDG_CACHE_HOME=home, **given) == [f"{limit} {own}"]
+        variables = {"JAX_COMPILATION_CACHE_MAX_SIZE": limit, "JAX_COMPILATION_CACHE_DIR": directory}
+        assert fresh(code, XDG_CACHE_HOME=home, **variables) == [f"{limit} {directory}"]
     (tmp_path / "file").touch()
     assert fresh(code, XDG_CACHE_HOME=str(tmp_path / "file"))[0].endswith(" None")  # it works without one
 
@@ -141,10 +141,10 @@ def test_the_default_directory_follows_the_standard(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert cache_directory("compiled") is None  # a user without a home directory has no cache
     monkeypatch.setenv("HOME", str(tmp_path))
-    for given, expected in (
+    for value, expected in (
         ("", tmp_path / ".cache"),
         ("relative/path", tmp_path / ".cache"),
         (str(tmp_path / "elsewhere"), tmp_path / "elsewhere"),
     ):
-        monkeypatch.setenv("XDG_CACHE_HOME", given)
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
         assert cache_directory("compiled") == expected / "eagle3-jax" / "compiled"

@@ -80,7 +80,7 @@ loose, shapeless, narrow, plain = Loose(), Shapeless(), Narrow(), Plain(3)
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module of that name beside which the command is typed."""
+    """A module of that name in the current directory."""
     (tmp_path / "own_parts.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -127,11 +127,11 @@ def test_a_module_that_cannot_be_imported_is_refused_with_its_own_words(refused,
 
 
 def test_a_rule_that_is_not_lossless_says_so_in_every_result(cli) -> None:
-    for how in ((), ("--trace", "rounds.json")):
-        code, out, err = cli("generate", *PAIR, *PROMPT, "--json", "--verifier", "own_parts:loose", *how)
+    for tracing in ((), ("--trace", "rounds.json")):
+        code, out, err = cli("generate", *PAIR, *PROMPT, "--json", "--verifier", "own_parts:loose", *tracing)
         assert code == 0, err
         assert json.loads(out)["lossless"] is False
-    code, out, err = cli("generate", *PAIR, *PROMPT, "--no-compare", "--verifier", "own_parts:loose")
+    code, out, err = cli("generate", *PAIR, *PROMPT, "--verifier", "own_parts:loose")
     assert code == 0 and "not lossless: drafts were accepted by Loose" in out
 
 
@@ -182,7 +182,7 @@ def test_what_is_no_target_is_refused(members: dict[str, object], says: str) -> 
 
 def test_lookup_first_and_a_head_draft_as_one(cli, refused, tmp_path):
     head = bundled("eagle3")
-    options = ("--max-new-tokens", 30, "--dtype", "float32", "--no-compare", "--json")
+    options = ("--max-new-tokens", 30, "--dtype", "float32", "--json")
     rows = []
     for drafter in ("none", head, f"ngram+{head}"):
         code, out, err = cli("generate", "x = 1\ny = 1\nx = 1\n", "--drafter", drafter, *options)

@@ -1,4 +1,4 @@
-"""Long commands say which step they are at, and keep what is measured when they are interrupted."""
+"""Long commands print their step, and report the measurements until an interruption."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PLACE = re.compile(r"(\d+) of (\d+)(?:, about \d+ (?:s|min) left)?: (.*)")
 
 def interrupting(monkeypatch: pytest.MonkeyPatch, where: object, name: str, calls: int) -> None:
     """Replaces a function by one that a Ctrl-C meets in this call."""
-    whole = getattr(where, name)
+    original = getattr(where, name)
     count = iter(range(1, 10**6))
 
-    def stopped(*given: object, **options: object) -> object:
+    def stopped(*arguments: object, **options: object) -> object:
         if next(count) == calls:
             raise KeyboardInterrupt
-        return whole(*given, **options)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(where, name, stopped)
 
@@ -60,13 +60,13 @@ def test_an_interrupted_benchmark_reports_the_completed_repeats(cli, monkeypatch
     quick = ("bench", *PAIR, *options.split(), "--rivals", "none", "--repeats", 3, "--output", out)
     # In the second repeat, when the second contender has decoded and its costs are being measured.
     interrupting(monkeypatch, bench_run, "step_costs", calls=6)
-    code, _, told = cli(*quick)
+    code, _, err = cli(*quick)
     assert code == 130
-    assert "interrupted: measured repeats 1 of 3 at batch 1" in told
+    assert "interrupted: measured repeats 1 of 3 at batch 1" in err
     (report,) = json.loads((out / "bench.json").read_text())["reports"]
     assert report["repeats"] == 1 and [row["name"] for row in report["rows"]] == ["plain float32", "chain K=1"]
-    places = [PLACE.fullmatch(line) for line in told.splitlines() if PLACE.fullmatch(line)]
-    assert [(place[1], place[2]) for place in places if place] == [(str(step), "8") for step in range(1, 6)]
+    steps = [PLACE.fullmatch(line) for line in err.splitlines() if PLACE.fullmatch(line)]
+    assert [(step[1], step[2]) for step in steps if step] == [(str(number), "8") for number in range(1, 6)]
 
 
 def test_an_interrupted_tuning_reports_the_batch_sizes_that_it_has(cli, monkeypatch, tmp_path):
@@ -74,10 +74,10 @@ def test_an_interrupted_tuning_reports_the_batch_sizes_that_it_has(cli, monkeypa
     prompts.write_text('{"prompt_ids": [1, 17, 5, 42]}\n')
     options = ("--prompts", prompts, "--max-new-tokens", 4, "--chains", 1, "--repeats", 1, "--json")
     interrupting(monkeypatch, tuning, "step_costs", calls=5)  # the first of the second batch size
-    code, out, told = cli("tune", *PAIR, *options, "--batch-sizes", "1,2")
+    code, out, err = cli("tune", *PAIR, *options, "--batch-sizes", "1,2")
     assert code == 130
-    assert [one["batch"] for one in json.loads(out)["batches"]] == [1]
-    assert "interrupted: measured batch sizes 1 of 1,2" in told
-    first, second = (PLACE.fullmatch(line) for line in told.splitlines()[:2])
+    assert [tuned["batch"] for tuned in json.loads(out)["batches"]] == [1]
+    assert "interrupted: measured batch sizes 1 of 1,2" in err
+    first, second = (PLACE.fullmatch(line) for line in err.splitlines()[:2])
     assert first and first[3].startswith("K=1: τ ") and second and second[3].startswith("batch 1: K=1 ")
     assert second[1] == "5"  # acceptance, and two shapes twice at the first batch size

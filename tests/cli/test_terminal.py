@@ -31,10 +31,10 @@ EAGLE3 = (sys.executable, "-m", "eagle3_jax")
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+    variables = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
     compiled = str(Path(tempfile.gettempdir()) / "eagle3-jax-tests-compiled")
-    kept |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": compiled}
-    return kept | {"TERM": "xterm-256color"} | more
+    variables |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": compiled}
+    return variables | {"TERM": "xterm-256color"} | more
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +61,11 @@ class InTerminal:
         self.seen = b""
 
     def read(self, until: bytes | None = None) -> None:
-        """What it writes, until it ends or has written this."""
+        """Reads the output until it ends or contains these bytes."""
         stream = pyte.ByteStream(self.screen)
-        ends = time.monotonic() + 120
+        deadline = time.monotonic() + 120
         while until is None or until not in self.seen:
-            assert time.monotonic() < ends, self.seen
+            assert time.monotonic() < deadline, self.seen
             if select.select([self.master], [], [], 0.2)[0]:
                 try:
                     new = os.read(self.master, 65536)
@@ -75,7 +75,7 @@ class InTerminal:
                 stream.feed(new)
 
     def finish(self) -> list[str]:
-        """The lines of the screen when the process has ended."""
+        """Returns the lines of the screen when the process has ended."""
         self.read()
         self.code = self.process.wait(timeout=30)
         self.output = "" if self.process.stdout is None else self.process.stdout.read().decode()
@@ -86,28 +86,16 @@ class InTerminal:
 def test_the_prompt_stays_on_the_screen(target):
     text = "def f(x):\n    return '\N{SNOWMAN}'\r + x"
     options = ("--target", target, "--drafter", "ngram", "--max-new-tokens", "6")
-    wide = InTerminal("generate", text, *options)
+    wide = InTerminal("generate", text, *options, "--compare")
     lines = wide.finish()
-    narrow = InTerminal("generate", text, *options, "--no-compare", columns=20, TERM="xterm", NO_COLOR="1")
-    dumb = InTerminal("generate", text, *options, "--no-compare", TERM="dumb")
     assert wide.code == 0
     assert lines[0] == "def f(x):"
     # The carriage return is shown and not obeyed, and the model's text goes on in the same line.
     assert lines[1].startswith("    return '\N{SNOWMAN}'\N{SYMBOL FOR CARRIAGE RETURN} + x")
     assert "[stopped: reached --max-new-tokens 6]" in lines
-    assert b"measuring against plain decoding (--no-compare skips it)" in wide.seen
-    assert not any("measuring" in line or "compiling" in line for line in lines)  # they go when they are done
+    assert b"measuring against plain decoding" in wide.seen
+    assert not any("measuring" in line or "compiling" in line for line in lines)  # they disappear when they are done
     assert not wide.screen.cursor.hidden
-
-    lines = narrow.finish()
-    assert narrow.code == 0
-    assert [lines[0], lines[1][:17]] == ["def f(x):", "    return '\N{SNOWMAN}'\N{SYMBOL FOR CARRIAGE RETURN} +"]
-    assert b"\x1b[32" not in narrow.seen and b";32m" not in narrow.seen  # no colour where none is wanted
-
-    lines = dumb.finish()
-    assert dumb.code == 0
-    assert "\x1b" not in dumb.seen.decode()
-    assert any(line.endswith("def f(x):") for line in lines)
 
 
 def test_lines_of_json_go_to_the_standard_output_while_a_bar_is_shown(tmp_path):
@@ -115,119 +103,21 @@ def test_lines_of_json_go_to_the_standard_output_while_a_bar_is_shown(tmp_path):
     prompts.write_text('{"prompt_ids": [1, 17]}\n{"prompt_ids": [9, 3]}\n')
     options = ("generate", *PAIR, "--prompts", str(prompts), "--max-new-tokens", "4", "--json")
     piped = InTerminal(*options, pipe=True)
-    shown = InTerminal(*options, columns=2000)
     screen = piped.finish()
     assert [json.loads(line)["prompt_ids"] for line in piped.output.splitlines()] == [[1, 17], [9, 3]]
     assert not any("token_ids" in line for line in screen)
-    assert [json.loads(line)["prompt_ids"] for line in shown.finish() if line] == [[1, 17], [9, 3]]
 
 
-def test_an_interruption_in_a_terminal_leaves_a_cursor_and_a_clean_line():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_terminal_leaves_a_cursor_and_no_traceback(number):
     started = InTerminal("generate", *PAIR, "--prompt-ids", "[1, 17]", "--max-new-tokens", "300", "--ignore-eos")
-    started.read(until=b"\x1b[?25l")  # the spinner has hidden it
-    os.killpg(started.process.pid, signal.SIGINT)
+    started.read(until=b"\x1b[?25l")  # the spinner has hidden the cursor
+    os.killpg(started.process.pid, number)
     lines = started.finish()
-    assert started.code == 130
+    assert started.code in (128 + number, -number)  # a shell shows both as 128 + number
     assert not started.screen.cursor.hidden
     assert not any("Traceback" in line or "Error" in line for line in lines)
     assert started.screen.cursor.x == 0
-
-
-# ---------------------------------------------------------------- signals
-
-AT_IMPORT = """
-import os, signal, sys
-
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and the program leaves it so
-
-class Interrupter:
-    def find_spec(self, name, path=None, target=None):
-        if name == {module!r}:
-            sys.meta_path.remove(self)
-            os.kill(os.getpid(), signal.{signal})
-
-sys.meta_path.insert(0, Interrupter())
-sys.argv = ["eagle3", *{arguments!r}]
-from eagle3_jax.cli import main
-main()
-"""
-
-
-def ended(code: str) -> tuple[int, str, str]:
-    """Exit code and output of a program."""
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False, timeout=60
-    )
-    return result.returncode, result.stdout, result.stderr
-
-
-@pytest.mark.parametrize(
-    ("module", "number", "expected"),
-    [
-        ("typer", "SIGINT", 130),  # in the first tenth of a second
-        ("eagle3_jax.conversion.native", "SIGHUP", 129),
-        ("numpy", "SIGTERM", 143),
-    ],
-)
-def test_a_signal_while_modules_are_imported_ends_quietly(module, number, expected):
-    arguments = ["generate", *PAIR, "--prompt-ids", "[1]", "--max-new-tokens", "2"]
-    assert ended(AT_IMPORT.format(module=module, signal=number, arguments=arguments)) == (expected, "", "")
-
-
-# What `step` does stands for a device program or a compilation, from which Python does not hear for minutes.
-WHILE_RUNNING = """
-import hashlib, os, signal, sys, threading, time
-import eagle3_jax.cli as cli
-
-def step():
-    {step}
-
-def running():
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    step()
-
-def run():
-    try:
-        running()
-    except KeyboardInterrupt:
-        return 130
-    return 0
-cli.run = run
-cli.main()
-"""
-BLOCKED = 'hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)'
-TWICE = """
-    try:
-        time.sleep(60)
-    finally:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        time.sleep(60)
-"""
-DROPPED = """
-    import weakref
-    class Thing:
-        pass
-    thing = Thing()
-    reference = weakref.ref(thing, lambda _: time.sleep(60))  # what is raised in a callback is dropped by Python
-    del thing
-    time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("step", [BLOCKED, TWICE, DROPPED], ids=["blocked", "twice", "dropped"])
-def test_an_interruption_does_not_wait_for_a_device_a_clean_up_or_a_callback(step):
-    start = time.monotonic()
-    assert ended(WHILE_RUNNING.format(step=step.strip())) == (130, "", "")
-    assert time.monotonic() - start < 20
-
-
-def test_a_signal_that_the_shell_ignores_stays_ignored():
-    code = (
-        "import os, signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "import eagle3_jax.cli as cli\n"
-        "cli.run = lambda: os.kill(os.getpid(), signal.SIGINT) or 7\ncli.main()"
-    )
-    assert ended(code) == (7, "", "")
 
 
 # ---------------------------------------------------------------- outputs that do not take everything
@@ -247,9 +137,10 @@ def test_an_output_that_is_full_or_closed_is_one_line_at_most(redirection, code,
     assert (result.returncode, result.stderr) == (code, error)
 
 
-def test_what_the_encoding_of_the_output_lacks_is_escaped(monkeypatch):
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    assert ended("import eagle3_jax.cli as cli\ncli.run = lambda: print('τ') or 0\ncli.main()") == (0, "\\u03c4\n", "")
+def test_characters_that_the_encoding_of_the_output_lacks_are_escaped():
+    command = [*EAGLE3, "plan", "speedup"]
+    result = subprocess.run(command, env=environment(PYTHONIOENCODING="ascii"), capture_output=True, check=False)
+    assert (result.returncode, result.stderr) == (0, b"") and b"\\u03c4" in result.stdout
 
 
 def test_a_reader_that_leaves_in_the_middle_of_a_text_is_no_error():
@@ -278,11 +169,10 @@ def printed(capfd):
 
 
 @pytest.mark.parametrize("prompt", ["a\tb\r\nc", "\N{SNOWMAN} \N{GRINNING FACE}", "[bold]x[/bold] \x1b[2J"])
-@pytest.mark.parametrize("sampling", [(), ("--temperature", "1", "--seed", "3")], ids=["greedy", "sampled"])
-def test_the_text_in_a_pipe_is_the_prompt_and_the_text_of_json_to_the_letter(printed, target, prompt, sampling):
-    options = (prompt, "--target", target, "--drafter", "ngram", "--max-new-tokens", "24", *sampling)
+def test_the_text_in_a_pipe_is_the_prompt_and_the_text_of_json_to_the_letter(printed, target, prompt):
+    options = (prompt, "--target", target, "--drafter", "ngram", "--max-new-tokens", "24")
     row = json.loads(printed(*options, "--json"))
-    shown = printed(*options, "--no-compare")
+    shown = printed(*options)
     assert "�" in row["text"]
     assert shown.split("\n[stopped: reached --max-new-tokens 24]\n")[0] == prompt + row["text"]
 
@@ -292,7 +182,7 @@ def test_every_figure_follows_from_the_json(printed, target, tmp_path):
     prompts.write_text('{"prompt": "aaaaaa"}\n{"prompt": "abcabcabc", "max_new_tokens": 9}\n')
     options = ("--prompts", str(prompts), *("--target", target, "--drafter", "ngram", "--max-new-tokens", "20"))
     rows = [json.loads(line)["stats"] for line in printed(*options, "--json").splitlines()]
-    shown = printed(*options)
+    shown = printed(*options, "--compare")
     drafts, drafted, accepted = (
         sum(row[name] for row in rows) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     )
@@ -311,12 +201,12 @@ def comparison(ours: Sequence[float], plain: Sequence[float]) -> str:
     from eagle3_jax.bench.timing import Spread
     from eagle3_jax.cli.generate import speed_line
 
-    ratios = tuple(mine / theirs for mine, theirs in zip(ours, plain, strict=True))
+    ratios = tuple(speed / baseline for speed, baseline in zip(ours, plain, strict=True))
     return speed_line(Comparison(Spread.of(ours), Spread.of(plain), ratios, is_plain=False, same_output=True))
 
 
-def test_the_ratio_is_that_of_the_two_speeds_beside_it():
-    # By repeat the ratios are 1.19, 0.60 and 1.67, whose median once stood beside the two medians, 334.4 and 340.7.
+def test_the_ratio_is_that_of_the_two_printed_speeds():
+    # By repeat the ratios are 1.19, 0.60 and 1.67, whose median is not the ratio of the two medians, 334.4 and 340.7.
     noise = comparison([334.4, 280.0, 569.2], [281.0, 466.7, 340.7])
     assert noise == (
         "0.98x, no measurable difference from plain decoding (334.4 vs 340.7 tokens/s; 0.60x to 1.67x in 3 runs), "
@@ -326,18 +216,18 @@ def test_the_ratio_is_that_of_the_two_speeds_beside_it():
         "1.55x faster than plain decoding (3.1 vs 2 tokens/s; 1.50x to 1.60x in 3 runs), identical output: yes"
     )
     slow = comparison([0.0123], [0.0204])
-    said = "0.60x the speed of plain decoding (0.0123 vs 0.0204 tokens/s; 0.60x to 0.60x in 1 runs)"
-    assert slow == f"{said}, identical output: yes"
+    line = "0.60x the speed of plain decoding (0.0123 vs 0.0204 tokens/s; 0.60x to 0.60x in 1 runs)"
+    assert slow == f"{line}, identical output: yes"
 
 
-@pytest.mark.parametrize("width", [80, 100, 200])
+@pytest.mark.parametrize("width", [80, 200])
 def test_a_table_loses_columns_in_a_narrow_terminal_and_no_cell(width):
     from eagle3_jax.bench.tables import Table
-    from eagle3_jax.cli._bench_report import fitting
+    from eagle3_jax.cli._printing import fit_table
 
     columns = ["method", "dtype", "tokens/s", "ratio", "95 %", "τ", "total", "total ratio", "roofline", "compile"]
     table = Table("Speed", columns, [["chain K=3", "float32", "123.4", "1.40 (1.38-1.42)", *["[1.30-1.50]"] * 6]])
-    shown = fitting(table, width)
+    shown = fit_table(table, width)
     assert sum(2 + len(str(cell)) for cell in shown.rows[0]) <= width
     assert {"method", "tokens/s", "ratio", "τ"} <= set(shown.columns)
     assert (shown.columns == columns) == (width == 200)

@@ -48,8 +48,8 @@ def written(path: Path, *rows: dict[str, Any] | str) -> Path:
 
 def rows_of(texts: Texts) -> list[tuple[list[int], list[bool], int]]:
     """Token ids, mask and document of each text."""
-    ends = np.cumsum(texts.length)[:-1]
-    parts = zip(np.split(texts.tokens, ends), np.split(texts.learn, ends), texts.document, strict=True)
+    borders = np.cumsum(texts.length)[:-1]
+    parts = zip(np.split(texts.tokens, borders), np.split(texts.learn, borders), texts.document, strict=True)
     return [(tokens.tolist(), learn.tolist(), int(document)) for tokens, learn, document in parts]
 
 
@@ -76,7 +76,7 @@ def test_documents_of_the_three_forms_become_token_ids(cli, target, tmp_path):
         {"text": "once upon a time"},
     ]
     out = tmp_path / "data"
-    code, said, _ = cli("train", "data", target, out, written(tmp_path / "own.jsonl", *rows), "--length", 80,
+    code, printed, _ = cli("train", "data", target, out, written(tmp_path / "own.jsonl", *rows), "--length", 80,
                         "--held-out", 0.5)  # fmt: skip
     assert code == 0
     assert sorted(contents(out)) == ["data.json", "texts-00000.npz"]
@@ -101,8 +101,8 @@ def test_documents_of_the_three_forms_become_token_ids(cli, target, tmp_path):
     assert texts.document.tolist() == hashes
     low = [number for number in hashes if number < 2**63]
     assert 0 < len(low) < len(hashes)
-    assert numbers(said) == [12, int(texts.learn.sum()), len(low)]
-    assert said.endswith("; left out now: 1 (duplicate)\n")
+    assert numbers(printed) == [12, int(texts.learn.sum()), len(low)]
+    assert printed.endswith("; left out now: 1 (duplicate)\n")
     learnt, held_out = read_texts(out)
     assert held_out.document.tolist() == low
     assert sorted([*learnt.document.tolist(), *low]) == sorted(hashes)
@@ -110,7 +110,7 @@ def test_documents_of_the_three_forms_become_token_ids(cli, target, tmp_path):
 
 def test_the_target_answers_the_prompts_of_files(cli, target, tmp_path, small_shards):
     file = written(tmp_path / "own.jsonl", *asked(*QUESTIONS, answer="of another model"))
-    code, said, _ = cli("train", "data", target, tmp_path / "data", file, *REWRITING)
+    code, printed, _ = cli("train", "data", target, tmp_path / "data", file, *REWRITING)
     assert code == 0
     texts = joined_texts(tmp_path / "data")
     loaded = e3.load_target(target)
@@ -121,22 +121,22 @@ def test_the_target_answers_the_prompts_of_files(cli, target, tmp_path, small_sh
         answer = decoder.generate(prompt, max_new_tokens=60 - len(prompt)).tokens[0]
         expected.append((prompt + answer, [False] * len(prompt) + [True] * len(answer)))
     assert sorted((tokens, learn) for tokens, learn, _ in rows_of(texts)) == sorted(expected)
-    assert numbers(said) == [5, int(texts.learn.sum()), int((texts.document < 0.02 * 2.0**64).sum())]
+    assert numbers(printed) == [5, int(texts.learn.sum()), int((texts.document < 0.02 * 2.0**64).sum())]
     assert len(list((tmp_path / "data").glob("texts-*.npz"))) == 3
 
-    code, said, _ = cli("train", "data", target, tmp_path / "fewer", file, *REWRITING, "--most", 3)
-    assert code == 0 and numbers(said)[0] == 3
+    code, printed, _ = cli("train", "data", target, tmp_path / "fewer", file, *REWRITING, "--most", 3)
+    assert code == 0 and numbers(printed)[0] == 3
     fewer = {tuple(tokens) for tokens, _, _ in rows_of(joined_texts(tmp_path / "fewer"))}
     prompts = {tuple(tokens[: learn.index(True)]) for tokens, learn in expected}
     assert {next(prompt for prompt in prompts if row[: len(prompt)] == prompt) for row in fewer} < prompts
 
 
 def test_every_piece_of_a_long_text_is_kept(cli, target, tmp_path, small_shards):
-    """Its pieces have one document, and are in several files."""
+    """The pieces have one document, and are in several files."""
     file = written(tmp_path / "own.jsonl", {"text": "".join(chr(99 + index * 7 % 23) for index in range(200))})
     options = ("--rewrite", "--length", 40, "--opening-tokens", 8, "--rows", 2)
-    code, said, _ = cli("train", "data", target, tmp_path / "data", file, *options)
-    assert code == 0 and numbers(said)[0] == 5
+    code, printed, _ = cli("train", "data", target, tmp_path / "data", file, *options)
+    assert code == 0 and numbers(printed)[0] == 5
     assert len({document for _, _, document in rows_of(joined_texts(tmp_path / "data"))}) == 1
 
 
@@ -144,11 +144,11 @@ def test_the_target_writes_conversations_alone(cli, target, tmp_path, small_shar
     openings = tmp_path / "openings.txt"
     openings.write_text(f"\n{OPENING}\n")
     options = ("--self", 9, "--openings", openings, "--length", 140, "--rows", 3, "--temperature", 2)
-    code, said, _ = cli("train", "data", target, tmp_path / "data", *options)
+    code, printed, _ = cli("train", "data", target, tmp_path / "data", *options)
     assert code == 0
     texts = joined_texts(tmp_path / "data")
-    assert numbers(said)[:2] == [len(texts), int(texts.learn.sum())]
-    reasons = re.search(SUMMARY, said)
+    assert numbers(printed)[:2] == [len(texts), int(texts.learn.sum())]
+    reasons = re.search(SUMMARY, printed)
     assert reasons is not None
     left_out = sum(map(int, re.findall(r"(\d+) \(", reasons[5] or "")))
     assert len(texts) + left_out == 9 and len(texts) >= 4
@@ -185,8 +185,8 @@ def test_a_file_whose_texts_are_all_left_out_is_whole(cli, target, tmp_path, mon
     monkeypatch.setattr(own_text, "_loops", lambda tokens: next(verdicts))
     file = written(tmp_path / "own.jsonl", *asked(*QUESTIONS[:3]))
     for _ in range(2):  # the second time it only counts
-        code, said, err = cli("train", "data", target, tmp_path / "data", file, *REWRITING)
-        assert (code, err) == (0, "") and numbers(said)[0] == 2
+        code, printed, err = cli("train", "data", target, tmp_path / "data", file, *REWRITING)
+        assert (code, err) == (0, "") and numbers(printed)[0] == 2
 
 
 # ---------------------------------------------------------------- interruptions
@@ -236,8 +236,8 @@ def test_an_interrupted_directory_is_continued_with_the_same_options_alone(
         assert contents(out) == begun
 
     written_first = (out / "texts-00000.npz").stat().st_mtime_ns
-    code, said, _ = cli("train", "data", target, out, file, *options)
-    assert code == 0 and said.startswith("2 of 4: ")
+    code, printed, _ = cli("train", "data", target, out, file, *options)
+    assert code == 0 and printed.startswith("2 of 4: ")
     assert contents(out) == contents(unbroken)
     assert (out / "texts-00000.npz").stat().st_mtime_ns == written_first
 
@@ -261,11 +261,11 @@ def test_a_full_disk_leaves_whole_files_alone(cli, target, tmp_path, small_shard
         code, _, err = cli("train", "data", target, out, file, *REWRITING)
     assert (code, err.count("\n")) == (2, 1) and f"error: disk full: {out / 'texts-00001.npz'}; " in err
     assert sorted(contents(out)) == ["data.json", "texts-00000.npz"]
-    code, said, _ = cli("train", "data", target, out, file, *REWRITING)
-    assert code == 0 and numbers(said)[0] == 3
+    code, printed, _ = cli("train", "data", target, out, file, *REWRITING)
+    assert code == 0 and numbers(printed)[0] == 3
 
 
-def test_what_a_killed_write_left_is_nobodys(cli, target, tmp_path):
+def test_files_that_a_killed_write_left_are_removed(cli, target, tmp_path):
     file = written(tmp_path / "own.jsonl", {"text": "once upon a time"})
     out = tmp_path / "data"
     for name in (".data.json.abc.partial", ".texts-00000.npz.abc.partial"):
@@ -348,7 +348,7 @@ def test_files_that_hold_no_documents_are_refused(refused, target, tmp_path, mak
     assert not (tmp_path / "data").exists()
 
 
-def test_openings_without_text_are_refused(refused, target, tmp_path):
+def test_openings_withprinted_are_refused(refused, target, tmp_path):
     empty = written(tmp_path / "openings.txt", " ", "")
     line = refused("train", "data", target, tmp_path / "data", "--self", 2, "--openings", empty, "--length", 120)
     assert "openings.txt has no line with text" in line
@@ -360,9 +360,9 @@ def test_a_directory_of_something_else_stays_as_it_is(refused, target, tmp_path)
     before = file.read_bytes()
     assert f"{file} is a file; name a directory" in refused("train", "data", target, file, file, "--length", 60)
     assert file.read_bytes() == before
-    own_directory = tmp_path / "other"
-    own_directory.mkdir()
-    written(own_directory / "notes.txt", "mine")
-    line = refused("train", "data", target, own_directory, file, "--length", 60)
+    directory = tmp_path / "other"
+    directory.mkdir()
+    written(directory / "notes.txt", "mine")
+    line = refused("train", "data", target, directory, file, "--length", 60)
     assert "exists already and holds no texts of `eagle3 train data`; name a new directory" in line
-    assert [path.name for path in own_directory.iterdir()] == ["notes.txt"]
+    assert [path.name for path in directory.iterdir()] == ["notes.txt"]

@@ -110,8 +110,10 @@ def test_heads_of_every_method_can_be_continued(files, tmp_path, method):
     other_tokens = np.arange(30, 50, dtype=np.int32)
     fresh = recipe.start(drafter, target, other_tokens, keys[1])
     smaller = recipe.drafter(recipe.config(model.config, dataclasses.replace(options, draft_vocab_size=19)))
-    columns = jax.tree.map(lambda one, two: one.shape != two.shape, drafter.param_shapes(), smaller.param_shapes())
-    expected = jax.tree.map(lambda new, one, two: two if new else one, columns, params, fresh)
+    columns = jax.tree.map(
+        lambda before, after: before.shape != after.shape, drafter.param_shapes(), smaller.param_shapes()
+    )
+    expected = jax.tree.map(lambda is_new, before, after: after if is_new else before, columns, params, fresh)
     assert any(jax.tree.leaves(columns))
     assert same_params(
         jax.tree.map(np.asarray, _continued(read, fresh, other_tokens)), jax.tree.map(np.asarray, expected)
@@ -126,8 +128,8 @@ def test_a_head_that_the_run_cannot_continue_is_refused(refused, files, tmp_path
     for target, init, options, says in (
         (files.target, tmp_path / "absent", HEAD, "absent"),
         (files.target, files.target, HEAD, "is a language model, not a draft head"),
-        (files.target, own_embedding, HEAD, "has an embedding of its own, which cannot be trained"),
-        (files.target, files.head, (*HEAD, "--mlp-width", 8), "is another head than the options ask for: layers is "),
+        (files.target, own_embedding, HEAD, "has its own embedding, which cannot be trained"),
+        (files.target, files.head, (*HEAD, "--mlp-width", 8), "is another head than the options describe: layers is "),
         (wider, files.head, HEAD, "reads features of width 16 but the target has 32"),
         (files.target, files.head, (*HEAD, "--method", "p-eagle"), other_method.format("p-eagle")),
         (files.target, files.head, (*SHAPE, "--method", "eagle1"), other_method.format("eagle1")),
@@ -151,8 +153,8 @@ def test_a_run_knows_the_head_that_it_began_from(cli, refused, files, tmp_path, 
     edit_tensors(head, norm__weight=norm + 1)
     assert "--init was sha256 " in refused(*arguments, head)
     assert "--init was sha256 " in refused(*arguments[:-1])
-    code, said, _ = cli(*arguments, files.head)
-    assert code == 0 and "continuing from step 1" in said
+    code, printed, _ = cli(*arguments, files.head)
+    assert code == 0 and "continuing from step 1" in printed
 
 
 # ---------------------------------------------------------------- what is learned

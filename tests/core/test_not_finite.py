@@ -116,7 +116,7 @@ def test_the_command_line_says_so(tmp_path: Path, cli: Any) -> None:
     tensors = load_file(weights)
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * np.nan
     save_file(tensors, weights)
-    arguments = ("generate", "--target", weights.parent, "--drafter", "none", "--prompt-ids", "[1, 2]", "--no-compare")
+    arguments = ("generate", "--target", weights.parent, "--drafter", "none", "--prompt-ids", "[1, 2]")
     code, out, _ = cli(*arguments, "--json")
     assert code == 0
     row = json.loads(out)

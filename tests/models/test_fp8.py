@@ -263,7 +263,7 @@ def test_commands_say_how_a_target_is_stored(tmp_path: Path, cli: Any) -> None:
     code, out, _ = cli(*command, "--weights", "fp8", "--json")
     assert code == 0
     assert json.loads(out)["weights"] == "fp8"
-    _, out, _ = cli(*command, "--weights", "fp8-dynamic", "--no-compare")
+    _, out, _ = cli(*command, "--weights", "fp8-dynamic")
     assert "weights: fp8-dynamic; lossless relative to the target with these weights" in out
     code, _, err = cli(*command, "--weights", "int4")
     assert code == 2
