@@ -1,11 +1,11 @@
-"""Checks of the parts that the loop is given, and the repair of drafts that it cannot trust.
+"""Checks of the target, the drafter and the verifier of a loop.
 
-Whatever a drafter proposes, the output has the target's distribution, as long as ``probs`` is what the tokens were
-drawn from, given what was drawn before. A wrong ``probs`` changes the distribution of the output, and no check in the
+The output has the target's distribution for any draft, if ``probs`` is the distribution that each token was sampled
+from, given the tokens sampled before it. A wrong ``probs`` changes the distribution of the output, and no check in the
 loop can detect it; ``check_drafter`` does.
 
-Members, hashes, shapes and types are checked when the loop is built or traced, with a ``ValueError``. Values (ids,
-parents, depths) are repaired in every round, which costs a few integer operations per node.
+Members, hashes, shapes and types are checked when the loop is built or traced, with a ``ValueError``. Values of drafts
+(ids, parents, depths) are repaired in every round (``eagle3_jax.tree.sanitize_draft``).
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class Excess:
 
         Args:
             p: All distributions.
-            laws: Index of the distribution that each token was sampled from.
+            distributions: Index of the distribution that each token was sampled from.
             tokens: The sampled tokens.
             strata: The stratum of each, from 0.
             size: ``S``, how many strata there are.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -174,6 +173,7 @@ def bench(
     Ends with exit code 1, after everything is written, if a measurement is faster than the memory can be read.
     """
     from eagle3_jax.bench.environment import hardware
+    from eagle3_jax.bench.memory import allocate_on_demand
     from eagle3_jax.files.sources import bundled
 
     drafts = Methods(methods, is_shape=models.shape is not None)
@@ -185,7 +185,7 @@ def bench(
     fetch_first(models.target)
     with spinner("loading") as now:
         if rivals != "none" and models.shape is None:  # PyTorch needs memory of the same GPU
-            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+            allocate_on_demand()
         dtype = measured_dtype(models.dtype)
         loaded = models.read(dtype)
         field = Field()

@@ -277,7 +277,9 @@ def _with_cache(
 ) -> list[Memory]:
     """Returns one memory per layer for a block after the committed slots. Recurrent layers do not use theirs."""
     capacity = next((layer.capacity for layer in cache.layers if isinstance(layer, KeyValues | LatentKeys)), 0)
-    visible = {span: cache_mask(mask, cache.length, capacity, positions=positions, span=span) for span in dict.fromkeys(spans)}
+    visible = {
+        span: cache_mask(mask, cache.length, capacity, positions=positions, span=span) for span in dict.fromkeys(spans)
+    }
     size = mask.shape[-1]
     earlier_levels = size - mask.shape[-2]
     start = cache.length + earlier_levels if earlier_levels else cache.length

@@ -1,4 +1,4 @@
-"""Runs what takes too long for every commit, and writes how it went to `result.json` beside this file: `make nightly`.
+"""Runs the tests that take too long for every commit, and writes their results to `result.json`: `make nightly`.
 
 Each part is one run of pytest, and two parts run at a time, because compilation uses one core. The result of a part is
 written when it ends, with the commit that it is of; `python tests/nightly/run.py AOT` runs this part again and keeps
@@ -33,7 +33,6 @@ PARTS = {
     "AOT": "validation/test_aot.py --level AOT --complete --aot cuda:h200 --aot tpu:v6e:1x1"
     f" --report-dir {BUILD / 'AOT'}",
     "bugs-and-laws": "tests/nightly/test_mutants.py tests/nightly/test_long_distribution.py",
-    "record-age": "tests/nightly/test_record_age.py",
     "fuzzing": "tests/conversion/test_fuzz_files.py tests/nightly/test_fuzz_configs.py",
 }
 
