@@ -80,15 +80,15 @@ def declares_chain(drafter: Drafter[Any]) -> bool:
     return bool(getattr(drafter, "is_chain", False))
 
 
-def require_parts(target: Any, drafter: Any, verifier: Any) -> None:
+def check_parts(target: Any, drafter: Any, verifier: Any) -> None:
     """Checks the three parts of a loop, and that the verifier takes the drafter's drafts.
 
     Raises:
         ValueError: A part is a class, lacks a member, has no hash, or the parts do not fit together.
     """
-    require_part(target, "target")
-    require_part(drafter, "drafter")
-    require_part(verifier, "verifier")
+    check_part(target, "target")
+    check_part(drafter, "drafter")
+    check_part(verifier, "verifier")
     if getattr(verifier, "chains_only", False) and not declares_chain(drafter):
         raise ValueError(
             f"{type(verifier).__name__} is defined for chains, and {type(drafter).__name__} drafts a tree (or does not "
@@ -96,7 +96,7 @@ def require_parts(target: Any, drafter: Any, verifier: Any) -> None:
         )
 
 
-def require_part(part: Any, role: str) -> None:
+def check_part(part: Any, role: str) -> None:
     """Checks that a part is a hashable instance with the members and arguments of its role; raises ``ValueError``."""
     if isinstance(part, type):
         raise ValueError(f"the {role} is the class {part.__name__}; give an instance, {part.__name__}(...)")
@@ -138,7 +138,7 @@ def configured(
     Raises:
         ValueError: It cannot draft like that, or ``draft_sampling`` is neither a :class:`DraftSampling` nor its word.
     """
-    require_part(drafter, "drafter")
+    check_part(drafter, "drafter")
     if topology is None and draft_sampling is None:
         return drafter
     draft_sampling = None if draft_sampling is None else DraftSampling(draft_sampling)
@@ -155,7 +155,7 @@ def configured(
     return drafter
 
 
-def require_rows(part: Any, state: Any, batch: int, *, origin: str = "init gave state") -> None:
+def check_rows(part: Any, state: Any, batch: int, *, origin: str = "init gave state") -> None:
     """Checks that every leaf of a fresh state or cache is an array with one entry per row; raises ``ValueError``."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if getattr(leaf, "shape", None) is None or leaf.shape[:1] != (batch,):
@@ -165,7 +165,7 @@ def require_rows(part: Any, state: Any, batch: int, *, origin: str = "init gave 
             )
 
 
-def require_same(before: Any, after: Any, subject: str, verb: str) -> None:
+def check_same(before: Any, after: Any, subject: str, verb: str) -> None:
     """Checks that a tree of arrays kept its structure, shapes and types.
 
     Args:
@@ -190,15 +190,15 @@ def require_same(before: Any, after: Any, subject: str, verb: str) -> None:
             )
 
 
-def check_same_state(drafter: Drafter[Any], before: Any, after: Any, method: str = "observe") -> Any:
+def checked_state(drafter: Drafter[Any], before: Any, after: Any, method: str = "observe") -> Any:
     """Returns the state that a method returned, after a check of structure, shapes and types, strongly typed."""
-    require_same(before, after, f"{type(drafter).__name__}.{method} was given state", "and returned")
+    check_same(before, after, f"{type(drafter).__name__}.{method} was given state", "and returned")
     # A weak type would become a strong one on the way, and the next call another program.
     strong = lambda leaf: jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
     return jax.tree.map(strong, after)
 
 
-def require_returned(giver: str, returned: Any, kind: type, **sizes: int) -> None:
+def check_returned(giver: str, returned: Any, kind: type, **sizes: int) -> None:
     """Checks class, shapes and types of a returned value.
 
     Args:
@@ -229,15 +229,15 @@ def require_returned(giver: str, returned: Any, kind: type, **sizes: int) -> Non
             )
 
 
-def require_draft(drafter: Drafter[Any], draft: Any, *, batch: int, vocab_size: int) -> None:
+def check_draft(drafter: Drafter[Any], draft: Any, *, batch: int, vocab_size: int) -> None:
     """Checks shapes and types of a draft; raises ``ValueError``."""
     giver = f"{type(drafter).__name__}.propose"
-    require_returned(giver, draft, Draft, B=batch, N=drafter.num_nodes, V=vocab_size)
+    check_returned(giver, draft, Draft, B=batch, N=drafter.num_nodes, V=vocab_size)
 
 
-def require_verdict(verifier: Verifier, verdict: Any, *, batch: int, max_depth: int) -> None:
+def check_verdict(verifier: Verifier, verdict: Any, *, batch: int, max_depth: int) -> None:
     """Checks shapes and types of a verdict; raises ``ValueError``."""
-    require_returned(type(verifier).__name__, verdict, Verdict, B=batch, G=max_depth)
+    check_returned(type(verifier).__name__, verdict, Verdict, B=batch, G=max_depth)
 
 
 def is_whole(value: Any, least: int) -> bool:
@@ -283,7 +283,7 @@ def per_row(sampling: SamplingParams, batch: int) -> SamplingParams:
     )
 
 
-def check_sampling(sampling: SamplingParams, batch: int) -> SamplingParams:
+def checked_sampling(sampling: SamplingParams, batch: int) -> SamplingParams:
     """Returns one checked value per row.
 
     Raises:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from eagle3_jax import loop as loops
 from eagle3_jax.acceptance import Exact
-from eagle3_jax.checks import check_mode, check_sampling, configured, is_whole, require_part, sampling_mode_of
+from eagle3_jax.checks import check_mode, check_part, checked_sampling, configured, is_whole, sampling_mode_of
 from eagle3_jax.devices.sharding import as_mesh, param_shardings, place, row_shardings, to_host
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.files.jsonl import shown
@@ -110,7 +110,7 @@ class SpeculativeDecoder:
             )
         drafter = Plain() if drafter is None else drafter
         loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter)
-        require_part(target.model, "target")
+        check_part(target.model, "target")
         length = num_speculative_tokens if schedule is None else schedule.max_length
         topology = Chain(length) if length is not None else tree
         configured_drafter = configured(loaded.drafter, topology, draft_sampling)
@@ -337,7 +337,7 @@ class SpeculativeDecoder:
         batch = state.finish.shape[0]
         is_per_row = all(np.shape(value) == (batch,) for value in jax.tree.leaves(state.sampling))
         if not isinstance(state.sampling, SamplingParams) or not is_per_row:
-            sampling = self._on_rows(check_sampling(state.sampling, batch))
+            sampling = self._on_rows(checked_sampling(state.sampling, batch))
             state = state.replace(sampling=sampling)
         last_sampling, sampling_mode = self._last
         if state.sampling is not last_sampling:  # the parameters of the latest step need no read from the device
@@ -405,7 +405,7 @@ class SpeculativeDecoder:
         most = self.target.max_positions
         budgets = _checked_budgets(max_new_tokens, count)
         _check_logprobs(logprobs, self.target, self.loop.verifier)
-        sampling = check_sampling(SamplingParams() if sampling is None else sampling, count)
+        sampling = checked_sampling(SamplingParams() if sampling is None else sampling, count)
         lengths = np.array([len(row) for row in rows], np.int32)
         # A limit beyond the last position has no effect, and may not fit into 32 bits.
         bounded_budgets = np.array([min(budget, most) for budget in budgets], np.int32)

@@ -13,12 +13,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.acceptance import Exact
 from eagle3_jax.checks import (
-    check_same_state,
+    check_draft,
+    check_parts,
+    check_rows,
+    check_verdict,
+    checked_state,
     declares_chain,
-    require_draft,
-    require_parts,
-    require_rows,
-    require_verdict,
 )
 from eagle3_jax.devices.groups import map_groups, rows_per_group
 from eagle3_jax.devices.kernels import entry_of_rows, indices
@@ -64,7 +64,7 @@ class SpeculativeLoop:
     rounds_per_check: int = 1
 
     def __post_init__(self) -> None:
-        require_parts(self.target, self.drafter, self.verifier)
+        check_parts(self.target, self.drafter, self.verifier)
         if self.rounds_per_check < 1:
             raise ValueError(f"rounds_per_check is {self.rounds_per_check}; expected at least 1")
 
@@ -112,7 +112,7 @@ class SpeculativeLoop:
         cache = empty_cache.fill(output.written, prompts.length)
         seen = Observation(tokens=prompts.tokens, features=output.features, length=prompts.length, next_token=first)
         empty_state = self.drafter.init(params.drafter, batch, capacity)
-        require_rows(self.drafter, empty_state, batch)
+        check_rows(self.drafter, empty_state, batch)
         # Without the barrier XLA spends seconds of compilation on folding attention over an empty cache.
         drafter = lax.optimization_barrier(empty_state)
         slots = jnp.zeros((batch, capacity), jnp.int32)
@@ -231,10 +231,10 @@ class SpeculativeLoop:
             # With a constant temperature the compiler drops everything that a drafter computes for sampled rows.
             sampling = sampling.replace(temperature=jnp.zeros_like(sampling.temperature))
         draft = self.drafter.propose(params.drafter, state.drafter, keys, sampling)
-        require_draft(self.drafter, draft, batch=state.length.shape[0], vocab_size=vocab_size)
+        check_draft(self.drafter, draft, batch=state.length.shape[0], vocab_size=vocab_size)
         after = state.drafter
         if draft.state is not None:
-            after = check_same_state(self.drafter, state.drafter, draft.state, "propose")
+            after = checked_state(self.drafter, state.drafter, draft.state, "propose")
         draft = draft.replace(state=None)
         if self.sampling_mode is SamplingMode.GREEDY:  # verification then reads no proposal distribution
             draft = draft.replace(probs=None)
@@ -245,7 +245,7 @@ class SpeculativeLoop:
     def _observe(self, params: LoopParams, state: Any, seen: Observation) -> Any:
         """Returns the drafter's state after it has observed committed tokens."""
         after = self.drafter.observe(params.drafter, state, seen)
-        return check_same_state(self.drafter, state, after)
+        return checked_state(self.drafter, state, after)
 
     def _verify(
         self, params: LoopParams, state: GenerationState, draft: Draft, output: TargetOutput
@@ -260,7 +260,7 @@ class SpeculativeLoop:
         keys = keys_at(state.keys, state.length, _VERIFY)
         depth = self.drafter.max_depth
         verdict = self.verifier(draft, logits, state.sampling, keys, sampling_mode=self.sampling_mode, max_depth=depth)
-        require_verdict(self.verifier, verdict, batch=logits.shape[0], max_depth=depth)
+        check_verdict(self.verifier, verdict, batch=logits.shape[0], max_depth=depth)
         last = jnp.max(verdict.path, axis=1, initial=0)  # nodes of a path ascend
         broken = ~entry_of_rows(known, last)
         return verdict, broken, logits

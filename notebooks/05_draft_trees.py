@@ -43,9 +43,9 @@ from eagle3_jax.bench import trace
 from eagle3_jax.bench.step_costs import target_seconds
 from eagle3_jax.drafters.eagle3 import Eagle3Head
 from eagle3_jax.files import prompts
+from eagle3_jax.models.context import BlockContext
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import embed
-from eagle3_jax.models.memory import BlockMemory
 from eagle3_jax.theory.accelerators import accelerator_named
 from eagle3_jax.theory.bounds import round_bound
 from eagle3_jax.theory.known_models import KNOWN_MODELS
@@ -137,7 +137,7 @@ def run_head(tokens, stream, last):
     network = bind(Eagle3Head, config, head.drafter.precision, head.params["head"])
     embedded = embed(head.params["embedding"], tokens, head.drafter.precision)
     positions = jnp.broadcast_to(POSITIONS, tokens.shape)
-    outputs, _ = network(embedded, stream, positions, [BlockMemory(mask=causal_mask(SIZE))])
+    outputs, _ = network(embedded, stream, positions, [BlockContext(mask=causal_mask(SIZE))])
     newest = jnp.take(outputs, last, axis=1)
     return jax.nn.log_softmax(network.logits(newest[:, None])[:, 0]), newest
 

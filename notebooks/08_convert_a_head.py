@@ -51,9 +51,9 @@ from eagle3_jax.conversion import CheckpointError, rules
 from eagle3_jax.drafters.eagle3 import Eagle3Head
 from eagle3_jax.files import prompts
 from eagle3_jax.files.sources import bundled
+from eagle3_jax.models.context import BlockContext
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import embed
-from eagle3_jax.models.memory import BlockMemory
 from eagle3_jax.tree import causal_mask
 
 HERE = Path(tempfile.mkdtemp(prefix="eagle3-heads-"))
@@ -319,7 +319,7 @@ def stages(params):
     """Intermediate results of the head over a text, in the order of computation."""
     network = bind(Eagle3Head, config, precision, params["head"])
     layer = network.first
-    memory = BlockMemory(mask=mask)
+    memory = BlockContext(mask=mask)
     fused = network.fuse(features)
     embedding = layer.embedding_norm(embed(params["embedding"], text[:, 1:], precision))
     feature = layer.feature_norm(fused)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tables import Row, cores, record, table, version
+from page_tables import Row, cores, record, table, version
 
 RECORD = record("smollm2-cpu-amd-epyc-2-cores")
 FORMS = ("float32", "mixed", "int8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tables import RESULTS, ROOT, table
+from page_tables import RESULTS, ROOT, table
 
 sys.path.insert(0, str(ROOT))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from page_tables import Row, record, spread, table
 from speeds import tau
-from tables import Row, record, spread, table
 
 RECORD = record("nvidia-h100")
 FIGURES = RECORD["rounds"]["figures"]

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-from tables import Row, table, version
+from page_tables import Row, table, version
 
 from eagle3_jax.conversion.heads import HEADS
 

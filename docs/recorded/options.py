@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tables import Row, cores, spread, table, version
+from page_tables import Row, cores, spread, table, version
 
 RECORD = Path(__file__).with_suffix(".json")
 PROMPTS = 16

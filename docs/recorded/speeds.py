@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tables import Row, cores, record, spread, table, version
+from page_tables import Row, cores, record, spread, table, version
 
 # Names of the rows of `eagle3 bench` on the pages.
 NAMES = {

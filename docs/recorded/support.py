@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tables import ROOT, table
+from page_tables import ROOT, table
 
 from eagle3_jax.conversion.families import FAMILIES
 

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 
-from tables import RESULTS, ROOT, cores, table, version
+from page_tables import RESULTS, ROOT, cores, table, version
 
 sys.path.insert(0, str(ROOT))
 

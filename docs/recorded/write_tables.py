@@ -14,7 +14,7 @@ import options
 import speeds
 import support
 import validated
-from tables import ROOT
+from page_tables import ROOT
 
 
 def tables() -> dict[str, dict[str, str]]:

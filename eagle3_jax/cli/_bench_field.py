@@ -126,14 +126,14 @@ class Methods:
         Raises:
             ValueError: It is not an acceptance rule.
         """
-        from eagle3_jax.checks import require_part
+        from eagle3_jax.checks import check_part
 
         if self.simulation is not None:
             return " (simulated, not lossless)"
         rule = self.rule(1)
         if rule is None:
             return ""
-        require_part(rule, "verifier")
+        check_part(rule, "verifier")
         return f" ({type(rule).__name__}{'' if rule.lossless else ', not lossless'})"
 
 

@@ -79,10 +79,10 @@ class SamplingOptions:
             ValueError: A value is out of range.
         """
         from eagle3_jax import SamplingParams
-        from eagle3_jax.checks import check_sampling
+        from eagle3_jax.checks import checked_sampling
 
         params = SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-        check_sampling(params, 1)
+        checked_sampling(params, 1)
         return params
 
 

@@ -149,13 +149,13 @@ def generate(
     if not join(running.distributed, running.mesh) and trace is not None:
         trace = Path(os.devnull)  # every process reads the rounds; the first one writes them
 
-    from eagle3_jax.checks import check_sampling
+    from eagle3_jax.checks import checked_sampling
 
     params = sampling.params()
     for request in requests:
         changes = {name: value for name, value in request.options.items() if hasattr(params, name)}
         try:
-            check_sampling(dataclasses.replace(params, **changes), 1)
+            checked_sampling(dataclasses.replace(params, **changes), 1)
         except ValueError as error:
             raise Misuse(f"{request.where}{error}") from None
     batches = _batches(len(requests), running)

@@ -40,10 +40,10 @@ from eagle3_jax.drafters.base import NetworkDrafter
 from eagle3_jax.drafters.grow import DraftInputs, Level
 from eagle3_jax.models.attention import Segment
 from eagle3_jax.models.config import LayerConfig, check_drafting, check_sizes, check_stack, grouped
+from eagle3_jax.models.context import AttentionContext, BlockContext, empty_cache
 from eagle3_jax.models.decoder import Block
 from eagle3_jax.models.functional import Params, call_cached
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, embed
-from eagle3_jax.models.memory import BlockMemory, Memory, empty_cache
 from eagle3_jax.topology import Chain, Topology
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Draft, Observation, SamplingParams
@@ -207,12 +207,12 @@ class DFlashHead(nnx.Module):
         return tuple(attention.project(fused, positions)[1] for attention in attentions)
 
     def __call__(
-        self, embedded: Float[Array, "B T D"], positions: Int[Array, "B T"], memories: Sequence[Memory]
+        self, embedded: Float[Array, "B T D"], positions: Int[Array, "B T"], contexts: Sequence[AttentionContext]
     ) -> Float[Array, "B T D"]:
         """Returns the rows of the block after the last norm: the input of logits, bias and confidence."""
         x = embedded
-        for block, memory in zip(self.blocks, memories, strict=True):
-            x, _ = call_cached(block, x, positions, memory)
+        for block, context in zip(self.blocks, contexts, strict=True):
+            x, _ = call_cached(block, x, positions, context)
         return self.norm(x)
 
     def survival(self, hidden: Float[Array, "B k D"], before: Int[Array, "B k"]) -> Float[Array, "B k"]:
@@ -323,8 +323,8 @@ class DFlashDrafter(NetworkDrafter):
         committed = (slot < cache.length[:, None])[:, None]
         segments = [Segment(KeyValue(layer.keys, layer.values), committed) for layer in layers]
         embedded = embed(params["embedding"], tokens, self.precision)
-        memories = [BlockMemory((segment,), mask) for segment in segments]
-        return head(embedded, positions, memories)[:, -self.max_depth :]
+        contexts = [BlockContext((segment,), mask) for segment in segments]
+        return head(embedded, positions, contexts)[:, -self.max_depth :]
 
     def logits(self, params: Params, head: DFlashHead, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
         """Returns the logits of the block's rows in float32, without the bias."""

@@ -31,10 +31,10 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.cache import KeyValue
 from eagle3_jax.drafters.base import FinalStateConfig
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.models.context import AttentionContext
 from eagle3_jax.models.decoder import Block
 from eagle3_jax.models.functional import call_cached
 from eagle3_jax.models.layers import Linear, Precision
-from eagle3_jax.models.memory import Memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,13 +68,13 @@ class Eagle1Head(nnx.Module):
         embedded: Float[Array, "B T D"],
         stream: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
-        memories: Sequence[Memory],
+        contexts: Sequence[AttentionContext],
     ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
         """Runs one step: from the target's state, or the head's guess of it, to the next guess, keys and values."""
         x = self.fc(jnp.concatenate([embedded, stream], axis=-1))
         written = []
-        for layer, memory in zip([self.first, *self.rest], memories, strict=True):
-            x, kv = call_cached(layer, x, positions, memory)
+        for layer, context in zip([self.first, *self.rest], contexts, strict=True):
+            x, kv = call_cached(layer, x, positions, context)
             written.append(kv)
         return x, tuple(written)
 

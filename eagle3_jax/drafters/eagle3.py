@@ -30,11 +30,11 @@ from eagle3_jax.devices.sharding import VOCAB, Axis
 from eagle3_jax.drafters.base import NetworkDrafter
 from eagle3_jax.drafters.grow import DraftInputs, Level
 from eagle3_jax.models.config import Eagle3Config, gated, grouped
+from eagle3_jax.models.context import AttentionContext, attention_contexts, empty_cache
 from eagle3_jax.models.decoder import Block
 from eagle3_jax.models.functional import Params, call_cached
 from eagle3_jax.models.grouped import Attention
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, SwiGLU, embed
-from eagle3_jax.models.memory import Memory, empty_cache, memories
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Draft, Observation, SamplingParams
 
@@ -60,11 +60,11 @@ class FirstLayer(nnx.Module):
         embedded: Float[Array, "B T D"],
         fused: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
-        memory: Memory,
+        context: AttentionContext,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         normed = self.feature_norm(fused)
         embedding_and_features = jnp.concatenate([self.embedding_norm(embedded), normed], axis=-1)
-        attended, kv = self.attention(embedding_and_features, positions, memory)
+        attended, kv = self.attention(embedding_and_features, positions, context)
         residual = normed if self.norm_before_residual else fused
         x = residual + attended
         return x + self.mlp(self.mlp_norm(x)), kv
@@ -107,7 +107,7 @@ class Eagle3Head(nnx.Module):
         embedded: Float[Array, "B T D"],
         stream: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
-        memories: Sequence[Memory],
+        contexts: Sequence[AttentionContext],
     ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
         """Runs one step of the head.
 
@@ -115,15 +115,15 @@ class Eagle3Head(nnx.Module):
             embedded: ``[B T D]``, embeddings of the tokens after the positions.
             stream: ``[B T D]``, fused features; for draft tokens the head's own output.
             positions: ``[B T]``.
-            memories: For each layer, what its attention reads.
+            contexts: For each layer, what its attention reads.
 
         Returns:
             The next output, and keys and values of each layer.
         """
-        x, kv = call_cached(self.first, embedded, stream, positions, memories[0])
+        x, kv = call_cached(self.first, embedded, stream, positions, contexts[0])
         written = [kv]
-        for block, memory in zip(self.rest, memories[1:], strict=True):
-            x, kv = call_cached(block, x, positions, memory)
+        for block, context in zip(self.rest, contexts[1:], strict=True):
+            x, kv = call_cached(block, x, positions, context)
             written.append(kv)
         output = self.norm(x) if self.config.norm_output else x
         return output, tuple(written)
@@ -153,7 +153,7 @@ class Eagle3Drafter(NetworkDrafter):
     EAGLE-1 and MTP derive from this class and replace the network. A network has
 
     * ``fuse(features [B T A Dt]) -> [B T D]``;
-    * ``__call__(embedded, stream, positions, memories) -> (output [B T D], written)``;
+    * ``__call__(embedded, stream, positions, contexts) -> (output [B T D], written)``;
     * ``logits(output) -> [B T W]``, unless ``borrows_output`` says to use the target's output matrix.
     """
 
@@ -181,7 +181,7 @@ class Eagle3Drafter(NetworkDrafter):
         is_last = indices(count)[None, :] == seen.length[:, None] - 1
         next_tokens = jnp.where(is_last, seen.next_token[:, None], next_tokens)
         positions = state.cache.length[:, None] + indices(count)[None, :]
-        past = memories(self.config.layers, causal_mask(count), positions, state.cache, is_chain=True)
+        past = attention_contexts(self.config.layers, causal_mask(count), positions, state.cache, is_chain=True)
         embedded = self.embed(params, next_tokens, positions)
         fused = head.fuse(seen.features)
         output, written = head(embedded, fused, positions, past)
@@ -204,7 +204,7 @@ class Eagle3Drafter(NetworkDrafter):
             layers, earlier_positions = memory
             draft_positions = jnp.concatenate([earlier_positions, positions], axis=1)
             cache = Cache(layers=layers, length=length)
-            past = memories(self.config.layers, mask, draft_positions, cache, is_chain=self.is_chain)
+            past = attention_contexts(self.config.layers, mask, draft_positions, cache, is_chain=self.is_chain)
             embedded = self.embed(params, tokens, positions)
             output, written = head(embedded, output, positions, past)
             layers = tuple(KeyValues(keys=kv.keys, values=kv.values) for kv in written)

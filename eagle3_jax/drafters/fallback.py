@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Key
 
-from eagle3_jax.checks import check_same_state, configured, declares_chain, require_part
+from eagle3_jax.checks import check_part, checked_state, configured, declares_chain
 from eagle3_jax.drafters.base import ShapedDrafter
 from eagle3_jax.loaded import LoadedDrafter
 from eagle3_jax.topology import Chain, Topology
@@ -43,8 +43,8 @@ class Fallback:
     second: Drafter[Any]
 
     def __post_init__(self) -> None:
-        require_part(self.first, "drafter")
-        require_part(self.second, "drafter")
+        check_part(self.first, "drafter")
+        check_part(self.second, "drafter")
         if isinstance(self.first, ShapedDrafter):
             name = type(self.first).__name__
             raise ValueError(f"first is {name}, which has parameters; expected a drafter of the text, such as NGram()")
@@ -146,7 +146,7 @@ class Fallback:
 
         def draft_second(state: Any) -> tuple[tuple[Any, ...], Any]:
             draft = self.second.propose(params, state, keys, sampling)
-            after = state if draft.state is None else check_same_state(self.second, state, draft.state, "propose")
+            after = state if draft.state is None else checked_state(self.second, state, draft.state, "propose")
             return (draft.tokens, draft.parents, draft.valid, draft.probs), after
 
         shapes = jax.eval_shape(lambda: draft_second(state[1])[0])

@@ -30,10 +30,10 @@ from eagle3_jax.cache import KeyValue
 from eagle3_jax.devices.sharding import VOCAB, Axis
 from eagle3_jax.drafters.base import FinalStateConfig
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.models.context import AttentionContext
 from eagle3_jax.models.decoder import Block
 from eagle3_jax.models.functional import Params, call_cached
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, embed
-from eagle3_jax.models.memory import Memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,11 +78,11 @@ class MTPModule(nnx.Module):
         embedded: Float[Array, "B T D"],
         stream: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
-        memories: Sequence[Memory],
+        contexts: Sequence[AttentionContext],
     ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
         """Runs one step: from the target's normed state, or the module's, to its next state, keys and values."""
         embedding_and_state = jnp.concatenate([self.embedding_norm(embedded), self.feature_norm(stream)], axis=-1)
-        x, kv = call_cached(self.block, self.fc(embedding_and_state), positions, memories[0])
+        x, kv = call_cached(self.block, self.fc(embedding_and_state), positions, contexts[0])
         return self.norm(x), (kv,)
 
     def logits(self, output: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

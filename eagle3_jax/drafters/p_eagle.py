@@ -38,9 +38,9 @@ from eagle3_jax.devices.kernels import indices
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head, FeedbackState
 from eagle3_jax.drafters.parallel import parallel_inputs
 from eagle3_jax.models.config import Eagle3Config
+from eagle3_jax.models.context import attention_contexts
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import Precision
-from eagle3_jax.models.memory import memories
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Draft, SamplingParams
 
@@ -101,7 +101,7 @@ class PEagleDrafter(Eagle3Drafter):
             positions = cache.length[:, None] + indices(masks)[None, :]
             tokens = jnp.full(shape, self.config.mask_token_id, jnp.int32)
             stream = jnp.broadcast_to(head.fused_mask(), (*shape, self.config.width))
-            past = memories(self.config.layers, causal_mask(masks), positions, cache)
+            past = attention_contexts(self.config.layers, causal_mask(masks), positions, cache)
             embedded = self.embed(params, tokens, positions)
             output, written = head(embedded, stream, positions, past)
             outputs = jnp.concatenate([outputs, output], axis=1)

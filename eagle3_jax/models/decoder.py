@@ -23,6 +23,7 @@ from eagle3_jax.models.config import (
     LayerConfig,
     NormKind,
 )
+from eagle3_jax.models.context import AttentionContext, RecurrentContext, attention_contexts, empty_cache
 from eagle3_jax.models.delta import GatedDeltaNet
 from eagle3_jax.models.experts import ExpertMLP
 from eagle3_jax.models.functional import (
@@ -37,7 +38,6 @@ from eagle3_jax.models.functional import (
 from eagle3_jax.models.grouped import Attention
 from eagle3_jax.models.latent import LatentAttention
 from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU, embed, product_by_table, scaled
-from eagle3_jax.models.memory import Memory, RecurrentMemory, empty_cache, memories
 from eagle3_jax.models.quantised import OUTPUT
 from eagle3_jax.types import EmbeddingTables, TargetOutput
 
@@ -81,11 +81,11 @@ class Block(nnx.Module):
         self.residual_scale = config.residual_scale
 
     def __call__(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], memory: Memory | RecurrentMemory
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], context: AttentionContext | RecurrentContext
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Returns the residual stream after the block, and the layer's entry of ``TargetOutput.written``."""
         normalised = _normalise(self.attention_norm, x)
-        attended, written = self.attention(normalised, positions, memory)
+        attended, written = self.attention(normalised, positions, context)
         attended = _normalise(self.attention_post_norm, attended)
         between = x + scaled(attended, self.residual_scale)
         mlp_input = normalised if self.parallel else _normalise(self.mlp_norm, between)
@@ -124,17 +124,17 @@ class Decoder(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        memories: Sequence[Memory | RecurrentMemory],
+        contexts: Sequence[AttentionContext | RecurrentContext],
         aux_layers: tuple[int, ...],
     ) -> TargetOutput:
-        """Runs the layers; see :class:`eagle3_jax.types.TargetModel`. ``memories`` has an entry for each layer."""
+        """Runs the layers; see :class:`eagle3_jax.types.TargetModel`. ``contexts`` has an entry for each layer."""
         x = embed(self.embedding[...], tokens, self.precision)
         if self.config.embedding_scale != 1.0:
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as in the PyTorch models
         streams = [x]
         written = []
-        for block, memory in zip(self.blocks, memories, strict=True):
-            x, layer_written = call_cached(block, x, positions, memory)
+        for block, context in zip(self.blocks, contexts, strict=True):
+            x, layer_written = call_cached(block, x, positions, context)
             streams.append(x)
             written.append(layer_written)
         final = self.norm(x)
@@ -213,7 +213,7 @@ class DecoderTarget:
         """Runs a block; see :class:`eagle3_jax.types.TargetModel`.
 
         ``tokens`` may be the last ``T`` of the ``M`` tokens of a block; see
-        :func:`~eagle3_jax.models.memory.memories`.
+        :func:`~eagle3_jax.models.context.attention_contexts`.
 
         Raises:
             ValueError: ``aux_layers`` names a layer that the target does not have.
@@ -224,7 +224,7 @@ class DecoderTarget:
                 f"aux_layers is {aux_layers}; expected 0 to {layers} (the output of the last of {layers} layers), or "
                 f"{layers + 1} (after the final norm)"
             )
-        per_layer = memories(self.config.layers, mask, positions, cache, length)
+        per_layer = attention_contexts(self.config.layers, mask, positions, cache, length)
         if positions.shape != tokens.shape:
             positions = positions[:, positions.shape[1] - tokens.shape[1] :]
         decoder = bind(Decoder, self.config, self.precision, params)

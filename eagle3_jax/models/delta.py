@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.devices.sharding import HEADS, Axis
 from eagle3_jax.models.config import GatedDelta, NormKind
+from eagle3_jax.models.context import RecurrentContext
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, keep_fused, matmul_precision
-from eagle3_jax.models.memory import RecurrentMemory
 from eagle3_jax.models.recurrent import Recurrent, Updates, at_least_two, update_state
 
 CHUNK = 64  # tokens of a text in one triangular system
@@ -73,7 +73,7 @@ class GatedDeltaNet(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], memory: RecurrentMemory
+        self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], context: RecurrentContext
     ) -> tuple[Float[Array, "B T D"], Updates | Recurrent]:
         """Returns the layer's output ``[B T D]`` and the value for its cache.
 
@@ -88,11 +88,11 @@ class GatedDeltaNet(nnx.Module):
         gate = fused[..., split:]
         ba = keep_fused(self.ba(x)).reshape(*rows, config.num_key_heads, 2, config.group)
         betas, logs = self._rates(ba)
-        if memory.layer is None:
-            out, written = self._text(inputs, betas, logs, jnp.broadcast_to(memory.real, rows))
+        if context.layer is None:
+            out, written = self._text(inputs, betas, logs, jnp.broadcast_to(context.real, rows))
         else:
-            parents = jnp.broadcast_to(memory.parents, rows)
-            out, written = self._block(inputs, betas, jnp.exp(logs), parents, memory.layer)
+            parents = jnp.broadcast_to(context.parents, rows)
+            out, written = self._block(inputs, betas, jnp.exp(logs), parents, context.layer)
         out = self.norm(out.astype(x.dtype)).astype(jnp.float32)
         gated = out * jax.nn.silu(gate.reshape(out.shape).astype(jnp.float32))
         return self.o(gated.astype(x.dtype).reshape(*rows, -1)), written

@@ -1,4 +1,4 @@
-"""Grouped-query attention as a layer: projections, norms and rotation; the layer's memory attends."""
+"""Grouped-query attention as a layer: projections, norms and rotation; the layer's context attends."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from eagle3_jax.cache import KeyValue
 from eagle3_jax.devices.sharding import HEADS, Axis
 from eagle3_jax.models.attention import Scoring
 from eagle3_jax.models.config import GroupedQuery, NormKind
+from eagle3_jax.models.context import AttentionContext
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, keep_fused, normalised
-from eagle3_jax.models.memory import Memory
 from eagle3_jax.models.rope import rotate, scale_queries
 
 
@@ -59,14 +59,14 @@ class Attention(nnx.Module):
         self.norm_eps = norm_eps
 
     def __call__(
-        self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], memory: Memory
+        self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], context: AttentionContext
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Returns the layer's output ``[B T D]`` and the keys and values for ``LayerCache.commit`` or ``fill``."""
         config = self.config
         queries, kv, gate = self._project(x, positions)
         sinks = self.sinks[...] if config.sinks else None
         scoring = Scoring(config.scale, config.softcap, sinks)
-        attended, written = memory.attend(queries, kv, scoring)
+        attended, written = context.attend(queries, kv, scoring)
         gated = attended if gate is None else attended * jax.nn.sigmoid(gate)
         return self.o(gated), written
 

@@ -11,8 +11,8 @@ from eagle3_jax.cache import KeyValue
 from eagle3_jax.devices.sharding import HEADS, Axis
 from eagle3_jax.models.attention import Scoring
 from eagle3_jax.models.config import Latent, NormKind
+from eagle3_jax.models.context import AttentionContext
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, keep_fused, product_by_head
-from eagle3_jax.models.memory import Memory
 from eagle3_jax.models.rope import rotate
 
 _LATENT_EPS = 1e-6  # of the norms of latents, in every published model; other norms of a model may differ
@@ -67,7 +67,7 @@ class LatentAttention(nnx.Module):
         self.precision = precision
 
     def __call__(
-        self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], memory: Memory
+        self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], context: AttentionContext
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B 1 S R"]]:
         """Returns the layer's output ``[B T D]`` and the latents for ``LayerCache.commit`` or ``fill``."""
         config = self.config
@@ -75,7 +75,7 @@ class LatentAttention(nnx.Module):
         scale = config.scale or (config.nope_dim + config.rope_dim) ** -0.5
         latents = self._latents(x, positions)
         queries = self._queries(x, positions)
-        attended, written = memory.attend(queries, KeyValue(latents, latents), Scoring(scale))
+        attended, written = context.attend(queries, KeyValue(latents, latents), Scoring(scale))
         # The rotated channels are not values, but a buffer without them would be a copy of the cache.
         attended = attended.reshape(*rows, config.num_heads, -1)[..., : config.kv_rank]
         values = product_by_head(attended, self.value_up[...], self.precision)

@@ -28,8 +28,8 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.cache import Cache
 from eagle3_jax.files.jsonl import shown
 from eagle3_jax.loaded import LoadedTarget
+from eagle3_jax.models.context import parents_of
 from eagle3_jax.models.grammar import compile_regex, merge_columns
-from eagle3_jax.models.memory import parents_of
 from eagle3_jax.models.schema import schema_to_regex
 from eagle3_jax.types import TargetModel, TargetOutput
 

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 from scipy import special
 
-from eagle3_jax.checks import check_same_state, declares_chain, require_draft, require_rows
+from eagle3_jax.checks import check_draft, check_rows, checked_state, declares_chain
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.testing.frequencies import DETECTED, Evidence
@@ -114,7 +114,7 @@ def compile_observe(subject: Subject) -> Any:
 
     @jax.jit
     def observe(params: Any, state: Any, observation: Observation) -> Any:
-        return check_same_state(drafter, state, drafter.observe(params, state, observation))
+        return checked_state(drafter, state, drafter.observe(params, state, observation))
 
     return observe
 
@@ -127,9 +127,9 @@ def compile_propose(subject: Subject) -> Any:
     @jax.jit
     def propose(params: Any, state: Any, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
         draft = drafter.propose(params, state, keys, sampling)
-        require_draft(drafter, draft, batch=keys.shape[0], vocab_size=vocab_size)
+        check_draft(drafter, draft, batch=keys.shape[0], vocab_size=vocab_size)
         if draft.state is not None:
-            check_same_state(drafter, state, draft.state, "propose")
+            checked_state(drafter, state, draft.state, "propose")
         return draft
 
     return propose
@@ -139,7 +139,7 @@ def observe(subject: Subject, *observations: Observation, state: Any = None, pro
     """Returns the state after observations, from an empty one by default."""
     if state is None:
         state = subject.part.init(subject.params, ROWS, CAPACITY)
-        require_rows(subject.part, state, ROWS)
+        check_rows(subject.part, state, ROWS)
     program = program or subject.once(compile_observe)
     for observation in observations:
         state = program(subject.params, state, observation)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-from eagle3_jax.checks import require_part
+from eagle3_jax.checks import check_part
 from eagle3_jax.testing.report import Broken
 
 Result = TypeVar("Result")
@@ -52,7 +52,7 @@ class Subject:
 
 def require_protocol(subject: Subject, role: str) -> None:
     """Checks that a part is an instance with every member of its role, and the same static argument in every call."""
-    require_part(subject.part, role)
+    check_part(subject.part, role)
     if hash(subject.part) != hash(subject.part) or subject.part != subject.part:
         raise Broken("its hash changes, or it is not equal to itself, so every call would compile anew")
 

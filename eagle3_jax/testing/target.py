@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.cache import Cache, LayerCache
-from eagle3_jax.checks import require_returned, require_rows, require_same
+from eagle3_jax.checks import check_returned, check_rows, check_same
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.testing.report import PROTOCOL, Broken, ContractReport, NotRun, Skipped, class_name, examine
 from eagle3_jax.testing.scripted import FixedTree, RootState
@@ -268,7 +268,7 @@ def _forward(
     """Returns the output and the logits of a block, with checks of their shapes and types."""
     batch, size = tokens.shape
     output = model(params, tokens, positions, mask, cache, aux_layers=layers, length=length)
-    require_returned("a forward", output, TargetOutput, B=batch, T=size, A=len(layers))
+    check_returned("a forward", output, TargetOutput, B=batch, T=size, A=len(layers))
     logits = model.unembed(params, output.final)
     if logits.shape != (batch, size, model.vocab_size) or logits.dtype != np.float32:
         raise Broken(
@@ -446,15 +446,15 @@ def keeps_shapes(subject: Subject) -> str:
         for index, layer in enumerate(empty.layers):
             if not isinstance(layer, LayerCache):
                 raise Broken(f"layer {index} of the cache is {type(layer).__name__}; expected `fill` and `commit`")
-        require_rows(subject.part, empty, batch, origin="init_cache gave cache")
+        check_rows(subject.part, empty, batch, origin="init_cache gave cache")
         _require_length(empty, np.zeros(batch, int), "init_cache")
     text = random_text(subject, size=SIZE)
     output, _, cache = prefill(subject, text)
-    require_same(empty, cache, "init_cache gave cache", "and a prefill made it")
+    check_same(empty, cache, "init_cache gave cache", "and a prefill made it")
     for nodes, parents, name in ((PATHS, PARENTS, "a path"), (None, None, "in order")):
         block, _ = feed_block(subject, cache, text, parents)
         committed = _commit(cache, block.written, jnp.array(COUNTS[0], jnp.int32), nodes)
-        require_same(empty, committed, "init_cache gave cache", f"and committing {name} made it")
+        check_same(empty, committed, "init_cache gave cache", f"and committing {name} made it")
     kinds = ", ".join(type(layer).__name__ for layer in empty.layers)
     return f"width {output.final.shape[-1]}, layer caches: {kinds}"
 

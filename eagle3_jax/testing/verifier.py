@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from scipy import special, stats
 
-from eagle3_jax.checks import require_verdict
+from eagle3_jax.checks import check_verdict
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.testing.frequencies import DETECTED, Evidence
 from eagle3_jax.testing.report import ALPHA, PROTOCOL, Broken, ContractReport, NotRun, Skipped, class_name, examine
@@ -261,7 +261,7 @@ def compile_rule(subject: Subject) -> Any:
     def decide(draft: Draft, logits: Any, sampling: SamplingParams, keys: Any, sampling_mode: SamplingMode) -> Verdict:
         scores = logits[draft.tokens]
         verdict = subject.part(draft, scores, sampling, keys, sampling_mode=sampling_mode, max_depth=MAX_DEPTH)
-        require_verdict(subject.part, verdict, batch=ROWS, max_depth=MAX_DEPTH)
+        check_verdict(subject.part, verdict, batch=ROWS, max_depth=MAX_DEPTH)
         return verdict
 
     return decide

@@ -199,7 +199,7 @@ def _cache_values(layer: LayerConfig) -> dict[str, int]:
     """Counts the numbers in every buffer of a layer's cache for one token of one sequence."""
     import jax
 
-    from eagle3_jax.models.memory import empty_cache
+    from eagle3_jax.models.context import empty_cache
 
     def buffers() -> dict[str, jax.Array]:
         (cache,) = empty_cache((layer,), batch=1, capacity=1, dtype="float32").layers

@@ -22,10 +22,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashHead
 from eagle3_jax.models.attention import Segment
+from eagle3_jax.models.context import BlockContext
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import embed
-from eagle3_jax.models.memory import BlockMemory
 from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, greedy_tau, share
 from eagle3_jax.training.ttt import Teacher, teacher_forward
 
@@ -137,10 +137,10 @@ def run_blocks(
     before = (batch.positions[:, None] < anchors[:, :, None]) & batch.attention_mask[:, None]
     context_mask = jnp.repeat(before, rows, axis=1)
     block_mask = same_block(num, config)
-    memories = [BlockMemory((Segment(kv, context_mask),), block_mask) for kv in context]
+    contexts = [BlockContext((Segment(kv, context_mask),), block_mask) for kv in context]
     flat = (batch_size, num * rows)
     embedded = embed(params["embedding"], tokens.reshape(flat), drafter.precision)
-    hidden = head(embedded, positions.reshape(flat), memories).reshape(batch_size, num, rows, -1)
+    hidden = head(embedded, positions.reshape(flat), contexts).reshape(batch_size, num, rows, -1)
     hidden = hidden[:, :, rows - count :]
 
     logits = drafter.logits(params, head, hidden.reshape(batch_size, num * count, -1))

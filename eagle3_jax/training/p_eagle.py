@@ -23,10 +23,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.drafters.p_eagle import PEagleDrafter, PEagleHead
+from eagle3_jax.models.context import attention_contexts
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params, bind
 from eagle3_jax.models.layers import embed
-from eagle3_jax.models.memory import memories
 from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, greedy_tau, share
 from eagle3_jax.training.ttt import Teacher, teacher_forward
 
@@ -114,7 +114,7 @@ def parallel_logits(
     stream = jnp.concatenate([head.fuse(features), fused_mask], axis=1)
     mask = chain_mask(chains, batch.attention_mask)
     positions = chains.positions
-    seen = memories(config.layers, mask, positions)
+    seen = attention_contexts(config.layers, mask, positions)
     output, _ = head(embed(embedding, tokens, drafter.precision), stream, positions, seen)
     return head.logits(output)
 

@@ -28,9 +28,9 @@ from eagle3_jax.cache import KeyValue
 from eagle3_jax.drafters.base import NetworkDrafter
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.attention import Segment
+from eagle3_jax.models.context import BlockContext, Span, spans_of
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.models.memory import BlockMemory, Span, spans_of
 from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, final_states, greedy_tau, share
 
 
@@ -222,9 +222,9 @@ def unroll_head(
     written: list[tuple[KeyValue, ...]] = []
     for step in range(num_steps):
         spans = enumerate(spans_of(drafter.config.layers))
-        memories = [_memory([kv[layer] for kv in written], seen, positions, span) for layer, span in spans]
+        contexts = [_context([kv[layer] for kv in written], seen, positions, span) for layer, span in spans]
         embedded = drafter.embed(params, _from(tokens, step + 1, size), positions + step)
-        stream, kv = head(embedded, stream, positions + step, memories)
+        stream, kv = head(embedded, stream, positions + step, contexts)
         written.append(kv)
         streams.append(stream)
     return streams
@@ -238,9 +238,9 @@ def labelled_rows(batch: TTTBatch, step: int) -> Bool[Array, "B T"]:
     return learn & real
 
 
-def _memory(
+def _context(
     written: list[KeyValue], seen: Bool[Array, "B T T"], positions: Int[Array, "B T"], span: Span
-) -> BlockMemory:
+) -> BlockContext:
     """Returns what a step attends to in a layer.
 
     Step 0 is verified text with a causal mask. The keys of each later step are guesses, which only their own row sees.
@@ -250,11 +250,11 @@ def _memory(
     if not span.is_unlimited:
         seen &= span.covers(positions, positions + step)
     if not written:
-        return BlockMemory(mask=seen)
+        return BlockContext(mask=seen)
     first, *later = written
     if span.window is not None:
         later = later[max(step - span.window, 0) :]
-    return BlockMemory(past=(Segment(first, seen),), at_index=later)
+    return BlockContext(past=(Segment(first, seen),), at_index=later)
 
 
 def _from(x: Array, start: int, size: int) -> Array:

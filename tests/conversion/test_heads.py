@@ -33,9 +33,9 @@ from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head
 from eagle3_jax.models.config import DecoderConfig, with_window
+from eagle3_jax.models.context import attention_contexts
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import FLOAT32
-from eagle3_jax.models.memory import memories
 from eagle3_jax.topology import Chain
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Observation, SamplingParams
@@ -112,7 +112,7 @@ def test_a_head_drafts_as_its_independent_torch_twin(tmp_path: Path, name: str) 
         network = bind(Eagle3Head, checkpoint.config, FLOAT32, params["head"])
         positions = jnp.arange(length)[None]
         fused = network.fuse(features)
-        past = memories(checkpoint.config.layers, causal_mask(length), positions)
+        past = attention_contexts(checkpoint.config.layers, causal_mask(length), positions)
         output, _ = network(params["embedding"][tokens[:, 1:]], fused, positions, past)
         lengths = jnp.full((1,), length)
         seen = Observation(tokens=tokens[:, :-1], features=features, length=lengths, next_token=tokens[:, -1])

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues
-from eagle3_jax.models.memory import cache_mask
+from eagle3_jax.models.context import cache_mask
 
 BATCH = 4
 CAPACITY = 10

@@ -23,7 +23,7 @@ from torch_heads import MTP, Eagle1, drafted
 from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.drafters import Eagle1Drafter, MTPDrafter
-from eagle3_jax.models.memory import BlockMemory
+from eagle3_jax.models.context import BlockContext
 from eagle3_jax.topology import Chain
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import EmbeddingTables, Observation, SamplingParams
@@ -76,7 +76,7 @@ def test_a_head_drafts_as_its_torch_twin_round_after_round(name: str) -> None:
     def first(params: Any, tokens: jax.Array, features: jax.Array) -> jax.Array:
         network = drafter.bind(params)
         positions = jnp.arange(fed[0])[None]
-        memories = [BlockMemory(mask=causal_mask(fed[0]))] * len(checkpoint.config.layers)
+        memories = [BlockContext(mask=causal_mask(fed[0]))] * len(checkpoint.config.layers)
         embedded = drafter.embed(params, tokens, positions)
         states, _ = network(embedded, network.fuse(features[:, :, None]), positions, memories)
         return drafter.logits(params, network, states)

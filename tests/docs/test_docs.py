@@ -137,11 +137,11 @@ def test_pages_with_a_process_of_their_own_have_no_commands_to_run() -> None:
 
 @pytest.mark.parametrize("page", IN_A_PROCESS)
 def test_the_blocks_of_a_page_run_in_a_process_of_their_own(page: str, tmp_path: Path) -> None:
-    place = tmp_path / "page.py"
-    place.write_text(program_of(page))
+    program_path = tmp_path / "page.py"
+    program_path.write_text(program_of(page))
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, place], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, program_path], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == IN_A_PROCESS[page]
@@ -181,20 +181,20 @@ def wrong_with_make(words: list[str]) -> str | None:
     return next((f"no target {word}" for word in words if "=" not in word and word not in names), None)
 
 
-def wrong_with_ours(rest: list[str]) -> str | None:
+def wrong_with_ours(words: list[str]) -> str | None:
     command: Any = typer.main.get_command(app)
-    if rest in (["--help"], ["--version"]):
+    if words in (["--help"], ["--version"]):
         return None
     while hasattr(command, "commands"):
-        if not rest or rest[0] not in command.commands:
-            return f"no command {rest[:1]}; there are {', '.join(command.commands)}"
-        command = command.commands[rest[0]]
-        rest = rest[1:]
+        if not words or words[0] not in command.commands:
+            return f"no command {words[:1]}; there are {', '.join(command.commands)}"
+        command = command.commands[words[0]]
+        words = words[1:]
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    written = {word.partition("=")[0] for word in rest if re.match(r"--?[a-zA-Z]", word)}
+    written = {word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)}
     required = {parameter.opts[0] for parameter in command.params if parameter.required and parameter.opts[0][0] == "-"}
     problems = [f"no option {option}" for option in written - known - {"--help", "-h"}]
-    problems += [f"{option} is required" for option in required - written if rest]
+    problems += [f"{option} is required" for option in required - written if words]
     return next(iter(problems), None)
 
 

@@ -14,7 +14,7 @@ import pytest
 import speeds
 import validated
 import write_tables
-from tables import record
+from page_tables import record
 
 from validation.runs import load
 
@@ -95,7 +95,7 @@ def test_the_page_of_the_validation_quotes_its_record() -> None:
     total = lambda name: sum(run.total("L5", words, name) for words in exact)
     (rounded,) = run.checks("L5", "the pair agrees with vllm in bfloat16")
     heads = run.checks("L8", "a head of every variation")
-    apart = max(abs(check.numbers["draft_logits_apart"]) for check in heads)
+    largest_difference = max(abs(check.numbers["draft_logits_apart"]) for check in heads)
     sampled = [check.numbers for check in run.checks("L6", "sampled tokens follow") if check.numbers["τ at T=1"] > 1]
     sequences, tokens = (run.total("L2", words, "tests") for words in ("sequences follow", "millions of tokens"))
     check_quoted(
@@ -108,7 +108,7 @@ def test_the_page_of_the_validation_quotes_its_record() -> None:
         f"{run.total('L3', 'speculation equals plain', 'tokens'):,} greedy tokens equal plain decoding",
         f"each of {run.total('L8', 'every round accepts what vllm accepts', 'rounds'):,} rounds accepts as many",
         f"{sum(check.numbers['rounds'] for check in heads):,} rounds of {len(heads)} kinds of EAGLE-3 head",
-        f"agree to {apart * 1e5:.1f}·10⁻⁵",
+        f"agree to {largest_difference * 1e5:.1f}·10⁻⁵",
         f"whole sequences in {sequences} tests",
         f"from millions of tokens, in {tokens}.",
         f"{sum(numbers['tokens'] for numbers in sampled):,} tokens of a chain",

@@ -35,7 +35,7 @@ from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters import Eagle3Drafter, MTPDrafter
 from eagle3_jax.drafters.eagle1 import Eagle1Config
 from eagle3_jax.loop import SpeculativeLoop
-from eagle3_jax.models import memory
+from eagle3_jax.models import context
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.recurrent import Recurrent
 from eagle3_jax.sampling import draw, keys_at, probabilities, residual, row_keys, uniforms
@@ -401,8 +401,8 @@ def keep_accepted_drafts(observe, self, params, state, seen):
         return observe(self, params, state, seen)
 
 
-def draft_nodes_see_siblings(memories, layers, mask, *arguments, **options):
-    return memories(layers, jnp.ones_like(mask), *arguments, **options)
+def draft_nodes_see_siblings(contexts, layers, mask, *arguments, **options):
+    return contexts(layers, jnp.ones_like(mask), *arguments, **options)
 
 
 HEADS = {
@@ -416,7 +416,7 @@ HEADS = {
     "input tokens are not shifted": vllm_trace(Eagle3Drafter.observe, leave_tokens_in_place),
     "accepted drafts stay in the draft cache": vllm_trace(Eagle3Drafter.observe, keep_accepted_drafts),
     "draft nodes see their siblings": official_draft(
-        Eagle3Drafter.propose, during(memory.memories, draft_nodes_see_siblings)
+        Eagle3Drafter.propose, during(context.attention_contexts, draft_nodes_see_siblings)
     ),
     "the head observes the wrong nodes of a tree": Mutant(
         SpeculativeLoop.step,
@@ -437,8 +437,8 @@ def labels_of_first_step(shifted, values, start, size):
     return shifted(values, start if values.dtype == jnp.bool_ or values.ndim == 2 else 1, size)
 
 
-def see_guesses_of_others(memory, *arguments):
-    context = memory(*arguments)
+def see_guesses_of_others(create_context, *arguments):
+    context = create_context(*arguments)
     if not context.past:
         return context
     (first,) = context.past

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues
 from eagle3_jax.decode import LoadedTarget
-from eagle3_jax.models.memory import cache_mask
+from eagle3_jax.models.context import cache_mask
 from eagle3_jax.types import EmbeddingTables, TargetOutput
 
 

@@ -18,7 +18,7 @@ from eagle3_jax.cache import Cache, KeyValue, KeyValues
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.drafters.base import grow
 from eagle3_jax.drafters.grow import DraftInputs, Level
-from eagle3_jax.models.memory import cache_mask
+from eagle3_jax.models.context import cache_mask
 from eagle3_jax.topology import Chain, Topology
 from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams, TargetOutput
 

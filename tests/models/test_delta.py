@@ -14,9 +14,9 @@ from tiny import draw, same_bits
 
 from eagle3_jax.cache import Cache
 from eagle3_jax.models.config import GatedDelta, GatedMLP, LayerConfig
+from eagle3_jax.models.context import attention_contexts, empty_cache, parents_of
 from eagle3_jax.models.delta import GatedDeltaNet
 from eagle3_jax.models.layers import FLOAT32
-from eagle3_jax.models.memory import empty_cache, memories, parents_of
 from eagle3_jax.models.recurrent import Recurrent
 from eagle3_jax.tree import ancestor_mask, causal_mask
 
@@ -89,7 +89,7 @@ def run(x: Any, mask: Any, cache: Any = None, length: Any = None) -> Any:
 @functools.partial(jax.jit, static_argnums=0)
 def _run(graph: Any, state: Any, x: Any, mask: Any, cache: Any, length: Any) -> Any:
     positions = jnp.zeros((x.shape[0], mask.shape[-1]), jnp.int32)
-    (memory,) = memories([LAYER], mask, positions, cache, length)
+    (memory,) = attention_contexts([LAYER], mask, positions, cache, length)
     return nnx.merge(graph, state)(x, positions, memory)
 
 
@@ -253,7 +253,7 @@ def test_a_text_holds_no_state_for_each_of_its_tokens() -> None:
 
     @jax.jit
     def text(weights: Any, x: Any) -> Any:
-        (memory,) = memories([LAYER], causal_mask(size), jnp.zeros((1, size), jnp.int32))
+        (memory,) = attention_contexts([LAYER], causal_mask(size), jnp.zeros((1, size), jnp.int32))
         return nnx.merge(graph, weights)(x, memory.parents, memory)
 
     inputs = jax.ShapeDtypeStruct((1, size, 8), jnp.float32)
@@ -269,4 +269,4 @@ def test_the_parent_is_the_last_other_token_seen() -> None:
 def test_tokens_behind_a_block_that_no_state_took_in_are_refused() -> None:
     mask = jnp.ones((BATCH, 2, 5), bool)
     with pytest.raises(ValueError, match="the last 2 tokens of a block of 5 were given to a recurrent layer"):
-        memories([LAYER], mask, jnp.zeros((BATCH, 5), jnp.int32), empty())
+        attention_contexts([LAYER], mask, jnp.zeros((BATCH, 5), jnp.int32), empty())

@@ -14,7 +14,7 @@ import eagle3_jax as e3
 from eagle3_jax.cache import KeyValue, KeyValues
 from eagle3_jax.models import flash
 from eagle3_jax.models.attention import Scoring, Segment, attention
-from eagle3_jax.models.memory import CacheMemory, ForKernel, Span, cache_mask
+from eagle3_jax.models.context import CacheContext, ForKernel, Span, cache_mask
 from eagle3_jax.tree import causal_mask
 
 OFFICIAL = Path(__file__).parent.parent / "golden" / "official"
@@ -129,7 +129,7 @@ def test_its_gradient_is_that_of_attention() -> None:
     length = jnp.array([10], jnp.int32)
 
     def gradient(kernel: ForKernel | None) -> jax.Array:
-        memory = CacheMemory(layer, length, cache_mask(causal_mask(3), length, 64), kernel)
+        memory = CacheContext(layer, length, cache_mask(causal_mask(3), length, 64), kernel)
         total = lambda queries: jnp.sum(memory.attend(queries, block)[0].astype(jnp.float32) ** 2)
         return jax.grad(total)(random(0, 1, 3, 4, 16, dtype=jnp.bfloat16))
 

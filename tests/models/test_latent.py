@@ -20,12 +20,12 @@ from eagle3_jax import LoadedTarget, SpeculativeDecoder
 from eagle3_jax.cache import Cache
 from eagle3_jax.devices.sharding import MESH_AXES, param_shardings, row_shardings
 from eagle3_jax.models.config import GatedMLP, Latent, RopeConfig, uniform
+from eagle3_jax.models.context import BlockContext, CacheContext, cache_mask
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import bind, init_params
 from eagle3_jax.models.latent import LatentAttention
 from eagle3_jax.models.latent_keys import LatentKeys
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, cast
-from eagle3_jax.models.memory import BlockMemory, CacheMemory, cache_mask
 from eagle3_jax.models.rope import inverse_frequencies
 
 WIDTH = 16
@@ -116,7 +116,7 @@ def test_the_absorbed_form_is_the_definition_under_any_mask(name: str) -> None:
     config = VARIANTS[name]
     x, positions, mask = random_inputs()
     module = bind(build, config, FLOAT32, small(config))
-    ours, _ = module(jnp.asarray(x), jnp.asarray(positions), BlockMemory(mask=jnp.asarray(mask)))
+    ours, _ = module(jnp.asarray(x), jnp.asarray(positions), BlockContext(mask=jnp.asarray(mask)))
     np.testing.assert_allclose(ours, laid_out(config, small(config), x, positions, mask), atol=2e-5)
 
 
@@ -131,7 +131,7 @@ def test_a_block_behind_a_cache_is_the_definition_over_both() -> None:
 
     @jax.jit
     def run(cache: Cache, x: jax.Array, positions: jax.Array, mask: jax.Array) -> Any:
-        memory = CacheMemory(cache.layers[0], cache.length, cache_mask(mask, cache.length, 12))  # type: ignore[arg-type]
+        memory = CacheContext(cache.layers[0], cache.length, cache_mask(mask, cache.length, 12))  # type: ignore[arg-type]
         return module(x, positions, memory)
 
     _, written = run(empty, x, positions, mask)
@@ -153,7 +153,7 @@ def test_a_block_behind_a_cache_is_the_definition_over_both() -> None:
 def test_narrow_products_come_near_the_definition(precision: Precision, fed: int) -> None:
     x, positions, mask = (array[:, :fed] for array in random_inputs())
     module = bind(build, SMALL, precision, cast(small(), precision))
-    run = jax.jit(lambda x, positions, mask: module(x, positions, BlockMemory(mask=mask))[0])
+    run = jax.jit(lambda x, positions, mask: module(x, positions, BlockContext(mask=mask))[0])
     ours = run(jnp.asarray(x, precision.activations), positions, mask[:, :, :fed])
     assert ours.dtype == precision.activations
     expected = laid_out(SMALL, small(), x, positions, mask[:, :, :fed])

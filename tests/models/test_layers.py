@@ -13,8 +13,8 @@ from tiny import draw
 from eagle3_jax.cache import Cache, KeyValue, KeyValues
 from eagle3_jax.models.attention import Segment, attention
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, LayerConfig
+from eagle3_jax.models.context import CacheContext, attention_contexts
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, _normalise_by_sum, embed, normalised
-from eagle3_jax.models.memory import CacheMemory, memories
 from eagle3_jax.tree import causal_mask
 
 BATCH = 2
@@ -81,8 +81,8 @@ def test_a_block_behind_a_cache_sees_what_a_longer_block_would() -> None:
     first = KeyValue(jnp.asarray(keys[:, :, :4]), jnp.asarray(values[:, :, :4]))
     cache = garbage.fill((first,), jnp.asarray(lengths, jnp.int32))
     positions = jnp.asarray(lengths)[:, None] + jnp.arange(FED)
-    (memory,) = memories([LAYER], causal_mask(FED), positions, cache)
-    assert isinstance(memory, CacheMemory)
+    (memory,) = attention_contexts([LAYER], causal_mask(FED), positions, cache)
+    assert isinstance(memory, CacheContext)
     take = lambda x: np.stack([x[row, :, length : length + FED] for row, length in enumerate(lengths)])
     block = KeyValue(jnp.asarray(take(keys)), jnp.asarray(take(values)))
     ours, _ = memory.attend(jnp.asarray(take(queries).transpose(0, 2, 1, 3)), block)

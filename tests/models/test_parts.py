@@ -19,8 +19,8 @@ from eagle3_jax.models.config import (  # noqa: E402
     LayerConfig,
     QueryScaling,
 )
+from eagle3_jax.models.context import BlockContext, Span, attention_contexts, cache_mask  # noqa: E402
 from eagle3_jax.models.layers import RMSNorm  # noqa: E402
-from eagle3_jax.models.memory import BlockMemory, Span, cache_mask, memories  # noqa: E402
 from eagle3_jax.models.rope import scale_queries  # noqa: E402
 from eagle3_jax.tree import causal_mask  # noqa: E402
 
@@ -106,7 +106,9 @@ def test_a_window_and_chunks_are_spans_of_layers() -> None:
     ]
     positions = jnp.arange(FED)[None]
     seen = [
-        memory.mask[0] for memory in memories(layers, causal_mask(FED), positions) if isinstance(memory, BlockMemory)
+        memory.mask[0]
+        for memory in attention_contexts(layers, causal_mask(FED), positions)
+        if isinstance(memory, BlockContext)
     ]
     query, key = np.indices((FED, FED))
     causal = key <= query

@@ -86,7 +86,7 @@ def cache_mask(
 
 
 @runtime_checkable
-class Memory(Protocol):
+class AttentionContext(Protocol):
     """Attention of one layer for the tokens of a block: what they attend to, and which keys and values are kept."""
 
     def attend(
@@ -105,7 +105,7 @@ class Memory(Protocol):
         ...
 
 
-class BlockMemory(NamedTuple):
+class BlockContext(NamedTuple):
     """Attention without a cache: over the block and separate runs of earlier tokens. It keeps the block alone.
 
     It is used for prefill and training.
@@ -123,7 +123,7 @@ class BlockMemory(NamedTuple):
     def attend(
         self, queries: Float[Array, "B T heads H"], kv: KeyValue, scoring: Scoring = Scoring()
     ) -> tuple[Float[Array, "B T width"], KeyValue]:
-        """See :class:`Memory`."""
+        """See :class:`AttentionContext`."""
         if self.mask is None:
             attended = attention(queries, self.past, (*self.at_index, kv), scoring)
         else:
@@ -146,7 +146,7 @@ class ForKernel(NamedTuple):
     seen: Bool[Array, "#B T _"] | None
 
 
-class CacheMemory(NamedTuple):
+class CacheContext(NamedTuple):
     """Attention with a cache: the block is written after the committed slots, and all slots are one run of tokens.
 
     So a token attends to the tokens before it in the same slots, summed in the same order, whether they were committed
@@ -162,7 +162,7 @@ class CacheMemory(NamedTuple):
     def attend(
         self, queries: Float[Array, "B T heads H"], kv: KeyValue, scoring: Scoring = Scoring()
     ) -> tuple[Float[Array, "B T width"], KeyValue]:
-        """See :class:`Memory`; keeps the whole buffers."""
+        """See :class:`AttentionContext`; keeps the whole buffers."""
         written = self.layer.write(kv, self.length)
         by_xla = lambda queries, kv: attention(queries, (Segment(kv, self.visible),), (), scoring)
         if self.kernel is None or not flash.is_supported(queries, written):
@@ -174,7 +174,7 @@ class CacheMemory(NamedTuple):
         return by_kernel(queries, written), written
 
 
-class RecurrentMemory(NamedTuple):
+class RecurrentContext(NamedTuple):
     """The state that the tokens of a block follow, in a recurrent layer.
 
     Attributes:
@@ -216,7 +216,7 @@ def spans_of(layers: Sequence[LayerConfig]) -> list[Span]:
     ]
 
 
-def memories(
+def attention_contexts(
     layers: Sequence[LayerConfig],
     mask: Bool[Array, "#B T M"],
     positions: Int[Array, "B M"],
@@ -224,8 +224,8 @@ def memories(
     length: Int[Array, " B"] | None = None,
     *,
     is_chain: bool = False,
-) -> list[Memory | RecurrentMemory]:
-    """Returns one memory per layer for a block.
+) -> list[AttentionContext | RecurrentContext]:
+    """Returns one attention context per layer for a block.
 
     Args:
         layers: The layers of the model.
@@ -248,7 +248,7 @@ def memories(
             f"the last {num_queries} tokens of a block of {size} were given to a recurrent layer; expected the whole "
             "block, as its earlier tokens are in no state"
         )
-    attending: list[Memory]
+    attending: list[AttentionContext]
     if cache is None:
         attending = _without_cache(mask, positions, spans)
     else:
@@ -256,26 +256,28 @@ def memories(
         states = [layer if isinstance(layer, Recurrent) else None for layer in cache.layers]
     if not any(recurrent):
         return list(attending)
-    block = RecurrentMemory(None, parents_of(mask), _real(mask, length))
+    block = RecurrentContext(None, parents_of(mask), _real(mask, length))
     return [
-        block._replace(layer=state) if is_recurrent else memory
-        for is_recurrent, memory, state in zip(recurrent, attending, states, strict=True)
+        block._replace(layer=state) if is_recurrent else context
+        for is_recurrent, context, state in zip(recurrent, attending, states, strict=True)
     ]
 
 
-def _without_cache(mask: Bool[Array, "#B T T"], positions: Int[Array, "B T"], spans: Sequence[Span]) -> list[Memory]:
-    """Returns one memory per layer for a block that is a whole text."""
-    by_span: dict[Span, Memory] = {}
+def _without_cache(
+    mask: Bool[Array, "#B T T"], positions: Int[Array, "B T"], spans: Sequence[Span]
+) -> list[AttentionContext]:
+    """Returns one attention context per layer for a block that is a whole text."""
+    by_span: dict[Span, AttentionContext] = {}
     for span in dict.fromkeys(spans):
         visible = mask if span.is_unlimited else mask & span.covers(positions, positions)
-        by_span[span] = BlockMemory(mask=visible)
+        by_span[span] = BlockContext(mask=visible)
     return [by_span[span] for span in spans]
 
 
 def _with_cache(
     cache: Cache, mask: Bool[Array, "#B T M"], positions: Int[Array, "B M"], spans: Sequence[Span], is_chain: bool
-) -> list[Memory]:
-    """Returns one memory per layer for a block after the committed slots. Recurrent layers do not use theirs."""
+) -> list[AttentionContext]:
+    """Returns one context per layer for a block after the committed slots. Recurrent layers do not use theirs."""
     capacity = next((layer.capacity for layer in cache.layers if isinstance(layer, KeyValues | LatentKeys)), 0)
     visible = {
         span: cache_mask(mask, cache.length, capacity, positions=positions, span=span) for span in dict.fromkeys(spans)
@@ -290,7 +292,7 @@ def _with_cache(
             kernel_mask = unlimited_mask if span.is_unlimited else visible[span]
             kernels[span] = ForKernel(cache.length, size, kernel_mask)
     return [
-        CacheMemory(layer, start, visible[span], kernels[span])  # type: ignore[arg-type]
+        CacheContext(layer, start, visible[span], kernels[span])  # type: ignore[arg-type]
         for layer, span in zip(cache.layers, spans, strict=True)
     ]
 
