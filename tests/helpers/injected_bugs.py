@@ -451,7 +451,7 @@ TRAINING = {
         ttt.loss_and_metrics, ("trained = counted & (label.best >= 0)", "trained = counted")
     ),
     "labels are not shifted with the step": official_losses(ttt._from, labels_of_first_step),
-    "a row sees what other rows guessed": official_losses(ttt._memory, see_guesses_of_others),
+    "a row sees what other rows guessed": official_losses(ttt._context, see_guesses_of_others),
 }
 
 BUGS = RULE | BLOCK | DRAWS | LOOP | HEADS | TRAINING
