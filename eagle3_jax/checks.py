@@ -75,6 +75,11 @@ class Drafting(Protocol):
         ...
 
 
+def takes_argument(part: Any, name: str) -> bool:
+    """Returns whether a part, called as a function, takes an argument of this name."""
+    return name in inspect.signature(part).parameters
+
+
 def declares_chain(drafter: Drafter[Any]) -> bool:
     """Whether a drafter declares ``is_chain``. Without it the loop verifies trees, which is exact for chains too."""
     return bool(getattr(drafter, "is_chain", False))

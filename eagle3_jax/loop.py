@@ -19,6 +19,7 @@ from eagle3_jax.checks import (
     check_verdict,
     checked_state,
     declares_chain,
+    takes_argument,
 )
 from eagle3_jax.devices.groups import map_groups, rows_per_group
 from eagle3_jax.devices.kernels import entry_of_rows, indices
@@ -72,6 +73,14 @@ class SpeculativeLoop:
     def is_chain(self) -> bool:
         """Whether the drafter declares that its drafts never branch. Nodes are then in the order of the text."""
         return declares_chain(self.drafter)
+
+    @property
+    def target_options(self) -> dict[str, Any]:
+        """The arguments by name of a target forward over a draft."""
+        options: dict[str, Any] = {"aux_layers": self.drafter.aux_layers}
+        if self.is_chain and takes_argument(self.target, "is_chain"):
+            options["is_chain"] = True
+        return options
 
     def at(self, state: GenerationState) -> SpeculativeLoop:
         """Returns the loop for the next round of a state, chosen by the host. A loop with stages overrides this."""
@@ -160,9 +169,7 @@ class SpeculativeLoop:
             depth = depths(mask)
         positions = state.cache.length[:, None] + depth
         with jax.named_scope("target"):
-            output = self.target(
-                params.target, draft.tokens, positions, mask, state.cache, aux_layers=self.drafter.aux_layers
-            )
+            output = self.target(params.target, draft.tokens, positions, mask, state.cache, **self.target_options)
         with jax.named_scope("verify"):
             verdict, broken, logits = self._verify(params, state, draft, output)
 

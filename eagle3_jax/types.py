@@ -70,8 +70,9 @@ class TargetModel(Protocol):
     """The model whose output distribution is preserved. It knows nothing about drafters.
 
     It is a static argument of the compiled loop, so it must be hashable; its arrays are in ``params``. A target with
-    ``tables(params) -> EmbeddingTables`` can lend its embedding to draft heads that have none. ``docs/extending.md``
-    writes a target; ``check_target`` tests one.
+    ``tables(params) -> EmbeddingTables`` can lend its embedding to draft heads that have none. A target whose
+    ``__call__`` takes ``is_chain: bool`` is told when the block is a chain, so that its attention need not read the
+    mask. ``docs/extending.md`` writes a target; ``check_target`` tests one.
     """
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -121,17 +120,13 @@ def _target_rounds(
     """Runs forwards after the same committed slots."""
     target = loop.target
     length = cache.length
-    aux_layers = loop.drafter.aux_layers
     batch, num_nodes = tokens.shape
     positions = length[:, None] + jnp.arange(num_nodes, dtype=jnp.int32)
-    options: dict[str, Any] = {"aux_layers": aux_layers}
-    if "is_chain" in inspect.signature(target.__call__).parameters:
-        options["is_chain"] = loop.is_chain  # the attention kernel then reads no mask
 
     def verify(index: Array, carry: tuple[Cache, Array]) -> tuple[Cache, Array]:
         cache, _ = carry
         draft = (tokens + index) % target.vocab_size  # different every time, or XLA would run the target only once
-        output = target(params.target, draft, positions, causal_mask(num_nodes), cache, **options)
+        output = target(params.target, draft, positions, causal_mask(num_nodes), cache, **loop.target_options)
         logits = target.unembed(params.target, output.final)
         return cache.commit(output.written, jnp.zeros_like(length)), logits
 

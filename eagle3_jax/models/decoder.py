@@ -209,6 +209,7 @@ class DecoderTarget:
         cache: Cache | None = None,
         aux_layers: tuple[int, ...] = (),
         length: Int[Array, " B"] | None = None,
+        is_chain: bool = False,
     ) -> TargetOutput:
         """Runs a block; see :class:`eagle3_jax.types.TargetModel`.
 
@@ -224,7 +225,7 @@ class DecoderTarget:
                 f"aux_layers is {aux_layers}; expected 0 to {layers} (the output of the last of {layers} layers), or "
                 f"{layers + 1} (after the final norm)"
             )
-        per_layer = attention_contexts(self.config.layers, mask, positions, cache, length)
+        per_layer = attention_contexts(self.config.layers, mask, positions, cache, length, is_chain=is_chain)
         if positions.shape != tokens.shape:
             positions = positions[:, positions.shape[1] - tokens.shape[1] :]
         decoder = bind(Decoder, self.config, self.precision, params)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -324,3 +324,25 @@ def test_drafting_by_sampling_is_chosen_where_there_is_something_to_draw_from() 
     back = SpeculativeDecoder(TARGET, LoadedDrafter(chosen), tree=TREE, draft_sampling=DraftSampling.GREEDY)
     assert back.loop.drafter.topology == TREE
     assert back.loop.drafter.draft_sampling == DraftSampling.GREEDY
+
+
+class TellingTarget(type(tiny.target(13).model)):  # type: ignore[misc]
+    """Records what its forwards after a prefill are told of their block."""
+
+    told: ClassVar[list[bool]] = []
+
+    def __call__(self, params, tokens, positions, mask, cache=None, aux_layers=(), length=None, is_chain=False):
+        if cache is not None:
+            self.told.append(is_chain)
+        return super().__call__(params, tokens, positions, mask, cache, aux_layers, length, is_chain)
+
+
+@pytest.mark.parametrize("topology", [Chain(2), DynamicTree(num_nodes=4, max_depth=2, top_k=2)])
+def test_a_target_is_told_whether_its_block_is_a_chain(topology: Chain | DynamicTree) -> None:
+    loaded = tiny.target(13)
+    model = TellingTarget(loaded.model.config, loaded.model.precision)
+    TellingTarget.told.clear()
+    loop, params = tiny.bind(dataclasses.replace(loaded, model=model), tiny.eagle3(loaded, topology))
+    state = loops.prefill(loop, params, tiny.prompts([[1, 2, 3]], limit=8), capacity=24)
+    loops.step(loop, params, state)
+    assert TellingTarget.told == [isinstance(topology, Chain)]
