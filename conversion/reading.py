@@ -102,7 +102,7 @@ def read_head(
             not name its auxiliary layers (official heads do not).
         layer_ids: Whether the numbers of the head's auxiliary layers count layers that the residual stream enters
             (``entering``) or leaves (``leaving``). Required if the file does not say it
-            (:mod:`eagle3_jax.conversion.heads.layer_ids`).
+            (``eagle3_jax.conversion.heads.layer_ids``).
 
     Raises:
         CheckpointError: The checkpoint is no head, is incomplete, or does not fit the target; the message gives the

@@ -108,7 +108,7 @@ class Fallback:
 
     @property
     def param_axes(self) -> Any:
-        """The method of ``second``; see :func:`eagle3_jax.devices.sharding.param_shardings`."""
+        """The method of ``second``; see ``eagle3_jax.devices.sharding.param_shardings``."""
         return self.second.param_axes  # type: ignore[attr-defined]
 
     @property

@@ -481,7 +481,7 @@ def usual_head(
         target: The target.
         draft_vocab_size: ``W``. Default: 32,000, or the target's vocabulary if that is smaller.
         mlp_width: Inner width of the MLP. Default: that of the target.
-        aux_layers: Target layers whose features the head reads. Default: :func:`default_aux_layers`.
+        aux_layers: Target layers whose features the head reads. Default: ``default_aux_layers``.
 
     Raises:
         ValueError: ``aux_layers`` is left out and the target has fewer than 8 layers.

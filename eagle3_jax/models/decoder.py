@@ -186,7 +186,7 @@ class DecoderTarget:
     def param_products(self) -> Params:
         """Returns for every parameter the kind of kernel that it is, if it may be in eight bits.
 
-        See :func:`eagle3_jax.models.functional.param_products`.
+        See ``eagle3_jax.models.functional.param_products``.
         """
         return param_products(Decoder, self.config, self.precision)
 
