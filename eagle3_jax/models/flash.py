@@ -11,16 +11,19 @@ block, as they are with XLA's attention.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import contextvars
 import functools
 import math
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
@@ -32,6 +35,8 @@ _TILE = 64  # slots that are multiplied at once
 _ROWS = 64  # most queries of a program
 _PROGRAMS = 256  # intended number of programs: more than a GPU has multiprocessors (132 on an H200)
 _LONGEST = 128  # most tokens of a block; longer blocks are prompts
+_TOLERANCE = 0.05  # largest difference from the reference: several roundings of bfloat16
+_SCALE = 0.125  # of the comparison with the reference, for heads of 64 channels
 _VARIABLE = "EAGLE3_ATTENTION"
 _override: contextvars.ContextVar[bool | None] = contextvars.ContextVar("attention by the kernel", default=None)
 
@@ -49,6 +54,7 @@ def enabled(use: bool) -> Iterator[None]:
 def is_enabled() -> bool:
     """Returns whether attention is traced with the kernel: on NVIDIA GPUs of compute capability 8.0 and more.
 
+    At its first use on a device the kernel is compared once with a reference (:func:`agrees_with_reference`).
     The environment variable ``EAGLE3_ATTENTION=xla`` turns the kernel off and takes precedence over :func:`enabled`.
 
     Raises:
@@ -64,7 +70,7 @@ def is_enabled() -> bool:
         return use
     device = jax.devices()[0]
     is_nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA")
-    return is_nvidia and float(device.compute_capability) >= 8
+    return is_nvidia and float(device.compute_capability) >= 8 and agrees_with_reference(flash_attention)
 
 
 def is_supported(queries: Float[Array, "B T heads H"], kv: KeyValue) -> bool:
@@ -165,6 +171,64 @@ def flash_attention(
     weighted = out.reshape(splits, *shape, width) * shares[..., None]
     joined = jnp.sum(weighted, axis=0).astype(queries.dtype)
     return joined.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, -1)
+
+
+@functools.cache
+def agrees_with_reference(attend: Callable[..., Array]) -> bool:
+    """Compares :func:`flash_attention` with numpy on a small ragged case. It warns where they differ.
+
+    Args:
+        attend: The function to run. The answer is remembered.
+    """
+    # JAX traces by thread. The caller is being traced, and this must run now, so it has a thread of its own.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        try:
+            difference = thread.submit(_largest_difference, attend).result()
+        except Exception as error:  # of the compiler or the device, which have no common type
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            warnings.warn(f"the attention kernel failed ({reason[:200]}); attention is left to XLA", stacklevel=2)
+            return False
+    is_right = difference < _TOLERANCE
+    if not is_right:
+        warnings.warn(f"the attention kernel is off by {difference:.2g}; attention is left to XLA", stacklevel=2)
+    return is_right
+
+
+def _largest_difference(attend: Callable[..., Array]) -> float:
+    """Returns the largest difference from :func:`_reference`, for a chain and for two siblings."""
+    rng = np.random.default_rng(0)
+    queries = rng.normal(size=(2, 3, 4, 64)).astype(jnp.bfloat16)
+    keys = rng.normal(size=(2, 2, 80, 64)).astype(jnp.bfloat16)
+    values = rng.normal(size=(2, 2, 80, 64)).astype(jnp.bfloat16)
+    length = np.array([1, 70], np.int32)
+    chain = np.tri(3, dtype=bool)[None]
+    siblings = chain.copy()
+    siblings[0, 2, 1] = False
+    kv = KeyValue(jnp.asarray(keys), jnp.asarray(values))
+    differences = []
+    for mask, kernel_mask in ((chain, None), (siblings, jnp.asarray(siblings))):
+        out = attend(jnp.asarray(queries), kv, kernel_mask, jnp.asarray(length), size=3, scale=_SCALE)
+        expected = _reference(queries, keys, values, mask, length)
+        differences.append(np.max(np.abs(np.asarray(out, np.float32) - expected)))
+    return float(np.max(differences))  # NaN if one of them is
+
+
+def _reference(
+    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray, length: np.ndarray
+) -> np.ndarray:
+    """Returns what :func:`flash_attention` computes, row by row and head by head in float32."""
+    batch, tokens, heads, width = queries.shape
+    group = heads // keys.shape[1]
+    out = np.zeros((batch, tokens, heads, width), np.float32)
+    for row, head in np.ndindex(batch, heads):
+        end = length[row] + tokens
+        visible = np.concatenate([np.ones((tokens, length[row]), bool), mask[0]], axis=1)
+        row_keys = keys[row, head // group, :end].astype(np.float32)
+        row_values = values[row, head // group, :end].astype(np.float32)
+        scores = queries[row, :, head].astype(np.float32) @ row_keys.T * _SCALE
+        weights = np.where(visible, np.exp(scores), 0.0)
+        out[row, :, head] = weights @ row_values / weights.sum(axis=1, keepdims=True)
+    return out.reshape(batch, tokens, -1)
 
 
 def _kernel(

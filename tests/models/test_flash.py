@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -199,3 +200,40 @@ def test_the_kernel_is_off_on_cpus_and_by_name(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("EAGLE3_ATTENTION", "cudnn")
     with pytest.raises(ValueError, match="EAGLE3_ATTENTION is 'cudnn'; expected xla"):
         flash.is_enabled()
+
+
+def test_the_kernel_is_compared_before_its_first_use_also_while_a_program_is_traced() -> None:
+    agreements = []
+
+    @jax.jit
+    def program(x: jax.Array) -> jax.Array:
+        agreements.append(flash.agrees_with_reference(interpreted))
+        return x
+
+    program(jnp.zeros(()))
+    assert agreements == [True]
+
+
+def ignore_length(queries, kv, seen, length, **options):
+    return interpreted(queries, kv, seen, jnp.zeros_like(length), **options)
+
+
+def attend_to_siblings(queries, kv, seen, length, **options):
+    return interpreted(queries, kv, None, length, **options)
+
+
+def fail_to_compile(*arguments, **options):
+    raise RuntimeError("no such instruction\nsecond line")
+
+
+@pytest.mark.parametrize(
+    ("attend", "message"),
+    [
+        (ignore_length, "the attention kernel is off by [0-9.e+]+; attention is left to XLA"),
+        (attend_to_siblings, "the attention kernel is off by [0-9.e+]+; attention is left to XLA"),
+        (fail_to_compile, r"the attention kernel failed \(no such instruction\); attention is left to XLA"),
+    ],
+)
+def test_a_kernel_that_fails_or_differs_is_not_used(attend: Any, message: str) -> None:
+    with pytest.warns(UserWarning, match=message):
+        assert not flash.agrees_with_reference(attend)
