@@ -35,10 +35,10 @@ class Counts(NamedTuple):
 
 
 LIMITS = {
-    "eagle3_jax": Counts(59_930, 8, 0, 0),
+    "eagle3_jax": Counts(60_250, 8, 0, 0),
     "conversion": Counts(19_100, 7, 0, 0),
     "validation": Counts(20_030, 8, 0, 0),
-    "tests": Counts(86_340, 9, 0, 0),
+    "tests": Counts(86_450, 9, 0, 0),
     "notebooks": Counts(11_010, 9, 0, 0),
     "examples": Counts(7_590, 8, 0, 0),
     "docs": Counts(4_600, 10, 0, 0),
@@ -111,7 +111,7 @@ def check(folder: str, counts: Counts, limits: Counts) -> None:
 
 def test_the_algorithm_is_read_in_nine_files() -> None:
     files = [ROOT / "eagle3_jax" / f"{name}.py" for name in READING_PATH]
-    check("the reading path", Reader(files).counts, Counts(weight=4_250, median_weight=8, packings=0, vague_names=0))
+    check("the reading path", Reader(files).counts, Counts(weight=4_260, median_weight=8, packings=0, vague_names=0))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     places = [readme.index(f"`{name.split('/')[-1]}.py`") for name in READING_PATH]
     assert places == sorted(places), "the README names these files in reading order"

@@ -169,9 +169,7 @@ def test_the_algorithm_quotes_the_run_of_its_pictures() -> None:
 
 
 def test_the_example_measures_what_the_tables_show(tmp_path: Path) -> None:
-    options = (
-        "--named ngram --chains 2 --tree num_nodes=3,max_depth=2,top_k=2 --prompts 1 --repeats 1 --max-new-tokens 4"
-    )
+    options = "--named ngram --chains 2 --tree 3 2 2 --prompts 1 --repeats 1 --max-new-tokens 4"
     main = runpy.run_path(str(ROOT / "examples" / "methods.py"))["main"]
     main([*options.split(), "--output", str(tmp_path / "methods.json")])
     record = json.loads((tmp_path / "methods.json").read_text())
