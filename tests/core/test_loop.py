@@ -329,11 +329,11 @@ def test_drafting_by_sampling_is_chosen_where_there_is_something_to_draw_from() 
 class TellingTarget(type(tiny.target(13).model)):  # type: ignore[misc]
     """Records what its forwards after a prefill are told of their block."""
 
-    told: ClassVar[list[bool]] = []
+    received: ClassVar[list[bool]] = []
 
     def __call__(self, params, tokens, positions, mask, cache=None, aux_layers=(), length=None, is_chain=False):
         if cache is not None:
-            self.told.append(is_chain)
+            self.received.append(is_chain)
         return super().__call__(params, tokens, positions, mask, cache, aux_layers, length, is_chain)
 
 
@@ -341,8 +341,8 @@ class TellingTarget(type(tiny.target(13).model)):  # type: ignore[misc]
 def test_a_target_is_told_whether_its_block_is_a_chain(topology: Chain | DynamicTree) -> None:
     loaded = tiny.target(13)
     model = TellingTarget(loaded.model.config, loaded.model.precision)
-    TellingTarget.told.clear()
+    TellingTarget.received.clear()
     loop, params = tiny.bind(dataclasses.replace(loaded, model=model), tiny.eagle3(loaded, topology))
     state = loops.prefill(loop, params, tiny.prompts([[1, 2, 3]], limit=8), capacity=24)
     loops.step(loop, params, state)
-    assert TellingTarget.told == [isinstance(topology, Chain)]
+    assert TellingTarget.received == [isinstance(topology, Chain)]
