@@ -161,4 +161,10 @@ def _print_table(console: Console, table: Table) -> None:
         drawing.add_row(*(Text(str(cell), _STYLES.get(str(cell), "")) for cell in row))
     if table.title:
         console.print(f"\n{table.title}", style="bold")
-    console.print(drawing)
+    if console.is_terminal:
+        console.print(drawing)
+        return
+    with console.capture() as capture:
+        console.print(drawing)
+    for line in capture.get().splitlines():
+        typer.echo(line.rstrip())  # rich fills the last column with spaces
