@@ -45,7 +45,7 @@ DIGITS = num_digits(80)
 # draws. `n` is the length of the row, its last token included; K is the number of drafted tokens, N of nodes with the
 # root, U of digits of an id and W of digits of a draft id.
 LEDGER = {
-    "loop._prefill": ("the first token", "n, 1", "U"),
+    "loop._choose_first": ("the first token", "n, 1", "U"),
     "drafters.grow.sample_chain": ("the drafted tokens of a chain", "n, 0", "K * W"),
     "drafters.static_tree.sample_static_tree": ("the drafted tokens of a static tree", "n, 0", "(N - 1) * W"),
     "acceptance.verification_uniforms": ("which nodes are accepted, and the next token", "n, 1", "N + U"),
@@ -189,7 +189,7 @@ def test_every_key_is_used_once_and_as_documented_with(name: str) -> None:
     steps: dict[Any, Any] = {}
     with recorded(batch.keys) as ledger:
         state = jax.jit(functools.partial(loop.prefill, capacity=64))(decoder.params, batch)
-        expected = [use("loop._prefill", row, len(prompt), sizes) for row, prompt in enumerate(PROMPTS)]
+        expected = [use("loop._choose_first", row, len(prompt), sizes) for row, prompt in enumerate(PROMPTS)]
         for _ in range(ROUNDS):
             for row, length in enumerate(np.asarray(state.length).tolist()):
                 expected += [use(who, row, length, sizes) for who in ("acceptance.verification_uniforms", *drawing)]
