@@ -80,6 +80,7 @@ from matplotlib import pyplot as plt
 from mutants import inject_bug  # tests/helpers/mutants.py: injected bugs
 
 import eagle3_jax as e3
+from eagle3_jax import acceptance
 from eagle3_jax.files.prompts import shipped
 from validation.forcing import forced_logits
 from validation.statistics import goodness_of_fit, smallest_deviation
@@ -453,7 +454,7 @@ def frequencies(chunks=40, rows=1024):
 
 exact = dict(enumerate(np.float64(p[0]) / p[0].sum(dtype=np.float64)))
 right = frequencies()
-with inject_bug(e3.verify, "jnp.where(child, rest, walk.p)", "walk.p"):
+with inject_bug(acceptance._walk, "jnp.where(is_child, rejected_p, walk.p)", "walk.p"):
     again_from_p = frequencies()
 
 fits = {"the rule": goodness_of_fit(right, exact), "resampled from p": goodness_of_fit(again_from_p, exact)}

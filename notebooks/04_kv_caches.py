@@ -433,7 +433,7 @@ assert parted(by_length.tokens).count(None) <= len(long) // 2 < parted(tree_text
 
 # %%
 TRUE = "head.fuse(seen.features)"
-STALE = f"{TRUE} if fed > {K + 1} else jnp.where(jnp.arange(fed)[None, :, None] > 0, state.output[:, None], {TRUE})"
+STALE = f"{TRUE} if count > {K + 1} else jnp.where(jnp.arange(count)[None, :, None] > 0, state.output[:, None], {TRUE})"
 right = decoder.generate(long, max_new_tokens=61)
 with inject_bug(Eagle3Drafter.observe, TRUE, STALE):
     stale = decoder.generate(long, max_new_tokens=61)

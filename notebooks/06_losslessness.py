@@ -41,6 +41,7 @@ from pictures import bars, style
 from pictures.maps import table_map
 
 import eagle3_jax as e3
+from eagle3_jax import acceptance
 from eagle3_jax.drafters import Plain
 from eagle3_jax.files.prompts import shipped
 from eagle3_jax.loop import SpeculativeLoop
@@ -388,9 +389,9 @@ def rounded(q, uniforms):
     return e3.draw(q.astype(jnp.bfloat16).astype(jnp.float32), uniforms), q
 
 
-RESIDUAL = "jnp.where(child, rest, walk.p)"
+RESIDUAL = "jnp.where(is_child, rejected_p, walk.p)"
 COMMIT = "state.cache.commit(output.written, count, None"
-rule = lambda old, new: (inject_bug, (e3.verify, old, new), honest)
+rule = lambda old, new: (inject_bug, (acceptance._walk, old, new), honest)
 BUGS = {
     "none": (contextlib.nullcontext, (), honest),
     "rejected drafts stay in the cache": (
@@ -398,12 +399,12 @@ BUGS = {
         (SpeculativeLoop.step, COMMIT, COMMIT.replace("count", "jnp.full_like(count, num_nodes)")),
         honest,
     ),
-    "the residual is a softmax": rule(RESIDUAL, "jnp.where(child, jax.nn.softmax(rest), walk.p)"),
+    "the residual is a softmax": rule(RESIDUAL, "jnp.where(is_child, jax.nn.softmax(rejected_p), walk.p)"),
     "sampled from the top 50, declared whole": (contextlib.nullcontext, (), from_the_top_50),
     "a rejection resamples from p": rule(RESIDUAL, "walk.p"),
     "the bonus is sampled from q": rule(
-        "next_token=draw(walk.p, choose)",
-        "next_token=draw(jnp.where(walk.count == max_depth, draft.probs[0], walk.p), choose)",
+        "next_token = draw(walk.p, choose)",
+        "next_token = draw(jnp.where(walk.count == max_depth, draft.probs[0], walk.p), choose)",
     ),
     "q is sampled in bfloat16, declared in float32": (contextlib.nullcontext, (), rounded),
     "the head reads its layers in reverse": (
