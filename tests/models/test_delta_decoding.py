@@ -41,5 +41,5 @@ def test_a_head_drafts_trees_and_the_text_is_the_target_s_own() -> None:
 
 
 def test_a_draft_model_with_such_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="the state of a recurrent layer has none; give one of attention alone"):
+    with pytest.raises(ValueError, match="the state of a recurrent layer has no length; give a model with attention"):
         DraftModel(target().model)  # type: ignore[arg-type]
