@@ -189,6 +189,9 @@ def test_the_kernel_is_off_on_cpus_and_by_name(monkeypatch: pytest.MonkeyPatch) 
 
     assert not flash.is_enabled()
     monkeypatch.setattr(jax, "devices", lambda: [Gpu])
+    monkeypatch.setattr(flash, "agrees_with_reference", lambda attend: False)
+    assert not flash.is_enabled()
+    monkeypatch.setattr(flash, "agrees_with_reference", lambda attend: attend is flash.flash_attention)
     assert flash.is_enabled()
     monkeypatch.setattr(Gpu, "compute_capability", "7.5")  # bfloat16 came with 8.0
     assert not flash.is_enabled()
