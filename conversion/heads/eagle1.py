@@ -40,7 +40,7 @@ def head_rules(config: Eagle1Config) -> list[Rule]:
     first, *later = config.layers
     table = [*rules.linear("fc", "fc", bias=config.fc_bias), *blocks.attention_and_mlp(first, "layers.0", "first")]
     for index, layer in enumerate(later):
-        table += blocks.block(layer, f"layers.{index + 1}", f"rest.{index}")
+        table += blocks.block(layer, f"layers.{index + 1}", f"upper_layers.{index}")
     return table
 
 
@@ -156,7 +156,7 @@ KIND = HeadKind(
     read_config=read_config,
     write=write,
     layouts=("vllm", "eagle"),  # heads trained here share the target's embedding, which the official code cannot
-    stacks={"rest": lambda config: config.num_layers - 1},
+    stacks={"upper_layers": lambda config: config.num_layers - 1},
     dialect=dialect,
     examine=examine,
     suspects=Suspects(

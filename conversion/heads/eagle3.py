@@ -72,7 +72,7 @@ def head_rules(config: Eagle3Config) -> list[Rule]:
     table.append(rules.norm("norm", "norm"))
     table += rules.linear("lm_head", "head")
     for index, layer in enumerate(later):
-        table += blocks.block(layer, f"layers.{index + 1}", f"rest.{index}")
+        table += blocks.block(layer, f"layers.{index + 1}", f"upper_layers.{index}")
     if config.norm_before_fc:
         table.append(rules.norm("input_norm", "input_norm"))
     if config.fc_norm:
@@ -484,7 +484,7 @@ KIND = HeadKind(
     read_config=planned,
     write=write,
     layouts=("eagle", "sglang", "vllm"),
-    stacks={"rest": lambda config: config.num_layers - 1},
+    stacks={"upper_layers": lambda config: config.num_layers - 1},
     dialect=dialect,
     variant=lambda config: "EAGLE-3.1" if config.norm_output and config.fc_norm else "EAGLE-3",
     examine=examine,

@@ -57,7 +57,7 @@ class Eagle1Head(nnx.Module):
         self.fc = Linear(2 * width, width, bias=config.fc_bias, precision=precision, rngs=rngs)
         block = functools.partial(Block, width=width, norm_eps=eps, precision=precision, rngs=rngs)
         self.first = block(config.layers[0], input_norm=False)
-        self.rest = nnx.List([block(layer) for layer in config.layers[1:]])
+        self.upper_layers = nnx.List([block(layer) for layer in config.layers[1:]])
 
     def fuse(self, features: Float[Array, "B T 1 D"]) -> Float[Array, "B T D"]:
         """Returns the target's state unchanged: ``fc`` reads it with the embedding, in every step."""
@@ -73,7 +73,7 @@ class Eagle1Head(nnx.Module):
         """Runs one step: from the target's state, or the head's guess of it, to the next guess, keys and values."""
         x = self.fc(jnp.concatenate([embedded, stream], axis=-1))
         written = []
-        for layer, context in zip([self.first, *self.rest], contexts, strict=True):
+        for layer, context in zip([self.first, *self.upper_layers], contexts, strict=True):
             x, kv = call_cached(layer, x, positions, context)
             written.append(kv)
         return x, tuple(written)

@@ -87,7 +87,7 @@ class Eagle3Head(nnx.Module):
         self.fc = Linear(features_width, width, precision=precision, rngs=rngs)
         self.first = FirstLayer(config, precision=precision, rngs=rngs)
         block = functools.partial(Block, width=width, norm_eps=eps, precision=precision, rngs=rngs)
-        self.rest = nnx.List([block(layer) for layer in config.layers[1:]])
+        self.upper_layers = nnx.List([block(layer) for layer in config.layers[1:]])
         self.norm = RMSNorm(width, eps)
         vocab = Axis(VOCAB, config.draft_vocab_size)
         self.head = Linear(width, config.draft_vocab_size, axes=(None, vocab), precision=precision, rngs=rngs)
@@ -122,7 +122,7 @@ class Eagle3Head(nnx.Module):
         """
         x, kv = call_cached(self.first, embedded, stream, positions, contexts[0])
         written = [kv]
-        for block, context in zip(self.rest, contexts[1:], strict=True):
+        for block, context in zip(self.upper_layers, contexts[1:], strict=True):
             x, kv = call_cached(block, x, positions, context)
             written.append(kv)
         output = self.norm(x) if self.config.norm_output else x

@@ -171,10 +171,14 @@ def _count(
 
 
 def _layer_index(names: list[str]) -> int | None:
-    """Returns the layer that a parameter belongs to: ``blocks.2`` of a target, ``first`` or ``rest.0`` of a head."""
+    """Returns the layer of a parameter: ``blocks.2`` of a target is layer 2, ``upper_layers.0`` of a head layer 1."""
     if names[0] in ("first", "block"):
         return 0
-    return int(names[1]) + (names[0] == "rest") if names[0] in ("blocks", "rest") else None
+    if names[0] == "blocks":
+        return int(names[1])
+    if names[0] == "upper_layers":
+        return int(names[1]) + 1
+    return None
 
 
 def _use(names: list[str], shape: tuple[int, ...], axes: set[str]) -> str:

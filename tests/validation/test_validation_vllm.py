@@ -115,23 +115,23 @@ log.write("started, runner " + os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "defau
 loaded = 0
 for line in sys.stdin:
     call = json.loads(line)
-    given = call["arguments"]
+    arguments = call["arguments"]
     answer = {"id": call["id"], "result": {"vllm": "0.32.0", "device": "DEVICE"}}
     if call["call"] == "load":
         loaded += 1
-        compiled = "" if given["enforce_eager"] else ", compiled"
-        log.write(f"load, share {given['gpu_memory_utilization']}{compiled}\\n")
-        if loaded > 1 and given["model"] == "big":
+        compiled = "" if arguments["enforce_eager"] else ", compiled"
+        log.write(f"load, share {arguments['gpu_memory_utilization']}{compiled}\\n")
+        if loaded > 1 and arguments["model"] == "big":
             answer = {"id": call["id"], "error": "ValueError: Free memory on device cuda:0 on startup is less"}
-        if given["model"] == "broken":
+        if arguments["model"] == "broken":
             answer = {"id": call["id"], "error": "ValueError: unknown architecture"}
     if call["call"] == "generate":
-        if given["prompts"] == [[]]:
+        if arguments["prompts"] == [[]]:
             print("out of memory", file=sys.stderr, flush=True)
             sys.exit(3)
-        print(json.dumps({"propose": {"sequences": given["prompts"]}}), flush=True)
+        print(json.dumps({"propose": {"sequences": arguments["prompts"]}}), flush=True)
         drafts = json.loads(sys.stdin.readline())["drafts"]
-        answer["result"] = {"completions": [{"tokens": draft[: given["max_new_tokens"]]} for draft in drafts],
+        answer["result"] = {"completions": [{"tokens": draft[: arguments["max_new_tokens"]]} for draft in drafts],
             "seconds": 1.0, "before": {"num_drafts": 1, "num_accepted_tokens_per_pos": [4]},
             "after": {"num_drafts": 3, "num_accepted_tokens_per_pos": [6, 1], "num_draft_tokens": 3}}
     print(json.dumps(answer), flush=True)
