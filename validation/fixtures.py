@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 from validation.device import environment_of_vllm
 from validation.engines.vllm.bridge import VLLM, VLLMError
-from validation.engines.vllm.process import Process
+from validation.engines.vllm.process import Process, environment_of
 from validation.engines.vllm.server import Servers
 from validation.subject import Setting, Subject, choose
 
 TESTED_VERSION = "0.32.0"
+START_SECONDS = 240  # until a server must answer
 NOTES = pytest.StashKey[dict]()  # the report's facts about the run, to which fixtures add
 RELEASES = pytest.StashKey[list[Callable[[], None]]]()  # callbacks that free the device's memory between modules
 
@@ -107,3 +113,55 @@ def _note(config: pytest.Config, vllm: VLLM) -> None:
         config.stash[NOTES]["vllm warning"] = (
             f"vLLM {vllm.versions['vllm']} is untested; these levels were written against {TESTED_VERSION}"
         )
+
+
+@contextlib.contextmanager
+def launched(
+    config: pytest.Config, subject: Subject, setting: Setting, log: Path, options: Mapping[str, Any]
+) -> Iterator[str]:
+    """Starts a server of vLLM as users start it, and yields its address; without vLLM the test skips.
+
+    Args:
+        config: Names the interpreter, and the share of a GPU's memory.
+        subject: Its target is served, in float32.
+        setting: Whether on a GPU.
+        log: File of the server's output.
+        options: Further options by name, without dashes.
+    """
+    python = vllm_interpreter(config)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = {"model": subject.target_directory, "dtype": "float32", "max-model-len": 512, "port": port, **options}
+    environment = environment_of(threads=1)
+    if setting.on_gpu:
+        words["gpu-memory-utilization"] = config.getoption("--vllm-memory")
+        environment |= environment_of_vllm()
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--enforce-eager"]
+    command += ["--no-enable-prefix-caching"]
+    command += [text for name, value in words.items() for text in (f"--{name}", str(value))]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_for(url, process, log)
+        yield url
+    finally:  # of the processes that it started, too, which would outlive it
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            Servers([url])
+            return
+        except VLLMError as error:
+            if process.poll() is not None or time.monotonic() > deadline:
+                last_line = [line for line in log.read_text().splitlines() if line.strip()][-1:]
+                raise VLLMError(f"the vLLM server did not start: {last_line or error}") from None
+        time.sleep(1)

@@ -12,7 +12,7 @@ import typer
 import typer.main
 
 from eagle3_jax import __version__
-from eagle3_jax.cli import bench, chat, convert, doctor, generate, inspect, plan, train, tune
+from eagle3_jax.cli import bench, certify, chat, convert, doctor, generate, inspect, plan, train, tune
 from eagle3_jax.cli._errors import Misuse
 
 app = typer.Typer(
@@ -43,6 +43,7 @@ app.command("convert", epilog=convert.EXAMPLE)(convert.convert)
 app.command("inspect", epilog=inspect.EXAMPLE)(inspect.inspect)
 app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
 app.command("bench", epilog=bench.EXAMPLE)(bench.bench)
+app.command("certify", epilog=certify.EXAMPLE)(certify.certify)
 app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 app.add_typer(train.app, name="train")
 app.add_typer(plan.app, name="plan")

@@ -106,6 +106,7 @@ def open_decoder(
         stop_tokens: Ids that end a row. Default: the target's.
     """
     from eagle3_jax import SpeculativeDecoder
+    from eagle3_jax.topology import default_draft_length
 
     options = draft.for_decoder()
     source = default_drafter(models.target, models.weights) if models.drafter is None else models.drafter
@@ -117,7 +118,8 @@ def open_decoder(
         if value is not None:
             chosen.append(f"--{name.replace('_', '-')} {value}")
     if not chosen and not find_own("--drafter", source):
-        head = _with_default_length(head, batch, least=0 if draft.draft_sampling is None else 1)
+        length = max(default_draft_length(batch, weights=models.weights), 0 if draft.draft_sampling is None else 1)
+        head = _with_length(head, length)
     options |= {"verifier": read_verifier(draft.verifier), "mesh": mesh, "stop_tokens": stop_tokens}
     try:
         return SpeculativeDecoder(target, head, **options)
@@ -125,10 +127,8 @@ def open_decoder(
         raise Misuse(": ".join(filter(None, (", ".join(chosen), str(error))))) from None
 
 
-def _with_default_length(
-    head: LoadedDrafter | Drafter[Any] | None, batch: int, *, least: int
-) -> LoadedDrafter | Drafter[Any] | None:
-    """Returns a drafter with the default length for batches of this size; ``None`` if that length is 0.
+def _with_length(head: LoadedDrafter | Drafter[Any] | None, length: int) -> LoadedDrafter | Drafter[Any] | None:
+    """Returns a drafter of chains of a length; ``None`` if that is 0.
 
     A drafter that proposes a block or all of its heads in one pass keeps its length: a shorter draft would need another
     network, or cost as much.
@@ -138,7 +138,6 @@ def _with_default_length(
     from eagle3_jax.topology import default_draft_length
 
     drafter = head.drafter if isinstance(head, LoadedDrafter) else head
-    length = max(default_draft_length(batch), least)
     if length == default_draft_length() or not isinstance(drafter, Drafting) or hasattr(drafter, "longest"):
         return head
     if not length:

@@ -24,6 +24,7 @@ LAYERS = (
     ("files.sources", "schedule"),
     ("decode",),
     ("chat.conversation", "serving", "testing", "load", "training", "bench", "files.prompts"),
+    ("certify",),
     ("chat", "files", "cli", "__main__"),
 )
 MAY_IMPORT_CONVERSION = {"cli", "load"}

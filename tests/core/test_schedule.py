@@ -144,6 +144,8 @@ def test_a_traced_state_has_no_stage(target):
 
 def test_the_default_length_is_three_or_fewer_on_cpus_and_five_elsewhere() -> None:
     assert [default_draft_length(batch, "cpu") for batch in (1, 2, 3, 4, 5, 32, 33)] == [3, 3, 2, 2, 1, 1, 0]
+    in_int8 = [default_draft_length(batch, "cpu", "int8") for batch in (1, 2, 3, 4, 5)]
+    assert in_int8 == [3, 3, 1, 1, 0]
     assert [default_draft_length(batch, platform) for batch in (1, 33) for platform in ("gpu", "tpu")] == [5] * 4
     assert default_draft_length() == default_draft_length(1, jax.default_backend())
 

@@ -1,0 +1,296 @@
+"""A client of servers that speak OpenAI's completions: tokens with log-probabilities, and forced scoring."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import math
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+_RETRIES = 5
+_LONGEST_WAIT = 10.0  # seconds between two tries
+_COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens)_total\{[^}]*\} ([\d.e+]+)$", re.M)
+_NEUTRAL = {  # what llama.cpp would else set, and what makes tokens readable
+    "min_p": 0.0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+}
+
+
+class ServerError(ValueError):
+    """A server does not answer, or not as is needed; the message is one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A token with the log-probabilities that the server reports for its position.
+
+    Attributes:
+        token: Its id; a negative number stands for the text of a token from a server that does not tell ids.
+        log_prob: Its log-probability; not a number where the server does not tell it.
+        top: Log-probabilities of the likeliest tokens, and of this one.
+    """
+
+    token: int
+    log_prob: float
+    top: dict[int, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One answer.
+
+    Attributes:
+        text: The answer.
+        reports: One per token; empty if the server reports nothing.
+        chunk_index: Position of each token in the chunk that it came in, from 0.
+        prompt_ids: The prompt's token ids, if the server tells them.
+    """
+
+    text: str
+    reports: list[Report]
+    chunk_index: list[int]
+    prompt_ids: list[int] | None = None
+
+
+class Client:
+    """One server.
+
+    Attributes:
+        url: Its address, without ``/v1``.
+        model: The model that it is asked for.
+        facts: What it says about itself: models, version, build, counters of speculation.
+        scoring: How it scores given tokens: ``echo``, or ``prefixes``, one request for each; empty before the first.
+    """
+
+    def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout: float = 120.0) -> None:
+        """Asks the server who it is.
+
+        Raises:
+            ServerError: Nothing answers there, it wants a key, or it is another kind of server.
+        """
+        self.url = url.rstrip("/").removesuffix("/v1")
+        if urllib.parse.urlsplit(self.url).scheme not in ("http", "https"):
+            raise ServerError(f"{url!r} is not the address of a server; expected something like http://localhost:8000")
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._timeout = timeout
+        # A proxy of the environment must not be asked for a server on this machine.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._ids: dict[str, int] = {}
+        models = self.get("/v1/models")
+        entries = models.get("data") if isinstance(models, dict) else None
+        if not entries:
+            raise ServerError(f"{self.url}/v1/models lists no model; is this a server with OpenAI's protocol?")
+        served = [entry["id"] for entry in entries]
+        if model is not None and model not in served:
+            raise ServerError(f"{self.url} serves {', '.join(served)}, not {model}; name one of these with --model")
+        self.model: str = model or served[0]
+        self.facts: dict[str, Any] = {"model": self.model, "root": entries[0].get("root")}
+        for path, field in (
+            ("/version", "version"),
+            ("/props", "build_info"),
+            ("/get_server_info", "speculative_algorithm"),
+        ):
+            with contextlib.suppress(ServerError, AttributeError):  # each is one server's own
+                self.facts[field] = self.get(path).get(field)
+        self.facts = {name: value for name, value in self.facts.items() if value is not None}
+        self.scoring = ""
+
+    def counters(self) -> dict[str, int]:
+        """Returns vLLM's counters of speculation; empty where there are none."""
+        try:
+            text = self._open("/metrics").decode(errors="replace")
+        except ServerError:
+            return {}
+        counters: dict[str, int] = {}
+        for name, value in _COUNTER.findall(text):
+            counters[name] = counters.get(name, 0) + int(float(value))
+        return counters
+
+    def complete(self, prompt: str | Sequence[int], *, num_reported: int, **fields: Any) -> Completion:
+        """Continues a prompt, streamed.
+
+        Args:
+            prompt: Text or token ids.
+            num_reported: Number of log-probabilities of each position.
+            fields: Further fields of the request, such as ``max_tokens`` and ``temperature``.
+
+        Raises:
+            ServerError: The server refuses it, fails, is slow, or answers for another model.
+        """
+        body = self._body(prompt, num_reported, fields) | {"stream": True}
+        texts = []
+        reports: list[Report] = []
+        chunk_index: list[int] = []
+        prompt_ids = None
+        for event in self._events(body):
+            choice = self._choice(event)
+            if choice is None:
+                continue
+            texts.append(choice.get("text") or "")
+            prompt_ids = prompt_ids or choice.get("prompt_token_ids")
+            chunk = self._reports(choice)
+            reports += chunk
+            chunk_index += range(len(chunk))
+        return Completion("".join(texts), reports, chunk_index, prompt_ids)
+
+    def score(self, prompt: str | Sequence[int], completion: Completion, *, num_reported: int) -> list[Report]:
+        """Scores the tokens of an answer behind their own prefixes, without drafts.
+
+        A prompt is scored in one pass (``echo``). A server that has no such request is asked for the first token behind
+        each prefix, which no draft reaches.
+
+        Raises:
+            ServerError: The server does neither.
+        """
+        answer = [report.token for report in completion.reports]
+        ids = completion.prompt_ids or self._tokenize(prompt)
+        has_ids = ids is not None and all(token >= 0 for token in answer)
+        if self.scoring != "prefixes":
+            text: Any = [*(ids or ()), *answer] if has_ids else f"{prompt}{completion.text}"
+            echoed = self._echo(text, num_reported)
+            # The token that the request must write comes last.
+            scored = echoed[-len(answer) - 1 : -1]
+            if [report.token for report in scored] == answer:
+                self.scoring = "echo"
+                return scored
+            if self.scoring == "echo":
+                return []  # the text of this answer is read as other tokens
+        if not has_ids:
+            raise ServerError(
+                f"{self.url} neither scores a prompt (echo with logprobs) nor tells token ids; nothing can be compared"
+            )
+        self.scoring = "prefixes"
+        scored = []
+        for position, token in enumerate(answer):
+            prefix = [*(ids or ()), *answer[:position]]
+            first = self.complete(prefix, num_reported=num_reported, max_tokens=1, temperature=0.0).reports[0]
+            scored.append(Report(token, first.top.get(token, math.nan), first.top))
+        return scored
+
+    def _echo(self, prompt: str | Sequence[int], num_reported: int) -> list[Report]:
+        body = self._body(prompt, num_reported, {"max_tokens": 1, "temperature": 0.0}) | {"echo": True}
+        try:
+            answer = json.loads(self._open("/v1/completions", body))
+        except ServerError:
+            if self.scoring == "echo":
+                raise
+            return []
+        return self._reports(self._choice(answer) or {})
+
+    def _tokenize(self, prompt: str | Sequence[int]) -> list[int] | None:
+        """Returns the prompt's token ids, as llama.cpp tells them; ``None`` where there is no such request."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        try:
+            tokens = json.loads(self._open("/tokenize", {"content": prompt, "add_special": True})).get("tokens")
+        except (ServerError, ValueError, AttributeError):
+            return None
+        return tokens if tokens and all(isinstance(token, int) for token in tokens) else None
+
+    def _body(self, prompt: str | Sequence[int], num_reported: int, fields: dict[str, Any]) -> dict[str, Any]:
+        prompt = prompt if isinstance(prompt, str) else list(prompt)
+        return {"model": self.model, "prompt": prompt, "logprobs": num_reported} | _NEUTRAL | fields
+
+    def _choice(self, event: dict[str, Any]) -> dict[str, Any] | None:
+        if event.get("error"):
+            raise ServerError(f"{self.url} failed: {json.dumps(event['error'])[:300]}")
+        answered = event.get("model") or self.model
+        if answered != self.model:
+            raise ServerError(f"{self.url} answered as {answered}, not as {self.model}; nothing can be compared")
+        choices = event.get("choices")
+        return choices[0] if choices else None
+
+    def _reports(self, choice: dict[str, Any]) -> list[Report]:
+        """Returns the reports of a choice, in the form of OpenAI's completions or of its chat (llama.cpp)."""
+        listed = choice.get("logprobs") or {}
+        if listed.get("content"):
+            reports = []
+            for entry in listed["content"]:
+                top = {self._id(other): other["logprob"] for other in entry.get("top_logprobs") or []}
+                reports.append(Report(self._id(entry), entry["logprob"], top))
+            return reports
+        reports = []
+        columns = (listed.get("tokens") or [], listed.get("token_logprobs") or [], listed.get("top_logprobs") or [])
+        for token, log_prob, top in zip(*columns, strict=True) if all(columns) else ():
+            known = {self._id(other): value for other, value in (top or {}).items()}
+            reports.append(Report(self._id(token), math.nan if log_prob is None else log_prob, known))
+        return reports
+
+    def _id(self, token: Any) -> int:
+        """Returns the id of a token; a text that is no id has a negative number of its own."""
+        if isinstance(token, dict):
+            if isinstance(token.get("id"), int):
+                return token["id"]
+            token = token.get("token")
+        number = str(token).removeprefix("token_id:")
+        if number != token and number.isdecimal():
+            return int(number)
+        return self._ids.setdefault(str(token), -2 - len(self._ids))
+
+    def get(self, path: str) -> Any:
+        """Returns the JSON of a path."""
+        answer = self._open(path)
+        try:
+            return json.loads(answer)
+        except ValueError:
+            raise ServerError(
+                f"{self.url}{path} does not answer in JSON; is this a server with OpenAI's protocol?"
+            ) from None
+
+    def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yields the events of a stream; a server that does not stream answers in one."""
+        data = self._open("/v1/completions", body)
+        lines = data.decode().split("\n")  # a text may hold other ends of lines
+        if not any(line.startswith("data:") for line in lines):
+            yield json.loads(data)
+            return
+        for line in lines:
+            event = line.removeprefix("data:").strip()
+            if line.startswith("data:") and event != "[DONE]":
+                yield json.loads(event)
+
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, self._headers)
+        for attempt in range(_RETRIES + 1):
+            try:
+                with self._opener.open(request, timeout=self._timeout) as response:
+                    return response.read()
+            except urllib.error.HTTPError as error:
+                if error.code in (429, 503) and attempt < _RETRIES:
+                    time.sleep(_wait(error.headers.get("Retry-After"), attempt))
+                    continue
+                raise ServerError(self._refusal(path, error)) from None
+            except (TimeoutError, http.client.HTTPException, OSError) as error:
+                reason = getattr(error, "reason", None) or error
+                if isinstance(reason, TimeoutError):
+                    reason = f"no answer in {self._timeout:g} s; raise --timeout"
+                raise ServerError(f"no server answers at {self.url}{path} ({reason})") from None
+        raise AssertionError
+
+    def _refusal(self, path: str, error: urllib.error.HTTPError) -> str:
+        text = " ".join(error.read().decode(errors="replace").split())[:300]
+        if error.code in (401, 403):
+            return f"{self.url} wants a key: give one to --key or EAGLE3_API_KEY ({error.code}: {text})"
+        return f"{self.url}{path} answered {error.code}: {text}"
+
+
+def _wait(retry_after: str | None, attempt: int) -> float:
+    """Returns the seconds before the next try."""
+    try:
+        seconds = float(retry_after or "")
+    except ValueError:
+        seconds = 0.5 * 2**attempt
+    return min(max(seconds, 0.0), _LONGEST_WAIT)

@@ -1,0 +1,208 @@
+"""``eagle3 certify`` and its client, over a local server with planted errors and bad manners."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_server import FakeServer, serving
+
+from eagle3_jax.certify import Certificate, Client, Plan, ServerError, Verdict, certify
+from eagle3_jax.certify.faulty import FAULTS, NUM_PROMPTS, FaultySampler
+from eagle3_jax.cli import run
+
+PROMPTS = [[number] for number in range(NUM_PROMPTS)]
+PLAN = Plan(prompts=PROMPTS, num_requests=64, num_greedy=4, max_new_tokens=16)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with serving(FaultySampler()) as running:
+        yield running
+
+
+def result_of(server: FakeServer, plan: Plan = PLAN) -> Certificate:
+    return certify(Client(server.url), plan)
+
+
+def test_a_correct_server_is_lossless(server: FakeServer) -> None:
+    certificate = result_of(server)
+    assert certificate.verdict is Verdict.LOSSLESS, certificate.reason
+    assert certificate.sees is not None and 0 < certificate.sees < 1
+    assert certificate.facts["version"] == "0.0.fake"
+    assert "The same seed wrote the same text in 4 of 4 requests." in certificate.notes
+    names = [test.name for test in certificate.tests]
+    assert "places, token 2 of a chunk" in names and "counts behind the same text" in names
+
+
+@pytest.mark.parametrize("form", ["content", "texts"])
+def test_the_forms_of_other_servers_are_read(server: FakeServer, form: str) -> None:
+    expected = result_of(server)
+    server.manners.form = form
+    prompts = ["0", "1", "2", "3"] if form == "texts" else PROMPTS
+    certificate = result_of(server, Plan(prompts=prompts, num_requests=64, num_greedy=4, max_new_tokens=16))
+    assert certificate.tests == expected.tests
+    assert certificate.first_tokens == expected.first_tokens
+
+
+def test_without_echo_each_prefix_is_asked(server: FakeServer) -> None:
+    expected = result_of(server)
+    server.manners.echoes = False
+    plan = Plan(prompts=PROMPTS, num_requests=64, num_greedy=4, max_new_tokens=16)
+    client = Client(server.url)
+    assert certify(client, plan).tests == expected.tests
+    assert client.scoring == "prefixes"
+
+
+def test_a_planted_error_is_found_over_http() -> None:
+    with serving(FaultySampler(FAULTS["drafts drawn at T 0.7 and declared at 1"])) as server:
+        plan = Plan(prompts=PROMPTS, num_requests=256, num_greedy=0, concurrency=4)
+        certificate = result_of(server, plan)
+    assert certificate.verdict is Verdict.NOT_LOSSLESS
+    assert "places" in certificate.reason or "log-probabilities" in certificate.reason
+
+
+def test_a_greedy_token_that_is_not_the_likeliest_is_found(server: FakeServer) -> None:
+    server.manners.wrong_greedy = 3
+    certificate = result_of(server)
+    assert certificate.verdict is Verdict.NOT_LOSSLESS
+    assert "4 are not the likeliest" in certificate.reason
+
+
+def test_a_server_that_is_wrong_without_drafts_is_inconclusive(server: FakeServer) -> None:
+    server.manners.wrong_greedy = 0
+    certificate = result_of(server)
+    assert certificate.verdict is Verdict.INCONCLUSIVE
+    assert "the reports do not describe the sampler" in certificate.reason
+
+
+def test_reports_that_differ_from_forced_ones_are_found(server: FakeServer) -> None:
+    """As with stale keys and values, where tokens follow what the server reports, but that is wrong."""
+    server.manners.shift = 0.5
+    certificate = result_of(server, Plan(prompts=PROMPTS, num_requests=64, num_greedy=0, max_new_tokens=16))
+    assert certificate.verdict is Verdict.NOT_LOSSLESS
+    assert "reported against forced log-probabilities" in certificate.reason
+
+
+def test_a_server_that_ignores_seeds_is_not_certified(server: FakeServer) -> None:
+    server.manners.fixed_seed = 7
+    assert result_of(server).verdict is not Verdict.LOSSLESS
+
+
+def test_a_server_without_reports_is_compared_with_a_plain_one(server: FakeServer) -> None:
+    server.manners.reports = False
+    with pytest.raises(ServerError, match="--plain-url"):
+        result_of(server)
+    plan = Plan(prompts=PROMPTS, num_requests=1024)
+    with serving(FaultySampler()) as plain:
+        certificate = certify(Client(server.url), plan, plain=Client(plain.url))
+        assert certificate.verdict is Verdict.LOSSLESS, certificate.reason
+        with serving(FaultySampler(FAULTS["greedy drafts judged as if drawn"])) as faulty:
+            faulty.manners.reports = False
+            certificate = certify(Client(faulty.url), plan, plain=Client(plain.url))
+    assert certificate.verdict is Verdict.NOT_LOSSLESS
+
+
+def test_a_busy_server_is_asked_again_and_a_failing_one_is_judged_by_what_it_answered(server: FakeServer) -> None:
+    server.manners.refusals = [429, 503, 429]
+    assert result_of(server).lost == 0
+    client = Client(server.url)
+    threading.Timer(0.3, lambda: setattr(server.manners, "refusals", [500] * 10_000)).start()
+    certificate = certify(client, Plan(prompts=PROMPTS, num_requests=5000, num_greedy=4, max_new_tokens=16))
+    assert certificate.is_partial and certificate.lost > 3
+    assert "Only a part was judged" in certificate.notes[0] and "answered 500" in certificate.notes[0]
+
+
+def test_another_model_in_between_is_refused(server: FakeServer) -> None:
+    server.manners.models = ["fake", "other"]
+    with pytest.raises(ServerError, match="answered as other, not as fake"):
+        result_of(server, Plan(prompts=PROMPTS, num_requests=8, concurrency=1))
+
+
+def command(server: FakeServer, *options: str, prompts: Path) -> list[str]:
+    words = ["certify", "--url", server.url, "--prompts", str(prompts), "--requests", "64", "--greedy-requests", "4"]
+    return [*words, "--max-new-tokens", "16", *options]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt_ids": prompt}) + "\n" for prompt in PROMPTS))
+    return file
+
+
+def test_the_command_prints_the_verdict_first_and_writes_the_certificate(
+    server: FakeServer, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    output = tmp_path / "certificate"
+    assert run(command(server, "--output", str(output), "--key", "secret", prompts=prompts)) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Lossless within ")
+    record = json.loads((output / "certificate.json").read_text())
+    assert record["verdict"] == "lossless" and "secret" not in json.dumps(record)
+    page = (output / "certificate.html").read_text()
+    assert "Lossless within" in page and "places in the distribution" in page and "secret" not in page
+
+
+@pytest.mark.parametrize(("fault", "code"), [("wrong_greedy", 1), ("fixed_seed", 3)])
+def test_the_exit_code_is_the_verdict(server: FakeServer, prompts: Path, fault: str, code: int) -> None:
+    setattr(server.manners, fault, 3)
+    assert run(command(server, "--json", prompts=prompts)) == code
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--temperature", "0.7", "--top-p", "0.9"], "do not show where the nucleus ends"),
+        (["--temperature", "0"], "expected a temperature above 0"),
+        (["--reports", "cooked"], "expected raw or processed"),
+        (["--model", "gpt"], "serves fake, not gpt"),
+        (["--greedy-requests", "0", "--requests", "0"], "leave nothing to judge"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(
+    server: FakeServer, prompts: Path, options: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert run(command(server, *options, prompts=prompts)) == 2
+    assert message in capsys.readouterr().err
+
+
+def change(server: FakeServer, **manners: Any) -> None:
+    for name, value in manners.items():
+        setattr(server.manners, name, value)
+
+
+@pytest.mark.parametrize(
+    ("manners", "message"),
+    [
+        ({"key": "secret"}, "wants a key: give one to --key or EAGLE3_API_KEY"),
+        ({"seconds": 3.0}, "no answer in 0.5 s; raise --timeout"),
+        ({"most_reported": 5}, "reports 5 log-probabilities where 20 were asked for"),
+        ({"refusals": [500]}, "answered 500"),
+    ],
+)
+def test_a_server_that_cannot_be_judged_is_one_line(
+    server: FakeServer, prompts: Path, manners: dict[str, Any], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    change(server, **manners)
+    assert run(command(server, "--timeout", "0.5", prompts=prompts)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://127.0.0.1:9", "ftp://x"])
+def test_no_server_is_one_line(url: str, capsys: pytest.CaptureFixture) -> None:
+    assert run(["certify", "--url", url]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_a_file_without_prompts_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "empty.jsonl"
+    file.write_text("")
+    assert run(["certify", "--url", "http://127.0.0.1:9", "--prompts", str(file)]) == 2
+    assert "holds no lines" in capsys.readouterr().err
