@@ -190,7 +190,7 @@ class SpeculativeDecoder:
         stops = _checked_stop(stop, len(prompts), self.target)
         if any(stops):
             return self._generate_until(stops, prompts, max_new_tokens, sampling, seed, logprobs)
-        loop, batch, rows = self._batch(prompts, max_new_tokens, sampling, seed, logprobs)
+        loop, batch, rows = self.batch(prompts, max_new_tokens, sampling, seed, logprobs)
         start = time.perf_counter()
         capacity = self._capacity(batch)
         outcome = self._on_mesh(loops.generate, loop, self.params, self._on_rows(batch), capacity=capacity)
@@ -236,7 +236,7 @@ class SpeculativeDecoder:
         The arguments are those of :meth:`generate`. The pieces of all chunks, joined, are its text.
         """
         text = Pieces(self.target.tokenizer)
-        batch = self._batch([prompt], max_new_tokens, sampling, seed, logprobs)
+        batch = self.batch([prompt], max_new_tokens, sampling, seed, logprobs)
         state, rounds, rows = self._start(*batch)
         start = len(rows[0])
         streamed = start
@@ -275,7 +275,7 @@ class SpeculativeDecoder:
 
         The arguments are those of :meth:`generate`. The next round consumes the state of this one, so read it first.
         """
-        batch = self._batch(prompts, max_new_tokens, sampling, seed, logprobs)
+        batch = self.batch(prompts, max_new_tokens, sampling, seed, logprobs)
         state, rounds, _ = self._start(*batch)
         while np.any(to_host(state.finish) == FinishReason.RUNNING):
             latest = next(rounds)
@@ -303,7 +303,7 @@ class SpeculativeDecoder:
             ValueError: An argument is out of range, ``capacity`` is too small, or ``sampling_mode`` does less than
                 ``sampling`` needs.
         """
-        loop, batch, _ = self._batch(prompts, max_new_tokens, sampling, seed, logprobs)
+        loop, batch, _ = self.batch(prompts, max_new_tokens, sampling, seed, logprobs)
         if sampling_mode is not None:
             check_mode(sampling_mode, loop.sampling_mode)
             loop = dataclasses.replace(loop, sampling_mode=sampling_mode)
@@ -389,7 +389,7 @@ class SpeculativeDecoder:
 
         return state, rounds(state), rows
 
-    def _batch(
+    def batch(
         self,
         prompts: Prompt | Sequence[Prompt],
         max_new_tokens: int | Sequence[int],
@@ -397,7 +397,10 @@ class SpeculativeDecoder:
         seed: int | Sequence[int],
         logprobs: int | None,
     ) -> tuple[SpeculativeLoop, Prompts, list[list[int]]]:
-        """Returns the loop for this sampling, the batch on the device, and the prompts' token ids."""
+        """Returns the loop for this sampling, the batch on the device, and the prompts' token ids, all checked.
+
+        The arguments are those of :meth:`generate`. For callers that call the functions of :mod:`eagle3_jax.loop`.
+        """
         rows = [self.encode(prompt) for prompt in _as_batch(prompts)]
         if not rows:
             raise ValueError("no prompts were given; give at least one")
@@ -444,7 +447,7 @@ class SpeculativeDecoder:
     def _generate_until(self, stops: list[list[str]], prompts: Sequence[Prompt], *options: Any) -> GenerationResult:
         """Generates round by round; the host ends a row when its text contains one of its ``stops``."""
         begin = time.perf_counter()
-        state, _, rows = self._start(*self._batch(prompts, *options))
+        state, _, rows = self._start(*self.batch(prompts, *options))
         searched = [len(row) for row in rows]
         texts = dict[int, str]()  # of the rows that a stop text has ended
         while True:

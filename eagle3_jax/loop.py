@@ -117,41 +117,81 @@ class SpeculativeLoop:
         logits = self.target.unembed(params.target, final)
         first = self._choose_first(prompts, logits)
 
-        empty_cache = self.target.init_cache(batch, capacity)
-        cache = empty_cache.fill(output.written, prompts.length)
+        state = self.empty(params, prompts, capacity)
         seen = Observation(tokens=prompts.tokens, features=output.features, length=prompts.length, next_token=first)
-        empty_state = self.drafter.init(params.drafter, batch, capacity)
-        check_rows(self.drafter, empty_state, batch)
-        # Without the barrier XLA spends seconds of compilation on folding attention over an empty cache.
-        drafter = lax.optimization_barrier(empty_state)
-        slots = jnp.zeros((batch, capacity), jnp.int32)
-        tokens = slots.at[:, :longest].set(prompts.tokens)
-        running = jnp.zeros((batch,), jnp.int32)
-        state = GenerationState(
-            tokens=tokens,
-            length=prompts.length,
-            limit=prompts.limit,
-            limit_reason=prompts.limit_reason,
-            stop_tokens=prompts.stop_tokens,
-            finish=running,
-            cache=cache,
-            drafter=self._observe(params, drafter, seen),
-            sampling=prompts.sampling,
-            keys=prompts.keys,
-            stats=SpeculationStats.zeros(batch, self.drafter.max_depth),
-            logprobs=None if prompts.logprobs is None else LogProbs.zeros(batch, capacity, prompts.logprobs),
-        )
+        cache = state.cache.fill(output.written, prompts.length)
+        state = state.replace(cache=cache, drafter=self._observe(params, state.drafter, seen))
         broken = ~_has_distribution(logits)[:, 0]
         emitted = first[:, None]
         count = jnp.where(broken, 0, 1).astype(jnp.int32)
         return self._emit(state, emitted, count, broken, logits)
 
-    def _choose_first(self, prompts: Prompts, logits: Float[Array, "B 1 V"]) -> Int[Array, " B"]:
+    def empty(self, params: LoopParams, prompts: Prompts, capacity: int) -> GenerationState:
+        """Returns rows whose prompts have not run yet; :meth:`extend` runs them."""
+        batch, longest = prompts.tokens.shape
+        empty_state = self.drafter.init(params.drafter, batch, capacity)
+        check_rows(self.drafter, empty_state, batch)
+        slots = jnp.zeros((batch, capacity), jnp.int32)
+        return GenerationState(
+            tokens=slots.at[:, :longest].set(prompts.tokens),
+            length=prompts.length,
+            limit=prompts.limit,
+            limit_reason=prompts.limit_reason,
+            stop_tokens=prompts.stop_tokens,
+            finish=jnp.zeros((batch,), jnp.int32),
+            cache=self.target.init_cache(batch, capacity),
+            # Without the barrier XLA spends seconds of compilation on folding attention over an empty cache.
+            drafter=lax.optimization_barrier(empty_state),
+            sampling=prompts.sampling,
+            keys=prompts.keys,
+            stats=SpeculationStats.zeros(batch, self.drafter.max_depth),
+            logprobs=None if prompts.logprobs is None else LogProbs.zeros(batch, capacity, prompts.logprobs),
+        )
+
+    def extend(
+        self, params: LoopParams, state: GenerationState, prompt_length: Int[Array, " B"], *, size: int
+    ) -> GenerationState:
+        """Runs the next tokens of each prompt, behind those that have run. The last of them chooses the first token.
+
+        Args:
+            params: Arrays of both models.
+            state: Rows of :meth:`empty`, or of the chunk before.
+            prompt_length: ``[B]``, tokens of each prompt. Rows whose prompts have run do not change.
+            size: Most tokens of a row that run. After all chunks the state is that of :meth:`prefill` up to rounding.
+        """
+        start = state.cache.length
+        count = jnp.clip(prompt_length - start, 0, size)
+        positions = start[:, None] + indices(size)[None, :]
+        tokens = jax.vmap(lambda tokens, slots: tokens.at[slots].get(mode="clip"))(state.tokens, positions)
+        is_chain = {"is_chain": True} if takes_argument(self.target, "is_chain") else {}
+        output = self.target(
+            params.target,
+            tokens,
+            positions,
+            causal_mask(size),
+            state.cache,
+            aux_layers=self.drafter.aux_layers,
+            **is_chain,
+        )
+        final = jnp.take_along_axis(output.final, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+        logits = self.target.unembed(params.target, final)
+        ends = (count > 0) & (start + count == prompt_length)
+        first = self._choose_first(state, logits)
+        following = entry_of_rows(state.tokens, jnp.minimum(start + count, state.tokens.shape[1] - 1))
+        next_token = jnp.where(ends, first, following)
+        seen = Observation(tokens=tokens, features=output.features, length=count, next_token=next_token)
+        cache = state.cache.commit(output.written, count)
+        state = state.replace(cache=cache, drafter=self._observe(params, state.drafter, seen))
+        broken = ends & ~_has_distribution(logits)[:, 0]
+        num_first = jnp.where(ends & ~broken, 1, 0).astype(jnp.int32)
+        return self._emit(state, first[:, None], num_first, broken, logits)
+
+    def _choose_first(self, rows: Prompts | GenerationState, logits: Float[Array, "B 1 V"]) -> Int[Array, " B"]:
         """Returns the first token of each row, from the logits after its prompt."""
         if self.sampling_mode is SamplingMode.GREEDY:
             return argmax(logits[:, 0])
-        probs = probabilities(logits, prompts.sampling, self.sampling_mode)[:, 0]
-        keys = keys_at(prompts.keys, prompts.length, _VERIFY)
+        probs = probabilities(logits, rows.sampling, self.sampling_mode)[:, 0]
+        keys = keys_at(rows.keys, rows.length, _VERIFY)
         dice = uniforms(keys, num_digits(probs.shape[-1]))
         return draw(probs, dice)
 
@@ -325,6 +365,20 @@ def _has_distribution(logits: Float[Array, "B N V"]) -> Bool[Array, "B N"]:
 def prefill(loop: SpeculativeLoop, params: LoopParams, prompts: Prompts, *, capacity: int) -> GenerationState:
     """Compiled ``SpeculativeLoop.prefill``."""
     return loop.prefill(params, prompts, capacity)
+
+
+@functools.partial(jax.jit, static_argnames=("loop", "capacity"))
+def empty(loop: SpeculativeLoop, params: LoopParams, prompts: Prompts, *, capacity: int) -> GenerationState:
+    """Compiled ``SpeculativeLoop.empty``."""
+    return loop.empty(params, prompts, capacity)
+
+
+@functools.partial(jax.jit, static_argnames=("loop", "size"), donate_argnames=("state",))
+def extend(
+    loop: SpeculativeLoop, params: LoopParams, state: GenerationState, prompt_length: Int[Array, " B"], *, size: int
+) -> GenerationState:
+    """Compiled ``SpeculativeLoop.extend``. It consumes the given state and updates its caches in place."""
+    return loop.extend(params, state, prompt_length, size=size)
 
 
 @functools.partial(jax.jit, static_argnames=("loop",), donate_argnames=("state",))

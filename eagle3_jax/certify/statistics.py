@@ -185,7 +185,9 @@ def judge(draws: Draws, *, alpha: float, seed: int = 0) -> list[Test]:
         chosen = draws.chunk_index == position
         if chosen.sum() >= FEWEST:
             tests.append(_uniform(f"places, token {position + 1} of a chunk", places[chosen], alpha))
-    tests += [_pairs(draws, places, alpha), _contexts(draws, probs), _repetitions(draws, within)]
+    tests += [_pairs(draws, places, alpha), _contexts(draws, probs)]
+    if np.ptp(draws.index):  # whole texts
+        tests.append(_repetitions(draws, within))
     return [test for test in tests if test.tokens]
 
 

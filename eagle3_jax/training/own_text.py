@@ -20,7 +20,7 @@ import numpy as np
 
 from eagle3_jax.chat.conversation import apply_chat_template
 from eagle3_jax.decode import LoadedTarget, SpeculativeDecoder
-from eagle3_jax.serving.pool import Pool, PoolRequest
+from eagle3_jax.serving.engine import Engine, Request, ended
 from eagle3_jax.training.texts import Text, document_hash
 from eagle3_jax.types import SamplingMode
 
@@ -167,31 +167,31 @@ class Conversations:
 
     def __iter__(self) -> Iterator[Text]:
         self.dropped.clear()
-        pool = _pool(self._target, self._config, self._stop_tokens)
+        engine = _engine(self._target, self._config, self._stop_tokens)
         numbers = iter(self._numbers)
         plans: dict[int, _Plan] = {}  # by ticket of the user's turn
         questions: dict[int, Text] = {}  # by ticket of the answer
         known: set[int] = set()
         while True:
-            for number in itertools.islice(numbers, pool.free):
+            for number in itertools.islice(numbers, engine.free):
                 plan = self._plan(number)
-                request = PoolRequest(
+                request = Request(
                     tokens=self._prefix + plan.opening,
                     max_new_tokens=self._config.user_length - len(plan.opening) + 1,  # and the token that ends the turn
                     temperature=self._config.user_temperature,
                     seed=plan.user_seed,
                 )
-                plans[pool.submit(request)] = plan
-            if pool.idle:
+                plans[engine.submit(request)] = plan
+            if engine.idle:
                 return
-            for ticket, tokens in pool.tick():
+            for ticket, tokens in ended(engine.tick()):
                 if ticket in plans:
                     plan = plans.pop(ticket)
                     question = self._question(plan.opening, tokens, known)
                     if question is not None:
                         room = self._config.length - len(question.tokens)
-                        request = PoolRequest(question.tokens, room, plan.temperature, seed=plan.answer_seed)
-                        questions[pool.submit(request)] = question
+                        request = Request(question.tokens, room, plan.temperature, seed=plan.answer_seed)
+                        questions[engine.submit(request)] = question
                 else:
                     question = questions.pop(ticket)
                     if _loops(tokens):
@@ -256,22 +256,22 @@ def answers(
     Raises:
         ValueError: ``length`` is more than the target holds, or a prompt is empty or has an id outside the vocabulary.
     """
-    pool = _pool(target, config, target.stop_tokens)
+    engine = _engine(target, config, target.stop_tokens)
     waiting = enumerate(prompts)
     numbers: dict[int, int] = {}  # by ticket
     while True:
-        taken = list(itertools.islice(waiting, pool.free))
+        taken = list(itertools.islice(waiting, engine.free))
         for number, prompt in taken:
             room = config.length - len(prompt)
             if room < 1:
                 yield number, []
                 continue
             temperature, seed = _answer_sampling(config, np.random.default_rng([config.seed, first + number]))
-            request = PoolRequest(prompt, max_new_tokens=room, temperature=temperature, seed=seed)
-            numbers[pool.submit(request)] = number
-        if pool.idle and not taken:
+            request = Request(prompt, max_new_tokens=room, temperature=temperature, seed=seed)
+            numbers[engine.submit(request)] = number
+        if engine.idle and not taken:
             return
-        for ticket, tokens in pool.tick():
+        for ticket, tokens in ended(engine.tick()):
             yield numbers.pop(ticket), [] if _loops(tokens) else tokens
 
 
@@ -280,11 +280,13 @@ def _check_length(target: LoadedTarget, config: OwnTextConfig) -> None:
         raise ValueError(f"length is {config.length}, and {target.name} holds {target.holds}; lower length")
 
 
-def _pool(target: LoadedTarget, config: OwnTextConfig, stop_tokens: tuple[int, ...]) -> Pool:
+def _engine(target: LoadedTarget, config: OwnTextConfig, stop_tokens: tuple[int, ...]) -> Engine:
     _check_length(target, config)
     decoder = SpeculativeDecoder(target, stop_tokens=stop_tokens)
     capacity = config.length + decoder.loop.drafter.num_nodes
-    return Pool(decoder, slots=config.slots, capacity=capacity, sampling_mode=SamplingMode.TEMPERATURE)
+    return Engine(
+        decoder, slots=config.slots, capacity=capacity, sampling_mode=SamplingMode.TEMPERATURE, prefill_rows=8
+    )
 
 
 def _answer_sampling(config: OwnTextConfig, rng: np.random.Generator) -> tuple[float, int]:

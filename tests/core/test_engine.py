@@ -1,0 +1,242 @@
+"""The engine gives each request the tokens that it has alone, with fewer rows than requests and without compiling."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import eagle3_jax as e3
+from eagle3_jax import loop as loops
+from eagle3_jax.serving import engine as engines
+from eagle3_jax.serving.engine import Engine, Event, Request, ended
+from eagle3_jax.types import SamplingMode
+
+TEXTS = ["def add(a, b):\n", "import", "class Queue:\n", "x = [", '"""Reads a file line by line, and ', "for"]
+
+
+@functools.cache
+def shipped() -> e3.LoadedTarget:
+    return e3.load_target()
+
+
+def requests_of(decoder: e3.SpeculativeDecoder) -> list[Request]:
+    """Prompts of two padded lengths, each with another limit, temperature and seed."""
+    return [
+        Request(
+            tokens=decoder.encode(text * (1 + number // 2)),
+            max_new_tokens=1 + 6 * number,
+            temperature=[0.0, 0.8][number % 2],
+            top_k=20,
+            top_p=[1.0, 0.9][number % 2],
+            seed=number,
+        )
+        for number, text in enumerate(TEXTS)
+    ]
+
+
+def alone(decoder: e3.SpeculativeDecoder, request: Request) -> list[int]:
+    sampling = e3.SamplingParams(temperature=request.temperature, top_k=request.top_k, top_p=request.top_p)
+    result = decoder.generate(
+        request.tokens, max_new_tokens=request.max_new_tokens, sampling=sampling, seed=request.seed
+    )
+    return result.tokens[0]
+
+
+@pytest.mark.parametrize("way", ["plain", "chain"])
+def test_each_request_has_the_tokens_that_it_has_alone(way: str) -> None:
+    target = shipped()
+    options = {} if way == "plain" else {"drafter": e3.load_drafter(target=target), "num_speculative_tokens": 3}
+    decoder = e3.SpeculativeDecoder(target, rounds_per_check=2, **options)
+    requests = requests_of(decoder)
+    engine = Engine(decoder, slots=3, capacity=128)
+    programs = (loops.prefill, loops.step, engines._insert, engines._ended_copies)
+    before = [program._cache_size() for program in programs]
+    expected = [alone(decoder, request) for request in requests]
+    assert engine.run(requests) == expected
+    compiled = [program._cache_size() for program in programs]
+    assert compiled[1] == before[1] + 1
+    assert engine.run(requests[:5]) == expected[:5]
+    assert [program._cache_size() for program in programs] == compiled
+
+
+def test_requests_may_depend_on_results() -> None:
+    decoder = e3.SpeculativeDecoder(tiny.target(13), e3.drafters.NGram(3))
+    engine = Engine(decoder, slots=2, capacity=64)
+    prompt = [1, 2, 3]
+    first = engine.submit(Request(prompt, 4))
+    assert first == 0
+    assert engine.free == 1
+    results: dict[int, list[int]] = {}
+    while not engine.idle:
+        for ticket, tokens in ended(engine.tick()):
+            results[ticket] = tokens
+            if ticket == first:
+                engine.submit(Request([*prompt, *tokens], 5))
+    assert results[0] + results[1] == decoder.generate(prompt, max_new_tokens=9).tokens[0]
+    assert engine.free == 2
+    assert engine.tick() == []
+
+
+def test_a_schedule_sees_the_rows_that_run() -> None:
+    target = tiny.target(13)
+    schedule = e3.SpeculationSchedule(((1, 1, 3), (2, 2, 1)))
+    decoder = e3.SpeculativeDecoder(target, tiny.eagle3(target), schedule=schedule)
+    requests = [Request([1 + number], 6 + number) for number in range(4)]
+    plain = e3.SpeculativeDecoder(target)
+    expected = [alone(plain, request) for request in requests]
+    engine = Engine(decoder, slots=2, capacity=64, sampling_mode=SamplingMode.GREEDY)
+    assert engine.run(requests) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 61}, "prompt has 3 tokens and is given 61 more, and a row of the engine holds 63"),
+        ({"tokens": []}, "the prompt is empty"),
+        ({"tokens": [13]}, "prompt token 13 is not a token id"),
+        ({"top_k": 5}, "sampling_mode is 'temperature', and these sampling parameters need 'truncated'"),
+    ],
+)
+def test_a_request_that_no_row_can_take_is_refused(options: dict[str, Any], message: str) -> None:
+    decoder = e3.SpeculativeDecoder(tiny.target(13))
+    engine = Engine(decoder, slots=2, capacity=64, sampling_mode=SamplingMode.TEMPERATURE)
+    with pytest.raises(ValueError, match=message):
+        engine.submit(Request(**({"tokens": [1, 2, 3], "max_new_tokens": 4, "temperature": 1.0} | options)))
+    assert engine.idle
+
+
+def test_a_pool_without_rows_and_a_prefill_without_room_are_refused() -> None:
+    decoder = e3.SpeculativeDecoder(tiny.target(13))
+    with pytest.raises(ValueError, match="slots is 0"):
+        Engine(decoder, slots=0, capacity=64)
+    with pytest.raises(ValueError, match="capacity is 20; expected at least 24"):
+        decoder.prefill([1, 2, 3], max_new_tokens=20, capacity=20)
+    with pytest.raises(ValueError, match="sampling_mode is 'greedy'"):
+        decoder.prefill([1], sampling=e3.SamplingParams(temperature=1.0), sampling_mode=SamplingMode.GREEDY)
+
+
+@functools.cache
+def chain() -> e3.SpeculativeDecoder:
+    target = shipped()
+    return e3.SpeculativeDecoder(target, e3.load_drafter(target=target), num_speculative_tokens=3)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+@pytest.mark.parametrize("family", ["chain", "n-grams"])
+def test_a_prompt_in_chunks_is_continued_as_in_one_piece(family: str, size: int) -> None:
+    decoder = chain() if family == "chain" else e3.SpeculativeDecoder(shipped(), e3.drafters.NGram(3))
+    requests = requests_of(decoder)
+    expected = [alone(decoder, request) for request in requests]
+    assert Engine(decoder, slots=3, capacity=128, chunk=size).run(requests) == expected
+
+
+def test_chunks_leave_the_caches_of_one_piece() -> None:
+    """Of target and head: after chunks of 16 and of 7 of 50 tokens, in float32."""
+    decoder = chain()
+    loop, prompts, _ = decoder.batch(["import os\n" * 12, "x = 1"], 8, None, [1, 2], None)
+    expected = loops.prefill(loop, decoder.params, prompts, capacity=128)
+    for size in (16, 7):
+        state = loops.empty(loop, decoder.params, prompts, capacity=128)
+        while int((prompts.length - state.cache.length).max()) > 0:
+            state = loops.extend(loop, decoder.params, state, prompts.length, size=size)
+        for field in ("tokens", "length", "finish"):
+            np.testing.assert_array_equal(getattr(state, field), getattr(expected, field))
+        for row, length in enumerate(prompts.length.tolist()):
+            for caches in ((state.cache, expected.cache), (state.drafter, expected.drafter)):
+                ours, theirs = (leaves_of(cache, row, length - 1) for cache in caches)
+                for left, right in zip(ours, theirs, strict=True):
+                    np.testing.assert_allclose(left, right, atol=1e-4)
+
+
+def leaves_of(cache: Any, row: int, length: int) -> list[np.ndarray]:
+    """The first ``length`` slots of the keys and values of a row."""
+    leaves = [np.asarray(leaf)[row] for leaf in jax.tree.leaves(cache)]
+    return [leaf[:, :length] for leaf in leaves if leaf.ndim == 3 and leaf.shape[1] == 128]
+
+
+def events_of(engine: Engine) -> list[Event]:
+    events = []
+    while not engine.idle:
+        events += engine.tick()
+    return events
+
+
+def test_events_are_the_tokens_once_and_in_order() -> None:
+    decoder = chain()
+    engine = Engine(decoder, slots=2, capacity=128, logprobs=2)
+    requests = requests_of(decoder)[:4]
+    tickets = [engine.submit(request) for request in requests]
+    events = events_of(engine)
+    for ticket, request in zip(tickets, requests, strict=True):
+        mine = [event for event in events if event.ticket == ticket]
+        tokens = [token for event in mine for token in event.tokens]
+        assert tokens == mine[-1].output == alone(decoder, request)
+        assert len(mine[0].tokens) == 1
+        assert [event.finish_reason is e3.FinishReason.RUNNING for event in mine] == [True] * (len(mine) - 1) + [False]
+        scored = [score for event in mine for score in event.logprobs or ()]
+        sampling = e3.SamplingParams(temperature=request.temperature, top_k=request.top_k, top_p=request.top_p)
+        options = {"max_new_tokens": request.max_new_tokens, "sampling": sampling, "seed": request.seed}
+        expected = decoder.generate(request.tokens, **options, logprobs=2).rows[0].logprobs
+        assert [score.logprob for score in scored] == pytest.approx([score.logprob for score in expected], abs=1e-4)
+        stats = mine[-1].stats
+        assert stats is not None and int(stats.num_accepted_tokens) <= len(tokens)
+
+
+def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone() -> None:
+    decoder = chain()
+    requests = requests_of(decoder)
+    expected = [alone(decoder, request) for request in requests]
+    engine = Engine(decoder, slots=2, capacity=128)
+    tickets = [engine.submit(request) for request in requests]
+    engine.cancel(tickets[4])  # it waits
+    outputs = dict(ended(engine.tick()))
+    running = next(ticket for ticket in tickets[1:] if ticket not in outputs)
+    engine.cancel(running)
+    while not engine.idle:
+        outputs.update(ended(engine.tick()))
+    left = [ticket for ticket in tickets if ticket not in (tickets[4], running)]
+    assert [outputs[ticket] for ticket in left] == [expected[ticket] for ticket in left]
+    assert engine.free == 2
+
+
+def test_requests_begin_in_order() -> None:
+    engine = Engine(chain(), slots=1, capacity=128)
+    tickets = [engine.submit(Request([5] * length, 2)) for length in (3, 40, 3, 40)]
+    assert [ticket for ticket, _ in ended(events_of(engine))] == tickets
+
+
+def test_ignored_stop_tokens_do_not_end_a_request() -> None:
+    target = shipped()
+    written = e3.SpeculativeDecoder(target, stop_tokens=()).generate("import", max_new_tokens=12).tokens[0]
+    decoder = e3.SpeculativeDecoder(target, stop_tokens=(written[4],))
+    prompt = decoder.encode("import")
+    requests = [Request(prompt, 12, ignore_stop=True), Request(prompt, 12)]
+    assert Engine(decoder, slots=2, capacity=64).run(requests) == [written, written[: written.index(written[4]) + 1]]
+
+
+def test_a_request_has_the_same_bits_in_every_slot_and_company() -> None:
+    """Keys and values of the target after a request alone, and beside others, in another slot."""
+    decoder = chain()
+    request = Request(decoder.encode("def add(a, b):\n"), 20)
+
+    def keys_of(engine: Engine, ticket: int) -> list[np.ndarray]:
+        while all(slot.ticket != ticket or len(slot.output) < 12 for slot in engine._slots.values()):
+            engine.tick()
+        (index,) = (index for index, slot in engine._slots.items() if slot.ticket == ticket)
+        assert engine._state is not None
+        return leaves_of(engine._state.cache, index, len(request.tokens) + 11)
+
+    lonely = Engine(decoder, slots=4, capacity=128)
+    expected = keys_of(lonely, lonely.submit(request))
+    crowded = Engine(decoder, slots=4, capacity=128)
+    for other in requests_of(decoder)[3:]:
+        crowded.submit(dataclasses.replace(other, max_new_tokens=40))
+    actual = keys_of(crowded, crowded.submit(request))
+    for left, right in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(left, right)
