@@ -163,15 +163,16 @@ class SpeculativeLoop:
         count = jnp.clip(prompt_length - start, 0, size)
         positions = start[:, None] + indices(size)[None, :]
         tokens = jax.vmap(lambda tokens, slots: tokens.at[slots].get(mode="clip"))(state.tokens, positions)
-        is_chain = {"is_chain": True} if takes_argument(self.target, "is_chain") else {}
+        options: dict[str, Any] = {"aux_layers": self.drafter.aux_layers}
+        if takes_argument(self.target, "is_chain"):
+            options["is_chain"] = True
         output = self.target(
             params.target,
             tokens,
             positions,
             causal_mask(size),
             state.cache,
-            aux_layers=self.drafter.aux_layers,
-            **is_chain,
+            **options,
         )
         final = jnp.take_along_axis(output.final, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
         logits = self.target.unembed(params.target, final)

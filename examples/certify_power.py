@@ -1,4 +1,4 @@
-"""What a certificate sees: how many requests find each planted error, and how often a correct sampler fails.
+"""What a certificate sees: how many requests find each injected error, and how often a correct sampler fails.
 
     python examples/certify_power.py --output validation/results/certify-power.json
 
@@ -62,20 +62,20 @@ def acceptance_length() -> float:
 def power(name: str, fault: Fault, runs: int) -> dict[str, Any]:
     """Returns how many runs of each size find an error, until nearly all do, and by which test."""
     sampler = FaultySampler(fault, sampling=Sampling(top_p=0.9) if fault.plain_acceptance else None)
-    found = {}
+    num_found = {}
     tests: Counter = Counter()
     for requests in REQUESTS:
-        found[requests] = 0
+        num_found[requests] = 0
         for run in range(runs):
             results = judged(sampler, requests, 1000 + run)
             best = min(results, key=lambda test: test.p_value)
             if best.p_value < ALPHA / len(results):
-                found[requests] += 1
+                num_found[requests] += 1
                 tests[best.name] += 1
-        print(f"{name}: {found[requests]} of {runs} runs of {requests} requests", flush=True)
-        if found[requests] >= 0.95 * runs:
+        print(f"{name}: {num_found[requests]} of {runs} runs of {requests} requests", flush=True)
+        if num_found[requests] >= 0.95 * runs:
             break
-    return {"error": name, "found": found, "by": dict(tests)}
+    return {"error": name, "found": num_found, "by": dict(tests)}
 
 
 def false_alarms(runs: int) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from eagle3_jax.certify.faulty import CORRECT, FAULTS, Fault, FaultySampler
 # tokens of a position one behind the other on a line from 0 to 1, the likeliest first, each as long as it is probable.
 # The written token covers a piece of this line. Its **place** is a random point in that piece.
 #
-# If the token was drawn from this distribution, its place is uniform on [0, 1]. That holds for every position, so places
+# If the token was sampled from this distribution, its place is uniform on [0, 1]. That holds for every position, so places
 # of all prompts can be counted together. Drafts do not matter: the rule of notebook 02 makes the token follow the
 # target's distribution whatever was proposed.
 
@@ -75,7 +75,7 @@ for name in FAULTS:
     print(name)
 
 # %%
-fault = Fault(draft_temperature=0.7)  # drafts are drawn at 0.7 but judged as if drawn at 1
+fault = Fault(draft_temperature=0.7)  # drafts are sampled at 0.7 but judged as if sampled at 1
 correct = FaultySampler(CORRECT).draws(256, 32)
 faulty = FaultySampler(fault).draws(256, 32)
 
@@ -97,7 +97,7 @@ axes[0].set_ylabel("density")
 plt.show()
 
 # %% [markdown]
-# Drafts drawn too cold are likely tokens, and all of them are judged as if they had been rarer. So low places, which
+# Drafts sampled too cold are likely tokens, and all of them are judged as if they had been rarer. So low places, which
 # belong to likely tokens, come too often.
 #
 # ## The tests
@@ -130,10 +130,10 @@ def requests_until_found(fault, most=8192):
     return None
 
 
-found = {name: requests_until_found(planted) for name, planted in FAULTS.items()}
+found = {name: requests_until_found(injected) for name, injected in FAULTS.items()}
 for name, requests in found.items():
     print(f"{name:<50} {requests or 'not by 8,192'}")
-assert found["greedy drafts judged as if drawn"] <= 256
+assert found["greedy drafts judged as if sampled"] <= 256
 assert requests_until_found(CORRECT, most=2048) is None
 
 # %% [markdown]

@@ -218,13 +218,13 @@ class Client:
         if listed.get("content"):
             reports = []
             for entry in listed["content"]:
-                top = {self._id(other): other["logprob"] for other in entry.get("top_logprobs") or []}
+                top = {self._id(likely): likely["logprob"] for likely in entry.get("top_logprobs") or []}
                 reports.append(Report(self._id(entry), entry["logprob"], top))
             return reports
         reports = []
         columns = (listed.get("tokens") or [], listed.get("token_logprobs") or [], listed.get("top_logprobs") or [])
         for token, log_prob, top in zip(*columns, strict=True) if all(columns) else ():
-            known = {self._id(other): value for other, value in (top or {}).items()}
+            known = {self._id(likely): value for likely, value in (top or {}).items()}
             reports.append(Report(self._id(token), math.nan if log_prob is None else log_prob, known))
         return reports
 

@@ -36,7 +36,7 @@ class Plan:
 
     Attributes:
         prompts: Texts or token ids.
-        sampling: How sampled answers are drawn.
+        sampling: How sampled answers are sampled.
         num_requests: Number of sampled answers; 0 for none.
         max_new_tokens: Tokens of each answer.
         num_greedy: Number of greedy answers; 0 for none.
@@ -106,13 +106,13 @@ def certify(
     if examination.failures and not examination.answered:
         raise ServerError(examination.failures[0])
     drafted = {name: value - before.get(name, 0) for name, value in client.counters().items()}
-    asked = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    asked |= {"prompts": len(plan.prompts), "sampling": dataclasses.asdict(plan.sampling)}
+    request_facts = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    request_facts |= {"prompts": len(plan.prompts), "sampling": dataclasses.asdict(plan.sampling)}
     return Certificate(
         first_tokens=examination.first_tokens,
         tests=examination.tests,
         notes=examination.notes,
-        facts={"url": client.url, **client.facts, **drafted, **asked},
+        facts={"url": client.url, **client.facts, **drafted, **request_facts},
         requests=examination.answered,
         lost=len(examination.failures),
         is_partial=bool(examination.stopped),

@@ -24,9 +24,9 @@ class Fault:
     """What a sampler does wrong.
 
     Attributes:
-        greedy_drafts: Proposes the likeliest token and judges it as if it had been drawn.
+        greedy_drafts: Proposes the likeliest token and judges it as if it had been sampled.
         typical: Accepts what is likelier than a threshold of Medusa's instead of ``min(1, p/q)``.
-        draft_temperature: Temperature of the drafts, which are declared as drawn at 1.
+        draft_temperature: Temperature of the drafts, which are declared as sampled at 1.
         plain_acceptance: Applies the nucleus to redraws only, not to acceptance.
         stale_bonus: Draws the token behind the drafts from the distribution of the position before.
         shared_number: Redraws with the random number that refused the draft.
@@ -45,9 +45,9 @@ class Fault:
 
 
 FAULTS: Mapping[str, Fault] = {
-    "greedy drafts judged as if drawn": Fault(greedy_drafts=True),
+    "greedy drafts judged as if sampled": Fault(greedy_drafts=True),
     "typical acceptance": Fault(typical=True),
-    "drafts drawn at T 0.7 and declared at 1": Fault(draft_temperature=0.7),
+    "drafts sampled at T 0.7 and declared at 1": Fault(draft_temperature=0.7),
     "nucleus applied to the redraw, not to acceptance": Fault(plain_acceptance=True),
     "bonus drawn from the position before": Fault(stale_bonus=True),
     "redrawn from p, not from the residual": Fault(unreduced=1.0),
@@ -68,7 +68,7 @@ class FaultySampler:
         target: ``[prompts, V, V]``, the distribution behind each token, for each prompt.
         draft: The drafter's.
         sampling: How the target is sampled.
-        fault: The planted error.
+        fault: The injected error.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class FaultySampler:
         draft_logits = logits + error * rng.standard_normal(shape)
         self.target = special.softmax(logits, axis=-1)
         self.draft = special.softmax(draft_logits, axis=-1)
-        self.drawn_from = special.softmax(draft_logits / fault.draft_temperature, axis=-1)
+        self.draft_source = special.softmax(draft_logits / fault.draft_temperature, axis=-1)
         self.sampling = sampling or Sampling()
         self.fault = fault
         self._length = num_speculative_tokens
@@ -139,8 +139,10 @@ class FaultySampler:
         row = np.arange(num_rows)
         for position in range(self._length):
             q = self.draft[prompts, last]
-            drawn_from = self.drawn_from[prompts, last]
-            draft = drawn_from.argmax(axis=1) if self.fault.greedy_drafts else _draw(drawn_from, rng.random(num_rows))
+            draft_source = self.draft_source[prompts, last]
+            draft = (
+                draft_source.argmax(axis=1) if self.fault.greedy_drafts else _draw(draft_source, rng.random(num_rows))
+            )
             p = self._warped(self.target[prompts, last])
             judged = self.target[prompts, last] if self.fault.plain_acceptance else p
             probability = self.fault.willing * judged[row, draft] / q[row, draft]
@@ -171,9 +173,9 @@ class FaultySampler:
             return p
         order = np.argsort(-p, axis=1)
         ranked = np.take_along_axis(p, order, axis=1)
-        kept = ranked.cumsum(axis=1) - ranked < self.sampling.top_p
+        is_kept = ranked.cumsum(axis=1) - ranked < self.sampling.top_p
         nucleus = np.zeros_like(p)
-        np.put_along_axis(nucleus, order, np.where(kept, ranked, 0), axis=1)
+        np.put_along_axis(nucleus, order, np.where(is_kept, ranked, 0), axis=1)
         return nucleus / nucleus.sum(axis=1, keepdims=True)
 
     def _reported(

@@ -1,7 +1,7 @@
 """Tests whether tokens follow the distributions that a server reported for their positions.
 
-A token is drawn after everything before it is known. So under a correct sampler its place in the reported distribution
-is uniform on [0, 1] and independent of all earlier places, whatever the prompts and the drafts.
+A token is sampled after everything before it is known. So under a correct sampler its place in the reported
+distribution is uniform on [0, 1] and independent of all earlier places, whatever the prompts and the drafts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Sampling:
             )
 
     def distributions(self, log_probs: Float[np.ndarray, "n L"]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the distributions that tokens are drawn from, and which of them the reports determine.
+        """Returns the distributions that tokens are sampled from, and which of them the reports determine.
 
         Args:
             log_probs: Reported log-probabilities, the likeliest first; ``-inf`` where fewer were reported.
@@ -259,24 +259,24 @@ def _contexts(draws: Draws, probs: Float[np.ndarray, "n C"]) -> Test:
     for rows in np.split(order, starts[1:]):
         if len(rows) < 2:
             continue
-        law = probs[rows[0]] / probs[rows[0]].sum()
+        distribution = probs[rows[0]] / probs[rows[0]].sum()
         is_token = draws.ids[rows[0]] == draws.tokens[rows, None]
         others = ~is_token.any(axis=1)
         counts = np.append(is_token.sum(axis=0), others.sum())
-        possible = law > 0
-        gains += [_log_gain(counts[possible], law[possible], scale) for scale in _CONCENTRATIONS]
+        possible = distribution > 0
+        gains += [_log_gain(counts[possible], distribution[possible], scale) for scale in _CONCENTRATIONS]
         num_texts += 1
         tokens += len(rows)
-    log_gain = float(special.logsumexp(gains) - math.log(len(gains)))
+    log_gain = float(np.logaddexp.reduce(gains)) - math.log(len(gains))
     detail = f"{num_texts} texts; a gain of 10^{log_gain / math.log(10):.1f}"
     return Test("counts behind the same text", min(1.0, math.exp(min(0.0, -log_gain))), tokens, detail)
 
 
-def _log_gain(counts: Int[np.ndarray, " C"], law: Float[np.ndarray, " C"], scale: float) -> float:
+def _log_gain(counts: Int[np.ndarray, " C"], distribution: Float[np.ndarray, " C"], scale: float) -> float:
     """Returns the logarithm of the Dirichlet mixture's likelihood over that of the distribution."""
     mixture = special.gammaln(scale) - special.gammaln(scale + counts.sum())
-    mixture += (special.gammaln(counts + scale * law) - special.gammaln(scale * law)).sum()
-    return float(mixture - (counts * np.log(law)).sum())
+    mixture += (special.gammaln(counts + scale * distribution) - special.gammaln(scale * distribution)).sum()
+    return float(mixture - (counts * np.log(distribution)).sum())
 
 
 def _repetitions(draws: Draws, within: Float[np.ndarray, " n"]) -> Test:

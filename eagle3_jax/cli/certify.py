@@ -119,9 +119,8 @@ def _read_prompts(path: Path) -> list[str | list[int]]:
     prompts: list[str | list[int]] = []
     for row in read_rows(path, form=_FORM):
         prompt = row.values.get("prompt", row.values.get("prompt_ids"))
-        is_text = isinstance(prompt, str) and bool(prompt)
-        is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
-        if not is_text and not is_ids:
+        has_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        if not prompt or not (isinstance(prompt, str) or has_ids):
             raise Misuse(f"{row.where}: expected {_FORM}")
         prompts.append(prompt)
     return prompts

@@ -18,7 +18,7 @@ from eagle3_jax.stats import TokenLogProb
 _MOST_STOPS = 4
 _LONGEST_STOP = 64  # characters
 # Fields of other servers with the values that ask for nothing.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+_NEUTRAL: Mapping[str, tuple[Any, ...] | None] = {
     "n": (1,), "best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
     "min_p": (0,), "min_tokens": (0,), "logit_bias": ({},), "suffix": ("",), "tools": ([],), "tool_choice": ("none",),
     "response_format": ({"type": "text"},), "use_beam_search": (False,), "skip_special_tokens": (True,),
@@ -35,7 +35,7 @@ class BadRequest(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """What a client asks for.
 
     Attributes:
@@ -61,7 +61,7 @@ class Asked:
     tokens_as_ids: bool
 
 
-def read(body: Any, decoder: SpeculativeDecoder, *, is_chat: bool, room: int, fresh_seed: int) -> Asked:
+def read(body: Any, decoder: SpeculativeDecoder, *, is_chat: bool, room: int, fresh_seed: int) -> CompletionRequest:
     """Reads a request.
 
     Args:
@@ -113,7 +113,7 @@ def read(body: Any, decoder: SpeculativeDecoder, *, is_chat: bool, room: int, fr
         seed=fields.take("seed", int, fresh_seed) % 2**32,
         ignore_stop=fields.take("ignore_eos", bool, False),
     )
-    asked = Asked(
+    completion_request = CompletionRequest(
         request=request,
         is_chat=is_chat,
         stops=stops,
@@ -125,7 +125,7 @@ def read(body: Any, decoder: SpeculativeDecoder, *, is_chat: bool, room: int, fr
         tokens_as_ids=fields.take("return_tokens_as_token_ids", bool, False),
     )
     fields.refuse_others()
-    return asked
+    return completion_request
 
 
 class _Fields:
@@ -155,7 +155,8 @@ class _Fields:
     def refuse_others(self) -> None:
         """Refuses every field that would change the answer."""
         for name, value in self._left.items():
-            if value is None or name in _NEUTRAL and (_NEUTRAL[name] is None or value in _NEUTRAL[name]):
+            neutral = _NEUTRAL.get(name, ())
+            if value is None or neutral is None or value in neutral:
                 continue
             raise BadRequest(f"{name} is not supported by this server", name)
 
@@ -190,9 +191,9 @@ def _plain(message: Any) -> Any:
 class Answer:
     """Writes one answer as JSON: text that is complete, token ids, log-probabilities and the reason of its end."""
 
-    def __init__(self, asked: Asked, decoder: SpeculativeDecoder, *, model: str) -> None:
-        kind = "chatcmpl" if asked.is_chat else "cmpl"
-        self._asked = asked
+    def __init__(self, completion_request: CompletionRequest, decoder: SpeculativeDecoder, *, model: str) -> None:
+        kind = "chatcmpl" if completion_request.is_chat else "cmpl"
+        self._request = completion_request
         self._decoder = decoder
         self._pieces = Pieces(decoder.target.tokenizer)
         self._base = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -215,9 +216,9 @@ class Answer:
             shown = tokens[:-1]
         text = self._held + "".join(self._pieces.decode(list(shown)))
         self.finish_reason = reason
-        found = [text.index(stop) for stop in self._asked.stops if stop in text]
-        if found:
-            text = text[: min(found)]
+        starts = [text.index(stop) for stop in self._request.stops if stop in text]
+        if starts:
+            text = text[: min(starts)]
             self.finish_reason = "stop"
         held = 0 if self.finish_reason else self._longest_begun(text)
         self._held = text[len(text) - held :]
@@ -225,42 +226,42 @@ class Answer:
 
     def _longest_begun(self, text: str) -> int:
         """Returns how many characters at the end of a text begin a stop text."""
-        for stop in self._asked.stops:
+        for stop in self._request.stops:
             for size in range(min(len(stop) - 1, len(text)), 0, -1):
                 if text.endswith(stop[:size]):
                     return size
         return 0
 
     def _choice(self, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogProb] | None) -> dict[str, Any]:
-        asked = self._asked
-        scored = None if asked.logprobs is None or logprobs is None else self.logprobs(tokens, logprobs)
+        completion_request = self._request
+        scored = None if completion_request.logprobs is None or logprobs is None else self.logprobs(tokens, logprobs)
         choice: dict[str, Any] = {"index": 0, "logprobs": scored, "finish_reason": self.finish_reason}
-        if asked.is_chat:
+        if completion_request.is_chat:
             part = {"role": "assistant", "content": text} if self._is_first else {"content": text}
-            choice["delta" if asked.stream else "message"] = part
+            choice["delta" if completion_request.stream else "message"] = part
         else:
             choice |= {"text": text, "stop_reason": None}
-        if asked.with_ids:
+        if completion_request.with_ids:
             choice["token_ids"] = list(tokens)
             if self._is_first:
-                choice["prompt_token_ids"] = asked.request.tokens
+                choice["prompt_token_ids"] = completion_request.request.tokens
         self._is_first = False
         return choice
 
     def logprobs(self, tokens: Sequence[int], logprobs: Sequence[TokenLogProb | None]) -> dict[str, Any]:
         """Returns log-probabilities in the form of the request; ``None`` stands for a token without one."""
-        count = self._asked.logprobs or 0
+        count = self._request.logprobs or 0
         tops = []
         for token, scored in zip(tokens, logprobs, strict=True):
             tops.append({} if scored is None else dict([*scored.top[:count], (token, scored.logprob)]))
         values = [None if scored is None else scored.logprob for scored in logprobs]
-        if self._asked.is_chat:
+        if self._request.is_chat:
             content = []
             for token, value, top in zip(tokens, values, tops, strict=True):
-                entries = [{"token": self._name(other), "logprob": score} for other, score in top.items()]
+                entries = [{"token": self._name(likely), "logprob": score} for likely, score in top.items()]
                 content.append({"token": self._name(token), "logprob": value, "top_logprobs": entries[:count]})
             return {"content": content}
-        named = [{self._name(other): score for other, score in top.items()} or None for top in tops]
+        named = [{self._name(likely): score for likely, score in top.items()} or None for top in tops]
         return {
             "tokens": [self._name(token) for token in tokens],
             "token_logprobs": values,
@@ -270,18 +271,18 @@ class Answer:
 
     def _name(self, token: int) -> str:
         tokenizer = self._decoder.target.tokenizer
-        if self._asked.tokens_as_ids or tokenizer is None:
+        if self._request.tokens_as_ids or tokenizer is None:
             return f"token_id:{token}"
         return tokenizer.decode([token], skip_special_tokens=False)
 
     def body(self, choices: list[dict[str, Any]], *, usage: bool) -> dict[str, Any]:
         """Returns the whole answer, or one chunk of it."""
         kind = "text_completion"
-        if self._asked.is_chat:
-            kind = "chat.completion.chunk" if self._asked.stream else "chat.completion"
+        if self._request.is_chat:
+            kind = "chat.completion.chunk" if self._request.stream else "chat.completion"
         body = {**self._base, "object": kind, "choices": choices}
         if usage:
-            prompt = len(self._asked.request.tokens)
+            prompt = len(self._request.request.tokens)
             body["usage"] = {
                 "prompt_tokens": prompt,
                 "completion_tokens": self.num_tokens,

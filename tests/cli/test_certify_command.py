@@ -1,4 +1,4 @@
-"""``eagle3 certify`` and its client, over a local server with planted errors and bad manners."""
+"""``eagle3 certify`` and its client, over a local server with injected errors and bad manners."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_without_echo_each_prefix_is_asked(server: FakeServer) -> None:
     assert client.scoring == "prefixes"
 
 
-def test_a_planted_error_is_found_over_http() -> None:
-    with serving(FaultySampler(FAULTS["drafts drawn at T 0.7 and declared at 1"])) as server:
+def test_an_injected_error_is_found_over_http() -> None:
+    with serving(FaultySampler(FAULTS["drafts sampled at T 0.7 and declared at 1"])) as server:
         plan = Plan(prompts=PROMPTS, num_requests=256, num_greedy=0, concurrency=4)
         certificate = result_of(server, plan)
     assert certificate.verdict is Verdict.NOT_LOSSLESS
@@ -101,7 +101,7 @@ def test_a_server_without_reports_is_compared_with_a_plain_one(server: FakeServe
     with serving(FaultySampler()) as plain:
         certificate = certify(Client(server.url), plan, plain=Client(plain.url))
         assert certificate.verdict is Verdict.LOSSLESS, certificate.reason
-        with serving(FaultySampler(FAULTS["greedy drafts judged as if drawn"])) as faulty:
+        with serving(FaultySampler(FAULTS["greedy drafts judged as if sampled"])) as faulty:
             faulty.manners.reports = False
             certificate = certify(Client(faulty.url), plan, plain=Client(plain.url))
     assert certificate.verdict is Verdict.NOT_LOSSLESS

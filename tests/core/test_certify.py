@@ -1,4 +1,4 @@
-"""The statistics of certificates: distributions from reports, false alarms, and planted errors that are found."""
+"""The statistics of certificates: distributions from reports, false alarms, and injected errors that are found."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from eagle3_jax.certify.statistics import _log_gain, number_texts
 from eagle3_jax.testing.report import ALPHA
 
 LEVEL = ALPHA / 20
-LAW = np.array([0.4, 0.3, 0.2, 0.06, 0.04])  # the last two are not reported
-REPORTED = np.log(LAW[None, :3])
+DISTRIBUTION = np.array([0.4, 0.3, 0.2, 0.06, 0.04])  # the last two are not reported
+REPORTED = np.log(DISTRIBUTION[None, :3])
 
 
 def test_at_temperature_1_the_rest_is_one_cell() -> None:
@@ -26,7 +26,7 @@ def test_at_temperature_1_the_rest_is_one_cell() -> None:
 
 def test_at_another_temperature_proportions_are_known() -> None:
     probs, _ = Sampling(temperature=0.5).distributions(REPORTED)
-    np.testing.assert_allclose(probs[0, :3], LAW[:3] ** 2 / (LAW[:3] ** 2).sum())
+    np.testing.assert_allclose(probs[0, :3], DISTRIBUTION[:3] ** 2 / (DISTRIBUTION[:3] ** 2).sum())
     assert math.isnan(probs[0, 3])
 
 
@@ -54,11 +54,16 @@ def test_settings_that_the_reports_do_not_determine_are_refused(sampling: Sampli
 
 def test_the_gain_of_a_bet_is_a_product_of_predictions() -> None:
     """Of counts 2 and 1: each token is predicted by the counts before it and the distribution."""
-    law = np.array([0.25, 0.75])
+    distribution = np.array([0.25, 0.75])
     scale = 8.0
-    predicted = (scale * law[0]) * (scale * law[0] + 1) * (scale * law[1]) / (scale * (scale + 1) * (scale + 2))
-    expected = math.log(predicted / (law[0] ** 2 * law[1]))
-    assert _log_gain(np.array([2, 1]), law, scale) == pytest.approx(expected)
+    predicted = (
+        (scale * distribution[0])
+        * (scale * distribution[0] + 1)
+        * (scale * distribution[1])
+        / (scale * (scale + 1) * (scale + 2))
+    )
+    expected = math.log(predicted / (distribution[0] ** 2 * distribution[1]))
+    assert _log_gain(np.array([2, 1]), distribution, scale) == pytest.approx(expected)
 
 
 def test_texts_are_numbered_by_prompt_and_tokens() -> None:
@@ -89,15 +94,15 @@ def test_a_correct_sampler_gives_p_values_that_are_uniform_or_larger() -> None:
 @pytest.mark.parametrize(
     ("name", "requests"),
     [
-        ("greedy drafts judged as if drawn", 64),
+        ("greedy drafts judged as if sampled", 64),
         ("typical acceptance", 256),
-        ("drafts drawn at T 0.7 and declared at 1", 256),
+        ("drafts sampled at T 0.7 and declared at 1", 256),
         ("nucleus applied to the redraw, not to acceptance", 64),
         ("bonus drawn from the position before", 64),
         ("redrawn from p, not from the residual", 4096),
     ],
 )
-def test_a_planted_error_is_found(name: str, requests: int) -> None:
+def test_an_injected_error_is_found(name: str, requests: int) -> None:
     fault = FAULTS[name]
     sampling = Sampling(top_p=0.9) if fault.plain_acceptance else None
     right = FaultySampler(sampling=sampling).draws(requests, 32, seed=3)

@@ -150,8 +150,8 @@ def test_chunks_leave_the_caches_of_one_piece() -> None:
         for row, length in enumerate(prompts.length.tolist()):
             for caches in ((state.cache, expected.cache), (state.drafter, expected.drafter)):
                 ours, theirs = (leaves_of(cache, row, length - 1) for cache in caches)
-                for left, right in zip(ours, theirs, strict=True):
-                    np.testing.assert_allclose(left, right, atol=1e-4)
+                for actual, reference in zip(ours, theirs, strict=True):
+                    np.testing.assert_allclose(actual, reference, atol=1e-4)
 
 
 def leaves_of(cache: Any, row: int, length: int) -> list[np.ndarray]:
@@ -174,17 +174,19 @@ def test_events_are_the_tokens_once_and_in_order() -> None:
     tickets = [engine.submit(request) for request in requests]
     events = events_of(engine)
     for ticket, request in zip(tickets, requests, strict=True):
-        mine = [event for event in events if event.ticket == ticket]
-        tokens = [token for event in mine for token in event.tokens]
-        assert tokens == mine[-1].output == alone(decoder, request)
-        assert len(mine[0].tokens) == 1
-        assert [event.finish_reason is e3.FinishReason.RUNNING for event in mine] == [True] * (len(mine) - 1) + [False]
-        scored = [score for event in mine for score in event.logprobs or ()]
+        own_events = [event for event in events if event.ticket == ticket]
+        tokens = [token for event in own_events for token in event.tokens]
+        assert tokens == own_events[-1].output == alone(decoder, request)
+        assert len(own_events[0].tokens) == 1
+        assert [event.finish_reason is e3.FinishReason.RUNNING for event in own_events] == [True] * (
+            len(own_events) - 1
+        ) + [False]
+        scored = [score for event in own_events for score in event.logprobs or ()]
         sampling = e3.SamplingParams(temperature=request.temperature, top_k=request.top_k, top_p=request.top_p)
         options = {"max_new_tokens": request.max_new_tokens, "sampling": sampling, "seed": request.seed}
         expected = decoder.generate(request.tokens, **options, logprobs=2).rows[0].logprobs
         assert [score.logprob for score in scored] == pytest.approx([score.logprob for score in expected], abs=1e-4)
-        stats = mine[-1].stats
+        stats = own_events[-1].stats
         assert stats is not None and int(stats.num_accepted_tokens) <= len(tokens)
 
 
@@ -200,8 +202,8 @@ def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone() -> Non
     engine.cancel(running)
     while not engine.idle:
         outputs.update(ended(engine.tick()))
-    left = [ticket for ticket in tickets if ticket not in (tickets[4], running)]
-    assert [outputs[ticket] for ticket in left] == [expected[ticket] for ticket in left]
+    remaining = [ticket for ticket in tickets if ticket not in (tickets[4], running)]
+    assert [outputs[ticket] for ticket in remaining] == [expected[ticket] for ticket in remaining]
     assert engine.free == 2
 
 
@@ -221,7 +223,7 @@ def test_ignored_stop_tokens_do_not_end_a_request() -> None:
 
 
 def test_a_request_has_the_same_bits_in_every_slot_and_company() -> None:
-    """Keys and values of the target after a request alone, and beside others, in another slot."""
+    """Keys and values of the target after a request alone, and next to others, in another slot."""
     decoder = chain()
     request = Request(decoder.encode("def add(a, b):\n"), 20)
 
@@ -235,8 +237,8 @@ def test_a_request_has_the_same_bits_in_every_slot_and_company() -> None:
     lonely = Engine(decoder, slots=4, capacity=128)
     expected = keys_of(lonely, lonely.submit(request))
     crowded = Engine(decoder, slots=4, capacity=128)
-    for other in requests_of(decoder)[3:]:
-        crowded.submit(dataclasses.replace(other, max_new_tokens=40))
+    for neighbor in requests_of(decoder)[3:]:
+        crowded.submit(dataclasses.replace(neighbor, max_new_tokens=40))
     actual = keys_of(crowded, crowded.submit(request))
-    for left, right in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(left, right)
+    for bits, expected_bits in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(bits, expected_bits)

@@ -1,4 +1,4 @@
-"""A local server with OpenAI's completions over a ``FaultySampler``: its laws, its planted errors, and bad manners."""
+"""A local server with OpenAI's completions over a ``FaultySampler``, with its errors and with bad manners."""
 
 from __future__ import annotations
 
@@ -119,18 +119,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return tokens[0].tolist(), chunk_index[0].tolist()
         tokens = ids[1:]
         for position in range(number):
-            order = np.argsort(-self._law(ids[0], tokens))
+            order = np.argsort(-self._distribution(ids[0], tokens))
             tokens = [*tokens, int(order[1 if position == manners.wrong_greedy and number > 1 else 0])]
         return tokens[len(ids) - 1 :], [0] * number
 
-    def _law(self, prompt: int, before: list[int]) -> np.ndarray:
+    def _distribution(self, prompt: int, before: list[int]) -> np.ndarray:
         return self.server.sampler.target[prompt, before[-1] if before else 0]
 
     def _entry(self, prompt: int, before: list[int], token: int, number: int, shift: float = 0.0) -> dict[str, Any]:
         """Returns a token with the likeliest tokens of its position."""
-        law = np.log(self._law(prompt, before)) + shift
-        listed = {*np.argsort(-law)[: min(number, self.server.manners.most_reported)].tolist(), token}
-        return {"id": token, "logprob": float(law[token]), "top": {other: float(law[other]) for other in listed}}
+        distribution = np.log(self._distribution(prompt, before)) + shift
+        listed = {*np.argsort(-distribution)[: min(number, self.server.manners.most_reported)].tolist(), token}
+        return {
+            "id": token,
+            "logprob": float(distribution[token]),
+            "top": {likely: float(distribution[likely]) for likely in listed},
+        }
 
     def _echoed(self, ids: list[int], body: dict[str, Any]) -> list[dict[str, Any]]:
         tokens = ids[1:] + self._tokens(ids, body)[0]
@@ -160,7 +164,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if manners.reports and manners.form == "content":
             listed = []
             for entry in entries:
-                top = [{"id": other, "token": "x", "logprob": value} for other, value in entry["top"].items()]
+                top = [{"id": likely, "token": "x", "logprob": value} for likely, value in entry["top"].items()]
                 listed.append({"id": entry["id"], "token": "x", "logprob": entry["logprob"], "top_logprobs": top})
             choice["logprobs"] = {"content": listed}
         elif manners.reports:

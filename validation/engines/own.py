@@ -76,7 +76,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             scores = chunk.logprobs or []
             top = []
             for token, score in zip(chunk.tokens, scores, strict=True):
-                top.append({f"token_id:{other}": value for other, value in [*score.top, (token, score.logprob)]})
+                top.append({f"token_id:{likely}": value for likely, value in [*score.top, (token, score.logprob)]})
             logprobs = {"tokens": tokens, "token_logprobs": [score.logprob for score in scores], "top_logprobs": top}
             choice = {"text": chunk.text, "logprobs": logprobs, "prompt_token_ids": ids}
             events.append(f"data: {json.dumps({'model': self.server.name, 'choices': [choice]})}\n\n")
