@@ -47,6 +47,7 @@ class Certificate:
         is_partial: Whether it was interrupted.
         seconds: Duration.
         started: Date and time.
+        commit: Commit of this package, with ``+`` if files differ from it; empty outside a checkout.
         command: The command that repeats it.
         alpha: Probability that a correct server fails.
         version: Version of this package.
@@ -61,6 +62,7 @@ class Certificate:
     is_partial: bool
     seconds: float
     started: str
+    commit: str = ""
     command: str = ""
     alpha: float = ALPHA
     version: str = __version__

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from eagle3_jax.bench.environment import git
 from eagle3_jax.certify.certificate import Certificate
 from eagle3_jax.certify.client import Client, Completion, ServerError
 from eagle3_jax.certify.statistics import Draws, Sampling, Test, judge, number_texts
@@ -118,7 +119,13 @@ def certify(
         is_partial=bool(examination.stopped),
         seconds=time.perf_counter() - clock,
         started=started,
+        commit=_commit(),
     )
+
+
+def _commit() -> str:
+    state = git()
+    return f"{state['commit']}{'+' if state['dirty'] else ''}" if isinstance(state, dict) else ""
 
 
 class _Examination:
