@@ -18,8 +18,9 @@ NAMES = {
     "tree N=8 G=5": "EAGLE-3, tree of 8 nodes, 5 levels",
     "tree N=60 G=8": "EAGLE-3, tree of 60 nodes, 8 levels",
     "tree N=8 G=4": "EAGLE-3, tree of 8 nodes, 4 levels",
-    "smollm2 chain K=3": "EAGLE-3, K=3",
-    "ngram+smollm2 chain K=3": "n-grams, else EAGLE-3, K=3",
+    **{f"smollm2 chain K={k}": f"EAGLE-3, K={k}" for k in range(1, 4)},
+    **{f"ngram+smollm2 chain K={k}": f"n-grams, else EAGLE-3, K={k}" for k in range(1, 4)},
+    "suffix chain K=3": "suffixes, K=3",
     "n-gram K=4": "n-grams (prompt lookup), K=4",
     "n-gram K=5": "n-grams (prompt lookup), K=5",
     "transformers generate": "transformers `generate`, `float32`",
@@ -111,8 +112,13 @@ class Benchmark:
         return table(["method", *(TASKS[task["task"]] for task in rows[0]["tasks"])], lines)
 
 
-CHAT = Benchmark("bench-smollm2-cpu-amd-epyc-2-cores", "prompts of MT-bench, HumanEval and GSM8K")
-LENGTHS = Benchmark("lengths-smollm2-cpu-amd-epyc-2-cores", CHAT.prompts)
+PROMPTS = "prompts of MT-bench, HumanEval and GSM8K"
+CHAT = Benchmark("bench-smollm2-cpu-amd-epyc-2-cores", PROMPTS)
+LENGTHS = Benchmark("lengths-smollm2-cpu-amd-epyc-2-cores", PROMPTS)
+BATCHES = [Benchmark(f"batch-{size}-smollm2-cpu-amd-epyc-2-cores", PROMPTS) for size in (4, 8)]
+SUFFIX = Benchmark("suffix-smollm2-cpu-amd-epyc-2-cores", PROMPTS)
+MIXED = Benchmark("mixed-smollm2-cpu-amd-epyc-2-cores", PROMPTS)
+SAMPLED = "sampled-smollm2-cpu-amd-epyc-2-cores"
 SMALL = Benchmark("bench-cpu-intel-xeon-2-cores", "code prompts")
 
 
@@ -168,6 +174,32 @@ def headline(name: str) -> str:
     )
 
 
+def batches() -> str:
+    """Writes the speed-ups of the chat model at batches of 4 and 8."""
+    lines = []
+    for name in BATCHES[0].rows:
+        cells = [cell for batch in BATCHES for cell in batch.speed_up(batch.rows[name])]
+        lines.append([NAMES[name], tau(BATCHES[0].rows[name]), *cells])
+    return table(["method", "τ", "batch 4", "quartiles", "batch 8", "quartiles"], lines) + f"\n\n{BATCHES[0].origin()}"
+
+
+def sampled() -> str:
+    """Writes the speed-ups of the chat model at temperature 1."""
+    experiment = record(SAMPLED)
+    lines: dict[str, list[str]] = {}
+    for cell in experiment["cells"].values():
+        for row in cell["rows"]:
+            if row["name"] != "plain":
+                lines.setdefault(row["name"], []).append(spread(row["ratio"]))
+    options = experiment["options"]
+    columns = ["draft", *(TASKS[cell["prompts"]] for cell in experiment["cells"].values())]
+    return table(columns, [[name, *cells] for name, cells in lines.items()]) + (
+        f"\n\n{version(experiment['environment'])}, {experiment['device'].partition(',')[0]}, `{options['weights']}`, "
+        f"{options['max_prompts']} prompts of each, {options['max_new_tokens']} tokens, {options['repeats']} repeats, "
+        "temperature 1, batch 1, drafts of likeliest tokens."
+    )
+
+
 def llama_cpp() -> str:
     """Writes this library and llama.cpp on the same file."""
     comparison = record("llama-cpp-cpu-amd-epyc-2-cores")
@@ -188,6 +220,10 @@ def parts() -> dict[str, dict[str, str]]:
             "speed": CHAT.complete(),
             "tasks": CHAT.by_task(),
             "drafts": LENGTHS.complete(),
+            "batches": batches(),
+            "suffixes": SUFFIX.complete(),
+            "mixed": MIXED.complete(),
+            "sampled": sampled(),
             "llama.cpp": llama_cpp(),
             "small pair": SMALL.complete(),
             "acceptance": acceptance(),

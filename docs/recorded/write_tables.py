@@ -6,6 +6,7 @@ quotations: ``tests/docs/test_records.py`` compares them with the records.
 
 from __future__ import annotations
 
+import certificates
 import chat_model
 import expected
 import gpu
@@ -20,7 +21,7 @@ from page_tables import ROOT
 def tables() -> dict[str, dict[str, str]]:
     """Returns the tables of each page by the names of their marks."""
     pages: dict[str, dict[str, str]] = {}
-    for module in (methods, speeds, expected, options, chat_model, gpu, support, validated):
+    for module in (methods, speeds, expected, options, chat_model, gpu, support, validated, certificates):
         for page, marked in module.parts().items():
             pages.setdefault(page, {}).update(marked)
     return pages

@@ -95,7 +95,7 @@ class Certificate:
             return f"{worst.name}: {worst.detail} (p = {worst.p_value:.1g}, {worst.tokens:,} tokens)"
         if self.verdict is Verdict.INCONCLUSIVE:
             return f"{self._tokens} tokens are too few; ask for more requests or longer answers"
-        return f"none of {len(self.tests)} tests found a deviation in {self._tokens:,} tokens"
+        return f"no test found a deviation in {self._tokens:,} tokens"
 
     @property
     def sees(self) -> float | None:

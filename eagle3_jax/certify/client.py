@@ -13,11 +13,13 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 _RETRIES = 5
 _LONGEST_WAIT = 10.0  # seconds between two tries
-_COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens)_total\{[^}]*\} ([\d.e+]+)$", re.M)
+_COUNTER = re.compile(r"^vllm:spec_decode_(\w+?)_total\{([^}]*)\} ([\d.e+]+)$", re.MULTILINE)
+_POSITION = re.compile(r'position="(\d+)"')
 _NEUTRAL = {  # what llama.cpp would else set, and what makes tokens readable
     "min_p": 0.0,
     "ignore_eos": True,
@@ -96,7 +98,7 @@ class Client:
         if model is not None and model not in served:
             raise ServerError(f"{self.url} serves {', '.join(served)}, not {model}; name one of these with --model")
         self.model: str = model or served[0]
-        self.facts: dict[str, Any] = {"model": self.model, "root": entries[0].get("root")}
+        self.facts: dict[str, Any] = {"model": self.model, "root": Path(entries[0].get("root") or "").name}
         for path, field in (
             ("/version", "version"),
             ("/props", "build_info"),
@@ -104,19 +106,15 @@ class Client:
         ):
             with contextlib.suppress(ServerError, AttributeError):  # each is one server's own
                 self.facts[field] = self.get(path).get(field)
-        self.facts = {name: value for name, value in self.facts.items() if value is not None}
+        self.facts = {name: value for name, value in self.facts.items() if value}
         self.scoring = ""
 
-    def counters(self) -> dict[str, int]:
-        """Returns vLLM's counters of speculation; empty where there are none."""
+    def counters(self) -> dict[str, Any]:
+        """Returns vLLM's counters of speculation since the server started; empty where there are none."""
         try:
-            text = self._open("/metrics").decode(errors="replace")
+            return parse_counters(self.send("/metrics").decode(errors="replace"))
         except ServerError:
             return {}
-        counters: dict[str, int] = {}
-        for name, value in _COUNTER.findall(text):
-            counters[name] = counters.get(name, 0) + int(float(value))
-        return counters
 
     def complete(self, prompt: str | Sequence[int], *, num_reported: int, **fields: Any) -> Completion:
         """Continues a prompt, streamed.
@@ -182,7 +180,7 @@ class Client:
     def _echo(self, prompt: str | Sequence[int], num_reported: int) -> list[Report]:
         body = self._body(prompt, num_reported, {"max_tokens": 1, "temperature": 0.0}) | {"echo": True}
         try:
-            answer = json.loads(self._open("/v1/completions", body))
+            answer = json.loads(self.send("/v1/completions", body))
         except ServerError:
             if self.scoring == "echo":
                 raise
@@ -194,7 +192,7 @@ class Client:
         if not isinstance(prompt, str):
             return list(prompt)
         try:
-            tokens = json.loads(self._open("/tokenize", {"content": prompt, "add_special": True})).get("tokens")
+            tokens = json.loads(self.send("/tokenize", {"content": prompt, "add_special": True})).get("tokens")
         except (ServerError, ValueError, AttributeError):
             return None
         return tokens if tokens and all(isinstance(token, int) for token in tokens) else None
@@ -241,7 +239,7 @@ class Client:
 
     def get(self, path: str) -> Any:
         """Returns the JSON of a path."""
-        answer = self._open(path)
+        answer = self.send(path)
         try:
             return json.loads(answer)
         except ValueError:
@@ -251,7 +249,7 @@ class Client:
 
     def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yields the events of a stream; a server that does not stream answers in one."""
-        data = self._open("/v1/completions", body)
+        data = self.send("/v1/completions", body)
         lines = data.decode().split("\n")  # a text may hold other ends of lines
         if not any(line.startswith("data:") for line in lines):
             yield json.loads(data)
@@ -261,7 +259,12 @@ class Client:
             if line.startswith("data:") and event != "[DONE]":
                 yield json.loads(event)
 
-    def _open(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+    def send(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """Returns the answer to a request, a POST if it has a body.
+
+        Raises:
+            ServerError: The server refuses it, or does not answer in time.
+        """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self._headers)
         for attempt in range(_RETRIES + 1):
@@ -294,3 +297,20 @@ def _wait(retry_after: str | None, attempt: int) -> float:
     except ValueError:
         seconds = 0.5 * 2**attempt
     return min(max(seconds, 0.0), _LONGEST_WAIT)
+
+
+def parse_counters(text: str) -> dict[str, Any]:
+    """Returns the counters of speculation in Prometheus' text format, under the names of ``SpeculationStats``."""
+    counters: dict[str, Any] = {}
+    per_position: dict[int, int] = {}
+    for name, labels, value in _COUNTER.findall(text):
+        if name == "num_accepted_tokens_per_pos":
+            position = _POSITION.search(labels)
+            assert position is not None
+            index = int(position[1])
+            per_position[index] = per_position.get(index, 0) + int(float(value))
+        else:
+            counters[name] = counters.get(name, 0) + int(float(value))
+    if per_position:
+        counters["num_accepted_tokens_per_pos"] = [per_position[index] for index in sorted(per_position)]
+    return counters

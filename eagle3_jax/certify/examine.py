@@ -106,7 +106,8 @@ def certify(
         )
     if examination.failures and not examination.answered:
         raise ServerError(examination.failures[0])
-    drafted = {name: value - before.get(name, 0) for name, value in client.counters().items()}
+    after = client.counters()
+    drafted = {name: (np.array(count) - before.get(name, 0)).tolist() for name, count in after.items()}
     request_facts = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     request_facts |= {"prompts": len(plan.prompts), "sampling": dataclasses.asdict(plan.sampling)}
     return Certificate(

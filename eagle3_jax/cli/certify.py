@@ -127,10 +127,15 @@ def _read_prompts(path: Path) -> list[str | list[int]]:
 
 
 def _command() -> str:
-    """Returns the command line, without a key."""
-    words = ["eagle3", *sys.argv[1:]]
-    if "--key" in words:
-        words[words.index("--key") + 1] = "KEY"
+    """Returns the command line, without the key and the directory of the report."""
+    words = ["eagle3"]
+    options = iter(sys.argv[1:])
+    for word in options:
+        name = word.partition("=")[0]
+        if name not in ("--key", "--output"):
+            words.append(word)
+        elif name == word:
+            next(options, None)
     return shlex.join(words)
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from eagle3_jax.bench.memory import is_out_of_memory
+from eagle3_jax.certify.client import parse_counters
 from validation.engines.memory import share_memory
 from validation.engines.vllm.bridge import Completion, EngineOptions, Generated, VLLMError, VLLMUnavailable, eagle3
 from validation.engines.vllm.process import Process
-from validation.engines.vllm.server import Server, Servers, parse_counters
+from validation.engines.vllm.server import Server, Servers
 from validation.parity import Played, first_difference, stats_of
 
 METRICS = """# TYPE vllm:spec_decode_num_drafts_total counter
@@ -80,7 +81,7 @@ def test_a_server_is_the_engine_that_it_serves(serve: Any) -> None:
     servers = Servers([serve(PATHS)])
     assert servers.versions["vllm"] == "0.32.0"
     assert servers.engine(EngineOptions(model="/elsewhere/target", speculative=eagle3("head", 3)))
-    with pytest.raises(VLLMError, match=r"serves /models/pair/target, not /elsewhere/other"):
+    with pytest.raises(VLLMError, match=r"serves target, not /elsewhere/other"):
         servers.engine(EngineOptions(model="/elsewhere/other", speculative=eagle3("head", 3)))
     with pytest.raises(VLLMUnavailable, match="drafts 3 tokens, not 4"):
         servers.engine(EngineOptions(model="m", speculative=eagle3("head", 4)))
@@ -95,9 +96,10 @@ def test_a_server_is_the_engine_that_it_serves(serve: Any) -> None:
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        ({"/version": "<html>hello</html>"}, "is not a vLLM server"),
-        ({}, "answered 404 to /version"),
-        ("http://127.0.0.1:9", "no vLLM server answers at http://127.0.0.1:9"),
+        ({"/v1/models": "<html>hello</html>"}, "does not answer in JSON"),
+        ({"/v1/models": MODELS}, "is not a vLLM server"),
+        ({}, "/v1/models answered 404"),
+        ("http://127.0.0.1:9", "no server answers at http://127.0.0.1:9"),
         ("localhost:8000", "is not the address"),
     ],
 )

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
-import http.client
 import json
-import re
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle3_jax.certify.client import Client, ServerError
 from validation.engines.vllm.bridge import (
     Completion,
     Engine,
@@ -28,9 +25,6 @@ from validation.engines.vllm.bridge import (
     score,
 )
 
-_COUNTER = re.compile(r"^vllm:spec_decode_(\w+?)_total\{([^}]*)\} ([\d.e+]+)$", re.MULTILINE)
-_POSITION = re.compile(r'position="(\d+)"')
-
 
 class Server:
     r"""One server.
@@ -43,28 +37,25 @@ class Server:
     """
 
     def __init__(self, url: str):
-        """Ask the server who it is.
+        """Asks the server who it is.
 
         Raises:
             VLLMError: Nothing answers there, or something that is not vLLM.
         """
-        self.url = url.rstrip("/")
-        if urllib.parse.urlsplit(self.url).scheme not in ("http", "https"):
-            raise VLLMError(f"{url} is not the address of a server; expected something like http://localhost:8000")
-        # A proxy of the environment must not be asked for a server on this machine.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        version = self._get_json("/version").get("version")
-        models = self._get_json("/v1/models").get("data")
-        if not isinstance(version, str) or not models:
+        with _refusals():
+            self._client = Client(url, timeout=600.0)
+        self.url = self._client.url
+        version = self._client.facts.get("version")
+        if not isinstance(version, str):
             raise VLLMError(f"what answers at {self.url} is not a vLLM server")
         self.versions = {"vllm": version, "server": "OpenAI-compatible"}
-        self.model: str = models[0]["id"]
-        self.root: str = models[0].get("root") or self.model
+        self.model = self._client.model
+        self.root: str = self._client.facts.get("root") or self.model
         self.speculates = bool(self.counters())
 
     def counters(self) -> dict[str, Any]:
         """The ``spec_decode_*`` counters since the server started; empty where it does not speculate."""
-        return parse_counters(self._open("/metrics").decode())
+        return self._client.counters()
 
     def serves(self, model: str) -> bool:
         """Whether this is the model of a directory or hub id; paths on another machine are compared by name."""
@@ -73,27 +64,17 @@ class Server:
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """One request to ``/v1/completions``."""
-        return json.loads(self._open("/v1/completions", json.dumps({"model": self.model, **body}).encode()))
+        with _refusals():
+            return json.loads(self._client.send("/v1/completions", {"model": self.model, **body}))
 
-    def _get_json(self, path: str) -> dict[str, Any]:
-        try:
-            return json.loads(self._open(path))
-        except ValueError:
-            raise VLLMError(f"what answers at {self.url} is not a vLLM server") from None
 
-    def _open(self, path: str, data: bytes | None = None) -> bytes:
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        try:
-            with self._opener.open(request, timeout=600) as response:
-                return response.read()
-        except urllib.error.HTTPError as error:
-            body = " ".join(error.read().decode(errors="replace").split())[:300]
-            raise VLLMError(f"the server at {self.url} answered {error.code} to {path}: {body}") from None
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", None) or error
-            raise VLLMError(
-                f"no vLLM server answers at {self.url} ({reason}); is it up, and is the address right?"
-            ) from None
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises what a server refuses as this package's error."""
+    try:
+        yield
+    except ServerError as error:
+        raise VLLMError(str(error)) from None
 
 
 class Servers:
@@ -185,20 +166,3 @@ class ServerEngine:
             [{int(key): (entry["logprob"], entry["rank"]) for key, entry in entries.items()} for entries in positions],
             output,
         )
-
-
-def parse_counters(text: str) -> dict[str, Any]:
-    """The counters of speculation in Prometheus' text format, under the names of ``SpeculationStats``."""
-    counters: dict[str, Any] = {}
-    per_position: dict[int, int] = {}
-    for name, labels, value in _COUNTER.findall(text):
-        if name == "num_accepted_tokens_per_pos":
-            position = _POSITION.search(labels)
-            assert position is not None
-            index = int(position[1])
-            per_position[index] = per_position.get(index, 0) + int(float(value))
-        else:
-            counters[name] = counters.get(name, 0) + int(float(value))
-    if per_position:
-        counters["num_accepted_tokens_per_pos"] = [per_position[index] for index in sorted(per_position)]
-    return counters

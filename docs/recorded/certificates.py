@@ -1,0 +1,66 @@
+"""Tables of certificates: those of real servers, and what injected errors take to be found."""
+
+from __future__ import annotations
+
+from page_tables import RESULTS, Row, record, table, version
+
+# Name of the record, the server in words, and where it was asked.
+SERVERS = (
+    ("certificate-vllm-plain", "vLLM 0.32.0 for CPUs, plain"),
+    ("certificate-vllm-greedy", "vLLM 0.32.0 for CPUs, EAGLE-3 K=3, greedy requests only"),
+    ("certificate-vllm-speculating", "vLLM 0.32.0 for CPUs, EAGLE-3 K=3"),
+    ("certificate-llama-cpp-plain", "llama.cpp, plain"),
+    ("certificate-llama-cpp-speculating", "llama.cpp, with a draft model"),
+    ("certificate-eagle3-jax-chain", "`eagle3 serve`, chain of three likeliest tokens"),
+    ("certificate-eagle3-jax-sampled", "`eagle3 serve`, chain of three sampled tokens"),
+    ("certificate-eagle3-jax-tree", "`eagle3 serve`, tree of ten nodes"),
+)
+
+
+def parts() -> dict[str, dict[str, str]]:
+    """Returns the tables by page and mark."""
+    return {"docs/certify.md": {"power": power(), "certificates": certificates()}}
+
+
+def power() -> str:
+    """Writes the smallest number of requests that finds each error in nearly all runs, and the test that does."""
+    measured = record("certify-power")
+    lines = []
+    for entry in measured["errors"]:
+        runs = measured["runs"]
+        enough = [requests for requests, count in entry["found"].items() if count >= 0.95 * runs]
+        most, count = list(entry["found"].items())[-1]
+        seen = f"{int(enough[0]):,}" if enough else f"{count} of {runs} runs by {int(most):,}"
+        tests = sorted(entry["by"], key=lambda name: -entry["by"][name])
+        lines.append([entry["error"], seen, tests[0] if tests else ""])
+    honest = measured["honest"]
+    shares = ", ".join(f"{share:.1%} below {limit}" for limit, share in honest["shares"].items())
+    return table(["injected error", "requests", "found mostly by"], lines) + (
+        f"\n\n{version(measured['environment'])}, {measured['runs']} runs of each error and size, α = 10⁻⁶ in all, "
+        f"τ = {measured['mean_acceptance_length']:.2f}.\n"
+        f"A correct sampler, {honest['runs']:,} runs of {honest['requests']} requests: the smallest p-value times the "
+        f"number of tests was {shares};\nthe smallest of all was {honest['smallest']:.1g}."
+    )
+
+
+def certificates() -> str:
+    """Writes the verdicts about servers."""
+    lines = []
+    for name, title in SERVERS:
+        if (RESULTS / f"{name}.json").exists():
+            certificate = record(name)
+            worst = min(certificate["tests"], key=lambda test: test["p_value"])
+            finding = f"{worst['name']}, p = {worst['p_value']:.1g}" if certificate["verdict"] == "not lossless" else ""
+            tokens = max(test["tokens"] for test in certificate["tests"])
+            size = [f"{certificate['requests']:,}", f"{tokens:,}", f"{certificate['seconds']:.0f}"]
+            lines.append([title, certificate["headline"].lower(), *size, finding])
+    commits = sorted({commit_of(name) for name, _ in SERVERS if (RESULTS / f"{name}.json").exists()})
+    return table(["server", "verdict", "answers", "tokens", "seconds", "by"], lines) + (
+        f"\n\nSmolLM2-135M-Instruct, two cores of a CPU, temperature 1, twelve prompts; {', '.join(commits)}."
+    )
+
+
+def commit_of(name: str) -> str:
+    """Names the version and the commit of a certificate."""
+    certificate: Row = record(name)
+    return f"version {certificate['version']}, commit `{certificate['commit'][:10]}`"
