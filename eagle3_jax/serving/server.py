@@ -46,7 +46,7 @@ from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.types import FinishReason, SamplingMode
 
 _SECONDS_OF_READERS = 30  # at the end, for readers of what is written
-_CLIENT_LEFT = 499  # nobody reads it
+_CLIENT_LEFT = 499  # of a response that is not read
 
 
 class State(enum.Enum):

@@ -275,6 +275,13 @@ def test_metrics_are_the_counters_of_generate(url: str) -> None:
     assert after["num_requests_running"] == after["num_requests_waiting"] == 0
 
 
+def test_the_page_names_the_metrics_that_exist(url: str) -> None:
+    page = Path(__file__).parents[2] / "docs" / "serving.md"
+    named = set(re.findall(r"vllm:\w+", page.read_text(encoding="utf-8")))
+    exist = set(re.findall(r"^# TYPE (vllm:\w+?)(?:_total|_created)? ", get(f"{url}/metrics"), re.M))
+    assert named == exist
+
+
 def leave(url: str, body: Answer) -> None:
     """Sends a request, and closes the connection when it runs; of a stream, after the first bytes of the answer."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
