@@ -14,7 +14,7 @@ import pytest
 
 from eagle3_jax import DynamicTree, SpeculativeDecoder
 from eagle3_jax.certify import Certificate, Client, Plan, Verdict, certify
-from validation.engines import own
+from eagle3_jax.serving.local import serving
 from validation.engines.vllm.bridge import eagle3
 from validation.fixtures import launched
 from validation.runs import Check
@@ -43,11 +43,11 @@ def examine(check: Check, url: str, subject: Subject, *, requests: int) -> Certi
 
 
 @pytest.mark.parametrize("method", OURS)
-def test_our_decoder_is_certified(check: Check, subject: Subject, setting: Setting, method: str) -> None:
+def test_our_server_is_certified(check: Check, subject: Subject, setting: Setting, method: str) -> None:
     target, drafter = subject.pair("float32")
     decoder = SpeculativeDecoder(target, drafter, stop_tokens=(), **OURS[method])
-    with own.serving(decoder) as address:
-        certificate = examine(check, address.url, subject, requests=64 if setting.quick else 512)
+    with serving(decoder, slots=8, capacity=256, logprobs=20) as url:
+        certificate = examine(check, url, subject, requests=64 if setting.quick else 512)
     assert certificate.verdict is Verdict.LOSSLESS, certificate.reason
 
 

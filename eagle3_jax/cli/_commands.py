@@ -12,7 +12,7 @@ import typer
 import typer.main
 
 from eagle3_jax import __version__
-from eagle3_jax.cli import bench, certify, chat, convert, doctor, generate, inspect, plan, train, tune
+from eagle3_jax.cli import bench, certify, chat, convert, doctor, generate, inspect, plan, serve, train, tune
 from eagle3_jax.cli._errors import Misuse
 
 app = typer.Typer(
@@ -39,6 +39,7 @@ def _root(
 
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
+app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
 app.command("convert", epilog=convert.EXAMPLE)(convert.convert)
 app.command("inspect", epilog=inspect.EXAMPLE)(inspect.inspect)
 app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)

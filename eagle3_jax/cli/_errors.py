@@ -17,6 +17,9 @@ _EXTRAS = {
     "huggingface_hub": "hub",
     "outlines_core": "grammar",
     "gguf": "gguf",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
 }
 _LONGEST = 600  # characters of an error line
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

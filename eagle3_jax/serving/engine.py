@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,14 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from eagle3_jax import loop as loops
-from eagle3_jax.checks import check_mode, sampling_mode_of
+from eagle3_jax.checks import check_mode, checked_sampling, sampling_mode_of
 from eagle3_jax.decode import SpeculativeDecoder, padded_prompt
 from eagle3_jax.devices.sharding import to_host
 from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.state import GenerationState, Prompts
-from eagle3_jax.stats import SpeculationStats, TokenLogProb
-from eagle3_jax.types import FinishReason, SamplingMode, SamplingParams
+from eagle3_jax.stats import LogProbs, SpeculationStats, TokenLogProb
+from eagle3_jax.tree import causal_mask
+from eagle3_jax.types import FinishReason, SamplingMode, SamplingParams, TargetModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +133,9 @@ class Engine:
         self._decoder = decoder
         self._loop = dataclasses.replace(decoder.loop, sampling_mode=sampling_mode)
         self._num_slots = slots
-        self._most = min(capacity - decoder.loop.drafter.num_nodes, decoder.target.max_positions)
+        positions = decoder.target.max_positions
+        drafter_positions = getattr(decoder.loop.drafter, "max_positions", None) or positions
+        self._most = min(capacity - decoder.loop.drafter.num_nodes, positions, drafter_positions)
         self._capacity = padded_prompt(capacity)
         self._chunk = chunk
         self._logprobs = logprobs
@@ -141,6 +145,22 @@ class Engine:
         self._partial: tuple[_Slot, GenerationState, int] | None = None
         self._num_submitted = 0
         self._state: GenerationState | None = None
+        self._forget_counts()
+
+    @property
+    def room(self) -> int:
+        """Most tokens of a prompt and its answer together."""
+        return self._most
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """``L``; ``None`` if no log-probabilities are recorded."""
+        return self._logprobs
+
+    @property
+    def totals(self) -> SpeculationStats:
+        """Counters of all rounds so far, those of cancelled requests included."""
+        return self._totals
 
     @property
     def idle(self) -> bool:
@@ -178,7 +198,7 @@ class Engine:
                 f"holds {self._most}; shorten one of them or build the engine with a larger capacity"
             )
         params = SamplingParams(temperature=request.temperature, top_k=request.top_k, top_p=request.top_p)
-        check_mode(self._loop.sampling_mode, sampling_mode_of(params))
+        check_mode(self._loop.sampling_mode, sampling_mode_of(checked_sampling(params, 1)))
 
     def submit(self, request: Request) -> int:
         """Adds a request, which begins at a later :meth:`tick`; requests begin in order.
@@ -211,6 +231,30 @@ class Engine:
             outputs.update(ended(self.tick()))
         return [outputs[ticket] for ticket in tickets]
 
+    def warm_up(self) -> Iterator[int]:
+        """Compiles the programs of every padded length before requests come, and yields each length."""
+        longest = self._most - 1
+        for length in sorted({padded_prompt(length) for length in range(1, longest + 1)}):
+            self.run([Request([0] * min(length, longest), 1, ignore_stop=True)])
+            yield length
+        if self._state is not None:
+            self._state = _end(self._state, np.zeros(self._num_slots, bool))
+        self._num_submitted = 0
+        self._forget_counts()
+
+    def score(self, tokens: list[int]) -> list[TokenLogProb | None]:
+        """Returns the log-probability of each token after those before it, in one forward pass of the target.
+
+        The first token has none. The engine must record log-probabilities.
+        """
+        assert self._logprobs is not None
+        target = self._decoder.target
+        padded_length = min(padded_prompt(len(tokens)), target.max_positions)
+        row = np.zeros((1, padded_length), np.int32)
+        row[0, : len(tokens)] = tokens
+        scores = to_host(_scores(target.model, self._decoder.params.target, row, count=self._logprobs))
+        return [None, *scores.row(0, 0, len(tokens) - 1)]
+
     def tick(self) -> list[Event]:
         """Frees cancelled slots, begins one group of prompts or runs one chunk, and runs ``rounds_per_check`` rounds.
 
@@ -236,9 +280,8 @@ class Engine:
         for index, slot in self._slots.items():
             starts[index] = slot.reported
         width = 1 + self._loop.rounds_per_check * (self._loop.drafter.max_depth + 1)
-        length, finish, tokens, scores = to_host(_written(state, starts, width=width))
-        ended = [index for index in self._slots if finish[index] != FinishReason.RUNNING]
-        counters = to_host(state.stats) if ended else None
+        length, finish, tokens, scores, counters = to_host(_written(state, starts, width=width))
+        self._count(counters)
         events = []
         for index, slot in list(self._slots.items()):
             count = int(length[index]) - slot.reported
@@ -259,6 +302,17 @@ class Engine:
             if new or event.output is not None:
                 events.append(event)
         return events
+
+    def _forget_counts(self) -> None:
+        zeros = SpeculationStats.zeros(self._num_slots, self._loop.drafter.max_depth)
+        self._counted = jax.tree.map(np.array, zeros)  # of each row, at the last tick
+        self._totals = SpeculationStats.merge([zeros])
+
+    def _count(self, counters: SpeculationStats) -> None:
+        """Adds to the totals what the counters of the rows have gained since the last tick."""
+        gains = jax.tree.map(np.subtract, counters, self._counted)
+        self._totals = jax.tree.map(np.add, self._totals, SpeculationStats.merge([gains]))
+        self._counted = jax.tree.map(np.array, counters)
 
     def _drop_cancelled(self) -> None:
         cancelled = [index for index, slot in self._slots.items() if slot.is_cancelled]
@@ -331,6 +385,8 @@ class Engine:
         if self._state is None:
             self._state = _ended_copies(rows, self._num_slots)
         self._state = _insert(self._state, rows, jnp.asarray(indices, jnp.int32))
+        for counts in jax.tree.leaves(self._counted):
+            counts[list(indices)] = 0
         self._slots.update(zip(indices, slots, strict=True))
 
 
@@ -360,8 +416,19 @@ def _end(state: GenerationState, mask: Array) -> GenerationState:
 
 @functools.partial(jax.jit, static_argnames=("width",))
 def _written(state: GenerationState, starts: Int[Array, " B"], *, width: int) -> tuple:
-    """Returns length and finish of each row, and its tokens and their log-probabilities from ``starts`` on."""
+    """Returns each row's length, finish, tokens and log-probabilities from ``starts`` on, and counters."""
     slots = jnp.minimum(starts[:, None] + jnp.arange(width), state.tokens.shape[1] - 1)
     take = jax.vmap(lambda leaf, slots: leaf[slots])
     scores = None if state.logprobs is None else jax.tree.map(lambda leaf: take(leaf, slots), state.logprobs)
-    return state.length, state.finish, take(state.tokens, slots), scores
+    return state.length, state.finish, take(state.tokens, slots), scores, state.stats
+
+
+@functools.partial(jax.jit, static_argnames=("model", "count"))
+def _scores(model: TargetModel, params: Any, tokens: Int[Array | np.ndarray, "1 T"], *, count: int) -> LogProbs:
+    """Returns the log-probability of the token after each position, and of the ``count`` likeliest ones."""
+    tokens = jnp.asarray(tokens)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    output = model(params, tokens, positions, causal_mask(tokens.shape[1]))
+    logits = model.unembed(params, output.final)
+    following = jnp.roll(tokens, -1, axis=1)
+    return LogProbs.from_logits(logits, following, count)

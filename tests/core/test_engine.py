@@ -188,6 +188,7 @@ def test_events_are_the_tokens_once_and_in_order() -> None:
         assert [score.logprob for score in scored] == pytest.approx([score.logprob for score in expected], abs=1e-4)
         stats = own_events[-1].stats
         assert stats is not None and int(stats.num_accepted_tokens) <= len(tokens)
+    assert engine.totals == e3.SpeculationStats.merge(event.stats for event in events if event.stats is not None)
 
 
 def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone() -> None:
@@ -197,14 +198,17 @@ def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone() -> Non
     engine = Engine(decoder, slots=2, capacity=128)
     tickets = [engine.submit(request) for request in requests]
     engine.cancel(tickets[4])  # it waits
-    outputs = dict(ended(engine.tick()))
-    running = next(ticket for ticket in tickets[1:] if ticket not in outputs)
+    events = [event for _ in range(3) for event in engine.tick()]
+    running = next(ticket for ticket in tickets[1:] if ticket not in dict(ended(events)))
+    assert any(event.ticket == running for event in events)
     engine.cancel(running)
-    while not engine.idle:
-        outputs.update(ended(engine.tick()))
+    events += events_of(engine)
+    outputs = dict(ended(events))
     remaining = [ticket for ticket in tickets if ticket not in (tickets[4], running)]
     assert [outputs[ticket] for ticket in remaining] == [expected[ticket] for ticket in remaining]
     assert engine.free == 2
+    completed = e3.SpeculationStats.merge(event.stats for event in events if event.stats is not None)
+    assert 0 < completed.num_drafts < engine.totals.num_drafts  # the rounds of the cancelled request count
 
 
 def test_requests_begin_in_order() -> None:

@@ -1,0 +1,148 @@
+"""The thread that an engine runs in: requests come by a queue, and events go to the event loop after each tick."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+from eagle3_jax.serving.engine import Engine, Event, Request
+from eagle3_jax.stats import SpeculationStats, TokenLogProb
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptEcho:
+    """The prompt's turn in an answer that repeats it.
+
+    Attributes:
+        scores: One log-probability per token, none for the first; ``None`` if they are not wanted.
+    """
+
+    scores: list[TokenLogProb | None] | None
+
+
+@dataclasses.dataclass(eq=False)
+class Ticket:
+    """One request on its way through the engine.
+
+    Attributes:
+        request: The request. With a limit of 0 only the prompt is echoed.
+        echoes: Whether the prompt is echoed.
+        scores_prompt: Whether the echo has log-probabilities.
+        events: The answer so far that its handler has not read: a slow reader never stops the engine.
+        arrival: Time at which the request came.
+        latest: Time of the latest chunk; ``None`` before the first.
+        number: The engine's number, which only its thread uses.
+    """
+
+    request: Request
+    echoes: bool = False
+    scores_prompt: bool = False
+    events: asyncio.Queue[Event | PromptEcho | Exception] = dataclasses.field(default_factory=asyncio.Queue)
+    arrival: float = dataclasses.field(default_factory=time.perf_counter)
+    latest: float | None = None
+    number: int | None = None
+
+
+@runtime_checkable
+class Listener(Protocol):
+    """The part of a server that hears from the worker, in the event loop."""
+
+    def on_ready(self) -> None:
+        """All programs are compiled."""
+
+    def on_events(self, events: list[tuple[Ticket, Event | PromptEcho]], totals: SpeculationStats) -> None:
+        """A tick is over, or a prompt has been scored."""
+
+    def on_failure(self, error: BaseException) -> None:
+        """The engine has failed, and the thread has ended."""
+
+
+class Worker:
+    """Runs an engine. Its methods return at once and are called in the event loop."""
+
+    def __init__(self, engine: Engine, listener: Listener) -> None:
+        self._engine = engine
+        self._listener = listener
+        self._commands: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
+        self._tickets: dict[int, Ticket] = {}
+        self._is_stopped = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread, which compiles all programs first."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Ends the thread after its tick or compilation, and waits for it. Running requests get no more events."""
+        self._is_stopped = True
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def submit(self, ticket: Ticket) -> None:
+        """Adds a request, which the engine must have checked."""
+        self._commands.put(functools.partial(self._submit, ticket))
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends a request; its slot is free at the next tick."""
+        self._commands.put(functools.partial(self._cancel, ticket))
+
+    def _run(self) -> None:
+        try:
+            for _ in self._engine.warm_up():
+                if self._is_stopped:
+                    return
+            self._notify(self._listener.on_ready)
+            while self._run_commands():
+                events = [(self._tickets[event.ticket], event) for event in self._engine.tick()]
+                for ticket, event in events:
+                    if event.output is not None and ticket.number is not None:
+                        del self._tickets[ticket.number]
+                self._notify(self._listener.on_events, events, self._engine.totals)
+        except BaseException as error:  # whatever it is, the server must hear of it
+            self._notify(self._listener.on_failure, error)
+
+    def _run_commands(self) -> bool:
+        """Runs the commands that have come, at most one slow one, and waits for one if the engine is idle.
+
+        Returns:
+            Whether to go on.
+        """
+        while not self._is_stopped:
+            try:
+                command = self._commands.get(block=self._engine.idle)
+            except queue.Empty:
+                return True
+            if command is not None and command():
+                return True
+        return False
+
+    def _submit(self, ticket: Ticket) -> bool:
+        """Adds a request, after the scores of its prompt. Returns whether that took long."""
+        if ticket.echoes:
+            scores = self._engine.score(ticket.request.tokens) if ticket.scores_prompt else None
+            self._notify(self._listener.on_events, [(ticket, PromptEcho(scores))], self._engine.totals)
+        if ticket.request.max_new_tokens > 0:
+            ticket.number = self._engine.submit(ticket.request)
+            self._tickets[ticket.number] = ticket
+        return ticket.scores_prompt
+
+    def _cancel(self, ticket: Ticket) -> bool:
+        if ticket.number in self._tickets:
+            self._engine.cancel(ticket.number)
+            # The engine writes no more events of it.
+            del self._tickets[ticket.number]
+        return False
+
+    def _notify(self, method: Callable[..., None], *arguments: Any) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing listens any more
+            self._loop.call_soon_threadsafe(method, *arguments)

@@ -1,0 +1,121 @@
+"""Whatever the order of submissions, cancellations and rounds: every request is answered once, in order, and fairly."""
+
+from __future__ import annotations
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import tiny
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+import eagle3_jax as e3
+from eagle3_jax.serving.engine import Engine, Request
+from eagle3_jax.types import SamplingMode
+
+SLOTS = 2
+LONGEST = 10
+PROMPTS = [[3], [1, 2, 3], list(range(9)), [5, 6] * 10]
+
+
+@functools.cache
+def decoder() -> e3.SpeculativeDecoder:
+    return e3.SpeculativeDecoder(tiny.target(13), e3.drafters.NGram(3))
+
+
+@functools.cache
+def continuations() -> list[list[int]]:
+    """What the target alone writes after each prompt."""
+    return e3.SpeculativeDecoder(tiny.target(13)).generate(PROMPTS, max_new_tokens=LONGEST).tokens
+
+
+class Schedule(RuleBasedStateMachine):
+    """An engine and the requests as the test knows them."""
+
+    chunk: int | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        mode = SamplingMode.GREEDY
+        self.engine = Engine(decoder(), slots=SLOTS, capacity=64, sampling_mode=mode, chunk=self.chunk)
+        self.expected: dict[int, list[int]] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.open: list[int] = []
+        self.begun: list[int] = []
+
+    def running(self) -> list[int]:
+        return [slot.ticket for slot in self.engine._slots.values()]
+
+    def waiting(self) -> list[int]:
+        """Tickets without a slot, in the order in which they begin."""
+        partial = self.engine._partial
+        first = [] if partial is None else [partial[0].ticket]
+        return first + [ticket for ticket, _ in self.engine._waiting]
+
+    @rule(prompt=st.integers(0, len(PROMPTS) - 1), limit=st.integers(1, LONGEST))
+    def submit(self, prompt: int, limit: int) -> None:
+        ticket = self.engine.submit(Request(PROMPTS[prompt], limit))
+        assert ticket == len(self.expected)
+        self.expected[ticket] = continuations()[prompt][:limit]
+        self.tokens[ticket] = []
+        self.open.append(ticket)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(self.open))
+        self.engine.cancel(ticket)
+        self.open.remove(ticket)
+
+    @rule()
+    def cancel_a_request_that_has_ended(self) -> None:
+        for ticket in set(self.expected) - set(self.open):
+            self.engine.cancel(ticket)
+
+    @rule()
+    def tick(self) -> None:
+        waiting = self.waiting()
+        num_staying = sum(ticket in self.open for ticket in self.running())
+        for event in self.engine.tick():
+            assert event.ticket in self.open, "an event after the end of its request"
+            if not self.tokens[event.ticket]:
+                self.begun.append(event.ticket)
+                assert len(event.tokens) == 1
+            self.tokens[event.ticket] += event.tokens
+            expected = self.expected[event.ticket]
+            assert self.tokens[event.ticket] == expected[: len(self.tokens[event.ticket])]
+            if event.output is not None:
+                assert event.output == self.tokens[event.ticket] == expected
+                self.open.remove(event.ticket)
+        assert set(self.running()) <= set(self.open), "a slot that no request has any more"
+        if waiting and num_staying < SLOTS and self.chunk is None:
+            assert waiting[0] in self.begun, "a free slot while a request waits"
+        assert self.begun == sorted(self.begun), "a later request begins first"
+
+    @invariant()
+    def every_request_is_in_one_state(self) -> None:
+        held = [ticket for ticket in self.running() if ticket in self.open] + self.waiting()
+        assert sorted(held) == self.open
+        assert len(self.running()) <= SLOTS
+        assert not (self.engine.idle and self.open)
+
+    def teardown(self) -> None:
+        """All requests end within the rounds of their tokens and chunks."""
+        chunks = sum(1 + len(prompt) // (self.chunk or 64) for prompt in PROMPTS)
+        for _ in range((LONGEST + chunks) * (len(self.open) + 1)):
+            self.tick()
+            self.every_request_is_in_one_state()
+        assert self.engine.idle and not self.open
+
+
+class ScheduleOfChunks(Schedule):
+    """The same with long prompts in parts."""
+
+    chunk = 4
+
+
+@pytest.mark.parametrize("machine", [Schedule, ScheduleOfChunks])
+def test_every_order_of_requests_is_answered(machine: type[Schedule]) -> None:
+    settings = hypothesis.settings(max_examples=15, stateful_step_count=25, deadline=None, derandomize=True)
+    run_state_machine_as_test(machine, settings=settings)
