@@ -176,15 +176,15 @@ class SpeculativeLoop:
         )
         final = jnp.take_along_axis(output.final, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
         logits = self.target.unembed(params.target, final)
-        ends = (count > 0) & (start + count == prompt_length)
+        has_ended = (count > 0) & (start + count == prompt_length)
         first = self._choose_first(state, logits)
         following = entry_of_rows(state.tokens, jnp.minimum(start + count, state.tokens.shape[1] - 1))
-        next_token = jnp.where(ends, first, following)
+        next_token = jnp.where(has_ended, first, following)
         seen = Observation(tokens=tokens, features=output.features, length=count, next_token=next_token)
         cache = state.cache.commit(output.written, count)
         state = state.replace(cache=cache, drafter=self._observe(params, state.drafter, seen))
-        broken = ends & ~_has_distribution(logits)[:, 0]
-        num_first = jnp.where(ends & ~broken, 1, 0).astype(jnp.int32)
+        broken = has_ended & ~_has_distribution(logits)[:, 0]
+        num_first = jnp.where(has_ended & ~broken, 1, 0).astype(jnp.int32)
         return self._emit(state, first[:, None], num_first, broken, logits)
 
     def _choose_first(self, rows: Prompts | GenerationState, logits: Float[Array, "B 1 V"]) -> Int[Array, " B"]:

@@ -111,11 +111,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _tokens(self, ids: list[int], body: dict[str, Any]) -> tuple[list[int], list[int]]:
         """Returns the answer, and the position of each token in its chunk."""
-        manners, sampler = self.server.manners, self.server.sampler
+        manners = self.server.manners
         number = body["max_tokens"]
         if body["temperature"]:
             seed = body["seed"] if manners.fixed_seed is None else manners.fixed_seed
-            tokens, chunk_index = sampler.answer(np.array(ids[:1]), number, seed=seed)
+            tokens, chunk_index = self.server.sampler.answer(np.array(ids[:1]), number, seed=seed)
             return tokens[0].tolist(), chunk_index[0].tolist()
         tokens = ids[1:]
         for position in range(number):
