@@ -130,10 +130,10 @@ def requests_until_found(fault, most=8192):
     return None
 
 
-found = {name: requests_until_found(injected) for name, injected in FAULTS.items()}
-for name, requests in found.items():
+num_requests = {name: requests_until_found(injected) for name, injected in FAULTS.items()}
+for name, requests in num_requests.items():
     print(f"{name:<50} {requests or 'not by 8,192'}")
-assert found["greedy drafts judged as if sampled"] <= 256
+assert num_requests["greedy drafts judged as if sampled"] <= 256
 assert requests_until_found(CORRECT, most=2048) is None
 
 # %% [markdown]

@@ -214,11 +214,14 @@ class _Examination:
         statistic = 0.0
         degrees = 0
         for prompt in range(num_prompts):
-            table = _table(*({text: n for (p, text), n in count.items() if p == prompt} for count in counts))
+            first, second = (
+                {text: count[prompt, text] for number, text in count if number == prompt} for count in counts
+            )
+            table = _table(first, second)
             if table.shape[1] > 1 and table.sum(axis=1).all():
-                result = stats.chi2_contingency(table, correction=False)
-                statistic += float(result.statistic)
-                degrees += int(result.dof)
+                of_prompt, _, freedom, _ = stats.chi2_contingency(table, correction=False)
+                statistic += float(of_prompt)  # type: ignore[arg-type]
+                degrees += int(freedom)  # type: ignore[arg-type]
         if degrees:
             # Two equal samples have half of the noncentrality that one has against a known distribution.
             sees = smallest_deviation(plan.num_requests, degrees, alpha=ALPHA) / math.sqrt(2)
