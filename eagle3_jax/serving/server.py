@@ -223,8 +223,6 @@ class Server:
 
     async def _complete(self, request: Request) -> Response:
         body = await read_body(request)
-        if self._state is not State.READY:
-            return self._refuse_for_now()
         completion_request = await asyncio.to_thread(self._read, body, request.url.path == "/v1/chat/completions")
         if self._state is not State.READY:
             return self._refuse_for_now()
