@@ -70,6 +70,7 @@ class Server:
         self,
         decoder: SpeculativeDecoder,
         *,
+        model: str | None = None,
         slots: int = 4,
         capacity: int = 1024,
         max_queue: int = 256,
@@ -82,6 +83,7 @@ class Server:
 
         Args:
             decoder: Target and drafter.
+            model: Name of the model for clients. Default: the target's.
             slots: Requests that run at a time.
             capacity: Tokens per row: prompt, new tokens and one draft.
             max_queue: Requests that may wait for a slot.
@@ -95,7 +97,7 @@ class Server:
         """
         options = {"slots": slots, "capacity": capacity, "chunk": chunk, "logprobs": logprobs}
         self._engine = Engine(decoder, **options, sampling_mode=sampling_mode)
-        self._offer = Offer(decoder, decoder.target.name, self._engine.room, logprobs)
+        self._offer = Offer(decoder, model or decoder.target.name, self._engine.room, logprobs)
         self._most_open = slots + max_queue
         self._on_ready = on_ready
         self._open: set[Ticket] = set()  # requests that wait or run
@@ -163,8 +165,6 @@ class Server:
         yield
         await worker.stop()
 
-    # What the worker reports.
-
     def on_ready(self) -> None:
         """Begins to take requests."""
         if self._state is State.COMPILING:
@@ -207,8 +207,6 @@ class Server:
             self._worker.cancel(ticket)
             self._metrics.count_end(reason, time.perf_counter() - ticket.arrival)
             self._end_if_drained()
-
-    # What clients ask for.
 
     async def _tell_health(self, request: Request) -> Response:
         return Response() if self._state is State.READY else self._refuse_for_now()
