@@ -45,7 +45,7 @@ from eagle3_jax.serving.worker import PromptEcho, Ticket, Worker
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.types import FinishReason, SamplingMode
 
-_SECONDS_OF_READERS = 30  # at the end, for readers of what is written
+_SECONDS_FOR_READERS = 30  # at shutdown, for clients that have not read their answers
 _CLIENT_LEFT = 499  # of a response that is not read
 
 
@@ -134,7 +134,7 @@ class Server:
             Exception: The engine failed.
         """
         config = uvicorn.Config(
-            self.app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_SECONDS_OF_READERS
+            self.app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_SECONDS_FOR_READERS
         )
         self._http = DrainingServer(config, self.drain)
         self._http.run([listener])
