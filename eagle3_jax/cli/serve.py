@@ -80,9 +80,11 @@ def serve(
         mode = SamplingMode.GREEDY if options.sampling == "greedy" else SamplingMode.TRUNCATED
         port = listener.getsockname()[1]
         host = f"[{options.host}]" if ":" in options.host else options.host
-        line = f"{decoder.target.name} is ready at http://{host}:{port}"
+        model = models.target or "bundled"
+        line = f"{model} is ready at http://{host}:{port}"
         server = Server(
             decoder,
+            model=model,
             slots=options.slots,
             capacity=options.capacity,
             max_queue=options.max_queue,

@@ -45,7 +45,7 @@ from eagle3_jax.serving.worker import PromptEcho, Ticket, Worker
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.types import FinishReason, SamplingMode
 
-_SECONDS_OF_READERS = 30  # at the end, for readers of what is written
+_SECONDS_FOR_READERS = 30  # at shutdown, for clients that have not read their answers
 _CLIENT_LEFT = 499  # of a response that is not read
 
 
@@ -70,6 +70,7 @@ class Server:
         self,
         decoder: SpeculativeDecoder,
         *,
+        model: str | None = None,
         slots: int = 4,
         capacity: int = 1024,
         max_queue: int = 256,
@@ -82,6 +83,7 @@ class Server:
 
         Args:
             decoder: Target and drafter.
+            model: Name of the model for clients. Default: the target's.
             slots: Requests that run at a time.
             capacity: Tokens per row: prompt, new tokens and one draft.
             max_queue: Requests that may wait for a slot.
@@ -95,7 +97,7 @@ class Server:
         """
         options = {"slots": slots, "capacity": capacity, "chunk": chunk, "logprobs": logprobs}
         self._engine = Engine(decoder, **options, sampling_mode=sampling_mode)
-        self._offer = Offer(decoder, decoder.target.name, self._engine.room, logprobs)
+        self._offer = Offer(decoder, model or decoder.target.name, self._engine.room, logprobs)
         self._most_open = slots + max_queue
         self._on_ready = on_ready
         self._open: set[Ticket] = set()  # requests that wait or run
@@ -132,7 +134,7 @@ class Server:
             Exception: The engine failed.
         """
         config = uvicorn.Config(
-            self.app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_SECONDS_OF_READERS
+            self.app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_SECONDS_FOR_READERS
         )
         self._http = DrainingServer(config, self.drain)
         self._http.run([listener])
@@ -162,8 +164,6 @@ class Server:
         worker.start()
         yield
         await worker.stop()
-
-    # What the worker reports.
 
     def on_ready(self) -> None:
         """Begins to take requests."""
@@ -208,8 +208,6 @@ class Server:
             self._metrics.count_end(reason, time.perf_counter() - ticket.arrival)
             self._end_if_drained()
 
-    # What clients ask for.
-
     async def _tell_health(self, request: Request) -> Response:
         return Response() if self._state is State.READY else self._refuse_for_now()
 
@@ -223,8 +221,6 @@ class Server:
 
     async def _complete(self, request: Request) -> Response:
         body = await read_body(request)
-        if self._state is not State.READY:
-            return self._refuse_for_now()
         completion_request = await asyncio.to_thread(self._read, body, request.url.path == "/v1/chat/completions")
         if self._state is not State.READY:
             return self._refuse_for_now()

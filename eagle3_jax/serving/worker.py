@@ -18,7 +18,7 @@ from eagle3_jax.stats import SpeculationStats, TokenLogProb
 
 @dataclasses.dataclass(frozen=True)
 class PromptEcho:
-    """The prompt's turn in an answer that repeats it.
+    """The prompt as the first chunk of an answer that repeats it.
 
     Attributes:
         scores: One log-probability per token, none for the first; ``None`` if they are not wanted.
@@ -52,16 +52,16 @@ class Ticket:
 
 @runtime_checkable
 class Listener(Protocol):
-    """The part of a server that hears from the worker, in the event loop."""
+    """The methods of a server that the worker calls, in the event loop."""
 
     def on_ready(self) -> None:
-        """All programs are compiled."""
+        """Is called when all programs are compiled."""
 
     def on_events(self, events: list[tuple[Ticket, Event | PromptEcho]], totals: SpeculationStats) -> None:
-        """A tick is over, or a prompt has been scored."""
+        """Is called after a tick, and when a prompt has been scored."""
 
     def on_failure(self, error: BaseException) -> None:
-        """The engine has failed, and the thread has ended."""
+        """Is called when the engine has failed and the thread ends."""
 
 
 class Worker:

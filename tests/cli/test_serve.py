@@ -538,7 +538,7 @@ def test_a_signal_ends_the_server_after_its_requests(tmp_path: Path) -> None:
         assert process.stdout is not None
         line = process.stdout.readline()
         address = line.split()[-1]
-        assert " is ready at http://127.0.0.1:" in line
+        assert line.startswith("mine:target is ready at http://127.0.0.1:")
         connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
         idle = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
         idle.connect()
