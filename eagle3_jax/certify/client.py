@@ -18,14 +18,21 @@ from typing import Any
 
 _RETRIES = 5
 _LONGEST_WAIT = 10.0  # seconds between two tries
-_COUNTER = re.compile(r"^vllm:spec_decode_(\w+?)_total\{([^}]*)\} ([\d.e+]+)$", re.MULTILINE)
+_COUNTER = re.compile(r"^(?:vllm|llamacpp):spec_decode_(\w+?)_total(?:\{([^}]*)\})? ([\d.e+]+)$", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
-_NEUTRAL = {  # what llama.cpp would else set, and what makes tokens readable
-    "min_p": 0.0,
+_NEUTRAL = {  # what makes answers equally long, and tokens readable
     "ignore_eos": True,
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,
 }
+_LLAMA_CPP = {  # its stream has no ids; with ignore_eos it does not write the end of text, but still reports it
+    "stream": False,
+    "verbose": True,
+    "return_tokens": True,
+    "response_fields": ["tokens"],
+    "samplers": ["temperature", "top_k", "top_p"],  # else min-p, and what the server was started with
+}
+_FORCED = 1e4  # bias of a token that is always written
 
 
 class ServerError(ValueError):
@@ -72,6 +79,7 @@ class Client:
         model: The model that it is asked for.
         facts: What it says about itself: models, version, build, counters of speculation.
         scoring: How it scores given tokens: ``echo``, or ``prefixes``, one request for each; empty before the first.
+        is_llama_cpp: Whether it is llama.cpp's server, which reports nothing about tokens behind drafts.
     """
 
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout: float = 120.0) -> None:
@@ -107,10 +115,16 @@ class Client:
             with contextlib.suppress(ServerError, AttributeError):  # each is one server's own
                 self.facts[field] = self.get(path).get(field)
         self.facts = {name: value for name, value in self.facts.items() if value}
+        self.is_llama_cpp = "build_info" in self.facts
+        # llama.cpp reports nothing about a token that is only a part of a character, so another is written instead.
+        self._harmless: int | None = (self._tokenize("a") or [None])[-1] if self.is_llama_cpp else None
         self.scoring = ""
 
     def counters(self) -> dict[str, Any]:
-        """Returns vLLM's counters of speculation since the server started; empty where there are none."""
+        """Returns the counters of speculation since the server started; empty where there are none.
+
+        vLLM has them, and llama.cpp with ``--metrics``.
+        """
         try:
             return parse_counters(self.send("/metrics").decode(errors="replace"))
         except ServerError:
@@ -118,6 +132,8 @@ class Client:
 
     def complete(self, prompt: str | Sequence[int], *, num_reported: int, **fields: Any) -> Completion:
         """Continues a prompt, streamed.
+
+        llama.cpp's answers are not streamed, and what it does not report is asked for behind each prefix.
 
         Args:
             prompt: Text or token ids.
@@ -127,21 +143,46 @@ class Client:
         Raises:
             ServerError: The server refuses it, fails, is slow, or answers for another model.
         """
-        body = self._body(prompt, num_reported, fields) | {"stream": True}
+        body = {"stream": True} | self._body(prompt, num_reported, fields)
         texts = []
         reports: list[Report] = []
         chunk_index: list[int] = []
         prompt_ids = None
+        tokens: list[int] = []
         for event in self._events(body):
             choice = self._choice(event)
             if choice is None:
                 continue
             texts.append(choice.get("text") or "")
             prompt_ids = prompt_ids or choice.get("prompt_token_ids")
+            tokens += event.get("__verbose", {}).get("tokens") or []
             chunk = self._reports(choice)
             reports += chunk
             chunk_index += range(len(chunk))
+        if self.is_llama_cpp and reports:
+            reports = self._complete_reports(prompt, tokens, reports, num_reported)
+            chunk_index = [0] * len(reports)
         return Completion("".join(texts), reports, chunk_index, prompt_ids)
+
+    def _complete_reports(
+        self, prompt: str | Sequence[int], tokens: list[int], reports: list[Report], num_reported: int
+    ) -> list[Report]:
+        """Asks llama.cpp for the reports that it withholds.
+
+        They come from the keys and values that are cached, which may be those that speculation left.
+        """
+        tokens = tokens or [report.token for report in reports]
+        # Parts of characters have no entry, so it is not known whose entries the others are.
+        known = reports if len(reports) == len(tokens) else [Report(token, math.nan, {}) for token in tokens]
+        if all(report.top for report in known):
+            return known
+        ids = self._tokenize(prompt)
+        if ids is None:
+            raise ServerError(f"{self.url} reports nothing about drafted tokens, and has no /tokenize to ask for them")
+        return [
+            report if report.top else self._behind([*ids, *tokens[:position]], tokens[position], num_reported)
+            for position, report in enumerate(known)
+        ]
 
     def score(self, prompt: str | Sequence[int], completion: Completion, *, num_reported: int) -> list[Report]:
         """Scores the tokens of an answer behind their own prefixes, without drafts.
@@ -172,10 +213,17 @@ class Client:
         self.scoring = "prefixes"
         scored = []
         for position, token in enumerate(answer):
-            prefix = [*(ids or ()), *answer[:position]]
-            first = self.complete(prefix, num_reported=num_reported, max_tokens=1, temperature=0.0).reports[0]
-            scored.append(Report(token, first.top.get(token, math.nan), first.top))
+            # llama.cpp's cache may hold what speculation left.
+            fields = {"cache_prompt": False} if self.is_llama_cpp else {}
+            scored.append(self._behind([*(ids or ()), *answer[:position]], token, num_reported, **fields))
         return scored
+
+    def _behind(self, prefix: Sequence[int], token: int, num_reported: int, **fields: Any) -> Report:
+        """Returns the report of a token behind a prefix, where no draft reaches."""
+        if self._harmless is not None:
+            fields["logit_bias"] = [[self._harmless, _FORCED]]  # reports are without it
+        first = self.complete(prefix, num_reported=num_reported, max_tokens=1, temperature=0.0, **fields).reports[0]
+        return Report(token, first.top.get(token, math.nan), first.top)
 
     def _echo(self, prompt: str | Sequence[int], num_reported: int) -> list[Report]:
         body = self._body(prompt, num_reported, {"max_tokens": 1, "temperature": 0.0}) | {"echo": True}
@@ -199,7 +247,8 @@ class Client:
 
     def _body(self, prompt: str | Sequence[int], num_reported: int, fields: dict[str, Any]) -> dict[str, Any]:
         prompt = prompt if isinstance(prompt, str) else list(prompt)
-        return {"model": self.model, "prompt": prompt, "logprobs": num_reported} | _NEUTRAL | fields
+        neutral = _LLAMA_CPP if self.is_llama_cpp else _NEUTRAL
+        return {"model": self.model, "prompt": prompt, "logprobs": num_reported} | neutral | fields
 
     def _choice(self, event: dict[str, Any]) -> dict[str, Any] | None:
         if event.get("error"):
