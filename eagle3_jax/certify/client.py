@@ -138,10 +138,10 @@ class Client:
         Args:
             prompt: Text or token ids.
             num_reported: Number of log-probabilities of each position.
-            fields: Further fields of the request, such as ``max_tokens`` and ``temperature``.
+            fields: Further fields of the request: ``max_tokens``, ``temperature`` and others.
 
         Raises:
-            ServerError: The server refuses it, fails, is slow, or answers for another model.
+            ServerError: The server refuses it, fails, is slow, answers for another model, or does not report all tokens.
         """
         body = {"stream": True} | self._body(prompt, num_reported, fields)
         texts = []
@@ -149,11 +149,13 @@ class Client:
         chunk_index: list[int] = []
         prompt_ids = None
         tokens: list[int] = []
+        reason = ""
         for event in self._events(body):
             choice = self._choice(event)
             if choice is None:
                 continue
             texts.append(choice.get("text") or "")
+            reason = choice.get("finish_reason") or reason
             prompt_ids = prompt_ids or choice.get("prompt_token_ids")
             tokens += event.get("__verbose", {}).get("tokens") or []
             chunk = self._reports(choice)
@@ -162,6 +164,11 @@ class Client:
         if self.is_llama_cpp and reports:
             reports = self._complete_reports(prompt, tokens, reports, num_reported)
             chunk_index = [0] * len(reports)
+        if reports and reason == "length" and len(reports) != body["max_tokens"]:
+            raise ServerError(
+                f"{self.url} reports {len(reports)} of the {body['max_tokens']} tokens of an answer; the others cannot "
+                "be judged"
+            )
         return Completion("".join(texts), reports, chunk_index, prompt_ids)
 
     def _complete_reports(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from collections.abc import Iterator
@@ -47,6 +48,22 @@ def test_the_forms_of_other_servers_are_read(server: FakeServer, form: str) -> N
     certificate = result_of(server, Plan(prompts=prompts, num_requests=64, num_greedy=4, max_new_tokens=16))
     assert certificate.tests == expected.tests
     assert certificate.first_tokens == expected.first_tokens
+
+
+def test_what_llama_cpp_withholds_behind_drafts_is_asked_for(server: FakeServer) -> None:
+    """All tests but those by index in a round, which its answers do not show, have the same p-values."""
+    expected = {test.name: test.p_value for test in result_of(server).tests}
+    server.manners.form = "llama.cpp"
+    certificate = result_of(server, dataclasses.replace(PLAN, prompts=["0", "1", "2", "3"]))
+    assert certificate.facts["build_info"] == "b1-fake"
+    actual = {test.name: test.p_value for test in certificate.tests}
+    assert actual == {name: p_value for name, p_value in expected.items() if "of a chunk" not in name}
+
+
+def test_a_server_that_leaves_tokens_out_is_not_certified(server: FakeServer) -> None:
+    server.manners.leaves_out = True
+    with pytest.raises(ServerError, match="of the 16 tokens of an answer; the others cannot be judged"):
+        result_of(server, dataclasses.replace(PLAN, num_greedy=0))
 
 
 def test_without_echo_each_prefix_is_asked(server: FakeServer) -> None:

@@ -26,7 +26,9 @@ class Manners:
         reports: Whether it reports log-probabilities.
         most_reported: Most log-probabilities of a position.
         echoes: Whether it scores prompts.
-        form: ``completions`` (ids as texts), ``texts`` (texts alone) or ``content`` (llama.cpp's).
+        form: ``completions`` (ids as texts), ``texts`` (texts alone), ``content`` (as in chats) or ``llama.cpp``, which
+            reports nothing about drafted tokens.
+        leaves_out: Whether tokens behind drafts are missing in the report.
         models: Models that it answers as, in turns.
         seconds: Time of an answer.
         wrong_greedy: Position whose greedy token is the second likeliest.
@@ -41,6 +43,7 @@ class Manners:
         self.most_reported = 20
         self.echoes = True
         self.form = "completions"
+        self.leaves_out = False
         self.models = [MODEL]
         self.seconds = 0.0
         self.wrong_greedy: int | None = None
@@ -86,6 +89,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(401, {"error": {"message": "no key"}})
         elif self.path == "/v1/models":
             self._answer(200, {"data": [{"id": MODEL}]})
+        elif self.path == "/props" and manners.form == "llama.cpp":
+            self._answer(200, {"build_info": "b1-fake"})
         elif self.path == "/version":
             self._answer(200, {"version": "0.0.fake"})
         else:
@@ -94,6 +99,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         manners = self.server.manners
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize" and manners.form == "llama.cpp":
+            text = body["content"]
+            self._answer(200, {"tokens": [int(word) for word in text.split() if word.isdecimal()] or [5]})
+            return
         if self.path != "/v1/completions":
             self._answer(404, {"error": {"message": "not found"}})
             return
@@ -107,7 +116,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(400, {"error": {"message": "echo is not supported"}})
             return
         self.server.answered += 1
-        self._stream(ids, body) if body.get("stream") else self._answer(200, self._event(self._echoed(ids, body), ids))
+        if manners.form == "llama.cpp":
+            self._answer_like_llama_cpp(ids, body)
+        elif body.get("stream"):
+            self._stream(ids, body)
+        else:
+            self._answer(200, self._event(self._echoed(ids, body), ids))
 
     def _tokens(self, ids: list[int], body: dict[str, Any]) -> tuple[list[int], list[int]]:
         """Returns the answer, and the position of each token in its chunk."""
@@ -144,6 +158,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             for index, token in enumerate(tokens)
         ]
 
+    def _answer_like_llama_cpp(self, ids: list[int], body: dict[str, Any]) -> None:
+        tokens, chunk_index = self._tokens(ids, body)
+        entries = [
+            self._entry(ids[0], ids[1:] + tokens[:index], token, body["logprobs"]) for index, token in enumerate(tokens)
+        ]
+        event = self._event(entries, ids)
+        for entry, position in zip(event["choices"][0]["logprobs"]["content"], chunk_index, strict=True):
+            if position > 0:
+                entry |= {"logprob": 0.0, "top_logprobs": []}
+        self._answer(200, event | {"__verbose": {"tokens": tokens}})
+
     def _stream(self, ids: list[int], body: dict[str, Any]) -> None:
         tokens, chunk_index = self._tokens(ids, body)
         events = []
@@ -152,6 +177,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if chunk_index[index] == 0:
                 events.append([])
             events[-1].append(entry)
+        if self.server.manners.leaves_out:
+            events = [chunk[:1] for chunk in events]
         lines = [f"data: {json.dumps(self._event(chunk, ids))}\n\n" for chunk in events]
         self._send(200, "".join([*lines, "data: [DONE]\n\n"]).encode())
 
@@ -159,9 +186,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         manners = self.server.manners
         name = manners.models[self.server.answered % len(manners.models)]
         choice: dict[str, Any] = {"text": "".join(f" {entry['id']}" for entry in entries), "logprobs": None}
-        if manners.form != "texts":
+        choice["finish_reason"] = "length"
+        if manners.form not in ("texts", "llama.cpp"):
             choice["prompt_token_ids"] = ids
-        if manners.reports and manners.form == "content":
+        if manners.reports and manners.form in ("content", "llama.cpp"):
             listed = []
             for entry in entries:
                 top = [{"id": likely, "token": "x", "logprob": value} for likely, value in entry["top"].items()]
