@@ -141,7 +141,7 @@ class Client:
             fields: Further fields of the request: ``max_tokens``, ``temperature`` and others.
 
         Raises:
-            ServerError: The server refuses it, fails, is slow, answers for another model, or does not report all tokens.
+            ServerError: The server refuses it, fails, is slow, answers as another model, or leaves tokens unreported.
         """
         body = {"stream": True} | self._body(prompt, num_reported, fields)
         texts = []
