@@ -106,7 +106,9 @@ class Client:
         if model is not None and model not in served:
             raise ServerError(f"{self.url} serves {', '.join(served)}, not {model}; name one of these with --model")
         self.model: str = model or served[0]
-        self.facts: dict[str, Any] = {"model": self.model, "root": Path(entries[0].get("root") or "").name}
+        # Without directories of the server's machine, so that a certificate may be published.
+        name = Path(self.model).name if self.model.startswith("/") else self.model
+        self.facts: dict[str, Any] = {"model": name, "root": Path(entries[0].get("root") or "").name}
         for path, field in (
             ("/version", "version"),
             ("/props", "build_info"),
