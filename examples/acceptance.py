@@ -61,8 +61,8 @@ def main() -> None:
     for row in SHIPPED if options.pair is None else PUBLISHED:
         for kind, prompts in kinds.items():
             rows.append(measured(target, drafters, row, kind, prompts[: options.max_prompts]))
-    if options.output:
-        write_record(options.output, {"dtype": dtype, "seed": 0, "about": environment(), "rows": rows})
+            if options.output:  # after every row, so that nothing is lost
+                write_record(options.output, {"dtype": dtype, "seed": 0, "about": environment(), "rows": rows})
 
 
 def measured(

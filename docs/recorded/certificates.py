@@ -56,12 +56,14 @@ def certificates() -> str:
             size = [f"{certificate['requests']:,}", f"{tokens:,}", f"{certificate['seconds']:.0f}"]
             lines.append([title, certificate["headline"].lower(), *size, finding])
     commits = sorted({commit_of(name) for name, _ in SERVERS if (RESULTS / f"{name}.json").exists()})
+    release = record(SERVERS[0][0])["version"]
     return table(["server", "verdict", "answers", "tokens", "seconds", "by"], lines) + (
-        f"\n\nSmolLM2-135M-Instruct, two cores of a CPU, temperature 1, twelve prompts; {', '.join(commits)}."
+        "\n\nSmolLM2-135M-Instruct, two cores of a CPU, temperature 1, twelve prompts.\n"
+        f"Version {release}, commits {', '.join(commits)}."
     )
 
 
 def commit_of(name: str) -> str:
-    """Names the version and the commit of a certificate."""
+    """Names the commit of a certificate."""
     certificate: Row = record(name)
-    return f"version {certificate['version']}, commit `{certificate['commit'][:10]}`"
+    return f"`{certificate['commit'][:10]}`"

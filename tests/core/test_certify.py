@@ -98,7 +98,7 @@ def test_a_correct_sampler_gives_p_values_that_are_uniform_or_larger() -> None:
         ("typical acceptance", 256),
         ("drafts sampled at T 0.7 and declared at 1", 256),
         ("nucleus applied to the redraw, not to acceptance", 64),
-        ("bonus drawn from the position before", 64),
+        ("bonus sampled from the position before", 64),
         ("redrawn from p, not from the residual", 4096),
     ],
 )
