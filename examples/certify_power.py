@@ -1,6 +1,7 @@
 """What a certificate sees: how many requests find each injected error, and how often a correct sampler fails.
 
     python examples/certify_power.py --output validation/results/certify-power.json
+    python examples/certify_power.py --two-samples --output validation/results/certify-power-two-samples.json
 
 The sampler draws from a vocabulary of 64 with a chain of three; each request has 32 tokens. One core, half an hour.
 """
@@ -17,7 +18,8 @@ import numpy as np
 from eagle3_jax.bench.environment import environment
 from eagle3_jax.bench.records import write_record
 from eagle3_jax.certify import Sampling, Test, judge
-from eagle3_jax.certify.faulty import CORRECT, FAULTS, Fault, FaultySampler
+from eagle3_jax.certify.examine import TWO_SAMPLE_TOKENS, compare_texts
+from eagle3_jax.certify.faulty import CORRECT, FAULTS, NUM_PROMPTS, Fault, FaultySampler
 from eagle3_jax.testing.report import ALPHA
 
 TOKENS = 32
@@ -31,7 +33,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20, help="runs of each error and size")
     parser.add_argument("--honest-runs", type=int, default=1000, help="runs of a correct sampler, of 256 requests each")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
+    parser.add_argument("--two-samples", action="store_true", help="compare texts of two samples instead")
     options = parser.parse_args()
+    if options.two_samples:
+        errors = [two_samples(name, fault, options.runs) for name, fault in FAULTS.items()]
+        about = {"environment": environment(), "tokens": TWO_SAMPLE_TOKENS, "alpha": ALPHA, "runs": options.runs}
+        write_record(options.output, {**about, "errors": errors})
+        return
     record = {
         "environment": environment(),
         "tokens": TOKENS,
@@ -76,6 +84,31 @@ def power(name: str, fault: Fault, runs: int) -> dict[str, Any]:
         if num_found[requests] >= 0.95 * runs:
             break
     return {"error": name, "found": num_found, "by": dict(tests)}
+
+
+def texts_of(sampler: FaultySampler, requests: int, seed: int) -> Counter:
+    """Returns the texts of short answers, by prompt."""
+    prompts = np.arange(requests) % NUM_PROMPTS
+    tokens, _ = sampler.answer(prompts, TWO_SAMPLE_TOKENS, seed=seed)
+    return Counter((prompt, str(text)) for prompt, text in zip(prompts.tolist(), tokens.tolist(), strict=True))
+
+
+def two_samples(name: str, fault: Fault, runs: int) -> dict[str, Any]:
+    """Returns how many runs of each size find an error by texts of this sampler and of a correct one."""
+    sampling = Sampling(top_p=0.9) if fault.plain_acceptance else None
+    faulty = FaultySampler(fault, sampling=sampling)
+    correct = FaultySampler(CORRECT, sampling=sampling)
+    num_found = {}
+    for requests in REQUESTS:
+        p_values = []
+        for run in range(runs):
+            tests = compare_texts(texts_of(faulty, requests, 2000 + run), texts_of(correct, requests, 9000 + run))
+            p_values += [test.p_value for test in tests]
+        num_found[requests] = sum(p_value < ALPHA for p_value in p_values)
+        print(f"{name}: {num_found[requests]} of {runs} runs of {requests} requests each", flush=True)
+        if num_found[requests] >= 0.95 * runs:
+            break
+    return {"error": name, "found": num_found}
 
 
 def false_alarms(runs: int) -> dict[str, Any]:

@@ -211,24 +211,7 @@ class _Examination:
 
             answers = self._ask(f"answers of {server.url}", plan.num_requests, send)
             counts.append(Counter((request % num_prompts, answer.text) for request, answer in answers.items()))
-        statistic = 0.0
-        degrees = 0
-        for prompt in range(num_prompts):
-            first, second = (
-                {text: count[prompt, text] for number, text in count if number == prompt} for count in counts
-            )
-            table = _table(first, second)
-            if table.shape[1] > 1 and table.sum(axis=1).all():
-                of_prompt, _, freedom, _ = stats.chi2_contingency(table, correction=False)
-                statistic += float(of_prompt)  # type: ignore[arg-type]
-                degrees += int(freedom)  # type: ignore[arg-type]
-        if degrees:
-            # Two equal samples have half of the noncentrality that one has against a known distribution.
-            sees = smallest_deviation(plan.num_requests, degrees, alpha=ALPHA) / math.sqrt(2)
-            p_value = float(stats.chi2.sf(statistic, degrees))
-            detail = f"χ² {statistic:.1f} on {degrees} degrees"
-            tokens = TWO_SAMPLE_TOKENS * sum(counts[0].values())
-            self.tests.append(Test(f"texts of {TWO_SAMPLE_TOKENS} tokens", p_value, tokens, detail, sees))
+        self.tests += compare_texts(counts[0], counts[1])
         self.notes.append("The server reports no log-probabilities, so texts of two servers were compared.")
 
     def _sample(self, server: Client, prompt: int, seed: int, **options: Any) -> Completion:
@@ -297,6 +280,29 @@ class _Examination:
 def _noise(differences: np.ndarray) -> float:
     """Returns the difference of log-probabilities that is put down to rounding."""
     return max(_LEAST_NOISE, _NOISE * float(np.median(differences))) if len(differences) else _LEAST_NOISE
+
+
+def compare_texts(first: Counter, second: Counter) -> list[Test]:
+    """Compares the texts of two samples, counted by ``(prompt, text)``; no test if nothing is seen often enough."""
+    statistic = 0.0
+    degrees = 0
+    for prompt in {prompt for prompt, _ in first}:
+        table = _table(_of_prompt(first, prompt), _of_prompt(second, prompt))
+        if table.shape[1] > 1 and table.sum(axis=1).all():
+            of_prompt, _, freedom, _ = stats.chi2_contingency(table, correction=False)
+            statistic += float(of_prompt)  # type: ignore[arg-type]
+            degrees += int(freedom)  # type: ignore[arg-type]
+    if not degrees:
+        return []
+    # Two equal samples have half of the noncentrality that one has against a known distribution.
+    sees = smallest_deviation(first.total(), degrees, alpha=ALPHA) / math.sqrt(2)
+    p_value = float(stats.chi2.sf(statistic, degrees))
+    detail = f"χ² {statistic:.1f} on {degrees} degrees"
+    return [Test(f"texts of {TWO_SAMPLE_TOKENS} tokens", p_value, TWO_SAMPLE_TOKENS * first.total(), detail, sees)]
+
+
+def _of_prompt(counts: Counter, prompt: int) -> dict[str, int]:
+    return {text: count for (number, text), count in counts.items() if number == prompt}
 
 
 def _table(first: dict[str, int], second: dict[str, int], least: int = 10) -> np.ndarray:
