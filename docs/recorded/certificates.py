@@ -26,22 +26,28 @@ def parts() -> dict[str, dict[str, str]]:
 def power() -> str:
     """Writes the smallest number of requests that finds each error in nearly all runs, and the test that does."""
     measured = record("certify-power")
+    samples = record("certify-power-two-samples")
     lines = []
-    for entry in measured["errors"]:
-        runs = measured["runs"]
-        enough = [requests for requests, count in entry["found"].items() if count >= 0.95 * runs]
-        most, count = list(entry["found"].items())[-1]
-        seen = f"{int(enough[0]):,}" if enough else f"{count} of {runs} runs by {int(most):,}"
+    for entry, of_samples in zip(measured["errors"], samples["errors"], strict=True):
         tests = sorted(entry["by"], key=lambda name: -entry["by"][name])
-        lines.append([entry["error"], seen, tests[0] if tests else ""])
+        texts = needed(of_samples["found"], samples["runs"])
+        lines.append([entry["error"], needed(entry["found"], measured["runs"]), tests[0] if tests else "", texts])
     honest = measured["honest"]
     shares = ", ".join(f"{share:.1%} below {limit}" for limit, share in honest["shares"].items())
-    return table(["injected error", "requests", "found mostly by"], lines) + (
-        f"\n\n{version(measured['environment'])}, {measured['runs']} runs of each error and size, α = 10⁻⁶ in all, "
+    columns = ["injected error", "requests", "found mostly by", "two samples of texts"]
+    return table(columns, lines) + (
+        f"\n\n{version(measured['environment'])} (texts: `{samples['environment']['git']['commit'][:10]}`), {measured['runs']} runs of each error and size, α = 10⁻⁶ in all, "
         f"τ = {measured['mean_acceptance_length']:.2f}.\n"
         f"A correct sampler, {honest['runs']:,} runs of {honest['requests']} requests: the smallest p-value times the "
         f"number of tests was {shares};\nthe smallest of all was {honest['smallest']:.1g}."
     )
+
+
+def needed(found: Row, runs: int) -> str:
+    """Writes the smallest number of requests that finds an error, or in how many runs the largest number does."""
+    enough = [requests for requests, count in found.items() if count >= 0.95 * runs]
+    most, count = list(found.items())[-1]
+    return f"{int(enough[0]):,}" if enough else f"{count} of {runs} runs by {int(most):,}"
 
 
 def certificates() -> str:
