@@ -34,9 +34,11 @@ def power() -> str:
         lines.append([entry["error"], needed(entry["found"], measured["runs"]), tests[0] if tests else "", texts])
     honest = measured["honest"]
     shares = ", ".join(f"{share:.1%} below {limit}" for limit, share in honest["shares"].items())
+    of_texts = samples["environment"]["git"]["commit"][:10]
     columns = ["injected error", "requests", "found mostly by", "two samples of texts"]
     return table(columns, lines) + (
-        f"\n\n{version(measured['environment'])} (texts: `{samples['environment']['git']['commit'][:10]}`), {measured['runs']} runs of each error and size, α = 10⁻⁶ in all, "
+        f"\n\n{version(measured['environment'])} (texts: `{of_texts}`), "
+        f"{measured['runs']} runs of each error and size, α = 10⁻⁶ in all, "
         f"τ = {measured['mean_acceptance_length']:.2f}.\n"
         f"A correct sampler, {honest['runs']:,} runs of {honest['requests']} requests: the smallest p-value times the "
         f"number of tests was {shares};\nthe smallest of all was {honest['smallest']:.1g}."
