@@ -45,10 +45,10 @@ def power() -> str:
     )
 
 
-def needed(found: Row, runs: int) -> str:
+def needed(successes: Row, runs: int) -> str:
     """Writes the smallest number of requests that finds an error, or in how many runs the largest number does."""
-    enough = [requests for requests, count in found.items() if count >= 0.95 * runs]
-    most, count = list(found.items())[-1]
+    enough = [requests for requests, count in successes.items() if count >= 0.95 * runs]
+    most, count = list(successes.items())[-1]
     return f"{int(enough[0]):,}" if enough else f"{count} of {runs} runs by {int(most):,}"
 
 
