@@ -192,12 +192,15 @@ class _Examination:
             _, _, differences = self._scores(scored)
             noise = _noise(differences)
             different = int((differences > noise).sum())
-            p_value = float(stats.binom.sf(different - 1, max(1, len(differences)), _MOST_NOISY))
+            p_value = float(stats.binom.sf(different - 1, len(differences), _MOST_NOISY))
             detail = f"{different} differ by more than {noise:.1g}; at most {_MOST_NOISY:.0%} may"
-            self.tests.append(Test("reported against forced log-probabilities", p_value, len(differences), detail))
+            if len(differences):
+                name = "reported against forced log-probabilities"
+                self.tests.append(Test(name, p_value, len(differences), detail))
         again = self._ask("answers to the same seeds", min(SAME_SEEDS, plan.num_requests), send)
         same = sum(answer.text == answers[request].text for request, answer in again.items() if request in answers)
-        self.notes.append(f"The same seed wrote the same text in {same} of {len(again)} requests.")
+        if again:
+            self.notes.append(f"The same seed wrote the same text in {same} of {len(again)} requests.")
 
     def compare_with(self, plain: Client) -> None:
         """Compares sampled texts of two servers, for a few prompts."""

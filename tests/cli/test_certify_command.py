@@ -134,6 +134,17 @@ def test_a_busy_server_is_asked_again_and_a_failing_one_is_judged_by_what_it_ans
     assert "Only a part was judged" in certificate.notes[0] and "answered 500" in certificate.notes[0]
 
 
+def test_an_interrupted_run_is_judged_by_what_was_answered(server: FakeServer) -> None:
+    def interrupt(message: str) -> None:
+        if message.startswith("sampled answers: 40 "):
+            raise KeyboardInterrupt
+
+    certificate = certify(Client(server.url), PLAN, on_progress=interrupt)
+    assert certificate.is_partial and "Only a part was judged: interrupted." in certificate.notes
+    tokens = {test.name: test.tokens for test in certificate.tests}
+    assert tokens["places in the distribution"] == 40 * (PLAN.max_new_tokens - 1)
+
+
 def test_another_model_in_between_is_refused(server: FakeServer) -> None:
     server.manners.models = ["fake", "other"]
     with pytest.raises(ServerError, match="answered as other, not as fake"):
