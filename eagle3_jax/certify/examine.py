@@ -37,7 +37,7 @@ class Plan:
 
     Attributes:
         prompts: Texts or token ids.
-        sampling: How sampled answers are sampled.
+        sampling: Temperature, top-k and top-p of the sampled answers.
         num_requests: Number of sampled answers; 0 for none.
         max_new_tokens: Tokens of each answer.
         num_greedy: Number of greedy answers; 0 for none.

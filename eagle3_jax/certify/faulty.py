@@ -1,4 +1,4 @@
-"""A speculative sampler with errors to plant, for trying what a certificate sees.
+"""A speculative sampler with errors to inject, which shows what a certificate sees.
 
 It draws from random distributions over a small vocabulary, as a chain of drafts does, and reports the target's
 distribution for each token as a server would.
@@ -65,8 +65,9 @@ class FaultySampler:
     """A target, a drafter that resembles it, and a chain of drafts.
 
     Attributes:
-        target: ``[prompts, V, V]``, the distribution behind each token, for each prompt.
-        draft: The drafter's.
+        target: ``[prompts, V, V]``, the target's distribution behind each token, for each prompt.
+        draft: ``[prompts, V, V]``, the distribution that the drafter declares.
+        draft_source: ``[prompts, V, V]``, the distribution that drafts are sampled from.
         sampling: How the target is sampled.
         fault: The injected error.
     """
@@ -84,7 +85,7 @@ class FaultySampler:
         """Draws the distributions.
 
         Args:
-            fault: The error to plant.
+            fault: The error to inject.
             sampling: Temperature 1 and, if below 1, a nucleus.
             vocab_size: Number of tokens.
             num_speculative_tokens: Length of a chain.

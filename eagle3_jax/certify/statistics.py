@@ -52,12 +52,14 @@ class Sampling:
                 f"cannot sample with temperature {self.temperature}, top-k {self.top_k}, top-p {self.top_p}; "
                 "expected a temperature above 0, top-k of at least 0 and top-p in (0, 1]"
             )
+        is_whole = self.temperature == 1 and self.top_k == 0
         reported_all = 0 < self.top_k <= num_reported
-        if self.top_p < 1 and self.temperature != 1 and not self.processed and not reported_all:
+        if self.top_p < 1 and not (self.processed or is_whole or reported_all):
             raise ValueError(
-                f"top-p {self.top_p} at temperature {self.temperature}: {num_reported} log-probabilities before the "
-                "temperature do not show where the nucleus ends; sample at temperature 1, or with a top-k of at most "
-                f"{num_reported}, or let the server report processed log-probabilities (--reports processed)"
+                f"top-p {self.top_p} at temperature {self.temperature} with top-k {self.top_k}: {num_reported} "
+                "log-probabilities before these do not show where the nucleus ends; sample at temperature 1 without "
+                f"top-k, or with a top-k of at most {num_reported}, or let the server report processed "
+                "log-probabilities (--reports processed)"
             )
 
     def distributions(self, log_probs: Float[np.ndarray, "n L"]) -> tuple[np.ndarray, np.ndarray]:
@@ -75,7 +77,7 @@ class Sampling:
         unreported = np.maximum(1 - probs.sum(axis=1), 0)
         if self.processed:
             return np.column_stack([probs, unreported]), determined
-        if self.temperature != 1 or 0 < self.top_k <= log_probs.shape[1]:
+        if self.temperature != 1 or self.top_k > 0:
             probs = special.softmax(log_probs / self.temperature, axis=1)
             unreported = np.full(len(probs), math.nan)
         if 0 < self.top_k <= log_probs.shape[1]:
@@ -165,6 +167,8 @@ def judge(draws: Draws, *, alpha: float, seed: int = 0) -> list[Test]:
         alpha: Significance of one test, for the deviation that it would detect.
         seed: Seed of the random numbers that split a token's probability.
     """
+    if not len(draws.known()):
+        return []
     impossible = np.take_along_axis(draws.probs, draws.cells[:, None], axis=1)[:, 0] == 0
     draws = draws.known()
     probs = np.nan_to_num(draws.probs)

@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -60,7 +60,8 @@ def certify(
     top_k: Annotated[int, typer.Option(help="Likeliest tokens to keep; 0 keeps all.", min=0)] = 0,
     top_p: Annotated[float, typer.Option(help="Mass of the nucleus to keep.")] = 1.0,
     reports: Annotated[
-        str, typer.Option(help="Reported log-probabilities: 'raw', or 'processed' after temperature, top-k and top-p.")
+        Literal["raw", "processed"],
+        typer.Option(help="Reported log-probabilities: 'raw', or 'processed' after temperature, top-k and top-p."),
     ] = "raw",
     logprobs: Annotated[int, typer.Option(help="Log-probabilities of each position.", min=2, max=1000)] = 20,
     concurrency: Annotated[int, typer.Option(help="Requests at a time.", min=1, max=4096)] = 8,
@@ -82,8 +83,6 @@ def certify(
     from eagle3_jax.certify import Client, Plan, Sampling
     from eagle3_jax.certify import certify as judge_server
 
-    if reports not in ("raw", "processed"):
-        raise Misuse(f"--reports is {reports!r}; expected raw or processed")
     if not requests and not greedy_requests:
         raise Misuse("--requests 0 and --greedy-requests 0 leave nothing to judge")
     if output is not None and output.exists():
@@ -104,9 +103,9 @@ def certify(
         plain = None if plain_url is None else Client(plain_url, key=key, timeout=timeout)
         certificate = judge_server(client, plan, plain=plain, on_progress=now.say)
     certificate = dataclasses.replace(certificate, command=_command())
-    if output is not None:
-        certificate.write(output)
     print_page(Page(certificate.to_json(), _text(certificate)), as_json=as_json)
+    if output is not None:  # last, so that a full disk does not lose the verdict
+        certificate.write(output)
     if certificate.verdict.exit_code:
         raise typer.Exit(certificate.verdict.exit_code)
 

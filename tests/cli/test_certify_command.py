@@ -187,7 +187,8 @@ def test_the_exit_code_is_the_verdict(server: FakeServer, prompts: Path, fault: 
     [
         (["--temperature", "0.7", "--top-p", "0.9"], "do not show where the nucleus ends"),
         (["--temperature", "0"], "expected a temperature above 0"),
-        (["--reports", "cooked"], "expected raw or processed"),
+        (["--reports", "cooked"], "'cooked' is not one of 'raw', 'processed'"),
+        (["--top-k", "50", "--top-p", "0.9"], "do not show where the nucleus ends"),
         (["--model", "gpt"], "serves fake, not gpt"),
         (["--greedy-requests", "0", "--requests", "0"], "leave nothing to judge"),
     ],

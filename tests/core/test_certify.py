@@ -35,6 +35,18 @@ def test_top_k_among_the_reported_is_known_at_every_temperature() -> None:
     np.testing.assert_allclose(probs[0], np.array([0.4**0.5, 0.3**0.5, 0, 0]) / (0.4**0.5 + 0.3**0.5))
 
 
+def test_top_k_beyond_the_reported_leaves_proportions() -> None:
+    """Of ten kept tokens three are reported; the mass of the others after top-k is not known."""
+    probs, _ = Sampling(top_k=10).distributions(REPORTED)
+    np.testing.assert_allclose(probs[0, :3], DISTRIBUTION[:3] / DISTRIBUTION[:3].sum())
+    assert math.isnan(probs[0, 3])
+
+
+def test_no_tokens_give_no_tests() -> None:
+    draws = FaultySampler().draws(4, 4)
+    assert judge(draws[draws.index > 99], alpha=LEVEL) == []
+
+
 def test_a_nucleus_is_known_where_it_ends_among_the_reported() -> None:
     probs, determined = Sampling(top_p=0.6).distributions(REPORTED)
     np.testing.assert_allclose(probs, [[4 / 7, 3 / 7, 0, 0]])
@@ -45,7 +57,13 @@ def test_a_nucleus_is_known_where_it_ends_among_the_reported() -> None:
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(temperature=0.0), Sampling(top_p=0.0), Sampling(top_k=-1), Sampling(temperature=0.7, top_p=0.9)],
+    [
+        Sampling(temperature=0.0),
+        Sampling(top_p=0.0),
+        Sampling(top_k=-1),
+        Sampling(temperature=0.7, top_p=0.9),
+        Sampling(top_k=50, top_p=0.9),
+    ],
 )
 def test_settings_that_the_reports_do_not_determine_are_refused(sampling: Sampling) -> None:
     with pytest.raises(ValueError, match=r"expected a temperature above 0|do not show where the nucleus ends"):
