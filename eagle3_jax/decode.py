@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import time
@@ -17,7 +16,7 @@ from jax.sharding import Mesh
 from eagle3_jax import loop as loops
 from eagle3_jax.acceptance import Exact
 from eagle3_jax.checks import check_mode, check_part, checked_sampling, configured, is_whole, sampling_mode_of
-from eagle3_jax.devices.sharding import as_mesh, param_shardings, place, row_shardings, to_host
+from eagle3_jax.devices.sharding import as_mesh, param_shardings, place, place_rows, to_host, under
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.files.jsonl import shown
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget, shape_of
@@ -218,7 +217,7 @@ class SpeculativeDecoder:
             reason = FinishReason(int(finish[index]))
             stats = jax.tree.map(lambda leaf, index=index: leaf[index], counters)
             scored = None if scores is None else scores.row(index, start, end)
-            text = self._text(tokens, reason)
+            text = self.text_of(tokens, reason)
             rows.append(Generation(list(prompt), tokens, text, reason, stats, scored))
         return GenerationResult(rows, seconds, lossless=self.lossless)
 
@@ -252,7 +251,7 @@ class SpeculativeDecoder:
             pieces = text.decode(new[:-1] if reason is FinishReason.STOP else new)
             pieces += [""] * (len(new) - len(pieces))
             if reason is not FinishReason.RUNNING and pieces:
-                output = self._text(tokens[0, start:end].tolist(), reason)
+                output = self.text_of(tokens[0, start:end].tolist(), reason)
                 pieces[-1] += text.unfinished(output)
             stats = SpeculationStats.merge([counters])
             yield Chunk(new, pieces, min(accepted, len(new)), reason, stats, scored)
@@ -456,7 +455,7 @@ class SpeculativeDecoder:
             for index, prompt in enumerate(rows):
                 for end in range(searched[index] + 1, length[index] + 1):
                     output = tokens[index, len(prompt) : end].tolist()
-                    text = self._text_before(stops[index], output)
+                    text = self.text_before(stops[index], output)
                     if text is not None:
                         texts[index] = text
                         length[index] = end
@@ -477,10 +476,10 @@ class SpeculativeDecoder:
         ]
         return dataclasses.replace(result, rows=generations)
 
-    def _text_before(self, stops: list[str], output: list[int]) -> str | None:
+    def text_before(self, stops: Sequence[str], output: list[int]) -> str | None:
         """Returns the text of an output before the first of ``stops``; ``None`` if it contains none of them."""
         ends_with_stop_token = output[-1] in self.stop_tokens
-        text = self._text(output[:-1] if ends_with_stop_token else output) or ""
+        text = self.text_of(output[:-1] if ends_with_stop_token else output) or ""
         starts = [text.index(stop) for stop in stops if stop in text]
         return text[: min(starts)] if starts else None
 
@@ -491,14 +490,15 @@ class SpeculativeDecoder:
 
     def _on_rows(self, tree: Any) -> Any:
         """Moves a pytree of rows to the mesh."""
-        return tree if self.mesh is None else place(tree, row_shardings(self.mesh, tree))
+        return place_rows(tree, self.mesh)
 
     def _on_mesh(self, program: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Calls a compiled program under the mesh."""
-        with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+        with under(self.mesh):
             return program(*arguments, **options)
 
-    def _text(self, tokens: list[int], reason: FinishReason = FinishReason.LENGTH) -> str | None:
+    def text_of(self, tokens: list[int], reason: FinishReason = FinishReason.LENGTH) -> str | None:
+        """Returns the text of new tokens without the stop token that ended them; ``None`` without a tokenizer."""
         if self.target.tokenizer is None:
             return None
         without_stop_token = tokens[:-1] if reason is FinishReason.STOP else tokens

@@ -83,7 +83,7 @@ def measured(
     while not engine.idle:
         for event in engine.tick():
             rounds += bool(event.tokens)
-            if event.output is not None and event.stats is not None:
+            if event.output is not None:
                 counters.append(event.stats)
                 new_tokens += len(event.output)
     stats = e3.SpeculationStats.merge(counters)

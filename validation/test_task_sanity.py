@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from eagle3_jax import SpeculativeDecoder
+from eagle3_jax.serving.completions import complete
+from eagle3_jax.serving.engine import Request
 from validation.runs import Check
 from validation.subject import Setting, Subject
 from validation.tasks import discordant_interval, is_right, questions
@@ -30,10 +32,9 @@ def test_accuracy_does_not_depend_on_speculation(
         SpeculativeDecoder(target),
         SpeculativeDecoder(target, head, num_speculative_tokens=num_speculative_tokens),
     ):
-        texts: list[str | None] = []
-        for start in range(0, len(prompts), BATCH):
-            batch = [prompt.tokens for prompt in prompts[start : start + BATCH]]
-            texts += decoder.generate(batch, max_new_tokens=new_tokens).texts
+        requests = [Request(prompt.tokens, new_tokens) for prompt in prompts]
+        answers = dict(complete(decoder, requests, slots=BATCH))
+        texts = [answers[number].text for number in range(len(prompts))]
         pairs = zip(texts, prompts, strict=True)
         right.append([is_right(text or "", prompt.reference or "") for text, prompt in pairs])
     without, with_ = right

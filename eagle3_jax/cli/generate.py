@@ -113,7 +113,9 @@ class RunOptions:
     """Precision, batches, devices and output."""
 
     dtype: DtypeOption = "float32"
-    batch_size: Annotated[int, typer.Option(help="Number of prompts of a file decoded at once with --json.", min=1)] = 1
+    batch_size: Annotated[
+        int, typer.Option(help="Number of prompts of a file that share a batch with --json.", min=1)
+    ] = 1
     mesh: MeshOption = None
     distributed: DistributedOption = None
     compilation_cache: CompilationCacheOption = None
@@ -136,8 +138,9 @@ def generate(
     """Continue prompts, exactly as the target would, in fewer steps.
 
     With --json each prompt gives one line: prompt_ids, token_ids (new tokens only), text, finish_reason, lossless,
-    weights, drafter_method, seconds (without compilation; of the whole batch with --batch-size above 1),
-    stats, and with --logprobs logprobs: for each token its logprob and top, pairs of token id and log-probability.
+    weights, drafter_method, seconds (without compilation; with --batch-size above 1 from the start of the first prompt
+    to the end of this one), stats, and with --logprobs logprobs: for each token its logprob and top, pairs of token id
+    and log-probability.
     """
     trace = running.trace
     check_writable(trace)
@@ -177,8 +180,13 @@ def generate(
 
 
 def _batches(prompts: int, running: RunOptions) -> list[int]:
-    """Returns the number of prompts in each batch; text is streamed one by one."""
+    """Returns the number of prompts in each batch; text is streamed one by one.
+
+    Without a trace a batch is one, whose rows go to the next prompts as others end.
+    """
     size = running.batch_size if running.as_json else 1
+    if running.trace is None and 1 < size < prompts:
+        return [size]
     return [min(size, prompts - start) for start in range(0, prompts, size)]
 
 
@@ -214,22 +222,27 @@ class Job(NamedTuple):
     running: RunOptions
     trace: Path | None
 
-    def chunks(self) -> Iterator[tuple[int | list[int], list[Task]]]:
-        """Yields batches with their seeds.
+    def seeds(self) -> list[int]:
+        """Returns the seed of each prompt, whatever the size of a batch.
 
-        The first batch has the seed of the command line. Another batch has a seed derived from it, because equal
-        prompts would otherwise give equal samples. If a line of the file has a seed, every prompt has one.
+        The first prompt has the seed of the command line. Another one has a seed derived from it, because equal prompts
+        would otherwise give equal samples.
         """
         seed = self.sampling.seed
-        has_seeds = any("seed" in task.request.options for task in self.tasks)
+        derived = [_derived_seed(seed, number) if number else seed for number in range(len(self.tasks))]
+        return [task.request.options.get("seed", default) for task, default in zip(self.tasks, derived, strict=True)]
+
+    def stops(self, task: Task) -> list[str]:
+        """Returns the texts that end the output of a prompt."""
+        return [*(self.sampling.stop or ()), *task.request.options.get("stop", [])]
+
+    def chunks(self) -> Iterator[tuple[list[int], list[Task]]]:
+        """Yields batches that start and end together, with their seeds."""
+        seeds = self.seeds()
         start = 0
-        for index, size in enumerate(_batches(len(self.tasks), self.running)):
-            tasks = self.tasks[start : start + size]
-            if has_seeds:
-                numbered = enumerate(tasks, start)
-                yield [task.request.options.get("seed", _derived_seed(seed, row)) for row, task in numbered], tasks
-            else:
-                yield _derived_seed(seed, index) if index else seed, tasks
+        for size in _batches(len(self.tasks), self.running):
+            rows = slice(start, start + size)
+            yield seeds[rows], self.tasks[rows]
             start += size
 
     def sampling_of(self, tasks: Sequence[Task]) -> SamplingParams:
@@ -243,9 +256,7 @@ class Job(NamedTuple):
             columns[name] = np.array([task.request.options.get(name, value) for task in tasks])
         return dataclasses.replace(self.params, **columns)
 
-    def run(
-        self, tasks: Sequence[Task], seed: int | list[int], rounds: list[dict[str, Any]] | None
-    ) -> GenerationResult:
+    def run(self, tasks: Sequence[Task], seed: list[int], rounds: list[dict[str, Any]] | None) -> GenerationResult:
         """Decodes one batch. Its rounds are appended to ``rounds``; the result's seconds exclude compilation."""
         from eagle3_jax.bench.timing import CompileClock
         from eagle3_jax.bench.trace import record
@@ -253,7 +264,7 @@ class Job(NamedTuple):
         prompts = [task.tokens for task in tasks]
         options = {"sampling": self.sampling_of(tasks), "seed": seed}
         options["max_new_tokens"] = [task.request.max_new_tokens for task in tasks]
-        stops = [[*(self.sampling.stop or ()), *task.request.options.get("stop", [])] for task in tasks]
+        stops = [self.stops(task) for task in tasks]
         start = time.perf_counter()
         with CompileClock() as clock:
             if rounds is None:
@@ -263,6 +274,36 @@ class Job(NamedTuple):
                 rounds += traced.prompts
                 result = traced.result
         return dataclasses.replace(result, seconds=time.perf_counter() - start - clock.seconds)
+
+    def results(self, rounds: list[dict[str, Any]] | None) -> Iterator[tuple[int, Generation, float]]:
+        """Yields the number, result and seconds of each prompt as it ends."""
+        batches = _batches(len(self.tasks), self.running)
+        if rounds is None and batches[0] > 1:
+            yield from self._refilled(batches[0])
+            return
+        numbers = iter(range(len(self.tasks)))
+        for seed, tasks in self.chunks():
+            result = self.run(tasks, seed, rounds)
+            for row in result.rows:
+                yield next(numbers), row, result.seconds
+
+    def _refilled(self, slots: int) -> Iterator[tuple[int, Generation, float]]:
+        """Decodes all prompts in one batch, whose rows are given to the next prompts as others end."""
+        from eagle3_jax.bench.timing import CompileClock
+        from eagle3_jax.serving.completions import complete
+        from eagle3_jax.serving.engine import Request as EngineRequest
+
+        requests = []
+        for task, seed in zip(self.tasks, self.seeds(), strict=True):
+            sampling = {name: task.request.options.get(name, value) for name, value in vars(self.params).items()}
+            requests.append(EngineRequest(task.tokens, task.request.max_new_tokens, **sampling, seed=seed))
+        stops = [self.stops(task) for task in self.tasks]
+        start = time.perf_counter()
+        with CompileClock() as clock:
+            for number, row in complete(
+                self.decoder, requests, slots=slots, logprobs=self.sampling.logprobs, stops=stops
+            ):
+                yield number, row, time.perf_counter() - start - clock.seconds
 
 
 def _derived_seed(seed: int, index: int) -> int:
@@ -276,27 +317,30 @@ def _derived_seed(seed: int, index: int) -> int:
 
 def _print_json(job: Job) -> None:
     rounds = [] if job.trace is not None else None
+    lines: dict[int, str] = {}  # of prompts that ended before one above them in the file
+    num_written = 0
     with progress_bar("prompts", len(job.tasks), with_output=True) as (bar, advanced):
-        for seed, tasks in job.chunks():
-            result = job.run(tasks, seed, rounds)
-            for row in result.rows:
-                sys.stdout.write(json.dumps(_row_json(row, result, job.decoder)) + "\n")
-                bar.advance(advanced)
+        for number, row, seconds in job.results(rounds):
+            bar.advance(advanced)
+            lines[number] = json.dumps(_row_json(row, seconds, job.decoder))
+            while num_written in lines:
+                sys.stdout.write(lines.pop(num_written) + "\n")
+                num_written += 1
             sys.stdout.flush()
     if job.trace is not None:
         write_json(job.trace, {"prompts": rounds})
 
 
-def _row_json(row: Generation, result: GenerationResult, decoder: SpeculativeDecoder) -> dict[str, Any]:
+def _row_json(row: Generation, seconds: float, decoder: SpeculativeDecoder) -> dict[str, Any]:
     values = {
         "prompt_ids": row.prompt_tokens,
         "token_ids": row.tokens,
         "text": row.text,
         "finish_reason": row.finish_reason.name.lower(),
-        "lossless": result.lossless,
+        "lossless": decoder.lossless,
         "weights": decoder.target.weights,
         "drafter_method": decoder.method,
-        "seconds": result.seconds,
+        "seconds": seconds,
         "stats": row.stats.to_json(),
     }
     if row.logprobs is not None:
@@ -316,7 +360,7 @@ def _print_text(job: Job) -> None:
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
-    streams = [_stream(console, job, tasks[0], seed) for seed, tasks in job.chunks()]
+    streams = [_stream(console, job, tasks[0], seeds[0]) for seeds, tasks in job.chunks()]
     legend = Text.assemble(("accepted draft tokens", ACCEPTED), " · the target's own tokens · ", ("prompt", "dim"))
     comparison = _comparison(job) if job.running.compare else []
     summary = Summary.of(streams)
@@ -329,7 +373,7 @@ def _print_text(job: Job) -> None:
         write_json(job.trace, {"prompts": rounds})
 
 
-def _stream(console: Console, job: Job, task: Task, seed: int | list[int]) -> Printed:
+def _stream(console: Console, job: Job, task: Task, seed: int) -> Printed:
     """Prints one prompt and its continuation as it appears."""
     tokenizer = job.decoder.target.tokenizer
     request = task.request

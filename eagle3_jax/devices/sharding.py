@@ -7,6 +7,7 @@ the shardings of their arguments where to compute and what to communicate.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -238,6 +239,16 @@ def rows_spec(batch: int) -> PartitionSpec:
 def divides_rows() -> bool:
     """Returns whether the traced program divides its rows over devices."""
     return jax.sharding.get_abstract_mesh().shape.get(DATA, 1) > 1
+
+
+def under(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """Returns the context in which programs are traced and called: ``jax.set_mesh``, or nothing without a mesh."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def place_rows(tree: Any, mesh: Mesh | None) -> Any:
+    """Moves prompts or a state to a mesh, whose ``data`` axis divides their rows; without a mesh returns them."""
+    return tree if mesh is None else place(tree, row_shardings(mesh, tree))
 
 
 def place(tree: Any, shardings: Any) -> Any:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 from eagle3_jax import loop as loops
 from eagle3_jax.checks import check_mode, checked_sampling, sampling_mode_of
 from eagle3_jax.decode import SpeculativeDecoder, padded_prompt
-from eagle3_jax.devices.sharding import to_host
+from eagle3_jax.devices.sharding import DATA, on_rows, place_rows, to_host, under
 from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.state import GenerationState, Prompts
 from eagle3_jax.stats import LogProbs, SpeculationStats, TokenLogProb
@@ -54,17 +54,17 @@ class Event:
     Attributes:
         ticket: The number of the request.
         tokens: New tokens: the first one alone, and then those of each round. The last has the stop token.
+        stats: Counters of the request so far.
         finish_reason: ``RUNNING`` until the last event.
         output: All new tokens; of the last event only.
-        stats: Counters of the request; of the last event only.
         logprobs: One entry per token, if the engine records them.
     """
 
     ticket: int
     tokens: list[int]
+    stats: SpeculationStats
     finish_reason: FinishReason = FinishReason.RUNNING
     output: list[int] | None = None
-    stats: SpeculationStats | None = None
     logprobs: list[TokenLogProb] | None = None
 
 
@@ -122,14 +122,18 @@ class Engine:
                 depends on the request alone; more are faster where many wait.
 
         Raises:
-            ValueError: There is no slot, a chunk has no token, or the decoder has a mesh.
+            ValueError: There is no slot, a chunk has no token, or the decoder's mesh does not divide the slots.
         """
         if slots < 1:
             raise ValueError(f"slots is {slots}; expected at least 1")
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk is {chunk}; expected at least 1 token")
-        if decoder.mesh is not None:
-            raise ValueError("the decoder has a mesh, and an engine runs on one device; leave the mesh out")
+        self._mesh = decoder.mesh
+        self._parts = 1 if self._mesh is None else self._mesh.shape[DATA]
+        if slots % self._parts:
+            raise ValueError(
+                f"slots is {slots}; expected a multiple of {self._parts}, over which the mesh divides rows"
+            )
         self._decoder = decoder
         self._loop = dataclasses.replace(decoder.loop, sampling_mode=sampling_mode)
         self._num_slots = slots
@@ -238,7 +242,8 @@ class Engine:
             self.run([Request([0] * min(length, longest), 1, ignore_stop=True)])
             yield length
         if self._state is not None:
-            self._state = _end(self._state, np.zeros(self._num_slots, bool))
+            with under(self._mesh):
+                self._state = _end(self._state, np.zeros(self._num_slots, bool))
         self._num_submitted = 0
         self._forget_counts()
 
@@ -252,7 +257,8 @@ class Engine:
         padded_length = min(padded_prompt(len(tokens)), target.max_positions)
         row = np.zeros((1, padded_length), np.int32)
         row[0, : len(tokens)] = tokens
-        scores = to_host(_scores(target.model, self._decoder.params.target, row, count=self._logprobs))
+        with under(self._mesh):
+            scores = to_host(_scores(target.model, self._decoder.params.target, row, count=self._logprobs))
         return [None, *scores.row(0, 0, len(tokens) - 1)]
 
     def tick(self) -> list[Event]:
@@ -261,6 +267,10 @@ class Engine:
         Returns:
             What the requests have written.
         """
+        with under(self._mesh):
+            return self._tick()
+
+    def _tick(self) -> list[Event]:
         self._drop_cancelled()
         if self._partial is not None:
             self._run_chunk()
@@ -288,16 +298,16 @@ class Engine:
             new = tokens[index, :count].tolist()
             scored = None if scores is None else scores.row(index, 0, count)
             is_first = not slot.output
+            stats = jax.tree.map(lambda leaf, index=index: leaf[index], counters)
             slot.output += new
             reason = FinishReason(int(finish[index]))
             if is_first and count > 1:  # the prefill's token is a chunk of its own
-                events.append(Event(slot.ticket, new[:1], logprobs=scored and scored[:1]))
+                events.append(Event(slot.ticket, new[:1], stats, logprobs=scored and scored[:1]))
                 new = new[1:]
                 scored = scored and scored[1:]
-            event = Event(slot.ticket, new, reason, logprobs=scored)
+            event = Event(slot.ticket, new, stats, reason, logprobs=scored)
             if reason is not FinishReason.RUNNING:
-                stats = jax.tree.map(lambda leaf, index=index: leaf[index], counters)
-                event = dataclasses.replace(event, output=slot.output, stats=stats)
+                event = dataclasses.replace(event, output=slot.output)
                 del self._slots[index]
             if new or event.output is not None:
                 events.append(event)
@@ -352,7 +362,7 @@ class Engine:
         """Runs the next chunk of the prompt that is prefilled in parts, and inserts its row after the last one."""
         assert self._partial is not None and self._chunk is not None
         slot, state, done = self._partial
-        length = jnp.array([len(slot.request.tokens)], jnp.int32)
+        length = np.full(self._parts, len(slot.request.tokens), np.int32)
         state = loops.extend(self._loop, self._decoder.params, state, length, size=self._chunk)
         done += self._chunk
         self._partial = (slot, state, done)
@@ -364,7 +374,11 @@ class Engine:
         return [index for index in range(self._num_slots) if index not in self._slots]
 
     def _prompts(self, requests: Sequence[Request]) -> tuple[SpeculativeLoop, Prompts]:
-        """Returns the loop that all requests share, and a batch of some of them."""
+        """Returns the loop that all requests share, and a batch of some of them.
+
+        On a mesh that divides rows the last request is repeated up to a number of rows that it divides.
+        """
+        requests = [*requests, *[requests[-1]] * (-len(requests) % self._parts)]
         sampling = SamplingParams(
             temperature=np.array([request.temperature for request in requests]),
             top_k=np.array([request.top_k for request in requests]),
@@ -379,12 +393,16 @@ class Engine:
         )
         goes_on = jnp.array([request.ignore_stop for request in requests])[:, None]
         prompts = prompts.replace(stop_tokens=jnp.where(goes_on, -1, prompts.stop_tokens))
-        return dataclasses.replace(loop, sampling_mode=self._loop.sampling_mode), prompts
+        loop = dataclasses.replace(loop, sampling_mode=self._loop.sampling_mode)
+        return loop, place_rows(prompts, self._mesh)
 
     def _insert(self, rows: GenerationState, indices: Sequence[int], slots: Sequence[_Slot]) -> None:
         if self._state is None:
             self._state = _ended_copies(rows, self._num_slots)
-        self._state = _insert(self._state, rows, jnp.asarray(indices, jnp.int32))
+        num_repeated = rows.length.shape[0] - len(indices)
+        nowhere = self._num_slots  # an index out of range: the row is dropped
+        targets = np.array([*indices, *[nowhere] * num_repeated], np.int32)
+        self._state = _insert(self._state, rows, targets)
         for counts in jax.tree.leaves(self._counted):
             counts[list(indices)] = 0
         self._slots.update(zip(indices, slots, strict=True))
@@ -399,13 +417,13 @@ def ended(events: Iterable[Event]) -> list[tuple[int, list[int]]]:
 def _ended_copies(rows: GenerationState, count: int) -> GenerationState:
     """Returns ``count`` rows that have ended. They are copies of the first of ``rows``, so every leaf is valid."""
     copies = jax.tree.map(lambda leaf: leaf[jnp.zeros((count,), jnp.int32)], rows)
-    return copies.replace(finish=jnp.full((count,), int(FinishReason.LENGTH), jnp.int32))
+    return on_rows(copies.replace(finish=jnp.full((count,), int(FinishReason.LENGTH), jnp.int32)))
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
-def _insert(state: GenerationState, rows: GenerationState, slots: Int[Array, " R"]) -> GenerationState:
+def _insert(state: GenerationState, rows: GenerationState, slots: Int[Array | np.ndarray, " R"]) -> GenerationState:
     """Returns the state with ``rows`` in place of its rows ``slots``. It consumes ``state``."""
-    return jax.tree.map(lambda live, new: live.at[slots].set(new), state, rows)
+    return on_rows(jax.tree.map(lambda live, new: live.at[slots].set(new, mode="drop"), state, rows))
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))

@@ -133,7 +133,7 @@ def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp
             line["prompt"], max_new_tokens=limit, sampling=sampling, seed=line.get("seed", 0), stop=line.get("stop", ())
         )
         expected.append((result.tokens[0], result.texts[0]))
-    for batch_size in (3, 1):
+    for batch_size in (3, 2, 1):
         code, out, _ = cli(*options, "--json", "--batch-size", batch_size)
         rows = [json.loads(line) for line in out.splitlines()]
         assert code == 0 and [(row["token_ids"], row["text"]) for row in rows] == expected
@@ -239,7 +239,7 @@ def test_a_pair_is_trained_from_sources_alone(cli, refused, tmp_path):
     head = tmp_path / "head"
     stdlib.mkdir()
     for name in ("bisect", "ast", "cmd"):
-        (stdlib / f"{name}.py").write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(60)))
+        (stdlib / f"{name}.py").write_text("".join(f"def {name}{i}(x):\n    return x + {i}\n" for i in range(60)))
     assert cli("train", "corpus", data, "--stdlib", stdlib, "--vocab-size", 280)[0] == 0
     parts = {row["name"]: row["part"] for row in map(json.loads, (data / "corpus.jsonl").read_text().splitlines())}
     assert parts == {"code/ast.py": "train", "code/bisect.py": "held-out", "code/cmd.py": "train"}

@@ -187,7 +187,7 @@ def test_events_are_the_tokens_once_and_in_order() -> None:
         assert [score.logprob for score in scored] == pytest.approx([score.logprob for score in expected], abs=1e-4)
         stats = own_events[-1].stats
         assert stats is not None and int(stats.num_accepted_tokens) <= len(tokens)
-    assert engine.totals == e3.SpeculationStats.merge(event.stats for event in events if event.stats is not None)
+    assert engine.totals == e3.SpeculationStats.merge(event.stats for event in events if event.output is not None)
 
 
 def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone() -> None:
@@ -206,7 +206,7 @@ def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone() -> Non
     remaining = [ticket for ticket in tickets if ticket not in (tickets[4], running)]
     assert [outputs[ticket] for ticket in remaining] == [expected[ticket] for ticket in remaining]
     assert engine.free == 2
-    completed = e3.SpeculationStats.merge(event.stats for event in events if event.stats is not None)
+    completed = e3.SpeculationStats.merge(event.stats for event in events if event.output is not None)
     assert 0 < completed.num_drafts < engine.totals.num_drafts  # the rounds of the cancelled request count
 
 

@@ -51,7 +51,7 @@ def results() -> dict[str, Any]:
 
 def test_eight_devices_write_what_one_writes(results: dict[str, Any]) -> None:
     assert results["same"] == dict.fromkeys(results["same"], True)
-    assert len(results["same"]) == 15
+    assert len(results["same"]) == 17
 
 
 def test_a_step_adds_twice_a_layer_and_moves_nothing_large(results: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from eagle3_jax.devices.sharding import make_mesh, parse_mesh, row_shardings
 from eagle3_jax.drafters import NGram
 from eagle3_jax.models import attention
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, LayerConfig, uniform
+from eagle3_jax.serving.engine import Engine, Request
 from eagle3_jax.types import SamplingMode
 
 MIXED = "model=4,data=2"
@@ -79,6 +80,13 @@ def driven(models: Any, text: str, **options: Any) -> list[list[int]]:
         state = decoder.step(state).state
     rows = zip(PROMPTS, state.tokens.tolist(), state.length.tolist(), strict=True)
     return [tokens[len(prompt) : length] for prompt, tokens, length in rows]
+
+
+def pooled(models: Any, text: str, **options: Any) -> list[list[int]]:
+    """Generates in four rows that are given to other prompts as they end."""
+    decoder = e3.SpeculativeDecoder(*models, mesh=mesh_of(text), **CHAIN)
+    requests = [Request(prompt, limit) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
+    return Engine(decoder, slots=4, capacity=64, sampling_mode=SamplingMode.GREEDY, **options).run(requests)
 
 
 def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mapping[str, Any]:
@@ -137,6 +145,8 @@ if __name__ == "__main__":
         "schedule, model=8": generated(models, "model=8", **SCHEDULE) == greedy,
         "a tied table": generated(tied, MIXED, **CHAIN) == of_tied,
         "stream, model=8": streamed(models, "model=8", 3, **CHAIN) == greedy[3],
+        "rows given to other prompts": pooled(models, MIXED) == greedy,
+        "prompts in chunks": pooled(models, MIXED, chunk=4) == greedy,
         "round by round": driven(models, MIXED, **CHAIN) == greedy,
     }
     for name, sampling, options in (
