@@ -96,8 +96,36 @@ class Interval:
     """A figure with its 95 % interval."""
 
     value: float  #: The figure from all measurements.
-    low: float | None = None  #: Lower end; ``None`` with fewer than two measurements.
+    low: float | None = None  #: Lower end; ``None`` with too few measurements.
     high: float | None = None  #: Upper end.
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantiles:
+    """Quantiles of a waiting time in seconds, each with its 95 % interval."""
+
+    p50: Interval
+    p90: Interval
+    p99: Interval
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> Quantiles:
+        """Returns the quantiles of at least one value."""
+        values = np.asarray(list(seconds), float)
+        return cls(*(quantile(values, share) for share in (0.5, 0.9, 0.99)))
+
+
+def quantile(values: np.ndarray, share: float) -> Interval:
+    """Returns a quantile with its interval, whose ends are two of the values (Conover, 1999, section 3.2).
+
+    An end is ``None`` where there are too few values to give one.
+    """
+    from scipy import stats
+
+    center = float(np.quantile(values, share))
+    interval = stats.quantile_test(values, p=share).confidence_interval(CONFIDENCE)
+    low, high = (float(end) if np.isfinite(end) else None for end in interval)
+    return Interval(center, low, high)
 
 
 def ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike, *, seed: int = 0) -> Interval:

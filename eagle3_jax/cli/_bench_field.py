@@ -14,7 +14,7 @@ from eagle3_jax.cli._parts import read_verifier
 
 if TYPE_CHECKING:
     from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, StaticTree
-    from eagle3_jax.bench.contenders import Contender
+    from eagle3_jax.bench.contenders import Contender, DecoderContender
     from eagle3_jax.bench.results import NotMeasured
     from eagle3_jax.types import Verifier
 
@@ -26,17 +26,21 @@ class MethodOptions:
     """The drafts of every head and their acceptance."""
 
     chains: Annotated[
-        str | None, typer.Option(help="Chain lengths K: '1-7', '1,3,5' or 'none'.  [default: 1-7; of a --shape 3,5]")
+        str | None,
+        typer.Option(
+            help="Chain lengths K: '1-7', '1,3,5' or 'none'.  [default: 1-7; of a --shape 3,5; under a load 3]"
+        ),
     ] = None
     tree: Annotated[
         list[str] | None,
         typer.Option(
             help="A tree, or 'none'; may be repeated.  [default: num_nodes=60,max_depth=8,top_k=10; of a --shape "
-            "max_depth=7]"
+            "max_depth=7; under a load none]"
         ),
     ] = None
     ngram: Annotated[
-        str | None, typer.Option(help="Lengths K of prompt lookup, or 'none'.  [default: 5; of a --shape none]")
+        str | None,
+        typer.Option(help="Lengths K of prompt lookup, or 'none'.  [default: 5; of a --shape or under a load none]"),
     ] = None
     simulated_acceptance_length: Annotated[
         float | None, typer.Option(help="NOT LOSSLESS: simulate this τ for the heads' drafts, to measure its speed.")
@@ -64,7 +68,8 @@ class Methods:
     """Drafts to measure, and the rule that accepts them.
 
     With random weights fewer drafts are measured, since programs of large shapes take long to compile. Acceptance is
-    then simulated, since heads without training are never right.
+    then simulated, since heads without training are never right. Under a load a chain of 3 is measured, since each
+    draft takes a run of all requests.
 
     Attributes:
         chains: Lengths ``K`` for every head.
@@ -78,12 +83,15 @@ class Methods:
     simulation: str | None = None
     rule: Callable[[int], Verifier | None]
 
-    def __init__(self, options: MethodOptions, *, is_shape: bool):
-        trees = [f"num_nodes=60,max_depth={7 if is_shape else 8},top_k=10"] if options.tree is None else options.tree
+    def __init__(self, options: MethodOptions, *, is_shape: bool, is_load: bool):
+        default_tree = "none" if is_load else f"num_nodes=60,max_depth={7 if is_shape else 8},top_k=10"
+        trees = [default_tree] if options.tree is None else options.tree
         if "none" in trees and len(trees) > 1:
             raise Misuse("--tree none leaves trees out; give it once, or trees")
-        chains = ("3,5" if is_shape else "1-7") if options.chains is None else options.chains
-        ngram = ("none" if is_shape else "5") if options.ngram is None else options.ngram
+        default_chains = "3" if is_load else "3,5" if is_shape else "1-7"
+        chains = default_chains if options.chains is None else options.chains
+        default_ngram = "none" if is_shape or is_load else "5"
+        ngram = default_ngram if options.ngram is None else options.ngram
         self.chains = parse_numbers(chains, "--chains", or_none=True)
         self.trees: list[DynamicTree | StaticTree] = []
         for text in trees:
@@ -144,6 +152,13 @@ class Field:
     contenders: list[Contender] = dataclasses.field(default_factory=list)  #: In the order of the report.
     #: Contenders that are not measured, with the reason.
     missing: list[NotMeasured] = dataclasses.field(default_factory=list)
+
+    @property
+    def of_library(self) -> list[DecoderContender]:
+        """Contenders of this library."""
+        from eagle3_jax.bench.contenders import DecoderContender
+
+        return [contender for contender in self.contenders if isinstance(contender, DecoderContender)]
 
     def add_missing(self, name: str, reason: str) -> None:
         """Records a contender that cannot take part."""

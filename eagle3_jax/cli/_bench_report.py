@@ -15,6 +15,7 @@ from eagle3_jax.cli._printing import Page, cell_text, page_as_markdown, table_of
 
 if TYPE_CHECKING:
     from eagle3_jax.bench.results import NotMeasured, Report
+    from eagle3_jax.cli._bench_load import LoadFindings
 
 _SPEED = {
     "method": "name",
@@ -81,6 +82,7 @@ class Findings:
     about: dict[str, Any]  #: Environment of the run; see :func:`eagle3_jax.bench.environment.environment`.
     reports: Sequence[Report]  #: One for each batch size.
     missing: Sequence[NotMeasured]  #: Contenders that were not measured at all.
+    interruption: str  #: The part that was measured, in words, if Ctrl-C ended the measurement.
 
     @property
     def failures(self) -> list[str]:
@@ -135,7 +137,7 @@ def check_directory(path: Path | None) -> None:
         raise Misuse(f"--output {path} cannot be written: no permission in {parent}")
 
 
-def write_report(findings: Findings, directory: Path) -> None:
+def write_report(findings: Findings | LoadFindings, directory: Path) -> None:
     """Writes ``bench.json`` and ``bench.md``."""
     page = findings.page()
     failures = [f"**FAILED: {failure}**" for failure in findings.failures]

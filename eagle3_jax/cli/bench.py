@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from eagle3_jax.cli._bench_field import Field, MethodOptions, Methods, Models
+from eagle3_jax.cli._bench_load import LoadFindings, LoadOptions, measure_loads
 from eagle3_jax.cli._bench_report import Findings, check_directory, write_report
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import (
@@ -34,9 +35,10 @@ if TYPE_CHECKING:
     from eagle3_jax.files.prompts import Prompt
 
 EXAMPLE = """\b
-Examples, the second for a first look:
+Examples, the second for a first look, the third under a load:
   eagle3 bench --tasks code --max-prompts 4 --batch-size 1,4 --output results
-  eagle3 bench --max-prompts 2 --repeats 2 --chains 3 --tree none --rivals none"""
+  eagle3 bench --max-prompts 2 --repeats 2 --chains 3 --tree none --rivals none
+  eagle3 bench --concurrency 1,4,16 --rate 2 --max-prompts 32 --slots 16 --schedule '[[1,2,3],[3,4,1],[5,64,0]]'"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,6 +158,7 @@ def bench(
     models: ModelOptions,
     prompts: PromptOptions,
     methods: MethodOptions,
+    load: LoadOptions,
     rivals: Annotated[
         Literal["transformers", "none"], typer.Option(help="Other software to measure on the same prompts.")
     ] = "transformers",
@@ -166,7 +169,8 @@ def bench(
 ) -> None:
     """Measure drafts against plain decoding and transformers.
 
-    All take turns on the same prompts: plain decoding, chains, trees, prompt lookup and transformers.
+    All take turns on the same prompts: plain decoding, chains, trees, prompt lookup and transformers. With
+    --concurrency, --rate or --arrivals the prompts are requests that come and go, and their waiting times are measured.
 
     Ctrl-C ends the measurement; the repeats completed until then are reported.
 
@@ -176,15 +180,17 @@ def bench(
     from eagle3_jax.bench.memory import allocate_on_demand
     from eagle3_jax.files.sources import bundled
 
-    drafts = Methods(methods, is_shape=models.shape is not None)
-    sizes = parse_numbers(batch_size, "--batch-size")
+    drafts = Methods(methods, is_shape=models.shape is not None, is_load=load.is_load)
+    sizes = [1] if load.is_load else parse_numbers(batch_size, "--batch-size")
     models.check()
+    load.check()
     if models.shape is not None and [name for name in prompts.prompts or [] if name != "random"]:
         raise Misuse("--shape has no tokenizer; leave --prompts out, and choose a length with --prompt-tokens")
     check_directory(output)
+    load.loads(0)  # what is wrong with them is told before anything is loaded
     fetch_first(models.target)
     with spinner("loading") as now:
-        if rivals != "none" and models.shape is None:  # PyTorch needs memory of the same GPU
+        if rivals != "none" and models.shape is None and not load.is_load:  # PyTorch needs memory of the same GPU
             allocate_on_demand()
         dtype = measured_dtype(models.dtype)
         loaded = models.read(dtype)
@@ -196,16 +202,27 @@ def bench(
             raise Misuse(
                 f"--batch-size {max(sizes)} needs as many prompts, and there are {len(chosen)}; see --max-prompts"
             )
-        now.say("loading transformers")
-        if rivals != "none":
-            _add_transformers(field, models, "float32" if dtype == "mixed" else dtype)
-        field.drop_broken(chosen[0].tokens)
-        reports = _measure(field, chosen, sizes, prompts.max_new_tokens, repeats, now)
-    about = _about(models, prompts.prompts or [], chosen)
-    about["weights"] = models.weights
-    about["simulated_acceptance"] = drafts.simulation
-    about["drafter_methods"] = ["NGram" if head is None else head.described for head in loaded.drafters.values()]
-    findings = Findings(device=hardware(), about=about, reports=reports, missing=field.missing)
+        about = _about(models, prompts.prompts or [], chosen)
+        about["weights"] = models.weights
+        about["simulated_acceptance"] = drafts.simulation
+        about["drafter_methods"] = ["NGram" if head is None else head.described for head in loaded.drafters.values()]
+        findings: Findings | LoadFindings
+        if load.is_load:
+            size = {"max_new_tokens": prompts.max_new_tokens, "repeats": repeats}
+            findings = measure_loads(field.of_library, loaded, load, chosen, **size, about=about, now=now)
+        else:
+            if rivals != "none":
+                now.say("loading transformers")
+                _add_transformers(field, models, "float32" if dtype == "mixed" else dtype)
+            field.drop_broken(chosen[0].tokens)
+            reports = _measure(field, chosen, sizes, prompts.max_new_tokens, repeats, now)
+            findings = Findings(
+                device=hardware(),
+                about=about,
+                reports=reports,
+                missing=field.missing,
+                interruption=_interruption(reports, sizes, repeats),
+            )
     if output is not None:
         write_report(findings, output)
     print_page(findings.page(), as_json=as_json)
@@ -213,12 +230,18 @@ def bench(
         typer.echo(f"wrote {output}", err=True)
     for failure in findings.failures:
         typer.echo(f"error: {failure}", err=True)
-    interrupted = [report.repeats for report in reports] != [repeats] * len(sizes)
-    if interrupted:
-        done = ", ".join(f"{report.repeats} of {repeats} at batch {report.batch_size}" for report in reports)
-        typer.echo(f"interrupted: measured repeats {done}", err=True)
-    if findings.failures or interrupted:
-        raise typer.Exit(130 if interrupted else 1)
+    if findings.interruption:
+        typer.echo(f"interrupted: measured {findings.interruption}", err=True)
+    if findings.failures or findings.interruption:
+        raise typer.Exit(130 if findings.interruption else 1)
+
+
+def _interruption(reports: Sequence[Report], sizes: Sequence[int], repeats: int) -> str:
+    """Returns what was measured, in words, if that is less than everything."""
+    if [report.repeats for report in reports] == [repeats] * len(sizes):
+        return ""
+    done = ", ".join(f"{report.repeats} of {repeats} at batch {report.batch_size}" for report in reports)
+    return f"repeats {done}"
 
 
 def _add_transformers(field: Field, models: ModelOptions, dtype: str) -> None:

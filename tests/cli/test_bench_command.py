@@ -107,7 +107,7 @@ def test_random_weights_with_simulated_acceptance_above_the_roofline_end_with_on
 
 def test_a_run_fails_when_something_was_compiled_late():
     report: Any = SimpleNamespace(batch_size=1, too_fast=[], programs_after_warm_up=3)
-    findings = Findings(device="a machine", about={}, reports=[report], missing=[])
+    findings = Findings(device="a machine", about={}, reports=[report], missing=[], interruption="")
     assert findings.failures == ["batch 1: 3 programs were compiled while times were taken"]
 
 
