@@ -111,8 +111,9 @@ def test_the_command_measures_requests_that_come_and_go(cli: Any, tmp_path: Any)
     arrivals = tmp_path / "arrivals.json"
     arrivals.write_text("[0, 0.01, 0.2]")
     options = (
-        "bench", "--target", tiny.GOLDEN / "official" / "target", "--drafter", "ngram", "--ngram", 2, "--dtype", "float32", "--prompts", prompts, "--max-new-tokens", 6,
-        "--repeats", 1, "--slots", 2, "--max-prompts", 3,
+        "bench", "--target", tiny.GOLDEN / "official" / "target", "--drafter", "ngram", "--ngram", 2,
+        "--dtype", "float32", "--prompts", prompts, "--max-new-tokens", 6, "--repeats", 1, "--slots", 2,
+        "--max-prompts", 3,
     )  # fmt: skip
     code, out, err = cli(*options, "--arrivals", arrivals, "--prefill-chunk", 2, "--json")
     assert code == 0, err

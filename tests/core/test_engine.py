@@ -6,9 +6,11 @@ import dataclasses
 import functools
 from typing import Any
 
+import families
 import jax
 import numpy as np
 import pytest
+import random_targets
 import tiny
 
 import eagle3_jax as e3
@@ -133,6 +135,23 @@ def test_a_prompt_in_chunks_is_continued_as_in_one_piece(family: str, size: int)
     requests = requests_of(decoder)[:4]
     expected = [alone(decoder, request) for request in requests]
     assert Engine(decoder, slots=3, capacity=128, chunk=size).run(requests) == expected
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_a_family_takes_prompts_in_chunks:
+        # Windows, latent attention, a recurrence, experts; the others are slow.
+        families.parametrize(metafunc, families.RECIPES, ("gemma3", "deepseek_v3", "qwen3_5_text", "qwen3_moe"))
+
+
+def test_a_family_takes_prompts_in_chunks(name: str) -> None:
+    """In chunks of 7 tokens, across windows of 5, while another row is decoded."""
+    target = random_targets.of_family(families.RECIPES[name])
+    decoder = e3.SpeculativeDecoder(target, e3.drafters.NGram(2), stop_tokens=())
+    prompts = tiny.random_prompts(3, target.vocab_size, seed=5)
+    prompts = [(prompt * 8)[:size] for prompt, size in zip(prompts, (23, 7, 14), strict=True)]
+    expected = decoder.generate(prompts, max_new_tokens=12).tokens
+    engine = Engine(decoder, slots=2, capacity=64, sampling_mode=SamplingMode.GREEDY, chunk=7)
+    assert engine.run([Request(prompt, 12) for prompt in prompts]) == expected
 
 
 def test_chunks_leave_the_caches_of_one_piece() -> None:
