@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from eagle3_jax import DynamicTree, SpeculativeDecoder
+from eagle3_jax import DynamicTree, SpeculationSchedule, SpeculativeDecoder
 from eagle3_jax.certify import Certificate, Client, Plan, Verdict, certify
 from eagle3_jax.serving.local import serving
 from validation.engines.vllm.bridge import eagle3
@@ -27,6 +27,7 @@ OURS: dict[str, dict[str, Any]] = {  # the first one is that of --quick
     "a chain of sampled tokens": {"num_speculative_tokens": K, "draft_sampling": "probabilistic"},
     "a chain of likeliest tokens": {"num_speculative_tokens": K},
     "a dynamic tree": {"tree": DynamicTree(num_nodes=10, max_depth=K, top_k=3)},
+    "a schedule": {"schedule": SpeculationSchedule(((1, 4, K), (5, 8, 1)))},
 }
 
 

@@ -248,14 +248,15 @@ def measure_load(
                     on_result(f"{step}: {run.tokens_per_second:.1f} tokens/s")
             first_runs = next(iter(runs.values()))
             for name, runs_of_engine in runs.items():
-                rows.append(_row(name, load, runs_of_engine, first_runs, programs[name]))
+                rows.append(load_row(name, load, runs_of_engine, first_runs, programs[name]))
     except KeyboardInterrupt:
         if not rows:
             raise
     return rows
 
 
-def _row(name: str, load: Load, runs: Sequence[Run], first_runs: Sequence[Run], programs: int) -> LoadRow:
+def load_row(name: str, load: Load, runs: Sequence[Run], first_runs: Sequence[Run], programs: int = 0) -> LoadRow:
+    """Returns the figures of the runs of one way of decoding; ``first_runs`` are those that it is compared with."""
     timelines = [timeline for run in runs for timeline in run.timelines]
     speeds = np.array([run.tokens_per_second for run in runs])
     first_speeds = np.array([run.tokens_per_second for run in first_runs])

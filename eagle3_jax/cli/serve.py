@@ -11,6 +11,7 @@ import typer
 
 from eagle3_jax.cli._decoding import DraftOptions, open_decoder
 from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.cli._mesh import MeshOption, read_mesh
 from eagle3_jax.cli._options import CompilationCacheOption, DtypeOption, ModelOptions, grouped
 from eagle3_jax.cli._parts import fetch_first
 from eagle3_jax.cli._progress import spinner
@@ -57,6 +58,7 @@ def serve(
     draft: DraftOptions,
     options: ServerOptions,
     dtype: DtypeOption = "float32",
+    mesh: MeshOption = None,
     compilation_cache: CompilationCacheOption = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's completions and chat completions.
@@ -76,7 +78,8 @@ def serve(
             from eagle3_jax.serving.server import Server
             from eagle3_jax.types import SamplingMode
 
-            decoder = open_decoder(models, draft, dtype, batch=options.slots)
+            devices = read_mesh(mesh, [options.slots])
+            decoder = open_decoder(models, draft, dtype, batch=options.slots, mesh=devices)
         mode = SamplingMode.GREEDY if options.sampling == "greedy" else SamplingMode.TRUNCATED
         port = listener.getsockname()[1]
         host = f"[{options.host}]" if ":" in options.host else options.host

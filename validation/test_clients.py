@@ -1,0 +1,86 @@
+"""L6, from outside: the clients that people use are pointed at our server; all their requests are answered.
+
+The acceptance that ``vllm bench serve`` reads from ``/metrics`` is that of the answers themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from eagle3_jax import SpeculativeDecoder
+from eagle3_jax.serving.local import serving
+from validation.fixtures import vllm_interpreter
+from validation.runs import Check
+from validation.subject import Setting, Subject, some_prompts
+
+pytestmark = pytest.mark.level("L6")
+
+K = 3
+NEW_TOKENS = 24
+OPENAI = """
+import json, sys
+from openai import BadRequestError, OpenAI
+
+url, prompt = sys.argv[1:3]
+client = OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+model = client.models.list().data[0].id
+options = {"model": model, "prompt": json.loads(prompt), "max_tokens": 12, "temperature": 0}
+text = client.completions.create(**options).choices[0].text
+stream = client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+chunks = list(stream)
+try:
+    client.completions.create(**options, n=2)
+    refused = None
+except BadRequestError as error:
+    refused = error.param
+streamed = "".join(choice.text for chunk in chunks for choice in chunk.choices)
+print(json.dumps({"text": text, "streamed": streamed, "usage": chunks[-1].usage.completion_tokens, "refused": refused}))
+"""
+# `vllm bench serve`; the CPU build has its command line under another name of the package.
+BENCH = """
+import argparse
+from vllm.benchmarks import serve
+
+parser = argparse.ArgumentParser()
+serve.add_cli_args(parser)
+serve.main(parser.parse_args())
+"""
+
+
+def run(command: list[str]) -> str:
+    """Returns the output of a client."""
+    environment = os.environ | {"NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment.pop("PYTHONPATH", None)  # the client has packages of its own
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-1500:]
+    return done.stdout
+
+
+def test_clients_are_answered(
+    pytestconfig: pytest.Config, check: Check, subject: Subject, setting: Setting, tmp_path: Path
+) -> None:
+    python = str(vllm_interpreter(pytestconfig))
+    target, drafter = subject.pair("float32")
+    decoder = SpeculativeDecoder(target, drafter, num_speculative_tokens=K)
+    (prompt,) = some_prompts(subject, 1)
+    expected = decoder.generate([prompt], max_new_tokens=12).texts[0]
+    count = 8 if setting.quick else 48
+    with serving(decoder, model=str(subject.target_directory), slots=4, capacity=256) as url:
+        answer = json.loads(run([python, "-c", OPENAI, url, json.dumps(prompt)]))
+        command = [python, "-c", BENCH, "--backend", "openai", "--base-url", url, "--temperature", "0"]
+        command += ["--model", str(subject.target_directory), "--dataset-name", "random", "--random-input-len", "24"]
+        command += ["--random-output-len", str(NEW_TOKENS), "--num-prompts", str(count), "--max-concurrency", "8"]
+        command += ["--ignore-eos", "--disable-tqdm", "--save-result", "--result-dir", str(tmp_path)]
+        run([*command, "--result-filename", "bench.json"])
+    assert answer == {"text": expected, "streamed": expected, "usage": 12, "refused": "n"}
+    bench = json.loads((tmp_path / "bench.json").read_text())
+    check.number(**{name: bench[name] for name in ("completed", "failed", "total_output_tokens")})
+    assert (bench["completed"], bench["failed"]) == (count, 0)
+    assert bench["total_output_tokens"] == count * NEW_TOKENS
+    check.number(acceptance_length=bench["spec_decode_acceptance_length"])
+    assert 1 < bench["spec_decode_acceptance_length"] < 1 + K
