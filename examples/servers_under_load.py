@@ -20,12 +20,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 import eagle3_jax as e3
 from eagle3_jax.bench.environment import environment
-from eagle3_jax.bench.load import Load, LoadRow, Run, Timeline, load_row
+from eagle3_jax.bench.load import Load, Run, Timeline, load_row
 from eagle3_jax.bench.records import write_record
 from eagle3_jax.files.prompts import read_prompts
 
@@ -101,7 +102,9 @@ def main() -> None:
     prompts = prompts[: options.requests]
     for server in servers:
         server.run(prompts[:4], 8, 2)  # whatever a server does at its first requests
-    rows: list[LoadRow] = []
+    rows: list[dict[str, Any]] = []
+    if options.output and options.output.exists():  # of other numbers of users, for which servers had other settings
+        rows = json.loads(options.output.read_text())["rows"]
     for users in map(int, options.concurrency.split(",")):
         runs: dict[str, list[Run]] = {server.name: [] for server in servers}
         for _ in range(options.repeats):
@@ -110,7 +113,7 @@ def main() -> None:
         first_runs = runs[servers[0].name]
         for name, runs_of_server in runs.items():
             row = load_row(name, Load(concurrency=users), runs_of_server, first_runs)
-            rows.append(row)
+            rows.append(dataclasses.asdict(row))
             print(
                 f"{row.load}, {name}: {row.tokens_per_second.median:.0f} tokens/s, {row.ratio.median:.2f} x; "
                 f"first token {row.first_token.p50.value:.2f} s; "
@@ -120,7 +123,7 @@ def main() -> None:
             )
         if options.output:  # after every number of users, so that nothing is lost
             record = {"servers": options.note, "max_new_tokens": options.max_new_tokens, "repeats": options.repeats}
-            record |= {"about": environment(target=options.target), "rows": list(map(dataclasses.asdict, rows))}
+            record |= {"about": environment(target=options.target), "rows": rows}
             write_record(options.output, record)
 
 

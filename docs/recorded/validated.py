@@ -136,7 +136,11 @@ def _joined(lines: Iterable[str]) -> str:
 
 
 # Checks that came after the committed record; the next complete run has them.
-NEWER = {("L6", "our server is certified"), ("L6", "a server of vllm is certified")}
+NEWER = {
+    ("L6", "our server is certified"),
+    ("L6", "a server of vllm is certified"),
+    ("L6", "clients are answered"),
+}
 
 
 def missing(report: Report) -> set[tuple[str, str]]:

@@ -176,6 +176,7 @@ class LoadRow:
         load: The load in words.
         tokens_per_second: New tokens of all requests over the time of a run.
         ratio: The same over that of the first way of decoding in the same repeat.
+        slots: Rows of the batch; ``None`` for a server that does not tell.
         rows_running: Mean number of rows that ran in a tick.
         mean_acceptance_length: ``τ``; ``None`` if nothing was drafted.
         first_token: Time to first token, the wait for a row included.
@@ -191,6 +192,7 @@ class LoadRow:
     load: str
     tokens_per_second: Spread
     ratio: Spread
+    slots: int | None
     rows_running: float
     mean_acceptance_length: float | None
     first_token: Quantiles
@@ -222,7 +224,7 @@ def measure_load(
         on_result: Called with the result after each run.
 
     Returns:
-        One row for each load and engine. Ctrl-C ends the measurement; rows of completed loads remain.
+        One row for each load and engine.
 
     Raises:
         ValueError: There is no request, or one is refused by an engine.
@@ -233,29 +235,34 @@ def measure_load(
         on_progress(f"compiling {name}")
         engine.run(requests)  # rows end one after the other, so a schedule meets every number of running rows
     rows: list[LoadRow] = []
-    try:
-        for load in loads:
-            runs: dict[str, list[Run]] = {name: [] for name in engines}
-            programs = dict.fromkeys(engines, 0)
-            for repeat in range(repeats):
-                for name, engine in engines.items():
-                    step = f"{load.name}, {name}, repeat {repeat + 1} of {repeats}"
-                    on_progress(step)
-                    with CompileClock() as clock:
-                        run = run_load(engine, requests, load, seed=repeat)
-                    programs[name] += clock.programs
-                    runs[name].append(run)
-                    on_result(f"{step}: {run.tokens_per_second:.1f} tokens/s")
-            first_runs = next(iter(runs.values()))
-            for name, runs_of_engine in runs.items():
-                rows.append(load_row(name, load, runs_of_engine, first_runs, programs[name]))
-    except KeyboardInterrupt:
-        if not rows:
-            raise
+    for load in loads:
+        runs: dict[str, list[Run]] = {name: [] for name in engines}
+        programs = dict.fromkeys(engines, 0)
+        for repeat in range(repeats):
+            for name, engine in engines.items():
+                step = f"{load.name}, {name}, repeat {repeat + 1} of {repeats}"
+                on_progress(step)
+                with CompileClock() as clock:
+                    run = run_load(engine, requests, load, seed=repeat)
+                programs[name] += clock.programs
+                runs[name].append(run)
+                on_result(f"{step}: {run.tokens_per_second:.1f} tokens/s")
+        first_runs = next(iter(runs.values()))
+        for name, runs_of_engine in runs.items():
+            slots = engines[name].num_slots
+            rows.append(load_row(name, load, runs_of_engine, first_runs, slots=slots, programs=programs[name]))
     return rows
 
 
-def load_row(name: str, load: Load, runs: Sequence[Run], first_runs: Sequence[Run], programs: int = 0) -> LoadRow:
+def load_row(
+    name: str,
+    load: Load,
+    runs: Sequence[Run],
+    first_runs: Sequence[Run],
+    *,
+    slots: int | None = None,
+    programs: int = 0,
+) -> LoadRow:
     """Returns the figures of the runs of one way of decoding; ``first_runs`` are those that it is compared with."""
     timelines = [timeline for run in runs for timeline in run.timelines]
     speeds = np.array([run.tokens_per_second for run in runs])
@@ -268,6 +275,7 @@ def load_row(name: str, load: Load, runs: Sequence[Run], first_runs: Sequence[Ru
         load=load.name,
         tokens_per_second=Spread.of(speeds),
         ratio=Spread.of(speeds / first_speeds),
+        slots=slots,
         rows_running=float(np.mean([run.rows_running for run in runs])),
         mean_acceptance_length=stats.mean_acceptance_length if int(stats.num_drafts) else None,
         first_token=Quantiles.of(timeline.first_token for timeline in timelines),

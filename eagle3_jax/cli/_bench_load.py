@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from eagle3_jax.files.prompts import Prompt
     from eagle3_jax.serving.engine import Engine
 
+_SLOTS = 8  # rows of the batch where nothing else gives their number
 _SPEED = {
     "method": "name",
     "tokens/s": "tokens_per_second",
     "ratio": "ratio",
-    "rows": "rows_running",
+    "rows": "slots",
+    "running": "rows_running",
     "τ": "mean_acceptance_length",
     "same": "same_texts",
 }
@@ -40,11 +42,11 @@ _TIMES = {
 }
 NOTES = """\
 tokens/s: new tokens of all requests over the time of a run, with quartiles; ratio: over that of the first method in
-the same repeat. rows: mean number of rows that ran. τ: tokens per round. same: texts equal to the first method's.
-TTFT: from the arrival to the first token, the wait for a row included. gap: between deliveries of a request, one a
-round (inter-token latency in vLLM's benchmark). TPOT: time per token after the first delivery (inter-token latency in
-GuideLLM). total: from the arrival to the last token. Intervals of all quantiles are in --json. Stop tokens are ignored.
-"""
+the same repeat. rows: of the batch; running: mean number of them that ran. τ: tokens per round. same: texts equal to
+the first method's. TTFT: from the arrival to the first token, the wait for a row included. gap: between deliveries of
+a request, one a round (inter-token latency in vLLM's benchmark). TPOT: time per token after the first delivery
+(inter-token latency in GuideLLM). total: from the arrival to the last token. Intervals of all quantiles are in --json.
+Stop tokens are ignored."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,12 @@ class LoadOptions:
     arrivals: Annotated[
         Path | None, typer.Option(help="Let requests arrive at recorded times: a JSON list of seconds.")
     ] = None
-    slots: Annotated[int, typer.Option(help="Rows of the batch under a load.", min=1, max=4096)] = 8
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            help="Rows of the batch under a load. Default: --concurrency, or 8 with other arrivals.", min=1, max=4096
+        ),
+    ] = None
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -129,10 +136,19 @@ def engines_of(
     contenders: Sequence[DecoderContender],
     models: Models,
     options: LoadOptions,
-    prompts: Sequence[Prompt],
-    max_new_tokens: int,
+    *,
+    slots: int,
+    longest: int,
 ) -> dict[str, Engine]:
-    """Returns an engine for each contender, and more for the schedule and for prompts in parts."""
+    """Returns an engine for each contender, and more for the schedule and for prompts in parts.
+
+    Args:
+        contenders: Decoders.
+        models: The target and its heads.
+        options: The schedule and the size of parts.
+        slots: Rows of the batch.
+        longest: Tokens of the longest prompt with its answer.
+    """
     from eagle3_jax import SpeculativeDecoder
     from eagle3_jax.serving.engine import Engine
     from eagle3_jax.types import SamplingMode
@@ -144,10 +160,9 @@ def engines_of(
         if not heads:
             raise Misuse("--schedule shortens the chains of a head, and there is none; choose another --drafter")
         decoders["schedule"] = SpeculativeDecoder(models.target, heads[0], schedule=schedule, stop_tokens=())
-    longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
     engines = {}
     for name, decoder in decoders.items():
-        shape = {"slots": options.slots, "capacity": longest + decoder.loop.drafter.num_nodes}
+        shape = {"slots": slots, "capacity": longest + decoder.loop.drafter.num_nodes}
         shape["sampling_mode"] = SamplingMode.GREEDY
         engines[name] = Engine(decoder, **shape)
         if options.prefill_chunk is not None:
@@ -164,7 +179,6 @@ class LoadFindings:
     device: str  #: Short name of the hardware.
     about: dict[str, Any]  #: Environment of the run.
     rows: Sequence[LoadRow]  #: One for each load and method.
-    slots: int  #: Rows of the batch.
     max_new_tokens: int  #: New tokens of each request.
     repeats: int  #: Interleaved repeats.
     interruption: str  #: The part that was measured, in words, if Ctrl-C ended the measurement.
@@ -187,7 +201,7 @@ class LoadFindings:
             of_load = [row for row in rows if row["load"] == load]
             tables += [table_of(f"Speed, {load}", of_load, _SPEED), table_of(f"Times in ms, {load}", of_load, _TIMES)]
         size = f"{self.rows[0].num_requests} requests x {self.max_new_tokens} new tokens, {self.repeats} repeats"
-        return Page(values, [f"{self.device}; {self.slots} rows, greedy, {size}", *tables, "\n" + NOTES])
+        return Page(values, [f"{self.device}; greedy, {size}", *tables, "\n" + NOTES])
 
 
 def measure_loads(
@@ -206,18 +220,28 @@ def measure_loads(
     from eagle3_jax.bench.load import measure_load
     from eagle3_jax.serving.engine import Request
 
-    engines = engines_of(contenders, models, options, prompts, max_new_tokens)
-    loads = options.loads(len(prompts))
     requests = [Request(prompt.tokens, max_new_tokens, ignore_stop=True) for prompt in prompts]
-    now = counted(now, len(engines) * (1 + len(loads) * repeats))
-    rows = measure_load(engines, requests, loads, repeats=repeats, on_progress=now.say, on_result=now.tell)
-    num_loads = len(rows) // len(engines)
+    longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
+    by_slots: dict[int, list[Load]] = {}
+    for load in options.loads(len(prompts)):
+        by_slots.setdefault(options.slots or load.concurrency or _SLOTS, []).append(load)
+    rows: list[LoadRow] = []
+    interruption = ""
+    for slots, loads in by_slots.items():
+        engines = engines_of(contenders, models, options, slots=slots, longest=longest)
+        steps = counted(now, len(engines) * (1 + len(loads) * repeats))
+        try:
+            rows += measure_load(engines, requests, loads, repeats=repeats, on_progress=steps.say, on_result=steps.tell)
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            interruption = f"{', '.join(dict.fromkeys(row.load for row in rows))}"
+            break
     return LoadFindings(
         device=hardware(),
         about=about,
         rows=rows,
-        slots=options.slots,
         max_new_tokens=max_new_tokens,
         repeats=repeats,
-        interruption="" if num_loads == len(loads) else f"{num_loads} of {len(loads)} loads",
+        interruption=interruption,
     )

@@ -38,7 +38,7 @@ EXAMPLE = """\b
 Examples, the second for a first look, the third under a load:
   eagle3 bench --tasks code --max-prompts 4 --batch-size 1,4 --output results
   eagle3 bench --max-prompts 2 --repeats 2 --chains 3 --tree none --rivals none
-  eagle3 bench --concurrency 1,4,16 --rate 2 --max-prompts 32 --slots 16 --schedule '[[1,2,3],[3,4,1],[5,64,0]]'"""
+  eagle3 bench --concurrency 1,4,16 --rate 2 --max-prompts 32 --schedule '[[1,2,3],[3,4,1],[5,64,0]]'"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

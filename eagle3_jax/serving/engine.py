@@ -157,6 +157,11 @@ class Engine:
         return self._most
 
     @property
+    def num_slots(self) -> int:
+        """``B``, rows of the batch."""
+        return self._num_slots
+
+    @property
     def num_logprobs(self) -> int | None:
         """``L``; ``None`` if no log-probabilities are recorded."""
         return self._logprobs
