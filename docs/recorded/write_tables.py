@@ -10,6 +10,7 @@ import certificates
 import chat_model
 import expected
 import gpu
+import loads
 import methods
 import options
 import speeds
@@ -21,7 +22,7 @@ from page_tables import ROOT
 def tables() -> dict[str, dict[str, str]]:
     """Returns the tables of each page by the names of their marks."""
     pages: dict[str, dict[str, str]] = {}
-    for module in (methods, speeds, expected, options, chat_model, gpu, support, validated, certificates):
+    for module in (methods, speeds, expected, options, chat_model, gpu, support, validated, certificates, loads):
         for page, marked in module.parts().items():
             pages.setdefault(page, {}).update(marked)
     return pages

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from eagle3_jax.bench.timing import CompileClock, Quantiles, Spread
+from eagle3_jax.decode import padded_prompt
 from eagle3_jax.serving.engine import Engine, Request
 from eagle3_jax.stats import SpeculationStats
 
@@ -231,9 +232,11 @@ def measure_load(
     """
     if not requests or repeats < 1:
         raise ValueError("a load needs at least one request and one repeat")
+    by_length = {padded_prompt(len(request.tokens)): request for request in requests}
     for name, engine in engines.items():
         on_progress(f"compiling {name}")
-        engine.run(requests)  # rows end one after the other, so a schedule meets every number of running rows
+        # Every program of a prefill, and rows that end one after the other: a schedule then meets every number of rows.
+        engine.run([*requests[: engine.num_slots], *by_length.values()])
     rows: list[LoadRow] = []
     for load in loads:
         runs: dict[str, list[Run]] = {name: [] for name in engines}

@@ -1,0 +1,69 @@
+"""Tables of requests that come and go: in one process, at servers, and in lists of prompts."""
+
+from __future__ import annotations
+
+from page_tables import Row, cores, record, table, version
+
+ENGINE = "load-smollm2-cpu-amd-epyc-2-cores"
+SERVERS = "servers-smollm2-cpu-amd-epyc-2-cores"
+REFILLED = "refilled-rows"
+NAMES = {"plain float32": "plain", "chain K=3": "chain of 3", "schedule": "schedule"}
+
+
+def seconds(interval: Row) -> str:
+    """Returns a time in ms with its 95 % interval."""
+    ends = [interval["low"], interval["high"]]
+    low, high = ("–" if end is None else f"{1e3 * end:,.0f}" for end in ends)
+    return f"{1e3 * interval['value']:,.0f} ({low} to {high})"
+
+
+def parts() -> dict[str, dict[str, str]]:
+    """Returns the tables by page and mark."""
+    return {"docs/serving.md": {"load": loads(), "servers": servers(), "refilled": refilled()}}
+
+
+def loads() -> str:
+    """Returns every load and method in one process."""
+    rows = []
+    for row in record(ENGINE)["rows"]:
+        rows.append(
+            [
+                row["load"],
+                NAMES.get(row["name"], row["name"]),
+                f"{row['tokens_per_second']['median']:.0f}",
+                f"{row['ratio']['median']:.2f}",
+                "" if row["mean_acceptance_length"] is None else f"{row['mean_acceptance_length']:.2f}",
+                seconds(row["first_token"]["p50"]),
+                seconds(row["gap"]["p50"]),
+                seconds(row["gap"]["p99"]),
+                seconds(row["per_token"]["p50"]),
+            ]
+        )
+    heads = ["load", "method", "tokens/s", "ratio", "τ", "first token p50", "gap p50", "gap p99", "per token p50"]
+    return table(heads, rows)
+
+
+def servers() -> str:
+    """Returns every number of users and server."""
+    rows = []
+    for row in record(SERVERS)["rows"]:
+        speed = row["tokens_per_second"]
+        texts = f"{row['same_texts']} of {row['num_requests']}"
+        times = [row["first_token"]["p50"], row["gap"]["p50"], row["gap"]["p99"], row["per_token"]["p50"]]
+        rows.append([row["load"], row["name"], f"{speed['median']:.0f}", f"{row['ratio']['median']:.2f}"])
+        rows[-1] += [*map(seconds, times), texts]
+    heads = ["users", "server", "tokens/s", "ratio", "first token p50", "gap p50", "gap p99", "per token p50", "same"]
+    return table(heads, rows)
+
+
+def refilled() -> str:
+    """Returns what refilled rows save."""
+    rows = []
+    for row in record(REFILLED)["rows"]:
+        saved = 1 - row["rounds_refilled"] / row["rounds"]
+        speedup = row["speedup"]
+        spread = f"{speedup['median']:.2f} ({speedup['low']:.2f} to {speedup['high']:.2f})"
+        rows.append(
+            [row["method"], row["limits"], str(row["rounds"]), str(row["rounds_refilled"]), f"{saved:.0%}", spread]
+        )
+    return table(["method", "new tokens", "rounds in batches", "rounds refilled", "saved", "time ratio"], rows)
