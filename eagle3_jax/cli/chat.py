@@ -36,7 +36,7 @@ COMMANDS = """\
 /reset  begins a new conversation
 /help   lists these commands
 /exit   ends the program, as Ctrl-D and an empty line do
-Ctrl-C  ends an answer; the text that it has stays in the conversation
+Ctrl-C  ends an answer; the part that was written stays in the conversation
 """
 
 

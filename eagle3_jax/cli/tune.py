@@ -126,8 +126,8 @@ def tune(
 
 _NOTES = """\
 S = τ / (v + G·c) with quartiles, * the choice. τ: tokens per round, measured for each draft separately; it does not
-change with the batch. v, c: a verification and a draft step in plain steps. A shorter draft, or none, is chosen where
-the difference is within the spread."""
+change with the batch. v, c: a verification and a draft step in plain steps. A shorter draft, or none, is chosen if
+the difference is smaller than that between repeats."""
 
 
 def _text(result: Tuning, values: dict[str, Any]) -> list[str | Table]:
