@@ -75,10 +75,10 @@ def chosen_models(models: ModelOptions, dtype: str | None) -> tuple[ModelOptions
     if models.drafter is None:
         drafter = announced(default_drafter(models.target, models.weights), models.target)
         models = dataclasses.replace(models, drafter=drafter)
-    return models, dtype or default_dtype(models.target)
+    return models, dtype or default_dtype(models.target, models.weights)
 
 
-def default_dtype(target: str | None) -> str:
+def default_dtype(target: str | None, weights: str = "dense") -> str:
     """Returns the precision of `generate`, `chat` and `serve` for a command line without ``--dtype``.
 
     Weights in bfloat16 stay so, except on CPUs: most have no products of bfloat16, so that float32 is faster there.
@@ -91,7 +91,7 @@ def default_dtype(target: str | None) -> str:
         return "float32"
     if jax.default_backend() != "cpu":
         return "bfloat16"
-    if target is not None:
+    if target is not None and weights == "dense":
         hint(
             f"{target} is stored in bfloat16 and computed in float32, which is faster on most CPUs and takes twice the "
             "memory; --dtype bfloat16 keeps it as it is"
@@ -129,7 +129,7 @@ def measured_drafter(target: str | None) -> str | None:
 def announced(drafter: str | None, target: str | None) -> str | None:
     """Returns a drafter that a command chose, after it told a user who named a target."""
     words = {
-        "none": "plain decoding: on a CPU verifying drafts costs more than it saves, except with --weights int8",
+        "none": "plain decoding; on a CPU verifying drafts costs more than it saves, except with --weights int8",
         "ngram": "drafts are n-grams of the text; --drafter names a head",
     }
     if target is not None:
