@@ -1,4 +1,4 @@
-"""Finds reasons for a low acceptance: checks a target and a drafter together, and gives a verdict and a reason."""
+"""Checks a target, alone or together with a drafter: finds reasons for a low acceptance, and gives a verdict."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from eagle3_jax.chat.template import ChatTemplate
 from eagle3_jax.conversion import rules
 from eagle3_jax.conversion.acceptance import Agreement, forced_agreement
-from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
 from eagle3_jax.conversion.heads.head import Check, Suspects
 from eagle3_jax.conversion.reading import head_of, open_checkpoint, read_target, target_of
-from eagle3_jax.conversion.sidecars import read_sidecar, tokenizer_config_of, tokenizer_of
+from eagle3_jax.conversion.sidecars import described_tokens, read_sidecar, tokenizer_config_of, tokenizer_of
 from eagle3_jax.conversion.targets import TargetCheckpoint
 from eagle3_jax.drafters.draft_model import first_vocab_difference
 from eagle3_jax.models.config import MOST
@@ -36,17 +37,17 @@ Drafter = HeadCheckpoint | TargetCheckpoint
 
 def diagnose(
     target_dir: str | Path,
-    drafter_dir: str | Path,
+    drafter_dir: str | Path | None = None,
     *,
     prompts: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
     layer_ids: str | None = None,
 ) -> list[Check]:
-    """Examines a target together with a draft head or a draft model.
+    """Examines a target, alone or together with a draft head or a draft model.
 
     Args:
         target_dir: Directory of the target.
-        drafter_dir: Directory of the head or of the smaller language model.
+        drafter_dir: Directory of the head or of the smaller language model; ``None`` to examine the target alone.
         prompts: Token ids of the prompts that agreement is measured on. Default: random ones, which are less
             informative.
         seed: Seed of the random prompts.
@@ -59,6 +60,8 @@ def diagnose(
     """
     checks: list[Check] = []
     target = _attempt(checks, "target", lambda: read_target(target_dir), _describe_target)
+    if drafter_dir is None:
+        return checks if target is None else [*checks, *_of_target(target), _weights("weights", target.params)]
     opened = _attempt(checks, "method", lambda: open_checkpoint(drafter_dir), lambda opened: _method(opened.kind))
     drafter = None
     if opened is not None and opened.kind in HEADS:
@@ -86,7 +89,7 @@ def diagnose(
     absent = "the target has none; a head trained on chats accepts less on bare text"
     of_target = _template(target.source)
     of_drafter = _template(drafter.source)
-    checks.append(_same_file("chat template", of_target, of_drafter, absent))
+    checks += [_same_file("chat template", of_target, of_drafter, absent), _stop_tokens(target)]
     params = drafter.head if is_head else drafter.params
     checks += [_weights("weights of the target", target.params), _weights(f"weights of the {name}", params)]
     failures = [check for check in checks if check.status == "failure"]
@@ -96,7 +99,10 @@ def diagnose(
 
 
 # Checks of every drafter for which the target is needed as well.
-_NEED_BOTH = ("vocabulary", "positions", "dtype", "tokenizer", "chat template", "weights of the target", "agreement")
+_NEED_BOTH = (
+    "vocabulary", "positions", "dtype", "tokenizer", "chat template", "stop tokens", "weights of the target",
+    "agreement",
+)  # fmt: skip
 
 
 def _attempt(checks: list[Check], name: str, read: Callable[[], Any], describe: Callable[[Any], str]) -> Any:
@@ -108,6 +114,34 @@ def _attempt(checks: list[Check], name: str, read: Callable[[], Any], describe: 
         return None
     checks.append(Check(name, "ok", describe(result)))
     return result
+
+
+def _of_target(target: TargetCheckpoint) -> list[Check]:
+    """Checks the files of a target that turn texts into token ids, and end them."""
+    try:
+        tokenizer = tokenizer_of(target.source)
+        template = ChatTemplate.from_config(tokenizer_config_of(target.source))
+        question = template and template.render([{"role": "user", "content": "Why?"}])
+    except ValueError as error:
+        return [Check("tokenizer and chat template", "failure", str(error)), _stop_tokens(target)]
+    if tokenizer is None:
+        tokens = Check("tokenizer", "warning", "no tokenizer.json; prompts must be token ids")
+    else:
+        size = tokenizer.get_vocab_size()
+        width = target.config.vocab_size
+        excess = "; text with the tokens beyond these is refused" if size > width else ""
+        tokens = Check.report("tokenizer", f"{size} tokens, vocabulary of the target {width}", excess)
+    if question is None:
+        chat = Check("chat template", "warning", "none; texts are continued, and `chat` and `--chat` are refused")
+    else:
+        chat = Check("chat template", "ok", f"the question 'Why?' becomes {short(question)}")
+    return [tokens, chat, _stop_tokens(target)]
+
+
+def _stop_tokens(target: TargetCheckpoint) -> Check:
+    if not target.stop_tokens:
+        return Check("stop tokens", "warning", "none; only the limit of new tokens ends a text")
+    return Check("stop tokens", "ok", described_tokens(target.stop_tokens, target.source))
 
 
 def _method(kind: str) -> str:
@@ -266,7 +300,7 @@ def _agreement(target: TargetCheckpoint, drafter: Drafter, prompts: Sequence[Seq
     rates = " / ".join(f"{rate:.2f}" for rate in agreement.rates)
     detail = f"conditional acceptance {rates} at draft positions 0 to {len(agreement.rates) - 1}"
     if is_random:
-        detail += " on random prompts, which say little; give prompts of your own"
+        detail += " on random prompts, which say little; give your own (--prompts FILE)"
     suspects = HEADS[drafter.method].suspects if isinstance(drafter, HeadCheckpoint) else _DRAFT_MODEL
     cause = suspected_cause(agreement, suspects)
     if cause is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from eagle3_jax.chat.template import ChatTemplate
 from eagle3_jax.conversion import native
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.families import FAMILIES, WRAPPERS, described
@@ -18,7 +19,7 @@ from eagle3_jax.conversion.files import is_gguf
 from eagle3_jax.conversion.heads import HEADS
 from eagle3_jax.conversion.reading import Opened, head_of, open_checkpoint, target_of
 from eagle3_jax.conversion.rules import flatten
-from eagle3_jax.conversion.sidecars import tokenizer_of
+from eagle3_jax.conversion.sidecars import tokenizer_config_of, tokenizer_of
 from eagle3_jax.conversion.targets import TargetCheckpoint
 from eagle3_jax.models.config import GatedDelta
 
@@ -39,6 +40,8 @@ class Description:
     dtypes: dict[str, int]  #: Number of parameters stored in each dtype.
     config: dict[str, Any]  #: The unchanged fields of the configuration file.
     has_tokenizer: bool  #: Whether there is a ``tokenizer.json``, or a GGUF file with a tokenizer.
+    chat_template: str  #: The chat template; empty if there is none.
+    stop_tokens: tuple[int, ...]  #: Ids that end a text of a target.
     source: Path  #: The directory, or the GGUF file.
 
     def to_json(self) -> dict[str, Any]:
@@ -66,8 +69,14 @@ def describe(directory: str | Path) -> Description:
         dialect = "huggingface" if stored.held is None else "gguf"
         if kind in HEADS:
             dialect = HEADS[kind].dialect(stored.signs)
-    problem, note, quantised = _read(opened, config, tensors)
+    problem, note, target = _read(opened, config, tensors)
     has_tokenizer, refusal = _tokenizer(path)
+    chat_template = ""
+    try:
+        template = ChatTemplate.from_config(tokenizer_config_of(path))
+        chat_template = "" if template is None else template.source
+    except ValueError as error:
+        refusal = refusal or str(error)
     problem = problem or refusal
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
@@ -77,9 +86,9 @@ def describe(directory: str | Path) -> Description:
             dtypes[name] = dtypes.get(name, 0) + math.prod(tensor.shape)
     num_parameters = sum(dtypes.values())
     words = ""
-    if quantised is not None and quantised.quantisation is not None:
-        num_parameters = sum(leaf.size for _, leaf in flatten(quantised.params))
-        words = quantised.quantisation.words
+    if target is not None and target.quantisation is not None:
+        num_parameters = sum(leaf.size for _, leaf in flatten(target.params))
+        words = target.quantisation.words
     return Description(
         kind=_label(kind, config),
         dialect=dialect,
@@ -93,6 +102,8 @@ def describe(directory: str | Path) -> Description:
         dtypes=dtypes,
         config=config,
         has_tokenizer=has_tokenizer,
+        chat_template=chat_template,
+        stop_tokens=() if target is None else target.stop_tokens,
         source=path,
     )
 
@@ -110,7 +121,7 @@ def _tokenizer(path: Path) -> tuple[bool, str]:
 def _read(
     opened: Opened, config: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> tuple[str, str, TargetCheckpoint | None]:
-    """Returns the problem, the note and, for a quantised target, the target."""
+    """Returns the problem, the note and, if it is one that can be read, the target."""
     try:
         if opened.kind in HEADS:
             return "", head_of(opened).note, None
@@ -127,7 +138,7 @@ def _read(
         notes.append(f"its weights are computed exactly from what is stored{alternative}")
     if not any(isinstance(layer.mixer, GatedDelta) for layer in target.config.layers):
         notes.append("it may be given as the drafter of a larger target with the same tokenizer too")
-    return "", "; ".join(notes), target if target.quantisation is not None else None
+    return "", "; ".join(notes), target
 
 
 def _label(kind: str, config: Mapping[str, Any]) -> str:

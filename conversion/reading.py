@@ -9,7 +9,7 @@ from eagle3_jax.conversion import native, targets
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.families import FAMILIES, WRAPPERS, Family
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.conversion.files import checkpoint_path
+from eagle3_jax.conversion.files import checkpoint_path, is_gguf
 from eagle3_jax.conversion.heads import HEADS, LAYOUTS, HeadCheckpoint, Signs, write_head
 from eagle3_jax.conversion.native import TARGET, write_native
 from eagle3_jax.conversion.targets import TargetCheckpoint, write_target
@@ -147,35 +147,41 @@ def _refuse_layer_ids(layer_ids: str | None, reason: str) -> None:
 def convert(
     source: str | Path,
     destination: str | Path,
-    to: str,
+    to: str | None = None,
     target: DecoderConfig | None = None,
     *,
     layer_ids: str | None = None,
-) -> None:
-    """Converts a target or a head to another layout.
+) -> tuple[str, str]:
+    """Converts a target or a head to another layout, and returns both: the one that was recognized and the new one.
 
     Args:
         source: A checkpoint directory in any supported layout, or a GGUF file.
         destination: A directory that does not exist yet.
         to: ``jax`` (native), or a layout of the head's method. For a target, all other values mean the Hugging Face
-            layout.
+            layout. Default: ``vllm``; for a method that vLLM has no layout of, the first one of the method.
         target: The target of a head, see :func:`read_head`.
         layer_ids: See :func:`read_head`.
 
     Raises:
         CheckpointError: The source cannot be read, the destination exists, or the layout cannot express it.
     """
-    if to not in ("jax", *LAYOUTS):
+    if to not in (None, "jax", *LAYOUTS):
         raise CheckpointError(f"--to {to!r} is not known; use one of jax, {', '.join(LAYOUTS)}")
     opened = open_checkpoint(source)
     if opened.kind in HEADS:
         checkpoint = head_of(opened, target, layer_ids=layer_ids)
+        recognized = checkpoint.dialect
+        layouts = HEADS[opened.kind].layouts
+        written = to or ("vllm" if "vllm" in layouts else layouts[0])
     else:
         _refuse_layer_ids(layer_ids, f"{source} holds no draft head")
         checkpoint = target_of(opened)
-    if to == "jax":
+        recognized = "jax" if opened.stored is None else "gguf" if is_gguf(opened.directory) else "huggingface"
+        written = "jax" if to == "jax" else "huggingface"
+    if written == "jax":
         write_native(checkpoint, destination)
     elif isinstance(checkpoint, TargetCheckpoint):
         write_target(checkpoint, destination)
     else:
-        write_head(checkpoint, destination, to)
+        write_head(checkpoint, destination, written)
+    return recognized, written

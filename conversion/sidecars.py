@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,17 @@ def tokenizer_config_of(checkpoint: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         path = checkpoint / "chat_template.jinja"
         raise CheckpointError(f"{path} is not a text file in UTF-8 (byte {error.start})") from None
+
+
+def described_tokens(tokens: Sequence[int], checkpoint: Path) -> str:
+    """Returns token ids with their texts, such as ``2 '<|im_end|>'``; ids alone if there is no readable tokenizer."""
+    tokenizer = None
+    with contextlib.suppress(CheckpointError):
+        tokenizer = tokenizer_of(checkpoint)
+    texts = [None if tokenizer is None else tokenizer.id_to_token(token) for token in tokens]
+    return ", ".join(
+        str(token) if text is None else f"{token} {text!r}" for token, text in zip(tokens, texts, strict=True)
+    )
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:

@@ -60,7 +60,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     count = top.size("num_hidden_layers", 1)
     rules.check_layers(count, tensors, r"layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
     if target is None:
-        raise TargetNeededError(f"{where} does not say how deep its target is; give the target as well")
+        raise TargetNeededError(f"{where} does not say how deep its target is; give the target as well (--target)")
     config = read_config(top, target, fc_bias="fc.bias" in tensors)
     note = _UNSAID if not config.fc_bias and top.get("bias") is None else ""
     return read_as(KIND, stored, config, head_rules(config), tensors, target=target, note=note)

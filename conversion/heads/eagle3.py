@@ -164,7 +164,7 @@ def read_fused(
         return head
     if target is None:
         raise TargetNeededError(
-            f"{where} names no {AUX}; the default depends on the target, so give the target as well"
+            f"{where} names no {AUX}; the default depends on the target, so give the target as well (--target)"
         )
     with read_from(where):
         config = dataclasses.replace(config, aux_layers=default_aux_layers(target.num_layers))

@@ -93,7 +93,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     if target is None:
         raise TargetNeededError(
             f"{path} does not say how many layers its target has, and Medusa heads read what leaves the last one; "
-            "give the target as well"
+            "give the target as well (--target)"
         )
     if layout == "vllm":  # its defaults, 4096 and 32001, are never intended
         top.require("vocab_size", "hidden_size")

@@ -34,13 +34,20 @@ SCOPE = {
     "L5": "in float32 one token among those scored that vLLM, or this library, would not have chosen; in bfloat16 one "
     "more than 8 units in the last place below, and more than twice the ties between two plain decodings of one "
     "engine. Not: errors common to both",
-    "L6": "{sees}. Not: what leaves every score unchanged",
+    "L6": "{sees}. Not: a deviation that leaves every tested score unchanged",
     "L7": "whether tasks are solved as often with speculation as without; it needs a GPU",
     "L8": "one round that accepts another number of tokens than vLLM",
     "L9": "a speed above what was measured of the memory in the same run, and a program compiled during a measurement",
     "HF": "logits or features that differ by more than float32 rounds. Not: published checkpoints",
     "JV": "a draft of ours that vLLM accepts otherwise than we do",
     "AOT": "host work, copies of caches and launches above a budget, in programs compiled for accelerators",
+}
+
+
+# Newer words for those of the committed record.
+_WORDS = {
+    "probabilities off along a score by": "probabilities that deviate in the direction of a tested score, by",
+    "where all contexts are off alike": "if all contexts deviate in the same way",
 }
 
 
@@ -129,10 +136,13 @@ def _joined(lines: Iterable[str]) -> str:
         line = line.partition(";")[0].replace("% ", " % ").replace("  %", " %")
         sentences.setdefault(number.sub("{}", line), []).append(number.findall(line))
     spans = lambda rows: [(min(column, key=float), max(column, key=float)) for column in zip(*rows, strict=True)]
-    return "; ".join(
+    joined = "; ".join(
         template.format(*(low if low == high else f"{low} to {high}" for low, high in spans(rows)))
         for template, rows in sentences.items()
     )
+    for words, newer in _WORDS.items():
+        joined = joined.replace(words, newer)
+    return joined
 
 
 # Checks that came after the committed record; the next complete run has them.

@@ -10,7 +10,7 @@ import typer
 
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import ModelOptions, VerifierOption, parse_schedule, parse_tree
-from eagle3_jax.cli._parts import default_drafter, find_own, read_drafter, read_target, read_verifier
+from eagle3_jax.cli._parts import find_own, read_drafter, read_target, read_verifier
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -98,7 +98,7 @@ def open_decoder(
     """Loads the models of a command line and makes a decoder.
 
     Args:
-        models: The target and its drafter.
+        models: The target and its drafter, from :func:`~eagle3_jax.cli._parts.chosen_models`.
         draft: The draft of a round.
         dtype: The precision.
         batch: Rows that start together. The default draft length depends on it.
@@ -109,15 +109,14 @@ def open_decoder(
     from eagle3_jax.topology import default_draft_length
 
     options = draft.for_decoder()
-    source = default_drafter(models.target, models.weights) if models.drafter is None else models.drafter
     target = read_target(models.target, dtype, mesh, weights=models.weights)
-    head = read_drafter(source, target=target, target_source=models.target, layer_ids=models.layer_ids)
+    head = read_drafter(models.drafter, target=target, layer_ids=models.layer_ids)
     chosen = []
     for name in ("num_speculative_tokens", "tree", "schedule"):
         value = getattr(draft, name)
         if value is not None:
             chosen.append(f"--{name.replace('_', '-')} {value}")
-    if not chosen and not find_own("--drafter", source):
+    if not chosen and not find_own("--drafter", models.drafter):
         length = max(default_draft_length(batch, weights=models.weights), 0 if draft.draft_sampling is None else 1)
         head = _with_length(head, length)
     options |= {"verifier": read_verifier(draft.verifier), "mesh": mesh, "stop_tokens": stop_tokens}

@@ -41,8 +41,8 @@ DrafterOption = Annotated[
     str | None,
     typer.Option(
         "--drafter",
-        help=f"{DRAFTERS}. Default: the bundled head. With --target, generate and chat: ngram; on CPUs only with "
-        "--weights int8.",
+        help=f"{DRAFTERS}. Default: the bundled head; with --target the head of smollm2 or ngram, where generate, chat "
+        "and serve decode plainly on CPUs except with --weights int8.",
     ),
 ]
 LayerIdsOption = Annotated[
@@ -63,7 +63,10 @@ VerifierOption = Annotated[
     ),
 ]
 _DTYPE = "Precision: float32, bfloat16, or mixed (bfloat16 products summed in float32)."
-DtypeOption = Annotated[str, typer.Option("--dtype", help=_DTYPE)]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option("--dtype", help=f"{_DTYPE}  [default: bfloat16 on a GPU for weights stored in it, else float32]"),
+]
 MeasuredDtypeOption = Annotated[
     str | None, typer.Option("--dtype", help=f"{_DTYPE}  [default: bfloat16 on a GPU, else mixed]")
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 import sys
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._streaming import hint
-from eagle3_jax.files.sources import LOOKUP_FIRST, is_named, named_drafter, without_lookup
+from eagle3_jax.files.sources import LOOKUP_FIRST, is_named, locate, named_drafter, without_lookup
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from eagle3_jax import LoadedDrafter, LoadedTarget
+    from eagle3_jax.cli._options import ModelOptions
     from eagle3_jax.types import Drafter, Verifier
 
 PAGE = "docs/extending.md"
@@ -28,8 +30,6 @@ def read_target(source: str | None, dtype: str, mesh: Mesh | None = None, *, wei
     """Loads the target that ``--target`` names."""
     from eagle3_jax import LoadedTarget, load_target
 
-    if source == "":
-        raise Misuse("--target is empty; name a directory or a hub id, or leave it out for the bundled target")
     part = find_own("--target", source)
     if part is None:
         return load_target(source, dtype=dtype, weights=weights, mesh=mesh)
@@ -41,52 +41,111 @@ def read_target(source: str | None, dtype: str, mesh: Mesh | None = None, *, wei
     return loaded
 
 
-def fetch_first(*sources: str | None) -> None:
-    """Downloads published models, before a spinner takes the line that the download writes to."""
+def fetch_first(target: str | None, *drafters: str | None) -> None:
+    """Finds the models of a command line and downloads them if need be, before anything is loaded.
+
+    A wrong name is refused at once, and no spinner takes the line that a download writes to.
+    """
+    _fetch("--target", target, "target")
+    for drafter in drafters:
+        if not is_named(without_lookup(drafter or "")):
+            _fetch("--drafter", drafter, "eagle3")
+
+
+def _fetch(option: str, source: str | None, part: str) -> None:
     from eagle3_jax.files.published import PUBLISHED, cached_path, is_published
-    from eagle3_jax.files.sources import locate
 
-    for source in sources:
-        if source is None or not is_published(source):
-            continue
+    if source == "":
+        raise Misuse(f"{option} is empty; name a directory or a hub id, or leave it out for the bundled one")
+    if source is None or find_own(option, source) is not None:
+        return
+    if part == "target" and is_published(source) and not cached_path(source).is_file():
         model = PUBLISHED[source]
-        if not cached_path(source).is_file():
-            hint(f"{source} is {model.contents}, {model.licence}: {model.megabytes} MB are downloaded once")
-        locate(source, "target")
+        hint(f"{source} is {model.contents}, {model.licence}: {model.megabytes} MB are downloaded once")
+    locate(source if Path(source).exists() else without_lookup(source), part)
 
 
-def default_drafter(target: str | None, weights: str) -> str | None:
-    """Returns the drafter of `generate` and `chat` for a command line without ``--drafter``.
+def chosen_models(models: ModelOptions, dtype: str | None) -> tuple[ModelOptions, str]:
+    """Returns the models of `generate`, `chat` and `serve` with their drafter, and the precision.
 
-    ``None`` is the bundled head, which fits the bundled target only. A published model has a head, and other targets
-    get n-grams of the text, except on CPUs: only with int8 weights is verifying four tokens about as fast as one.
+    The models are found or downloaded first. What a command line leaves open is chosen, and a user who named a target
+    is told about it.
+    """
+    fetch_first(models.target, models.drafter)
+    if models.drafter is None:
+        drafter = announced(default_drafter(models.target, models.weights), models.target)
+        models = dataclasses.replace(models, drafter=drafter)
+    return models, dtype or default_dtype(models.target, models.weights)
+
+
+def default_dtype(target: str | None, weights: str = "dense") -> str:
+    """Returns the precision of `generate`, `chat` and `serve` for a command line without ``--dtype``.
+
+    Weights in bfloat16 stay so, except on CPUs: most have no products of bfloat16, so that float32 is faster there.
     """
     import jax
 
+    from eagle3_jax import conversion
+
+    if find_own("--target", target) is not None or conversion.read_target(locate(target, "target")).dtype != "bfloat16":
+        return "float32"
+    if jax.default_backend() != "cpu":
+        return "bfloat16"
+    if target is not None and weights == "dense":
+        hint(
+            f"{target} is stored in bfloat16 and computed in float32, which is faster on most CPUs and takes twice the "
+            "memory; --dtype bfloat16 keeps it as it is"
+        )
+    return "float32"
+
+
+def default_drafter(target: str | None, weights: str) -> str | None:
+    """Returns the drafter of `generate`, `chat` and `serve` for a command line without ``--drafter``.
+
+    It is the one that is measured by default, except on CPUs: only with int8 weights is verifying four tokens about as
+    fast as one, and n-grams then help a head.
+    """
+    import jax
+
+    drafter = measured_drafter(target)
+    if target is None or jax.default_backend() != "cpu":
+        return drafter
+    if weights != "int8":
+        return "none"
+    return f"{LOOKUP_FIRST}{drafter}" if drafter == target else drafter
+
+
+def measured_drafter(target: str | None) -> str | None:
+    """Returns the drafter of `bench` and `tune` for a command line without ``--drafter``.
+
+    ``None`` is the bundled head, which fits the bundled target only. A published model has a head, and other targets
+    get n-grams of the text.
+    """
     from eagle3_jax.files.published import is_published
 
-    if target is None:
-        return None
-    on_cpu = jax.default_backend() == "cpu"
-    if on_cpu and weights != "int8":
-        return "none"
-    if is_published(target):
-        return f"{LOOKUP_FIRST}{target}" if on_cpu else target  # on a GPU the two together are not measured
-    return "ngram"
+    return target if target is None or is_published(target) else "ngram"
+
+
+def announced(drafter: str | None, target: str | None) -> str | None:
+    """Returns a drafter that a command chose, after it told a user who named a target."""
+    words = {
+        "none": "plain decoding; on a CPU verifying drafts costs more than it saves, except with --weights int8",
+        "ngram": "drafts are n-grams of the text; --drafter names a head",
+    }
+    if target is not None:
+        hint(f"no --drafter: {words.get(drafter or '', f'{drafter} drafts')}")
+    return drafter
 
 
 def read_drafter(
-    source: str | None, *, target: LoadedTarget, target_source: str | None, layer_ids: str | None = None
+    source: str | None, *, target: LoadedTarget, layer_ids: str | None = None
 ) -> LoadedDrafter | Drafter[Any] | None:
-    """Loads the drafter that ``--drafter`` names; ``None`` for plain decoding."""
+    """Loads the drafter that ``--drafter`` names; ``None`` for plain decoding, and for no name the bundled head."""
     from eagle3_jax import Fallback, LoadedDrafter, load_drafter
     from eagle3_jax.drafters import NGram
-    from eagle3_jax.files.published import is_published
 
-    if source == "":
-        raise Misuse("--drafter is empty; name a directory or a hub id, or leave it out for the bundled head")
     if source is not None and without_lookup(source) != source and not Path(source).exists():
-        head = read_drafter(without_lookup(source), target=target, target_source=target_source, layer_ids=layer_ids)
+        head = read_drafter(without_lookup(source), target=target, layer_ids=layer_ids)
         if not isinstance(head, LoadedDrafter):
             raise Misuse(f"--drafter {source}: expected {LOOKUP_FIRST} and a head, such as {LOOKUP_FIRST}./head")
         return Fallback.of(NGram(min_ngram=2), head)
@@ -101,13 +160,6 @@ def read_drafter(
         if isinstance(value, LoadedDrafter) or (hasattr(value, "propose") and not isinstance(value, type)):
             return value
         return part.call("--drafter", "an eagle3_jax.LoadedDrafter or a drafter", target=target)
-    if source is None and is_published(target_source):
-        source = target_source
-    if source is None and target_source is not None:
-        raise Misuse(
-            "--target was given without --drafter, and the bundled head fits the bundled target only; "
-            "add --drafter DIRECTORY, --drafter ngram or --drafter none"
-        )
     return load_drafter(source, target=target, layer_ids=layer_ids)
 
 

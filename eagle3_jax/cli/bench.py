@@ -24,7 +24,14 @@ from eagle3_jax.cli._options import (
     measured_dtype,
     parse_numbers,
 )
-from eagle3_jax.cli._parts import fetch_first, find_own, read_drafter, read_target
+from eagle3_jax.cli._parts import (
+    announced,
+    fetch_first,
+    find_own,
+    measured_drafter,
+    read_drafter,
+    read_target,
+)
 from eagle3_jax.cli._printing import print_page
 from eagle3_jax.cli._progress import Activity, counted, spinner
 from eagle3_jax.files.sources import is_named, without_lookup
@@ -89,7 +96,7 @@ class ModelOptions:
 
         drafters: dict[str, LoadedDrafter | None] = {}
         for source in self.drafter or [None]:
-            drafter: Any = read_drafter(source, target=target, target_source=self.target)
+            drafter: Any = read_drafter(source, target=target)
             head_source = without_lookup(source or "eagle3")
             name = (source or "").removesuffix(head_source) + Path(head_source).name
             if source == "ngram":
@@ -188,7 +195,9 @@ def bench(
         raise Misuse("--shape has no tokenizer; leave --prompts out, and choose a length with --prompt-tokens")
     check_directory(output)
     load.loads(0)  # what is wrong with them is told before anything is loaded
-    fetch_first(models.target)
+    fetch_first(models.target, *(models.drafter or []))
+    if not models.drafter and models.target is not None:
+        models = dataclasses.replace(models, drafter=[announced(measured_drafter(models.target), models.target)])
     with spinner("loading") as now:
         if rivals != "none" and models.shape is None and not load.is_load:  # PyTorch needs memory of the same GPU
             allocate_on_demand()
@@ -304,14 +313,12 @@ def _measure_batch(
 def _about(models: ModelOptions, files: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Returns the environment of a run: versions, hardware, and hashes of the models and prompts."""
     from eagle3_jax.bench.environment import environment, sha256_of_prompts, source
-    from eagle3_jax.files.published import is_published
 
-    usual = models.target if is_published(models.target) else None
     prompt_files = [name for name in files if name != "random"]
-    about = environment(target=models.target, drafter=usual, prompt_files=prompt_files)
+    about = environment(target=models.target, prompt_files=prompt_files)
     heads = [source(without_lookup(name), "eagle3") for name in models.drafter or [] if not is_named(name)]
-    about["drafters"] = heads or [about["drafter"]]
-    del about["drafter"]
+    bundled_head = about.pop("drafter")
+    about["drafters"] = heads if models.drafter else [bundled_head]
     if models.shape is not None:
         about |= {"target": {"name": f"{models.shape}, random weights"}, "drafters": [{"name": "random weights"}]}
     tokens = [prompt.tokens for prompt in prompts]

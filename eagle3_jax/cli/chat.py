@@ -14,7 +14,7 @@ import typer
 from eagle3_jax.cli._decoding import DraftOptions, SamplingOptions, open_decoder
 from eagle3_jax.cli._errors import Misuse, one_line
 from eagle3_jax.cli._options import CompilationCacheOption, DtypeOption, ModelOptions, announce_input, grouped
-from eagle3_jax.cli._parts import fetch_first
+from eagle3_jax.cli._parts import chosen_models
 from eagle3_jax.cli._progress import spinner
 from eagle3_jax.cli._streaming import Printed, describe_method, print_stream, put
 from eagle3_jax.devices.compilation import keep_compiled_programs
@@ -36,7 +36,7 @@ COMMANDS = """\
 /reset  begins a new conversation
 /help   lists these commands
 /exit   ends the program, as Ctrl-D and an empty line do
-Ctrl-C  ends an answer; the text that it has stays in the conversation
+Ctrl-C  ends an answer; the part that was written stays in the conversation
 """
 
 
@@ -52,7 +52,7 @@ def chat(
     max_new_tokens: Annotated[
         int, typer.Option(help="Maximum number of tokens of an answer.", min=1, max=MOST_TOKENS)
     ] = 512,
-    dtype: DtypeOption = "float32",
+    dtype: DtypeOption = None,
     compilation_cache: CompilationCacheOption = None,
 ) -> None:
     """Talk with a model that has a chat template.
@@ -61,7 +61,7 @@ def chat(
     Every line of a pipe is a question; blank lines are skipped. At a terminal /help lists the commands.
     """
     at_terminal = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
-    fetch_first(models.target, models.drafter)
+    models, dtype = chosen_models(models, dtype)
     with spinner("loading"):
         keep_compiled_programs(compilation_cache)
 

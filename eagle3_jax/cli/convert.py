@@ -9,7 +9,7 @@ import typer
 
 from eagle3_jax.cli._options import CHECKPOINT, LayerIdsOption
 
-EXAMPLE = "Example: eagle3 convert ./EAGLE3-LLaMA3.1-Instruct-8B ./head --to jax --target ./llama-3.1-8b"
+EXAMPLE = "Example: eagle3 convert ./EAGLE3-LLaMA3.1-Instruct-8B ./head --target ./llama-3.1-8b"
 
 
 def convert(
@@ -17,17 +17,17 @@ def convert(
     dst: Annotated[Path, typer.Argument(help="Directory to create; it must not exist.")],
     *,
     to: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="LAYOUT",
             help="Layout to write: jax (native), vllm, or another layout of the head's method (eagle, sglang, medusa, "
-            "speculators, deepseek, mimo).",
+            "speculators, deepseek, mimo). Default: vllm, and for MTP modules deepseek.",
         ),
-    ],
+    ] = None,
     target: Annotated[str | None, typer.Option(help=f"{CHECKPOINT} of the target that a head belongs to.")] = None,
     layer_ids: LayerIdsOption = None,
 ) -> None:
-    """Rewrite a checkpoint in another layout.
+    """Rewrite a checkpoint in another layout; its own layout is recognized from its files.
 
     A checkpoint that the layout cannot express exactly is refused.
     """
@@ -35,5 +35,5 @@ def convert(
     from eagle3_jax.files.sources import locate
 
     config = None if target is None else conversion.read_target(locate(target, "target")).config
-    conversion.convert(locate(src, "target"), dst, to, target=config, layer_ids=layer_ids)
-    typer.echo(f"wrote {dst} ({to} layout)")
+    recognized, written = conversion.convert(locate(src, "target"), dst, to, target=config, layer_ids=layer_ids)
+    typer.echo(f"read {src} ({recognized} layout), wrote {dst} ({written} layout)")

@@ -1,17 +1,31 @@
-"""``eagle3 doctor``: checks that a head fits its target."""
+"""``eagle3 doctor``: checks that a model is complete, and that a head fits its target."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._options import CHECKPOINT, CompilationCacheOption, JsonOption, LayerIdsOption
+from eagle3_jax.cli._options import (
+    CHECKPOINT,
+    CompilationCacheOption,
+    JsonOption,
+    LayerIdsOption,
+    announce_input,
+)
+from eagle3_jax.cli._parts import fetch_first
 from eagle3_jax.cli._printing import Page, print_page, table_of
 from eagle3_jax.devices.compilation import keep_compiled_programs
+from eagle3_jax.files.sources import is_named, locate
 
-EXAMPLE = "Example: eagle3 doctor --target ./llama-3.1-8b --drafter ./EAGLE3-LLaMA3.1-Instruct-8B"
+EXAMPLE = """\b
+Examples:
+  eagle3 doctor --target ./llama-3.1-8b
+  eagle3 doctor --target ./llama-3.1-8b --drafter ./EAGLE3-LLaMA3.1-Instruct-8B --prompts prompts.jsonl"""
+_MOST_PROMPTS = 5
+_CONTINUED = 32  # tokens that agreement adds to a prompt, at most
 
 
 def doctor(
@@ -19,28 +33,47 @@ def doctor(
     target: Annotated[str | None, typer.Option(help=f"{CHECKPOINT} of the target. Default: the bundled one.")] = None,
     drafter: Annotated[
         str | None,
-        typer.Option(help=f"{CHECKPOINT} of a head of any method, or of a draft model. Default: the bundled head."),
+        typer.Option(
+            help=f"{CHECKPOINT} of a head of any method, or of a draft model. Default: the bundled head; with --target "
+            "none, and the target is checked alone."
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"JSONL file, as `eagle3 bench` takes, to measure acceptance on {_MOST_PROMPTS} of its prompts. "
+            "Default: random token ids, which say little."
+        ),
     ] = None,
     layer_ids: LayerIdsOption = None,
     compilation_cache: CompilationCacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check that a head or a draft model fits its target.
+    """Check a model (tokenizer, chat template, stop tokens, weights), or that a head or a draft model fits its target.
 
     Exits with 1 when a check fails.
     """
     from eagle3_jax.bench.gpu import gpu_problem
     from eagle3_jax.conversion.doctor import diagnose
-    from eagle3_jax.files.sources import locate
 
-    if drafter is None and target is not None:
+    is_alone = drafter is None and target is not None
+    if is_alone and (prompts is not None or layer_ids is not None):
+        option = "--layer-ids" if prompts is None else "--prompts"
+        raise Misuse(f"{option} is about a drafter, and --target was given without --drafter; add one, or leave it out")
+    if is_named(drafter):
         raise Misuse(
-            "--target was given without --drafter, and the bundled head fits the bundled target only; "
-            "add --drafter DIRECTORY"
+            f"--drafter {drafter} has no files to check; name a head or a draft model, or check --target alone"
         )
+    fetch_first(target, drafter)
     keep_compiled_programs(compilation_cache)
+    target_path = locate(target, "target")
     checks = []
-    for check in diagnose(locate(target, "target"), locate(drafter, "eagle3"), layer_ids=layer_ids):
+    for check in diagnose(
+        target_path,
+        None if is_alone else locate(drafter, "eagle3"),
+        prompts=None if prompts is None else _token_ids(prompts, target_path),
+        layer_ids=layer_ids,
+    ):
         checks.append({"name": check.name, "status": str(check.status), "detail": check.detail})
     problem = gpu_problem()
     if problem is not None:  # the head may fit all the same
@@ -50,3 +83,30 @@ def doctor(
     print_page(Page({"ok": not failed, "checks": checks}, [table]), as_json=as_json)
     if failed:
         raise typer.Exit(1)
+
+
+def _token_ids(file: Path, target: Path) -> list[list[int]]:
+    """Returns the token ids of prompts of a file; the weights of the target are not read."""
+    from eagle3_jax import ChatTemplate, LoadedTarget
+    from eagle3_jax.conversion import read_target
+    from eagle3_jax.conversion.sidecars import tokenizer_config_of, tokenizer_of
+    from eagle3_jax.files.prompts import in_turn, read_prompts
+    from eagle3_jax.models.decoder import DecoderTarget
+    from eagle3_jax.models.layers import FLOAT32
+
+    announce_input(file)
+    config = read_target(target).config
+    model = LoadedTarget(
+        model=DecoderTarget(config, FLOAT32),
+        params=None,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_positions,
+        tokenizer=tokenizer_of(target),
+        name=str(target),
+        chat_template=ChatTemplate.from_config(tokenizer_config_of(target)),
+    )
+    prompts = in_turn(read_prompts(file, model, max_new_tokens=_CONTINUED), _MOST_PROMPTS)
+    for prompt in prompts:
+        if len(prompt.tokens) < 2:
+            raise Misuse(f"--prompts {file}: {prompt.name} has one token; acceptance is measured after two or more")
+    return [prompt.tokens for prompt in prompts]

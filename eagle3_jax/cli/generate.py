@@ -28,7 +28,7 @@ from eagle3_jax.cli._options import (
     parse_ids,
     write_json,
 )
-from eagle3_jax.cli._parts import fetch_first
+from eagle3_jax.cli._parts import chosen_models
 from eagle3_jax.cli._printing import Page, print_page
 from eagle3_jax.cli._progress import progress_bar, spinner
 from eagle3_jax.cli._streaming import ACCEPTED, Printed, describe_method, hint, print_stream, put
@@ -112,10 +112,8 @@ class OutputOptions(SamplingOptions):
 class RunOptions:
     """Precision, batches, devices and output."""
 
-    dtype: DtypeOption = "float32"
-    batch_size: Annotated[
-        int, typer.Option(help="Number of prompts of a file that share a batch with --json.", min=1)
-    ] = 1
+    dtype: DtypeOption = None
+    batch_size: Annotated[int, typer.Option(help="Number of prompts of a file decoded at once with --json.", min=1)] = 1
     mesh: MeshOption = None
     distributed: DistributedOption = None
     compilation_cache: CompilationCacheOption = None
@@ -164,13 +162,15 @@ def generate(
     batches = _batches(len(requests), running)
     stop_tokens = () if sampling.ignore_eos else None
     mesh = read_mesh(running.mesh, batches)
-    fetch_first(models.target, models.drafter)
+    models, dtype = chosen_models(models, running.dtype)
+    start = time.perf_counter()
     with spinner("loading", quiet=running.as_json):
-        decoder = open_decoder(models, draft, running.dtype, batch=batches[0], mesh=mesh, stop_tokens=stop_tokens)
+        decoder = open_decoder(models, draft, dtype, batch=batches[0], mesh=mesh, stop_tokens=stop_tokens)
     template = decoder.target.chat_template
     if prompts.chat and template is None:
         raise Misuse(f"{decoder.target.name} has no chat template; leave --chat out to continue the text as it is")
-    job = Job(decoder, _encode(decoder, requests), params, sampling, running, trace)
+    loading = time.perf_counter() - start
+    job = Job(decoder, _encode(decoder, requests), params, sampling, running, trace, loading)
     if prompts.prompt is not None and not prompts.chat and template is not None and not running.as_json:
         hint("the text is continued as it is; --chat asks it as a question")
     if running.as_json:
@@ -213,7 +213,7 @@ def _encode(decoder: SpeculativeDecoder, requests: list[Request]) -> list[Task]:
 
 
 class Job(NamedTuple):
-    """A checked command line; ``trace`` is the file that every round is written to."""
+    """A checked command line; ``trace`` is the file of all rounds, ``loading`` the seconds that loading took."""
 
     decoder: SpeculativeDecoder
     tasks: list[Task]
@@ -221,6 +221,7 @@ class Job(NamedTuple):
     sampling: OutputOptions
     running: RunOptions
     trace: Path | None
+    loading: float
 
     def seeds(self) -> list[int]:
         """Returns the seed of each prompt, whatever the size of a batch.
@@ -362,9 +363,10 @@ def _print_text(job: Job) -> None:
     console = Console(highlight=False, soft_wrap=True)
     streams = [_stream(console, job, tasks[0], seeds[0]) for seeds, tasks in job.chunks()]
     legend = Text.assemble(("accepted draft tokens", ACCEPTED), " · the target's own tokens · ", ("prompt", "dim"))
-    comparison = _comparison(job) if job.running.compare else []
     summary = Summary.of(streams)
-    print_page(Page(summary, [legend, *comparison, *summary.lines(), *describe_method(job.decoder)]))
+    print_page(Page(summary, [legend, *summary.lines(job.loading), *describe_method(job.decoder)]))
+    if job.running.compare:
+        print_page(Page(None, _comparison(job)))
     if job.trace is not None:
         rounds: list[dict[str, Any]] = []
         with spinner("writing the trace"):
@@ -380,7 +382,8 @@ def _stream(console: Console, job: Job, task: Task, seed: int) -> Printed:
     limit = request.max_new_tokens
     stream = job.decoder.stream(task.tokens, max_new_tokens=limit, sampling=job.sampling_of([task]), seed=seed)
     if isinstance(request.prompt, str):
-        prompt = request.prompt if request.messages is None else f"{request.prompt}\n"
+        turns = [f"{message['role']}: {message['content']}\n" for message in request.messages or ()]
+        prompt = "".join([*turns, "assistant: "]) if turns else request.prompt
     else:
         prompt = tokenizer.decode(task.tokens) if tokenizer else " ".join(map(str, task.tokens))
     printed = print_stream(console, prompt, stream, tokenizer)
@@ -414,14 +417,14 @@ class Summary:
             stats=SpeculationStats.merge([printed.chunks[-1].stats for printed in streams]),
         )
 
-    def lines(self) -> list[str]:
-        """Returns the speed in one line, and the acceptance in two if anything was drafted."""
-        speed = f"{self.num_tokens} token{'s' if self.num_tokens > 1 else ''}, the first after {self.first_token:.2f} s"
+    def lines(self, loading: float) -> list[str]:
+        """Returns the speed, and the acceptance if anything was drafted; ``loading`` is the time of loading."""
+        speed = (
+            f"{self.num_tokens} token{'s' if self.num_tokens > 1 else ''}; first token after {self.first_token:.2f} s"
+        )
         if self.tokens_per_second is not None:
-            speed += f"; {_speed(self.tokens_per_second)} tokens/s from the second round on"
-        if self.compiling >= 0.05:
-            speed += f"; compilation ({self.compiling:.1f} s) left out"
-        lines = [speed]
+            speed += f", then {_speed(self.tokens_per_second)} tokens/s from the second round on"
+        lines = [speed, f"before that: loading {loading:.1f} s, compilation {self.compiling:.1f} s"]
         stats = self.stats
         if int(stats.num_draft_tokens):
             lines.append(

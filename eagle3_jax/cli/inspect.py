@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,9 +19,12 @@ def inspect(
         str | None, typer.Argument(help=f"{CHECKPOINT} of a target or a head. Default: the bundled pair.")
     ] = None,
     *,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Print every field of the configuration and the chat template, too.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Describe a checkpoint: kind, size, configuration."""
+    """Describe a checkpoint: kind, size, chat template, stop tokens."""
     from eagle3_jax.conversion.inspect import describe
     from eagle3_jax.files.sources import locate
 
@@ -29,14 +33,31 @@ def inspect(
     for number, description in enumerate(descriptions):
         if number and not as_json:
             typer.echo()
-        print_page(Page(description, [_table(description)]), as_json=as_json)
+        print_page(Page(description, [_table(description, everything=everything)]), as_json=as_json)
 
 
-def _table(description: dict[str, Any]) -> Table:
-    """Returns the fields of a description in words, and the configuration as the file has it, without empty ones."""
+# Fields of a configuration that say how large a model is.
+_SIZES = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "draft_vocab_size", "max_position_embeddings",
+)  # fmt: skip
+
+
+def _table(description: dict[str, Any], *, everything: bool) -> Table:
+    """Returns the fields of a description in words, without empty ones, and the configuration as the file has it."""
     from eagle3_jax.conversion.errors import printable
+    from eagle3_jax.conversion.sidecars import described_tokens
 
     rows = []
+    config = description["config"]
+    template = description["chat_template"]
+    description = {
+        **description,
+        "stop_tokens": described_tokens(description["stop_tokens"], Path(description["source"])),
+    }
+    if not everything:
+        description["config"] = {name: config[name] for name in _SIZES if name in config}
+        description["chat_template"] = f"{len(template):,} characters; --all prints it" if template else ""
     for name, value in flat(description):
         if value not in ("", None):
             label = name if "." in name else name.replace("_", " ")

@@ -13,7 +13,7 @@ from eagle3_jax.cli._decoding import DraftOptions, open_decoder
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._mesh import MeshOption, read_mesh
 from eagle3_jax.cli._options import CompilationCacheOption, DtypeOption, ModelOptions, grouped
-from eagle3_jax.cli._parts import fetch_first
+from eagle3_jax.cli._parts import chosen_models
 from eagle3_jax.cli._progress import spinner
 from eagle3_jax.devices.compilation import keep_compiled_programs
 
@@ -57,7 +57,7 @@ def serve(
     models: ModelOptions,
     draft: DraftOptions,
     options: ServerOptions,
-    dtype: DtypeOption = "float32",
+    dtype: DtypeOption = None,
     mesh: MeshOption = None,
     compilation_cache: CompilationCacheOption = None,
 ) -> None:
@@ -72,7 +72,7 @@ def serve(
     import uvicorn  # noqa: F401
 
     with _bind(options.host, options.port) as listener:
-        fetch_first(models.target, models.drafter)
+        models, dtype = chosen_models(models, dtype)
         keep_compiled_programs(compilation_cache)
         with spinner("loading"):
             from eagle3_jax.serving.server import Server

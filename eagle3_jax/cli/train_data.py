@@ -120,18 +120,20 @@ def data(
     if writing.rewrite and not paths:
         raise Misuse("--rewrite answers the prompts of files; give JSONL files")
     writing.check(conversations)
+    fingerprints = [fingerprint_of_file(path) for path in paths]  # a file that is absent is refused before any loading
+    openings = () if writing.openings is None else _lines(writing.openings)
     fetch_first(target)
     loaded = load_target(target, dtype=dtype)
     chosen = {"slots": writing.rows, "temperature": writing.temperature, "greedy_share": writing.greedy_share}
     config = OwnTextConfig(
         length=length,
         seed=seed,
-        openings=() if writing.openings is None else _lines(writing.openings),
+        openings=openings,
         **{name: value for name, value in chosen.items() if value is not None},  # type: ignore[arg-type]
     )
     options = {
         "TARGET": weights_of(loaded.params),
-        "FILES": [fingerprint_of_file(path) for path in paths],
+        "FILES": fingerprints,
         "--self": conversations,
         **named(writing),
         "--openings": None if writing.openings is None else fingerprint_of_file(writing.openings),

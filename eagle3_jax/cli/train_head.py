@@ -110,6 +110,7 @@ def head(
     import jax.numpy as jnp
 
     from eagle3_jax import load_target
+    from eagle3_jax.conversion import identify
     from eagle3_jax.files.sources import locate
     from eagle3_jax.models.config import DecoderConfig
     from eagle3_jax.training.batches import text_batches
@@ -128,6 +129,8 @@ def head(
     unroll = recipe.depths if shape.unroll is None else shape.unroll
     depths = _unrolls(unroll, steps)
     texts, held_out = read_texts(data)
+    if init is not None:
+        identify(init)  # a path that holds no checkpoint is refused before the target is loaded
     fetch_first(target)
     loaded = load_target(target, dtype=dtype)
     model: Any = loaded.model

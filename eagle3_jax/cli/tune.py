@@ -23,7 +23,7 @@ from eagle3_jax.cli._options import (
     parse_tree,
     write_json,
 )
-from eagle3_jax.cli._parts import fetch_first, read_drafter, read_target
+from eagle3_jax.cli._parts import announced, fetch_first, measured_drafter, read_drafter, read_target
 from eagle3_jax.cli._printing import Page, print_page, table_of
 from eagle3_jax.cli._progress import counted, spinner
 from eagle3_jax.devices.compilation import keep_compiled_programs
@@ -85,6 +85,7 @@ def tune(
 
     trees = [shape for shape in map(parse_tree, tree or []) if shape is not None]
     fetch_first(models.target, models.drafter)
+    drafter = announced(measured_drafter(models.target), models.target) if models.drafter is None else models.drafter
     with spinner("loading") as now:
         dtype = measured_dtype(dtype)
         loaded = read_target(models.target, dtype, weights=models.weights)
@@ -93,7 +94,7 @@ def tune(
         file = prompts or bundled("prompts.jsonl")
         known = read_prompts(file, loaded, max_new_tokens=max_new_tokens)
         chosen = in_turn([prompt for prompt in known if prompts or prompt.category == "code"], max_prompts)
-        head = read_drafter(models.drafter, target=loaded, target_source=models.target, layer_ids=models.layer_ids)
+        head = read_drafter(drafter, target=loaded, layer_ids=models.layer_ids)
         assert head is not None
         batches = len(set(sizes))
         shapes = len(set(lengths)) + len(trees)
@@ -125,8 +126,8 @@ def tune(
 
 _NOTES = """\
 S = τ / (v + G·c) with quartiles, * the choice. τ: tokens per round, measured for each draft separately; it does not
-change with the batch. v, c: a verification and a draft step in plain steps. A shorter draft, or none, is chosen where
-the difference is within the spread."""
+change with the batch. v, c: a verification and a draft step in plain steps. A shorter draft, or none, is chosen if
+the difference is smaller than that between repeats."""
 
 
 def _text(result: Tuning, values: dict[str, Any]) -> list[str | Table]:

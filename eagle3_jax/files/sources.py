@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,7 +76,7 @@ def locate(source: str | Path | None, part: str, fetched: tuple[str, ...] = FETC
         name = text[:200] or "an empty name"
         raise ValueError(
             f"{name} is not a directory; give a checkpoint directory, a GGUF file, a hub id "
-            f"such as org/name, or {' or '.join(PUBLISHED)}"
+            f"such as org/name, or {' or '.join(PUBLISHED)}{did_you_mean(path.name, _suggestions(path, part))}"
         )
     try:
         from huggingface_hub import snapshot_download
@@ -86,6 +89,31 @@ def locate(source: str | Path | None, part: str, fetched: tuple[str, ...] = FETC
     except Exception as error:  # the hub's errors have no common type that is public
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{source} is no local directory and could not be downloaded: {reason}") from None
+
+
+def did_you_mean(name: str, suggestions: Mapping[str, str]) -> str:
+    """Returns a question that ends the message about an unknown name; empty if no known name is similar.
+
+    Args:
+        name: The unknown name.
+        suggestions: The text to suggest for each known name.
+    """
+    spellings = {known.lower(): text for known, text in suggestions.items()}
+    similar = difflib.get_close_matches(name.lower(), spellings, n=1, cutoff=0.5)
+    return f"; did you mean {spellings[similar[0]]}?" if similar else ""
+
+
+def _suggestions(path: Path, part: str) -> dict[str, str]:
+    """Returns the well-known targets, the directories next to a path that does not exist, and the names of ``part``."""
+    from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
+
+    is_target = part == "target"
+    known = known_name(path.name, KNOWN_MODELS)  # which only `eagle3 plan` takes
+    suggestions = {name: f"the hub id of {name}" if name == known else name for name in KNOWN_MODELS if is_target}
+    with contextlib.suppress(OSError, ValueError):
+        neighbors = [entry for entry in path.parent.iterdir() if entry.suffix == ".gguf" or entry.is_dir()]
+        suggestions |= {entry.name: str(entry) for entry in neighbors}
+    return suggestions | {name: name for name in (PUBLISHED if is_target else [*PUBLISHED, *NAMED.values()])}
 
 
 if TYPE_CHECKING:

@@ -103,7 +103,7 @@ def test_generate_asks_a_prompt_as_a_question(cli, refused, folder: Path, tmp_pa
     (text,) = expected(folder, "Why?")
     question = ("generate", "--chat", "Why?", "--target", folder, *SHORT)
     code, out, _ = cli(*question)
-    assert code == 0 and out.startswith(f"Why?\n{text}\n[stopped: reached --max-new-tokens 6]\n")
+    assert code == 0 and out.startswith(f"user: Why?\nassistant: {text}\n[stopped: reached --max-new-tokens 6]\n")
     assert "drafter: none" in out  # on a CPU, where no drafter is named
     row = json.loads(cli(*question, "--json")[1])
     messages = [{"role": "user", "content": "Why?"}]
@@ -138,11 +138,11 @@ def test_the_drafter_of_a_target_without_one_depends_on_the_device(monkeypatch) 
 
 
 def test_a_published_target_drafts_with_its_own_head(monkeypatch) -> None:
-    from eagle3_jax.cli._parts import read_drafter
+    from eagle3_jax.cli._parts import measured_drafter, read_drafter
 
     loaded = {}
     monkeypatch.setattr("eagle3_jax.load_drafter", lambda source, **options: loaded.setdefault("source", source))
-    read_drafter(None, target=None, target_source="smollm2")
+    read_drafter(measured_drafter("smollm2"), target=None)
     assert loaded == {"source": "smollm2"}
 
 

@@ -43,10 +43,12 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         # generate: models
         (("generate", "--target", "", "--drafter", "none", *PROMPT), "--target is empty"),
         (("generate", *TARGET, "--drafter", "none", *PROMPT, "--num-speculative-tokens", "3"), "without a drafter"),
+        (("generate", *PROMPT, "--target", "GPT-5"), "did you mean gpt-oss-20b?"),
+        (("generate", *PROMPT, "--target", "llama-3.1-8b"), "did you mean the hub id of Llama-3.1-8B?"),
         (("generate", *TARGET, "--drafter", str(VLLM / "target"), *PROMPT), "a draft model needs the target's own"),
         # bench
         (("bench", "--tree", "none", *TREE), "--tree none"),
-        (("bench", *TARGET, "--dtype", "float32"), "--target was given without --drafter"),
+        (("bench", *TARGET, "--drafter", "ngrams"), "did you mean ngram?"),
         (("bench", "--batch-size", "1,9"), "--batch-size 9 needs as many prompts, and there are 8"),
         (("bench", "--rivals", "sglang"), "'sglang' is not one of 'transformers', 'none'"),
         (("bench", "--simulated-acceptance-length", "2", "--simulated-acceptance-rate", "0.5"), "both given"),
@@ -65,6 +67,7 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         (("plan", "memory", "--gpu", "H300"), "did you mean H200? known are B200, H200,"),
         (("plan", "memory", "-K", "512"), "the bundled head has 512 positions, so K is at most 511"),
         (("plan", "memory", "--context", "513"), "beyond the 512 positions"),
+        (("plan", "roofline", "--target", "Llama-3.1-9B"), "did you mean Llama-3.1-8B?"),
         (("plan", "roofline", "--target", "nosuch"), "is not a directory; give a checkpoint"),
         (("plan", "roofline", "--claim", "9"), "add --batch-size"),
         (("plan", "memory", "--memory-gb", "80"), "add --bandwidth-gb-per-s"),

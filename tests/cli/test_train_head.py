@@ -54,6 +54,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(target=target, data=data, head=head)
 
 
+def test_a_wrong_init_is_refused_before_the_target_is_loaded(refused, files, tmp_path, monkeypatch) -> None:
+    def load(*_: object, **options: object) -> None:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(e3, "load_target", load)
+    absent = tmp_path / "absent"
+    line = refused("train", "head", files.target, files.data, tmp_path / "out", *HEAD, "--init", absent)
+    assert f"{absent} does not exist" in line
+
+
 def logged(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "checkpoints" / "log.jsonl").read_text().splitlines()]
 

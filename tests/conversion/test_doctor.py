@@ -231,10 +231,3 @@ def test_doctor_alone_examines_the_bundled_pair(capsys: Any, monkeypatch: pytest
     monkeypatch.setattr("eagle3_jax.conversion.doctor.forced_agreement", lambda *_: agreement)
     assert run(["doctor", "--json", "--compilation-cache", "none"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
-
-
-def test_another_target_needs_a_head_of_its_own(capsys: Any) -> None:
-    assert run(["doctor", "--target", str(GOLDEN / "official" / "target")]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert "add --drafter DIRECTORY" in err
