@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from page_tables import Row, cores, record, table, version
+from page_tables import Row, record, table
 
 ENGINE = "load-smollm2-cpu-amd-epyc-2-cores"
 SERVERS = "servers-smollm2-cpu-amd-epyc-2-cores"

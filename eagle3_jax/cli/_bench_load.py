@@ -129,7 +129,7 @@ def _times(path: Path, count: int) -> tuple[float, ...]:
         raise Misuse(f"--arrivals {path} holds something else; {form}")
     if len(times) < count:
         raise Misuse(f"--arrivals {path} has {len(times)} times for {count} prompts; lower --max-prompts")
-    return tuple(times[:count])
+    return tuple(map(float, times[:count]))
 
 
 def engines_of(
