@@ -6,8 +6,9 @@ from page_tables import Row, record, table
 
 ENGINE = "load-smollm2-cpu-amd-epyc-2-cores"
 SERVERS = "servers-smollm2-cpu-amd-epyc-2-cores"
+CHUNKS = "load-chunks-smollm2-cpu-amd-epyc-2-cores"
 REFILLED = "refilled-rows"
-NAMES = {"plain float32": "plain", "chain K=3": "chain of 3", "schedule": "schedule"}
+NAMES = {"plain float32, int8": "plain", "chain K=3": "chain of 3", "schedule": "schedule"}
 
 
 def seconds(interval: Row) -> str:
@@ -19,17 +20,22 @@ def seconds(interval: Row) -> str:
 
 def parts() -> dict[str, dict[str, str]]:
     """Returns the tables by page and mark."""
-    return {"docs/serving.md": {"load": loads(), "servers": servers(), "refilled": refilled()}}
+    return {
+        "docs/serving.md": {"load": loads(), "chunks": chunks(), "servers": servers(), "refilled": refilled()},
+    }
 
 
 def loads() -> str:
     """Returns every load and method in one process."""
     rows = []
-    for row in record(ENGINE)["rows"]:
+    users = lambda row: int(row["load"].split()[0]) if row["load"].endswith("at once") else 100
+    for row in sorted(record(ENGINE)["rows"], key=users):  # then the loads with a rate
+        if row["name"] not in NAMES:  # plain decoding in float32, which is slower
+            continue
         rows.append(
             [
                 row["load"],
-                NAMES.get(row["name"], row["name"]),
+                NAMES[row["name"]],
                 f"{row['tokens_per_second']['median']:.0f}",
                 f"{row['ratio']['median']:.2f}",
                 "" if row["mean_acceptance_length"] is None else f"{row['mean_acceptance_length']:.2f}",
@@ -41,6 +47,17 @@ def loads() -> str:
         )
     heads = ["load", "method", "tokens/s", "ratio", "τ", "first token p50", "gap p50", "gap p99", "per token p50"]
     return table(heads, rows)
+
+
+def chunks() -> str:
+    """Returns what prompts in parts do to the new request and to the others."""
+    rows = []
+    for row in record(CHUNKS)["rows"]:
+        method, _, parts = row["name"].partition(", chunks of ")
+        if method in NAMES:
+            times = [row["first_token"]["p50"], row["gap"]["p50"], row["gap"]["p99"]]
+            rows.append([NAMES[method], parts or "whole", f"{row['tokens_per_second']['median']:.0f}", *map(seconds, times)])
+    return table(["method", "parts of", "tokens/s", "first token p50", "gap p50", "gap p99"], rows)
 
 
 def servers() -> str:
