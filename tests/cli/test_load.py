@@ -99,7 +99,7 @@ def test_random_arrivals_have_the_rate_and_differ_by_seed() -> None:
 
 
 def test_the_interval_of_a_quantile_ends_at_the_values_of_the_binomial_table() -> None:
-    """The median of 100 values lies between the 40th and the 61st (Conover, table A3, at 95 %)."""
+    """The interval of the median of 100 values goes from the 40th to the 61st (Conover, table A3, at 95 %)."""
     median = quantile(np.arange(1.0, 101.0), 0.5)
     assert (median.value, median.low, median.high) == (50.5, 40.0, 61.0)
     assert quantile(np.arange(5.0), 0.99).high is None  # too few values
