@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import jax
 import jax.numpy as jnp
@@ -227,8 +227,8 @@ def _values(
         proposal = None if q is None or not children else q[children[0]]
         values: Record = {"bars": _bars(decoder, shown[node], proposal, named)}
         if parent >= 0:
-            values["p"] = _rounded(shown[parent][token])
-            values["q"] = 1.0 if q is None else _rounded(q[node][token])
+            values["p"] = _rounded(shown[parent, token])
+            values["q"] = 1.0 if q is None else _rounded(q[node, token])
             values["accept"] = chances[node]
         nodes.append(values)
     return nodes
@@ -281,5 +281,5 @@ def _bars(
     ]
 
 
-def _rounded(value: float | np.floating) -> float:
+def _rounded(value: SupportsFloat) -> float:
     return round(float(value), _DIGITS)

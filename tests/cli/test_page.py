@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from browser import browsing
 
 import eagle3_jax as e3
 
@@ -281,3 +282,27 @@ def test_the_page_is_served_and_loads_nothing_from_elsewhere(url: str) -> None:
     addresses = set(re.findall(r"\w+://[^\s\"'<>]+", page))
     assert addresses == {"http://www.w3.org/2000/svg"}  # a name, which is not fetched
     assert "default-src 'none'" in page
+
+
+def test_a_viewer_sees_both_lanes_write_the_same_text(url: str) -> None:
+    with browsing() as page:
+        page.goto(url)
+        page.wait_for_selector("#ask:not([hidden])")
+        assert page.input_value("#mode") == "chat"  # the target has a template
+        page.select_option("#mode", "text")
+        page.fill("#prompt", PROMPT)
+        page.fill("#limit", "20")
+        page.click("#run")
+        page.wait_for_selector("body[data-state=done]", timeout=120_000)
+        expected = generated({"prompt": PROMPT, "max_tokens": 20, "temperature": 0}).text
+        for lane in ("plain", "speculative"):
+            assert page.text_content(f"#{lane}-text") == PROMPT + expected
+        assert page.inner_text("#figures tr:last-child td:last-child") == "yes"
+        page.click(".round[data-round='0']")
+        assert page.locator("#tree .node").count() == 5  # the root, three drafted tokens and the target's
+        assert page.locator("#bars .of-p").count() >= 5
+        page.select_option("#draft", "tree of 8")
+        page.select_option("#draft-sampling", "probabilistic")
+        page.click("#run")
+        page.wait_for_selector("body[data-state=failed]")
+        assert "tree" in page.inner_text("#status")
