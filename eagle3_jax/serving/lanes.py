@@ -252,17 +252,17 @@ def acceptance(
         p: The target's distribution after each node.
         q: The distribution that each node was sampled from; ``None`` for point masses.
     """
-    left = np.asarray(p, np.float64).copy()
+    remaining = np.asarray(p, np.float64).copy()
     chances = [1.0]
     for node in range(1, len(tokens)):
         parent = parents[node]
         token = tokens[node]
-        proposal = np.eye(1, left.shape[1], token)[0] if q is None else np.asarray(q[node], np.float64)
-        ratio = left[parent, token] / proposal[token] if proposal[token] > 0 else 1.0
+        proposal = np.eye(1, remaining.shape[1], token)[0] if q is None else np.asarray(q[node], np.float64)
+        ratio = remaining[parent, token] / proposal[token] if proposal[token] > 0 else 1.0
         chances.append(_rounded(min(1.0, ratio)))
-        excess = np.maximum(left[parent] - proposal, 0.0)
+        excess = np.maximum(remaining[parent] - proposal, 0.0)
         if excess.sum() > 0:
-            left[parent] = excess / excess.sum()
+            remaining[parent] = excess / excess.sum()
     return chances
 
 

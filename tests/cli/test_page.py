@@ -94,8 +94,8 @@ def distributions(texts: list[list[int]], temperature: float, top_k: int) -> np.
     rows = np.zeros((8, LONGEST), np.int32)
     for row, text in zip(rows, texts, strict=False):
         row[: len(text)] = text
-    ends = [len(text) - 1 for text in texts]
-    logits = np.asarray(forward()(rows), np.float64)[range(len(texts)), ends]
+    last_positions = [len(text) - 1 for text in texts]
+    logits = np.asarray(forward()(rows), np.float64)[range(len(texts)), last_positions]
     values = logits / (temperature or 1.0)
     if top_k:
         values[values < np.sort(values)[:, -top_k, None]] = -np.inf
