@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -165,15 +166,15 @@ def _examine(decoder: SpeculativeDecoder, request: Request) -> Iterator[Record]:
     mode = sampling_mode_of(to_host(state.sampling))
     number = 0
     while _progress(state)[1] is FinishReason.RUNNING:
-        loop = decoder.loop.at(state)
+        loop = dataclasses.replace(decoder.loop.at(state), sampling_mode=mode)
         cache = jax.tree.map(jnp.copy, state.cache)
         latest = decoder.step(state)
         state = latest.state
-        shape = latest.draft.replace(probs=None)
-        logits = _logits(loop, decoder.params.target, shape, latest.positions, cache)
-        p = probabilities(logits, state.sampling, mode)
-        shown = p if request.temperature > 0 else jax.nn.softmax(logits)
-        valid, q, p, shown = to_host((latest.draft.valid, latest.draft.probs, p, shown))
+        nodes_of_draft = latest.draft.replace(probs=None)
+        params = decoder.params.target
+        distributions = _distributions(loop, params, nodes_of_draft, latest.positions, cache, state.sampling)
+        valid, q, p, at_one = to_host((latest.draft.valid, latest.draft.probs, *distributions))
+        shown = p if request.temperature > 0 else at_one
         nodes = np.flatnonzero(valid[0])  # `describe` numbers the nodes in the same way
         q = None if q is None else q[0, nodes]
         record = describe(latest)[0]
@@ -186,14 +187,20 @@ def _examine(decoder: SpeculativeDecoder, request: Request) -> Iterator[Record]:
 
 
 @functools.partial(jax.jit, static_argnames=("loop",))
-def _logits(
-    loop: SpeculativeLoop, params: Any, draft: Draft, positions: Int[Array, "B N"], cache: Cache
-) -> Float[Array, "B N V"]:
-    """Returns the target's logits after each node of a draft, as a round computes them."""
+def _distributions(
+    loop: SpeculativeLoop,
+    params: Any,
+    draft: Draft,
+    positions: Int[Array, "B N"],
+    cache: Cache,
+    sampling: SamplingParams,
+) -> tuple[Float[Array, "B N V"], Float[Array, "B N V"]]:
+    """Returns the target's distributions after each node as a round computes them, and those of temperature 1."""
     size = draft.tokens.shape[1]
     mask = causal_mask(size) if loop.is_chain else ancestor_mask(draft.parents, loop.drafter.max_depth)
     output = loop.target(params, draft.tokens, positions, mask, cache, **loop.target_options)
-    return loop.target.unembed(params, output.final)
+    logits = loop.target.unembed(params, output.final)
+    return probabilities(logits, sampling, loop.sampling_mode), jax.nn.softmax(logits)
 
 
 def _values(

@@ -109,9 +109,9 @@ SAMPLED = {"temperature": 0.9, "top_k": 50, "seed": 5}
 @pytest.mark.parametrize(
     ("fields", "shape"),
     [
-        ({"max_tokens": 20}, {"num_speculative_tokens": 3}),
+        ({"max_tokens": 12}, {"num_speculative_tokens": 3}),
         (
-            {**SAMPLED, "max_tokens": 20, "draft": "chain of 2", "draft_sampling": "probabilistic"},
+            {**SAMPLED, "max_tokens": 12, "draft": "chain of 2", "draft_sampling": "probabilistic"},
             {"num_speculative_tokens": 2, "draft_sampling": "probabilistic"},
         ),
         (
