@@ -24,6 +24,7 @@ extensions = [
     "sphinx_design",
     "sphinx_copybutton",
     "pages",  # notebooks and files of the repository that are pages, and links to other files
+    "recorded_run",  # the server's page with recorded runs
     "mathml",
     "narrow",  # tables on narrow screens
     "sphinx_markdown_builder",

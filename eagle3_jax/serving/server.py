@@ -41,6 +41,7 @@ from eagle3_jax.serving.transport import (
     respond_error,
     wait_for_disconnect,
 )
+from eagle3_jax.serving.viewer import Viewer
 from eagle3_jax.serving.worker import PromptEcho, Ticket, Worker
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.types import FinishReason, SamplingMode
@@ -112,7 +113,14 @@ class Server:
             running=lambda: self._engine.num_running,
             waiting=lambda: max(0, len(self._open) - self._engine.num_running),
         )
+        viewer = Viewer(
+            self._offer,
+            check=self._check,
+            refuse=lambda: None if self._state is State.READY else self._refuse_for_now(),
+            submit=lambda watch: self._worker.watch(watch),
+        )
         routes = [
+            *viewer.routes,
             Route("/v1/completions", self._complete, methods=["POST"]),
             Route("/v1/chat/completions", self._complete, methods=["POST"]),
             Route("/v1/models", self._list_models),
@@ -246,12 +254,16 @@ class Server:
         except ValueError as error:
             raise BadRequest(f"the body is no JSON: {error}") from None
         completion_request = read_request(values, self._offer, is_chat=is_chat, fresh_seed=secrets.randbits(32))
+        self._check(completion_request)
+        return completion_request
+
+    def _check(self, completion_request: CompletionRequest) -> None:
+        """Raises if the engine does not accept a request."""
         if completion_request.request.max_new_tokens > 0:
             try:
                 self._engine.check(completion_request.request)
             except ValueError as error:
                 raise BadRequest(f"{error}; the server chose it with --sampling", "temperature") from None
-        return completion_request
 
     async def _choices(self, ticket: Ticket, answer: Answer) -> AsyncIterator[dict[str, Any]]:
         """Yields one choice per chunk: the prompt if it is echoed, the first token, and the tokens of each round."""

@@ -9,7 +9,7 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from eagle3_jax.serving.engine import Engine, Event, Request
@@ -50,6 +50,25 @@ class Ticket:
     number: int | None = None
 
 
+@dataclasses.dataclass(eq=False)
+class Watch:
+    """A request outside the batch, of which one step runs between two ticks of the engine.
+
+    Attributes:
+        steps: The work; each step yields an event as JSON.
+        events: The events that its handler has not read: at the end ``None``, or the exception that ended the work.
+        has_ended: Whether no more steps run.
+    """
+
+    steps: Iterator[dict[str, Any]]
+    events: asyncio.Queue[dict[str, Any] | Exception | None] = dataclasses.field(default_factory=asyncio.Queue)
+    has_ended: bool = False
+
+    def cancel(self) -> None:
+        """Ends it after the step that runs."""
+        self.has_ended = True
+
+
 @runtime_checkable
 class Listener(Protocol):
     """The methods of a server that the worker calls, in the event loop."""
@@ -72,6 +91,7 @@ class Worker:
         self._listener = listener
         self._commands: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
+        self._watch: Watch | None = None
         self._is_stopped = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -95,6 +115,10 @@ class Worker:
         """Ends a request; its slot is free at the next tick."""
         self._commands.put(functools.partial(self._cancel, ticket))
 
+    def watch(self, watch: Watch) -> None:
+        """Begins a watch. One that still runs is replaced."""
+        self._commands.put(functools.partial(self._begin_watch, watch))
+
     def _run(self) -> None:
         try:
             for _ in self._engine.warm_up():
@@ -107,18 +131,20 @@ class Worker:
                     if event.output is not None and ticket.number is not None:
                         del self._tickets[ticket.number]
                 self._notify(self._listener.on_events, events, self._engine.totals)
+                self._run_watch()
         except BaseException as error:  # whatever it is, the server must hear of it
             self._notify(self._listener.on_failure, error)
+            self._end_watch(RuntimeError(f"the engine failed: {type(error).__name__}: {error}"))
 
     def _run_commands(self) -> bool:
-        """Runs the commands that have come, at most one slow one, and waits for one if the engine is idle.
+        """Runs the commands that have come, at most one slow one, and waits for one if there is no work.
 
         Returns:
             Whether to go on.
         """
         while not self._is_stopped:
             try:
-                command = self._commands.get(block=self._engine.idle)
+                command = self._commands.get(block=self._engine.idle and self._watch is None)
             except queue.Empty:
                 return True
             if command is not None and command():
@@ -141,6 +167,34 @@ class Worker:
             # The engine writes no more events of it.
             del self._tickets[ticket.number]
         return False
+
+    def _begin_watch(self, watch: Watch) -> bool:
+        self._watch = watch
+        return False
+
+    def _run_watch(self) -> None:
+        """Runs one step of the watch. Its failure, such as too little memory, is not a failure of the engine."""
+        watch = self._watch
+        if watch is None:
+            return
+        if watch.has_ended:  # its client has left
+            self._watch = None
+            return
+        try:
+            event = next(watch.steps, None)
+        except Exception as error:
+            self._end_watch(error)
+            return
+        if event is None:
+            self._end_watch(None)
+        else:
+            self._notify(watch.events.put_nowait, event)
+
+    def _end_watch(self, last: Exception | None) -> None:
+        if self._watch is not None:
+            self._watch.has_ended = True
+            self._notify(self._watch.events.put_nowait, last)
+            self._watch = None
 
     def _notify(self, method: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None

@@ -1,0 +1,48 @@
+"""The page of `eagle3 serve` with recorded runs: a file of the site, shown within the page about serving."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[1]
+PAGE = DOCS.parent / "eagle3_jax" / "serving" / "page.html"
+RUNS = DOCS / "recorded" / "page_runs.json"
+_NAME = "recorded_run.html"
+_EMPTY = '<script type="application/json" id="recorded">[]</script>'
+_MARKER = "<!-- recorded run -->"
+_FRAME = f"""```{{raw}} html
+<iframe src="_static/{_NAME}" title="Recorded runs of SmolLM2-135M-Instruct" loading="lazy"
+  style="width: 100%; height: 86rem; border: 1px solid var(--pst-color-border); border-radius: 8px"></iframe>
+<p><a href="_static/{_NAME}">The recorded runs on a page of their own</a></p>
+```"""
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Show the runs where the page about serving has a comment, and write their file after the site."""
+    app.connect("source-read", _read)
+    app.connect("build-finished", _write)
+    return {"version": "1", "parallel_read_safe": True}
+
+
+def page_with_runs() -> str:
+    """Returns the page of the server with the recorded runs in it, which needs no server."""
+    page = PAGE.read_text(encoding="utf-8")
+    if page.count(_EMPTY) != 1:
+        raise ValueError(f"{PAGE.name} has no place for recorded runs: {_EMPTY}")
+    runs = json.loads(RUNS.read_text(encoding="utf-8"))
+    text = json.dumps(runs, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+    return page.replace(_EMPTY, _EMPTY.replace("[]", text))
+
+
+def _read(app: Any, docname: str, source: list[str]) -> None:
+    if docname == "serving":
+        if _MARKER not in source[0]:
+            raise ValueError(f"docs/serving.md has no {_MARKER}")
+        source[0] = source[0].replace(_MARKER, _FRAME)
+
+
+def _write(app: Any, error: Exception | None) -> None:
+    if error is None and app.builder.name == "html":
+        (Path(app.outdir) / "_static" / _NAME).write_text(page_with_runs(), encoding="utf-8")
