@@ -56,7 +56,9 @@ def chunks() -> str:
         method, _, parts = row["name"].partition(", chunks of ")
         if method in NAMES:
             times = [row["first_token"]["p50"], row["gap"]["p50"], row["gap"]["p99"]]
-            rows.append([NAMES[method], parts or "whole", f"{row['tokens_per_second']['median']:.0f}", *map(seconds, times)])
+            rows.append(
+                [NAMES[method], parts or "whole", f"{row['tokens_per_second']['median']:.0f}", *map(seconds, times)]
+            )
     return table(["method", "parts of", "tokens/s", "first token p50", "gap p50", "gap p99"], rows)
 
 
