@@ -20,10 +20,31 @@ from exercises import checked
 pytestmark = pytest.mark.torch
 
 FOLDER = Path(first_cell.__file__).parent
-USED = re.compile(r"^(?:\w+) = checked\((\w+), (\w+), (\w+)\)$", re.MULTILINE)
+USED = re.compile(r"^\w+ = checked\(\s*(\w+), (\w+), (\w+),?\s*\)$", re.MULTILINE)
 
 # The exercises by notebook, and wrong functions that a reader may write.
 WRONG: dict[str, dict[str, list[str]]] = {
+    "00": {
+        "mean_acceptance_length": [
+            "return sum(accepted) / len(accepted)",
+            "return sum(accepted) + 1",
+            "return sum(accepted) / (len(accepted) + 1)",
+        ],
+    },
+    "01": {
+        "step_bound": [
+            "return num_bytes / bandwidth",
+            "return num_bytes / bandwidth + operations / peak",
+            "return min(num_bytes / bandwidth, operations / peak)",
+        ],
+        "best_length": [
+            "return len(taus) - 1",
+            "return max(range(len(taus)), key=lambda k: taus[k])",
+            "return max(range(len(taus)), key=lambda k: taus[k] / verify_costs[k])",
+            "return max(range(1, len(taus)), key=lambda k: taus[k] / (verify_costs[k] + k * draft_cost))",
+            "return max(range(len(taus)), key=lambda k: taus[k] / (verify_costs[k] + draft_cost))",
+        ],
+    },
     "02": {
         "acceptance": [
             "return p / q",
@@ -130,41 +151,259 @@ WRONG: dict[str, dict[str, list[str]]] = {
             """,
         ],
     },
+    "04": {
+        "cache_mask": [
+            """
+            mask = np.zeros((len(block), capacity), bool)
+            mask[:, length : length + len(block)] = block
+            return mask
+            """,
+            """
+            mask = np.zeros((len(block), capacity), bool)
+            mask[:, : len(block)] = block
+            return mask
+            """,
+            """
+            mask = np.zeros((len(block), capacity), bool)
+            mask[:, : length + len(block)] = True
+            return mask
+            """,
+            "return np.tril(np.ones((len(block), capacity), bool))",
+        ],
+        "commit": [
+            "return keys, length + len(path)",
+            "return keys, length + len(path) - 1",
+            """
+            keys[length : length + len(path)] = keys[path]
+            return keys, length + len(path)
+            """,
+            """
+            keys[: len(path)] = keys[length + np.array(path)]
+            return keys, length + len(path)
+            """,
+        ],
+    },
+    "05": {
+        "keep_best": [
+            """
+            chosen = np.argsort(-scores, kind="stable")[:count]
+            number = {-1: 0} | {int(entry): node for node, entry in enumerate(chosen, start=1)}
+            return chosen, np.array([number[int(parents[entry])] for entry in chosen])
+            """,
+            """
+            chosen = np.sort(np.argsort(-scores, kind="stable")[:count])
+            return chosen, parents[chosen]
+            """,
+            """
+            chosen = np.sort(np.argsort(scores, kind="stable")[:count])
+            return chosen, parents[chosen] + 1
+            """,
+            """
+            chosen = np.sort(len(scores) - 1 - np.argsort(-scores[::-1], kind="stable")[:count])
+            number = {-1: 0} | {int(entry): node for node, entry in enumerate(chosen, start=1)}
+            return chosen, np.array([number.get(int(parents[entry]), 0) for entry in chosen])
+            """,
+        ],
+        "ancestors": [
+            "return np.tril(np.ones((len(parents), len(parents)), bool))",
+            """
+            mask = np.eye(len(parents), dtype=bool)
+            for node, parent in enumerate(parents):
+                if parent >= 0:
+                    mask[node, parent] = True
+            return mask
+            """,
+            """
+            mask = np.zeros((len(parents), len(parents)), bool)
+            for node, parent in enumerate(parents):
+                if parent >= 0:
+                    mask[node] = mask[parent]
+                    mask[node, parent] = True
+            return mask
+            """,
+        ],
+        "accepted_path": [
+            "return [node for node in range(1, len(tokens)) if tokens[node] == choice[parents[node]]]",
+            """
+            for node in range(1, len(tokens)):
+                if parents[node] == 0 and tokens[node] == choice[0]:
+                    return [node]
+            return []
+            """,
+            """
+            path = []
+            for node in range(1, len(tokens)):
+                if parents[node] == (path[-1] if path else 0):
+                    path.append(node)
+            return path
+            """,
+        ],
+        "generate": [
+            """
+            new = [pair.start(prompt)]
+            rounds = 0
+            while len(new) < max_new_tokens:
+                tokens, parents = pair.propose()
+                choice = pair.verify(tokens, parents, ancestors(parents))
+                path = accepted_path(tokens, parents, choice)
+                added = [int(tokens[node]) for node in path]
+                pair.commit([0, *path])
+                pair.observe(added)
+                new += added
+                rounds += 1
+            return new[:max_new_tokens], rounds
+            """,
+            """
+            new = [pair.start(prompt)]
+            rounds = 0
+            while len(new) < max_new_tokens:
+                tokens, parents = pair.propose()
+                choice = pair.verify(tokens, parents, ancestors(parents))
+                path = accepted_path(tokens, parents, choice)
+                end = path[-1] if path else 0
+                added = [*(int(tokens[node]) for node in path), int(choice[end])]
+                pair.commit(path)
+                pair.observe(added)
+                new += added
+                rounds += 1
+            return new[:max_new_tokens], rounds
+            """,
+            """
+            new = [pair.start(prompt)]
+            rounds = 0
+            while len(new) < max_new_tokens:
+                tokens, parents = pair.propose()
+                choice = pair.verify(tokens, parents, ancestors(parents))
+                path = accepted_path(tokens, parents, choice)
+                end = path[-1] if path else 0
+                added = [*(int(tokens[node]) for node in path), int(choice[end])]
+                pair.observe(added)
+                pair.commit([0, *path])
+                new += added
+                rounds += 1
+            return new[:max_new_tokens], rounds
+            """,
+            """
+            new = [pair.start(prompt)]
+            rounds = 0
+            while len(new) < max_new_tokens:
+                tokens, parents = pair.propose()
+                choice = pair.verify(tokens, parents, np.tril(np.ones((len(tokens), len(tokens)), bool)))
+                path = accepted_path(tokens, parents, choice)
+                end = path[-1] if path else 0
+                added = [*(int(tokens[node]) for node in path), int(choice[end])]
+                pair.commit([0, *path])
+                pair.observe(added)
+                new += added
+                rounds += 1
+            return new[:max_new_tokens], rounds
+            """,
+            """
+            new = [pair.start(prompt)]
+            rounds = 0
+            while len(new) < max_new_tokens:
+                tokens, parents = pair.propose()
+                choice = pair.verify(tokens, parents, ancestors(parents))
+                path = accepted_path(tokens, parents, choice)
+                end = path[-1] if path else 0
+                added = [*(int(tokens[node]) for node in path), int(choice[end])]
+                pair.commit([0, *path])
+                pair.observe(added)
+                new += added
+                rounds += 1
+            return new, rounds
+            """,
+        ],
+    },
+    "06": {
+        "unit_in_last_place": [
+            "return values * 2.0**-8",
+            "return 2.0 ** (np.floor(np.log2(values)) - 8)",
+            "return 2.0 ** (np.round(np.log2(values)) - 7)",
+        ],
+        "z_score": [
+            "return scores[np.arange(len(tokens)), tokens].sum() / np.sqrt(len(tokens))",
+            """
+            observed = scores[np.arange(len(tokens)), tokens]
+            mean = scores.mean(axis=1)
+            return (observed - mean).sum() / np.sqrt(scores.var(axis=1).sum())
+            """,
+            """
+            observed = scores[np.arange(len(tokens)), tokens]
+            mean = (p * scores).sum(axis=1)
+            variance = (p * scores**2).sum(axis=1)
+            return (observed - mean).sum() / np.sqrt(variance.sum())
+            """,
+            """
+            observed = scores[np.arange(len(tokens)), tokens]
+            mean = (p * scores).sum(axis=1)
+            variance = (p * scores**2).sum(axis=1) - mean**2
+            return (observed - mean).mean() / np.sqrt(variance.sum())
+            """,
+        ],
+    },
+    "07": {
+        "rates": [
+            "return sum(counts) / rounds, sum(counts) / (rounds * len(counts)), [count / rounds for count in counts]",
+            """
+            accepted = sum(counts)
+            return 1 + accepted / rounds, accepted / (rounds * len(counts)), [count / rounds for count in counts]
+            """,
+            """
+            accepted = sum(counts)
+            conditional = [count / before for count, before in zip(counts, [rounds, *counts[:-1]], strict=True)]
+            return 1 + accepted / rounds, accepted / rounds, conditional
+            """,
+        ],
+    },
 }
 EXERCISES = [(notebook, name) for notebook, exercises in WRONG.items() for name in exercises]
 
 
 class Exercise:
-    """The cells of one exercise, executed without the cells of the notebook around them."""
+    """The cells of one exercise and the definitions that they use, without the rest of the notebook."""
 
     def __init__(self, notebook: str, name: str) -> None:
         (path,) = FOLDER.glob(f"{notebook}_*.py")
+        source = path.read_text(encoding="utf-8")
         self.name = name
-        self.source = path.read_text(encoding="utf-8")
-        functions = {node.name: node for node in ast.parse(self.source).body if isinstance(node, ast.FunctionDef)}
-        uses = {use[0]: use for use in USED.findall(self.source)}
-        _, answer, check = uses[name]
-        self.stub = functions[name]
+        self.uses = {use[0]: use for use in USED.findall(source)}
+        nodes = ast.parse(source).body
+        self.definitions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assignments = [node for node in nodes if isinstance(node, ast.Assign)]
+        names = [ast.unparse(node.targets[0]) for node in assignments]
+        self.constants = {name: node for name, node in zip(names, assignments, strict=True) if name.isupper()}
         self.scope: dict[str, Any] = {}
-        nodes = ast.parse(self.source).body
-        imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-        constants = {
-            node.targets[0].id: node
-            for node in nodes
-            if isinstance(node, ast.Assign)
-            if len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
-        }
-        helpers = [(constants | functions)[helper] for helper in HELPERS.get(name, ())]
-        self.run(*imports, *helpers, self.stub, functions[answer], functions[check])
+        self.run(*(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)))
+        _, answer, check = self.uses[name]
+        for function in (name, answer, check):
+            self.define(function)
         self.answer = self.scope[answer]
         self.check = self.scope[check]
+
+    def define(self, name: str) -> None:
+        """Executes a definition of the notebook, after the definitions that it uses."""
+        if name in self.scope:
+            return
+        if name in self.uses and name != self.name:  # an earlier exercise: its answer
+            answer = self.uses[name][1]
+            self.define(answer)
+            self.scope[name] = self.scope[answer]
+            return
+        node = self.definitions.get(name) or self.constants.get(name)
+        if node is None:
+            return
+        self.scope[name] = None  # a function that calls itself
+        for used in sorted(names_of_notebook(node)):
+            self.define(used)
+        self.run(node)
 
     def run(self, *nodes: ast.stmt) -> None:
         exec(compile(ast.Module([*nodes], []), f"exercise {self.name}", "exec"), self.scope)
 
     def written(self, body: str) -> Any:
         """Returns the function with another body."""
-        arguments = ast.unparse(self.stub.args)
+        arguments = ast.unparse(self.definitions[self.name].args)
         lines = [line for line in body.splitlines() if line.strip()]
         indent = min(len(line) - len(line.lstrip()) for line in lines)
         source = f"def {self.name}({arguments}):\n" + "\n".join(f"    {line[indent:]}" for line in lines)
@@ -172,8 +411,14 @@ class Exercise:
         return self.scope[self.name]
 
 
-# Definitions of the notebook that an exercise uses.
-HELPERS = {"verify_chain": ["draw"], "head_input": ["EPS", "norm"]}
+def names_of_notebook(definition: ast.stmt) -> set[str]:
+    """Returns the names that a definition reads and does not bind itself."""
+    parts = list(ast.walk(definition))
+    names = [part for part in parts if isinstance(part, ast.Name)]
+    bound = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    bound |= {part.arg for part in parts if isinstance(part, ast.arg)}
+    bound |= {part.name for part in parts if isinstance(part, ast.FunctionDef | ast.ClassDef)}
+    return {name.id for name in names} - bound
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,8 +14,10 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 # ruff: noqa: E402
 
 from pictures.moving import Moving
+from pictures.trees import statuses
 
 from eagle3_jax.theory.speedup import speedup
+from eagle3_jax.tree import ancestor_mask
 
 LABELS = ["Paris", "</script>", "a", "located", "London"]
 TARGET = [3.2, 1.6, 1.0, 0.7, -0.3]
@@ -126,10 +129,57 @@ def test_the_speed_up_is_that_of_the_formula(browser: Any, tau: float, v: float,
     assert number(page, "tau-shown") <= 2, "a round adds at most K + 1 tokens"
 
 
+PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4]
+TREE = {
+    "tokens": ["the", "<b>", "land", "sea", ".", ",", "of", "Try", "It"],
+    "parents": PARENTS,
+    "ids": [*range(9)],
+    "choices": [f"choice {node}" for node in range(9)],
+    "length": 40,
+}
+
+
+@pytest.mark.parametrize(
+    ("choices", "path"),
+    [
+        ([1, 4, 9, 9, 8, 9, 9, 9, 9], [1, 4, 8]),  # a bonus
+        ([2, 4, 0, 9, 8, 9, 9, 9, 9], [2]),  # a correction
+        ([9, 4, 6, 9, 8, 9, 9, 9, 9], []),
+    ],
+)
+def test_a_round_accepts_and_commits_the_path(browser: Any, choices: list[int], path: list[int]) -> None:
+    page = open_picture(browser, Moving("draft_tree", {**TREE, "choice_ids": choices}))
+    root = page.locator(".e3-draft_tree")
+    names = [root.get_attribute("data-step")]
+    while page.locator("button[name=next]").is_enabled():
+        page.click("button[name=next]")
+        names.append(root.get_attribute("data-step"))
+        if names[-1] == "mask":
+            cells = page.locator("rect[data-row]").all()
+            seen = np.array([cell.get_attribute("data-seen") == "true" for cell in cells]).reshape(9, 9)
+            expected = ancestor_mask(jnp.array(PARENTS)[None], 3)[0]
+            np.testing.assert_array_equal(seen, expected)
+    assert names == ["start", *["propose"] * 3, "mask", "verify", *["accept"] * (len(path) + 1), "commit"]
+    groups = page.locator("g[data-node]").all()
+    shown = {int(g.get_attribute("data-node")): g.get_attribute("data-status") for g in groups}
+    assert [shown[node] for node in range(9)] == statuses(PARENTS, path)
+    slots = page.locator("g[data-line='1']").all()
+    contents = [slot.get_attribute("data-holds") for slot in slots]
+    assert contents == [*map(str, [0, *path]), *[""] * (8 - len(path))]
+    assert int(slots[0].get_attribute("data-slot")) == 40
+    caption = page.locator(".caption").text_content()
+    assert f"grows by {len(path) + 1}" in caption
+    end = path[-1] if path else 0
+    assert f"choice {end}" in caption
+    page.click("button[name=back]")
+    assert ("bonus" in page.locator(".caption").text_content()) == (end not in PARENTS)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["acceptance", "speedup"])
+@pytest.mark.parametrize("name", ["acceptance", "speedup", "draft_tree"])
 def test_a_picture_fits_a_phone_and_is_legible(browser: Any, name: str, scheme: str) -> None:
     values = {"labels": LABELS, "target": TARGET, "drafter": DRAFTER, "tau": 2.4, "v": 1.2, "c": 0.1, "K": 3}
+    values |= {**TREE, "choice_ids": [1, 4, 9, 9, 8, 9, 9, 9, 9]}
     page = open_picture(browser, Moving(name, values), viewport={"width": 390, "height": 844}, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     style = f"getComputedStyle(document.querySelector('.e3-{name}'))"
