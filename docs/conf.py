@@ -25,6 +25,7 @@ extensions = [
     "sphinx_copybutton",
     "pages",  # notebooks and files of the repository that are pages, and links to other files
     "mathml",
+    "moving_picture",
     "sphinx_markdown_builder",
     "llms",  # llms.txt, and every page as Markdown
 ]

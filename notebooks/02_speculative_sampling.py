@@ -296,13 +296,13 @@ def distributions_after(tokens):
 def round_of(state):
     """Plays a round and returns the new state, the draft tokens [B K+1], p [B K+1 V] and q [B K V]."""
     texts = np.pad(np.asarray(state.tokens), ((0, 0), (0, K)))
-    ends = np.asarray(state.length) - 1  # the slot of the newest token, which is the root of the draft
+    root_slots = np.asarray(state.length) - 1  # the slot of the newest token, which is the root of the draft
     played = decoder.step(state)
     draft = jax.device_get(played.draft)
-    for text, end, chain in zip(texts, ends, draft.tokens, strict=True):
-        text[end : end + K + 1] = chain
+    for text, slot, chain in zip(texts, root_slots, draft.tokens, strict=True):
+        text[slot : slot + K + 1] = chain
     probs = distributions_after(texts)
-    p = np.stack([row[end : end + K + 1] for row, end in zip(np.asarray(probs), ends, strict=True)])
+    p = np.stack([row[slot : slot + K + 1] for row, slot in zip(np.asarray(probs), root_slots, strict=True)])
     return played.state, draft.tokens, p, draft.probs[:, 1:]
 
 

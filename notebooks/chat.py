@@ -18,7 +18,8 @@ def load_chat(
     try:
         target = e3.load_target("smollm2", weights="int8")
     except (ValueError, ImportError) as error:
-        print(f"The small pair replaces the chat model: {error}")
+        reason = str(error).partition(";")[0]
+        print(f"The small pair of the package replaces the chat model: {reason}")
         target = e3.load_target()
         return target, e3.load_drafter(target=target), [target.tokenizer.encode(text).ids for text in code]
     conversations = [[{"role": "user", "content": question}] for question in questions]

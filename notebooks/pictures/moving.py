@@ -9,10 +9,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-_FRAGMENT = Template("""<div id="$place" class="moving">This picture needs JavaScript.</div>
+_FRAGMENT = Template("""<div id="$element" class="moving">This picture needs JavaScript.</div>
 <script>(() => {
 $script
-$name(document.getElementById("$place"), $values);
+$name(document.getElementById("$element"), $values);
 })();</script>""")
 
 
@@ -32,5 +32,5 @@ class Moving:
         script = Path(__file__).with_name(f"{self.name}.js").read_text(encoding="utf-8")
         # "<" is escaped, because a token of a text can be "</script>".
         values = json.dumps(self.values).replace("<", "\\u003c")
-        place = f"moving-{uuid.uuid4().hex}"
-        return _FRAGMENT.substitute(place=place, script=script, name=self.name, values=values)
+        element = f"moving-{uuid.uuid4().hex}"
+        return _FRAGMENT.substitute(element=element, script=script, name=self.name, values=values)
