@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -188,3 +191,17 @@ def test_a_picture_fits_a_phone_and_is_legible(browser: Any, name: str, scheme: 
     paper = luminance(page.evaluate(f"{style}.backgroundColor"))
     assert (ink < paper) == (scheme == "light")
     assert abs(ink - paper) > 150
+
+
+BLOCKS = [
+    (page.name, *block)
+    for page in sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+    for block in re.findall(r"^```{moving-picture} (\w+)\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize(("page", "name", "values"), BLOCKS, ids=[f"{page}-{name}" for page, name, _ in BLOCKS])
+def test_a_picture_of_a_page_is_shown(browser: Any, page: str, name: str, values: str) -> None:
+    shown = open_picture(browser, Moving(name, json.loads(values)))
+    assert shown.locator("svg > *").count() > 1
+    assert shown.locator("b").text_content() == json.loads(values)["title"]
