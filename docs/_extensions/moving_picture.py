@@ -31,4 +31,4 @@ class MovingPicture(Directive):
 def setup(app: Sphinx) -> dict[str, Any]:
     """Registers the directive."""
     app.add_directive("moving-picture", MovingPicture)
-    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
