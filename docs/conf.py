@@ -27,6 +27,7 @@ extensions = [
     "recorded_run",  # the server's page with recorded runs
     "mathml",
     "narrow",  # tables on narrow screens
+    "moving_picture",
     "sphinx_markdown_builder",
     "llms",  # llms.txt, and every page as Markdown
 ]

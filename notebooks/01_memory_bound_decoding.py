@@ -22,8 +22,11 @@
 # - explain why verifying six tokens costs about as much as generating one, and at which batch size that ends;
 # - read `S = τ / (v + K·c)`, the speed-up formula of all later notebooks.
 #
-# The notebook runs on a laptop CPU, offline, with the pair of models that ships with the package. It is the first of
-# the series.
+# The notebook takes about a minute on two CPU cores, offline. It needs only `pip install -e '.[notebooks]'`. It uses the
+# small pair of models of the package. [00](00_watch_it_draft.ipynb) shows the method on a chat model.
+#
+# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell below it has an answer.
+# The cell after that checks your function. If you leave the function as it is, the notebook uses the answer.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -37,7 +40,9 @@ import time
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
+from exercises import checked
 from IPython.display import display
+from pictures.moving import Moving
 from pictures.rooflines import Step, roofline
 from pictures.strips import TokenStrip, tokens_of
 
@@ -106,6 +111,47 @@ for name, deployment in (("Llama-3.1-8B, bfloat16", small), ("Llama-3.3-70B, FP8
 # peak arithmetic divided by its bandwidth. A step with an intensity below the ridge point is memory-bound. A step with
 # an intensity above it is compute-bound.
 #
+# **Exercise: the lower bound.** Reading and arithmetic run at the same time. The slower of the two bounds the step.
+
+
+# %%
+def step_bound(num_bytes, operations, bandwidth, peak):
+    """Returns the lower bound of a step in seconds.
+
+    Args:
+        num_bytes: Bytes that the step reads.
+        operations: Operations that it computes.
+        bandwidth: Bytes per second.
+        peak: Operations per second.
+    """
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def step_bound_answer(num_bytes, operations, bandwidth, peak):
+    return max(num_bytes / bandwidth, operations / peak)
+
+
+# %%
+def check_step_bound(step_bound):
+    plain = step_bound(16e9, 16e9, 4e12, 1e15)
+    assert abs(plain - 0.004) < 1e-9, "16 GB at 4 TB/s take 4 ms; the arithmetic is faster"
+    large_batch = step_bound(16e9, 16e12, 4e12, 1e15)
+    assert abs(large_batch - 0.016) < 1e-9, "a thousand times the arithmetic takes 16 ms, longer than reading"
+    model = deployed("Llama-3.1-8B", "bfloat16")
+    for batch, tokens in ((1, 1), (1, 6), (64, 6), (512, 6)):
+        work = forward_work(model, model.target, batch=batch, context=CONTEXT, tokens=tokens, logits=tokens)
+        operations = work.layer_flops + work.other_flops
+        seconds = step_bound(work.num_bytes, operations, H200.bandwidth_bytes_per_second, H200.peak_flops)
+        bound = round_bound(model, batch=batch, context=CONTEXT, num_draft_tokens=tokens - 1)
+        assert abs(seconds / bound.verify_seconds - 1) < 1e-9, (
+            f"{batch} sequences, {tokens} tokens on an H200"
+        )
+
+
+step_bound = checked(step_bound, step_bound_answer, check_step_bound)
+
+# %% [markdown]
 # A plain step of one sequence has intensity 1. More tokens, from other sequences or from a draft, raise the
 # intensity, because they share one reading of the weights.
 
@@ -334,9 +380,50 @@ for trace, words in ((one_by_one, "Plain: 63 forward passes"), (speculated, f"He
 # - `v` is the cost of verifying `K + 1` tokens, in plain steps.
 # - `c` is the cost of one forward pass of the head, in plain steps. A round has `K` of them.
 #
-# A round costs `v + K·c` plain steps and adds `τ` tokens. Therefore the speed-up is `S = τ / (v + K·c)`. The cell
-# measures the three numbers separately and predicts `S`. It compares the prediction with the ratio of the times of two
-# real runs, measured in turns.
+# A round costs `v + K·c` plain steps and adds `τ` tokens. Therefore the speed-up is `S = τ / (v + K·c)`. Move the
+# sliders. Which number makes a draft slower than plain decoding?
+
+# %%
+Moving("speedup", {"tau": 2.4, "v": 1.2, "c": 0.1, "K": 3, "title": "Time of a round, in plain steps"})
+
+# %% [markdown]
+# **Exercise: the longest draft that pays off.** `taus[k]` is `τ` of a chain of `k` tokens, `verify_costs[k]` is `v` of
+# its verification. Entry 0 is plain decoding.
+
+
+# %%
+def best_length(taus, verify_costs, draft_cost):
+    """Returns the draft length with the largest speed-up; 0 if no draft is faster than plain decoding."""
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def best_length_answer(taus, verify_costs, draft_cost):
+    gains = [tau / (v + k * draft_cost) for k, (tau, v) in enumerate(zip(taus, verify_costs, strict=True))]
+    return gains.index(max(gains))
+
+
+# %%
+def check_best_length(best_length):
+    taus = [1.0, 1.7, 2.2, 2.5]
+    assert best_length(taus, [1, 1, 1, 1], 0.0) == 3, (
+        "if drafts and verification are free, the longest is best"
+    )
+    assert best_length(taus, [1, 1, 1, 1], 0.25) == 2, "2.2 / 1.5 is above 1.7 / 1.25 and 2.5 / 1.75"
+    assert best_length(taus, [1, 2, 3, 4], 0.0) == 0, "if v is K + 1, no draft is faster than plain decoding"
+    assert best_length([1, 1.9, 2.0], [1, 1.0, 1.0], 0.3) == 1, "1.9 / 1.3 is above 2.0 / 1.6"
+    for k in range(4):
+        gain = speedup(taus[k], num_draft_tokens=k, verify_cost=1.1, draft_cost=0.1)
+        best = best_length(taus, [1.1] * 4, 0.1)
+        largest = speedup(taus[best], num_draft_tokens=best, verify_cost=1.1, draft_cost=0.1)
+        assert largest >= gain, "the library computes a larger speed-up for another length"
+
+
+best_length = checked(best_length, best_length_answer, check_best_length)
+
+# %% [markdown]
+# The next cell measures `τ`, `v` and `c` separately and predicts `S`. It compares the prediction with the ratio of the
+# times of two real runs, measured in turns.
 
 # %%
 stats = speculated.result.stats
@@ -396,7 +483,7 @@ assert not claim.possible and 3.5 < claim.share_of_bound < 4.2, "off by a factor
 # %% [markdown]
 # **Applying a CPU's `v` to a GPU.** The `v` measured above is valid for this machine and this model only.
 #
-# ## Exercises
+# ## Questions
 #
 # **1.** The head of Llama-3.3-70B has 1.4 billion parameters. What is the lower bound of `c` at batch 1 on an H200
 # with an FP8 target? Why does it hardly depend on the chip?

@@ -17,54 +17,23 @@
 # A cheap head drafts tokens. An acceptance rule decides which of them to keep. The generated text has exactly the
 # distribution of the expensive target. After this notebook you can
 #
-# - write the acceptance rule in ten lines of numpy and read the acceptance probability off a plot;
-# - compare a numpy version with the library's compiled rule, decision by decision;
+# - write the acceptance rule, the residual and a whole round, and explain each of them with a picture;
+# - compare your round with the library's compiled rule, decision by decision;
 # - prove by enumeration in rational numbers that the rule is lossless;
 # - recognize five common mistakes in the rule.
 #
-# The notebook runs on a laptop CPU, offline. Read [01](01_memory_bound_decoding.ipynb) first.
+# The notebook takes one to two minutes on two CPU cores. It needs only `pip install -e '.[notebooks]'`. It downloads
+# the chat model once (93 MB); without a network, the small pair of the package replaces it. Read
+# [01](01_memory_bound_decoding.ipynb) first.
+#
+# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell below it has an answer.
+# The cell after that checks your function. If you leave the function as it is, the notebook uses the answer.
 
 # %% tags=["hide-input"]
 import first_cell
 
-first_cell.start(repository=True)
+first_cell.start()
 
-# %% [markdown]
-# ## Acceptance rule for one token
-#
-# The target has a distribution `p` over four tokens, the drafter a distribution `q`. The drafter samples a token `x`
-# from `q`. The rule accepts `x` with probability `min(1, p(x) / q(x))`. If it rejects `x`, it samples a token from the
-# **residual**: `max(p − q, 0)`, divided by its sum. Ten lines of numpy compute the distribution of the output.
-
-# %%
-import numpy as np
-
-p = np.array([0.5, 0.3, 0.15, 0.05])  # target
-q = np.array([0.2, 0.5, 0.1, 0.2])  # drafter
-accept = np.minimum(1, p / q)  # for each draft token, the probability that it is accepted
-rejected = np.sum(q * (1 - accept))  # probability that the draft token is rejected
-residual = np.maximum(p - q, 0) / np.maximum(p - q, 0).sum()
-output = q * accept + rejected * residual  # drafted and accepted, or sampled from the residual
-for name, values in {"p": p, "q": q, "accept": accept, "residual": residual, "output": output}.items():
-    print(f"{name:9}", values.round(3))
-assert np.allclose(output, p), "the output has the target's distribution"
-
-# %% tags=["hide-input"]
-from pictures import bars
-
-bars.distributions(p, q, labels=list("ABCD"), residual=True, title="Target p and drafter q, four tokens")
-assert np.isclose(np.minimum(p, q).sum(), 1 - rejected)
-assert np.isclose(np.maximum(p - q, 0).sum(), rejected), "a rejection has the mass of the residual"
-
-# %% [markdown]
-# This is the whole proof for one token. Token `x` is drafted and accepted with probability `min(p, q)`. The draft is
-# rejected with probability `1 − Σ min(p, q)`, which equals `Σ max(p − q, 0)`. Therefore the output has the distribution
-# `min(p, q) + max(p − q, 0) = p`.
-#
-# The acceptance probability is `α = Σ min(p, q)`. It equals one minus the *total variation distance* of the two
-# distributions. The rest of this notebook checks the rule on the distributions of a real pair.
-
-# %% tags=["hide-input"]
 import functools
 import itertools
 import random
@@ -75,22 +44,234 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import oracle  # tests/helpers/oracle.py: the published rules as plain loops
+import nano_eagle3 as nano  # examples/nano_eagle3.py: the whole method in one file
+import numpy as np
+from chat import load_chat
+from exercises import checked
 from matplotlib import pyplot as plt
-from mutants import inject_bug  # tests/helpers/mutants.py: injected bugs
+from pictures.moving import Moving
+from scipy import optimize, stats
 
 import eagle3_jax as e3
-from eagle3_jax import acceptance
 from eagle3_jax.files.prompts import shipped
-from validation.forcing import forced_logits
-from validation.statistics import goodness_of_fit, smallest_deviation
+from eagle3_jax.tree import causal_mask
 
 # %% [markdown]
-# ## Distributions of a real pair
+# ## Acceptance rule for one token
 #
-# The shipped target has just generated `parser = argparse.ArgumentParser`. It has a distribution `p` over its 4,096
-# tokens, the head a distribution `q`. The head samples three draft tokens at temperature 1. One forward pass of the
-# target gives `p` after each of them. Fifteen other prompts are processed in the same batch.
+# The target has a distribution `p` over four tokens, the drafter a distribution `q`. The drafter samples a token `x`
+# from `q`. The rule accepts `x` with probability `min(1, p(x) / q(x))`.
+#
+# Move the sliders. The green part of both bars is `min(p, q)`: a token is drafted *and* accepted with this probability.
+# The pink part of `q` is drafted too often, so it is rejected. The violet part of `p` is missing. It is the
+# **residual**, `max(p − q, 0)`. Pink and violet have the same mass. After a rejection, the rule samples from the
+# residual, divided by its sum. So green and violet add up to `p`, for any drafter. A larger error only lowers the
+# accepted share.
+
+# %%
+p = np.array([0.5, 0.3, 0.15, 0.05])  # target
+q = np.array([0.2, 0.5, 0.1, 0.2])  # drafter
+logits = {"target": np.log(p).tolist(), "drafter": np.log(q).tolist()}
+Moving("acceptance", {"labels": list("ABCD"), "title": "Target p and drafter q, four tokens", **logits})
+
+# %% [markdown]
+# **Exercise: the acceptance probability.** Write it in one line of numpy.
+
+
+# %%
+def acceptance(p, q):
+    """Returns for each draft token the probability that it is accepted. All arrays are `[V]`."""
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def acceptance_answer(p, q):
+    return np.minimum(1, p / q)
+
+
+# %%
+def check_acceptance(acceptance):
+    keep = acceptance(np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.6, 0.2]))
+    assert np.isclose(keep[0], 1), "p = 0.5 is above q = 0.2, so a drafted token is always accepted"
+    assert np.isclose(keep[1], 0.5), "p = 0.3 is half of q = 0.6, so half of the drafted tokens are accepted"
+    assert np.isclose(keep[2], 1), "where p and q are equal, every drafted token is accepted"
+
+
+acceptance = checked(acceptance, acceptance_answer, check_acceptance)
+
+# %% [markdown]
+# **Exercise: the residual.** After a rejection, the rule samples from this distribution.
+
+
+# %%
+def residual(p, q):
+    """Returns the distribution after a rejection, `[V]`."""
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def residual_answer(p, q):
+    missing = np.maximum(p - q, 0)
+    return missing / missing.sum()
+
+
+# %%
+def check_residual(residual):
+    for p, q in np.random.default_rng(0).dirichlet(np.ones(5), (100, 2)):
+        after = residual(p, q)
+        assert np.isclose(after.sum(), 1), "the residual is a distribution, so it sums to 1"
+        assert np.all(after[q > p] == 0), "a token that q has too often is not sampled again"
+        accepted = np.minimum(p, q)
+        output = accepted + (1 - accepted.sum()) * after
+        assert np.allclose(output, p), "accepted tokens and tokens of the residual together have p"
+
+
+residual = checked(residual, residual_answer, check_residual)
+
+# %%
+accept = acceptance(p, q)
+rejected = np.sum(q * (1 - accept))  # probability that the draft token is rejected
+output = q * accept + rejected * residual(p, q)  # drafted and accepted, or sampled from the residual
+for name, values in {"p": p, "q": q, "accept": accept, "residual": residual(p, q), "output": output}.items():
+    print(f"{name:9}", values.round(3))
+assert np.allclose(output, p), "the output has the target's distribution"
+assert np.isclose(np.maximum(p - q, 0).sum(), rejected), "a rejection has the mass of the residual"
+
+# %% [markdown]
+# This is the whole proof for one token. Token `x` is drafted and accepted with probability `min(p, q)`. The draft is
+# rejected with probability `1 − Σ min(p, q)`, which equals `Σ max(p − q, 0)`. Therefore the output has the distribution
+# `min(p, q) + max(p − q, 0) = p`.
+#
+# The acceptance probability is `α = Σ min(p, q)`. It equals one minus the *total variation distance* of the two
+# distributions.
+#
+# ## Distributions of a chat model
+#
+# The chat model answers a question. It has the distribution `p` of the next token, its head the distribution `q`. The
+# picture shows the most likely tokens of both. Lower the temperature: both distributions get narrower, and they agree
+# more or less than before, depending on their best tokens.
+
+# %%
+QUESTION = "Give me one tip for learning a language."
+ANSWER = "One tip that can help you learn a language is to immerse yourself in the culture of"
+chat_target, chat_head, chat_prompts = load_chat([QUESTION], ["def main(argv=None):\n    parser = argparse."])
+is_chat = chat_target.chat_template is not None
+begun = chat_prompts[0] + (chat_target.tokenizer.encode(ANSWER).ids if is_chat else [])
+
+
+def distributions_of_next(target, head, tokens):
+    """Returns the text with one more greedy token, then p and q of the token after it."""
+    sampling = e3.SamplingParams(temperature=1.0)
+    decoder = e3.SpeculativeDecoder(
+        target, head, num_speculative_tokens=1, draft_sampling=e3.DraftSampling.PROBABILISTIC
+    )
+    state = decoder.prefill([tokens], max_new_tokens=8)
+    text = state.tokens[:, : len(tokens) + 1]
+    drafted = decoder.step(state.replace(sampling=sampling)).draft
+    positions = jnp.arange(text.shape[1])[None]
+    final = target.model(target.params, text, positions, causal_mask(text.shape[1])).final
+    logits = target.model.unembed(target.params, final[:, -1:])
+    return text[0].tolist(), np.asarray(jax.nn.softmax(logits[0, 0])), np.asarray(drafted.probs[0, 1])
+
+
+chat_text, chat_p, chat_q = distributions_of_next(chat_target, chat_head, begun)
+chat_alpha = np.minimum(chat_p, chat_q).sum()
+chat_distance = np.abs(chat_p - chat_q).sum() / 2
+shown = chat_text[len(chat_prompts[0]) :] if is_chat else chat_text
+print(QUESTION if is_chat else "code", "\n", chat_target.tokenizer.decode(shown), "…")
+print(f"Σ min(p, q) = {chat_alpha:.4f}, 1 - TV = {1 - chat_distance:.4f}")
+assert abs(chat_alpha - (1 - chat_distance)) < 1e-4, "acceptance is 1 - TV"
+
+# %%
+likely = np.argsort(-np.maximum(chat_p, chat_q))[:7]
+likely = likely[np.argsort(-chat_p[likely])]
+labels = [chat_target.tokenizer.decode([int(token)]).strip() for token in likely]
+logits = {
+    name: np.log(np.maximum(dist[likely], 1e-6)).tolist()
+    for name, dist in (("target", chat_p), ("drafter", chat_q))
+}
+Moving("acceptance", {"labels": labels, "title": "Next token of the answer, seven tokens only", **logits})
+
+# %% [markdown]
+# ## Chains of K tokens
+#
+# The rule processes `K` draft tokens in order. At the first rejection it samples from the residual and stops. If it
+# accepts all of them, it samples one more token, the **bonus**, from the target's distribution after the last draft
+# token. So every round adds at least one token.
+#
+# A uniform `u` in [0, 1) accepts `x` if `u · q(x) < p(x)`, which has probability `min(1, p(x) / q(x))`. `draw` samples
+# a token from a distribution: the first uniform chooses a group of 64 tokens, the next one a token in the group. A
+# cumulative sum over the whole vocabulary would have larger rounding errors ([design notes](../docs/design.md)).
+
+
+# %%
+def draw(p, uniforms):
+    if p.size <= 64:
+        return int(np.searchsorted(np.cumsum(p), uniforms[-1] * p.sum(), side="right"))
+    groups = p.reshape(-1, 64)
+    group = draw(groups.sum(axis=1), uniforms[:-1])
+    return 64 * group + draw(groups[group], uniforms[-1:])
+
+
+# %% [markdown]
+# **Exercise: a round.** `p` has a row more than `q`: row `k` is the target's distribution before draft token `k`, the
+# last row is the one after all draft tokens. Use `draw`.
+
+
+# %%
+def verify_chain(tokens, p, q, accept, choose):
+    """Returns the tokens that a round adds, as a list.
+
+    Args:
+        tokens: The `K` draft tokens.
+        p: The target's distributions, `[K + 1, V]`.
+        q: The drafter's distributions, `[K, V]`.
+        accept: Uniforms of the `K` decisions.
+        choose: Uniforms for `draw`, which samples the last token.
+    """
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def verify_chain_answer(tokens, p, q, accept, choose):
+    for k, x in enumerate(tokens):
+        if not accept[k] * q[k, x] < p[k, x]:
+            return [*tokens[:k], draw(np.maximum(p[k] - q[k], 0), choose)]  # the correction
+    return [*tokens, draw(p[len(tokens)], choose)]  # the bonus
+
+
+# %% [markdown]
+# The check compares 300 random rounds with `verify` of [nano_eagle3.py](../examples/nano_eagle3.py), a complete decoder
+# in one file. After the notebooks 02 to 05 you have written its parts.
+
+
+# %%
+def check_verify_chain(verify_chain):
+    rng = np.random.default_rng(0)
+    theirs = jax.jit(nano.verify, static_argnums=4)
+    for _ in range(300):
+        p = rng.dirichlet(np.full(6, 0.7), 3).astype(np.float32)
+        q = rng.dirichlet(np.full(6, 0.7), 2).astype(np.float32)
+        tokens = [int(rng.choice(6, p=dist / dist.sum())) for dist in q.astype(float)]
+        accept = rng.random(2, np.float32)
+        choose = rng.random(1, np.float32)
+        draft = nano.Draft(jnp.array([0, *tokens]), jnp.array([-1, 0, 1]), jnp.array([q[0], *q]))
+        _, count, last = theirs(draft, p, jnp.array([0, *accept]), choose, 2)
+        expected = [*tokens[: int(count)], int(last)]
+        added = list(verify_chain(tokens, p, q, accept, choose))
+        assert added[: int(count)] == expected[:-1], f"{int(count)} draft tokens are accepted in this round"
+        assert len(added) == len(expected), "a round adds the accepted tokens and one more"
+        kind = "bonus, sampled from p" if count == 2 else "correction, sampled from the residual"
+        assert added == expected, f"the last token is a {kind}"
+
+
+verify_chain = checked(verify_chain, verify_chain_answer, check_verify_chain)
+
+# %% [markdown]
+# The next cells apply your round to real distributions. The shipped target has just generated
+# `parser = argparse.ArgumentParser`. Its head samples three draft tokens at temperature 1. One forward pass of the target
+# gives `p` after each of them. Fifteen other prompts are processed in the same batch. The small pair is used because its
+# vocabulary of 4,096 tokens makes many rounds cheap.
 
 # %%
 K = 3
@@ -103,19 +284,30 @@ V = target.vocab_size
 pieces = [target.tokenizer.decode([token]) for token in range(V)]
 
 
+@jax.jit
+def distributions_after(tokens):
+    """The target's distribution after every token of each row, [B T V], in one pass without a cache."""
+    width = tokens.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
+    final = target.model(target.params, tokens, positions, causal_mask(width)).final
+    return jax.nn.softmax(target.model.unembed(target.params, final))
+
+
 def round_of(state):
     """Plays a round and returns the new state, the draft tokens [B K+1], p [B K+1 V] and q [B K V]."""
-    lengths = np.asarray(state.length)
-    known = [row[: end - 1].tolist() for row, end in zip(np.asarray(state.tokens), lengths, strict=True)]
+    texts = np.pad(np.asarray(state.tokens), ((0, 0), (0, K)))
+    root_slots = np.asarray(state.length) - 1  # the slot of the newest token, which is the root of the draft
     played = decoder.step(state)
     draft = jax.device_get(played.draft)
-    texts = [before + chain.tolist() for before, chain in zip(known, draft.tokens, strict=True)]
-    logits = np.stack([row[-(K + 1) :] for row in forced_logits(target, texts)])  # no cache
-    return played.state, draft.tokens, np.asarray(jax.nn.softmax(logits)), draft.probs[:, 1:]
+    for text, slot, chain in zip(texts, root_slots, draft.tokens, strict=True):
+        text[slot : slot + K + 1] = chain
+    probs = distributions_after(texts)
+    p = np.stack([row[slot : slot + K + 1] for row, slot in zip(np.asarray(probs), root_slots, strict=True)])
+    return played.state, draft.tokens, p, draft.probs[:, 1:]
 
 
 prompts = ["def main(argv=None):\n    parser = argparse.", *shipped()[:45:3]]
-state = decoder.prefill(prompts, max_new_tokens=64, seed=4)  # greedy first token
+state = decoder.prefill(prompts, max_new_tokens=64, seed=27)  # greedy first token
 state = state.replace(sampling=e3.SamplingParams(temperature=1.0))
 state, tokens, all_p, all_q = round_of(state)
 drafted = tokens[0, 1:]
@@ -124,59 +316,13 @@ q = all_q[0]
 print("after", repr(pieces[tokens[0, 0]]), "the head sampled", [pieces[token] for token in drafted])
 assert pieces[tokens[0, 0]] == "ArgumentParser"
 assert np.allclose(p.sum(-1), 1, atol=1e-5) and np.allclose(q.sum(-1), 1, atol=1e-5)
-
-# %% [markdown]
-# The blue outlines are `p`, the orange bars are `q`. The filled part is `min(p, q)`: its area is the acceptance
-# probability. The hatched part is the residual. The filled part plus the hatched part is `p`.
-
-# %% tags=["hide-input"]
-figure = bars.distributions(
-    p[0],
-    q[0],
-    labels=pieces,
-    residual=True,
-    top=10,
-    title="Next token after argparse.ArgumentParser: target p and drafter q",
-)
-plt.show()
-
-# %%
 alpha = np.minimum(p[0], q[0]).sum()
-distance = np.abs(p[0] - q[0]).sum() / 2
-print(f"Σ min(p, q) = {alpha:.4f}, 1 - TV = {1 - distance:.4f}")
-assert abs(alpha - (1 - distance)) < 1e-5, "acceptance is 1 - TV"
 
 # %% [markdown]
-# ## Chains of K tokens
-#
-# The rule processes `K` draft tokens in order. At the first rejection it samples from the residual and stops. If it
-# accepts all of them, it samples one more token, the **bonus**, from the target's distribution after the last draft
-# token. So every round adds at least one token.
-#
-# A uniform `u` in [0, 1) accepts `x` if `u · q(x) < p(x)`, which has probability `min(1, p(x) / q(x))`. The library
-# samples a token with two uniforms: the first one chooses a group of 64 tokens, the second one chooses a token in the
-# group. A cumulative sum over the whole vocabulary would have larger rounding errors
-# ([design notes](../docs/design.md)). The cell applies the rule in numpy to one draft with 512 sets of uniforms. It
-# compares the result with `e3.verify`, which is compiled and handles batches and trees.
-
+# The cell applies your round to this draft with 512 sets of uniforms. It compares the result with `e3.verify`, which is
+# compiled and handles batches and trees.
 
 # %%
-def invert(masses, uniform):
-    return int(np.searchsorted(np.cumsum(masses), uniform * masses.sum(), side="right"))
-
-
-def draw(p, uniforms):
-    group = invert(p.reshape(64, 64).sum(axis=1), uniforms[0])
-    return 64 * group + invert(p.reshape(64, 64)[group], uniforms[1])
-
-
-def play(tokens, p, q, accept, choose):
-    for k, x in enumerate(tokens):
-        if not accept[k] * q[k, x] < p[k, x]:
-            return [*tokens[:k], draw(np.maximum(p[k] - q[k], 0), choose)]  # the correction
-    return [*tokens, draw(p[len(tokens)], choose)]  # the bonus
-
-
 ROWS = 512
 uniforms = e3.uniforms(jax.random.split(jax.random.key(1), ROWS), K + 1 + e3.num_digits(V))
 accept = uniforms[:, : K + 1]
@@ -201,13 +347,13 @@ def added_by_library(draft):
 
 def added_by_hand(q):
     pairs = zip(np.asarray(accept), np.asarray(choose), strict=True)
-    return [play(drafted.tolist(), p, q, a[1:], c) for a, c in pairs]
+    return [verify_chain(drafted.tolist(), p, q, a[1:], c) for a, c in pairs]
 
 
 ours = added_by_hand(q)
 library = added_by_library(chain)
 print("accepted tokens:", dict(sorted(Counter(len(row) - 1 for row in ours).items())))
-assert ours == library, "numpy and e3.verify make the same decisions"
+assert ours == library, "your round and e3.verify make the same decisions"
 
 # %% [markdown]
 # Every position has its own pair of distributions. It is reached only if all tokens before it were accepted. So the
@@ -217,6 +363,7 @@ assert ours == library, "numpy and e3.verify make the same decisions"
 # %%
 chance = np.minimum(1, p[np.arange(K), drafted] / q[np.arange(K), drafted])
 reach = np.cumprod(chance)
+assert chance.max() < 0.98, "every one of the three tokens can be rejected"
 for k in range(K):
     seen = np.mean([len(row) > k + 1 for row in library])
     noise = sqrt(reach[k] * (1 - reach[k]) / ROWS)
@@ -262,12 +409,12 @@ plt.show()
 #
 # A text generated round by round has *exactly* the distribution of the target. The cell proves this for a small
 # example in rational numbers: a vocabulary of four tokens, `K = 2`, and a different `p` and `q` after every prefix.
-# `outcomes_of_round` computes the probability of every outcome of one round. The oracle of the test suite chains rounds
-# until four tokens are generated: two draft tokens, their bonus, and one token of the next round.
+# `outcomes_of_round` computes the probability of every outcome of one round. `by_rounds` chains rounds until four tokens
+# are generated: two draft tokens, their bonus, and one token of the next round.
 
 
 # %%
-def distributions_after(name, size=4):
+def distributions_named(name, size=4):
     """A different distribution after every prefix, in rational numbers."""
 
     @functools.cache
@@ -278,15 +425,20 @@ def distributions_after(name, size=4):
     return after
 
 
-P = distributions_after("target")
-Q = distributions_after("draft")
+def exact_residual(p, q):
+    missing = [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
+    return [mass / sum(missing) for mass in missing]
+
+
+P = distributions_named("target")
+Q = distributions_named("draft")
 
 
 class Rule(NamedTuple):
     """The three decisions of speculative sampling; replace one to inject a bug."""
 
     keep: callable = lambda p, q: min(Fraction(1), p / q)
-    refused: callable = oracle.residual
+    refused: callable = exact_residual
     bonus: callable = lambda p, q: p
 
 
@@ -306,12 +458,35 @@ def outcomes_of_round(rule, prefix, levels=2):
     return dist
 
 
+def by_rounds(rule, horizon):
+    """Distribution of the texts that rounds generate, cut at the horizon."""
+    finished = Counter()
+    running = {(): Fraction(1)}
+    while running:
+        longer = Counter()
+        for prefix, mass in running.items():
+            for added, weight in outcomes_of_round(rule, prefix).items():
+                text = (*prefix, *added)[:horizon]
+                texts = finished if len(text) == horizon else longer
+                texts[text] += mass * weight
+        running = longer
+    return finished
+
+
+def one_by_one(horizon):
+    """Distribution of the target's own texts: p(x1) p(x2 | x1) ..."""
+    texts = {(): Fraction(1)}
+    for _ in range(horizon):
+        texts = {(*text, x): mass * w for text, mass in texts.items() for x, w in enumerate(P(text))}
+    return texts
+
+
 def total_variation(rule, horizon=4):
-    written = oracle.distribution_of_rounds(lambda prefix: outcomes_of_round(rule, prefix), horizon)
-    return oracle.total_variation(written, oracle.autoregressive_distribution(P, horizon))
+    ours = by_rounds(rule, horizon)
+    return sum(abs(mass - ours[text]) for text, mass in one_by_one(horizon).items()) / 2
 
 
-dist = oracle.distribution_of_rounds(lambda prefix: outcomes_of_round(Rule(), prefix), 4)
+dist = by_rounds(Rule(), 4)
 print(f"{len(dist)} texts")
 print("total variation distance from the target's distribution:", total_variation(Rule()))
 assert len(dist) == 4**4 and sum(dist.values()) == 1
@@ -326,10 +501,12 @@ assert total_variation(Rule()) == 0, "exactly, in rational numbers"
 # The enumeration gives the exact distance from the target for five mistakes, by length of the text. A release of
 # transformers contained the third one.
 
+
 # %%
-uniform = lambda p, q: [
-    Fraction(weight > 0, sum(r > 0 for r in oracle.residual(p, q))) for weight in oracle.residual(p, q)
-]
+def uniform(p, q):
+    """All tokens of the residual, with the same probability."""
+    possible = [weight > 0 for weight in exact_residual(p, q)]
+    return [Fraction(weight, sum(possible)) for weight in possible]
 
 
 def softmax_of_residual(p, q):
@@ -406,7 +583,7 @@ for siblings in (1, 2, 3):
     print(f"siblings: {siblings}, one is accepted with probability {float(chance):.3f}")
     assert dist == p1, "exact for any number of siblings"
 wrong, _ = one_level(p1, q1, 2, forget=True)
-assert oracle.total_variation(dict(enumerate(wrong)), dict(enumerate(p1))) > Fraction(1, 100)
+assert sum(abs(a - b) for a, b in zip(wrong, p1, strict=True)) / 2 > Fraction(1, 100)
 
 p0 = np.float64(p[0])
 q0 = np.float64(q[0])
@@ -426,17 +603,18 @@ assert by_rank[0] < by_samples[0] < by_rank[-1], (
 #
 # The enumeration proves the rule. The compiled program needs a test of its own. The next cell samples 40,960 tokens
 # with the compiled code and compares their frequencies with `p` by Pearson's chi-square test. It prints the smallest
-# deviation that the test detects with a probability of 90 %. It also runs the test on an injected bug.
+# deviation that the test detects with a probability of 90 %. It also runs the test on a bug: the draft is sampled at
+# temperature 0.5, but the head declares the distribution of temperature 1.
 
 
 # %%
-def frequencies(chunks=40, rows=1024):
-    """Counts of the first token of a round, drafted from q and verified by e3.verify."""
+def frequencies(sampled_from, chunks=40, rows=1024):
+    """Counts of the first token of a round, verified by e3.verify with the declared distribution q."""
 
     @jax.jit
-    def emit(keys, p, q):
+    def emit(keys, p, q, sampled_from):
         uniforms = e3.uniforms(keys, 2 + 2 * e3.num_digits(V))
-        x = e3.draw(jnp.broadcast_to(q, (rows, V)), uniforms[:, 2:4])
+        x = e3.draw(jnp.broadcast_to(sampled_from, (rows, V)), uniforms[:, 2:4])
         root = jnp.zeros_like(x)
         draft = e3.Draft(
             tokens=jnp.stack([root, x], axis=1),
@@ -449,27 +627,39 @@ def frequencies(chunks=40, rows=1024):
         return jnp.where(verdict.num_accepted > 0, x, verdict.next_token)
 
     keys = jax.random.split(jax.random.key(2), (chunks, rows))
-    return Counter(np.concatenate([np.asarray(emit(key, p[0], q[0])) for key in keys]).tolist())
+    tokens = np.concatenate([np.asarray(emit(key, p[0], q[0], sampled_from)) for key in keys])
+    return np.bincount(tokens, minlength=V)
 
 
-exact = dict(enumerate(np.float64(p[0]) / p[0].sum(dtype=np.float64)))
-right = frequencies()
-with inject_bug(acceptance._walk, "jnp.where(is_child, rejected_p, walk.p)", "walk.p"):
-    again_from_p = frequencies()
+def cells_of(values, expected):
+    """Values of the tokens that are expected ten times or more, and the sum of all others as one cell."""
+    frequent = expected >= 10
+    return np.append(values[frequent], values[~frequent].sum())
 
-fits = {"the rule": goodness_of_fit(right, exact), "resampled from p": goodness_of_fit(again_from_p, exact)}
-for name, fit in fits.items():
-    print(
-        f"{name:20} {fit.draws} samples, {fit.degrees} degrees of freedom, chi-square p = {fit.chi_square:.2g}"
-    )
-visible = smallest_deviation(fits["the rule"].draws, fits["the rule"].degrees, alpha=1e-6)
-print(f"detected with probability 90 %: relative deviation of {visible:.1%} (root mean square)")
-assert fits["the rule"].chi_square > 1e-6, "the compiled rule has the target's distribution"
-assert fits["resampled from p"].chi_square < 1e-6, "the same test detects the injected bug"
+
+cooler = np.float32(q0**2 / (q0**2).sum())  # temperature 0.5
+samples = {"the rule": frequencies(q[0]), "wrong declaration": frequencies(cooler)}
+count = samples["the rule"].sum()
+expected = count * p0 / p0.sum()
+p_values = {}
+for name, counts in samples.items():
+    test = stats.chisquare(cells_of(counts, expected), cells_of(expected, expected))
+    p_values[name] = test.pvalue
+    print(f"{name:20} {counts.sum()} samples, chi-square {test.statistic:.1f}, p = {test.pvalue:.2g}")
+
+degrees = cells_of(expected, expected).size - 1
+limit = stats.chi2.isf(1e-6, degrees)
+strength = optimize.brentq(lambda s: stats.ncx2.sf(limit, degrees, s) - 0.9, 1, 1e4)
+visible = sqrt(strength / count)
+print(
+    f"{degrees} degrees of freedom; detected with probability 90 %: relative deviation of {visible:.1%} (rms)"
+)
+assert p_values["the rule"] > 1e-6, "the compiled rule has the target's distribution"
+assert p_values["wrong declaration"] < 1e-6, "the same test detects the bug"
 assert visible < 0.1
 
 # %% [markdown]
-# ## Exercises
+# ## Questions
 #
 # **1.** For which `q` is every draft rejected? What is the output then?
 #
@@ -503,9 +693,8 @@ assert visible < 0.1
 # %%
 nothing = [Fraction(0), Fraction(1), Fraction(0)]
 everything = [Fraction(1, 2), Fraction(0), Fraction(1, 2)]
-assert one_level(everything, nothing, 1) == (everything, 0), "exercise 1"
+assert one_level(everything, nothing, 1) == (everything, 0), "question 1"
 
-cooler = q0**2 / (q0**2).sum()  # temperature 0.5
 keep = np.minimum(1, np.divide(p0, q0, out=np.ones_like(p0), where=q0 > 0))
 excess = np.maximum(p0 - q0, 0)
 dishonest = cooler * keep + (1 - (cooler * keep).sum()) * excess / excess.sum()
@@ -524,6 +713,7 @@ assert abs(dishonest.sum() - 1) < 1e-9 and lost > 0.02
 # - A text of `K + 2` tokens has the target's distribution, with a total variation distance of exactly 0. Five mistakes
 #   change the distribution. A wrong bonus is invisible before token `K + 1`.
 # - Any number of siblings is exact if each one is verified under the residual of the one before.
-# - The tokens of the compiled rule follow the target's distribution in 40,960 samples. The test detects an injected bug.
+# - The tokens of the compiled rule follow the target's distribution in 40,960 samples. The test detects a draft that
+#   declares a wrong distribution.
 #
 # **Next:** [03](03_eagle3_head.ipynb), the draft head, layer by layer.

@@ -21,9 +21,13 @@
 # - measure what each part of the head contributes;
 # - recognize common mistakes in a port of a head by their effect on acceptance.
 #
-# The notebook runs on a laptop CPU, offline, with the shipped pair: a target of 12 layers and its EAGLE-3 head. Read
+# The notebook takes about two minutes on two CPU cores, offline. It needs only `pip install -e '.[notebooks]'`. It uses
+# the small pair of the package: a target of 12 layers and its EAGLE-3 head. Read
 # [01](01_memory_bound_decoding.ipynb) and [02](02_speculative_sampling.ipynb) first. The method is Li et al., *EAGLE-3*
 # (arXiv 2503.01840). The drawing below shows the whole head.
+#
+# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell below it has an answer.
+# The cell after that checks your function. If you leave the function as it is, the notebook uses the answer.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -37,7 +41,9 @@ import json
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
+import nano_eagle3 as nano  # examples/nano_eagle3.py: the whole method in one file
 import numpy as np
+from exercises import checked
 from pictures.anatomy import eagle3_head
 from pictures.maps import table_map
 from pictures.style import SERIES
@@ -223,10 +229,35 @@ assert difference(fused, theirs) < 1e-5
 # already known. The head pairs `f_t` with this **next** token and predicts the token after it, `x_{t+2}`, at rotary
 # position `t`. Tokens are shifted by one, positions are not. In the last pair the next token is the **root**. The target
 # has chosen the root but has not processed it yet.
+#
+# **Exercise: the pairs.** `ids` are the `T` tokens of the text, `root` is the token that the target has chosen after
+# them.
+
+
+# %%
+def head_tokens(ids, root):
+    """Returns the token that is paired with each of the `T` features, as a list of `T` tokens."""
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def head_tokens_answer(ids, root):
+    return [*ids[1:], root]
+
+
+# %%
+def check_head_tokens(head_tokens):
+    paired = list(head_tokens([11, 12, 13], 99))
+    assert len(paired) == 3, "every feature has one token"
+    assert paired[0] == 12, "the feature after token 11 is paired with the next token, 12"
+    assert paired[2] == 99, "the last feature is paired with the root"
+
+
+head_tokens = checked(head_tokens, head_tokens_answer, check_head_tokens)
 
 # %%
 root = int(jnp.argmax(target.model.unembed(target.params, out.final)[0, -1]))
-shifted = jnp.array([*ids[1:], root])
+shifted = jnp.array(head_tokens(ids, root))
 text = [repr(target.tokenizer.decode([token])) for token in [*ids, root]]
 print(f"{'position t':>10}  {'feature after':>16}  {'paired with':>16}  predicts")
 for t in range(len(ids) - 5, len(ids)):
@@ -240,16 +271,50 @@ for t in range(len(ids) - 5, len(ids)):
 # first**. Only queries, keys and values read the concatenation, so these three matrices have twice the input width. The
 # residual path starts from the fused feature **before** its norm. The embedding has no residual path. The final norm is
 # applied only before the output matrix.
+#
+# **Exercise: the input of attention.** The checkpoint names the two norms `midlayer.input_layernorm.weight` (embedding)
+# and `midlayer.hidden_norm.weight` (feature). `norm(x, weight)` is above.
+
+
+# %%
+def head_input(embedded, stream, w):
+    """Returns the input of the head's attention, `[T, 2D]`.
+
+    Args:
+        embedded: Embeddings of the paired tokens, `[T, D]`.
+        stream: Fused features, or the head's own outputs, `[T, D]`.
+        w: Weights by their names.
+    """
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def head_input_answer(embedded, stream, w):
+    of_token = norm(embedded, w["midlayer.input_layernorm.weight"])
+    of_feature = norm(stream, w["midlayer.hidden_norm.weight"])
+    return jnp.concatenate([of_token, of_feature], axis=-1)
+
+
+# %%
+def check_head_input(head_input):
+    embedded, stream = jax.random.normal(jax.random.key(0), (2, 3, 8)) * jnp.array([1.0, 20.0])[:, None, None]
+    names = ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight")
+    small = dict(zip(names, 1 + jax.random.uniform(jax.random.key(1), (2, 8)), strict=True))
+    x = head_input(embedded, stream, small)
+    assert x.shape == (3, 16), "embedding and feature are concatenated, so the width is 2 D"
+    token = nano.rms_norm(embedded, small[names[0]], 1e-5)
+    feature = nano.rms_norm(stream, small[names[1]], 1e-5)
+    assert jnp.allclose(x[:, :8], token, atol=1e-4), "the first half is the embedding after its own norm"
+    assert jnp.allclose(x[:, 8:], feature, atol=1e-4), "the second half is the feature after its own norm"
+
+
+head_input = checked(head_input, head_input_answer, check_head_input)
 
 
 # %%
 def head_step(token_ids, stream, positions, past=None):
-    embedded = tw["model.embed_tokens.weight"][token_ids]
-    both = [
-        norm(embedded, w["midlayer.input_layernorm.weight"]),
-        norm(stream, w["midlayer.hidden_norm.weight"]),
-    ]
-    added, keys_values = attend(jnp.concatenate(both, axis=-1), w, "midlayer.self_attn", positions, past)
+    x = head_input(tw["model.embed_tokens.weight"][token_ids], stream, w)
+    added, keys_values = attend(x, w, "midlayer.self_attn", positions, past)
     x = stream + added
     return x + mlp(norm(x, w["midlayer.post_attention_layernorm.weight"]), w, "midlayer.mlp"), keys_values
 
@@ -282,11 +347,34 @@ for name, ours, theirs in (
 # The output matrix covers the 2,048 most frequent of the target's 4,096 tokens. `d2t` maps a draft id to a target id as
 # an **offset**: `target = draft + d2t[draft]`. `t2d` marks the target tokens that can be drafted. Inference does not
 # need `t2d`. In memory the library keeps absolute ids.
+#
+# **Exercise: target ids.**
+
+
+# %%
+def to_target(draft_ids, d2t):
+    """Returns the target ids of draft ids. `d2t` is the array of the checkpoint, `[W]`."""
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def to_target_answer(draft_ids, d2t):
+    return draft_ids + d2t[draft_ids]
+
+
+# %%
+def check_to_target(to_target):
+    d2t = np.array([0, 0, 5, 5])  # draft ids 0 to 3 are the target's tokens 0, 1, 7 and 8
+    assert to_target(np.array([2]), d2t)[0] == 7, "draft id 2 has the offset 5, so it is target id 7"
+    assert np.array_equal(to_target(np.array([3, 0, 1]), d2t), [8, 0, 1]), "draft ids 3, 0, 1 are 8, 0, 1"
+
+
+to_target = checked(to_target, to_target_answer, check_to_target)
 
 # %%
 d2t = np.array(checkpoint["d2t"])
 t2d = np.array(checkpoint["t2d"])
-absolute = np.arange(len(d2t)) + d2t
+absolute = to_target(np.arange(len(d2t)), d2t)
 assert np.array_equal(absolute, drafter.params["draft_to_target"]) and np.array_equal(
     absolute, np.flatnonzero(t2d)
 )
@@ -305,24 +393,104 @@ for draft_id in best.tolist():
 # - The head's own output replaces the feature: **before** the final norm, and without `fc`.
 # - The drafted token replaces the next token.
 #
-# The position increases by one, and the keys and values of the step are appended to the cache. The chain is equal to
-# that of the library's `propose`.
+# The position increases by one, and the keys and values of the step are appended to the cache.
+#
+# **Exercise: the draft loop.** `run` is one step of the head. It handles positions and cache.
+
 
 # %%
-stream = output[-1:]
-past = known
-drafted = []
-for depth in range(drafter.drafter.max_depth):
-    drafted.append(int(absolute[jnp.argmax(draft_logits(stream[-1]))]))
-    stream, step = head_step(jnp.array(drafted[-1:]), stream, jnp.array([len(ids) + depth]), past)
-    past = step
+def draft_chain(run, output, logits, length, d2t):
+    """Drafts a chain greedily: returns `length` target ids.
 
+    Args:
+        run: `run(token, stream, depth)` returns the head's output and its draft logits after a token. `depth` is 0 for
+            the first draft token.
+        output: The head's output at the root.
+        logits: Draft logits at the root, `[W]`; the first draft token follows from them.
+        length: Number of draft tokens.
+        d2t: Offsets of the draft vocabulary.
+    """
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def draft_chain_answer(run, output, logits, length, d2t):
+    drafted = []
+    for depth in range(length):
+        best = int(jnp.argmax(logits))
+        drafted.append(best + int(d2t[best]))
+        if depth + 1 < length:
+            output, logits = run(drafted[-1], output, depth)
+    return drafted
+
+
+# %%
+def check_draft_chain(draft_chain):
+    calls = []
+
+    def run(token, stream, depth):
+        calls.append((int(token), float(stream), depth))
+        return 10 * stream + token, np.roll([3.0, 2.0, 1.0, 0.0], depth + 1)
+
+    drafted = list(draft_chain(run, 0.5, np.array([1.0, 2.0, 3.0, 0.0]), 3, np.array([0, 0, 5, 5])))
+    assert drafted[0] == 7, "the logits at the root choose draft id 2, which is target id 7"
+    assert calls[0] == (7, 0.5, 0), (
+        "the first step reads the target id and the output at the root, at depth 0"
+    )
+    assert calls[1][1] == 12, "the second step reads the output of the first step"
+    assert calls[1] == (1, 12, 1), "the second step reads the second draft token, at depth 1"
+    assert drafted == [7, 1, 7], "every later token follows from the logits of the step before it"
+
+
+draft_chain = checked(draft_chain, draft_chain_answer, check_draft_chain)
+
+# %% [markdown]
+# The next cell runs your loop with the head that you have computed by hand. The chain is equal to that of the library's
+# `propose`, and to that of `draft_chain` in [nano_eagle3.py](../examples/nano_eagle3.py).
+
+# %%
+K = drafter.drafter.max_depth
+
+
+def with_cache():
+    """One step of the head, with a cache that starts with the pairs of the text."""
+    caches = [known]
+
+    def run(token, stream, depth):
+        output, cache = head_step(jnp.array([token]), stream, jnp.array([len(ids) + depth]), caches[-1])
+        caches.append(cache)
+        return output, draft_logits(output[-1])
+
+    return run
+
+
+at_root = draft_logits(output[-1])
+drafted = draft_chain(with_cache(), output[-1:], at_root, K, d2t)
 proposed = drafter.drafter.propose(
     drafter.params, state, jax.random.split(jax.random.key(0), 1), e3.SamplingParams()
 )
+nano_step = with_cache()
+
+
+def run_level(tokens, stream, depth, mask):
+    output, logits = nano_step(tokens[0], stream, depth)
+    return output, logits[None]
+
+
+in_one_file = nano.draft_chain(
+    run_level,
+    output[-1:],
+    at_root[None],
+    nano.Shape(K),
+    jnp.array(absolute),
+    target.vocab_size,
+    jnp.array(root),
+    0.0,
+    jnp.zeros((K, nano.num_digits(len(d2t)))),
+)
 print("by hand:     ", drafted, repr(target.tokenizer.decode(drafted)))
 print("the library: ", proposed.tokens[0, 1:].tolist(), " after the root", text[-1])
-assert drafted == proposed.tokens[0, 1:].tolist()
+assert drafted == proposed.tokens[0, 1:].tolist() == in_one_file.tokens[1:].tolist()
 
 # %% [markdown]
 # This is all of EAGLE-3 except draft trees. Notebook [05](05_draft_trees.ipynb) adds them.
@@ -610,7 +778,7 @@ plt.show()
 # Compare features and draft logits with a reference. Acceptance rates are not enough. The tests of this library compare
 # with recorded runs of the official code and of vLLM.
 #
-# ## Exercises
+# ## Questions
 #
 # **1.** The head's attention reads twice the width of a layer of the target. Does a token take twice the cache?
 #
@@ -642,9 +810,9 @@ plt.show()
 # </details>
 
 # %%
-assert known[0].shape == (len(ids), KV_HEADS, SIZE)  # exercise 1
+assert known[0].shape == (len(ids), KV_HEADS, SIZE)  # question 1
 most = 1 + (stats.num_accepted_tokens + K * len(outside)) / stats.num_drafts
-print(f"exercise 2: at most {most:.2f}, measured {stats.mean_acceptance_length:.2f}")
+print(f"question 2: at most {most:.2f}, measured {stats.mean_acceptance_length:.2f}")
 assert most < stats.mean_acceptance_length + 0.1
 
 # %% [markdown]
@@ -654,7 +822,7 @@ assert most < stats.mean_acceptance_length + 0.1
 # - Features are the inputs of layers `2, L//2, L−3`, before any norm. Those computed by hand and those of the library
 #   agree to 10⁻⁵.
 # - `fc`, the layer, its cache, the draft logits, `d2t`, and a chain of draft tokens computed by hand equal
-#   the library's.
+#   the library's. The chain equals that of `nano_eagle3.py`.
 # - Every part is used, the high feature contributes most, and the text never changes.
 # - Each draft step without the target's features lowers the share of correct tokens. The draft vocabulary covers nearly
 #   all of the generated text.

@@ -21,23 +21,29 @@
 # - show that a rejected draft changes no later result, bit for bit;
 # - check that caches are updated in place and that a program compiles once.
 #
-# The notebook runs on a laptop CPU, offline, in a checkout of the repository. Read
-# [01](01_memory_bound_decoding.ipynb), [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) first.
+# The notebook takes about two minutes on two CPU cores, offline. It needs only `pip install -e '.[notebooks]'`. It uses
+# the small pair of the package. Read [01](01_memory_bound_decoding.ipynb), [02](02_speculative_sampling.ipynb) and
+# [03](03_eagle3_head.ipynb) first.
+#
+# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell below it has an answer.
+# The cell after that checks your function. If you leave the function as it is, the notebook uses the answer.
 
 # %% tags=["hide-input"]
 import first_cell
 
-first_cell.start(repository=True)
+first_cell.start()
 
 import dataclasses
 import json
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import jaxtyping
 import matplotlib.pyplot as plt
+import nano_eagle3 as nano  # examples/nano_eagle3.py: the whole method in one file
 import numpy as np
-from mutants import inject_bug  # tests/helpers/mutants.py: injected bugs
+from exercises import checked
 from pictures.slots import COMMITTED, EMPTY, NEW, REFUSED, moved, slot_map
 
 import eagle3_jax as e3
@@ -177,6 +183,47 @@ plt.show()
 # - **observe**: the head runs over the committed pairs again, with the target's features. This overwrites the slots
 #   written by `propose`. Then the head's `length` increases.
 #
+# **Exercise: the mask of verification.** The block has `T` tokens: the root and the draft. Token `t` of the block is
+# written to slot `length + t`. It attends to all committed slots, and to the tokens of the block that `block` allows. For a
+# chain, `block` is the causal mask; notebook [05](05_draft_trees.ipynb) has the one of a tree.
+
+
+# %%
+def cache_mask(length, block, capacity):
+    """Returns the slots that each token of the block attends to, `[T, capacity]` of booleans.
+
+    Args:
+        length: Number of committed slots.
+        block: `[T, T]`, the tokens of the block that each token attends to.
+        capacity: Number of slots of the cache.
+    """
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def cache_mask_answer(length, block, capacity):
+    mask = np.zeros((len(block), capacity), bool)
+    mask[:, :length] = True
+    mask[:, length : length + len(block)] = block
+    return mask
+
+
+# %%
+def check_cache_mask(cache_mask):
+    for length, size in ((5, 3), (0, 4), (9, 1)):
+        block = np.tril(np.ones((size, size), bool))
+        mask = np.asarray(cache_mask(length, block, 12))
+        assert mask.shape == (size, 12), "a row for each token of the block, a column for each slot"
+        assert mask[:, :length].all(), "every token attends to all committed slots"
+        assert not mask[:, length + size :].any(), "no token attends to a slot after the block"
+        assert np.array_equal(mask[:, length : length + size], block), "in the block, `block` decides"
+        theirs = nano.cache_mask(length, jnp.array(block), 12)
+        assert np.array_equal(mask, theirs), "cache_mask of nano_eagle3.py is another mask"
+
+
+cache_mask = checked(cache_mask, cache_mask_answer, check_cache_mask)
+
+# %% [markdown]
 # There is no rollback. A rejected draft token is in a slot past `length`, and the next round overwrites it. The plot
 # shows up to twelve rounds.
 
@@ -280,6 +327,46 @@ for name, ours, theirs in (
 # The nodes of a tree are written to consecutive slots, in the order of their numbers. The accepted path is usually not
 # at the front. `commit` moves it to the front: it reads all slots of the path, then writes them. The rotary position of
 # a node is `length + depth`, so siblings share a position. After the move, slot and position agree again.
+#
+# **Exercise: the commit.** The target has written node `i` to slot `length + i`. The accepted path starts with the root,
+# node 0. Slots after the new length may hold anything.
+
+
+# %%
+def commit(keys, length, path):
+    """Returns the keys after a commit, and the new length.
+
+    Args:
+        keys: `[S, ...]`, one layer of the cache of one text.
+        length: Number of committed slots before the round.
+        path: Accepted nodes from the root on, in order, such as `[0, 2, 5]`.
+    """
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def commit_answer(keys, length, path):
+    after = keys.copy()
+    after[length : length + len(path)] = keys[length + np.array(path)]
+    return after, length + len(path)
+
+
+# %%
+def check_commit(commit):
+    keys = np.arange(20.0)[:, None] * np.ones(2)  # slot s holds the number s
+    for length, path in ((6, [0, 2, 5]), (6, [0]), (0, [0, 1, 2, 3]), (10, [0, 4, 6, 9])):
+        after, new_length = commit(keys.copy(), length, path)
+        slots = np.asarray(after)[:new_length, 0].astype(int).tolist()
+        assert new_length == length + len(path), "the root and the accepted nodes are committed"
+        assert slots[:length] == list(range(length)), "committed slots do not change"
+        expected = [length + node for node in path]
+        assert slots[length:] == expected, f"path {path}, length {length}: slots {expected} move to the front"
+
+
+commit = checked(commit, commit_answer, check_commit)
+
+# %% [markdown]
+# The next cell takes a round of a real tree. It compares your commit with the library's, in every layer.
 
 # %%
 TREE = e3.DynamicTree(num_nodes=16, max_depth=5, top_k=4)
@@ -305,10 +392,14 @@ committed = saved.cache.commit(
 )
 n = int(saved.cache.length[row])
 for written, layer in zip(out.written, committed.layers, strict=True):
-    for offset, node in enumerate(path):
-        assert np.array_equal(layer.keys[row, :, n + offset], written.keys[row, :, n + node]), (
-            "the bits do not change"
-        )
+    keys, new_length = commit(np.asarray(written.keys[row]).swapaxes(0, 1), n, path)
+    library = np.asarray(layer.keys[row]).swapaxes(0, 1)
+    assert np.array_equal(keys[:new_length], library[:new_length]), (
+        "your commit and the library's, bit for bit"
+    )
+    assert np.array_equal(library[n:new_length], np.asarray(written.keys)[row, :, n + np.array(path)]), (
+        "the bits do not change"
+    )
 level = np.asarray(depths(mask))[row]
 places = np.asarray(played.positions)[row]
 assert np.array_equal(places, n + level), "position = length + depth"
@@ -410,8 +501,17 @@ for name, (big, small, kind) in ({"shipped pair": shipped} | named).items():
 long = [target.tokenizer.encode(row["prompt"]).ids for row in rows[::8]]
 plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(long, max_new_tokens=61)
 tree_text = trees.generate(long, max_new_tokens=61)
-with inject_bug(KeyValues.commit, "compact_accepted(buffer, length, count, nodes)", "buffer"):
+
+
+def commit_by_length(self, written, length, count, nodes=None):
+    """The bug: the slots stay where they were written."""
+    return KeyValues(keys=written.keys, values=written.values)
+
+
+with mock.patch.object(KeyValues, "commit", commit_by_length):
+    jax.clear_caches()  # compiled programs contain the right commit
     by_length = trees.generate(long, max_new_tokens=61)
+jax.clear_caches()
 
 
 def parted(tokens):
@@ -428,15 +528,28 @@ assert parted(by_length.tokens).count(None) <= len(long) // 2 < parted(tree_text
 )
 
 # %% [markdown]
-# **Skipping `observe` for accepted tokens.** The injected bug feeds the head its own last output instead of the
-# target's features, for all pairs of a round except the first. The text does not change, τ falls.
+# **Skipping `observe` for accepted tokens.** The drafter below gives the head the feature of the first pair for all
+# pairs of a round. The text does not change, τ falls.
+
 
 # %%
-TRUE = "head.fuse(seen.features)"
-STALE = f"{TRUE} if count > {K + 1} else jnp.where(jnp.arange(count)[None, :, None] > 0, state.output[:, None], {TRUE})"
+class StaleFeatures(Eagle3Drafter):
+    def observe(self, params, state, seen):
+        if seen.tokens.shape[1] == K + 1:  # a round; the prefill has more tokens
+            first = seen.features[:, :1]
+            seen = seen.replace(features=jnp.broadcast_to(first, seen.features.shape))
+        return super().observe(params, state, seen)
+
+
+def decoder_with(drafter_class):
+    """The same head in another drafter."""
+    fields = {field.name: getattr(drafter.drafter, field.name) for field in dataclasses.fields(Eagle3Drafter)}
+    loaded = e3.LoadedDrafter(drafter_class(**fields), drafter.params)
+    return e3.SpeculativeDecoder(target, loaded, num_speculative_tokens=K, stop_tokens=())
+
+
 right = decoder.generate(long, max_new_tokens=61)
-with inject_bug(Eagle3Drafter.observe, TRUE, STALE):
-    stale = decoder.generate(long, max_new_tokens=61)
+stale = decoder_with(StaleFeatures).generate(long, max_new_tokens=61)
 print(
     f"τ {right.stats.mean_acceptance_length:.2f}, without the target's features {stale.stats.mean_acceptance_length:.2f}"
 )
@@ -464,10 +577,7 @@ class KeepsGuesses(Eagle3Drafter):
         return after.replace(cache=after.cache.replace(layers=layers))
 
 
-fields = {field.name: getattr(drafter.drafter, field.name) for field in dataclasses.fields(Eagle3Drafter)}
-keeps = e3.LoadedDrafter(KeepsGuesses(**fields), drafter.params)
-keeping = e3.SpeculativeDecoder(target, keeps, num_speculative_tokens=K, stop_tokens=())
-kept_state = finished(keeping, prompts, max_new_tokens=40)
+kept_state = finished(decoder_with(KeepsGuesses), prompts, max_new_tokens=40)
 taus = []
 gaps = []
 for name, finished_state in (("observed again", clean), ("draft entries", kept_state)):
@@ -496,7 +606,7 @@ else:
     raise AssertionError("a consumed state was accepted")
 
 # %% [markdown]
-# ## Exercises
+# ## Questions
 #
 # **1.** Eight prompts of 300 tokens, 200 new tokens each, K = 5, float32: how long are the rows of the caches, and
 # how much memory do the caches of the shipped pair take?
@@ -539,7 +649,7 @@ big, small, kind = named["Llama-3.3-70B"]
 plan = Deployment(target=big, head=small, accelerator=accelerator_named("H200"), cache=kind)
 ours = plan.cache_bytes_per_token(big)
 extra = plan.cache_bytes_per_token(small)
-print(f"exercise 3: {extra / (ours + extra):.1%}")
+print(f"question 3: {extra / (ours + extra):.1%}")
 assert abs(extra / (ours + extra) - 1 / 81) < 1e-9
 
 # %% [markdown]
@@ -550,6 +660,7 @@ assert abs(extra / (ours + extra) - 1 / 81) < 1e-9
 # - Slots past `length` are never read. Other values in them change no token and no bit.
 # - The keys and values of a chain equal those of plain decoding in blocks of the same shape, bit for bit. They equal
 #   those of a fresh prefill to 10⁻⁴.
+# - The mask of verification equals that of `nano_eagle3.py`. The commit written by hand equals the library's, bit for bit.
 # - `commit` moves the path of a tree without changing its bits. Nodes of one level share a rotary position.
 # - Both caches are updated in place, and one set of programs serves all prompts of a size class.
 # - The head's cache has the size of one layer of the target's. The formula gives the size of the real buffers.

@@ -20,10 +20,15 @@
 # - build the dynamic tree of EAGLE-2, level by level, equal to the library's draft;
 # - read an ancestor mask, and name the position of each node;
 # - classify every node of a round as accepted, rejected or never visited;
-# - compare the gain of a larger tree (τ) with its cost (v).
+# - compare the gain of a larger tree (τ) with its cost (v);
+# - write the loop that joins all parts, and compare it with a decoder in one file.
 #
-# The notebook runs on a laptop CPU, offline, with the shipped pair. Read [01](01_memory_bound_decoding.ipynb),
-# [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) first.
+# The notebook takes two to three minutes on two CPU cores. It needs only `pip install -e '.[notebooks]'`. It uses the
+# small pair of the package, and for one picture the chat model, which is downloaded once (93 MB). Read [01](01_memory_bound_decoding.ipynb), [02](02_speculative_sampling.ipynb) and
+# [03](03_eagle3_head.ipynb) first.
+#
+# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell below it has an answer.
+# The cell after that checks your function. If you leave the function as it is, the notebook uses the answer.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -31,12 +36,17 @@ import first_cell
 first_cell.start()
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
+import nano_eagle3 as nano  # examples/nano_eagle3.py: the whole method in one file
 import numpy as np
+from chat import load_chat
+from exercises import checked
 from pictures import style, trees
+from pictures.moving import Moving
 
 import eagle3_jax as e3
 from eagle3_jax.bench import trace
@@ -118,6 +128,49 @@ print(f"{len(rounds)} rounds for {NEW} tokens; tokens per round: {lengths}")
 # The library runs the head on a level in one forward pass, with a tree mask over its cache. In this notebook every node
 # is a row with the whole text before it, without a cache or a tree mask. `run_head` runs the network. All other code is
 # numpy.
+#
+# **Exercise: step 4.** `scores` and `parents` describe the pool, in the order in which its nodes were scored. A parent of
+# −1 is the root. In the draft, the root is node 0 and the kept nodes follow it. So their parents get new numbers. Of equal
+# scores, the earlier node is kept.
+
+
+# %%
+def keep_best(scores, parents, count):
+    """Returns the kept pool indices in ascending order, and the parents of the kept nodes in the draft.
+
+    Args:
+        scores: Scores of the pool, `[P]`.
+        parents: Pool indices of the parents, `[P]`; −1 is the root.
+        count: Number of nodes to keep, without the root.
+    """
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def keep_best_answer(scores, parents, count):
+    chosen = np.sort(np.argsort(-np.asarray(scores), kind="stable")[:count])
+    number = {-1: 0} | {int(entry): node for node, entry in enumerate(chosen, start=1)}
+    return chosen, np.array([number[int(parents[entry])] for entry in chosen])
+
+
+# %%
+def check_keep_best(keep_best):
+    parents = np.array([-1, -1, -1, 0, 0, 2, 3, 5])
+    scores = np.array([-0.5, -2.0, -1.0, -0.7, -1.0, -1.2, -0.9, -3.0])
+    chosen, new_parents = keep_best(scores, parents, 5)
+    assert len(chosen) == len(new_parents) == 5, "five nodes are kept"
+    assert set(np.asarray(chosen).tolist()) == {0, 2, 3, 4, 6}, (
+        "the five highest scores are those of 0, 2, 3, 4, 6"
+    )
+    assert list(chosen) == [0, 2, 3, 4, 6], "kept nodes stay in the order in which they were scored"
+    assert list(new_parents) == [0, 0, 1, 1, 3], (
+        "parents are numbers of the draft: node 3 of the pool is node 3"
+    )
+    chosen, _ = keep_best(np.array([-1.0, -1.0, -1.0]), np.array([-1, 0, 1]), 2)
+    assert list(chosen) == [0, 1], "of equal scores, the earlier node is kept"
+
+
+keep_best = checked(keep_best, keep_best_answer, check_keep_best)
 
 # %%
 SIZE = len(prompt) + NEW + TREE.max_depth + 8  # room for text and guesses: one shape, one compilation
@@ -188,11 +241,10 @@ def dynamic_tree(known, topology):
         frontier = start + best(np.array([entry[0] for entry in pool[start:]]), topology.top_k)
         rows = (frontier - start) // topology.top_k
     scores = np.array([entry[0] for entry in pool])
-    chosen = np.sort(best(scores, topology.num_nodes - 1))
-    number = {-1: 0} | {int(entry): node for node, entry in enumerate(chosen, start=1)}
+    chosen, parents = keep_best(scores, np.array([entry[2] for entry in pool]), topology.num_nodes - 1)
     return {
         "tokens": np.array([known[-1], *(pool[entry][1] for entry in chosen)]),
-        "parents": np.array([-1, *(number[pool[entry][2]] for entry in chosen)]),
+        "parents": np.array([-1, *parents]),
         "score": np.array([0.0, *scores[chosen]]),
         "q": np.exp([0.0, *(pool[entry][3] for entry in chosen)]),
         "pool": np.sort(scores)[::-1],
@@ -223,10 +275,45 @@ for built in by_hand:
 #
 # The target verifies all 60 nodes in one forward pass. Each node may attend to the text, its ancestors and itself. Its
 # *position* is the root's position plus its depth. So all nodes of a level share a position.
+#
+# **Exercise: the ancestor mask.** A parent has a lower number than its children.
+
+
+# %%
+def ancestors(parents):
+    """Returns which nodes each node attends to, `[N, N]` of booleans. `parents` is `[N]`, with −1 at the root."""
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def ancestors_answer(parents):
+    mask = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
+
+
+# %%
+def check_ancestors(ancestors):
+    parents = np.array([-1, 0, 0, 1, 1, 2, 3])
+    mask = np.asarray(ancestors(parents))
+    assert mask.shape == (7, 7), "a row and a column for each node"
+    assert mask.diagonal().all(), "every node attends to itself"
+    assert not np.triu(mask, 1).any(), "no node attends to a later one"
+    assert not mask[2, 1], "node 2 does not attend to its sibling, node 1"
+    assert mask[6, 1] and mask[6, 0], "node 6 attends to all its ancestors: 3, 1 and 0"
+    theirs = nano.ancestors(jnp.array(parents), 3)
+    assert np.array_equal(mask, theirs), "ancestors of nano_eagle3.py is another mask"
+
+
+ancestors = checked(ancestors, ancestors_answer, check_ancestors)
 
 # %%
 round_ = max(rounds, key=lambda round_: len(round_["path"]))
-mask = np.asarray(ancestor_mask(jnp.asarray(round_["parents"])[None], TREE.max_depth))[0]
+mask = np.asarray(ancestors(round_["parents"]))
+library = ancestor_mask(jnp.asarray(round_["parents"])[None], TREE.max_depth)[0]
+assert np.array_equal(mask, library), "your mask and the library's"
 level = np.asarray(depths(jnp.asarray(mask)[None]))[0]
 pieces = [tokenizer.decode([int(token)]) for token in round_["tokens"]]
 assert (round_["positions"] == len(round_["known"]) - 1 + level).all(), (
@@ -256,6 +343,49 @@ trees.mask_map(
 # after an accepted sibling and below a rejected node are **never visited**. If no child equals the target's choice, the
 # target adds its choice as a *correction*. If there was no child, this token is a *bonus*.
 #
+# **Exercise: the accepted path.** `choice` has the target's most likely token after each node.
+
+
+# %%
+def accepted_path(tokens, parents, choice):
+    """Returns the accepted nodes below the root, in order.
+
+    Args:
+        tokens: `[N]`, tokens of the draft; node 0 is the root.
+        parents: `[N]`, with −1 at the root.
+        choice: `[N]`, the token that the target chooses after each node.
+    """
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def accepted_path_answer(tokens, parents, choice):
+    path = []
+    current = 0
+    for node in range(1, len(tokens)):
+        if parents[node] == current and tokens[node] == choice[current]:
+            path.append(node)
+            current = node
+    return path
+
+
+# %%
+def check_accepted_path(accepted_path):
+    parents = np.array([-1, 0, 0, 1, 1, 2, 2])
+    tokens = np.array([9, 4, 5, 6, 7, 6, 8])
+    for choice, expected in (
+        ([5, 0, 8, 0, 0, 0, 3], [2, 6]),  # node 2, then node 6; the target adds token 3, a bonus
+        ([4, 7, 0, 0, 1, 0, 0], [1, 4]),
+        ([5, 6, 1, 0, 0, 0, 0], [2]),  # node 3 has token 6, but its parent is not accepted
+        ([3, 6, 6, 0, 0, 0, 0], []),  # no child of the root is right
+    ):
+        path = [int(node) for node in accepted_path(tokens, parents, np.array(choice))]
+        assert path == expected, f"choices {choice}: the path is {expected}, not {path}"
+
+
+accepted_path = checked(accepted_path, accepted_path_answer, check_accepted_path)
+
+# %% [markdown]
 # One forward pass over the text and the tree, without a cache, gives the target's probability `p` of each node. Move the
 # slider through the rounds. Hover over a node for its `p`, `q` and score.
 
@@ -291,7 +421,9 @@ for round_ in rounds:
     round_["p"] = probs[np.maximum(round_["parents"], 0), round_["tokens"]]
     round_["argmax"] = probs.argmax(axis=1)
     round_["status"] = trees.statuses(round_["parents"], round_["path"])
-    end = round_["path"][-1] if round_["path"] else 0
+    path = accepted_path(round_["tokens"], round_["parents"], round_["argmax"])
+    assert path == round_["path"], "your path and the library's"
+    end = path[-1] if path else 0
     assert round_["argmax"][end] == round_["next"], "the added token is the target's choice"
     for node, status in enumerate(round_["status"]):
         chosen = round_["tokens"][node] == round_["argmax"][max(round_["parents"][node], 0)]
@@ -331,6 +463,58 @@ trees.interactive_rounds(pictures)
 
 # %% [markdown]
 # Most nodes are never visited. The drafter does not know the branch that the target will take.
+#
+# ## One round of a chat model, step by step
+#
+# The chat model answers a question with a tree of twelve nodes. The cell takes the round that accepted most nodes. Step
+# through it: propose, mask, verify, accept, commit.
+
+# %%
+QUESTION = "Give me one tip for learning a language."
+chat_target, chat_head, chat_prompts = load_chat([QUESTION], ["def read_config(path):\n"])
+chat_tree = e3.DynamicTree(num_nodes=12, max_depth=4, top_k=3)
+chat_decoder = e3.SpeculativeDecoder(chat_target, chat_head, tree=chat_tree)
+state = chat_decoder.prefill(chat_prompts, max_new_tokens=40)
+played = []
+while bool(state.running[0]):
+    text = np.asarray(state.tokens[0, : int(state.length[0]) - 1])
+    latest = chat_decoder.step(state)
+    state = latest.state
+    played.append((text, np.asarray(latest.draft.tokens[0]), np.asarray(latest.draft.parents[0]), latest))
+text, nodes, parents, latest = max(played, key=lambda entry: int(entry[-1].verdict.num_accepted[0]))
+
+
+def choices_after(model, text, nodes, parents):
+    """The target's choice after every node of a tree, in one pass over text and tree."""
+    count = len(text)
+    mask = np.tril(np.ones((count + len(nodes), count + len(nodes)), bool))
+    mask[count:, count:] = ancestors(parents)
+    positions = np.concatenate([np.arange(count), count + ancestors(parents).sum(axis=1) - 1])
+    tokens = np.concatenate([text, nodes]).astype(np.int32)
+    final = model.model(model.params, tokens[None], positions[None].astype(np.int32), mask[None]).final
+    return np.asarray(jnp.argmax(model.model.unembed(model.params, final[0, count:]), axis=-1))
+
+
+chat_choice = choices_after(chat_target, text, nodes, parents)
+chat_path = accepted_path(nodes, parents, chat_choice)
+print("the text so far:", repr(chat_target.tokenizer.decode(text[len(chat_prompts[0]) :])))
+print(f"{len(chat_path)} draft tokens are accepted")
+assert chat_path == [int(node) for node in latest.verdict.path[0] if node >= 0], "your path and the library's"
+
+# %% tags=["hide-input"]
+texts_of = lambda ids: [chat_target.tokenizer.decode([int(token)]) for token in ids]
+Moving(
+    "draft_tree",
+    {
+        "tokens": texts_of(nodes),
+        "parents": parents.tolist(),
+        "ids": nodes.tolist(),
+        "choices": texts_of(chat_choice),
+        "choice_ids": chat_choice.tolist(),
+        "length": len(text),
+        "title": "One round with a draft tree",
+    },
+)
 #
 # ## Static and dynamic trees: τ by number of nodes
 #
@@ -496,6 +680,211 @@ assert abs(deviation) < 4, "the number of accepted children agrees with Σ p"
 assert sums.sum() > 1.5 * first_only, "siblings are accepted much more often than the first one alone"
 
 # %% [markdown]
+# ## All parts together: the loop
+#
+# A round has five steps: propose, verify, accept, commit, observe. The folded cell has the networks of
+# [nano_eagle3.py](../examples/nano_eagle3.py) with their caches, as an object `pair`:
+#
+# - `pair.start(prompt)` runs the prompt through target and head, and returns the first token.
+# - `pair.propose()` returns tokens and parents of a draft. Node 0 is the newest token of the text.
+# - `pair.verify(tokens, parents, mask)` runs the target over the draft and returns its choice after each node.
+# - `pair.commit(nodes)` keeps the root and the accepted nodes in the target's cache, in this order.
+# - `pair.observe(added)` gives the head the tokens that the round has added, with the target's features.
+#
+# **Exercise: the loop.** Use `ancestors` and `accepted_path`.
+
+
+# %%
+def generate(pair, prompt, max_new_tokens):
+    """Returns the new tokens, at most `max_new_tokens`, and the number of rounds."""
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def generate_answer(pair, prompt, max_new_tokens):
+    new = [pair.start(prompt)]
+    rounds = 0
+    while len(new) < max_new_tokens:
+        tokens, parents = pair.propose()
+        choice = pair.verify(tokens, parents, ancestors(parents))
+        path = accepted_path(tokens, parents, choice)
+        end = path[-1] if path else 0
+        added = [*(int(tokens[node]) for node in path), int(choice[end])]
+        pair.commit([0, *path])
+        pair.observe(added)
+        new += added
+        rounds += 1
+    return new[:max_new_tokens], rounds
+
+
+# %% tags=["hide-input"]
+class ScriptedPair:
+    """A pair for the check: the target counts 3, 4, 5, …, and the draft is right for two tokens, one or none."""
+
+    def __init__(self):
+        self.committed = 0  # the number of tokens in the target's cache
+        self.text = []
+        self.rounds = 0
+        self.step = "start"
+
+    def expect(self, step, before):
+        assert self.step in before, f"{step} was called after {self.step}"
+        self.step = step
+
+    def start(self, prompt):
+        self.expect("start", ["start"])
+        self.text = [*prompt, 3]
+        self.committed = len(prompt)
+        return 3
+
+    def propose(self):
+        self.expect("propose", ["start", "observe"])
+        root = self.text[-1]
+        wrong = (0, 10, 20)[self.rounds % 3]
+        self.rounds += 1
+        tokens = np.array([root, 50, root + 1 + (wrong == 20) * 30, root + 2 + wrong, 60])
+        return tokens, np.array([-1, 0, 0, 2, 3])
+
+    def verify(self, tokens, parents, mask):
+        self.expect("verify", ["propose"])
+        expected = ancestors_answer(parents)
+        assert np.array_equal(mask, expected), "the mask is the ancestor mask of the draft"
+        self.choice = np.asarray(tokens) + 1
+        return self.choice
+
+    def commit(self, nodes):
+        self.expect("commit", ["verify"])
+        expected = ([0, 2, 3], [0, 2], [0])[(self.rounds - 1) % 3]
+        assert [int(node) for node in nodes] == expected, f"the root and the accepted nodes are {expected}"
+        self.committed += len(nodes)
+
+    def observe(self, added):
+        self.expect("observe", ["commit"])
+        number = (3, 2, 1)[(self.rounds - 1) % 3]
+        count = [self.text[-1] + 1 + index for index in range(number)]
+        assert list(added) == count, (
+            "a round adds the accepted tokens and the target's choice after the last one"
+        )
+        self.text += added
+
+
+# %%
+def check_generate(generate):
+    for max_new_tokens in (1, 2, 9, 10):
+        pair = ScriptedPair()
+        new, rounds = generate(pair, [1, 2], max_new_tokens)
+        assert len(new) == max_new_tokens, f"{max_new_tokens} new tokens"
+        assert list(new) == list(range(3, 3 + max_new_tokens)), "the text is that of the target alone"
+        assert rounds == pair.rounds, "the number of rounds"
+        expected = {1: 0, 2: 1, 9: 4, 10: 4}[max_new_tokens]
+        assert rounds == expected, f"{expected} rounds are enough for {max_new_tokens} tokens"
+
+
+generate = checked(generate, generate_answer, check_generate)
+
+# %% [markdown]
+# The last cells run your loop with the real networks. They compare it with `nano_eagle3.generate`, which runs the same
+# steps in one compiled program, and with the library.
+
+
+# %% tags=["hide-input"]
+@functools.partial(jax.jit, static_argnums=1)
+def target_pass(w, config, *arguments):
+    logits, features, cache = nano.run_target(w, config, *arguments)
+    return jnp.argmax(logits, axis=-1), features, cache
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def head_pass(head, embedding, config, *arguments):
+    output, cache = nano.run_head(head, embedding, config, *arguments)
+    return output, nano.head_logits(head, config, output), cache
+
+
+class Pair:
+    """The networks of nano_eagle3 with their caches, for one text and trees of one shape."""
+
+    def __init__(self, shape, capacity):
+        self.w, config = nano.load(nano.SHIPPED / "target")
+        self.head, head_config = nano.load(nano.SHIPPED / "eagle3")
+        self.config = config._replace(head_theta=head_config.theta)
+        self.embedding = self.w["model.embed_tokens.weight"]
+        self.ids = jnp.arange(len(self.head["d2t"])) + self.head["d2t"]
+        self.shape = shape
+        kv_shape = (2, capacity, self.config.num_kv_heads, self.config.head_dim)
+        self.cache = jnp.zeros((self.config.num_layers, *kv_shape))
+        self.head_cache = jnp.zeros(kv_shape)
+        self.length = 0  # committed tokens; the root is not one of them
+
+    def run_head(self, tokens, stream, positions, cache, length, block):
+        return head_pass(
+            self.head, self.embedding, self.config, tokens, stream, positions, cache, length, block
+        )
+
+    def start(self, prompt):
+        causal = np.tril(np.ones((len(prompt), len(prompt)), bool))
+        choice = self.verify(np.array(prompt), None, causal)
+        first = int(choice[-1])
+        self.length = len(prompt)
+        self.observe([*prompt[1:], first])
+        return first
+
+    def propose(self):
+        caches = [self.head_cache]  # the last one has the guesses of the draft, and is not kept
+
+        def run(tokens, output, depth, mask):
+            positions = jnp.full(tokens.shape, self.length + depth)
+            output, logits, cache = self.run_head(tokens, output, positions, caches[-1], self.length, mask)
+            caches.append(cache)
+            return output, logits
+
+        logits = nano.head_logits(self.head, self.config, self.output)
+        draft = nano.draft_tree(run, self.output, logits, self.shape, self.ids, jnp.array(self.root))
+        return np.asarray(draft.tokens), np.asarray(draft.parents)
+
+    def verify(self, tokens, parents, mask):
+        positions = self.length + mask.sum(axis=1) - 1
+        choice, self.features, self.cache = target_pass(
+            self.w, self.config, tokens, positions, self.cache, self.length, mask
+        )
+        return np.asarray(choice)
+
+    def commit(self, nodes):
+        nodes = np.array(nodes)
+        accepted = self.cache[:, :, self.length + nodes]
+        self.cache = self.cache.at[:, :, self.length : self.length + len(nodes)].set(accepted)
+        self.features = self.features[nodes]
+        self.length += len(nodes)
+
+    def observe(self, added):
+        count = len(added)
+        size = max(
+            count, self.shape.depth + 1
+        )  # one shape for all rounds; slots after the added ones are ignored
+        tokens = np.pad(np.array(added), (0, size - count))
+        fused = jnp.pad(self.features @ self.head["fc.weight"].T, ((0, size - count), (0, 0)))
+        start = self.length - count
+        causal = np.tril(np.ones((size, size), bool))
+        output, _, self.head_cache = self.run_head(
+            tokens, fused, start + np.arange(size), self.head_cache, start, causal
+        )
+        self.output = output[count - 1][None]
+        self.root = added[-1]
+
+
+# %%
+SHAPE = nano.Shape(depth=4, num_nodes=12, k=3)
+pair = Pair(SHAPE, capacity=len(prompt) + NEW + 24)
+new, count = generate(pair, prompt, NEW)
+print(tokenizer.decode(new))
+
+options = {"config": pair.config, "shape": SHAPE, "max_new_tokens": NEW}
+final = nano.generate(pair.w, pair.head, jnp.array(prompt), 0, **options)
+in_one_file = np.asarray(final.text)[len(prompt) : int(final.length)].tolist()
+print(f"{len(new)} tokens in {count} rounds; nano_eagle3: {len(in_one_file)} in {int(final.rounds)}")
+assert new == in_one_file == plain, "your loop, nano_eagle3 and plain decoding generate the same text"
+assert count == int(final.rounds), "your loop needs as many rounds as nano_eagle3"
+
+# %% [markdown]
 # ## Common mistakes
 #
 # A wrapper injects two common bugs into the target. The first one replaces the ancestor mask by the causal mask, so
@@ -550,7 +939,7 @@ for name, bug, kind, shape in cases:
 # ancestor mask is causal and its depth equals its index. So a test needs a tree. The program raises no error. Only the
 # comparison with plain decoding shows the bug. The same bugs in the *head* would only lower τ.
 #
-# ## Exercises
+# ## Questions
 #
 # **1.** `top_k=10` and `max_depth=8`: how many nodes are scored per round, and on how many does the head run? Which
 # number determines the time?
@@ -611,6 +1000,7 @@ assert 8 < stop < 64
 #
 # - Chains, static trees and dynamic trees generate the text of plain decoding, token for token.
 # - The tokens and parents of the dynamic tree built by hand equal the library's in every round.
+# - The mask, the accepted path and the loop written by hand equal those of the library and of `nano_eagle3.py`.
 # - Scores never rise along a path, and parents come before their children.
 # - A node attends to one node of each level above it. Its position is the root's position plus its depth.
 # - Accepted nodes are the target's argmax, rejected ones are not. The added token is the target's argmax.

@@ -21,8 +21,11 @@
 # - name the test that catches a given bug, and the tests that miss it;
 # - explain why no output shows a broken head.
 #
-# The notebook runs on a laptop CPU, offline, in a checkout. Read [01](01_memory_bound_decoding.ipynb) and
-# [02](02_speculative_sampling.ipynb) first.
+# The notebook takes about three minutes on two CPU cores, offline. It needs only `pip install -e '.[notebooks]'` in a
+# checkout, whose tests it uses. Read [01](01_memory_bound_decoding.ipynb) and [02](02_speculative_sampling.ipynb) first.
+#
+# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell below it has an answer.
+# The cell after that checks your function. If you leave the function as it is, the notebook uses the answer.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -34,7 +37,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+from exercises import checked
 from matplotlib import pyplot as plt
 from mutants import inject_bug  # tests/helpers/mutants.py: injected bugs
 from pictures import bars, style
@@ -49,7 +54,7 @@ from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.tree import causal_mask
 from validation.forcing import forced_logits
 from validation.margin import TIE_ULPS, bfloat16_ulp
-from validation.statistics import directed, kolmogorov_smirnov, randomised_pit, surprisal
+from validation.statistics import Score, directed, kolmogorov_smirnov, randomised_pit, surprisal, towards
 
 # %% [markdown]
 # ## Guarantees
@@ -148,6 +153,42 @@ assert differing(in_order.cache, moved.cache, [0])[0] == 0, "every bit of its ca
 # programs that add the same products in a different order. So their logits differ slightly. If two logits are
 # approximately tied, the argmax can change, *without any drafter*.
 #
+# A **unit in the last place** is the distance to the next larger floating-point number. bfloat16 has 8 significant bits:
+# a power of two has 128 numbers between itself and the next one. So numbers between 8 and 16 are 1/16 apart.
+#
+# **Exercise: the unit.**
+
+
+# %%
+def unit_in_last_place(values):
+    """Returns the unit in the last place of bfloat16 at each value. Values are positive, `[N]` in float64."""
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def unit_in_last_place_answer(values):
+    return 2.0 ** (np.floor(np.log2(values)) - 7)
+
+
+# %%
+def check_unit_in_last_place(unit_in_last_place):
+    assert np.allclose(unit_in_last_place(np.array([8.0, 15.9])), 1 / 16), (
+        "numbers from 8 to 16 are 1/16 apart"
+    )
+    values = np.geomspace(0.01, 200, 60).astype(ml_dtypes.bfloat16)
+    above = (values.view(np.uint16) + 1).view(ml_dtypes.bfloat16)  # the next number has the next bit pattern
+    gaps = above.astype(float) - values.astype(float)
+    units = unit_in_last_place(values.astype(float))
+    wrong = np.flatnonzero(~np.isclose(units, gaps))
+    assert not wrong.size, (
+        f"after {values[wrong[0]]} the next number is {above[wrong[0]]}, {gaps[wrong[0]]} higher"
+    )
+    assert np.allclose(unit_in_last_place(np.array([20.0])), bfloat16_ulp(20.0)), "the unit of the validation"
+
+
+unit_in_last_place = checked(unit_in_last_place, unit_in_last_place_answer, check_unit_in_last_place)
+
+# %% [markdown]
 # `advance` feeds one given token, in a block of one token or in a block of four with padding after it. Both programs
 # follow the same text.
 
@@ -181,7 +222,7 @@ def along_one_text(dtype, prompts, steps):
 logits_of = {}
 for dtype, steps in (("float32", 8), ("bfloat16", 28)):
     single, block = along_one_text(dtype, shipped()[14:38], steps)
-    ulp = bfloat16_ulp(single.max(-1))
+    ulp = unit_in_last_place(np.abs(single.max(-1)).astype(float))
     ranked = np.sort(single, axis=-1)
     chosen = np.take_along_axis(single, block.argmax(-1)[..., None], -1)[..., 0]
     logits_of[dtype] = (
@@ -208,9 +249,7 @@ assert (single != block).any(), "the two programs round differently"
 assert near.any() and (gap[flips] <= TIE_ULPS).all(), "every change is an approximate tie"
 
 # %% [markdown]
-# A **unit in the last place** is the distance between neighboring floating-point numbers. bfloat16 has 8 significant
-# bits, so its numbers between 8 and 16 are 1/16 apart. The two largest logits are often equal or one or two units apart.
-# The left plot counts the margins between them. The right plot shows the logits of both programs at one position.
+# The two largest logits are often equal or one or two units apart. The left plot counts the margins between them. The right plot shows the logits of both programs at one position.
 
 # %% tags=["hide-input"]
 figure, (margin_axes, logit_axes) = plt.subplots(1, 2, figsize=(10.5, 3.8), width_ratios=(1.5, 1))
@@ -282,6 +321,49 @@ for dtype in ("float32", "bfloat16"):
 # - **directed**: `ln(q(x)/p(x))`. Detects a shift of the text towards the draft.
 # - **bonus**: the directed score for the tokens after an accepted draft.
 # - **resampled**: sample from the declared `q` with the same uniforms, and compare with the draft token. No statistics.
+#
+# **Exercise: the normalized sum.** Every token of the vocabulary has a score. The score of the sampled token has a known
+# mean and variance under `p`.
+
+
+# %%
+def z_score(scores, p, tokens):
+    """Returns the normalized sum of the scores of the sampled tokens: mean 0 and variance 1 if they follow `p`.
+
+    Args:
+        scores: Score of each token of the vocabulary at each position, `[N, V]`.
+        p: Distribution at each position, `[N, V]`.
+        tokens: Sampled tokens, `[N]`.
+    """
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def z_score_answer(scores, p, tokens):
+    observed = scores[np.arange(len(tokens)), tokens]
+    mean = (p * scores).sum(axis=1)
+    variance = (p * scores**2).sum(axis=1) - mean**2
+    return (observed - mean).sum() / np.sqrt(variance.sum())
+
+
+# %%
+def check_z_score(z_score):
+    half = np.array([[0.5, 0.5]] * 16)
+    z = z_score(np.array([[0.0, 2.0]] * 16), half, np.ones(16, int))
+    assert np.isclose(z, 4), "16 scores of 2 with mean 1 and variance 1: (32 - 16) / sqrt(16) = 4"
+    rng = np.random.default_rng(0)
+    p = rng.dirichlet(np.ones(6), 500)
+    q = rng.dirichlet(np.ones(6), 500)
+    tokens = np.array([rng.choice(6, p=row) for row in p])
+    for scores in (-np.log(p), np.log(q / p)):
+        expected = Score.of(scores, p, tokens).z
+        assert np.isclose(z_score(scores, p, tokens), expected), "the validation computes another z"
+
+
+z_score = checked(z_score, z_score_answer, check_z_score)
+
+# %% [markdown]
+# The next cell collects pairs `p`, `q` from rounds of the shipped models.
 
 
 # %%
@@ -366,7 +448,7 @@ def sampling_tests(propose, repeats=48):
     return {
         "surprisal z": surprisal(dists[0], first).z,
         "rank p": kolmogorov_smirnov(randomised_pit(dists[0], first, spread, order=-dists[0])),
-        "directed z": directed(dists[0], dists[1], first).z,
+        "directed z": z_score(towards(dists[0], dists[1]), dists[0], first),
         "bonus z": directed(dists[2][accepted], dists[3][accepted], bonus).z,
         "resampled": float(np.mean(x == again)),
     }

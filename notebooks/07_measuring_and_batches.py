@@ -22,9 +22,14 @@
 # - show that `τ` does not depend on the batch size while the time of a round does, and draft by a schedule;
 # - report latency correctly.
 #
-# The notebook runs on a laptop CPU with the shipped pair, and downloads a chat model once. Read [01](01_memory_bound_decoding.ipynb),
-# [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) first. Times are printed with their spread and never
-# asserted. The project's benchmark is on the page [Measured numbers](../docs/numbers.md).
+# The notebook takes about three minutes on two CPU cores. It needs only `pip install -e '.[notebooks]'`. It uses the small
+# pair of the package, and downloads a chat model once (93 MB); without a network, the small pair replaces it. Read
+# [01](01_memory_bound_decoding.ipynb), [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) first. Times are
+# printed with their spread and never asserted. The project's benchmark is on the page
+# [Measured numbers](../docs/numbers.md).
+#
+# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell below it has an answer.
+# The cell after that checks your function. If you leave the function as it is, the notebook uses the answer.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -37,6 +42,8 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+from chat import load_chat
+from exercises import checked
 from pictures.ribbons import acceptance_ribbons
 from pictures.times import stacked_steps, twin
 from scipy.stats import binomtest
@@ -46,7 +53,6 @@ from eagle3_jax.bench.contenders import DecoderContender
 from eagle3_jax.bench.rounds import timed_rounds
 from eagle3_jax.bench.step_costs import step_costs
 from eagle3_jax.bench.timing import CompileClock, Latency, Spread
-from eagle3_jax.chat.conversation import apply_chat_template
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.files.prompts import in_turn, read_prompts
 from eagle3_jax.files.sources import bundled
@@ -92,8 +98,54 @@ stats.to_json()
 # - The **conditional acceptance rate** at a position is the share accepted *among the rounds that reached this position*.
 #   If it is the same `α` at all positions, then `τ = 1 + α + … + α^K = (1 - α^(K+1)) / (1 - α)`. This is a model, and
 #   the measurement can contradict it.
+#
+# **Exercise: three rates.** `counts[k]` is the number of rounds that accepted the draft token at position `k`. A token is
+# accepted only after all tokens before it.
+
 
 # %%
+def rates(rounds, counts):
+    """Returns `τ`, the draft acceptance rate, and the conditional acceptance rate at each position, as a list.
+
+    Args:
+        rounds: Number of rounds. Each of them drafts `len(counts)` tokens.
+        counts: Number of rounds that accepted the token at each position.
+    """
+    raise NotImplementedError  # your code here
+
+
+# %% tags=["hide-input", "answer"]
+def rates_answer(rounds, counts):
+    accepted = sum(counts)
+    reached = [rounds, *counts[:-1]]
+    conditional = [count / before for count, before in zip(counts, reached, strict=True)]
+    return 1 + accepted / rounds, accepted / (rounds * len(counts)), conditional
+
+
+# %%
+def check_rates(rates):
+    tau, rate, conditional = rates(10, [8, 6, 3])
+    assert np.isclose(tau, 2.7), "10 rounds accept 17 tokens and add one more each: 27 / 10"
+    assert np.isclose(rate, 17 / 30), "17 of 30 drafted tokens are accepted"
+    assert np.allclose(conditional, [8 / 10, 6 / 8, 3 / 6]), (
+        "position 2 is reached only by the 8 rounds before it"
+    )
+    alpha = 0.7
+    counts = [1000 * alpha, 1000 * alpha**2, 1000 * alpha**3]
+    expected = tau_from_conditional_rate(alpha, 3)
+    assert np.isclose(rates(1000, counts)[0], expected), (
+        "a constant conditional rate has the τ of the formula"
+    )
+
+
+rates = checked(rates, rates_answer, check_rates)
+
+# %%
+counts = np.asarray(stats.num_accepted_tokens_per_pos).tolist()
+by_hand = rates(int(stats.num_drafts), counts)
+assert np.isclose(by_hand[0], stats.mean_acceptance_length)
+assert np.isclose(by_hand[1], stats.draft_acceptance_rate)
+assert np.allclose(by_hand[2], stats.conditional_acceptance_rate)
 tau = stats.mean_acceptance_length
 rate = stats.draft_acceptance_rate
 alpha = conditional_rate_from_tau(tau, 5)
@@ -181,20 +233,18 @@ acceptance_ribbons(
 # %% [markdown]
 # ### Tasks of a chat model
 #
-# The shipped pair knows code and documentation only. SmolLM2-135M-Instruct answers questions; it is downloaded once (93
-# MB), and its head is in the package. The answers with drafts are those of plain decoding in blocks of `K + 1` tokens.
-# Three questions are no benchmark: the page [Measured numbers](../docs/numbers.md) has more.
+# The shipped pair knows code and documentation only. SmolLM2-135M-Instruct answers questions; its head is in the package.
+# The answers with drafts are those of plain decoding in blocks of `K + 1` tokens. Three questions are no benchmark: the
+# page [Measured numbers](../docs/numbers.md) has more.
 
 # %%
-chat_target = e3.load_target("smollm2", weights="int8")
-chat_head = e3.load_drafter("smollm2", target=chat_target)
 questions = {
     "knowledge": "What is the capital of France, and what is it known for?",
     "code": 'Complete this function.\n\ndef is_even(number: int) -> bool:\n    """Whether a number is even."""\n',
     "arithmetic": "Anna has 12 apples. She gives 5 to Ben and buys 7 more. How many apples does she have?",
 }
-conversations = [[{"role": "user", "content": text}] for text in questions.values()]
-chat_prompts = [apply_chat_template(chat_target, messages) for messages in conversations]
+pieces = [target.tokenizer.decode(prompt) for prompt in prompts[:3]]
+chat_target, chat_head, chat_prompts = load_chat([*questions.values()], pieces)
 speculative = e3.SpeculativeDecoder(chat_target, chat_head, num_speculative_tokens=3)
 drafted = speculative.generate(chat_prompts, max_new_tokens=64)
 in_blocks = e3.SpeculativeDecoder(chat_target, Plain(4)).generate(chat_prompts, max_new_tokens=64)
@@ -500,11 +550,11 @@ assert high / low > 1.05, "prompts alone change τ"
 # 3. Compile first, wait for the result, measure in turns, and compute ratios within a repeat.
 # 4. Report median and quartiles, and the A/A control next to the effect.
 # 5. Compare a tree with a chain of the same budget, and a chain with the fastest plain decoding.
-# 6. Measure every `K` in its own run (exercise 2). Sum counters. Do not average rates.
+# 6. Measure every `K` in its own run (question 2). Sum counters. Do not average rates.
 #
 # `eagle3 bench` and `eagle3 tune` follow these rules.
 #
-# ## Exercises
+# ## Questions
 #
 # **1.** A paper reports "acceptance rate 0.8 with `K = 5`". What is `τ` for each of the two definitions?
 #

@@ -18,8 +18,8 @@ def start(*, repository: bool = False, device: bool = True, also: tuple[str, ...
     """Checks the environment, sets matplotlib's style, keeps compiled programs, and prints versions and device.
 
     Args:
-        repository: Whether the notebook uses ``validation``, ``examples`` or the helpers of ``tests``, which are not
-            installed. If so, the checkout is added to the path.
+        repository: Whether the notebook uses ``validation`` or the helpers of ``tests``, which are not installed. If so,
+            the checkout is added to the path.
         device: Whether to print the device. JAX fixes its share of the memory at the first use of a device, so a
             notebook that configures this share prints the device later.
         also: Modules that this notebook imports in addition to those of the extra ``notebooks``.
@@ -34,6 +34,7 @@ def start(*, repository: bool = False, device: bool = True, also: tuple[str, ...
             f"{', '.join(missing)}: not installed in the environment of this kernel ({sys.executable}); "
             f"install it with: {sys.executable} -m pip install -e '{ROOT}[{extra}]'"
         )
+    sys.path.append(str(ROOT / "examples"))  # nano_eagle3, whose parts the notebooks build
     if repository:
         sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
     import jax

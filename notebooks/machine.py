@@ -42,6 +42,7 @@ VARIABLES = {
     "EAGLE3_VLLM_PLAIN_URL": "running vLLM server of the same target without speculation",
     "EAGLE3_VLLM_MEMORY": f"share of the GPU's memory for vLLM; default {SHARE_OF_VLLM}",
     "EAGLE3_PRICE_PER_HOUR": "price of the machine per hour, in any currency",
+    "EAGLE3_ATTENTION": "xla: attention without the kernel; the library reads it",
 }
 _URLS = ("EAGLE3_VLLM_URL", "EAGLE3_VLLM_PLAIN_URL")
 RESULTS = Path(__file__).resolve().parent.parent / "validation" / "results"
@@ -64,6 +65,7 @@ _CHECKS: dict[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
     **{name: (str, re.compile(r"https?://[^/]").match, _ADDRESS) for name in _URLS},
     "EAGLE3_VLLM_MEMORY": (float, lambda share: 0 < share < 1, "a share between 0 and 1"),
     "EAGLE3_PRICE_PER_HOUR": (float, lambda price: 0 < price < float("inf"), "a price above 0"),
+    "EAGLE3_ATTENTION": (str, "xla".__eq__, "xla"),
 }  # fmt: skip
 
 
@@ -80,6 +82,7 @@ class Configuration:
     vllm_plain_url: str | None = None
     vllm_memory: float = SHARE_OF_VLLM
     price_per_hour: float | None = None
+    attention: str | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Configuration:

@@ -1,8 +1,9 @@
 """Executes notebooks from top to bottom and writes them with their outputs to build/notebooks.
 
 ``NAME.py`` is the source. Jupyter and Colab open ``NAME.ipynb``, which has no outputs; ``--sync`` writes it from
-``NAME.py``. The input of a cell with ``tags=["hide-input"]`` is folded in Jupyter and on the site. The exit code is 1 if a
-cell raises an error or writes to Python's stderr, or if an ``.ipynb`` differs from its ``.py``.
+``NAME.py``. The input of a cell with ``tags=["hide-input"]`` is folded in Jupyter and on the site; ``"answer"`` marks the
+answer to an exercise. The exit code is 1 if a cell raises an error or writes to Python's stderr, or if an ``.ipynb``
+differs from its ``.py``.
 
     python notebooks/run.py                       # all of notebooks/
     python notebooks/run.py notebooks/gpu         # the four for an H100 or H200
@@ -73,6 +74,11 @@ def as_ipynb(source: Path) -> str:
         cell["id"] = f"cell-{number}"
         if "hide-input" in cell.metadata.get("tags", ()):
             cell.metadata["jupyter"] = {"source_hidden": True}
+        if "answer" in cell.metadata.get("tags", ()):
+            cell.metadata["mystnb"] = {
+                "code_prompt_show": "Show the answer",
+                "code_prompt_hide": "Hide the answer",
+            }
     text = jupytext.writes(notebook, fmt="ipynb")
     return json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n"
 

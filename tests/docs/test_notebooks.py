@@ -98,6 +98,7 @@ def test_errors_and_warnings_of_a_notebook_are_fatal(code: str, problem: str | N
         ({"EAGLE3_TARGET": "t"}, "set EAGLE3_DRAFTER"),
         ({"EAGLE3_PROMPTS": "/nowhere.jsonl"}, "no file"),
         ({"EAGLE3_DTYPE": "fp8"}, "expected one of"),
+        ({"EAGLE3_ATTENTION": "cudnn"}, "expected xla"),
         ({"EAGLE3_VLLM_URL": "localhost:8000"}, "expected the address"),
         ({"EAGLE3_VLLM_PYTHON": __file__, "EAGLE3_VLLM_URL": "http://a"}, "two vLLMs"),
         ({"EAGLE3_PRICE_PER_HOUR": "nan"}, "a price above 0"),
@@ -134,6 +135,10 @@ def test_the_report_starts_with_the_verdicts_and_names_stand_ins(tmp_path: Path)
     assert table < text.index("2 of 2 parts are stand-ins") < text.index("show_me")
     assert text.count("no result: see notebook") == 5, "verdicts that no notebook found"
     assert "02_other: not executed" in text
+
+
+def test_attention_by_xla_is_allowed() -> None:
+    assert Configuration.read({"EAGLE3_ATTENTION": "xla"}).attention == "xla"
 
 
 def test_every_variable_is_documented_and_no_other() -> None:

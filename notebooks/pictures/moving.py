@@ -1,0 +1,36 @@
+"""Pictures with sliders and buttons, in plain JavaScript. Each is one file of this folder, ``NAME.js``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import uuid
+from pathlib import Path
+from string import Template
+from typing import Any
+
+_FRAGMENT = Template("""<div id="$element" class="moving">This picture needs JavaScript.</div>
+<script>(() => {
+$script
+$name(document.getElementById("$element"), $values);
+})();</script>""")
+
+
+@dataclasses.dataclass(frozen=True)
+class Moving:
+    """A picture that a reader can move, as self-contained HTML for Jupyter and for the site.
+
+    Example::
+
+        Moving("speedup", {"tau": 2.4, "v": 1.2, "c": 0.1, "K": 3})   # as the last line of a cell
+    """
+
+    name: str  #: The file without its suffix, which is also its function.
+    values: dict[str, Any]  #: The values of this picture; the first lines of the file describe them.
+
+    def _repr_html_(self) -> str:
+        script = Path(__file__).with_name(f"{self.name}.js").read_text(encoding="utf-8")
+        # "<" is escaped, because a token of a text can be "</script>".
+        values = json.dumps(self.values).replace("<", "\\u003c")
+        element = f"moving-{uuid.uuid4().hex}"
+        return _FRAGMENT.substitute(element=element, script=script, name=self.name, values=values)
