@@ -162,8 +162,8 @@ def engines_of(
         decoders["schedule"] = SpeculativeDecoder(models.target, heads[0], schedule=schedule, stop_tokens=())
     engines = {}
     for name, decoder in decoders.items():
-        shape = {"slots": slots, "capacity": longest + decoder.loop.drafter.num_nodes}
-        shape["sampling_mode"] = SamplingMode.GREEDY
+        capacity = longest + decoder.loop.drafter.num_nodes
+        shape: dict[str, Any] = {"slots": slots, "capacity": capacity, "sampling_mode": SamplingMode.GREEDY}
         engines[name] = Engine(decoder, **shape)
         if options.prefill_chunk is not None:
             engines[f"{name}, chunks of {options.prefill_chunk}"] = Engine(
