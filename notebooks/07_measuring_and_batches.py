@@ -50,12 +50,14 @@ from scipy.stats import binomtest
 
 import eagle3_jax as e3
 from eagle3_jax.bench.contenders import DecoderContender
+from eagle3_jax.bench.load import Load, run_load
 from eagle3_jax.bench.rounds import timed_rounds
 from eagle3_jax.bench.step_costs import step_costs
 from eagle3_jax.bench.timing import CompileClock, Latency, Spread
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.files.prompts import in_turn, read_prompts
 from eagle3_jax.files.sources import bundled
+from eagle3_jax.serving.engine import Engine, Request
 from eagle3_jax.theory.speedup import (
     TrafficClass,
     blended_tau,
@@ -65,6 +67,7 @@ from eagle3_jax.theory.speedup import (
     tau_from_conditional_rate,
     tau_from_draft_rate,
 )
+from eagle3_jax.types import SamplingMode
 
 # %% [markdown]
 # ## Draft acceptance rate and conditional acceptance rate
@@ -512,6 +515,33 @@ assert tail.speedup > 1.3 and per_token.p99 > 1 > per_token.p50, "faster on aver
 assert 0.15 < tail.slower_than_plain < 0.21, "the requests of the hard class"
 
 # %% [markdown]
+# ## Requests that come and go
+#
+# So far all rows of a batch began together. An engine gives a row that ends to the next request. `run_load` sends the
+# requests: from a number of users who each wait for an answer, or at random, some a second. The time to first token now
+# contains the wait for a row, and a chunk wait contains the prefill of other requests. The page
+# [Serve a model](../docs/serving.md#under-load) has measurements of a chat model.
+
+# %%
+SLOTS = 4
+requests = [Request(prompt, 12 + 2 * number, ignore_stop=True) for number, prompt in enumerate(prompts)]
+loads = (Load(concurrency=1), Load(concurrency=8), Load(rate=6.0))
+print(f"{'':6} {'':14} tokens/s rows    τ {'TTFT p50 p90 p99':>25} {'chunk wait p50 p90 p99':>24}")
+for name, decoder in {"plain": e3.SpeculativeDecoder(target, stop_tokens=()), "K = 3": chain(3)}.items():
+    engine = Engine(decoder, slots=SLOTS, capacity=192, sampling_mode=SamplingMode.GREEDY)
+    engine.run(requests[:SLOTS])  # compiles
+    runs = [run_load(engine, requests, load) for load in loads]
+    for load, run in zip(loads, runs, strict=True):
+        waits = [gap for timeline in run.timelines for gap in timeline.gaps]
+        firsts = [timeline.first_token for timeline in run.timelines]
+        tau = run.stats.mean_acceptance_length
+        speed = f"{run.tokens_per_second:8.0f} {run.rows_running:4.1f} {tau:4.2f}"
+        print(f"{name:6} {load.name:14} {speed} {shown(firsts):>25} {shown(waits):>24}")
+    texts = [[timeline.output for timeline in run.timelines] for run in runs]
+    assert texts[0] == texts[1] == texts[2], "a text does not depend on the other requests"
+    assert runs[0].stats == runs[1].stats == runs[2].stats, "nor does acceptance"
+
+# %% [markdown]
 # ## Common mistakes
 #
 # - **Not waiting for the result.** JAX returns before the work is done.
@@ -603,6 +633,7 @@ assert abs(binomtest(5, 7).pvalue - 0.45) < 0.01
 # - `τ` is the same at batch 1, 4 and 12. A batch waits for its slowest row. The A/A control generates the same text.
 # - Each round of a schedule drafts the scheduled number of tokens.
 # - Mean chunk wait = TPOT × tokens per chunk. The mean can improve while a fifth of the requests become slower.
+# - Texts and acceptance of requests that come and go do not depend on the load.
 # - A second run compiles nothing. Prompts alone change `τ`. The first positions of a long draft have lower rates.
 #
 # **Next:** [08](08_convert_a_head.ipynb), converting a PyTorch head.
