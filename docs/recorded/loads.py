@@ -13,8 +13,8 @@ NAMES = {"plain float32, int8": "plain", "chain K=3": "chain of 3", "schedule": 
 
 def seconds(interval: Row) -> str:
     """Returns a time in ms with its 95 % interval."""
-    ends = [interval["low"], interval["high"]]
-    low, high = ("–" if end is None else f"{1e3 * end:,.0f}" for end in ends)
+    bounds = [interval["low"], interval["high"]]
+    low, high = ("–" if end is None else f"{1e3 * end:,.0f}" for end in bounds)
     return f"{1e3 * interval['value']:,.0f} ({low} to {high})"
 
 

@@ -79,9 +79,9 @@ def test_a_queue_before_two_rows_has_the_times_of_a_queue() -> None:
 
 
 def test_a_closed_loop_keeps_its_number_of_users() -> None:
-    alone = run(Load(concurrency=1), [4, 4, 4])
-    assert [timeline.arrival for timeline in alone.timelines] == [0.0, 2.0, 4.0]
-    assert alone.rows_running == 1.0
+    single = run(Load(concurrency=1), [4, 4, 4])
+    assert [timeline.arrival for timeline in single.timelines] == [0.0, 2.0, 4.0]
+    assert single.rows_running == 1.0
     full = run(Load(concurrency=3), [4, 4, 4, 4])  # three users, two rows: the third waits, and the fourth comes at 2
     assert [timeline.arrival for timeline in full.timelines] == [0.0, 0.0, 0.0, 2.0]
     assert [timeline.first_token for timeline in full.timelines] == [1.0, 1.0, 3.0, 1.0]
