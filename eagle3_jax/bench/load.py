@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -213,7 +213,7 @@ def measure_load(
     repeats: int,
     on_progress: Callable[[str], None] = lambda step: None,
     on_result: Callable[[str], None] = lambda result: None,
-) -> list[LoadRow]:
+) -> Iterator[LoadRow]:
     """Runs all engines in turn under each load, after a run that compiles.
 
     Args:
@@ -224,8 +224,8 @@ def measure_load(
         on_progress: Called with the current step before each run.
         on_result: Called with the result after each run.
 
-    Returns:
-        One row for each load and engine.
+    Yields:
+        One row for each load and engine, when all runs of the load have ended.
 
     Raises:
         ValueError: There is no request, or one is refused by an engine.
@@ -237,7 +237,6 @@ def measure_load(
         on_progress(f"compiling {name}")
         # Every program of a prefill, and rows that end one after the other: a schedule then meets every number of rows.
         engine.run([*requests[: engine.num_slots], *by_length.values()])
-    rows: list[LoadRow] = []
     for load in loads:
         runs: dict[str, list[Run]] = {name: [] for name in engines}
         programs = dict.fromkeys(engines, 0)
@@ -253,8 +252,7 @@ def measure_load(
         first_runs = next(iter(runs.values()))
         for name, runs_of_engine in runs.items():
             slots = engines[name].num_slots
-            rows.append(load_row(name, load, runs_of_engine, first_runs, slots=slots, programs=programs[name]))
-    return rows
+            yield load_row(name, load, runs_of_engine, first_runs, slots=slots, programs=programs[name])
 
 
 def load_row(

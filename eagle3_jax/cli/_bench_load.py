@@ -230,12 +230,13 @@ def measure_loads(
     for slots, loads in by_slots.items():
         engines = engines_of(contenders, models, options, slots=slots, longest=longest)
         steps = counted(now, len(engines) * (1 + len(loads) * repeats))
+        progress = {"on_progress": steps.say, "on_result": steps.tell}
         try:
-            rows += measure_load(engines, requests, loads, repeats=repeats, on_progress=steps.say, on_result=steps.tell)
+            rows.extend(measure_load(engines, requests, loads, repeats=repeats, **progress))
         except KeyboardInterrupt:
             if not rows:
                 raise
-            interruption = f"{', '.join(dict.fromkeys(row.load for row in rows))}"
+            interruption = ", ".join(dict.fromkeys(row.load for row in rows))
             break
     return LoadFindings(
         device=hardware(),

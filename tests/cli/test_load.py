@@ -10,7 +10,8 @@ import pytest
 import tiny
 
 import eagle3_jax as e3
-from eagle3_jax.bench.load import Load, run_load
+from eagle3_jax.bench import load as loads_of_bench
+from eagle3_jax.bench.load import Load, load_row, run_load
 from eagle3_jax.bench.timing import quantile
 from eagle3_jax.serving.engine import Engine, Event, Request
 from eagle3_jax.types import FinishReason
@@ -129,6 +130,21 @@ def test_the_command_measures_requests_that_come_and_go(cli: Any, tmp_path: Any)
         assert row["same_texts"] == 3
         assert 0 < row["first_token"]["p50"]["value"] <= row["total"]["p50"]["value"]
     assert rows[0]["mean_acceptance_length"] is None
+
+
+def test_ctrl_c_leaves_the_loads_that_were_measured(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(engines: Any, requests: Any, loads: Any, **options: Any) -> Any:
+        runs = [run(Load(concurrency=1), [4, 6])]
+        for name in engines:
+            yield load_row(name, loads[0], runs, runs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loads_of_bench, "measure_load", interrupted)
+    target = tiny.GOLDEN / "official" / "target"
+    options = ("--target", target, "--drafter", "none", "--dtype", "float32", "--prompts", "random", "--slots", 2)
+    code, out, err = cli("bench", *options, "--prompt-tokens", 4, "--max-new-tokens", 4, "--rate", "1,2", "--json")
+    assert (code, err.splitlines()[-1]) == (130, "interrupted: measured 1 requests/s")
+    assert [row["load"] for row in json.loads(out)["rows"]] == ["1 requests/s"]
 
 
 @pytest.mark.parametrize(
