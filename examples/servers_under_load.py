@@ -42,7 +42,7 @@ class Server:
         self._model = self._client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
 
     def run(self, prompts: Sequence[list[int]], max_new_tokens: int, concurrency: int) -> Run:
-        """Sends all prompts from ``concurrency`` users, each of whom waits for an answer before the next request."""
+        """Sends all prompts. Each of ``concurrency`` users waits for an answer before the next request."""
         running: list[int] = []
         count = 0
         lock = threading.Lock()

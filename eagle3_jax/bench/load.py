@@ -1,8 +1,8 @@
 """Decoding under load: requests arrive, wait for a row, run in company and end. Times are those that users see.
 
-A closed loop has ``C`` users, each of whom sends the next request when the last one has ended. An open loop has
-requests at given times, such as those of a Poisson process, and they wait where all rows are taken. A time to first
-token begins at the arrival, so it contains the wait.
+In a closed loop each of ``C`` users sends a request, waits for the answer, and then sends the next request. In an open
+loop requests arrive at given times, such as those of a Poisson process, and wait while all rows are taken. A time to
+first token begins at the arrival, so it contains the wait.
 """
 
 from __future__ import annotations
@@ -44,12 +44,18 @@ class Load:
         return f"{self.rate:g} requests/s" if self.rate is not None else "recorded arrivals"
 
     def arrivals(self, count: int, seed: int) -> Float[np.ndarray, " N"] | None:
-        """Returns times of arrival in seconds; ``None`` for a closed loop."""
+        """Returns times of arrival in seconds; ``None`` for a closed loop.
+
+        Raises:
+            ValueError: There are fewer recorded times than requests.
+        """
         if self.concurrency is not None:
             return None
         if self.rate is not None:
             return np.random.default_rng(seed).exponential(1 / self.rate, count).cumsum()
-        return np.resize(np.array(self.times), count)
+        if len(self.times) < count:
+            raise ValueError(f"{len(self.times)} times of arrival for {count} requests; give one each")
+        return np.array(self.times[:count])
 
 
 @dataclasses.dataclass

@@ -86,7 +86,8 @@ class LoadOptions:
 
     def check(self) -> None:
         """Refuses options of a load without one."""
-        for option, value in (("--schedule", self.schedule), ("--prefill-chunk", self.prefill_chunk)):
+        options = {"--slots": self.slots, "--schedule": self.schedule, "--prefill-chunk": self.prefill_chunk}
+        for option, value in options.items():
             if value is not None and not self.is_load:
                 raise Misuse(f"{option} {value} is measured under a load; add --concurrency or --rate")
 

@@ -167,7 +167,8 @@ def bench(
     methods: MethodOptions,
     load: LoadOptions,
     rivals: Annotated[
-        Literal["transformers", "none"], typer.Option(help="Other software to measure on the same prompts.")
+        Literal["transformers", "none"],
+        typer.Option(help="Other software to measure on the same prompts, without a load."),
     ] = "transformers",
     repeats: Annotated[int, typer.Option(help="Measured passes.", min=1, max=10_000)] = 5,
     batch_size: Annotated[str, typer.Option(help="Prompts decoded at once: '1', or several to sweep: '1,4,8'.")] = "1",
@@ -188,9 +189,11 @@ def bench(
     from eagle3_jax.files.sources import bundled
 
     drafts = Methods(methods, is_shape=models.shape is not None, is_load=load.is_load)
-    sizes = [1] if load.is_load else parse_numbers(batch_size, "--batch-size")
+    sizes = parse_numbers(batch_size, "--batch-size")
     models.check()
     load.check()
+    if load.is_load and sizes != [1]:
+        raise Misuse(f"--batch-size {batch_size}: under a load --slots is the number of rows")
     if models.shape is not None and [name for name in prompts.prompts or [] if name != "random"]:
         raise Misuse("--shape has no tokenizer; leave --prompts out, and choose a length with --prompt-tokens")
     check_directory(output)

@@ -47,6 +47,8 @@ def complete(
     Raises:
         ValueError: A request is refused; see :meth:`Engine.check`.
     """
+    if not requests:
+        return
     bounded = [_bounded(decoder, request) for request in requests]
     params = SamplingParams(
         temperature=np.array([request.temperature for request in requests]),

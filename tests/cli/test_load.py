@@ -79,6 +79,11 @@ def test_a_queue_before_two_rows_has_the_times_of_a_queue() -> None:
     assert result.rows_running == pytest.approx((2 + 2 + 2 + 1 + 1 + 1) / 6)
 
 
+def test_a_request_without_a_time_of_arrival_is_an_error() -> None:
+    with pytest.raises(ValueError, match="1 times of arrival for 2 requests"):
+        run(Load(times=(0.0,)), [4, 4])
+
+
 def test_a_closed_loop_keeps_its_number_of_users() -> None:
     single = run(Load(concurrency=1), [4, 4, 4])
     assert [timeline.arrival for timeline in single.timelines] == [0.0, 2.0, 4.0]
@@ -153,6 +158,8 @@ def test_ctrl_c_leaves_the_loads_that_were_measured(cli: Any, monkeypatch: pytes
         (("--rate", "0"), "--rate '0': expected positive numbers, such as '2' or '0.5,2'"),
         (("--rate", "1,x"), "--rate '1,x': expected positive numbers"),
         (("--concurrency", "0"), "--concurrency '0': expected whole numbers from 1"),
+        (("--slots", "4"), "--slots 4 is measured under a load; add --concurrency or --rate"),
+        (("--rate", "1", "--batch-size", "4"), "--batch-size 4: under a load --slots is the number of rows"),
         (("--prefill-chunk", "8"), "--prefill-chunk 8 is measured under a load; add --concurrency or --rate"),
         (("--schedule", "[[1,2,3]]"), "--schedule [[1,2,3]] is measured under a load"),
         (("--arrivals", "missing.json"), "--arrivals missing.json: "),
