@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -195,24 +196,40 @@ def ordered_sum(x: Float[Array, "*rows D"]) -> Float[Array, "*rows 1"]:
     of another size. Here blocks of 64 numbers are added one after the other, then the 64 sums in pairs. Zeros at the
     end change nothing. Other backends choose the order.
     """
-    return lax.platform_dependent(x, cpu=_sum_in_order, default=lambda x: jnp.sum(x, axis=-1, keepdims=True))
+    in_order = functools.partial(_fold, operation=jnp.add, neutral=0.0)
+    return lax.platform_dependent(x, cpu=in_order, default=lambda x: jnp.sum(x, axis=-1, keepdims=True))
 
 
-def _sum_in_order(x: Float[Array, "*rows D"]) -> Float[Array, "*rows 1"]:
-    """Computes :func:`ordered_sum` on CPUs."""
+def max_before_exp(x: Float[Array, "*rows S"]) -> Float[Array, "*rows 1"]:
+    """Returns the maximum over the last axis, for scores of which exponentials are taken next.
+
+    XLA's CPU backend fuses a reduction of 4,096 numbers or more with the exponential that follows, and that exponential
+    rounds otherwise. A query would have different bits in a larger block. Comparisons in pairs are not fused.
+    """
+    in_order = functools.partial(_fold, operation=jnp.maximum, neutral=float(jnp.finfo(x.dtype).min))
+    return lax.platform_dependent(x, cpu=in_order, default=lambda x: jnp.max(x, axis=-1, keepdims=True))
+
+
+def _fold(
+    x: Float[Array, "*rows D"], operation: Callable[[Array, Array], Array], neutral: float
+) -> Float[Array, "*rows 1"]:
+    """Combines the numbers of the last axis in an order that their number decides."""
     size = x.shape[-1]
+    if size == 1:
+        return x
+    pad = functools.partial(jnp.pad, constant_values=neutral)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -size % _LANES)]
-    blocks = jnp.pad(x, padding).reshape(*x.shape[:-1], -1, _LANES)
+    blocks = pad(x, padding).reshape(*x.shape[:-1], -1, _LANES)
     while blocks.shape[-2] > 1:
         count = min(blocks.shape[-2], _MOST_BLOCKS)
         missing = -blocks.shape[-2] % count
         padding = [(0, 0)] * (blocks.ndim - 2) + [(0, missing), (0, 0)]
-        groups = jnp.pad(blocks, padding).reshape(*x.shape[:-1], -1, count, _LANES)
-        blocks = functools.reduce(jnp.add, [groups[..., index, :] for index in range(count)])
-    lanes = lax.optimization_barrier(blocks[..., 0, :])  # else one fusion would repeat the adds for every lane
+        groups = pad(blocks, padding).reshape(*x.shape[:-1], -1, count, _LANES)
+        blocks = functools.reduce(operation, [groups[..., index, :] for index in range(count)])
+    lanes = lax.optimization_barrier(blocks[..., 0, :])  # else one fusion would repeat the operations for every lane
     while lanes.shape[-1] > 1:
         half = lanes.shape[-1] // 2
-        lanes = lanes[..., :half] + lanes[..., half:]
+        lanes = operation(lanes[..., :half], lanes[..., half:])
     return lanes
 
 

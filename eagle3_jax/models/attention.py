@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from eagle3_jax.cache import KeyValue
-from eagle3_jax.devices.kernels import ordered_sum
+from eagle3_jax.devices.kernels import max_before_exp, ordered_sum
 from eagle3_jax.models.layers import matmul_precision
 
 # A long prompt is processed in blocks of queries, so that at most 2^27 attention scores (512 MiB in float32) exist at
@@ -71,12 +71,6 @@ def attention(
     """
     batch, fed, heads, _ = queries.shape
     block = _query_block_size(queries, segments)
-    if batch * fed == 1:
-        attend = functools.partial(_attend, scoring=scoring)
-        attend_in_a_pair = functools.partial(_attend_in_a_pair, scoring=scoring)
-        arguments = (queries, list(segments), list(diagonals))
-        attended = lax.platform_dependent(*arguments, cpu=attend_in_a_pair, default=attend)
-        return _merge_heads(attended, queries)
     if block >= fed:
         return _merge_heads(_attend(queries, segments, diagonals, scoring), queries)
 
@@ -113,21 +107,6 @@ def _query_block_size(queries: Float[Array, "B T heads H"], segments: Sequence[S
     return max(_FEWEST, 1 << (_SCORES // scores_per_query).bit_length() >> 1)
 
 
-def _attend_in_a_pair(
-    queries: Float[Array, "1 1 heads H"], segments: Sequence[Segment], diagonals: Sequence[KeyValue], scoring: Scoring
-) -> Float[Array, "1 C groups 1 Hv"]:
-    """Computes :func:`_attend` for a single query, bit for bit as for a query among several.
-
-    XLA's CPU backend rounds some exponentials of a single query differently. With int8 products that changes logits,
-    because it can change how an activation is rounded to an integer.
-    """
-    twice = lambda leaf, axis: jnp.concatenate([leaf, leaf], axis)
-    pair = lax.optimization_barrier(twice(queries, 1))  # else XLA would see that both are equal
-    paired_diagonals = [KeyValue(twice(keys, 2), twice(values, 2)) for keys, values in diagonals]
-    attended = lax.optimization_barrier(_attend(pair, segments, paired_diagonals, scoring))
-    return attended[:, :, :, :1]
-
-
 def _attend(
     queries: Float[Array, "B T heads H"], segments: Sequence[Segment], diagonals: Sequence[KeyValue], scoring: Scoring
 ) -> Float[Array, "B C groups T Hv"]:
@@ -153,16 +132,16 @@ def _attend(
         scores.append(scoring.score(score, head_dim))
     # One softmax over all runs without joining them: the largest score of all, the sum of all, and the division after
     # the values are summed. On short contexts, joining and splitting would cost more than the products.
-    maxima = [jnp.max(score, axis=-1, keepdims=True) for score in scores]
+    maxima = [max_before_exp(lax.stop_gradient(score)) for score in scores]
     largest = functools.reduce(jnp.maximum, maxima)
     if scoring.sinks is not None:
         sinks = scoring.sinks.astype(jnp.float32).reshape(1, kv_heads, groups, 1, 1)
-        largest = jnp.maximum(largest, sinks)
-    weights = [jnp.exp(score - lax.stop_gradient(largest)) for score in scores]
+        largest = jnp.maximum(largest, lax.stop_gradient(sinks))
+    weights = [jnp.exp(score - largest) for score in scores]
     sums = [ordered_sum(weight) for weight in weights]
     total = functools.reduce(jnp.add, sums)
     if scoring.sinks is not None:
-        total = total + jnp.exp(sinks - lax.stop_gradient(largest))
+        total = total + jnp.exp(sinks - largest)
     out = jnp.zeros((), jnp.float32)
     for segment, weight in zip(segments, weights[: len(segments)], strict=True):
         folded = weight.reshape(batch, kv_heads, groups * fed, -1).astype(queries.dtype)
