@@ -32,7 +32,7 @@ from eagle3_jax.training.ttt import TTTConfig, ttt_loss
 from eagle3_jax.training.vocab import select_draft_vocabulary
 
 HELD_OUT = 0.01  # share of the documents, by hash, as `eagle3 train head` holds out of examples/data/smollm2
-EVALUATIONS = 10  # of a run
+EVALUATIONS = 5  # of a run
 
 
 def main() -> None:
