@@ -192,20 +192,19 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
     drafter: LoadedDrafter | NGram = NGram(max_ngram=3, min_ngram=1, earliest=True)
     drafted = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     if family.with_heads:
-        plain = SpeculativeDecoder(target, stop_tokens=())
-        written = plain.generate(_LEARNED, max_new_tokens=NEW_TOKENS).tokens
-        exact = load_target(path)
-        head, _ = peaked.learned(exact, _LEARNED, written, steps=TRAINING_STEPS)
+        written = SpeculativeDecoder(target, stop_tokens=()).generate(_LEARNED, max_new_tokens=NEW_TOKENS).tokens
+        head, _ = peaked.learned(load_target(path), _LEARNED, written, steps=TRAINING_STEPS)
         files = write_head(head, directory / "head")
         drafter = load_drafter(files, target=target)
         drafted = eagle3(files, peaked.DEPTH)
     options = EngineOptions(model=str(path), dtype=family.dtype, max_num_seqs=len(prompts))
-
-    def ours(*drafter: Any, **options: Any) -> list[Tokens]:
-        decoder = SpeculativeDecoder(target, *drafter, stop_tokens=(), **options)
-        return decoder.generate(prompts, max_new_tokens=NEW_TOKENS).tokens
-
-    our_texts = {"ours, plain": ours(), "ours, drafting": ours(drafter, num_speculative_tokens=peaked.DEPTH)}
+    decoders = {
+        "ours, plain": SpeculativeDecoder(target, stop_tokens=()),
+        "ours, drafting": SpeculativeDecoder(target, drafter, num_speculative_tokens=peaked.DEPTH, stop_tokens=()),
+    }
+    our_texts = {
+        name: decoder.generate(prompts, max_new_tokens=NEW_TOKENS).tokens for name, decoder in decoders.items()
+    }
     # A new process: engines loaded after one with n-grams were seen to write other texts, plain ones too.
     vllm.rest()
     engine = vllm.engine(options)

@@ -11,9 +11,8 @@ import collections
 import dataclasses
 import enum
 import json
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +202,9 @@ class Report:
         """Returns strict JSON, the verdict first: numpy's numbers become plain ones, NaN and infinity ``null``."""
         levels = {name: {"verdict": result.verdict, "reason": result.reason} for name, result in self.levels.items()}
         head = {"schema_version": SCHEMA_VERSION, "verdict": self.verdict, "summary": self.summary, "levels": levels}
-        return json.dumps(plain(head | dataclasses.asdict(self)), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+        text = json.dumps(head | dataclasses.asdict(self), default=_plain)
+        finite = json.loads(text, parse_constant=lambda constant: None)
+        return json.dumps(finite, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -288,16 +289,8 @@ def verdict_lines(report: Report) -> Iterator[tuple[Verdict, str]]:
         yield result.verdict, f"{result.verdict.upper():<10}  {name:<3}  {result.level.title:<{width}}  {detail}"
 
 
-def plain(value: Any) -> Any:
-    """Converts a value to JSON types. An unknown type becomes text, because a report is written after hours of work."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(element) for key, element in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(element) for element in value]
+def _plain(value: Any) -> Any:
+    """Converts what JSON does not have. An unknown type becomes text, because a report is written after hours."""
     if hasattr(value, "tolist"):  # arrays and scalars of numpy and jax
-        return plain(value.tolist())
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Path):
-        return value.name  # directories are private
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
+        return value.tolist()
+    return value.name if isinstance(value, Path) else str(value)  # directories are private

@@ -14,7 +14,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
 import numpy as np
+from flax import struct
 from jaxtyping import Bool, Float, Int
 from scipy import stats
 
@@ -23,7 +25,7 @@ from eagle3_jax.testing.frequencies import Fit, goodness_of_fit, smallest_deviat
 MOST_DIRECTED = 10.0  # ln(q/p) is cut at this size, so that a token with next to no mass cannot decide alone
 
 
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Score:
     """A score of each token with its expected value."""
 
@@ -39,7 +41,7 @@ class Score:
 
     def __getitem__(self, chosen: Bool[np.ndarray, " n"]) -> Score:
         """The chosen tokens only."""
-        return Score(self.observed[chosen], self.mean[chosen], self.variance[chosen])
+        return jax.tree.map(lambda values: values[chosen], self)
 
     @classmethod
     def of(cls, scores: Float[np.ndarray, "n V"], p: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> Score:

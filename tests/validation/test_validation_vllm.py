@@ -118,15 +118,15 @@ loaded = 0
 for line in sys.stdin:
     call = json.loads(line)
     arguments = call["arguments"]
-    answer = {"id": call["id"], "result": {"vllm": "0.32.0", "device": "DEVICE"}}
+    answer = {"result": {"vllm": "0.32.0", "device": "DEVICE"}}
     if call["call"] == "load":
         loaded += 1
         compiled = "" if arguments["enforce_eager"] else ", compiled"
         log.write(f"load, share {arguments['gpu_memory_utilization']}{compiled}\\n")
         if loaded > 1 and arguments["model"] == "big":
-            answer = {"id": call["id"], "error": "ValueError: Free memory on device cuda:0 on startup is less"}
+            answer = {"error": "ValueError: Free memory on device cuda:0 on startup is less"}
         if arguments["model"] == "broken":
-            answer = {"id": call["id"], "error": "ValueError: unknown architecture"}
+            answer = {"error": "ValueError: unknown architecture"}
     if call["call"] == "generate":
         if arguments["prompts"] == [[]]:
             print("out of memory", file=sys.stderr, flush=True)
