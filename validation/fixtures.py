@@ -19,17 +19,23 @@ from validation.device import environment_of_vllm
 from validation.engines.vllm.bridge import VLLM, VLLMError
 from validation.engines.vllm.process import Process, environment_of
 from validation.engines.vllm.server import Servers
+from validation.runs import Report
 from validation.subject import Setting, Subject, choose
 
 TESTED_VERSION = "0.32.0"
 START_SECONDS = 240  # until a server must answer
-NOTES = pytest.StashKey[dict]()  # the report's facts about the run, to which fixtures add
+REPORT = pytest.StashKey[Report]()
 RELEASES = pytest.StashKey[list[Callable[[], None]]]()  # callbacks that free the device's memory between modules
 
 
 @pytest.fixture(scope="session")
 def setting(pytestconfig: pytest.Config) -> Setting:
-    option = pytestconfig.getoption
+    return setting_of(pytestconfig)
+
+
+def setting_of(config: pytest.Config) -> Setting:
+    """The options of a run."""
+    option = config.getoption
     return Setting(
         gpu=option("--gpu"),
         rehearsal=option("--rehearse"),
@@ -46,7 +52,7 @@ def subject(pytestconfig: pytest.Config, setting: Setting) -> Subject:
     """Target, head and prompts. Prompts are read at once, models when a check asks for them."""
     with _one_line(ValueError):
         chosen = choose(setting)
-        pytestconfig.stash[NOTES]["subject"] = chosen.description
+        pytestconfig.stash[REPORT].environment["subject"] = chosen.description
     pytestconfig.stash[RELEASES].append(chosen.release)
     return chosen
 
@@ -104,12 +110,12 @@ def _one_line(error: type[Exception]) -> Iterator[None]:
 
 def _note(config: pytest.Config, vllm: VLLM) -> None:
     """Name the version in the report, and warn of one that was not tested."""
-    config.stash[NOTES]["vllm"] = vllm.versions
+    facts = config.stash[REPORT].environment
+    facts["vllm"] = vllm.versions
     version = re.match(r"[\d.]*\d", vllm.versions["vllm"])
     if version is None or version[0] != TESTED_VERSION:
-        config.stash[NOTES]["vllm warning"] = (
-            f"vLLM {vllm.versions['vllm']} is untested; these levels were written against {TESTED_VERSION}"
-        )
+        warning = f"vLLM {vllm.versions['vllm']} is untested; these levels were written against {TESTED_VERSION}"
+        facts["vllm warning"] = warning
 
 
 @contextlib.contextmanager

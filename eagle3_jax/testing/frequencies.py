@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,28 +15,27 @@ from scipy import optimize, stats
 from eagle3_jax.testing.report import ALPHA, Broken
 
 DETECTED = "would be detected with 90 % power"
+_LEAST = 10.0  # smallest expected count of a cell
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
     """Counted outcomes compared with their exact distribution: p-values, and the empirical total variation distance.
 
-    ``cells`` is the number of outcomes that the distribution allows; ``impossible`` are counted outcomes that it does
-    not allow, which make all p-values 0. ``statistic`` is Pearson's, on ``degrees`` degrees of freedom.
-    ``single_outcome`` is the p-value of the outcome that deviates most, for all outcomes together, and ``farthest``
-    describes that outcome.
+    ``impossible`` are the counted outcomes of probability 0, which make all p-values 0. ``statistic`` is Pearson's, on
+    ``degrees`` degrees of freedom. ``single_outcome`` is the p-value of the outcome that deviates most, for all
+    outcomes together, and ``farthest`` describes that outcome.
     """
 
     draws: int
-    cells: int
-    chi_square: float
-    g_test: float
     distance: float
-    impossible: Mapping[Any, Any]
+    chi_square: float = 0.0
+    g_test: float = 0.0
     statistic: float = math.inf
     degrees: int = 0
     single_outcome: float = 0.0
     farthest: str = ""
+    impossible: tuple[int, ...] = ()
 
     @property
     def p_value(self) -> float:
@@ -48,71 +46,56 @@ class Fit:
     def reason(self) -> str:
         """The test that failed, in words."""
         if self.impossible:
-            return f"{len(self.impossible)} outcomes of probability 0, as {next(iter(self.impossible))}"
+            return f"{len(self.impossible)} outcomes of probability 0, as {self.impossible[0]}"
         if self.single_outcome < self.chi_square:
             return self.farthest
         return f"chi-square {self.statistic:.1f} on {self.degrees} degrees of freedom, {self.draws} outcomes"
 
 
-def goodness_of_fit(counts: Mapping[Any, Any], distribution: Mapping[Any, Any], *, least: float = 10.0) -> Fit:
-    """Returns Pearson's chi-square and the G-test of counted outcomes.
+def fit_counts(counts: Int[np.ndarray, " C"], expected: Float[np.ndarray, " C"]) -> Fit:
+    """Returns Pearson's chi-square and the G-test of the counts of outcomes ``0 .. C - 1``.
 
-    The rarest outcomes are counted as one, until a cell expects ``least`` of them.
+    The rarest outcomes are counted as one, until a cell expects ``_LEAST`` of them.
 
     Args:
         counts: How often each outcome was seen.
-        distribution: The exact probability of each outcome.
-        least: Smallest expected count of a cell.
+        expected: Expected counts of any sum.
     """
-    draws = int(sum(counts.values()))
-    possible = {outcome: float(mass) for outcome, mass in distribution.items() if mass > 0}
-    impossible = {outcome: count for outcome, count in counts.items() if count and outcome not in possible}
-    differences = [abs(counts.get(outcome, 0) / draws - mass) for outcome, mass in possible.items()]
-    distance = (sum(differences) + sum(impossible.values()) / draws) / 2
-    fit = Fit(draws, len(possible), 0.0, 0.0, distance, impossible)
-    if impossible:
-        return fit
-    ranked = sorted(possible, key=lambda outcome: -possible[outcome])
-    masses = np.array([possible[outcome] for outcome in ranked])
-    observed = np.array([counts.get(outcome, 0) for outcome in ranked], float)
+    draws = int(counts.sum())
+    masses = expected / expected.sum()
+    distance = float(np.abs(counts / draws - masses).sum() / 2)
+    impossible = np.flatnonzero((counts > 0) & (masses == 0))
+    if impossible.size:
+        return Fit(draws, distance, impossible=tuple(impossible.tolist()))
+    ranked = np.argsort(-masses, kind="stable")[: np.count_nonzero(masses)]
+    observed = counts[ranked].astype(float)
+    masses = masses[ranked]
     # Binomial tails bound those of counts whose probabilities differ from draw to draw around the same mean.
     tails = np.minimum(stats.binom.cdf(observed, draws, masses), stats.binom.sf(observed - 1, draws, masses))
     index = int(tails.argmin())
     farthest = f"{ranked[index]} came {observed[index]:.0f} times in {draws}; expected {draws * masses[index]:.1f}"
     single_outcome = min(1.0, 2 * len(tails) * float(tails[index]))
-    fit = dataclasses.replace(fit, single_outcome=single_outcome, farthest=farthest)
-    observed, expected = _merge_rare(observed, draws * masses, least)
-    if len(expected) == 1:
-        return dataclasses.replace(fit, chi_square=1.0, g_test=1.0, statistic=0.0)
-    expected *= observed.sum() / expected.sum()
+    frequent = np.count_nonzero(draws * masses >= _LEAST)
+    rare = draws * masses[frequent:].sum()
+    # The rare outcomes are one cell. If they are too few even together, they join the rarest of the frequent ones.
+    starts = np.arange(max(1, frequent + (rare >= _LEAST)))
+    observed = np.add.reduceat(observed, starts)
+    expected = np.add.reduceat(masses, starts)
+    if len(starts) == 1:
+        return Fit(draws, distance, 1.0, 1.0, 0.0, 0, single_outcome, farthest)
+    expected *= draws / expected.sum()
     pearson = stats.power_divergence(observed, expected, lambda_="pearson")
     likelihood = stats.power_divergence(observed, expected, lambda_="log-likelihood")
-    return dataclasses.replace(
-        fit,
+    return Fit(
+        draws=draws,
+        distance=distance,
         chi_square=float(pearson.pvalue),
         g_test=float(likelihood.pvalue),
         statistic=float(pearson.statistic),
-        degrees=len(expected) - 1,
+        degrees=len(starts) - 1,
+        single_outcome=single_outcome,
+        farthest=farthest,
     )
-
-
-def fit_counts(counts: Int[np.ndarray, " C"], expected: Float[np.ndarray, " C"]) -> Fit:
-    """Returns the fit of the counts of outcomes ``0 .. C - 1`` to expected counts of any sum."""
-    masses = expected / expected.sum()
-    return goodness_of_fit(dict(enumerate(counts.tolist())), dict(enumerate(masses.tolist())))
-
-
-def _merge_rare(
-    observed: Float[np.ndarray, " C"], expected: Float[np.ndarray, " C"], least: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Merges the cells that expect fewer than ``least`` outcomes; cells come with the most frequent one first."""
-    cells = int(np.count_nonzero(expected >= least))
-    if cells == len(expected):
-        return observed, expected
-    if expected[cells:].sum() < least and cells > 0:  # too small a tail for a cell: it joins the rarest one
-        cells -= 1
-    merge = lambda values: np.append(values[:cells], values[cells:].sum())
-    return merge(observed), merge(expected)
 
 
 @dataclasses.dataclass

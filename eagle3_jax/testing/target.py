@@ -475,15 +475,10 @@ def depends_on_the_text(subject: Subject) -> str:
     return f"the token before moves logits by {median:.1%} of the largest one"
 
 
-def text_equals_tokens(subject: Subject) -> str:
-    """Ragged prompts with different padding, a chain after them, and a chain after the committed tokens."""
-    deviations = [require_round(subject, inputs, "a chain") for inputs in random_rounds(subject, tree=False)]
-    return _describe_deviation(max(deviations))
-
-
-def node_equals_path(subject: Subject) -> str:
-    """A tree after prompts, and a chain after a committed path."""
-    deviations = [require_round(subject, inputs, "a tree") for inputs in random_rounds(subject, tree=True)]
+def rounds_equal_tokens(subject: Subject, *, tree: bool) -> str:
+    """Ragged prompts with different padding, a chain or a tree after them, and a chain after the committed tokens."""
+    block = "a tree" if tree else "a chain"
+    deviations = [require_round(subject, inputs, block) for inputs in random_rounds(subject, tree=tree)]
     return _describe_deviation(max(deviations))
 
 
@@ -542,9 +537,7 @@ def gives_features(subject: Subject) -> str:
         (np.concatenate([features[:, :, :-1], final[:, :, None]], axis=2), "from the final state, which it should be,"),
     ):
         for index, layer in enumerate(layers):
-            expected = features[:, :, index]
-            difference = np.abs(variant[:, :, index] - expected).max()
-            deviation = float(difference / max(np.abs(expected).max(), 1e-9))
+            deviation = _deviation(variant[:, :, index], features[:, :, index])
             largest = max(largest, deviation)
             if not deviation <= tolerance_of(subject):
                 raise Broken(f"features of layer {layer} differ {condition}: by {deviation:.1g} of the largest value")
@@ -595,13 +588,14 @@ def lends_tables(subject: Subject) -> str:
 
 
 def _scale_to(values: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
-    """Returns the factor that brings values nearest to expected ones, and the deviation then.
-
-    The deviation is a share of the largest expected value.
-    """
+    """Returns the factor that brings values nearest to expected ones, and the deviation then."""
     factor = float((values * expected).sum() / max((values * values).sum(), 1e-30))
-    difference = np.abs(factor * values - expected).max()
-    return factor, float(difference / max(np.abs(expected).max(), 1e-9))
+    return factor, _deviation(factor * values, expected)
+
+
+def _deviation(values: np.ndarray, expected: np.ndarray) -> float:
+    """Returns the largest difference, as a share of the largest expected value."""
+    return float(np.abs(values - expected).max() / max(np.abs(expected).max(), 1e-9))
 
 
 def keeps_greedy_output(subject: Subject) -> str:
@@ -643,8 +637,8 @@ TARGET_CHECKS: dict[str, Callable[[Subject], str | None]] = {
     PROTOCOL: keeps_the_protocol,
     "keeps shapes and types": keeps_shapes,
     "a token depends on those before it": depends_on_the_text,
-    "a text equals its tokens one by one": text_equals_tokens,
-    "a node of a tree equals its own path": node_equals_path,
+    "a text equals its tokens one by one": functools.partial(rounds_equal_tokens, tree=False),
+    "a node of a tree equals its own path": functools.partial(rounds_equal_tokens, tree=True),
     "rows are independent of their neighbours": has_independent_rows,
     "a long text equals its tokens one by one": long_text_equals_tokens,
     "features are those of the layers asked for": gives_features,
