@@ -464,10 +464,10 @@ def keeps_greedy_output(subject: Subject) -> str:
     """Greedy output on a ragged batch is the target's likeliest token after every token."""
     prompts = _random_prompts(subject, (5, 2, 9, 1))
     drafter = LoadedDrafter(subject.part, subject.params)
-    accepted, drafted = require_greedy_output(subject, drafter, prompts, [24, 7, 16, 1], "please report this")
-    if drafted and not accepted:
+    stats = require_greedy_output(subject, drafter, prompts, [24, 7, 16, 1], "please report this")
+    if stats.num_draft_tokens and not stats.num_accepted_tokens:
         raise NotRun("the output is right, but no draft token was accepted, so refusals alone were compared")
-    return f"{accepted} of {drafted} draft tokens accepted"
+    return f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens accepted"
 
 
 def keeps_the_distribution(subject: Subject) -> str:

@@ -190,10 +190,10 @@ class Evidence:
         fits = [fit for name, fit in self.fits.items() if name.endswith(suffix) and fit.degrees]
         return max((smallest_deviation(fit.draws, fit.degrees, alpha=level) for fit in fits), default=math.inf)
 
-    def smallest_tilt(self) -> float:
-        """Returns the tilt that every sum would have detected."""
-        contrasts = [contrast for contrast in self.contrasts.values() if contrast.is_normal]
-        return max((contrast.smallest_tilt(self.level) for contrast in contrasts), default=math.inf)
+    def smallest_tilt(self, suffix: str = "") -> float:
+        """Returns the tilt that every sum whose fault ends with ``suffix`` would have detected."""
+        chosen = [item for fault, item in self.contrasts.items() if fault.endswith(suffix) and item.is_normal]
+        return max((contrast.smallest_tilt(self.level) for contrast in chosen), default=math.inf)
 
 
 def smallest_deviation(tokens: int, degrees: int, *, alpha: float, power: float = 0.9) -> float:

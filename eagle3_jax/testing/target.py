@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from eagle3_jax.cache import Cache, LayerCache
 from eagle3_jax.checks import check_returned, check_rows, check_same
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
+from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.testing.report import PROTOCOL, Broken, ContractReport, NotRun, Skipped, class_name, examine
 from eagle3_jax.testing.scripted import FixedTree, RootState
 from eagle3_jax.testing.subject import Subject, has_low_precision, mix_rows, require_protocol
@@ -367,7 +368,7 @@ def _reference_of_paths(subject: Subject, inputs: Round) -> Float[np.ndarray, "B
 
 def require_greedy_output(
     subject: Subject, drafter: LoadedDrafter, prompts: list[list[int]], max_new_tokens: Any, description: str
-) -> tuple[int, int]:
+) -> SpeculationStats:
     """Checks that every token of a greedy output is, up to rounding, the likeliest one after the tokens before it.
 
     Args:
@@ -378,7 +379,7 @@ def require_greedy_output(
         description: Begins the message of a failure.
 
     Returns:
-        The number of accepted draft tokens, and of all draft tokens.
+        How many tokens were drafted and accepted.
     """
     decoder = SpeculativeDecoder(subject.target, drafter, stop_tokens=())
     result = decoder.generate(prompts, max_new_tokens=max_new_tokens)
@@ -394,7 +395,7 @@ def require_greedy_output(
                     f"{description}, row {row} writes id {token} as its token {index}; its likeliest is "
                     f"{scores.argmax()}, by {gap:.1g} of the largest logit"
                 )
-    return int(result.stats.num_accepted_tokens), int(result.stats.num_draft_tokens)
+    return result.stats
 
 
 def _require_length(cache: Cache, length: np.ndarray, event: str) -> None:
@@ -529,10 +530,9 @@ def gives_features(subject: Subject) -> str:
     if features.shape[3] != final.shape[2]:
         raise Broken(f"features have {features.shape[3]} numbers; expected {final.shape[2]}, as final states")
     block, _ = feed_block(subject, empty_cache(subject), text, aux_layers=layers)
-    reversed_features = _features(subject, layers[::-1])
     largest = 0.0
     for variant, condition in (
-        (reversed_features[:, :, ::-1], "when the layers are requested in another order"),
+        (_features(subject, layers[::-1])[:, :, ::-1], "when the layers are requested in another order"),
         (np.asarray(block.features, np.float64), "in a block with a cache"),
         (np.concatenate([features[:, :, :-1], final[:, :, None]], axis=2), "from the final state, which it should be,"),
     ):
@@ -613,9 +613,9 @@ def keeps_greedy_output(subject: Subject) -> str:
         ("a tree", (-1, 0, 0, 1, 2, 4), (0, 1, 0, 0, 0, 0)),
     ):
         drafter = LoadedDrafter(_Scripted(parents, shifts, subject.target.vocab_size), jnp.asarray(script))
-        accepted, drafted = require_greedy_output(subject, drafter, prompts, NEW, f"with {shape} drafted")
-        reports.append(f"{accepted} of {drafted} tokens of {shape} accepted")
-        if not 0 < accepted < drafted:
+        stats = require_greedy_output(subject, drafter, prompts, NEW, f"with {shape} drafted")
+        reports.append(f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} tokens of {shape} accepted")
+        if not 0 < stats.num_accepted_tokens < stats.num_draft_tokens:
             raise NotRun(f"the text is its own, but {reports[-1]}")
     return ", ".join(reports)
 

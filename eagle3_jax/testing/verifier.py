@@ -287,7 +287,7 @@ def decide(
         temperature: Temperature of all rows, without truncation, in place of the settings of the shape.
         program: The compiled rule; see :func:`compile_rule`.
     """
-    draft = sample_drafts(subject, shape, run) if draft is None else draft
+    draft = draft or sample_drafts(subject, shape, run)
     logits = subject.once(target_logits)[shape.vocabulary] if logits is None else logits
     settings = shape.settings if temperature is None else ((temperature, 0, 1.0),)
     rows = np.resize(settings, (ROWS, 3))
@@ -450,12 +450,11 @@ def keeps_the_distribution(subject: Subject) -> str:
         raise NotRun("the distribution is right, but no draft token was accepted, so refusals alone were compared")
     drafts = len(shapes) * runs * ROWS
     largest = max(len(shape.parents) for shape in shapes)
-    drafted_tilt = evidence.contrasts[_DRAFTED].smallest_tilt(evidence.level)
-    likely_tilt = evidence.contrasts[_LIKELY].smallest_tilt(evidence.level)
     return (
         f"{drafts} drafts of up to {largest} nodes, {accepted / drafts:.2f} tokens accepted of each; first tokens "
-        f"{evidence.smallest_deviation(_FIRST):.1%} off (rms), all drafted tokens {drafted_tilt:.1%} too frequent or "
-        f"all tokens sampled from p^{1 + likely_tilt:.3f} {DETECTED}"
+        f"{evidence.smallest_deviation(_FIRST):.1%} off (rms), all drafted tokens "
+        f"{evidence.smallest_tilt(_DRAFTED):.1%} too frequent or all tokens sampled from "
+        f"p^{1 + evidence.smallest_tilt(_LIKELY):.3f} {DETECTED}"
     )
 
 

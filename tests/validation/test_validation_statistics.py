@@ -231,13 +231,16 @@ def transitions(seed: int, contexts: int = 12, size: int = 4) -> np.ndarray:
     return np.random.default_rng(seed).dirichlet(4 * np.ones(size), contexts)
 
 
+def sampled(p: np.ndarray, contexts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Samples one token from the distribution of each context."""
+    is_after = rng.random((len(contexts), 1)) > np.cumsum(p, axis=1)[contexts]
+    return is_after.sum(axis=1).clip(max=p.shape[1] - 1)
+
+
 def counted(p: np.ndarray, sampled_from: np.ndarray, tokens: int, rng: np.random.Generator) -> Excess:
     """Tokens in strata that are their contexts."""
     contexts = rng.integers(0, len(p), tokens)
-    tokens_sampled = (
-        (rng.random((tokens, 1)) > np.cumsum(sampled_from, axis=1)[contexts]).sum(axis=1).clip(max=p.shape[1] - 1)
-    )
-    return Excess.of(p, contexts, tokens_sampled, contexts, len(p))
+    return Excess.of(p, contexts, sampled(sampled_from, contexts, rng), contexts, len(p))
 
 
 def test_excess_by_distribution_is_pearsons_statistic() -> None:
@@ -259,12 +262,8 @@ def test_p_values_of_excess_are_uniform_in_strata_that_mix_distributions_and_fol
         rng = np.random.default_rng(seed)
         texts = np.zeros((300, 12), int)
         for position in range(1, 12):
-            texts[:, position] = (
-                (rng.random((300, 1)) > np.cumsum(p, axis=1)[texts[:, position - 1]]).sum(axis=1).clip(max=3)
-            )
-        contexts = texts[:, 1:-1].ravel()
-        tokens = texts[:, 2:].ravel()
-        strata = texts[:, :-2].ravel()
+            texts[:, position] = sampled(p, texts[:, position - 1], rng)
+        strata, contexts, tokens = (texts[:, start : start + 10].ravel() for start in range(3))
         p_values.append(Excess.of(p, contexts, tokens, strata, 4).fluctuation().p_value)
     assert kolmogorov_smirnov(np.array(p_values)) > 1e-3
 
@@ -303,9 +302,8 @@ def test_excess_adds_up_and_knows_the_impossible() -> None:
     tokens = np.where(indices == 1, 1, rng.integers(0, 2, 1000))
     nowhere = np.zeros(1000, int)
     total = Excess.of(p, indices, tokens, nowhere, 1)
-    halves = Excess.of(p, indices[:500], tokens[:500], nowhere[:500], 1) + Excess.of(
-        p, indices[500:], tokens[500:], nowhere[500:], 1
-    )
+    first, second = (Excess.of(p, indices[half], tokens[half], nowhere[half], 1) for half in np.split(range(1000), 2))
+    halves = first + second
     assert np.array_equal(total.observed, halves.observed) and np.allclose(total.covariance, halves.covariance)
     fluctuation = total.fluctuation()
     assert (fluctuation.degrees, fluctuation.tokens) == (1, int((indices == 0).sum()))  # certain tokens do not count
@@ -320,7 +318,6 @@ def test_strata_that_expect_too_few_are_put_together() -> None:
     rng = np.random.default_rng(8)
     indices = rng.integers(0, 12, 3000)
     strata = np.append(np.zeros(2900, int), np.arange(1, 101))
-    tokens = (rng.random((3000, 1)) > np.cumsum(p, axis=1)[indices]).sum(axis=1).clip(max=3)
-    fluctuation = Excess.of(p, indices, tokens, strata, 101).fluctuation()
+    fluctuation = Excess.of(p, indices, sampled(p, indices, rng), strata, 101).fluctuation()
     assert fluctuation.degrees <= 2 * 3
     assert fluctuation.p_value > 1e-3
