@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import stats
 
+from eagle3_jax.testing.frequencies import POWER
+
 TIE_ULPS = 2.0
 WRONG_ULPS = 8.0  # noise has not been seen beyond 2.5
 FLOAT32_TOLERANCE = 1e-3  # of logits: float32 sums in another order differ by about 1e-5
@@ -104,4 +106,4 @@ class Control:
 
     def sees(self, tokens: int, *, times: float = 1.0) -> float:
         """The smallest rate of flips in ``tokens`` positions that exceeds :meth:`allowed` with 90 % power."""
-        return float(stats.gamma.ppf(0.9, self.allowed(tokens, times=times) + 1)) / tokens
+        return float(stats.gamma.ppf(POWER, self.allowed(tokens, times=times) + 1)) / tokens

@@ -17,6 +17,7 @@ from eagle3_jax.conversion.heads.eagle3 import vllm_fields
 from eagle3_jax.conversion.hf_config import stack_fields
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, grouped
 from eagle3_jax.stats import SpeculationStats
+from validation.engines.vllm.bridge import eagle3
 from validation.statistics import smallest_shift
 
 ALPHA = 1e-6  # of all positions and engines together
@@ -82,10 +83,5 @@ class AcceptanceDistribution:
 
 def synthetic(head: Path, rates: Sequence[float]) -> dict[str, Any]:
     """Returns vLLM's ``speculative_config`` of simulated acceptance."""
-    return {
-        "method": "eagle3",
-        "model": str(head),
-        "num_speculative_tokens": len(rates),
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": list(rates),
-    }
+    simulation = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(rates)}
+    return eagle3(head, len(rates)) | simulation

@@ -20,7 +20,7 @@ from flax import struct
 from jaxtyping import Bool, Float, Int
 from scipy import stats
 
-from eagle3_jax.testing.frequencies import smallest_deviation
+from eagle3_jax.testing.frequencies import POWER, smallest_deviation
 
 MOST_DIRECTED = 10.0  # ln(q/p) is cut at this size, so that a token with next to no mass cannot decide alone
 
@@ -123,9 +123,9 @@ class Fluctuation:
     tokens: int  #: Tokens that had a choice.
     impossible: int  #: Sampled tokens that have probability zero.
 
-    def sees(self, alpha: float, power: float = 0.9) -> float:
+    def sees(self, alpha: float) -> float:
         """See :func:`smallest_deviation`."""
-        return smallest_deviation(self.tokens, self.degrees, alpha=alpha, power=power)
+        return smallest_deviation(self.tokens, self.degrees, alpha=alpha)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,13 +200,13 @@ class Excess:
         return Fluctuation(statistic, degrees, float(stats.chi2.sf(statistic, degrees)), self.tokens, 0)
 
 
-def smallest_shift(tokens: int, most_z: float, *, power: float = 0.9) -> float:
+def smallest_shift(tokens: int, most_z: float) -> float:
     """The smallest deviation for a sum of scores that fails beyond ``most_z``, probabilities off along that score.
 
     With ``p' = p (1 + ε s)`` and ``s`` the score made standard, ``z`` is normal with mean ``ε √tokens``. A deviation
     that is orthogonal to the score leaves it unchanged.
     """
-    return (most_z + float(stats.norm.ppf(power))) / math.sqrt(tokens)
+    return (most_z + float(stats.norm.ppf(POWER))) / math.sqrt(tokens)
 
 
 def _at(values: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:

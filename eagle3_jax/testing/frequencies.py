@@ -14,6 +14,7 @@ from scipy import optimize, stats
 
 from eagle3_jax.testing.report import ALPHA, Broken
 
+POWER = 0.9  # of the deviations that reports name
 DETECTED = "would be detected with 90 % power"
 _LEAST = 10.0  # smallest expected count of a cell
 
@@ -135,13 +136,6 @@ class Contrast:
         """Probability of a sum as far from zero."""
         return float(2 * stats.norm.sf(abs(self.z)))
 
-    def smallest_tilt(self, alpha: float, power: float = 0.9) -> float:
-        """The tilt ``ε`` that is detected with this power: ``p(x) (1 + ε · score(x))`` in place of ``p``."""
-        if not self.variance:
-            return math.inf
-        deviations = stats.norm.isf(alpha / 2) + stats.norm.isf(1 - power)
-        return float(deviations) / math.sqrt(self.variance)
-
 
 class Evidence:
     """The statistical tests of one check. Together they fail a correct part with probability ``ALPHA``.
@@ -191,13 +185,17 @@ class Evidence:
         return max((smallest_deviation(fit.draws, fit.degrees, alpha=level) for fit in fits), default=math.inf)
 
     def smallest_tilt(self, suffix: str = "") -> float:
-        """Returns the tilt that every sum whose fault ends with ``suffix`` would have detected."""
+        """Returns the tilt that every sum whose fault ends with ``suffix`` would have detected.
+
+        A distribution ``p`` with the tilt ``ε`` is ``p(x) (1 + ε · score(x))``.
+        """
         chosen = [item for fault, item in self.contrasts.items() if fault.endswith(suffix) and item.is_normal]
-        return max((contrast.smallest_tilt(self.level) for contrast in chosen), default=math.inf)
+        deviations = float(stats.norm.isf(self.level / 2) + stats.norm.isf(1 - POWER))
+        return max((deviations / math.sqrt(contrast.variance) for contrast in chosen), default=math.inf)
 
 
-def smallest_deviation(tokens: int, degrees: int, *, alpha: float, power: float = 0.9) -> float:
-    """Returns the relative root mean square deviation of cell probabilities that is detected with this power.
+def smallest_deviation(tokens: int, degrees: int, *, alpha: float) -> float:
+    """Returns the relative root mean square deviation of cell probabilities that is detected with 90 % power.
 
     With ``p'(x | s) = p(x | s) (1 + ε(x, s))`` Pearson's statistic over the cells ``(s, x)`` is a noncentral chi-square
     of noncentrality ``tokens · Σ p ε²``. If a stratum mixes several distributions, a deviation that they share is
@@ -206,6 +204,6 @@ def smallest_deviation(tokens: int, degrees: int, *, alpha: float, power: float 
     if tokens == 0 or degrees == 0:
         return math.inf
     threshold = stats.chi2.isf(alpha, degrees)
-    excess_power = lambda noncentrality: stats.ncx2.sf(threshold, degrees, noncentrality) - power
+    excess_power = lambda noncentrality: stats.ncx2.sf(threshold, degrees, noncentrality) - POWER
     noncentrality = optimize.brentq(excess_power, 1e-3, 100.0 * threshold)
     return math.sqrt(noncentrality / tokens)  # type: ignore[operator]

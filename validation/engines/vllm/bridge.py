@@ -131,9 +131,9 @@ class VLLM(Protocol):
         ...
 
 
-def eagle3(head: str | Path, num_speculative_tokens: int, **more: Any) -> dict[str, Any]:
+def eagle3(head: str | Path, num_speculative_tokens: int) -> dict[str, Any]:
     """The ``speculative_config`` of vLLM for an EAGLE-3 head."""
-    return {"method": "eagle3", "model": str(head), "num_speculative_tokens": num_speculative_tokens, **more}
+    return {"method": "eagle3", "model": str(head), "num_speculative_tokens": num_speculative_tokens}
 
 
 def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
