@@ -206,28 +206,6 @@ class Report:
         finite = json.loads(text, parse_constant=lambda constant: None)
         return json.dumps(finite, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        """Reads what :meth:`to_json` wrote. The verdicts of levels are computed from the checks again.
-
-        Raises:
-            ValueError: The text is no report, or a report of another schema version.
-        """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"is not valid JSON: {error}") from None
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != SCHEMA_VERSION:
-            raise ValueError(f"has schema version {version}, and this program reads version {SCHEMA_VERSION}")
-        try:
-            names = [field.name for field in dataclasses.fields(cls)]
-            report = cls(**{name: data[name] for name in names if name in data})
-            report.checks = [_read_check(**check) for check in data["checks"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"is not a validation report: {type(error).__name__}: {error}") from None
-        return report
-
 
 def _read_check(name: str, verdict: str, tables: list[dict], plots: object = None, **fields: Any) -> Check:
     """Makes a check of a record. Records of earlier versions have plots, which are ignored, and other names."""
@@ -237,23 +215,32 @@ def _read_check(name: str, verdict: str, tables: list[dict], plots: object = Non
 
 
 def load(path: str | Path) -> Report:
-    """Reads an earlier run.
+    """Reads an earlier run. The verdicts of levels are computed from the checks again.
 
     Args:
         path: Its directory, or its ``report.json``.
 
     Raises:
-        ValueError: There is no such file, or it cannot be read; the message is one line.
+        ValueError: There is no such file, or it is no report of this schema version; the message is one line.
     """
     path = Path(path)
     file = path / "report.json" if path.is_dir() else path
     try:
-        return Report.from_json(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ValueError(f"{file} cannot be read: {reason}") from None
+        data = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ValueError(f"{file} {error}") from None
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"{file} has schema version {version}, and this program reads version {SCHEMA_VERSION}")
+    try:
+        names = [field.name for field in dataclasses.fields(Report)]
+        report = Report(**{name: data[name] for name in names if name in data})
+        report.checks = [_read_check(**check) for check in data["checks"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is not a validation report: {type(error).__name__}: {error}") from None
+    return report
 
 
 def check_name(test: str) -> str:
