@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from flax import struct
 from jaxtyping import Bool, Float, Int
-from scipy import stats
+from scipy import sparse, stats
 
 from eagle3_jax.testing.frequencies import POWER, smallest_deviation
 
@@ -162,19 +162,15 @@ class Excess:
             size: ``S``, how many strata there are.
         """
         count, vocabulary = p.shape
-        pairs = np.bincount(strata * count + distributions, minlength=size * count)
-        used = np.flatnonzero(pairs)
-        stratum, distribution = np.divmod(used, count)
-        mass = p[distribution]
-        often = pairs[used]
-        summed = lambda values: np.bincount(stratum, weights=values, minlength=size)
-        expected = np.stack([summed(often * mass[:, v]) for v in range(vocabulary)], axis=1)
-        products = [[summed(often * mass[:, v] * mass[:, w]) for w in range(vocabulary)] for v in range(vocabulary)]
-        covariance = expected[:, :, None] * np.eye(vocabulary) - np.moveaxis(np.array(products), 2, 0)
-        observed = np.bincount(strata * vocabulary + tokens, minlength=size * vocabulary).reshape(size, vocabulary)
-        free = (mass > 0).sum(axis=1) > 1
+        ones = np.ones(len(tokens))
+        often = sparse.csr_array((ones, (strata, distributions)), shape=(size, count))  # duplicates are summed
+        observed = sparse.csr_array((ones, (strata, tokens)), shape=(size, vocabulary)).toarray()
+        expected = often @ p
+        products = often @ np.einsum("cv,cw->cvw", p, p).reshape(count, -1)
+        covariance = expected[:, :, None] * np.eye(vocabulary) - products.reshape(size, vocabulary, vocabulary)
+        has_choice = (p > 0).sum(axis=1) > 1
         impossible = int(np.count_nonzero(p[distributions, tokens] == 0))
-        return cls(observed.astype(float), expected, covariance, int(often[free].sum()), impossible)
+        return cls(observed, expected, covariance, int(has_choice[distributions].sum()), impossible)
 
     def __add__(self, second: Excess) -> Excess:
         """Adds the tokens of another part of the text, in the same strata."""
