@@ -17,7 +17,7 @@ from validation.agreement import Judged
 from validation.engines.vllm.bridge import EngineOptions, Generated, Tokens, eagle3
 from validation.engines.vllm.process import Process
 from validation.forcing import reference
-from validation.parity import Parity, play, stats_of
+from validation.parity import Parity, parity_with
 from validation.peaked import Recipe
 
 VOCAB = 256
@@ -146,15 +146,12 @@ class Trial(NamedTuple):
     drafter: LoadedDrafter | NGram
     judged: list[Judged]  # ours, scored by vLLM, then vLLM's, scored by us: plain, and with drafts
     theirs: Generated
-    num_speculative_tokens: int
 
     def parity(self, drafter: LoadedDrafter | NGram) -> Parity:
         """Our rounds with a drafter, next to vLLM's."""
-        decoder = SpeculativeDecoder(
-            self.target, drafter, num_speculative_tokens=self.num_speculative_tokens, stop_tokens=()
-        )
-        ours = play(decoder, self.prompts, max_new_tokens=NEW_TOKENS, batch_size=len(self.prompts))
-        return Parity(ours, self.theirs, stats_of(ours, self.num_speculative_tokens))
+        decoder = SpeculativeDecoder(self.target, drafter, num_speculative_tokens=peaked.DEPTH, stop_tokens=())
+        amounts = {"max_new_tokens": NEW_TOKENS, "batch_size": len(self.prompts)}
+        return parity_with(self.theirs, decoder, self.prompts, **amounts)
 
 
 def write_target(family: Family, directory: Path) -> Path:
@@ -221,4 +218,4 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
     judged += [
         Judged(name, "us", family.dtype, texts, reference(target, prompts, texts)) for name, texts in others.items()
     ]
-    return Trial(prompts, target, drafter, judged, theirs, peaked.DEPTH)
+    return Trial(prompts, target, drafter, judged, theirs)

@@ -112,5 +112,12 @@ def parity(
 ) -> Parity:
     """The same prompts through both, greedily."""
     theirs = engine.generate(prompts, max_new_tokens=max_new_tokens)
+    return parity_with(theirs, decoder, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size)
+
+
+def parity_with(
+    theirs: Generated, decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, batch_size: int
+) -> Parity:
+    """The same prompts through our decoder, next to a run of vLLM."""
     ours = play(decoder, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size)
     return Parity(ours, theirs, stats_of(ours, decoder.loop.drafter.max_depth))

@@ -6,6 +6,7 @@ The worker imports it too, in the environment of vLLM, which has none of our pac
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -141,8 +142,8 @@ def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     differences: dict[str, Any] = {}
     for name, value in after.items():
         if isinstance(value, list):
-            old = before.get(name, [])
-            differences[name] = [new - (old[index] if index < len(old) else 0) for index, new in enumerate(value)]
+            pairs = itertools.zip_longest(value, before.get(name, []), fillvalue=0)
+            differences[name] = [new - old for new, old in pairs]
         else:
             differences[name] = value - before.get(name, 0)
     return differences
