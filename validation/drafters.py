@@ -234,14 +234,12 @@ def main(names: list[str]) -> None:
     record: dict[str, Any] = json.loads(RUNS.read_text()) if names else {}
     record |= {"versions": vllm.versions, "max_new_tokens": NEW_TOKENS, "prompts": PROMPTS}
     plain = vllm.engine(EngineOptions(model=str(TARGET), max_num_seqs=len(PROMPTS)))
-    record["outputs"] = [
-        completion.tokens for completion in plain.generate(PROMPTS, max_new_tokens=NEW_TOKENS).completions
-    ]
+    record["outputs"] = plain.generate(PROMPTS, max_new_tokens=NEW_TOKENS).outputs
     runs = record.setdefault("methods", {})
     for name in names or METHODS:
         with tempfile.TemporaryDirectory() as directory:
             generated, _ = run(vllm, METHODS[name], Path(directory))
-        assert [completion.tokens for completion in generated.completions] == record["outputs"], name
+        assert generated.outputs == record["outputs"], name
         runs[name] = {
             "counters": generated.counters,
             "accepted": [completion.accepted for completion in generated.completions],

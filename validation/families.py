@@ -211,10 +211,7 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
     ]
     drafting = vllm.engine(dataclasses.replace(options, speculative=drafted))
     theirs = drafting.generate(prompts, max_new_tokens=NEW_TOKENS)
-    others = {
-        "vLLM, plain": [completion.tokens for completion in plain_text.completions],
-        "vLLM, drafting": [completion.tokens for completion in theirs.completions],
-    }
+    others = {"vLLM, plain": plain_text.outputs, "vLLM, drafting": theirs.outputs}
     judged += [
         Judged(name, "us", family.dtype, texts, reference(target, prompts, texts)) for name, texts in others.items()
     ]

@@ -73,7 +73,7 @@ def vllms(process: Process, setting: str) -> Draws:
 
     def draws_of(engine: ProcessEngine) -> collections.Counter[int]:
         generated = engine.generate([PROMPT] * DRAWS, max_new_tokens=2, temperature=temperature, top_p=top_p, seed=0)
-        return collections.Counter(completion.tokens[1] for completion in generated.completions)
+        return collections.Counter(output[1] for output in generated.outputs)
 
     draws = {"vLLM, plain": draws_of(process.engine(EngineOptions(**options)))}
     speculating = process.engine(EngineOptions(**options, speculative=eagle3(DIRECTORY / "eagle3", K)))

@@ -64,6 +64,11 @@ class Generated:
     #: The four ``spec_decode_*`` counters of this call, without prefix; empty where nothing is drafted.
     counters: dict[str, Any]
 
+    @property
+    def outputs(self) -> list[Tokens]:
+        """The new tokens of each prompt."""
+        return [completion.tokens for completion in self.completions]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scored:

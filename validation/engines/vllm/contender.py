@@ -42,7 +42,7 @@ class VLLMContender(Contender):
         return Run(
             min(first, done.seconds),
             max(done.seconds - first, 1e-9),
-            [completion.tokens for completion in done.completions],
+            done.outputs,
             stats_of(done.counters, done.completions),
         )
 
