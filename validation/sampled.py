@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,8 +43,9 @@ class Sample:
     index: np.ndarray  #: ``[n]``, place in the round.
     bonus: np.ndarray  #: ``[n]``, whether nothing was drafted for its place any more.
     warpers: np.ndarray  #: ``[n]``, as text.
-    scores: dict[str, Score]  #: Name to the score of each token; not a number where it has none.
-    transforms: dict[str, np.ndarray]  #: Name to ``[n]`` values, uniform under the distribution; not a number likewise.
+    scores: OrderedDict[str, Score]  #: Name to the score of each token; not a number where it has none.
+    #: Name to ``[n]`` values, uniform under the distribution; not a number likewise.
+    transforms: OrderedDict[str, np.ndarray]
     #: Places where rounding decides which tokens truncation keeps.
     left_out: int = struct.field(pytree_node=False, default=0)
     acceptance_length: dict[str, float] | None = struct.field(pytree_node=False, default=None)  #: ``τ`` by warpers.
@@ -89,14 +91,12 @@ def _scored(row: Emitted, p: np.ndarray, warpers: Warpers, rng: np.random.Genera
         score = directed(p, q, row.tokens)
         order = -towards(p, q)
     only_drafted = lambda values: np.where(has_draft, values, np.nan)
-    scores = {
-        "entropy": surprisal(p, row.tokens),
-        "directed": jax.tree.map(only_drafted, score),
-    }
-    transforms = {
-        "rank": randomised_pit(p, row.tokens, uniforms, order=-p),
-        "direction": only_drafted(randomised_pit(p, row.tokens, uniforms, order=order)),
-    }
+    # Ordered, because jax.tree sorts the keys of other dictionaries.
+    scores = OrderedDict(entropy=surprisal(p, row.tokens), directed=jax.tree.map(only_drafted, score))
+    transforms = OrderedDict(
+        rank=randomised_pit(p, row.tokens, uniforms, order=-p),
+        direction=only_drafted(randomised_pit(p, row.tokens, uniforms, order=order)),
+    )
     return Sample(row.index, row.bonus, np.full(len(row.tokens), str(warpers)), scores, transforms)
 
 
