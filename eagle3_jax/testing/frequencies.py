@@ -172,11 +172,11 @@ class Evidence:
             raise Broken(f"{name} does not follow {distribution}: {fit.reason} (p = {p_value:.1g})")
 
     def require_contrasts(self) -> None:
-        """Raises ``Broken`` if a sum is too far from zero."""
-        for fault, contrast in self.contrasts.items():
-            if contrast.is_normal and contrast.p_value < self.level:
-                fault = fault.format("often" if contrast.total > 0 else "seldom")
-                raise Broken(f"{fault}, by {abs(contrast.z):.1f} standard deviations")
+        """Raises ``Broken`` if a sum is too far from zero; the message names the farthest one."""
+        fault, contrast = max(self.contrasts.items(), key=lambda entry: entry[1].is_normal * abs(entry[1].z))
+        if contrast.is_normal and contrast.p_value < self.level:
+            fault = fault.format("often" if contrast.total > 0 else "seldom")
+            raise Broken(f"{fault}, by {abs(contrast.z):.1f} standard deviations")
 
     def smallest_deviation(self, suffix: str = "") -> float:
         """Returns the deviation that every fit whose name ends with ``suffix`` would have detected."""

@@ -59,8 +59,13 @@ def require_protocol(subject: Subject, role: str) -> None:
 
 def mix_rows(chosen: Bool[np.ndarray, " B"], first: Any, second: Any) -> Any:
     """Returns the chosen rows of the arrays of ``first`` next to the other rows of ``second``."""
-    shaped = lambda leaf: chosen.reshape(-1, *[1] * (leaf.ndim - 1))
-    return jax.tree.map(lambda leaf, other_leaf: np.where(shaped(leaf), leaf, other_leaf), first, second)
+
+    def mix(first_leaf: Any, second_leaf: Any) -> Any:
+        mask = chosen.reshape(-1, *[1] * (first_leaf.ndim - 1))
+        where = np.where if isinstance(first_leaf, np.ndarray) else jnp.where
+        return where(mask, first_leaf, second_leaf)
+
+    return jax.tree.map(mix, first, second)
 
 
 def name_rows(rows: Collection[int]) -> str:
