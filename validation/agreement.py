@@ -11,7 +11,7 @@ import numpy as np
 
 from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters import NGram
-from validation.engines.vllm.bridge import VLLM, Engine, EngineOptions, Scored, Tokens
+from validation.engines.vllm.bridge import VLLM, EngineOptions, Scored, Tokens
 from validation.forcing import reference
 from validation.margin import Agreement, Control, bfloat16_ulp, classify, tie_tolerance, wrong_tolerance
 
@@ -186,16 +186,13 @@ def both_directions(
         max_model_len=min(target.max_positions, MOST_POSITIONS),
         max_num_seqs=BATCH,
     )
-
-    def texts_of(engine: Engine) -> list[Tokens]:
-        return [completion.tokens for completion in engine.generate(prompts, max_new_tokens=max_new_tokens).completions]
-
     speculating = {}
     for config in speculative:
         engine = vllm.engine(dataclasses.replace(options, speculative=config))
-        speculating[f"vLLM, {config['method']}"] = texts_of(engine)
+        generated = engine.generate(prompts, max_new_tokens=max_new_tokens)
+        speculating[f"vLLM, {config['method']}"] = generated.outputs
     engine = vllm.engine(options)
-    theirs = {"vLLM, plain": texts_of(engine)} | speculating
+    theirs = {"vLLM, plain": engine.generate(prompts, max_new_tokens=max_new_tokens).outputs} | speculating
 
     def judged(by: str, outputs: list[Tokens], judge: str) -> Judged:
         fed = prompts[: len(outputs)]

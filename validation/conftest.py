@@ -22,12 +22,11 @@ from validation.aot.platforms import Platform
 from validation.decodings import forget_programs
 from validation.device import products, reason_of_exhaustion, release_memory
 from validation.engines.memory import SHARE_OF_VLLM, share_memory
-from validation.fixtures import NOTES, RELEASES, setting, subject, vllm, vllm_process  # noqa: F401
+from validation.fixtures import RELEASES, REPORT, setting, subject, vllm, vllm_process  # noqa: F401
 from validation.levels import BY_NAME
 from validation.report import write
 from validation.runs import GPU_ONLY, Check, Report, Verdict, check_name, checks_in, verdict_lines
 
-REPORT = pytest.StashKey[Report]()
 _CHECK = pytest.StashKey[Check]()
 _STARTED = pytest.StashKey[float]()
 _WRITTEN = pytest.StashKey[Path]()
@@ -92,7 +91,6 @@ def pytest_configure(config: pytest.Config) -> None:
         aot=option("--aot"),
     )
     config.stash[REPORT] = report
-    config.stash[NOTES] = report.environment
     config.stash[RELEASES] = []
     config.stash[_STARTED] = time.perf_counter()
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from eagle3_jax import loop as loops
 from eagle3_jax.checks import per_row
 from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
 from eagle3_jax.sampling import row_keys
+from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.topology import Chain
 from eagle3_jax.types import FinishReason, SamplingParams
 from validation.device import exact_options
@@ -27,22 +28,32 @@ TREE = DynamicTree(num_nodes=16, max_depth=4, top_k=4)
 SHAPES = {"chain": CHAIN, "tree": TREE}
 
 
+class Decoded(NamedTuple):
+    """Prompts with the tokens that were written after them."""
+
+    states: list[GenerationState]  # final states, a batch each
+    tokens: list[list[int]]  # new tokens of every prompt
+    stats: SpeculationStats  # of all batches together
+
+
 @dataclasses.dataclass(frozen=True)
 class Decoding:
     """A pair compiled for one batch size, with every kernel deterministic."""
 
     target: LoadedTarget
     drafter: LoadedDrafter
-    dtype: str
     batch: int  # rows
     limit: int  # new tokens of every row
 
-    def states(self, prompts: Sequence[list[int]]) -> list[GenerationState]:
-        """Final states, a batch each; the number of prompts is a multiple of the batch."""
+    def decode(self, prompts: Sequence[list[int]]) -> Decoded:
+        """Decodes prompts, whose number is a multiple of the batch."""
         params = LoopParams(self.target.params, self.drafter.params)
         prefill, run = programs(SpeculativeLoop(self.target.model, self.drafter.drafter), params, self)
         batches = [prompts[start : start + self.batch] for start in range(0, len(prompts), self.batch)]
-        return [run(params, prefill(params, batch_of(batch, self.limit))) for batch in batches]
+        states = [run(params, prefill(params, batch_of(batch, self.limit))) for batch in batches]
+        rows = [row for state in states for row in zip(*jax.device_get((state.tokens, state.length)), strict=True)]
+        new_tokens = [tokens[end - self.limit : end].tolist() for tokens, end in rows]
+        return Decoded(states, new_tokens, SpeculationStats.merge(state.stats for state in states))
 
 
 _programs: dict[Any, tuple[Any, Any]] = {}
@@ -78,19 +89,6 @@ def batch_of(prompts: Sequence[list[int]], limit: int) -> loops.Prompts:
         sampling=per_row(SamplingParams(), rows),
         keys=row_keys(0, rows),
     )
-
-
-def new_tokens_of(states: Sequence[GenerationState], limit: int) -> list[list[int]]:
-    rows = []
-    for state in states:
-        tokens, length = jax.device_get((state.tokens, state.length))
-        rows += [tokens[row, end - limit : end].tolist() for row, end in enumerate(length)]
-    return rows
-
-
-def accepted_and_drafted(states: Sequence[GenerationState]) -> tuple[int, int]:
-    counts = [(state.stats.num_accepted_tokens, state.stats.num_draft_tokens) for state in states]
-    return tuple(int(sum(np.sum(pair[index]) for pair in counts)) for index in (0, 1))  # type: ignore[return-value]
 
 
 def with_shape(drafter: LoadedDrafter, topology: Any) -> LoadedDrafter:

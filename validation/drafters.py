@@ -83,16 +83,18 @@ class Method:
             convert(head, directory / "written", self.layout, read_target(TARGET).config)
             head = directory / "written"
         if self.speculative["method"] == "mtp":  # the module is part of the target's files
-            target = with_mtp(directory / "target", head)
+            target = rewritten(TARGET, directory / "target", functools.partial(_join_mtp, head))
         elif self.speculative["method"] != "ngram":
-            speculative["model"] = str(first_layers(directory / "head") if self.head is None else head)
+            if self.head is None:
+                head = rewritten(TARGET, directory / "head", _keep_first_layers)
+            speculative["model"] = str(head)
         return EngineOptions(model=str(target), speculative=speculative, max_num_seqs=len(PROMPTS), first_runner=True)
 
 
 # ------------------------------------------------------------------------------------------------ files
 
 
-def rewritten(source: Path, directory: Path, change: Callable[[Config, Tensors], None]) -> Path:
+def rewritten(source: Path, directory: Path, change: Change) -> Path:
     """Write a checkpoint whose ``config.json`` and tensors are changed into a directory."""
     config = json.loads((source / "config.json").read_text())
     tensors = dict(read_tensors(source))
@@ -103,64 +105,38 @@ def rewritten(source: Path, directory: Path, change: Callable[[Config, Tensors],
     return directory
 
 
-def with_mtp(directory: Path, module: Path) -> Path:
-    """The golden target as a model of MiMo's family, with an MTP module; vLLM knows no other way to give it one."""
-
-    def join(config: Config, tensors: Tensors) -> None:
-        config.clear()
-        config |= json.loads((module / "config.json").read_text()) | {"torch_dtype": "float32"}
-        for name, value in list(tensors.items()):
-            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):  # that family has biases
-                tensors[name.replace("weight", "bias")] = np.zeros(len(value), np.float32)
-        tensors |= {name: value.astype(np.float32) for name, value in read_tensors(module).items()}
-
-    return rewritten(TARGET, directory, join)
+def _join_mtp(module: Path, config: Config, tensors: Tensors) -> None:
+    """Makes a target one of MiMo's family, with an MTP module; vLLM knows no other way to give it one."""
+    config.clear()
+    config |= json.loads((module / "config.json").read_text()) | {"torch_dtype": "float32"}
+    for name, value in list(tensors.items()):
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):  # that family has biases
+            tensors[name.replace("weight", "bias")] = np.zeros(len(value), np.float32)
+    tensors |= {name: value.astype(np.float32) for name, value in read_tensors(module).items()}
 
 
-def first_layers(directory: Path) -> Path:
-    """The target's first layers with its norm and output matrix: a draft model without additional weights."""
-
-    def keep(config: Config, tensors: Tensors) -> None:
-        config["num_hidden_layers"] = LAYERS_KEPT
-        for name in list(tensors):
-            if name.startswith("model.layers.") and int(name.split(".")[2]) >= LAYERS_KEPT:
-                del tensors[name]
-
-    return rewritten(TARGET, directory, keep)
+def _keep_first_layers(config: Config, tensors: Tensors) -> None:
+    """Makes a draft model without additional weights: the target's first layers, its norm and its output matrix."""
+    config["num_hidden_layers"] = LAYERS_KEPT
+    for name in list(tensors):
+        if name.startswith("model.layers.") and int(name.split(".")[2]) >= LAYERS_KEPT:
+            del tensors[name]
 
 
 # ------------------------------------------------------------------------------------------------ injected errors
 
 
-def _swapped(first: str, second: str) -> Change:
-    def change(config: Config, tensors: Tensors) -> None:
-        tensors[first], tensors[second] = tensors[second], tensors[first]
-
-    return change
+def _swap(first: str, second: str, config: Config, tensors: Tensors) -> None:
+    tensors[first], tensors[second] = tensors[second], tensors[first]
 
 
-def _halves_swapped(name: str) -> Change:
-    def change(config: Config, tensors: Tensors) -> None:
-        half = tensors[name].shape[1] // 2
-        tensors[name] = np.roll(tensors[name], half, axis=1)
-
-    return change
+def _swap_halves(name: str, config: Config, tensors: Tensors) -> None:
+    half = tensors[name].shape[1] // 2
+    tensors[name] = np.roll(tensors[name], half, axis=1)
 
 
-def _rotating_faster(config: Config, tensors: Tensors) -> None:
-    config["rope_theta"] = 100.0
-
-
-def _of_another_layer(config: Config, tensors: Tensors) -> None:
-    config["eagle_aux_hidden_state_layer_ids"] = [2, 4, 6]
-
-
-def _of_the_next_layers(config: Config, tensors: Tensors) -> None:
-    config["dflash_config"]["target_layer_ids"] = list(AUX)
-
-
-def _seeing_both_ways(config: Config, tensors: Tensors) -> None:
-    config["dflash_config"]["causal"] = False
+def _configure(config: Config, tensors: Tensors, *, part: str = "", **fields: Any) -> None:
+    (config[part] if part else config).update(fields)
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -168,16 +144,18 @@ def _seeing_both_ways(config: Config, tensors: Tensors) -> None:
 
 _PARALLEL = {"method": "eagle3", "parallel_drafting": True}
 _P_EAGLE = Method(
-    speculative=_PARALLEL, num_speculative_tokens=4, error="one feature of another layer", change=_of_another_layer,
-    head="p_eagle", layout="vllm",
+    speculative=_PARALLEL, num_speculative_tokens=4, error="one feature of another layer",
+    change=functools.partial(_configure, eagle_aux_hidden_state_layer_ids=[2, 4, 6]), head="p_eagle", layout="vllm",
 )  # fmt: skip
 _DFLASH = Method(
     speculative={"method": "dflash"}, num_speculative_tokens=4, error="features one layer behind",
-    change=_of_the_next_layers, head="dflash", layout="vllm", repaired=True,
+    change=functools.partial(_configure, part="dflash_config", target_layer_ids=list(AUX)), head="dflash",
+    layout="vllm", repaired=True,
 )  # fmt: skip
 _MTP = Method(
     speculative={"method": "mtp"}, num_speculative_tokens=1, error="the token before the state",
-    change=_halves_swapped("model.mtp_layers.0.input_proj.weight"), head="mtp", layout="mimo", least=1.3,
+    change=functools.partial(_swap_halves, "model.mtp_layers.0.input_proj.weight"), head="mtp", layout="mimo",
+    least=1.3,
 )  # fmt: skip
 _TOKEN_NORM, _STATE_NORM = (f"model.mtp_layers.0.{name}_layernorm.weight" for name in ("token", "hidden"))
 
@@ -189,7 +167,7 @@ METHODS = {
     ),
     "draft_model": Method(
         speculative={"method": "draft_model"}, num_speculative_tokens=4, error="another rotary base",
-        change=_rotating_faster, head="draft_model",
+        change=functools.partial(_configure, rope_theta=100.0), head="draft_model",
     ),
     # Half of a model that was not trained to stop there: of first tokens one in five is accepted, by chance one in 500.
     "layer_skip": Method(
@@ -198,22 +176,23 @@ METHODS = {
     ),
     "medusa": Method(
         speculative={"method": "medusa"}, num_speculative_tokens=3, error="two heads in each other's place",
-        change=_swapped("lm_heads.0.weight", "lm_heads.1.weight"), head="medusa", layout="vllm",
+        change=functools.partial(_swap, "lm_heads.0.weight", "lm_heads.1.weight"), head="medusa", layout="vllm",
     ),
     "eagle": Method(
         speculative={"method": "eagle"}, num_speculative_tokens=4, error="the state before the token",
-        change=_halves_swapped("fc.weight"), head="eagle", layout="vllm",
+        change=functools.partial(_swap_halves, "fc.weight"), head="eagle", layout="vllm",
     ),
     "p_eagle": _P_EAGLE,
     "p_eagle_speculators": dataclasses.replace(_P_EAGLE, layout="speculators"),
     "dflash": _DFLASH,
     "jetspec": dataclasses.replace(
-        _DFLASH, error="a block that sees both ways", change=_seeing_both_ways, head="jetspec"
+        _DFLASH, error="a block that sees both ways",
+        change=functools.partial(_configure, part="dflash_config", causal=False), head="jetspec",
     ),
     "mtp_1": _MTP,
     "mtp_3": dataclasses.replace(
         _MTP, num_speculative_tokens=3, error="two norms in each other's place",
-        change=_swapped(_TOKEN_NORM, _STATE_NORM), least=1.5,
+        change=functools.partial(_swap, _TOKEN_NORM, _STATE_NORM), least=1.5,
     ),
 }  # fmt: skip
 
@@ -255,14 +234,12 @@ def main(names: list[str]) -> None:
     record: dict[str, Any] = json.loads(RUNS.read_text()) if names else {}
     record |= {"versions": vllm.versions, "max_new_tokens": NEW_TOKENS, "prompts": PROMPTS}
     plain = vllm.engine(EngineOptions(model=str(TARGET), max_num_seqs=len(PROMPTS)))
-    record["outputs"] = [
-        completion.tokens for completion in plain.generate(PROMPTS, max_new_tokens=NEW_TOKENS).completions
-    ]
+    record["outputs"] = plain.generate(PROMPTS, max_new_tokens=NEW_TOKENS).outputs
     runs = record.setdefault("methods", {})
     for name in names or METHODS:
         with tempfile.TemporaryDirectory() as directory:
             generated, _ = run(vllm, METHODS[name], Path(directory))
-        assert [completion.tokens for completion in generated.completions] == record["outputs"], name
+        assert generated.outputs == record["outputs"], name
         runs[name] = {
             "counters": generated.counters,
             "accepted": [completion.accepted for completion in generated.completions],

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import struct
 from jaxtyping import Bool, Float, Int
 
 from eagle3_jax import Chain, GenerationState, SamplingMode, SamplingParams, SpeculativeDecoder
@@ -31,11 +32,11 @@ class Warpers:
         return f"T={self.temperature:g}{truncation}"
 
 
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Emitted:
     """The ``n`` tokens of one row."""
 
-    prompt: list[int]  #: Its prompt.
+    prompt: list[int] = struct.field(pytree_node=False)  #: Its prompt.
     tokens: Int[np.ndarray, " n"]  #: ``[n]``.
     index: Int[np.ndarray, " n"]  #: ``[n]``, place in the round from 0 on; :data:`FIRST` for the first token.
     bonus: Bool[np.ndarray, " n"]  #: ``[n]``, whether everything drafted on its path had been accepted.
@@ -100,17 +101,13 @@ def _one_longer(decoder: SpeculativeDecoder) -> Callable[[Any, GenerationState],
 def _emitted(prompt: list[int], sequence: np.ndarray, decisions: list[tuple]) -> Emitted:
     index, bonus, proposals, distributions = zip(*decisions, strict=True)
     width = max(1, *map(len, proposals))
-    padded = np.full((len(decisions), width), -1, np.int32)
-    for position, tokens in enumerate(proposals):
-        padded[position, : len(tokens)] = tokens
+    padded = [[*tokens, *[-1] * (width - len(tokens))] for tokens in proposals]
     q = None
     if any(distribution is not None for distribution in distributions):
-        size = next(distribution.size for distribution in distributions if distribution is not None)
-        q = np.stack(
-            [np.zeros(size, np.float32) if distribution is None else distribution for distribution in distributions]
-        )
+        without_draft = np.zeros_like(distributions[-1])
+        q = np.stack([without_draft if distribution is None else distribution for distribution in distributions])
     tokens = sequence[len(prompt) : len(prompt) + len(decisions)]
-    return Emitted(prompt, tokens, np.array(index), np.array(bonus), padded, q)
+    return Emitted(prompt, tokens, np.array(index), np.array(bonus), np.array(padded, np.int32), q)
 
 
 class Reference:

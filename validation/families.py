@@ -17,7 +17,7 @@ from validation.agreement import Judged
 from validation.engines.vllm.bridge import EngineOptions, Generated, Tokens, eagle3
 from validation.engines.vllm.process import Process
 from validation.forcing import reference
-from validation.parity import Parity, play, stats_of
+from validation.parity import Parity, parity_with
 from validation.peaked import Recipe
 
 VOCAB = 256
@@ -146,15 +146,12 @@ class Trial(NamedTuple):
     drafter: LoadedDrafter | NGram
     judged: list[Judged]  # ours, scored by vLLM, then vLLM's, scored by us: plain, and with drafts
     theirs: Generated
-    num_speculative_tokens: int
 
     def parity(self, drafter: LoadedDrafter | NGram) -> Parity:
         """Our rounds with a drafter, next to vLLM's."""
-        decoder = SpeculativeDecoder(
-            self.target, drafter, num_speculative_tokens=self.num_speculative_tokens, stop_tokens=()
-        )
-        ours = play(decoder, self.prompts, max_new_tokens=NEW_TOKENS, batch_size=len(self.prompts))
-        return Parity(ours, self.theirs, stats_of(ours, self.num_speculative_tokens))
+        decoder = SpeculativeDecoder(self.target, drafter, num_speculative_tokens=peaked.DEPTH, stop_tokens=())
+        amounts = {"max_new_tokens": NEW_TOKENS, "batch_size": len(self.prompts)}
+        return parity_with(self.theirs, decoder, self.prompts, **amounts)
 
 
 def write_target(family: Family, directory: Path) -> Path:
@@ -192,20 +189,19 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
     drafter: LoadedDrafter | NGram = NGram(max_ngram=3, min_ngram=1, earliest=True)
     drafted = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     if family.with_heads:
-        plain = SpeculativeDecoder(target, stop_tokens=())
-        written = plain.generate(_LEARNED, max_new_tokens=NEW_TOKENS).tokens
-        exact = load_target(path)
-        head, _ = peaked.learned(exact, _LEARNED, written, steps=TRAINING_STEPS)
+        written = SpeculativeDecoder(target, stop_tokens=()).generate(_LEARNED, max_new_tokens=NEW_TOKENS).tokens
+        head, _ = peaked.learned(load_target(path), _LEARNED, written, steps=TRAINING_STEPS)
         files = write_head(head, directory / "head")
         drafter = load_drafter(files, target=target)
         drafted = eagle3(files, peaked.DEPTH)
     options = EngineOptions(model=str(path), dtype=family.dtype, max_num_seqs=len(prompts))
-
-    def ours(*drafter: Any, **options: Any) -> list[Tokens]:
-        decoder = SpeculativeDecoder(target, *drafter, stop_tokens=(), **options)
-        return decoder.generate(prompts, max_new_tokens=NEW_TOKENS).tokens
-
-    our_texts = {"ours, plain": ours(), "ours, drafting": ours(drafter, num_speculative_tokens=peaked.DEPTH)}
+    decoders = {
+        "ours, plain": SpeculativeDecoder(target, stop_tokens=()),
+        "ours, drafting": SpeculativeDecoder(target, drafter, num_speculative_tokens=peaked.DEPTH, stop_tokens=()),
+    }
+    our_texts = {
+        name: decoder.generate(prompts, max_new_tokens=NEW_TOKENS).tokens for name, decoder in decoders.items()
+    }
     # A new process: engines loaded after one with n-grams were seen to write other texts, plain ones too.
     vllm.rest()
     engine = vllm.engine(options)
@@ -215,11 +211,8 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
     ]
     drafting = vllm.engine(dataclasses.replace(options, speculative=drafted))
     theirs = drafting.generate(prompts, max_new_tokens=NEW_TOKENS)
-    others = {
-        "vLLM, plain": [completion.tokens for completion in plain_text.completions],
-        "vLLM, drafting": [completion.tokens for completion in theirs.completions],
-    }
+    others = {"vLLM, plain": plain_text.outputs, "vLLM, drafting": theirs.outputs}
     judged += [
         Judged(name, "us", family.dtype, texts, reference(target, prompts, texts)) for name, texts in others.items()
     ]
-    return Trial(prompts, target, drafter, judged, theirs, peaked.DEPTH)
+    return Trial(prompts, target, drafter, judged, theirs)

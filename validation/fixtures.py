@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -19,19 +19,23 @@ from validation.device import environment_of_vllm
 from validation.engines.vllm.bridge import VLLM, VLLMError
 from validation.engines.vllm.process import Process, environment_of
 from validation.engines.vllm.server import Servers
+from validation.runs import Report
 from validation.subject import Setting, Subject, choose
 
 TESTED_VERSION = "0.32.0"
 START_SECONDS = 240  # until a server must answer
-NOTES = pytest.StashKey[dict]()  # the report's facts about the run, to which fixtures add
+REPORT = pytest.StashKey[Report]()
 RELEASES = pytest.StashKey[list[Callable[[], None]]]()  # callbacks that free the device's memory between modules
-
-Reached = TypeVar("Reached")
 
 
 @pytest.fixture(scope="session")
 def setting(pytestconfig: pytest.Config) -> Setting:
-    option = pytestconfig.getoption
+    return setting_of(pytestconfig)
+
+
+def setting_of(config: pytest.Config) -> Setting:
+    """The options of a run."""
+    option = config.getoption
     return Setting(
         gpu=option("--gpu"),
         rehearsal=option("--rehearse"),
@@ -46,8 +50,9 @@ def setting(pytestconfig: pytest.Config) -> Setting:
 @pytest.fixture(scope="session")
 def subject(pytestconfig: pytest.Config, setting: Setting) -> Subject:
     """Target, head and prompts. Prompts are read at once, models when a check asks for them."""
-    chosen = _or_fail(lambda: choose(setting), ValueError)
-    pytestconfig.stash[NOTES]["subject"] = _or_fail(lambda: chosen.description, ValueError)
+    with _one_line(ValueError):
+        chosen = choose(setting)
+        pytestconfig.stash[REPORT].environment["subject"] = chosen.description
     pytestconfig.stash[RELEASES].append(chosen.release)
     return chosen
 
@@ -73,16 +78,13 @@ def vllm_process(pytestconfig: pytest.Config) -> Iterator[Process]:
     if option("--vllm-url") and not option("--vllm-python"):
         pytest.skip("this needs the inside of vLLM, which a server does not show (name an interpreter: --vllm-python)")
     environment = environment_of_vllm() if option("--gpu") else {}
-    process = _or_fail(
-        lambda: Process(vllm_interpreter(pytestconfig), environment=environment, memory_share=option("--vllm-memory")),
-        VLLMError,
-    )
+    python = vllm_interpreter(pytestconfig)
+    with _one_line(VLLMError):
+        process = Process(python, environment=environment, memory_share=option("--vllm-memory"))
     pytestconfig.stash[RELEASES].append(process.rest)
-    try:
+    with contextlib.closing(process):
         _note(pytestconfig, process)
         yield process
-    finally:
-        process.close()
 
 
 @pytest.fixture(scope="session")
@@ -91,28 +93,29 @@ def vllm(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> VLLM:
     urls = [url for name in ("--vllm-url", "--vllm-plain-url") if (url := pytestconfig.getoption(name))]
     if not urls:
         return request.getfixturevalue("vllm_process")
-    servers = _or_fail(lambda: Servers(urls), VLLMError)
+    with _one_line(VLLMError):
+        servers = Servers(urls)
     _note(pytestconfig, servers)
     return servers
 
 
-def _or_fail(make: Callable[[], Reached], error: type[Exception]) -> Reached:
-    """The result of ``make``. If it raises, every check that needs it fails with that one line and no traceback."""
+@contextlib.contextmanager
+def _one_line(error: type[Exception]) -> Iterator[None]:
+    """Fails every check that needs the fixture with the one line of the error, and no traceback."""
     try:
-        return make()
+        yield
     except error as caught:
-        reason = str(caught)
-    pytest.fail(reason, pytrace=False)
+        raise pytest.fail.Exception(str(caught), pytrace=False) from None
 
 
 def _note(config: pytest.Config, vllm: VLLM) -> None:
     """Name the version in the report, and warn of one that was not tested."""
-    config.stash[NOTES]["vllm"] = vllm.versions
+    facts = config.stash[REPORT].environment
+    facts["vllm"] = vllm.versions
     version = re.match(r"[\d.]*\d", vllm.versions["vllm"])
     if version is None or version[0] != TESTED_VERSION:
-        config.stash[NOTES]["vllm warning"] = (
-            f"vLLM {vllm.versions['vllm']} is untested; these levels were written against {TESTED_VERSION}"
-        )
+        warning = f"vLLM {vllm.versions['vllm']} is untested; these levels were written against {TESTED_VERSION}"
+        facts["vllm warning"] = warning
 
 
 @contextlib.contextmanager

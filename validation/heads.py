@@ -66,12 +66,8 @@ def write_variation(name: str, head: Path, target: Path, directory: Path) -> Non
     write_tensors(directory / "model.safetensors", changed.tensors)
 
 
-def _residual_from_the_norm(head: Head) -> None:
-    head.config["norm_before_residual"] = True
-
-
-def _fed_back_after_the_norm(head: Head) -> None:
-    head.config["norm_output"] = True
+def _configured(head: Head, **fields: Any) -> None:
+    head.config |= fields
 
 
 def _one_norm_per_feature(head: Head) -> None:
@@ -154,8 +150,8 @@ def _speculators_format(head: Head) -> None:
 
 
 VARIATIONS: dict[str, Callable[[Head], None]] = {
-    "residual from the norm": _residual_from_the_norm,
-    "fed back after the norm": _fed_back_after_the_norm,
+    "residual from the norm": functools.partial(_configured, norm_before_residual=True),
+    "fed back after the norm": functools.partial(_configured, norm_output=True),
     "one norm per feature": _one_norm_per_feature,
     "one norm for all features": _one_norm_for_all_features,
     "two auxiliary layers": functools.partial(_features_of, layers=(6, 9)),

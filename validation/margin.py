@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import stats
 
+from eagle3_jax.testing.frequencies import POWER
+
 TIE_ULPS = 2.0
 WRONG_ULPS = 8.0  # noise has not been seen beyond 2.5
 FLOAT32_TOLERANCE = 1e-3  # of logits: float32 sums in another order differ by about 1e-5
@@ -32,7 +34,7 @@ class Agreement(enum.IntEnum):
 def bfloat16_ulp(values: ArrayLike) -> np.ndarray:
     """Unit in the last place: the step of the bfloat16 grid at each value, ``2^(e-7)`` in ``[2^e, 2^(e+1))``.
 
-    Read from the exponent bits of the float32 value, so that no logarithm rounds at a power of two. Below the smallest
+    It follows from the exponent of the float32 value, so that no logarithm rounds at a power of two. Below the smallest
     normal number the grid is even, with steps of ``2^-133``.
 
     Raises:
@@ -41,8 +43,8 @@ def bfloat16_ulp(values: ArrayLike) -> np.ndarray:
     values = np.asarray(values, np.float32)
     if not np.isfinite(values).all():
         raise ValueError("a logit is not finite, so it has no unit in the last place")
-    exponent = (values.view(np.uint32) >> 23 & 0xFF).astype(np.int32)
-    return np.ldexp(1.0, np.maximum(exponent, 1) - 127 - 7)
+    _, exponent = np.frexp(np.maximum(np.abs(values), np.finfo(np.float32).smallest_normal))
+    return np.ldexp(1.0, exponent - 8)
 
 
 def tie_tolerance(best_value: ArrayLike, dtype: str) -> np.ndarray:
@@ -78,14 +80,6 @@ def classify(gap: ArrayLike, rank: ArrayLike, tolerance: ArrayLike) -> np.ndarra
     return np.where(gap == 0, Agreement.AGREE, np.where(tie, Agreement.TIE, Agreement.DISAGREE))
 
 
-def clopper_pearson(successes: int, trials: int, *, confidence: float = 0.99) -> tuple[float, float]:
-    """Exact two-sided interval of a binomial probability (Clopper & Pearson, 1934)."""
-    if not 0 <= successes <= trials:  # scipy 1.18 no longer checks
-        raise ValueError(f"{successes} successes in {trials} trials; expected 0 to {trials}")
-    interval = stats.binomtest(successes, trials).proportion_ci(confidence)
-    return float(interval.low), float(interval.high)
-
-
 @dataclasses.dataclass(frozen=True)
 class Control:
     """How often the argmax flips between two block sizes although nothing is drafted (an A/A study)."""
@@ -96,7 +90,7 @@ class Control:
     @property
     def bound(self) -> float:
         """Upper bound of the flip rate, at 99 %."""
-        return clopper_pearson(self.flips, self.tokens, confidence=0.98)[1]
+        return float(stats.binomtest(self.flips, self.tokens).proportion_ci(0.98).high)
 
     def allowed(self, tokens: int, *, times: float = 1.0) -> int:
         """As many flips in ``tokens`` positions as ``times`` this noise explains; more are one run in a million."""
@@ -104,4 +98,4 @@ class Control:
 
     def sees(self, tokens: int, *, times: float = 1.0) -> float:
         """The smallest rate of flips in ``tokens`` positions that exceeds :meth:`allowed` with 90 % power."""
-        return float(stats.gamma.ppf(0.9, self.allowed(tokens, times=times) + 1)) / tokens
+        return float(stats.gamma.ppf(POWER, self.allowed(tokens, times=times) + 1)) / tokens

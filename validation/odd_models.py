@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from validation.peaked import Recipe, build
+
 SHAPES: dict[str, dict[str, Any]] = {
     "one key/value head, tied embeddings": {
         "num_attention_heads": 4,
@@ -43,29 +45,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def write_odd_model(shape: str, directory: Path) -> Path:
     """Write a random model of a shape with transformers, in float32; its text does not run into loops at once."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        **{
-            "vocab_size": 512,
-            "hidden_size": 96,
-            "intermediate_size": 160,
-            "num_hidden_layers": 8,
-            "max_position_embeddings": 256,
-            "initializer_range": 0.15,
-            "bos_token_id": None,
-            "eos_token_id": 2,
-        }
-        | SHAPES[shape]
-    )
-    torch.manual_seed(len(shape))
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if "norm" in name:
-                value.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                value.normal_(0, 0.1)
-    model.save_pretrained(directory)
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": 8,
+        "bos_token_id": None,
+    }
+    build(Recipe("llama", sizes | SHAPES[shape], seed=len(shape))).save_pretrained(directory)
     return directory

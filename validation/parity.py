@@ -63,12 +63,19 @@ def first_difference(ours: Sequence[Played], theirs: Generated) -> str | None:
 
 def stats_of(played: Sequence[Played], num_speculative_tokens: int) -> SpeculationStats:
     """vLLM's counters, from our rounds."""
-    accepted = np.concatenate([row.accepted for row in played])
+    rows = [count_rounds(row.accepted, [*map(len, row.drafts)], num_speculative_tokens) for row in played]
+    return SpeculationStats.merge(rows)
+
+
+def count_rounds(accepted: Sequence[int], drafted: Sequence[int], depth: int) -> SpeculationStats:
+    """vLLM's counters, from the accepted and drafted tokens of each round of a row. Rounds without a draft are none."""
+    counts = np.asarray(drafted, int)
+    accepted_counts = np.asarray(accepted, int)[counts > 0]
     return SpeculationStats(
-        num_drafts=np.int64(len(accepted)),
-        num_draft_tokens=np.int64(sum(len(draft) for row in played for draft in row.drafts)),
-        num_accepted_tokens=np.int64(accepted.sum()),
-        num_accepted_tokens_per_pos=(accepted[:, None] > np.arange(num_speculative_tokens)).sum(axis=0),
+        num_drafts=np.sum(counts > 0),
+        num_draft_tokens=np.sum(counts),
+        num_accepted_tokens=np.sum(accepted_counts),
+        num_accepted_tokens_per_pos=np.sum(accepted_counts[:, None] > np.arange(depth), axis=0),
     )
 
 
@@ -105,5 +112,12 @@ def parity(
 ) -> Parity:
     """The same prompts through both, greedily."""
     theirs = engine.generate(prompts, max_new_tokens=max_new_tokens)
+    return parity_with(theirs, decoder, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size)
+
+
+def parity_with(
+    theirs: Generated, decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, batch_size: int
+) -> Parity:
+    """The same prompts through our decoder, next to a run of vLLM."""
     ours = play(decoder, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size)
     return Parity(ours, theirs, stats_of(ours, decoder.loop.drafter.max_depth))

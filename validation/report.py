@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from eagle3_jax.bench.tables import flat, show, write_text
-from validation.runs import Report, Verdict
+from validation.runs import Report, Verdict, load
 
 # Colors are never used without a sign and a word.
 SIGNS = {Verdict.PASSED: "✓", Verdict.FAILED: "✗", Verdict.PARTLY: "◐", Verdict.NOT_RUN: "○"}
@@ -37,6 +37,6 @@ def write(report: Report, directory: str | Path, *, page: bool = True) -> Path:
     )  # fmt: skip
     environment.filters["show"] = show
     # The page shows numbers as the JSON has them, so the two never differ.
-    values = {"report": Report.from_json(data.read_text("utf-8")), "signs": SIGNS, "Verdict": Verdict, "flat": flat}
+    values = {"report": load(data), "signs": SIGNS, "Verdict": Verdict, "flat": flat}
     write_text(html, environment.get_template("report.html.jinja").render(values))
     return html

@@ -11,9 +11,8 @@ import collections
 import dataclasses
 import enum
 import json
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,29 +202,9 @@ class Report:
         """Returns strict JSON, the verdict first: numpy's numbers become plain ones, NaN and infinity ``null``."""
         levels = {name: {"verdict": result.verdict, "reason": result.reason} for name, result in self.levels.items()}
         head = {"schema_version": SCHEMA_VERSION, "verdict": self.verdict, "summary": self.summary, "levels": levels}
-        return json.dumps(plain(head | dataclasses.asdict(self)), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        """Reads what :meth:`to_json` wrote. The verdicts of levels are computed from the checks again.
-
-        Raises:
-            ValueError: The text is no report, or a report of another schema version.
-        """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"is not valid JSON: {error}") from None
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != SCHEMA_VERSION:
-            raise ValueError(f"has schema version {version}, and this program reads version {SCHEMA_VERSION}")
-        try:
-            names = [field.name for field in dataclasses.fields(cls)]
-            report = cls(**{name: data[name] for name in names if name in data})
-            report.checks = [_read_check(**check) for check in data["checks"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"is not a validation report: {type(error).__name__}: {error}") from None
-        return report
+        text = json.dumps(head | dataclasses.asdict(self), default=_plain)
+        finite = json.loads(text, parse_constant=lambda constant: None)
+        return json.dumps(finite, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def _read_check(name: str, verdict: str, tables: list[dict], plots: object = None, **fields: Any) -> Check:
@@ -236,23 +215,32 @@ def _read_check(name: str, verdict: str, tables: list[dict], plots: object = Non
 
 
 def load(path: str | Path) -> Report:
-    """Reads an earlier run.
+    """Reads an earlier run. The verdicts of levels are computed from the checks again.
 
     Args:
         path: Its directory, or its ``report.json``.
 
     Raises:
-        ValueError: There is no such file, or it cannot be read; the message is one line.
+        ValueError: There is no such file, or it is no report of this schema version; the message is one line.
     """
     path = Path(path)
     file = path / "report.json" if path.is_dir() else path
     try:
-        return Report.from_json(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ValueError(f"{file} cannot be read: {reason}") from None
+        data = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ValueError(f"{file} {error}") from None
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"{file} has schema version {version}, and this program reads version {SCHEMA_VERSION}")
+    try:
+        names = [field.name for field in dataclasses.fields(Report)]
+        report = Report(**{name: data[name] for name in names if name in data})
+        report.checks = [_read_check(**check) for check in data["checks"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is not a validation report: {type(error).__name__}: {error}") from None
+    return report
 
 
 def check_name(test: str) -> str:
@@ -288,16 +276,8 @@ def verdict_lines(report: Report) -> Iterator[tuple[Verdict, str]]:
         yield result.verdict, f"{result.verdict.upper():<10}  {name:<3}  {result.level.title:<{width}}  {detail}"
 
 
-def plain(value: Any) -> Any:
-    """Converts a value to JSON types. An unknown type becomes text, because a report is written after hours of work."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(element) for key, element in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(element) for element in value]
+def _plain(value: Any) -> Any:
+    """Converts what JSON does not have. An unknown type becomes text, because a report is written after hours."""
     if hasattr(value, "tolist"):  # arrays and scalars of numpy and jax
-        return plain(value.tolist())
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Path):
-        return value.name  # directories are private
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
+        return value.tolist()
+    return value.name if isinstance(value, Path) else str(value)  # directories are private

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from flax import struct
 
 from eagle3_jax import DraftSampling, DynamicTree, LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from validation.emissions import FIRST, Emitted, Reference, Warpers, at_an_edge, play
@@ -33,17 +36,19 @@ def decoder_of(method: str, target: LoadedTarget, drafter: LoadedDrafter) -> Spe
     return SpeculativeDecoder(target, drafter if options else None, stop_tokens=(), **options)
 
 
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Sample:
     """All tokens of one method."""
 
     index: np.ndarray  #: ``[n]``, place in the round.
     bonus: np.ndarray  #: ``[n]``, whether nothing was drafted for its place any more.
     warpers: np.ndarray  #: ``[n]``, as text.
-    scores: dict[str, Score]  #: Name to the score of each token; not a number where it has none.
-    transforms: dict[str, np.ndarray]  #: Name to ``[n]`` values, uniform under the distribution; not a number likewise.
-    left_out: int  #: Places where rounding decides which tokens truncation keeps.
-    acceptance_length: dict[str, float]  #: ``τ`` by warpers.
+    scores: OrderedDict[str, Score]  #: Name to the score of each token; not a number where it has none.
+    #: Name to ``[n]`` values, uniform under the distribution; not a number likewise.
+    transforms: OrderedDict[str, np.ndarray]
+    #: Places where rounding decides which tokens truncation keeps.
+    left_out: int = struct.field(pytree_node=False, default=0)
+    acceptance_length: dict[str, float] | None = struct.field(pytree_node=False, default=None)  #: ``τ`` by warpers.
 
 
 def sample(
@@ -67,18 +72,13 @@ def sample(
             for row, logits in zip(group, reference.logits(group), strict=True):
                 edge = at_an_edge(logits, warpers)
                 left_out += int(edge.sum())
-                parts.append(
-                    _scored(_chosen(row, ~edge), reference.probabilities(logits[~edge], warpers), warpers, rng)
-                )
-    return _joined(parts, left_out, lengths)
+                inner = jax.tree.map(lambda values, edge=edge: values[~edge], row)
+                parts.append(_scored(inner, reference.probabilities(logits[~edge], warpers), warpers, rng))
+    joined = jax.tree.map(lambda *values: np.concatenate(values), *parts)
+    return joined.replace(left_out=left_out, acceptance_length=lengths)
 
 
-def _chosen(row: Emitted, mask: np.ndarray) -> Emitted:
-    fields = {field.name: getattr(row, field.name) for field in dataclasses.fields(row) if field.name != "prompt"}
-    return Emitted(row.prompt, **{name: None if value is None else value[mask] for name, value in fields.items()})
-
-
-def _scored(row: Emitted, p: np.ndarray, warpers: Warpers, rng: np.random.Generator) -> tuple:
+def _scored(row: Emitted, p: np.ndarray, warpers: Warpers, rng: np.random.Generator) -> Sample:
     uniforms = rng.random(len(row.tokens))
     has_draft = (row.proposals >= 0).any(axis=1)
     if row.q is None:
@@ -91,32 +91,13 @@ def _scored(row: Emitted, p: np.ndarray, warpers: Warpers, rng: np.random.Genera
         score = directed(p, q, row.tokens)
         order = -towards(p, q)
     only_drafted = lambda values: np.where(has_draft, values, np.nan)
-    scores = {
-        "entropy": surprisal(p, row.tokens),
-        "directed": Score(*map(only_drafted, (score.observed, score.mean, score.variance))),
-    }
-    transforms = {
-        "rank": randomised_pit(p, row.tokens, uniforms, order=-p),
-        "direction": only_drafted(randomised_pit(p, row.tokens, uniforms, order=order)),
-    }
-    return row.index, row.bonus, np.full(len(row.tokens), str(warpers)), scores, transforms
-
-
-def _joined(parts: Sequence[tuple], left_out: int, lengths: dict[str, float]) -> Sample:
-    index, bonus, warpers, scores, transforms = zip(*parts, strict=True)
-    fields = ("observed", "mean", "variance")
-    return Sample(
-        index=np.concatenate(index),
-        bonus=np.concatenate(bonus),
-        warpers=np.concatenate(warpers),
-        scores={
-            name: Score(*(np.concatenate([getattr(part[name], field) for part in scores]) for field in fields))
-            for name in scores[0]
-        },
-        transforms={name: np.concatenate([part[name] for part in transforms]) for name in transforms[0]},
-        left_out=left_out,
-        acceptance_length=lengths,
+    # Ordered, because jax.tree sorts the keys of other dictionaries.
+    scores = OrderedDict(entropy=surprisal(p, row.tokens), directed=jax.tree.map(only_drafted, score))
+    transforms = OrderedDict(
+        rank=randomised_pit(p, row.tokens, uniforms, order=-p),
+        direction=only_drafted(randomised_pit(p, row.tokens, uniforms, order=order)),
     )
+    return Sample(row.index, row.bonus, np.full(len(row.tokens), str(warpers)), scores, transforms)
 
 
 def strata(sample: Sample) -> dict[str, np.ndarray]:
@@ -159,11 +140,10 @@ def judge(sample: Sample) -> Judgement:
     table = []
     wrong = []
     for stratum, chosen in strata(sample).items():
-        judged = int(chosen.sum()) >= FEWEST
         row = [stratum, int(chosen.sum())]
         for name, score in sample.scores.items():
             excess = score[chosen & ~np.isnan(score.mean)]
-            enough = judged and excess.observed.size >= FEWEST
+            enough = excess.observed.size >= FEWEST
             row.append(round(excess.z, 2) if enough else "")
             if enough and not abs(excess.z) < MOST_Z:
                 wrong.append(f"{stratum}: {name} z = {excess.z:.1f}")

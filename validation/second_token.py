@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from eagle3_jax import LoadedTarget, SamplingParams, SpeculativeDecoder, load_drafter, load_target
+from eagle3_jax.testing.frequencies import Fit, fit_counts
 from eagle3_jax.testing.verifier import warped
 from validation.engines.vllm.bridge import EngineOptions, Tokens, eagle3
 from validation.engines.vllm.process import Process, ProcessEngine
 from validation.forcing import forced_logits
-from validation.statistics import Fit, goodness_of_fit
 
 DIRECTORY = Path(__file__).parent.parent / "tests" / "golden" / "vllm"  # a tiny target and its head
 PROMPT = [17, 200, 33, 90, 5]
@@ -43,9 +43,9 @@ def title(setting: str) -> str:
     return f"Second token, {DRAWS} draws, {setting}"
 
 
-def exact_distribution(setting: str) -> dict[int, float]:
-    """Returns the distribution of the second token of the tiny target that both engines hold."""
-    return dict(enumerate(enumerate_second_token(load_target(DIRECTORY / "target"), *SETTINGS[setting])))
+def exact_distribution(setting: str) -> np.ndarray:
+    """Returns the distribution of the second token of the tiny target that both engines hold, ``[V]``."""
+    return enumerate_second_token(load_target(DIRECTORY / "target"), *SETTINGS[setting])
 
 
 def ours(setting: str, count: int = DRAWS) -> Draws:
@@ -73,7 +73,7 @@ def vllms(process: Process, setting: str) -> Draws:
 
     def draws_of(engine: ProcessEngine) -> collections.Counter[int]:
         generated = engine.generate([PROMPT] * DRAWS, max_new_tokens=2, temperature=temperature, top_p=top_p, seed=0)
-        return collections.Counter(completion.tokens[1] for completion in generated.completions)
+        return collections.Counter(output[1] for output in generated.outputs)
 
     draws = {"vLLM, plain": draws_of(process.engine(EngineOptions(**options)))}
     speculating = process.engine(EngineOptions(**options, speculative=eagle3(DIRECTORY / "eagle3", K)))
@@ -84,9 +84,10 @@ def vllms(process: Process, setting: str) -> Draws:
     return draws
 
 
-def fits(draws: Draws, exact: dict[int, float]) -> dict[str, Fit]:
+def fits(draws: Draws, exact: np.ndarray) -> dict[str, Fit]:
     """Compares every row of draws with the exact distribution."""
-    return {name: goodness_of_fit(counts, exact) for name, counts in draws.items()}
+    tokens = range(len(exact))
+    return {name: fit_counts(np.array([counts[token] for token in tokens]), exact) for name, counts in draws.items()}
 
 
 def follows(fit: Fit) -> bool:

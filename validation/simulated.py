@@ -17,6 +17,8 @@ from eagle3_jax.conversion.heads.eagle3 import vllm_fields
 from eagle3_jax.conversion.hf_config import stack_fields
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, grouped
 from eagle3_jax.stats import SpeculationStats
+from validation.engines.vllm.bridge import eagle3
+from validation.statistics import smallest_shift
 
 ALPHA = 1e-6  # of all positions and engines together
 
@@ -63,14 +65,11 @@ class AcceptanceDistribution:
     def scores(self, counted: SpeculationStats) -> list[float]:
         """Returns standard scores of the mean and of every position. Rounds are complete, so Wald's identity holds."""
         rounds = int(np.sum(counted.num_drafts))
-        accepted = np.asarray(counted.num_accepted_tokens_per_pos)
-        accepted = accepted.reshape(-1, len(self.rates)).sum(0)
-        scores = [(accepted.sum() / rounds - self.mean) / self.deviation]
-        scores += [
-            (count / rounds - rate) / math.sqrt(rate * (1 - rate))
-            for count, rate in zip(accepted, self.rates, strict=True)
-        ]
-        return [float(score) * math.sqrt(rounds) for score in scores]
+        shares = np.array([counted.mean_acceptance_length - 1, *counted.acceptance_per_position])
+        rates = np.array(self.rates)
+        deviations = np.array([self.deviation, *np.sqrt(rates * (1 - rates))])
+        scores = (shares - [self.mean, *rates]) / deviations
+        return (math.sqrt(rounds) * scores).tolist()
 
     @property
     def most(self) -> float:
@@ -79,15 +78,10 @@ class AcceptanceDistribution:
 
     def sees(self, rounds: int) -> float:
         """The smallest error of the mean, in tokens, that exceeds :attr:`most` with 90 % power."""
-        return (self.most + float(stats.norm.ppf(0.9))) * self.deviation / math.sqrt(rounds)
+        return self.deviation * smallest_shift(rounds, self.most)
 
 
 def synthetic(head: Path, rates: Sequence[float]) -> dict[str, Any]:
     """Returns vLLM's ``speculative_config`` of simulated acceptance."""
-    return {
-        "method": "eagle3",
-        "model": str(head),
-        "num_speculative_tokens": len(rates),
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": list(rates),
-    }
+    simulation = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(rates)}
+    return eagle3(head, len(rates)) | simulation

@@ -14,16 +14,18 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
 import numpy as np
+from flax import struct
 from jaxtyping import Bool, Float, Int
-from scipy import stats
+from scipy import sparse, stats
 
-from eagle3_jax.testing.frequencies import Fit, goodness_of_fit, smallest_deviation  # noqa: F401
+from eagle3_jax.testing.frequencies import POWER, smallest_deviation
 
 MOST_DIRECTED = 10.0  # ln(q/p) is cut at this size, so that a token with next to no mass cannot decide alone
 
 
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Score:
     """A score of each token with its expected value."""
 
@@ -39,7 +41,7 @@ class Score:
 
     def __getitem__(self, chosen: Bool[np.ndarray, " n"]) -> Score:
         """The chosen tokens only."""
-        return Score(self.observed[chosen], self.mean[chosen], self.variance[chosen])
+        return jax.tree.map(lambda values: values[chosen], self)
 
     @classmethod
     def of(cls, scores: Float[np.ndarray, "n V"], p: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> Score:
@@ -121,9 +123,9 @@ class Fluctuation:
     tokens: int  #: Tokens that had a choice.
     impossible: int  #: Sampled tokens that have probability zero.
 
-    def sees(self, alpha: float, power: float = 0.9) -> float:
+    def sees(self, alpha: float) -> float:
         """See :func:`smallest_deviation`."""
-        return smallest_deviation(self.tokens, self.degrees, alpha=alpha, power=power)
+        return smallest_deviation(self.tokens, self.degrees, alpha=alpha)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,19 +162,15 @@ class Excess:
             size: ``S``, how many strata there are.
         """
         count, vocabulary = p.shape
-        pairs = np.bincount(strata * count + distributions, minlength=size * count)
-        used = np.flatnonzero(pairs)
-        stratum, distribution = np.divmod(used, count)
-        mass = p[distribution]
-        often = pairs[used]
-        summed = lambda values: np.bincount(stratum, weights=values, minlength=size)
-        expected = np.stack([summed(often * mass[:, v]) for v in range(vocabulary)], axis=1)
-        products = [[summed(often * mass[:, v] * mass[:, w]) for w in range(vocabulary)] for v in range(vocabulary)]
-        covariance = expected[:, :, None] * np.eye(vocabulary) - np.moveaxis(np.array(products), 2, 0)
-        observed = np.bincount(strata * vocabulary + tokens, minlength=size * vocabulary).reshape(size, vocabulary)
-        free = (mass > 0).sum(axis=1) > 1
+        ones = np.ones(len(tokens))
+        often = sparse.csr_array((ones, (strata, distributions)), shape=(size, count))  # duplicates are summed
+        observed = sparse.csr_array((ones, (strata, tokens)), shape=(size, vocabulary)).toarray()
+        expected = often @ p
+        products = often @ np.einsum("cv,cw->cvw", p, p).reshape(count, -1)
+        covariance = expected[:, :, None] * np.eye(vocabulary) - products.reshape(size, vocabulary, vocabulary)
+        has_choice = (p > 0).sum(axis=1) > 1
         impossible = int(np.count_nonzero(p[distributions, tokens] == 0))
-        return cls(observed.astype(float), expected, covariance, int(often[free].sum()), impossible)
+        return cls(observed, expected, covariance, int(has_choice[distributions].sum()), impossible)
 
     def __add__(self, second: Excess) -> Excess:
         """Adds the tokens of another part of the text, in the same strata."""
@@ -198,13 +196,13 @@ class Excess:
         return Fluctuation(statistic, degrees, float(stats.chi2.sf(statistic, degrees)), self.tokens, 0)
 
 
-def smallest_shift(tokens: int, most_z: float, *, power: float = 0.9) -> float:
+def smallest_shift(tokens: int, most_z: float) -> float:
     """The smallest deviation for a sum of scores that fails beyond ``most_z``, probabilities off along that score.
 
     With ``p' = p (1 + ε s)`` and ``s`` the score made standard, ``z`` is normal with mean ``ε √tokens``. A deviation
     that is orthogonal to the score leaves it unchanged.
     """
-    return (most_z + float(stats.norm.ppf(power))) / math.sqrt(tokens)
+    return (most_z + float(stats.norm.ppf(POWER))) / math.sqrt(tokens)
 
 
 def _at(values: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from scipy import stats
+
 from eagle3_jax.files.prompts import Prompt
-from validation.margin import clopper_pearson
 from validation.subject import Subject
 
 _MOST = 200
@@ -59,4 +60,5 @@ def discordant_interval(only_with: int, only_without: int) -> tuple[float, float
 
     The test is paired, as McNemar's: questions that both got right, or both wrong, say nothing about a difference.
     """
-    return clopper_pearson(only_with, only_with + only_without, confidence=_CONFIDENCE)
+    low, high = stats.binomtest(only_with, only_with + only_without).proportion_ci(_CONFIDENCE)
+    return float(low), float(high)

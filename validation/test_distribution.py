@@ -7,6 +7,7 @@ programs are compiled as users compile them.
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -26,30 +27,27 @@ RunTests = Callable[..., None]
 @pytest.fixture
 def run_tests(check: Check, setting: Setting, tmp_path: Path) -> RunTests:
     """Runs files of tests and records their numbers. A check with a skipped test counts as not run."""
+    return functools.partial(_run, check, setting, tmp_path / "junit.xml")
 
-    def run(*files: str, only: str = "") -> None:
-        junit = tmp_path / "junit.xml"
-        command = [sys.executable, "-m", "pytest", *files, "-k", only, "-p", "no:cacheprovider", f"--junitxml={junit}"]
-        paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-        environment = {"XLA_FLAGS": "", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        if setting.gpu:
-            environment["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        suite = ElementTree.parse(junit) if junit.exists() else ElementTree.ElementTree(ElementTree.Element("none"))
-        cases = list(suite.iter("testcase"))
-        failed = [
-            case.get("name") for case in cases if case.find("failure") is not None or case.find("error") is not None
-        ]
-        skips = [element.get("message", "") for element in suite.iter("skipped")]
-        check.number(tests=len(cases), failed=len(failed), skipped=len(skips))
-        # tests/conftest.py reports here that it could not check shapes.
-        check.number(**{element.get("name", ""): element.get("value") for element in suite.iter("property")})
-        message = f"{', '.join(files)}: {len(failed)} of {len(cases)} tests failed: {failed}"
-        assert done.returncode == 0, "\n".join([message, *(done.stdout + done.stderr).splitlines()[-8:]])
-        if skips:
-            pytest.skip(f"{len(skips)} of {len(cases)} tests skipped: {', '.join(sorted(set(skips)))}")
 
-    return run
+def _run(check: Check, setting: Setting, junit: Path, *files: str, only: str = "") -> None:
+    command = [sys.executable, "-m", "pytest", *files, "-k", only, "-p", "no:cacheprovider", f"--junitxml={junit}"]
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = {"XLA_FLAGS": "", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    if setting.gpu:
+        environment["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    suite = ElementTree.parse(junit).getroot() if junit.exists() else ElementTree.Element("none")
+    total = len(suite.findall(".//testcase"))
+    failed = [case.get("name") for kind in ("failure", "error") for case in suite.iterfind(f".//testcase[{kind}]")]
+    skips = [element.get("message", "") for element in suite.iter("skipped")]
+    check.number(tests=total, failed=len(failed), skipped=len(skips))
+    # tests/conftest.py reports here that it could not check shapes.
+    check.number(**{element.get("name", ""): element.get("value") for element in suite.iter("property")})
+    message = f"{', '.join(files)}: {len(failed)} of {total} tests failed: {failed}"
+    assert done.returncode == 0, "\n".join([message, *(done.stdout + done.stderr).splitlines()[-8:]])
+    if skips:
+        pytest.skip(f"{len(skips)} of {total} tests skipped: {', '.join(sorted(set(skips)))}")
 
 
 @pytest.mark.level("L0")

@@ -28,14 +28,13 @@ from validation.decodings import (
     CHAIN,
     SHAPES,
     Decoding,
-    accepted_and_drafted,
     batch_of,
     first_differences,
-    new_tokens_of,
     programs,
     with_shape,
 )
 from validation.device import exact_options
+from validation.fixtures import setting_of
 from validation.forcing import padded, reference
 from validation.margin import wrong_tolerance
 from validation.runs import Check
@@ -130,8 +129,7 @@ GPU_CELLS = [(dtype, shape, batch) for dtype in ("bfloat16", "float32") for shap
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
-        on_gpu = metafunc.config.getoption("--gpu") and not metafunc.config.getoption("--rehearse")
-        cells = GPU_CELLS if on_gpu else CELLS
+        cells = GPU_CELLS if setting_of(metafunc.config).on_gpu else CELLS
         metafunc.parametrize("cell", cells, ids=["-".join(map(str, cell)) for cell in cells])
 
 
@@ -151,20 +149,18 @@ def test_speculation_equals_plain_decoding_of_the_same_shape(
     prompts = some_prompts(subject, 8)
     drafter = with_shape(head, SHAPES[shape])
     plain = LoadedDrafter(Plain(drafter.drafter.num_nodes))
-    states = Decoding(target, drafter, dtype, batch, new_tokens).states(prompts)
-    matched = Decoding(target, plain, dtype, batch, new_tokens).states(prompts)
-    ours = new_tokens_of(states, new_tokens)
-    theirs = new_tokens_of(matched, new_tokens)
-    accepted = accepted_and_drafted(states)[0]
-    places = first_differences(ours, theirs)
+    ours = Decoding(target, drafter, batch, new_tokens).decode(prompts)
+    theirs = Decoding(target, plain, batch, new_tokens).decode(prompts)
+    accepted = ours.stats.num_accepted_tokens
+    places = first_differences(ours.tokens, theirs.tokens)
     parted = [position for position in places if position is not None]
     check.number(prompts=len(prompts), tokens=len(prompts) * new_tokens, accepted=accepted, parted=len(parted))
     assert accepted > len(prompts), "a comparison in which hardly anything was accepted would show little"
-    assert_partings_are_rounding(target, dtype, prompts, ours, places)
+    assert_partings_are_rounding(target, dtype, prompts, ours.tokens, places)
     if dtype == "float32" or shape == "chain":
         assert not parted, f"{dtype} output differs first at new tokens {parted}"
     if shape == "chain":
-        for state, plain_state in zip(states, matched, strict=True):
+        for state, plain_state in zip(ours.states, theirs.states, strict=True):
             assert same_bits(state, plain_state) == []
 
 
@@ -178,14 +174,14 @@ def test_refused_drafts_leave_every_bit_as_it_was(
     prompts = some_prompts(subject, batch)
     drafter = with_shape(head, SHAPES[shape])
     padding = LoadedDrafter(Plain(drafter.drafter.num_nodes))
-    (plain,) = Decoding(target, padding, dtype, batch, new_tokens).states(prompts)
+    (plain,) = Decoding(target, padding, batch, new_tokens).decode(prompts).states
     params = {"inner": drafter.params, "tokens": plain.tokens}
     wrong = LoadedDrafter(NeverRight(drafter.drafter, target.vocab_size), params)
-    (refused,) = Decoding(target, wrong, dtype, batch, new_tokens).states(prompts)
-    accepted, drafted = accepted_and_drafted([refused])
+    refused = Decoding(target, wrong, batch, new_tokens).decode(prompts)
+    drafted = refused.stats.num_draft_tokens
     check.number(drafted=drafted, bytes_compared=sum(leaf.nbytes for leaf in jax.tree.leaves(plain.cache)))
-    assert drafted > 0 == accepted
-    assert same_bits(refused, plain) == []
+    assert drafted > 0 == refused.stats.num_accepted_tokens
+    assert same_bits(refused.states[0], plain) == []
 
 
 @pytest.mark.level("L3")
@@ -198,9 +194,11 @@ def test_a_round_depends_on_what_was_accepted_and_on_nothing_else(
     drafter = with_shape(head, CHAIN)
     loop = SpeculativeLoop(target.model, drafter.drafter)
     params = LoopParams(target.params, drafter.params)
-    (ours,) = Decoding(target, drafter, "bfloat16", 8, new_tokens).states(prompts)
+    decoding = Decoding(target, drafter, 8, new_tokens)
+    decoded = decoding.decode(prompts)
+    (ours,) = decoded.states
     right = np.zeros(ours.tokens.shape, np.int32)
-    prefill, _ = programs(loop, params, Decoding(target, drafter, "bfloat16", 8, new_tokens))
+    prefill, _ = programs(loop, params, decoding)
     state = prefill(params, batch_of(prompts, new_tokens))
     step = loops.step.lower(loop, params, state).compile(exact_options())
     while (running := np.asarray(state.running)).any():
@@ -210,10 +208,9 @@ def test_a_round_depends_on_what_was_accepted_and_on_nothing_else(
         right[np.flatnonzero(running), roots[running]] = np.asarray(latest.verdict.num_accepted)[running]
     script = {"tokens": ours.tokens, "right": jnp.asarray(right)}
     scripted = LoadedDrafter(Script(chain_parents(CHAIN.num_speculative_tokens), target.vocab_size), script)
-    (theirs,) = Decoding(target, scripted, "bfloat16", 8, new_tokens).states(prompts)
-    accepted = accepted_and_drafted([ours])[0]
-    check.number(accepted=accepted)
-    assert accepted > 0
+    (theirs,) = Decoding(target, scripted, 8, new_tokens).decode(prompts).states
+    check.number(accepted=decoded.stats.num_accepted_tokens)
+    assert decoded.stats.num_accepted_tokens > 0
     assert same_bits(ours, theirs) == []
 
 
@@ -224,12 +221,7 @@ def test_the_text_does_not_depend_on_the_drafter(check: Check, subject: Subject,
     prompts = some_prompts(subject, 8)
     drafter = with_shape(head, CHAIN)
     num_nodes = CHAIN.num_speculative_tokens + 1
-
-    def written(drafter: LoadedDrafter) -> tuple[list[list[int]], int, int]:
-        states = Decoding(target, drafter, "float32", 8, new_tokens).states(prompts)
-        return new_tokens_of(states, new_tokens), *accepted_and_drafted(states)
-
-    expected, _, _ = written(LoadedDrafter(Plain(num_nodes)))
+    expected = Decoding(target, LoadedDrafter(Plain(num_nodes)), 8, new_tokens).decode(prompts).tokens
     tokens = padded([[*prompt, *row] for prompt, row in zip(prompts, expected, strict=True)], CONTEXT + new_tokens)
     script = Script(chain_parents(num_nodes - 1), target.vocab_size)
     random = drafter.params | {"head": drafter.drafter.init_params(jax.random.key(0))}
@@ -239,9 +231,11 @@ def test_the_text_does_not_depend_on_the_drafter(check: Check, subject: Subject,
         "all wrong": LoadedDrafter(script, {"tokens": tokens, "right": jnp.zeros(tokens.shape, jnp.int32)}),
     }
     for name, loaded in drafters.items():
-        rows, accepted, drafted = written(loaded)
+        decoded = Decoding(target, loaded, 8, new_tokens).decode(prompts)
+        accepted = decoded.stats.num_accepted_tokens
+        drafted = decoded.stats.num_draft_tokens
         check.number(**{f"accepted of drafted, {name}": f"{accepted} of {drafted}"})
-        assert rows == expected, name
+        assert decoded.tokens == expected, name
         if name == "all right":  # except the last round of each row, which drafts past the end of the script
             assert accepted >= drafted - len(prompts) * num_nodes > 0
         if name == "all wrong":

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from validation.agreement import Judged
-from validation.decodings import CHAIN, Decoding, first_differences, new_tokens_of, with_shape
+from validation.decodings import CHAIN, Decoding, first_differences, with_shape
+from validation.fixtures import setting_of
 from validation.forcing import by_blocks, reference
 from validation.margin import Control
 from validation.runs import Check
@@ -15,7 +16,7 @@ from validation.subject import Setting, Subject, some_prompts
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "margin_dtype" in metafunc.fixturenames:
-        on_gpu = metafunc.config.getoption("--gpu") and not metafunc.config.getoption("--rehearse")
+        on_gpu = setting_of(metafunc.config).on_gpu
         metafunc.parametrize("margin_dtype", ("bfloat16", "float32") if on_gpu else ("mixed", "bfloat16"))
 
 
@@ -28,7 +29,7 @@ def test_every_token_is_the_reference_choice_or_a_tie(
     target, head = subject.pair(dtype)
     count, limit = _volume(setting, dtype)
     prompts = some_prompts(subject, count)
-    outputs = new_tokens_of(Decoding(target, with_shape(head, CHAIN), dtype, 8, limit).states(prompts), limit)
+    outputs = Decoding(target, with_shape(head, CHAIN), 8, limit).decode(prompts).tokens
     plain = [scored.best for scored in by_blocks(target, prompts, outputs, block=1)]
     blocks = [scored.best for scored in by_blocks(target, prompts, outputs, block=CHAIN.num_speculative_tokens + 1)]
     ours = Judged("ours", "the reference", dtype, outputs, reference(target, prompts, outputs))

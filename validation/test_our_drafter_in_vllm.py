@@ -26,7 +26,7 @@ from eagle3_jax.types import Observation, SamplingParams
 from validation.engines.vllm.bridge import EngineOptions, Tokens
 from validation.engines.vllm.process import Process
 from validation.forcing import padded
-from validation.parity import first_difference, play
+from validation.parity import parity
 from validation.runs import Check
 from validation.subject import CONTEXT, Subject
 
@@ -72,18 +72,14 @@ def test_vllm_accepts_what_we_accept_from_our_own_drafter(
     plain = vllm_process.engine(options).generate(prompts, max_new_tokens=MAX_NEW_TOKENS)
     speculating = EngineOptions(model=options.model, max_num_seqs=ROWS, speculative={"num_speculative_tokens": K})
     engine = vllm_process.engine(speculating, propose=proposer(decoder))
-    theirs = engine.generate(prompts, max_new_tokens=MAX_NEW_TOKENS)
-    ours = play(decoder, prompts, max_new_tokens=MAX_NEW_TOKENS, batch_size=ROWS)
+    compared = parity(decoder, engine, prompts, max_new_tokens=MAX_NEW_TOKENS, batch_size=ROWS)
+    theirs = compared.theirs
     check.number(
         prompts=len(prompts),
-        tokens=sum(len(completion.tokens) for completion in theirs.completions),
+        tokens=sum(map(len, theirs.outputs)),
         drafts=theirs.counters["num_drafts"],
         accepted=theirs.counters["num_accepted_tokens"],
-        mean_acceptance_length=1 + theirs.counters["num_accepted_tokens"] / theirs.counters["num_drafts"],
+        mean_acceptance_length=compared.stats.mean_acceptance_length,
     )
-    assert [completion.tokens for completion in theirs.completions] == [
-        completion.tokens for completion in plain.completions
-    ]
-    difference = first_difference(ours, theirs)
-    assert difference is None, difference
-    assert theirs.counters["num_accepted_tokens"] > 0
+    assert theirs.outputs == plain.outputs
+    assert compared.difference is None, compared.difference

@@ -25,6 +25,7 @@ from eagle3_jax.drafters import NGram
 from eagle3_jax.verifiers.simulated import SimulatedAcceptance
 from validation.engines.vllm.bridge import VLLM, Engine, EngineOptions, VLLMUnavailable, eagle3
 from validation.engines.vllm.contender import VLLMContender
+from validation.fixtures import setting_of
 from validation.runs import Check
 from validation.speeds import (
     COLUMNS,
@@ -74,10 +75,9 @@ GPU_SHAPES = ("Llama-3.1-8B", "Llama-3.2-1B", "Qwen3-8B")
 GPU = Plan((1, 4, 16, 64), (1, 2, 3, 4, 5, 6, 7), (0, 3, 5), TREE, 128, 3, GPU_SHAPES, (1, 16), (1, 3, 5), 2**32)
 
 
-def plan_of(config: pytest.Config) -> Plan:
-    option = config.getoption
-    plan = CPU if not option("--gpu") else REHEARSAL if option("--rehearse") else GPU
-    if not option("--quick"):
+def plan_of(setting: Setting) -> Plan:
+    plan = CPU if not setting.gpu else REHEARSAL if setting.rehearsal else GPU
+    if not setting.quick:
         return plan
     shapes = plan.random_shapes[:2]
     new_tokens = min(plan.new_tokens, 24)
@@ -88,12 +88,12 @@ def plan_of(config: pytest.Config) -> Plan:
 
 
 @pytest.fixture
-def plan(pytestconfig: pytest.Config) -> Plan:
-    return plan_of(pytestconfig)
+def plan(setting: Setting) -> Plan:
+    return plan_of(setting)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    plan = plan_of(metafunc.config)
+    plan = plan_of(setting_of(metafunc.config))
     if "model" in metafunc.fixturenames:
         cases = [(name, batch) for name in plan.random_shapes for batch in plan.random_batches]
         cases += [("pair", batch) for batch in plan.batches]

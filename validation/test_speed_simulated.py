@@ -22,6 +22,7 @@ from eagle3_jax.verifiers.simulated import SimulatedAcceptance
 from validation.engines.vllm.bridge import EngineOptions
 from validation.engines.vllm.contender import VLLMContender
 from validation.engines.vllm.process import Process
+from validation.fixtures import setting_of
 from validation.runs import Check
 from validation.simulated import AcceptanceDistribution, synthetic, write_shape
 from validation.speeds import chain, measure_and_keep
@@ -43,11 +44,9 @@ SMALL = DecoderConfig(
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    option = metafunc.config.getoption
-    on_gpu = option("--gpu") and not option("--rehearse")
-    lengths = (3,) if not on_gpu or option("--quick") else (0, 3, 5)
-    metafunc.parametrize("shape", ["Llama-3.1-8B" if on_gpu else "small"])
-    metafunc.parametrize("length", lengths)
+    setting = setting_of(metafunc.config)
+    metafunc.parametrize("shape", ["Llama-3.1-8B" if setting.on_gpu else "small"])
+    metafunc.parametrize("length", (0, 3, 5) if setting.on_gpu and not setting.quick else (3,))
 
 
 def test_simulated_speed_next_to_vllm(
@@ -77,8 +76,7 @@ def test_simulated_speed_next_to_vllm(
     ours = chain(pair, dtype, length, dice)
     name = f"vLLM K={length}, dummy weights" if length else "vLLM plain, dummy weights"
     theirs = VLLMContender(name, dtype, vllm_process.engine(options))
-    draw = np.random.default_rng(0)
-    prompts = draw.integers(0, config.vocab_size, (ROWS, CONTEXT)).tolist()
+    prompts = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, CONTEXT)).tolist()
     if length:
         _check_acceptance(check, AcceptanceDistribution(dice.rates), [ours, theirs], prompts)
     for batch in batches:
@@ -105,9 +103,7 @@ def _check_acceptance(
     for contender in contenders:
         counted = contender.run(prompts, NEW_TOKENS).stats
         rounds = int(np.sum(counted.num_drafts))
-        scores = distribution.scores(counted)
-        length = 1 + float(np.sum(counted.num_accepted_tokens)) / rounds
-        rows.append([contender.name, rounds, length, *scores])
+        rows.append([contender.name, rounds, counted.mean_acceptance_length, *distribution.scores(counted)])
     columns = [f"z of position {position}" for position in range(len(distribution.rates))]
     check.table(f"Acceptance by dice, {ACCEPTED} of each token", ["engine", "rounds", "τ", "z of τ", *columns], rows)
     rounds = min(row[1] for row in rows)

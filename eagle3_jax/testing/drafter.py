@@ -24,7 +24,7 @@ from eagle3_jax.testing.frequencies import DETECTED, Evidence
 from eagle3_jax.testing.report import PROTOCOL, Broken, ContractReport, NotRun, class_name, examine
 from eagle3_jax.testing.subject import Subject, has_low_precision, mix_rows, name_rows, require_protocol
 from eagle3_jax.testing.target import forward, reference_logits, require_greedy_output
-from eagle3_jax.tree import causal_mask
+from eagle3_jax.tree import ancestor_mask, causal_mask, depths
 from eagle3_jax.types import Draft, Drafter, Observation, SamplingParams
 
 ROWS = 4
@@ -199,14 +199,11 @@ def computes_in_low_precision(subject: Subject) -> bool:
 
 def differing_rows(draft: HostDraft, expected: HostDraft, tolerance: float = 1e-6) -> list[int]:
     """Returns rows in which valid nodes of two drafts differ; probabilities may differ as much as rounding does."""
-    padding = ~expected.valid
-    same = draft.valid == expected.valid
-    same &= (draft.tokens == expected.tokens) | padding
-    same &= (draft.parents == expected.parents) | padding
+    equal = (draft.tokens == expected.tokens) & (draft.parents == expected.parents)
     if draft.probs is not None and expected.probs is not None:
         close = np.isclose(draft.probs, expected.probs, rtol=1e-4, atol=tolerance).all(axis=-1)
-        is_root = np.arange(padding.shape[1]) == 0
-        same &= close | padding | is_root
+        equal[:, 1:] &= close[:, 1:]  # the root has no distribution
+    same = (draft.valid == expected.valid) & (equal | ~expected.valid)
     return np.flatnonzero(~same.all(axis=1)).tolist()
 
 
@@ -266,7 +263,7 @@ def drafts_a_tree(subject: Subject) -> str:
     """Node 0 is the token observed last; parents precede children, within ``max_depth``; ids are in the vocabulary."""
     drafter = subject.part
     tokens, parents, valid, probs = subject.once(draft_after_prompt)
-    nodes = np.arange(tokens.shape[1])
+    nodes = np.arange(tokens.shape[1], dtype=np.int32)
     root = np.asarray(sample_observation(subject).next_token)
     if (rows := np.flatnonzero(tokens[:, 0] != root)).size:
         raise Broken(
@@ -281,11 +278,9 @@ def drafts_a_tree(subject: Subject) -> str:
         )
     if declares_chain(drafter) and (valid & (parents != nodes - 1)).any():
         raise Broken(f"it declares a chain and has parents {parents[0].tolist()}; expected {(nodes - 1).tolist()}")
-    depth = np.zeros(parents.shape, int)
-    for node in nodes[1:]:
-        parent = np.clip(parents[:, node], 0, node - 1)
-        depth[:, node] = 1 + depth[np.arange(ROWS), parent]
-    deepest = int(np.where(valid, depth, 0).max())
+    topological = np.clip(parents, 0, nodes - 1)  # padding may have any parent; the root's stays -1
+    depth = np.asarray(depths(ancestor_mask(jnp.asarray(topological), len(nodes))))
+    deepest = int(depth[valid].max())
     if deepest > drafter.max_depth:
         raise Broken(f"it drafts {deepest} levels and says {drafter.max_depth}; deeper nodes are cut off")
     last_id = subject.target.vocab_size - 1
@@ -324,12 +319,12 @@ def ignores_empty_observations(subject: Subject) -> None:
 def ignores_padding(subject: Subject) -> str:
     """Tokens and features past the observed length have no influence."""
     observation = sample_observation(subject)
-    tokens = observation.tokens
-    features = observation.features
     padding = jnp.arange(SIZE, dtype=jnp.int32)[None] >= observation.length[:, None]
+    changed_ids = subject.target.vocab_size - 1 - observation.tokens
+    large = jnp.full_like(observation.features, 1e3)
     changed = observation.replace(
-        tokens=jnp.where(padding, subject.target.vocab_size - 1 - tokens, tokens),
-        features=jnp.where(padding[:, :, None, None], jnp.asarray(1e3, features.dtype), features),
+        tokens=jnp.where(padding, changed_ids, observation.tokens),
+        features=jnp.where(padding[:, :, None, None], large, observation.features),
     )
     draft = propose(subject, observe(subject, changed))
     _require_equal(draft, subject.once(draft_after_prompt), "when the content past the observed length changes")
@@ -362,15 +357,10 @@ def observes_in_pieces(subject: Subject) -> str:
 def _cut(text: Observation, start: int, count: int) -> Observation:
     """Returns the observation of tokens ``start .. start + count - 1`` of a text."""
     end = start + count
-
-    def cut(leaf: Array) -> Array:
-        padding = [(0, 0)] * leaf.ndim
-        padding[1] = (0, SIZE - count)
-        return jnp.pad(leaf[:, start:end], padding)
-
+    padding = (0, SIZE - count)
     return Observation(
-        tokens=cut(text.tokens),
-        features=cut(text.features),
+        tokens=jnp.pad(text.tokens[:, start:end], ((0, 0), padding)),
+        features=jnp.pad(text.features[:, start:end], ((0, 0), padding, (0, 0), (0, 0))),
         length=jnp.full(ROWS, count, jnp.int32),
         next_token=text.tokens[:, end] if end < text.tokens.shape[1] else text.next_token,
     )
@@ -414,11 +404,9 @@ def samples_from_what_it_declares(subject: Subject) -> str:
             raise NotRun("no token was drafted")
         evidence.require_contrasts()
         evidence.require_fits("its declared distribution")
-        deviation = evidence.smallest_deviation()
-        power = 1 + evidence.smallest_tilt()
         reports.append(
-            f"{event} {len(evidence.fits)} distributions that are {deviation:.1%} off (rms), or a node sampled from "
-            f"q^{power:.3f},"
+            f"{event} {len(evidence.fits)} distributions that are {evidence.smallest_deviation():.1%} off (rms), or a "
+            f"node sampled from q^{1 + evidence.smallest_tilt():.3f},"
         )
     return f"{' and '.join(reports)} {DETECTED}"
 
@@ -476,10 +464,10 @@ def keeps_greedy_output(subject: Subject) -> str:
     """Greedy output on a ragged batch is the target's likeliest token after every token."""
     prompts = _random_prompts(subject, (5, 2, 9, 1))
     drafter = LoadedDrafter(subject.part, subject.params)
-    accepted, drafted = require_greedy_output(subject, drafter, prompts, [24, 7, 16, 1], "please report this")
-    if drafted and not accepted:
+    stats = require_greedy_output(subject, drafter, prompts, [24, 7, 16, 1], "please report this")
+    if stats.num_draft_tokens and not stats.num_accepted_tokens:
         raise NotRun("the output is right, but no draft token was accepted, so refusals alone were compared")
-    return f"{accepted} of {drafted} draft tokens accepted"
+    return f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens accepted"
 
 
 def keeps_the_distribution(subject: Subject) -> str:

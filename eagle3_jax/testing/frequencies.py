@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,29 +14,29 @@ from scipy import optimize, stats
 
 from eagle3_jax.testing.report import ALPHA, Broken
 
+POWER = 0.9  # of the deviations that reports name
 DETECTED = "would be detected with 90 % power"
+_LEAST = 10.0  # smallest expected count of a cell
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
     """Counted outcomes compared with their exact distribution: p-values, and the empirical total variation distance.
 
-    ``cells`` is the number of outcomes that the distribution allows; ``impossible`` are counted outcomes that it does
-    not allow, which make all p-values 0. ``statistic`` is Pearson's, on ``degrees`` degrees of freedom.
-    ``single_outcome`` is the p-value of the outcome that deviates most, for all outcomes together, and ``farthest``
-    describes that outcome.
+    ``impossible`` are the counted outcomes of probability 0, which make all p-values 0. ``statistic`` is Pearson's, on
+    ``degrees`` degrees of freedom. ``single_outcome`` is the p-value of the outcome that deviates most, for all
+    outcomes together, and ``farthest`` describes that outcome.
     """
 
     draws: int
-    cells: int
-    chi_square: float
-    g_test: float
     distance: float
-    impossible: Mapping[Any, Any]
+    chi_square: float = 0.0
+    g_test: float = 0.0
     statistic: float = math.inf
     degrees: int = 0
     single_outcome: float = 0.0
     farthest: str = ""
+    impossible: tuple[int, ...] = ()
 
     @property
     def p_value(self) -> float:
@@ -48,71 +47,56 @@ class Fit:
     def reason(self) -> str:
         """The test that failed, in words."""
         if self.impossible:
-            return f"{len(self.impossible)} outcomes of probability 0, as {next(iter(self.impossible))}"
+            return f"{len(self.impossible)} outcomes of probability 0, as {self.impossible[0]}"
         if self.single_outcome < self.chi_square:
             return self.farthest
         return f"chi-square {self.statistic:.1f} on {self.degrees} degrees of freedom, {self.draws} outcomes"
 
 
-def goodness_of_fit(counts: Mapping[Any, Any], distribution: Mapping[Any, Any], *, least: float = 10.0) -> Fit:
-    """Returns Pearson's chi-square and the G-test of counted outcomes.
+def fit_counts(counts: Int[np.ndarray, " C"], expected: Float[np.ndarray, " C"]) -> Fit:
+    """Returns Pearson's chi-square and the G-test of the counts of outcomes ``0 .. C - 1``.
 
-    The rarest outcomes are counted as one, until a cell expects ``least`` of them.
+    The rarest outcomes are counted as one, until a cell expects ``_LEAST`` of them.
 
     Args:
         counts: How often each outcome was seen.
-        distribution: The exact probability of each outcome.
-        least: Smallest expected count of a cell.
+        expected: Expected counts of any sum.
     """
-    draws = int(sum(counts.values()))
-    possible = {outcome: float(mass) for outcome, mass in distribution.items() if mass > 0}
-    impossible = {outcome: count for outcome, count in counts.items() if count and outcome not in possible}
-    differences = [abs(counts.get(outcome, 0) / draws - mass) for outcome, mass in possible.items()]
-    distance = (sum(differences) + sum(impossible.values()) / draws) / 2
-    fit = Fit(draws, len(possible), 0.0, 0.0, distance, impossible)
-    if impossible:
-        return fit
-    ranked = sorted(possible, key=lambda outcome: -possible[outcome])
-    masses = np.array([possible[outcome] for outcome in ranked])
-    observed = np.array([counts.get(outcome, 0) for outcome in ranked], float)
+    draws = int(counts.sum())
+    masses = expected / expected.sum()
+    distance = float(np.abs(counts / draws - masses).sum() / 2)
+    impossible = np.flatnonzero((counts > 0) & (masses == 0))
+    if impossible.size:
+        return Fit(draws, distance, impossible=tuple(impossible.tolist()))
+    ranked = np.argsort(-masses, kind="stable")[: np.count_nonzero(masses)]
+    observed = counts[ranked].astype(float)
+    masses = masses[ranked]
     # Binomial tails bound those of counts whose probabilities differ from draw to draw around the same mean.
     tails = np.minimum(stats.binom.cdf(observed, draws, masses), stats.binom.sf(observed - 1, draws, masses))
     index = int(tails.argmin())
     farthest = f"{ranked[index]} came {observed[index]:.0f} times in {draws}; expected {draws * masses[index]:.1f}"
     single_outcome = min(1.0, 2 * len(tails) * float(tails[index]))
-    fit = dataclasses.replace(fit, single_outcome=single_outcome, farthest=farthest)
-    observed, expected = _merge_rare(observed, draws * masses, least)
-    if len(expected) == 1:
-        return dataclasses.replace(fit, chi_square=1.0, g_test=1.0, statistic=0.0)
-    expected *= observed.sum() / expected.sum()
+    frequent = np.count_nonzero(draws * masses >= _LEAST)
+    rare = draws * masses[frequent:].sum()
+    # The rare outcomes are one cell. If they are too few even together, they join the rarest of the frequent ones.
+    starts = np.arange(max(1, frequent + (rare >= _LEAST)))
+    observed = np.add.reduceat(observed, starts)
+    expected = np.add.reduceat(masses, starts)
+    if len(starts) == 1:
+        return Fit(draws, distance, 1.0, 1.0, 0.0, 0, single_outcome, farthest)
+    expected *= draws / expected.sum()
     pearson = stats.power_divergence(observed, expected, lambda_="pearson")
     likelihood = stats.power_divergence(observed, expected, lambda_="log-likelihood")
-    return dataclasses.replace(
-        fit,
+    return Fit(
+        draws=draws,
+        distance=distance,
         chi_square=float(pearson.pvalue),
         g_test=float(likelihood.pvalue),
         statistic=float(pearson.statistic),
-        degrees=len(expected) - 1,
+        degrees=len(starts) - 1,
+        single_outcome=single_outcome,
+        farthest=farthest,
     )
-
-
-def fit_counts(counts: Int[np.ndarray, " C"], expected: Float[np.ndarray, " C"]) -> Fit:
-    """Returns the fit of the counts of outcomes ``0 .. C - 1`` to expected counts of any sum."""
-    masses = expected / expected.sum()
-    return goodness_of_fit(dict(enumerate(counts.tolist())), dict(enumerate(masses.tolist())))
-
-
-def _merge_rare(
-    observed: Float[np.ndarray, " C"], expected: Float[np.ndarray, " C"], least: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Merges the cells that expect fewer than ``least`` outcomes; cells come with the most frequent one first."""
-    cells = int(np.count_nonzero(expected >= least))
-    if cells == len(expected):
-        return observed, expected
-    if expected[cells:].sum() < least and cells > 0:  # too small a tail for a cell: it joins the rarest one
-        cells -= 1
-    merge = lambda values: np.append(values[:cells], values[cells:].sum())
-    return merge(observed), merge(expected)
 
 
 @dataclasses.dataclass
@@ -152,13 +136,6 @@ class Contrast:
         """Probability of a sum as far from zero."""
         return float(2 * stats.norm.sf(abs(self.z)))
 
-    def smallest_tilt(self, alpha: float, power: float = 0.9) -> float:
-        """The tilt ``ε`` that is detected with this power: ``p(x) (1 + ε · score(x))`` in place of ``p``."""
-        if not self.variance:
-            return math.inf
-        deviations = stats.norm.isf(alpha / 2) + stats.norm.isf(1 - power)
-        return float(deviations) / math.sqrt(self.variance)
-
 
 class Evidence:
     """The statistical tests of one check. Together they fail a correct part with probability ``ALPHA``.
@@ -195,11 +172,11 @@ class Evidence:
             raise Broken(f"{name} does not follow {distribution}: {fit.reason} (p = {p_value:.1g})")
 
     def require_contrasts(self) -> None:
-        """Raises ``Broken`` if a sum is too far from zero."""
-        for fault, contrast in self.contrasts.items():
-            if contrast.is_normal and contrast.p_value < self.level:
-                fault = fault.format("often" if contrast.total > 0 else "seldom")
-                raise Broken(f"{fault}, by {abs(contrast.z):.1f} standard deviations")
+        """Raises ``Broken`` if a sum is too far from zero; the message names the farthest one."""
+        fault, contrast = max(self.contrasts.items(), key=lambda entry: entry[1].is_normal * abs(entry[1].z))
+        if contrast.is_normal and contrast.p_value < self.level:
+            fault = fault.format("often" if contrast.total > 0 else "seldom")
+            raise Broken(f"{fault}, by {abs(contrast.z):.1f} standard deviations")
 
     def smallest_deviation(self, suffix: str = "") -> float:
         """Returns the deviation that every fit whose name ends with ``suffix`` would have detected."""
@@ -207,14 +184,18 @@ class Evidence:
         fits = [fit for name, fit in self.fits.items() if name.endswith(suffix) and fit.degrees]
         return max((smallest_deviation(fit.draws, fit.degrees, alpha=level) for fit in fits), default=math.inf)
 
-    def smallest_tilt(self) -> float:
-        """Returns the tilt that every sum would have detected."""
-        contrasts = [contrast for contrast in self.contrasts.values() if contrast.is_normal]
-        return max((contrast.smallest_tilt(self.level) for contrast in contrasts), default=math.inf)
+    def smallest_tilt(self, suffix: str = "") -> float:
+        """Returns the tilt that every sum whose fault ends with ``suffix`` would have detected.
+
+        A distribution ``p`` with the tilt ``ε`` is ``p(x) (1 + ε · score(x))``.
+        """
+        chosen = [item for fault, item in self.contrasts.items() if fault.endswith(suffix) and item.is_normal]
+        deviations = float(stats.norm.isf(self.level / 2) + stats.norm.isf(1 - POWER))
+        return max((deviations / math.sqrt(contrast.variance) for contrast in chosen), default=math.inf)
 
 
-def smallest_deviation(tokens: int, degrees: int, *, alpha: float, power: float = 0.9) -> float:
-    """Returns the relative root mean square deviation of cell probabilities that is detected with this power.
+def smallest_deviation(tokens: int, degrees: int, *, alpha: float) -> float:
+    """Returns the relative root mean square deviation of cell probabilities that is detected with 90 % power.
 
     With ``p'(x | s) = p(x | s) (1 + ε(x, s))`` Pearson's statistic over the cells ``(s, x)`` is a noncentral chi-square
     of noncentrality ``tokens · Σ p ε²``. If a stratum mixes several distributions, a deviation that they share is
@@ -223,6 +204,6 @@ def smallest_deviation(tokens: int, degrees: int, *, alpha: float, power: float 
     if tokens == 0 or degrees == 0:
         return math.inf
     threshold = stats.chi2.isf(alpha, degrees)
-    excess_power = lambda noncentrality: stats.ncx2.sf(threshold, degrees, noncentrality) - power
+    excess_power = lambda noncentrality: stats.ncx2.sf(threshold, degrees, noncentrality) - POWER
     noncentrality = optimize.brentq(excess_power, 1e-3, 100.0 * threshold)
     return math.sqrt(noncentrality / tokens)  # type: ignore[operator]

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from eagle3_jax.cache import Cache, LayerCache
 from eagle3_jax.checks import check_returned, check_rows, check_same
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
+from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.testing.report import PROTOCOL, Broken, ContractReport, NotRun, Skipped, class_name, examine
 from eagle3_jax.testing.scripted import FixedTree, RootState
 from eagle3_jax.testing.subject import Subject, has_low_precision, mix_rows, require_protocol
@@ -367,7 +368,7 @@ def _reference_of_paths(subject: Subject, inputs: Round) -> Float[np.ndarray, "B
 
 def require_greedy_output(
     subject: Subject, drafter: LoadedDrafter, prompts: list[list[int]], max_new_tokens: Any, description: str
-) -> tuple[int, int]:
+) -> SpeculationStats:
     """Checks that every token of a greedy output is, up to rounding, the likeliest one after the tokens before it.
 
     Args:
@@ -378,7 +379,7 @@ def require_greedy_output(
         description: Begins the message of a failure.
 
     Returns:
-        The number of accepted draft tokens, and of all draft tokens.
+        How many tokens were drafted and accepted.
     """
     decoder = SpeculativeDecoder(subject.target, drafter, stop_tokens=())
     result = decoder.generate(prompts, max_new_tokens=max_new_tokens)
@@ -394,7 +395,7 @@ def require_greedy_output(
                     f"{description}, row {row} writes id {token} as its token {index}; its likeliest is "
                     f"{scores.argmax()}, by {gap:.1g} of the largest logit"
                 )
-    return int(result.stats.num_accepted_tokens), int(result.stats.num_draft_tokens)
+    return result.stats
 
 
 def _require_length(cache: Cache, length: np.ndarray, event: str) -> None:
@@ -475,15 +476,10 @@ def depends_on_the_text(subject: Subject) -> str:
     return f"the token before moves logits by {median:.1%} of the largest one"
 
 
-def text_equals_tokens(subject: Subject) -> str:
-    """Ragged prompts with different padding, a chain after them, and a chain after the committed tokens."""
-    deviations = [require_round(subject, inputs, "a chain") for inputs in random_rounds(subject, tree=False)]
-    return _describe_deviation(max(deviations))
-
-
-def node_equals_path(subject: Subject) -> str:
-    """A tree after prompts, and a chain after a committed path."""
-    deviations = [require_round(subject, inputs, "a tree") for inputs in random_rounds(subject, tree=True)]
+def rounds_equal_tokens(subject: Subject, *, tree: bool) -> str:
+    """Ragged prompts with different padding, a chain or a tree after them, and a chain after the committed tokens."""
+    block = "a tree" if tree else "a chain"
+    deviations = [require_round(subject, inputs, block) for inputs in random_rounds(subject, tree=tree)]
     return _describe_deviation(max(deviations))
 
 
@@ -534,17 +530,14 @@ def gives_features(subject: Subject) -> str:
     if features.shape[3] != final.shape[2]:
         raise Broken(f"features have {features.shape[3]} numbers; expected {final.shape[2]}, as final states")
     block, _ = feed_block(subject, empty_cache(subject), text, aux_layers=layers)
-    reversed_features = _features(subject, layers[::-1])
     largest = 0.0
     for variant, condition in (
-        (reversed_features[:, :, ::-1], "when the layers are requested in another order"),
+        (_features(subject, layers[::-1])[:, :, ::-1], "when the layers are requested in another order"),
         (np.asarray(block.features, np.float64), "in a block with a cache"),
         (np.concatenate([features[:, :, :-1], final[:, :, None]], axis=2), "from the final state, which it should be,"),
     ):
         for index, layer in enumerate(layers):
-            expected = features[:, :, index]
-            difference = np.abs(variant[:, :, index] - expected).max()
-            deviation = float(difference / max(np.abs(expected).max(), 1e-9))
+            deviation = _deviation(variant[:, :, index], features[:, :, index])
             largest = max(largest, deviation)
             if not deviation <= tolerance_of(subject):
                 raise Broken(f"features of layer {layer} differ {condition}: by {deviation:.1g} of the largest value")
@@ -595,13 +588,14 @@ def lends_tables(subject: Subject) -> str:
 
 
 def _scale_to(values: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
-    """Returns the factor that brings values nearest to expected ones, and the deviation then.
-
-    The deviation is a share of the largest expected value.
-    """
+    """Returns the factor that brings values nearest to expected ones, and the deviation then."""
     factor = float((values * expected).sum() / max((values * values).sum(), 1e-30))
-    difference = np.abs(factor * values - expected).max()
-    return factor, float(difference / max(np.abs(expected).max(), 1e-9))
+    return factor, _deviation(factor * values, expected)
+
+
+def _deviation(values: np.ndarray, expected: np.ndarray) -> float:
+    """Returns the largest difference, as a share of the largest expected value."""
+    return float(np.abs(values - expected).max() / max(np.abs(expected).max(), 1e-9))
 
 
 def keeps_greedy_output(subject: Subject) -> str:
@@ -619,9 +613,9 @@ def keeps_greedy_output(subject: Subject) -> str:
         ("a tree", (-1, 0, 0, 1, 2, 4), (0, 1, 0, 0, 0, 0)),
     ):
         drafter = LoadedDrafter(_Scripted(parents, shifts, subject.target.vocab_size), jnp.asarray(script))
-        accepted, drafted = require_greedy_output(subject, drafter, prompts, NEW, f"with {shape} drafted")
-        reports.append(f"{accepted} of {drafted} tokens of {shape} accepted")
-        if not 0 < accepted < drafted:
+        stats = require_greedy_output(subject, drafter, prompts, NEW, f"with {shape} drafted")
+        reports.append(f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} tokens of {shape} accepted")
+        if not 0 < stats.num_accepted_tokens < stats.num_draft_tokens:
             raise NotRun(f"the text is its own, but {reports[-1]}")
     return ", ".join(reports)
 
@@ -643,8 +637,8 @@ TARGET_CHECKS: dict[str, Callable[[Subject], str | None]] = {
     PROTOCOL: keeps_the_protocol,
     "keeps shapes and types": keeps_shapes,
     "a token depends on those before it": depends_on_the_text,
-    "a text equals its tokens one by one": text_equals_tokens,
-    "a node of a tree equals its own path": node_equals_path,
+    "a text equals its tokens one by one": functools.partial(rounds_equal_tokens, tree=False),
+    "a node of a tree equals its own path": functools.partial(rounds_equal_tokens, tree=True),
     "rows are independent of their neighbours": has_independent_rows,
     "a long text equals its tokens one by one": long_text_equals_tokens,
     "features are those of the layers asked for": gives_features,

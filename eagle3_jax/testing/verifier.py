@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -11,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
-from scipy import special, stats
+from scipy import special
 
 from eagle3_jax.checks import check_verdict
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.testing.frequencies import DETECTED, Evidence
-from eagle3_jax.testing.report import ALPHA, PROTOCOL, Broken, ContractReport, NotRun, Skipped, class_name, examine
+from eagle3_jax.testing.report import PROTOCOL, Broken, ContractReport, NotRun, Skipped, class_name, examine
 from eagle3_jax.testing.subject import Subject, mix_rows, require_protocol
 from eagle3_jax.types import Draft, SamplingMode, SamplingParams, Verdict, Verifier
 
@@ -123,12 +124,9 @@ def target_logits(subject: Subject) -> dict[int, Float[np.ndarray, "V V"]]:
 
     The target is a table: its distribution depends on the last token alone, so that of the output is known.
     """
-    tables = {_WIDE: _random_table(subject, _WIDE)}
-    for attempt in range(1000):
-        tables[_NARROW] = _random_table(subject, _NARROW, attempt)
-        if _distance_from_cut(tables[_NARROW]) >= 1e-4:
-            break
-    return tables
+    narrow = (_random_table(subject, _NARROW, attempt) for attempt in itertools.count())
+    is_far = lambda table: _distance_from_cut(table) >= 1e-4
+    return {_WIDE: _random_table(subject, _WIDE), _NARROW: next(filter(is_far, narrow))}
 
 
 def _random_table(subject: Subject, vocabulary: int, attempt: int = 0) -> Float[np.ndarray, "V V"]:
@@ -227,10 +225,9 @@ class Decisions(NamedTuple):
 
     def differing_rows(self, expected: Decisions) -> list[int]:
         """Returns the rows in which another verdict was given."""
-        same = (self.path == expected.path).all(-1)
-        same &= self.num_accepted == expected.num_accepted
-        same &= self.next_token == expected.next_token
-        return np.flatnonzero(~same).tolist()
+        same_path = (self.path == expected.path).all(-1)
+        same_tokens = (self.num_accepted == expected.num_accepted) & (self.next_token == expected.next_token)
+        return np.flatnonzero(~(same_path & same_tokens)).tolist()
 
 
 class Emitted(NamedTuple):
@@ -290,7 +287,7 @@ def decide(
         temperature: Temperature of all rows, without truncation, in place of the settings of the shape.
         program: The compiled rule; see :func:`compile_rule`.
     """
-    draft = sample_drafts(subject, shape, run) if draft is None else draft
+    draft = draft or sample_drafts(subject, shape, run)
     logits = subject.once(target_logits)[shape.vocabulary] if logits is None else logits
     settings = shape.settings if temperature is None else ((temperature, 0, 1.0),)
     rows = np.resize(settings, (ROWS, 3))
@@ -380,24 +377,20 @@ def _require_independent_uniforms(subject: Subject) -> str:
     scores = np.eye(shape.vocabulary)[np.array(first)]  # [rounds ROWS V]
     mean = scores.mean((0, 1))
     scores -= mean
-    squares = np.sum(mean**2)
-    variance = squares - 2 * np.sum(mean**3) + squares**2
-    deviation = math.sqrt(rounds * ROWS * variance)
-    if not deviation:
+    covariance = np.diag(mean) - np.outer(mean, mean)
+    variance = rounds * ROWS * np.sum(covariance**2)
+    if not variance:
         return "its first tokens are not random"
+    evidence = Evidence()
+    fault = "the same draft gets first tokens in {rows} that depend on each other"
     spectrum = np.abs(np.fft.rfft(scores, axis=1)) ** 2
-    by_distance = np.fft.irfft(spectrum.sum((0, 2)), ROWS)[1 : ROWS // 2 + 1]
-    by_distance[-1] /= math.sqrt(2)  # half a batch apart every pair is counted twice
-    between_rounds = np.sum(scores[1:] * scores[:-1])
-    covariances = np.append(by_distance, between_rounds) / deviation
-    tests = len(covariances)
-    largest = int(np.abs(covariances).argmax())
-    p_value = 2 * tests * stats.norm.sf(abs(covariances[largest]))
-    if p_value < ALPHA:
-        rows = f"rows {largest + 1} apart" if largest < tests - 1 else "a row in successive rounds"
-        raise Broken(f"the same draft gets first tokens in {rows} that depend on each other (p = {p_value:.1g})")
-    threshold = stats.norm.isf(ALPHA / 2 / tests) + stats.norm.isf(0.1)
-    share = threshold * deviation / np.sum(scores**2)
+    by_distance = np.fft.irfft(spectrum.sum((0, 2)), ROWS)
+    for distance in range(1, ROWS // 2 + 1):
+        times = 1 + (distance == ROWS // 2)  # half a batch apart every pair is counted twice
+        evidence.contrasts[fault.format(rows=f"rows {distance} apart")].add(by_distance[distance], times * variance)
+    evidence.contrasts[fault.format(rows="a row in successive rounds")].add(np.sum(scores[1:] * scores[:-1]), variance)
+    evidence.require_contrasts()
+    share = evidence.smallest_tilt() * variance / np.sum(scores**2)
     return f"{rounds * ROWS} first tokens of one draft; {share:.1%} of the rows with another row's uniforms {DETECTED}"
 
 
@@ -457,12 +450,11 @@ def keeps_the_distribution(subject: Subject) -> str:
         raise NotRun("the distribution is right, but no draft token was accepted, so refusals alone were compared")
     drafts = len(shapes) * runs * ROWS
     largest = max(len(shape.parents) for shape in shapes)
-    drafted_tilt = evidence.contrasts[_DRAFTED].smallest_tilt(evidence.level)
-    likely_tilt = evidence.contrasts[_LIKELY].smallest_tilt(evidence.level)
     return (
         f"{drafts} drafts of up to {largest} nodes, {accepted / drafts:.2f} tokens accepted of each; first tokens "
-        f"{evidence.smallest_deviation(_FIRST):.1%} off (rms), all drafted tokens {drafted_tilt:.1%} too frequent or "
-        f"all tokens sampled from p^{1 + likely_tilt:.3f} {DETECTED}"
+        f"{evidence.smallest_deviation(_FIRST):.1%} off (rms), all drafted tokens "
+        f"{evidence.smallest_tilt(_DRAFTED):.1%} too frequent or all tokens sampled from "
+        f"p^{1 + evidence.smallest_tilt(_LIKELY):.3f} {DETECTED}"
     )
 
 

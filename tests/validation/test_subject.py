@@ -80,8 +80,9 @@ def test_an_answer_is_right_if_its_number_is(text: str, reference: str, right: b
 def test_only_questions_that_one_side_missed_count_for_a_difference() -> None:
     low, high = discordant_interval(4, 4)
     assert low < 0.5 < high
-    assert discordant_interval(0, 12)[1] < 0.5  # 2 · 2^-12 < 0.01
-    assert discordant_interval(0, 3)[1] > 0.5
+    # The bound is the share p with (1 - p)^n = 0.005, so 12 of 12 are a difference and 3 of 3 are none.
+    assert discordant_interval(0, 12) == (0, pytest.approx(1 - 0.005 ** (1 / 12)))
+    assert discordant_interval(0, 12)[1] < 0.5 < discordant_interval(0, 3)[1]
 
 
 def test_a_rehearsal_runs_the_flow_of_a_gpu(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from validation.margin import (
     Control,
     bfloat16_ulp,
     classify,
-    clopper_pearson,
     tie_tolerance,
     wrong_tolerance,
 )
@@ -57,16 +56,6 @@ def test_a_token_is_classified(gap: float, rank: int, verdict: Agreement) -> Non
 def test_a_gap_that_is_none_is_refused(gap: float) -> None:
     with pytest.raises(ValueError, match="never below 0"):
         classify([gap], [1], [0.25])
-
-
-def test_intervals_of_proportions() -> None:
-    # Nothing seen: (1 - p)^n = tail. One of two: P(X >= 1) = 1 - (1-p)^2 = tail below, P(X <= 1) = 1 - p^2 above.
-    low, high = clopper_pearson(0, 50, confidence=0.99)
-    assert low == 0 and math.isclose(high, 1 - 0.005 ** (1 / 50))
-    low, high = clopper_pearson(1, 2, confidence=0.9)
-    assert math.isclose(low, 1 - math.sqrt(0.95)) and math.isclose(high, math.sqrt(0.95))
-    with pytest.raises(ValueError, match="3 successes in 2 trials"):
-        clopper_pearson(3, 2)
 
 
 @pytest.mark.parametrize("flips", [0, 10])

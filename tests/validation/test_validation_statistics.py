@@ -11,13 +11,12 @@ import pytest
 from scipy.special import softmax
 from scipy.stats import chi2, norm
 
-from eagle3_jax.testing.frequencies import smallest_deviation
+from eagle3_jax.testing.frequencies import fit_counts, smallest_deviation
 from validation.statistics import (
     Excess,
     Score,
     directed,
     drafted,
-    goodness_of_fit,
     kolmogorov_smirnov,
     randomised_pit,
     smallest_shift,
@@ -83,32 +82,34 @@ def test_kolmogorov_smirnov_knows_uniform_from_not() -> None:
 
 
 def test_goodness_of_fit_is_that_of_the_closed_form() -> None:
-    expected = {"a": 0.5, "b": 0.3, "c": 0.2}
-    counts = {"a": 520, "b": 290, "c": 190}
-    fit = goodness_of_fit(counts, expected)
+    """Outcomes in any order, and expected counts of any sum."""
+    expected = np.array([0.3, 0.5, 0.2])
+    counts = np.array([290, 520, 190])
+    fit = fit_counts(counts, 3 * expected)
     pearson = 20**2 / 500 + 10**2 / 300 + 10**2 / 200
-    likelihood = 2 * sum(count * math.log(count / (1000 * expected[x])) for x, count in counts.items())
+    likelihood = 2 * sum(count * math.log(count / (1000 * mass)) for count, mass in zip(counts, expected, strict=True))
     assert fit.chi_square == pytest.approx(chi2.sf(pearson, 2))
     assert fit.g_test == pytest.approx(chi2.sf(likelihood, 2))
-    assert (fit.draws, fit.cells, fit.distance) == (1000, 3, pytest.approx(0.02))
+    assert (fit.draws, fit.degrees, fit.distance) == (1000, 2, pytest.approx(0.02))
 
 
 def test_rare_outcomes_are_counted_together() -> None:
-    expected = {"a": 0.9} | {index: 0.1 / 100 for index in range(100)}
-    fit = goodness_of_fit({"a": 900} | {index: 1 for index in range(100)}, expected)
-    assert fit.cells == 101
+    expected = np.append(np.full(100, 0.1 / 100), 0.9)
+    fit = fit_counts(np.append(np.ones(100, int), 900), expected)
+    assert fit.degrees == 1
     assert fit.chi_square == pytest.approx(1.0)
-    assert goodness_of_fit({"a": 850} | {index: 1 + index % 2 for index in range(100)}, expected).chi_square < 1e-6
-    assert goodness_of_fit({"a": 1000}, {"a": 0.999, "b": 0.001}).chi_square == 1  # b joins a, and nothing is left
-    impossible = goodness_of_fit({"a": 999, "b": 1}, {"a": 1.0, "b": 0.0})
-    assert impossible.chi_square == impossible.g_test == 0 and impossible.impossible == {"b": 1}
+    assert fit_counts(np.append(1 + np.arange(100) % 2, 850), expected).chi_square < 1e-6
+    # The second outcome joins the first, and nothing is left.
+    assert fit_counts(np.array([1000, 0]), np.array([0.999, 0.001])).chi_square == 1
+    impossible = fit_counts(np.array([999, 1]), np.array([1.0, 0.0]))
+    assert impossible.chi_square == impossible.g_test == 0 and impossible.impossible == (1,)
+    assert impossible.reason == "1 outcomes of probability 0, as 1"
 
 
 def test_p_values_of_the_fit_are_uniform_under_the_expected_distribution() -> None:
     rng = np.random.default_rng(0)
     expected = np.random.default_rng(1).dirichlet(np.ones(20))
-    names = dict(enumerate(expected))
-    fits = [goodness_of_fit(dict(enumerate(rng.multinomial(3000, expected))), names) for _ in range(1500)]
+    fits = [fit_counts(rng.multinomial(3000, expected), expected) for _ in range(1500)]
     assert kolmogorov_smirnov(np.array([fit.chi_square for fit in fits])) > 1e-3
 
 
@@ -230,13 +231,16 @@ def transitions(seed: int, contexts: int = 12, size: int = 4) -> np.ndarray:
     return np.random.default_rng(seed).dirichlet(4 * np.ones(size), contexts)
 
 
+def sampled(p: np.ndarray, contexts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Samples one token from the distribution of each context."""
+    is_after = rng.random((len(contexts), 1)) > np.cumsum(p, axis=1)[contexts]
+    return is_after.sum(axis=1).clip(max=p.shape[1] - 1)
+
+
 def counted(p: np.ndarray, sampled_from: np.ndarray, tokens: int, rng: np.random.Generator) -> Excess:
     """Tokens in strata that are their contexts."""
     contexts = rng.integers(0, len(p), tokens)
-    tokens_sampled = (
-        (rng.random((tokens, 1)) > np.cumsum(sampled_from, axis=1)[contexts]).sum(axis=1).clip(max=p.shape[1] - 1)
-    )
-    return Excess.of(p, contexts, tokens_sampled, contexts, len(p))
+    return Excess.of(p, contexts, sampled(sampled_from, contexts, rng), contexts, len(p))
 
 
 def test_excess_by_distribution_is_pearsons_statistic() -> None:
@@ -258,12 +262,8 @@ def test_p_values_of_excess_are_uniform_in_strata_that_mix_distributions_and_fol
         rng = np.random.default_rng(seed)
         texts = np.zeros((300, 12), int)
         for position in range(1, 12):
-            texts[:, position] = (
-                (rng.random((300, 1)) > np.cumsum(p, axis=1)[texts[:, position - 1]]).sum(axis=1).clip(max=3)
-            )
-        contexts = texts[:, 1:-1].ravel()
-        tokens = texts[:, 2:].ravel()
-        strata = texts[:, :-2].ravel()
+            texts[:, position] = sampled(p, texts[:, position - 1], rng)
+        strata, contexts, tokens = (texts[:, start : start + 10].ravel() for start in range(3))
         p_values.append(Excess.of(p, contexts, tokens, strata, 4).fluctuation().p_value)
     assert kolmogorov_smirnov(np.array(p_values)) > 1e-3
 
@@ -302,9 +302,9 @@ def test_excess_adds_up_and_knows_the_impossible() -> None:
     tokens = np.where(indices == 1, 1, rng.integers(0, 2, 1000))
     nowhere = np.zeros(1000, int)
     total = Excess.of(p, indices, tokens, nowhere, 1)
-    halves = Excess.of(p, indices[:500], tokens[:500], nowhere[:500], 1) + Excess.of(
-        p, indices[500:], tokens[500:], nowhere[500:], 1
-    )
+    half_indices = np.arange(1000).reshape(2, 500)
+    first, second = (Excess.of(p, indices[half], tokens[half], nowhere[half], 1) for half in half_indices)
+    halves = first + second
     assert np.array_equal(total.observed, halves.observed) and np.allclose(total.covariance, halves.covariance)
     fluctuation = total.fluctuation()
     assert (fluctuation.degrees, fluctuation.tokens) == (1, int((indices == 0).sum()))  # certain tokens do not count
@@ -319,7 +319,6 @@ def test_strata_that_expect_too_few_are_put_together() -> None:
     rng = np.random.default_rng(8)
     indices = rng.integers(0, 12, 3000)
     strata = np.append(np.zeros(2900, int), np.arange(1, 101))
-    tokens = (rng.random((3000, 1)) > np.cumsum(p, axis=1)[indices]).sum(axis=1).clip(max=3)
-    fluctuation = Excess.of(p, indices, tokens, strata, 101).fluctuation()
+    fluctuation = Excess.of(p, indices, sampled(p, indices, rng), strata, 101).fluctuation()
     assert fluctuation.degrees <= 2 * 3
     assert fluctuation.p_value > 1e-3

@@ -118,15 +118,15 @@ loaded = 0
 for line in sys.stdin:
     call = json.loads(line)
     arguments = call["arguments"]
-    answer = {"id": call["id"], "result": {"vllm": "0.32.0", "device": "DEVICE"}}
+    answer = {"result": {"vllm": "0.32.0", "device": "DEVICE"}}
     if call["call"] == "load":
         loaded += 1
         compiled = "" if arguments["enforce_eager"] else ", compiled"
         log.write(f"load, share {arguments['gpu_memory_utilization']}{compiled}\\n")
         if loaded > 1 and arguments["model"] == "big":
-            answer = {"id": call["id"], "error": "ValueError: Free memory on device cuda:0 on startup is less"}
+            answer = {"error": "ValueError: Free memory on device cuda:0 on startup is less"}
         if arguments["model"] == "broken":
-            answer = {"id": call["id"], "error": "ValueError: unknown architecture"}
+            answer = {"error": "ValueError: unknown architecture"}
     if call["call"] == "generate":
         if arguments["prompts"] == [[]]:
             print("out of memory", file=sys.stderr, flush=True)
@@ -160,7 +160,7 @@ def test_a_process_generates_requests_drafts_and_leaves_a_reason_when_it_dies(
     process = start(tmp_path / "worker", "cpu")
     engine = process.engine(options, propose=lambda sequences: [[s[-1] + 1, s[-1] + 2] for s in sequences])
     generated = engine.generate([[7], [4, 5]], max_new_tokens=1)
-    assert [completion.tokens for completion in generated.completions] == [[8], [6]]
+    assert generated.outputs == [[8], [6]]
     assert generated.counters == {"num_drafts": 2, "num_accepted_tokens_per_pos": [2, 1], "num_draft_tokens": 3}
     for _ in range(2):  # and every level after it
         with pytest.raises(VLLMError, match="ended with exit code 3; its last words: out of memory"):

@@ -6,6 +6,7 @@ The worker imports it too, in the environment of vLLM, which has none of our pac
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -62,6 +63,11 @@ class Generated:
     seconds: float  #: Wall time of the whole batch, measured in vLLM's process.
     #: The four ``spec_decode_*`` counters of this call, without prefix; empty where nothing is drafted.
     counters: dict[str, Any]
+
+    @property
+    def outputs(self) -> list[Tokens]:
+        """The new tokens of each prompt."""
+        return [completion.tokens for completion in self.completions]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,9 +137,9 @@ class VLLM(Protocol):
         ...
 
 
-def eagle3(head: str | Path, num_speculative_tokens: int, **more: Any) -> dict[str, Any]:
+def eagle3(head: str | Path, num_speculative_tokens: int) -> dict[str, Any]:
     """The ``speculative_config`` of vLLM for an EAGLE-3 head."""
-    return {"method": "eagle3", "model": str(head), "num_speculative_tokens": num_speculative_tokens, **more}
+    return {"method": "eagle3", "model": str(head), "num_speculative_tokens": num_speculative_tokens}
 
 
 def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
@@ -141,8 +147,8 @@ def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     differences: dict[str, Any] = {}
     for name, value in after.items():
         if isinstance(value, list):
-            old = before.get(name, [])
-            differences[name] = [new - (old[index] if index < len(old) else 0) for index, new in enumerate(value)]
+            pairs = itertools.zip_longest(value, before.get(name, []), fillvalue=0)
+            differences[name] = [new - old for new, old in pairs]
         else:
             differences[name] = value - before.get(name, 0)
     return differences

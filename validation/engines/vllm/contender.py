@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from eagle3_jax.bench.contenders import Contender, Run, Tokens
 from eagle3_jax.stats import SpeculationStats
 from validation.engines.vllm.bridge import Completion, Engine
+from validation.parity import COUNTERS, count_rounds
 
 
 @dataclasses.dataclass
@@ -35,16 +37,12 @@ class VLLMContender(Contender):
     def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
         """Time to first token as vLLM reports it, or the time of a run for one token."""
         done = self.engine.generate(prompts, max_new_tokens=max_new_tokens, temperature=self.temperature)
-        first_times = [
-            completion.first_token_seconds
-            for completion in done.completions
-            if completion.first_token_seconds is not None
-        ]
-        first = max(first_times) if first_times else self.engine.generate(prompts, max_new_tokens=1).seconds
+        first_times = [completion.first_token_seconds or 0.0 for completion in done.completions]
+        first = max(first_times) or self.engine.generate(prompts, max_new_tokens=1).seconds
         return Run(
             min(first, done.seconds),
             max(done.seconds - first, 1e-9),
-            [completion.tokens for completion in done.completions],
+            done.outputs,
             stats_of(done.counters, done.completions),
         )
 
@@ -53,24 +51,10 @@ def stats_of(counters: dict[str, Any], completions: Sequence[Completion]) -> Spe
     """The counters of vLLM, one row for each request if the reported steps add up to the counters."""
     if not counters:
         return None
-    total = SpeculationStats(**{field.name: np.asarray(counters[field.name]) for field in _FIELDS})
-    if any(completion.accepted is None or completion.drafted is None for completion in completions):
+    total = SpeculationStats(**{name: np.asarray(counters[name]) for name in COUNTERS})
+    depth = len(counters["num_accepted_tokens_per_pos"])
+    steps = [(completion.accepted, completion.drafted) for completion in completions]
+    rows = [count_rounds(*row, depth) for row in steps if None not in row]  # type: ignore[arg-type]
+    if len(rows) < len(steps) or SpeculationStats.merge(rows) != total:
         return total
-    rows = [_row(completion, len(np.asarray(counters["num_accepted_tokens_per_pos"]))) for completion in completions]
-    by_row = SpeculationStats(**{name: np.stack([row[name] for row in rows]) for name in rows[0]})
-    return by_row if SpeculationStats.merge([by_row]).to_json() == total.to_json() else total
-
-
-_FIELDS = dataclasses.fields(SpeculationStats)
-
-
-def _row(completion: Completion, depth: int) -> dict[str, Any]:
-    accepted = np.asarray(completion.accepted, int)
-    drafted = np.asarray(completion.drafted, int)
-    accepted = accepted[drafted > 0]
-    return {
-        "num_drafts": np.sum(drafted > 0),
-        "num_draft_tokens": np.sum(drafted),
-        "num_accepted_tokens": np.sum(accepted),
-        "num_accepted_tokens_per_pos": np.array([np.sum(accepted > position) for position in range(depth)]),
-    }
+    return jax.tree.map(lambda *counts: np.stack(counts), *rows)

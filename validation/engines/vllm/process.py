@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import json
 import os
 import subprocess
-import threading
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,6 @@ class Process:
         self._environment = environment_of(threads) | ALONE | (environment or {})
         self._memory_share = memory_share
         self._first_runner = self._loaded = self._resting = False
-        self._count = 0
         self._start()
         self.versions: dict[str, str] = self.call("versions")
         if self.versions["vllm"] == "unknown":
@@ -142,23 +140,18 @@ class Process:
         """
         if self._resting:
             self._start()
-        self._count += 1
-        self._send({"id": self._count, "call": name, "arguments": arguments})
-        while True:
-            message = self._receive()
-            if "propose" in message:
-                if propose is None:
-                    raise VLLMError("vLLM asks for drafts, and nothing here proposes any")
-                self._send({"drafts": propose(message["propose"]["sequences"])})
-                continue
-            if "error" in message:
-                raise VLLMError(message["error"])
-            return message["result"]
+        self._send({"call": name, "arguments": arguments})
+        while "propose" in (message := self._receive()):
+            if propose is None:
+                raise VLLMError("vLLM asks for drafts, and nothing here proposes any")
+            self._send({"drafts": propose(message["propose"]["sequences"])})
+        if "error" in message:
+            raise VLLMError(message["error"])
+        return message["result"]
 
     def close(self) -> None:
         """End the process."""
         if self._process.poll() is None:
-            assert self._process.stdin is not None
             self._process.stdin.close()
             try:
                 self._process.wait(timeout=10)
@@ -168,13 +161,13 @@ class Process:
 
     def _start(self) -> None:
         environment = self._environment | (FIRST_RUNNER if self._first_runner else {})
-        self._last_words: collections.deque[str] = collections.deque(maxlen=20)
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (open as long as the process runs)
         try:
-            self._process = subprocess.Popen(
+            self._process: Any = subprocess.Popen(
                 [str(self._python), str(Path(__file__).with_name("worker.py"))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=self._log,
                 text=True,
                 env=environment,
             )
@@ -183,11 +176,8 @@ class Process:
                 f"{self._python} could not be started ({error.strerror}); give the Python of a vLLM environment"
             ) from None
         self._resting = self._loaded = False
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
 
     def _send(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
@@ -195,23 +185,16 @@ class Process:
             raise VLLMError(self._obituary()) from None
 
     def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise VLLMError(self._obituary())
         return json.loads(line)
 
-    def _listen(self) -> None:
-        # An unread pipe fills up and stops the process.
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._last_words.append(line.rstrip())
-
     def _obituary(self) -> str:
         code = self._process.wait()
-        self._listener.join(timeout=5)
-        last_line = next((line for line in reversed(self._last_words) if line.strip()), "nothing")
-        return f"the vLLM process ended with exit code {code}; its last words: {last_line[:300]}"
+        self._log.seek(0)
+        lines = [line for line in self._log.read().splitlines() if line.strip()] or ["nothing"]
+        return f"the vLLM process ended with exit code {code}; its last words: {lines[-1][:300]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,8 +239,8 @@ class ProcessEngine:
     @contextlib.contextmanager
     def repaired(self, fault: str) -> Iterator[None]:
         """A fault of the CPU build is mended in the context: ``sampling`` or ``context_keys``; see ``worker.py``."""
-        self.process.call(f"repair_{fault}", repaired=True)
+        self.process.call(f"repair_{fault}")
         try:
             yield
         finally:
-            self.process.call(f"repair_{fault}", repaired=False)
+            self.process.call("undo_repairs")

@@ -127,29 +127,22 @@ class ServerEngine:
         seed: int | None = None,
     ) -> Generated:
         """Complete prompts to the limit, as many requests at a time as the options' batch."""
-
-        def one(row: int) -> Completion:
-            answer = self.server.complete(
-                {
-                    "prompt": prompts[row],
-                    "max_tokens": max_new_tokens,
-                    "temperature": temperature,
-                    "top_p": top_p,
-                    "seed": None if seed is None else seed + row,
-                    "ignore_eos": True,
-                    "return_token_ids": True,
-                }
-            )
-            detail = (answer.get("metrics") or {}).get("speculative_decoding") or {}
-            tokens = answer["choices"][0]["token_ids"]
-            return Completion(
-                tokens=tokens, accepted=detail.get("per_step_accepted"), drafted=detail.get("per_step_drafted")
-            )
-
+        requests = [
+            {
+                "prompt": prompt,
+                "max_tokens": max_new_tokens,
+                "temperature": temperature,
+                "top_p": top_p,
+                "seed": None if seed is None else seed + row,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            for row, prompt in enumerate(prompts)
+        ]
         before = self.server.counters()
         start = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(self.options.max_num_seqs) as pool:
-            completions = list(pool.map(one, range(len(prompts))))
+            completions = [_completion(answer) for answer in pool.map(self.server.complete, requests)]
         seconds = time.perf_counter() - start
         return Generated(completions=completions, seconds=seconds, counters=difference(self.server.counters(), before))
 
@@ -166,3 +159,9 @@ class ServerEngine:
             [{int(key): (entry["logprob"], entry["rank"]) for key, entry in entries.items()} for entries in positions],
             output,
         )
+
+
+def _completion(answer: dict[str, Any]) -> Completion:
+    detail = (answer.get("metrics") or {}).get("speculative_decoding") or {}
+    tokens = answer["choices"][0]["token_ids"]
+    return Completion(tokens=tokens, accepted=detail.get("per_step_accepted"), drafted=detail.get("per_step_drafted"))

