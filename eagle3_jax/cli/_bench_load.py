@@ -161,7 +161,7 @@ def engines_of(
         if not heads:
             raise Misuse("--schedule shortens the chains of a head, and there is none; choose another --drafter")
         decoders["schedule"] = SpeculativeDecoder(models.target, heads[0], schedule=schedule, stop_tokens=())
-    chunks = {"": None}
+    chunks: dict[str, int | None] = {"": None}
     if options.prefill_chunk is not None:
         chunks[f", chunks of {options.prefill_chunk}"] = options.prefill_chunk
     engines = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -61,8 +61,11 @@ class SamplingOptions:
     ] = 1.0
     seed: Annotated[int, typer.Option(help="Random seed.", min=0, max=2**32 - 1)] = 0
 
-    def params(self) -> SamplingParams:
+    def params(self, options: Mapping[str, Any] | None = None) -> SamplingParams:
         """Returns the sampling parameters for the decoder.
+
+        Args:
+            options: Values of a prompt, which replace those of the command line; other names are ignored.
 
         Raises:
             ValueError: A value is out of range.
@@ -70,7 +73,9 @@ class SamplingOptions:
         from eagle3_jax import SamplingParams
         from eagle3_jax.checks import checked_sampling
 
-        params = SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+        values = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        changes = {name: value for name, value in (options or {}).items() if name in values}
+        params = SamplingParams(**values | changes)
         checked_sampling(params, 1)
         return params
 

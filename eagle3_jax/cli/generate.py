@@ -40,7 +40,7 @@ from eagle3_jax.files.prompts import MOST_TOKENS, Request, read_requests
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from eagle3_jax import Generation, SpeculativeDecoder
+    from eagle3_jax import Generation, SamplingParams, SpeculativeDecoder
     from eagle3_jax.bench.comparison import Comparison
 
 EXAMPLE = """\b
@@ -108,18 +108,6 @@ class OutputOptions(SamplingOptions):
         typer.Option(help="Report the log-probability of every new token and of this many likeliest. With --json."),
     ] = None
 
-    def of_prompt(self, number: int, request: Request) -> OutputOptions:
-        """Returns the options of a prompt, some of which its line may set.
-
-        The first prompt has the seed of the command line. Another one has a seed derived from it, because equal prompts
-        would otherwise give equal samples.
-        """
-        import numpy as np
-
-        seed = int(np.random.SeedSequence((self.seed, number)).generate_state(1)[0]) if number else self.seed
-        stops = [*(self.stop or ()), *request.options.get("stop", ())]
-        return dataclasses.replace(self, **{"seed": seed, **request.options, "stop": stops})
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
@@ -155,18 +143,18 @@ def generate(
     """
     check_writable(running.trace)
     requests = prompts.read()
-    options = [sampling.of_prompt(number, request) for number, request in enumerate(requests)]
-    needs_json = sampling.logprobs is not None or any(prompt_options.stop for prompt_options in options)
-    if needs_json and (not running.as_json or running.trace is not None):
+    has_stops = bool(sampling.stop) or any("stop" in request.options for request in requests)
+    if (has_stops or sampling.logprobs is not None) and (not running.as_json or running.trace is not None):
         raise Misuse("stop texts and --logprobs work with --json and without --trace")
     keep_compiled_programs(running.compilation_cache)
     if not join(running.distributed, running.mesh) and running.trace is not None:
         # Every process reads the rounds; the first one writes them.
         running = dataclasses.replace(running, trace=Path(os.devnull))
     sampling.params()
-    for request, prompt_options in zip(requests, options, strict=True):
+    tasks = []
+    for number, request in enumerate(requests):
         with _named(request):
-            prompt_options.params()
+            tasks.append(Task.of(request, number, sampling))
     batches = _batches(len(requests), running)
     stop_tokens = () if sampling.ignore_eos else None
     mesh = read_mesh(running.mesh, batches)
@@ -178,7 +166,7 @@ def generate(
     if prompts.chat and template is None:
         raise Misuse(f"{decoder.target.name} has no chat template; leave --chat out to continue the text as it is")
     loading = time.perf_counter() - start
-    job = Job(decoder, _encode(decoder, requests, options), batches, sampling.logprobs, running)
+    job = Job(decoder, [_encoded(decoder, task) for task in tasks], batches, sampling.logprobs, running)
     if running.as_json:
         _print_json(job)
         return
@@ -208,11 +196,28 @@ def _batches(prompts: int, running: RunOptions) -> list[int]:
 
 
 class Task(NamedTuple):
-    """A request, its prompt as token ids, and its sampling with its seed and its stop texts."""
+    """A request, its sampling, and its prompt as token ids."""
 
     request: Request
+    sampling: SamplingParams
+    seed: int
+    stops: list[str]
     tokens: list[int]
-    options: OutputOptions
+
+    @classmethod
+    def of(cls, request: Request, number: int, sampling: OutputOptions) -> Task:
+        """Returns the task of a request, whose options replace those of the command line. It has no token ids yet.
+
+        The first prompt has the seed of the command line. Another one has a seed derived from it, because equal prompts
+        would otherwise give equal samples.
+        """
+        import numpy as np
+
+        options = request.options
+        derived = np.random.SeedSequence((sampling.seed, number)).generate_state(1)
+        seed = options.get("seed", int(derived[0]) if number else sampling.seed)
+        stops = [*(sampling.stop or ()), *options.get("stop", ())]
+        return cls(request, sampling.params(options), seed, stops, [])
 
 
 class Job(NamedTuple):
@@ -225,17 +230,15 @@ class Job(NamedTuple):
     running: RunOptions
 
 
-def _encode(decoder: SpeculativeDecoder, requests: list[Request], options: list[OutputOptions]) -> list[Task]:
-    """Encodes all prompts, so that a bad one is refused before anything has been printed."""
+def _encoded(decoder: SpeculativeDecoder, task: Task) -> Task:
+    """Returns a task with its prompt, so that a bad one is refused before anything has been printed."""
     from eagle3_jax import apply_chat_template
 
-    tasks = []
-    for request, prompt_options in zip(requests, options, strict=True):
-        with _named(request):
-            messages = request.messages
-            prompt = request.prompt if messages is None else apply_chat_template(decoder.target, messages)
-            tasks.append(Task(request, decoder.encode(prompt), prompt_options))
-    return tasks
+    request = task.request
+    with _named(request):
+        messages = request.messages
+        prompt = request.prompt if messages is None else apply_chat_template(decoder.target, messages)
+        return task._replace(tokens=decoder.encode(prompt))
 
 
 # JSON
@@ -276,15 +279,15 @@ def _results(job: Job, rounds: list[dict[str, Any]] | None) -> Iterator[tuple[in
         for size in job.batches:
             tasks = job.tasks[first : first + size]
             prompts = [task.tokens for task in tasks]
-            params = [task.options.params() for task in tasks]
+            params = [task.sampling for task in tasks]
             arguments = {
                 "max_new_tokens": [task.request.max_new_tokens for task in tasks],
                 "sampling": jax.tree.map(lambda *values: np.array(values), *params),
-                "seed": [task.options.seed for task in tasks],
+                "seed": [task.seed for task in tasks],
             }
             start = now()
             if rounds is None:
-                stops = [task.options.stop or [] for task in tasks]
+                stops = [task.stops for task in tasks]
                 result = job.decoder.generate(prompts, **arguments, logprobs=job.logprobs, stop=stops)
             else:
                 traced = record(job.decoder, prompts, **arguments)
@@ -303,10 +306,9 @@ def _refilled(job: Job) -> Iterator[tuple[int, Generation]]:
 
     requests = []
     for task in job.tasks:
-        options = task.options
-        sampling = vars(options.params()) | {"seed": options.seed}
+        sampling = vars(task.sampling) | {"seed": task.seed}
         requests.append(EngineRequest(task.tokens, task.request.max_new_tokens, **sampling))
-    stops = [task.options.stop or [] for task in job.tasks]
+    stops = [task.stops for task in job.tasks]
     return complete(job.decoder, requests, slots=job.batches[0], logprobs=job.logprobs, stops=stops)
 
 
@@ -356,8 +358,7 @@ def _stream(console: Console, decoder: SpeculativeDecoder, task: Task) -> Printe
     tokenizer = decoder.target.tokenizer
     request = task.request
     limit = request.max_new_tokens
-    sampling = task.options.params()
-    stream = decoder.stream(task.tokens, max_new_tokens=limit, sampling=sampling, seed=task.options.seed)
+    stream = decoder.stream(task.tokens, max_new_tokens=limit, sampling=task.sampling, seed=task.seed)
     if isinstance(request.prompt, str):
         turns = [f"{message['role']}: {message['content']}\n" for message in request.messages or ()]
         prompt = "".join([*turns, "assistant: "]) if turns else request.prompt
@@ -411,8 +412,8 @@ def _comparison(job: Job) -> list[str]:
             job.decoder,
             [task.tokens for task in tasks],
             max_new_tokens=[task.request.max_new_tokens for task in tasks],
-            sampling=tasks[0].options.params(),
-            seed=tasks[0].options.seed,
+            sampling=tasks[0].sampling,
+            seed=tasks[0].seed,
             repeats=_REPEATS,
         )
     if not comparison.is_plain and max(comparison.ratios) < 1:

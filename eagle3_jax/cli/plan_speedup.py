@@ -46,11 +46,11 @@ def speedup(
     τ = 1 + K·r for the draft acceptance rate r, and (1 - α^(K+1)) / (1 - α) for the conditional acceptance rate α.
     """
     costs = {"verify_cost": verify_cost, "draft_cost": draft_cost}
-    chain = {"num_draft_tokens": draft.num_speculative_tokens, **costs}
+    chain: dict[str, Any] = {"num_draft_tokens": draft.num_speculative_tokens, **costs}
     classes = _parse_traffic(traffic)
     acceptance = draft.acceptance(classes)
     break_even = theory.rates_for_speedup(1.0, **chain)
-    result = {
+    result: dict[str, Any] = {
         "num_speculative_tokens": draft.num_speculative_tokens,
         **costs,
         **dataclasses.asdict(acceptance),
