@@ -24,14 +24,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = parser()(words, prog_name="eagle3", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        _drop_output()
-        return 141
     except BaseException as error:  # every ending of the program is decided in this one place
-        if isinstance(error.__context__, BrokenPipeError):  # rich ends the program with 1
-            return 141
         return _report(error, words)
 
 
@@ -39,7 +32,8 @@ def _report(error: BaseException, words: Sequence[str]) -> int:
     try:
         sys.stdout.flush()
     except OSError:
-        _drop_output()
+        # Discards the unwritten output; otherwise Python prints the error again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     try:
         ending = _errors.explain(error)
     except ModuleNotFoundError as missing:  # a checkout with a Python that has no typer
@@ -52,11 +46,6 @@ def _report(error: BaseException, words: Sequence[str]) -> int:
             # A file name may hold bytes that are not text.
             print(ending.message.encode(errors="backslashreplace").decode(), file=sys.stderr)
     return ending.code
-
-
-def _drop_output() -> None:
-    """Discards the unwritten output; otherwise Python prints the error again when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main() -> None:

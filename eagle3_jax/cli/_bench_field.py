@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from eagle3_jax.types import Verifier
 
 _PUBLISHED = "Llama-3.1-8B with its EAGLE-3 head on MT-Bench"
+# Fewer drafts are measured with random weights, since programs of large shapes take long to compile, and under a load,
+# since each draft takes a run of all requests.
+_TRAINED = {"chains": "1-7", "tree": ["num_nodes=60,max_depth=8,top_k=10"], "ngram": "5"}
+_SHAPE = {"chains": "3,5", "tree": ["num_nodes=60,max_depth=7,top_k=10"], "ngram": "none"}
+_LOAD = {"chains": "3", "tree": ["none"], "ngram": "none"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,46 @@ class MethodOptions:
     ] = None
     verifier: VerifierOption = None
 
+    def read(self, *, is_shape: bool, is_load: bool) -> Methods:
+        """Returns the drafts of these options, or the default ones of a kind of measurement."""
+        options: dict[str, Any] = dict(_LOAD if is_load else _SHAPE if is_shape else _TRAINED)
+        options |= {name: value for name, value in vars(self).items() if name in options and value is not None}
+        trees = options["tree"]
+        if "none" in trees and len(trees) > 1:
+            raise Misuse("--tree none leaves trees out; give it once, or trees")
+        chains = parse_numbers(options["chains"], "--chains", or_none=True)
+        drafted = [parse_tree(text) for text in trees if text != "none"]
+        ngrams = parse_numbers(options["ngram"], "--ngram", or_none=True)
+        return Methods(chains, drafted, ngrams, *self._acceptance(is_shape=is_shape))
+
+    def _acceptance(self, *, is_shape: bool) -> tuple[str | None, Callable[[int], Verifier | None]]:
+        """Returns the simulated acceptance in words, and the rule.
+
+        Acceptance is simulated for random weights, since heads without training are never right.
+        """
+        from eagle3_jax import SimulatedAcceptance
+
+        length = self.simulated_acceptance_length
+        rate = self.simulated_acceptance_rate
+        verifier = self.verifier
+        if length is not None and rate is not None:
+            raise Misuse("--simulated-acceptance-length and --simulated-acceptance-rate were both given; give one")
+        if (length is not None or rate is not None) and verifier is not None:
+            raise Misuse("--verifier and a simulated acceptance were both given; a draft is accepted by one rule")
+        if length is not None:
+            if not length >= 1:
+                raise Misuse(f"--simulated-acceptance-length {length:g}: expected 1 or more")
+            return f"τ of {length:g}", lambda depth: SimulatedAcceptance.of_length(length, depth)
+        if rate is not None:
+            if not 0 <= rate <= 1:
+                raise Misuse(f"--simulated-acceptance-rate {rate:g}: expected 0 to 1")
+            words = f"every draft token with probability {rate:g} once all before it were"
+            return words, lambda depth: SimulatedAcceptance.of_conditional_rate(rate, depth)
+        if is_shape and verifier is None:
+            words = f"as published for {_PUBLISHED}"
+            return words, lambda depth: SimulatedAcceptance.of_published(_PUBLISHED, depth)
+        return None, lambda depth: read_verifier(verifier)
+
 
 class Models(NamedTuple):
     """A target and its drafters."""
@@ -64,68 +109,16 @@ class Models(NamedTuple):
     drafters: dict[str, LoadedDrafter | None]
 
 
-class Methods:
-    """Drafts to measure, and the rule that accepts them.
+class Methods(NamedTuple):
+    """Drafts to measure, and the rule that accepts them."""
 
-    With random weights fewer drafts are measured, since programs of large shapes take long to compile. Acceptance is
-    then simulated, since heads without training are never right. Under a load a chain of 3 is measured, since each
-    draft takes a run of all requests.
-
-    Attributes:
-        chains: Lengths ``K`` for every head.
-        trees: Trees for every head.
-        ngrams: Lengths ``K`` of prompt lookup.
-        simulation: The simulated acceptance in words; ``None`` for a rule that looks at the target.
-        rule: Returns the acceptance rule for drafts of a depth, ``None`` for the exact one. It raises ``ValueError`` if
-            drafts of this depth cannot have the simulated acceptance.
-    """
-
-    simulation: str | None = None
+    chains: list[int]  #: Lengths ``K`` for every head.
+    trees: list[DynamicTree | StaticTree]  #: Trees for every head.
+    ngrams: list[int]  #: Lengths ``K`` of prompt lookup.
+    simulation: str | None  #: The simulated acceptance in words; ``None`` for a rule that looks at the target.
+    #: Returns the acceptance rule for drafts of a depth, ``None`` for the exact one. It raises ``ValueError`` if drafts
+    #: of this depth cannot have the simulated acceptance.
     rule: Callable[[int], Verifier | None]
-
-    def __init__(self, options: MethodOptions, *, is_shape: bool, is_load: bool):
-        default_tree = "none" if is_load else f"num_nodes=60,max_depth={7 if is_shape else 8},top_k=10"
-        trees = [default_tree] if options.tree is None else options.tree
-        if "none" in trees and len(trees) > 1:
-            raise Misuse("--tree none leaves trees out; give it once, or trees")
-        default_chains = "3" if is_load else "3,5" if is_shape else "1-7"
-        chains = default_chains if options.chains is None else options.chains
-        default_ngram = "none" if is_shape or is_load else "5"
-        ngram = default_ngram if options.ngram is None else options.ngram
-        self.chains = parse_numbers(chains, "--chains", or_none=True)
-        self.trees: list[DynamicTree | StaticTree] = []
-        for text in trees:
-            tree = None if text == "none" else parse_tree(text)
-            if tree is not None:
-                self.trees.append(tree)
-        self.ngrams = parse_numbers(ngram, "--ngram", or_none=True)
-        self._set_rule(options, is_shape=is_shape)
-
-    def _set_rule(self, options: MethodOptions, *, is_shape: bool) -> None:
-        from eagle3_jax import SimulatedAcceptance
-
-        length = options.simulated_acceptance_length
-        rate = options.simulated_acceptance_rate
-        verifier = options.verifier
-        if length is not None and rate is not None:
-            raise Misuse("--simulated-acceptance-length and --simulated-acceptance-rate were both given; give one")
-        if (length is not None or rate is not None) and verifier is not None:
-            raise Misuse("--verifier and a simulated acceptance were both given; a draft is accepted by one rule")
-        if length is not None:
-            if not length >= 1:
-                raise Misuse(f"--simulated-acceptance-length {length:g}: expected 1 or more")
-            self.simulation = f"τ of {length:g}"
-            self.rule = lambda depth: SimulatedAcceptance.of_length(length, depth)
-        elif rate is not None:
-            if not 0 <= rate <= 1:
-                raise Misuse(f"--simulated-acceptance-rate {rate:g}: expected 0 to 1")
-            self.simulation = f"every draft token with probability {rate:g} once all before it were"
-            self.rule = lambda depth: SimulatedAcceptance.of_conditional_rate(rate, depth)
-        elif is_shape and verifier is None:
-            self.simulation = f"as published for {_PUBLISHED}"
-            self.rule = lambda depth: SimulatedAcceptance.of_published(_PUBLISHED, depth)
-        else:
-            self.rule = lambda depth: read_verifier(verifier)
 
     @property
     def mark(self) -> str:
@@ -192,11 +185,9 @@ class Field:
         from eagle3_jax.checks import Drafting
         from eagle3_jax.topology import tree_name
 
-        drafts: list[tuple[str, int, dict[str, Any]]] = []
-        for length in methods.chains:
-            drafts.append((f"chain K={length}", length, {"num_speculative_tokens": length}))
-        for tree in methods.trees:
-            drafts.append((tree_name(tree), tree.max_depth, {"tree": tree}))
+        drafts: list[tuple[str, int, dict[str, Any]]]
+        drafts = [(f"chain K={length}", length, {"num_speculative_tokens": length}) for length in methods.chains]
+        drafts += [(tree_name(tree), tree.max_depth, {"tree": tree}) for tree in methods.trees]
         if not isinstance(drafter.drafter, Drafting):  # it has the one shape that it was built with
             drafts = [(drafter.name, drafter.drafter.max_depth, {})]
         for draft, depth, options in drafts:

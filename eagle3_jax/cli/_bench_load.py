@@ -155,20 +155,21 @@ def engines_of(
     from eagle3_jax.types import SamplingMode
 
     decoders = {contender.name: contender.decoder for contender in contenders}
-    schedule = parse_schedule(options.schedule)
-    if schedule is not None:
+    if options.schedule is not None:
+        schedule = parse_schedule(options.schedule)
         heads = [head for head in models.drafters.values() if head is not None]
         if not heads:
             raise Misuse("--schedule shortens the chains of a head, and there is none; choose another --drafter")
         decoders["schedule"] = SpeculativeDecoder(models.target, heads[0], schedule=schedule, stop_tokens=())
+    chunks: dict[str, int | None] = {"": None}
+    if options.prefill_chunk is not None:
+        chunks[f", chunks of {options.prefill_chunk}"] = options.prefill_chunk
     engines = {}
     for name, decoder in decoders.items():
         capacity = longest + decoder.loop.drafter.num_nodes
-        shape: dict[str, Any] = {"slots": slots, "capacity": capacity, "sampling_mode": SamplingMode.GREEDY}
-        engines[name] = Engine(decoder, **shape)
-        if options.prefill_chunk is not None:
-            engines[f"{name}, chunks of {options.prefill_chunk}"] = Engine(
-                decoder, **shape, chunk=options.prefill_chunk
+        for suffix, chunk in chunks.items():
+            engines[name + suffix] = Engine(
+                decoder, slots=slots, capacity=capacity, sampling_mode=SamplingMode.GREEDY, chunk=chunk
             )
     return engines
 
@@ -231,9 +232,10 @@ def measure_loads(
     for slots, loads in by_slots.items():
         engines = engines_of(contenders, models, options, slots=slots, longest=longest)
         steps = counted(now, len(engines) * (1 + len(loads) * repeats))
-        progress = {"on_progress": steps.say, "on_result": steps.tell}
         try:
-            rows.extend(measure_load(engines, requests, loads, repeats=repeats, **progress))
+            rows.extend(
+                measure_load(engines, requests, loads, repeats=repeats, on_progress=steps.say, on_result=steps.tell)
+            )
         except KeyboardInterrupt:
             if not rows:
                 raise

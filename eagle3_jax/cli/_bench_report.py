@@ -58,6 +58,7 @@ _TASK = {
     "per position": "acceptance.per_position",
     "conditional": "acceptance.conditional",
 }
+_MISSING = {"method": "name", "reason": "reason"}
 
 NOTES = """\
 tokens/s: new tokens after the first over the time of the decode loop; total: all new tokens over all time, prefill too.
@@ -87,20 +88,19 @@ class Findings:
     @property
     def failures(self) -> list[str]:
         """Reasons why the measurements are invalid; empty if they are valid."""
-        reasons = []
-        for report in self.reports:
-            for row in report.too_fast:
-                bandwidth = (report.bytes_per_second or 0) / 1e9
-                reasons.append(
-                    f"batch {report.batch_size}: {row.name} reads memory at {row.bandwidth_share:.0%} of the "
-                    f"{bandwidth:.1f} GB/s that this device was measured to read at most; the clock, the tokens or the "
-                    "ceiling are wrong"
-                )
-        for report in self.reports:
-            if report.programs_after_warm_up:
-                count = report.programs_after_warm_up
-                reasons.append(f"batch {report.batch_size}: {count} programs were compiled while times were taken")
-        return reasons
+        too_fast = [
+            f"batch {report.batch_size}: {row.name} reads memory at {row.bandwidth_share:.0%} of the "
+            f"{(report.bytes_per_second or 0) / 1e9:.1f} GB/s that this device was measured to read at most; the "
+            "clock, the tokens or the ceiling are wrong"
+            for report in self.reports
+            for row in report.too_fast
+        ]
+        compiled_late = [
+            f"batch {report.batch_size}: {report.programs_after_warm_up} programs were compiled while times were taken"
+            for report in self.reports
+            if report.programs_after_warm_up
+        ]
+        return too_fast + compiled_late
 
     def page(self) -> Page:
         """Returns the numbers, and every table that has rows, with explanations of the columns."""
@@ -116,8 +116,7 @@ class Findings:
         for report in self.reports:
             tables += _tables(report)
             missing += report.not_measured
-        reasons = [dataclasses.asdict(contender) for contender in missing]
-        tables.append(table_of("Not measured", reasons, {"method": "name", "reason": "reason"}))
+        tables.append(table_of("Not measured", list(map(dataclasses.asdict, missing)), _MISSING))
         headlines = [headline(report, device=self.device) for report in self.reports]
         return Page(values, [*headlines, *(table for table in tables if table.rows), "\n" + NOTES])
 
@@ -161,20 +160,16 @@ def _tables(report: Report) -> list[Table]:
     at_batch = f"at batch {report.batch_size}"
     rows = report.to_json()["rows"]
     tasks = []
-    for name in ("all", *(task["task"] for task in rows[0]["tasks"])):
-        for row in rows:
-            if row["name"] != report.baseline:
-                tasks += [{"method": row["name"], **task} for task in _tasks(row, report) if task["task"] == name]
+    for row in rows:
+        if row["name"] != report.baseline:
+            total = {"task": "all", "num_prompts": report.num_prompts, "ratio": row["prompt_ratio"]}
+            total["acceptance"] = row["acceptance"]
+            tasks += [{"method": row["name"], **task} for task in (total, *row["tasks"])]
+    order = ["all", *(task["task"] for task in rows[0]["tasks"])]
+    tasks.sort(key=lambda task: order.index(task["task"]))
     return [
         table_of(f"Speed {at_batch}", rows, _SPEED),
         table_of(f"Latency {at_batch}, ms", rows, _LATENCY),
         table_of(f"A round {at_batch}", [row for row in rows if row["step_seconds"]], _ROUND),
         table_of(f"Ratio and acceptance by task {at_batch}", tasks, _TASK),
     ]
-
-
-def _tasks(row: dict[str, Any], report: Report) -> list[dict[str, Any]]:
-    """Returns the acceptance and the ratio on all prompts, and by task."""
-    everything = {"task": "all", "num_prompts": report.num_prompts}
-    everything |= {"ratio": row["prompt_ratio"], "acceptance": row["acceptance"]}
-    return [everything, *row["tasks"]]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect as inspect_module
 import math
-from collections.abc import Callable
 from typing import Any
 
 import typer
 import typer.main
+from typer.core import TyperCommand
 
 from eagle3_jax import __version__
 from eagle3_jax.cli import bench, certify, chat, convert, doctor, generate, inspect, plan, serve, train, tune
@@ -50,30 +49,21 @@ app.add_typer(train.app, name="train")
 app.add_typer(plan.app, name="plan")
 
 
-def _checked(command: Callable[..., None]) -> Callable[..., None]:
-    """Makes a command refuse negative numbers, infinity and NaN, which no option of any command takes."""
-    flags = {}
-    for name, parameter in inspect_module.signature(command).parameters.items():
-        declared = [
-            flag for info in getattr(parameter.annotation, "__metadata__", ()) for flag in info.param_decls or ()
-        ]
-        flags[name] = next(iter(declared), f"--{name.replace('_', '-')}")
+class _Command(TyperCommand):
+    """A command that refuses negative numbers, infinity and NaN, which no option of any command takes."""
 
-    @functools.wraps(command)
-    def checked(**options: Any) -> None:
-        for name, value in options.items():
+    def invoke(self, ctx: Any) -> Any:
+        for parameter in self.params:
+            value = ctx.params.get(parameter.name)
             for number in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(number, int | float) and not 0 <= number < math.inf:
-                    raise Misuse(f"{flags[name]} is {number}; expected a finite number, at least 0")
-        command(**options)
-
-    return checked
+                    raise Misuse(f"{parameter.opts[0]} is {number}; expected a finite number, at least 0")
+        return super().invoke(ctx)
 
 
 for _group in (app, train.app, plan.app):
     for _command in _group.registered_commands:
-        assert _command.callback is not None
-        _command.callback = _checked(_command.callback)
+        _command.cls = _Command
 
 
 @functools.cache

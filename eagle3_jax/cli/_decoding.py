@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -15,7 +15,7 @@ from eagle3_jax.cli._parts import find_own, read_drafter, read_target, read_veri
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from eagle3_jax import Drafter, LoadedDrafter, SamplingParams, SpeculativeDecoder
+    from eagle3_jax import SamplingParams, SpeculativeDecoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,17 +49,6 @@ class DraftOptions:
     ] = None
     verifier: VerifierOption = None
 
-    def for_decoder(self) -> dict[str, Any]:
-        """Returns arguments of :class:`~eagle3_jax.SpeculativeDecoder`."""
-        from eagle3_jax import DraftSampling
-
-        return {
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "tree": parse_tree(self.tree),
-            "schedule": parse_schedule(self.schedule),
-            "draft_sampling": None if self.draft_sampling is None else DraftSampling(self.draft_sampling),
-        }
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
@@ -72,8 +61,11 @@ class SamplingOptions:
     ] = 1.0
     seed: Annotated[int, typer.Option(help="Random seed.", min=0, max=2**32 - 1)] = 0
 
-    def params(self) -> SamplingParams:
+    def params(self, options: Mapping[str, Any] | None = None) -> SamplingParams:
         """Returns the sampling parameters for the decoder.
+
+        Args:
+            options: Values of a prompt, which replace those of the command line; other names are ignored.
 
         Raises:
             ValueError: A value is out of range.
@@ -81,7 +73,9 @@ class SamplingOptions:
         from eagle3_jax import SamplingParams
         from eagle3_jax.checks import checked_sampling
 
-        params = SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+        values = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        changes = {name: value for name, value in (options or {}).items() if name in values}
+        params = SamplingParams(**values | changes)
         checked_sampling(params, 1)
         return params
 
@@ -105,41 +99,36 @@ def open_decoder(
         mesh: The mesh that divides the models.
         stop_tokens: Ids that end a row. Default: the target's.
     """
-    from eagle3_jax import SpeculativeDecoder
+    from eagle3_jax import LoadedDrafter, SpeculativeDecoder
+    from eagle3_jax.checks import Drafting
     from eagle3_jax.topology import default_draft_length
 
-    options = draft.for_decoder()
+    options: dict[str, Any] = {
+        "num_speculative_tokens": draft.num_speculative_tokens,
+        "tree": None if draft.tree is None else parse_tree(draft.tree),
+        "schedule": None if draft.schedule is None else parse_schedule(draft.schedule),
+        "draft_sampling": draft.draft_sampling,
+    }
     target = read_target(models.target, dtype, mesh, weights=models.weights)
     head = read_drafter(models.drafter, target=target, layer_ids=models.layer_ids)
-    chosen = []
-    for name in ("num_speculative_tokens", "tree", "schedule"):
-        value = getattr(draft, name)
-        if value is not None:
-            chosen.append(f"--{name.replace('_', '-')} {value}")
-    if not chosen and not find_own("--drafter", models.drafter):
+    shapes = {
+        "--num-speculative-tokens": draft.num_speculative_tokens,
+        "--tree": draft.tree,
+        "--schedule": draft.schedule,
+    }
+    chosen = [f"{name} {value}" for name, value in shapes.items() if value is not None]
+    drafter = head.drafter if isinstance(head, LoadedDrafter) else head
+    # A drafter that proposes a block or all of its heads in one pass keeps its length: a shorter draft would need
+    # another network, or cost as much.
+    has_length = isinstance(drafter, Drafting) and not hasattr(drafter, "longest")
+    if has_length and not chosen and not find_own("--drafter", models.drafter):
         length = max(default_draft_length(batch, weights=models.weights), 0 if draft.draft_sampling is None else 1)
-        head = _with_length(head, length)
-    options |= {"verifier": read_verifier(draft.verifier), "mesh": mesh, "stop_tokens": stop_tokens}
+        if not length:
+            head = None
+        elif length != default_draft_length():
+            options["num_speculative_tokens"] = length
+    verifier = read_verifier(draft.verifier)
     try:
-        return SpeculativeDecoder(target, head, **options)
+        return SpeculativeDecoder(target, head, **options, verifier=verifier, mesh=mesh, stop_tokens=stop_tokens)
     except ValueError as error:  # name the option that the library's message is about
         raise Misuse(": ".join(filter(None, (", ".join(chosen), str(error))))) from None
-
-
-def _with_length(head: LoadedDrafter | Drafter[Any] | None, length: int) -> LoadedDrafter | Drafter[Any] | None:
-    """Returns a drafter of chains of a length; ``None`` if that is 0.
-
-    A drafter that proposes a block or all of its heads in one pass keeps its length: a shorter draft would need another
-    network, or cost as much.
-    """
-    from eagle3_jax import Chain, LoadedDrafter
-    from eagle3_jax.checks import Drafting, configured
-    from eagle3_jax.topology import default_draft_length
-
-    drafter = head.drafter if isinstance(head, LoadedDrafter) else head
-    if length == default_draft_length() or not isinstance(drafter, Drafting) or hasattr(drafter, "longest"):
-        return head
-    if not length:
-        return None
-    shaped = configured(drafter, Chain(length), None)
-    return dataclasses.replace(head, drafter=shaped) if isinstance(head, LoadedDrafter) else shaped

@@ -46,18 +46,17 @@ def explain(error: BaseException) -> Ending | None:
 
     # The parser behind typer has moved between packages; its exceptions are reached through the public ones.
     usage_error = typer.BadParameter.__mro__[1]
+    if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
+        return Ending(141)  # rich would end the program with 1
     match error:
-        case typer.Exit():
-            return Ending(error.exit_code)
         case SystemExit():
             return Ending(error.code if isinstance(error.code, int) else 1)
-        case typer.Abort():
+        case typer.Abort() | KeyboardInterrupt():
             return Ending(130)
         case _ if isinstance(error, usage_error):
-            text = error.format_message() if hasattr(error, "format_message") else str(error)  # type: ignore[attr-defined]
-            context = getattr(error, "ctx", None)
-            hint = f" (see {context.command_path} --help)" if context is not None else ""
-            return Ending(2, f"error: {one_line(text).rstrip('.')}{hint}")
+            usage: Any = error
+            hint = f" (see {usage.ctx.command_path} --help)" if usage.ctx is not None else ""
+            return Ending(2, f"error: {one_line(usage.format_message()).rstrip('.')}{hint}")
         case MemoryError():
             return Ending(1, f"error: out of memory; {_SMALLER}")
         case ModuleNotFoundError():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -106,22 +107,21 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     Typer reads a signature and has no groups, so the wrapper has a flat signature; the command gets the dataclasses.
     """
     options: list[inspect.Parameter] = []
-    groups: dict[str, tuple[type, list[str]]] = {}
-    hints = get_type_hints(command, include_extras=True)
-    for parameter in inspect.signature(command).parameters.values():
-        kind = hints[parameter.name]
-        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-            options.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+    groups: dict[str, Any] = {}
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        kind = parameter.annotation
+        if not dataclasses.is_dataclass(kind):
+            options.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
-        fields = get_type_hints(kind, include_extras=True)
+        hints = get_type_hints(kind, include_extras=True)
         members = inspect.signature(kind).parameters.values()
-        options += [member.replace(annotation=fields[member.name]) for member in members]
-        groups[parameter.name] = kind, list(fields)
+        options += [member.replace(annotation=hints[member.name]) for member in members]
+        groups[name] = kind
 
     @functools.wraps(command)
     def flat(**values: Any) -> None:
-        for name, (kind, fields) in groups.items():
-            values[name] = kind(**{field: values.pop(field) for field in fields})
+        for name, kind in groups.items():
+            values[name] = kind(**{field.name: values.pop(field.name) for field in dataclasses.fields(kind)})
         command(**values)
 
     flat.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
@@ -156,30 +156,24 @@ _SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
 _SCHEDULE_FORM = f"[[first, last, K], ...] such as '[[1,4,5],[5,16,3]]', or a file with it under {_SCHEDULE_KEY}"
 
 
-def parse_tree(text: str | None) -> DynamicTree | StaticTree | None:
+def parse_tree(text: str) -> DynamicTree | StaticTree:
     """Reads ``num_nodes=60,max_depth=8,top_k=10``, the name of a published tree, or paths of child ranks as JSON."""
     from eagle3_jax import DynamicTree
     from eagle3_jax.topology import PUBLISHED_TREES
 
-    if text is None:
-        return None
     if text in PUBLISHED_TREES:
         return PUBLISHED_TREES[text]
     if text.lstrip().startswith("[") or text.endswith(".json"):
         return _static_tree(text)
-    names = []
-    numbers = []
+    pairs = [part.partition("=") for part in text.split(",")]
     try:
-        for part in text.split(","):
-            name, number = part.split("=")
-            names.append(name.strip())
-            numbers.append(int(number))
+        sizes = {name.strip(): int(number) for name, _, number in pairs}
     except ValueError:
-        names = []
-    if sorted(names) != ["max_depth", "num_nodes", "top_k"]:
+        sizes = {}
+    if sorted(sizes) != ["max_depth", "num_nodes", "top_k"] or len(pairs) > len(sizes):
         raise Misuse(f"--tree {text!r}: expected {_TREE_FORM}")
     try:
-        return DynamicTree(**dict(zip(names, numbers, strict=True)))
+        return DynamicTree(**sizes)
     except ValueError as error:
         raise Misuse(f"--tree {text!r}: {error}") from None
 
@@ -188,10 +182,9 @@ def _static_tree(text: str) -> StaticTree:
     from eagle3_jax import StaticTree
 
     paths = _json_of("--tree", text, text.endswith(".json"), _PATHS_FORM)
-    is_rank = range(_MOST_PATHS).__contains__
     if not isinstance(paths, list) or not all(isinstance(path, list) and path for path in paths):
         raise Misuse(f"--tree {shown(text)} holds no list of paths; expected {_PATHS_FORM}")
-    if len(paths) > _MOST_PATHS or not all(type(rank) is int and is_rank(rank) for path in paths for rank in path):
+    if len(paths) > _MOST_PATHS or not all(map(_is_rank, itertools.chain(*paths))):
         raise Misuse(f"--tree {shown(text)}: expected at most {_MOST_PATHS} paths of child ranks below {_MOST_PATHS}")
     try:
         return StaticTree(tuple(map(tuple, paths)))
@@ -199,12 +192,14 @@ def _static_tree(text: str) -> StaticTree:
         raise Misuse(f"--tree {shown(text)}: {error}") from None
 
 
-def parse_schedule(text: str | None) -> SpeculationSchedule | None:
+def _is_rank(rank: Any) -> bool:
+    return type(rank) is int and 0 <= rank < _MOST_PATHS
+
+
+def parse_schedule(text: str) -> SpeculationSchedule:
     """Reads ``[[1,4,5],[5,16,3]]``, or a JSON file with such a list, as ``eagle3 tune --output`` writes it."""
     from eagle3_jax import SpeculationSchedule
 
-    if text is None:
-        return None
     is_file = not text.lstrip().startswith("[")
     if is_file:
         announce_input(text)

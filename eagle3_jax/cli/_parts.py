@@ -24,6 +24,11 @@ PAGE = "docs/extending.md"
 _FORM = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)(=(?P<argument>.*))?", re.DOTALL)
 # Acceptance rules with a name: public names of the library, built without arguments.
 RULES = {"block": "BlockVerification", "typical": "TypicalAcceptance"}
+# Drafters that a command may choose for a target, in words.
+_CHOICES = {
+    "none": "plain decoding; on a CPU verifying drafts costs more than it saves, except with --weights int8",
+    "ngram": "drafts are n-grams of the text; --drafter names a head",
+}
 
 
 def read_target(source: str | None, dtype: str, mesh: Mesh | None = None, *, weights: str = "dense") -> LoadedTarget:
@@ -46,23 +51,19 @@ def fetch_first(target: str | None, *drafters: str | None) -> None:
 
     A wrong name is refused at once, and no spinner takes the line that a download writes to.
     """
-    _fetch("--target", target, "target")
-    for drafter in drafters:
-        if not is_named(without_lookup(drafter or "")):
-            _fetch("--drafter", drafter, "eagle3")
-
-
-def _fetch(option: str, source: str | None, part: str) -> None:
     from eagle3_jax.files.published import PUBLISHED, cached_path, is_published
 
-    if source == "":
-        raise Misuse(f"{option} is empty; name a directory or a hub id, or leave it out for the bundled one")
-    if source is None or find_own(option, source) is not None:
-        return
-    if part == "target" and is_published(source) and not cached_path(source).is_file():
-        model = PUBLISHED[source]
-        hint(f"{source} is {model.contents}, {model.licence}: {model.megabytes} MB are downloaded once")
-    locate(source if Path(source).exists() else without_lookup(source), part)
+    heads = [("--drafter", drafter) for drafter in drafters if not is_named(without_lookup(drafter or ""))]
+    for option, source in (("--target", target), *heads):
+        if source == "":
+            raise Misuse(f"{option} is empty; name a directory or a hub id, or leave it out for the bundled one")
+        if source is None or find_own(option, source) is not None:
+            continue
+        if option == "--target" and is_published(source) and not cached_path(source).is_file():
+            model = PUBLISHED[source]
+            hint(f"{source} is {model.contents}, {model.licence}: {model.megabytes} MB are downloaded once")
+        part = "target" if option == "--target" else "eagle3"
+        locate(source if Path(source).exists() else without_lookup(source), part)
 
 
 def chosen_models(models: ModelOptions, dtype: str | None) -> tuple[ModelOptions, str]:
@@ -128,12 +129,8 @@ def measured_drafter(target: str | None) -> str | None:
 
 def announced(drafter: str | None, target: str | None) -> str | None:
     """Returns a drafter that a command chose, after it told a user who named a target."""
-    words = {
-        "none": "plain decoding; on a CPU verifying drafts costs more than it saves, except with --weights int8",
-        "ngram": "drafts are n-grams of the text; --drafter names a head",
-    }
     if target is not None:
-        hint(f"no --drafter: {words.get(drafter or '', f'{drafter} drafts')}")
+        hint(f"no --drafter: {_CHOICES.get(drafter or '', f'{drafter} drafts')}")
     return drafter
 
 
@@ -149,11 +146,10 @@ def read_drafter(
         if not isinstance(head, LoadedDrafter):
             raise Misuse(f"--drafter {source}: expected {LOOKUP_FIRST} and a head, such as {LOOKUP_FIRST}./head")
         return Fallback.of(NGram(min_ngram=2), head)
-    has_name = source is not None and is_named(source)
-    part = None if has_name else find_own("--drafter", source)
-    if layer_ids is not None and (has_name or part is not None):
+    part = None if is_named(source) else find_own("--drafter", source)
+    if layer_ids is not None and (is_named(source) or part is not None):
         raise Misuse(f"--layer-ids is about heads from files, and --drafter {source} has none; leave it out")
-    if source is not None and has_name:
+    if source is not None and is_named(source):
         return named_drafter(source, target)
     if part is not None:
         value: Any = part.value
@@ -211,9 +207,9 @@ def find_own(option: str, source: str | None) -> OwnPart | None:
         return None
     module = match["module"]
     name = match["name"]
-    here = str(Path.cwd())
-    if here not in sys.path:  # the path of a console script lacks it
-        sys.path.insert(0, here)
+    directory = str(Path.cwd())
+    if directory not in sys.path:  # the path of a console script lacks it
+        sys.path.insert(0, directory)
     try:
         imported = importlib.import_module(module)
     except Exception as error:  # the user's module may fail in any way

@@ -111,21 +111,21 @@ class DraftOptions:
         """
         k = self.num_speculative_tokens
         tau = self.mean_acceptance_length
-        draft_rate = self.draft_acceptance_rate
+        rate = self.draft_acceptance_rate
         alpha = self.conditional_acceptance_rate
-        num_rates = 3 - [tau, draft_rate, alpha].count(None)
-        if classes:
-            if num_rates:
-                raise Misuse("--traffic has the acceptance of every class; leave the other options of acceptance out")
-            taus = [theory.tau_from_conditional_rate(kind.conditional_acceptance_rate, k) for kind in classes]
-            tau = theory.blended_tau([kind.share for kind in classes], taus)
-        elif num_rates > 1:
+        num_rates = 3 - [tau, rate, alpha].count(None)
+        if classes and num_rates:
+            raise Misuse("--traffic has the acceptance of every class; leave the other options of acceptance out")
+        if num_rates > 1:
             raise Misuse(
                 "--mean-acceptance-length, --draft-acceptance-rate and --conditional-acceptance-rate mean the same in "
                 "three ways; give one"
             )
-        elif draft_rate is not None:
-            tau = theory.tau_from_draft_rate(draft_rate, k)
+        if classes:
+            taus = [theory.tau_from_conditional_rate(kind.conditional_acceptance_rate, k) for kind in classes]
+            tau = theory.blended_tau([kind.share for kind in classes], taus)
+        elif rate is not None:
+            tau = theory.tau_from_draft_rate(rate, k)
         elif tau is None:
             tau = theory.tau_from_conditional_rate(0.7 if alpha is None else alpha, k)
         return theory.rates(tau, k)
@@ -182,11 +182,9 @@ def deployment_json(deployment: Deployment) -> dict[str, Any]:
 def title_of(deployment: Deployment, context: int, text: str, gpu: str | None = None) -> str:
     """Returns the deployment and a text in one line, and a warning of a context beyond the positions of the head."""
     head = deployment.head
+    head_name = deployment.head_name if head else "no head"
     gpus = f"{deployment.num_accelerators} x {gpu or deployment.accelerator.name}"
-    with_head = f"with {deployment.head_name if head else 'no head'} on {gpus}"
-    title = f"{deployment.target_name} ({deployment.weights}) {with_head}; {text}\n"
-    if head is None or context <= head.max_positions:
-        return title
-    return (
-        f"{title}Beyond the {head.max_positions:,} positions that the head was built for, expect it to draft worse.\n"
-    )
+    title = f"{deployment.target_name} ({deployment.weights}) with {head_name} on {gpus}; {text}\n"
+    if head is not None and context > head.max_positions:
+        title += f"Beyond the {head.max_positions:,} positions that the head was built for, expect it to draft worse.\n"
+    return title

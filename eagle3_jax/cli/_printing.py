@@ -28,6 +28,10 @@ _OPTIONAL = (
     "per position", "same", "dtype", "lossless", "operations", "TFLOPS", "GB/s", "bytes read", "verify limit",
     "limit", "tokens for 1", "conditional acceptance rate", "draft acceptance rate", "K=8", "K=7", "K=6",
 )  # fmt: skip
+# Size of the unit of a field, and the form of its values, by the end of its name.
+_UNITS = {"bytes": (1e9, "{:.2f} GB"), "flops": (1e9, "{:,.0f} G"), "share": (1, "{:.1%}"), "experts": (1, "{:.1%}")}
+# Form of a number by its least absolute value.
+_DIGITS = {1000: "{:,.0f}", 100: "{:.1f}", 0.1: "{:.2f}", 0.001: "{:.3f}", 0: "{:.1g}"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,24 +108,16 @@ def cell_text(name: str, value: Any) -> str:
             return " ".join(cell_text(name, entry) for entry in value)
     if name.endswith("seconds"):
         return f"{value:.1f} s" if value >= 1 else f"{1e3 * value:.2f} ms"
-    if name.endswith("bytes"):
-        return f"{value / 1e9:.2f} GB"
-    if name.endswith("flops"):
-        return f"{value / 1e9:,.0f} G"
-    if name.endswith(("share", "experts")):
-        return f"{value:.1%}"
+    for unit, (size, form) in _UNITS.items():
+        if name.endswith(unit):
+            return form.format(value / size)
     return f"{value:,}" if isinstance(value, int) else _number(value)
 
 
 def _number(value: float) -> str:
     """Returns a number with about three digits."""
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    if abs(value) >= 100:
-        return f"{value:.1f}"
-    if value == 0 or abs(value) >= 0.1:
-        return f"{value:.2f}"
-    return f"{value:.3f}" if abs(value) >= 0.001 else f"{value:.1g}"
+    size = abs(value) or 1
+    return next(form for least, form in _DIGITS.items() if size >= least).format(value)
 
 
 def page_as_markdown(page: Page) -> str:

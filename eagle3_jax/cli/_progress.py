@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,31 +40,36 @@ def spinner(text: str, *, quiet: bool = False) -> Iterator[Activity]:
         console.show_cursor()  # Ctrl-C while the spinner starts leaves it hidden
 
 
+@dataclasses.dataclass
+class _Counter:
+    """The number of the current step, and an estimate of the remaining time."""
+
+    activity: Activity
+    total: int
+    start: float
+    begun: int = 0
+
+    def say(self, step: str) -> None:
+        self.begun += 1
+        self.activity.say(self._line(step, done=self.begun - 1))
+
+    def tell(self, result: str) -> None:
+        self.activity.tell(self._line(result, done=self.begun))
+
+    def _line(self, text: str, *, done: int) -> str:
+        seconds = (time.monotonic() - self.start) / done * (self.total - done) if done else 0
+        remaining = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+        estimate = f", about {remaining} left" if round(seconds) else ""
+        return f"{self.begun} of {self.total}{estimate}: {text}"
+
+
 def counted(now: Activity, total: int) -> Activity:
     """Adds the number of the step and an estimate of the remaining time to every line.
 
     Each ``say`` begins a step. The estimate assumes that the remaining steps take as long as the mean of the others.
     """
-    start = time.monotonic()
-    begun = 0
-
-    def position(done: int) -> str:
-        remaining = (time.monotonic() - start) / done * (total - done) if done else 0
-        text = f"{begun} of {total}"
-        if not round(remaining):
-            return text
-        return (
-            f"{text}, about {remaining / 60:.0f} min left"
-            if remaining >= 90
-            else f"{text}, about {remaining:.0f} s left"
-        )
-
-    def say(step: str) -> None:
-        nonlocal begun
-        begun += 1
-        now.say(f"{position(begun - 1)}: {step}")
-
-    return Activity(say, lambda result: now.tell(f"{position(begun)}: {result}"))
+    counter = _Counter(now, total, time.monotonic())
+    return Activity(counter.say, counter.tell)
 
 
 @contextlib.contextmanager

@@ -54,16 +54,15 @@ def print_stream(console: Console, prompt: str, stream: Iterator[Chunk], tokeniz
     from eagle3_jax.bench.timing import CompileClock
 
     has_cache = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-    compiling = "compiling: once per machine" if has_cache else "compiling"
+    step = "compiling: once per machine" if has_cache else "compiling"
     start = time.perf_counter()
     chunks: list[Chunk] = []
     with CompileClock() as clock:
         with spinner("reading the prompt") as now:
-            clock.on_compiling = lambda: now.say(compiling)
+            clock.on_compiling = lambda: now.say(step)
             first = list(itertools.islice(stream, 1))
             first_token = time.perf_counter() - start - clock.seconds
             first += itertools.islice(stream, 1)
-            clock.on_compiling = None
         warm = time.perf_counter()
         put(console, prompt, "dim")
         for chunk in itertools.chain(first, stream):

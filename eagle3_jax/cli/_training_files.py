@@ -40,8 +40,8 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
         raise Misuse(f"{directory} is not a corpus; write one with `eagle3 train corpus {directory}`")
     try:
         tokens = np.load(path, mmap_mode="r")
-        fits = tokens.ndim == 1 and tokens.dtype.kind in "iu"
-        fits = fits and 0 <= tokens.min() <= tokens.max() < tokenizer.get_vocab_size()
+        is_list = tokens.ndim == 1 and tokens.dtype.kind in "iu"
+        fits = is_list and 0 <= tokens.min() <= tokens.max() < tokenizer.get_vocab_size()
     except (ValueError, EOFError, AttributeError):  # no array, a damaged one, or an archive
         fits = False
     if not fits:
@@ -68,13 +68,11 @@ def begin_data(out: Path, options: Mapping[str, Any], shards: int) -> None:
     # A killed process leaves a partial directory. The next write of the same file removes it.
     others = [path for path in out.glob("*") if path != record and not path.name.endswith(".partial")]
     if record.is_file() and any(out.glob("texts-*.npz")):
-        _refuse_other_options(out, "texts", read_json(record).get("options"), options)
+        _refuse_other_options(out, "texts", read_json(record), options)
     elif others:
         raise Misuse(f"{out} exists already and holds no texts of `eagle3 train data`; name a new directory")
     else:
-        with disk_full_named(out):
-            out.mkdir(parents=True, exist_ok=True)
-            write_json(record, {"options": options, "shards": shards})
+        write_json(record, {"options": options, "shards": shards})
 
 
 def joined_texts(directory: Path) -> Texts:
@@ -127,12 +125,11 @@ def _data_record(directory: Path) -> dict[str, Any]:
             f"{directory} holds no texts to learn from; write them with `eagle3 train data TARGET {directory} FILES`"
         )
     contents = read_json(record)
-    options = contents.get("options")
-    shards = contents.get("shards")
-    share = options.get("--held-out") if isinstance(options, dict) else None
-    if not isinstance(shards, int) or not isinstance(share, float):
-        raise Misuse(f"{record} is damaged; write the texts again")
-    absent = [number for number in range(shards) if not shard_path(directory, number).is_file()]
+    match contents:
+        case {"options": {"--held-out": float()}, "shards": int(shards)}:
+            absent = [number for number in range(shards) if not shard_path(directory, number).is_file()]
+        case _:
+            raise Misuse(f"{record} is damaged; write the texts again")
     if absent:
         raise Misuse(
             f"{directory} is not finished: {len(absent)} of {shards} files are absent; run the same `eagle3 train data`"
@@ -209,26 +206,23 @@ def same_run(out: Path, options: Mapping[str, Any], draft_to_target: Any = None)
 
     from eagle3_jax.conversion.files import read_json
 
-    checkpoints = out / CHECKPOINTS
-    if not checkpoints.is_dir() or not any(entry.name.isdecimal() for entry in checkpoints.iterdir()):
-        ids = None if draft_to_target is None else [int(token) for token in draft_to_target]
-        with disk_full_named(out):
-            checkpoints.mkdir(parents=True, exist_ok=True)
-            write_json(checkpoints / _RUN, {"options": options, "draft_to_target": ids})
+    record = out / CHECKPOINTS / _RUN
+    if not any(entry.name.isdecimal() for entry in record.parent.glob("*")):
+        ids = None if draft_to_target is None else np.asarray(draft_to_target).tolist()
+        write_json(record, {"options": options, "draft_to_target": ids})
         return draft_to_target
-    record = read_json(checkpoints / _RUN)
-    try:
-        begun = dict(record["options"])
-        ids = record["draft_to_target"]
-        vocabulary = None if ids is None else np.asarray(ids, np.int32)
-    except (KeyError, TypeError, ValueError):
-        raise Misuse(f"{checkpoints / _RUN} is damaged; name a new directory") from None
+    begun = read_json(record)
     _refuse_other_options(out, "checkpoints", begun, options)
-    return vocabulary
+    try:
+        ids = begun["draft_to_target"]
+        return None if ids is None else np.asarray(ids, np.int32)
+    except (KeyError, TypeError, ValueError):
+        raise Misuse(f"{record} is damaged; name a new directory") from None
 
 
-def _refuse_other_options(out: Path, contents: str, begun: Any, options: Mapping[str, Any]) -> None:
-    """Refuses to go on in a directory whose run was begun with other options."""
+def _refuse_other_options(out: Path, contents: str, record: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Refuses to go on in a directory whose run was begun with other options, which its record has."""
+    begun = record.get("options")
     if not isinstance(begun, dict):
         raise Misuse(f"the record of {out} is damaged; name a new directory")
     differing = [

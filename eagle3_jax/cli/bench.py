@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from eagle3_jax.cli._bench_field import Field, MethodOptions, Methods, Models
-from eagle3_jax.cli._bench_load import LoadFindings, LoadOptions, measure_loads
+from eagle3_jax.cli._bench_field import Field, MethodOptions, Models
+from eagle3_jax.cli._bench_load import LoadOptions, measure_loads
 from eagle3_jax.cli._bench_report import Findings, check_directory, write_report
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import (
@@ -188,7 +188,7 @@ def bench(
     from eagle3_jax.bench.memory import allocate_on_demand
     from eagle3_jax.files.sources import bundled
 
-    drafts = Methods(methods, is_shape=models.shape is not None, is_load=load.is_load)
+    drafts = methods.read(is_shape=models.shape is not None, is_load=load.is_load)
     sizes = parse_numbers(batch_size, "--batch-size")
     models.check()
     load.check()
@@ -214,14 +214,18 @@ def bench(
             raise Misuse(
                 f"--batch-size {max(sizes)} needs as many prompts, and there are {len(chosen)}; see --max-prompts"
             )
-        about = _about(models, prompts.prompts or [], chosen)
-        about["weights"] = models.weights
-        about["simulated_acceptance"] = drafts.simulation
-        about["drafter_methods"] = ["NGram" if head is None else head.described for head in loaded.drafters.values()]
-        findings: Findings | LoadFindings
+        about = _about(models, loaded, prompts.prompts or [], chosen) | {"simulated_acceptance": drafts.simulation}
         if load.is_load:
-            size = {"max_new_tokens": prompts.max_new_tokens, "repeats": repeats}
-            findings = measure_loads(field.of_library, loaded, load, chosen, **size, about=about, now=now)
+            findings = measure_loads(
+                field.of_library,
+                loaded,
+                load,
+                chosen,
+                max_new_tokens=prompts.max_new_tokens,
+                repeats=repeats,
+                about=about,
+                now=now,
+            )
         else:
             if rivals != "none":
                 now.say("loading transformers")
@@ -269,11 +273,8 @@ def _measure(
     field: Field, prompts: Sequence[Prompt], sizes: list[int], max_new_tokens: int, repeats: int, now: Activity
 ) -> list[Report]:
     """Measures at every batch size; Ctrl-C after the first repeat returns the reports that there are."""
-    steps = 0
-    for contender in field.contenders:
-        largest = contender.largest_batch or max(sizes)
-        steps += sum(size <= largest for size in sizes) * (1 + repeats)
-    now = counted(now, steps)
+    passes = sum(size <= (contender.largest_batch or size) for contender in field.contenders for size in sizes)
+    now = counted(now, passes * (1 + repeats))
     reports: list[Report] = []
     try:
         for size in sizes:
@@ -291,13 +292,8 @@ def _measure_batch(
 ) -> Report:
     import jax
 
-    from eagle3_jax.bench.contenders import DecoderContender
     from eagle3_jax.bench.run import measure
 
-    plain = []
-    for contender in field.contenders:
-        if isinstance(contender, DecoderContender) and not contender.drafts:
-            plain.append(contender.name)
     full = prompts[: len(prompts) // batch_size * batch_size]  # every batch is full
     return measure(
         field.contenders,
@@ -305,7 +301,7 @@ def _measure_batch(
         tasks=[prompt.category for prompt in full],
         max_new_tokens=max_new_tokens,
         repeats=repeats,
-        baselines=plain,
+        baselines=[contender.name for contender in field.of_library if not contender.drafts],
         batch_size=batch_size,
         large=2**28 if jax.default_backend() == "cpu" else 2**31,
         on_progress=lambda step: now.say(f"batch {batch_size}: {step}"),
@@ -313,22 +309,23 @@ def _measure_batch(
     )
 
 
-def _about(models: ModelOptions, files: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, Any]:
+def _about(models: ModelOptions, loaded: Models, files: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Returns the environment of a run: versions, hardware, and hashes of the models and prompts."""
     from eagle3_jax.bench.environment import environment, sha256_of_prompts, source
 
     prompt_files = [name for name in files if name != "random"]
     about = environment(target=models.target, prompt_files=prompt_files)
-    heads = [source(without_lookup(name), "eagle3") for name in models.drafter or [] if not is_named(name)]
     bundled_head = about.pop("drafter")
+    heads = [source(without_lookup(name), "eagle3") for name in models.drafter or [] if not is_named(name)]
     about["drafters"] = heads if models.drafter else [bundled_head]
     if models.shape is not None:
         about |= {"target": {"name": f"{models.shape}, random weights"}, "drafters": [{"name": "random weights"}]}
     tokens = [prompt.tokens for prompt in prompts]
-    about["prompts_measured"] = {
+    measured = {
         "names": [prompt.name for prompt in prompts],
         "tasks": [prompt.category for prompt in prompts],
         "tokens": [len(ids) for ids in tokens],
         "sha256": sha256_of_prompts(tokens),
     }
-    return about
+    methods = ["NGram" if head is None else head.described for head in loaded.drafters.values()]
+    return about | {"prompts_measured": measured, "weights": models.weights, "drafter_methods": methods}

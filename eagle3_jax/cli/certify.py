@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shlex
 import sys
 from pathlib import Path
@@ -112,30 +113,25 @@ def certify(
 
 def _read_prompts(path: Path) -> list[str | list[int]]:
     """Returns the texts or token ids of a file."""
-    from eagle3_jax.files.jsonl import read_rows
+    from eagle3_jax.files.prompts import read_requests
 
     announce_input(path)
-    prompts: list[str | list[int]] = []
-    for row in read_rows(path, form=_FORM):
-        prompt = row.values.get("prompt", row.values.get("prompt_ids"))
-        has_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-        if not prompt or not (isinstance(prompt, str) or has_ids):
-            raise Misuse(f"{row.where}: expected {_FORM}")
-        prompts.append(prompt)
-    return prompts
+    requests = read_requests(path, max_new_tokens=1)
+    for request in requests:
+        if not request.prompt or request.messages or request.options:
+            raise Misuse(f"{request.where}expected {_FORM}, and nothing else that an answer depends on")
+    return [request.prompt for request in requests]
 
 
 def _command() -> str:
     """Returns the command line, without the key and the directory of the report."""
-    words = ["eagle3"]
-    options = iter(sys.argv[1:])
-    for word in options:
-        name = word.partition("=")[0]
-        if name not in ("--key", "--output"):
-            words.append(word)
-        elif name == word:
-            next(options, None)
-    return shlex.join(words)
+    hidden = ("--key", "--output")
+    words = [
+        word
+        for before, word in itertools.pairwise(["eagle3", *sys.argv[1:]])
+        if before not in hidden and word.partition("=")[0] not in hidden
+    ]
+    return shlex.join(["eagle3", *words])
 
 
 def _text(certificate: Certificate) -> list[Any]:

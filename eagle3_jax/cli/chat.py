@@ -74,8 +74,9 @@ def chat(
                 f"{decoder.target.name} has no chat template; name a model that has one with --target, or continue a "
                 "text with eagle3 generate"
             )
-        options = {"system": system, "max_new_tokens": max_new_tokens, "sampling": params, "seed": sampling.seed}
-        begin = functools.partial(Chat, decoder, **options)
+        begin = functools.partial(
+            Chat, decoder, system=system, max_new_tokens=max_new_tokens, sampling=params, seed=sampling.seed
+        )
         conversation = begin()
     if at_terminal or not decoder.lossless:
         for line in describe_method(decoder):

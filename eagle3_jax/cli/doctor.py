@@ -67,14 +67,10 @@ def doctor(
     fetch_first(target, drafter)
     keep_compiled_programs(compilation_cache)
     target_path = locate(target, "target")
-    checks = []
-    for check in diagnose(
-        target_path,
-        None if is_alone else locate(drafter, "eagle3"),
-        prompts=None if prompts is None else _token_ids(prompts, target_path),
-        layer_ids=layer_ids,
-    ):
-        checks.append({"name": check.name, "status": str(check.status), "detail": check.detail})
+    drafter_path = None if is_alone else locate(drafter, "eagle3")
+    token_ids = None if prompts is None else _token_ids(prompts, target_path)
+    diagnosis = diagnose(target_path, drafter_path, prompts=token_ids, layer_ids=layer_ids)
+    checks = [{"name": check.name, "status": str(check.status), "detail": check.detail} for check in diagnosis]
     problem = gpu_problem()
     if problem is not None:  # the head may fit all the same
         checks.append({"name": "device", "status": "warning", "detail": problem})

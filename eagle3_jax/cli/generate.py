@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -39,7 +40,7 @@ from eagle3_jax.files.prompts import MOST_TOKENS, Request, read_requests
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from eagle3_jax import Generation, GenerationResult, SamplingParams, SpeculationStats, SpeculativeDecoder
+    from eagle3_jax import Generation, SamplingParams, SpeculativeDecoder
     from eagle3_jax.bench.comparison import Comparison
 
 EXAMPLE = """\b
@@ -140,25 +141,20 @@ def generate(
     to the end of this one), stats, and with --logprobs logprobs: for each token its logprob and top, pairs of token id
     and log-probability.
     """
-    trace = running.trace
-    check_writable(trace)
+    check_writable(running.trace)
     requests = prompts.read()
-    stops = any("stop" in request.options for request in requests)
-    if (stops or sampling.stop or sampling.logprobs is not None) and (not running.as_json or trace is not None):
+    has_stops = bool(sampling.stop) or any("stop" in request.options for request in requests)
+    if (has_stops or sampling.logprobs is not None) and (not running.as_json or running.trace is not None):
         raise Misuse("stop texts and --logprobs work with --json and without --trace")
     keep_compiled_programs(running.compilation_cache)
-    if not join(running.distributed, running.mesh) and trace is not None:
-        trace = Path(os.devnull)  # every process reads the rounds; the first one writes them
-
-    from eagle3_jax.checks import checked_sampling
-
-    params = sampling.params()
-    for request in requests:
-        changes = {name: value for name, value in request.options.items() if hasattr(params, name)}
-        try:
-            checked_sampling(dataclasses.replace(params, **changes), 1)
-        except ValueError as error:
-            raise Misuse(f"{request.where}{error}") from None
+    if not join(running.distributed, running.mesh) and running.trace is not None:
+        # Every process reads the rounds; the first one writes them.
+        running = dataclasses.replace(running, trace=Path(os.devnull))
+    sampling.params()
+    tasks = []
+    for number, request in enumerate(requests):
+        with _named(request):
+            tasks.append(Task.of(request, number, sampling))
     batches = _batches(len(requests), running)
     stop_tokens = () if sampling.ignore_eos else None
     mesh = read_mesh(running.mesh, batches)
@@ -170,13 +166,22 @@ def generate(
     if prompts.chat and template is None:
         raise Misuse(f"{decoder.target.name} has no chat template; leave --chat out to continue the text as it is")
     loading = time.perf_counter() - start
-    job = Job(decoder, _encode(decoder, requests), params, sampling, running, trace, loading)
-    if prompts.prompt is not None and not prompts.chat and template is not None and not running.as_json:
-        hint("the text is continued as it is; --chat asks it as a question")
+    job = Job(decoder, [_encoded(decoder, task) for task in tasks], batches, sampling.logprobs, running)
     if running.as_json:
         _print_json(job)
-    else:
-        _print_text(job)
+        return
+    if prompts.prompt is not None and not prompts.chat and template is not None:
+        hint("the text is continued as it is; --chat asks it as a question")
+    _print_text(job, loading)
+
+
+@contextlib.contextmanager
+def _named(request: Request) -> Iterator[None]:
+    """Adds the line of the file to the message of an error."""
+    try:
+        yield
+    except ValueError as error:
+        raise Misuse(f"{request.where}{error}") from None
 
 
 def _batches(prompts: int, running: RunOptions) -> list[int]:
@@ -191,145 +196,120 @@ def _batches(prompts: int, running: RunOptions) -> list[int]:
 
 
 class Task(NamedTuple):
-    """A request and its prompt as token ids."""
+    """A request, its sampling, and its prompt as token ids."""
 
     request: Request
+    sampling: SamplingParams
+    seed: int
+    stops: list[str]
     tokens: list[int]
 
-
-def _encode(decoder: SpeculativeDecoder, requests: list[Request]) -> list[Task]:
-    """Encodes all prompts, so that a bad one is refused before anything has been printed."""
-    from eagle3_jax import apply_chat_template
-
-    tasks = []
-    for request in requests:
-        try:
-            messages = request.messages
-            prompt = request.prompt if messages is None else apply_chat_template(decoder.target, messages)
-            tasks.append(Task(request, decoder.encode(prompt)))
-        except ValueError as error:
-            raise Misuse(f"{request.where}{error}") from None
-    return tasks
-
-
-class Job(NamedTuple):
-    """A checked command line; ``trace`` is the file of all rounds, ``loading`` the seconds that loading took."""
-
-    decoder: SpeculativeDecoder
-    tasks: list[Task]
-    params: SamplingParams
-    sampling: OutputOptions
-    running: RunOptions
-    trace: Path | None
-    loading: float
-
-    def seeds(self) -> list[int]:
-        """Returns the seed of each prompt, whatever the size of a batch.
+    @classmethod
+    def of(cls, request: Request, number: int, sampling: OutputOptions) -> Task:
+        """Returns the task of a request, whose options replace those of the command line. It has no token ids yet.
 
         The first prompt has the seed of the command line. Another one has a seed derived from it, because equal prompts
         would otherwise give equal samples.
         """
-        seed = self.sampling.seed
-        derived = [_derived_seed(seed, number) if number else seed for number in range(len(self.tasks))]
-        return [task.request.options.get("seed", default) for task, default in zip(self.tasks, derived, strict=True)]
-
-    def stops(self, task: Task) -> list[str]:
-        """Returns the texts that end the output of a prompt."""
-        return [*(self.sampling.stop or ()), *task.request.options.get("stop", [])]
-
-    def chunks(self) -> Iterator[tuple[list[int], list[Task]]]:
-        """Yields batches that start and end together, with their seeds."""
-        seeds = self.seeds()
-        start = 0
-        for size in _batches(len(self.tasks), self.running):
-            rows = slice(start, start + size)
-            yield seeds[rows], self.tasks[rows]
-            start += size
-
-    def sampling_of(self, tasks: Sequence[Task]) -> SamplingParams:
-        """Returns the sampling parameters of each prompt."""
         import numpy as np
 
-        if not any(hasattr(self.params, name) for task in tasks for name in task.request.options):
-            return self.params
-        columns = {}
-        for name, value in dataclasses.asdict(self.params).items():
-            columns[name] = np.array([task.request.options.get(name, value) for task in tasks])
-        return dataclasses.replace(self.params, **columns)
-
-    def run(self, tasks: Sequence[Task], seed: list[int], rounds: list[dict[str, Any]] | None) -> GenerationResult:
-        """Decodes one batch. Its rounds are appended to ``rounds``; the result's seconds exclude compilation."""
-        from eagle3_jax.bench.timing import CompileClock
-        from eagle3_jax.bench.trace import record
-
-        prompts = [task.tokens for task in tasks]
-        options = {"sampling": self.sampling_of(tasks), "seed": seed}
-        options["max_new_tokens"] = [task.request.max_new_tokens for task in tasks]
-        stops = [self.stops(task) for task in tasks]
-        start = time.perf_counter()
-        with CompileClock() as clock:
-            if rounds is None:
-                result = self.decoder.generate(prompts, **options, logprobs=self.sampling.logprobs, stop=stops)
-            else:
-                traced = record(self.decoder, prompts, **options)
-                rounds += traced.prompts
-                result = traced.result
-        return dataclasses.replace(result, seconds=time.perf_counter() - start - clock.seconds)
-
-    def results(self, rounds: list[dict[str, Any]] | None) -> Iterator[tuple[int, Generation, float]]:
-        """Yields the number, result and seconds of each prompt as it ends."""
-        batches = _batches(len(self.tasks), self.running)
-        if rounds is None and batches[0] > 1:
-            yield from self._refilled(batches[0])
-            return
-        numbers = iter(range(len(self.tasks)))
-        for seed, tasks in self.chunks():
-            result = self.run(tasks, seed, rounds)
-            for row in result.rows:
-                yield next(numbers), row, result.seconds
-
-    def _refilled(self, slots: int) -> Iterator[tuple[int, Generation, float]]:
-        """Decodes all prompts in one batch, whose rows are given to the next prompts as others end."""
-        from eagle3_jax.bench.timing import CompileClock
-        from eagle3_jax.serving.completions import complete
-        from eagle3_jax.serving.engine import Request as EngineRequest
-
-        requests = []
-        for task, seed in zip(self.tasks, self.seeds(), strict=True):
-            sampling = {name: task.request.options.get(name, value) for name, value in vars(self.params).items()}
-            requests.append(EngineRequest(task.tokens, task.request.max_new_tokens, **sampling, seed=seed))
-        stops = [self.stops(task) for task in self.tasks]
-        start = time.perf_counter()
-        with CompileClock() as clock:
-            for number, row in complete(
-                self.decoder, requests, slots=slots, logprobs=self.sampling.logprobs, stops=stops
-            ):
-                yield number, row, time.perf_counter() - start - clock.seconds
+        options = request.options
+        derived = np.random.SeedSequence((sampling.seed, number)).generate_state(1)
+        seed = options.get("seed", int(derived[0]) if number else sampling.seed)
+        stops = [*(sampling.stop or ()), *options.get("stop", ())]
+        return cls(request, sampling.params(options), seed, stops, [])
 
 
-def _derived_seed(seed: int, index: int) -> int:
-    import numpy as np
+class Job(NamedTuple):
+    """A checked command line; ``batches`` are from :func:`_batches`."""
 
-    return int(np.random.SeedSequence((seed, index)).generate_state(1)[0])
+    decoder: SpeculativeDecoder
+    tasks: list[Task]
+    batches: list[int]
+    logprobs: int | None
+    running: RunOptions
+
+
+def _encoded(decoder: SpeculativeDecoder, task: Task) -> Task:
+    """Returns a task with its prompt, so that a bad one is refused before anything has been printed."""
+    from eagle3_jax import apply_chat_template
+
+    request = task.request
+    with _named(request):
+        messages = request.messages
+        prompt = request.prompt if messages is None else apply_chat_template(decoder.target, messages)
+        return task._replace(tokens=decoder.encode(prompt))
 
 
 # JSON
 
 
 def _print_json(job: Job) -> None:
-    rounds = [] if job.trace is not None else None
+    rounds = None if job.running.trace is None else []
     lines: dict[int, str] = {}  # of prompts that ended before one above them in the file
     num_written = 0
     with progress_bar("prompts", len(job.tasks), with_output=True) as (bar, advanced):
-        for number, row, seconds in job.results(rounds):
+        for number, row, seconds in _results(job, rounds):
             bar.advance(advanced)
             lines[number] = json.dumps(_row_json(row, seconds, job.decoder))
             while num_written in lines:
                 sys.stdout.write(lines.pop(num_written) + "\n")
                 num_written += 1
             sys.stdout.flush()
-    if job.trace is not None:
-        write_json(job.trace, {"prompts": rounds})
+    if job.running.trace is not None:
+        write_json(job.running.trace, {"prompts": rounds})
+
+
+def _results(job: Job, rounds: list[dict[str, Any]] | None) -> Iterator[tuple[int, Generation, float]]:
+    """Yields the number, result and seconds of each prompt as it ends. Rounds are appended to ``rounds``."""
+    import jax
+    import numpy as np
+
+    from eagle3_jax.bench.timing import CompileClock
+    from eagle3_jax.bench.trace import record
+
+    first = 0
+    with CompileClock() as clock:
+        now = lambda: time.perf_counter() - clock.seconds
+        start = now()
+        if sum(job.batches) < len(job.tasks):
+            for number, row in _refilled(job):
+                yield number, row, now() - start
+            return
+        for size in job.batches:
+            tasks = job.tasks[first : first + size]
+            prompts = [task.tokens for task in tasks]
+            params = [task.sampling for task in tasks]
+            arguments = {
+                "max_new_tokens": [task.request.max_new_tokens for task in tasks],
+                "sampling": jax.tree.map(lambda *values: np.array(values), *params),
+                "seed": [task.seed for task in tasks],
+            }
+            start = now()
+            if rounds is None:
+                stops = [task.stops for task in tasks]
+                result = job.decoder.generate(prompts, **arguments, logprobs=job.logprobs, stop=stops)
+            else:
+                traced = record(job.decoder, prompts, **arguments)
+                rounds += traced.prompts
+                result = traced.result
+            seconds = now() - start
+            for number, row in enumerate(result.rows, first):
+                yield number, row, seconds
+            first += size
+
+
+def _refilled(job: Job) -> Iterator[tuple[int, Generation]]:
+    """Decodes all prompts in one batch, whose rows are given to the next prompts as others end."""
+    from eagle3_jax.serving.completions import complete
+    from eagle3_jax.serving.engine import Request as EngineRequest
+
+    requests = []
+    for task in job.tasks:
+        sampling = vars(task.sampling) | {"seed": task.seed}
+        requests.append(EngineRequest(task.tokens, task.request.max_new_tokens, **sampling))
+    stops = [task.stops for task in job.tasks]
+    return complete(job.decoder, requests, slots=job.batches[0], logprobs=job.logprobs, stops=stops)
 
 
 def _row_json(row: Generation, seconds: float, decoder: SpeculativeDecoder) -> dict[str, Any]:
@@ -355,32 +335,30 @@ _MEASURED_PROMPTS = 8
 _REPEATS = 5
 
 
-def _print_text(job: Job) -> None:
+def _print_text(job: Job, loading: float) -> None:
     """Streams every prompt and prints a summary, with ``--compare`` also a comparison with plain decoding."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
-    streams = [_stream(console, job, tasks[0], seeds[0]) for seeds, tasks in job.chunks()]
+    streams = [_stream(console, job.decoder, task) for task in job.tasks]
     legend = Text.assemble(("accepted draft tokens", ACCEPTED), " · the target's own tokens · ", ("prompt", "dim"))
-    summary = Summary.of(streams)
-    print_page(Page(summary, [legend, *summary.lines(job.loading), *describe_method(job.decoder)]))
+    print_page(Page(None, [legend, *_summary(streams, loading), *describe_method(job.decoder)]))
     if job.running.compare:
         print_page(Page(None, _comparison(job)))
-    if job.trace is not None:
+    if job.running.trace is not None:
         rounds: list[dict[str, Any]] = []
         with spinner("writing the trace"):
-            for seed, tasks in job.chunks():
-                job.run(tasks, seed, rounds)
-        write_json(job.trace, {"prompts": rounds})
+            list(_results(job, rounds))
+        write_json(job.running.trace, {"prompts": rounds})
 
 
-def _stream(console: Console, job: Job, task: Task, seed: int) -> Printed:
+def _stream(console: Console, decoder: SpeculativeDecoder, task: Task) -> Printed:
     """Prints one prompt and its continuation as it appears."""
-    tokenizer = job.decoder.target.tokenizer
+    tokenizer = decoder.target.tokenizer
     request = task.request
     limit = request.max_new_tokens
-    stream = job.decoder.stream(task.tokens, max_new_tokens=limit, sampling=job.sampling_of([task]), seed=seed)
+    stream = decoder.stream(task.tokens, max_new_tokens=limit, sampling=task.sampling, seed=task.seed)
     if isinstance(request.prompt, str):
         turns = [f"{message['role']}: {message['content']}\n" for message in request.messages or ()]
         prompt = "".join([*turns, "assistant: "]) if turns else request.prompt
@@ -391,50 +369,34 @@ def _stream(console: Console, job: Job, task: Task, seed: int) -> Printed:
     return printed
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Summary:
-    """Speed and acceptance over all prompts."""
+def _summary(streams: Sequence[Printed], loading: float) -> list[str]:
+    """Returns the speed of all streams, and the acceptance if anything was drafted.
 
-    num_tokens: int  #: New tokens.
-    first_token: float  #: Median time to the first token in seconds, without compilation.
-    #: Speed from the second round of each prompt on; ``None`` if no prompt has a second round.
-    tokens_per_second: float | None
-    compiling: float  #: Time of compilation in seconds.
-    stats: SpeculationStats  #: Counters of the drafts.
+    Args:
+        streams: Streams that were printed one after the other.
+        loading: Time of loading in seconds.
+    """
+    from eagle3_jax import SpeculationStats
 
-    @classmethod
-    def of(cls, streams: Sequence[Printed]) -> Summary:
-        """Sums up streams that were printed one after the other."""
-        from eagle3_jax import SpeculationStats
-
-        num_warm_tokens = sum(printed.num_warm_tokens for printed in streams)
+    count = sum(printed.num_tokens for printed in streams)
+    first_token = statistics.median(printed.first_token for printed in streams)
+    speed = f"{count} token{'s' if count > 1 else ''}; first token after {first_token:.2f} s"
+    num_warm_tokens = sum(printed.num_warm_tokens for printed in streams)
+    if num_warm_tokens:
         warm_seconds = sum(printed.warm_seconds for printed in streams if printed.num_warm_tokens)
-        return cls(
-            num_tokens=sum(printed.num_tokens for printed in streams),
-            first_token=statistics.median(printed.first_token for printed in streams),
-            tokens_per_second=num_warm_tokens / warm_seconds if num_warm_tokens else None,
-            compiling=sum(printed.compiling for printed in streams),
-            stats=SpeculationStats.merge([printed.chunks[-1].stats for printed in streams]),
+        speed += f", then {_speed(num_warm_tokens / warm_seconds)} tokens/s from the second round on"
+    compiling = sum(printed.compiling for printed in streams)
+    lines = [speed, f"before that: loading {loading:.1f} s, compilation {compiling:.1f} s"]
+    stats = SpeculationStats.merge([printed.chunks[-1].stats for printed in streams])
+    if int(stats.num_draft_tokens):
+        lines.append(
+            f"τ = {stats.mean_acceptance_length:.2f} tokens per round (1 + accepted / drafts: "
+            f"{int(stats.num_accepted_tokens)} accepted in {int(stats.num_drafts)} drafts); "
+            f"{stats.draft_acceptance_rate:.0%} of the drafted tokens accepted"
         )
-
-    def lines(self, loading: float) -> list[str]:
-        """Returns the speed, and the acceptance if anything was drafted; ``loading`` is the time of loading."""
-        speed = (
-            f"{self.num_tokens} token{'s' if self.num_tokens > 1 else ''}; first token after {self.first_token:.2f} s"
-        )
-        if self.tokens_per_second is not None:
-            speed += f", then {_speed(self.tokens_per_second)} tokens/s from the second round on"
-        lines = [speed, f"before that: loading {loading:.1f} s, compilation {self.compiling:.1f} s"]
-        stats = self.stats
-        if int(stats.num_draft_tokens):
-            lines.append(
-                f"τ = {stats.mean_acceptance_length:.2f} tokens per round (1 + accepted / drafts: "
-                f"{int(stats.num_accepted_tokens)} accepted in {int(stats.num_drafts)} drafts); "
-                f"{stats.draft_acceptance_rate:.0%} of the drafted tokens accepted"
-            )
-            shares = " ".join(f"{share:.2f}" for share in stats.acceptance_per_position)
-            lines.append(f"accepted at depth 1, 2, ...: {shares}")
-        return lines
+        shares = " ".join(f"{share:.2f}" for share in stats.acceptance_per_position)
+        lines.append(f"accepted at depth 1, 2, ...: {shares}")
+    return lines
 
 
 def _comparison(job: Job) -> list[str]:
@@ -450,8 +412,8 @@ def _comparison(job: Job) -> list[str]:
             job.decoder,
             [task.tokens for task in tasks],
             max_new_tokens=[task.request.max_new_tokens for task in tasks],
-            sampling=job.params,
-            seed=job.sampling.seed,
+            sampling=tasks[0].sampling,
+            seed=tasks[0].seed,
             repeats=_REPEATS,
         )
     if not comparison.is_plain and max(comparison.ratios) < 1:

@@ -48,17 +48,15 @@ def _table(description: dict[str, Any], *, everything: bool) -> Table:
     from eagle3_jax.conversion.errors import printable
     from eagle3_jax.conversion.sidecars import described_tokens
 
-    rows = []
-    config = description["config"]
-    template = description["chat_template"]
-    description = {
-        **description,
-        "stop_tokens": described_tokens(description["stop_tokens"], Path(description["source"])),
-    }
+    stop_tokens = described_tokens(description["stop_tokens"], Path(description["source"]))
+    facts = {**description, "stop_tokens": stop_tokens}
     if not everything:
-        description["config"] = {name: config[name] for name in _SIZES if name in config}
-        description["chat_template"] = f"{len(template):,} characters; --all prints it" if template else ""
-    for name, value in flat(description):
+        config = description["config"]
+        template = description["chat_template"]
+        facts["config"] = {name: config[name] for name in _SIZES if name in config}
+        facts["chat_template"] = template and f"{len(template):,} characters; --all prints it"
+    rows = []
+    for name, value in flat(facts):
         if value not in ("", None):
             label = name if "." in name else name.replace("_", " ")
             rows.append([printable(label), printable(show(value))])

@@ -54,9 +54,9 @@ def cost(
         speeds = {"plain": bound.plain_tokens_per_second}
         if deployment.head is not None:
             speeds[f"K = {k}, τ = {tau:.2f}"] = bound.tokens_per_second(tau)
-    costs = {name: cost_of(speed, price_per_hour=price_per_hour, busy=busy) for name, speed in speeds.items()}
-    rows = [{"name": name, **cost._asdict()} for name, cost in costs.items()]
-    values = {"price_per_hour": price_per_hour, "busy": busy, "from_roofline": not tokens_per_second, "costs": rows}
+    paid = {"price_per_hour": price_per_hour, "busy": busy}
+    rows = [{"name": name, **cost_of(speed, **paid)._asdict()} for name, speed in speeds.items()]
+    values = {**paid, "from_roofline": not tokens_per_second, "costs": rows}
     first = rows[0]["per_million_tokens"]
     table = table_of("", [{**row, "relative": first / row["per_million_tokens"]} for row in rows], _COLUMNS)
     print_page(Page(values, [title, table]), as_json=as_json)

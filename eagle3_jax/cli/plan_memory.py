@@ -100,18 +100,20 @@ def _rows(deployment: Deployment, plan: MemoryPlan, tokens: int) -> list[list[st
     """Returns the rows of the table, the total last."""
     target = sizes_of(deployment.target)
     head = None if deployment.head is None else sizes_of(deployment.head)
-    active = f", {target.active / 1e9:.3f} of them active" if target.read.experts else ""
-    parts = [("target", plan.target_weights, f"{target.owned.total / 1e9:.3f} billion{active}, {deployment.weights}")]
+    billions = lambda count: f"{count / 1e9:.3f}"
+    active = f", {billions(target.active)} of them active" if target.read.experts else ""
+    parameters = f"{billions(target.owned.total)} billion{active}"
+    parts = [("target", plan.target_weights, f"{parameters}, {deployment.weights}")]
+    caches = [("target's", plan.target_cache, target)]
     if head is not None:
-        parts.append(("head", plan.head_weights, f"{head.owned.total / 1e9:.3f} billion; {head.method}"))
-    for name, size, model in (("target's", plan.target_cache, target), ("head's", plan.head_cache, head)):
-        if model is not None:
-            per_token = f"{deployment.cache_bytes_per_token(model):,.0f} bytes a token, {tokens:,} tokens"
-            parts.append((f"{name} cache", size, per_token))
+        parts.append(("head", plan.head_weights, f"{billions(head.owned.total)} billion; {head.method}"))
+        caches.append(("head's", plan.head_cache, head))
+    for name, size, model in caches:
+        per_token = f"{deployment.cache_bytes_per_token(model):,.0f} bytes a token, {tokens:,} tokens"
+        parts.append((f"{name} cache", size, per_token))
     if plan.states:
         parts.append(("states", plan.states, "of recurrent layers, whatever the length"))
-    parts.append(("activations", plan.activations, "estimate"))
-    parts.append(("reserve", plan.reserve, "--reserve-gb"))
+    parts += [("activations", plan.activations, "estimate"), ("reserve", plan.reserve, "--reserve-gb")]
     parts.append(("total", plan.total, ""))
     digits = 2 if plan.target_weights > 1e9 else 4
     return [[name, f"{size / 1e9:.{digits}f}", note] for name, size, note in parts]

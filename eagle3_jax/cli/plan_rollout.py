@@ -23,6 +23,8 @@ EXAMPLE = (
     "--requests-per-second 5 --alpha 0.75 -K 4 --out rollout.md"
 )
 
+_OPTIONS = {"deployment", "traffic", "num_draft_tokens", "memory"}  # fields of a plan that describe its options
+
 
 def rollout(
     *,
@@ -57,9 +59,7 @@ def rollout(
         measured=None if verify_cost is None or draft_cost is None else MeasuredCosts(verify_cost, draft_cost),
     )
     if as_json:
-        values = dataclasses.asdict(plan)
-        for name in ("deployment", "traffic", "num_draft_tokens", "memory"):
-            del values[name]
+        values = {name: value for name, value in dataclasses.asdict(plan).items() if name not in _OPTIONS}
         text = json.dumps(finite(deployment_json(deployment) | values))
     else:
         source = deployed.target

@@ -45,6 +45,10 @@ _BOUNDS = {
     "fits": "fits",
 }
 _ON_CHIP = 256e6  # bytes of the largest last-level caches of accelerators
+_LIMITS = "No hardware is faster: the longer of bytes/bandwidth and operations/peak, communication left out."
+_ACCELERATOR_NOTES = """
+tokens/s of a batch: plain, speculative. fits: the largest batch that memory holds.
+Peaks are dense bfloat16; datasheets are named in --json."""
 
 
 def roofline(
@@ -71,14 +75,12 @@ def roofline(
     if claim is not None and is_comparison:
         raise Misuse("--claim is about one accelerator; add --gpu or --bandwidth-gb-per-s")
     batches = [batch_size] if batch_size else _BATCHES
-    results = []
-    for accelerator in KNOWN_ACCELERATORS.values() if is_comparison else [deployment.accelerator]:
-        placed = dataclasses.replace(deployment, accelerator=accelerator)
-        results.append(_bounds_of(placed, context=context, k=k, tau=tau, batches=batches))
+    accelerators = KNOWN_ACCELERATORS.values() if is_comparison else [deployment.accelerator]
+    deployments = [dataclasses.replace(deployment, accelerator=accelerator) for accelerator in accelerators]
+    results = [_bounds_of(placed, context=context, k=k, tau=tau, batches=batches) for placed in deployments]
     setting = f"context {context}, K = {k}, τ = {tau:.2f}"
-    limits = "No hardware is faster: the longer of bytes/bandwidth and operations/peak, communication left out."
     gpu = "each GPU" if is_comparison else deployment.accelerator.name
-    text: list[str | Table] = [title_of(deployment, context, f"{setting}\n{limits}", gpu=gpu)]
+    text: list[str | Table] = [title_of(deployment, context, f"{setting}\n{_LIMITS}", gpu=gpu)]
     if is_comparison:
         text += _accelerators(results)
     else:
@@ -105,22 +107,9 @@ def roofline(
 
 def _bounds_of(deployment: Deployment, *, context: int, k: int, tau: float, batches: Sequence[int]) -> dict[str, Any]:
     """Returns the rooflines of one accelerator, its largest batch, and the batches where speculation pays off."""
-
-    def bound_of(batch: int, num_draft_tokens: int) -> dict[str, Any]:
-        bound = round_bound(deployment, batch=batch, context=context, num_draft_tokens=num_draft_tokens)
-        return dataclasses.asdict(bound) | {
-            "verify_cost": bound.verify_cost,
-            "draft_cost": bound.draft_cost,
-            "plain_tokens_per_second": bound.plain_tokens_per_second,
-            "tokens_per_second": bound.tokens_per_second(tau),
-            "speedup": bound.speedup(tau),
-        }
-
-    def nodes_of(size: int) -> dict[str, Any]:
-        experts = experts_read(deployment, batch=batches[0], nodes=size)
-        return {"num_nodes": size, "experts": experts, "verify_cost": bound_of(batches[0], size - 1)["verify_cost"]}
-
-    start = end = None
+    start = None
+    end = None
+    sizes = _NODES if sizes_of(deployment.target).read.experts else ()
     if deployment.head is not None:
         start, end = paying_batches(deployment, context=context, num_draft_tokens=k, mean_acceptance_length=tau)
     return {
@@ -131,9 +120,26 @@ def _bounds_of(deployment: Deployment, *, context: int, k: int, tau: float, batc
         "largest_batch": largest_batch(deployment, context=max(context, 1), num_draft_tokens=k),
         "pays_from_batch": start,
         "break_even_batch": end,
-        "bounds": [bound_of(batch, k) for batch in batches],
-        "nodes": [nodes_of(size) for size in _NODES if sizes_of(deployment.target).read.experts],
+        "bounds": [_bound_json(deployment, batch=batch, context=context, k=k, tau=tau) for batch in batches],
+        "nodes": [_nodes_json(deployment, size, batch=batches[0], context=context) for size in sizes],
     }
+
+
+def _bound_json(deployment: Deployment, *, batch: int, context: int, k: int, tau: float) -> dict[str, Any]:
+    bound = round_bound(deployment, batch=batch, context=context, num_draft_tokens=k)
+    return dataclasses.asdict(bound) | {
+        "verify_cost": bound.verify_cost,
+        "draft_cost": bound.draft_cost,
+        "plain_tokens_per_second": bound.plain_tokens_per_second,
+        "tokens_per_second": bound.tokens_per_second(tau),
+        "speedup": bound.speedup(tau),
+    }
+
+
+def _nodes_json(deployment: Deployment, size: int, *, batch: int, context: int) -> dict[str, Any]:
+    experts = experts_read(deployment, batch=batch, nodes=size)
+    bound = round_bound(deployment, batch=batch, context=context, num_draft_tokens=size - 1)
+    return {"num_nodes": size, "experts": experts, "verify_cost": bound.verify_cost}
 
 
 def _accelerators(results: Sequence[dict[str, Any]]) -> list[str | Table]:
@@ -156,11 +162,7 @@ def _accelerators(results: Sequence[dict[str, Any]]) -> list[str | Table]:
                 row[f"batch {bound['batch']}"] = f"{bound['plain_tokens_per_second']:,.0f}{drafted}"
         row["pays below"] = _batch_text(result["break_even_batch"]) if result["drafter"] else ""
         rows.append(row)
-    notes = (
-        "\ntokens/s of a batch: plain, speculative. fits: the largest batch that memory holds.\n"
-        "Peaks are dense bfloat16; datasheets are named in --json."
-    )
-    return [table_of("", rows, {name: name for name in rows[0]}), notes]
+    return [table_of("", rows, {name: name for name in rows[0]}), _ACCELERATOR_NOTES]
 
 
 def _batches(result: dict[str, Any], deployment: Deployment) -> list[str | Table]:

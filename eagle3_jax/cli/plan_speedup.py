@@ -45,30 +45,28 @@ def speedup(
 
     τ = 1 + K·r for the draft acceptance rate r, and (1 - α^(K+1)) / (1 - α) for the conditional acceptance rate α.
     """
-    k = draft.num_speculative_tokens
     costs = {"verify_cost": verify_cost, "draft_cost": draft_cost}
+    chain: dict[str, Any] = {"num_draft_tokens": draft.num_speculative_tokens, **costs}
     classes = _parse_traffic(traffic)
     acceptance = draft.acceptance(classes)
-
-    def rates_at(gain: float) -> dict[str, float] | None:
-        rates = theory.rates_for_speedup(gain, num_draft_tokens=k, **costs)
-        return None if rates is None else dataclasses.asdict(rates)
-
-    simulation = None
+    break_even = theory.rates_for_speedup(1.0, **chain)
+    result: dict[str, Any] = {
+        "num_speculative_tokens": draft.num_speculative_tokens,
+        **costs,
+        **dataclasses.asdict(acceptance),
+        "speedup": theory.speedup(acceptance.mean_acceptance_length, **chain),
+        "break_even": break_even and dataclasses.asdict(break_even),
+        "wanted": None,
+        "table": [_speedup_row(alpha, costs) for alpha in _ALPHAS],
+        "simulation": None,
+    }
+    if desired is not None:
+        rates = theory.rates_for_speedup(desired, **chain)
+        result["wanted"] = {"speedup": desired, "rates": rates and dataclasses.asdict(rates)}
     if simulate:
         average = theory.TrafficClass(share=1.0, conditional_acceptance_rate=acceptance.conditional_acceptance_rate)
         size = {"num_requests": simulate, "output_tokens": output_tokens, "seed": seed}
-        simulation = dataclasses.asdict(theory.simulate(classes or [average], num_draft_tokens=k, **costs, **size))
-    result = {
-        "num_speculative_tokens": k,
-        **costs,
-        **dataclasses.asdict(acceptance),
-        "speedup": theory.speedup(acceptance.mean_acceptance_length, num_draft_tokens=k, **costs),
-        "break_even": rates_at(1.0),
-        "wanted": None if desired is None else {"speedup": desired, "rates": rates_at(desired)},
-        "table": [_speedup_row(alpha, costs) for alpha in _ALPHAS],
-        "simulation": simulation,
-    }
+        result["simulation"] = dataclasses.asdict(theory.simulate(classes or [average], **chain, **size))
     print_page(Page(result, _text(result)), as_json=as_json)
 
 
@@ -105,11 +103,10 @@ def _text(result: dict[str, Any]) -> list[str | Table]:
     columns = ["", "τ", "draft acceptance rate", "conditional acceptance rate", "S"]
     rows = []
     for row in result["table"]:
-        cells = [f"{row['conditional_acceptance_rate']:.1f}"]
-        for length, tau, gain in zip(_CHAINS, row["mean_acceptance_length"], row["speedup"], strict=True):
-            mark = "*" if length == row["best_num_speculative_tokens"] else " "
-            cells.append(f"{tau:.2f} {gain:.2f}{mark}")
-        rows.append(cells)
+        pairs = zip(_CHAINS, row["mean_acceptance_length"], row["speedup"], strict=True)
+        best = row["best_num_speculative_tokens"]
+        cells = [f"{tau:.2f} {gain:.2f}{'*' if length == best else ' '}" for length, tau, gain in pairs]
+        rows.append([f"{row['conditional_acceptance_rate']:.1f}", *cells])
     text: list[str | Table] = [
         f"K = {k}, v = {result['verify_cost']:g}, c = {result['draft_cost']:g}\n",
         Table("", columns, rates),

@@ -128,8 +128,8 @@ def corpus(
         tokenizer = texts.train_tokenizer((document.text for document in train), vocab_size)
     with spinner("encoding"), whole_directory(out) as folder:
         texts.save_tokenizer(tokenizer, folder)
-        np.save(folder / "train.npy", texts.encode(tokenizer, train, seed))
-        np.save(folder / "heldout.npy", texts.encode(tokenizer, held_out, seed))
+        for name, part in (("train.npy", train), ("heldout.npy", held_out)):
+            np.save(folder / name, texts.encode(tokenizer, part, seed))
         texts.write_documents(folder / "train.jsonl", train)
         texts.write_manifest(folder / "corpus.jsonl", documents)
     sizes = [len(np.load(out / name, mmap_mode="r")) for name in ("train.npy", "heldout.npy")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,19 +21,19 @@ from eagle3_jax.devices.compilation import keep_compiled_programs
 
 if TYPE_CHECKING:
     from eagle3_jax.loaded import LoadedTarget
-    from eagle3_jax.training.own_text import OwnTextConfig
+    from eagle3_jax.training.own_text import Conversations, OwnTextConfig
     from eagle3_jax.training.texts import Text
 
 _TEXTS_OF_A_SHARD = 256  # minutes of work that an interruption loses
 
 # The option without which another one would do nothing.
 _NEEDED = {
-    "opening_tokens": "--rewrite",
-    "most": "--rewrite",
-    "openings": "--self",
-    "temperature": "--rewrite or --self",
-    "greedy_share": "--rewrite or --self",
-    "rows": "--rewrite or --self",
+    "--opening-tokens": "--rewrite",
+    "--most": "--rewrite",
+    "--openings": "--self",
+    "--temperature": "--rewrite or --self",
+    "--greedy-share": "--rewrite or --self",
+    "--rows": "--rewrite or --self",
 }
 _OPENING_TOKENS = 64
 
@@ -76,10 +77,10 @@ class WritingOptions:
         """
         has_self = conversations > 0
         present = {"--rewrite": self.rewrite, "--self": has_self, "--rewrite or --self": self.rewrite or has_self}
+        options = named(self)
         for field, needed in _NEEDED.items():
-            if getattr(self, field) is not None and not present[needed]:
-                name = f"--{field.replace('_', '-')}"
-                raise Misuse(f"{name} is an option of {needed}; give that as well, or leave {name} out")
+            if options[field] is not None and not present[needed]:
+                raise Misuse(f"{field} is an option of {needed}; give that as well, or leave {field} out")
 
 
 def data(
@@ -169,8 +170,6 @@ def _shards_of_files(
     import numpy as np
 
     from eagle3_jax.training.documents import read_documents, read_prompts_to_answer
-    from eagle3_jax.training.own_text import answers
-    from eagle3_jax.training.texts import Text
 
     if not paths:
         return []
@@ -183,44 +182,49 @@ def _shards_of_files(
     if writing.most is not None and writing.most < len(prompts):
         order = np.random.default_rng(config.seed).permutation(len(prompts))
         prompts = [prompts[index] for index in order[: writing.most]]
-
-    def shard(first: int) -> Shard:
+    shards = []
+    for first in range(0, len(prompts), _TEXTS_OF_A_SHARD):
         part = prompts[first : first + _TEXTS_OF_A_SHARD]
+        shards.append(functools.partial(_answered, target, part, config, first))
+    return shards
 
-        def write(dropped: Dropped) -> Iterator[Text]:
-            for index, answer in answers(target, [tokens for tokens, _ in part], config, first=first):
-                tokens, document = part[index]
-                if answer:
-                    yield Text([*tokens, *answer], [False] * len(tokens) + [True] * len(answer), document)
-                else:
-                    dropped["loop"] += 1
 
-        return write
+def _answered(
+    target: LoadedTarget, prompts: list[tuple[list[int], int]], config: OwnTextConfig, first: int, dropped: Dropped
+) -> Iterator[Text]:
+    """Yields prompts with the answers that the target writes."""
+    from eagle3_jax.training.own_text import answers
+    from eagle3_jax.training.texts import Text
 
-    return [shard(first) for first in range(0, len(prompts), _TEXTS_OF_A_SHARD)]
+    for index, answer in answers(target, [tokens for tokens, _ in prompts], config, first=first):
+        tokens, document = prompts[index]
+        if answer:
+            yield Text([*tokens, *answer], [False] * len(tokens) + [True] * len(answer), document)
+        else:
+            dropped["loop"] += 1
 
 
 def _shards_of_conversations(target: LoadedTarget, count: int, config: OwnTextConfig) -> list[Shard]:
     """Returns the shards of conversations that the target writes."""
     from eagle3_jax.training.own_text import Conversations
 
-    def shard(first: int) -> Shard:
+    shards = []
+    for first in range(0, count, _TEXTS_OF_A_SHARD):
         conversations = Conversations(target, config, min(_TEXTS_OF_A_SHARD, count - first), first=first)
+        shards.append(functools.partial(_counted, conversations))
+    return shards
 
-        def write(dropped: Dropped) -> Iterator[Text]:
-            yield from conversations
-            dropped.update(conversations.dropped)
 
-        return write
-
-    return [shard(first) for first in range(0, count, _TEXTS_OF_A_SHARD)]
+def _counted(conversations: Conversations, dropped: Dropped) -> Iterator[Text]:
+    yield from conversations
+    dropped.update(conversations.dropped)
 
 
 def _lines(path: Path) -> tuple[str, ...]:
     """Returns the lines of a text file that are not empty."""
     from eagle3_jax.files.jsonl import read_text
 
-    lines = tuple(line.strip() for line in read_text(path).splitlines() if line.strip())
+    lines = tuple(filter(None, map(str.strip, read_text(path).splitlines())))
     if not lines:
         raise Misuse(f"--openings {path} has no line with text")
     return lines

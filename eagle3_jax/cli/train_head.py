@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from eagle3_jax.bench.tables import write_text
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._parts import fetch_first
 from eagle3_jax.cli._progress import progress_bar
@@ -35,7 +37,6 @@ from eagle3_jax.cli._training_run import (
     train,
 )
 from eagle3_jax.devices.compilation import keep_compiled_programs
-from eagle3_jax.files.writing import whole_file
 
 if TYPE_CHECKING:
     from eagle3_jax.conversion import HeadCheckpoint
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from eagle3_jax.training.evaluation import Evaluation
     from eagle3_jax.training.features import Features
     from eagle3_jax.training.loop import TrainState
+    from eagle3_jax.training.methods import HeadOptions, Recipe
     from eagle3_jax.training.texts import Texts
 
 _MOST_DEPTH = 64  # of an unroll, every step of which is compiled
@@ -188,19 +190,10 @@ def head(
     batch_at, _ = text_batches(texts, batch, seed, features)
     inputs_at = lambda step: (batch_at(step), frozen, fixed)
     evaluation = Evaluation(loaded, drafter, frozen, held_out, features_held_out, depths[-1][1])
+    log = Log(out / CHECKPOINTS / "log.jsonl", evaluation, fixed, evaluate_every, steps)
     state = None
     for until, depth in depths:  # short drafts first: they are cheap, and the deeper ones build on them
-        chosen = dataclasses.replace(options, depth=depth)
-
-        def loss(params: Params, inputs: Any, chosen: HeadOptions = chosen) -> Any:
-            rows, frozen, fixed = inputs
-            return recipe.loss(drafter, model, {**params, **fixed}, frozen, rows, chosen)
-
-        def after_step(state: TrainState, metrics: dict[str, float]) -> None:
-            step = int(state.step)
-            if evaluate_every and (step % evaluate_every == 0 or step == steps):
-                _log(out, step, metrics, evaluation, {**state.params, **fixed})
-
+        loss = functools.partial(_loss, recipe, drafter, model, dataclasses.replace(options, depth=depth))
         trainer = Trainer(loss, schedule, out / CHECKPOINTS)
         state = train(
             trainer,
@@ -209,7 +202,7 @@ def head(
             steps=until,
             total=steps,
             save_every=running.save_every,
-            after_step=after_step,
+            after_step=log.add,
             first_phase=state is None,
         )
         trainer.save(state)
@@ -235,18 +228,35 @@ def _features(target: LoadedTarget, texts: Texts, layers: tuple[int, ...], direc
     raise AssertionError("the last value is the features")
 
 
-def _log(out: Path, step: int, metrics: dict[str, float], evaluation: Evaluation, params: Params) -> None:
-    """Evaluates the head and adds a line to the log; later lines, of an interrupted run, are dropped."""
-    measured = evaluation.in_one_pass(params) or {}
-    line = {"step": step, **metrics, "tau_decoded": evaluation.by_decoding(params)}
-    line |= {f"held_out_{name}": value for name, value in measured.items()}
-    log = out / CHECKPOINTS / "log.jsonl"
-    before = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    lines = [earlier for earlier in before if json.loads(earlier)["step"] < step]
-    with whole_file(log) as partial:
-        partial.write_text("".join(f"{text}\n" for text in [*lines, json.dumps(line)]), encoding="utf-8")
-    read = f", read off {len(evaluation.texts):,} held-out texts {measured['tau']:.2f}" if measured else ""
-    typer.echo(f"step {step}: tau {line['tau_decoded']:.2f} by decoding{read}")
+def _loss(recipe: Recipe, drafter: Any, model: Any, options: HeadOptions, params: Params, inputs: Any) -> Any:
+    """Returns the loss of a head, some parameters of which may be fixed, and its metrics."""
+    rows, frozen, fixed = inputs
+    return recipe.loss(drafter, model, {**params, **fixed}, frozen, rows, options)
+
+
+class Log(NamedTuple):
+    """The evaluations of a run, a line of JSON each."""
+
+    path: Path
+    evaluation: Evaluation
+    fixed: Params  #: Parameters that are not trained.
+    every: int  #: Steps between evaluations; 0 for none.
+    last: int  #: Last step of the run, which is evaluated too.
+
+    def add(self, state: TrainState, metrics: dict[str, float]) -> None:
+        """Evaluates the head if it is due, and adds a line; later lines, of an interrupted run, are dropped."""
+        step = int(state.step)
+        if not self.every or (step % self.every and step != self.last):
+            return
+        params = {**state.params, **self.fixed}
+        measured = self.evaluation.in_one_pass(params) or {}
+        line = {"step": step, **metrics, "tau_decoded": self.evaluation.by_decoding(params)}
+        line |= {f"held_out_{name}": value for name, value in measured.items()}
+        before = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        lines = [earlier for earlier in before if json.loads(earlier)["step"] < step]
+        write_text(self.path, "".join(f"{text}\n" for text in [*lines, json.dumps(line)]))
+        read = f", read off {len(self.evaluation.texts):,} held-out texts {measured['tau']:.2f}" if measured else ""
+        typer.echo(f"step {step}: tau {line['tau_decoded']:.2f} by decoding{read}")
 
 
 def _head_to_continue(init: Path, method: str, config: Any, target: LoadedTarget) -> HeadCheckpoint:

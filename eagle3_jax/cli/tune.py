@@ -24,12 +24,11 @@ from eagle3_jax.cli._options import (
     write_json,
 )
 from eagle3_jax.cli._parts import announced, fetch_first, measured_drafter, read_drafter, read_target
-from eagle3_jax.cli._printing import Page, print_page, table_of
+from eagle3_jax.cli._printing import Page, cell_text, print_page, table_of
 from eagle3_jax.cli._progress import counted, spinner
 from eagle3_jax.devices.compilation import keep_compiled_programs
 
 if TYPE_CHECKING:
-    from eagle3_jax.bench.timing import Spread
     from eagle3_jax.bench.tune import Tuning
 
 EXAMPLE = """\b
@@ -83,7 +82,7 @@ def tune(
     from eagle3_jax.files.prompts import in_turn, read_prompts
     from eagle3_jax.files.sources import bundled
 
-    trees = [shape for shape in map(parse_tree, tree or []) if shape is not None]
+    trees = [parse_tree(text) for text in tree or []]
     fetch_first(models.target, models.drafter)
     drafter = announced(measured_drafter(models.target), models.target) if models.drafter is None else models.drafter
     with spinner("loading") as now:
@@ -91,8 +90,7 @@ def tune(
         loaded = read_target(models.target, dtype, weights=models.weights)
         if prompts is not None:
             announce_input(prompts)
-        file = prompts or bundled("prompts.jsonl")
-        known = read_prompts(file, loaded, max_new_tokens=max_new_tokens)
+        known = read_prompts(prompts or bundled("prompts.jsonl"), loaded, max_new_tokens=max_new_tokens)
         chosen = in_turn([prompt for prompt in known if prompts or prompt.category == "code"], max_prompts)
         head = read_drafter(drafter, target=loaded, layer_ids=models.layer_ids)
         assert head is not None
@@ -145,17 +143,14 @@ def _text(result: Tuning, values: dict[str, Any]) -> list[str | Table]:
     ]
 
 
-def _spread(spread: Spread) -> str:
-    return f"{spread.median:.2f} ({spread.low:.2f}-{spread.high:.2f})"
-
-
 def _speedups(result: Tuning) -> Table:
     rows = []
     for candidates in zip(*(tuned.candidates for tuned in result.batches), strict=True):
         shape = candidates[0].shape
         row = [shape.name, f"{shape.mean_acceptance_length:.2f}"]
         for candidate, tuned in zip(candidates, result.batches, strict=True):
-            row.append(f"{_spread(candidate.speedup)}{' *' if candidate is tuned.best else ''}")
+            mark = " *" if candidate is tuned.best else ""
+            row.append(cell_text("speedup", vars(candidate.speedup)) + mark)
         rows.append(row)
     rows.append(["plain", "", *("1" if tuned.best else "1 *" for tuned in result.batches)])
     return Table("", ["draft", "τ", *(f"batch {tuned.batch}" for tuned in result.batches)], rows)

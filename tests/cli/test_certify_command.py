@@ -230,8 +230,16 @@ def test_no_server_is_one_line(url: str, capsys: pytest.CaptureFixture) -> None:
     assert error.startswith("error: ") and error.count("\n") == 1
 
 
-def test_a_file_without_prompts_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    file = tmp_path / "empty.jsonl"
-    file.write_text("")
-    assert run(["certify", "--url", "http://127.0.0.1:9", "--prompts", str(file)]) == 2
-    assert "holds no lines" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "prompts.jsonl holds no lines"),
+        ('{"prompt": ""}', "prompts.jsonl line 1: expected an object with 'prompt' (a text) or 'prompt_ids'"),
+        ('{"prompt": "a", "temperature": 1}', "prompts.jsonl line 1: expected an object with 'prompt' (a text)"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "prompts.jsonl line 1: expected an object with 'prompt'"),
+    ],
+)
+def test_a_file_without_prompts_is_one_line(tmp_path: Path, refused: Any, content: str, message: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    assert message in refused("certify", "--url", "http://127.0.0.1:9", "--prompts", file)

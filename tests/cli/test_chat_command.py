@@ -137,15 +137,6 @@ def test_the_drafter_of_a_target_without_one_depends_on_the_device(monkeypatch) 
         assert default_drafter("smollm2", "int8") == int8
 
 
-def test_a_published_target_drafts_with_its_own_head(monkeypatch) -> None:
-    from eagle3_jax.cli._parts import measured_drafter, read_drafter
-
-    loaded = {}
-    monkeypatch.setattr("eagle3_jax.load_drafter", lambda source, **options: loaded.setdefault("source", source))
-    read_drafter(measured_drafter("smollm2"), target=None)
-    assert loaded == {"source": "smollm2"}
-
-
 # ---------------------------------------------------------------- at a terminal
 
 

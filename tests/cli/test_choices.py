@@ -66,6 +66,7 @@ def test_the_doctor_examines_a_target_alone(cli, refused, tmp_path) -> None:
     assert code == 0
     assert list(checks)[:5] == ["target", "tokenizer", "chat template", "stop tokens", "weights"]
     assert {check["status"] for check in list(checks.values())[:5]} == {"ok"}
+    assert all(set(check) == {"name", "status", "detail"} for check in checks.values())
     assert "Why?" in checks["chat template"]["detail"]
     edit_config(target, eos_token_id=None)
     (target / "tokenizer_config.json").write_text('{"chat_template": "{{"}')

@@ -219,11 +219,7 @@ def test_convert_writes_a_head_that_generates_the_same(cli, refused, tmp_path):
     assert "sglang" in refused("convert", OFFICIAL / "eagle3", tmp_path / "x", "--to", "keras")
 
 
-def test_doctor_passes_a_pair_and_fails_a_mismatch(cli):
-    code, out, _ = cli("doctor", *PAIR, "--json")
-    assert code == 0
-    assert json.loads(out)["ok"] is True
-    assert all(set(check) == {"name", "status", "detail"} for check in json.loads(out)["checks"])
+def test_doctor_fails_a_mismatch(cli):
     code, out, _ = cli("doctor", "--target", OFFICIAL / "target", "--drafter", VLLM / "eagle3")
     assert code == 1
     assert "failure" in out
