@@ -205,8 +205,6 @@ def _cache_values(layer: LayerConfig) -> dict[str, int]:
 
     from eagle3_jax.models.context import empty_cache
 
-    def buffers() -> dict[str, jax.Array]:
-        (cache,) = empty_cache((layer,), batch=1, capacity=1, dtype="float32").layers
-        return {path[-1].name: buffer for path, buffer in jax.tree_util.tree_leaves_with_path(cache)}
-
-    return {name: math.prod(buffer.shape) for name, buffer in jax.eval_shape(buffers).items()}
+    empty = functools.partial(empty_cache, (layer,), batch=1, capacity=1, dtype="float32")
+    (cache,) = jax.eval_shape(empty).layers
+    return {path[-1].name: math.prod(buffer.shape) for path, buffer in jax.tree_util.tree_leaves_with_path(cache)}
