@@ -272,9 +272,9 @@ def largest_batch(deployment: Deployment, *, context: int, num_draft_tokens: int
 
 
 def _first(holds: Callable[[int], bool], *, after: int = 0) -> int | None:
-    """Returns the smallest batch above ``after`` for which a condition holds, up to the first double that fulfills it.
+    """Returns the smallest batch above ``after`` for which a condition holds; ``None`` if there is none up to 65,536.
 
-    Within that range the condition must stay true once it is. ``None``: it holds for no double up to 65,536.
+    ``after`` is doubled until the condition holds, and the batches up to there are bisected.
     """
     doubles = (min(max(after, 1) << power, _MOST_ROWS) for power in range(17))
     end = next(filter(holds, doubles), None)

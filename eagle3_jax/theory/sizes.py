@@ -145,7 +145,7 @@ def _count(
     """Counts the sizes of the layers, each ``numbers`` times, and all parameters, also those outside of layers."""
     import jax
 
-    counts: dict[int | None, Any] = {index: collections.Counter() for index in (*range(len(layers)), None)}
+    counts: dict[int | None, Any] = collections.defaultdict(collections.Counter)
     cached = [_cache_values(layer) for layer in layers]
     leaf_axes = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
@@ -205,6 +205,8 @@ def _cache_values(layer: LayerConfig) -> dict[str, int]:
 
     from eagle3_jax.models.context import empty_cache
 
-    empty = functools.partial(empty_cache, (layer,), batch=1, capacity=1, dtype="float32")
-    (cache,) = jax.eval_shape(empty).layers
-    return {path[-1].name: math.prod(buffer.shape) for path, buffer in jax.tree_util.tree_leaves_with_path(cache)}
+    def buffers() -> dict[str, jax.Array]:
+        (cache,) = empty_cache((layer,), batch=1, capacity=1, dtype="float32").layers
+        return {path[-1].name: buffer for path, buffer in jax.tree_util.tree_leaves_with_path(cache)}
+
+    return {name: math.prod(buffer.shape) for name, buffer in jax.eval_shape(buffers).items()}
