@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 
 from eagle3_jax.bench.contenders import Tokens
 from eagle3_jax.bench.timing import Spread
@@ -39,24 +40,23 @@ def compare_with_plain(
     plain = SpeculativeDecoder(decoder.target, stop_tokens=decoder.stop_tokens)
     is_plain = isinstance(decoder.loop.drafter, Plain)
     decoders = [plain] if is_plain else [plain, decoder]
-    speeds: list[list[float]] = [[] for _ in decoders]
+    speeds = np.zeros((1 + repeats, len(decoders)))  # the first repeat compiles
     outputs: list[list[Tokens]] = [[] for _ in decoders]
-    for repeat in range(repeats + 1):  # the first one compiles
-        for index, measured in enumerate(decoders):
-            results = [
-                measured.generate([prompt], max_new_tokens=[limit], sampling=sampling, seed=seed)
-                for prompt, limit in zip(prompts, max_new_tokens, strict=True)
-            ]
-            outputs[index] = [result.tokens[0] for result in results]
-            if repeat:
-                count = sum(len(tokens) for tokens in outputs[index])
-                seconds = sum(result.seconds for result in results)
-                speeds[index].append(count / seconds)
+    for repeat, index in np.ndindex(*speeds.shape):
+        results = [
+            decoders[index].generate([prompt], max_new_tokens=[limit], sampling=sampling, seed=seed)
+            for prompt, limit in zip(prompts, max_new_tokens, strict=True)
+        ]
+        outputs[index] = [result.tokens[0] for result in results]
+        seconds = sum(result.seconds for result in results)
+        speeds[repeat, index] = sum(map(len, outputs[index])) / seconds
+    plain_speeds = speeds[1:, 0]
+    speeds_of_decoder = speeds[1:, -1]
     greedy = not jnp.any(jnp.asarray(sampling.temperature) > 0)
     return Comparison(
-        tokens_per_second=Spread.of(speeds[-1]),
-        plain_tokens_per_second=Spread.of(speeds[0]),
-        ratios=tuple(ours / theirs for ours, theirs in zip(speeds[-1], speeds[0], strict=True)),
+        tokens_per_second=Spread.of(speeds_of_decoder),
+        plain_tokens_per_second=Spread.of(plain_speeds),
+        ratios=tuple((speeds_of_decoder / plain_speeds).tolist()),
         is_plain=is_plain,
         same_output=outputs[-1] == outputs[0] if greedy else None,
     )

@@ -29,16 +29,6 @@ class Run:
     #: Counters of the drafts, per row or for the whole batch; ``None`` if nothing was drafted.
     stats: SpeculationStats | None = None
 
-    @property
-    def seconds_per_token(self) -> float:
-        """Time per token of a row after its first token (TPOT)."""
-        return self.decode_seconds / (len(self.tokens[0]) - 1)
-
-    @property
-    def total_seconds_per_token(self) -> float:
-        """Time per token of a row, prefill included."""
-        return (self.prefill_seconds + self.decode_seconds) / len(self.tokens[0])
-
     def stats_of(self, rows: Sequence[int]) -> SpeculationStats | None:
         """Returns the counters of some rows; ``None`` if only those of the batch are known."""
         if self.stats is None:
@@ -55,6 +45,7 @@ class Contender:
     name: str  #: Name in reports.
     dtype: str  #: Precision in reports.
     drafts: bool = False  #: Whether it speculates; without counters its number of rounds is then unknown.
+    num_draft_steps: int = 0  #: ``G`` of a decoder of this library.
     lossless: bool = True  #: Whether its output follows the target's distribution.
     #: Simulated acceptance rates, up to the depth of the drafts; ``None`` if acceptance is not simulated.
     simulated_rates: list[float] | None = None
@@ -77,6 +68,7 @@ class DecoderContender(Contender):
     def __post_init__(self) -> None:
         loop = self.decoder.loop
         self.drafts = not isinstance(loop.drafter, Plain)
+        self.num_draft_steps = loop.drafter.max_depth if self.drafts else 0
         self.lossless = self.decoder.lossless
         if isinstance(loop.verifier, SimulatedAcceptance):
             self.simulated_rates = list(loop.verifier.rates[: loop.drafter.max_depth]) or None

@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,27 +64,26 @@ def version(package: str) -> str:
 
 def git() -> dict[str, Any] | str:
     """Returns the commit, and whether files differ from it."""
-
-    def ask(*command: str) -> str:
-        command = ("git", "-C", str(ROOT), *command)
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
-
     try:
-        if ask("rev-parse", "--show-prefix"):  # an unpacked archive inside some other repository
+        if _git("rev-parse", "--show-prefix"):  # an unpacked archive inside some other repository
             return "not a checkout"
-        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
+        return {"commit": _git("rev-parse", "HEAD"), "dirty": bool(_git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
         return "not a checkout"
+
+
+def _git(*arguments: str) -> str:
+    command = ("git", "-C", str(ROOT), *arguments)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
 
 
 def cpu_model() -> str:
     """Returns the name of the processor, as the kernel gives it."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        return platform.processor() or "unknown"
-    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return match[1].strip() if match else platform.machine()
+        match = None
+    return match[1].strip() if match else platform.machine() or "unknown"
 
 
 def hardware() -> str:
@@ -129,19 +128,14 @@ def sha256_of(path: str | Path) -> str:
     files = sorted(file for file in path.iterdir() if file.suffix in (".json", ".safetensors", ".bin"))
     if not files:
         raise ValueError(f"{path} holds no *.json, *.safetensors or *.bin")
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.name}\0{_digest(file)}\n".encode())
-    return digest.hexdigest()
+    return _sha256_of_lines(f"{file.name}\0{_digest(file)}" for file in files)
 
 
 def sha256_of_code() -> str:
     """Returns one hash of this library and, in a checkout, its tests and validation; uncommitted changes count."""
-    digest = hashlib.sha256()
-    for directory in ("eagle3_jax", "tests", "validation"):
-        for file in sorted((ROOT / directory).rglob("*.py")):
-            digest.update(f"{file.relative_to(ROOT).as_posix()}\0{_digest(file)}\n".encode())
-    return digest.hexdigest()
+    folders = [ROOT / name for name in ("eagle3_jax", "tests", "validation")]
+    files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.suffix in (".py", ".toml")]
+    return _sha256_of_lines(f"{file.relative_to(ROOT).as_posix()}\0{_digest(file)}" for file in files)
 
 
 def sha256_of_prompts(prompts: Sequence[str | Sequence[int] | np.ndarray]) -> str:
@@ -160,6 +154,11 @@ def committable(text: str) -> str:
     """Replaces absolute paths by base names and removes host names, so that a text may be published."""
     text = re.sub(r"(https?://)(?!localhost|127\.)[^\s/'\"]+", r"\1HOST", text)
     return re.sub(r"(?<![\w/.:])~?/(?:[^\s/'\"]+/)+", "", text)
+
+
+def _sha256_of_lines(lines: Iterable[str]) -> str:
+    text = "".join(f"{line}\n" for line in lines)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _digest(file: Path) -> str:

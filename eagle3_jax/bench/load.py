@@ -7,6 +7,7 @@ first token begins at the arrival, so it contains the wait.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,12 +104,14 @@ class Run:
         seconds: Time from the first arrival to the last token.
         rows_running: Mean number of rows that ran in a tick.
         stats: Counters of all rounds.
+        programs: Number of programs compiled within the run, if that was counted.
     """
 
     timelines: list[Timeline]
     seconds: float
     rows_running: float
     stats: SpeculationStats
+    programs: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -139,29 +142,27 @@ def run_load(
     timelines: dict[int, Timeline] = {}
     stats_before = engine.totals
     rows_running: list[int] = []
-    num_sent = 0
     num_ended = 0
     start = clock()
     while num_ended < len(requests):
         now = clock() - start
-        while num_sent < len(requests):
-            if arrivals is not None and arrivals[num_sent] > now:
+        for number in range(len(timelines), len(requests)):
+            if arrivals is not None and arrivals[number] > now:
                 break
-            if load.concurrency is not None and num_sent - num_ended >= load.concurrency:
+            if load.concurrency is not None and number - num_ended >= load.concurrency:
                 break
-            ticket = engine.submit(requests[num_sent])
+            ticket = engine.submit(requests[number])
             # A late arrival counts from the time at which it was due: the user has waited since then.
-            timelines[ticket] = Timeline(now if arrivals is None else float(arrivals[num_sent]))
-            num_sent += 1
+            timelines[ticket] = Timeline(now if arrivals is None else float(arrivals[number]))
         if engine.idle:
             assert arrivals is not None
-            sleep(max(0.0, arrivals[num_sent] - now))
+            sleep(max(0.0, arrivals[len(timelines)] - now))
             continue
+        counts = collections.Counter()
         events = engine.tick()
         now = clock() - start
-        counts: dict[int, int] = {}
         for event in events:
-            counts[event.ticket] = counts.get(event.ticket, 0) + len(event.tokens)
+            counts[event.ticket] += len(event.tokens)
             if event.output is not None:
                 timelines[event.ticket].output = event.output
                 num_ended += 1
@@ -245,30 +246,21 @@ def measure_load(
         engine.run([*requests[: engine.num_slots], *by_length.values()])
     for load in loads:
         runs: dict[str, list[Run]] = {name: [] for name in engines}
-        programs = dict.fromkeys(engines, 0)
         for repeat in range(repeats):
             for name, engine in engines.items():
                 step = f"{load.name}, {name}, repeat {repeat + 1} of {repeats}"
                 on_progress(step)
                 with CompileClock() as clock:
                     run = run_load(engine, requests, load, seed=repeat)
-                programs[name] += clock.programs
-                runs[name].append(run)
+                runs[name].append(dataclasses.replace(run, programs=clock.programs))
                 on_result(f"{step}: {run.tokens_per_second:.1f} tokens/s")
         first_runs = next(iter(runs.values()))
         for name, runs_of_engine in runs.items():
-            slots = engines[name].num_slots
-            yield load_row(name, load, runs_of_engine, first_runs, slots=slots, programs=programs[name])
+            yield load_row(name, load, runs_of_engine, first_runs, slots=engines[name].num_slots)
 
 
 def load_row(
-    name: str,
-    load: Load,
-    runs: Sequence[Run],
-    first_runs: Sequence[Run],
-    *,
-    slots: int | None = None,
-    programs: int = 0,
+    name: str, load: Load, runs: Sequence[Run], first_runs: Sequence[Run], *, slots: int | None = None
 ) -> LoadRow:
     """Returns the figures of the runs of one way of decoding; ``first_runs`` are those that it is compared with."""
     timelines = [timeline for run in runs for timeline in run.timelines]
@@ -291,5 +283,5 @@ def load_row(
         total=Quantiles.of(timeline.seconds for timeline in timelines),
         same_texts=sum(ours.output == theirs.output for ours, theirs in pairs),
         num_requests=len(runs[0].timelines),
-        programs_after_warm_up=programs,
+        programs_after_warm_up=sum(run.programs for run in runs),
     )

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
@@ -52,10 +51,9 @@ def shape_name(name: str) -> str:
     Raises:
         ValueError: There is no such shape.
     """
-    known = known_name(name, SHAPES)
-    if known is None:
-        raise ValueError(f"there is no shape {name!r}; use one of {', '.join(SHAPES)}")
-    return known
+    if known := known_name(name, SHAPES):
+        return known
+    raise ValueError(f"there is no shape {name!r}; use one of {', '.join(SHAPES)}")
 
 
 def shape_named(name: str) -> DecoderConfig:
@@ -68,32 +66,30 @@ def shape_named(name: str) -> DecoderConfig:
 
 
 def random_pair(
-    shape: str | DecoderConfig, *, precision: Precision = BFLOAT16, seed: int = 0, num_layers: int | None = None
+    shape: str | DecoderConfig, *, precision: Precision = BFLOAT16, num_layers: int | None = None
 ) -> tuple[LoadedTarget, LoadedDrafter]:
     """Makes a target of a shape and its usual EAGLE-3 head on the device, without a copy on the host.
 
     Args:
         shape: A name of :data:`SHAPES`, or a configuration.
         precision: Precision of weights and activations.
-        seed: Random seed of the weights.
         num_layers: Number of layers, at least 2, for experiments; ``None`` for those of the shape.
 
     Raises:
         ValueError: There is no such shape.
     """
-    is_config = isinstance(shape, DecoderConfig)
-    name = "a model" if is_config else shape_name(shape)
-    config = shape if is_config else shape_named(shape)
+    name = "a model" if isinstance(shape, DecoderConfig) else shape_name(shape)
+    config = shape if isinstance(shape, DecoderConfig) else SHAPES[name]
     positions = min(config.max_positions, _MOST_POSITIONS)
     config = dataclasses.replace(config, layers=config.layers[:num_layers], max_positions=positions)
     head = usual_head(config, aux_layers=None if num_layers is None else (0, 1, 2))
     model = DecoderTarget(config, precision)
     drafter = Eagle3Drafter(head, precision=precision)
-    target_key, head_key = jax.random.split(jax.random.key(seed))
-    params = _draw(model.param_shapes(), target_key, precision)
+    target_key, head_key = jax.random.split(jax.random.key(0))
+    params = _sample(model.param_shapes(), target_key, precision)
     target = LoadedTarget(model, params, config.vocab_size, config.max_positions, name=f"{name}, random weights")
     weights = {
-        "head": _draw(drafter.param_shapes(), head_key, precision),
+        "head": _sample(drafter.param_shapes(), head_key, precision),
         "embedding": params["embedding"],
         "draft_to_target": jnp.arange(drafter.config.draft_vocab_size, dtype=jnp.int32),
     }
@@ -105,8 +101,7 @@ def bytes_needed(config: DecoderConfig, *, batch: int, capacity: int, precision:
     model = DecoderTarget(config, precision)
     drafter = Eagle3Drafter(usual_head(config), precision=precision)
     shapes = jax.tree.leaves((model.param_shapes(), drafter.param_shapes()))
-    num_weights = sum(int(np.prod(leaf.shape)) for leaf in shapes)
-    weights = num_weights * jnp.dtype(precision.operands).itemsize
+    weights = sum(leaf.size for leaf in shapes) * jnp.dtype(precision.operands).itemsize
     states = lambda: jax.tree.leaves((model.init_cache(batch, capacity), drafter.init({}, batch, capacity)))
     caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.eval_shape(states))
     logits = 4 * batch * 64 * config.vocab_size  # of the largest draft, in float32
@@ -128,19 +123,19 @@ def why_not(needed: int, stats: Mapping[str, int] | None) -> str | None:
     return f"it needs {needed / 2**30:.1f} GiB and the device has {max(free, 0) / 2**30:.1f} GiB left"
 
 
-def _draw(shapes: Any, key: jax.Array, precision: Precision) -> Any:
+def _sample(shapes: Any, key: jax.Array, precision: Precision) -> Any:
     """Samples one array at a time, so that at most one temporary copy exists."""
-    keys = iter(jax.random.split(key, len(jax.tree.leaves(shapes))))
-
-    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    arrays = []
+    for (path, leaf), leaf_key in zip(leaves, jax.random.split(key, len(leaves)), strict=True):
         name = getattr(path[-1], "key", str(path[-1]))
-        leaf_key = next(keys)
         if len(leaf.shape) == 1:
-            return jnp.full(leaf.shape, 1.0 if name == "scale" else 0.0, precision.activations)
-        scale = 1.0 if name == "embedding" else leaf.shape[0] ** -0.5
-        return _normal(leaf_key, shape=leaf.shape, scale=scale, dtype=jnp.dtype(precision.operands).name)
-
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+            arrays.append(jnp.full(leaf.shape, 1.0 if name == "scale" else 0.0, precision.activations))
+        else:
+            scale = 1.0 if name == "embedding" else leaf.shape[0] ** -0.5
+            dtype = jnp.dtype(precision.operands).name
+            arrays.append(_normal(leaf_key, shape=leaf.shape, scale=scale, dtype=dtype))
+    return jax.tree.unflatten(tree, arrays)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "scale", "dtype"))

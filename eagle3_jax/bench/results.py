@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from eagle3_jax.bench.contenders import Contender, DecoderContender, Run, Tokens
+from eagle3_jax.bench.contenders import Contender, Run, Tokens
 from eagle3_jax.bench.roofline import least_bytes_per_second
 from eagle3_jax.bench.step_costs import StepCosts
 from eagle3_jax.bench.timing import Interval, Latency, Spread, geometric_mean, ratio_of_sums
@@ -27,13 +28,14 @@ class Acceptance:
     conditional: list[float]  #: Share of drafts accepted at each depth among those accepted up to the depth before.
 
     @classmethod
-    def of(cls, stats: SpeculationStats) -> Acceptance:
-        """Computes acceptance from counters."""
+    def of(cls, stats: Iterable[SpeculationStats]) -> Acceptance:
+        """Computes acceptance from the sums of counters."""
+        total = SpeculationStats.merge(stats)
         return cls(
-            mean_acceptance_length=stats.mean_acceptance_length,
-            draft_acceptance_rate=stats.draft_acceptance_rate,
-            per_position=stats.acceptance_per_position,
-            conditional=stats.conditional_acceptance_rate,
+            mean_acceptance_length=total.mean_acceptance_length,
+            draft_acceptance_rate=total.draft_acceptance_rate,
+            per_position=total.acceptance_per_position,
+            conditional=total.conditional_acceptance_rate,
         )
 
 
@@ -132,48 +134,40 @@ class Measured:
     costs: list[StepCosts] = dataclasses.field(default_factory=list)  #: Costs of each repeat.
     chunks: list[float] = dataclasses.field(default_factory=list)  #: Times between chunks, of all repeats.
 
+    def seconds(self, *, total: bool = False) -> np.ndarray:
+        """Returns ``[repeat batch]`` seconds, without the prefill or with it."""
+        return np.array([[run.decode_seconds + total * run.prefill_seconds for run in runs] for runs in self.runs])
+
     def speeds(self, *, total: bool = False) -> np.ndarray:
         """Returns the tokens per second of each repeat, without the prefill and its token or with both."""
         tokens = [sum(len(row) - (not total) for run in runs for row in run.tokens) for runs in self.runs]
-        seconds = [sum(run.decode_seconds + total * run.prefill_seconds for run in runs) for runs in self.runs]
-        return np.divide(tokens, seconds)
+        return tokens / self.seconds(total=total).sum(axis=1)
 
     def times(self, *, total: bool = False) -> np.ndarray:
-        """Returns seconds per token of a row by repeat and batch, without the prefill and its token or with both."""
-        name = "total_seconds_per_token" if total else "seconds_per_token"
-        return np.array([[getattr(run, name) for run in runs] for runs in self.runs])
+        """Returns ``[repeat batch]`` seconds per token of a row, without the prefill and its token or with both."""
+        lengths = [[len(run.tokens[0]) - (not total) for run in runs] for runs in self.runs]
+        return self.seconds(total=total) / lengths
+
+    def texts(self, repeat: int = 0) -> list[Tokens]:
+        """Returns the tokens of all prompts in a repeat."""
+        return [text for run in self.runs[repeat] for text in run.tokens]
 
     def acceptance(self) -> Acceptance | None:
         """Returns acceptance in the first repeat; greedy decoding accepts the same in every repeat."""
         stats = [run.stats for run in self.runs[0] if run.stats is not None]
-        return Acceptance.of(SpeculationStats.merge(stats)) if self.contender.drafts and stats else None
+        return Acceptance.of(stats) if self.contender.drafts and stats else None
 
     def step_costs(self) -> StepCosts | None:
         """Returns the medians over the repeats."""
-        if not self.costs:
-            return None
-        medians = np.median([dataclasses.astuple(cost) for cost in self.costs], axis=0)
-        return StepCosts(*medians.tolist())
-
-    def same_texts(self, plain_output: list[list[Tokens]]) -> int:
-        """Counts the texts of the first repeat that equal those of plain decoding."""
-        texts = (text for run in self.runs[0] for text in run.tokens)
-        pairs = zip(texts, itertools.chain(*plain_output), strict=True)
-        return sum(ours == plain for ours, plain in pairs)
-
-    def bandwidth_share(self, tau: float, most_bytes_per_second: float, target: LoadedTarget) -> float:
-        """Returns the least memory traffic at this speed over the highest bandwidth of the device."""
-        speed = Spread.of(self.speeds()).median
-        rows = len(self.runs[0][0].tokens)
-        least = least_bytes_per_second(target, tokens_per_second=speed, tokens_per_round=tau, rows=rows)
-        return least / most_bytes_per_second
+        seconds = [dataclasses.astuple(cost) for cost in self.costs]
+        return StepCosts(*np.median(seconds, axis=0).tolist()) if seconds else None
 
 
 def row_of(
     measured: Measured,
     plain: Measured,
     *,
-    plain_output: list[list[Tokens]] | None,
+    same_precision: Measured | None,
     tasks: Sequence[Sequence[str]],
     most_bytes_per_second: float,
     target: LoadedTarget | None,
@@ -183,37 +177,35 @@ def row_of(
     Args:
         measured: Measurements of the contender.
         plain: Measurements of the baseline.
-        plain_output: Tokens of plain decoding in the same precision, by batch.
+        same_precision: Measurements of plain decoding in the precision of the contender.
         tasks: Task of each prompt of each batch.
         most_bytes_per_second: Highest bandwidth of the device; 0 if it was not measured.
         target: The target that a step reads; ``None`` if no contender is of this library.
     """
     contender = measured.contender
-    runs = measured.runs
     times = measured.times()
-    total_times = measured.times(total=True)
     speeds = measured.speeds()
     total_speeds = measured.speeds(total=True)
     acceptance = measured.acceptance()
     tau = acceptance.mean_acceptance_length if acceptance else 1.0
-    depth = 0
-    if isinstance(contender, DecoderContender) and contender.drafts:
-        depth = contender.decoder.loop.drafter.max_depth
+    rows = len(plain.runs[0][0].tokens)
     costs = measured.step_costs()
     verify = draft = predicted = None
     if costs is not None:
-        step = len(plain.runs[0][0].tokens) / Spread.of(plain.speeds()).median
+        step = rows / Spread.of(plain.speeds()).median
         verify = costs.verify_seconds / step
         draft = costs.draft_seconds / step
-        predicted = tau / (verify + depth * draft)
+        predicted = tau / (verify + contender.num_draft_steps * draft)
     share = None
     rounds_are_known = acceptance is not None or not contender.drafts
     if most_bytes_per_second and target is not None and rounds_are_known:
-        share = measured.bandwidth_share(tau, most_bytes_per_second, target)
+        speed = Spread.of(speeds).median
+        traffic = least_bytes_per_second(target, tokens_per_second=speed, tokens_per_round=tau, rows=rows)
+        share = traffic / most_bytes_per_second
+    texts = measured.texts()
     same_texts = None
-    if plain_output is not None and contender.lossless:
-        same_texts = measured.same_texts(plain_output)
-    texts = [[run.tokens for run in repeat] for repeat in runs]
+    if same_precision is not None and contender.lossless:
+        same_texts = sum(map(operator.eq, texts, same_precision.texts()))
     prompt_ratios = np.exp(np.log(plain.times() / times).mean(axis=0)).tolist()
     return Row(
         name=contender.name,
@@ -224,21 +216,21 @@ def row_of(
         ratio=Spread.of(speeds / plain.speeds()),
         total_ratio=Spread.of(total_speeds / plain.speeds(total=True)),
         ratio_interval=ratio_of_sums(plain.times().ravel(), times.ravel()),
-        total_ratio_interval=ratio_of_sums(plain.times(total=True).ravel(), total_times.ravel()),
+        total_ratio_interval=ratio_of_sums(plain.times(total=True).ravel(), measured.times(total=True).ravel()),
         prompt_ratio=geometric_mean(prompt_ratios),
         acceptance=acceptance,
-        num_draft_steps=depth,
+        num_draft_steps=contender.num_draft_steps,
         step_seconds=costs,
         verify_cost=verify,
         draft_cost=draft,
         predicted_ratio=predicted,
-        first_token=Latency.of(run.prefill_seconds for repeat in runs for run in repeat),
+        first_token=Latency.of(run.prefill_seconds for repeat in measured.runs for run in repeat),
         per_token=Latency.of(times.ravel()),
         chunk=Latency.of(measured.chunks) if measured.chunks else None,
         bandwidth_share=share,
         compile_seconds=measured.compile_seconds,
         same_texts=same_texts,
-        repeatable=all(repeat == texts[0] for repeat in texts),
+        repeatable=all(measured.texts(repeat) == texts for repeat in range(len(measured.runs))),
         tasks=_task_rows(measured, prompt_ratios, tasks),
         simulated_rates=contender.simulated_rates,
     )
@@ -252,14 +244,13 @@ def _task_rows(measured: Measured, ratios: list[float], tasks: Sequence[Sequence
         pure = [ratio for ratio, batch in zip(ratios, tasks, strict=True) if set(batch) == {task}]
         runs = zip(measured.runs[0], rows_of_task, strict=True)
         stats = [run.stats_of(batch_rows) for run, batch_rows in runs if batch_rows]
-        known = [counters for counters in stats if counters is not None]
-        has_acceptance = measured.contender.drafts and len(known) == len(stats)
+        is_known = measured.contender.drafts and None not in stats
         rows.append(
             TaskRow(
                 task=task,
                 num_prompts=sum(map(len, rows_of_task)),
                 ratio=geometric_mean(pure) if pure else None,
-                acceptance=Acceptance.of(SpeculationStats.merge(known)) if has_acceptance else None,
+                acceptance=Acceptance.of(stats) if is_known else None,  # type: ignore[arg-type]
             )
         )
     return rows

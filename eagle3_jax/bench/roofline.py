@@ -110,33 +110,15 @@ def seconds_per_pass(way: str, arrays: Stream, *, passes: int) -> float:
 def _stream(arrays: Stream, *, way: str, passes: int) -> Stream:
     """Passes over the matrix several times. The arrays are consumed, so that the copy is made in place."""
     one_pass, _ = WAYS[way]
-    return lax.fori_loop(0, passes, lambda _, arrays: lax.optimization_barrier(one_pass(arrays)), arrays)
+    return lax.fori_loop(0, passes, lambda _, arrays: lax.optimization_barrier(one_pass(*arrays)), arrays)
 
 
-# Every pass depends on the pass before, so that the compiler cannot take it out of the loop.
-
-
-def _sum(arrays: Stream) -> Stream:
-    matrix, row, total = arrays
-    return matrix, row, jnp.sum(jnp.minimum(matrix, total), axis=0)
-
-
-def _copy(arrays: Stream) -> Stream:
-    matrix, row, total = arrays
-    return -matrix, row, total
-
-
-def _multiply(arrays: Stream) -> Stream:
-    matrix, row, total = arrays
-    product = row @ matrix
-    return matrix, row.at[0, 0].set(jnp.minimum(product[0, 0], 1.0)), total
-
-
-#: What a pass does with the matrix, and how often that moves the matrix.
-WAYS: dict[str, tuple[Callable[[Stream], Stream], int]] = {
-    "sum": (_sum, 1),
-    "copy": (_copy, 2),
-    "product": (_multiply, 1),
+#: What a pass does with the matrix, the row and the sum, and how often that moves the matrix. Every pass depends on the
+#: pass before, so that the compiler cannot take it out of the loop.
+WAYS: dict[str, tuple[Callable[..., Stream], int]] = {
+    "sum": (lambda matrix, row, total: (matrix, row, jnp.sum(jnp.minimum(matrix, total), axis=0)), 1),
+    "copy": (lambda matrix, row, total: (-matrix, row, total), 2),
+    "product": (lambda matrix, row, total: (matrix, row.at[0, 0].min((row @ matrix)[0, 0]), total), 1),
 }
 
 

@@ -7,13 +7,14 @@ tokens per round, ``v`` the cost of a verification and ``c`` that of a draft ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from eagle3_jax.bench.contenders import Contender, DecoderContender, Tokens
 from eagle3_jax.bench.results import Measured, NotMeasured, Report, row_of
 from eagle3_jax.bench.roofline import ceiling
 from eagle3_jax.bench.step_costs import step_costs
 from eagle3_jax.bench.timing import CompileClock, Spread
+from eagle3_jax.decode import LoadedTarget
 
 
 def measure(
@@ -63,35 +64,18 @@ def measure(
         raise ValueError(f"{len(tasks)} tasks for {len(prompts)} prompts; give one each, or none")
     starts = range(0, len(prompts), batch_size)
     batches = [list(prompts[start : start + batch_size]) for start in starts]
-    fitting = [contender for contender in contenders if _fits(contender, batch_size)]
     ours = [contender for contender in contenders if isinstance(contender, DecoderContender)]
     targets = {contender.dtype: contender.decoder.target for contender in reversed(ours)}
-
-    def measure_pass(measured: Measured) -> None:
-        contender = measured.contender
-        measured.runs.append([contender.run(batch, max_new_tokens) for batch in batches])
-        if isinstance(contender, DecoderContender):
-            for batch in batches[:streams]:
-                measured.chunks += contender.chunk_seconds(batch, max_new_tokens)
-            if cost_rounds:
-                decoder = contender.decoder
-                costs = step_costs(decoder, batches[0], max_new_tokens=max_new_tokens, rounds=cost_rounds)
-                measured.costs.append(costs)
-
-    def measure_ceiling() -> float:
-        if not large:
-            return 0.0
-        ceilings = (ceiling(target, rows=batch_size, context=0, large=large) for target in targets.values())
-        return max(ceilings, default=0.0)
-
+    options = {"max_new_tokens": max_new_tokens, "cost_rounds": cost_rounds, "streams": streams}
     results = []
-    for contender in fitting:
-        on_progress(f"compiling {contender.name}")
-        with CompileClock() as clock:  # prompts of other lengths may need other programs
-            measure_pass(Measured(contender, 0.0))
-        results.append(Measured(contender, clock.seconds))
-        on_result(f"{contender.name}: compiled in {clock.seconds:.1f} s")
-    limit = measure_ceiling()
+    for contender in contenders:
+        if _fits(contender, batch_size):
+            on_progress(f"compiling {contender.name}")
+            with CompileClock() as clock:  # prompts of other lengths may need other programs
+                _measure_pass(Measured(contender, 0.0), batches, **options)
+            results.append(Measured(contender, clock.seconds))
+            on_result(f"{contender.name}: compiled in {clock.seconds:.1f} s")
+    limits = [_ceiling(targets.values(), batch_size, large)]
     done = 0
     with CompileClock() as clock:
         try:
@@ -100,7 +84,7 @@ def measure(
                 for measured in results:
                     name = measured.contender.name
                     on_progress(f"{name}, {repeat}")
-                    measure_pass(measured)
+                    _measure_pass(measured, batches, **options)
                     on_result(f"{name}: {measured.speeds()[-1]:.1f} tokens/s, {repeat}")
         except KeyboardInterrupt:
             if done == 0:
@@ -108,19 +92,19 @@ def measure(
             repeats = done
             for measured in results:
                 del measured.runs[done:], measured.costs[done:]
-    limit = max(limit, measure_ceiling())  # a shared machine is not equally fast all the time
+    limits.append(_ceiling(targets.values(), batch_size, large))  # a shared machine is not equally fast all the time
     plain = [measured for measured in results if measured.contender.name in baselines]
     baseline = max(plain, key=lambda measured: Spread.of(measured.speeds()).median)
-    plain_output = {measured.contender.dtype: [run.tokens for run in measured.runs[0]] for measured in plain}
+    by_precision = {measured.contender.dtype: measured for measured in plain}
     tasks_by_batch = [tasks[start : start + batch_size] for start in starts] if tasks else []
     any_target = next(iter(targets.values()), None)
     rows = [
         row_of(
             measured,
             baseline,
-            plain_output=plain_output.get(measured.contender.dtype),
+            same_precision=by_precision.get(measured.contender.dtype),
             tasks=tasks_by_batch,
-            most_bytes_per_second=limit,
+            most_bytes_per_second=max(limits),
             target=targets.get(measured.contender.dtype, any_target),
         )
         for measured in results
@@ -133,13 +117,35 @@ def measure(
         repeats=repeats,
         batch_size=batch_size,
         programs_after_warm_up=clock.programs,
-        bytes_per_second=limit or None,
+        bytes_per_second=max(limits) or None,
         not_measured=[
             NotMeasured(contender.name, f"takes {contender.largest_batch} prompt at a time, not {batch_size}")
             for contender in contenders
             if not _fits(contender, batch_size)
         ],
     )
+
+
+def _measure_pass(
+    measured: Measured, batches: Sequence[Sequence[Tokens]], *, max_new_tokens: int, cost_rounds: int, streams: int
+) -> None:
+    """Runs a contender on all batches once, and measures the costs and the chunks of a decoder of this library."""
+    contender = measured.contender
+    measured.runs.append([contender.run(batch, max_new_tokens) for batch in batches])
+    if not isinstance(contender, DecoderContender):
+        return
+    for batch in batches[:streams]:
+        measured.chunks += contender.chunk_seconds(batch, max_new_tokens)
+    if cost_rounds:
+        costs = step_costs(contender.decoder, batches[0], max_new_tokens=max_new_tokens, rounds=cost_rounds)
+        measured.costs.append(costs)
+
+
+def _ceiling(targets: Iterable[LoadedTarget], batch_size: int, large: int) -> float:
+    """Returns the highest bandwidth for a step of any target; 0 without measuring it."""
+    if not large:
+        return 0.0
+    return max((ceiling(target, rows=batch_size, context=0, large=large) for target in targets), default=0.0)
 
 
 def _fits(contender: Contender, batch_size: int) -> bool:

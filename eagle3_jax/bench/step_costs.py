@@ -21,7 +21,7 @@ from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
 from eagle3_jax.models.latent_keys import LatentKeys
 from eagle3_jax.tree import causal_mask
-from eagle3_jax.types import Observation
+from eagle3_jax.types import Observation, TargetOutput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,9 @@ def step_costs(
     rounds = min(rounds, max_new_tokens - 1)
     verifying = SpeculativeDecoder(decoder.target, Plain(drafter.num_nodes), stop_tokens=())
     verify = timed_rounds(verifying, prompts, max_new_tokens=max_new_tokens, tokens=rounds).seconds_per_round
-    commit = _commit_seconds(decoder, prompts, max_new_tokens=max_new_tokens, rounds=rounds)
+    block = _first_output(decoder, prompts, drafter.num_nodes).written
+    commits = lambda state: _commit_rounds(state.cache, block, loop=decoder.loop, rounds=rounds)
+    commit = _seconds(commits, decoder, prompts, max_new_tokens) / rounds
     draft = draft_seconds(decoder, prompts, max_new_tokens=max_new_tokens, rounds=rounds)
     return StepCosts(verify, draft, commit)
 
@@ -66,11 +68,9 @@ def draft_seconds(
     drafter = decoder.loop.drafter
     if isinstance(drafter, Plain):
         return 0.0
-    state = jax.block_until_ready(decoder.prefill(prompts, max_new_tokens=max_new_tokens))
-    tokens = _some_tokens(prompts, drafter.max_depth + 1)
-    features = jax.block_until_ready(_features(decoder.loop, decoder.params, tokens))
-    draft = _seconds(lambda: _draft_rounds(decoder.loop, decoder.params, state, features, rounds=rounds))
-    return draft / rounds / drafter.max_depth
+    features = _first_output(decoder, prompts, drafter.max_depth + 1).features
+    drafts = lambda state: _draft_rounds(decoder.loop, decoder.params, state, features, rounds=rounds)
+    return _seconds(drafts, decoder, prompts, max_new_tokens) / rounds / drafter.max_depth
 
 
 def target_seconds(
@@ -87,14 +87,21 @@ def target_seconds(
         rounds: Forwards averaged over.
     """
     tokens = _some_tokens(prompts, decoder.loop.drafter.num_nodes)
-    cache = jax.block_until_ready(decoder.prefill(prompts, max_new_tokens=max_new_tokens)).cache
-    launch = lambda: _target_rounds(decoder.params, cache, tokens, loop=decoder.loop, rounds=rounds)
-    return _seconds(launch) / rounds
+    forwards = lambda state: _target_rounds(decoder.params, state.cache, tokens, loop=decoder.loop, rounds=rounds)
+    return _seconds(forwards, decoder, prompts, max_new_tokens) / rounds
 
 
-def _seconds(launch: Callable[[], Any]) -> float:
+def _seconds(
+    launch: Callable[[GenerationState], Any],
+    decoder: SpeculativeDecoder,
+    prompts: Sequence[Tokens],
+    max_new_tokens: int,
+) -> float:
+    """Times a program that is launched with the state after the prompts."""
+    # One program at a time: two of them can starve each other of the few threads that a CPU has.
+    state = jax.block_until_ready(decoder.prefill(prompts, max_new_tokens=max_new_tokens))
     start = time.perf_counter()
-    jax.block_until_ready(launch())
+    jax.block_until_ready(launch(state))
     return time.perf_counter() - start
 
 
@@ -103,14 +110,9 @@ def _some_tokens(prompts: Sequence[Tokens], count: int) -> Int[Array, "B T"]:
     return jnp.stack([jnp.resize(jnp.asarray(prompt, jnp.int32), (count,)) for prompt in prompts])
 
 
-def _commit_seconds(
-    decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, rounds: int
-) -> float:
-    loop = decoder.loop
-    # One program at a time: two of them can starve each other of the few threads that a CPU has.
-    block = jax.block_until_ready(_block(loop, decoder.params, _some_tokens(prompts, loop.drafter.num_nodes)))
-    cache = jax.block_until_ready(decoder.prefill(prompts, max_new_tokens=max_new_tokens)).cache
-    return _seconds(lambda: _commit_rounds(cache, block, loop=loop, rounds=rounds)) / rounds
+def _first_output(decoder: SpeculativeDecoder, prompts: Sequence[Tokens], count: int) -> TargetOutput:
+    """Returns the target's output for the first ``count`` tokens of every prompt."""
+    return jax.block_until_ready(_first_forward(decoder.loop, decoder.params, _some_tokens(prompts, count)))
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "rounds"), donate_argnames=("cache",))
@@ -135,11 +137,12 @@ def _target_rounds(
 
 
 @functools.partial(jax.jit, static_argnames=("loop",))
-def _block(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B N"]) -> tuple[Any, ...]:
-    """Returns keys and values that a draft writes to an empty cache, or its changes of a recurrent state."""
+def _first_forward(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B T"]) -> TargetOutput:
+    """Runs the target with an empty cache. Its output has features, and keys and values or changes of a state."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     empty = loop.target.init_cache(*tokens.shape)
-    return loop.target(params.target, tokens, positions, causal_mask(tokens.shape[1]), empty).written
+    options = {"aux_layers": loop.drafter.aux_layers}
+    return loop.target(params.target, tokens, positions, causal_mask(tokens.shape[1]), empty, **options)
 
 
 def _written(layer: LayerCache, new: Any, length: Int[Array, " B"]) -> Any:
@@ -166,15 +169,6 @@ def _commit_rounds(cache: Cache, block: tuple[Any, ...], *, loop: SpeculativeLoo
         return cache.commit(written, count, nodes).replace(length=length)
 
     return lax.fori_loop(0, rounds, commit, cache)
-
-
-@functools.partial(jax.jit, static_argnames=("loop",))
-def _features(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T A D"]:
-    """Computes real features for the drafter to observe."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    mask = causal_mask(tokens.shape[1])
-    output = loop.target(params.target, tokens, positions, mask, aux_layers=loop.drafter.aux_layers)
-    return output.features
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "rounds"))

@@ -55,12 +55,12 @@ def show(value: Any) -> str:
 
 def to_markdown(columns: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
     """Returns a table in Markdown; each cell on one line."""
+    return "\n".join(map(_line, [columns, ["---"] * len(columns), *rows]))
 
-    def line(cells: Sequence[Any]) -> str:
-        texts = [" ".join(str(cell).split()).replace("|", "\\|") for cell in cells]
-        return f"| {' | '.join(texts)} |"
 
-    return "\n".join([line(columns), line(["---"] * len(columns)), *map(line, rows)])
+def _line(cells: Sequence[Any]) -> str:
+    texts = [" ".join(str(cell).split()).replace("|", "\\|") for cell in cells]
+    return f"| {' | '.join(texts)} |"
 
 
 def write_text(path: Path, text: str) -> None:

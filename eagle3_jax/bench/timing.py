@@ -12,7 +12,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 CONFIDENCE = 0.95
+_PERCENTILES = (0.5, 0.9, 0.99)
+_QUARTILES = (0.5, 0.25, 0.75)
 _RESAMPLES = 4999
+_SEED = 0
 
 
 class CompileClock:
@@ -72,8 +75,7 @@ class Latency:
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Latency:
         """Returns percentiles of at least one value; with fewer than a hundred, ``p99`` is close to the largest."""
-        values = np.asarray(list(seconds), float)
-        return cls(*np.quantile(values, [0.5, 0.9, 0.99]).tolist())
+        return cls(*np.quantile(np.fromiter(seconds, float), _PERCENTILES).tolist())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +89,7 @@ class Spread:
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
         """Returns quartiles of at least one value."""
-        low, median, high = np.quantile(np.asarray(list(values), float), [0.25, 0.5, 0.75]).tolist()
-        return cls(median, low, high)
+        return cls(*np.quantile(np.fromiter(values, float), _QUARTILES).tolist())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +112,8 @@ class Quantiles:
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Quantiles:
         """Returns the quantiles of at least one value."""
-        values = np.asarray(list(seconds), float)
-        return cls(*(quantile(values, share) for share in (0.5, 0.9, 0.99)))
+        values = np.fromiter(seconds, float)
+        return cls(*(quantile(values, share) for share in _PERCENTILES))
 
 
 def quantile(values: np.ndarray, share: float) -> Interval:
@@ -122,29 +123,27 @@ def quantile(values: np.ndarray, share: float) -> Interval:
     """
     from scipy import stats
 
-    center = float(np.quantile(values, share))
     interval = stats.quantile_test(values, p=share).confidence_interval(CONFIDENCE)
     low, high = (float(end) if np.isfinite(end) else None for end in interval)
-    return Interval(center, low, high)
+    return Interval(float(np.quantile(values, share)), low, high)
 
 
-def ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike, *, seed: int = 0) -> Interval:
+def ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike) -> Interval:
     """Returns ``Σ numerators / Σ denominators``, resampled in pairs (percentile bootstrap; Efron, 1979).
 
     Args:
         numerators: At least one value, such as the seconds of the baseline for each batch in each repeat.
         denominators: The seconds of a contender on the same batches in the same repeats.
-        seed: Random seed of the resampling.
     """
-    return _interval(lambda above, below, axis: above.sum(axis) / below.sum(axis), numerators, denominators, seed=seed)
+    return _interval(lambda above, below, axis: above.sum(axis) / below.sum(axis), numerators, denominators)
 
 
-def geometric_mean(ratios: ArrayLike, *, seed: int = 0) -> Interval:
+def geometric_mean(ratios: ArrayLike) -> Interval:
     """Returns ``(Π ratios)^(1/n)`` of at least one positive ratio, resampled over the ratios."""
-    return _interval(lambda ratios, axis: np.exp(np.log(ratios).mean(axis)), ratios, seed=seed)
+    return _interval(lambda ratios, axis: np.exp(np.log(ratios).mean(axis)), ratios)
 
 
-def _interval(statistic: Callable[..., Any], *data: ArrayLike, seed: int) -> Interval:
+def _interval(statistic: Callable[..., Any], *data: ArrayLike) -> Interval:
     from scipy import stats  # here, because importing it takes longer than most uses of this module
 
     arrays = [np.asarray(values, float) for values in data]
@@ -159,7 +158,7 @@ def _interval(statistic: Callable[..., Any], *data: ArrayLike, seed: int) -> Int
         n_resamples=_RESAMPLES,
         confidence_level=CONFIDENCE,
         method="percentile",
-        rng=np.random.default_rng(seed),
+        rng=_SEED,
     )
-    interval = bootstrap.confidence_interval
-    return Interval(value, float(interval.low), float(interval.high))
+    low, high = bootstrap.confidence_interval
+    return Interval(value, float(low), float(high))

@@ -43,14 +43,12 @@ def record(
     start = time.perf_counter()
     state = decoder.prefill(encoded, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
     rounds: list[list[dict[str, Any]]] = [[] for _ in encoded]
-    running = to_host(state.running)
-    while running.any():
+    while (running := to_host(state.running)).any():
         latest = decoder.step(state)
         for row, description in enumerate(describe(latest)):
             if running[row]:
                 rounds[row].append(description)
         state = latest.state
-        running = to_host(state.running)
     seconds = time.perf_counter() - start
     traces = [{"prompt_ids": ids, "rounds": of_prompt} for ids, of_prompt in zip(encoded, rounds, strict=True)]
     return Trace(decoder.result(state, encoded, seconds=seconds), traces)

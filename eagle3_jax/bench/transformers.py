@@ -63,10 +63,11 @@ class TransformersContender(Contender):
 
     def _timed(self, prompts: Sequence[list[int]], count: int) -> tuple[float, list[list[int]]]:
         import torch
+        from torch.nn.utils.rnn import pad_sequence
 
-        width = max(map(len, prompts))  # padded on the left, where generation does not see it
-        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in prompts], device=self.model.device)
-        real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=self.model.device)
+        rows = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
+        ids = pad_sequence(rows, batch_first=True, padding_side="left")  # where generation does not see the padding
+        real = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
         start = time.perf_counter()
         with torch.inference_mode():
             output = self.model.generate(
@@ -79,5 +80,5 @@ class TransformersContender(Contender):
                 pad_token_id=0,
                 **self.options,
             )
-        new = output[:, width:].tolist()  # on the host, so nothing is left to wait for
+        new = output[:, ids.shape[1] :].tolist()  # on the host, so nothing is left to wait for
         return time.perf_counter() - start, new

@@ -9,15 +9,18 @@ on plain decoding is fastest.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from eagle3_jax.bench.contenders import DecoderContender, Run, Tokens
 from eagle3_jax.bench.rounds import count_rounds
-from eagle3_jax.bench.step_costs import StepCosts, step_costs
+from eagle3_jax.bench.step_costs import step_costs
 from eagle3_jax.bench.timing import Spread
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.schedule import SpeculationSchedule
@@ -53,7 +56,7 @@ class Candidate:
     speedup: Spread  #: ``S``, paired by repeat.
 
     @classmethod
-    def of(cls, shape: Shape, *, plain: Sequence[float], verify: Sequence[float], draft: Sequence[float]) -> Candidate:
+    def of(cls, shape: Shape, *, plain: ArrayLike, verify: ArrayLike, draft: ArrayLike) -> Candidate:
         """The candidate from the seconds of a plain step, a verification and a draft step in every repeat.
 
         Costs are ratios within a repeat: a machine that slows down for a while slows the plain step as well.
@@ -109,9 +112,7 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     A draft is as good if it reaches the first quartile of the largest ``S``: such a difference is within the spread of
     the repeats, and a shorter draft loses less when acceptance is lower. Plain decoding is the shortest, ``S = 1``.
     """
-    if not candidates:
-        return None
-    bar = max(candidates, key=median_speedup).speedup.low
+    bar = max(candidates, key=median_speedup).speedup.low if candidates else 0.0
     if bar <= 1.0:
         return None
     as_good = [candidate for candidate in candidates if median_speedup(candidate) >= bar]
@@ -131,14 +132,12 @@ def schedule_of(lengths: Sequence[tuple[int, int]]) -> SpeculationSchedule | Non
     if not any(length for _, length in lengths):
         return None
     entries: list[tuple[int, int, int]] = []
-    largest = lengths[-1][0]
-    plain = (max(_LARGEST, largest + 1), 0)
+    plain = (max(_LARGEST, lengths[-1][0] + 1), 0)
     start = 1
-    for batch, length in [*lengths, plain]:
-        if entries and entries[-1][2] == length:
-            start, _, _ = entries.pop()
-        entries.append((start, batch, length))
-        start = batch + 1
+    for length, equal in itertools.groupby([*lengths, plain], key=operator.itemgetter(1)):
+        end = max(equal)[0]
+        entries.append((start, end, length))
+        start = end + 1
     return SpeculationSchedule(tuple(entries))
 
 
@@ -270,25 +269,25 @@ def tune(
                 f"a draft of {depth} tokens does not fit {max_new_tokens} new tokens, the first of which is the "
                 f"prefill's; give drafts of 1 to {max_new_tokens - 1}"
             )
-    drafts: dict[str, dict[str, Any]] = {f"K={k}": {"num_speculative_tokens": k} for k in lengths}
+    decoder_of = functools.partial(SpeculativeDecoder, target, drafter, stop_tokens=())
+    decoders = {_PLAIN: SpeculativeDecoder(target, stop_tokens=())}
+    for k in lengths:
+        decoders[f"K={k}"] = decoder_of(num_speculative_tokens=k)
     for tree in trees:
         suffix = f" top {tree.top_k}" if isinstance(tree, DynamicTree) else ""
-        drafts[tree_name(tree) + suffix] = {"tree": tree}
-    decoders = {name: SpeculativeDecoder(target, drafter, stop_tokens=(), **draft) for name, draft in drafts.items()}
-    shapes = {}
-    for name, decoder in decoders.items():
-        on_progress(f"acceptance of {name}")
-        batches_of_prompts = _filled(prompts, min(len(prompts), sizes[-1]))
-        runs = [_decode(decoder, batch, max_new_tokens) for batch in batches_of_prompts]
-        shapes[name] = _shape(name, decoder, runs)
-        on_result(f"{name}: τ {shapes[name].mean_acceptance_length:.2f}")
-    plain = SpeculativeDecoder(target, stop_tokens=())
-    bench = _Bench(plain, decoders, shapes, prompts, max_new_tokens, repeats, rounds, on_progress)
+        decoders[tree_name(tree) + suffix] = decoder_of(tree=tree)
+    contenders = [DecoderContender(name, "", decoder) for name, decoder in decoders.items()]
+    bench = _Bench(contenders, prompts, max_new_tokens, repeats, rounds, on_progress)
+    shapes = []
+    largest_batch = min(len(prompts), sizes[-1])
+    for contender in contenders[1:]:
+        shapes.append(bench.shape(contender, largest_batch))
+        on_result(f"{contender.name}: τ {shapes[-1].mean_acceptance_length:.2f}")
     tunings: list[BatchTuning] = []
     checks: list[Check] = []
     try:
         for size in sizes:
-            tunings.append(bench.costs(size))
+            tunings.append(bench.costs(shapes, size))
             gains = ", ".join(f"{draft.shape.name} {median_speedup(draft):.2f}" for draft in tunings[-1].candidates)
             on_result(f"batch {size}: {gains} x plain decoding")
         if check:
@@ -313,13 +312,8 @@ def num_steps(*, shapes: int, batches: int, repeats: int, check: bool) -> int:
 
 def _filled(prompts: Sequence[Tokens], size: int) -> list[list[Tokens]]:
     """Returns batches of exactly this size with every prompt; the last one is filled with the first prompts."""
-    num_batches = -(-len(prompts) // size)
     endless = itertools.cycle(prompts)
-    return [list(itertools.islice(endless, size)) for _ in range(num_batches)]
-
-
-def _decode(decoder: SpeculativeDecoder, batch: Sequence[Tokens], max_new_tokens: int) -> Run:
-    return DecoderContender("", "", decoder).run(batch, max_new_tokens)
+    return [list(itertools.islice(endless, size)) for _ in range(0, len(prompts), size)]
 
 
 def _rounds(run: Run) -> np.ndarray:
@@ -329,65 +323,68 @@ def _rounds(run: Run) -> np.ndarray:
     return count_rounds(run.stats, np.array(after_prefill))
 
 
-def _shape(name: str, decoder: SpeculativeDecoder, runs: Sequence[Run]) -> Shape:
-    stats = SpeculationStats.merge([run.stats for run in runs if run.stats is not None])
-    rounds = sum(int(_rounds(run).sum()) for run in runs)
-    per_position = np.atleast_1d(stats.num_accepted_tokens_per_pos) / rounds
-    return Shape(
-        name=name,
-        num_draft_tokens=decoder.loop.drafter.num_nodes - 1,
-        num_draft_steps=decoder.loop.drafter.max_depth,
-        is_chain=decoder.loop.is_chain,
-        mean_acceptance_length=1.0 + int(stats.num_accepted_tokens) / rounds,
-        acceptance_per_position=tuple(per_position.tolist()),
-    )
-
-
 class _Bench(NamedTuple):
-    """The measurements that all batch sizes share."""
+    """The measurements of plain decoding, the first contender, and of all drafts."""
 
-    plain: SpeculativeDecoder
-    decoders: dict[str, SpeculativeDecoder]
-    shapes: dict[str, Shape]
+    contenders: list[DecoderContender]
     prompts: Sequence[Tokens]
     max_new_tokens: int
     repeats: int
     rounds: int
     on_progress: Callable[[str], None]
 
-    def costs(self, size: int) -> BatchTuning:
-        """Measures the costs of every shape at one batch size."""
+    def decode(self, contender: DecoderContender, size: int) -> list[Run]:
+        """Decodes all prompts in batches of a size."""
+        return [contender.run(batch, self.max_new_tokens) for batch in _filled(self.prompts, size)]
+
+    def shape(self, contender: DecoderContender, size: int) -> Shape:
+        """Measures the acceptance of a draft."""
+        self.on_progress(f"acceptance of {contender.name}")
+        runs = self.decode(contender, size)
+        loop = contender.decoder.loop
+        stats = SpeculationStats.merge([run.stats for run in runs if run.stats is not None])
+        rounds = sum(int(_rounds(run).sum()) for run in runs)
+        per_position = np.atleast_1d(stats.num_accepted_tokens_per_pos) / rounds
+        return Shape(
+            name=contender.name,
+            num_draft_tokens=loop.drafter.num_nodes - 1,
+            num_draft_steps=loop.drafter.max_depth,
+            is_chain=loop.is_chain,
+            mean_acceptance_length=1.0 + int(stats.num_accepted_tokens) / rounds,
+            acceptance_per_position=tuple(per_position.tolist()),
+        )
+
+    def costs(self, shapes: Sequence[Shape], size: int) -> BatchTuning:
+        """Measures the costs of every draft at one batch size."""
         batch = _filled(self.prompts, size)[0]
-        decoders = {_PLAIN: self.plain, **self.decoders}
-        costs: dict[str, list[StepCosts]] = {name: [] for name in decoders}
-        for repeat in range(self.repeats + 1):  # the first one compiles
+        seconds = np.zeros((1 + self.repeats, len(self.contenders), 2))  # the first repeat compiles
+        for repeat, index in np.ndindex(*seconds.shape[:2]):
+            contender = self.contenders[index]
             step = f"repeat {repeat} of {self.repeats}" if repeat else "compiling"
-            for name, decoder in decoders.items():
-                self.on_progress(f"batch {size}, {name}, {step}")
-                costs[name].append(step_costs(decoder, batch, max_new_tokens=self.max_new_tokens, rounds=self.rounds))
-        verify = {name: [cost.verify_seconds for cost in repeats[1:]] for name, repeats in costs.items()}
-        draft = {name: [cost.draft_seconds for cost in repeats[1:]] for name, repeats in costs.items()}
-        plain = verify[_PLAIN]
+            self.on_progress(f"batch {size}, {contender.name}, {step}")
+            costs = step_costs(contender.decoder, batch, max_new_tokens=self.max_new_tokens, rounds=self.rounds)
+            seconds[repeat, index] = [costs.verify_seconds, costs.draft_seconds]
+        verify, draft = seconds[1:].T
         candidates = [
-            Candidate.of(self.shapes[name], plain=plain, verify=verify[name], draft=draft[name])
-            for name in self.decoders
+            Candidate.of(shape, plain=verify[0], verify=verify[index], draft=draft[index])
+            for index, shape in enumerate(shapes, 1)
         ]
-        return BatchTuning(batch=size, plain_step=Spread.of(plain), candidates=tuple(candidates))
+        return BatchTuning(batch=size, plain_step=Spread.of(verify[0]), candidates=tuple(candidates))
 
     def check(self, tuning: BatchTuning) -> Check:
-        """Compares the fastest shape with plain decoding; both take turns."""
+        """Compares the fastest draft with plain decoding; both take turns."""
         self.on_progress(f"checking the prediction at batch {tuning.batch}")
         fastest = tuning.fastest
-        decoder = self.decoders[fastest.shape.name]
-        batches = _filled(self.prompts, tuning.batch)
+        (contender,) = [contender for contender in self.contenders if contender.name == fastest.shape.name]
         ratios = []
         running = 1.0
         for _ in range(self.repeats + 1):  # the first one compiles
-            plain = [_decode(self.plain, batch, self.max_new_tokens) for batch in batches]
-            drafted = [_decode(decoder, batch, self.max_new_tokens) for batch in batches]
-            counts = np.array([_rounds(run) for run in drafted])
-            running = float(counts.mean(axis=1).sum() / counts.max(axis=1).sum())
-            ratios.append(_decode_seconds(plain) / _decode_seconds(drafted))
+            plain = self.decode(self.contenders[0], tuning.batch)
+            drafted = self.decode(contender, tuning.batch)
+            plain_seconds = sum(run.decode_seconds for run in plain)
+            ratios.append(plain_seconds / sum(run.decode_seconds for run in drafted))
+            rounds = np.array([_rounds(run) for run in drafted])
+            running = float(rounds.mean(axis=1).sum() / rounds.max(axis=1).sum())
         return Check(
             batch=tuning.batch,
             shape=fastest.shape.name,
@@ -395,7 +392,3 @@ class _Bench(NamedTuple):
             rows_running=running,
             measured=Spread.of(ratios[1:]),
         )
-
-
-def _decode_seconds(runs: Sequence[Run]) -> float:
-    return sum(run.decode_seconds for run in runs)

@@ -39,40 +39,34 @@ class Accelerator:
                 raise ValueError(f"{field} of {self.name} is {value:g}; expected a positive number")
 
 
-def _from_datasheet(
-    name: str, memory_gb: float, tb_per_s: float, tflops: float, fp8: float | None, source: str
-) -> Accelerator:
-    fp8_flops = None if fp8 is None else fp8 * 1e12
-    return Accelerator(name, memory_gb * 1e9, tb_per_s * 1e12, tflops * 1e12, fp8_flops, source)
-
-
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
 _AMD = "https://www.amd.com/en/products/accelerators/instinct/mi300"
 _GOOGLE = "https://docs.cloud.google.com/tpu/docs"
 
-# Many datasheets print peaks for 2:4 sparse matrices; these are dense.
-_KNOWN = [
-    _from_datasheet(
-        "B200", 180.0, 8.0, 2250.0, 4500.0, f"NVIDIA DGX B200, an eighth of the system: {_NVIDIA}/dgx-b200/"
-    ),
-    _from_datasheet("H200", 141.0, 4.8, 989.0, 1979.0, f"NVIDIA H200 datasheet, SXM: {_NVIDIA}/h200/"),
-    _from_datasheet("H100", 80.0, 3.35, 989.0, 1979.0, f"NVIDIA H100 datasheet, SXM5: {_NVIDIA}/h100/"),
-    _from_datasheet("H100-NVL", 94.0, 3.9, 835.0, 1671.0, f"NVIDIA H100 datasheet, NVL: {_NVIDIA}/h100/"),
-    _from_datasheet("H100-PCIe", 80.0, 2.0, 756.0, 1513.0, "NVIDIA H100 datasheet (first edition), PCIe"),
-    _from_datasheet("A100-80GB", 80.0, 2.039, 312.0, None, f"NVIDIA A100 datasheet, 80 GB SXM4: {_NVIDIA}/a100/"),
-    _from_datasheet("A100-40GB", 40.0, 1.555, 312.0, None, f"NVIDIA A100 datasheet, 40 GB SXM4: {_NVIDIA}/a100/"),
-    _from_datasheet("L40S", 48.0, 0.864, 362.0, 733.0, f"NVIDIA L40S datasheet: {_NVIDIA}/l40s/"),
-    _from_datasheet("L4", 24.0, 0.3, 121.0, 242.0, f"NVIDIA L4 datasheet, half of the sparse peaks: {_NVIDIA}/l4/"),
-    _from_datasheet("RTX-5090", 32.0, 1.792, 209.5, 419.0, "NVIDIA RTX Blackwell whitepaper, sums in float32"),
-    _from_datasheet("RTX-4090", 24.0, 1.008, 165.2, 330.3, "NVIDIA Ada whitepaper, sums in float32"),
-    _from_datasheet("RTX-3090", 24.0, 0.936, 71.0, None, "NVIDIA GA102 whitepaper, sums in float32"),
-    _from_datasheet("MI300X", 192.0, 5.3, 1307.4, 2614.9, f"AMD Instinct MI300X datasheet: {_AMD}/mi300x.html"),
-    _from_datasheet("MI325X", 256.0, 6.0, 1307.4, 2614.9, f"AMD Instinct MI325X datasheet: {_AMD}/mi325x.html"),
-    _from_datasheet("TPU-v5e", 16.0, 0.819, 197.0, None, f"Google Cloud documentation: {_GOOGLE}/v5e"),
-    _from_datasheet("TPU-v5p", 95.0, 2.765, 459.0, None, f"Google Cloud documentation: {_GOOGLE}/v5p"),
-    _from_datasheet("TPU-v6e", 32.0, 1.6, 918.0, None, f"Google Cloud documentation: {_GOOGLE}/v6e"),
+# Name, GB, TB/s, bfloat16 and FP8 TFLOPS, source. Many datasheets print peaks for 2:4 sparse matrices; these are dense.
+_DATASHEETS: list[tuple[str, float, float, float, float | None, str]] = [
+    ("B200", 180.0, 8.0, 2250.0, 4500.0, f"NVIDIA DGX B200, an eighth of the system: {_NVIDIA}/dgx-b200/"),
+    ("H200", 141.0, 4.8, 989.0, 1979.0, f"NVIDIA H200 datasheet, SXM: {_NVIDIA}/h200/"),
+    ("H100", 80.0, 3.35, 989.0, 1979.0, f"NVIDIA H100 datasheet, SXM5: {_NVIDIA}/h100/"),
+    ("H100-NVL", 94.0, 3.9, 835.0, 1671.0, f"NVIDIA H100 datasheet, NVL: {_NVIDIA}/h100/"),
+    ("H100-PCIe", 80.0, 2.0, 756.0, 1513.0, "NVIDIA H100 datasheet (first edition), PCIe"),
+    ("A100-80GB", 80.0, 2.039, 312.0, None, f"NVIDIA A100 datasheet, 80 GB SXM4: {_NVIDIA}/a100/"),
+    ("A100-40GB", 40.0, 1.555, 312.0, None, f"NVIDIA A100 datasheet, 40 GB SXM4: {_NVIDIA}/a100/"),
+    ("L40S", 48.0, 0.864, 362.0, 733.0, f"NVIDIA L40S datasheet: {_NVIDIA}/l40s/"),
+    ("L4", 24.0, 0.3, 121.0, 242.0, f"NVIDIA L4 datasheet, half of the sparse peaks: {_NVIDIA}/l4/"),
+    ("RTX-5090", 32.0, 1.792, 209.5, 419.0, "NVIDIA RTX Blackwell whitepaper, sums in float32"),
+    ("RTX-4090", 24.0, 1.008, 165.2, 330.3, "NVIDIA Ada whitepaper, sums in float32"),
+    ("RTX-3090", 24.0, 0.936, 71.0, None, "NVIDIA GA102 whitepaper, sums in float32"),
+    ("MI300X", 192.0, 5.3, 1307.4, 2614.9, f"AMD Instinct MI300X datasheet: {_AMD}/mi300x.html"),
+    ("MI325X", 256.0, 6.0, 1307.4, 2614.9, f"AMD Instinct MI325X datasheet: {_AMD}/mi325x.html"),
+    ("TPU-v5e", 16.0, 0.819, 197.0, None, f"Google Cloud documentation: {_GOOGLE}/v5e"),
+    ("TPU-v5p", 95.0, 2.765, 459.0, None, f"Google Cloud documentation: {_GOOGLE}/v5p"),
+    ("TPU-v6e", 32.0, 1.6, 918.0, None, f"Google Cloud documentation: {_GOOGLE}/v6e"),
 ]
-KNOWN_ACCELERATORS = {accelerator.name.lower(): accelerator for accelerator in _KNOWN}
+KNOWN_ACCELERATORS = {
+    name.lower(): Accelerator(name, gigabytes * 1e9, bandwidth * 1e12, peak * 1e12, fp8 and fp8 * 1e12, source)
+    for name, gigabytes, bandwidth, peak, fp8, source in _DATASHEETS
+}
 
 
 def accelerator_named(name: str) -> Accelerator:
@@ -81,10 +75,9 @@ def accelerator_named(name: str) -> Accelerator:
     Raises:
         ValueError: No accelerator has this name.
     """
-    key = name.strip().lower().replace("_", "-").replace(" ", "-")
-    for candidate in (key, key.removesuffix("-sxm"), key.removeprefix("nvidia-")):
-        if candidate in KNOWN_ACCELERATORS:
-            return KNOWN_ACCELERATORS[candidate]
+    key = name.strip().lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").removesuffix("-sxm")
+    if key in KNOWN_ACCELERATORS:
+        return KNOWN_ACCELERATORS[key]
     near = difflib.get_close_matches(key, KNOWN_ACCELERATORS, n=1)
     known = ", ".join(accelerator.name for accelerator in KNOWN_ACCELERATORS.values())
     hint = f"; did you mean {KNOWN_ACCELERATORS[near[0]].name}?" if near else ";"

@@ -10,9 +10,10 @@ steps is left out too; only models of some hundred megabytes can profit from it.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-import functools
 from collections.abc import Callable
+from functools import partial
 
 from eagle3_jax.models.config import GatedDelta, GroupedQuery, Latent, Mixer
 from eagle3_jax.theory.memory import Deployment, memory_plan
@@ -185,9 +186,10 @@ def round_bound(
         same_experts: As in :func:`forward_work`. With experts, the result bounds every text only if this is true.
     """
     k = num_draft_tokens
-    work = functools.partial(forward_work, deployment, batch=batch, same_experts=same_experts)
-    plain = work(deployment.target, context=context, tokens=1, logits=1)
-    verify = work(deployment.target, context=context, tokens=k + 1, logits=k + 1)
+    work = partial(forward_work, deployment, batch=batch, same_experts=same_experts)
+    target = deployment.target
+    plain = work(target, context=context, tokens=1, logits=1)
+    verify = work(target, context=context, tokens=k + 1, logits=k + 1)
     passes: list[Work] = []
     if deployment.head is not None and k > 0:
         head = sizes_of(deployment.head)
@@ -246,18 +248,12 @@ def paying_batches(
         The smallest batch at which it pays off, or ``None``. The smallest larger one at which it no longer does: 1 if
         it pays off at none, ``None`` if it does up to 65,536.
     """
-
-    def pays(batch: int) -> bool:
-        bound = round_bound(deployment, batch=batch, context=context, num_draft_tokens=num_draft_tokens)
-        return bound.speedup(mean_acceptance_length) > 1.0
-
-    powers = [2**exponent for exponent in range(17)]
-    power = next(filter(pays, powers), None)
-    if power is None:
+    bound = partial(round_bound, deployment, context=context, num_draft_tokens=num_draft_tokens)
+    speedup = lambda batch: bound(batch=batch).speedup(mean_acceptance_length)
+    start = _first(lambda batch: speedup(batch) > 1.0)
+    if start is None:
         return None, 1
-    start = _first(pays, after=power // 2)
-    end = _first(lambda batch: not pays(batch), after=start or 0)
-    return start, end
+    return start, _first(lambda batch: speedup(batch) <= 1.0, after=start)
 
 
 def break_even_batch(
@@ -265,8 +261,7 @@ def break_even_batch(
 ) -> int | None:
     """Returns the batch from which speculation no longer pays off; see :func:`paying_batches`."""
     draft = {"num_draft_tokens": num_draft_tokens, "mean_acceptance_length": mean_acceptance_length}
-    _, end = paying_batches(deployment, context=context, **draft)
-    return end
+    return paying_batches(deployment, context=context, **draft)[1]
 
 
 def largest_batch(deployment: Deployment, *, context: int, num_draft_tokens: int, utilization: float = 0.9) -> int:
@@ -277,18 +272,15 @@ def largest_batch(deployment: Deployment, *, context: int, num_draft_tokens: int
 
 
 def _first(holds: Callable[[int], bool], *, after: int = 0) -> int | None:
-    """Returns the smallest batch above ``after`` for which a condition holds that stays true for larger batches."""
-    low = after
-    high = max(2 * after, 1)
-    while not holds(high):
-        if high >= _MOST_ROWS:
-            return None
-        low = high
-        high = min(2 * high, _MOST_ROWS)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+    """Returns the smallest batch above ``after`` for which a condition holds; ``None`` if there is none up to 65,536.
+
+    ``after`` is doubled until the condition holds, and the batches up to there are bisected.
+    """
+    doubles = (min(max(after, 1) << power, _MOST_ROWS) for power in range(17))
+    end = next(filter(holds, doubles), None)
+    if end is None:
+        return None
+    return bisect.bisect_left(range(end), True, lo=after + 1, key=holds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -323,12 +315,11 @@ def check_claim(
     """
     if not tokens_per_second > 0:
         raise ValueError(f"a claim of {tokens_per_second:g} tokens/s; expected a positive number")
-
-    def bound_of(rows: int, k: int) -> RoundBound:
-        return round_bound(deployment, batch=rows, context=context, num_draft_tokens=k, same_experts=True)
-
+    bound = partial(round_bound, deployment, context=context, same_experts=True)
+    plain_speed = lambda rows: bound(batch=rows, num_draft_tokens=0).plain_tokens_per_second
+    verify_seconds = bound(batch=batch, num_draft_tokens=num_draft_tokens).verify_seconds
     return Claim(
         tokens_per_second=tokens_per_second,
-        bound=batch * (num_draft_tokens + 1) / bound_of(batch, num_draft_tokens).verify_seconds,
-        batch_needed=_first(lambda rows: bound_of(rows, 0).plain_tokens_per_second >= tokens_per_second),
+        bound=batch * (num_draft_tokens + 1) / verify_seconds,
+        batch_needed=_first(lambda rows: plain_speed(rows) >= tokens_per_second),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, GatedDelta, GatedMLP, Latent, LayerConfig
@@ -84,23 +83,20 @@ class Deployment:
             fuse: Whether the fusion of target features is read.
         """
         sizes = sizes_of(model)
+        read = sizes.read
         wide = self.plain_bytes
         is_fp8 = self.weights == "fp8"
         bits = WEIGHT_BITS[self.weights] if is_fp8 or isinstance(model, DecoderConfig) else 8.0 * wide
         dense_bits = 8.0 * wide if self.weights == _EXPERTS_ONLY else bits
-        divided = 0.0
+        kernel = 1 if is_fp8 and sizes.is_head else wide
+        owned_output = min(sizes.owned.output, read.output)
+        divided = kernel * owned_output + wide * (read.output - owned_output)
         for equal in sizes.layers:
             layer = equal.sizes
             dense = layer.query_output + layer.mlp + layer.key_value * self._shared_by(equal)
             divided += (dense_bits * dense + bits * equal.experts_read(tokens)) / 8
-        kernel = 1 if is_fp8 and sizes.is_head else wide
-        owned_output = min(sizes.owned.output, sizes.read.output)
-        borrowed_output = sizes.read.output - owned_output
-        divided += kernel * owned_output + wide * borrowed_output
-        undivided = wide * (sizes.read.vectors + sizes.read.routers)
-        if fuse:
-            undivided += kernel * sizes.read.fusion
-        return divided / self.num_accelerators + undivided
+        fusion = kernel * read.fusion if fuse else 0
+        return divided / self.num_accelerators + wide * (read.vectors + read.routers) + fusion
 
     def cache_bytes_per_token(self, model: Model) -> float:
         """Counts the bytes of a token's keys and values on each accelerator: ``Σ 2·C·H`` numbers, ``·r/n``.
@@ -284,19 +280,11 @@ def remedy_of(deployment: Deployment, **load: Any) -> dict[str, Any]:
         deployment: A deployment that does not fit.
         load: The other arguments of :func:`memory_plan`.
     """
-
-    def first_that_fits(name: str, values: Iterable[Any]) -> Any:
-        """Returns the first value of a field of the deployment with which it fits; ``None`` if there is none."""
-        for value in values:
-            changed = dataclasses.replace(deployment, **{name: value})
-            if memory_plan(changed, **load).fits:
-                return value
-        return None
-
     heads = math.gcd(*(number for model in deployment.models for number in attention_heads(model)))
-    larger = range(deployment.num_accelerators + 1, min(heads, _MOST_ACCELERATORS) + 1)
-    bits = WEIGHT_BITS[deployment.weights]
+    larger = [n for n in range(deployment.num_accelerators + 1, _MOST_ACCELERATORS + 1) if heads % n == 0]
+    smaller = [name for name, bits in WEIGHT_BITS.items() if bits < WEIGHT_BITS[deployment.weights]]
+    fits = lambda **change: memory_plan(dataclasses.replace(deployment, **change), **load).fits
     return {
-        "num_accelerators": first_that_fits("num_accelerators", (n for n in larger if heads % n == 0)),
-        "weights": first_that_fits("weights", (name for name in WEIGHT_BITS if WEIGHT_BITS[name] < bits)),
+        "num_accelerators": next((n for n in larger if fits(num_accelerators=n)), None),
+        "weights": next((name for name in smaller if fits(weights=name)), None),
     }

@@ -90,13 +90,12 @@ def draft_schedule(
     """
     options = {"conditional_acceptance_rate": conditional_acceptance_rate, "longest": most_draft_tokens}
     ranges: list[BatchRange] = []
-    first = 1
-    while first <= largest:
+    for power in range(largest.bit_length()):
+        first = 2**power
         last = min(2 * first - 1, largest)
         best = min(best_chain(deployment, batch=batch, context=context, **options) for batch in {first, last})
         start = ranges.pop().first if ranges and ranges[-1].num_draft_tokens == best else first
         ranges.append(BatchRange(start, last, best))
-        first = last + 1
     return ranges
 
 

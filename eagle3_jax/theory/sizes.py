@@ -145,7 +145,7 @@ def _count(
     """Counts the sizes of the layers, each ``numbers`` times, and all parameters, also those outside of layers."""
     import jax
 
-    counts: dict[int | None, Any] = {index: collections.Counter() for index in (*range(len(layers)), None)}
+    counts: dict[int | None, Any] = collections.defaultdict(collections.Counter)
     cached = [_cache_values(layer) for layer in layers]
     leaf_axes = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     leaves = jax.tree_util.tree_leaves_with_path(shapes)

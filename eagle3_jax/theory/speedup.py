@@ -12,9 +12,12 @@ Publications mean two quantities by "acceptance rate", and each has its own form
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Sequence
+
+_STEPS = 2**60  # between the conditional acceptance rates 0 and 1, in the search for a rate
 
 
 def tau_from_draft_rate(draft_acceptance_rate: float, num_draft_tokens: int) -> float:
@@ -41,15 +44,9 @@ def draft_rate_from_tau(mean_acceptance_length: float, num_draft_tokens: int) ->
 def conditional_rate_from_tau(mean_acceptance_length: float, num_draft_tokens: int) -> float:
     """Finds the ``α`` in [0, 1] whose geometric sum is ``τ``, by bisection: the sum increases with ``α``."""
     _check_tau(mean_acceptance_length, num_draft_tokens)
-    low = 0.0
-    high = 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if tau_from_conditional_rate(middle, num_draft_tokens) < mean_acceptance_length:
-            low = middle
-        else:
-            high = middle
-    return high
+    steps = range(_STEPS)
+    tau_at = lambda step: tau_from_conditional_rate(step / _STEPS, num_draft_tokens)
+    return bisect.bisect_left(steps, mean_acceptance_length, key=tau_at) / _STEPS
 
 
 def round_cost(num_draft_tokens: int, *, verify_cost: float, draft_cost: float) -> float:
@@ -134,7 +131,7 @@ class TrafficClass:
     conditional_acceptance_rate: float  #: ``α``.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Percentiles:
     """Percentiles of a latency, in plain steps."""
 
@@ -187,22 +184,18 @@ def simulate(
     blended_tau(shares, [tau_from_conditional_rate(alpha, num_draft_tokens) for alpha in alphas])  # checks both
     generator = np.random.default_rng(seed)
     alpha = generator.choice(alphas, size=num_requests, p=shares)
-    written = np.ones(num_requests, np.int64)
+    written = np.zeros(num_requests, np.int64)  # after the token of the prefill
     rounds = np.zeros(num_requests, np.int64)
-    accepted = 0
-    while (active := np.flatnonzero(written < output_tokens)).size:
+    while (active := np.flatnonzero(written < output_tokens - 1)).size:
         is_accepted = generator.random((active.size, num_draft_tokens)) < alpha[active, None]
-        count = np.cumprod(is_accepted, axis=1).sum(axis=1)
-        accepted += int(count.sum())
-        written[active] += count + 1
+        written[active] += 1 + np.cumprod(is_accepted, axis=1).sum(axis=1)
         rounds[active] += 1
     per_token = rounds * cost / (output_tokens - 1)
-    p50, p90, p99 = np.percentile(per_token, [50, 90, 99]).tolist()
     return Simulation(
         num_requests=num_requests,
-        mean_acceptance_length=1.0 + accepted / int(rounds.sum()),
+        mean_acceptance_length=float(written.sum() / rounds.sum()),
         speedup=1.0 / float(per_token.mean()),
-        time_per_output_token=Percentiles(p50=p50, p90=p90, p99=p99),
+        time_per_output_token=Percentiles(*np.percentile(per_token, [50, 90, 99]).tolist()),
         slower_than_plain=float(np.mean(per_token > 1.0)),
     )
 

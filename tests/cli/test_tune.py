@@ -9,6 +9,8 @@ import tiny
 
 from eagle3_jax import DynamicTree, SpeculationSchedule, SpeculativeDecoder
 from eagle3_jax.bench import tune as tuning
+from eagle3_jax.bench.contenders import DecoderContender
+from eagle3_jax.bench.step_costs import StepCosts
 from eagle3_jax.bench.timing import Spread
 from eagle3_jax.bench.tune import (
     BatchTuning,
@@ -130,7 +132,7 @@ def test_rounds_in_which_prompt_lookup_finds_nothing_are_rounds_all_the_same(tar
     prompts = [[1, 2, 3, 1, 2], [4]]
     limit = 24
     rounds = sum(1 for _ in decoder.rounds([prompts[0]], max_new_tokens=limit))
-    run = tuning._decode(decoder, prompts, limit)
+    run = DecoderContender("n-gram", "float32", decoder).run(prompts, limit)
     counted = tuning._rounds(run)[0]
     assert 0 <= rounds - counted <= 2  # what the limit cut off is not seen
     assert counted > run.stats.num_drafts[0]
@@ -147,7 +149,7 @@ def test_the_command_writes_what_generate_reads(capsys, tmp_path, prompts, monke
     output = tmp_path / "tuned.json"
     cache = ("--compilation-cache", "none")
     # The random head of this pair is never worth its cost, so the costs are not left to the machine.
-    monkeypatch.setattr(tuning, "step_costs", lambda *_, **__: tuning.StepCosts(1.0, 0.0, 0.0))
+    monkeypatch.setattr(tuning, "step_costs", lambda *_, **__: StepCosts(1.0, 0.0, 0.0))
     monkeypatch.setattr(tuning.Candidate, "of", lambda shape, **_: gains(0, 2.0 / shape.num_draft_tokens, shape=shape))
     arguments = [
         "tune", *PAIR, "--dtype", "float32", "--prompts", prompts, "--batch-sizes", "2", "--chains", "1",
