@@ -10,6 +10,7 @@ known, so a command that is cut off loses only the current cell. `docs/gpu.md` e
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import functools
 import glob
@@ -38,9 +39,10 @@ from eagle3_jax.bench.records import failure, read_record, spread_of, write_reco
 from eagle3_jax.bench.roofline import bandwidths, step_bytes
 from eagle3_jax.bench.rounds import CompilerOptions, Pace, timed_rounds
 from eagle3_jax.bench.step_costs import draft_seconds, target_seconds
+from eagle3_jax.bench.tables import show, to_markdown
 from eagle3_jax.bench.timing import CompileClock
+from eagle3_jax.devices.compilation import keep_compiled_programs
 from eagle3_jax.drafters import Plain
-from eagle3_jax.files.writing import cache_directory
 from eagle3_jax.load import precision_named
 from eagle3_jax.verifiers.simulated import PUBLISHED_RATES
 
@@ -111,24 +113,18 @@ class Record:
 
     def __init__(self, output: Path, part: str, seconds: float = float("inf")):
         self.output = output
-        self.part = part
         self.end = time.monotonic() + seconds
-        self.figures: dict[str, Any] = read(output)["parts"][part]["figures"]
+        self.result: dict[str, Any] = json.loads(output.read_text())
+        self.figures: dict[str, Any] = self.result["parts"][part]["figures"]
 
     def add(self, name: str, figure: Any) -> None:
         """Writes one figure."""
         self.figures[name] = figure
-        result = read(self.output)
-        result["parts"][self.part]["figures"] = self.figures
-        write_record(self.output, result)
+        write_record(self.output, self.result)
 
     def remaining_seconds(self) -> float:
         """Returns the time that the part may still take."""
         return self.end - time.monotonic()
-
-
-def read(output: Path) -> dict[str, Any]:
-    return json.loads(output.read_text())
 
 
 # ---------------------------------------------------------------- cells: one timed configuration each
@@ -383,22 +379,23 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help=f"Of: {', '.join(PARTS)}.")
     parser.add_argument("--again", action="store_true", help="Measure parts that are done already, too.")
     parser.add_argument("--rehearse", action="store_true", help="Tiny shapes, on any device.")
-    parser.add_argument("--compilation-cache", type=Path, default=cache_directory("compiled"), metavar="DIR")
+    parser.add_argument("--compilation-cache", metavar="DIR", help="Directory of compiled programs, or none.")
     parser.add_argument("--within", type=float, help=argparse.SUPPRESS)  # seconds: run the one part in this process
     options = parser.parse_args()
     setting = REHEARSAL if options.rehearse else FULL
     if options.within is not None:
         (name,) = options.only
-        record = Record(options.output, name, options.within)
-        before = clocks()
-        PARTS[name].measure(setting, record)
-        record.add("clocks", [before, clocks()])
+        measure_part(name, setting, options)
         return
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the memory is for the processes of the parts
     if not options.rehearse and (problem := gpu_problem(required=True)):
         raise SystemExit(f"error: {problem}; --rehearse tries tiny shapes on any device")
+    conditions = {"schema": SCHEMA, "rehearsal": options.rehearse, "shape": setting.shape, "code": sha256_of_code()}
+    try:
+        result = read_record(options.output, conditions) or conditions | {"parts": {}, "ratios": {}}
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
     end = time.monotonic() + BUDGET
-    result = begin(options.output, setting, rehearsal=options.rehearse)
     for name in options.only or PARTS:
         earlier = result["parts"].get(name, {})
         if earlier.get("status") == "done" and not options.again:
@@ -406,71 +403,59 @@ def main() -> None:
         figures = {} if options.again else earlier.get("figures", {})
         result["parts"][name] = {"status": "cut off", "figures": figures}
         write_record(options.output, result)
-        outcome = run_part(name, options, end)
-        result = read(options.output)
-        result["parts"][name] |= outcome
+        status = run_part(name, options, end)
+        result = json.loads(options.output.read_text())
+        result["parts"][name]["status"] = status
         result["ratios"] = ratios(result["parts"])
         write_record(options.output, result)
     print(shown(result))
 
 
-def begin(output: Path, setting: Setting, *, rehearsal: bool) -> dict[str, Any]:
-    """Returns an earlier run of the same code, or a new record."""
-    conditions = {"schema": SCHEMA, "rehearsal": rehearsal, "shape": setting.shape, "code": sha256_of_code()}
-    try:
-        record = read_record(output, conditions)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
-    return record or conditions | {"parts": {}, "ratios": {}}
+def measure_part(name: str, setting: Setting, options: argparse.Namespace) -> None:
+    """Measures a part in this process, between two readings of the clocks."""
+    keep_compiled_programs(options.compilation_cache)
+    record = Record(options.output, name, options.within)
+    before = clocks()
+    PARTS[name].measure(setting, record)
+    record.add("clocks", [before, clocks()])
 
 
-def run_part(name: str, options: argparse.Namespace, end: float) -> dict[str, Any]:
+def run_part(name: str, options: argparse.Namespace, end: float) -> str:
     """Runs a part in its own process until its limit or the end of the budget. Returns how it ended."""
     part = PARTS[name]
     remaining = end - time.monotonic() - START - ROOM
     seconds = min(part.seconds * (4 if options.rehearse else 1), remaining)
     if seconds < LEAST:
-        return {"status": "not run: the budget was spent; run the command again"}
+        return "not run: the budget was spent; run the command again"
     command = [sys.executable, __file__, "--output", str(options.output), "--only", name]
     command += ["--within", f"{seconds:.0f}", *["--rehearse"] * options.rehearse]
-    variables = os.environ | dict(part.variables) | process_variables(options.compilation_cache)
+    if options.compilation_cache is not None:
+        command += ["--compilation-cache", options.compilation_cache]
     limit = seconds + START + ROOM
     print(f"{name}, at most {limit:.0f} s", flush=True)
+    variables = os.environ | dict(part.variables)
     try:
         process = subprocess.run(command, env=variables, stderr=subprocess.PIPE, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
-        return {"status": f"cut off after {limit:.0f} s; run the command again"}
+        return f"cut off after {limit:.0f} s; run the command again"
     if process.returncode:
         lines = process.stderr.strip().splitlines() or [f"it ended with code {process.returncode}"]
-        return {"status": f"failed: {lines[-1][:300]}"}
-    figures = read(options.output)["parts"][name]["figures"].values()
+        return f"failed: {lines[-1][:300]}"
+    figures = json.loads(options.output.read_text())["parts"][name]["figures"].values()
     skipped = sum(isinstance(figure, dict) and "skipped" in figure for figure in figures)
-    return {"status": f"in part: no time for {skipped} cells; run the command again" if skipped else "done"}
-
-
-def process_variables(compilation_cache: Path | None) -> dict[str, str]:
-    """Returns the environment variables with which a part finds this checkout and the compiled programs."""
-    paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
-    variables = {"PYTHONPATH": os.pathsep.join(paths)}
-    if compilation_cache is not None:
-        variables["JAX_COMPILATION_CACHE_DIR"] = str(compilation_cache)
-        variables["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    return variables
+    return f"in part: no time for {skipped} cells; run the command again" if skipped else "done"
 
 
 def ratios(parts: dict[str, Any]) -> dict[str, float]:
     """Returns the figures that `docs/gpu.md` states an aim for, as far as they were measured."""
-    figures = {name: part["figures"] for name, part in parts.items()}
-    rounds = figures.get("round", {})
-    seconds = {
-        name: figure["seconds_per_round"]["median"]
-        for name, figure in rounds.items()
-        if isinstance(figure, dict) and "seconds_per_round" in figure
-    }
+    figures = collections.defaultdict(dict, {name: part["figures"] for name, part in parts.items()})
+    rounds = figures["round"]
+    timed = {name: figure for name, figure in rounds.items() if isinstance(figure, dict) and "rounds" in figure}
+    seconds = {name: figure["seconds_per_round"]["median"] for name, figure in timed.items()}
     results = {}
-    if figures.get("text"):
+    if "same text" in figures["text"]:
         results["same text"] = figures["text"]["same text"]
-    if "plain" in seconds and "bytes_per_second" in figures.get("device", {}):
+    if "plain" in seconds and "bytes_per_second" in figures["device"]:
         copied = figures["device"]["bytes_per_second"]["copy"]
         results["plain share of copy"] = rounds["step_bytes"] / seconds["plain"] / copied
     if seconds.keys() >= {"plain", f"verify {NODES}"}:
@@ -482,26 +467,20 @@ def ratios(parts: dict[str, Any]) -> dict[str, float]:
 
 
 def shown(result: dict[str, Any]) -> str:
-    """Returns the result as text: ratios, cells, and the parts that are not done."""
+    """Returns the result as text: ratios, cells, and the status of the parts."""
     lines = ["", f"{result['shape']}, random weights, bfloat16" + ", a REHEARSAL: nothing counts" * result["rehearsal"]]
     lines += [f"  {name}: {value:.3f}" for name, value in result["ratios"].items()]
-    lines += ["", "cell: ms a round; rounds and tokens/s in those of the first cell; calls of the target"]
+    cells = []
     for part, measured in result["parts"].items():
         for name, figure in measured["figures"].items():
-            if isinstance(figure, dict) and figure.keys() & {"failed", "rounds"}:
-                lines.append(f"  {part}: {name:44} {shown_figure(figure)}")
+            if not isinstance(figure, dict) or not figure.keys() & {"failed", "rounds"}:
+                continue
+            in_bases = [figure.get(f"{kind}_in_bases", {}).get("median") for kind in ("round", "speed")]
+            milliseconds = 1e3 * figure["seconds_per_round"]["median"] if "rounds" in figure else figure["failed"][:100]
+            cells.append([part, name, *map(show, (milliseconds, *in_bases, figure.get("rounds")))])
+    lines += ["", to_markdown(["part", "cell", "ms a round", "in first rounds", "in first speeds", "calls"], cells), ""]
     lines += [f"{name}: {part['status']}" for name, part in result["parts"].items()]
     return "\n".join(lines)
-
-
-def shown_figure(figure: dict[str, Any]) -> str:
-    """Returns a cell as text."""
-    if "failed" in figure:
-        return f"failed: {figure['failed'][:100]}"
-    milliseconds = 1e3 * figure["seconds_per_round"]["median"]
-    in_bases = [figure.get(f"{kind}_in_bases", {}).get("median", float("nan")) for kind in ("round", "speed")]
-    columns = " ".join(f"{ratio:7.3f}" for ratio in in_bases)
-    return f"{milliseconds:9.3f} {columns} {figure['rounds']:4}"
 
 
 if __name__ == "__main__":

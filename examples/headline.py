@@ -18,7 +18,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +30,9 @@ from eagle3_jax.bench.environment import environment, sha256_of_code, sha256_of_
 from eagle3_jax.bench.records import failure, read_record, write_record
 from eagle3_jax.bench.run import measure
 from eagle3_jax.bench.tables import show, to_markdown, write_text
+from eagle3_jax.devices.compilation import keep_compiled_programs
 from eagle3_jax.files.prompts import Prompt, in_turn, read_prompts
 from eagle3_jax.files.sources import bundled, locate
-from eagle3_jax.files.writing import cache_directory
 from validation.engines.vllm.bridge import EngineOptions, eagle3
 from validation.engines.vllm.contender import VLLMContender
 from validation.engines.vllm.process import Process
@@ -65,7 +65,6 @@ class Cell(NamedTuple):
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the options; `--rehearse` has smaller defaults."""
-    small = "--rehearse" in (sys.argv if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -75,27 +74,19 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--prompts", nargs="+", default=[], metavar="NAME=FILE", help="JSONL; the shipped prompts if left out.")
     add("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
     add("--weights", default="dense", help="As `eagle3 bench --weights`.")
-    add("--batches", type=int, nargs="+", metavar="B", default=[1, 2] if small else [2**power for power in range(7)])
+    add("--batches", type=int, nargs="+", metavar="B", default=[2**power for power in range(7)])
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], metavar="T")
     add("--chains", type=int, nargs="+", default=[3, 5], metavar="K", help="Lengths of chains, ours and vLLM's.")
     add("--tree", type=int, nargs=3, default=[60, 8, 10], metavar="N", help="Nodes, depth and top-k; 60 8 10.")
-    add(
-        "--max-prompts",
-        type=int,
-        default=2 if small else 80,
-        help="Prompts of each set, or one batch where that is more.",
-    )
-    add(
-        "--max-new-tokens",
-        type=int,
-        default=16 if small else 256,
-        help="New tokens per prompt; stop tokens are ignored.",
-    )
-    add("--repeats", type=int, default=2 if small else 5, help="Interleaved repeats.")
+    add("--max-prompts", type=int, default=80, help="Prompts of each set, or one batch where that is more.")
+    add("--max-new-tokens", type=int, default=256, help="New tokens per prompt; stop tokens are ignored.")
+    add("--repeats", type=int, default=5, help="Interleaved repeats.")
     add("--vllm-python", type=Path, help="Interpreter of an environment with vLLM; without it vLLM is left out.")
     add("--vllm-memory", type=float, default=0.45, help="Share of a GPU's memory for vLLM.")
     add("--output", type=Path, default=Path("headline"), help="Directory of headline.json and headline.md.")
     add("--rehearse", action="store_true", help="Few prompts and tokens, and a record that says so.")
+    if "--rehearse" in (sys.argv if arguments is None else arguments):
+        parser.set_defaults(batches=[1, 2], max_prompts=2, max_new_tokens=16, repeats=2)
     options = parser.parse_args(arguments)
     if unnamed := [text for text in options.prompts if not all(text.partition("="))]:
         parser.error(f"--prompts {unnamed[0]}: expected NAME=FILE, such as gsm8k=test.jsonl")
@@ -157,12 +148,9 @@ class Experiment:
         if options.vllm_python:
             rivals += ["plain", *(f"chain K={k}" for k in options.chains)]
         axes = (rivals, self.sets, options.temperatures, sorted(options.batches))
-        return [cell for cell in itertools.starmap(Cell, itertools.product(*axes)) if not self._is_measured(cell)]
-
-    def _is_measured(self, cell: Cell) -> bool:
-        """Whether the record has the cell with the same prompts; a failed cell has none."""
-        recorded = self.record["cells"].get(cell.key, {})
-        return recorded.get("sha256_of_prompts") == sha256_of_prompts(self.batch_of(cell))
+        cells = itertools.starmap(Cell, itertools.product(*axes))
+        hash_of = lambda cell: self.record["cells"].get(cell.key, {}).get("sha256_of_prompts")  # a failed cell has none
+        return [cell for cell in cells if hash_of(cell) != sha256_of_prompts(self.batch_of(cell))]
 
     def run(self) -> None:
         """Measures what is missing; writes the record after every cell."""
@@ -245,23 +233,25 @@ class Experiment:
         }
 
 
-def table(record: dict[str, Any]) -> Iterator[list[str]]:
-    """Yields a row for each method and cell. Next to vLLM our row gives only the ratio to it and the equal texts."""
+def table(record: dict[str, Any]) -> list[list[str]]:
+    """Returns a row for each method and cell. Next to vLLM our row gives only the ratio to it and the equal texts."""
     cells = [cell for cell in record["cells"].values() if "rows" in cell]
-    cells.sort(key=lambda cell: (cell["prompts"], cell["temperature"], cell["batch"], cell["rival"] != OURS))
+    cells.sort(key=lambda cell: (*setting_of(cell), cell["rival"] != OURS))
     next_to_vllm = {
-        (cell["prompts"], cell["temperature"], cell["batch"], row["name"]): row
-        for cell in cells
-        if cell["rival"] != OURS
-        for row in cell["rows"]
+        (*setting_of(cell), row["name"]): row for cell in cells if cell["rival"] != OURS for row in cell["rows"]
     }
+    lines = []
     for cell in cells:
         for row in cell["rows"]:
-            name = row["name"]
-            if cell["rival"] == OURS or name.startswith("vLLM"):
-                draft = name.removeprefix("vLLM ")
-                key = (cell["prompts"], cell["temperature"], cell["batch"], draft)
-                yield table_row(cell, row, next_to_vllm.get(key))
+            if cell["rival"] == OURS or row["name"].startswith("vLLM"):
+                draft = row["name"].removeprefix("vLLM ")
+                lines.append(table_row(cell, row, next_to_vllm.get((*setting_of(cell), draft))))
+    return lines
+
+
+def setting_of(cell: dict[str, Any]) -> tuple[str, float, int]:
+    """Returns what the cells of ours and those next to vLLM have in common."""
+    return cell["prompts"], cell["temperature"], cell["batch"]
 
 
 def table_row(cell: dict[str, Any], row: dict[str, Any], next_to_vllm: dict[str, Any] | None) -> list[str]:
@@ -307,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(2) from None
     experiment.run()
     warning = "A REHEARSAL: no figure counts.\n\n" * options.rehearse
-    text = warning + to_markdown(COLUMNS, list(table(experiment.record)))
+    text = warning + to_markdown(COLUMNS, table(experiment.record))
     print(text)
     write_text(options.output / "headline.md", text + "\n")
     if missing := experiment.missing():
@@ -316,6 +306,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # vLLM needs its share of the GPU
-    if directory := cache_directory("compiled"):
-        jax.config.update("jax_compilation_cache_dir", str(directory))  # most of a first run is compiling
+    keep_compiled_programs(None)  # most of a first run is compiling
     main()

@@ -82,29 +82,17 @@ def recorded(row: Row, method: str, draft: str, parameters: int) -> dict[str, An
 def main(arguments: list[str] | None = None) -> None:
     """Measures and writes the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--heads", type=Path, help="directory with a trained head per method, under its name")
-    parser.add_argument("--named", default="ngram,suffix,layer-skip=3", help="drafters without files")
-    parser.add_argument(
-        "--chains",
-        type=int,
-        nargs="+",
-        default=[3, 5, 7],
-        metavar="K",
-        help="one that a head does not reach is left out",
-    )
-    parser.add_argument(
-        "--tree",
-        type=int,
-        nargs=3,
-        default=[8, 5, 2],
-        metavar="N",
-        help="nodes, depth and top-k; for heads that draft trees",
-    )
-    parser.add_argument("--dtype", default="mixed")
-    parser.add_argument("--prompts", type=int, default=8, help="prompts of each kind")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="JSON file; standard output when left out")
+    add = parser.add_argument
+    add("--heads", type=Path, help="directory with a trained head per method, under its name")
+    add("--named", default="ngram,suffix,layer-skip=3", help="drafters without files")
+    chains = "lengths; those that a head does not reach are left out"
+    add("--chains", type=int, nargs="+", default=[3, 5, 7], metavar="K", help=chains)
+    add("--tree", type=int, nargs=3, default=[8, 5, 2], metavar="N", help="nodes, depth and top-k")
+    add("--dtype", default="mixed")
+    add("--prompts", type=int, default=8, help="prompts of each kind")
+    add("--max-new-tokens", type=int, default=64)
+    add("--repeats", type=int, default=3)
+    add("--output", type=Path, help="JSON file; standard output when left out")
     options = parser.parse_args(arguments)
     target = e3.load_target(dtype=options.dtype)
     shipped = read_prompts(bundled("prompts.jsonl"), target, max_new_tokens=options.max_new_tokens)
@@ -119,7 +107,6 @@ def main(arguments: list[str] | None = None) -> None:
     for method, drafter in drafters(target, options.heads, options.named):
         plain = e3.SpeculativeDecoder(target, stop_tokens=())
         contenders = [DecoderContender("plain", options.dtype, plain)]
-        drafts = {}
         for draft, shape in shapes.items():
             try:
                 decoder = e3.SpeculativeDecoder(target, drafter, stop_tokens=(), **shape)
@@ -127,7 +114,6 @@ def main(arguments: list[str] | None = None) -> None:
                 missing.append({"method": method, "draft": draft, "reason": str(error)})
                 continue
             contenders.append(DecoderContender(f"{method} {draft}", options.dtype, decoder))
-            drafts[contenders[-1].name] = draft
         report = measure(
             contenders,
             [prompt.tokens for prompt in prompts],
@@ -140,8 +126,10 @@ def main(arguments: list[str] | None = None) -> None:
         )
         compiled_late += report.programs_after_warm_up
         parameters = num_parameters(drafter, target)
-        name = method.partition("=")[0]
-        rows += [recorded(row, name, drafts[row.name], parameters) for row in report.rows if row.name in drafts]
+        for row in report.rows:
+            if row.name != "plain":
+                draft = row.name.removeprefix(f"{method} ")
+                rows.append(recorded(row, method.partition("=")[0], draft, parameters))
         # The programs of all methods together are more than a process may map.
         del contenders, report
         jax.clear_caches()

@@ -9,15 +9,15 @@ those of MT-bench, HumanEval and GSM8K, one file a task. Quiet two cores take ab
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ import eagle3_jax as e3
 from eagle3_jax.bench.environment import environment
 from eagle3_jax.bench.records import write_record
 from eagle3_jax.files.prompts import Prompt, in_turn, read_prompts
+from eagle3_jax.files.sources import locate
 from eagle3_jax.models.layers import Precision, product, product_by_table
 from eagle3_jax.models.quantised import Int8Kernel
 from eagle3_jax.tree import causal_mask
@@ -38,6 +39,7 @@ PREFILLS = (32, 128)
 CONTEXT = 100
 CAPACITY = 256
 NEW_TOKENS = 32
+BATCH = 8  # prompts that are answered together
 FORMS = {"float32": ("float32", "dense"), "mixed": ("mixed", "dense"), "int8": ("float32", "int8")}  # dtype, weights
 KERNELS = ("kernel", "gate_up", "down")  # names of the parameters that products read
 
@@ -69,7 +71,7 @@ def main() -> None:
 
 
 def prompts_of(options: argparse.Namespace, target: e3.LoadedTarget, count: int) -> list[Prompt]:
-    """The first turns of the prompts, through the target's chat template, in turn from every task."""
+    """Returns the first turns of the prompts through the chat template of the target, in turn from every task."""
     prompts = [prompt for file in options.prompts for prompt in read_prompts(file, target, max_new_tokens=NEW_TOKENS)]
     return in_turn(prompts, count)
 
@@ -78,7 +80,7 @@ def prompts_of(options: argparse.Namespace, target: e3.LoadedTarget, count: int)
 
 
 def rounds(options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of a target's step with some rows, of its products alone, and of prefills; all interleaved."""
+    """Times steps of a target, their products alone, and prefills; all take turns."""
     programs: dict[str, Callable[[], Any]] = {}
     for form, (dtype, weights) in FORMS.items():
         target = e3.load_target(options.target, dtype=dtype, weights=weights)
@@ -88,6 +90,8 @@ def rounds(options: argparse.Namespace) -> dict[str, Any]:
         for count in PREFILLS:
             programs[f"{form}, prefill of {count}"] = prefill_program(target, count)
             programs[f"{form}, prefill of {count}, products alone"] = products_program(target, count, 1)
+    for program in programs.values():
+        jax.block_until_ready(program())  # compiles
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(options.repeats):
         for name, program in programs.items():
@@ -99,23 +103,18 @@ def rounds(options: argparse.Namespace) -> dict[str, Any]:
         low, median, high = statistics.quantiles(times, n=4)
         figures[name] = {"milliseconds": 1e3 * median, "quartiles": [1e3 * low, 1e3 * high]}
     fastest = min(FORMS, key=lambda form: figures[f"{form}, 1 rows"]["milliseconds"])
-    plain = seconds[f"{fastest}, 1 rows"]
+    plain = np.asarray(seconds[f"{fastest}, 1 rows"])
     for form in FORMS:
         for count in ROWS:
             name = f"{form}, {count} rows"
-            ratios = [time / plain_time for time, plain_time in zip(seconds[name], plain, strict=True)]
-            figures[name]["times_fastest_plain_step"] = statistics.median(ratios)
-            figures[name]["outside_products"] = outside_products(seconds, name)
+            products = figures[f"{name}, products alone"]["milliseconds"]
+            figures[name]["times_fastest_plain_step"] = float(np.median(seconds[name] / plain))
+            figures[name]["outside_products"] = 1 - products / figures[name]["milliseconds"]
     return {"context": CONTEXT, "capacity": CAPACITY, "fastest_plain_step": fastest, "figures": figures}
 
 
-def outside_products(seconds: dict[str, list[float]], name: str) -> float:
-    """The share of a step that its products alone do not take, by medians."""
-    return 1 - statistics.median(seconds[f"{name}, products alone"]) / statistics.median(seconds[name])
-
-
 def step_program(target: e3.LoadedTarget, count: int) -> Callable[[], Any]:
-    """A verification of ``count`` tokens after 100 others: forward, logits, their largest, commit."""
+    """Returns a verification of ``count`` tokens after 100 others: forward, logits, their largest, commit."""
     model: Any = target.model
     cache = model.init_cache(1, CAPACITY).replace(length=jnp.asarray([CONTEXT], jnp.int32))
 
@@ -133,12 +132,11 @@ def step_program(target: e3.LoadedTarget, count: int) -> Callable[[], Any]:
         largest, state[0] = compiled(target.params, state[0], jnp.full((1, count), 7, jnp.int32))
         return largest
 
-    run()
     return run
 
 
 def prefill_program(target: e3.LoadedTarget, count: int) -> Callable[[], Any]:
-    """A prompt of ``count`` tokens, and the logits of its last one."""
+    """Returns the prefill of a prompt of ``count`` tokens, with the logits of its last one."""
     model: Any = target.model
     tokens = jnp.full((1, count), 7, jnp.int32)
     positions = jnp.arange(count, dtype=jnp.int32)[None]
@@ -147,12 +145,11 @@ def prefill_program(target: e3.LoadedTarget, count: int) -> Callable[[], Any]:
     def prefill(params: Any) -> jax.Array:
         return model.unembed(params, model(params, tokens, positions, causal_mask(count)).final[:, -1:])
 
-    jax.block_until_ready(prefill(target.params))
-    return lambda: prefill(target.params)
+    return functools.partial(prefill, target.params)
 
 
 def products_program(target: e3.LoadedTarget, count: int, logits: int) -> Callable[[], Any]:
-    """The products of ``count`` rows with every kernel, one after the other, and of ``logits`` rows with the output."""
+    """Returns the products of ``count`` rows with every kernel in turn, and of ``logits`` rows with the output."""
     model: Any = target.model
     precision: Precision = model.precision
     leaves = jax.tree_util.tree_leaves_with_path(target.params, is_leaf=lambda leaf: isinstance(leaf, Int8Kernel))
@@ -170,16 +167,14 @@ def products_program(target: e3.LoadedTarget, count: int, logits: int) -> Callab
         rows = jnp.full((logits, embedding.shape[1]), 0.5, precision.activations) + total
         return product_by_table(rows, embedding, precision)[0, 0]
 
-    run = lambda: products(kernels, target.params["embedding"])
-    jax.block_until_ready(run())
-    return run
+    return functools.partial(products, kernels, target.params["embedding"])
 
 
 # From the command to the first token
 
 
 def start(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds from the command to its first character and to its end, without and with compiled programs; memory."""
+    """Times a command to its first character and to its end, without and with compiled programs; measures memory."""
     rows = []
     with tempfile.TemporaryDirectory() as cache:
         for weights in ("dense", "int8"):
@@ -194,7 +189,7 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed_command(arguments: Sequence[str]) -> tuple[float, float, int]:
-    """Runs a command of ``eagle3``: its seconds, those to its first character, and the peak memory in megabytes."""
+    """Runs a command of ``eagle3``. Returns its seconds, those to its first character, and the peak memory in MB."""
     begin = time.monotonic()
     command = [sys.executable, "-m", "eagle3_jax", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -205,17 +200,14 @@ def timed_command(arguments: Sequence[str]) -> tuple[float, float, int]:
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{' '.join(command)} failed")
-    peak = (
-        usage.ru_maxrss // 1024 if usage.ru_maxrss else resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
-    )
-    return time.monotonic() - begin, first, peak
+    return time.monotonic() - begin, first, usage.ru_maxrss // 1024
 
 
 # Divergence of distributions
 
 
 def divergence(options: argparse.Namespace) -> dict[str, Any]:
-    """Divergence of int8 from float32: of the next token on greedy answers of float32, and of whole answers."""
+    """Compares int8 with float32: distributions of the next token on greedy answers of float32, and the answers."""
     dense = e3.load_target(options.target)
     prompts = prompts_of(options, dense, options.max_prompts)
     answers = greedy(dense, prompts)
@@ -235,21 +227,14 @@ def divergence(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def greedy(target: e3.LoadedTarget, prompts: Sequence[Prompt], batch: int = 8) -> list[list[int]]:
-    """The greedy answers of a target, prompts of similar length together."""
+def greedy(target: e3.LoadedTarget, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Returns the greedy answers of a target, in batches."""
     decoder = e3.SpeculativeDecoder(target)
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].tokens))
-    answers: dict[int, list[int]] = {}
-    for some in batches(order, batch):
-        result = decoder.generate([prompts[index].tokens for index in some], max_new_tokens=NEW_TOKENS)
-        answers |= dict(zip(some, result.tokens, strict=True))
-    return [answers[index] for index in range(len(prompts))]
-
-
-def batches(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    """Consecutive parts of a list."""
-    for first in range(0, len(order), size):
-        yield order[first : first + size]
+    answers = []
+    for start in range(0, len(prompts), BATCH):
+        tokens = [prompt.tokens for prompt in prompts[start : start + BATCH]]
+        answers += decoder.generate(tokens, max_new_tokens=NEW_TOKENS).tokens
+    return answers
 
 
 def compared(
@@ -268,32 +253,24 @@ def compared(
     return nats, first.argmax(-1) == second.argmax(-1)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def log_probs(model: Any, params: Any, tokens: np.ndarray) -> jax.Array:
-    """``[T V]``, log-probabilities after every token of one text."""
-    return _log_probs(model, params, jnp.asarray(tokens))
-
-
-def _log_probs_of(model: Any, params: Any, tokens: jax.Array) -> jax.Array:
+    """Returns ``[T V]``, log-probabilities after every token of one text."""
     size = tokens.shape[1]
     output = model(params, tokens, jnp.arange(size, dtype=jnp.int32)[None], causal_mask(size))
     return jax.nn.log_softmax(model.unembed(params, output.final)[0])
-
-
-_log_probs = jax.jit(_log_probs_of, static_argnums=0)
 
 
 # Texts of transformers
 
 
 def texts(options: argparse.Namespace) -> dict[str, Any]:
-    """Greedy answers in float32 with drafts by n-grams, scored by transformers: is every token its most likely one?
+    """Scores greedy answers in float32, drafted by n-grams, with transformers: is every token its most likely one?
 
     If it is, transformers writes the same text. Other tokens are listed with the distance of the two logits.
     """
     import torch
     from transformers import AutoModelForCausalLM
-
-    from eagle3_jax.files.sources import locate
 
     path = locate(options.target, "target")
     directory = path.parent if path.is_file() else path
@@ -312,11 +289,12 @@ def texts(options: argparse.Namespace) -> dict[str, Any]:
             logits = reference(torch.tensor([[*prompt.tokens, *answer]])).logits[0, len(prompt.tokens) - 1 : -1]
         written = logits[torch.arange(len(answer)), torch.tensor(answer)]
         gaps = logits.max(-1).values - written
-        drafts = drafts + int(result.stats.num_drafts)
-        tokens = tokens + len(answer)
-        if bool((gaps > 0).any()):
-            at = int((gaps > 0).nonzero()[0])
-            parted.append({"prompt": prompt.name, "token": at, "logits_apart": float(gaps[at])})
+        drafts += int(result.stats.num_drafts)
+        tokens += len(answer)
+        different = (gaps > 0).nonzero().flatten().tolist()
+        if different:
+            first = different[0]
+            parted.append({"prompt": prompt.name, "token": first, "logits_apart": float(gaps[first])})
     equal = len(prompts) - len(parted)
     return {"prompts": len(prompts), "equal": equal, "parted": parted, "drafts": drafts, "tokens": tokens}
 

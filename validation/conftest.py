@@ -62,7 +62,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "compile ahead of time for cuda:h200, tpu:v6e:2x2, ..., which need not be present; may be repeated",
         _LIST | {"metavar": "PLATFORM"},
     ),
-    "--aot-all": ("with --aot: every model, draft and batch, which takes hours", _FLAG),
+    "--aot-all": ("with --aot: every recorded program, which takes an hour or more", _FLAG),
     "--report-dir": (
         "where the report is written",
         {"metavar": "DIR", "default": str(Path(__file__).parent / "report")},

@@ -26,9 +26,10 @@ _NOT_EXECUTED = (
     "`make notebooks` executes it.\n"
     "```"
 )
-_ADDRESS = re.compile(r"(?<=\]\()(?!\w+:|#)[^)\s]+(?=\))|(?<=\]: )(?!\w+:|#)\S+$", re.MULTILINE)
 _CODE = re.compile(r"^(`{3,})[^\n]*\n.*?^\1`*\s*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
-_CODE_OR_IMAGE = re.compile(_CODE.pattern + r"|!\[[^\]]*\]\([^)\s]+\)", _CODE.flags)
+_IMAGE = r"!\[[^\]]*\]\([^)\s]+\)"
+_ADDRESS = r"(?P<address>(?<=\]\()(?!\w+:|#)[^)\s]+(?=\))|(?<=\]: )(?!\w+:|#)\S+$)"
+_CODE_IMAGE_OR_ADDRESS = re.compile(f"{_CODE.pattern}|{_IMAGE}|{_ADDRESS}", _CODE.flags)
 
 
 def setup(app: Any) -> dict[str, Any]:
@@ -128,6 +129,8 @@ def rewritten(text: str, docname: str, *, warn: Callable[[str], None]) -> str:
     )
 
     def within(match: re.Match[str]) -> str:
+        if match["address"] is None:
+            return match[0]
         target, mark, anchor = match[0].partition("#")
         path = posixpath.normpath(posixpath.join(posixpath.dirname(home), target))
         if not (ROOT / path).is_file():
@@ -139,11 +142,4 @@ def rewritten(text: str, docname: str, *, warn: Callable[[str], None]) -> str:
             return "path:" + posixpath.relpath(f"../{path}", here)
         return posixpath.relpath(page, here) + mark + anchor
 
-    unchanged: list[str] = []
-
-    def keep(match: re.Match[str]) -> str:
-        unchanged.append(match[0])
-        return f"\0{len(unchanged) - 1}\0"
-
-    shown = _ADDRESS.sub(within, _CODE_OR_IMAGE.sub(keep, text))
-    return re.sub("\0(\\d+)\0", lambda match: unchanged[int(match[1])], shown)
+    return _CODE_IMAGE_OR_ADDRESS.sub(within, text)

@@ -10,11 +10,6 @@ ROWS = (1, 2, 4, 6)
 PREFILLS = (32, 128)
 
 
-def parts() -> dict[str, dict[str, str]]:
-    """Returns the tables by page and mark."""
-    return {"docs/numbers.md": {"chat model": rounds()}}
-
-
 def rounds() -> str:
     """Writes milliseconds of a step by rows and precision, in multiples of the fastest plain step; and of prefills."""
     figures = RECORD["rounds"]["figures"]

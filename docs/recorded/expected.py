@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from page_tables import RESULTS, ROOT, table
+from page_tables import ROOT, table
 
 sys.path.insert(0, str(ROOT))
 
@@ -14,7 +14,7 @@ from eagle3_jax.theory.bounds import round_bound
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import Deployment
 from eagle3_jax.theory.speedup import tau_from_conditional_rate
-from validation.aot.measure import load
+from validation.aot.record import load
 from validation.aot.table import tabulate_models
 
 K = 4
@@ -45,7 +45,6 @@ def bound() -> str:
     return table(columns, rows) + f"\n\nK = {K}, α = {ALPHA}, {CONTEXT:,} tokens of context, one GPU, from datasheets."
 
 
-def parts() -> dict[str, dict[str, str]]:
-    """Returns the tables by page and mark."""
-    compiled = tabulate_models(load(RESULTS / "aot.json"), "cuda:h200").strip()
-    return {"docs/expectations.md": {"bound": bound(), "compiled": compiled}}
+def compiled() -> str:
+    """Writes the programs of complete models."""
+    return tabulate_models(load(), "cuda:h200")

@@ -22,11 +22,6 @@ DRAFTS = {
 }
 
 
-def parts() -> dict[str, dict[str, str]]:
-    """Returns the tables by page and mark."""
-    return {"docs/gpu.md": {"rounds": rounds(), "chat model": chat_model()}}
-
-
 def rounds() -> str:
     """Writes milliseconds of the parts of a round, in plain steps, and the speed at simulated acceptance."""
     lines = []

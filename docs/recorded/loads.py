@@ -8,6 +8,7 @@ ENGINE = "load-smollm2-cpu-amd-epyc-2-cores"
 SERVERS = "servers-smollm2-cpu-amd-epyc-2-cores"
 CHUNKS = "load-chunks-smollm2-cpu-amd-epyc-2-cores"
 REFILLED = "refilled-rows"
+TIMES = ["first token p50", "gap p50", "gap p99"]
 NAMES = {"plain float32, int8": "plain", "chain K=3": "chain of 3", "schedule": "schedule"}
 
 
@@ -18,11 +19,14 @@ def seconds(interval: Row) -> str:
     return f"{1e3 * interval['value']:,.0f} ({low} to {high})"
 
 
-def parts() -> dict[str, dict[str, str]]:
-    """Returns the tables by page and mark."""
-    return {
-        "docs/serving.md": {"load": loads(), "chunks": chunks(), "servers": servers(), "refilled": refilled()},
-    }
+def speed(row: Row) -> str:
+    """Returns tokens per second."""
+    return f"{row['tokens_per_second']['median']:.0f}"
+
+
+def times(row: Row) -> list[str]:
+    """Returns the columns of :data:`TIMES`."""
+    return [seconds(row["first_token"]["p50"]), seconds(row["gap"]["p50"]), seconds(row["gap"]["p99"])]
 
 
 def loads() -> str:
@@ -30,23 +34,13 @@ def loads() -> str:
     rows = []
     users = lambda row: int(row["load"].split()[0]) if row["load"].endswith("at once") else 100
     for row in sorted(record(ENGINE)["rows"], key=users):  # then the loads with a rate
-        if row["name"] not in NAMES:  # plain decoding in float32, which is slower
-            continue
-        rows.append(
-            [
-                row["load"],
-                NAMES[row["name"]],
-                f"{row['tokens_per_second']['median']:.0f}",
-                f"{row['ratio']['median']:.2f}",
-                "" if row["mean_acceptance_length"] is None else f"{row['mean_acceptance_length']:.2f}",
-                seconds(row["first_token"]["p50"]),
-                seconds(row["gap"]["p50"]),
-                seconds(row["gap"]["p99"]),
-                seconds(row["per_token"]["p50"]),
-            ]
-        )
-    heads = ["load", "method", "tokens/s", "ratio", "τ", "first token p50", "gap p50", "gap p99", "per token p50"]
-    return table(heads, rows)
+        if row["name"] in NAMES:  # plain decoding in float32 is slower
+            length = row["mean_acceptance_length"]
+            ratio = f"{row['ratio']['median']:.2f}"
+            tau = "" if length is None else f"{length:.2f}"
+            names = [row["load"], NAMES[row["name"]]]
+            rows.append([*names, speed(row), ratio, tau, *times(row), seconds(row["per_token"]["p50"])])
+    return table(["load", "method", "tokens/s", "ratio", "τ", *TIMES, "per token p50"], rows)
 
 
 def chunks() -> str:
@@ -55,24 +49,18 @@ def chunks() -> str:
     for row in record(CHUNKS)["rows"]:
         method, _, parts = row["name"].partition(", chunks of ")
         if method in NAMES:
-            times = [row["first_token"]["p50"], row["gap"]["p50"], row["gap"]["p99"]]
-            rows.append(
-                [NAMES[method], parts or "whole", f"{row['tokens_per_second']['median']:.0f}", *map(seconds, times)]
-            )
-    return table(["method", "parts of", "tokens/s", "first token p50", "gap p50", "gap p99"], rows)
+            rows.append([NAMES[method], parts or "whole", speed(row), *times(row)])
+    return table(["method", "parts of", "tokens/s", *TIMES], rows)
 
 
 def servers() -> str:
     """Returns every number of users and server."""
     rows = []
     for row in record(SERVERS)["rows"]:
-        speed = row["tokens_per_second"]
         texts = f"{row['same_texts']} of {row['num_requests']}"
-        times = [row["first_token"]["p50"], row["gap"]["p50"], row["gap"]["p99"], row["per_token"]["p50"]]
-        rows.append([row["load"], row["name"], f"{speed['median']:.0f}", f"{row['ratio']['median']:.2f}"])
-        rows[-1] += [*map(seconds, times), texts]
-    heads = ["users", "server", "tokens/s", "ratio", "first token p50", "gap p50", "gap p99", "per token p50", "same"]
-    return table(heads, rows)
+        figures = [speed(row), f"{row['ratio']['median']:.2f}", *times(row), seconds(row["per_token"]["p50"])]
+        rows.append([row["load"], row["name"], *figures, texts])
+    return table(["users", "server", "tokens/s", "ratio", *TIMES, "per token p50", "same"], rows)
 
 
 def refilled() -> str:
@@ -83,6 +71,5 @@ def refilled() -> str:
         rounds = [f"{row['rounds']:,}", f"{row['rounds_refilled']:,}"]
         speedup = row["speedup"]["median"]
         rows.append([row["method"], row["limits"], *rounds, f"{saved:.0%}", f"{speedup:.2f}"])
-    return table(
-        ["method", "new tokens", "rounds in batches", "rounds refilled", "saved", "times faster (one run)"], rows
-    )
+    columns = ["method", "new tokens", "rounds in batches", "rounds refilled", "saved", "times faster (one run)"]
+    return table(columns, rows)

@@ -6,17 +6,14 @@ same for every method: the tables use the median over the methods, and derive ``
 
 from __future__ import annotations
 
-import json
 import statistics
 import tomllib
 from collections.abc import Callable
-from pathlib import Path
 
-from page_tables import Row, table, version
+from page_tables import HERE, Row, table, version
 
 from eagle3_jax.conversion.heads import HEADS
 
-HERE = Path(__file__).parent
 TASKS = ("code", "prose")
 LOOKUP = ("ngram", "suffix")  # they skip rounds, so that τ / (v + K·c) is not their speed-up
 
@@ -24,11 +21,6 @@ LOOKUP = ("ngram", "suffix")  # they skip rounds, so that τ / (v + K·c) is not
 def facts() -> list[Row]:
     """Reads the methods of methods.toml."""
     return tomllib.loads((HERE / "methods.toml").read_text(encoding="utf-8"))["method"]
-
-
-def record() -> Row:
-    """Reads the measurements."""
-    return json.loads((HERE / "methods.json").read_text(encoding="utf-8"))
 
 
 def drafts_of(method: Row, measured: Row) -> list[Row]:
@@ -116,15 +108,3 @@ def run(measured: Row) -> str:
         f"{measured['max_new_tokens']} new tokens each, batch 1, greedy, {measured['repeats']} repeats in turns.\n\n"
         f"```text\n{measured['command']}\n```"
     )
-
-
-def parts() -> dict[str, dict[str, str]]:
-    """Returns the tables by page and mark."""
-    measured = record()
-    tables = {
-        "what they are": what_they_are(),
-        "files and proof": files_and_proof(),
-        "the run": run(measured),
-        "what was measured": what_was_measured(measured),
-    }
-    return {"docs/methods/index.md": tables}

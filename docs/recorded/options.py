@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from page_tables import Row, cores, spread, table, version
+
+import eagle3_jax as e3
+from eagle3_jax.bench.environment import environment
+from eagle3_jax.files import prompts
 
 RECORD = Path(__file__).with_suffix(".json")
 PROMPTS = 16
@@ -21,10 +26,10 @@ NEW_TOKENS = 64
 REPEATS = 5
 
 
-def fallbacks(e3: Any, target: Any, head: Any) -> dict[str, Any]:
-    """Decoders by name, the baseline first."""
+def fallbacks(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, e3.SpeculativeDecoder]:
+    """Returns decoders by name, the baseline first."""
     ngram = e3.drafters.NGram
-    options = {"stop_tokens": ()}
+    options: dict[str, Any] = {"stop_tokens": ()}
     both = lambda least: e3.Fallback.of(ngram(3, min_ngram=least), head)
     return {
         "plain decoding": e3.SpeculativeDecoder(target, **options),
@@ -36,10 +41,8 @@ def fallbacks(e3: Any, target: Any, head: Any) -> dict[str, Any]:
     }
 
 
-def requests(e3: Any, target: Any, head: Any) -> dict[str, tuple[Any, Row]]:
-    """Decoders and arguments of ``generate`` by the name of an option; the baseline first."""
-    import numpy as np
-
+def requests(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, tuple[e3.SpeculativeDecoder, Row]]:
+    """Returns decoders and arguments of ``generate`` by the name of an option; the baseline first."""
     decoder = lambda target: e3.SpeculativeDecoder(target, head, num_speculative_tokens=3, stop_tokens=())
     processors = {
         "`LogitBias` of one token": e3.LogitBias({7: 1.5}),
@@ -47,12 +50,12 @@ def requests(e3: Any, target: Any, head: Any) -> dict[str, tuple[Any, Row]]:
         "`Penalty`, repetition": e3.Penalty(repetition=1.1),
         "`TokenAutomaton` of one state": e3.TokenAutomaton(np.zeros((1, target.vocab_size), np.int32)),
     }
-    named = {"none": (decoder(target), {}), "`logprobs=5`": (decoder(target), {"logprobs": 5})}
+    named: dict[str, Any] = {"none": (decoder(target), {}), "`logprobs=5`": (decoder(target), {"logprobs": 5})}
     return named | {name: (decoder(e3.with_processors(target, part)), {}) for name, part in processors.items()}
 
 
 def timed(runs: dict[str, Callable[[], Any]]) -> dict[str, Row]:
-    """Seconds of each in every repeat, in turn, after one run that compiles."""
+    """Returns the seconds of each in every repeat, in turn, after one run that compiles."""
     for run in runs.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -65,11 +68,7 @@ def timed(runs: dict[str, Callable[[], Any]]) -> dict[str, Row]:
 
 
 def measure() -> Row:
-    """The whole record."""
-    import eagle3_jax as e3
-    from eagle3_jax.bench.environment import environment
-    from eagle3_jax.files import prompts
-
+    """Returns the record."""
     target = e3.load_target()
     head = e3.load_drafter(target=target)
     texts = prompts.shipped()[: 2 * PROMPTS : 2]  # the first 40 are code
@@ -82,11 +81,11 @@ def measure() -> Row:
     for temperature in (0.0, 0.7):
         for batch in (1, 4, 8):
             sampling = e3.SamplingParams(temperature=temperature)
-            decoders = fallbacks(e3, target, head)
+            decoders = fallbacks(target, head)
             runs = {name: all_texts(decoder, batch, sampling=sampling) for name, decoder in decoders.items()}
             record["fallback"].append({"temperature": temperature, "batch": batch, "rows": timed(runs)})
     record["requests"] = timed(
-        {name: all_texts(decoder, 1, **options) for name, (decoder, options) in requests(e3, target, head).items()}
+        {name: all_texts(decoder, 1, **options) for name, (decoder, options) in requests(target, head).items()}
     )
     return record
 
@@ -100,27 +99,31 @@ def ratios(rows: dict[str, Row]) -> Iterator[tuple[str, str]]:
         yield name, spread({"low": low, "median": median, "high": high})
 
 
-def parts() -> dict[str, dict[str, str]]:
-    """Returns the tables by page and mark."""
-    record = json.loads(RECORD.read_text(encoding="utf-8"))
+def origin(record: Row) -> str:
+    """Names the run."""
     about = record["environment"]
     repeats = len(record["requests"]["none"]["seconds"])
-    run = (
+    return (
         f"{version(about)}, {cores(about)}, float32,\n"
         f"{record['prompts']} code prompts, {record['new_tokens']} new tokens, {repeats} repeats. Median and quartiles."
     )
-    columns = []
+
+
+def fallback(record: Row) -> str:
+    """Writes the speed of two drafters as one."""
+    columns = ["speed compared with plain decoding"]
     cells: dict[str, list[str]] = {}
     for setting in record["fallback"]:
         columns.append(f"{'T=0.7' if setting['temperature'] else 'greedy'}, batch {setting['batch']}")
         for name, ratio in ratios(setting["rows"]):
             cells.setdefault(name, []).append(ratio)
-    compared = table(["speed compared with plain decoding", *columns], [[name, *row] for name, row in cells.items()])
-    requests = table(["option", "speed compared with none"], [[*row] for row in ratios(record["requests"])])
-    return {
-        "docs/numbers.md": {"fallback": f"{compared}\n\n{run}"},
-        "docs/requests.md": {"cost": f"{requests}\n\n{run}"},
-    }
+    return f"{table(columns, [[name, *row] for name, row in cells.items()])}\n\n{origin(record)}"
+
+
+def cost(record: Row) -> str:
+    """Writes the speed with options of a request."""
+    rows = [[*row] for row in ratios(record["requests"])]
+    return f"{table(['option', 'speed compared with none'], rows)}\n\n{origin(record)}"
 
 
 if __name__ == "__main__":

@@ -119,6 +119,7 @@ BATCHES = [Benchmark(f"batch-{size}-smollm2-cpu-amd-epyc-2-cores", PROMPTS) for 
 SUFFIX = Benchmark("suffix-smollm2-cpu-amd-epyc-2-cores", PROMPTS)
 MIXED = Benchmark("mixed-smollm2-cpu-amd-epyc-2-cores", PROMPTS)
 SAMPLED = "sampled-smollm2-cpu-amd-epyc-2-cores"
+HEADLINE = "headline-cpu-intel-xeon-2-cores"
 SMALL = Benchmark("bench-cpu-intel-xeon-2-cores", "code prompts")
 
 
@@ -154,9 +155,9 @@ def acceptance() -> str:
     )
 
 
-def headline(name: str) -> str:
+def headline() -> str:
     """Writes the headline experiment on a CPU: this library over its own plain decoding, and over vLLM."""
-    experiment = record(name)
+    experiment = record(HEADLINE)
     ratios: dict[str, dict[tuple[str, ...], str]] = {"ours": {}, "plain": {}, "chain K=3": {}}
     for cell in experiment["cells"].values():
         for row in cell.get("rows", ()):
@@ -170,7 +171,7 @@ def headline(name: str) -> str:
     return table(["prompts", "temperature", "batch", "draft", "over plain", "over vLLM"], lines) + (
         f"\n\n{version(experiment['environment'])}, {experiment['device'].partition(',')[0]}, `{options['dtype']}`, "
         f"{options['max_prompts']} prompts of each set, {options['max_new_tokens']} tokens, {options['repeats']} "
-        f"repeats, from [`{name}.json`](../validation/results/{name}.json)."
+        f"repeats, from [`{HEADLINE}.json`](../validation/results/{HEADLINE}.json)."
     )
 
 
@@ -210,24 +211,3 @@ def llama_cpp() -> str:
         f"\n\n{version(about)}, llama-cpp-python {comparison['llama_cpp_python']}, {cores(about)}, "
         f"{report['num_prompts']} prompts,\n{report['max_new_tokens']} greedy tokens each, batch 1."
     )
-
-
-def parts() -> dict[str, dict[str, str]]:
-    """Returns the tables by page and mark."""
-    return {
-        "README.md": {"speed": CHAT.short()},
-        "docs/numbers.md": {
-            "speed": CHAT.complete(),
-            "tasks": CHAT.by_task(),
-            "drafts": LENGTHS.complete(),
-            "batches": batches(),
-            "suffixes": SUFFIX.complete(),
-            "mixed": MIXED.complete(),
-            "sampled": sampled(),
-            "llama.cpp": llama_cpp(),
-            "small pair": SMALL.complete(),
-            "acceptance": acceptance(),
-            "headline": headline("headline-cpu-intel-xeon-2-cores"),
-        },
-        "docs/choosing.md": {"draft lengths": LENGTHS.draft_lengths()},
-    }

@@ -6,6 +6,8 @@ quotations: ``tests/docs/test_records.py`` compares them with the records.
 
 from __future__ import annotations
 
+import json
+
 import certificates
 import chat_model
 import expected
@@ -16,16 +18,50 @@ import options
 import speeds
 import support
 import validated
-from page_tables import ROOT
+from page_tables import HERE, ROOT
 
 
 def tables() -> dict[str, dict[str, str]]:
     """Returns the tables of each page by the names of their marks."""
-    pages: dict[str, dict[str, str]] = {}
-    for module in (methods, speeds, expected, options, chat_model, gpu, support, validated, certificates, loads):
-        for page, marked in module.parts().items():
-            pages.setdefault(page, {}).update(marked)
-    return pages
+    of_methods = json.loads((HERE / "methods.json").read_text(encoding="utf-8"))
+    of_options = json.loads(options.RECORD.read_text(encoding="utf-8"))
+    return {
+        "README.md": {"speed": speeds.CHAT.short()},
+        "docs/certify.md": {"power": certificates.power(), "certificates": certificates.certificates()},
+        "docs/checkpoints.md": {"families": support.families_of_targets()},
+        "docs/choosing.md": {"draft lengths": speeds.LENGTHS.draft_lengths()},
+        "docs/expectations.md": {"bound": expected.bound(), "compiled": expected.compiled()},
+        "docs/gpu.md": {"rounds": gpu.rounds(), "chat model": gpu.chat_model()},
+        "docs/methods/index.md": {
+            "what they are": methods.what_they_are(),
+            "files and proof": methods.files_and_proof(),
+            "the run": methods.run(of_methods),
+            "what was measured": methods.what_was_measured(of_methods),
+        },
+        "docs/numbers.md": {
+            "speed": speeds.CHAT.complete(),
+            "tasks": speeds.CHAT.by_task(),
+            "drafts": speeds.LENGTHS.complete(),
+            "batches": speeds.batches(),
+            "suffixes": speeds.SUFFIX.complete(),
+            "mixed": speeds.MIXED.complete(),
+            "sampled": speeds.sampled(),
+            "llama.cpp": speeds.llama_cpp(),
+            "small pair": speeds.SMALL.complete(),
+            "acceptance": speeds.acceptance(),
+            "headline": speeds.headline(),
+            "chat model": chat_model.rounds(),
+            "fallback": options.fallback(of_options),
+        },
+        "docs/requests.md": {"cost": options.cost(of_options)},
+        "docs/serving.md": {
+            "load": loads.loads(),
+            "chunks": loads.chunks(),
+            "servers": loads.servers(),
+            "refilled": loads.refilled(),
+        },
+        **validated.parts(),
+    }
 
 
 def filled(text: str, marked: dict[str, str]) -> str:

@@ -15,7 +15,7 @@ from eagle3_jax.theory.accelerators import custom_accelerator
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import SCORES, Deployment, memory_plan
 from eagle3_jax.theory.sizes import Parameters, parameters, sizes_of
-from validation.aot.measure import PATH, load
+from validation.aot.record import PATH, load
 
 # Parameters that the published checkpoints hold (the safetensors index on the hub; a tied table counted once).
 PUBLISHED = {

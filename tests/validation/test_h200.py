@@ -140,39 +140,32 @@ def test_every_draft_has_a_cache_of_the_same_size() -> None:
         assert int(state.cache.length[0]) == setting.context - 128
 
 
-def test_the_time_of_a_part_begins_after_its_imports(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreter, imports and start of the device take many seconds; the clock of the figures starts later."""
+def test_a_part_ends_at_its_limit_and_reports_how_it_ended(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreter, imports and start of the device take many seconds; the clock of the figures starts after them."""
     options = argparse.Namespace(output=record.output, rehearse=False, compilation_cache=None)
-    commands: list[tuple[list[str], float]] = []
+    record.output.write_text(json.dumps({"parts": {"verify": {"figures": {}}}}))
+    status = lambda seconds: h200.run_part("verify", options, h200.time.monotonic() + seconds)
+    assert status(5) == "not run: the budget was spent; run the command again"
 
-    def start(command: list[str], *, timeout: float, **_: Any) -> Any:
-        commands.append((command, timeout))
+    def end(command: list[str], *, timeout: float, **_: Any) -> Any:
+        seconds = float(command[command.index("--within") + 1])
+        assert seconds == h200.PARTS["verify"].seconds
+        assert timeout >= seconds + h200.START + h200.ROOM
         return subprocess.CompletedProcess(command, 0, stderr="")
 
-    monkeypatch.setattr(subprocess, "run", start)
-    record.add("figure", 1)
-    read = json.loads(record.output.read_text())
-    record.output.write_text(json.dumps(read | {"parts": {"verify": {"figures": {}}}}))
-    assert h200.run_part("verify", options, h200.time.monotonic() + 1000)["status"] == "done"
-    ((command, timeout),) = commands
-    seconds = float(command[command.index("--within") + 1])
-    assert seconds == h200.PARTS["verify"].seconds
-    assert timeout >= seconds + h200.START + h200.ROOM
-
-
-def test_a_part_that_fails_or_hangs_says_so(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = argparse.Namespace(output=record.output, rehearse=False, compilation_cache=None)
-    ended = lambda end: h200.run_part("verify", options, h200.time.monotonic() + end)["status"]
-    assert ended(5) == "not run: the budget was spent; run the command again"
-    failed = subprocess.CompletedProcess([], 1, stderr="Traceback\nRuntimeError: injected\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    assert ended(1000) == "failed: RuntimeError: injected"
+    def fail(command: list[str], **_: Any) -> Any:
+        return subprocess.CompletedProcess(command, 1, stderr="Traceback\nRuntimeError: injected\n")
 
     def hang(*_: Any, timeout: float, **__: Any) -> None:
         raise subprocess.TimeoutExpired([], timeout)
 
-    monkeypatch.setattr(subprocess, "run", hang)
-    assert ended(1000) == "cut off after 115 s; run the command again"
+    for run, expected in (
+        (end, "done"),
+        (fail, "failed: RuntimeError: injected"),
+        (hang, "cut off after 115 s; run the command again"),
+    ):
+        monkeypatch.setattr(subprocess, "run", run)
+        assert status(1000) == expected
 
 
 def test_without_a_gpu_it_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

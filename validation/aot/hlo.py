@@ -1,6 +1,6 @@
-"""Optimised HLO, read from its text: what is launched, how often, and which arrays it makes.
+"""Counts in the text of a compiled program: launches, copies, collectives, and work of the host.
 
-The text is the only public form of a compiled program. Nothing here knows about decoding.
+The text of the optimized HLO is the only public form of a compiled program. Nothing here knows about decoding.
 """
 
 from __future__ import annotations
@@ -10,46 +10,54 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 _ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*")
-# A tuple's type ends where an opcode follows; layouts of TPUs have parentheses too, but no blank after them.
+# The type of a tuple ends where an opcode follows; layouts of TPUs have parentheses too, but no blank after them.
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _SPACE = re.compile(r"S\((\d+)\)")
-_NAME = re.compile(r"%([\w.\-]+)")
-_CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
-# Attributes that say where an instruction comes from, and not what it computes.
-_ORIGIN = re.compile(r', (?:metadata|sharding|frontend_attributes)=\{(?:"(?:\\.|[^"\\])*"|[^{}"])*\}')
+_CALLED = re.compile(r"(?:condition|body|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
-# What costs nothing: names for arrays that are there already.
-FREE = frozenset(
+COLLECTIVES = frozenset(
+    ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast",
+     "ragged-all-to-all")
+)  # fmt: skip
+# Instructions without cost: they name arrays that exist already.
+_FREE = frozenset(
     ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "opt-barrier", "add-dependency",
      "replica-id", "partition-id", "domain")
 )  # fmt: skip
-# What only says which computation is next. A fusion is one kernel, whatever it calls.
+# Instructions that only choose the next computation. A fusion is one kernel, whatever it calls.
 _CONTROL = frozenset(("while", "conditional", "call", "async-start"))
-_BRANCHES = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
+_COPIES = frozenset(("copy", "copy-start", "transpose", "bitcast-convert"))
+# A fusion of nothing else moves or relabels an array.
+_MOVES = frozenset(
+    ("parameter", "constant", "copy", "transpose", "bitcast", "bitcast-convert", "convert", "reshape", "tuple",
+     "get-tuple-element")
+)  # fmt: skip
+_UPDATES = frozenset(("scatter", "dynamic-update-slice"))
+_TRANSFERS = frozenset(("infeed", "outfeed", "send", "recv"))
+_HOST_CALLS = re.compile(r'custom_call_target="[^"]*(?:callback|MoveToHost|MoveToDevice|host)', re.IGNORECASE)
+_FAST_MEMORY = 1  # a TPU's VMEM
+_HOST_MEMORY = 5
+_LARGE = 2**20  # bytes; smaller copies do not matter
 
 
 class Array(NamedTuple):
-    """An array that an instruction gives."""
+    """An array that an instruction writes."""
 
     dtype: str  #: As HLO writes it: ``bf16``, ``s32``.
-    dims: tuple[int, ...]  #: Its shape.
-    space: int = 0  #: Memory space; 0 is the device's main memory, 1 a TPU's VMEM, 5 the host's.
-
-    @property
-    def is_float(self) -> bool:
-        """Whether its elements are floating-point numbers."""
-        return self.dtype.startswith(("f", "bf"))
+    dims: tuple[int, ...]
+    space: int  #: Memory space; 0 is the main memory of the device.
 
     @property
     def size(self) -> int:
-        """Bytes; those below a byte count as one."""
-        width = 8 if self.dtype == "pred" else int(re.findall(r"\d+", self.dtype)[0])
-        return math.prod(self.dims) * max(width // 8, 1)
+        """Bytes; elements smaller than a byte count as one."""
+        bits = 8 if self.dtype == "pred" else int(re.findall(r"\d+", self.dtype)[0])
+        return math.prod(self.dims) * max(bits // 8, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,54 +65,50 @@ class Instruction:
     """One line of a computation."""
 
     name: str
-    type: str  # of its result, as written
+    type: str  #: Type of the result, as written.
     op: str
-    operands: str  # operands and attributes, as written
+    operands: str  #: Operands and attributes, as written.
 
     @functools.cached_property
-    def arrays(self) -> tuple[Array, ...]:
-        """What it gives; of a ``copy-start`` the first is its destination, of a collective's the last."""
-        return tuple(
-            Array(dtype, tuple(int(dim) for dim in dims.split(",") if dim), _space(layout))
-            for dtype, dims, layout in _ARRAY.findall(self.type)
-        )
+    def arrays(self) -> list[Array]:
+        """Arrays of the result; those of a ``copy-start`` are its destination and its source."""
+        arrays = []
+        for dtype, dims, layout in _ARRAY.findall(self.type):
+            space = _SPACE.search(layout)
+            shape = tuple(int(dim) for dim in dims.split(",") if dim)
+            arrays.append(Array(dtype, shape, int(space[1]) if space else 0))
+        return arrays
 
-    def attribute(self, pattern: str) -> str | None:
-        """Returns the first group of a pattern in the operands and attributes."""
+    @property
+    def written(self) -> list[Array]:
+        """Arrays that it writes to main memory.
+
+        An array that was computed in a TPU's VMEM is not written again when a ``copy-start`` brings it back.
+        """
+        if self.op == "copy-start":
+            destination, source = self.arrays[:2]
+            returns = source.space == _FAST_MEMORY and not self.operands.startswith("%copy")
+            return [] if returns or destination.space == _FAST_MEMORY else [destination]
+        return [array for array in self.arrays if array.space != _FAST_MEMORY]
+
+    def attribute(self, pattern: str | re.Pattern[str]) -> str:
+        """Returns the first group of a pattern in the operands and attributes; empty if it is not there."""
         match = re.search(pattern, self.operands)
-        return match[1] if match else None
+        return match[1] if match else ""
 
     @property
     def is_launched(self) -> bool:
-        """Whether a device is given it on its own."""
-        return self.op not in FREE and self.op not in _CONTROL and not self.op.endswith(("-done", "-update"))
+        """Whether a device receives it as a kernel, a copy or a library call."""
+        return self.op not in _FREE | _CONTROL and not self.op.endswith(("-done", "-update"))
 
     @property
-    def fused(self) -> str | None:
-        """The computation of a fusion."""
-        return self.attribute(r"calls=%?([\w.\-]+)") if self.op in ("fusion", "fusion-start") else None
-
-    @property
-    def target(self) -> str:
-        """Of a custom call; empty for others."""
-        return self.attribute(r'custom_call_target="([^"]*)"') or "" if self.op == "custom-call" else ""
-
-    @property
-    def estimated_cycles(self) -> int:
-        """The TPU compiler's own estimate; 0 where it gives none."""
-        return int(self.attribute(r'"estimated_cycles":"(\d+)"') or 0)
-
-    @property
-    def traced_from(self) -> str:
-        """Where in the traced program it comes from, as ``jit(step)/target/dot_general``; empty if unknown."""
-        return self.attribute(r'op_name="([^"]*)"') or ""
-
-
-class Step(NamedTuple):
-    """An instruction that is come to."""
-
-    instruction: Instruction
-    times: int  # in one run of the computation it was found from
+    def uses_host(self) -> bool:
+        """Whether it waits for the host, or moves an array from or to it."""
+        if self.op.removesuffix("-start") in _TRANSFERS:
+            return True
+        if self.op == "custom-call" and _HOST_CALLS.search(self.operands):
+            return True
+        return any(array.space == _HOST_MEMORY for array in self.arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,149 +120,140 @@ class Module:
 
     @classmethod
     def parse(cls, text: str) -> Module:
-        """Read the text of a module.
-
-        Raises:
-            ValueError: It has no entry computation.
-        """
+        """Reads the text of a module."""
         computations: dict[str, list[Instruction]] = {}
-        entry = None
-        current = None
+        instructions: list[Instruction] = []
+        entry = ""
         for line in text.splitlines():
-            if line.startswith("}"):
-                current = None
-            elif match := _COMPUTATION.fullmatch(line):
-                current = computations.setdefault(match[2], [])
-                entry = match[2] if match[1] else entry
-            elif current is not None and (match := _INSTRUCTION.match(line)):
-                current.append(Instruction(*match.groups()))
-        if entry is None:
-            raise ValueError("the text is no HLO module: it has no ENTRY")
+            if header := _COMPUTATION.fullmatch(line):
+                instructions = computations.setdefault(header[2], [])
+                entry = header[2] if header[1] else entry
+            elif match := _INSTRUCTION.match(line):
+                instructions.append(Instruction(*match.groups()))
         return cls(computations, entry)
 
-    def steps(self, computation: str, *, loops: bool = True, times: int = 1) -> Iterator[Step]:
-        """Every instruction that one run of a computation comes to, those of the computations it calls among them.
+    def steps(self, computation: str, times: int = 1) -> Iterator[tuple[Instruction, int]]:
+        """Yields every instruction that a computation reaches, and how often it runs.
 
-        A loop with a known trip count is unrolled; one without counts once, with its condition, or not at all. Of a
-        conditional, every branch counts.
-
-        Args:
-            computation: Its name.
-            loops: Whether loops without a known trip count count.
-            times: How often the computation runs.
+        A loop with a known trip count is unrolled, and one without counts as one trip. Every branch counts.
         """
-        for instruction in self.computations.get(computation, ()):
-            if self.is_open_loop(instruction) and not loops:
-                continue
-            yield Step(instruction, times)
+        for instruction in self.computations[computation]:
+            yield instruction, times
             for called in self._called(instruction):
-                yield from self.steps(called, loops=loops, times=times * (self.trip_count(instruction) or 1))
-
-    def launches(self, computation: str) -> Iterator[Step]:
-        """Those of :meth:`steps` that a device is given on their own."""
-        return (step for step in self.steps(computation) if step.instruction.is_launched)
+                yield from self.steps(called, times * (self.trip_count(instruction) or 1))
 
     def _called(self, instruction: Instruction) -> list[str]:
-        if instruction.op == "while":
-            condition, body = self.loop(instruction)
-            return [condition, body] if self.is_open_loop(instruction) else [body]
-        if instruction.op == "conditional":
-            return _branches(instruction)
-        if instruction.op in ("call", "async-start"):
-            return [instruction.attribute(r"(?:to_apply|calls)=%?([\w.\-]+)") or ""]
-        return []
+        if instruction.op not in _CONTROL:
+            return []
+        called = _CALLED.findall(instruction.operands)
+        if self.trip_count(instruction) is not None:
+            called.remove(instruction.attribute(r"condition=%?([\w.\-]+)"))
+        return called + re.findall(r"[\w.\-]+", instruction.attribute(_BRANCHES))
 
     def trip_count(self, instruction: Instruction) -> int | None:
-        """Returns the trip count of a ``while``; ``None`` for other instructions, and if it is unknown.
+        """Returns the trip count of a ``while``; ``None`` if it is unknown, and for other instructions.
 
-        GPU programs say it. In those of TPUs it is the constant that a counter, from zero by one, is compared with.
+        GPU programs contain it. In TPU programs it is the constant that a counter is compared with.
         """
         if instruction.op != "while":
             return None
-        known_count = instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
-        if known_count is not None:
-            return int(known_count)
-        condition = self.computations.get(self.loop(instruction)[0], [])
-        if sorted(step.op for step in condition) != ["compare", "constant", "get-tuple-element", "parameter"]:
+        if known := instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"\}'):
+            return int(known)
+        condition = self.computations[instruction.attribute(r"condition=%?([\w.\-]+)")]
+        by_op = {step.op: step for step in condition}
+        if len(condition) != 4 or by_op.keys() != {"compare", "constant", "get-tuple-element", "parameter"}:
             return None
-        least = next(step for step in condition if step.op == "constant").operands.partition(")")[0]
-        counts = any(step.attribute(r"direction=(LT)") for step in condition)
-        return int(least) if counts and least.isdecimal() else None
+        limit = by_op["constant"].attribute(r"^(\d+)\)")
+        return int(limit) if limit and "direction=LT" in by_op["compare"].operands else None
 
     def is_open_loop(self, instruction: Instruction) -> bool:
         """Whether it is a loop with an unknown trip count."""
         return instruction.op == "while" and self.trip_count(instruction) is None
 
-    def loop(self, instruction: Instruction) -> tuple[str, str]:
-        """Condition and body of a ``while``."""
-        return (
-            instruction.attribute(r"condition=%?([\w.\-]+)") or "",
-            instruction.attribute(r"body=%?([\w.\-]+)") or "",
-        )
+    def round_steps(self) -> list[tuple[Instruction, int]]:
+        """Returns :meth:`steps` of the largest loop with an unknown trip count, the loop of rounds.
 
-    def open_loops(self) -> list[Instruction]:
-        """The loops of the entry with an unknown trip count, largest body first."""
+        Raises:
+            ValueError: There is no such loop.
+        """
         loops = [instruction for instruction in self.computations[self.entry] if self.is_open_loop(instruction)]
-        return sorted(loops, key=lambda instruction: -sum(1 for _ in self.launches(self.loop(instruction)[1])))
+        if not loops:
+            raise ValueError("the program has no loop without a known trip count, so none of rounds")
+        trips = ([step for called in self._called(loop) for step in self.steps(called)] for loop in loops)
+        return max(trips, key=len)
 
-    def products(self) -> dict[tuple[str, ...], int]:
-        """Counts matrix products by the types of their operands, in all computations, each once."""
-        counts: collections.Counter[tuple[str, ...]] = collections.Counter()
-        for computation in self.computations.values():
-            types = {instruction.name: instruction.arrays[0].dtype for instruction in computation if instruction.arrays}
-            for instruction in computation:
-                if instruction.op == "dot":
-                    operands = re.findall(r"%?([\w.\-]+)", instruction.operands.partition(")")[0])
-                    counts[tuple(types[name] for name in operands if name in types)] += 1
-        return dict(counts)
+    def fused(self, instruction: Instruction) -> list[Instruction]:
+        """Returns the instructions in a fusion; none for other instructions."""
+        is_fusion = instruction.op in ("fusion", "fusion-start")
+        return self.computations[instruction.attribute(_CALLED)] if is_fusion else []
 
-    def inside(self, instruction: Instruction) -> list[Instruction]:
-        """What a fusion fuses; nothing for other instructions."""
-        return self.computations.get(instruction.fused or "", [])
+    def collectives(self, instruction: Instruction) -> list[str]:
+        """Returns the collectives in an instruction; since jax 0.11 an all-reduce on GPUs is in a fusion."""
+        ops = (part.op.removesuffix("-start") for part in (instruction, *self.fused(instruction)))
+        return [op for op in ops if op in COLLECTIVES]
 
-    def adds(self, instruction: Instruction) -> bool:
-        """Whether an instruction adds floating-point numbers in an order that its kernel chooses.
+    def copies(self, instruction: Instruction) -> bool:
+        """Whether an instruction only moves or relabels an array."""
+        fused = self.fused(instruction)
+        return instruction.op in _COPIES or (bool(fused) and all(part.op in _MOVES for part in fused))
 
-        Products do, library calls and Triton kernels may, and so may reductions by addition and fusions of these.
-        """
-        if instruction.op in ("dot", "custom-call"):
+    def updates_in_place(self, instruction: Instruction) -> bool:
+        """Whether an instruction writes into an array that exists already."""
+        if "output_to_operand_aliasing" in instruction.operands:
             return True
-        if (reducer := instruction.attribute(r"to_apply=%?([\w.\-]+)")) is not None:
-            return any(part.op == "add" and part.arrays[0].is_float for part in self.computations.get(reducer, ()))
-        return any(self.adds(part) for part in self.inside(instruction))
-
-    def canonical(self, instruction: Instruction) -> str:
-        """An instruction, its attributes and what it calls, without the names of operands and without metadata.
-
-        Two kernels with the same text compute the same bits from the same inputs.
-        """
-        return self._canonical(instruction, {})
-
-    def _canonical(self, instruction: Instruction, names: dict[str, str]) -> str:
-        text = _CALLED.sub(lambda match: match[0].partition("=")[0], _ORIGIN.sub("", instruction.operands))
-        text = f"{instruction.type} {instruction.op}({_NAME.sub(lambda match: names.get(match[1], '_'), text)}"
-        for called in _CALLED.findall(instruction.operands):
-            inner: dict[str, str] = {}
-            lines = []
-            # Parameters first, by number: the order in which a computation lists them says nothing.
-            for part in sorted(self.computations.get(called, ()), key=_parameter_number):
-                lines.append(self._canonical(part, inner))
-                inner[part.name] = f"v{len(inner)}"
-            text += " {" + "\n".join(lines) + "}"
-        return text
+        return any(part.op in _UPDATES for part in (instruction, *self.fused(instruction)))
 
 
-def _parameter_number(instruction: Instruction) -> float:
-    return int(instruction.operands.partition(")")[0]) if instruction.op == "parameter" else math.inf
+@dataclasses.dataclass
+class Counts:
+    """Counts of one round, or of a program without a loop of rounds."""
+
+    launches: int = 0  #: Kernels, copies and library calls; loops are unrolled by known trip counts.
+    #: Conditionals, and loops without a known trip count: a GPU asks the host which way to go.
+    decisions: int = 0
+    host: int = 0  #: Transfers from and to the host, and calls into it, in the whole program.
+    cache_writes: int = 0  #: Instructions that write a whole cache, or the embedding, instead of updating it in place.
+    copied: int = 0  #: Bytes in all copies of a MiB and more.
+    collectives: dict[str, int] = dataclasses.field(default_factory=dict)  #: Number of each kind.
+    cache_collectives: int = 0  #: Collectives of an array of a cache's shape.
+    cycles: int = 0  #: The TPU compiler's own estimate; 0 elsewhere.
 
 
-def _space(layout: str) -> int:
-    match = _SPACE.search(layout)
-    return int(match[1]) if match else 0
+def count(text: str, shapes: Iterable[tuple[int, ...]], *, rounds: bool = False) -> Counts:
+    """Counts what an optimized HLO module does.
+
+    Args:
+        text: The text of the module.
+        shapes: Shapes that no instruction should write completely: of caches and of the embedding.
+        rounds: Whether to count one trip of the loop of rounds, and not the program.
+    """
+    module = Module.parse(text)
+    program = list(module.steps(module.entry))
+    caches = {_sorted(shape) for shape in shapes}
+    collectives: collections.Counter[str] = collections.Counter()
+    counts = Counts(host=sum(times for step, times in program if step.is_launched and step.uses_host))
+    for instruction, times in module.round_steps() if rounds else program:
+        if module.is_open_loop(instruction) or instruction.op == "conditional":
+            counts.decisions += times
+        if not instruction.is_launched:
+            continue
+        counts.launches += times
+        counts.cycles += times * int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
+        written = instruction.written
+        writes_cache = any(_sorted(array.dims) in caches for array in written)
+        kinds = module.collectives(instruction)
+        for kind in kinds:
+            collectives[kind] += times
+        if kinds:
+            counts.cache_collectives += times * writes_cache
+        elif not module.updates_in_place(instruction):
+            counts.cache_writes += times * writes_cache
+        if module.copies(instruction):
+            counts.copied += times * sum(array.size for array in written if array.size >= _LARGE)
+    counts.collectives = dict(collectives)
+    return counts
 
 
-def _branches(instruction: Instruction) -> list[str]:
-    listed = instruction.attribute(r"branch_computations=\{([^}]*)\}")
-    if listed is not None:
-        return [name.strip().lstrip("%") for name in listed.split(",")]
-    return _BRANCHES.findall(instruction.operands)
+def _sorted(dims: Iterable[int]) -> tuple[int, ...]:
+    """A shape without the order of its axes, and without axes of one element."""
+    return tuple(sorted(dim for dim in dims if dim > 1))
