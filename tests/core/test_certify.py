@@ -14,45 +14,34 @@ from eagle3_jax.certify.statistics import _log_gain, number_texts
 from eagle3_jax.testing.report import ALPHA
 
 LEVEL = ALPHA / 20
-DISTRIBUTION = np.array([0.4, 0.3, 0.2, 0.06, 0.04])  # the last two are not reported
-REPORTED = np.log(DISTRIBUTION[None, :3])
+REPORTED = np.log([[0.4, 0.3, 0.2]])  # two more tokens have 0.06 and 0.04
+UNKNOWN = math.nan
+# Probabilities of the three reported tokens and of all others; only proportions are known where the others are not.
+KNOWN: dict[str, tuple[Sampling, list[float]]] = {
+    "the others are one cell": (Sampling(), [0.4, 0.3, 0.2, 0.1]),
+    "another temperature": (Sampling(temperature=0.5), [16 / 29, 9 / 29, 4 / 29, UNKNOWN]),
+    "top-k of reported tokens": (Sampling(temperature=2.0, top_k=2), [2 / (2 + 3**0.5), 3**0.5 / (2 + 3**0.5), 0, 0]),
+    "top-k of more tokens": (Sampling(top_k=10), [4 / 9, 3 / 9, 2 / 9, UNKNOWN]),
+    "a nucleus of reported tokens": (Sampling(top_p=0.6), [4 / 7, 3 / 7, 0, 0]),
+}
 
 
-def test_at_temperature_1_the_rest_is_one_cell() -> None:
-    probs, determined = Sampling().distributions(REPORTED)
-    np.testing.assert_allclose(probs, [[0.4, 0.3, 0.2, 0.1]])
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_distribution_is_known_from_the_reported_tokens(name: str) -> None:
+    sampling, expected = KNOWN[name]
+    probs, determined = sampling.distributions(REPORTED)
+    np.testing.assert_allclose(probs, [expected])
     assert determined.all()
 
 
-def test_at_another_temperature_proportions_are_known() -> None:
-    probs, _ = Sampling(temperature=0.5).distributions(REPORTED)
-    np.testing.assert_allclose(probs[0, :3], DISTRIBUTION[:3] ** 2 / (DISTRIBUTION[:3] ** 2).sum())
-    assert math.isnan(probs[0, 3])
-
-
-def test_top_k_among_the_reported_is_known_at_every_temperature() -> None:
-    probs, _ = Sampling(temperature=2.0, top_k=2).distributions(REPORTED)
-    np.testing.assert_allclose(probs[0], np.array([0.4**0.5, 0.3**0.5, 0, 0]) / (0.4**0.5 + 0.3**0.5))
-
-
-def test_top_k_beyond_the_reported_leaves_proportions() -> None:
-    """Of ten kept tokens three are reported; the mass of the others after top-k is not known."""
-    probs, _ = Sampling(top_k=10).distributions(REPORTED)
-    np.testing.assert_allclose(probs[0, :3], DISTRIBUTION[:3] / DISTRIBUTION[:3].sum())
-    assert math.isnan(probs[0, 3])
+@pytest.mark.parametrize("top_p", [0.95, 0.7], ids=["it ends among the others", "rounding decides"])
+def test_a_nucleus_is_undetermined(top_p: float) -> None:
+    assert not Sampling(top_p=top_p).distributions(REPORTED)[1].any()
 
 
 def test_no_tokens_give_no_tests() -> None:
     draws = FaultySampler().draws(4, 4)
     assert judge(draws[draws.index > 99], alpha=LEVEL) == []
-
-
-def test_a_nucleus_is_known_where_it_ends_among_the_reported() -> None:
-    probs, determined = Sampling(top_p=0.6).distributions(REPORTED)
-    np.testing.assert_allclose(probs, [[4 / 7, 3 / 7, 0, 0]])
-    assert determined.all()
-    assert not Sampling(top_p=0.95).distributions(REPORTED)[1].any()  # it ends among the others
-    assert not Sampling(top_p=0.7).distributions(REPORTED)[1].any()  # rounding decides
 
 
 @pytest.mark.parametrize(
