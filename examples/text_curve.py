@@ -26,7 +26,7 @@ from eagle3_jax.training.batches import text_batches
 from eagle3_jax.training.evaluation import Evaluation
 from eagle3_jax.training.features import Features, stored_features
 from eagle3_jax.training.loop import OptimizerConfig, Trainer
-from eagle3_jax.training.methods import initial_head, official_head
+from eagle3_jax.training.methods import RECIPES, official_head
 from eagle3_jax.training.texts import Text, Texts, token_counts
 from eagle3_jax.training.ttt import TTTConfig, ttt_loss
 from eagle3_jax.training.vocab import select_draft_vocabulary
@@ -129,7 +129,7 @@ def trained(evaluation: Evaluation, texts: Texts, features: Features, options: a
     target = evaluation.target
     drafter = evaluation.drafter
     frozen = evaluation.frozen
-    start = initial_head(drafter, target, np.asarray(frozen["draft_to_target"]), jax.random.key(0))
+    start = RECIPES["eagle3"].start(drafter, target, np.asarray(frozen["draft_to_target"]), jax.random.key(0))
     output = {"head": start.pop("head")}  # the target's output matrix stays as it is
     objective = TTTConfig(num_steps=options.unroll, denominator="supervised", noise=0.1)
     batch_at, steps_of_a_pass = text_batches(texts, options.batch, 0, features)

@@ -8,15 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 
+import eagle3_jax as e3
 from eagle3_jax import SpeculativeDecoder
 from eagle3_jax.decode import LoadedDrafter
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 from eagle3_jax.training.batches import text_batches
 from eagle3_jax.training.loop import OptimizerConfig, Trainer
-from eagle3_jax.training.methods import RECIPES, HeadOptions
+from eagle3_jax.training.methods import RECIPES, HeadOptions, initial_head, official_head
 from eagle3_jax.training.texts import Text, Texts
 
 MIXER = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=8)
@@ -43,6 +45,35 @@ def test_a_reduced_vocabulary_has_published_sizes() -> None:
     sizes = {40: 40, 4096: 2048, 49_152: 16_384, 128_256: 32_000}
     assert {vocab: RECIPES["eagle3"].draft_vocab_size(vocab) for vocab in sizes} == sizes
     assert RECIPES["medusa"].draft_vocab_size(4096) is None
+
+
+def test_an_eagle3_head_starts_as_the_last_layer_of_its_target() -> None:
+    target = e3.load_target()
+    config = target.model.config
+    drafter = RECIPES["eagle3"].drafter(official_head(config, 100))
+    start = RECIPES["eagle3"].start(drafter, target, np.arange(100, dtype=np.int32), jax.random.key(0))
+    last = target.params["blocks"][config.num_layers - 1]
+    first = start["first"]
+    attention = first["attention"]
+    for fresh, expected in (
+        (attention["qkv"]["kernel"][config.width :], last["attention"]["qkv"]["kernel"]),
+        (attention["o"]["kernel"], last["attention"]["o"]["kernel"]),
+        (first["feature_norm"]["scale"], last["attention_norm"]["scale"]),
+        (first["mlp"]["down"]["kernel"], last["mlp"]["down"]["kernel"]),
+    ):
+        np.testing.assert_array_equal(fresh, expected)
+    random = drafter.init_params(jax.random.key(0))
+    added = start["fc"]["kernel"] - random["fc"]["kernel"]
+    np.testing.assert_allclose(added[-config.width :], np.eye(config.width), atol=1e-6)
+    assert not jnp.any(added[: -config.width])
+
+
+def test_norms_of_weights_around_zero_start_around_one() -> None:
+    """The weight of a head's norm multiplies as it is; that of Gemma's norms is 1 plus the stored one."""
+    target = tiny.target(13, layers=tiny.layers(8, head_dim=4), norm_kind="zero-centred")
+    drafter = RECIPES["eagle3"].drafter(official_head(target.model.config, 13))
+    start = initial_head(drafter, target, None, jax.random.key(0))
+    np.testing.assert_array_equal(start["norm"]["scale"], 1 + target.params["norm"]["scale"])
 
 
 TARGET = tiny.target(13, layers=tiny.layers(8, head_dim=4), max_positions=64)
