@@ -141,8 +141,8 @@ def _first_forward(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array,
     """Runs the target with an empty cache. Its output has features, and keys and values or changes of a state."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     empty = loop.target.init_cache(*tokens.shape)
-    options = {"aux_layers": loop.drafter.aux_layers}
-    return loop.target(params.target, tokens, positions, causal_mask(tokens.shape[1]), empty, **options)
+    mask = causal_mask(tokens.shape[1])
+    return loop.target(params.target, tokens, positions, mask, empty, aux_layers=loop.drafter.aux_layers)
 
 
 def _written(layer: LayerCache, new: Any, length: Int[Array, " B"]) -> Any:
