@@ -98,7 +98,7 @@ def rounds(options: argparse.Namespace) -> dict[str, Any]:
             begin = time.perf_counter()
             jax.block_until_ready(program())
             seconds[name].append(time.perf_counter() - begin)
-    figures = {}
+    figures: dict[str, dict[str, Any]] = {}
     for name, times in seconds.items():
         low, median, high = statistics.quantiles(times, n=4)
         figures[name] = {"milliseconds": 1e3 * median, "quartiles": [1e3 * low, 1e3 * high]}
@@ -230,7 +230,7 @@ def divergence(options: argparse.Namespace) -> dict[str, Any]:
 def greedy(target: e3.LoadedTarget, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Returns the greedy answers of a target, in batches."""
     decoder = e3.SpeculativeDecoder(target)
-    answers = []
+    answers: list[list[int]] = []
     for start in range(0, len(prompts), BATCH):
         tokens = [prompt.tokens for prompt in prompts[start : start + BATCH]]
         answers += decoder.generate(tokens, max_new_tokens=NEW_TOKENS).tokens
