@@ -335,7 +335,7 @@ def test_a_viewer_pauses_steps_and_stops_a_live_run(url: str, monkeypatch: pytes
             wait_for_tokens(count)
 
         def wait_for_tokens(count: int) -> None:
-            page.wait_for_function(f"document.querySelectorAll('#plain-text .token').length >= {count}")
+            page.locator("#plain-text .token").nth(count - 1).wait_for(state="attached")
 
         def shown() -> int:
             page.wait_for_timeout(300)  # six rounds
@@ -366,7 +366,7 @@ def test_a_viewer_pauses_steps_and_stops_a_live_run(url: str, monkeypatch: pytes
         page.fill("#limit", "4")
         run_until(1)
         page.click("#pause")
-        page.wait_for_function("document.querySelector('#run').textContent === 'Run'")  # the server has sent all
+        page.wait_for_selector("#run:text('Run')")  # the server has sent all
         page.click("#run")
         page.wait_for_selector("body[data-state=done]")
         assert page.locator("#plain-text .token").count() == 4
