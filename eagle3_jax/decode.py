@@ -21,7 +21,7 @@ from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.files.jsonl import shown
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget, shape_of
 from eagle3_jax.loop import GenerationState, LoopParams, Outcome, Prompts, Round, SpeculativeLoop
-from eagle3_jax.results import Chunk, Generation, GenerationResult, Pieces, tokenized
+from eagle3_jax.results import Chunk, Generation, GenerationResult, Pieces, tokenized, without_stop_token
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.schedule import SpeculationSchedule, StagedLoop, stages_of
 from eagle3_jax.stats import SpeculationStats
@@ -187,12 +187,11 @@ class SpeculativeDecoder:
         """
         prompts = _as_batch(prompts)
         stops = _checked_stop(stop, len(prompts), self.target)
-        if any(stops):
-            return self._generate_until(stops, prompts, max_new_tokens, sampling, seed, logprobs)
         loop, batch, rows = self.batch(prompts, max_new_tokens, sampling, seed, logprobs)
+        if any(stops):
+            return self._generate_until(stops, loop, batch, rows)
         start = time.perf_counter()
-        capacity = self._capacity(batch)
-        outcome = self._on_mesh(loops.generate, loop, self.params, self._on_rows(batch), capacity=capacity)
+        outcome = self._call(loops.generate, loop, batch)
         outcome = to_host(jax.block_until_ready(outcome))
         seconds = time.perf_counter() - start
         return self.result(outcome, rows, seconds=seconds)
@@ -235,10 +234,9 @@ class SpeculativeDecoder:
         The arguments are those of :meth:`generate`. The pieces of all chunks, joined, are its text.
         """
         text = Pieces(self.target.tokenizer)
-        batch = self.batch([prompt], max_new_tokens, sampling, seed, logprobs)
-        state, rounds, rows = self._start(*batch)
-        start = len(rows[0])
-        streamed = start
+        loop, batch, rows = self.batch([prompt], max_new_tokens, sampling, seed, logprobs)
+        state = self._call(loops.prefill, loop, batch)
+        streamed = len(rows[0])
         accepted = 0
         while True:
             fields = (state.length, state.finish, state.stats, state.tokens, state.logprobs)
@@ -248,16 +246,12 @@ class SpeculativeDecoder:
             scored = None if scores is None else scores.row(0, streamed, end)
             streamed = end
             reason = FinishReason(int(finish[0]))
-            pieces = text.decode(new[:-1] if reason is FinishReason.STOP else new)
-            pieces += [""] * (len(new) - len(pieces))
-            if reason is not FinishReason.RUNNING and pieces:
-                output = self.text_of(tokens[0, start:end].tolist(), reason)
-                pieces[-1] += text.unfinished(output)
+            pieces = text.decode(new, reason)
             stats = SpeculationStats.merge([counters])
             yield Chunk(new, pieces, min(accepted, len(new)), reason, stats, scored)
             if reason is not FinishReason.RUNNING:
                 return
-            latest = next(rounds)
+            latest = self._step(loop, state)
             state = latest.state
             accepted = int(to_host(latest.verdict.num_accepted)[0])
 
@@ -274,10 +268,10 @@ class SpeculativeDecoder:
 
         The arguments are those of :meth:`generate`. The next round consumes the state of this one, so read it first.
         """
-        batch = self.batch(prompts, max_new_tokens, sampling, seed, logprobs)
-        state, rounds, _ = self._start(*batch)
+        loop, batch, _ = self.batch(prompts, max_new_tokens, sampling, seed, logprobs)
+        state = self._call(loops.prefill, loop, batch)
         while np.any(to_host(state.finish) == FinishReason.RUNNING):
-            latest = next(rounds)
+            latest = self._step(loop, state)
             state = latest.state
             yield latest
 
@@ -306,13 +300,11 @@ class SpeculativeDecoder:
         if sampling_mode is not None:
             check_mode(sampling_mode, loop.sampling_mode)
             loop = dataclasses.replace(loop, sampling_mode=sampling_mode)
-        if capacity is None:
-            capacity = self._capacity(batch)
         longest = int(np.max(batch.limit))
         needed = max(longest + self.loop.drafter.num_nodes, batch.tokens.shape[1])
-        if capacity < needed:
+        if capacity is not None and capacity < needed:
             raise ValueError(f"capacity is {capacity}; expected at least {needed} for these prompts and limits")
-        return self._on_mesh(loops.prefill, loop, self.params, self._on_rows(batch), capacity=capacity)
+        return self._call(loops.prefill, loop, batch, capacity)
 
     def step(self, state: GenerationState) -> Round:
         """Runs one compiled round. It consumes ``state`` and updates its caches in place.
@@ -336,13 +328,13 @@ class SpeculativeDecoder:
         batch = state.finish.shape[0]
         is_per_row = all(np.shape(value) == (batch,) for value in jax.tree.leaves(state.sampling))
         if not isinstance(state.sampling, SamplingParams) or not is_per_row:
-            sampling = self._on_rows(checked_sampling(state.sampling, batch))
-            state = state.replace(sampling=sampling)
+            sampling = checked_sampling(state.sampling, batch)
+            state = state.replace(sampling=place_rows(sampling, self.mesh))
         last_sampling, sampling_mode = self._last
         if state.sampling is not last_sampling:  # the parameters of the latest step need no read from the device
             sampling_mode = sampling_mode_of(to_host(state.sampling))
-        loop = dataclasses.replace(self.loop, sampling_mode=sampling_mode).at(state)
-        latest = self._on_mesh(loops.step, loop, self.params, state)
+        loop = dataclasses.replace(self.loop, sampling_mode=sampling_mode)
+        latest = self._step(loop, state)
         self._last = (latest.state.sampling, sampling_mode)
         return latest
 
@@ -373,20 +365,21 @@ class SpeculativeDecoder:
         encode = lambda text: tokenizer.encode(text).ids
         return tokenized(text, encode, positions=target.max_positions, holds=target.holds)
 
-    def _start(
-        self, loop: SpeculativeLoop, batch: Prompts, rows: list[list[int]]
-    ) -> tuple[GenerationState, Iterator[Round], list[list[int]]]:
-        """Returns the state after the prompts, its rounds, and the prompts' token ids."""
-        capacity = self._capacity(batch)
-        state = self._on_mesh(loops.prefill, loop, self.params, self._on_rows(batch), capacity=capacity)
+    def _call(
+        self, program: Callable[..., Any], loop: SpeculativeLoop, batch: Prompts, capacity: int | None = None
+    ) -> Any:
+        """Calls a compiled program that takes prompts. Default capacity: what the prompts and their limits need."""
+        if capacity is None:
+            longest = max(int(np.max(batch.limit)), batch.tokens.shape[1])
+            # Room for a whole draft after the last root, so that no node is lost at the end of the buffer.
+            capacity = _round_up(longest + self.loop.drafter.num_nodes)
+        with under(self.mesh):
+            return program(loop, self.params, place_rows(batch, self.mesh), capacity=capacity)
 
-        def rounds(state: GenerationState) -> Iterator[Round]:
-            while True:
-                latest = self._on_mesh(loops.step, loop.at(state), self.params, state)
-                state = latest.state
-                yield latest
-
-        return state, rounds(state), rows
+    def _step(self, loop: SpeculativeLoop, state: GenerationState) -> Round:
+        """Runs one compiled round."""
+        with under(self.mesh):
+            return loops.step(loop.at(state), self.params, state)
 
     def batch(
         self,
@@ -443,10 +436,12 @@ class SpeculativeDecoder:
                 f"for {most} positions; lower max_new_tokens, shorten the prompt or choose another drafter"
             )
 
-    def _generate_until(self, stops: list[list[str]], prompts: Sequence[Prompt], *options: Any) -> GenerationResult:
+    def _generate_until(
+        self, stops: list[list[str]], loop: SpeculativeLoop, batch: Prompts, rows: list[list[int]]
+    ) -> GenerationResult:
         """Generates round by round; the host ends a row when its text contains one of its ``stops``."""
         begin = time.perf_counter()
-        state, _, rows = self._start(*self.batch(prompts, *options))
+        state = self._call(loops.prefill, loop, batch)
         searched = [len(row) for row in rows]
         texts = dict[int, str]()  # of the rows that a stop text has ended
         while True:
@@ -463,11 +458,11 @@ class SpeculativeDecoder:
                         break
                 searched[index] = int(length[index])
             if texts:
-                new_length, new_finish = self._on_rows((jnp.asarray(length), jnp.asarray(finish)))
-                state = state.replace(length=new_length, finish=new_finish)
+                changed = {"length": jnp.asarray(length), "finish": jnp.asarray(finish)}
+                state = state.replace(**place_rows(changed, self.mesh))
             if not np.any(finish == FinishReason.RUNNING):
                 break
-            state = self.step(state).state
+            state = self._step(loop, state).state
         seconds = time.perf_counter() - begin
         result = self.result(state, rows, seconds=seconds)
         generations = [
@@ -483,26 +478,11 @@ class SpeculativeDecoder:
         starts = [text.index(stop) for stop in stops if stop in text]
         return text[: min(starts)] if starts else None
 
-    def _capacity(self, batch: Prompts) -> int:
-        # Room for a whole draft after the last root, so that no node is lost at the end of the buffer.
-        longest = max(int(np.max(batch.limit)), batch.tokens.shape[1])
-        return _round_up(longest + self.loop.drafter.num_nodes)
-
-    def _on_rows(self, tree: Any) -> Any:
-        """Moves a pytree of rows to the mesh."""
-        return place_rows(tree, self.mesh)
-
-    def _on_mesh(self, program: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Calls a compiled program under the mesh."""
-        with under(self.mesh):
-            return program(*arguments, **options)
-
     def text_of(self, tokens: list[int], reason: FinishReason = FinishReason.LENGTH) -> str | None:
         """Returns the text of new tokens without the stop token that ended them; ``None`` without a tokenizer."""
         if self.target.tokenizer is None:
             return None
-        without_stop_token = tokens[:-1] if reason is FinishReason.STOP else tokens
-        return self.target.tokenizer.decode(without_stop_token)
+        return self.target.tokenizer.decode(without_stop_token(tokens, reason))
 
 
 def _checked_stop(

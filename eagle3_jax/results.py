@@ -131,16 +131,30 @@ class Pieces:
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
+        self._shown: list[int] = []
         self._decoded = ""
 
-    def decode(self, tokens: list[int]) -> list[str]:
-        """Returns one piece per token; empty while a character is unfinished, and without a tokenizer."""
+    def decode(self, tokens: list[int], reason: FinishReason = FinishReason.RUNNING) -> list[str]:
+        """Returns one piece per token; empty while a character is unfinished, and without a tokenizer.
+
+        Args:
+            tokens: The next tokens.
+            reason: Why the text ends with them. A stop token has an empty piece, and the last piece ends with the
+                character that was never finished.
+        """
         if self._tokenizer is None:
             return [""] * len(tokens)
-        pieces = [self._stream.step(self._tokenizer, token) or "" for token in tokens]
+        shown = without_stop_token(tokens, reason)
+        pieces = [self._stream.step(self._tokenizer, token) or "" for token in shown]
+        pieces += [""] * (len(tokens) - len(shown))
+        self._shown += shown
         self._decoded += "".join(pieces)
+        if reason is not FinishReason.RUNNING and pieces:
+            text = self._tokenizer.decode(self._shown)
+            pieces[-1] += text[len(self._decoded) :] if text.startswith(self._decoded) else ""
         return pieces
 
-    def unfinished(self, text: str | None) -> str:
-        """Returns the end of the whole text that no piece contains: a character that was never finished."""
-        return text[len(self._decoded) :] if text is not None and text.startswith(self._decoded) else ""
+
+def without_stop_token(tokens: list[int], reason: FinishReason) -> list[int]:
+    """Returns tokens without the stop token that ends them, if one does."""
+    return tokens[:-1] if reason is FinishReason.STOP else tokens

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -271,17 +272,14 @@ class Client:
     def _reports(self, choice: dict[str, Any]) -> list[Report]:
         """Returns the reports of a choice, in the form of OpenAI's completions or of its chat (llama.cpp)."""
         listed = choice.get("logprobs") or {}
-        if listed.get("content"):
-            reports = []
-            for entry in listed["content"]:
-                top = {self._id(likely): likely["logprob"] for likely in entry.get("top_logprobs") or []}
-                reports.append(Report(self._id(entry), entry["logprob"], top))
-            return reports
         reports = []
-        columns = (listed.get("tokens") or [], listed.get("token_logprobs") or [], listed.get("top_logprobs") or [])
-        for token, log_prob, top in zip(*columns, strict=True) if all(columns) else ():
-            known = {self._id(likely): value for likely, value in (top or {}).items()}
-            reports.append(Report(self._id(token), math.nan if log_prob is None else log_prob, known))
+        for entry in listed.get("content") or []:
+            top = {self._id(likely): likely["logprob"] for likely in entry.get("top_logprobs") or []}
+            reports.append(Report(self._id(entry), entry["logprob"], top))
+        columns = [listed.get(name) or [] for name in ("tokens", "token_logprobs", "top_logprobs")]
+        for token, log_prob, likeliest in zip(*columns, strict=True) if all(columns) else ():
+            top = {self._id(likely): value for likely, value in (likeliest or {}).items()}
+            reports.append(Report(self._id(token), math.nan if log_prob is None else log_prob, top))
         return reports
 
     def _id(self, token: Any) -> int:
@@ -330,10 +328,9 @@ class Client:
                 with self._opener.open(request, timeout=self._timeout) as response:
                     return response.read()
             except urllib.error.HTTPError as error:
-                if error.code in (429, 503) and attempt < _RETRIES:
-                    time.sleep(_wait(error.headers.get("Retry-After"), attempt))
-                    continue
-                raise ServerError(self._refusal(path, error)) from None
+                if error.code not in (429, 503) or attempt == _RETRIES:
+                    raise ServerError(self._refusal(path, error)) from None
+                time.sleep(_wait(error.headers.get("Retry-After"), attempt))
             except (TimeoutError, http.client.HTTPException, OSError) as error:
                 reason = getattr(error, "reason", None) or error
                 if isinstance(reason, TimeoutError):
@@ -359,16 +356,14 @@ def _wait(retry_after: str | None, attempt: int) -> float:
 
 def parse_counters(text: str) -> dict[str, Any]:
     """Returns the counters of speculation in Prometheus' text format, under the names of ``SpeculationStats``."""
-    counters: dict[str, Any] = {}
-    per_position: dict[int, int] = {}
+    counters: Counter[str] = Counter()
+    per_position: Counter[int] = Counter()
     for name, labels, value in _COUNTER.findall(text):
-        if name == "num_accepted_tokens_per_pos":
-            position = _POSITION.search(labels)
-            assert position is not None
-            index = int(position[1])
-            per_position[index] = per_position.get(index, 0) + int(float(value))
+        position = _POSITION.search(labels)
+        if position is None:
+            counters[name] += int(float(value))
         else:
-            counters[name] = counters.get(name, 0) + int(float(value))
-    if per_position:
-        counters["num_accepted_tokens_per_pos"] = [per_position[index] for index in sorted(per_position)]
-    return counters
+            per_position[int(position[1])] += int(float(value))
+    if not per_position:
+        return dict(counters)
+    return {**counters, "num_accepted_tokens_per_pos": [count for _, count in sorted(per_position.items())]}

@@ -17,7 +17,7 @@ from scipy import stats
 from eagle3_jax.bench.environment import git
 from eagle3_jax.certify.certificate import Certificate
 from eagle3_jax.certify.client import Client, Completion, ServerError
-from eagle3_jax.certify.statistics import Draws, Sampling, Test, judge, number_texts
+from eagle3_jax.certify.statistics import Draws, Sampling, Test, judge
 from eagle3_jax.testing.frequencies import smallest_deviation
 from eagle3_jax.testing.report import ALPHA
 
@@ -108,8 +108,7 @@ def certify(
         raise ServerError(examination.failures[0])
     after = client.counters()
     drafted = {name: (np.array(count) - before.get(name, 0)).tolist() for name, count in after.items()}
-    request_facts = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    request_facts |= {"prompts": len(plan.prompts), "sampling": dataclasses.asdict(plan.sampling)}
+    request_facts = {**vars(plan), "prompts": len(plan.prompts), "sampling": dataclasses.asdict(plan.sampling)}
     return Certificate(
         first_tokens=examination.first_tokens,
         tests=examination.tests,
@@ -310,17 +309,15 @@ def _of_prompt(counts: Counter, prompt: int) -> dict[str, int]:
 
 def _table(first: dict[str, int], second: dict[str, int], least: int = 10) -> np.ndarray:
     """Returns the counts of texts in two samples ``[2 C]``; those seen less than ``least`` times are the last cell."""
-    common = [text for text in first | second if first.get(text, 0) + second.get(text, 0) >= least]
-    counts = [[sample.get(text, 0) for text in common] for sample in (first, second)]
-    others = [sum(sample.values()) - sum(row) for sample, row in zip((first, second), counts, strict=True)]
-    table = np.column_stack([np.array(counts).reshape(2, -1), others])
+    texts = first | second
+    counts = np.array([[sample.get(text, 0) for text in texts] for sample in (first, second)])
+    is_common = counts.sum(axis=0) >= least
+    table = np.column_stack([counts[:, is_common], counts[:, ~is_common].sum(axis=1)])
     return table[:, table.sum(axis=0) > 0]
 
 
 def draws_of(answers: dict[int, Completion], plan: Plan) -> Draws:
     """Returns the tokens of sampled answers, by number of the request, with the distributions that were reported."""
-    tokens = [[report.token for report in answer.reports] for answer in answers.values()]
-    prompts = [plan.prompt_of(request) for request in answers]
     reports = [report for answer in answers.values() for report in answer.reports]
     ids = np.full((len(reports), plan.num_reported), -1)
     log_probs = np.full(ids.shape, -math.inf)
@@ -329,16 +326,12 @@ def draws_of(answers: dict[int, Completion], plan: Plan) -> Draws:
         ranked = sorted(report.top.items(), key=lambda entry: -entry[1])[: plan.num_reported]
         ids[row, : len(ranked)] = [token for token, _ in ranked]
         log_probs[row, : len(ranked)] = [value for _, value in ranked]
-    probs, determined = plan.sampling.distributions(log_probs)
-    lengths = [len(answer) for answer in tokens]
-    draws = Draws(
-        probs=probs,
+    return Draws.of_answers(
+        [[report.token for report in answer.reports] for answer in answers.values()],
+        prompts=[plan.prompt_of(request) for request in answers],
+        requests=list(answers),
+        chunk_index=[answer.chunk_index for answer in answers.values()],
         ids=ids,
-        tokens=np.concatenate(tokens),
-        prompts=np.repeat(prompts, lengths),
-        requests=np.repeat(list(answers), lengths),
-        index=np.concatenate([np.arange(length) for length in lengths]),
-        chunk_index=np.concatenate([answer.chunk_index for answer in answers.values()]).astype(int),
-        texts=np.concatenate(number_texts(prompts, tokens)).astype(int),
+        log_probs=log_probs,
+        sampling=plan.sampling,
     )
-    return draws[determined]

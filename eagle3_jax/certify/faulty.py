@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy import special
 
-from eagle3_jax.certify.statistics import Draws, Sampling, number_texts
+from eagle3_jax.certify.statistics import Draws, Sampling
 
 NUM_PROMPTS = 4
 NUM_REPORTED = 20
@@ -186,19 +186,15 @@ class FaultySampler:
         before = np.column_stack([np.zeros(len(tokens), int), tokens[:, :-1]])
         p = self.target[prompts[:, None], before].reshape(tokens.size, -1)
         ids = np.argsort(-p, axis=1)[:, :NUM_REPORTED]
-        probs, determined = self.sampling.distributions(np.log(np.take_along_axis(p, ids, axis=1)))
-        index = np.arange(tokens.shape[1])
-        draws = Draws(
-            probs=probs,
+        return Draws.of_answers(
+            tokens.tolist(),
+            prompts=prompts.tolist(),
+            requests=range(len(tokens)),
+            chunk_index=chunk_index.tolist(),
             ids=ids,
-            tokens=tokens.ravel(),
-            prompts=prompts.repeat(len(index)),
-            requests=np.arange(len(tokens)).repeat(len(index)),
-            index=np.tile(index, len(tokens)),
-            chunk_index=chunk_index.ravel(),
-            texts=np.ravel(number_texts(prompts.tolist(), tokens.tolist())),
+            log_probs=np.log(np.take_along_axis(p, ids, axis=1)),
+            sampling=self.sampling,
         )
-        return draws[determined]
 
 
 def _draw(p: Float[np.ndarray, "n V"], numbers: Float[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:

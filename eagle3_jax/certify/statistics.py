@@ -119,13 +119,50 @@ class Draws:
     chunk_index: Int[np.ndarray, " n"]
     texts: Int[np.ndarray, " n"]
 
+    @classmethod
+    def of_answers(
+        cls,
+        answers: Sequence[Sequence[int]],
+        *,
+        prompts: Sequence[int],
+        requests: Sequence[int],
+        chunk_index: Sequence[Sequence[int]],
+        ids: Int[np.ndarray, "n L"],
+        log_probs: Float[np.ndarray, "n L"],
+        sampling: Sampling,
+    ) -> Draws:
+        """Returns the tokens of answers whose distributions the reports determine.
+
+        Args:
+            answers: The sampled tokens of each answer.
+            prompts: Number of each answer's prompt.
+            requests: Number of its request.
+            chunk_index: Position of each token of the answer in its chunk.
+            ids: The reported tokens of each position of all answers.
+            log_probs: Their log-probabilities, the likeliest first; ``-inf`` where fewer were reported.
+            sampling: How the tokens were sampled.
+        """
+        probs, determined = sampling.distributions(log_probs)
+        lengths = [len(answer) for answer in answers]
+        draws = cls(
+            probs=probs,
+            ids=ids,
+            tokens=np.concatenate(answers),
+            prompts=np.repeat(prompts, lengths),
+            requests=np.repeat(requests, lengths),
+            index=np.concatenate([np.arange(length) for length in lengths]),
+            chunk_index=np.concatenate(chunk_index).astype(int),
+            texts=np.concatenate(number_texts(prompts, answers)).astype(int),
+        )
+        return draws[determined]
+
     def __len__(self) -> int:
         """The number of tokens."""
         return len(self.tokens)
 
     def __getitem__(self, chosen: Bool[np.ndarray, " n"]) -> Draws:
         """The chosen tokens."""
-        return Draws(*(getattr(self, field.name)[chosen] for field in dataclasses.fields(self)))
+        return Draws(*(column[chosen] for column in vars(self).values()))
 
     @property
     def cells(self) -> Int[np.ndarray, " n"]:
@@ -133,9 +170,14 @@ class Draws:
         is_token = self.ids == self.tokens[:, None]
         return np.where(is_token.any(axis=1), is_token.argmax(axis=1), self.ids.shape[1])
 
+    @property
+    def masses(self) -> Float[np.ndarray, " n"]:
+        """The probability of each token's cell."""
+        return np.take_along_axis(self.probs, self.cells[:, None], axis=1)[:, 0]
+
     def known(self) -> Draws:
         """The tokens whose probability is known: all, or those among the reported ones."""
-        return self[~np.isnan(np.take_along_axis(self.probs, self.cells[:, None], axis=1)[:, 0])]
+        return self[~np.isnan(self.masses)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,12 +211,12 @@ def judge(draws: Draws, *, alpha: float, seed: int = 0) -> list[Test]:
     """
     if not len(draws.known()):
         return []
-    impossible = np.take_along_axis(draws.probs, draws.cells[:, None], axis=1)[:, 0] == 0
+    impossible = draws.masses == 0
     draws = draws.known()
     probs = np.nan_to_num(draws.probs)
     cells = draws.cells
     before = np.where(np.arange(probs.shape[1]) < cells[:, None], probs, 0).sum(axis=1)
-    within = np.take_along_axis(probs, cells[:, None], axis=1)[:, 0]
+    within = draws.masses
     total = probs.sum(axis=1)
     places = np.clip((before + np.random.default_rng(seed).random(len(draws)) * within) / total, 0, 1 - 1e-12)
     tests = [

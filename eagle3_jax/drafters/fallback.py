@@ -84,37 +84,11 @@ class Fallback:
         """Whether both draft chains."""
         return declares_chain(self.first) and declares_chain(self.second)
 
-    # What a drafter may have beyond the protocol. Where `second` lacks one of these, this drafter lacks it too.
-
-    @property
-    def config(self) -> Any:
-        """Configuration of the network of ``second``."""
-        return self.second.config  # type: ignore[attr-defined]
-
-    @property
-    def max_positions(self) -> int:
-        """Longest sequence that ``second`` was built for."""
-        return self.second.max_positions  # type: ignore[attr-defined]
-
-    @property
-    def draft_sampling(self) -> DraftSampling:
-        """How ``second`` chooses tokens."""
-        return self.second.draft_sampling  # type: ignore[attr-defined]
-
-    @property
-    def longest(self) -> int:
-        """Maximum number of tokens that ``second`` can draft."""
-        return self.second.longest  # type: ignore[attr-defined]
-
-    @property
-    def param_axes(self) -> Any:
-        """The method of ``second``; see ``eagle3_jax.devices.sharding.param_shardings``."""
-        return self.second.param_axes  # type: ignore[attr-defined]
-
-    @property
-    def param_shapes(self) -> Any:
-        """The method of ``second``."""
-        return self.second.param_shapes  # type: ignore[attr-defined]
+    def __getattr__(self, name: str) -> Any:
+        """Returns an optional member of ``second``. A member that ``second`` lacks is lacking here too."""
+        if name not in _OF_SECOND:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.second, name)
 
     def with_topology(self, topology: Topology | None, draft_sampling: DraftSampling | None) -> Fallback:
         """Returns the drafter with another topology of ``second``; ``first`` drafts a chain as long as that is deep.
@@ -197,6 +171,8 @@ class Fallback:
 
 
 _FIELDS = ("tokens", "parents", "valid", "probs")
+# Members that a drafter may have beyond the protocol.
+_OF_SECOND = ("config", "draft_sampling", "longest", "max_positions", "param_axes", "param_shapes")
 
 
 def _num_likeliest(drafter: Drafter[Any]) -> int:

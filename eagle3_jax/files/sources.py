@@ -11,11 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3_jax.files.published import PUBLISHED, fetch_published
 
+if TYPE_CHECKING:
+    from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
+    from eagle3_jax.types import Drafter
+
 # The file that describes a native checkpoint.
 NATIVE_FILE = "eagle3_jax.json"
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # The files that are fetched from the hub: configuration and tokenizer, chat template, weights.
 FETCHED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors", "*.bin", "medusa_lm_head.pt")
+#: The form of each named drafter: its name, or ``name=E`` with a whole number.
+NAMED = {"ngram": "ngram", "suffix": "suffix", "layer-skip": "layer-skip=E", "none": "none"}
+FORMS = ", ".join(map(repr, NAMED.values()))
+#: Prefix of a head: n-grams of at least two tokens draft if the text has a match, else the head.
+LOOKUP_FIRST = "ngram+"
 
 
 def bundled(part: str) -> Path:
@@ -114,19 +123,6 @@ def _suggestions(path: Path, part: str) -> dict[str, str]:
         neighbors = [entry for entry in path.parent.iterdir() if entry.suffix == ".gguf" or entry.is_dir()]
         suggestions |= {entry.name: str(entry) for entry in neighbors}
     return suggestions | {name: name for name in (PUBLISHED if is_target else [*PUBLISHED, *NAMED.values()])}
-
-
-if TYPE_CHECKING:
-    from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
-    from eagle3_jax.types import Drafter
-
-#: The form of each named drafter: its name, or ``name=E`` with a whole number.
-NAMED = {"ngram": "ngram", "suffix": "suffix", "layer-skip": "layer-skip=E", "none": "none"}
-FORMS = ", ".join(map(repr, NAMED.values()))
-
-
-#: Prefix of a head: n-grams of at least two tokens draft if the text has a match, else the head.
-LOOKUP_FIRST = "ngram+"
 
 
 def is_named(source: str | None) -> bool:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from eagle3_jax.checks import checked_sampling, sampling_mode_of
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.results import Generation
-from eagle3_jax.serving.engine import Engine, Request
+from eagle3_jax.serving.engine import Engine, Request, sampling_of
 from eagle3_jax.stats import TokenLogProb
-from eagle3_jax.types import FinishReason, SamplingParams
+from eagle3_jax.types import FinishReason
 
 
 @dataclasses.dataclass
@@ -50,17 +48,13 @@ def complete(
     if not requests:
         return
     bounded = [_bounded(decoder, request) for request in requests]
-    params = SamplingParams(
-        temperature=np.array([request.temperature for request in requests]),
-        top_k=np.array([request.top_k for request in requests]),
-        top_p=np.array([request.top_p for request in requests]),
-    )
+    params = checked_sampling(sampling_of(requests), len(requests))
     longest = max(len(request.tokens) + request.max_new_tokens for request in bounded)
     engine = Engine(
         decoder,
         slots=slots,
         capacity=longest + decoder.loop.drafter.num_nodes,
-        sampling_mode=sampling_mode_of(checked_sampling(params, len(requests))),
+        sampling_mode=sampling_mode_of(params),
         logprobs=logprobs,
         prefill_rows=slots,
     )
@@ -73,7 +67,7 @@ def complete(
             request = requests[answer.number]
             reason = event.finish_reason
             answer.logprobs += event.logprobs or []
-            end, text = _add(decoder, answer, event.tokens, [] if stops is None else stops[answer.number])
+            text = _add(decoder, answer, event.tokens, [] if stops is None else stops[answer.number])
             if text is not None:
                 engine.cancel(event.ticket)
                 reason = FinishReason.STOP
@@ -81,14 +75,13 @@ def complete(
                 continue
             del answers[event.ticket]
             is_cut = reason is FinishReason.LENGTH and bounded[answer.number] is not request
-            tokens = answer.tokens[:end]
             result = Generation(
                 prompt_tokens=request.tokens,
-                tokens=tokens,
-                text=decoder.text_of(tokens, reason) if text is None else text,
+                tokens=answer.tokens,
+                text=decoder.text_of(answer.tokens, reason) if text is None else text,
                 finish_reason=FinishReason.CAPACITY if is_cut else reason,
                 stats=event.stats,
-                logprobs=None if logprobs is None else answer.logprobs[:end],
+                logprobs=None if logprobs is None else answer.logprobs[: len(answer.tokens)],
             )
             yield answer.number, result
 
@@ -99,13 +92,11 @@ def _bounded(decoder: SpeculativeDecoder, request: Request) -> Request:
     return request if request.max_new_tokens <= room else dataclasses.replace(request, max_new_tokens=room)
 
 
-def _add(
-    decoder: SpeculativeDecoder, answer: _Answer, tokens: Sequence[int], stops: Sequence[str]
-) -> tuple[int, str | None]:
-    """Adds new tokens to an answer. Returns where it ends, and its text if a stop text ended it."""
+def _add(decoder: SpeculativeDecoder, answer: _Answer, tokens: Sequence[int], stops: Sequence[str]) -> str | None:
+    """Adds new tokens to an answer, up to the one that completes a stop text. Then returns the text before that."""
     for token in tokens:
         answer.tokens.append(token)
         text = decoder.text_before(stops, answer.tokens) if stops else None
         if text is not None:
-            return len(answer.tokens), text
-    return len(answer.tokens), None
+            return text
+    return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, SupportsFloat
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, SupportsFloat, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ _NUM_BARS = 5  # most likely tokens of each distribution that are reported
 _DIGITS = 4  # of a probability
 _SECONDS = 5  # digits of a time
 Record = dict[str, Any]
+T = TypeVar("T")
 
 
 def run_lanes(decoders: Mapping[str, SpeculativeDecoder], request: Request) -> Iterator[Record]:
@@ -68,32 +69,26 @@ def _warm_up(decoder: SpeculativeDecoder, request: Request) -> float:
 
 
 def _prefill(decoder: SpeculativeDecoder, request: Request) -> GenerationState:
-    sampling = SamplingParams(temperature=request.temperature, top_k=request.top_k, top_p=request.top_p)
     return decoder.prefill(
-        [request.tokens], max_new_tokens=request.max_new_tokens, sampling=sampling, seed=request.seed
+        [request.tokens], max_new_tokens=request.max_new_tokens, sampling=request.sampling, seed=request.seed
     )
 
 
 def _decode(lane: str, decoder: SpeculativeDecoder, request: Request) -> Generator[Record, None, list[int]]:
     """Decodes a request in one lane. It yields the first token, every round and the end, and returns the tokens."""
-    tokenizer = decoder.target.tokenizer
-    pieces = Pieces(tokenizer)
-    start = time.perf_counter()
-    state = _prefill(decoder, request)
+    pieces = Pieces(decoder.target.tokenizer)
+    state, seconds = _timed(lambda: _prefill(decoder, request))
     length, finish = _progress(state)
-    seconds = time.perf_counter() - start
     output = to_host(state.tokens)[0, len(request.tokens) : length].tolist()
-    texts = _decode_pieces(pieces, decoder, output, output, finish)
+    texts = _texts(pieces, decoder, output, finish)
     yield {"event": "first", "lane": lane, "seconds": round(seconds, _SECONDS), "texts": texts}
     passes = 0
     total = 0.0
     while finish is FinishReason.RUNNING:
         before = length
-        start = time.perf_counter()
-        latest = decoder.step(state)
+        latest, seconds = _timed(functools.partial(decoder.step, state))
         state = latest.state
         length, finish = _progress(state)
-        seconds = time.perf_counter() - start
         total += seconds
         passes += 1
         record = describe(latest)[0]
@@ -110,7 +105,7 @@ def _decode(lane: str, decoder: SpeculativeDecoder, request: Request) -> Generat
             "path": record["path"],
             "next_token": record["next_token"],
             "next_label": label(decoder, record["next_token"]),
-            "texts": _decode_pieces(pieces, decoder, emitted, output, finish),
+            "texts": _texts(pieces, decoder, emitted, finish),
         }
     stats = SpeculationStats.merge([to_host(state.stats)])
     yield {
@@ -128,26 +123,24 @@ def _decode(lane: str, decoder: SpeculativeDecoder, request: Request) -> Generat
     return output
 
 
+def _timed(run: Callable[[], T]) -> tuple[T, float]:
+    """Returns the result of a program, and the seconds until the device had it."""
+    start = time.perf_counter()
+    result = jax.block_until_ready(run())
+    return result, time.perf_counter() - start
+
+
 def _progress(state: GenerationState) -> tuple[int, FinishReason]:
-    """Waits for the round, and returns the number of tokens and the reason of the end."""
+    """Returns the number of tokens and the reason of the end."""
     length, finish = to_host((state.length, state.finish))
     return int(length[0]), FinishReason(int(finish[0]))
 
 
-def _decode_pieces(
-    pieces: Pieces, decoder: SpeculativeDecoder, new: list[int], output: list[int], finish: FinishReason
-) -> list[str]:
+def _texts(pieces: Pieces, decoder: SpeculativeDecoder, new: list[int], finish: FinishReason) -> list[str]:
     """Returns the text that each new token completes; without a tokenizer its id."""
-    tokenizer = decoder.target.tokenizer
-    if tokenizer is None:
+    if decoder.target.tokenizer is None:
         return [f"{token} " for token in new]
-    has_stop_token = finish is FinishReason.STOP
-    texts = pieces.decode(new[:-1] if has_stop_token else new)
-    texts += [""] * (len(new) - len(texts))
-    if finish is not FinishReason.RUNNING and texts:
-        shown = output[:-1] if has_stop_token else output
-        texts[-1] += pieces.unfinished(tokenizer.decode(shown))
-    return texts
+    return pieces.decode(new, finish)
 
 
 def label(decoder: SpeculativeDecoder, token: int) -> str:

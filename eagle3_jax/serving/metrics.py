@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -34,39 +35,38 @@ class Metrics:
         """
         self._registry = CollectorRegistry()
         self._labels = (model, "0")
-        self._drafts = self._counter("spec_decode_num_drafts", "Rounds with a draft.")
-        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
-        self._accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Accepted draft tokens.")
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self._generation_tokens = self._counter("generation_tokens", "New tokens.")
-        self._first_token = self._histogram("time_to_first_token_seconds", "Time to the first token.", _FIRST_TOKEN)
-        self._between_tokens = self._histogram(
-            "inter_token_latency_seconds", "Time between two chunks of a request.", _BETWEEN_TOKENS
+        self._prompt_tokens = self._metric(Counter, "prompt_tokens", "Tokens of prompts.")
+        self._generation_tokens = self._metric(Counter, "generation_tokens", "New tokens.")
+        self._first_token = self._metric(
+            Histogram, "time_to_first_token_seconds", "Time to the first token.", buckets=_FIRST_TOKEN
         )
-        self._latency = self._histogram("e2e_request_latency_seconds", "Time of a request.", _REQUEST)
+        self._between_tokens = self._metric(
+            Histogram, "inter_token_latency_seconds", "Time between two chunks of a request.", buckets=_BETWEEN_TOKENS
+        )
+        self._latency = self._metric(Histogram, "e2e_request_latency_seconds", "Time of a request.", buckets=_REQUEST)
+        success = Counter(
+            "vllm:request_success", "Ended requests.", (*_LABELS, "finished_reason"), registry=self._registry
+        )
+        reasons = ("stop", "length", "abort", "error")
+        self._success = {reason: success.labels(*self._labels, reason) for reason in reasons}
         per_position = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Rounds in which the draft token at a position was accepted.",
             (*_LABELS, "position"),
             registry=self._registry,
         )
-        self._accepted_per_position = [per_position.labels(*self._labels, str(depth)) for depth in range(max_depth)]
-        success = Counter(
-            "vllm:request_success", "Ended requests.", (*_LABELS, "finished_reason"), registry=self._registry
-        )
-        reasons = ("stop", "length", "abort", "error")
-        self._success = {reason: success.labels(*self._labels, reason) for reason in reasons}
-        for name, text, count in (("running", "in slots", running), ("waiting", "without a slot", waiting)):
-            gauge = Gauge(f"vllm:num_requests_{name}", f"Requests {text}.", _LABELS, registry=self._registry)
-            gauge.labels(*self._labels).set_function(count)
-        self._totals: SpeculationStats | None = None
+        self._rounds = [
+            self._metric(Counter, "spec_decode_num_drafts", "Rounds with a draft."),
+            self._metric(Counter, "spec_decode_num_draft_tokens", "Drafted tokens."),
+            self._metric(Counter, "spec_decode_num_accepted_tokens", "Accepted draft tokens."),
+            *[per_position.labels(*self._labels, str(depth)) for depth in range(max_depth)],
+        ]
+        self._counted = np.zeros(len(self._rounds), int)
+        self._metric(Gauge, "num_requests_running", "Requests in slots.").set_function(running)
+        self._metric(Gauge, "num_requests_waiting", "Requests without a slot.").set_function(waiting)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"vllm:{name}", text, _LABELS, registry=self._registry).labels(*self._labels)
-
-    def _histogram(self, name: str, text: str, edges: tuple[float | int, ...]) -> Histogram:
-        histogram = Histogram(f"vllm:{name}", text, _LABELS, registry=self._registry, buckets=edges)
-        return histogram.labels(*self._labels)
+    def _metric(self, kind: type, name: str, text: str, **options: Any) -> Any:
+        return kind(f"vllm:{name}", text, _LABELS, registry=self._registry, **options).labels(*self._labels)
 
     def count_rounds(self, totals: SpeculationStats) -> None:
         """Counts the drafts since the last call.
@@ -74,10 +74,11 @@ class Metrics:
         Args:
             totals: Counters of the engine since its start.
         """
-        counters = [self._drafts, self._draft_tokens, self._accepted_tokens, *self._accepted_per_position]
-        for counter, gain in zip(counters, _as_row(totals) - _as_row(self._totals), strict=True):
+        sums = [totals.num_drafts, totals.num_draft_tokens, totals.num_accepted_tokens]
+        counts = np.array([*sums, *np.asarray(totals.num_accepted_tokens_per_pos)], int)
+        for counter, gain in zip(self._rounds, counts - self._counted, strict=True):
             counter.inc(int(gain))
-        self._totals = totals
+        self._counted = counts
 
     def count_tokens(self, count: int, *, num_prompt: int, seconds: float, is_first: bool) -> None:
         """Counts the tokens of a chunk.
@@ -107,11 +108,3 @@ class Metrics:
     def text(self) -> bytes:
         """Returns all metrics in the text format 0.0.4."""
         return generate_latest(self._registry)
-
-
-def _as_row(totals: SpeculationStats | None) -> np.ndarray:
-    """Returns all counters in one array; a single zero without counters."""
-    if totals is None:
-        return np.zeros(1, int)
-    sums = [totals.num_drafts, totals.num_draft_tokens, totals.num_accepted_tokens]
-    return np.array([*sums, *np.asarray(totals.num_accepted_tokens_per_pos)], int)

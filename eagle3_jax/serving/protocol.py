@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ from typing import Any
 
 from eagle3_jax.chat.conversation import apply_chat_template
 from eagle3_jax.decode import SpeculativeDecoder
+from eagle3_jax.files.jsonl import parse_json
 from eagle3_jax.results import Pieces
 from eagle3_jax.serving.engine import Event, Request
 from eagle3_jax.stats import TokenLogProb
@@ -93,21 +94,33 @@ class Offer:
     num_logprobs: int | None
 
 
-def read_request(body: Any, offer: Offer, *, is_chat: bool, fresh_seed: int) -> CompletionRequest:
-    """Reads a request.
+def parse_body(body: bytes) -> dict[str, Any]:
+    """Parses the body of a request.
+
+    Raises:
+        BadRequest: It is no object in strict JSON.
+    """
+    try:
+        values = parse_json(body.decode())
+    except ValueError as error:
+        raise BadRequest(f"the body is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise BadRequest("the body is no JSON object")
+    return values
+
+
+def read_request(values: Mapping[str, Any], offer: Offer, *, is_chat: bool) -> CompletionRequest:
+    """Reads a request. One without a seed gets a random seed.
 
     Args:
-        body: The parsed JSON.
+        values: The fields of the body.
         offer: The server's model and limits.
         is_chat: Whether it is a chat completion.
-        fresh_seed: Seed of a request without one.
 
     Raises:
         BadRequest: A field is malformed, or the server cannot do what it asks for.
     """
-    if not isinstance(body, dict):
-        raise BadRequest("the body is no JSON object")
-    fields = _Fields(body)
+    fields = _Fields(values)
     model = fields.take("model", str, offer.model)
     if model != offer.model:
         raise BadRequest(f"model is {model!r:.80}; this server has {offer.model!r}", "model", status=404)
@@ -125,7 +138,7 @@ def read_request(body: Any, offer: Offer, *, is_chat: bool, fresh_seed: int) -> 
         temperature=fields.number("temperature", 1.0, least=0.0, most=_HOTTEST),
         top_k=min(max(0, fields.take("top_k", int, 0)), offer.decoder.target.vocab_size),
         top_p=fields.number("top_p", 1.0, least=1e-9, most=1.0),
-        seed=fields.take("seed", int, fresh_seed) % 2**32,
+        seed=fields.take("seed", int, secrets.randbits(32)) % 2**32,
         ignore_stop=fields.take("ignore_eos", bool, False),
     )
     completion_request = CompletionRequest(
@@ -147,8 +160,8 @@ def read_request(body: Any, offer: Offer, *, is_chat: bool, fresh_seed: int) -> 
 class _Fields:
     """The fields of a body that have not been read yet."""
 
-    def __init__(self, body: dict[str, Any]) -> None:
-        self._unread = dict(body)
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._unread = dict(values)
 
     def take(self, name: str, kind: type | tuple[type, ...], default: Any) -> Any:
         """Returns a field, or the default where it is absent or null."""
@@ -299,12 +312,7 @@ class Answer:
     def add(self, event: Event) -> dict[str, Any]:
         """Returns the choice for new tokens."""
         tokens = event.tokens
-        has_stop_token = event.finish_reason is FinishReason.STOP
-        pieces = self._pieces.decode(tokens[:-1] if has_stop_token else tokens)
-        pieces += [""] * (len(tokens) - len(pieces))
-        if event.output is not None and pieces and self._tokenizer is not None:
-            shown = event.output[:-1] if has_stop_token else event.output
-            pieces[-1] += self._pieces.unfinished(self._tokenizer.decode(shown))
+        pieces = self._pieces.decode(tokens, event.finish_reason)
         self.finish_reason = FINISH_REASONS.get(event.finish_reason)
         count = len(tokens)
         text = self._held
@@ -435,4 +443,4 @@ def _chat_entry(name: str, logprob: float) -> dict[str, Any]:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB) if not math.isnan(logprob) else _LEAST_LOGPROB
+    return max(_LEAST_LOGPROB, logprob)  # NaN is not larger

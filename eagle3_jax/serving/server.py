@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +19,6 @@ from starlette.routing import Route
 
 from eagle3_jax import __version__
 from eagle3_jax.decode import SpeculativeDecoder
-from eagle3_jax.files.jsonl import parse_json
 from eagle3_jax.serving.engine import Engine, Event
 from eagle3_jax.serving.metrics import CONTENT_TYPE, Metrics
 from eagle3_jax.serving.protocol import (
@@ -30,6 +28,7 @@ from eagle3_jax.serving.protocol import (
     CompletionRequest,
     Offer,
     join_choices,
+    parse_body,
     read_request,
 )
 from eagle3_jax.serving.transport import (
@@ -96,8 +95,9 @@ class Server:
         Raises:
             ValueError: See :class:`~eagle3_jax.serving.engine.Engine`.
         """
-        options = {"slots": slots, "capacity": capacity, "chunk": chunk, "logprobs": logprobs}
-        self._engine = Engine(decoder, **options, sampling_mode=sampling_mode)
+        self._engine = Engine(
+            decoder, slots=slots, capacity=capacity, sampling_mode=sampling_mode, chunk=chunk, logprobs=logprobs
+        )
         self._offer = Offer(decoder, model or decoder.target.name, self._engine.room, logprobs)
         self._most_open = slots + max_queue
         self._on_ready = on_ready
@@ -114,10 +114,7 @@ class Server:
             waiting=lambda: max(0, len(self._open) - self._engine.num_running),
         )
         viewer = Viewer(
-            self._offer,
-            check=self._check,
-            refuse=lambda: None if self._state is State.READY else self._refuse_for_now(),
-            submit=lambda watch: self._worker.watch(watch),
+            self._offer, check=self._check, refuse=self._refuse, submit=lambda watch: self._worker.watch(watch)
         )
         routes = [
             *viewer.routes,
@@ -125,7 +122,7 @@ class Server:
             Route("/v1/chat/completions", self._complete, methods=["POST"]),
             Route("/v1/models", self._list_models),
             Route("/version", lambda request: JSONResponse({"version": f"eagle3-jax {__version__}"})),
-            Route("/health", self._tell_health),
+            Route("/health", lambda request: self._refuse() or Response()),
             Route("/metrics", lambda request: Response(self._metrics.text(), media_type=CONTENT_TYPE)),
         ]
         handlers: dict[Any, Any] = {
@@ -167,19 +164,20 @@ class Server:
     @contextlib.asynccontextmanager
     async def _live(self, app: Starlette) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
-        worker = Worker(self._engine, self)
-        self._worker = worker
-        worker.start()
-        yield
-        await worker.stop()
+        self._worker = Worker(
+            self._engine, on_ready=self._take_requests, on_events=self._deliver, on_failure=self._fail
+        )
+        self._worker.start()
+        with contextlib.suppress(asyncio.CancelledError):  # a second signal does not wait for the worker
+            yield
+            await self._worker.stop()
 
-    def on_ready(self) -> None:
-        """Begins to take requests."""
+    def _take_requests(self) -> None:
         if self._state is State.COMPILING:
             self._state = State.READY
             self._on_ready()
 
-    def on_events(self, events: list[tuple[Ticket, Event | PromptEcho]], totals: SpeculationStats) -> None:
+    def _deliver(self, events: list[tuple[Ticket, Event | PromptEcho]], totals: SpeculationStats) -> None:
         """Counts new tokens, and gives them to the handlers of their requests."""
         now = time.perf_counter()
         self._metrics.count_rounds(totals)
@@ -199,7 +197,7 @@ class Server:
             if event.output is not None:
                 self._close(ticket, FINISH_REASONS.get(event.finish_reason, "error"))
 
-    def on_failure(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Fails all requests and ends the server."""
         self.failure = error
         self._state = State.FAILED
@@ -216,52 +214,44 @@ class Server:
             self._metrics.count_end(reason, time.perf_counter() - ticket.arrival)
             self._end_if_drained()
 
-    async def _tell_health(self, request: Request) -> Response:
-        return Response() if self._state is State.READY else self._refuse_for_now()
-
     async def _list_models(self, request: Request) -> Response:
         model = {"id": self._offer.model, "object": "model", "created": self._started, "owned_by": "eagle3-jax"}
         model |= {"root": self._offer.model, "parent": None, "max_model_len": self._offer.room}
         return JSONResponse({"object": "list", "data": [model]})
 
-    def _refuse_for_now(self, trouble: str = "") -> Response:
-        return respond_error(503, f"the server {trouble or self._state.value}")
+    def _refuse(self) -> Response | None:
+        """Returns the answer to every request, unless the server is ready."""
+        return None if self._state is State.READY else respond_error(503, f"the server {self._state.value}")
 
     async def _complete(self, request: Request) -> Response:
         body = await read_body(request)
-        completion_request = await asyncio.to_thread(self._read, body, request.url.path == "/v1/chat/completions")
-        if self._state is not State.READY:
-            return self._refuse_for_now()
+        is_chat = request.url.path == "/v1/chat/completions"
+        completion = await asyncio.to_thread(self._read, body, is_chat)
+        refusal = self._refuse()
+        if refusal is not None:
+            return refusal
         if len(self._open) >= self._most_open:
-            return self._refuse_for_now(f"has {len(self._open)} requests already; try again")
-        ticket = Ticket(
-            completion_request.request,
-            echoes=completion_request.echo,
-            scores_prompt=completion_request.echo and completion_request.logprobs is not None,
-        )
+            return respond_error(503, f"the server has {len(self._open)} requests already; try again")
+        ticket = Ticket(completion)
         self._open.add(ticket)
         self._worker.submit(ticket)
-        answer = Answer(completion_request, self._offer)
-        if completion_request.stream:
-            events = self._stream(ticket, answer, include_usage=completion_request.include_usage)
+        answer = Answer(completion, self._offer)
+        if completion.stream:
+            events = self._stream(ticket, answer)
             return EventStream(events, on_end=lambda: self._close(ticket, "abort"))
         return await self._answer_in_one(request, ticket, answer)
 
     def _read(self, body: bytes, is_chat: bool) -> CompletionRequest:
         """Parses and checks a request. It runs outside of the event loop, because a long text takes a while."""
-        try:
-            values = parse_json(body.decode())
-        except ValueError as error:
-            raise BadRequest(f"the body is no JSON: {error}") from None
-        completion_request = read_request(values, self._offer, is_chat=is_chat, fresh_seed=secrets.randbits(32))
-        self._check(completion_request)
-        return completion_request
+        completion = read_request(parse_body(body), self._offer, is_chat=is_chat)
+        self._check(completion)
+        return completion
 
-    def _check(self, completion_request: CompletionRequest) -> None:
+    def _check(self, completion: CompletionRequest) -> None:
         """Raises if the engine does not accept a request."""
-        if completion_request.request.max_new_tokens > 0:
+        if completion.request.max_new_tokens > 0:
             try:
-                self._engine.check(completion_request.request)
+                self._engine.check(completion.request)
             except ValueError as error:
                 raise BadRequest(f"{error}; the server chose it with --sampling", "temperature") from None
 
@@ -281,11 +271,11 @@ class Server:
                 self._close(ticket, answer.finish_reason)  # a stop text ends it before the engine does
             yield choice
 
-    async def _stream(self, ticket: Ticket, answer: Answer, *, include_usage: bool) -> AsyncIterator[bytes]:
+    async def _stream(self, ticket: Ticket, answer: Answer) -> AsyncIterator[bytes]:
         try:
             async for choice in self._choices(ticket, answer):
                 yield event_bytes(answer.body([choice], usage=False))
-            if include_usage:
+            if ticket.completion.include_usage:
                 yield event_bytes(answer.body([], usage=True))
         except RuntimeError as error:
             yield event_bytes(error_body(500, str(error)))

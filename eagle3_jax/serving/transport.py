@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -23,6 +25,7 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
         super().__init__(config)
+        logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
         self._drain = drain
         self._num_signals = 0
 
@@ -32,6 +35,11 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = True
             self.force_exit = True
         self._drain()
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Returns whether a log record is anything but the traceback of a task that the end of the server cancelled."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 class EventStream(StreamingResponse):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -15,9 +14,8 @@ from starlette.routing import Route
 from eagle3_jax.bench.environment import hardware
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
-from eagle3_jax.files.jsonl import parse_json
 from eagle3_jax.serving.lanes import PLAIN, SPECULATIVE, Record, run_lanes
-from eagle3_jax.serving.protocol import BadRequest, CompletionRequest, Offer, read_request
+from eagle3_jax.serving.protocol import BadRequest, CompletionRequest, Offer, parse_body, read_request
 from eagle3_jax.serving.transport import EventStream, error_body, event_bytes, read_body, respond_error
 from eagle3_jax.serving.worker import Watch
 from eagle3_jax.topology import Chain, DynamicTree
@@ -94,12 +92,7 @@ class Viewer:
 
     def _read(self, body: bytes) -> tuple[Record, Iterator[Record]]:
         """Parses and checks a request, and returns its first event and the work that yields the others."""
-        try:
-            values = parse_json(body.decode())
-        except ValueError as error:
-            raise BadRequest(f"the body is no JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise BadRequest("the body is no JSON object")
+        values = parse_body(body)
         unknown = sorted(set(values) - _FIELDS)
         if unknown:
             raise BadRequest(f"{unknown[0]!r:.80} is not supported by the page; leave it out", unknown[0])
@@ -113,7 +106,7 @@ class Viewer:
             raise BadRequest(str(error), "draft_sampling") from None
         fields = {name: value for name, value in values.items() if not name.startswith("draft")}
         is_chat = "messages" in values
-        completion = read_request(fields, self._offer, is_chat=is_chat, fresh_seed=secrets.randbits(32))
+        completion = read_request(fields, self._offer, is_chat=is_chat)
         self._check(completion)
         request = completion.request
         facts = self._facts() | {"method": decoder.method, "rule": type(decoder.loop.verifier).__name__}

@@ -10,9 +10,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from eagle3_jax.serving.engine import Engine, Event, Request
+from eagle3_jax.serving.protocol import CompletionRequest
+from eagle3_jax.serving.scoring import score
 from eagle3_jax.stats import SpeculationStats, TokenLogProb
 
 
@@ -32,22 +34,23 @@ class Ticket:
     """One request on its way through the engine.
 
     Attributes:
-        request: The request. With a limit of 0 only the prompt is echoed.
-        echoes: Whether the prompt is echoed.
-        scores_prompt: Whether the echo has log-probabilities.
+        completion: The request of the client.
         events: The answer so far that its handler has not read: a slow reader never stops the engine.
         arrival: Time at which the request came.
         latest: Time of the latest chunk; ``None`` before the first.
         number: The engine's number, which only its thread uses.
     """
 
-    request: Request
-    echoes: bool = False
-    scores_prompt: bool = False
+    completion: CompletionRequest
     events: asyncio.Queue[Event | PromptEcho | Exception] = dataclasses.field(default_factory=asyncio.Queue)
     arrival: float = dataclasses.field(default_factory=time.perf_counter)
     latest: float | None = None
     number: int | None = None
+
+    @property
+    def request(self) -> Request:
+        """The request to the engine. With a limit of 0 only the prompt is echoed."""
+        return self.completion.request
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,42 +72,44 @@ class Watch:
         self.has_ended = True
 
 
-@runtime_checkable
-class Listener(Protocol):
-    """The methods of a server that the worker calls, in the event loop."""
-
-    def on_ready(self) -> None:
-        """Is called when all programs are compiled."""
-
-    def on_events(self, events: list[tuple[Ticket, Event | PromptEcho]], totals: SpeculationStats) -> None:
-        """Is called after a tick, and when a prompt has been scored."""
-
-    def on_failure(self, error: BaseException) -> None:
-        """Is called when the engine has failed and the thread ends."""
-
-
 class Worker:
     """Runs an engine. Its methods return at once and are called in the event loop."""
 
-    def __init__(self, engine: Engine, listener: Listener) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_ready: Callable[[], None],
+        on_events: Callable[[list[tuple[Ticket, Event | PromptEcho]], SpeculationStats], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        """Makes a worker whose thread is not started. The arguments are called in the event loop.
+
+        Args:
+            engine: The engine.
+            on_ready: Called when all programs are compiled.
+            on_events: Takes the events of a tick or the scores of a prompt, and the counters of all rounds.
+            on_failure: Called when the engine has failed and the thread ends.
+        """
         self._engine = engine
-        self._listener = listener
-        self._commands: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
+        self._on_ready = on_ready
+        self._on_events = on_events
+        self._on_failure = on_failure
+        self._commands: queue.SimpleQueue[Callable[[], bool | None]] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
         self._watch: Watch | None = None
         self._is_stopped = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         """Starts the thread, which compiles all programs first."""
-        self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
         """Ends the thread after its tick or compilation, and waits for it. Running requests get no more events."""
         self._is_stopped = True
-        self._commands.put(None)
+        self._commands.put(lambda: None)
         await asyncio.to_thread(self._thread.join)
 
     def submit(self, ticket: Ticket) -> None:
@@ -124,16 +129,16 @@ class Worker:
             for _ in self._engine.warm_up():
                 if self._is_stopped:
                     return
-            self._notify(self._listener.on_ready)
+            self._notify(self._on_ready)
             while self._run_commands():
                 events = [(self._tickets[event.ticket], event) for event in self._engine.tick()]
                 for ticket, event in events:
                     if event.output is not None and ticket.number is not None:
                         del self._tickets[ticket.number]
-                self._notify(self._listener.on_events, events, self._engine.totals)
+                self._notify(self._on_events, events, self._engine.totals)
                 self._run_watch()
         except BaseException as error:  # whatever it is, the server must hear of it
-            self._notify(self._listener.on_failure, error)
+            self._notify(self._on_failure, error)
             self._end_watch(RuntimeError(f"the engine failed: {type(error).__name__}: {error}"))
 
     def _run_commands(self) -> bool:
@@ -147,30 +152,30 @@ class Worker:
                 command = self._commands.get(block=self._engine.idle and self._watch is None)
             except queue.Empty:
                 return True
-            if command is not None and command():
+            if command():
                 return True
         return False
 
     def _submit(self, ticket: Ticket) -> bool:
         """Adds a request, after the scores of its prompt. Returns whether that took long."""
-        if ticket.echoes:
-            scores = self._engine.score(ticket.request.tokens) if ticket.scores_prompt else None
-            self._notify(self._listener.on_events, [(ticket, PromptEcho(scores))], self._engine.totals)
+        is_scored = ticket.completion.echo and ticket.completion.logprobs is not None
+        if ticket.completion.echo:
+            scores = None
+            if is_scored:
+                scores = score(self._engine.decoder, ticket.request.tokens, self._engine.num_logprobs or 0)
+            self._notify(self._on_events, [(ticket, PromptEcho(scores))], self._engine.totals)
         if ticket.request.max_new_tokens > 0:
             ticket.number = self._engine.submit(ticket.request)
             self._tickets[ticket.number] = ticket
-        return ticket.scores_prompt
+        return is_scored
 
-    def _cancel(self, ticket: Ticket) -> bool:
+    def _cancel(self, ticket: Ticket) -> None:
         if ticket.number in self._tickets:
             self._engine.cancel(ticket.number)
-            # The engine writes no more events of it.
             del self._tickets[ticket.number]
-        return False
 
-    def _begin_watch(self, watch: Watch) -> bool:
+    def _begin_watch(self, watch: Watch) -> None:
         self._watch = watch
-        return False
 
     def _run_watch(self) -> None:
         """Runs one step of the watch. Its failure, such as too little memory, is not a failure of the engine."""
@@ -183,12 +188,11 @@ class Worker:
         try:
             event = next(watch.steps, None)
         except Exception as error:
-            self._end_watch(error)
-            return
-        if event is None:
-            self._end_watch(None)
-        else:
+            event = error
+        if isinstance(event, dict):
             self._notify(watch.events.put_nowait, event)
+        else:
+            self._end_watch(event)
 
     def _end_watch(self, last: Exception | None) -> None:
         if self._watch is not None:
@@ -197,6 +201,5 @@ class Worker:
             self._watch = None
 
     def _notify(self, method: Callable[..., None], *arguments: Any) -> None:
-        assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nothing listens any more
             self._loop.call_soon_threadsafe(method, *arguments)

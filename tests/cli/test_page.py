@@ -30,6 +30,7 @@ from test_serve import Answer, complete, decoder, generated, get, post
 from eagle3_jax.serving.lanes import acceptance
 from eagle3_jax.serving.local import serving
 from eagle3_jax.serving.viewer import PAGE
+from eagle3_jax.serving.worker import Worker
 from eagle3_jax.types import Draft
 
 PROMPT = "def add(a, b):\n"
@@ -222,8 +223,13 @@ def test_other_requests_are_answered_while_the_page_is(url: str) -> None:
     fields = {"prompt": "import", "max_tokens": 12, "temperature": 0}
     assert complete(url, **fields)["text"] == generated(fields).text
     connection.close()
+    wait_until_free(url)
+
+
+def wait_until_free(url: str) -> None:
+    """Returns when the server has seen that the viewer left."""
     deadline = time.monotonic() + 60
-    while is_refused(url, {**body, "max_tokens": 2}):  # until the server has seen that the viewer left
+    while is_refused(url, {"prompt": PROMPT, "max_tokens": 2, "temperature": 0}):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -306,3 +312,61 @@ def test_a_viewer_sees_both_lanes_write_the_same_text(url: str) -> None:
         page.click("#run")
         page.wait_for_selector("body[data-state=failed]")
         assert "tree" in page.inner_text("#status")
+
+
+def test_a_viewer_pauses_steps_and_stops_a_live_run(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rounds of 50 ms, so that the run lives while the viewer clicks."""
+    run_watch = Worker._run_watch
+
+    def run_slowly(worker: Worker) -> None:
+        time.sleep(0.05)
+        run_watch(worker)
+
+    monkeypatch.setattr(Worker, "_run_watch", run_slowly)
+    with browsing() as page:
+        page.goto(url)
+        page.wait_for_selector("#ask:not([hidden])")
+        page.select_option("#mode", "text")
+        page.fill("#prompt", PROMPT)
+        page.fill("#limit", "40")
+
+        def run_until(count: int) -> None:
+            page.click("#run")
+            wait_for_tokens(count)
+
+        def wait_for_tokens(count: int) -> None:
+            page.locator("#plain-text .token").nth(count - 1).wait_for(state="attached")
+
+        def shown() -> int:
+            page.wait_for_timeout(300)  # six rounds
+            return page.locator("#plain-text .token").count()
+
+        run_until(3)
+        page.click("#pause")
+        assert page.inner_text("#pause") == "Play"
+        count = shown()
+        assert count == shown() < 40
+        page.click("#step")
+        assert shown() == count + 1
+        page.click("#pause")
+        wait_for_tokens(count + 3)
+        page.click("#run")
+        page.wait_for_selector("body[data-state=failed]")
+        assert (page.inner_text("#status"), page.inner_text("#run")) == ("Stopped.", "Run")
+        assert shown() < 40
+        wait_until_free(url)
+
+        run_until(3)
+        page.click("#pause")
+        page.click("#run")
+        page.wait_for_selector("body[data-state=failed]")
+        assert (page.inner_text("#status"), page.inner_text("#run")) == ("Stopped.", "Run")
+        wait_until_free(url)
+
+        page.fill("#limit", "4")
+        run_until(1)
+        page.click("#pause")
+        page.wait_for_selector("#run:text('Run')")  # the server has sent all
+        page.click("#run")
+        page.wait_for_selector("body[data-state=done]")
+        assert page.locator("#plain-text .token").count() == 4

@@ -508,7 +508,7 @@ def test_a_failing_engine_fails_its_requests_and_ends_the_server(monkeypatch: py
     ticks = Engine._begin_group
 
     def fail(engine: Engine) -> None:
-        if len(engine._waiting[0][1].tokens) == 3:
+        if len(engine._waiting[0].request.tokens) == 3:
             raise ArithmeticError("lost the device")
         ticks(engine)
 
@@ -529,23 +529,35 @@ def test_a_failing_engine_fails_its_requests_and_ends_the_server(monkeypatch: py
 # The command
 
 
-def test_a_signal_ends_the_server_after_its_requests(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("import tiny\n\ndef target(argument, *, dtype):\n    return tiny.target(13)\n")
+@contextlib.contextmanager
+def serving_command(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Yields a process of the command with a small target, and its host and port, when it is ready."""
+    (folder / "mine.py").write_text("import tiny\n\ndef target(argument, *, dtype):\n    return tiny.target(13)\n")
     words = [sys.executable, "-m", "eagle3_jax", "serve", "--target", "mine:target", "--drafter", "none"]
     words += ["--port", "0", "--capacity", "512", "--slots", "1", "--chunk", "32"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, **pipes, text=True, cwd=folder, env=environment) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
-        address = line.split()[-1]
         assert line.startswith("mine:target is ready at http://127.0.0.1:")
-        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
-        idle = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+        yield process, line.split()[-1].removeprefix("http://")
+
+
+def begin_long_stream(address: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(address, timeout=60)
+    body = {"prompt": [1, 2], "max_tokens": 500, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    response = connection.getresponse()
+    response.read(10)
+    return response
+
+
+def test_a_signal_ends_the_server_after_its_requests(tmp_path: Path) -> None:
+    with serving_command(tmp_path) as (process, address):
+        idle = http.client.HTTPConnection(address, timeout=60)
         idle.connect()
-        body = {"prompt": [1, 2], "max_tokens": 500, "stream": True}
-        connection.request("POST", "/v1/completions", json.dumps(body))
-        response = connection.getresponse()
-        response.read(10)
+        response = begin_long_stream(address)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.05)
         with contextlib.suppress(OSError, http.client.HTTPException):  # it may have ended already
@@ -555,6 +567,17 @@ def test_a_signal_ends_the_server_after_its_requests(tmp_path: Path) -> None:
         lines = response.read().decode()
         assert lines.endswith("data: [DONE]\n\n") and '"finish_reason": "length"' in lines
         assert process.wait(60) == 0
+
+
+def test_a_second_ctrl_c_ends_the_server_without_a_traceback(tmp_path: Path) -> None:
+    with serving_command(tmp_path) as (process, address):
+        response = begin_long_stream(address)
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.02)
+        assert process.wait(60) == 0
+        assert process.stderr is not None and process.stderr.read() == ""
+        response.close()
 
 
 def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture) -> None:

@@ -15,7 +15,7 @@ import tiny
 
 import eagle3_jax as e3
 from eagle3_jax import loop as loops
-from eagle3_jax.serving import engine as engines
+from eagle3_jax.serving import rows as rows_of_engine
 from eagle3_jax.serving.engine import Engine, Event, Request, ended
 from eagle3_jax.types import SamplingMode
 
@@ -43,9 +43,8 @@ def requests_of(decoder: e3.SpeculativeDecoder) -> list[Request]:
 
 
 def alone(decoder: e3.SpeculativeDecoder, request: Request) -> list[int]:
-    sampling = e3.SamplingParams(temperature=request.temperature, top_k=request.top_k, top_p=request.top_p)
     result = decoder.generate(
-        request.tokens, max_new_tokens=request.max_new_tokens, sampling=sampling, seed=request.seed
+        request.tokens, max_new_tokens=request.max_new_tokens, sampling=request.sampling, seed=request.seed
     )
     return result.tokens[0]
 
@@ -57,7 +56,7 @@ def test_each_request_has_the_tokens_that_it_has_alone(way: str) -> None:
     decoder = e3.SpeculativeDecoder(target, rounds_per_check=2, **options)
     requests = requests_of(decoder)
     engine = Engine(decoder, slots=3, capacity=128)
-    programs = (loops.prefill, loops.step, engines._insert, engines._ended_copies)
+    programs = (loops.prefill, loops.step, rows_of_engine.insert, rows_of_engine.ended_copies)
     before = [program._cache_size() for program in programs]
     expected = [alone(decoder, request) for request in requests]
     assert engine.run(requests) == expected
@@ -200,8 +199,7 @@ def test_events_are_the_tokens_once_and_in_order() -> None:
             len(own_events) - 1
         ) + [False]
         scored = [score for event in own_events for score in event.logprobs or ()]
-        sampling = e3.SamplingParams(temperature=request.temperature, top_k=request.top_k, top_p=request.top_p)
-        options = {"max_new_tokens": request.max_new_tokens, "sampling": sampling, "seed": request.seed}
+        options = {"max_new_tokens": request.max_new_tokens, "sampling": request.sampling, "seed": request.seed}
         expected = decoder.generate(request.tokens, **options, logprobs=2).rows[0].logprobs
         assert [score.logprob for score in scored] == pytest.approx([score.logprob for score in expected], abs=1e-4)
         stats = own_events[-1].stats

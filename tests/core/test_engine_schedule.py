@@ -51,7 +51,7 @@ class Schedule(RuleBasedStateMachine):
         """Tickets without a slot, in the order in which they begin."""
         partial = self.engine._partial
         first = [] if partial is None else [partial[0].ticket]
-        return first + [ticket for ticket, _ in self.engine._waiting]
+        return first + [entry.ticket for entry in self.engine._waiting]
 
     @rule(prompt=st.integers(0, len(PROMPTS) - 1), limit=st.integers(1, LONGEST))
     def submit(self, prompt: int, limit: int) -> None:
