@@ -110,7 +110,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {}
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         kind = parameter.annotation
-        if not dataclasses.is_dataclass(kind):
+        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
             options.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
         hints = get_type_hints(kind, include_extras=True)

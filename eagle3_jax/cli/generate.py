@@ -306,7 +306,7 @@ def _refilled(job: Job) -> Iterator[tuple[int, Generation]]:
 
     requests = []
     for task in job.tasks:
-        sampling = vars(task.sampling) | {"seed": task.seed}
+        sampling: dict[str, Any] = vars(task.sampling) | {"seed": task.seed}
         requests.append(EngineRequest(task.tokens, task.request.max_new_tokens, **sampling))
     stops = [task.stops for task in job.tasks]
     return complete(job.decoder, requests, slots=job.batches[0], logprobs=job.logprobs, stops=stops)
