@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny
+from training_pair import frozen_of
 
 from eagle3_jax import SpeculativeDecoder
 from eagle3_jax.decode import LoadedDrafter
@@ -66,7 +67,7 @@ def test_a_recipe_teaches(method: str) -> None:
     recipe = RECIPES[method]
     options = HeadOptions(depth=DEPTH, num_layers=TAUGHT[method])
     drafter = recipe.drafter(recipe.config(TARGET.model.config, options))
-    frozen: Any = {"target_params": TARGET.params, "embedding": TARGET.params["embedding"], "draft_to_target": None}
+    frozen = frozen_of(TARGET)
     trainer = Trainer(
         lambda params, batch: recipe.loss(drafter, TARGET.model, params, frozen, batch, options),
         OptimizerConfig(learning_rate=1e-2, num_steps=STEPS, warmup_steps=5, weight_decay=0.0),
