@@ -72,7 +72,7 @@ class Texts:
         """The index of the first token of each text."""
         return np.cumsum(self.length, dtype=np.int64) - self.length
 
-    def span(self, index: int) -> slice:
+    def span(self, index: int | np.integer) -> slice:
         """Returns the indices of a text's tokens."""
         return slice(self.start[index], self.start[index] + self.length[index])
 
