@@ -137,8 +137,8 @@ def _p_eagle(target: DecoderConfig, options: HeadOptions) -> PEagleConfig:
     """Returns the usual head with four layers, as in the paper. The mask token is the last id, which is rare."""
     size = options.draft_vocab_size or target.vocab_size
     head = usual_head(target, draft_vocab_size=size, mlp_width=options.mlp_width)
-    layers = head.layers * (options.num_layers or 4)
-    return PEagleConfig(**vars(head) | {"layers": layers}, mask_token_id=target.vocab_size - 1)
+    fields: dict[str, Any] = {**vars(head), "layers": head.layers * (options.num_layers or 4)}
+    return PEagleConfig(**fields, mask_token_id=target.vocab_size - 1)
 
 
 def _medusa(target: DecoderConfig, options: HeadOptions) -> MedusaConfig:
