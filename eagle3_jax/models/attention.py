@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.cache import KeyValue
 from eagle3_jax.devices.kernels import max_before_exp, ordered_sum
@@ -73,23 +73,36 @@ def attention(
     block = _query_block_size(queries, segments)
     if block >= fed:
         return _merge_heads(_attend(queries, segments, diagonals, scoring), queries)
-
-    def add(index: Array, out: Array) -> Array:
-        # The last block may overlap the one before it. A query's result is the same in both.
-        start = jnp.minimum(index * block, fed - block)
-        cut = lambda leaf, axis: lax.dynamic_slice_in_dim(leaf, start, block, axis)
-        cut_mask = lambda mask: mask if mask.shape[1] == 1 else cut(mask, 1)
-        cut_segments = [Segment(kv, cut_mask(mask)) for kv, mask in segments]
-        cut_diagonals = [KeyValue(cut(keys, 2), cut(values, 2)) for keys, values in diagonals]
-        attended = _attend(cut(queries, 1), cut_segments, cut_diagonals, scoring)
-        return lax.dynamic_update_slice_in_dim(out, attended, start, axis=3)
-
     keys, values = segments[0].kv if segments else diagonals[0]
     kv_heads = keys.shape[1]
     # The blocks are collected in float32, so that rounding happens once, as without blocks.
     out = jnp.zeros((batch, kv_heads, heads // kv_heads, fed, values.shape[-1]), jnp.float32)
     num_blocks = -(-fed // block)
+    add = functools.partial(
+        _add_block, block=block, queries=queries, segments=segments, diagonals=diagonals, scoring=scoring
+    )
     return _merge_heads(lax.fori_loop(0, num_blocks, add, out), queries)
+
+
+def _add_block(
+    index: Int[Array, ""],
+    out: Float[Array, "B C groups T Hv"],
+    *,
+    block: int,
+    queries: Float[Array, "B T heads H"],
+    segments: Sequence[Segment],
+    diagonals: Sequence[KeyValue],
+    scoring: Scoring,
+) -> Float[Array, "B C groups T Hv"]:
+    """Computes :func:`_attend` for a block of queries and writes the result into ``out``."""
+    # The last block may overlap the one before it. A query's result is the same in both.
+    start = jnp.minimum(index * block, queries.shape[1] - block)
+    cut = lambda leaf, axis: lax.dynamic_slice_in_dim(leaf, start, block, axis)
+    cut_mask = lambda mask: mask if mask.shape[1] == 1 else cut(mask, 1)
+    cut_segments = [Segment(kv, cut_mask(mask)) for kv, mask in segments]
+    cut_diagonals = [KeyValue(cut(keys, 2), cut(values, 2)) for keys, values in diagonals]
+    attended = _attend(cut(queries, 1), cut_segments, cut_diagonals, scoring)
+    return lax.dynamic_update_slice_in_dim(out, attended, start, axis=3)
 
 
 def _merge_heads(out: Float[Array, "B C groups T Hv"], queries: Float[Array, "B T heads H"]) -> Array:

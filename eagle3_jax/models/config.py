@@ -35,10 +35,6 @@ def check_sizes(config: Any, *names: str) -> None:
     Raises:
         ValueError: A field is outside this range.
     """
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; expected a positive whole number")
     check_range(config, 1, MOST, *names)
 
 

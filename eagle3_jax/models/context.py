@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -35,14 +35,18 @@ class Span(NamedTuple):
         """Whether it covers every earlier position."""
         return self.window is None and self.chunk is None
 
-    def covers(self, key_positions: Int[Array, "B S"], query_positions: Int[Array, "B T"]) -> Bool[Array, "B T S"]:
-        """Returns whether each key is within the range of each query. The order of the two is not checked."""
+    def limit(
+        self, mask: Bool[Array, "#B T S"], key_positions: Int[Array, "B S"], query_positions: Int[Array, "B T"]
+    ) -> Bool[Array, "#B T S"]:
+        """Returns an attention mask without the keys that are outside the range of their query."""
+        if self.is_unlimited:
+            return mask
         keys = key_positions[:, None, :]
         queries = query_positions[:, :, None]
         if self.window is not None:
-            return keys > queries - self.window
+            return mask & (keys > queries - self.window)
         assert self.chunk is not None
-        return keys // self.chunk == queries // self.chunk
+        return mask & (keys // self.chunk == queries // self.chunk)
 
 
 def cache_mask(
@@ -82,7 +86,7 @@ def cache_mask(
     block_positions = jnp.take_along_axis(positions, jnp.clip(offset, 0, size - 1), axis=1)
     query_positions = positions if num_queries == size else positions[:, size - num_queries :]
     key_positions = jnp.where(offset < 0, slot, block_positions)
-    return visible & span.covers(key_positions, query_positions)
+    return span.limit(visible, key_positions, query_positions)
 
 
 @runtime_checkable
@@ -191,21 +195,20 @@ class RecurrentContext(NamedTuple):
 
 def empty_cache(layers: Sequence[LayerConfig], *, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
     """Returns an empty cache for each layer, for ``batch`` rows of ``capacity`` slots."""
-
-    def allocate(mixer: Mixer) -> LayerCache:
-        if isinstance(mixer, GroupedQuery):
-            heads = mixer.num_kv_heads
-            size = mixer.head_dim
-            return KeyValues.allocate(batch=batch, capacity=capacity, num_kv_heads=heads, head_dim=size, dtype=dtype)
-        if isinstance(mixer, Latent):
-            return LatentKeys.allocate(batch=batch, capacity=capacity, channels=mixer.channels, dtype=dtype)
-        if isinstance(mixer, GatedDelta):
-            sizes = {field.name: getattr(mixer, field.name) for field in dataclasses.fields(mixer)}
-            return Recurrent.allocate(batch=batch, dtype=dtype, **sizes)
-        raise ValueError(f"a layer of {type(mixer).__name__} has no cache here")
-
-    caches = tuple(allocate(layer.mixer) for layer in layers)
+    caches = tuple(_empty_layer(layer.mixer, batch, capacity, dtype) for layer in layers)
     return Cache.of(caches, batch=batch)
+
+
+def _empty_layer(mixer: Mixer, batch: int, capacity: int, dtype: DTypeLike) -> LayerCache:
+    options: dict[str, Any] = {"batch": batch, "dtype": dtype}
+    if isinstance(mixer, GroupedQuery):
+        heads = mixer.num_kv_heads
+        return KeyValues.allocate(capacity=capacity, num_kv_heads=heads, head_dim=mixer.head_dim, **options)
+    if isinstance(mixer, Latent):
+        return LatentKeys.allocate(capacity=capacity, channels=mixer.channels, **options)
+    if isinstance(mixer, GatedDelta):
+        return Recurrent.allocate(**dataclasses.asdict(mixer), **options)
+    raise ValueError(f"a layer of {type(mixer).__name__} has no cache here")
 
 
 def spans_of(layers: Sequence[LayerConfig]) -> list[Span]:
@@ -242,18 +245,17 @@ def attention_contexts(
     recurrent = [isinstance(layer.mixer, GatedDelta) for layer in layers]
     spans = spans_of(layers)
     num_queries, size = mask.shape[-2:]
-    states: list[Recurrent | None] = [None] * len(layers)
     if any(recurrent) and num_queries != size:
         raise ValueError(
             f"the last {num_queries} tokens of a block of {size} were given to a recurrent layer; expected the whole "
             "block, as its earlier tokens are in no state"
         )
-    attending: list[AttentionContext]
+    states: Sequence[Any] = [None] * len(layers) if cache is None else cache.layers
     if cache is None:
-        attending = _without_cache(mask, positions, spans)
+        visible = {span: span.limit(mask, positions, positions) for span in dict.fromkeys(spans)}
+        attending = [BlockContext(mask=visible[span]) for span in spans]
     else:
         attending = _with_cache(cache, mask, positions, spans, is_chain)
-        states = [layer if isinstance(layer, Recurrent) else None for layer in cache.layers]
     if not any(recurrent):
         return list(attending)
     block = RecurrentContext(None, parents_of(mask), _real(mask, length))
@@ -261,17 +263,6 @@ def attention_contexts(
         block._replace(layer=state) if is_recurrent else context
         for is_recurrent, context, state in zip(recurrent, attending, states, strict=True)
     ]
-
-
-def _without_cache(
-    mask: Bool[Array, "#B T T"], positions: Int[Array, "B T"], spans: Sequence[Span]
-) -> list[AttentionContext]:
-    """Returns one attention context per layer for a block that is a whole text."""
-    by_span: dict[Span, AttentionContext] = {}
-    for span in dict.fromkeys(spans):
-        visible = mask if span.is_unlimited else mask & span.covers(positions, positions)
-        by_span[span] = BlockContext(mask=visible)
-    return [by_span[span] for span in spans]
 
 
 def _with_cache(

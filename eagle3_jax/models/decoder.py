@@ -37,7 +37,17 @@ from eagle3_jax.models.functional import (
 )
 from eagle3_jax.models.grouped import Attention
 from eagle3_jax.models.latent import LatentAttention
-from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU, embed, product_by_table, scaled
+from eagle3_jax.models.layers import (
+    FLOAT32,
+    Linear,
+    Precision,
+    RMSNorm,
+    SwiGLU,
+    embed,
+    normal_param,
+    product_by_table,
+    scaled,
+)
 from eagle3_jax.models.quantised import OUTPUT
 from eagle3_jax.types import EmbeddingTables, TargetOutput
 
@@ -107,18 +117,14 @@ class Decoder(nnx.Module):
         shape = (config.vocab_size, config.width)
         vocab = Axis(VOCAB, config.vocab_size)
         # Every lookup in a divided table needs an all-reduce, so it is divided only if it is the output matrix as well.
-        axes = (vocab, None) if config.tie_embeddings else ()
-        table = jax.random.normal(rngs.params(), shape, jnp.float32) * 0.02
-        self.embedding = nnx.Param(table, axes=axes, product=OUTPUT if config.tie_embeddings else "")
-        width = config.width
-        eps = config.norm_eps
-        kind = config.norm_kind
-        options: dict[str, Any] = {"width": width, "norm_eps": eps, "norm_kind": kind, "precision": precision}
-        self.blocks = nnx.List([Block(layer, rngs=rngs, **options) for layer in config.layers])
-        self.norm = RMSNorm(width, eps, kind)
+        metadata: dict[str, Any] = {"axes": (vocab, None), "product": OUTPUT} if config.tie_embeddings else {}
+        self.embedding = normal_param(rngs, shape, 0.02, **metadata)
+        options: dict[str, Any] = {"precision": precision, "rngs": rngs}
+        norms: dict[str, Any] = {"norm_eps": config.norm_eps, "norm_kind": config.norm_kind}
+        self.blocks = nnx.List([Block(layer, width=config.width, **norms, **options) for layer in config.layers])
+        self.norm = RMSNorm(config.width, config.norm_eps, config.norm_kind)
         if not config.tie_embeddings:
-            options = {"product": OUTPUT, "precision": precision, "rngs": rngs}
-            self.head = Linear(config.width, config.vocab_size, axes=(None, vocab), **options)
+            self.head = Linear(config.width, config.vocab_size, axes=(None, vocab), product=OUTPUT, **options)
 
     def __call__(
         self,

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.devices.sharding import HEADS, Axis
 from eagle3_jax.models.config import GatedDelta, NormKind
 from eagle3_jax.models.context import RecurrentContext
-from eagle3_jax.models.layers import Linear, Precision, RMSNorm, keep_fused, matmul_precision
+from eagle3_jax.models.layers import Linear, Precision, RMSNorm, keep_fused, matmul_precision, normal_param
 from eagle3_jax.models.recurrent import Recurrent, Updates, at_least_two, update_state
 
 CHUNK = 64  # tokens of a text in one triangular system
@@ -62,9 +62,8 @@ class GatedDeltaNet(nnx.Module):
         options = {"precision": precision, "rngs": rngs}
         self.qkvz = Linear(d_in, 2 * keys + 2 * values, axes=(None, axis), **options)
         self.ba = Linear(d_in, 2 * config.num_value_heads, axes=(None, axis), product="", **options)
-        shape = (config.kernel, 1, 2 * keys + values)
-        taps = jax.random.normal(rngs.params(), shape, jnp.float32) * config.kernel**-0.5
-        self.convolution = nnx.Param(taps, axes=(None, None, axis))
+        taps = (config.kernel, 1, 2 * keys + values)
+        self.convolution = normal_param(rngs, taps, config.kernel**-0.5, axes=(None, None, axis))
         rates = jax.random.uniform(rngs.params(), (config.num_value_heads,), jnp.float32, 0.01, 16.0)
         self.a_log = nnx.Param(jnp.log(rates), axes=(axis,))
         self.dt_bias = nnx.Param(jnp.ones((config.num_value_heads,), jnp.float32), axes=(axis,))
@@ -137,28 +136,33 @@ class GatedDeltaNet(nnx.Module):
         steps = at_least_two(tuple(jnp.moveaxis(leaf, 1, 0) for leaf in (inputs, betas, decays, parents)))
         count = steps[0].shape[0]
         grouped = start.grouped
-        windows = _with_slots(start.window, count)
-        states = _with_slots(grouped, count)
-
-        def step(carry: tuple[Array, Array], node: tuple[Array, ...]) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-            windows, states = carry
-            index, new, beta, decay, parent = node
-            parent_window = _read_slot(windows, parent)
-            window = jnp.concatenate([parent_window, new[:, :, None].astype(windows.dtype)], axis=2)
-            heads = self._heads([window[:, :, tap] for tap in range(self.config.kernel)])
-            state = _read_slot(states, parent)
-            known = jnp.sum(state * decay[..., None, None] * heads.keys[:, :, None, :, None], axis=-2)
-            delta = (heads.values - known) * beta[..., None]
-            state = update_state(state, heads.keys, delta, decay)
-            out = jnp.sum(state * heads.queries[:, :, None, :, None], axis=-2)
-            windows = lax.dynamic_update_index_in_dim(windows, window[:, :, 1:], index + 1, axis=1)
-            states = lax.dynamic_update_index_in_dim(states, state, index + 1, axis=1)
-            return (windows, states), (out, heads.keys, delta)
-
+        slots = (_with_slots(start.window, count), _with_slots(grouped, count))
         nodes = jnp.arange(count, dtype=jnp.int32)
-        _, by_node = lax.scan(step, (windows, states), (nodes, *steps))
+        _, by_node = lax.scan(self._run_node, slots, (nodes, *steps))
         out, keys, deltas = (jnp.moveaxis(leaf[:size], 0, 1) for leaf in by_node)
         return out, Updates(keys, deltas, decays, inputs)
+
+    def _run_node(
+        self, slots: tuple[Array, Array], node: tuple[Array, ...]
+    ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+        """Runs a node of a tree, the step of a scan over its nodes.
+
+        Returns:
+            Windows and states of all nodes so far, and the node's output, key and delta.
+        """
+        windows, states = slots
+        index, new, beta, decay, parent = node
+        parent_window = _read_slot(windows, parent)
+        window = jnp.concatenate([parent_window, new[:, :, None].astype(windows.dtype)], axis=2)
+        heads = self._heads([window[:, :, tap] for tap in range(self.config.kernel)])
+        state = _read_slot(states, parent)
+        known = jnp.sum(state * decay[..., None, None] * heads.keys[:, :, None, :, None], axis=-2)
+        delta = (heads.values - known) * beta[..., None]
+        state = update_state(state, heads.keys, delta, decay)
+        out = jnp.sum(state * heads.queries[:, :, None, :, None], axis=-2)
+        windows = lax.dynamic_update_index_in_dim(windows, window[:, :, 1:], index + 1, axis=1)
+        states = lax.dynamic_update_index_in_dim(states, state, index + 1, axis=1)
+        return (windows, states), (out, heads.keys, delta)
 
     def _text(
         self,
@@ -210,25 +214,16 @@ def run_chunks(
     """
     size = betas.shape[1]
     length = min(CHUNK, size)
-
-    def cut(leaf: Array) -> Array:
-        """Returns ``[chunks B length ...]`` for ``[B T ...]``, padded with zeros."""
-        padded = jnp.pad(leaf, ((0, 0), (0, -size % length), *[(0, 0)] * (leaf.ndim - 2)))
-        chunks = padded.reshape(leaf.shape[0], -1, length, *leaf.shape[2:])
-        return jnp.moveaxis(chunks, 1, 0)
-
-    precision = matmul_precision(jnp.float32)
-    einsum = lambda pattern, *operands: jnp.einsum(pattern, *operands, precision=precision)
     by_head = lambda leaf: jnp.moveaxis(leaf, 2, 4)  # [chunks B Hk r length ...]
-    queries, keys, values, betas, logs = map(cut, (*heads, betas, logs))  # [chunks B length Hk ...]
+    queries, keys, values, betas, logs = (_cut(leaf, length) for leaf in (*heads, betas, logs))
     # The log of α_1..α_i: the share of the state before the chunk that remains at token i.
     since = jnp.cumsum(logs, axis=2)
     before = jnp.tril(jnp.ones((length, length), jnp.bool_))
     gaps = jnp.moveaxis(since[:, :, :, None] - since[:, :, None], (2, 3), (4, 5))  # [chunks B Hk r length length]
     decay = jnp.where(before, jnp.exp(jnp.where(before, gaps, 0.0)), 0.0)  # α_(j+1)..α_i
-    products = einsum("nbihk,nbjhk->nbhij", keys, keys)[:, :, :, None]
+    products = _einsum("nbihk,nbjhk->nbhij", keys, keys)[:, :, :, None]
     system = products * decay * by_head(betas)[..., None]
-    mixing = einsum("nbihk,nbjhk->nbhij", queries, keys)[:, :, :, None] * decay
+    mixing = _einsum("nbihk,nbjhk->nbhij", queries, keys)[:, :, :, None] * decay
     # The right-hand side is a term without S_0 and a factor of S_0. Both are solved for at once.
     constant = by_head(values * betas[..., None])
     state_factor = by_head(keys[:, :, :, :, None] * (betas * jnp.exp(since))[..., None])
@@ -237,21 +232,33 @@ def run_chunks(
     state_factor = solved[..., values.shape[-1] :]
     total = by_head(since[:, :, -1:])  # [chunks B Hk r 1]
     until_end = jnp.exp(total - by_head(since))  # α_(i+1)..α_length
-
-    def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-        queries, keys, mixing, constant, state_factor, since, until_end, total = chunk
-        deltas = constant - einsum("bhrik,bhrkv->bhriv", state_factor, state)
-        out = einsum("bihk,bhrkv->bhriv", queries, state) * jnp.exp(since)[..., None]
-        out = out + einsum("bhrij,bhrjv->bhriv", mixing, deltas)
-        added = einsum("bihk,bhriv->bhrkv", keys, deltas * until_end[..., None])
-        return state * jnp.exp(total)[..., None] + added, out
-
     state = jnp.zeros((*constant.shape[1:4], keys.shape[-1], constant.shape[-1]), jnp.float32)
     steps = (queries, keys, mixing, constant, state_factor, by_head(since), until_end, total)
-    state, out = lax.scan(step, state, steps)
+    state, out = lax.scan(_run_chunk, state, steps)
     out = jnp.moveaxis(out, (0, 4), (1, 2))  # [B chunks length Hk r dv]
     padded_out = out.reshape(out.shape[0], -1, *out.shape[3:])
     return padded_out[:, :size], state
+
+
+def _run_chunk(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+    """Returns the state after a chunk, and the outputs of its tokens, ``[B Hk r length dv]``."""
+    queries, keys, mixing, constant, state_factor, since, until_end, total = chunk
+    deltas = constant - _einsum("bhrik,bhrkv->bhriv", state_factor, state)
+    out = _einsum("bihk,bhrkv->bhriv", queries, state) * jnp.exp(since)[..., None]
+    out = out + _einsum("bhrij,bhrjv->bhriv", mixing, deltas)
+    added = _einsum("bihk,bhriv->bhrkv", keys, deltas * until_end[..., None])
+    return state * jnp.exp(total)[..., None] + added, out
+
+
+def _einsum(pattern: str, *operands: Array) -> Array:
+    return jnp.einsum(pattern, *operands, precision=matmul_precision(jnp.float32))
+
+
+def _cut(leaf: Array, length: int) -> Array:
+    """Returns ``[chunks B length ...]`` for ``[B T ...]``, padded with zeros."""
+    padded = jnp.pad(leaf, ((0, 0), (0, -leaf.shape[1] % length), *[(0, 0)] * (leaf.ndim - 2)))
+    chunks = padded.reshape(leaf.shape[0], -1, length, *leaf.shape[2:])
+    return jnp.moveaxis(chunks, 1, 0)
 
 
 def _solve(system: Float[Array, "*any L L"], right: Float[Array, "*any L M"]) -> Float[Array, "*any L M"]:
@@ -259,16 +266,15 @@ def _solve(system: Float[Array, "*any L L"], right: Float[Array, "*any L M"]) ->
 
     It computes row after row by products, which a mesh can divide by heads.
     """
-    precision = matmul_precision(jnp.float32)
-
-    def step(solution: Array, equation: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        index, row, right_side = equation  # rows of the solution that are not computed yet are zeros
-        new = right_side - jnp.einsum("...j,...jm->...m", row, solution, precision=precision)
-        return lax.dynamic_update_index_in_dim(solution, new, index, axis=-2), None
-
     indices = jnp.arange(right.shape[-2], dtype=jnp.int32)
     rows = (indices, jnp.moveaxis(system, -2, 0), jnp.moveaxis(right, -2, 0))
-    return lax.scan(step, jnp.zeros_like(right), rows)[0]
+    return lax.scan(_solve_row, jnp.zeros_like(right), rows)[0]
+
+
+def _solve_row(solution: Array, equation: tuple[Array, Array, Array]) -> tuple[Array, None]:
+    index, row, right_side = equation  # rows of the solution that are not computed yet are zeros
+    new = right_side - _einsum("...j,...jm->...m", row, solution)
+    return lax.dynamic_update_index_in_dim(solution, new, index, axis=-2), None
 
 
 def _unit(x: Float[Array, "*any dk"]) -> Float[Array, "*any dk"]:

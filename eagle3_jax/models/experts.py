@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.devices.sharding import EXPERTS, MODEL, Axis, on_a_mesh, rows_spec
 from eagle3_jax.models.config import Experts, GatedMLP
-from eagle3_jax.models.layers import Linear, Precision, SwiGLU
+from eagle3_jax.models.layers import Linear, Precision, SwiGLU, normal_param
 from eagle3_jax.models.mixture import Stack, mixture
 from eagle3_jax.models.quantised import LAYER, Fp8Kernel, Int8Kernel
 from eagle3_jax.models.routers import Routing, route, router_logits
@@ -26,20 +26,16 @@ class ExpertMLP(nnx.Module):
         count = config.num_experts
         inner = config.width
         options: dict[str, Any] = {"precision": precision, "rngs": rngs}
-        axes = (Axis(EXPERTS, count),)
-
-        def normal(*shape: int) -> nnx.Param:
-            values = jax.random.normal(rngs.params(), shape, jnp.float32) * shape[1] ** -0.5
-            return nnx.Param(values, axes=(*axes, None, None), product=LAYER)
-
+        axis = Axis(EXPERTS, count)
+        kernel: dict[str, Any] = {"axes": (axis, None, None), "product": LAYER}
         self.router = Linear(width, count, bias=config.bias, product="", **options)
         if config.router == "sigmoid":
             self.correction = nnx.Param(jnp.zeros((count,), jnp.float32))
-        self.gate_up = normal(count, width, 2 * inner)
-        self.down = normal(count, inner, width)
+        self.gate_up = normal_param(rngs, (count, width, 2 * inner), width**-0.5, **kernel)
+        self.down = normal_param(rngs, (count, inner, width), inner**-0.5, **kernel)
         if config.bias:
-            self.gate_up_bias = nnx.Param(jnp.zeros((count, 2 * inner), jnp.float32), axes=(*axes, None))
-            self.down_bias = nnx.Param(jnp.zeros((count, width), jnp.float32), axes=(*axes, None))
+            self.gate_up_bias = nnx.Param(jnp.zeros((count, 2 * inner), jnp.float32), axes=(axis, None))
+            self.down_bias = nnx.Param(jnp.zeros((count, width), jnp.float32), axes=(axis, None))
         if config.shared_width:
             self.shared = SwiGLU(width, GatedMLP(width=config.shared_width), **options)
         if config.shared_gate:

@@ -48,15 +48,11 @@ def _metadata(build: Callable[..., nnx.Module], config: Any, precision: Any, nam
     return nnx.to_pure_dict(jax.tree.map(read, state, is_leaf=is_variable))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def init_params(build: Callable[..., nnx.Module], config: Any, precision: Any, key: jax.Array) -> Params:
     """Returns random float32 parameters as a nested dictionary."""
-
-    @jax.jit
-    def init(key: jax.Array) -> Params:
-        module = build(config, precision=precision, rngs=nnx.Rngs(params=key))
-        return nnx.to_pure_dict(nnx.state(module))
-
-    return init(key)
+    module = build(config, precision=precision, rngs=nnx.Rngs(params=key))
+    return nnx.to_pure_dict(nnx.state(module))
 
 
 def bind(build: Callable[..., nnx.Module], config: Any, precision: Any, params: Params) -> Any:

@@ -5,6 +5,7 @@ The library runs once, on the host. Inside the compiled program the automaton is
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -92,17 +93,17 @@ def compile_regex(pattern: str, target: LoadedTarget) -> tuple[Int[np.ndarray, "
         if writes and spelling and _PRIVATE_BYTE not in spelling:
             spelled.setdefault(spelling, []).append(token)
     rows = _explore(pattern, spelled, target.vocab_size)
-    stop = list(target.stop_tokens)
+    return merge_columns(lambda: _dense(rows, target))
 
-    def dense() -> Iterator[np.ndarray]:
-        for state in rows:
-            row = np.full(target.vocab_size, -1, np.int32)
-            row[state.tokens] = state.after
-            row[stop] = len(rows) if state.is_match else -1
-            yield row
-        yield np.full(target.vocab_size, -1, np.int32)
 
-    return merge_columns(dense)
+def _dense(rows: list[Row], target: LoadedTarget) -> Iterator[np.ndarray]:
+    """Yields the rows ``[V]`` of a table, and that of the state after a stop token, which allows nothing."""
+    for state in rows:
+        row = np.full(target.vocab_size, -1, np.int32)
+        row[state.tokens] = state.after
+        row[list(target.stop_tokens)] = len(rows) if state.is_match else -1
+        yield row
+    yield np.full(target.vocab_size, -1, np.int32)
 
 
 def _explore(pattern: str, spelled: Mapping[bytes, list[int]], vocab_size: int) -> list[Row]:
@@ -118,32 +119,30 @@ def _explore(pattern: str, spelled: Mapping[bytes, list[int]], vocab_size: int) 
     """
     first = vocab_size
     last = vocab_size + 1
+    outlines = _outlines()
     try:
         enclosing = {_FIRST.encode(): [first], _LAST.encode(): [last]}
-        vocabulary = _outlines().Vocabulary(last + 1, {**spelled, **enclosing})
         enclosed = _enclose(pattern)
-        index = _outlines().Index(enclosed, vocabulary)
+        vocabulary = outlines.Vocabulary(last + 1, {**spelled, **enclosing})
+        index = outlines.Index(enclosed, vocabulary)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"the regular expression {pattern!r:.60} is not supported by outlines-core: {first_line(error)}"
         ) from None
-    states = [index.get_initial_state()]
-    if enclosed.startswith(_FIRST):
-        states = [index.get_next_state(states[0], first)]
+    initial = index.get_initial_state()
+    states = [index.get_next_state(initial, first) if enclosed.startswith(_FIRST) else initial]
     number = {states[0]: 0}
     rows = []
     for state in states:  # grows
         allowed = [token for token in index.get_allowed_tokens(state) if token < first]
         after = [index.get_next_state(state, token) for token in allowed]
         for new in dict.fromkeys(after):
-            if new not in number:
-                number[new] = len(states)
+            if number.setdefault(new, len(states)) == len(states):
                 states.append(new)
         end = index.get_next_state(state, last)
         is_match = end is not None and index.is_final_state(end)
-        tokens = np.array(allowed, np.int32)
         numbers = np.array([number[new] for new in after], np.int32)
-        rows.append(Row(tokens, numbers, is_match))
+        rows.append(Row(np.array(allowed, np.int32), numbers, is_match))
     return rows
 
 
@@ -154,38 +153,32 @@ def _enclose(pattern: str) -> str:
         ValueError: An anchor is inside the expression, it ignores white space, or a parenthesis is not opened.
     """
     pieces = pieces_of(pattern)
-    flags = ""
-    opened = 0
-    body = ""
-    without_private = f"--{_PRIVATE}]"  # the end of a class
-    for piece, depth in pieces:
-        if depth == 1 and piece[0] == "[":
-            body += f"[{piece}"
-        elif depth == 1 and piece == "]":
-            body += f"]{without_private}"
-        elif depth:
-            body += piece
-        elif piece in _ANCHORS:
-            raise ValueError(f"{piece} is inside; anchors may only be around the expression, and are not needed there")
-        elif piece in (r"\S", r"\W", r"\D") or piece[:2] in (r"\p", r"\P"):
-            body += f"[{piece}{without_private}"
-        elif piece == ".":
-            body += rf"[^\n{without_private}"
-        else:
-            if piece[:2] == "(?" and piece[-1] in ":)":
-                flags += piece[2:-1]
-            if piece[0] == "(" and piece[-1] != ")":
-                opened += 1
-            elif piece == ")":
-                opened -= 1
-            body += piece
-        if opened < 0:
-            raise ValueError("a parenthesis is closed that is not opened")
+    body = "".join(_exclude_private(piece, depth) for piece, depth in pieces)
+    outside = [piece for piece, depth in pieces if not depth]
+    flags = "".join(piece[2:-1] for piece in outside if piece[:2] == "(?" and piece[-1] in ":)")
+    steps = [(piece[0] == "(" and piece[-1] != ")") - (piece == ")") for piece in outside]
+    if min(itertools.accumulate(steps), default=0) < 0:
+        raise ValueError("a parenthesis is closed that is not opened")
     if "x" in flags:
         raise ValueError("the flag x is not supported; write the expression without spaces and comments")
     if flags.strip("i"):  # the flags s, R and u change what a dot or a class matches
         return f"(?:{''.join(piece for piece, _ in pieces)}){_LAST}"
     return f"{_FIRST}(?:{body}){_LAST}"
+
+
+def _exclude_private(piece: str, depth: int) -> str:
+    """Returns a piece of a regular expression that matches no private character; raises for an anchor."""
+    if depth == 1 and piece[0] == "[":
+        return f"[{piece}"
+    if depth == 1 and piece == "]":
+        return f"]--{_PRIVATE}]"
+    if depth:
+        return piece
+    if piece in _ANCHORS:
+        raise ValueError(f"{piece} is inside; anchors may only be around the expression, and are not needed there")
+    if piece in (r"\S", r"\W", r"\D") or piece[:2] in (r"\p", r"\P"):
+        return f"[{piece}--{_PRIVATE}]"
+    return rf"[^\n--{_PRIVATE}]" if piece == "." else piece
 
 
 def merge_columns(rows: Callable[[], Iterable[np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
@@ -222,11 +215,10 @@ def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
     """
     decoder = str(tokenizer.decoder)
     if "ByteLevel" in decoder:
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        characters = sorted(ByteLevel.alphabet())  # those of printable bytes are the bytes themselves and come first
+        printable = [ord(character) for character in characters if ord(character) < 256]
         others = [byte for byte in range(256) if byte not in printable]
-        alphabet = {chr(byte): byte for byte in printable}
-        alphabet |= {chr(256 + index): byte for index, byte in enumerate(others)}
-        assert set(alphabet) == set(ByteLevel.alphabet())
+        alphabet = dict(zip(characters, printable + others, strict=True))
         spell = lambda text: bytes(alphabet[character] for character in text)
     elif "▁" in decoder:
         is_byte = lambda text: len(text) == 6 and text.startswith("<0x")

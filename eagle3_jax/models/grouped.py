@@ -44,15 +44,8 @@ class Attention(nnx.Module):
         self.qkv = Linear(d_in, columns, axes=(None, axis), bias=config.qkv_bias, **options)
         self.o = Linear(heads * size, width, axes=(axis, None), bias=config.o_bias, **options)
         if config.qk_norm:
-            joined = config.qk_norm_kind == "whole"  # the statistics cover all heads
-            weight_per_head = config.qk_norm_kind == "own-weights"
-
-            def norm(count: int) -> RMSNorm:
-                channels = size * count if joined else size
-                return RMSNorm(channels, norm_eps, norm_kind, heads=count if weight_per_head else None)
-
-            self.q_norm = norm(heads)
-            self.k_norm = norm(config.num_kv_heads)
+            self.q_norm = _norm_of_heads(config, heads, norm_eps, norm_kind)
+            self.k_norm = _norm_of_heads(config, config.num_kv_heads, norm_eps, norm_kind)
         if config.sinks:
             self.sinks = nnx.Param(jnp.zeros((heads,), jnp.float32), axes=(axis,))
         self.config = config
@@ -63,7 +56,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Returns the layer's output ``[B T D]`` and the keys and values for ``LayerCache.commit`` or ``fill``."""
         config = self.config
-        queries, kv, gate = self._project(x, positions)
+        queries, kv, gate = self.project(x, positions)
         sinks = self.sinks[...] if config.sinks else None
         scoring = Scoring(config.scale, config.softcap, sinks)
         attended, written = context.attend(queries, kv, scoring)
@@ -71,12 +64,6 @@ class Attention(nnx.Module):
         return self.o(gated), written
 
     def project(
-        self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"]
-    ) -> tuple[Float[Array, "B T heads H"], KeyValue]:
-        """Returns queries, keys and values of the same tokens, rotated."""
-        return self._project(x, positions)[:2]
-
-    def _project(
         self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T heads H"], KeyValue, Float[Array, "B T width"] | None]:
         """Returns queries, keys and values, rotated, and the output gates ``[B T heads·H]``, if the layer has them."""
@@ -104,3 +91,9 @@ class Attention(nnx.Module):
             queries = scale_queries(queries, positions, config.query_scaling)
         kv = KeyValue(jnp.moveaxis(keys, 1, 2), jnp.moveaxis(values, 1, 2))
         return queries, kv, gate
+
+
+def _norm_of_heads(config: GroupedQuery, count: int, eps: float, kind: NormKind) -> RMSNorm:
+    """Returns the norm of the queries or keys of ``count`` heads."""
+    channels = config.head_dim * count if config.qk_norm_kind == "whole" else config.head_dim
+    return RMSNorm(channels, eps, kind, heads=count if config.qk_norm_kind == "own-weights" else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -12,7 +11,7 @@ from eagle3_jax.devices.sharding import HEADS, Axis
 from eagle3_jax.models.attention import Scoring
 from eagle3_jax.models.config import Latent, NormKind
 from eagle3_jax.models.context import AttentionContext
-from eagle3_jax.models.layers import Linear, Precision, RMSNorm, keep_fused, product_by_head
+from eagle3_jax.models.layers import Linear, Precision, RMSNorm, keep_fused, normal_param, product_by_head
 from eagle3_jax.models.rope import rotate
 
 _LATENT_EPS = 1e-6  # of the norms of latents, in every published model; other norms of a model may differ
@@ -54,15 +53,9 @@ class LatentAttention(nnx.Module):
             self.q_b = Linear(config.q_rank, columns, axes=(None, axis), **options)
         self.kv_a = Linear(d_in, config.channels, bias=config.bias, **options)
         self.kv_a_norm = RMSNorm(rank, _LATENT_EPS, norm_kind)
-
-        def by_head(d_in: int, d_out: int, scale: float) -> nnx.Param:
-            value = jax.random.normal(rngs.params(), (heads, d_in, d_out), jnp.float32) * scale
-            return nnx.Param(value, axes=(axis,))
-
-        self.key_up = by_head(config.nope_dim, rank, rank**-0.5)
-        self.value_up = by_head(rank, config.value_dim, rank**-0.5)
-        inner = heads * config.value_dim
-        self.o = Linear(inner, width, axes=(axis, None), bias=config.bias, **options)
+        self.key_up = normal_param(rngs, (heads, config.nope_dim, rank), rank**-0.5, axes=(axis,))
+        self.value_up = normal_param(rngs, (heads, rank, config.value_dim), rank**-0.5, axes=(axis,))
+        self.o = Linear(heads * config.value_dim, width, axes=(axis, None), bias=config.bias, **options)
         self.config = config
         self.precision = precision
 

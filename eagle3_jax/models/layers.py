@@ -71,25 +71,26 @@ def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
     copying: list[Any] = []  # the array whose copy may not have ended
 
     def put(path: tuple[Any, ...], leaf: Any, sharding: NamedSharding | None = None) -> Any:
-        if isinstance(leaf, ToQuantise):
-            array = put_kernel(leaf.kernel(), sharding)
-        else:
-            host = np.asarray(leaf)
-            dtype = stored_type(path, leaf.ndim, precision)
-            array = put_array(host, dtype) if sharding is None else put_shards(host, dtype, sharding)
+        array = _put(path, leaf, precision, sharding)
         jax.block_until_ready(copying)
         copying[:] = [array]
         return array
 
-    def put_kernel(kernel: Fp8Kernel | Int8Kernel, sharding: NamedSharding | None) -> Fp8Kernel | Int8Kernel:
-        if sharding is None:
-            return jax.tree.map(jax.device_put, kernel)
-        put_leaf = lambda leaf, leaf_sharding: put_shards(leaf, leaf.dtype, leaf_sharding)
-        return jax.tree.map(put_leaf, kernel, kernel.divided(sharding))
-
     trees = (params,) if shardings is None else (params, shardings)
     arrays = jax.tree_util.tree_map_with_path(put, *trees)
     return jax.block_until_ready(arrays)
+
+
+def _put(path: tuple[Any, ...], leaf: Any, precision: Precision, sharding: NamedSharding | None) -> Any:
+    """Puts a parameter on the device: an array in its stored type, or a kernel in eight bits with its scales."""
+    if not isinstance(leaf, ToQuantise):
+        host = np.asarray(leaf)
+        dtype = stored_type(path, leaf.ndim, precision)
+        return put_array(host, dtype) if sharding is None else put_shards(host, dtype, sharding)
+    kernel = leaf.kernel()
+    if sharding is None:
+        return jax.tree.map(jax.device_put, kernel)
+    return jax.tree.map(lambda part, shards: put_shards(part, part.dtype, shards), kernel, kernel.divided(sharding))
 
 
 def matmul_precision(dtype: DTypeLike) -> lax.Precision | None:
@@ -103,30 +104,33 @@ def matmul_precision(dtype: DTypeLike) -> lax.Precision | None:
     return lax.Precision.HIGHEST if needs_highest else None
 
 
+def contract(x: Array, kernel: Array, dtype: DTypeLike, *, axes: tuple[int, int] = (-1, 0)) -> Array:
+    """Returns the product over one axis of each operand, with sums in ``dtype``."""
+    over = ((axes[0] % x.ndim,), (axes[1],))
+    precision = matmul_precision(x.dtype)
+    return lax.dot_general(x, kernel, (over, ((), ())), preferred_element_type=dtype, precision=precision)
+
+
+def _contract_as_two_rows(x: Array, kernel: Array, dtype: DTypeLike, *, axes: tuple[int, int]) -> Array:
+    """Returns the product of a single row with a kernel, computed for two equal rows."""
+    pair = jnp.concatenate([x.reshape(1, -1)] * 2)
+    out = contract(pair, kernel, dtype, axes=axes)
+    return out[:1].reshape(*x.shape[:-1], -1)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _product(x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLike, inputs: int = 0) -> Array:
     """The product over the last axis of ``x`` and axis ``inputs`` of the kernel, in the given types."""
     x = x.astype(operands)
     kernel = kernel.astype(operands)
-    contract = functools.partial(
-        lax.dot_general, preferred_element_type=activations, precision=matmul_precision(operands)
-    )
-
-    def as_given(x: Array, kernel: Array) -> Array:
-        axes = (((x.ndim - 1,), (inputs,)), ((), ()))
-        return contract(x, kernel, axes)
-
-    def as_two_rows(x: Array, kernel: Array) -> Array:
-        pair = jnp.concatenate([x.reshape(1, -1)] * 2)
-        axes = (((1,), (inputs,)), ((), ()))
-        out = contract(pair, kernel, axes)
-        return out[:1].reshape(*x.shape[:-1], -1)
-
+    options: dict[str, Any] = {"dtype": activations, "axes": (-1, inputs)}
+    as_given = functools.partial(contract, **options)
     has_one_row = x.size <= x.shape[-1]
     if not has_one_row:
         return as_given(x, kernel)
     # XLA's CPU backend has no fast path for a single row with operands narrower than the sums (measured: seven times
     # slower than two rows); TPUs run it on the vector unit.
+    as_two_rows = functools.partial(_contract_as_two_rows, **options)
     cpu = as_two_rows if operands != activations else as_given
     return lax.platform_dependent(x, kernel, cpu=cpu, tpu=as_two_rows, default=as_given)
 
@@ -142,14 +146,9 @@ def _product_bwd(
     x, kernel = saved
     rows = x.reshape(-1, x.shape[-1]).astype(operands)
     grads = grad.reshape(-1, grad.shape[-1]).astype(operands)
-    contract = functools.partial(
-        lax.dot_general, preferred_element_type=activations, precision=matmul_precision(operands)
-    )
-    axes_of_x = (((1,), (1 - inputs,)), ((), ()))
-    grad_x = contract(grads, kernel.astype(operands), axes_of_x)
+    grad_x = contract(grads, kernel.astype(operands), activations, axes=(-1, 1 - inputs))
     factors = (rows, grads) if inputs == 0 else (grads, rows)
-    axes_of_kernel = (((0,), (0,)), ((), ()))
-    grad_kernel = contract(*factors, axes_of_kernel)
+    grad_kernel = contract(*factors, activations, axes=(0, 0))
     return grad_x.reshape(x.shape).astype(x.dtype), grad_kernel.astype(kernel.dtype)
 
 
@@ -214,12 +213,12 @@ def _rows(table: Array, tokens: Array) -> Array:
     """Returns ``table[tokens]``. On CPUs bfloat16 is read as integers; otherwise XLA would convert the whole table."""
     if table.dtype != jnp.bfloat16:
         return table[tokens]
+    return lax.platform_dependent(table, tokens, cpu=_rows_by_bits, default=lambda table, tokens: table[tokens])
 
-    def by_bits(table: Array, tokens: Array) -> Array:
-        bits = lax.bitcast_convert_type(table, jnp.uint16)[tokens]
-        return lax.bitcast_convert_type(bits, table.dtype)
 
-    return lax.platform_dependent(table, tokens, cpu=by_bits, default=lambda table, tokens: table[tokens])
+def _rows_by_bits(table: Array, tokens: Array) -> Array:
+    bits = lax.bitcast_convert_type(table, jnp.uint16)[tokens]
+    return lax.bitcast_convert_type(bits, table.dtype)
 
 
 def _rows_fwd(table: Array, tokens: Array):
@@ -250,6 +249,11 @@ def scaled(x: Float[Array, "*rows D"], factor: float) -> Float[Array, "*rows D"]
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
+def normal_param(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, **metadata: Any) -> nnx.Param:
+    """Returns a parameter of random numbers with the standard deviation ``scale``."""
+    return nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * scale, **metadata)
+
+
 class Linear(nnx.Module):
     """``y = x W + b``. The kernel is ``[in, out]``; ``axes`` name both axes (:mod:`eagle3_jax.devices.sharding`).
 
@@ -267,9 +271,7 @@ class Linear(nnx.Module):
         precision: Precision,
         rngs: nnx.Rngs,
     ):
-        scale = d_in**-0.5
-        kernel = jax.random.normal(rngs.params(), (d_in, d_out), jnp.float32) * scale
-        self.kernel = nnx.Param(kernel, axes=axes, product=product)
+        self.kernel = normal_param(rngs, (d_in, d_out), d_in**-0.5, axes=axes, product=product)
         self.bias = nnx.Param(jnp.zeros((d_out,), jnp.float32), axes=axes[1:]) if bias else None
         self.precision = precision
 
@@ -321,16 +323,17 @@ class RMSNorm(nnx.Module):
 def normalised(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
     """Returns ``x / sqrt(mean(x²) + eps)``, in float32."""
     y = x.astype(jnp.float32)
-
-    def by_mean(y: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        mean_square = ordered_sum(y * y) / y.shape[-1]
-        return y * lax.rsqrt(mean_square + eps)
-
+    by_mean = functools.partial(_normalise_by_mean, eps=eps)
     has_one_row = x.size <= x.shape[-1]
     if not has_one_row:
         return by_mean(y)
     # XLA's GPU backend turns the norm of one row into one kernel only if no constant is applied to the sum.
     return lax.platform_dependent(y, cuda=functools.partial(_normalise_by_sum, eps=eps), default=by_mean)
+
+
+def _normalise_by_mean(y: Float[Array, "*rows D"], *, eps: float) -> Float[Array, "*rows D"]:
+    mean_square = ordered_sum(y * y) / y.shape[-1]
+    return y * lax.rsqrt(mean_square + eps)
 
 
 def _normalise_by_sum(y: Float[Array, "*rows D"], *, eps: float) -> Float[Array, "*rows D"]:

@@ -86,7 +86,7 @@ def loop_over_experts(
         goes = jnp.any(is_chosen, axis=1, keepdims=True)
 
         def add(out: Array) -> Array:
-            kernels = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert, keepdims=False), stack)
+            kernels = _kernels_of(stack, expert)
             weights = jnp.sum(jnp.where(is_chosen, routing.weights, 0), axis=1, keepdims=True)
             weighed = _run_weighed(x, weights, kernels, config, precision)
             return out + jnp.where(goes, weighed, 0)
@@ -144,7 +144,7 @@ def loop_over_runs(
     token = jnp.where(valid, pair // routing.chosen.shape[1], tokens)
 
     def add(out: Array, expert: Array, token: Array, weight: Array) -> Array:
-        kernels = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert, keepdims=False), stack)
+        kernels = _kernels_of(stack, expert)
         inputs = x.at[token].get(mode="fill", fill_value=0)
         weighed = _run_weighed(inputs, weight[:, None], kernels, config, precision)
         return out.at[token].add(weighed, mode="drop")
@@ -196,27 +196,34 @@ def gather_chosen(
     if config.router == "sigmoid-of-input":
         inputs = inputs * routing.weights[..., None].astype(x.dtype)
     inputs = jnp.broadcast_to(inputs, (*index.shape, x.shape[1]))
-
-    def multiply(rows: Array, kernel: Any) -> Array:
-        scale: Array | None = None
-        if isinstance(kernel, Fp8Kernel):  # scaled as `product` does: after the sum, or before
-            scale = kernel.scale[..., 0, :] if kernel.per_channel else None
-            kernel = kernel.dense(precision.operands) if scale is None else kernel.unscaled(precision.operands)
-        rows = rows.astype(precision.operands).astype(jnp.float32)
-        kernel = kernel.astype(precision.operands).astype(jnp.float32)
-        out = jnp.sum(rows[..., None] * kernel, axis=-2)
-        return (out if scale is None else out * scale).astype(precision.activations)
-
+    multiply = functools.partial(_multiply_gathered, precision=precision)
     out = _run_expert(inputs, kernels, limit=config.limit, multiply=multiply)
     if config.router != "sigmoid-of-input":
         out = _weigh(out, routing.weights[..., None])
     return _sum_in_order(jnp.where(in_stack[..., None], out, 0)).astype(precision.activations)
 
 
+def _multiply_gathered(rows: Array, kernel: Any, precision: Precision) -> Array:
+    """Multiplies each row with a kernel of its own."""
+    scale: Array | None = None
+    if isinstance(kernel, Fp8Kernel):  # scaled as `product` does: after the sum, or before
+        scale = kernel.scale[..., 0, :] if kernel.per_channel else None
+        kernel = kernel.dense(precision.operands) if scale is None else kernel.unscaled(precision.operands)
+    rows = rows.astype(precision.operands).astype(jnp.float32)
+    kernel = kernel.astype(precision.operands).astype(jnp.float32)
+    out = jnp.sum(rows[..., None] * kernel, axis=-2)
+    return (out if scale is None else out * scale).astype(precision.activations)
+
+
 def _sum_in_order(parts: Float[Array, "T k D"]) -> Float[Array, "T D"]:
     """Returns the sum over ``k`` from the first to the last, in float32."""
     parts = parts.astype(jnp.float32)
     return functools.reduce(jnp.add, [parts[:, index] for index in range(parts.shape[1])])
+
+
+def _kernels_of(stack: Stack, expert: Array) -> Stack:
+    """Returns the parameters of one expert of a stack."""
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert, keepdims=False), stack)
 
 
 def _run_weighed(x: Array, weights: Array, kernels: Stack, config: Experts, precision: Precision) -> Array:

@@ -14,6 +14,7 @@ The host takes no part in decoding. If all tokens are forbidden, the row ends wi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -399,15 +400,18 @@ class ProcessedTarget:
 
     def _after_prompt(self, params: Any, before: Any, tokens: Int[Array, "B T"], length: Int[Array, " B"]) -> Any:
         """Returns the states after each token of a prompt, ``[B T ...]``. Padding does not advance them."""
-
-        def step(states: Any, token: tuple[Array, Array]) -> tuple[Any, Any]:
-            ids, index = token
-            after = self._advance(params, states, ids, prompt=True)
-            new = jax.tree.map(lambda new, old: _where_rows(index < length, new, old), after, states)
-            return new, new
-
-        _, states = lax.scan(step, before, (tokens.T, jnp.arange(tokens.shape[1], dtype=jnp.int32)))
+        read_token = functools.partial(self._read_token, params, length)
+        _, states = lax.scan(read_token, before, (tokens.T, jnp.arange(tokens.shape[1], dtype=jnp.int32)))
         return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), states)
+
+    def _read_token(
+        self, params: Any, length: Int[Array, " B"], states: Any, token: tuple[Array, Array]
+    ) -> tuple[Any, Any]:
+        """Returns the states after a token of a prompt, twice; the step of a scan."""
+        ids, index = token
+        after = self._advance(params, states, ids, prompt=True)
+        new = jax.tree.map(lambda new, old: _where_rows(index < length, new, old), after, states)
+        return new, new
 
     def _after_nodes(self, params: Any, before: Any, tokens: Int[Array, "B T"], parents: Int[Array, "#B T"]) -> Any:
         """Returns the states after each node, ``[B T ...]``."""
@@ -415,15 +419,18 @@ class ProcessedTarget:
         size = tokens.shape[1]
         # Slot 0 has the state before the block, slot 1 + node the state after a node.
         slots = jax.tree.map(lambda leaf: jnp.repeat(leaf[:, None], size + 1, axis=1), before)
-
-        def step(slots: Any, node: Int[Array, ""]) -> tuple[Any, None]:
-            of_parents = jax.tree.map(lambda leaf: _read(leaf, parents[:, node] + 1), slots)
-            after = self._advance(params, of_parents, tokens[:, node])
-            write = lambda leaf, new: leaf.at[:, node + 1].set(new)
-            return jax.tree.map(write, slots, after), None
-
-        slots, _ = lax.scan(step, slots, jnp.arange(size, dtype=jnp.int32))
+        read_node = functools.partial(self._read_node, params, tokens, parents)
+        slots, _ = lax.scan(read_node, slots, jnp.arange(size, dtype=jnp.int32))
         return jax.tree.map(lambda leaf: leaf[:, 1:], slots)
+
+    def _read_node(
+        self, params: Any, tokens: Int[Array, "B T"], parents: Int[Array, "B T"], slots: Any, node: Int[Array, ""]
+    ) -> tuple[Any, None]:
+        """Writes the states after a node into its slot; the step of a scan."""
+        of_parents = jax.tree.map(lambda leaf: _read(leaf, parents[:, node] + 1), slots)
+        after = self._advance(params, of_parents, tokens[:, node])
+        write = lambda leaf, new: leaf.at[:, node + 1].set(new)
+        return jax.tree.map(write, slots, after), None
 
 
 def _to_digits(leaf: Array, dtype: Any) -> Float[Array, "B T n"]:
@@ -435,13 +442,12 @@ def _to_digits(leaf: Array, dtype: Any) -> Float[Array, "B T n"]:
 
 def _from_digits(digits: Float[Array, "n k"], template: Array) -> Array:
     """Returns the state ``[n ...]`` for digits from :func:`_to_digits`, with the shape and type of ``template``."""
-    count = digits.shape[0]
-    shape = template.shape[1:]
+    shape = (len(digits), *template.shape[1:])
     dtype = template.dtype
     state_bytes = digits.astype(jnp.uint8)
     if dtype.itemsize == 1:
-        return state_bytes.reshape(count, *shape).astype(dtype)
-    by_element = state_bytes.reshape(count, *shape, dtype.itemsize)
+        return state_bytes.reshape(shape).astype(dtype)
+    by_element = state_bytes.reshape(*shape, dtype.itemsize)
     return lax.bitcast_convert_type(by_element, dtype)
 
 

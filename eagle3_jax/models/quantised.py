@@ -188,11 +188,10 @@ class Int8Kernel(EightBitKernel, kw_only=True):
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "... D_in D_out"]:
         """Returns the dequantised matrix ``W``: computed in float32, then rounded to ``dtype``."""
-        values = jnp.asarray(self.values)
-        by_output = values if self.is_table else jnp.swapaxes(values, -1, -2)
-        matrix = rotated(by_output.astype(jnp.float32) * self.scale[..., None], self.rotation)
-        matrix = matrix if self.is_table else jnp.swapaxes(matrix, -1, -2)
-        return matrix.astype(dtype)
+        if not self.is_table:
+            return jnp.swapaxes(self.T.dense(dtype), -1, -2)
+        values = jnp.asarray(self.values).astype(jnp.float32)
+        return rotated(values * self.scale[..., None], self.rotation).astype(dtype)
 
     def divided(self, sharding: NamedSharding) -> Int8Kernel:
         """Returns the shardings of both leaves for a sharding of the matrix: scales are divided like outputs."""
@@ -218,18 +217,13 @@ def quantise_int8(kernel: Any, *, is_table: bool = False) -> Int8Kernel:
 @functools.partial(jax.jit, static_argnames="is_table")  # numpy takes ten times as long
 def _quantise_int8(weights: Any, is_table: bool) -> Int8Kernel:
     by_output = weights if is_table else jnp.swapaxes(weights, -1, -2)
-    rotation = _rotation_size(by_output.shape[-1])
+    rotation = math.gcd(by_output.shape[-1], 64)  # the largest power of two that divides the inputs, at most 64
     by_output = rotated(by_output, rotation)
     largest = jnp.max(jnp.abs(by_output), axis=-1)
     scale = jnp.where(largest > 0, largest / INT8_LARGEST, 1.0)
     values = jnp.round(by_output / scale[..., None]).astype(jnp.int8)
     values = values if is_table else jnp.swapaxes(values, -1, -2)
     return Int8Kernel(values=values, scale=scale, is_table=is_table, rotation=rotation)
-
-
-def _rotation_size(inputs: int) -> int:
-    """Returns the largest power of two that divides the number of inputs, at most 64."""
-    return math.gcd(inputs, 64)
 
 
 def rotated(x: Float[Array, "*rows D"], size: int) -> Float[Array, "*rows D"]:
@@ -253,14 +247,9 @@ def int8_product(x: Float[Array, "*rows D_in"], kernel: Int8Kernel) -> Float[Arr
     largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
     row_scale = jnp.where(largest > 0, largest / INT8_LARGEST, 1.0)
     quantised_rows = jnp.round(rows / row_scale).astype(jnp.int8)
-    contracted = 1 if kernel.is_table else 0
-
-    def sums_of(rows: Array, values: Array) -> Array:
-        return lax.dot_general(rows, values, (((1,), (contracted,)), ((), ())), preferred_element_type=jnp.int32)
-
-    def in_a_pair(rows: Array, values: Array) -> Array:
-        return sums_of(jnp.concatenate([rows, rows]), values)[:1]
-
+    axes = (((1,), (1 if kernel.is_table else 0,)), ((), ()))
+    sums_of = functools.partial(lax.dot_general, dimension_numbers=axes, preferred_element_type=jnp.int32)
+    in_a_pair = lambda rows, values: sums_of(jnp.concatenate([rows, rows]), values)[:1]
     # XLA's CPU backend multiplies a single row of int8 fifteen times slower than two (measured: 45 ms and 3 ms for an
     # output matrix of 49,152 by 576).
     cpu = in_a_pair if len(rows) == 1 else sums_of
@@ -289,6 +278,15 @@ class ToQuantise:
             return quantise_int8(self.source, is_table=self.is_table)
         return quantise(self.source, dynamic=dynamic)
 
+    def kernel_shape(self) -> Fp8Kernel | Int8Kernel:
+        """Returns the ``jax.ShapeDtypeStruct`` of a kernel with one scale for each output."""
+        if self.weights == "int8":
+            return jax.eval_shape(functools.partial(_quantise_int8, is_table=self.is_table), self.source)
+        *stack, inputs, outputs = self.source.shape
+        values = jax.ShapeDtypeStruct((*stack, outputs, inputs), E4M3)
+        scale = jax.ShapeDtypeStruct((*stack, 1, outputs), jnp.float32)
+        return Fp8Kernel(values=values, scale=scale, block=inputs, dynamic=self.weights == "fp8-dynamic")
+
 
 def check_weights(weights: str) -> None:
     """Checks the name of a way to store kernels.
@@ -316,22 +314,13 @@ def quantised(params: Any, products: Any, weights: str) -> Any:
     if weights == "dense":
         return params
 
-    def convert(path: tuple[Any, ...], leaf: Any, product: str) -> Any:
-        if not is_quantised(product, weights):
-            return leaf
-        return ToQuantise(leaf, weights, is_table=is_table(path))
+    kinds = (LAYER, OUTPUT) if weights == "int8" else (LAYER,)
 
-    return jax.tree_util.tree_map_with_path(convert, params, products)
+    def mark(path: tuple[Any, ...], leaf: Any, product: str) -> Any:
+        is_table = getattr(path[-1], "key", None) == "embedding"
+        return ToQuantise(leaf, weights, is_table) if product in kinds else leaf
 
-
-def is_quantised(product: str, weights: str) -> bool:
-    """Returns whether a parameter is in eight bits; ``product`` is :data:`LAYER`, :data:`OUTPUT` or empty."""
-    return product == LAYER or (product == OUTPUT and weights == "int8")
-
-
-def is_table(path: tuple[Any, ...]) -> bool:
-    """Returns whether a path of ``jax.tree_util`` leads to a table of embeddings; its first axis are the outputs."""
-    return getattr(path[-1], "key", None) == "embedding"
+    return jax.tree_util.tree_map_with_path(mark, params, products)
 
 
 def eight_bit_shapes(shapes: Any, products: Any, weights: str) -> Any:
@@ -342,22 +331,5 @@ def eight_bit_shapes(shapes: Any, products: Any, weights: str) -> Any:
         products: As for :func:`quantised`.
         weights: One of :data:`WEIGHTS`, except ``dense``.
     """
-
-    def convert(path: tuple[Any, ...], leaf: Any, product: str) -> Any:
-        if not is_quantised(product, weights):
-            return leaf
-        *stack, inputs, outputs = leaf.shape
-        if weights == "int8":
-            table = is_table(path)
-            rows, columns = (inputs, outputs) if table else (outputs, inputs)
-            return Int8Kernel(
-                values=jax.ShapeDtypeStruct(leaf.shape, jnp.int8),
-                scale=jax.ShapeDtypeStruct((*stack, rows), jnp.float32),
-                is_table=table,
-                rotation=_rotation_size(columns),
-            )
-        values = jax.ShapeDtypeStruct((*stack, outputs, inputs), E4M3)
-        scale = jax.ShapeDtypeStruct((*stack, 1, outputs), jnp.float32)
-        return Fp8Kernel(values=values, scale=scale, block=inputs, dynamic=weights == "fp8-dynamic")
-
-    return jax.tree_util.tree_map_with_path(convert, shapes, products)
+    marked = quantised(shapes, products, weights)
+    return jax.tree.map(lambda leaf: leaf.kernel_shape() if isinstance(leaf, ToQuantise) else leaf, marked)

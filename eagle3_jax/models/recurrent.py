@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -120,15 +121,9 @@ class Recurrent(struct.PyTreeNode, kw_only=True):
         del length  # a state has no slots
         path = written if nodes is None else _select(written, nodes)
         keys, deltas, decays = at_least_two(tuple(jnp.moveaxis(leaf, 1, 0) for leaf in path[:3]))
-
-        def step(state: Array, update: tuple[Array, ...]) -> tuple[Array, None]:
-            index, key, delta, decay = update
-            accepted = (index < count)[:, None, None, None, None]
-            updated = update_state(state, key, delta, decay)
-            return jnp.where(accepted, updated, state), None
-
         steps = jnp.arange(keys.shape[0], dtype=jnp.int32)
-        state = lax.scan(step, self.grouped, (steps, keys, deltas, decays))[0]
+        commit_token = functools.partial(_commit_token, count=count)
+        state = lax.scan(commit_token, self.grouped, (steps, keys, deltas, decays))[0]
         return Recurrent(state=state.reshape(self.state.shape), window=self._move_window(path.inputs, count))
 
     def _move_window(self, inputs: Float[Array, "B T Hk c"], count: Int[Array, " B"]) -> Float[Array, "B Hk P c"]:
@@ -138,6 +133,14 @@ class Recurrent(struct.PyTreeNode, kw_only=True):
         run = jnp.concatenate([self.window, new], axis=2)
         last = lambda run, count: lax.dynamic_slice_in_dim(run, count, size, axis=1)
         return jax.vmap(last)(run, count)
+
+
+def _commit_token(state: Array, update: tuple[Array, ...], *, count: Int[Array, " B"]) -> tuple[Array, None]:
+    """Applies an update in the rows that accepted its token."""
+    index, key, delta, decay = update
+    accepted = (index < count)[:, None, None, None, None]
+    updated = update_state(state, key, delta, decay)
+    return jnp.where(accepted, updated, state), None
 
 
 def _select(updates: Updates, nodes: Int[Array, "B P"]) -> Updates:

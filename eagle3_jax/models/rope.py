@@ -32,41 +32,39 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, 
         return inv_freq, 1.0
     if config.type == "linear":
         return inv_freq / np.float32(config.factor), 1.0
+    original = config.original_max_positions
+    assert original is not None
     if config.type == "llama3":
-        return _llama3(config, inv_freq), 1.0
+        return _llama3(config, original, inv_freq), 1.0
     if config.type == "longrope":
-        return _longrope(config, inv_freq)
-    return _yarn(config, head_dim, inv_freq)
+        return _longrope(config, original, inv_freq)
+    return _yarn(config, original, head_dim, inv_freq)
 
 
-def _llama3(config: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
+def _llama3(config: RopeConfig, original: int, inv_freq: np.ndarray) -> np.ndarray:
     """Stretches long wavelengths, keeps short ones, and interpolates between (Llama 3.1)."""
-    assert config.original_max_positions is not None
     wavelength = 2 * math.pi / inv_freq
-    rotations = config.original_max_positions / wavelength
+    rotations = original / wavelength
     # Equal factors would divide by zero (Llama 4 Scout).
     span = max(config.high_freq_factor - config.low_freq_factor, 1e-6)
     smooth = np.clip((rotations - config.low_freq_factor) / span, 0.0, 1.0)
     return ((1 - smooth) * inv_freq / config.factor + smooth * inv_freq).astype(np.float32)
 
 
-def _longrope(config: RopeConfig, inv_freq: np.ndarray) -> tuple[np.ndarray, float]:
+def _longrope(config: RopeConfig, original: int, inv_freq: np.ndarray) -> tuple[np.ndarray, float]:
     """Divides every frequency by its short factor, which is for texts of at most the original length.
 
     Ding et al., 2024, arXiv 2402.13753.
     """
-    assert config.original_max_positions is not None
     scale = config.attention_factor
     if scale is None:
         extension = max(0.0, math.log(config.factor))
-        scale = math.sqrt(1 + extension / math.log(config.original_max_positions))
+        scale = math.sqrt(1 + extension / math.log(original))
     return inv_freq / np.asarray(config.short_factor, np.float32), scale
 
 
-def _yarn(config: RopeConfig, head_dim: int, inv_freq: np.ndarray) -> tuple[np.ndarray, float]:
+def _yarn(config: RopeConfig, original: int, head_dim: int, inv_freq: np.ndarray) -> tuple[np.ndarray, float]:
     """Interpolates by parts (NTK), with an attention temperature (Peng et al., 2023, section 3)."""
-    assert config.original_max_positions is not None
-    original = config.original_max_positions
 
     def dimension_of(rotations: float) -> float:
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))

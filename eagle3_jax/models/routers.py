@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.models.config import Experts
-from eagle3_jax.models.layers import Precision, matmul_precision
+from eagle3_jax.models.layers import Precision, contract
 
 _A_BLOCK = 64  # most tokens of a block; more are a prompt, which is computed once
 
@@ -41,10 +42,7 @@ def router_logits(
     rows = x.astype(operands)
     kernel = kernel.astype(operands)
 
-    def product(rows: Array, kernel: Array) -> Array:
-        dimensions = (((1,), (0,)), ((), ()))
-        options = {"precision": matmul_precision(operands), "preferred_element_type": jnp.float32}
-        return lax.dot_general(rows, kernel, dimensions, **options)
+    product = functools.partial(contract, dtype=jnp.float32)
 
     def row_by_row(rows: Array, kernel: Array) -> Array:
         # XLA unrolls a loop over one row and rounds differently, so a single row is repeated.

@@ -40,6 +40,16 @@ _TYPES = {
     "object": dict,
 }  # fmt: skip
 
+# The type of a keyword's value, with its name in messages.
+_VALUES = {
+    "pattern": (str, "a text"),
+    "prefixItems": (list, "a list of schemas"),
+    "properties": (dict, "an object of schemas"),
+    "required": (list, "a list of names"),
+    "enum": (list, "a list of values"),
+    "anyOf": (list, "a list of schemas"),
+}
+
 _MOST_CHARACTERS = 1_000_000  # of the whole expression
 _MOST_ITEMS = 10_000  # a repetition needs states; 100,000 of them take minutes to compile
 _ANY_DEPTH = 2  # lists and objects inside each other, where the schema allows any value
@@ -120,13 +130,15 @@ class _Translator:
         schema = {} if schema is True else schema
         if not isinstance(schema, dict):
             raise ValueError(f"{shown(pointer)} is {shown(schema)}; expected an object or true")
-        kinds = schema.get("type", [])
-        kinds = kinds if isinstance(kinds, list) else [kinds]
+        kinds = _kinds(schema)
         are_known = kinds and all(isinstance(kind, str) and kind in _TYPES for kind in kinds)
         if "type" in schema and not are_known:
             raise ValueError(
                 f"{shown(pointer)} has the type {shown(schema['type'])}; expected one or more of {', '.join(_TYPES)}"
             )
+        for keyword, (kind, expected) in _VALUES.items():
+            if not isinstance(schema.get(keyword, kind()), kind):
+                raise ValueError(f"{shown(pointer)} has the {keyword} {shown(schema[keyword])}; expected {expected}")
         noted = _NOTES | (_NOTES_OF_ROOT if pointer == "#" else set())
         keywords = [keyword for keyword in schema if keyword not in noted]
         if isinstance(schema.get("type"), list) and not {"enum", "const"} & set(keywords):
@@ -145,8 +157,8 @@ class _Translator:
         text = _either([*_SCALARS.values(), _STRING])
         for _ in range(_ANY_DEPTH):
             entry = f"{_STRING}{self.space}:{self.space}{text}"
-            array = self._brackets(self._repeat(text, 0, None))
-            mapping = self._braces(self._repeat(entry, 0, None))
+            array = self._enclosed("[]", self._repeat(text, 0, None))
+            mapping = self._enclosed("{}", self._repeat(entry, 0, None))
             text = _either([text, array, mapping])
         return text
 
@@ -167,8 +179,6 @@ class _Translator:
 
     def _array(self, schema: Any, pointer: str, opened: tuple[str, ...]) -> str:
         prefix = schema.get("prefixItems", [])
-        if not isinstance(prefix, list):
-            raise ValueError(f"{shown(pointer)} has prefixItems of {shown(prefix)}; expected a list of schemas")
         least, most = _limits(schema, "minItems", "maxItems", pointer)
         parts = [self.value(part, f"{pointer}/prefixItems/{index}", opened) for index, part in enumerate(prefix)]
         parts = parts[:most]
@@ -190,15 +200,11 @@ class _Translator:
             comma = self._comma if index else ""
             text = f"{comma}{parts[index]}{text}"
             text = text if index < least else f"(?:{text})?"
-        return self._brackets(text)
+        return self._enclosed("[]", text)
 
     def _object(self, schema: Any, pointer: str, opened: tuple[str, ...]) -> str:
         properties = schema.get("properties", {})
         required = schema.get("required", [])
-        if not isinstance(properties, dict):
-            raise ValueError(f"{shown(pointer)} has properties of {shown(properties)}; expected an object of schemas")
-        if not isinstance(required, list):
-            raise ValueError(f"{shown(pointer)} has required of {shown(required)}; expected a list of names")
         if missing := [name for name in required if name not in list(properties)]:
             raise ValueError(f"{shown(pointer)}: the property {shown(missing[0])} is required and not described")
         more = schema.get("additionalProperties", "properties" not in schema)
@@ -209,49 +215,45 @@ class _Translator:
         entry = f"{self.space}:{self.space}"
         if not properties:
             if more is False:
-                return self._braces("")
+                return self._enclosed("{}", "")
             text = self.value(more, f"{pointer}/additionalProperties", opened)
-            return self._braces(self._repeat(f"{_STRING}{entry}{text}", 0, None))
+            return self._enclosed("{}", self._repeat(f"{_STRING}{entry}{text}", 0, None))
         texts = []
         for name, part in properties.items():
             escaped = name.replace("~", "~0").replace("/", "~1")
             text = self.value(part, f"{pointer}/properties/{escaped}", opened)
             texts.append(f"{_literal(name)}{entry}{text}")
         needed = [name in required for name in properties]
-        return self._braces(self._members(texts, needed))
+        return self._enclosed("{}", self._members(texts, needed))
 
     def _members(self, texts: list[str], needed: list[bool]) -> str:
         """Returns the expression of an object's properties, in order: all that are needed, and any others."""
-
-        def from_first(first: int) -> str:
-            """Returns the expression of the property ``first`` and those after it."""
-            joined = texts[first]
-            for text, is_needed in zip(texts[first + 1 :], needed[first + 1 :], strict=True):
-                joined += f"{self._comma}{text}" if is_needed else f"(?:{self._comma}{text})?"
-            return joined
-
         if True not in needed:
-            alternatives = [from_first(first) for first in range(len(texts))]
+            alternatives = [self._joined(texts[first:], needed[first:]) for first in range(len(texts))]
             return f"{_either(alternatives)}?"
         first = needed.index(True)
         earlier = "".join(f"(?:{text}{self._comma})?" for text in texts[:first])
-        return earlier + from_first(first)
+        return earlier + self._joined(texts[first:], needed[first:])
+
+    def _joined(self, texts: list[str], needed: list[bool]) -> str:
+        """Returns the expression of the first property, and of the others after commas."""
+        joined = texts[0]
+        for text, is_needed in zip(texts[1:], needed[1:], strict=True):
+            joined += f"{self._comma}{text}" if is_needed else f"(?:{self._comma}{text})?"
+        return joined
 
     def _values(self, schema: Any, pointer: str, opened: tuple[str, ...]) -> str:
         values = [schema["const"]] if "const" in schema else schema["enum"]
-        if not isinstance(values, list):
-            raise ValueError(f"{shown(pointer)} has the enum {shown(values)}; expected a list of values")
         if "type" in schema:
-            kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-            values = [value for value in values if any(_has_type(value, kind) for kind in kinds)]
+            values = [value for value in values if any(_has_type(value, kind) for kind in _kinds(schema))]
         if not values:
             raise ValueError(f"{shown(pointer)} allows no value; give one of its type")
         return _either([_literal(value) for value in values])
 
     def _alternatives(self, schema: Any, pointer: str, opened: tuple[str, ...]) -> str:
         parts = schema["anyOf"]
-        if not isinstance(parts, list) or not parts:
-            raise ValueError(f"{shown(pointer)} has the anyOf {shown(parts)}; expected a list of schemas")
+        if not parts:
+            raise ValueError(f"{shown(pointer)} has an empty anyOf; give a schema")
         return _either([self.value(part, f"{pointer}/anyOf/{index}", opened) for index, part in enumerate(parts)])
 
     def _reference(self, schema: Any, pointer: str, opened: tuple[str, ...]) -> str:
@@ -276,11 +278,8 @@ class _Translator:
     def _comma(self) -> str:
         return f"{self.space},{self.space}"
 
-    def _braces(self, text: str) -> str:
-        return rf"\{{{self.space}{text}{self.space}\}}"
-
-    def _brackets(self, text: str) -> str:
-        return rf"\[{self.space}{text}{self.space}\]"
+    def _enclosed(self, brackets: str, text: str) -> str:
+        return rf"\{brackets[0]}{self.space}{text}{self.space}\{brackets[1]}"
 
     def _repeat(self, text: str, least: int, most: int | None) -> str:
         """Returns the expression of ``least`` to ``most`` texts with commas between them."""
@@ -300,8 +299,7 @@ def _form(keywords: Sequence[str], kinds: Sequence[str], pointer: str) -> str:
         if not form:
             names = [f"'type' {', '.join(kinds)}" if name == "type" else repr(name) for name in keywords[:index]]
             together = f" together with {' and '.join(names)}" if names else ""
-            advice = f"leave {'one' if names else 'it'} out and check the output"
-            advice = "write anyOf" if keyword == "oneOf" else advice
+            advice = "write anyOf" if keyword == "oneOf" else "leave it out and check the output"
             raise ValueError(f"{shown(pointer)}: {shown(keyword)} is not supported{together}; {advice}")
     return form
 
@@ -309,10 +307,14 @@ def _form(keywords: Sequence[str], kinds: Sequence[str], pointer: str) -> str:
 def _first_form(keywords: set[str], kinds: Sequence[str]) -> str:
     """Returns the first form of these types that allows all keywords; an empty text if there is none."""
     names = [name for name in _FORMS if not kinds or name in (*kinds, "values")]
-    for name in names:
-        if any(keywords <= {*allowed.split()} for allowed in _FORMS[name]):
-            return name
-    return ""
+    fits = (name for name in names if any(keywords <= {*allowed.split()} for allowed in _FORMS[name]))
+    return next(fits, "")
+
+
+def _kinds(schema: Mapping[str, Any]) -> list[Any]:
+    """Returns the types that a schema names."""
+    kinds = schema.get("type", [])
+    return kinds if isinstance(kinds, list) else [kinds]
 
 
 def _restrict_to_type(schema: Mapping[str, Any], kind: str, kinds: Sequence[str]) -> dict[str, Any]:
@@ -363,15 +365,13 @@ def _literal(value: Any) -> str:
     return re.escape(text)
 
 
-def _pattern(pattern: Any, pointer: str) -> str:
+def _pattern(pattern: str, pointer: str) -> str:
     """Returns the expression of the strings that a pattern matches as a whole, without the quotes of a JSON text.
 
     Raises:
         ValueError: The pattern matches a character that JSON writes with a backslash, or it is read differently by
             ECMA-262 and by the crate regex.
     """
-    if not isinstance(pattern, str):
-        raise ValueError(f"{shown(pointer)} has the pattern {shown(pattern)}; expected a text")
     text = ""
     for piece, depth in pieces_of(pattern):
         is_group = piece[:2] == "(?" and piece != "(?:"

@@ -79,6 +79,16 @@ def extend(x: Array, count: int, fill: Array | int | float = 0) -> Array:
     return jnp.concatenate([x, tail], axis=1)
 
 
+def later(x: Array, shift: int, fill: int = 0) -> Array:
+    """Returns ``x`` at ``t + shift`` in column ``t``; ``fill`` past the end."""
+    return extend(x, shift, fill)[:, shift:]
+
+
+def take(x: Array, index: Int[Array, "B ..."]) -> Array:
+    """Returns ``x[b, index[b]]`` for every row ``b``."""
+    return jax.vmap(lambda row, index: row[index])(x, index)
+
+
 def share(values: Array, mask: Bool[Array, "*n"]) -> Float[Array, ""]:
     """Returns the mean of the values where the mask is True; 0 if it is True nowhere."""
     total = jnp.sum(jnp.where(mask, values.astype(jnp.float32), 0.0))
@@ -165,9 +175,8 @@ def batch_of(
     """
     tokens, real = padded(texts, chosen, length, count)
     learn = np.zeros_like(real)
-    start = texts.start
     for row, index in enumerate(chosen):
-        answer = texts.learn[start[index] : start[index] + texts.length[index]]
+        answer = texts.learn[texts.span(index)]
         # The first token of an answer always comes from the target.
         entries = answer[1:-1] & answer[2:]
         learn[row, : len(entries)] = entries

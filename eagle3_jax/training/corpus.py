@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -74,9 +76,7 @@ def _topics(stdlib: Path) -> Iterator[Document]:
     source = stdlib / "pydoc_data" / "topics.py"
     if not source.exists():
         return
-    namespace: dict[str, dict[str, str]] = {}
-    exec(compile(source.read_text(encoding="utf-8"), str(source), "exec"), namespace)  # the interpreter's own file
-    for topic, text in namespace["topics"].items():
+    for topic, text in runpy.run_path(str(source))["topics"].items():
         yield Document(f"docs/topics/{topic}.rst", text)
 
 
@@ -118,16 +118,19 @@ def encode(tokenizer: Tokenizer, documents: list[Document], seed: int) -> np.nda
 
 def write_documents(path: Path, documents: list[Document]) -> None:
     """Writes the documents as lines of JSON with ``name`` and ``text``, as ``eagle3 train data`` reads them."""
-    lines = (json.dumps({"name": document.name, "text": document.text}) + "\n" for document in documents)
-    path.write_text("".join(lines), encoding="utf-8")
+    _write_rows(path, [{"name": document.name, "text": document.text} for document in documents])
 
 
 def write_manifest(path: Path, documents: list[Document]) -> None:
     """Records every file with its hash, size and part, so that a rebuild can be compared."""
-    lines = []
+    rows = []
     for document in documents:
         content = document.text.encode()
         part = "held-out" if document.held_out else "train"
         sha256 = hashlib.sha256(content).hexdigest()
-        lines.append(json.dumps({"name": document.name, "sha256": sha256, "bytes": len(content), "part": part}) + "\n")
-    path.write_text("".join(lines), encoding="utf-8")
+        rows.append({"name": document.name, "sha256": sha256, "bytes": len(content), "part": part})
+    _write_rows(path, rows)
+
+
+def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

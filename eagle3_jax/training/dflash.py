@@ -26,7 +26,7 @@ from eagle3_jax.models.context import BlockContext
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import embed
-from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, greedy_tau, share
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, greedy_tau, share, take
 from eagle3_jax.training.ttt import Teacher, teacher_forward
 
 
@@ -66,17 +66,13 @@ def block_loss(
     logits, survival = run_blocks(drafter, target, head_params, frozen, features, batch, anchors)
 
     at = anchors[:, :, None] + jnp.arange(count)  # the token before each prediction
-    label = Teacher(*(_take(leaf, at) for leaf in teacher))
+    label = Teacher(*(take(leaf, at) for leaf in teacher))
     real = extend(batch.attention_mask, count + 1)
     learn = extend(batch.loss_mask, count + 1)
-    supervised = is_anchor[:, :, None] & _take(learn, at - 1) & _take(real, at)
+    supervised = is_anchor[:, :, None] & take(learn, at - 1) & take(real, at)
     gamma = decay_of(drafter.config) if objective.decays else jnp.inf
     weight = jnp.exp(-jnp.arange(count, dtype=jnp.float32) / gamma)
-
-    def mean(values: Float[Array, "B A K"], mask: Bool[Array, "B A K"] = supervised) -> Float[Array, ""]:
-        total = jnp.sum(jnp.where(mask, weight * values, 0.0))
-        return total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
-
+    mean = lambda values, mask=supervised: share(weight * values, mask)
     p = label.full_probs
     log_q = jax.nn.log_softmax(logits)
     q = jnp.exp(log_q)
@@ -84,9 +80,9 @@ def block_loss(
     loss = jnp.zeros((), jnp.float32)
     if objective.text:
         ids = draft_ids(frozen, target.vocab_size)[batch.tokens]
-        word = _take(extend(ids, count + 1, -1), at + 1)
+        word = take(extend(ids, count + 1, -1), at + 1)
         chosen = jnp.take_along_axis(log_q, jnp.maximum(word, 0)[..., None], axis=-1)[..., 0]
-        loss += objective.text * mean(-chosen, supervised & (word >= 0) & _take(real, at + 1))
+        loss += objective.text * mean(-chosen, supervised & (word >= 0) & take(real, at + 1))
     if objective.distance:
         loss += objective.distance * mean(jnp.abs(p - q).sum(-1) + 1 - label.mass)
     if objective.divergence:
@@ -145,7 +141,7 @@ def run_blocks(
 
     logits = drafter.logits(params, head, hidden.reshape(batch_size, num * count, -1))
     logits = logits.reshape(batch_size, num, count, -1)
-    previous = _take(extend(batch.tokens, count), anchors[:, :, None] + jnp.arange(count))
+    previous = take(extend(batch.tokens, count), anchors[:, :, None] + jnp.arange(count))
     if config.markov is not None:
         state = jnp.zeros((batch_size, num, config.markov.rank), hidden.dtype)
         bias = []
@@ -178,8 +174,3 @@ def _divergence(p: Float[Array, "*n W"], logits: Float[Array, "*n W"], temperatu
     log_p = jax.nn.log_softmax(jnp.log(jnp.maximum(p, jnp.finfo(jnp.float32).tiny)) / temperature)
     log_q = jax.nn.log_softmax(logits / temperature)
     return temperature**2 * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-
-
-def _take(x: Array, at: Int[Array, "B A K"]) -> Array:
-    """Returns ``x[b, at[b]]`` for every row."""
-    return jax.vmap(lambda row, index: row[index])(x, at)

@@ -33,11 +33,126 @@ _FORM = f"an object with 'messages', with 'prompt' and 'completion', or with 'te
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One line of a file, checked."""
+    """One line of a file, checked, and its token ids for a target."""
 
     where: str  #: File and line, for error messages.
     fields: Mapping[str, Any]  #: The fields of its form, without labels.
     hash: int  #: :func:`~eagle3_jax.training.texts.document_hash` of its fields as JSON with sorted names.
+    target: LoadedTarget  #: The target, for its chat template and stop tokens.
+    tokenizer: Tokenizer  #: The target's tokenizer.
+
+    def check_answered(self) -> None:
+        """Raises ``ValueError`` if the document has no answer to learn."""
+        if "messages" in self.fields:
+            answers = self.fields["messages"][1:]  # a first turn answers nothing
+            if not any(message["role"] == "assistant" for message in answers):
+                raise ValueError(f"{self.where}the assistant answers nothing; give an answer, or use --rewrite")
+        elif set(self.fields) == {"prompt"}:
+            raise ValueError(f"{self.where}the prompt has no 'completion'; give one, or use --rewrite")
+
+    def texts(self) -> Iterator[Text]:
+        """Yields one text, or several if the template changes the turns before an answer."""
+        return self._conversation() if "messages" in self.fields else self._plain()
+
+    def prompts(self, length: int, opening: int) -> Iterator[tuple[int, ...]]:
+        """Yields the token ids that the target continues; see :func:`read_prompts_to_answer`."""
+        tokens = tuple(self._prompt())
+        if "text" not in self.fields:
+            yield tokens
+            return
+        yield tokens[:opening]
+        for start in range(length, len(tokens) - opening + 1, length):
+            yield tokens[start : start + opening]
+
+    def _plain(self) -> Iterator[Text]:
+        tokens = self._prompt()
+        known = 0
+        if "completion" in self.fields:
+            known = len(tokens)
+            tokens = tokens + self._continuation(self.fields["prompt"], tokens, self.fields["completion"])
+        stops = self.target.stop_tokens
+        if stops and not {*tokens[-1:]} & {*stops}:
+            tokens = [*tokens, stops[0]]
+        yield Text(tokens, [index >= known for index in range(len(tokens))], self.hash)
+
+    def _conversation(self) -> Iterator[Text]:
+        messages = self.fields["messages"]
+        tokens: list[int] = []
+        learn: list[bool] = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant" or number == 0:
+                continue
+            context = self._rendered(messages[:number])
+            context_tokens = self._encode(context)
+            if context_tokens[: len(tokens)] != tokens:
+                yield Text(tokens, learn, self.hash)
+                tokens = []
+                learn = []
+            answer = self._answer(self._turn(messages[: number + 1], context), message["content"])
+            answer_tokens = self._continuation(context, context_tokens, answer)
+            learn = learn + [False] * (len(context_tokens) - len(learn)) + [True] * len(answer_tokens)
+            tokens = context_tokens + answer_tokens
+        yield Text(tokens, learn, self.hash)
+
+    def _turn(self, messages: Messages, context: str) -> str:
+        """Returns the last turn, rendered after its context; empty if the template leaves its content out."""
+        conversation = self._rendered(messages, answered=True)
+        if conversation.startswith(context):
+            return conversation.removeprefix(context)
+        # The template changes the turns before. This turn is still the last, unless its opening has changed as well:
+        # the template of DeepSeek R1 opens reasoning, and drops the reasoning of a turn that is over.
+        opening = context.removeprefix(self._rendered(messages[:-1], answered=True))
+        start = conversation.rfind(messages[-1]["content"].strip())
+        follows = start >= 0 and conversation[:start].rstrip().endswith(opening.rstrip())
+        return conversation[start:] if follows else ""
+
+    def _answer(self, turn: str, content: str) -> str:
+        """Returns the part of a rendered turn that the target writes: up to the first stop token after the content."""
+        written = content if content in turn else content.strip()
+        end = turn.find(written) + len(written) if written in turn else 0
+        stops = [self.tokenizer.decode([token], skip_special_tokens=False) for token in self.target.stop_tokens]
+        stop_ends = [turn.index(stop, end) + len(stop) for stop in stops if stop and stop in turn[end:]]
+        return turn[: min(stop_ends, default=end)]
+
+    def _continuation(self, context: str, context_tokens: list[int], text: str) -> list[int]:
+        """Returns the token ids of a text after a context.
+
+        Some tokenizers put a space in front of everything that they encode. So both are encoded together, unless a
+        token would span the border. Then the text is encoded separately, because the target continues the tokens of the
+        context.
+        """
+        for special_tokens in (False, True):
+            tokens = self.tokenizer.encode(context + text, add_special_tokens=special_tokens).ids
+            if tokens[: len(context_tokens)] == context_tokens:
+                return tokens[len(context_tokens) :]
+        return self._encode(text)
+
+    def _prompt(self) -> list[int]:
+        """Returns the token ids of a text, or of the prompt of a document."""
+        if "messages" not in self.fields:
+            return self.tokenizer.encode(self.fields.get("text", self.fields.get("prompt"))).ids
+        messages = self.fields["messages"]
+        roles = [message["role"] for message in messages]
+        if "user" not in roles:
+            raise ValueError(f"{self.where}the conversation has no turn of the user; give one")
+        question = roles.index("user")
+        end = roles.index("assistant", question) if "assistant" in roles[question:] else len(roles)
+        return self._encode(self._rendered(messages[:end]))
+
+    def _rendered(self, messages: Messages, *, answered: bool = False) -> str:
+        """Returns the text of a conversation, up to the beginning of an answer or, if it is answered, up to its end."""
+        if self.target.chat_template is None:
+            raise ValueError(
+                f"{self.where}{self.target.name} has no chat template; give 'prompt' and 'completion', or 'text'"
+            )
+        try:
+            return self.target.chat_template.render(messages, add_generation_prompt=not answered)
+        except ValueError as error:
+            raise ValueError(f"{self.where}{error}") from None
+
+    def _encode(self, text: str) -> list[int]:
+        """Returns the token ids of a text without those that the tokenizer adds."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def read_documents(
@@ -70,8 +185,8 @@ def read_documents(
     """
     documents = _documents(paths, target, length, dropped)
     for document in documents:
-        _check_answered(document)
-    return _texts(documents, target, length, dropped)
+        document.check_answered()
+    return _texts(documents, length, dropped)
 
 
 def read_prompts_to_answer(
@@ -101,7 +216,7 @@ def read_prompts_to_answer(
         raise ValueError(f"opening is {opening}; expected at least 1 token")
     prompts: dict[tuple[int, ...], int] = {}
     for document in _documents(paths, target, length, dropped):
-        for prompt in _prompts(document, target, length, opening):
+        for prompt in document.prompts(length, opening):
             if not prompt:
                 dropped["nothing to learn"] += 1
             elif len(prompt) >= length:
@@ -115,26 +230,26 @@ def read_prompts_to_answer(
     return [(list(tokens), number) for tokens, number in prompts.items()]
 
 
-# ---------------------------------------------------------------- lines
-
-
 def _documents(paths: Sequence[Path], target: LoadedTarget, length: int, dropped: Counter[str]) -> list[Document]:
     """Returns the distinct documents of files."""
     if not 2 <= length <= target.max_positions:
         raise ValueError(f"length is {length}; expected 2 to the {target.holds} of {target.name}")
+    if target.tokenizer is None:
+        raise ValueError(f"{target.name} has no tokenizer, which documents need; give a target with one")
     documents: dict[int, Document] = {}
     for path in paths:
         for row in read_rows(path, _FORM):
-            document = _document(row)
-            if document.hash in documents:
+            fields = _checked_fields(row)
+            number = _hash_of(fields, row.where)
+            if number in documents:
                 dropped["duplicate"] += 1
             else:
-                documents[document.hash] = document
+                documents[number] = Document(row.where, fields, number, target, target.tokenizer)
     return list(documents.values())
 
 
-def _document(row: JsonRow) -> Document:
-    """Checks the form of a line."""
+def _checked_fields(row: JsonRow) -> dict[str, Any]:
+    """Returns the fields of a line without labels; raises ``ValueError`` if they have none of the forms."""
     fields = {name: value for name, value in row.values.items() if name not in _LABELS}
     if set(fields) not in _FORMS:
         raise ValueError(f"{row.where}the fields are {shown(list(fields))}; expected {_FORM}")
@@ -146,38 +261,23 @@ def _document(row: JsonRow) -> Document:
                 raise ValueError(f"{row.where}{error}") from None
         elif not isinstance(value, str):
             raise ValueError(f"{row.where}{name!r} is {shown(value)}; expected a text")
+    return fields
+
+
+def _hash_of(fields: Mapping[str, Any], where: str) -> int:
     canonical = json.dumps(fields, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     try:
-        number = document_hash(canonical)
+        return document_hash(canonical)
     except UnicodeEncodeError as error:
         character = canonical[error.start]
-        raise ValueError(f"{row.where}{character!r} is no character of UTF-8 by itself; give text in UTF-8") from None
-    return Document(row.where, fields, number)
+        raise ValueError(f"{where}{character!r} is no character of UTF-8 by itself; give text in UTF-8") from None
 
 
-def _check_answered(document: Document) -> None:
-    if "messages" in document.fields:
-        answers = document.fields["messages"][1:]  # a first turn answers nothing
-        if not any(message["role"] == "assistant" for message in answers):
-            raise ValueError(f"{document.where}the assistant answers nothing; give an answer, or use --rewrite")
-    elif set(document.fields) == {"prompt"}:
-        raise ValueError(f"{document.where}the prompt has no 'completion'; give one, or use --rewrite")
-
-
-def _nothing_left(dropped: Counter[str]) -> ValueError:
-    reasons = ", ".join(f"{reason} ({count})" for reason, count in dropped.items())
-    return ValueError(f"no document is left to learn from: {reasons}; give other documents or a larger length")
-
-
-# ---------------------------------------------------------------- token ids
-
-
-def _texts(documents: list[Document], target: LoadedTarget, length: int, dropped: Counter[str]) -> Iterator[Text]:
+def _texts(documents: list[Document], length: int, dropped: Counter[str]) -> Iterator[Text]:
     """Yields the texts of documents, of at most ``length`` tokens."""
     empty = True
     for document in documents:
-        read_texts = _conversation if "messages" in document.fields else _plain
-        for text in read_texts(document, target):
+        for text in document.texts():
             # A piece of one token is left out: no token before it predicts it.
             starts = range(0, max(len(text.tokens) - 1, 1), length) if "text" in document.fields else (0,)
             for start in starts:
@@ -191,117 +291,6 @@ def _texts(documents: list[Document], target: LoadedTarget, length: int, dropped
         raise _nothing_left(dropped)
 
 
-def _plain(document: Document, target: LoadedTarget) -> Iterator[Text]:
-    """Yields the one text of a document without turns."""
-    tokenizer = _tokenizer(target)
-    tokens = _prompt(document, target)
-    known = 0
-    if "completion" in document.fields:
-        known = len(tokens)
-        tokens = tokens + _continuation(tokenizer, document.fields["prompt"], tokens, document.fields["completion"])
-    ended = bool(tokens) and tokens[-1] in target.stop_tokens
-    if target.stop_tokens and not ended:
-        tokens = [*tokens, target.stop_tokens[0]]
-    yield Text(tokens, [index >= known for index in range(len(tokens))], document.hash)
-
-
-def _conversation(document: Document, target: LoadedTarget) -> Iterator[Text]:
-    """Yields the texts of a conversation: one, or several if the template changes the turns before an answer."""
-    messages = document.fields["messages"]
-    tokenizer = _tokenizer(target)
-    tokens: list[int] = []
-    learn: list[bool] = []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant" or number == 0:
-            continue
-        context = _rendered(document, target, messages[:number])
-        context_tokens = tokenizer.encode(context, add_special_tokens=False).ids
-        if context_tokens[: len(tokens)] != tokens:
-            yield Text(tokens, learn, document.hash)
-            tokens = []
-            learn = []
-        turn = _turn(document, target, number, context)
-        answer = _answer(turn, message["content"], target)
-        answer_tokens = _continuation(tokenizer, context, context_tokens, answer)
-        learn = learn + [False] * (len(context_tokens) - len(learn)) + [True] * len(answer_tokens)
-        tokens = context_tokens + answer_tokens
-    yield Text(tokens, learn, document.hash)
-
-
-def _turn(document: Document, target: LoadedTarget, number: int, context: str) -> str:
-    """Returns a rendered turn after its context; empty if the template leaves its content out."""
-    messages = document.fields["messages"][: number + 1]
-    conversation = _rendered(document, target, messages, answered=True)
-    if conversation.startswith(context):
-        return conversation.removeprefix(context)
-    # The template changes the turns before. This turn is still the last, unless its opening has changed as well: the
-    # template of DeepSeek R1 opens reasoning, and drops the reasoning of a turn that is over.
-    opening = context.removeprefix(_rendered(document, target, messages[:-1], answered=True))
-    start = conversation.rfind(messages[-1]["content"].strip())
-    follows = start >= 0 and conversation[:start].rstrip().endswith(opening.rstrip())
-    return conversation[start:] if follows else ""
-
-
-def _answer(turn: str, content: str, target: LoadedTarget) -> str:
-    """Returns the part of a rendered turn that the target writes: up to the first stop token after the content."""
-    written = content if content in turn else content.strip()
-    end = turn.find(written) + len(written) if written in turn else 0
-    stops = [_tokenizer(target).decode([token], skip_special_tokens=False) for token in target.stop_tokens]
-    stop_ends = [turn.index(stop, end) + len(stop) for stop in stops if stop and stop in turn[end:]]
-    return turn[: min(stop_ends, default=end)]
-
-
-def _continuation(tokenizer: Tokenizer, context: str, context_tokens: list[int], text: str) -> list[int]:
-    """Returns the token ids of a text after a context.
-
-    Some tokenizers put a space in front of everything that they encode. So both are encoded together, unless a token
-    would span the border. Then the text is encoded separately, because the target continues the tokens of the context.
-    """
-    for special_tokens in (False, True):
-        tokens = tokenizer.encode(context + text, add_special_tokens=special_tokens).ids
-        if tokens[: len(context_tokens)] == context_tokens:
-            return tokens[len(context_tokens) :]
-    return tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def _prompts(document: Document, target: LoadedTarget, length: int, opening: int) -> Iterator[tuple[int, ...]]:
-    """Yields the token ids that the target continues; see :func:`read_prompts_to_answer`."""
-    tokens = tuple(_prompt(document, target))
-    if "text" not in document.fields:
-        yield tokens
-        return
-    yield tokens[:opening]
-    for start in range(length, len(tokens) - opening + 1, length):
-        yield tokens[start : start + opening]
-
-
-def _prompt(document: Document, target: LoadedTarget) -> list[int]:
-    """Returns the token ids of a text, or of the prompt of a document."""
-    if "messages" not in document.fields:
-        return _tokenizer(target).encode(document.fields.get("text", document.fields.get("prompt"))).ids
-    messages = document.fields["messages"]
-    roles = [message["role"] for message in messages]
-    if "user" not in roles:
-        raise ValueError(f"{document.where}the conversation has no turn of the user; give one")
-    question = roles.index("user")
-    end = roles.index("assistant", question) if "assistant" in roles[question:] else len(roles)
-    context = _rendered(document, target, messages[:end])
-    return _tokenizer(target).encode(context, add_special_tokens=False).ids
-
-
-def _rendered(document: Document, target: LoadedTarget, messages: Messages, *, answered: bool = False) -> str:
-    """Returns the text of a conversation, up to the beginning of an answer or, if it is answered, up to its end."""
-    if target.chat_template is None:
-        raise ValueError(
-            f"{document.where}{target.name} has no chat template; give 'prompt' and 'completion', or 'text'"
-        )
-    try:
-        return target.chat_template.render(messages, add_generation_prompt=not answered)
-    except ValueError as error:
-        raise ValueError(f"{document.where}{error}") from None
-
-
-def _tokenizer(target: LoadedTarget) -> Tokenizer:
-    if target.tokenizer is None:
-        raise ValueError(f"{target.name} has no tokenizer, which documents need; give a target with one")
-    return target.tokenizer
+def _nothing_left(dropped: Counter[str]) -> ValueError:
+    reasons = ", ".join(f"{reason} ({count})" for reason, count in dropped.items())
+    return ValueError(f"no document is left to learn from: {reasons}; give other documents or a larger length")

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from eagle3_jax.drafters.draft_model import DraftModel
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, extend, final_states, greedy_tau, share
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, final_states, greedy_tau, later, share
 
 
 def distillation_loss(
@@ -38,18 +38,18 @@ def distillation_loss(
         The loss, and for each of ``depth`` draft positions ``k`` the share ``accuracy_k`` of positions ``t + k`` whose
         argmax is the target's; ``acceptance_0``, the mean of ``Σ_v min(p_v, q_v)``; and ``simulated_tau``.
     """
-
-    def logprobs(model: DecoderTarget, params: Params, batch: TTTBatch) -> Float[Array, "B T V"]:
-        return jax.nn.log_softmax(model.unembed(params, final_states(model, params, batch)), axis=-1)
-
-    log_p = lax.stop_gradient(logprobs(target, frozen["target_params"], batch))
-    log_q = logprobs(drafter.model, params, batch.replace(known=None))
+    log_p = lax.stop_gradient(_logprobs(target, frozen["target_params"], batch))
+    log_q = _logprobs(drafter.model, params, batch.replace(known=None))
     p = jnp.exp(log_p)
     supervised = batch.learns_next
     loss = share(jnp.sum(p * (log_p - log_q), axis=-1), supervised)
 
     hit = jnp.argmax(log_q, axis=-1) == jnp.argmax(log_p, axis=-1)
     overlap = jnp.sum(jnp.minimum(p, jnp.exp(lax.stop_gradient(log_q))), axis=-1)
-    chain = [(extend(hit, k)[:, k:], extend(supervised, k)[:, k:]) for k in range(depth)]
+    chain = [(later(hit, k), later(supervised, k)) for k in range(depth)]
     metrics = {f"accuracy_{k}": share(*step) for k, step in enumerate(chain)}
     return loss, {**metrics, "acceptance_0": share(overlap, supervised), "simulated_tau": greedy_tau(chain)}
+
+
+def _logprobs(model: DecoderTarget, params: Params, batch: TTTBatch) -> Float[Array, "B T V"]:
+    return jax.nn.log_softmax(model.unembed(params, final_states(model, params, batch)), axis=-1)

@@ -64,8 +64,7 @@ class Evaluation:
                 rows = batch_of(self.texts, chosen, length=bucket.length, count=batch, features=self.features)
                 hits = np.asarray(self._hits(params, self.frozen, rows))
                 for row, index in enumerate(chosen):
-                    start = self.texts.start[index]
-                    answer = np.flatnonzero(self.texts.learn[start : start + length[index]])
+                    answer = np.flatnonzero(self.texts.learn[self.texts.span(index)])
                     for first, end in _runs(answer):
                         accepted += accepted_in_rounds(hits[row], first, end)
         if not accepted:
@@ -83,9 +82,9 @@ class Evaluation:
         """
         prompts = []
         for index in range(min(most, len(self.texts))):
-            start = self.texts.start[index]
-            first = int(np.argmax(self.texts.learn[start : start + self.texts.length[index]]))
-            prompts.append(self.texts.tokens[start : start + max(first, 1)].tolist())
+            span = self.texts.span(index)
+            first = int(np.argmax(self.texts.learn[span]))
+            prompts.append(self.texts.tokens[span][: max(first, 1)].tolist())
         drafter: Any = self.drafter
         if isinstance(self.drafter, NetworkDrafter):
             tables = self.target.model.tables(self.frozen["target_params"])  # type: ignore[attr-defined]
@@ -95,15 +94,13 @@ class Evaluation:
 
     @functools.cached_property
     def _hits(self) -> Any:
+        return jax.jit(self._draft_hits)
+
+    def _draft_hits(self, params: Params, frozen: Frozen, batch: TTTBatch) -> jax.Array:
         drafter = dataclasses.replace(self.drafter, topology=Chain(self.num_steps))
-
-        @jax.jit
-        def hits(params: Params, frozen: Frozen, batch: TTTBatch) -> jax.Array:
-            _, features = teacher_forward(drafter, self.target.model, frozen, batch, 1)  # type: ignore[arg-type]
-            ids = frozen["draft_to_target"]
-            return draft_hits(drafter, params, frozen["embedding"], features, batch, ids, self.num_steps)
-
-        return hits
+        _, features = teacher_forward(drafter, self.target.model, frozen, batch, 1)  # type: ignore[arg-type]
+        ids = frozen["draft_to_target"]
+        return draft_hits(drafter, params, frozen["embedding"], features, batch, ids, self.num_steps)
 
 
 def _runs(indices: np.ndarray) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.files.writing import check_free, whole_file
@@ -110,15 +111,13 @@ def stored_features(
         WriteError: The disk is full. The parts that were written are complete, and the next call uses them.
     """
     record = _record(len(aux_layers), target.model.config.width)  # type: ignore[attr-defined]
-    count = -(-len(texts) // TEXTS_OF_A_PART)
-    paths = [directory / f"{number:05}.npy" for number in range(count)]
+    firsts = range(0, len(texts), TEXTS_OF_A_PART)
+    sizes = [int(texts.length[first : first + TEXTS_OF_A_PART].sum()) for first in firsts]
+    paths = [directory / f"{number:05}.npy" for number in range(len(firsts))]
     missing = [number for number, path in enumerate(paths) if not path.exists()]
-    last_texts = np.minimum((np.arange(count) + 1) * TEXTS_OF_A_PART, len(texts)) - 1
-    part_ends = np.cumsum(texts.length)[last_texts]
-    sizes = np.diff(part_ends, prepend=0).tolist()
     check_free(directory, sum(sizes[number] for number in missing) * record.itemsize)
     for number in missing:
-        part = range(number * TEXTS_OF_A_PART, min((number + 1) * TEXTS_OF_A_PART, len(texts)))
+        part = range(firsts[number], min(firsts[number] + TEXTS_OF_A_PART, len(texts)))
         with whole_file(paths[number]) as partial, open(partial, "wb") as file:
             np.save(file, _compute_part(target, texts, part, aux_layers, record))
         yield None
@@ -149,9 +148,10 @@ def _forward(
     seen = causal_mask(tokens.shape[1]) & (index < length[:, None])[:, None, :]
     output = model(params, tokens, jnp.broadcast_to(index, tokens.shape), seen, aux_layers=aux_layers)
     logits = model.unembed(params, output.final)
+    bits = lambda states: lax.bitcast_convert_type(states.astype(jnp.bfloat16), jnp.uint16)
     return {
-        "features": output.features.astype(jnp.bfloat16),
-        "final": output.final.astype(jnp.bfloat16),
+        "features": bits(output.features),
+        "final": bits(output.final),
         "likeliest": jnp.argmax(logits, axis=-1).astype(jnp.int32),
         "log_norm": jax.nn.logsumexp(logits, axis=-1),
     }
@@ -161,8 +161,7 @@ def _compute_part(
     target: LoadedTarget, texts: Texts, part: range, aux_layers: tuple[int, ...], record: np.dtype
 ) -> np.ndarray:
     """Returns the records of the texts of a part, one after the other."""
-    start = texts.start
-    begin = start[part.start]
+    begin = texts.start[part.start]
     records = np.zeros(texts.length[part.start : part.stop].sum(), record)
     for bucket in buckets_of(texts.length):  # those of all texts, so that all parts share their programs
         count = max(1, _TOKENS_AT_ONCE // bucket.length)
@@ -175,10 +174,7 @@ def _compute_part(
             values = jax.device_get(output)
             for row, index in enumerate(rows):
                 size = int(texts.length[index])
-                first = start[index] - begin
+                first = texts.start[index] - begin
                 for name, value in values.items():
-                    stored = value[row, :size]
-                    records[name][first : first + size] = (
-                        stored.view(np.uint16) if stored.dtype == jnp.bfloat16 else stored
-                    )
+                    records[name][first : first + size] = value[row, :size]
     return records

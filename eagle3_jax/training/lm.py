@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -48,20 +49,20 @@ def random_windows(data: np.ndarray, phases: tuple[Phase, ...], seed: int) -> Ca
             raise ValueError(
                 f"the data holds {len(data)} tokens; windows of {phase.length} need at least {2 * phase.length + 1}"
             )
+    return functools.partial(_windows_at, data, phases, seed)
 
-    def batch_at(step: int) -> Int[Array, "B T"]:
-        phase = next(phase for phase in phases if step < phase.until_step)
-        start = max((earlier.until_step for earlier in phases if earlier.until_step <= step), default=0)
-        tiles = (len(data) - 1) // phase.length - 1
-        rows = np.arange(phase.batch) + (step - start) * phase.batch
-        starts = np.empty(phase.batch, np.int64)
-        for passed in np.unique(rows // tiles):
-            rng = np.random.default_rng((seed, phase.length, int(passed)))
-            offset = rng.integers(phase.length)
-            order = rng.permutation(tiles)
-            in_pass = rows // tiles == passed
-            starts[in_pass] = offset + phase.length * order[rows[in_pass] % tiles]
-        windows = starts[:, None] + np.arange(phase.length + 1)[None, :]
-        return jax.device_put(data[windows].astype(np.int32))
 
-    return batch_at
+def _windows_at(data: np.ndarray, phases: tuple[Phase, ...], seed: int, step: int) -> Int[Array, "B T"]:
+    phase = next(phase for phase in phases if step < phase.until_step)
+    start = max((earlier.until_step for earlier in phases if earlier.until_step <= step), default=0)
+    tiles = (len(data) - 1) // phase.length - 1
+    rows = np.arange(phase.batch) + (step - start) * phase.batch
+    starts = np.empty(phase.batch, np.int64)
+    for passed in np.unique(rows // tiles):
+        rng = np.random.default_rng((seed, phase.length, int(passed)))
+        offset = rng.integers(phase.length)
+        order = rng.permutation(tiles)
+        in_pass = rows // tiles == passed
+        starts[in_pass] = offset + phase.length * order[rows[in_pass] % tiles]
+    windows = starts[:, None] + np.arange(phase.length + 1)[None, :]
+    return jax.device_put(data[windows].astype(np.int32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,10 +67,7 @@ class OptimizerConfig:
 
     def build(self) -> optax.GradientTransformation:
         """Returns the optimiser."""
-
-        def schedule(peak: float) -> optax.Schedule:
-            return optax.warmup_cosine_decay_schedule(0.0, peak, self.warmup_steps, self.num_steps, 0.0)
-
+        schedule = lambda peak: optax.warmup_cosine_decay_schedule(0.0, peak, self.warmup_steps, self.num_steps)
         if self.method == "adamw":
             update = optax.adamw(schedule(self.learning_rate), b1=0.9, b2=0.95, weight_decay=self.weight_decay)
         else:
@@ -84,12 +82,23 @@ class OptimizerConfig:
 
 
 def _hidden_matrices(params: Params) -> Any:
-    def label(path: tuple[Any, ...], leaf: jax.Array) -> Any:
-        names = {str(getattr(entry, "key", entry)) for entry in path}
-        hidden = leaf.ndim == 2 and names.isdisjoint({"embedding", "head", "markov"})
-        return optax.contrib.MuonDimensionNumbers() if hidden else None
+    return jax.tree_util.tree_map_with_path(_muon_dimensions, params)
 
-    return jax.tree_util.tree_map_with_path(label, params)
+
+def _muon_dimensions(path: tuple[Any, ...], leaf: jax.Array) -> Any:
+    names = {str(getattr(entry, "key", entry)) for entry in path}
+    hidden = leaf.ndim == 2 and names.isdisjoint({"embedding", "head", "markov"})
+    return optax.contrib.MuonDimensionNumbers() if hidden else None
+
+
+def _take_step(
+    loss_fn: LossFn, optimizer: optax.GradientTransformation, state: TrainState, batch: Batch
+) -> tuple[TrainState, Metrics]:
+    (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params: Any = optax.apply_updates(state.params, updates)
+    new = TrainState(step=state.step + 1, params=params, opt_state=opt_state)
+    return new, {"loss": loss, "grad_norm": optax.tree.norm(grads), **metrics}
 
 
 class Trainer:
@@ -106,16 +115,7 @@ class Trainer:
             self._remove_halves()
             options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
             self._checkpoints = ocp.CheckpointManager(self._directory, options=options)
-
-        @jax.jit
-        def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-            (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch)
-            updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
-            params: Any = optax.apply_updates(state.params, updates)
-            new = TrainState(step=state.step + 1, params=params, opt_state=opt_state)
-            return new, {"loss": loss, "grad_norm": optax.tree.norm(grads), **metrics}
-
-        self._step = step
+        self._step = jax.jit(functools.partial(_take_step, loss_fn, self._optimizer))
 
     def start(self, params: Params) -> TrainState:
         """Returns the newest checkpoint if there is one, else a fresh state with ``params``."""

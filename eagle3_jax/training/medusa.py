@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from eagle3_jax.drafters.medusa import MedusaDrafter
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, final_states, greedy_tau, share
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, final_states, greedy_tau, later, share
 
 _DECAY = 0.8
 
@@ -48,8 +48,8 @@ def medusa_loss(
     loss = jnp.zeros((), jnp.float32)
     chain = []
     for head in range(num_heads):
-        label = to_draft[_later(batch.tokens, head + 2)]
-        labelled = _later(batch.loss_mask, head) & _later(batch.attention_mask, head + 2)
+        label = to_draft[later(batch.tokens, head + 2)]
+        labelled = later(batch.loss_mask, head) & later(batch.attention_mask, head + 2)
         scores = heads.logits(states, head)
         cross_entropy = optax.softmax_cross_entropy_with_integer_labels(scores, jnp.maximum(label, 0))
         term = share(cross_entropy, labelled & (label >= 0))
@@ -59,8 +59,3 @@ def medusa_loss(
         chain.append((hit, labelled))
         metrics |= {f"loss_{head}": term, f"accuracy_{head}": share(hit, labelled)}
     return loss, {**metrics, "simulated_tau": greedy_tau(chain)}
-
-
-def _later(x: Array, shift: int) -> Array:
-    """Returns ``x`` at ``t + shift`` in column ``t``; zero and False past the end."""
-    return extend(x, shift)[:, shift:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fractions
 import functools
 import math
 import operator
@@ -173,8 +174,7 @@ def _p_eagle(target: DecoderConfig, options: HeadOptions) -> PEagleConfig:
     """Returns the usual head with four layers, as in the paper. The mask token is the last id, which is rare."""
     size = options.draft_vocab_size or target.vocab_size
     head = usual_head(target, draft_vocab_size=size, mlp_width=options.mlp_width)
-    fields = {field.name: getattr(head, field.name) for field in dataclasses.fields(head)}
-    fields["layers"] = head.layers * (options.num_layers or 4)
+    fields: dict[str, Any] = {**vars(head), "layers": head.layers * (options.num_layers or 4)}
     return PEagleConfig(**fields, mask_token_id=target.vocab_size - 1)
 
 
@@ -250,15 +250,18 @@ def small_model(target: DecoderConfig, options: HeadOptions) -> DecoderConfig:
             f"a draft model of {count} layers and width {width} is larger than its target of {target.num_layers} and "
             f"{target.width}; lower them"
         )
+    share = fractions.Fraction(width, target.width)
+    layers = tuple(_smaller_layer(layer, share, options.mlp_width) for layer in target.layers[:count])
+    return dataclasses.replace(target, width=width, layers=layers)
 
-    def smaller(layer: LayerConfig) -> LayerConfig:
-        mixer = grouped(layer)
-        heads = max(1, mixer.num_heads * width // target.width)
-        mixer = dataclasses.replace(mixer, num_heads=heads, num_kv_heads=math.gcd(heads, mixer.num_kv_heads))
-        inner = options.mlp_width or max(1, gated(layer).width * width // target.width)
-        return dataclasses.replace(layer, mixer=mixer, mlp=dataclasses.replace(gated(layer), width=inner))
 
-    return dataclasses.replace(target, width=width, layers=tuple(map(smaller, target.layers[:count])))
+def _smaller_layer(layer: LayerConfig, share: fractions.Fraction, mlp_width: int | None) -> LayerConfig:
+    """Returns a layer with a share of the heads and of the MLP's width, or with ``mlp_width``."""
+    mixer = grouped(layer)
+    heads = max(1, int(mixer.num_heads * share))
+    mixer = dataclasses.replace(mixer, num_heads=heads, num_kv_heads=math.gcd(heads, mixer.num_kv_heads))
+    inner = mlp_width or max(1, int(gated(layer).width * share))
+    return dataclasses.replace(layer, mixer=mixer, mlp=dataclasses.replace(gated(layer), width=inner))
 
 
 def _draft_model(config: DecoderConfig, *, precision: Precision = FLOAT32) -> DraftModel:

@@ -62,8 +62,8 @@ class OwnTextConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected {expected}")
 
 
-def user_prefix(target: LoadedTarget) -> list[int]:
-    """Returns the token ids of a conversation up to where the user's first turn begins.
+def around_user(target: LoadedTarget) -> tuple[list[int], int]:
+    """Returns the token ids of a conversation before the user's text, and the token that ends this text.
 
     Args:
         target: A target with a chat template and a tokenizer.
@@ -71,11 +71,6 @@ def user_prefix(target: LoadedTarget) -> list[int]:
     Raises:
         ValueError: The target lacks one of them, or the template does not contain the user's text.
     """
-    return _around_user(target)[0]
-
-
-def _around_user(target: LoadedTarget) -> tuple[list[int], int]:
-    """Returns the token ids of a conversation before the user's text, and the token that ends this text."""
     messages = [{"role": "user", "content": _SENTINEL}]
     apply_chat_template(target, messages)  # raises if the target lacks a tokenizer or a template
     assert target.chat_template is not None and target.tokenizer is not None
@@ -137,7 +132,7 @@ class Conversations:
             first: Number of the first of them.
 
         Raises:
-            ValueError: The target cannot write a user's turn (:func:`user_prefix`), a conversation does not fit into
+            ValueError: The target cannot write a user's turn (:func:`around_user`), a conversation does not fit into
                 ``length`` or the target, or an opening is as long as a whole turn.
         """
         if count < 0 or first < 0:
@@ -146,7 +141,7 @@ class Conversations:
         self._target = target
         self._config = config
         self._numbers = range(first, first + count)
-        self._prefix, end = _around_user(target)
+        self._prefix, end = around_user(target)
         self._stop_tokens = (*target.stop_tokens, end)
         assert target.tokenizer is not None
         self._tokenizer = target.tokenizer

@@ -27,7 +27,7 @@ from eagle3_jax.models.context import attention_contexts
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params, bind
 from eagle3_jax.models.layers import embed
-from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, greedy_tau, share
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, greedy_tau, share, take
 from eagle3_jax.training.ttt import Teacher, teacher_forward
 
 # r and r_min, as in speculators
@@ -54,10 +54,7 @@ class Chains(struct.PyTreeNode, kw_only=True):
 
 def sample_chains(key: Key[Array, ""], valid: Bool[Array, "B T"], num_depths: int, ratio: float = RATIO) -> Chains:
     """Samples the rows that each depth keeps, from the supervised positions."""
-
-    def count_kept(num_valid: int, depth: int) -> int:
-        return int(max(0, num_valid - depth) * max(ratio**depth, LEAST))
-
+    count_kept = lambda num_valid, depth: int(max(0, num_valid - depth) * max(ratio**depth, LEAST))
     batch, size = valid.shape
     index = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
     anchors = [index]
@@ -76,11 +73,16 @@ def sample_chains(key: Key[Array, ""], valid: Bool[Array, "B T"], num_depths: in
         anchors.append(jnp.where(taken, chosen - depth, 0))
         present.append(taken)
         depths += [depth] * room
-        mark = jax.vmap(lambda index: jnp.zeros((size,), jnp.bool_).at[index].set(True, mode="drop"))
-        pool = valid & mark(jnp.where(taken, chosen + 1, size))
+        pool = valid & _scatter(jnp.where(taken, chosen + 1, size), True, size)
     return Chains(
         anchors=jnp.concatenate(anchors, axis=1), present=jnp.concatenate(present, axis=1), depths=tuple(depths)
     )
+
+
+def _scatter(index: Int[Array, "B n"], values: Bool[Array, "B n"] | bool, size: int) -> Bool[Array, "B T"]:
+    """Returns rows of ``size`` entries with the values at some indices, and False elsewhere."""
+    rows = jnp.arange(len(index))[:, None]
+    return jnp.zeros((len(index), size), jnp.bool_).at[rows, index].set(values, mode="drop")
 
 
 def chain_mask(chains: Chains, real: Bool[Array, "B T"]) -> Bool[Array, "B S S"]:
@@ -144,7 +146,6 @@ def p_eagle_loss(
     logits = parallel_logits(drafter, head_params, frozen["embedding"], features, batch, chains)
 
     position = jnp.where(chains.present, chains.positions, 0)
-    take = jax.vmap(lambda leaf, index: leaf[index])
     label = Teacher(*(take(leaf, position + 1) for leaf in teacher))
     counted = chains.present & take(valid, position)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
@@ -156,7 +157,6 @@ def p_eagle_loss(
     chain = []
     hits = jnp.argmax(logprobs, axis=-1) == label.best
     overlap = jnp.minimum(label.full_probs, jnp.exp(logprobs)).sum(-1)
-    scatter = jax.vmap(lambda index, values: jnp.zeros((size,), jnp.bool_).at[index].set(values, mode="drop"))
     for depth in range(chains.depths[-1] + 1):
         rows = chains.rows_of_depth(depth)
         hit = hits[:, rows]
@@ -164,5 +164,5 @@ def p_eagle_loss(
         metrics[f"accuracy_{depth}"] = share(hit, counts)
         metrics[f"acceptance_{depth}"] = share(overlap[:, rows], counts)
         anchor = jnp.where(counts, chains.anchors[:, rows], size)
-        chain.append((scatter(anchor, hit), scatter(anchor, counts)))
+        chain.append((_scatter(anchor, hit, size), _scatter(anchor, counts, size)))
     return loss, {**metrics, "simulated_tau": greedy_tau(chain)}

@@ -8,14 +8,13 @@ right on average, because a greedy draft is accepted as often as the target samp
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.functional import Params
-from eagle3_jax.training.batches import TTTBatch, extend
+from eagle3_jax.training.batches import TTTBatch, later
 from eagle3_jax.training.ttt import unroll
 
 
@@ -40,13 +39,11 @@ def draft_hits(
         num_steps: ``K``, length of the chain.
     """
     logits = unroll(drafter, head_params, embedding, features, batch, num_steps)
-    text = extend(batch.tokens, num_steps + 1, -1)
-    size = batch.tokens.shape[1]
     hits = []
     for step, scores in enumerate(logits):
         draft = jnp.argmax(scores, axis=-1)
         token = draft if draft_to_target is None else draft_to_target[draft]
-        hits.append(token == jax.lax.dynamic_slice_in_dim(text, step + 2, size, axis=1))
+        hits.append(token == later(batch.tokens, step + 2, -1))
     return jnp.stack(hits, axis=-1)
 
 

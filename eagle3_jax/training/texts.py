@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 from collections.abc import Iterable
@@ -66,10 +67,14 @@ class Texts:
         """``R``."""
         return len(self.length)
 
-    @property
+    @functools.cached_property
     def start(self) -> Int[np.ndarray, " R"]:
         """The index of the first token of each text."""
         return np.cumsum(self.length, dtype=np.int64) - self.length
+
+    def span(self, index: int | np.integer) -> slice:
+        """Returns the indices of a text's tokens."""
+        return slice(self.start[index], self.start[index] + self.length[index])
 
     def chosen(self, mask: Bool[np.ndarray, " R"]) -> Texts:
         """Returns the texts for which the mask is True."""
@@ -79,10 +84,10 @@ class Texts:
     def prompts(self) -> list[tuple[int, bytes]]:
         """Returns the prompt of each text: its document, and the bytes of the token ids before the first learnt one."""
         prompts = []
-        for begin, length, document in zip(self.start, self.length, self.document, strict=True):
-            learnt = np.flatnonzero(self.learn[begin : begin + length])
-            size = learnt[0] if len(learnt) else length
-            prompts.append((int(document), self.tokens[begin : begin + size].tobytes()))
+        for index, document in enumerate(self.document):
+            learnt = np.flatnonzero(self.learn[self.span(index)])
+            size = learnt[0] if len(learnt) else None
+            prompts.append((int(document), self.tokens[self.span(index)][:size].tobytes()))
         return prompts
 
     def held_out(self, share: float) -> Bool[np.ndarray, " R"]:
@@ -174,9 +179,8 @@ def padded(
     tokens = np.zeros((count, length), np.int32)
     real = np.zeros((count, length), np.bool_)
     real[:, 0] = True
-    start = texts.start
     for row, index in enumerate(chosen):
         size = texts.length[index]
-        tokens[row, :size] = texts.tokens[start[index] : start[index] + size]
+        tokens[row, :size] = texts.tokens[texts.span(index)]
         real[row, :size] = True
     return tokens, real

@@ -31,7 +31,17 @@ from eagle3_jax.models.attention import Segment
 from eagle3_jax.models.context import BlockContext, Span, spans_of
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, final_states, greedy_tau, share
+from eagle3_jax.training.batches import (
+    Frozen,
+    Loss,
+    TTTBatch,
+    draft_ids,
+    extend,
+    final_states,
+    greedy_tau,
+    later,
+    share,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,14 +124,13 @@ def loss_and_metrics(
 ) -> Loss:
     """Returns the loss and the metrics of :func:`ttt_loss`, from the draft logits of every step."""
     size = batch.tokens.shape[1]
-    learn = extend(batch.loss_mask, config.num_steps)
     metrics: dict[str, Float[Array, ""]] = {}
     loss = jnp.zeros((), jnp.float32)
     chain = []
     for step, scores in enumerate(logits):
         label = Teacher(*(_from(leaf, step + 1, size) for leaf in teacher))
         labelled = labelled_rows(batch, step)
-        counted = _from(learn, step, size) if config.denominator == "all" else labelled
+        counted = later(batch.loss_mask, step) if config.denominator == "all" else labelled
         trained = counted & (label.best >= 0)
 
         log_norm = jax.nn.logsumexp(scores, axis=-1)
@@ -213,8 +222,6 @@ def unroll_head(
 ) -> list[Float[Array, "B T D"]]:
     """Returns the head's output of every step, which is its input in the next step."""
     head = drafter.bind(params)
-    tokens = extend(batch.tokens, num_steps)
-    size = batch.tokens.shape[1]
     seen = batch.seen
     positions = batch.positions
     stream = head.fuse(features)
@@ -223,7 +230,7 @@ def unroll_head(
     for step in range(num_steps):
         spans = enumerate(spans_of(drafter.config.layers))
         contexts = [_context([kv[layer] for kv in written], seen, positions, span) for layer, span in spans]
-        embedded = drafter.embed(params, _from(tokens, step + 1, size), positions + step)
+        embedded = drafter.embed(params, later(batch.tokens, step + 1), positions + step)
         stream, kv = head(embedded, stream, positions + step, contexts)
         written.append(kv)
         streams.append(stream)
@@ -232,10 +239,7 @@ def unroll_head(
 
 def labelled_rows(batch: TTTBatch, step: int) -> Bool[Array, "B T"]:
     """Returns the rows of a step that are worth learning and have a label: the last token that they read is text."""
-    size = batch.tokens.shape[1]
-    learn = _from(extend(batch.loss_mask, step + 1), step, size)
-    real = _from(extend(batch.attention_mask, step + 1), step + 1, size)
-    return learn & real
+    return later(batch.loss_mask, step) & later(batch.attention_mask, step + 1)
 
 
 def _context(
@@ -247,8 +251,7 @@ def _context(
     Row ``t`` of step ``k`` has position ``t + k``, and so have its keys: a window moves with the steps.
     """
     step = len(written)
-    if not span.is_unlimited:
-        seen &= span.covers(positions, positions + step)
+    seen = span.limit(seen, positions, positions + step)
     if not written:
         return BlockContext(mask=seen)
     first, *later = written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.topology import Chain
@@ -58,3 +60,23 @@ def make_batch(rows: int = 2, length: int = 6, *, seed: int = 0, padding: tuple[
     real[-1, : padding[0]] = False
     real[-1, length - padding[1] :] = False
     return TTTBatch(tokens=tokens, attention_mask=jnp.asarray(real), loss_mask=jnp.asarray(real))
+
+
+def frozen_of(target: LoadedTarget, draft_to_target: Any = None) -> Any:
+    """Returns the arrays of a target that an objective reads and never trains."""
+    params = target.params
+    return {"target_params": params, "embedding": params["embedding"], "draft_to_target": draft_to_target}
+
+
+def tau_of(hits: Sequence[Mapping[Any, bool]]) -> float:
+    """Returns the tokens per round of greedy drafting, by its definition.
+
+    Args:
+        hits: For each draft position, whether the draft of a row hits. A row that does not count is left out.
+    """
+    tau = 1.0
+    for depth in range(len(hits)):
+        steps = hits[: depth + 1]
+        counted = set.intersection(*map(set, steps))
+        tau += float(np.mean([all(step[row] for step in steps) for row in counted]))
+    return tau

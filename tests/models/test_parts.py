@@ -88,7 +88,7 @@ def test_chunks_are_counted_from_the_first_position() -> None:
     index = torch.arange(11)
     expected = np.array([[bool(sees(0, 0, query, key)) for key in index] for query in index])
     positions = jnp.arange(11)[None]
-    actual = causal_mask(11) & Span(chunk=4).covers(positions, positions)
+    actual = Span(chunk=4).limit(causal_mask(11), positions, positions)
     assert np.array_equal(actual[0], expected)
     # A block of three behind eight committed tokens, the last two of it siblings at one position.
     mask = jnp.asarray([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], bool)

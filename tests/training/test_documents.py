@@ -39,10 +39,12 @@ OPENS_THOUGHT = (
     "{% for message in messages %}<s>{{ message['content'] }}{% if message['role'] == 'assistant' %}</s>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<s><think>\n{% endif %}"
 )
+# Any stop token ends an answer.
+TWO_STOPS = "{{ messages[0].content }}{% if messages[1] %}{{ messages[1].content }}<e></s>{% endif %}"
 TURNS = ("Why?", "Because.", "Really?", "Yes.")
 
 
-def target(template: str | None = CHATML, tokenizer: Tokenizer | None = None, stops: int = 1) -> LoadedTarget:
+def target(template: str | None = CHATML, tokenizer: Tokenizer | None = None, stops: int = 2) -> LoadedTarget:
     """Returns a target of bytes, whose stop tokens are ``</s>`` and ``<e>``."""
     tokenizer = tokenizer or bytes_tokenizer()
     tokenizer.add_special_tokens(["<s>", "</s>", "<e>"])
@@ -134,6 +136,7 @@ def marked(text: Text, target: LoadedTarget) -> str:
             conversation(*TURNS),
             ["user: Why?\nassistant: [Because.]\nuser: Really?\nassistant: [Yes.]"],
         ),
+        (TWO_STOPS, conversation("Why?", "So."), ["Why?[So.<e>]"]),
     ],
 )
 def test_answers_are_learnt_as_far_as_their_stop_token(
@@ -144,12 +147,6 @@ def test_answers_are_learnt_as_far_as_their_stop_token(
     assert [marked(text, model) for text in texts] == expected
     assert dropped == {}
     assert len({text.document for text in texts}) == 1
-
-
-def test_any_stop_token_ends_an_answer(tmp_path: Path) -> None:
-    model = target("{{ messages[0].content }}{% if messages[1] %}{{ messages[1].content }}<e></s>{% endif %}", stops=2)
-    texts, _ = read(tmp_path, model, conversation("Why?", "So."))
-    assert [marked(text, model) for text in texts] == ["Why?[So.<e>]"]
 
 
 def test_an_answer_that_the_template_leaves_out_is_not_learnt(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from training_pair import frozen_of, make_batch
 
 pytest.importorskip("torch")
 from torch_heads import MTP, Eagle1, network
@@ -26,19 +26,10 @@ ROWS = 2
 GEOMETRY = {"width": 16, "vocab": 13, "target_layers": 2}
 
 
-def batch(seed: int = 0, key: jax.Array | None = None) -> TTTBatch:
+def batch(key: jax.Array | None = None) -> TTTBatch:
     """Returns a ragged batch, supervised in part; without a key there is no noise."""
-    tokens = np.random.default_rng(seed).integers(0, 13, (ROWS, SIZE))
-    real = np.arange(SIZE) < np.array([[SIZE], [SIZE - 2]])
-    learn = real & (np.arange(SIZE) >= 1)
-    return TTTBatch(
-        tokens=jnp.asarray(tokens, jnp.int32), attention_mask=jnp.asarray(real), loss_mask=jnp.asarray(learn), key=key
-    )
-
-
-def frozen() -> Any:
-    table = TARGET.model.tables(TARGET.params).embedding
-    return {"target_params": TARGET.params, "embedding": table, "draft_to_target": None}
+    ragged = make_batch(ROWS, SIZE, padding=(0, 2))
+    return ragged.replace(loss_mask=ragged.loss_mask.at[:, 0].set(False), key=key)
 
 
 def in_torch(method: str, drafter: Any, params: Any, batch: TTTBatch, num_steps: int) -> tuple[float, np.ndarray]:
@@ -91,7 +82,7 @@ def prepared(method: str, depth: int) -> tuple[Any, Any, Any]:
     options = HeadOptions(depth=depth, mlp_width=24)
     drafter = recipe.drafter(recipe.config(TARGET.model.config, options), precision=TARGET.model.precision)
     params = recipe.start(drafter, TARGET, None, jax.random.key(1))
-    loss = lambda params, batch: recipe.loss(drafter, TARGET.model, params, frozen(), batch, options)
+    loss = lambda params, batch: recipe.loss(drafter, TARGET.model, params, frozen_of(TARGET), batch, options)
     return drafter, params, loss
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import eagle3_jax as e3
 from eagle3_jax.chat.template import ChatTemplate
-from eagle3_jax.training.own_text import Conversations, OwnTextConfig, answers, user_prefix
+from eagle3_jax.training.own_text import Conversations, OwnTextConfig, answers, around_user
 from eagle3_jax.training.texts import Text, document_hash
 
 CHATML = (
@@ -80,7 +80,7 @@ def test_a_conversation_depends_on_its_number_and_the_seed_greedy() -> None:
 
 
 def test_a_turn_is_what_the_target_writes_after_the_prefix_and_is_kept_once() -> None:
-    prefix = user_prefix(TARGET)
+    prefix, _ = around_user(TARGET)
     assert text_of(prefix) == "<|im_start|>user\n"
     greedy = e3.SpeculativeDecoder(TARGET, stop_tokens=()).generate(prefix, max_new_tokens=40).tokens[0]
     length = next(index for index in range(6, 40) if greedy[index] not in greedy[:index])

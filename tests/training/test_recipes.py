@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from training_pair import frozen_of
 
 import eagle3_jax as e3
 from eagle3_jax import SpeculativeDecoder
@@ -97,7 +98,7 @@ def test_a_recipe_teaches(method: str) -> None:
     recipe = RECIPES[method]
     options = HeadOptions(depth=DEPTH, num_layers=TAUGHT[method])
     drafter = recipe.drafter(recipe.config(TARGET.model.config, options))
-    frozen: Any = {"target_params": TARGET.params, "embedding": TARGET.params["embedding"], "draft_to_target": None}
+    frozen = frozen_of(TARGET)
     trainer = Trainer(
         lambda params, batch: recipe.loss(drafter, TARGET.model, params, frozen, batch, options),
         OptimizerConfig(learning_rate=1e-2, num_steps=STEPS, warmup_steps=5, weight_decay=0.0),

@@ -20,6 +20,16 @@ from eagle3_jax.tree import causal_mask
 LENGTHS = [5, 40, 17, 33, 8, 12, 40, 21, 30, 9, 16, 6]
 
 
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+    """Returns a target, the head's layers, and the function that computes the features of the random texts."""
+    monkeypatch.setattr(storage, "TEXTS_OF_A_PART", 5)
+    model, drafter, _, frozen = random_pair()
+    target = LoadedTarget(model=model, params=frozen["target_params"], vocab_size=VOCAB, max_positions=64)
+    layers = drafter.aux_layers
+    return target, layers, lambda: stored_features(target, random_texts(), layers, tmp_path)
+
+
 def random_texts() -> Texts:
     """Texts of several lengths; the last two thirds of each are learnt."""
     random = np.random.default_rng(0)
@@ -81,8 +91,7 @@ def test_a_pass_sees_every_text_once_and_depends_on_the_step_alone():
             # Entry t is for token t + 2; the first token of the answer is the target's.
             expected = np.arange(len(learn)) + 2
             assert np.array_equal(learn, (expected > len(row) // 3) & (expected < len(row)))
-    start = texts.start
-    all_texts = [texts.tokens[start[i] : start[i] + texts.length[i]].tolist() for i in range(len(texts))]
+    all_texts = [row.tolist() for row in np.split(texts.tokens, np.cumsum(LENGTHS)[:-1])]
     assert sorted(rows) == sorted(all_texts)
     again, _ = text_batches(texts, 2, seed=3)
     for step in (steps + 2, 1, steps + 2):
@@ -92,20 +101,16 @@ def test_a_pass_sees_every_text_once_and_depends_on_the_step_alone():
     assert first != second
 
 
-def test_stored_features_are_those_of_a_text_in_a_batch_of_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "TEXTS_OF_A_PART", 5)
-    model, drafter, _, frozen = random_pair()
-    target = LoadedTarget(model=model, params=frozen["target_params"], vocab_size=VOCAB, max_positions=64)
-    texts = random_texts()
-    *_, features = stored_features(target, texts, drafter.aux_layers, tmp_path)
+def test_stored_features_are_those_of_a_text_in_a_batch_of_one(stored):
+    target, layers, compute = stored
+    *_, features = compute()
     known = features.of(np.array([1, 11, 7, 6]), 48, 4)
 
     size = LENGTHS[7]
-    start = texts.start[7]
-    row = jnp.asarray(texts.tokens[start : start + size])[None]
+    row = jnp.asarray(np.split(random_texts().tokens, np.cumsum(LENGTHS))[7])[None]
     positions = jnp.arange(size)[None]
-    output = model(target.params, row, positions, causal_mask(size), aux_layers=drafter.aux_layers)
-    logits = model.unembed(target.params, output.final)
+    output = target.model(target.params, row, positions, causal_mask(size), aux_layers=layers)
+    logits = target.model.unembed(target.params, output.final)
     # bfloat16 has 8 bits: features differ by 0.4 % at most.
     for stored, expected in ((known.features, output.features), (known.final, output.final)):
         np.testing.assert_allclose(np.asarray(stored[2, :size], np.float32), expected[0], rtol=0.01, atol=0.01)
@@ -113,17 +118,15 @@ def test_stored_features_are_those_of_a_text_in_a_batch_of_one(tmp_path, monkeyp
     np.testing.assert_allclose(known.log_norm[2, :size], jax.nn.logsumexp(logits, -1)[0], rtol=1e-5)
 
 
-def test_features_are_computed_once_and_a_damaged_part_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "TEXTS_OF_A_PART", 5)
-    model, drafter, _, frozen = random_pair()
-    target = LoadedTarget(model=model, params=frozen["target_params"], vocab_size=VOCAB, max_positions=64)
-    run = stored_features(target, random_texts(), drafter.aux_layers, tmp_path)
+def test_features_are_computed_once_and_a_damaged_part_is_named(stored, tmp_path):
+    _, _, compute = stored
+    run = compute()
     assert next(run) is None
     run.close()  # interrupted after the first of three parts
     first = (tmp_path / "00000.npy").read_bytes()
-    parts = list(stored_features(target, random_texts(), drafter.aux_layers, tmp_path))
+    parts = list(compute())
     assert [part is None for part in parts] == [True, True, False]
     assert (tmp_path / "00000.npy").read_bytes() == first
     (tmp_path / "00001.npy").write_bytes(first[:-8])
     with pytest.raises(ValueError, match=r"00001\.npy is damaged; remove it"):
-        list(stored_features(target, random_texts(), drafter.aux_layers, tmp_path))
+        list(compute())

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_pair import Pair, make_batch, random_pair
+from training_pair import make_batch
 
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
@@ -22,11 +22,6 @@ from eagle3_jax.types import TargetOutput
 
 # Compiled once per shape: op by op, these tests would be slow.
 objective = jax.jit(ttt_loss, static_argnums=(0, 1, 5))
-
-
-@pytest.fixture(scope="module")
-def pair() -> Pair:
-    return random_pair()
 
 
 class TableTarget(DecoderTarget):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from models_on_disk import write_bytes_target, write_llama
 from safetensors.numpy import load_file
-from training_pair import Pair, make_batch, random_pair
+from training_pair import make_batch
 
 from eagle3_jax import SpeculativeDecoder, load_target
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
@@ -25,11 +25,6 @@ from eagle3_jax.training.lm import Phase, next_token_loss, random_windows
 from eagle3_jax.training.loop import NotFinite, OptimizerConfig, Trainer
 from eagle3_jax.training.texts import Text, Texts
 from eagle3_jax.training.ttt import TTTConfig, ttt_loss
-
-
-@pytest.fixture(scope="module")
-def pair() -> Pair:
-    return random_pair()
 
 
 def test_windows_visit_every_tile_once_in_each_pass():
