@@ -9,7 +9,7 @@ import pytest
 import tiny
 from scipy.special import softmax
 
-from eagle3_jax import Draft, StaticTree, TypicalAcceptance
+from eagle3_jax import Draft, Exact, SamplingParams, StaticTree, TypicalAcceptance
 from eagle3_jax.types import SamplingMode
 
 VOCAB = 7
@@ -83,3 +83,18 @@ def test_it_keeps_the_path_that_the_paper_keeps(name: str) -> None:
         assert int(verdict.next_token[row]) == after, row
         lengths.add(len(path))
     assert lengths == set(range(tree.max_depth + 1))  # every length was met
+
+
+def test_a_greedy_batch_is_decided_as_the_exact_rule_decides_it() -> None:
+    tree = TREES["a tree"]
+    draft, logits = drafts(tree, 100, seed=4)
+    keys = jax.random.split(jax.random.key(0), 100)
+    decide = jax.jit(
+        lambda draft, logits: [
+            rule(draft, logits, SamplingParams(), keys, sampling_mode=SamplingMode.GREEDY, max_depth=3)
+            for rule in (TypicalAcceptance(), Exact())
+        ]
+    )
+    greedy, exact = decide(draft, jnp.array(logits))
+    assert tiny.same_bits(greedy, exact)
+    assert 10 < int((greedy.num_accepted > 0).sum()) < 90
