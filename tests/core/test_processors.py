@@ -20,10 +20,11 @@ import tiny
 
 from eagle3_jax import FinishReason, SamplingParams, SpeculativeDecoder, check_target
 from eagle3_jax import loop as loops
-from eagle3_jax.drafters import NGram
+from eagle3_jax.drafters import NGram, Plain
 from eagle3_jax.models.layers import BFLOAT16
 from eagle3_jax.models.processors import LogitBias, MinP, Penalty, TokenAutomaton, with_processors
 from eagle3_jax.sampling import row_keys
+from eagle3_jax.topology import DynamicTree
 from eagle3_jax.types import SamplingMode
 
 V = test_sampling_distribution.VOCABULARY
@@ -206,3 +207,17 @@ def test_a_wrong_number_is_one_line(make: Callable[[], Any], message: str) -> No
     with tiny.unchecked(), pytest.raises(ValueError, match=message) as caught:
         make().arrays(V)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("drafter", [NGram(3), "tree"])
+def test_greedy_texts_with_a_draft_are_those_without(drafter: Any) -> None:
+    target = with_processors(tiny.target(13), Penalty(repetition=1.3, frequency=0.4, prompt=True), LogitBias({4: -9.0}))
+    tree = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
+    head = tiny.eagle3(tiny.target(13), tree) if drafter == "tree" else drafter
+    prompts = [[1, 2, 3], [4], [5, 6, 5, 6, 5]]
+    plain = SpeculativeDecoder(target, Plain()).generate(prompts, max_new_tokens=40)
+    drafted = SpeculativeDecoder(target, head).generate(prompts, max_new_tokens=40)
+    assert plain.tokens == drafted.tokens
+    assert drafted.stats.num_accepted_tokens > 0
+    unchanged = SpeculativeDecoder(tiny.target(13)).generate(prompts, max_new_tokens=40)
+    assert plain.tokens != unchanged.tokens

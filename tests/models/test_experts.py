@@ -199,3 +199,12 @@ def test_a_router_stays_float32_in_every_precision() -> None:
     assert types["router"] == {"kernel": "float32"}
     assert types["correction"] == "float32"
     assert {types["gate_up"], types["down"], types["shared"]["down"]["kernel"]} == {"bfloat16"}
+
+
+def test_a_correction_chooses_and_does_not_weigh() -> None:
+    config = dataclasses.replace(SIGMOID, per_token=1, normalise=False, scaling=1.0)
+    logits = jnp.zeros((1, COUNT)).at[0, 2].set(3.0)
+    correction = jnp.zeros(COUNT).at[6].set(9.0)
+    routing = route(logits, correction, config)
+    np.testing.assert_array_equal(routing.chosen, [[6]])
+    np.testing.assert_allclose(routing.weights, [[0.5]])

@@ -14,9 +14,12 @@ from flax import nnx  # noqa: E402
 from tiny import draw  # noqa: E402
 
 from eagle3_jax.models.config import (  # noqa: E402
+    GatedMLP,
+    GroupedQuery,
+    LayerConfig,
     QueryScaling,
 )
-from eagle3_jax.models.context import Span, cache_mask  # noqa: E402
+from eagle3_jax.models.context import BlockContext, Span, attention_contexts, cache_mask  # noqa: E402
 from eagle3_jax.models.layers import RMSNorm  # noqa: E402
 from eagle3_jax.models.rope import scale_queries  # noqa: E402
 from eagle3_jax.tree import causal_mask  # noqa: E402
@@ -93,3 +96,22 @@ def test_chunks_are_counted_from_the_first_position() -> None:
     seen = cache_mask(mask, jnp.asarray([8]), 12, positions=at, span=Span(chunk=4))
     assert np.array_equal(seen[0, :2, :10], expected[8:10, :10])
     assert np.array_equal(seen[0, 2, :11], [*expected[9, :9], False, True])
+
+
+def test_a_window_and_chunks_are_spans_of_layers() -> None:
+    plain = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": SIZE}
+    layers = [
+        LayerConfig(mixer=GroupedQuery(**plain, **span), mlp=GatedMLP(width=4))
+        for span in ({}, {"window": 3}, {"chunk": 4}, {"rope": None})
+    ]
+    positions = jnp.arange(FED)[None]
+    seen = [
+        memory.mask[0]
+        for memory in attention_contexts(layers, causal_mask(FED), positions)
+        if isinstance(memory, BlockContext)
+    ]
+    query, key = np.indices((FED, FED))
+    causal = key <= query
+    expected = [causal, causal & (key > query - 3), causal & (key // 4 == query // 4), causal]
+    assert len(seen) == 4
+    assert all(np.array_equal(a, b) for a, b in zip(seen, expected, strict=True))
