@@ -90,6 +90,14 @@ def _few_memory_maps():
             jax.clear_caches()
 
 
+@pytest.fixture(scope="session")
+def shipped():
+    """The bundled target."""
+    from eagle3_jax import load_target
+
+    return load_target()
+
+
 @pytest.fixture
 def cli(capsys):
     """Exit code, standard output and standard error of a command line."""

@@ -13,7 +13,6 @@ import test_greedy
 import tiny
 from ordinary import VOCABULARY, Ordinary, observing, proposing, replaced, with_field
 
-from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, SpeculativeDecoder
 from eagle3_jax.drafters import NGram
 from eagle3_jax.types import Draft, SamplingMode
@@ -65,11 +64,7 @@ SPOILT = {
 
 @pytest.mark.parametrize("name", SPOILT)
 def test_greedy_output_is_the_targets_own_with(name: str) -> None:
-    drafter = LoadedDrafter(SPOILT[name], test_greedy.scripted(0).params)
-    loop, params = tiny.bind(test_greedy.TARGET, drafter)
-    batch = tiny.prompts(test_greedy.PROMPTS, limit=test_greedy.LIMITS)
-    outcome = loops.generate(loop, params, batch, capacity=48 + loop.drafter.num_nodes)
-    assert tiny.outputs(outcome, batch) == test_greedy.expected()
+    test_greedy.check_greedy_text(LoadedDrafter(SPOILT[name], test_greedy.scripted(0).params))
 
 
 class Unhashable(Ordinary):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -34,35 +35,23 @@ def commit(cache: Cache, new: tuple[KeyValue, ...], count: list[int], nodes: np.
 
 
 def test_commits_append_the_chosen_tokens_of_each_row_in_order() -> None:
+    """The first round commits nodes in order. Every round commits nothing in some row."""
     cache = empty()
-    rows: list[list[np.ndarray]] = [[] for _ in range(BATCH)]
+    rows: list[list[list[np.ndarray]]] = [[] for _ in range(BATCH)]
     rng = np.random.default_rng(0)
-    for round_, fed in enumerate((3, 2, 3)):
+    for round_, count in enumerate(([3, 2, 1, 0], [0, 2, 0, 1], [3, 0, 0, 4])):
+        fed = max(count)
         new = block(round_, fed)
-        count = rng.integers(0, fed + 1, BATCH)
-        nodes = np.stack([rng.permutation(fed) for _ in range(BATCH)])
-        in_order = round_ == 0
-        cache = commit(cache, new, count.tolist(), None if in_order else nodes)
+        nodes = np.stack([rng.permutation(fed) for _ in range(BATCH)]) if round_ else None
+        cache = commit(cache, new, count, nodes)
+        chosen = np.tile(np.arange(fed), (BATCH, 1)) if nodes is None else nodes
         for row in range(BATCH):
-            for step in range(count[row]):
-                node = step if in_order else nodes[row, step]
-                keys = np.asarray(new[1].keys)[row]
-                rows[row].append(keys[:, node])
-    assert cache.length.tolist() == [len(row) for row in rows]
-    for row, known in enumerate(rows):
-        if known:
-            assert np.array_equal(cache.layers[1].keys[row, :, : len(known)], np.stack(known, axis=1))
-
-
-def test_a_count_of_zero_leaves_what_is_committed_untouched() -> None:
-    before = commit(empty(), block(0, 3), [3, 2, 1, 0])
-    backwards = np.tile(np.arange(4)[::-1], (BATCH, 1))
-    after = commit(before, block(1, 4), [0, 4, 0, 0], backwards)
-    for row, length in enumerate((3, 2, 1, 0)):
-        old = before.layers[0].values[row]
-        new = after.layers[0].values[row]
-        assert np.array_equal(old[:, :length], new[:, :length])
-    assert after.length.tolist() == [3, 6, 1, 0]
+            for node in chosen[row, : count[row]]:
+                rows[row].append([np.asarray(leaf)[row, :, node] for leaf in jax.tree.leaves(new)])
+    assert cache.length.tolist() == [len(tokens) for tokens in rows]
+    for row, tokens in enumerate(rows):
+        for leaf, expected in zip(jax.tree.leaves(cache.layers), zip(*tokens, strict=True), strict=True):
+            assert np.array_equal(leaf[row, :, : len(tokens)], np.stack(expected, axis=1))
 
 
 def test_tokens_past_the_capacity_are_dropped_and_overwrite_nothing() -> None:

@@ -163,14 +163,9 @@ def with_bos() -> Tokenizer:
     return tokenizer
 
 
-@pytest.fixture(scope="module")
-def target() -> e3.LoadedTarget:
-    return load_target()
-
-
 @pytest.mark.torch
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_renders_as_in_transformers(name: str, target: e3.LoadedTarget) -> None:
+def test_a_template_renders_as_in_transformers(name: str, shipped: e3.LoadedTarget) -> None:
     from jinja2 import TemplateError
     from transformers import PreTrainedTokenizerFast
 
@@ -181,7 +176,7 @@ def test_a_template_renders_as_in_transformers(name: str, target: e3.LoadedTarge
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, chat_template=TEMPLATES[name], bos_token="<s>", eos_token="</s>"
     )
-    target = dataclasses.replace(target, tokenizer=tokenizer, chat_template=ours)
+    target = dataclasses.replace(shipped, tokenizer=tokenizer, chat_template=ours)
     refused = 0
     for messages in CONVERSATIONS.values():
         for prompt in (True, False):
@@ -258,8 +253,8 @@ def test_a_file_of_processors_is_read_and_a_damaged_one_refused(tmp_path: Path) 
         tokenizer_config_of(tmp_path)
 
 
-def test_a_target_is_loaded_with_its_template(tmp_path: Path) -> None:
-    assert load_target().chat_template is None
+def test_a_target_is_loaded_with_its_template(tmp_path: Path, shipped: e3.LoadedTarget) -> None:
+    assert shipped.chat_template is None
     folder = write_bytes_target(tmp_path / "target")
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert load_target(folder).chat_template == ChatTemplate("{{ messages[0].content }}")
@@ -320,14 +315,14 @@ def test_messages_of_another_form_are_refused(messages: Any, says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_target_without_a_template_or_a_tokenizer_is_refused(target: e3.LoadedTarget) -> None:
+def test_a_target_without_a_template_or_a_tokenizer_is_refused(shipped: e3.LoadedTarget) -> None:
     with pytest.raises(ValueError, match="the bundled target has no chat template; give the prompt as text"):
-        apply_chat_template(target, [QUESTION])
+        apply_chat_template(shipped, [QUESTION])
     with pytest.raises(ValueError, match="the bundled target has no chat template"):
-        Chat(e3.SpeculativeDecoder(target))
+        Chat(e3.SpeculativeDecoder(shipped))
     with tiny.unchecked(), pytest.raises(ValueError, match="target is 'llama'; expected a LoadedTarget: load_target"):
         apply_chat_template("llama", [QUESTION])  # type: ignore[arg-type]
-    bare = dataclasses.replace(target, chat_template=ChatTemplate("x"), tokenizer=None)
+    bare = dataclasses.replace(shipped, chat_template=ChatTemplate("x"), tokenizer=None)
     with pytest.raises(ValueError, match="the bundled target has no tokenizer; give the prompt as token ids"):
         apply_chat_template(bare, [QUESTION])
 

@@ -11,9 +11,8 @@ from eagle3_jax.serving.completions import complete
 from eagle3_jax.serving.engine import Request
 
 
-def test_stop_texts_log_probabilities_and_counters_are_those_of_the_prompt_alone() -> None:
-    target = e3.load_target()
-    decoder = e3.SpeculativeDecoder(target, e3.load_drafter(target=target), num_speculative_tokens=3)
+def test_stop_texts_log_probabilities_and_counters_are_those_of_the_prompt_alone(shipped: e3.LoadedTarget) -> None:
+    decoder = e3.SpeculativeDecoder(shipped, e3.load_drafter(target=shipped), num_speculative_tokens=3)
     texts = ["def add(a, b):\n", "import", "class Queue:\n", "x = [", "for"]
     stops = [["return"], [], ["self", "\n\n"], ["1"], []]
     temperatures = [0.0, 0.9, 0.0, 0.9, 0.0]

@@ -7,21 +7,18 @@ import itertools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 from block_heads import BlockHead, biased, chosen_ids, greedy_chain, run_block
+from checkpoints import loaded_head, target_tables
 from scipy.special import log_softmax, softmax
 
 from eagle3_jax.checks import per_row
-from eagle3_jax.conversion import rules
-from eagle3_jax.conversion.heads.dflash import head_rules
-from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, Markov
-from eagle3_jax.models.config import GatedMLP, GroupedQuery, RopeConfig, uniform
+from eagle3_jax.drafters.dflash import DFlashDrafter
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.topology import Chain, DynamicTree, StaticTree
-from eagle3_jax.types import Draft, DraftSampling, EmbeddingTables, Observation, SamplingParams
+from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
 
 HEADS = {
     "DFlash": BlockHead(),
@@ -32,41 +29,14 @@ HEADS = {
     "DSpark, gated": BlockHead(from_anchor=True, rank=6, markov="gated", block=4),
     "DSpark, recurrent": BlockHead(from_anchor=True, rank=6, markov="rnn", block=4),
 }
-RANDOM = np.random.default_rng(0)
-EMBEDDING, OUTPUT = (RANDOM.normal(size=(61, 32)).astype(np.float32) for _ in range(2))
-
-
-def config_of(head: BlockHead) -> DFlashConfig:
-    mixer = GroupedQuery(
-        num_heads=head.heads, num_kv_heads=head.kv_heads, head_dim=head.head_dim, qk_norm=True,
-        rope=RopeConfig(theta=head.theta), qkv_bias=head.bias, o_bias=head.bias,
-    )  # fmt: skip
-    return DFlashConfig(
-        vocab_size=head.vocab, width=head.width, layers=uniform(head.layers, mixer, GatedMLP(width=head.inner)),
-        draft_vocab_size=head.draft_vocab, target_width=head.target_width, aux_layers=tuple(i + 1 for i in head.ids),
-        block_size=head.block, mask_token=head.mask, causal=head.causal, from_anchor=head.from_anchor,
-        markov=Markov(rank=head.rank, type=head.markov) if head.rank else None, confidence=head.confidence,
-        own_output=head.own_output or head.draft_vocab < head.vocab, max_positions=64, norm_eps=1e-5,
-    )  # fmt: skip
-
-
-def loaded(head: BlockHead, **options: Any) -> tuple[DFlashDrafter, dict[str, Any]]:
-    drafter = DFlashDrafter(config_of(head), **options)
-    table = head_rules(drafter.config)
-    known = ("d2t", "t2d")
-    params = rules.read_params(table, head.tensors(), drafter.param_shapes(), where="here", known=known)
-    params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), params)
-    ids = None if head.draft_vocab == head.vocab else jnp.asarray(chosen_ids(head), jnp.int32)
-    return drafter, drafter.assemble(
-        params, EmbeddingTables(jnp.asarray(EMBEDDING), jnp.asarray(OUTPUT.T)), draft_to_target=ids
-    )
+EMBEDDING, OUTPUT = target_tables()
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_block_is_that_of_its_independent_twin_after_every_rollback(name: str) -> None:
     """Three rounds on two rows that commit different numbers of tokens; the twin has no cache."""
     head = HEADS[name]
-    drafter, params = loaded(head)
+    drafter, params = loaded_head(head.write)
     assert drafter.max_depth == head.predicted
     random = np.random.default_rng(3)
     tokens = random.integers(0, 61, (2, 40))
@@ -137,7 +107,7 @@ TREES = {
 def test_a_dynamic_tree_holds_the_likeliest_of_all_prefixes(name: str) -> None:
     """The whole tree of 258 prefixes, each scored by the twin."""
     head = TREES[name]
-    drafter, params = loaded(head, topology=DynamicTree(num_nodes=7, max_depth=3, top_k=6))
+    drafter, params = loaded_head(head.write, DynamicTree(num_nodes=7, max_depth=3, top_k=6))
     draft, _, blocks, roots = drafted(head, drafter, params)
     ids = chosen_ids(head)
     every = [path for depth in (1, 2, 3) for path in itertools.product(range(6), repeat=depth)]
@@ -151,7 +121,7 @@ def test_a_dynamic_tree_holds_the_likeliest_of_all_prefixes(name: str) -> None:
 def test_a_static_tree_takes_tokens_by_rank_after_their_parents(name: str) -> None:
     head = TREES[name]
     tree = StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 3)))
-    drafter, params = loaded(head, topology=tree)
+    drafter, params = loaded_head(head.write, tree)
     draft, _, blocks, roots = drafted(head, drafter, params)
     for row in range(2):
         expected = set()
@@ -175,7 +145,7 @@ def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("name", TREES)
 def test_a_sampled_chain_declares_the_distribution_that_it_is_sampled_from(name: str) -> None:
     head = TREES[name]
-    drafter, params = loaded(head, draft_sampling=DraftSampling.PROBABILISTIC)
+    drafter, params = loaded_head(head.write, draft_sampling=DraftSampling.PROBABILISTIC)
     draft, _, blocks, roots = drafted(head, drafter, params, temperature=1.7)
     for row in range(2):
         tokens = draft.tokens[row, 1:].tolist()
@@ -189,7 +159,7 @@ def test_a_sampled_chain_declares_the_distribution_that_it_is_sampled_from(name:
 def test_a_causal_block_drafts_the_same_tokens_at_any_length_and_another_one_does_not() -> None:
     def same(causal: bool) -> bool:
         head = BlockHead(causal=causal, block=6, layers=1)
-        drafter, params = loaded(head)
+        drafter, params = loaded_head(head.write)
         short, long = (drafted(head, drafter.with_topology(Chain(count), None), params)[1] for count in (2, 5))
         return np.allclose(short, long[:, :2], atol=1e-4)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import families
@@ -20,11 +19,6 @@ from eagle3_jax.serving.engine import Engine, Event, Request, ended
 from eagle3_jax.types import SamplingMode
 
 TEXTS = ["def add(a, b):\n", "import", "class Queue:\n", "x = [", '"""Reads a file line by line, and ', "for"]
-
-
-@functools.cache
-def shipped() -> e3.LoadedTarget:
-    return e3.load_target()
 
 
 def requests_of(decoder: e3.SpeculativeDecoder) -> list[Request]:
@@ -50,10 +44,9 @@ def alone(decoder: e3.SpeculativeDecoder, request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("way", ["plain", "chain"])
-def test_each_request_has_the_tokens_that_it_has_alone(way: str) -> None:
-    target = shipped()
-    options = {} if way == "plain" else {"drafter": e3.load_drafter(target=target), "num_speculative_tokens": 3}
-    decoder = e3.SpeculativeDecoder(target, rounds_per_check=2, **options)
+def test_each_request_has_the_tokens_that_it_has_alone(way: str, shipped: e3.LoadedTarget) -> None:
+    options = {} if way == "plain" else {"drafter": e3.load_drafter(target=shipped), "num_speculative_tokens": 3}
+    decoder = e3.SpeculativeDecoder(shipped, rounds_per_check=2, **options)
     requests = requests_of(decoder)
     engine = Engine(decoder, slots=3, capacity=128)
     programs = (loops.prefill, loops.step, rows_of_engine.insert, rows_of_engine.ended_copies)
@@ -64,35 +57,6 @@ def test_each_request_has_the_tokens_that_it_has_alone(way: str) -> None:
     assert compiled[1] == before[1] + 1
     assert engine.run(requests[:5]) == expected[:5]
     assert [program._cache_size() for program in programs] == compiled
-
-
-def test_requests_may_depend_on_results() -> None:
-    decoder = e3.SpeculativeDecoder(tiny.target(13), e3.drafters.NGram(3))
-    engine = Engine(decoder, slots=2, capacity=64)
-    prompt = [1, 2, 3]
-    first = engine.submit(Request(prompt, 4))
-    assert first == 0
-    assert engine.free == 1
-    results: dict[int, list[int]] = {}
-    while not engine.idle:
-        for ticket, tokens in ended(engine.tick()):
-            results[ticket] = tokens
-            if ticket == first:
-                engine.submit(Request([*prompt, *tokens], 5))
-    assert results[0] + results[1] == decoder.generate(prompt, max_new_tokens=9).tokens[0]
-    assert engine.free == 2
-    assert engine.tick() == []
-
-
-def test_a_schedule_sees_the_rows_that_run() -> None:
-    target = tiny.target(13)
-    schedule = e3.SpeculationSchedule(((1, 1, 3), (2, 2, 1)))
-    decoder = e3.SpeculativeDecoder(target, tiny.eagle3(target), schedule=schedule)
-    requests = [Request([1 + number], 6 + number) for number in range(4)]
-    plain = e3.SpeculativeDecoder(target)
-    expected = [alone(plain, request) for request in requests]
-    engine = Engine(decoder, slots=2, capacity=64, sampling_mode=SamplingMode.GREEDY)
-    assert engine.run(requests) == expected
 
 
 @pytest.mark.parametrize(
@@ -112,28 +76,9 @@ def test_a_request_that_no_row_can_take_is_refused(options: dict[str, Any], mess
     assert engine.idle
 
 
-def test_a_pool_without_rows_and_a_prefill_without_room_are_refused() -> None:
-    decoder = e3.SpeculativeDecoder(tiny.target(13))
-    with pytest.raises(ValueError, match="slots is 0"):
-        Engine(decoder, slots=0, capacity=64)
-    with pytest.raises(ValueError, match="capacity is 20; expected at least 24"):
-        decoder.prefill([1, 2, 3], max_new_tokens=20, capacity=20)
-    with pytest.raises(ValueError, match="sampling_mode is 'greedy'"):
-        decoder.prefill([1], sampling=e3.SamplingParams(temperature=1.0), sampling_mode=SamplingMode.GREEDY)
-
-
-@functools.cache
-def chain() -> e3.SpeculativeDecoder:
-    target = shipped()
-    return e3.SpeculativeDecoder(target, e3.load_drafter(target=target), num_speculative_tokens=3)
-
-
-@pytest.mark.parametrize("size", [7, 64])
-def test_a_prompt_in_chunks_is_continued_as_in_one_piece(size: int) -> None:
-    decoder = chain()
-    requests = requests_of(decoder)[:4]
-    expected = [alone(decoder, request) for request in requests]
-    assert Engine(decoder, slots=3, capacity=128, chunk=size).run(requests) == expected
+@pytest.fixture(scope="module")
+def chain(shipped: e3.LoadedTarget) -> e3.SpeculativeDecoder:
+    return e3.SpeculativeDecoder(shipped, e3.load_drafter(target=shipped), num_speculative_tokens=3)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -153,15 +98,15 @@ def test_a_family_takes_prompts_in_chunks(name: str) -> None:
     assert engine.run([Request(prompt, 12) for prompt in prompts]) == expected
 
 
-def test_chunks_leave_the_caches_of_one_piece() -> None:
-    """Of target and head: after chunks of 16 and of 7 of 50 tokens, in float32."""
-    decoder = chain()
-    loop, prompts, _ = decoder.batch(["import os\n" * 12, "x = 1"], 8, None, [1, 2], None)
-    expected = loops.prefill(loop, decoder.params, prompts, capacity=128)
+def test_chunks_leave_the_caches_of_one_piece(chain: e3.SpeculativeDecoder) -> None:
+    """Of target and head: after chunks of 16 and of 7 of 50 tokens, in float32, with the first sampled tokens."""
+    sampling = e3.SamplingParams(temperature=1.0)
+    loop, prompts, _ = chain.batch(["import os\n" * 12, "x = 1"], 8, sampling, [1, 2], None)
+    expected = loops.prefill(loop, chain.params, prompts, capacity=128)
     for size in (16, 7):
-        state = loops.empty(loop, decoder.params, prompts, capacity=128)
+        state = loops.empty(loop, chain.params, prompts, capacity=128)
         while int((prompts.length - state.cache.length).max()) > 0:
-            state = loops.extend(loop, decoder.params, state, prompts.length, size=size)
+            state = loops.extend(loop, chain.params, state, prompts.length, size=size)
         for field in ("tokens", "length", "finish"):
             np.testing.assert_array_equal(getattr(state, field), getattr(expected, field))
         for row, length in enumerate(prompts.length.tolist()):
@@ -184,8 +129,8 @@ def events_of(engine: Engine) -> list[Event]:
     return events
 
 
-def test_events_are_the_tokens_once_and_in_order() -> None:
-    decoder = chain()
+def test_events_are_the_tokens_once_and_in_order(chain: e3.SpeculativeDecoder) -> None:
+    decoder = chain
     engine = Engine(decoder, slots=2, capacity=128, logprobs=2)
     requests = requests_of(decoder)[:4]
     tickets = [engine.submit(request) for request in requests]
@@ -207,8 +152,8 @@ def test_events_are_the_tokens_once_and_in_order() -> None:
     assert engine.totals == e3.SpeculationStats.merge(event.stats for event in events if event.output is not None)
 
 
-def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone() -> None:
-    decoder = chain()
+def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone(chain: e3.SpeculativeDecoder) -> None:
+    decoder = chain
     requests = requests_of(decoder)
     expected = [alone(decoder, request) for request in requests]
     engine = Engine(decoder, slots=2, capacity=128)
@@ -227,25 +172,23 @@ def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone() -> Non
     assert 0 < completed.num_drafts < engine.totals.num_drafts  # the rounds of the cancelled request count
 
 
-def test_requests_begin_in_order() -> None:
-    engine = Engine(chain(), slots=1, capacity=128)
+def test_requests_begin_in_order(chain: e3.SpeculativeDecoder) -> None:
+    engine = Engine(chain, slots=1, capacity=128)
     tickets = [engine.submit(Request([5] * length, 2)) for length in (3, 40, 3, 40)]
     assert [ticket for ticket, _ in ended(events_of(engine))] == tickets
 
 
-def test_ignored_stop_tokens_do_not_end_a_request() -> None:
-    target = shipped()
-    written = e3.SpeculativeDecoder(target, stop_tokens=()).generate("import", max_new_tokens=12).tokens[0]
-    decoder = e3.SpeculativeDecoder(target, stop_tokens=(written[4],))
+def test_ignored_stop_tokens_do_not_end_a_request(shipped: e3.LoadedTarget) -> None:
+    written = e3.SpeculativeDecoder(shipped, stop_tokens=()).generate("import", max_new_tokens=12).tokens[0]
+    decoder = e3.SpeculativeDecoder(shipped, stop_tokens=(written[4],))
     prompt = decoder.encode("import")
     requests = [Request(prompt, 12, ignore_stop=True), Request(prompt, 12)]
     assert Engine(decoder, slots=2, capacity=64).run(requests) == [written, written[: written.index(written[4]) + 1]]
 
 
-def test_a_request_has_the_same_bits_in_every_slot_and_company() -> None:
+def test_a_request_has_the_same_bits_in_every_slot_and_company(chain: e3.SpeculativeDecoder) -> None:
     """Keys and values of the target after a request alone, and next to others, in another slot."""
-    decoder = chain()
-    request = Request(decoder.encode("def add(a, b):\n"), 20)
+    request = Request(chain.encode("def add(a, b):\n"), 20)
 
     def keys_of(engine: Engine, ticket: int) -> list[np.ndarray]:
         while all(slot.ticket != ticket or len(slot.output) < 12 for slot in engine._slots.values()):
@@ -254,10 +197,10 @@ def test_a_request_has_the_same_bits_in_every_slot_and_company() -> None:
         assert engine._state is not None
         return leaves_of(engine._state.cache, index, len(request.tokens) + 11)
 
-    lonely = Engine(decoder, slots=4, capacity=128)
+    lonely = Engine(chain, slots=4, capacity=128)
     expected = keys_of(lonely, lonely.submit(request))
-    crowded = Engine(decoder, slots=4, capacity=128)
-    for neighbor in requests_of(decoder)[3:]:
+    crowded = Engine(chain, slots=4, capacity=128)
+    for neighbor in requests_of(chain)[3:]:
         crowded.submit(dataclasses.replace(neighbor, max_new_tokens=40))
     actual = keys_of(crowded, crowded.submit(request))
     for bits, expected_bits in zip(actual, expected, strict=True):

@@ -21,7 +21,8 @@ PROMPTS = [[3], [1, 2, 3], list(range(9)), [5, 6] * 10]
 
 @functools.cache
 def decoder() -> e3.SpeculativeDecoder:
-    return e3.SpeculativeDecoder(tiny.target(13), e3.drafters.NGram(3))
+    schedule = e3.SpeculationSchedule(((1, 1, 3), (2, 2, 1)))
+    return e3.SpeculativeDecoder(tiny.target(13), e3.drafters.NGram(3), schedule=schedule)
 
 
 @functools.cache
@@ -41,6 +42,7 @@ class Schedule(RuleBasedStateMachine):
         self.engine = Engine(decoder(), slots=SLOTS, capacity=64, sampling_mode=mode, chunk=self.chunk)
         self.expected: dict[int, list[int]] = {}
         self.tokens: dict[int, list[int]] = {}
+        self.stats: dict[int, e3.SpeculationStats] = {}
         self.open: list[int] = []
         self.begun: list[int] = []
 
@@ -83,6 +85,8 @@ class Schedule(RuleBasedStateMachine):
                 self.begun.append(event.ticket)
                 assert len(event.tokens) == 1
             self.tokens[event.ticket] += event.tokens
+            self.stats[event.ticket] = event.stats
+            assert (event.output is None) == (event.finish_reason is e3.FinishReason.RUNNING)
             expected = self.expected[event.ticket]
             assert self.tokens[event.ticket] == expected[: len(self.tokens[event.ticket])]
             if event.output is not None:
@@ -98,6 +102,7 @@ class Schedule(RuleBasedStateMachine):
         held = [ticket for ticket in self.running() if ticket in self.open] + self.waiting()
         assert sorted(held) == self.open
         assert len(self.running()) <= SLOTS
+        assert self.engine.free == max(0, SLOTS - len(self.running()) - len(self.waiting()))
         assert not (self.engine.idle and self.open)
 
     def teardown(self) -> None:
@@ -107,6 +112,8 @@ class Schedule(RuleBasedStateMachine):
             self.tick()
             self.every_request_is_in_one_state()
         assert self.engine.idle and not self.open
+        if self.stats:  # a cancelled request counts as far as it has run
+            assert self.engine.totals == e3.SpeculationStats.merge(self.stats.values())
 
 
 class ScheduleOfChunks(Schedule):

@@ -42,50 +42,51 @@ def distribution(name: str, zeros: int = 0) -> Distribution:
     return after
 
 
-def sampled(q: Distribution, parents: tuple[int, ...]) -> Drafts:
-    """Samples every node from ``q`` after its parent, siblings independently, as SpecInfer proposes."""
+Row = list[Fraction]
+
+
+def proposed(q: Distribution, parents: tuple[int, ...], rows: Callable[[Row, set[int]], tuple[Row, Row]]) -> Drafts:
+    """Samples the nodes one after the other.
+
+    ``rows`` gets ``q`` after the parent of a node and the tokens of its elder siblings. It returns the distribution
+    that the node is sampled from and the one that the draft declares.
+    """
 
     def drafts(prefix: tuple[int, ...]) -> Iterator[tuple[Fraction, Tree]]:
         for below in itertools.product(range(VOCABULARY), repeat=len(parents) - 1):
             tokens = (0, *below)
-            node_distributions = [[Fraction(0)] * VOCABULARY]
+            declared = [[Fraction(0)] * VOCABULARY]
             mass = Fraction(1)
             for node in range(1, len(parents)):
                 context = tuple(tokens[n] for n in oracle.path_to(parents, parents[node]))
-                node_distributions.append(q((*prefix, *context)))
-                mass *= node_distributions[node][tokens[node]]
+                elders = {tokens[n] for n in oracle.children(parents, parents[node]) if n < node}
+                sampled_row, declared_row = rows(q((*prefix, *context)), elders)
+                mass *= sampled_row[tokens[node]]
+                declared.append(declared_row)
             if mass:
-                yield mass, Tree(tokens, parents, node_distributions, [True] * len(parents))
+                yield mass, Tree(tokens, parents, declared, [True] * len(parents))
 
     return drafts
 
 
-def without_replacement(
-    q: Distribution, parents: tuple[int, ...], declares: Callable[[list[Fraction], list[Fraction]], list[Fraction]]
-) -> Drafts:
+def sampled(q: Distribution, parents: tuple[int, ...]) -> Drafts:
+    """Samples every node from ``q`` after its parent, siblings independently, as SpecInfer proposes."""
+    return proposed(q, parents, lambda q_row, elders: (q_row, q_row))
+
+
+def without_replacement(q: Distribution, parents: tuple[int, ...], declares: Callable[[Row, Row], Row]) -> Drafts:
     """Samples siblings one after the other without replacement, as EAGLE-1 proposes at a temperature.
 
     ``declares`` gets ``q`` and what remains of it after the elder siblings. The output is exact if it returns the
     second.
     """
 
-    def drafts(prefix: tuple[int, ...]) -> Iterator[tuple[Fraction, Tree]]:
-        for below in itertools.product(range(VOCABULARY), repeat=len(parents) - 1):
-            tokens = (0, *below)
-            node_distributions = [[Fraction(0)] * VOCABULARY]
-            mass = Fraction(1)
-            for node in range(1, len(parents)):
-                context = tuple(tokens[n] for n in oracle.path_to(parents, parents[node]))
-                q_row = q((*prefix, *context))
-                elders = {tokens[n] for n in oracle.children(parents, parents[node]) if n < node}
-                remaining = [Fraction(0) if token in elders else weight for token, weight in enumerate(q_row)]
-                remaining = [weight / sum(remaining) for weight in remaining] if sum(remaining) else remaining
-                mass *= remaining[tokens[node]]
-                node_distributions.append(declares(q_row, remaining))
-            if mass:
-                yield mass, Tree(tokens, parents, node_distributions, [True] * len(parents))
+    def rows(q_row: Row, elders: set[int]) -> tuple[Row, Row]:
+        remaining = [Fraction(0) if token in elders else weight for token, weight in enumerate(q_row)]
+        remaining = [weight / sum(remaining) for weight in remaining] if sum(remaining) else remaining
+        return remaining, declares(q_row, remaining)
 
-    return drafts
+    return proposed(q, parents, rows)
 
 
 def deterministic(q: Distribution, parents: tuple[int, ...], valid: tuple[bool, ...] | None = None) -> Drafts:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,16 +13,10 @@ from test_ngram import looked_up
 from eagle3_jax import Draft, Fallback, LoadedDrafter, SpeculativeDecoder
 from eagle3_jax import loop as loops
 from eagle3_jax.drafters import NGram, Silent, Suffix
-from eagle3_jax.testing.drafter import (
-    SAMPLING,
-    compile_propose,
-    draft_after_prompt,
-    sample_observation,
-    state_after_prompt,
-)
+from eagle3_jax.testing.drafter import draft_after_prompt, sample_observation
 from eagle3_jax.testing.subject import Subject
 from eagle3_jax.topology import Chain, DynamicTree, Topology
-from eagle3_jax.types import DraftSampling, SamplingMode
+from eagle3_jax.types import DraftSampling
 
 TARGET = tiny.target(13)
 TREE = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
@@ -94,17 +87,15 @@ def test_the_second_runs_only_if_a_row_has_no_draft_of_the_first(batch: int) -> 
     assert num_skipped
 
 
-@pytest.mark.parametrize("drafter", [FIRST, Silent(FIRST)])
-def test_a_schedule_that_drafts_nothing_never_runs_the_second(drafter: NGram | Silent) -> None:
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_schedule_that_drafts_nothing_never_runs_the_second(is_silent: bool) -> None:
     head = tiny.eagle3(TARGET)
-    loaded = LoadedDrafter(Fallback(FIRST, head.drafter), head.params)
-    if isinstance(drafter, Silent):
-        loaded = dataclasses.replace(loaded, drafter=Silent(loaded.drafter))
-    loop, params = tiny.bind(TARGET, loaded)
+    both = Fallback(FIRST, head.drafter)
+    loop, params = tiny.bind(TARGET, LoadedDrafter(Silent(both) if is_silent else both, head.params))
     state = loops.prefill(loop, params, tiny.prompts([[1, 2, 3]], limit=8), capacity=24)
     with tiny.unchecked():
         program = loops.step.lower(loop, params, state).compile().as_text()
-    assert ("while(" in program) == (not isinstance(drafter, Silent))
+    assert ("while(" in program) != is_silent
 
 
 def test_it_takes_the_options_of_its_second_drafter() -> None:
@@ -118,9 +109,5 @@ def test_it_takes_the_options_of_its_second_drafter() -> None:
     decoder = SpeculativeDecoder(TARGET, Fallback.of(Suffix(3), head), **options)
     assert decoder.method == "Suffix, else Eagle3Drafter, chain K=2, probabilistic draft sampling"
     assert decoder.loop.drafter.config is head.drafter.config
-    subject = Subject(decoder.loop.drafter, head.params, TARGET)
-    keys = jax.random.split(jax.random.key(0), 4)
-    draft = compile_propose(subject)(head.params, state_after_prompt(subject), keys, SAMPLING)
-    assert draft.tokens.shape == (4, 3)
-    assert draft.probs is not None
-    assert loops.SpeculativeLoop(TARGET.model, decoder.loop.drafter, sampling_mode=SamplingMode.GREEDY).is_chain
+    assert decoder.loop.drafter.num_nodes == 3
+    assert decoder.loop.is_chain

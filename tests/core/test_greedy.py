@@ -24,10 +24,9 @@ LIMITS = [24, 7, 1, 30, 16, 24]
 
 
 @functools.cache
-def continuation(prompt: tuple[int, ...], new_tokens: int) -> list[int]:
+def continuation(prompt: tuple[int, ...], new_tokens: int, width: int = 48) -> list[int]:
     """Decodes by argmax with a forward pass over the whole text for each token: no cache, no block, no drafter."""
-    tokens = np.zeros((1, 48), np.int32)
-    tokens[0, : len(prompt)] = prompt
+    tokens = tiny.padded([prompt], width)
     for length in range(len(prompt), len(prompt) + new_tokens):
         logits, _ = tiny.forward(TARGET.model, TARGET.params, jnp.array(tokens))
         tokens[0, length] = int(logits[0, length - 1].argmax())
@@ -42,11 +41,8 @@ def expected(stops: tuple[int, ...] = ()) -> list[list[int]]:
 
 def scripted(shift: int) -> LoadedDrafter:
     """Knows every continuation by heart; with a shift it is always wrong."""
-    script = np.zeros((len(PROMPTS), 64), np.int32)
-    for row, prompt in enumerate(PROMPTS):
-        known = [*prompt, *continuation(tuple(prompt), 35)]
-        script[row, : len(known)] = known
-    return LoadedDrafter(tiny.Scripted(shift=shift), jnp.array(script))
+    texts = [[*prompt, *continuation(tuple(prompt), 35)] for prompt in PROMPTS]
+    return LoadedDrafter(tiny.Scripted(shift=shift), jnp.asarray(tiny.padded(texts, 64)))
 
 
 DRAFTERS = {
@@ -80,7 +76,11 @@ DRAFTERS = {
 
 
 def check_greedy_output(name: str, stops: tuple[int, ...] = ()) -> loops.Outcome:
-    loop, params = tiny.bind(TARGET, DRAFTERS[name]())
+    return check_greedy_text(DRAFTERS[name](), stops)
+
+
+def check_greedy_text(drafter: LoadedDrafter, stops: tuple[int, ...] = ()) -> loops.Outcome:
+    loop, params = tiny.bind(TARGET, drafter)
     batch = tiny.prompts(PROMPTS, limit=LIMITS, stop_tokens=stops)
     outcome = loops.generate(loop, params, batch, capacity=48 + loop.drafter.num_nodes)
     assert tiny.outputs(outcome, batch) == expected(stops)

@@ -95,13 +95,7 @@ def test_short_prompts_are_padded_to_a_power_of_two_and_long_ones_to_whole_bucke
 def test_prompts_at_the_edge_of_a_bucket_are_decoded_alike(length: int) -> None:
     prompt = [(7 * i + 3) % 13 for i in range(length)]
     tokens = SpeculativeDecoder(TARGET, NGram(3)).generate(prompt, max_new_tokens=6).tokens[0]
-    padded = np.zeros((1, 160), np.int32)
-    padded[0, :length] = prompt
-    for token in tokens:
-        logits, _ = tiny.forward(TARGET.model, TARGET.params, jnp.array(padded))
-        assert token == int(logits[0, length - 1].argmax())
-        padded[0, length] = token
-        length += 1
+    assert tokens == test_greedy.continuation(tuple(prompt), 6, 160)
 
 
 def lowered(function: Any, *args: Any, **static: Any) -> Any:
@@ -181,10 +175,12 @@ def test_a_single_token_needs_no_round() -> None:
     assert result.stats.num_drafts == 0
 
 
-def test_a_row_ends_where_the_target_has_no_more_positions() -> None:
+@pytest.mark.parametrize("limit", [50, 2**31 - 1, np.int64(10**12)])
+def test_a_row_ends_where_the_target_has_no_more_positions(limit: int) -> None:
     target = tiny.target(13, max_positions=20)
     prompt = [5, 6] * 8
-    row = SpeculativeDecoder(target, tiny.eagle3(target, TREE)).generate(prompt, max_new_tokens=50).rows[0]
+    with tiny.unchecked():
+        row = SpeculativeDecoder(target, tiny.eagle3(target, TREE)).generate(prompt, max_new_tokens=limit).rows[0]
     assert row.finish_reason is FinishReason.CAPACITY
     assert len(row.tokens) == 4
     assert row.tokens == SpeculativeDecoder(TARGET).generate(prompt, max_new_tokens=4).tokens[0]
@@ -281,12 +277,10 @@ def test_a_stream_writes_what_generate_writes(sampling: SamplingParams) -> None:
 
 
 def test_counters_count_what_was_accepted_before_a_limit_cut_it() -> None:
-    prompt = test_greedy.PROMPTS[0]
     loop, params = tiny.bind(TARGET, test_greedy.scripted(0))
     batch = tiny.prompts(test_greedy.PROMPTS, limit=[3] * len(test_greedy.PROMPTS))
     outcome = loops.generate(loop, params, batch, capacity=64)
     assert len(tiny.outputs(outcome, batch)[0]) == 3
-    assert prompt
     # One token from the prefill, then one round that accepts all four drafts, of which the limit leaves two.
     assert outcome.stats.num_accepted_tokens.tolist() == [4] * len(test_greedy.PROMPTS)
     assert outcome.stats.num_accepted_tokens_per_pos.tolist() == [[1, 1, 1, 1]] * len(test_greedy.PROMPTS)

@@ -27,9 +27,7 @@ def propose(drafter: NGram | Suffix, rows: list[list[int]], capacity: int = 24) 
     state = drafter.init(None, len(rows), capacity)
     for part in (lambda row: row[: len(row) // 2 + 1], lambda row: row[len(row) // 2 :]):
         pieces = [part(row) for row in rows]
-        tokens = np.zeros((len(rows), max(map(len, pieces)) - 1 or 1), np.int32)
-        for index, piece in enumerate(pieces):
-            tokens[index, : len(piece) - 1] = piece[:-1]
+        tokens = tiny.padded([piece[:-1] for piece in pieces], max(map(len, pieces)))
         lengths_and_roots = [len(piece) - 1 for piece in pieces], [piece[-1] for piece in pieces]
         seen = tiny.seen_of(tokens, np.zeros((*tokens.shape, 0, 4)), *lengths_and_roots)
         state = jax.jit(drafter.observe)(None, state, seen)
@@ -53,8 +51,3 @@ def test_it_proposes_what_followed_the_longest_match(sizes: tuple[int, int], ear
         assert tokens[1 : 1 + len(expected)] == expected
         hits += bool(expected)
     assert hits > 3, "a comparison without matches would show nothing"
-
-
-def test_it_proposes_nothing_when_nothing_repeats() -> None:
-    draft = propose(NGram(3), [[1, 2, 3, 4, 5], [7, 8, 9, 10, 11]])
-    assert draft.valid.tolist() == [[True, False, False, False]] * 2

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 import tiny
-from checkpoints import TARGET, Head, TorchHead, edit_config, edit_tensors, refused, same_params
+from checkpoints import (
+    TARGET,
+    Head,
+    TorchHead,
+    edit_config,
+    edit_tensors,
+    edited,
+    loaded_head,
+    refused,
+    round_trip,
+    same_head,
+    same_params,
+    target_tables,
+)
 
 from eagle3_jax import conversion
-from eagle3_jax.checks import per_row
-from eagle3_jax.drafters import PEagleDrafter
 from eagle3_jax.topology import Chain
-from eagle3_jax.types import DraftSampling, Observation, SamplingParams
+from eagle3_jax.types import DraftSampling
 
 pytestmark = pytest.mark.torch
 
@@ -52,18 +62,14 @@ def write(head: Head, directory: Path, dialect: str = "sglang", mask: str = "ptd
 
 
 @pytest.mark.parametrize("name", ["every option", "EAGLE-3.1's norms"])
-def test_drafts_are_those_of_one_forward_over_context_and_masks(tmp_path: Path, name: str) -> None:
+def test_drafts_are_those_of_one_forward_over_context_and_masks(name: str) -> None:
     """Three rounds of two ragged rows; each round overwrites the mask rows of the round before."""
     head = HEADS[name]
     depth = 4
-    checkpoint = conversion.read_head(write(head, tmp_path / "head"), TARGET)
     random = np.random.default_rng(3)
     features = random.normal(size=(2, 16, len(head.aux), head.target_width)).astype(np.float32)
     tokens = random.integers(0, 61, (2, 16))
-    own_embedding = checkpoint.embedding
-    embedding = random.normal(size=(61, head.width)).astype(np.float32) if own_embedding is None else own_embedding
-
-    network = TorchHead(head, embedding)
+    network = TorchHead(head, target_tables()[0])
     torch = network.torch
     masks = [np.tile(mask_hidden(head).reshape(1, len(head.aux), -1), (depth - 1, 1, 1))]
 
@@ -78,22 +84,13 @@ def test_drafts_are_those_of_one_forward_over_context_and_masks(tmp_path: Path, 
         full_rows[:, network.chosen] = softmax
         return full_rows.numpy()
 
-    drafter = PEagleDrafter(checkpoint.config, Chain(depth), draft_sampling=DraftSampling.PROBABILISTIC)
-    params = {"head": checkpoint.head, "embedding": embedding, "draft_to_target": checkpoint.draft_to_target}
-
-    @jax.jit
-    def one_round(params: Any, state: Any, seen: Observation) -> Any:
-        state = drafter.observe(params, state, seen)
-        keys = jax.random.split(jax.random.key(0), 2)
-        draft = drafter.propose(params, state, keys, per_row(SamplingParams(temperature=1.0), 2))
-        return draft.state, draft.probs
-
-    params = jax.tree.map(jnp.asarray, params)
+    drafter, params = loaded_head(functools.partial(write, head), Chain(depth), DraftSampling.PROBABILISTIC)
     state = drafter.init(params, 2, 20)
     for known, seen in tiny.ragged_rounds(tokens, features, ((7, 4), (1, 3), (3, 0))):
-        state, draft_probs = one_round(params, state, seen)
+        draft = tiny.next_draft(drafter, params, state, seen, 1.0)
+        state = draft.state
         for row in (0, 1):
-            np.testing.assert_allclose(draft_probs[row, 1:], one_forward(row, int(known[row])), atol=1e-5)
+            np.testing.assert_allclose(draft.probs[row, 1:], one_forward(row, int(known[row])), atol=1e-5)
 
 
 @pytest.mark.parametrize("to", ["jax", "vllm", "speculators"])
@@ -101,20 +98,10 @@ def test_drafts_are_those_of_one_forward_over_context_and_masks(tmp_path: Path, 
 def test_a_head_round_trips_bit_equal(tmp_path: Path, name: str, to: str) -> None:
     directory = write(HALVES[name], tmp_path / "head")
     assert conversion.identify(directory) == "p-eagle"
-    source = conversion.read_head(directory, TARGET)
-    conversion.convert(directory, tmp_path / "out", to, TARGET)
-    assert conversion.identify(tmp_path / "out") == "p-eagle"
+    round_trip(directory, to, TARGET)
     again = conversion.read_head(tmp_path / "out", TARGET)
-    assert again.config == source.config
     assert again.config.mask_token_id == MASK_TOKEN
-    assert again.dialect == to
-    assert again.method == "p-eagle"
     assert not again.note
-    assert same_params(source.head, again.head)
-    np.testing.assert_array_equal(source.draft_to_target, again.draft_to_target)
-    assert (again.embedding is None) == (source.embedding is None)
-    if source.embedding is not None:
-        assert same_params({"embedding": source.embedding}, {"embedding": again.embedding})
 
 
 @pytest.mark.parametrize("name", ["mask_token_id", "pard_token", "ptd_token_id"])
@@ -128,9 +115,8 @@ def test_both_dialects_give_the_same_head(tmp_path: Path) -> None:
     directory = write(Head(layers=2), tmp_path / "b", "speculators", "mask_token_id")
     edit_config(directory, norm_before_residual=None)  # of these heads the default is no
     second = conversion.read_head(directory, TARGET)
-    assert first.config == second.config
     assert second.dialect == "speculators"
-    assert same_params(first.head, second.head)
+    assert same_head(first, second)
 
 
 def test_a_norm_that_no_engine_applies_is_left_out_and_named(tmp_path: Path) -> None:
@@ -150,10 +136,9 @@ def test_files_say_what_vllm_and_speculators_read(tmp_path: Path) -> None:
     assert "PEagle" not in values["architectures"][0]  # vLLM has no such class
     conversion.convert(directory, tmp_path / "spec", "speculators", TARGET)
     values = json.loads((tmp_path / "spec/config.json").read_text())
-    assert values["mask_token_id"] == MASK_TOKEN
-    assert values["speculators_model_type"] == "peagle"
-    assert values["transformer_layer_config"]["num_aux_hidden_states"] == 4
-    assert values["transformer_layer_config"]["layer_types"] == ["sliding_attention", "full_attention"]
+    assert values.items() >= {"mask_token_id": MASK_TOKEN, "speculators_model_type": "peagle"}.items()
+    layers = {"num_aux_hidden_states": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    assert values["transformer_layer_config"].items() >= layers.items()
     assert "model_type" not in values
     assert values["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
 
@@ -163,11 +148,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no mask token": ({"ptd_token_id": None}, {}, r"names no mask token \(mask_token_id, pard_token, ptd_token_id\)"),
     "a mask token out of range": ({"ptd_token_id": 61}, {}, "mask_token_id is 61; expected a token of the vocabulary"),
     "two mask tokens": ({"mask_token_id": 3}, {}, r"mask_token_id is 3 and ptd_token_id is 57; they must agree"),
-    "an EAGLE-3 file with a state": (
-        {"speculators_model_type": "eagle3"},
-        {},
-        "speculators_model_type is 'eagle3'; the file holds mask_hidden",
-    ),
     "a state of another width": (
         {},
         {"mask_hidden": np.ones((1, 1, 32), np.float32)},
@@ -181,6 +161,4 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_what_does_not_add_up_is_refused(tmp_path: Path, name: str) -> None:
     fields, tensors, message = REFUSALS[name]
     directory = write(Head(layers=2), tmp_path / "head")
-    edit_config(directory, **fields)
-    edit_tensors(directory, **tensors)
-    refused(lambda path: conversion.read_head(path, TARGET), directory, message)
+    refused(lambda path: conversion.read_head(path, TARGET), edited(directory, fields, tensors), message)

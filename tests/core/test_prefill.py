@@ -14,7 +14,6 @@ import tiny
 
 from eagle3_jax import loop as loops
 from eagle3_jax.devices import groups
-from eagle3_jax.loop import LoopParams, SpeculativeLoop
 from eagle3_jax.models import attention
 from eagle3_jax.state import GenerationState
 
@@ -35,16 +34,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         families.parametrize(metafunc, families.RECIPES, FEW)
 
 
-def _prefilled(loop: SpeculativeLoop, params: LoopParams, batch: Any, capacity: int = 256) -> GenerationState:
-    jax.clear_caches()  # what is set below is no argument of what is compiled
-    return loops.prefill(loop, params, batch, capacity=capacity)
-
-
-def _in_parts(patch: pytest.MonkeyPatch, *, tokens: int, scores: int) -> None:
-    patch.setattr(groups, "TOKENS", tokens)
-    patch.setattr(attention, "_SCORES", scores)
-
-
 def _differ(first: GenerationState, second: GenerationState) -> list[str]:
     """Returns the leaves whose bits differ, the slots after the committed tokens included."""
     pairs = zip(*map(jax.tree_util.tree_leaves_with_path, (first, second)), strict=True)
@@ -57,18 +46,27 @@ def _bits(leaf: jax.Array) -> jax.Array:
     return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-def _case(name: str, precision: str) -> tuple[SpeculativeLoop, LoopParams, Any]:
+def _in_parts(patch: pytest.MonkeyPatch, *, tokens: int, scores: int) -> None:
+    patch.setattr(groups, "TOKENS", tokens)
+    patch.setattr(attention, "_SCORES", scores)
+
+
+def _at_once_and_in_parts(name: str, precision: str, patch: pytest.MonkeyPatch) -> list[GenerationState]:
+    """Prefills at once, and two rows and 64 queries at a time."""
     target = random_targets.in_precision(families.RECIPES[name], precision)
     prompts = tiny.random_prompts(ROWS, target.vocab_size, low=FED - 20, high=FED)
-    return (*tiny.bind(target, tiny.eagle3(target)), tiny.prompts(prompts, limit=20, width=FED))
+    loop, params = tiny.bind(target, tiny.eagle3(target))
+    states = []
+    for tokens, scores in ((groups.TOKENS, attention._SCORES), (2 * FED, 1)):
+        _in_parts(patch, tokens=tokens, scores=scores)
+        jax.clear_caches()  # what is set is no argument of what is compiled
+        states.append(loops.prefill(loop, params, tiny.prompts(prompts, limit=20, width=FED), capacity=256))
+    return states
 
 
 def test_a_prefill_in_parts_is_the_prefill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows and 64 queries at a time give the same caches, first tokens and state of the head."""
-    inputs = _case(name, "float32")
-    at_once = _prefilled(*inputs)
-    _in_parts(monkeypatch, tokens=2 * FED, scores=1)
-    parts = _prefilled(*inputs)
+    """Compares caches, first tokens and the state of the head."""
+    at_once, parts = _at_once_and_in_parts(name, "float32", monkeypatch)
     if name not in NEARLY_EQUAL:
         assert _differ(at_once, parts) == []
         return
@@ -78,10 +76,7 @@ def test_a_prefill_in_parts_is_the_prefill(name: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("family", BIT_EQUAL)
 def test_a_prefill_in_parts_is_the_prefill_in_bfloat16(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = _case(family, "bfloat16")
-    at_once = _prefilled(*inputs)
-    _in_parts(monkeypatch, tokens=2 * FED, scores=1)
-    parts = _prefilled(*inputs)
+    at_once, parts = _at_once_and_in_parts(family, "bfloat16", monkeypatch)
     differ = _differ(at_once, parts)
     if family != "gpt_oss":
         assert differ == []

@@ -24,7 +24,9 @@ from eagle3_jax.files.sources import named_drafter
 from eagle3_jax.models.config import Eagle3Config, GroupedQuery, RopeConfig
 from eagle3_jax.models.processors import LogitBias, with_processors
 from eagle3_jax.sampling import draw, row_keys
+from eagle3_jax.serving.engine import Engine
 from eagle3_jax.topology import PUBLISHED_TREES, Chain, DynamicTree, StaticTree
+from eagle3_jax.types import SamplingMode
 
 TARGET = tiny.target(13)
 HEAD = tiny.eagle3(TARGET)
@@ -50,6 +52,8 @@ TOPOLOGIES: Refusals = [
 ]
 METHODS: Refusals = [
     (lambda: NGram(3, 1, 2), "min <= max"),
+    (lambda: NGram(2).with_topology(None, "probabilistic"), "NGram has no distribution"),
+    (lambda: NGram(2).with_topology(None, "nonsense"), "expected 'greedy' or 'probabilistic'"),
     (lambda: Suffix(max_suffix=0), "expected at least 1"),
     (lambda: Suffix(min_probability=2.0), r"min_probability is 2.0; expected 0 to 1"),
     (lambda: Fallback(HEAD.drafter, NGram(3)), "first is Eagle3Drafter, which has parameters"),
@@ -99,6 +103,7 @@ DECODERS: Refusals = [
         ((TARGET, HEAD), {"schedule": SCHEDULE, "num_speculative_tokens": 3}, "more than one"),
         ((TARGET, NGram(3)), {"tree": tiny.STATIC_TREE}, "NGram cannot draft a tree"),
         ((TARGET, NGram(3)), {"draft_sampling": "probabilistic"}, "NGram has no distribution"),
+        ((TARGET, NGram(3)), {"draft_sampling": "nonsense"}, "expected 'greedy' or 'probabilistic'"),
         ((TARGET, tiny.eagle3(TARGET, TREE)), {"draft_sampling": "probabilistic"}, "draft a chain"),
         ((TARGET, tiny.medusa(TARGET)), {"num_speculative_tokens": 5}, "5 tokens needs as many Medusa heads"),
     )
@@ -149,6 +154,12 @@ REQUESTS += [
     (lambda: draw(jnp.ones(65), jnp.zeros(1)), r"1 uniforms for a draw from 65 tokens; expected 2"),
     (lambda: row_keys(2**32, 2), r"seed is .*; expected a whole number from 0 to 4294967295"),
     (lambda: row_keys([1, -1], 2), r"seed is .*; expected a whole number from 0 to 4294967295"),
+    (lambda: Engine(PLAIN, slots=0, capacity=64), "slots is 0"),
+    (lambda: PLAIN.prefill([1, 2, 3], max_new_tokens=20, capacity=20), "capacity is 20; expected at least 24"),
+    (
+        lambda: PLAIN.prefill([1], sampling=e3.SamplingParams(temperature=1.0), sampling_mode=SamplingMode.GREEDY),
+        "sampling_mode is 'greedy'",
+    ),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,11 @@ def test_steps_are_where_the_length_changes():
     assert schedule.to_lists() == [[1, 4, 5], [5, 8, 3], [9, 12, 3], [13, 16, 0]]
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_what_is_written_does_not_depend_on_the_schedule(target, drafter, sampled):
+def test_what_is_written_does_not_depend_on_the_schedule(target, drafter):
+    """Greedy rows next to sampled ones have the text of plain decoding."""
     plain = SpeculativeDecoder(target)
     scheduled = SpeculativeDecoder(target, drafter, schedule=SCHEDULE)
-    # A drafter of point masses accepts by the target's distribution, so greedy rows must agree in any mixture.
-    heat = np.where(np.arange(len(PROMPTS)) % 2, 0.8, 0.0) if sampled else np.zeros(len(PROMPTS))
+    heat = np.where(np.arange(len(PROMPTS)) % 2, 0.8, 0.0)
     sampling = SamplingParams(temperature=heat.astype(np.float32))
     ours = scheduled.generate(PROMPTS, max_new_tokens=LIMITS, sampling=sampling)
     theirs = plain.generate(PROMPTS, max_new_tokens=LIMITS, sampling=sampling)
@@ -68,25 +68,27 @@ def test_what_is_written_does_not_depend_on_the_schedule(target, drafter, sample
             assert scheduled_row.tokens == plain_row.tokens
 
 
+def played_by_steps(decoder: SpeculativeDecoder) -> Iterator[loops.Round]:
+    state = decoder.prefill(PROMPTS, max_new_tokens=LIMITS)
+    while np.any(state.running):
+        latest = decoder.step(state)
+        state = latest.state
+        yield latest
+
+
 def test_the_length_of_every_round_is_what_the_schedule_says(target):
+    """The batch runs twice, so a length that was left comes back."""
     decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
-    running = [len(PROMPTS)]
+    running = []
     lengths = []
-    for played in decoder.rounds(PROMPTS, max_new_tokens=LIMITS):
-        lengths.append(np.asarray(played.draft.valid)[:, 1:].sum(1).max())
-        running.append(int(np.sum(played.state.running)))
-    assert lengths == [0 if rows > 4 else 2 if rows > 2 else 4 for rows in running[:-1]]
+    for rounds in (decoder.rounds(PROMPTS, max_new_tokens=LIMITS), played_by_steps(decoder)):
+        rows = len(PROMPTS)
+        for played in rounds:
+            running.append(rows)
+            lengths.append(np.asarray(played.draft.valid)[:, 1:].sum(1).max())
+            rows = int(np.sum(played.state.running))
+    assert lengths == [0 if rows > 4 else 2 if rows > 2 else 4 for rows in running]
     assert {2, 3, 4, 5} <= set(running), "both sides of every change"
-
-
-def test_counters_of_the_compiled_loop_equal_those_of_its_steps(target):
-    decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
-    *_, last = decoder.rounds(PROMPTS, max_new_tokens=LIMITS)
-    rows = decoder.generate(PROMPTS, max_new_tokens=LIMITS).rows
-    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"):
-        steps = np.asarray(getattr(last.state.stats, name))
-        assert np.array_equal(steps, np.stack([getattr(row.stats, name) for row in rows])), name
-    assert np.asarray(last.state.stats.num_drafts).sum() > 0
 
 
 def test_the_head_takes_in_every_token_while_it_is_silent(target):
@@ -115,24 +117,6 @@ def test_a_stage_is_compiled_once_when_rows_come_and_go(target):
         list(decoder.rounds(PROMPTS, max_new_tokens=LIMITS))
     assert clock.programs == 0
     assert loops.step._cache_size() == 3
-
-
-def test_the_stage_of_a_step_is_that_of_the_rows_that_run(target, monkeypatch):
-    """The batch runs twice, so a stage that was left comes back."""
-    decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
-    used = []
-    step = loops.step
-    monkeypatch.setattr(loops, "step", lambda loop, *arguments: used.append(loop) or step(loop, *arguments))
-    running = []
-    for _ in range(2):
-        state = decoder.prefill(PROMPTS, max_new_tokens=LIMITS)
-        while rows := int(np.sum(state.running)):
-            running.append(rows)
-            state = decoder.step(state).state
-    nodes_by_length = {0: 1, 2: 3, 4: 5}  # nodes of a draft, the root included
-    assert [loop.drafter.num_nodes for loop in used] == [nodes_by_length[SCHEDULE.length_at(rows)] for rows in running]
-    assert set(map(SCHEDULE.length_at, running)) == {0, 2, 4}
-    assert running != sorted(running, reverse=True), "no rows came back"
 
 
 def test_a_traced_state_has_no_stage(target):

@@ -31,13 +31,7 @@ def test_exactly_the_length_asked_for_is_accepted_in_every_round(target, shape, 
     decoder = SpeculativeDecoder(target, tiny.eagle3(target), verifier=SimulatedAcceptance.of_length(4, 4), **options)
     sampling = SamplingParams(temperature=temperature)
     for played in decoder.rounds(PROMPTS, max_new_tokens=40, sampling=sampling):
-        parents = np.asarray(played.draft.parents)
-        path = np.asarray(played.verdict.path)
         assert np.asarray(played.verdict.num_accepted).tolist() == [3, 3, 3]
-        for row in range(len(PROMPTS)):  # a real path of the draft, whose tokens are what is written
-            steps = [0, *path[row, :3]]
-            assert [parents[row, node] for node in steps[1:]] == steps[:-1]
-            assert path[row, 3] == -1
     result = decoder.generate(PROMPTS, max_new_tokens=40, sampling=sampling)
     assert result.stats.mean_acceptance_length == 4
     assert result.lossless is False
@@ -55,9 +49,8 @@ def test_conditional_rates_come_out_at_every_depth(target):
 
 def test_the_last_token_of_a_round_is_still_the_targets(target):
     """Only acceptance is simulated: if nothing is accepted, the output is the target's own text."""
-    none = SpeculativeDecoder(target, tiny.eagle3(target), verifier=SimulatedAcceptance.of_length(1, 3))
-    result = none.generate(PROMPTS, max_new_tokens=20)
-    assert result.tokens == SpeculativeDecoder(target).generate(PROMPTS, max_new_tokens=20).tokens
+    none = SimulatedAcceptance.of_length(1, 3)
+    result = tiny.check_same_text(target, tiny.eagle3(target), PROMPTS, max_new_tokens=20, verifier=none)
     assert result.lossless is False
 
 

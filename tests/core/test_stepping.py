@@ -74,15 +74,6 @@ def test_a_top_k_beyond_every_integer_keeps_all_tokens(decoder: SpeculativeDecod
     assert huge.tokens == decoder.generate(PROMPTS, sampling=SAMPLED, **options).tokens
 
 
-@pytest.mark.parametrize("limit", [2**31 - 1, 10**12, np.int64(10**12)])
-def test_a_limit_past_every_position_ends_at_the_last_one(limit: int) -> None:
-    target = tiny.target(13, max_positions=20)
-    with tiny.unchecked():
-        row = SpeculativeDecoder(target).generate([1, 2, 3], max_new_tokens=limit).rows[0]
-    assert len(row.tokens) == 17
-    assert row.finish_reason.name == "CAPACITY"
-
-
 def test_stages_of_sampled_chains_can_be_stepped() -> None:
     """A stage without a draft declares no distribution, and the rounds of all stages have one structure."""
     head = tiny.eagle3(TARGET, Chain(2), draft_sampling=DraftSampling.PROBABILISTIC)
@@ -101,8 +92,11 @@ def test_every_way_of_decoding_gives_the_text_of_the_target() -> None:
     ]
     schedule = SpeculationSchedule(((1, 2, 3), (3, 3, 2)))
     for decoder in (plain, SpeculativeDecoder(TARGET, tiny.eagle3(TARGET), schedule=schedule)):
-        assert decoder.generate(PROMPTS, max_new_tokens=limits).tokens == expected
+        generated = decoder.generate(PROMPTS, max_new_tokens=limits)
+        assert generated.tokens == expected
         *_, last = decoder.rounds(PROMPTS, max_new_tokens=limits)
+        counters = [row.stats for row in generated.rows]
+        assert tiny.same_bits(last.state.stats, jax.tree.map(lambda *rows: np.stack(rows), *counters))
         by_rounds = np.asarray(last.state.tokens)
         by_steps = step_to_the_end(decoder, decoder.prefill(PROMPTS, max_new_tokens=limits))
         for row, (prompt, text) in enumerate(zip(PROMPTS, expected, strict=True)):

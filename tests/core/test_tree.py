@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +32,6 @@ def test_every_node_sees_itself_and_its_ancestors() -> None:
             assert set(np.flatnonzero(mask[row, node])) == {0, *oracle.path_to(parents, node)}
     levels = np.asarray(depths(jnp.array(mask)))
     assert levels.tolist() == [[len(oracle.path_to(row, node)) for node in range(10)] for row in draft.parents.tolist()]
-
-
-def test_the_documented_example_of_a_mask_holds() -> None:
-    mask = ancestor_mask(jnp.array([[-1, 0, 0, 1]], jnp.int32), 2)
-    assert mask[0].astype(int).tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
 
 
 def test_a_static_tree_is_numbered_by_level_then_parent_then_rank() -> None:
@@ -122,15 +116,27 @@ def grown_by_the_paper(network: Network, row: int, tree: DynamicTree, ids: np.nd
     return [pool[index][1] for index in chosen], parents
 
 
+def preferring(*tokens: int) -> Network:
+    """Returns a network whose scores tie exactly, in float32 as in float64: some tokens, or all, share the mass.
+
+    If one token has all of it, its log-probability is 0, so a child ties with its parent.
+    """
+    mixing = np.zeros((6, DRAFT_VOCABULARY), np.float32)
+    mixing[:, list(tokens)] = 200.0
+    return Network(mixing, np.full((64, 6), 1 / 6, np.float32))
+
+
+TIED = (preferring(), preferring(4), preferring(2, 5))
 TREES = [(5, 3, 2), (4, 3, 1), (3, 1, 4), (13, 3, 3), (21, 2, 4)]
 
 
 @pytest.mark.parametrize(("num_nodes", "max_depth", "top_k"), TREES)
 def test_a_dynamic_tree_grows_as_eagle_2_describes(num_nodes: int, max_depth: int, top_k: int) -> None:
+    """Of equal scores the candidate with the lower index is taken."""
     tree = DynamicTree(num_nodes=num_nodes, max_depth=max_depth, top_k=top_k)
-    for seed in range(10):
-        network = Network.random(seed)
-        ids = np.sort(np.random.default_rng(seed).permutation(64)[:DRAFT_VOCABULARY]).astype(np.int32)
+    rng = np.random.default_rng(0)
+    for network in [*map(Network.random, range(10)), *TIED]:
+        ids = np.sort(rng.permutation(64)[:DRAFT_VOCABULARY]).astype(np.int32)
         draft = network.grow(tree, ids)
         assert draft.tokens[:, 0].tolist() == [3, 4]
         assert bool(draft.valid.all())
@@ -139,45 +145,3 @@ def test_a_dynamic_tree_grows_as_eagle_2_describes(num_nodes: int, max_depth: in
             tokens, parents = grown_by_the_paper(network, row, tree, ids)
             assert draft.tokens[row, 1:].tolist() == tokens
             assert draft.parents[row].tolist() == [-1, *parents]
-
-
-def tied_networks() -> dict[str, Network]:
-    """Networks whose scores tie exactly, in float32 as in float64."""
-    flat = np.zeros((6, DRAFT_VOCABULARY), np.float32)
-    sure = flat.copy()
-    pairs = flat.copy()
-    sure[:, 4] = 200.0  # log-probability 0 whatever the carry, which is 1: a child scores what its parent does
-    pairs[:, [2, 5]] = 200.0
-    ones = np.full((64, 6), 1 / 6, np.float32)
-    return {"all tokens tie": Network(flat, ones), "a child ties with its parent": Network(sure, ones),
-            "two tokens tie": Network(pairs, ones)}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", tied_networks())
-def test_of_equal_scores_the_candidate_with_the_lower_index_is_taken_where(name: str) -> None:
-    network = tied_networks()[name]
-    ids = np.arange(DRAFT_VOCABULARY, dtype=np.int32) * 3 + 1
-    for num_nodes, max_depth, top_k in TREES:
-        tree = DynamicTree(num_nodes=num_nodes, max_depth=max_depth, top_k=top_k)
-        # Compiled here and now: a program of an earlier call would not know what has changed since.
-        draft = jax.jit(functools.partial(_grown, tree))(network.mixing, network.embedding, jnp.array(ids))
-        for row in range(BATCH):
-            tokens, parents = grown_by_the_paper(network, row, tree, ids)
-            assert draft.tokens[row, 1:].tolist() == tokens
-            assert draft.parents[row].tolist() == [-1, *parents]
-
-
-def test_a_static_tree_takes_the_token_of_each_rank_under_its_parent() -> None:
-    tree = StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 3)))
-    network = Network.random(7)
-    ids = np.arange(DRAFT_VOCABULARY, dtype=np.int32) * 3
-    draft = network.grow(tree, ids)
-    for row in range(BATCH):
-        for node, path in enumerate(tree.paths, 1):
-            carry = network.embedding[row]
-            token = 0
-            for depth, rank in enumerate(path):
-                carry = network.step(carry, token) if depth else carry
-                token = int(ids[top(network.logits(carry).tolist(), rank + 1)[rank]])
-            assert int(draft.tokens[row, node]) == token
-    assert draft.parents[0].tolist() == list(tree.parents)

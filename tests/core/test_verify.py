@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +19,13 @@ GRID = 4096
 MIDPOINTS = jnp.array((np.arange(GRID) + 0.5) / GRID, jnp.float32)
 
 
-def one_draft(p: np.ndarray, q: np.ndarray, token: int) -> tuple[Draft, jax.Array]:
-    """Returns a root and one drafted token, repeated for every point of the grid."""
+def decide(p: np.ndarray, q: np.ndarray, token: int, *, accept: Any, choose: Any) -> Verdict:
+    """Returns the verdicts on a root and one drafted token, for a uniform or for all of the grid."""
     repeat = lambda x: jnp.broadcast_to(jnp.asarray(x), (GRID, *np.shape(x)))
+    column = lambda uniforms: jnp.broadcast_to(jnp.asarray(uniforms, jnp.float32), (GRID,))[:, None]
     draft = tiny.draft_of(repeat(np.array([0, token])), [-1, 0], probs=repeat(np.stack([q, q])))
-    return draft, repeat(np.stack([p, p]).astype(np.float32))
+    probs = repeat(np.stack([p, p]).astype(np.float32))
+    return verify(draft, probs, accept=jnp.tile(column(accept), 2), choose=column(choose), max_depth=1)
 
 
 def random_distribution(rng: np.random.Generator, size: int, zeros: int = 0) -> np.ndarray:
@@ -36,9 +40,7 @@ def test_a_draft_is_accepted_as_often_as_the_ratio_of_target_to_draft_probabilit
     p = random_distribution(rng, 8, zeros=seed % 3)
     q = random_distribution(rng, 8, zeros=seed // 3)
     for token in np.flatnonzero(q):
-        draft, probs = one_draft(p, q, int(token))
-        grid = jnp.broadcast_to(MIDPOINTS[:, None], (GRID, 2))
-        accepted = verify(draft, probs, accept=grid, choose=MIDPOINTS[:, None], max_depth=1).num_accepted
+        accepted = decide(p, q, int(token), accept=MIDPOINTS, choose=MIDPOINTS).num_accepted
         share = float(jnp.mean(accepted.astype(jnp.float32)))
         expected = min(1.0, p[token] / q[token])
         assert abs(share - expected) <= 1 / GRID
@@ -51,9 +53,7 @@ def test_a_refused_draft_is_corrected_from_the_residual(seed: int) -> None:
     p = random_distribution(rng, 8, zeros=seed % 3)
     q = random_distribution(rng, 8, zeros=1)
     token = int(np.argmax(q - p))  # refused with certainty at the upper end of the uniforms
-    draft, probs = one_draft(p, q, token)
-    refuse = jnp.full((GRID, 2), 1.0 - 2.0**-20)
-    verdict = verify(draft, probs, accept=refuse, choose=MIDPOINTS[:, None], max_depth=1)
+    verdict = decide(p, q, token, accept=1.0 - 2.0**-20, choose=MIDPOINTS)
     assert int(verdict.num_accepted.max()) == 0
     expected = np.maximum(p - q, 0) / np.maximum(p - q, 0).sum()
     counts = np.bincount(np.asarray(verdict.next_token), minlength=8) / GRID
@@ -64,9 +64,7 @@ def test_a_refused_draft_is_corrected_from_the_residual(seed: int) -> None:
 def test_a_token_without_target_mass_is_never_accepted_nor_sampled(uniform: float) -> None:
     p = np.array([0.5, 0.0, 0.5, 0.0])
     q = np.array([0.25, 0.25, 0.25, 0.25])
-    draft, probs = one_draft(p, q, token=1)
-    edge = jnp.full((GRID, 2), uniform)
-    verdict = verify(draft, probs, accept=edge, choose=edge[:, :1], max_depth=1)
+    verdict = decide(p, q, 1, accept=uniform, choose=uniform)
     assert set(np.asarray(verdict.num_accepted)) == {0}
     assert set(np.asarray(verdict.next_token)) <= {0, 2}
 
@@ -99,16 +97,13 @@ def test_a_draw_stays_inside_a_distribution_that_rounds_below_one() -> None:
 def test_equal_target_and_draft_always_accept() -> None:
     p = np.array([0.1, 0.2, 0.3, 0.4])
     for token in range(4):
-        draft, probs = one_draft(p, p, token)
-        grid = jnp.broadcast_to(MIDPOINTS[:, None], (GRID, 2))
-        assert int(verify(draft, probs, accept=grid, choose=MIDPOINTS[:, None], max_depth=1).num_accepted.min()) == 1
+        assert int(decide(p, p, token, accept=MIDPOINTS, choose=MIDPOINTS).num_accepted.min()) == 1
 
 
 def test_an_empty_residual_accepts_instead_of_dividing_by_zero() -> None:
     p = np.array([0.0, 1.0, 0.0])  # q a little above p at the only token p has: nothing is left to correct with
-    draft, probs = one_draft(p, np.array([0.0, 1.0 + 1e-6, 0.0]), token=1)
-    edge = jnp.full((GRID, 2), 1.0 - 2.0**-24)
-    assert int(verify(draft, probs, accept=edge, choose=edge[:, :1], max_depth=1).num_accepted.min()) == 1
+    edge = 1.0 - 2.0**-24
+    assert int(decide(p, np.array([0.0, 1.0 + 1e-6, 0.0]), 1, accept=edge, choose=edge).num_accepted.min()) == 1
 
 
 def test_a_residual_without_mass_is_the_target_itself() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ pytestmark = pytest.mark.torch
 FOLDER = Path(first_cell.__file__).parent
 USED = re.compile(r"^\w+ = checked\(\s*(\w+), (\w+), (\w+),?\s*\)$", re.MULTILINE)
 
-# The exercises by notebook, and wrong functions that a reader may write.
-WRONG: dict[str, dict[str, list[str]]] = {
+# The exercises by notebook, and wrong functions that a reader may write: a body, or a part of the answer and its
+# replacement.
+WRONG: dict[str, dict[str, list[str | tuple[str, str]]]] = {
     "00": {
         "mean_acceptance_length": [
             "return sum(accepted) / len(accepted)",
@@ -58,30 +60,10 @@ WRONG: dict[str, dict[str, list[str]]] = {
             "return np.exp(np.maximum(p - q, 0)) / np.exp(np.maximum(p - q, 0)).sum()",
         ],
         "verify_chain": [
-            """
-            for k, x in enumerate(tokens):
-                if not accept[k] * q[k, x] < p[k, x]:
-                    return [*tokens[:k], draw(p[k], choose)]
-            return [*tokens, draw(p[len(tokens)], choose)]
-            """,
-            """
-            for k, x in enumerate(tokens):
-                if not accept[k] * q[k, x] < p[k, x]:
-                    return [*tokens[:k], draw(np.maximum(p[k] - q[k], 0), choose)]
-            return [*tokens, draw(q[-1], choose)]
-            """,
-            """
-            for k, x in enumerate(tokens):
-                if not accept[k] * q[k, x] < p[k, x]:
-                    return [*tokens[:k], draw(np.maximum(p[k] - q[k], 0), choose)]
-            return list(tokens)
-            """,
-            """
-            for k, x in enumerate(tokens):
-                if not accept[k] * p[k, x] < q[k, x]:
-                    return [*tokens[:k], draw(np.maximum(p[k] - q[k], 0), choose)]
-            return [*tokens, draw(p[len(tokens)], choose)]
-            """,
+            ("draw(np.maximum(p[k] - q[k], 0), choose)", "draw(p[k], choose)"),
+            ("draw(p[len(tokens)], choose)", "draw(q[-1], choose)"),
+            ("[*tokens, draw(p[len(tokens)], choose)]", "list(tokens)"),
+            ("accept[k] * q[k, x] < p[k, x]", "accept[k] * p[k, x] < q[k, x]"),
         ],
     },
     "03": {
@@ -91,24 +73,13 @@ WRONG: dict[str, dict[str, list[str]]] = {
             "return [*ids[1:]]",
         ],
         "head_input": [
-            """
-            of_token = norm(embedded, w["midlayer.input_layernorm.weight"])
-            of_feature = norm(stream, w["midlayer.hidden_norm.weight"])
-            return of_token + of_feature
-            """,
-            """
-            of_token = norm(embedded, w["midlayer.input_layernorm.weight"])
-            of_feature = norm(stream, w["midlayer.hidden_norm.weight"])
-            return jnp.concatenate([of_feature, of_token], axis=-1)
-            """,
+            ("jnp.concatenate([of_token, of_feature], axis=-1)", "of_token + of_feature"),
+            ("[of_token, of_feature]", "[of_feature, of_token]"),
+            ("[of_token, of_feature]", "[of_token, stream]"),
             """
             of_token = norm(embedded, w["midlayer.hidden_norm.weight"])
             of_feature = norm(stream, w["midlayer.input_layernorm.weight"])
             return jnp.concatenate([of_token, of_feature], axis=-1)
-            """,
-            """
-            of_token = norm(embedded, w["midlayer.input_layernorm.weight"])
-            return jnp.concatenate([of_token, stream], axis=-1)
             """,
         ],
         "to_target": [
@@ -117,30 +88,9 @@ WRONG: dict[str, dict[str, list[str]]] = {
             "return np.cumsum(d2t)[draft_ids]",
         ],
         "draft_chain": [
-            """
-            drafted = []
-            for depth in range(length):
-                best = int(jnp.argmax(logits))
-                drafted.append(best)
-                output, logits = run(drafted[-1], output, depth)
-            return drafted
-            """,
-            """
-            drafted = []
-            for depth in range(length):
-                best = int(jnp.argmax(logits))
-                drafted.append(best + int(d2t[best]))
-                _, logits = run(drafted[-1], output, depth)
-            return drafted
-            """,
-            """
-            drafted = []
-            for depth in range(length):
-                best = int(jnp.argmax(logits))
-                drafted.append(best + int(d2t[best]))
-                output, logits = run(drafted[-1], output, 0)
-            return drafted
-            """,
+            ("best + int(d2t[best])", "best"),
+            ("output, logits = run", "_, logits = run"),
+            ("run(drafted[-1], output, depth)", "run(drafted[-1], output, 0)"),
             """
             drafted = []
             for depth in range(length):
@@ -153,47 +103,22 @@ WRONG: dict[str, dict[str, list[str]]] = {
     },
     "04": {
         "cache_mask": [
-            """
-            mask = np.zeros((len(block), capacity), bool)
-            mask[:, length : length + len(block)] = block
-            return mask
-            """,
-            """
-            mask = np.zeros((len(block), capacity), bool)
-            mask[:, : len(block)] = block
-            return mask
-            """,
-            """
-            mask = np.zeros((len(block), capacity), bool)
-            mask[:, : length + len(block)] = True
-            return mask
-            """,
+            ("mask[:, :length] = True", "pass"),
+            ("length : length + len(block)", ": len(block)"),
+            ("length + len(block)] = block", "length + len(block)] = True"),
             "return np.tril(np.ones((len(block), capacity), bool))",
         ],
         "commit": [
             "return keys, length + len(path)",
             "return keys, length + len(path) - 1",
-            """
-            keys[length : length + len(path)] = keys[path]
-            return keys, length + len(path)
-            """,
-            """
-            keys[: len(path)] = keys[length + np.array(path)]
-            return keys, length + len(path)
-            """,
+            ("keys[length + np.array(path)]", "keys[path]"),
+            ("after[length : length + len(path)]", "after[: len(path)]"),
         ],
     },
     "05": {
         "keep_best": [
-            """
-            chosen = np.argsort(-scores, kind="stable")[:count]
-            number = {-1: 0} | {int(entry): node for node, entry in enumerate(chosen, start=1)}
-            return chosen, np.array([number[int(parents[entry])] for entry in chosen])
-            """,
-            """
-            chosen = np.sort(np.argsort(-scores, kind="stable")[:count])
-            return chosen, parents[chosen]
-            """,
+            ('np.sort(np.argsort(-np.asarray(scores), kind="stable")[:count])', "np.argsort(-scores)[:count]"),
+            ("np.array([number[int(parents[entry])] for entry in chosen])", "parents[chosen]"),
             """
             chosen = np.sort(np.argsort(scores, kind="stable")[:count])
             return chosen, parents[chosen] + 1
@@ -206,13 +131,7 @@ WRONG: dict[str, dict[str, list[str]]] = {
         ],
         "ancestors": [
             "return np.tril(np.ones((len(parents), len(parents)), bool))",
-            """
-            mask = np.eye(len(parents), dtype=bool)
-            for node, parent in enumerate(parents):
-                if parent >= 0:
-                    mask[node, parent] = True
-            return mask
-            """,
+            ("mask[node] |= mask[parent]", "mask[node, parent] = True"),
             """
             mask = np.zeros((len(parents), len(parents)), bool)
             for node, parent in enumerate(parents):
@@ -224,95 +143,18 @@ WRONG: dict[str, dict[str, list[str]]] = {
         ],
         "accepted_path": [
             "return [node for node in range(1, len(tokens)) if tokens[node] == choice[parents[node]]]",
-            """
-            for node in range(1, len(tokens)):
-                if parents[node] == 0 and tokens[node] == choice[0]:
-                    return [node]
-            return []
-            """,
-            """
-            path = []
-            for node in range(1, len(tokens)):
-                if parents[node] == (path[-1] if path else 0):
-                    path.append(node)
-            return path
-            """,
+            ("current = node", "break"),
+            (" and tokens[node] == choice[current]", ""),
         ],
         "generate": [
-            """
-            new = [pair.start(prompt)]
-            rounds = 0
-            while len(new) < max_new_tokens:
-                tokens, parents = pair.propose()
-                choice = pair.verify(tokens, parents, ancestors(parents))
-                path = accepted_path(tokens, parents, choice)
-                added = [int(tokens[node]) for node in path]
-                pair.commit([0, *path])
-                pair.observe(added)
-                new += added
-                rounds += 1
-            return new[:max_new_tokens], rounds
-            """,
-            """
-            new = [pair.start(prompt)]
-            rounds = 0
-            while len(new) < max_new_tokens:
-                tokens, parents = pair.propose()
-                choice = pair.verify(tokens, parents, ancestors(parents))
-                path = accepted_path(tokens, parents, choice)
-                end = path[-1] if path else 0
-                added = [*(int(tokens[node]) for node in path), int(choice[end])]
-                pair.commit(path)
-                pair.observe(added)
-                new += added
-                rounds += 1
-            return new[:max_new_tokens], rounds
-            """,
-            """
-            new = [pair.start(prompt)]
-            rounds = 0
-            while len(new) < max_new_tokens:
-                tokens, parents = pair.propose()
-                choice = pair.verify(tokens, parents, ancestors(parents))
-                path = accepted_path(tokens, parents, choice)
-                end = path[-1] if path else 0
-                added = [*(int(tokens[node]) for node in path), int(choice[end])]
-                pair.observe(added)
-                pair.commit([0, *path])
-                new += added
-                rounds += 1
-            return new[:max_new_tokens], rounds
-            """,
-            """
-            new = [pair.start(prompt)]
-            rounds = 0
-            while len(new) < max_new_tokens:
-                tokens, parents = pair.propose()
-                choice = pair.verify(tokens, parents, np.tril(np.ones((len(tokens), len(tokens)), bool)))
-                path = accepted_path(tokens, parents, choice)
-                end = path[-1] if path else 0
-                added = [*(int(tokens[node]) for node in path), int(choice[end])]
-                pair.commit([0, *path])
-                pair.observe(added)
-                new += added
-                rounds += 1
-            return new[:max_new_tokens], rounds
-            """,
-            """
-            new = [pair.start(prompt)]
-            rounds = 0
-            while len(new) < max_new_tokens:
-                tokens, parents = pair.propose()
-                choice = pair.verify(tokens, parents, ancestors(parents))
-                path = accepted_path(tokens, parents, choice)
-                end = path[-1] if path else 0
-                added = [*(int(tokens[node]) for node in path), int(choice[end])]
-                pair.commit([0, *path])
-                pair.observe(added)
-                new += added
-                rounds += 1
-            return new, rounds
-            """,
+            ("[*(int(tokens[node]) for node in path), int(choice[end])]", "[int(tokens[node]) for node in path]"),
+            ("pair.commit([0, *path])", "pair.commit(path)"),
+            (
+                "pair.commit([0, *path])\n        pair.observe(added)",
+                "pair.observe(added)\n        pair.commit([0, *path])",
+            ),
+            ("ancestors(parents)", "np.tril(np.ones((len(tokens), len(tokens)), bool))"),
+            ("new[:max_new_tokens]", "new"),
         ],
     },
     "06": {
@@ -328,32 +170,15 @@ WRONG: dict[str, dict[str, list[str]]] = {
             mean = scores.mean(axis=1)
             return (observed - mean).sum() / np.sqrt(scores.var(axis=1).sum())
             """,
-            """
-            observed = scores[np.arange(len(tokens)), tokens]
-            mean = (p * scores).sum(axis=1)
-            variance = (p * scores**2).sum(axis=1)
-            return (observed - mean).sum() / np.sqrt(variance.sum())
-            """,
-            """
-            observed = scores[np.arange(len(tokens)), tokens]
-            mean = (p * scores).sum(axis=1)
-            variance = (p * scores**2).sum(axis=1) - mean**2
-            return (observed - mean).mean() / np.sqrt(variance.sum())
-            """,
+            (" - mean**2", ""),
+            ("(observed - mean).sum()", "(observed - mean).mean()"),
         ],
     },
     "07": {
         "rates": [
             "return sum(counts) / rounds, sum(counts) / (rounds * len(counts)), [count / rounds for count in counts]",
-            """
-            accepted = sum(counts)
-            return 1 + accepted / rounds, accepted / (rounds * len(counts)), [count / rounds for count in counts]
-            """,
-            """
-            accepted = sum(counts)
-            conditional = [count / before for count, before in zip(counts, [rounds, *counts[:-1]], strict=True)]
-            return 1 + accepted / rounds, accepted / rounds, conditional
-            """,
+            ("[rounds, *counts[:-1]]", "[rounds] * len(counts)"),
+            ("accepted / (rounds * len(counts))", "accepted / rounds"),
         ],
     },
 }
@@ -365,10 +190,10 @@ class Exercise:
 
     def __init__(self, notebook: str, name: str) -> None:
         (path,) = FOLDER.glob(f"{notebook}_*.py")
-        source = path.read_text(encoding="utf-8")
+        self.source = path.read_text(encoding="utf-8")
         self.name = name
-        self.uses = {use[0]: use for use in USED.findall(source)}
-        nodes = ast.parse(source).body
+        self.uses = {use[0]: use for use in USED.findall(self.source)}
+        nodes = ast.parse(self.source).body
         self.definitions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         assignments = [node for node in nodes if isinstance(node, ast.Assign)]
         names = [ast.unparse(node.targets[0]) for node in assignments]
@@ -401,14 +226,19 @@ class Exercise:
     def run(self, *nodes: ast.stmt) -> None:
         exec(compile(ast.Module([*nodes], []), f"exercise {self.name}", "exec"), self.scope)
 
-    def written(self, body: str) -> Any:
-        """Returns the function with another body."""
-        arguments = ast.unparse(self.definitions[self.name].args)
-        lines = [line for line in body.splitlines() if line.strip()]
-        indent = min(len(line) - len(line.lstrip()) for line in lines)
-        source = f"def {self.name}({arguments}):\n" + "\n".join(f"    {line[indent:]}" for line in lines)
+    def written(self, body: str | tuple[str, str]) -> Any:
+        """Returns the function with another body, or the answer with a part replaced."""
+        name = self.name
+        if isinstance(body, tuple):
+            answer_name = self.uses[name][1]
+            answer = ast.get_source_segment(self.source, self.definitions[answer_name]) or ""
+            assert answer.count(body[0]) == 1, f"{body[0]!r} is not (once) in {answer_name}"
+            source = answer.replace(*body).replace(f"def {answer_name}(", f"def {name}(")
+        else:
+            arguments = ast.unparse(self.definitions[name].args)
+            source = f"def {name}({arguments}):\n" + textwrap.indent(textwrap.dedent(body), "    ")
         self.run(*ast.parse(source).body)
-        return self.scope[self.name]
+        return self.scope[name]
 
 
 def names_of_notebook(definition: ast.stmt) -> set[str]:

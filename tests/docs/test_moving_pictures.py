@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-# ruff: noqa: E402
-
+from browser import browsing
 from pictures.moving import Moving
 from pictures.trees import statuses
+from scipy.special import softmax
 
 from eagle3_jax.theory.speedup import speedup
 from eagle3_jax.tree import ancestor_mask
@@ -28,33 +25,16 @@ DRAFTER = [2.0, 2.2, 1.2, -0.2, 0.9]
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-        try:
-            browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(f"no browser: {str(error).splitlines()[0]}")
-        yield browser
-        browser.close()
+def page() -> Iterator[Any]:
+    with browsing() as page:
+        yield page
 
 
-ERRORS: list[str] = []
-
-
-@pytest.fixture(autouse=True)
-def no_script_fails() -> Iterator[None]:
-    ERRORS.clear()
-    yield
-    assert ERRORS == []
-
-
-def open_picture(browser: Any, picture: Moving, **options: Any) -> Any:
+def show(page: Any, picture: Moving, *, width: int = 1280, scheme: str = "light") -> None:
     """Shows one picture on an empty page."""
-    page = browser.new_page(**options)
-    page.on("pageerror", lambda error: ERRORS.append(str(error)))
+    page.set_viewport_size({"width": width, "height": 844})
+    page.emulate_media(color_scheme=scheme)
     page.set_content(f'<!doctype html><meta charset="utf-8"><body>{picture._repr_html_()}')
-    return page
 
 
 def move(page: Any, name: str, value: float) -> None:
@@ -66,16 +46,11 @@ def number(page: Any, name: str) -> float:
     return float(page.locator(f"output[name={name}]").text_content())
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
-    weights = np.exp(logits - logits.max())
-    return weights / weights.sum()
-
-
 @pytest.mark.parametrize(
     ("temperature", "top_p", "error"), [(1, 1, 1), (0.5, 1, 1), (1, 0.7, 1), (2, 0.85, 0.5), (1, 1, 0), (0.2, 0.1, 2)]
 )
-def test_accepted_part_and_residual_are_p(browser: Any, temperature: float, top_p: float, error: float) -> None:
-    page = open_picture(browser, Moving("acceptance", {"labels": LABELS, "target": TARGET, "drafter": DRAFTER}))
+def test_accepted_part_and_residual_are_p(page: Any, temperature: float, top_p: float, error: float) -> None:
+    show(page, Moving("acceptance", {"labels": LABELS, "target": TARGET, "drafter": DRAFTER}))
     for name, value in (("temperature", temperature), ("top_p", top_p), ("error", error)):
         move(page, name, value)
     target = np.array(TARGET)
@@ -97,8 +72,8 @@ def test_accepted_part_and_residual_are_p(browser: Any, temperature: float, top_
     assert number(page, "sum") == 1
 
 
-def test_tokens_sampled_by_the_rule_approach_p(browser: Any) -> None:
-    page = open_picture(browser, Moving("acceptance", {"labels": LABELS, "target": TARGET, "drafter": DRAFTER}))
+def test_tokens_sampled_by_the_rule_approach_p(page: Any) -> None:
+    show(page, Moving("acceptance", {"labels": LABELS, "target": TARGET, "drafter": DRAFTER}))
     for _ in range(20):
         page.click("button")
     assert "10000 tokens" in page.locator(".counted").text_content()
@@ -121,8 +96,8 @@ def test_tokens_sampled_by_the_rule_approach_p(browser: Any) -> None:
 @pytest.mark.parametrize(
     ("tau", "v", "c", "length"), [(2.4, 1.2, 0.1, 3), (1.2, 3.0, 0.2, 5), (4.0, 1.0, 0.0, 3), (2.0, 1.0, 0.5, 1)]
 )
-def test_the_speed_up_is_that_of_the_formula(browser: Any, tau: float, v: float, c: float, length: int) -> None:
-    page = open_picture(browser, Moving("speedup", {"tau": 2.4, "v": 1.2, "c": 0.1, "K": 3}))
+def test_the_speed_up_is_that_of_the_formula(page: Any, tau: float, v: float, c: float, length: int) -> None:
+    show(page, Moving("speedup", {"tau": 2.4, "v": 1.2, "c": 0.1, "K": 3}))
     for name, value in (("K", length), ("tau", tau), ("v", v), ("c", c)):
         move(page, name, value)
     expected = speedup(tau, num_draft_tokens=length, verify_cost=v, draft_cost=c)
@@ -150,8 +125,8 @@ TREE = {
         ([9, 4, 6, 9, 8, 9, 9, 9, 9], []),
     ],
 )
-def test_a_round_accepts_and_commits_the_path(browser: Any, choices: list[int], path: list[int]) -> None:
-    page = open_picture(browser, Moving("draft_tree", {**TREE, "choice_ids": choices}))
+def test_a_round_accepts_and_commits_the_path(page: Any, choices: list[int], path: list[int]) -> None:
+    show(page, Moving("draft_tree", {**TREE, "choice_ids": choices}))
     root = page.locator(".e3-draft_tree")
     names = [root.get_attribute("data-step")]
     while page.locator("button[name=next]").is_enabled():
@@ -180,10 +155,10 @@ def test_a_round_accepts_and_commits_the_path(browser: Any, choices: list[int], 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["acceptance", "speedup", "draft_tree"])
-def test_a_picture_fits_a_phone_and_is_legible(browser: Any, name: str, scheme: str) -> None:
+def test_a_picture_fits_a_phone_and_is_legible(page: Any, name: str, scheme: str) -> None:
     values = {"labels": LABELS, "target": TARGET, "drafter": DRAFTER, "tau": 2.4, "v": 1.2, "c": 0.1, "K": 3}
     values |= {**TREE, "choice_ids": [1, 4, 9, 9, 8, 9, 9, 9, 9]}
-    page = open_picture(browser, Moving(name, values), viewport={"width": 390, "height": 844}, color_scheme=scheme)
+    show(page, Moving(name, values), width=390, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     style = f"getComputedStyle(document.querySelector('.e3-{name}'))"
     luminance = lambda color: np.dot([0.21, 0.72, 0.07], [int(part) for part in color[4:-1].split(",")[:3]])
@@ -193,15 +168,19 @@ def test_a_picture_fits_a_phone_and_is_legible(browser: Any, name: str, scheme: 
     assert abs(ink - paper) > 150
 
 
-BLOCKS = [
-    (page.name, *block)
-    for page in sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
-    for block in re.findall(r"^```{moving-picture} (\w+)\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
-]
+BLOCK = re.compile(r"^```{moving-picture} (\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PAGES = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
 
 
-@pytest.mark.parametrize(("page", "name", "values"), BLOCKS, ids=[f"{page}-{name}" for page, name, _ in BLOCKS])
-def test_a_picture_of_a_page_is_shown(browser: Any, page: str, name: str, values: str) -> None:
-    shown = open_picture(browser, Moving(name, json.loads(values)))
-    assert shown.locator("svg > *").count() > 1
-    assert shown.locator("b").text_content() == json.loads(values)["title"]
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        pytest.param(name, values, id=f"{path.name}-{name}")
+        for path in PAGES
+        for name, values in BLOCK.findall(path.read_text("utf-8"))
+    ],
+)
+def test_a_picture_of_a_page_is_shown(page: Any, name: str, values: str) -> None:
+    show(page, Moving(name, json.loads(values)))
+    assert page.locator("svg > *").count() > 1
+    assert page.locator("b").text_content() == json.loads(values)["title"]

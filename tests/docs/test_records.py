@@ -123,49 +123,49 @@ def acceptance(draft: str, kind: str = "code") -> dict[str, Any]:
 
 
 def test_the_gain_of_sampled_drafts_is_its_record() -> None:
-    likeliest = acceptance("chain K=4, likeliest")["mean_acceptance_length"]
-    sampled = acceptance("chain K=4, drawn")["mean_acceptance_length"]
-    assert f"from {likeliest:.2f} to {sampled:.2f}" in page("docs/command_line.md")
-    assert f"from {likeliest:.2f} to {sampled:.2f}" in page("docs/choosing.md")
+    likeliest, sampled = (acceptance(f"chain K=4, {way}")["mean_acceptance_length"] for way in ("likeliest", "drawn"))
+    for name in ("docs/command_line.md", "docs/choosing.md"):
+        check_quoted(name, f"from {likeliest:.2f} to {sampled:.2f}")
 
 
 def test_choosing_quotes_its_records() -> None:
-    choosing = page("docs/choosing.md")
     lengths = speeds.LENGTHS.rows
-    for k in (2, 3, 4, 5):
-        row = lengths[f"chain K={k}"]
-        costs = f"{row['verify_cost']:.2f}, {row['draft_cost']:.3f}"
-        assert f"{k}: ({row['acceptance']['mean_acceptance_length']:.2f}, {costs})" in choosing
+    tau = lambda name: lengths[name]["acceptance"]["mean_acceptance_length"]
+    ratio = lambda row: f"{row['ratio']['median']:.2f}"
+    chains = [(k, f"chain K={k}", lengths[f"chain K={k}"]) for k in (2, 3, 4, 5)]
     tree = lengths["tree N=8 G=4"]
-    tau = tree["acceptance"]["mean_acceptance_length"]
-    assert f"a tree of 8 nodes has τ {tau:.2f} and costs {tree['verify_cost']:.2f} plain steps: " in choosing
-    assert f"plain steps: {tree['ratio']['median']:.2f} times plain decoding, less than a chain of three" in choosing
     large = speeds.SMALL.rows["tree N=60 G=8"]
-    assert f"costs the small pair {large['verify_cost']:.2f} plain steps: [{large['ratio']['median']:.2f}]" in choosing
-    chat = speeds.CHAT.rows
-    head, ngram, both = (chat[name] for name in ("smollm2 chain K=3", "n-gram K=4", "ngram+smollm2 chain K=3"))
-    assert (
-        f"K=3 reaches {head['ratio']['median']:.2f} times plain decoding, n-grams {ngram['ratio']['median']:.2f}"
-        in choosing
+    head, ngram, both = (
+        speeds.CHAT.rows[name] for name in ("smollm2 chain K=3", "n-gram K=4", "ngram+smollm2 chain K=3")
     )
-    assert f"(`--drafter ngram+HEAD`) {both['ratio']['median']:.2f} |" in choosing
     of_task = {part["task"]: part["ratio"]["value"] for part in ngram["tasks"]}
-    assert f"`ngram` reaches {of_task['humaneval']:.2f} times" in choosing
-    assert f"on those of MT-bench {of_task['mt_bench']:.2f}" in choosing
     shares = [f"{share:.2f}"[1:] for share in acceptance("chain K=5")["acceptance_per_position"]]
-    assert f"{shares[0]} accept the first token, {shares[2]} the third and {shares[4]} the fifth" in choosing
+    check_quoted(
+        "docs/choosing.md",
+        *(f"{k}: ({tau(name):.2f}, {row['verify_cost']:.2f}, {row['draft_cost']:.3f})" for k, name, row in chains),
+        f"a tree of 8 nodes has τ {tau('tree N=8 G=4'):.2f} and costs {tree['verify_cost']:.2f} plain steps: "
+        f"{ratio(tree)} times plain decoding, less than a chain of three",
+        f"costs the small pair {large['verify_cost']:.2f} plain steps: [{ratio(large)}]",
+        f"K=3 reaches {ratio(head)} times plain decoding, n-grams {ratio(ngram)}",
+        f"(`--drafter ngram+HEAD`) {ratio(both)} |",
+        f"`ngram` reaches {of_task['humaneval']:.2f} times",
+        f"on those of MT-bench {of_task['mt_bench']:.2f}",
+        f"{shares[0]} accept the first token, {shares[2]} the third and {shares[4]} the fifth",
+    )
 
 
 def test_the_algorithm_quotes_the_run_of_its_pictures() -> None:
     run = json.loads((ROOT / "docs" / "pictures" / "real_run.json").read_text(encoding="utf-8"))
-    text = page("docs/algorithm.md")
     assert run["same_as_plain"]
-    assert f"{run['rounds']} rounds wrote {run['new_tokens']} tokens, the first of them in the prefill." in text
-    assert f"τ is {run['mean_acceptance_length']:.2f} tokens per round" in text
-    assert f"accepted {run['accepted']} of {run['drafted']} drafted tokens" in text
-    assert f"The filled parts are accepted: {run['accepted_with_probability']:.2f} of the mass" in text
-    assert f"Of its {run['tree_nodes']} nodes, the root included, {run['tree_accepted']} were accepted" in text
-    assert (run["tree_added"] == "bonus") == ("the target added a bonus token" in text)
+    check_quoted(
+        "docs/algorithm.md",
+        f"{run['rounds']} rounds wrote {run['new_tokens']} tokens, the first of them in the prefill.",
+        f"τ is {run['mean_acceptance_length']:.2f} tokens per round",
+        f"accepted {run['accepted']} of {run['drafted']} drafted tokens",
+        f"The filled parts are accepted: {run['accepted_with_probability']:.2f} of the mass",
+        f"Of its {run['tree_nodes']} nodes, the root included, {run['tree_accepted']} were accepted",
+    )
+    assert (run["tree_added"] == "bonus") == ("the target added a bonus token" in page("docs/algorithm.md"))
 
 
 def test_the_example_measures_what_the_tables_show(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from checkpoints import NORMS, StoredHead, draft_vocabulary, drawing, write_checkpoint
+from scipy.special import expit, softmax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,12 +164,10 @@ def run_block(
         score = np.einsum("qhd,khd->hqk", q, k) / head.head_dim**0.5
         if head.causal:
             score[:, *np.nonzero(np.arange(known + rows) > known + np.arange(rows)[:, None])] = -np.inf
-        p = np.exp(score - score.max(-1, keepdims=True))
-        p /= p.sum(-1, keepdims=True)
-        x = x + linear(np.einsum("hqk,khd->qhd", p, v).reshape(rows, -1), f"{attn}.o_proj")
+        x = x + linear(np.einsum("hqk,khd->qhd", softmax(score, -1), v).reshape(rows, -1), f"{attn}.o_proj")
         y = rms(x, f"{name}.post_attention_layernorm")
         gate = linear(y, f"{name}.mlp.gate_proj")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
+        x = x + linear(gate * expit(gate) * linear(y, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
     hidden = rms(x, "norm")[-count:]
     return Block(hidden, hidden @ (w["lm_head"] if "lm_head" in w else output.astype(np.float64)).T)
 
@@ -177,7 +176,6 @@ def biased(head: BlockHead, block: Block, root: int, tokens: list[int]) -> tuple
     """Logits ``[K W]`` and confidences ``[K]`` of a chain of target ids, each given those before it."""
     w = weights(head)
     before = [root, *tokens][: len(block.logits)]
-    sigmoid = lambda x: 1 / (1 + np.exp(-x))
     logits = []
     confidence = []
     state = np.zeros(head.rank)
@@ -188,14 +186,14 @@ def biased(head: BlockHead, block: Block, root: int, tokens: list[int]) -> tuple
             confidence.append(float(w["confidence_head.proj"][0] @ seen + w["confidence_head.proj.bias"][0]))
         if head.markov == "gated":
             gate = w["markov_head.gate_proj"] @ np.concatenate([h, m]) + w["markov_head.gate_proj.bias"]
-            read = sigmoid(gate) * m
+            read = expit(gate) * m
         elif head.markov == "rnn":
             joint = w["markov_head.joint_proj"] @ np.concatenate([state, m, h]) + w["markov_head.joint_proj.bias"]
             gate, candidate, out = np.split(joint, 3)
-            state = sigmoid(gate) * state + (1 - sigmoid(gate)) * np.tanh(candidate)
+            state = expit(gate) * state + (1 - expit(gate)) * np.tanh(candidate)
             read = np.tanh(out)
         logits.append(base + (w["markov_head.markov_w2"] @ read if head.rank else 0.0))
-    return np.array(logits), sigmoid(np.array(confidence))
+    return np.array(logits), expit(np.array(confidence))
 
 
 def chosen_ids(head: BlockHead) -> np.ndarray:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,10 +15,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from eagle3_jax import conversion
+from eagle3_jax import LoadedTarget, conversion, load_drafter, load_target
 from eagle3_jax.conversion import CheckpointError, rules
 from eagle3_jax.conversion.tensors import read_tensors
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
+from eagle3_jax.topology import Topology
+from eagle3_jax.types import DraftSampling
 
 TARGET = DecoderConfig(
     vocab_size=61,
@@ -73,6 +77,13 @@ def edit_tensors(directory: Path, **changes: np.ndarray | None) -> None:
     stored = {name: value.copy() for name, value in read_tensors(directory).items()}
     tensors = {**stored, **{k.replace("__", "."): v for k, v in changes.items()}}
     save_file({k: np.ascontiguousarray(v) for k, v in tensors.items() if v is not None}, path)
+
+
+def edited(directory: Path, fields: dict[str, Any], tensors: dict[str, np.ndarray | None]) -> Path:
+    """Sets fields and tensors of a checkpoint, and returns its directory; ``None`` removes a field or a tensor."""
+    edit_config(directory, **fields)
+    edit_tensors(directory, **tensors)
+    return directory
 
 
 def same_params(first: Any, second: Any) -> bool:
@@ -229,6 +240,28 @@ def write_llama(directory: Path, config: DecoderConfig = TARGET, seed: int = 0) 
     return write_checkpoint(directory, target_config_json(config), tensors)
 
 
+@functools.cache
+def loaded_target() -> LoadedTarget:
+    """Returns a random target of the sizes of :data:`TARGET`."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load_target(write_llama(Path(folder)))
+
+
+def target_tables() -> list[np.ndarray]:
+    """Returns embedding and output matrix of :func:`loaded_target`, both ``[V D]``."""
+    params: Any = loaded_target().params
+    return [np.asarray(table) for table in (params["embedding"], params["head"]["kernel"].T)]
+
+
+def loaded_head(
+    write: Callable[[Path], Path], topology: Topology | None = None, draft_sampling: DraftSampling | None = None
+) -> tuple[Any, Any]:
+    """Returns the drafter for :func:`loaded_target` that is loaded from files, and its parameters."""
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = load_drafter(write(Path(folder)), target=loaded_target())
+    return loaded.drafter.with_topology(topology, draft_sampling), loaded.params
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Head(StoredHead):
     """The options of an EAGLE-3 head; the defaults are those of an official one."""
@@ -380,6 +413,12 @@ class TorchLayers:
         gate = self.torch.nn.functional.silu(self.linear(x, f"{name}.gate_proj"))
         return self.linear(gate * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj")
 
+    def block(self, x: Any, name: str, *, fed: Any = None, window: int | None = None) -> Any:
+        """Runs a block of Llama's. Its attention reads ``fed``, by default the normed input."""
+        fed = self.rms(x, f"{name}.input_layernorm") if fed is None else fed
+        x = x + self.attend(fed, f"{name}.self_attn", window)
+        return x + self.mlp(self.rms(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
+
 
 class TorchHead(TorchLayers):
     """The network of an EAGLE-3 head."""
@@ -402,41 +441,57 @@ class TorchHead(TorchLayers):
 
     def run(self, tokens: Any, stream: Any) -> Any:
         """Runs the layers on a sequence from position 0; each row sees itself and the rows before it."""
-        head = self.head
-        windows = self.head.windows or (None,) * self.head.layers
+        first, *others = self.head.windows or (None,) * self.head.layers
         normed = self.rms(stream, "layers.0.hidden_norm")
         both = self.torch.cat([self.rms(self.table[tokens], "layers.0.input_layernorm"), normed], -1)
-        x = (normed if head.norm_before_residual else stream) + self.attend(both, "layers.0.self_attn", windows[0])
-        x = x + self.mlp(self.rms(x, "layers.0.post_attention_layernorm"), "layers.0.mlp")
-        for layer in range(1, head.layers):
-            normed = self.rms(x, f"layers.{layer}.input_layernorm")
-            x = x + self.attend(normed, f"layers.{layer}.self_attn", windows[layer])
-            x = x + self.mlp(self.rms(x, f"layers.{layer}.post_attention_layernorm"), f"layers.{layer}.mlp")
+        x = self.block(normed if self.head.norm_before_residual else stream, "layers.0", fed=both, window=first)
+        for layer, window in enumerate(others, 1):
+            x = self.block(x, f"layers.{layer}", window=window)
         return x
 
     def logits(self, output: Any) -> Any:
         return self.linear(self.rms(output, "norm"), "lm_head")
 
 
-def torch_draft(head: Head, embedding: np.ndarray, features: np.ndarray, tokens: np.ndarray, depth: int) -> Drafted:
+def draft_greedily(
+    run: Callable[[Any, Any], Any],
+    read: Callable[[Any], Any],
+    tokens: np.ndarray,
+    stream: Any,
+    depth: int,
+    *,
+    chosen: Any = None,
+    feed_back: Callable[[Any], Any] = lambda output: output,
+) -> Drafted:
     """Returns logits at every true pair and a greedy chain after the last, recomputed from the start at each step.
 
-    ``features [T A Dt]`` are at positions 0..T-1, and ``tokens [T]`` are the target ids *after* them.
+    Args:
+        run: The network, from target ids and a stream of states, from position 0 on, to outputs.
+        read: From outputs to logits.
+        tokens: ``[T]``, the target ids after positions 0..T-1.
+        stream: ``[T D]``, states at these positions.
+        depth: Number of tokens to draft.
+        chosen: Target id of each draft id; by default these are equal.
+        feed_back: From outputs to the states of drafted tokens.
     """
     import torch
 
-    network = TorchHead(head, embedding)
-    ids = torch.from_numpy(tokens).long()
-    stream = network.fuse(features)
+    ids = torch.from_numpy(np.array(tokens)).long()
+    logits = []
     drafts = []
-    first = None
     for _ in range(depth):
-        out = network.run(ids, stream)
-        logits = network.logits(out)
-        first = logits if first is None else first
-        drafts.append(int(network.chosen[logits[-1].argmax()]))
-        fed_back = network.rms(out[-1:], "norm") if head.norm_output else out[-1:]
+        output = run(ids, stream)
+        logits.append(read(output))
+        best = logits[-1][-1].argmax()
+        drafts.append(int(best if chosen is None else chosen[best]))
         ids = torch.cat([ids, torch.tensor(drafts[-1:])])
-        stream = torch.cat([stream, fed_back])
-    assert first is not None
-    return Drafted(first.numpy(), drafts)
+        stream = torch.cat([stream, feed_back(output[-1:])])
+    return Drafted(logits[0].numpy(), drafts)
+
+
+def torch_draft(head: Head, embedding: np.ndarray, features: np.ndarray, tokens: np.ndarray, depth: int) -> Drafted:
+    """Drafts with an EAGLE-3 head after ``features [T A Dt]`` at positions 0..T-1 and the ``tokens`` after them."""
+    network = TorchHead(head, embedding)
+    options = {"feed_back": lambda output: network.rms(output, "norm")} if head.norm_output else {}
+    stream = network.fuse(features)
+    return draft_greedily(network.run, network.logits, tokens, stream, depth, chosen=network.chosen, **options)

@@ -52,75 +52,34 @@ propose_from_table = tables.TableDrafter.propose
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def exact_distribution(function: Callable, bug: Callable, case: str = "a sampled chain") -> Mutant:
-    return Mutant(
-        function,
-        bug,
-        test_exact_distribution.test_speculation_has_exactly_the_autoregressive_distribution_with,
-        (case,),
-    )
+def caught_by(check: Callable, *default: Any, **options: Any) -> Callable[..., Mutant]:
+    """Returns a function that makes a mutant for this check, from a function, a bug and arguments of the check."""
+    return lambda function, bug, *args: Mutant(function, bug, check, args or default, tuple(options.items()))
 
 
-def block_distribution(function: Callable, bug: Callable, case: str = "a sampled chain") -> Mutant:
-    return Mutant(
-        function, bug, test_block_distribution.test_blocks_have_exactly_the_autoregressive_distribution_with, (case,)
-    )
-
-
-def at_once(function: Callable, bug: Callable) -> Mutant:
-    return Mutant(function, bug, test_verify.test_point_masses_are_decided_at_once_as_one_by_one, (0,))
-
-
-def thresholds(function: Callable, bug: Callable, rule: str = "the token rule") -> Mutant:
-    """Returns a bug that only the small probabilities of a real vocabulary show."""
-    return Mutant(function, bug, test_thresholds.check_thresholds, (rule, 28))
-
-
-def sampling_distribution(function: Callable, bug: Callable, drafter: str) -> Mutant:
-    return Mutant(function, bug, test_sampling_distribution.check_sampling_distribution, (drafter,), (("runs", 3),))
-
-
-def long_distribution(function: Callable, bug: Callable, drafter: str, rows: int = 2048, runs: int = 1) -> Mutant:
-    check = test_long_distribution.check_long_distribution
-    return Mutant(function, bug, check, (drafter,), (("rows", rows), ("runs", runs)))
-
-
-def subtle(function: Callable, bug: Callable) -> Mutant:
-    """Returns a bug of half a percent or less, which three million tokens of plain decoding show."""
-    return long_distribution(function, bug, "plain decoding", rows=8192, runs=16)
-
-
-def ledger(function: Callable, bug: Callable, case: str) -> Mutant:
-    return Mutant(function, bug, test_keys.test_every_key_is_used_once_and_as_documented_with, (case,))
-
-
-def greedy(function: Callable, bug: Callable, drafter: str = "a random dynamic tree", stops: tuple = ()) -> Mutant:
-    return Mutant(function, bug, test_greedy.check_greedy_output, (drafter, stops))
-
-
-def deep_accepts(function: Callable, bug: Callable) -> Mutant:
-    return Mutant(
-        function,
-        bug,
-        test_scripted_trees.test_the_targets_own_branch_is_accepted_to_its_end_and_the_text_is_plain_with,
-        ("one wrong sibling in front, N = G + 2",),
-    )
-
-
-def vllm_trace(function: Callable, bug: Callable) -> Mutant:
-    return Mutant(function, bug, test_golden.check_vllm_counters)
-
-
-def official_draft(function: Callable, bug: Callable) -> Mutant:
-    return Mutant(function, bug, test_golden.test_the_first_drafted_tree_equals_the_official_code)
-
-
-def eagle2_trace(function: Callable, bug: Callable) -> Mutant:
-    return Mutant(function, bug, test_golden.check_official_trace, ("eagle1", "trace_eagle1_greedy_fp32", 3))
-
-
-def official_losses(function: Callable, bug: Callable | tuple[str, str], steps: int = 3) -> Mutant:
-    return Mutant(function, bug, test_training.check_official_losses, (steps,))
+exact_distribution = caught_by(
+    test_exact_distribution.test_speculation_has_exactly_the_autoregressive_distribution_with, "a sampled chain"
+)
+block_distribution = caught_by(
+    test_block_distribution.test_blocks_have_exactly_the_autoregressive_distribution_with, "a sampled chain"
+)
+at_once = caught_by(test_verify.test_point_masses_are_decided_at_once_as_one_by_one, 0)
+# Bugs that only the small probabilities of a real vocabulary show.
+thresholds = caught_by(test_thresholds.check_thresholds, "the token rule", 28)
+sampling_distribution = caught_by(test_sampling_distribution.check_sampling_distribution, runs=3)
+long_distribution = caught_by(test_long_distribution.check_long_distribution, rows=2048, runs=1)
+# Bugs of half a percent or less, which three million tokens show.
+subtle = caught_by(test_long_distribution.check_long_distribution, "plain decoding", rows=8192, runs=16)
+ledger = caught_by(test_keys.test_every_key_is_used_once_and_as_documented_with)
+greedy = caught_by(test_greedy.check_greedy_output, "a random dynamic tree")
+deep_accepts = caught_by(
+    test_scripted_trees.test_the_targets_own_branch_is_accepted_to_its_end_and_the_text_is_plain_with,
+    "one wrong sibling in front, N = G + 2",
+)
+vllm_trace = caught_by(test_golden.check_vllm_counters)
+official_draft = caught_by(test_golden.test_the_first_drafted_tree_equals_the_official_code)
+eagle2_trace = caught_by(test_golden.check_official_trace, "eagle1", "trace_eagle1_greedy_fp32", 3)
+official_losses = caught_by(test_training.check_official_losses, 3)
 
 
 def mtp_rounds(function: Callable, bug: Callable) -> Mutant:

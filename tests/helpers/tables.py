@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
-from eagle3_jax.drafters.base import grow
+from eagle3_jax.drafters.base import ShapedDrafter
 from eagle3_jax.drafters.grow import DraftInputs, Level
 from eagle3_jax.models.context import cache_mask
 from eagle3_jax.topology import Chain, Topology
@@ -82,7 +82,7 @@ class Window:
 
 
 @dataclasses.dataclass(frozen=True)
-class TableDrafter:
+class TableDrafter(ShapedDrafter):
     """Drafts with the library's own growth from a table ``[V^order W]`` of logits over ``W`` draft ids.
 
     Its parameters are the table and the target id of each draft id.
@@ -93,26 +93,7 @@ class TableDrafter:
     topology: Topology = Chain(3)  #: Chain, dynamic tree or static tree.
     draft_sampling: DraftSampling = DraftSampling.GREEDY  #: Whether the tokens of a chain or a static tree are sampled.
 
-    @property
-    def is_chain(self) -> bool:
-        return isinstance(self.topology, Chain)
-
-    @property
-    def num_nodes(self) -> int:
-        return self.topology.num_nodes
-
-    @property
-    def max_depth(self) -> int:
-        return self.topology.max_depth
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return ()
-
-    def with_topology(self, topology: Topology | None, draft_sampling: DraftSampling | None) -> TableDrafter:
-        return dataclasses.replace(
-            self, topology=topology or self.topology, draft_sampling=draft_sampling or self.draft_sampling
-        )
+    aux_layers = ()
 
     def init(self, params: Any, batch: int, capacity: int) -> Window:
         return Window(tokens=jnp.zeros((batch, self.order), jnp.int32))
@@ -139,7 +120,7 @@ class TableDrafter:
 
         first = Level(logits=table[context], carry=context, memory=())
         inputs = DraftInputs(root, first, run, ids, self.vocab_size, keys, sampling)
-        return grow(self.topology, self.draft_sampling, inputs)[0]
+        return self.grow(inputs)[0]
 
 
 def target(logits: np.ndarray, order: int) -> LoadedTarget:

@@ -20,7 +20,7 @@ from eagle3_jax import drafters
 from eagle3_jax import loop as loops
 from eagle3_jax.cache import Cache, KeyValues
 from eagle3_jax.checks import per_row
-from eagle3_jax.decode import LoadedDrafter, LoadedTarget
+from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters import (
     DFlashConfig,
     DFlashDrafter,
@@ -39,6 +39,7 @@ from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, LayerConfig, uniform
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import FLOAT32, Precision
+from eagle3_jax.results import GenerationResult
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.testing.scripted import FixedTree, RootState, chain_parents
 from eagle3_jax.topology import Chain, StaticTree, Topology
@@ -237,6 +238,15 @@ def seen_of(tokens: Any, features: Any, length: Any, next_token: Any) -> Observa
     return Observation(features=jnp.asarray(features, jnp.float32), **numbers)
 
 
+@functools.partial(jax.jit, static_argnames=("drafter", "temperature"))
+def next_draft(drafter: Any, params: Any, state: Any, seen: Observation, temperature: float = 0.0) -> Draft:
+    """Returns the draft after an observation, with the drafter's state after it."""
+    batch = seen.length.shape[0]
+    keys = jax.random.split(jax.random.key(0), batch)
+    state = drafter.observe(params, state, seen)
+    return drafter.propose(params, state, keys, per_row(SamplingParams(temperature=temperature), batch))
+
+
 def ragged_rounds(
     tokens: np.ndarray, features: np.ndarray, counts: Sequence[Sequence[int]]
 ) -> Iterator[tuple[np.ndarray, Observation]]:
@@ -252,6 +262,14 @@ def ragged_rounds(
         yield known, seen_of(*shown, count, tokens[rows, known])
 
 
+def padded(rows: Sequence[Sequence[int]], width: int | None = None) -> np.ndarray:
+    """Returns rows of tokens as one array, with zeros after shorter ones."""
+    tokens = np.zeros((len(rows), width or max(map(len, rows))), np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    return tokens
+
+
 def prompts(
     rows: list[list[int]],
     *,
@@ -263,13 +281,10 @@ def prompts(
 ) -> Prompts:
     """Returns a ragged batch; ``limit`` counts new tokens."""
     length = np.array([len(row) for row in rows], np.int32)
-    tokens = np.zeros((len(rows), width or length.max()), np.int32)
-    for index, row in enumerate(rows):
-        tokens[index, : len(row)] = row
     limits = length + np.asarray(limit, np.int32)
     stops = np.tile(np.array(stop_tokens, np.int32), (len(rows), 1))
     return Prompts(
-        tokens=jnp.asarray(tokens),
+        tokens=jnp.asarray(padded(rows, width)),
         length=jnp.asarray(length),
         limit=jnp.asarray(limits),
         limit_reason=jnp.full((len(rows),), int(FinishReason.LENGTH), jnp.int32),
@@ -282,6 +297,19 @@ def prompts(
 def bind(target: LoadedTarget, drafter: LoadedDrafter, **options: Any) -> tuple[SpeculativeLoop, LoopParams]:
     """Returns the loop of a pair and its parameters."""
     return SpeculativeLoop(target.model, drafter.drafter, **options), LoopParams(target.params, drafter.params)
+
+
+def check_same_text(
+    target: LoadedTarget, drafter: Any, prompts: Sequence[Any], *, max_new_tokens: Any, **options: Any
+) -> GenerationResult:
+    """Checks that the greedy text with a drafter is that without one, and returns the result with the drafter."""
+    plain, drafted = (
+        SpeculativeDecoder(target, stop_tokens=(), **arguments).generate(prompts, max_new_tokens=max_new_tokens)
+        for arguments in ({}, {"drafter": drafter, **options})
+    )
+    assert drafted.tokens == plain.tokens
+    assert int(drafted.stats.num_draft_tokens) > 0
+    return drafted
 
 
 def outputs(outcome: loops.Outcome, batch: Prompts) -> list[list[int]]:

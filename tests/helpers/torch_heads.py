@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoints import Drafted, Draw, StoredHead, TorchLayers, drawing, write_checkpoint
+from checkpoints import Drafted, Draw, StoredHead, TorchLayers, draft_greedily, drawing, write_checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,44 +87,31 @@ def network(head: Eagle1 | MTP, w: dict[str, Any]) -> Any:
     import torch
 
     layers = TorchLayers(head, w)
-    rms = layers.rms
-    linear = layers.linear
 
     def eagle1(embedded: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-        x = linear(torch.cat([embedded, stream], -1), "fc")
+        x = layers.linear(torch.cat([embedded, stream], -1), "fc")
         for layer in range(head.layers):
-            name = f"layers.{layer}"
-            x = x + layers.attend(rms(x, f"{name}.input_layernorm") if layer else x, f"{name}.self_attn")
-            x = x + layers.mlp(rms(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
+            x = layers.block(x, f"layers.{layer}", fed=None if layer else x)
         return x
 
     def mtp(embedded: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
         name = f"model.layers.{head.target_layers}"
         embedded = torch.cat([torch.zeros_like(embedded[:1]), embedded[1:]])
-        both = torch.cat([rms(embedded, f"{name}.enorm"), rms(stream, f"{name}.hnorm")], -1)
-        x = linear(both, f"{name}.eh_proj")
-        x = x + layers.attend(rms(x, f"{name}.input_layernorm"), f"{name}.self_attn")
-        x = x + layers.mlp(rms(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
-        return rms(x, f"{name}.shared_head.norm")
+        both = torch.cat([layers.rms(embedded, f"{name}.enorm"), layers.rms(stream, f"{name}.hnorm")], -1)
+        x = layers.block(layers.linear(both, f"{name}.eh_proj"), name)
+        return layers.rms(x, f"{name}.shared_head.norm")
 
     return eagle1 if isinstance(head, Eagle1) else mtp
 
 
 def drafted(
-    head: Eagle1 | MTP,
-    *,
-    embedding: np.ndarray,
-    output: np.ndarray,
-    features: np.ndarray,
-    tokens: np.ndarray,
-    depth: int,
+    head: Eagle1 | MTP, tables: Sequence[np.ndarray], features: np.ndarray, tokens: np.ndarray, depth: int
 ) -> Drafted:
-    """Logits of every true pair and a greedy chain after the last.
+    """Drafts with a head.
 
     Args:
         head: The weights.
-        embedding: ``[V D]``.
-        output: ``[V D]``, the matrix that logits are read off.
+        tables: The embedding and the matrix that logits are read off, both ``[V D]``.
         features: ``[T D]``, the target's final states at positions 0..T-1.
         tokens: ``[T]``, those *after* them.
         depth: Tokens to draft.
@@ -132,16 +120,7 @@ def drafted(
 
     weights = {name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in head.tensors().items()}
     run = network(head, weights)
-    table, matrix = (torch.from_numpy(np.array(array, np.float32)) for array in (embedding, output))
-    ids = torch.from_numpy(np.array(tokens)).long()
-    stream = torch.from_numpy(np.array(features, np.float32))
-    first = None
-    drafts = []
-    for _ in range(depth):
-        out = run(table[ids], stream)
-        logits = out @ matrix.T
-        first = logits if first is None else first
-        drafts.append(int(logits[-1].argmax()))
-        ids = torch.cat([ids, torch.tensor(drafts[-1:])])
-        stream = torch.cat([stream, out[-1:]])
-    return Drafted(first.numpy(), drafts)
+    table, matrix, stream = (torch.from_numpy(np.array(array, np.float32)) for array in (*tables, features))
+    return draft_greedily(
+        lambda ids, stream: run(table[ids], stream), lambda out: out @ matrix.T, tokens, stream, depth
+    )

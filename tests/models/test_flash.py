@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from pathlib import Path
 from typing import Any
 
@@ -51,32 +52,37 @@ SCORINGS = {
 }
 
 
+def check_attention(
+    queries: jax.Array, kv: KeyValue, masks: tuple[Any, ...], length: jax.Array, size: int, scoring: Scoring = Scoring()
+) -> None:
+    """Compares with attention under the last of the masks; with the others the kernel has to give the same."""
+    expected = attention(queries, (Segment(kv, masks[-1]),), (), scoring)
+    options = {"scale": scoring.factor(queries.shape[-1]), "softcap": scoring.softcap, "sinks": scoring.sinks}
+    for mask in masks:
+        actual = interpreted(queries, kv, mask, length, size=size, **options)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_it_is_attention(shape: tuple[int, ...]) -> None:
+    """The mask is that of the block or of all slots; a chain needs none."""
     batch, tokens, kv_heads, group, capacity, size, width = shape
     queries = random(0, batch, tokens, kv_heads * group, size)
     kv = KeyValue(random(1, batch, kv_heads, capacity, size), random(2, batch, kv_heads, capacity, width))
     length = jnp.asarray(np.random.default_rng(0).integers(0, capacity - tokens + 1, batch), jnp.int32)
     trees = jnp.concatenate([tree_mask(tokens), *[causal_mask(tokens)] * (batch - 1)])  # one for each row
     for mask, kernel_mask in ((trees, trees), (trees[:1], trees[:1]), (causal_mask(tokens), None)):
-        seen = cache_mask(mask, length, capacity)
-        expected = attention(queries, (Segment(kv, seen),))
-        for given_mask in (kernel_mask, seen):  # of the block, and of all slots
-            actual = interpreted(queries, kv, given_mask, length, size=tokens, scale=size**-0.5)
-            np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6)
+        check_attention(queries, kv, (kernel_mask, cache_mask(mask, length, capacity)), length, tokens)
 
 
-@pytest.mark.parametrize("of_block", [True, False])
-def test_the_last_tokens_of_a_block_see_those_before_them(of_block: bool) -> None:
-    """Runs three of five tokens, like the levels of a draft; a chain needs no mask."""
+def test_the_last_tokens_of_a_block_see_those_before_them() -> None:
+    """Runs three of five tokens, like the levels of a draft."""
     queries = random(0, 2, 3, 4, 16)
     length = jnp.array([0, 61], jnp.int32)
     kv = KeyValue(random(1, 2, 2, 80, 16), random(2, 2, 2, 80, 16))
     tree = tree_mask(5)[:, 2:]
     for mask, kernel_mask in ((tree, tree), (causal_mask(5)[:, 2:], None)):
-        seen = cache_mask(mask, length, 80)
-        actual = interpreted(queries, kv, kernel_mask if of_block else seen, length, size=5, scale=0.25)
-        np.testing.assert_allclose(actual, attention(queries, (Segment(kv, seen),)), rtol=0, atol=2e-6)
+        check_attention(queries, kv, (kernel_mask, cache_mask(mask, length, 80)), length, 5)
 
 
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
@@ -85,12 +91,9 @@ def test_scales_caps_sinks_and_windows(scoring: Scoring, span: Span) -> None:
     queries = random(0, 2, 5, 8, 16)
     kv = KeyValue(random(1, 2, 2, 150, 16), random(2, 2, 2, 150, 16))
     length = jnp.array([3, 140], jnp.int32)
-    seen = cache_mask(
-        causal_mask(5), length, 150, positions=length[:, None] + jnp.arange(5, dtype=jnp.int32), span=span
-    )
-    options = {"scale": scoring.factor(16), "softcap": scoring.softcap, "sinks": scoring.sinks}
-    actual = interpreted(queries, kv, seen, length, size=5, **options)
-    np.testing.assert_allclose(actual, attention(queries, (Segment(kv, seen),), (), scoring), rtol=0, atol=2e-6)
+    positions = length[:, None] + jnp.arange(5, dtype=jnp.int32)
+    seen = cache_mask(causal_mask(5), length, 150, positions=positions, span=span)
+    check_attention(queries, kv, (seen,), length, 5, scoring)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -181,21 +184,22 @@ def test_which_arrays_the_kernel_takes() -> None:
         assert not taken()
 
 
-def test_the_kernel_is_off_on_cpus_and_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Gpu:
-        platform = "gpu"
-        device_kind = "NVIDIA H200"
-        compute_capability = "9.0"
-
-    assert not flash.is_enabled()
-    monkeypatch.setattr(jax, "devices", lambda: [Gpu])
-    monkeypatch.setattr(flash, "agrees_with_reference", lambda attend: False)
-    assert not flash.is_enabled()
-    monkeypatch.setattr(flash, "agrees_with_reference", lambda attend: attend is flash.flash_attention)
-    assert flash.is_enabled()
-    monkeypatch.setattr(Gpu, "compute_capability", "7.5")  # bfloat16 came with 8.0
-    assert not flash.is_enabled()
-    monkeypatch.setattr(Gpu, "compute_capability", "9.0")
+@pytest.mark.parametrize(
+    ("platform", "capability", "agrees", "is_enabled"),
+    [
+        ("gpu", "9.0", True, True),
+        ("gpu", "9.0", False, False),
+        ("gpu", "7.5", True, False),  # bfloat16 came with 8.0
+        ("cpu", "9.0", True, False),
+    ],
+)
+def test_the_kernel_is_on_for_gpus_on_which_it_is_right(
+    platform: str, capability: str, agrees: bool, is_enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = types.SimpleNamespace(platform=platform, device_kind="NVIDIA H200", compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(flash, "agrees_with_reference", lambda attend: agrees and attend is flash.flash_attention)
+    assert flash.is_enabled() == is_enabled
     monkeypatch.setenv("EAGLE3_ATTENTION", "xla")
     assert not flash.is_enabled()
     with flash.enabled(True):

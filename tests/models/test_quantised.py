@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import quantised as by_hand
-from checkpoints import edit_config, edit_tensors, refused, same_params, write_checkpoint
+from checkpoints import edit_config, edited, refused, same_params, write_checkpoint
 from quantised import BLOCK, FP8_CONFIG, KEPT, LAYERS, RECIPES, plain, written
 
 from eagle3_jax import conversion
@@ -169,10 +169,8 @@ OF_WEIGHTS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_is_not_what_it_says_is_refused(tmp_path: Path, name: str) -> None:
     recipe, config, tensors, message = REFUSALS[name]
-    path = written(tmp_path, recipe)[0]
-    edit_config(path, quantization_config={**RECIPES[recipe].config, **config})
-    edit_tensors(path, **tensors)
-    refused(conversion.read_target, path, message)
+    fields = {"quantization_config": RECIPES[recipe].config | config}
+    refused(conversion.read_target, edited(written(tmp_path, recipe)[0], fields, tensors), message)
 
 
 @pytest.mark.parametrize("name", OF_WEIGHTS)

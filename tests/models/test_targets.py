@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import LLAMA3, edit_config, edit_tensors, refused, same_params, write_llama
+from checkpoints import LLAMA3, edit_config, edit_tensors, edited, refused, same_params, write_llama
 from families import RECIPES, build
 
 from eagle3_jax import conversion
@@ -130,7 +130,4 @@ TARGET_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", TARGET_REFUSALS)
 def test_a_target_that_is_not_computed_is_refused(tmp_path: Path, name: str) -> None:
     fields, tensors, message = TARGET_REFUSALS[name]
-    directory = write_llama(tmp_path / "target")
-    edit_config(directory, **fields)
-    edit_tensors(directory, **tensors)
-    refused(conversion.read_target, directory, message)
+    refused(conversion.read_target, edited(write_llama(tmp_path / "target"), fields, tensors), message)

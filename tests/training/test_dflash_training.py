@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import tiny
 from block_heads import BlockHead, biased, chosen_ids, run_block
+from checkpoints import loaded_head
 from scipy.special import softmax
-from test_dflash import EMBEDDING, OUTPUT, loaded
+from test_dflash import EMBEDDING, OUTPUT
 
 from eagle3_jax.drafters import Markov
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
@@ -107,7 +108,7 @@ def by_hand(head: BlockHead, objective: BlockObjective) -> float:
 )
 def test_all_blocks_in_one_pass_are_the_blocks_one_by_one(head: BlockHead, objective: BlockObjective) -> None:
     """So no block attends to another or to its future, and only predictions are counted."""
-    drafter, params = loaded(head)
+    drafter, params = loaded_head(head.write)
     frozen: Any = {
         "target_params": {"logits": jnp.asarray(LOGITS), "features": jnp.asarray(FEATURES)},
         "embedding": jnp.asarray(EMBEDDING),
