@@ -194,8 +194,8 @@ def _byte_bpe(header: Header, vocab: dict[str, int]) -> tuple[dict[str, Any], bo
         raise CheckpointError(f"{header.path} has no {_PREFIX}merges; fetch the file again")
     pairs = []
     for merge in merges:
-        rest, _, second = merge[1:].partition(" ")
-        pairs.append([merge[0] + rest, second])
+        inner, _, second = merge[1:].partition(" ")
+        pairs.append([merge[0] + inner, second])
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     splits: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if rule.single_digits else []
     for pattern in rule.patterns:

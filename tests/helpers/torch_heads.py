@@ -83,30 +83,32 @@ class MTP(FeedbackHead):
 
 def network(head: Eagle1 | MTP, w: dict[str, Any]) -> Any:
     """Returns a function that runs a head over a whole sequence of embedded tokens and states from position 0."""
-    import torch
+    return (TorchEagle1 if isinstance(head, Eagle1) else TorchMTP)(head, w).run
 
-    layers = TorchLayers(head, w)
-    rms = layers.rms
-    linear = layers.linear
 
-    def eagle1(embedded: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-        x = linear(torch.cat([embedded, stream], -1), "fc")
-        for layer in range(head.layers):
-            name = f"layers.{layer}"
-            x = x + layers.attend(rms(x, f"{name}.input_layernorm") if layer else x, f"{name}.self_attn")
-            x = x + layers.mlp(rms(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
+class TorchBlock(TorchLayers):
+    def block(self, x: Any, name: str, *, normed: bool = True) -> Any:
+        """Runs a block; ``normed`` tells whether it has a norm of its inputs."""
+        x = x + self.attend(self.rms(x, f"{name}.input_layernorm") if normed else x, f"{name}.self_attn")
+        return x + self.mlp(self.rms(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
+
+
+class TorchEagle1(TorchBlock):
+    def run(self, embedded: Any, stream: Any) -> Any:
+        x = self.linear(self.torch.cat([embedded, stream], -1), "fc")
+        for layer in range(self.head.layers):
+            x = self.block(x, f"layers.{layer}", normed=layer > 0)
         return x
 
-    def mtp(embedded: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-        name = f"model.layers.{head.target_layers}"
-        embedded = torch.cat([torch.zeros_like(embedded[:1]), embedded[1:]])
-        both = torch.cat([rms(embedded, f"{name}.enorm"), rms(stream, f"{name}.hnorm")], -1)
-        x = linear(both, f"{name}.eh_proj")
-        x = x + layers.attend(rms(x, f"{name}.input_layernorm"), f"{name}.self_attn")
-        x = x + layers.mlp(rms(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
-        return rms(x, f"{name}.shared_head.norm")
 
-    return eagle1 if isinstance(head, Eagle1) else mtp
+class TorchMTP(TorchBlock):
+    def run(self, embedded: Any, stream: Any) -> Any:
+        torch = self.torch
+        name = self.head.prefix
+        embedded = torch.cat([torch.zeros_like(embedded[:1]), embedded[1:]])
+        both = torch.cat([self.rms(embedded, f"{name}.enorm"), self.rms(stream, f"{name}.hnorm")], -1)
+        x = self.block(self.linear(both, f"{name}.eh_proj"), name)
+        return self.rms(x, f"{name}.shared_head.norm")
 
 
 def drafted(
