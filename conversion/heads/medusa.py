@@ -202,7 +202,8 @@ def head_of_different_blocks(tensors: Mapping[str, Any], config: MedusaConfig) -
     for head in range(config.num_heads):
         for part in ("weight", "bias") if config.bias else ("weight",):
             names = [f"blocks.{head}.layers.{layer}.{part}" for layer in range(config.num_layers)]
-            if not all(np.array_equal(tensors.get(names[0]), tensors.get(name)) for name in names):
+            weights: list[Any] = list(map(tensors.get, names))
+            if not all(np.array_equal(weights[0], weight) for weight in weights):
                 return head
     return None
 
