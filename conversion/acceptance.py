@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -55,53 +56,50 @@ def forced_agreement(
     params = _place(target.params, precision)
     drafter, draft_params = _drafter(draft, model.tables(params), precision)
     reach = int(drafter.max_depth)
-    num_tokens = num_cuts + reach
-
-    @jax.jit
-    def extend(params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
-        """Appends greedy tokens to the prompt, a forward pass each: slow, but without a cache that could be wrong."""
-        positions = jnp.arange(tokens.shape[1])[None]
-
-        def step(count: jax.Array, tokens: jax.Array) -> jax.Array:
-            out = model(params, tokens, positions, causal_mask(tokens.shape[1]))
-            last = jax.lax.dynamic_index_in_dim(out.final, length + count - 1, axis=1, keepdims=False)
-            chosen = jnp.argmax(model.unembed(params, last), axis=-1).astype(tokens.dtype)
-            return tokens.at[:, length + count].set(chosen)
-
-        return jax.lax.fori_loop(0, num_tokens, step, tokens)
-
-    @jax.jit
-    def drafted_after(params: Any, draft_params: Any, state: Any, tokens: jax.Array, cuts: jax.Array) -> jax.Array:
-        """Returns drafted tokens ``[rows reach]`` after the first ``cut + 1`` tokens, one row per cut."""
-        positions = jnp.arange(tokens.shape[1])[None]
-        out = model(params, tokens, positions, causal_mask(tokens.shape[1]), aux_layers=drafter.aux_layers)
-        rows = cuts.shape[0]
-        row_tokens = jnp.broadcast_to(tokens, (rows, tokens.shape[1]))
-        features = jnp.broadcast_to(out.features, (rows, *out.features.shape[1:]))
-        next_token = tokens[0, cuts]
-        seen = Observation(tokens=row_tokens, features=features, length=cuts, next_token=next_token)
-        state = drafter.observe(draft_params, state, seen)
-        keys = jax.random.split(jax.random.key(0), rows)
-        return drafter.propose(draft_params, state, keys, SamplingParams()).tokens[:, 1:]
-
-    right = np.zeros((reach + 1,), np.int64)
     # One length for all prompts, so that both functions compile once.
-    longest = max(len(prompt) for prompt in prompts)
+    length = max(map(len, prompts)) + num_cuts + reach
     # The root of a draft is the target's own token, and its draft must end inside the continuation.
     offsets = np.arange(num_cuts)
-    empty = drafter.init(draft_params, offsets.size, longest + num_tokens + reach)
+    empty = drafter.init(draft_params, num_cuts, length + reach)
+    right = np.zeros((reach + 1,), np.int64)
     for prompt in prompts:
-        padded = np.zeros((1, longest + num_tokens), np.int32)
-        padded[0, : len(prompt)] = prompt
-        tokens = extend(params, jnp.asarray(padded), jnp.asarray(len(prompt)))
+        tokens = np.zeros((length,), np.int32)
+        tokens[: len(prompt)] = prompt
+        for last in range(len(prompt) - 1, len(prompt) + num_cuts + reach - 1):
+            tokens[last + 1] = _greedy_token(model, params, tokens, last)
         cuts = len(prompt) + offsets
-        drafted = np.asarray(drafted_after(params, draft_params, empty, tokens, jnp.asarray(cuts, jnp.int32)))
-        positions = cuts[:, None] + 1 + np.arange(reach)
-        truth = np.asarray(tokens)[0][positions]
-        accepted = np.cumprod(drafted == truth, axis=1).sum(axis=0)
+        drafted = _drafted_after(model, drafter, params, draft_params, empty, tokens, cuts.astype(np.int32))
+        truth = tokens[cuts[:, None] + 1 + np.arange(reach)]
+        accepted = np.cumprod(np.asarray(drafted) == truth, axis=1).sum(axis=0)
         right += np.concatenate([[cuts.size], accepted])
-    rates = tuple(float(after / before) if before else 0.0 for before, after in itertools.pairwise(right))
-    return Agreement(rates=rates, counts=tuple(int(count) for count in right[:-1]))
+    counts = right.tolist()
+    rates = tuple(after / before if before else 0.0 for before, after in itertools.pairwise(counts))
+    return Agreement(rates=rates, counts=tuple(counts[:-1]))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _greedy_token(model: DecoderTarget, params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
+    """Returns the token after position ``last``. A pass over all tokens is slow, but no cache could be wrong."""
+    positions = jnp.arange(tokens.size)[None]
+    out = model(params, tokens[None], positions, causal_mask(tokens.size))
+    logits = model.unembed(params, out.final[:, last])
+    return jnp.argmax(logits[0])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _drafted_after(
+    model: DecoderTarget, drafter: Any, params: Any, draft_params: Any, state: Any, tokens: jax.Array, cuts: jax.Array
+) -> jax.Array:
+    """Returns drafted tokens ``[rows reach]`` after the first ``cut + 1`` tokens, one row per cut."""
+    positions = jnp.arange(tokens.size)[None]
+    out = model(params, tokens[None], positions, causal_mask(tokens.size), aux_layers=drafter.aux_layers)
+    rows = cuts.shape[0]
+    row_tokens = jnp.broadcast_to(tokens, (rows, tokens.size))
+    features = jnp.broadcast_to(out.features, (rows, *out.features.shape[1:]))
+    seen = Observation(tokens=row_tokens, features=features, length=cuts, next_token=tokens[cuts])
+    state = drafter.observe(draft_params, state, seen)
+    keys = jax.random.split(jax.random.key(0), rows)
+    return drafter.propose(draft_params, state, keys, SamplingParams()).tokens[:, 1:]
 
 
 def _drafter(

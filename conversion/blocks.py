@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from eagle3_jax.conversion.rules import Part, Rule, in_turns, linear, norm
+from eagle3_jax.conversion.rules import COMPLETE, Part, Rule, in_turns, linear, norm
 from eagle3_jax.models.config import DecoderConfig, Experts, GatedMLP, GroupedQuery, LayerConfig
 
 # Returns the rules of a mixer or an MLP, from its description, the name of its layer in the checkpoint and its path in
@@ -32,11 +32,13 @@ def attention(config: GroupedQuery, source: str, path: str) -> list[Rule]:
     rules = []
     for name, part in in_turns(config.num_kv_heads, size, heads):
         tensor = f"{source}.{'q' if name == 'gate' else name}_proj"
-        rules += linear(tensor, f"{path}.qkv", bias=config.qkv_bias, part=part, cut=halves.get(name))
+        rules += linear(tensor, f"{path}.qkv", bias=config.qkv_bias, part=part, cut=halves.get(name, COMPLETE))
     rules += linear(f"{source}.o_proj", f"{path}.o", bias=config.o_bias)
     if config.qk_norm:
         rules += [norm(f"{source}.{name}_norm", f"{path}.{name}_norm") for name in "qk"]
-    return [*rules, Rule(f"{source}.sinks", f"{path}.sinks")] if config.sinks else rules
+    if config.sinks:
+        rules.append(Rule(f"{source}.sinks", f"{path}.sinks"))
+    return rules
 
 
 def swiglu(width: int, source: str, path: str, *, bias: bool = False) -> list[Rule]:
@@ -45,6 +47,14 @@ def swiglu(width: int, source: str, path: str, *, bias: bool = False) -> list[Ru
     for name, part in in_turns(width, 1, {"gate": 1, "up": 1}):
         rules += linear(f"{source}.{name}_proj", f"{path}.gate_up", bias=bias, part=part)
     return rules + linear(f"{source}.down_proj", f"{path}.down", bias=bias)
+
+
+def alternating_halves(width: int) -> dict[Part, Part]:
+    """Returns the parts of alternating gates and ups, and where a tensor has them: all gates before all ups."""
+    names = {"gate": 1, "up": 1}
+    parts = (part for _, part in in_turns(width, 1, names))
+    cuts = (cut for _, cut in in_turns(1, width, names))
+    return dict(zip(parts, cuts, strict=True))
 
 
 def dense(config: GatedMLP, source: str, path: str) -> list[Rule]:
@@ -59,7 +69,7 @@ def separate(config: Experts, source: str, path: str) -> list[Rule]:
         for name, part in in_turns(config.width, 1, {"gate": 1, "up": 1}):
             part = part._replace(leading=(expert,))
             rules.append(Rule(f"{source}.{expert}.{name}_proj.weight", f"{path}.gate_up", transpose=True, part=part))
-        matrix = Part(1, 1, 0, 0, 1, leading=(expert,))
+        matrix = Part(leading=(expert,))
         rules.append(Rule(f"{source}.{expert}.down_proj.weight", f"{path}.down", transpose=True, part=matrix))
     return rules
 
@@ -75,18 +85,17 @@ def stacked(config: Experts, source: str, path: str, *, transpose: bool, in_halv
         in_halves: Whether all gates come before all ``up``, instead of alternating.
     """
     rules = []
-    pieces: Any = [(None, None)]
+    pieces = {COMPLETE: COMPLETE}
     if in_halves:
-        names = {"gate": 1, "up": 1}
-        alternating = dict(in_turns(config.width, 1, names))
-        halves = dict(in_turns(1, config.width, names))
-        pieces = [(alternating[name], halves[name]) for name in names]
-    for part, cut in pieces:
+        pieces = alternating_halves(config.width)
+    for part, cut in pieces.items():
         rules.append(Rule(f"{source}.gate_up_proj", f"{path}.gate_up", transpose=transpose, part=part, cut=cut))
         if config.bias:
             rules.append(Rule(f"{source}.gate_up_proj_bias", f"{path}.gate_up_bias", part=part, cut=cut))
     rules.append(Rule(f"{source}.down_proj", f"{path}.down", transpose=transpose))
-    return [*rules, Rule(f"{source}.down_proj_bias", f"{path}.down_bias")] if config.bias else rules
+    if config.bias:
+        rules.append(Rule(f"{source}.down_proj_bias", f"{path}.down_bias"))
+    return rules
 
 
 def experts(
@@ -139,32 +148,31 @@ _NORMS: dict[str, dict[str, str]] = {
 PARTS: dict[type, PartRules] = {GroupedQuery: attention, GatedMLP: dense, Experts: experts}
 
 
-def attention_and_mlp(
-    config: LayerConfig, source: str, path: str, *, parts: Mapping[type, PartRules] = PARTS
+def block(
+    config: LayerConfig,
+    source: str,
+    path: str,
+    *,
+    parts: Mapping[type, PartRules] = PARTS,
+    without: str = "",
 ) -> list[Rule]:
-    """Returns the rules of the parts of a block and of its norms, except the norm of its inputs.
+    """Returns the rules of a block.
 
-    ``parts`` has the rules of kinds of mixers and MLPs that differ from :data:`PARTS`.
+    ``parts`` has the rules of kinds of mixers and MLPs that differ from :data:`PARTS`. ``without`` is the name of a
+    norm that the block does not have.
     """
-    parts = {**PARTS, **parts}
-    norms = dict(_NORMS[config.norms])
-    norms.pop("input", None)
     rules = []
-    for name, our_name in norms.items():
-        rules.append(norm(f"{source}.{name}_layernorm", f"{path}.{our_name}"))
+    for name, our_name in _NORMS[config.norms].items():
+        if name != without:
+            rules.append(norm(f"{source}.{name}_layernorm", f"{path}.{our_name}"))
     for part in (config.mixer, config.mlp):
-        rules += parts[type(part)](part, source, path)
+        part_rules = {**PARTS, **parts}[type(part)]
+        rules += part_rules(part, source, path)
     return rules
 
 
-def block(config: LayerConfig, source: str, path: str, *, parts: Mapping[type, PartRules] = PARTS) -> list[Rule]:
-    """Returns the rules of a block; see :func:`attention_and_mlp`."""
-    first = [norm(f"{source}.input_layernorm", f"{path}.attention_norm")] if config.norms != "after" else []
-    return [*first, *attention_and_mlp(config, source, path, parts=parts)]
-
-
 def decoder(config: DecoderConfig, *, parts: Mapping[type, PartRules] = PARTS) -> list[Rule]:
-    """Returns the rules of a target in the names that the families share; see :func:`attention_and_mlp`."""
+    """Returns the rules of a target in the names that the families share; see :func:`block`."""
     table = [Rule("model.embed_tokens.weight", "embedding"), norm("model.norm", "norm")]
     for index, layer in enumerate(config.layers):
         table += block(layer, f"model.layers.{index}", f"blocks.{index}", parts=parts)

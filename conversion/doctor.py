@@ -62,7 +62,8 @@ def diagnose(
     target = _attempt(checks, "target", lambda: read_target(target_dir), _describe_target)
     if drafter_dir is None:
         return checks if target is None else [*checks, *_of_target(target), _weights("weights", target.params)]
-    opened = _attempt(checks, "method", lambda: open_checkpoint(drafter_dir), lambda opened: _method(opened.kind))
+    describe = lambda opened: f"{HEADS[opened.kind].label} head" if opened.kind in HEADS else "draft model"
+    opened = _attempt(checks, "method", lambda: open_checkpoint(drafter_dir), describe)
     drafter = None
     if opened is not None and opened.kind in HEADS:
         config = None if target is None else target.config
@@ -72,29 +73,25 @@ def diagnose(
     if target is None or drafter is None:
         reason = "needs a target and a drafter that can be read"
         return [*checks, *(Check(name, "skipped", reason) for name in _NEED_BOTH)]
-    is_head = isinstance(drafter, HeadCheckpoint)
-    name = "head" if is_head else "draft model"
-    if is_head:
+    if isinstance(drafter, HeadCheckpoint):
+        name = "head"
         checks += [_widths(target, drafter), _vocabulary(target, drafter)]
         checks += HEADS[drafter.method].examine(target, drafter)
     else:
+        name = "draft model"
         checks += [_size(target, drafter), *_tokens(target, drafter)]
     checks += [_positions(target, drafter, name), _dtypes(target, drafter, name)]
-    if is_head:  # the tokens of a draft model have been compared one by one
-        name_of_file = "tokenizer.json"
+    if name == "head":  # the tokens of a draft model have been compared one by one
         absent = "the target has no tokenizer.json; prompts must be token ids"
-        of_target = read_sidecar(target.source, name_of_file)
-        of_head = read_sidecar(drafter.source, name_of_file)
-        checks.append(_same_file("tokenizer", of_target, of_head, absent))
+        read = lambda directory: read_sidecar(directory, "tokenizer.json")
+        checks.append(_same_file("tokenizer", read, target, drafter, absent))
     absent = "the target has none; a head trained on chats accepts less on bare text"
-    of_target = _template(target.source)
-    of_drafter = _template(drafter.source)
-    checks += [_same_file("chat template", of_target, of_drafter, absent), _stop_tokens(target)]
-    params = drafter.head if is_head else drafter.params
+    checks += [_same_file("chat template", _template, target, drafter, absent), _stop_tokens(target)]
+    params = drafter.head if isinstance(drafter, HeadCheckpoint) else drafter.params
     checks += [_weights("weights of the target", target.params), _weights(f"weights of the {name}", params)]
-    failures = [check for check in checks if check.status == "failure"]
-    if failures:
-        return [*checks, Check("agreement", "skipped", f"{failures[0].name}: see above")]
+    failure = next((check.name for check in checks if check.status == "failure"), None)
+    if failure is not None:
+        return [*checks, Check("agreement", "skipped", f"{failure}: see above")]
     return [*checks, _agreement(target, drafter, prompts, seed)]
 
 
@@ -144,10 +141,6 @@ def _stop_tokens(target: TargetCheckpoint) -> Check:
     return Check("stop tokens", "ok", described_tokens(target.stop_tokens, target.source))
 
 
-def _method(kind: str) -> str:
-    return f"{HEADS[kind].label} head" if kind in HEADS else "draft model"
-
-
 def _describe_target(target: TargetCheckpoint) -> str:
     config = target.config
     label = target.family.label
@@ -179,9 +172,7 @@ def _widths(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
 
 def _vocabulary(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
     config = head.config
-    ids = head.draft_to_target
-    if ids is None:
-        ids = np.arange(config.draft_vocab_size)
+    ids = np.arange(config.draft_vocab_size) if head.draft_to_target is None else head.draft_to_target
     if ids.size < config.vocab_size and np.array_equal(ids, np.arange(ids.size)):
         return Check(
             "vocabulary",
@@ -216,8 +207,9 @@ def _dtypes(target: TargetCheckpoint, drafter: Drafter, name: str) -> Check:
 def _size(target: TargetCheckpoint, draft: TargetCheckpoint) -> Check:
     ours = draft.config
     theirs = target.config
-    sizes = [f"{config.num_layers} layers of width {config.width}" for config in (ours, theirs)]
-    detail = f"{sizes[0]}, target {sizes[1]}"
+    detail = (
+        f"{ours.num_layers} layers of width {ours.width}, target {theirs.num_layers} layers of width {theirs.width}"
+    )
     is_large = ours.num_layers * ours.width >= theirs.num_layers * theirs.width
     return Check.report("size", detail, ": a draft token costs as much as one of the target's" if is_large else "")
 
@@ -227,49 +219,45 @@ def _tokens(target: TargetCheckpoint, draft: TargetCheckpoint) -> list[Check]:
     ours = draft.config.vocab_size
     theirs = target.config.vocab_size
     advice = "a draft model needs the target's own"
-    if ours == theirs:
-        vocabulary = Check("vocabulary", "ok", f"{ours} tokens, as the target's")
-    else:
+    vocabulary = Check("vocabulary", "ok", f"{ours} tokens, as the target's")
+    if ours != theirs:
         vocabulary = Check("vocabulary", "failure", f"{ours} tokens, target {theirs}; {advice}")
     try:
-        tokenizers = [tokenizer_of(checkpoint.source) for checkpoint in (draft, target)]
+        tokenizers = {"draft model": tokenizer_of(draft.source), "target": tokenizer_of(target.source)}
     except CheckpointError as error:
         return [vocabulary, Check("tokenizer", "failure", str(error))]
-    models = zip(("draft model", "target"), tokenizers, strict=True)
-    missing = [name for name, tokenizer in models if tokenizer is None]
+    missing = [name for name, tokenizer in tokenizers.items() if tokenizer is None]
     if missing:
         detail = f"no tokenizer.json of the {' and '.join(missing)}, so token ids could not be compared"
         return [vocabulary, Check("tokenizer", "warning", detail)]
-    first, second = (tokenizer.get_vocab(with_added_tokens=True) for tokenizer in tokenizers if tokenizer is not None)
+    first, second = (tokenizer.get_vocab(with_added_tokens=True) for tokenizer in tokenizers.values() if tokenizer)
     if (difference := first_vocab_difference(first, second)) is not None:
         return [vocabulary, Check("tokenizer", "failure", f"{difference}; {advice}")]
     return [vocabulary, Check("tokenizer", "ok", f"the same {len(first)} tokens under the same ids")]
 
 
-def _same_file(name: str, of_target: bytes | None, of_head: bytes | None, absent: str) -> Check:
-    """Compares a file of the target with that of the head, if the head has one."""
-    if of_target is None:
+def _same_file(
+    name: str, read: Callable[[Path], bytes | None], target: TargetCheckpoint, drafter: Drafter, absent: str
+) -> Check:
+    """Compares a file of the target with that of the drafter, if it has one; ``read`` returns its content."""
+    contents = [read(checkpoint.source) for checkpoint in (target, drafter)]
+    ours, theirs = (hashlib.sha256(content or b"").hexdigest()[:12] for content in contents)
+    if contents[0] is None:
         return Check(name, "warning", absent)
-    digest = _digest(of_target)
-    if of_head is None:
-        return Check.report(name, f"sha256 {digest}")
-    if of_head == of_target:
-        return Check.report(name, f"sha256 {digest}, the same at the head")
-    warning = f" but {_digest(of_head)} at the head; use what it was trained with"
-    return Check.report(name, f"sha256 {digest} at the target", warning)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:12]
+    if contents[1] is None:
+        return Check.report(name, f"sha256 {ours}")
+    if ours == theirs:
+        return Check.report(name, f"sha256 {ours}, the same at the head")
+    warning = f" but {theirs} at the head; use what it was trained with"
+    return Check.report(name, f"sha256 {ours} at the target", warning)
 
 
 def _template(directory: Path) -> bytes | None:
     """Reads the chat template: a separate file, or a field of the tokenizer's configuration."""
-    value = tokenizer_config_of(directory).get("chat_template")
-    if value is None:
+    template = tokenizer_config_of(directory).get("chat_template")
+    if template is None:
         return None
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text.encode()
+    return (template if isinstance(template, str) else json.dumps(template)).encode()
 
 
 def _weights(name: str, params: rules.Params) -> Check:
@@ -294,24 +282,21 @@ def _weights(name: str, params: rules.Params) -> Check:
 
 
 def _agreement(target: TargetCheckpoint, drafter: Drafter, prompts: Sequence[Sequence[int]] | None, seed: int) -> Check:
-    is_random = prompts is None
     random = np.random.default_rng(seed).integers(0, target.config.vocab_size, (5, 8))
     agreement = forced_agreement(target, drafter, random.tolist() if prompts is None else prompts)
     rates = " / ".join(f"{rate:.2f}" for rate in agreement.rates)
     detail = f"conditional acceptance {rates} at draft positions 0 to {len(agreement.rates) - 1}"
-    if is_random:
+    if prompts is None:
         detail += " on random prompts, which say little; give your own (--prompts FILE)"
     suspects = HEADS[drafter.method].suspects if isinstance(drafter, HeadCheckpoint) else _DRAFT_MODEL
     cause = suspected_cause(agreement, suspects)
     if cause is not None:
-        return Check("agreement", "warning" if is_random else "failure", f"{detail}. {cause}")
-    if agreement.rates[0] < _HARDLY_PAYS:
-        advice = (
-            f"Nothing looks broken, but a token that is drafted and verified costs about {_HARDLY_PAYS} "
-            "plain steps and gains less than that here: was it trained for this target, and for such texts?"
-        )
-        return Check("agreement", "warning", f"{detail}. {advice}")
-    return Check("agreement", "ok", detail)
+        return Check("agreement", "warning" if prompts is None else "failure", f"{detail}. {cause}")
+    advice = (
+        f". Nothing looks broken, but a token that is drafted and verified costs about {_HARDLY_PAYS} plain steps and "
+        "gains less than that here: was it trained for this target, and for such texts?"
+    )
+    return Check.report("agreement", detail, advice if agreement.rates[0] < _HARDLY_PAYS else "")
 
 
 def suspected_cause(agreement: Agreement, suspects: Suspects) -> str | None:

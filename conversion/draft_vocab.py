@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from eagle3_jax.conversion.errors import CheckpointError
 
 
-def read(tensors: Mapping[str, np.ndarray], *, vocab_size: int, draft_vocab_size: int, where: str) -> np.ndarray:
+def read(tensors: Mapping[str, np.ndarray], config: Any, where: str) -> np.ndarray:
     """Reads the target ids of the draft vocabulary, ``[W]`` int32, from the tensors of a head.
 
     Args:
         tensors: The tensors of the head by name.
-        vocab_size: ``V``, the size of the target's vocabulary.
-        draft_vocab_size: ``W``, the size of the draft vocabulary.
+        config: Its description, with the sizes of the target's vocabulary and of the draft vocabulary.
         where: The name of the head in messages.
 
     Raises:
         CheckpointError: The tensors are missing, are not one to one, or contradict each other.
     """
+    vocab_size = config.vocab_size
+    draft_vocab_size = config.draft_vocab_size
     offset = tensors.get("d2t")
     member = tensors.get("t2d")
     if offset is None:
@@ -58,16 +60,14 @@ def read(tensors: Mapping[str, np.ndarray], *, vocab_size: int, draft_vocab_size
     raise CheckpointError(f"{where}: d2t {wrong}")
 
 
-def write(draft_to_target: np.ndarray, vocab_size: int, draft_vocab_size: int) -> dict[str, np.ndarray]:
+def write(draft_to_target: np.ndarray, config: Any) -> dict[str, np.ndarray]:
     """Returns the tensors ``d2t`` and ``t2d``; none if the vocabularies are equal, because vLLM refuses them then."""
     absolute = np.asarray(draft_to_target, np.int64)
-    _check_table(absolute, draft_vocab_size, "draft_to_target")
-    in_range = (absolute >= 0) & (absolute < vocab_size)
-    member = np.zeros(vocab_size, np.bool_)
-    member[absolute[in_range]] = True
-    tensors = {"d2t": absolute - np.arange(draft_vocab_size), "t2d": member}
-    read(tensors, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, where="the head")
-    return {} if draft_vocab_size == vocab_size else tensors
+    _check_table(absolute, config.draft_vocab_size, "draft_to_target")
+    offset = absolute - np.arange(absolute.size)
+    tensors = {"d2t": offset, "t2d": np.isin(np.arange(config.vocab_size), absolute)}
+    read(tensors, config, "the head")
+    return {} if config.draft_vocab_size == config.vocab_size else tensors
 
 
 def check_ids(ids: np.ndarray, size: int, vocab_size: int, label: str) -> None:

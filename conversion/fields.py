@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from eagle3_jax.conversion.errors import CheckpointError, short
@@ -20,25 +20,26 @@ class Fields(NamedTuple):
 
     values: Mapping[str, Any]  #: The object.
     where: str  #: The name of the file.
+    prefix: str = ""  #: The beginning of every name in the object, which callers leave out.
 
     def get(self, name: str) -> Any:
         """Returns the raw value; ``None`` when absent or null."""
-        return self.values.get(name)
+        return self.values.get(self.prefix + name)
 
     def require(self, *names: str) -> None:
         """Refuses a file without these fields. Their defaults change the mathematics and differ by family."""
         for name in names:
-            if name not in self.values:
+            if self.prefix + name not in self.values:
                 raise self._missing(name)
 
-    def only(self, *, advice: str = "", **supported: Any) -> None:
+    def only(self, **supported: Any) -> None:
         """Refuses fields with another value than the supported one; absent fields pass."""
         for name, value in supported.items():
             stored = self.get(name)
             if stored is None:
                 continue
             if stored != value or isinstance(stored, bool) != isinstance(value, bool):
-                raise self.wrong(name, f"only {value!r} is supported{advice and '; ' + advice}")
+                raise self.wrong(name, f"only {value!r} is supported")
 
     def one_of(self, name: str, choices: Collection[str], default: str | None = None, *, purpose: str = "") -> str:
         """Returns one of several texts.
@@ -51,35 +52,23 @@ class Fields(NamedTuple):
         """
         value = default if self.get(name) is None else self.get(name)
         if not isinstance(value, str) or value not in choices:
-            expected = f"one of {', '.join(choices)}"
-            if len(choices) < 4:
-                expected = " or ".join(map(repr, choices))
-            raise CheckpointError(
-                f"{self.where}: {name} is {short(value)}; expected {expected}{purpose and ' ' + purpose}"
-            )
+            few = len(choices) < 4
+            expected = " or ".join(map(repr, choices)) if few else f"one of {', '.join(choices)}"
+            raise self.wrong(name, f"expected {expected} {purpose}".rstrip())
         return value
 
     def integer(self, name: str, default: int | None = None) -> int:
         """Returns a whole number."""
-        value = self._present(name, default)
-        if not _is_whole(value):
-            raise self.wrong(name, "expected a whole number")
-        return value
+        return self._checked(name, default, _is_whole, "expected a whole number")
 
     def size(self, name: str, default: int | None = None) -> int:
         """Returns a whole number of at least one, and no more than a device can count."""
-        value = self.integer(name, default)
-        if not 1 <= value <= MOST:
-            raise self.wrong(name, f"expected a whole number from 1 to {MOST:,}")
-        return value
+        is_size = lambda value: _is_whole(value) and 1 <= value <= MOST
+        return self._checked(name, default, is_size, f"expected a whole number from 1 to {MOST:,}")
 
     def number(self, name: str, default: float | None = None) -> float:
         """Returns a finite number."""
-        value = self._present(name, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not -1e300 < value < 1e300:
-            raise self.wrong(name, "expected a finite number")
-        return float(value)
+        return float(self._checked(name, default, _is_finite, "expected a finite number"))
 
     def optional_number(self, name: str) -> float | None:
         """Returns a finite number, or ``None`` when absent."""
@@ -91,70 +80,60 @@ class Fields(NamedTuple):
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Returns true or false."""
-        value = self._present(name, default)
-        if not isinstance(value, bool):
-            raise self.wrong(name, "expected true or false")
-        return value
+        return self._checked(name, default, lambda value: isinstance(value, bool), "expected true or false")
 
     def words(self, name: str) -> list[str]:
         """Returns a list of texts; empty when absent."""
-        value = self._present(name, [])
-        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            raise self.wrong(name, "expected a list of texts")
-        return value
+        return self._checked(name, [], _list_of(lambda word: isinstance(word, str)), "expected a list of texts")
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """Returns a list of finite numbers."""
-        value = self._present(name, None)
-        if not isinstance(value, list):
-            raise self.wrong(name, "expected a list of numbers")
-        return tuple(Fields({name: entry}, self.where).number(name) for entry in value)
+        values = self._checked(name, None, _list_of(_is_finite), "expected a list of finite numbers")
+        return tuple(map(float, values))
 
     def indices(self, name: str, count: int | None = None, entries: str = "whole numbers") -> list[int] | None:
         """Returns a list of whole numbers from 0 to ``count - 1``; ``None`` when absent.
 
         ``entries`` is the name of the numbers in messages. Without a ``count`` the numbers have no upper bound.
         """
-        value = self.get(name)
-        if value is None:
+        if self.get(name) is None:
             return None
-        bound = float("inf") if count is None else count
-        if not isinstance(value, list) or not all(_is_whole(index) and 0 <= index < bound for index in value):
-            limits = "from 0 up" if count is None else f"from 0 to {count - 1}"
-            raise self.wrong(name, f"expected a list of {entries} {limits}")
-        return value
+        is_index = lambda index: _is_whole(index) and 0 <= index < (count or float("inf"))
+        limits = "from 0 up" if count is None else f"from 0 to {count - 1}"
+        return self._checked(name, None, _list_of(is_index), f"expected a list of {entries} {limits}")
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         """Returns the token ids of a field that holds one or a list of them; empty when absent."""
-        value = self.get(name)
+        value = self._present(name, [])
         ids = value if isinstance(value, list) else [value]
-        if value is None:
-            ids = []
         if not all(_is_whole(token) and 0 <= token < vocab_size for token in ids):
             raise self.wrong(name, f"expected token ids from 0 to {vocab_size - 1}")
         return tuple(ids)
 
     def section(self, name: str) -> Fields:
         """Returns a nested object; empty when absent."""
-        value = self._present(name, {})
-        if not isinstance(value, dict):
-            raise self.wrong(name, "expected an object")
-        return Fields(value, f"{self.where}, {name}")
+        values = self._checked(name, {}, lambda value: isinstance(value, dict), "expected an object")
+        return Fields(values, f"{self.where}, {name}")
 
     def wrong(self, name: str, expected: str) -> CheckpointError:
         """Returns the error about the value of a field."""
-        return CheckpointError(f"{self.where}: {name} is {short(self.get(name))}; {expected}")
+        return CheckpointError(f"{self.where}: {self.prefix}{name} is {short(self.get(name))}; {expected}")
 
     def _present(self, name: str, default: Any) -> Any:
-        value = self.values.get(name)
-        if value is None:
-            value = default
+        value = default if self.get(name) is None else self.get(name)
         if value is None:
             raise self._missing(name)
         return value
 
+    def _checked(self, name: str, default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
+        value = self._present(name, default)
+        if not is_valid(value):
+            raise self.wrong(name, expected)
+        return value
+
     def _missing(self, name: str) -> CheckpointError:
-        return CheckpointError(f"{self.where} has no {name}; it changes the mathematics, so add it to the file")
+        reason = "it changes the mathematics, so add it to the file"
+        return CheckpointError(f"{self.where} has no {self.prefix}{name}; {reason}")
 
 
 def agreed(values: Mapping[str, Value], where: str) -> Value | None:
@@ -188,3 +167,12 @@ def read_from(where: str) -> Iterator[None]:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -1e300 < value < 1e300
+
+
+def _list_of(is_entry: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_entry, value))

@@ -132,28 +132,20 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
     if not path.is_file():
         return None
     refuse_pointer(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _no_tokenizer(path, error) from None
-    return parsed_tokenizer(text, path)
+    return parsed_tokenizer(path.read_bytes(), path)
 
 
-def parsed_tokenizer(text: str, path: Path) -> Tokenizer:
+def parsed_tokenizer(content: bytes, path: Path) -> Tokenizer:
     """Parses the content of a ``tokenizer.json``; ``path`` is its name in messages."""
     try:
-        tokenizer = Tokenizer.from_str(text)
+        tokenizer = Tokenizer.from_str(content.decode("utf-8-sig"))
     except BaseException as error:
         # The package tokenizers raises plain exceptions, and a panic of its Rust code is not even an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise _no_tokenizer(path, error) from None
+        reason = printable(" ".join(str(error).split()))[:120]
+        raise CheckpointError(f"{path} is not a tokenizer ({reason}); fetch the file again, or remove it") from None
     # Some tokenizers are saved with the length of their training; prompts must never be cut.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _no_tokenizer(path: Path, error: BaseException) -> CheckpointError:
-    reason = printable(" ".join(str(error).split()))[:120]
-    return CheckpointError(f"{path} is not a tokenizer ({reason}); fetch the file again, or remove it")

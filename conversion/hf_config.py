@@ -12,6 +12,7 @@ configuration that the format cannot express. The message names the field and th
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,29 +34,40 @@ from eagle3_jax.models.config import (
     Router,
     gated,
     grouped,
-    uniform,
     with_window,
 )
 
 _LAYER_TYPES = _FULL, _SLIDING = ("full_attention", "sliding_attention")
 _ORIGINAL = "original_max_position_embeddings"
-# The parameters of each type of rotary embedding, with their defaults; ... for a required parameter. The two betas of
-# yarn are the constants of the paper. Its other optional parameters are derived from the factor.
-_ROPE_PARAMETERS: dict[str, dict[str, Any]] = {
+_OUR_NAMES = {_ORIGINAL: "original_max_positions"}
+# The parameters of each type of rotary embedding, and the functions that read them. The two betas of yarn are the
+# constants of the paper. Its other optional parameters are derived from the factor.
+_ROPE_PARAMETERS: dict[str, dict[str, Callable[[Fields, str], Any]]] = {
     "default": {},
-    "linear": {"factor": ...},
-    "llama3": {"factor": ..., _ORIGINAL: ..., "low_freq_factor": ..., "high_freq_factor": ...},
-    "yarn": {
-        "factor": ...,
-        _ORIGINAL: ...,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": True,
-        "attention_factor": None,
-        "mscale": None,
-        "mscale_all_dim": None,
+    "linear": {"factor": Fields.number},
+    "llama3": {
+        "factor": Fields.number,
+        _ORIGINAL: Fields.integer,
+        "low_freq_factor": Fields.number,
+        "high_freq_factor": Fields.number,
     },
-    "longrope": {_ORIGINAL: ..., "short_factor": ..., "long_factor": ..., "factor": None, "attention_factor": None},
+    "yarn": {
+        "factor": Fields.number,
+        _ORIGINAL: Fields.integer,
+        "beta_fast": lambda rope, name: rope.number(name, 32.0),
+        "beta_slow": lambda rope, name: rope.number(name, 1.0),
+        "truncate": lambda rope, name: rope.flag(name, name not in rope.values),  # null means false in transformers
+        "attention_factor": Fields.optional_number,
+        "mscale": Fields.optional_number,
+        "mscale_all_dim": Fields.optional_number,
+    },
+    "longrope": {
+        _ORIGINAL: Fields.integer,
+        "short_factor": Fields.numbers,
+        "long_factor": Fields.numbers,
+        "factor": Fields.optional_number,
+        "attention_factor": Fields.optional_number,
+    },
 }
 # Types without a limit of the text length.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -119,6 +131,12 @@ def read_mixer(fields: Fields, *, rope: RopeConfig | None = None, **features: An
             rope=rope or read_rope(fields),
             **features,
         )
+
+
+def read_biased_mixer(fields: Fields, **features: Any) -> GroupedQuery:
+    """Reads grouped-query attention whose four projections all have a bias, or none; see :func:`read_mixer`."""
+    bias = fields.flag("attention_bias")
+    return read_mixer(fields, qkv_bias=bias, o_bias=bias, **features)
 
 
 def read_mlp(fields: Fields, *, bias: bool = False, activation: Activation = "silu") -> GatedMLP:
@@ -197,11 +215,10 @@ def read_decoder(
         windows: The window of each layer. Default: no windows.
     """
     with read_from(fields.where):
-        if windows is None:
-            layers = uniform(read_num_layers(fields), mixer, mlp)
-        else:
-            layer = LayerConfig(mixer=mixer, mlp=mlp)
-            layers = tuple(with_window(layer, window) for window in windows)
+        layer = LayerConfig(mixer=mixer, mlp=mlp)
+        layers = [layer] * read_num_layers(fields)
+        if windows is not None:
+            layers = [with_window(layer, window) for window in windows]
     return decoder_of(fields, layers)
 
 
@@ -282,7 +299,7 @@ def stack_fields(config: Any, dtype: str) -> dict[str, Any]:
     return fields
 
 
-def layer_types(config: DecoderConfig | Eagle3Config) -> list[str]:
+def layer_types(config: Any) -> list[str]:
     """Returns ``layer_types`` of a target or a head."""
     return [_FULL if grouped(layer).window is None else _SLIDING for layer in config.layers]
 
@@ -353,21 +370,18 @@ def read_rope(
         interleaved: Whether neighbouring channels rotate together, in this family.
         types: Types of the family.
     """
-
-    def read(rope: Fields) -> RopeConfig:
-        config = _rope_from(fields, rope, known, theta=theta, partial=partial, types=types)
-        return dataclasses.replace(config, interleaved=interleaved)
-
+    read = functools.partial(_rope_from, fields, known=known, theta=theta, partial=partial, types=types)
     sections = {name: fields.section(name) for name in ("rope_parameters", "rope_scaling")}
     ropes = {name: read(section) for name, section in sections.items() if section.values}
-    return agreed(ropes, fields.where) or read(Fields({}, fields.where))
+    rope = agreed(ropes, fields.where) or read(Fields({}, fields.where))
+    return dataclasses.replace(rope, interleaved=interleaved)
 
 
 def _rope_from(
     fields: Fields,
     rope: Fields,
-    known: tuple[str, ...],
     *,
+    known: tuple[str, ...],
     theta: float,
     partial: float | None,
     types: Sequence[str],
@@ -387,8 +401,16 @@ def _rope_from(
     base = _either(fields, rope, "rope_theta", theta)
     if base <= 0:
         raise CheckpointError(f"{fields.where}: rope_theta is {base}; expected a positive number")
+    if fields.get(_ORIGINAL) is not None:
+        # Files of Phi have it at the top level, and transformers gives that one priority.
+        rope = Fields({**rope.values, _ORIGINAL: fields.get(_ORIGINAL)}, rope.where)
+    parameters: dict[str, Any] = {"theta": base, "type": kind, "partial": share}
+    parameters |= {_OUR_NAMES.get(name, name): read(rope, name) for name, read in _ROPE_PARAMETERS[kind].items()}
+    if kind == "longrope" and parameters["factor"] is None:
+        original = max(parameters["original_max_positions"], 1)
+        parameters["factor"] = fields.size("max_position_embeddings") / original
     with read_from(rope.where):
-        return dataclasses.replace(_rope_of(kind, base, fields, rope), partial=share)
+        return RopeConfig(**parameters)
 
 
 def _either(fields: Fields, rope: Fields, name: str, default: float) -> float:
@@ -396,28 +418,6 @@ def _either(fields: Fields, rope: Fields, name: str, default: float) -> float:
     numbers = {name: fields.optional_number(name), f"{name} in the rope parameters": rope.optional_number(name)}
     value = agreed(numbers, fields.where)
     return default if value is None else value
-
-
-def _rope_of(kind: str, theta: float, fields: Fields, rope: Fields) -> RopeConfig:
-    values: dict[str, Any] = {"theta": theta, "type": kind}
-    for name, default in _ROPE_PARAMETERS[kind].items():
-        if name == _ORIGINAL:
-            # Files of Phi have it at the top level, and transformers gives that one priority.
-            owner = fields if fields.get(name) is not None else rope
-            values["original_max_positions"] = owner.integer(name)
-        elif name in ("short_factor", "long_factor"):
-            values[name] = rope.numbers(name)
-        elif isinstance(default, bool):
-            absent = name not in rope.values
-            values[name] = rope.flag(name, default and absent)  # as in transformers, null means false
-        elif default is None:
-            values[name] = rope.optional_number(name)
-        else:
-            values[name] = rope.number(name, None if default is ... else default)
-    if kind == "longrope" and values["factor"] is None:
-        original = max(values["original_max_positions"], 1)
-        values["factor"] = fields.size("max_position_embeddings") / original
-    return RopeConfig(**values)
 
 
 def rope_fields(rope: RopeConfig | None, *, partial: bool = False) -> dict[str, Any]:
@@ -429,7 +429,7 @@ def rope_fields(rope: RopeConfig | None, *, partial: bool = False) -> dict[str, 
         raise CheckpointError("a layer without rotary embedding cannot be expressed in this layout; use --to jax")
     scaling: dict[str, Any] | None = None if rope.type == "default" else {"rope_type": rope.type}
     for name in _ROPE_PARAMETERS[rope.type]:
-        value = rope.original_max_positions if name == _ORIGINAL else getattr(rope, name)
+        value = getattr(rope, _OUR_NAMES.get(name, name))
         if scaling is not None and value is not None and value is not True:  # transformers 4 warns about `truncate`
             scaling[name] = list(value) if isinstance(value, tuple) else value
     share = {"partial_rotary_factor": rope.partial} if partial else {}
@@ -493,6 +493,12 @@ def read_mlps(
     """Reads the MLP of every layer: experts in sparse layers. A kind that no layer has is not read."""
     read = {kind: (experts if kind else dense)(fields) for kind in set(is_sparse)}
     return [read[kind] for kind in is_sparse]
+
+
+def read_corrected_mlps(fields: Fields) -> list[GatedMLP | Experts]:
+    """Reads the MLP of every layer: dense ones first, then experts as in :func:`read_corrected`."""
+    dense = fields.integer("first_k_dense_replace")
+    return read_mlps(fields, [layer >= dense for layer in range(read_num_layers(fields))], read_corrected)
 
 
 def size_fields(experts: Experts) -> dict[str, Any]:

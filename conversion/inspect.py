@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,9 @@ from eagle3_jax.chat.template import ChatTemplate
 from eagle3_jax.conversion import native
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.families import FAMILIES, WRAPPERS, described
-from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.files import is_gguf
 from eagle3_jax.conversion.heads import HEADS
-from eagle3_jax.conversion.reading import Opened, head_of, open_checkpoint, target_of
+from eagle3_jax.conversion.reading import Opened, head_of, layout_of, open_checkpoint, target_of
 from eagle3_jax.conversion.rules import flatten
 from eagle3_jax.conversion.sidecars import tokenizer_config_of, tokenizer_of
 from eagle3_jax.conversion.targets import TargetCheckpoint
@@ -57,41 +56,34 @@ def describe(directory: str | Path) -> Description:
     """
     opened = open_checkpoint(directory)
     path = opened.directory
-    kind = opened.kind
-    if opened.stored is None:
+    stored = opened.stored
+    if stored is None:
         tensors = native.read_leaves(path)
         config = dict(native.read_description(path).values)
-        dialect = "jax"
     else:
-        stored = opened.stored
         tensors = stored.held or stored.tensors
         config = dict(stored.config)
-        dialect = "huggingface" if stored.held is None else "gguf"
-        if kind in HEADS:
-            dialect = HEADS[kind].dialect(stored.signs)
     problem, note, target = _read(opened, config, tensors)
     has_tokenizer, refusal = _tokenizer(path)
-    chat_template = ""
+    template = None
     try:
         template = ChatTemplate.from_config(tokenizer_config_of(path))
-        chat_template = "" if template is None else template.source
     except ValueError as error:
         refusal = refusal or str(error)
     problem = problem or refusal
-    dtypes: dict[str, int] = {}
+    dtypes = collections.Counter[str]()
     for tensor in tensors.values():
         # Integers, as in d2t, are no parameters. numpy does not count the types of ml_dtypes as floats.
         if not np.issubdtype(tensor.dtype, np.integer) and tensor.dtype != np.bool_:
-            name = getattr(tensor, "label", str(tensor.dtype))
-            dtypes[name] = dtypes.get(name, 0) + math.prod(tensor.shape)
+            dtypes[getattr(tensor, "label", str(tensor.dtype))] += tensor.size
     num_parameters = sum(dtypes.values())
     words = ""
     if target is not None and target.quantisation is not None:
         num_parameters = sum(leaf.size for _, leaf in flatten(target.params))
         words = target.quantisation.words
     return Description(
-        kind=_label(kind, config),
-        dialect=dialect,
+        kind=_label(opened.kind, config),
+        dialect=layout_of(opened),
         loadable=not problem,
         problem=problem,
         note=note,
@@ -99,10 +91,10 @@ def describe(directory: str | Path) -> Description:
         num_parameters=num_parameters,
         num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         num_tensors=len(tensors),
-        dtypes=dtypes,
+        dtypes=dict(dtypes),
         config=config,
         has_tokenizer=has_tokenizer,
-        chat_template=chat_template,
+        chat_template="" if template is None else template.source,
         stop_tokens=() if target is None else target.stop_tokens,
         source=path,
     )
@@ -130,7 +122,7 @@ def _read(
         return "", str(error), None
     except CheckpointError as error:
         return str(error), "", None
-    wrapper = None if opened.stored is None else described(Fields(config, str(opened.directory))).wrapper
+    wrapper = None if opened.stored is None else described(opened.stored.fields).wrapper
     notes = [] if wrapper is None else [wrapper.note(tensors)]
     if target.quantisation is not None:
         kept_as = target.quantisation.kept_as

@@ -129,13 +129,11 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
     draft_to_target = leaves.pop("draft_to_target", None)
     # Without a map draft ids are target ids; a smaller vocabulary needs one.
     has_ids = draft_to_target is not None or config.draft_vocab_size == config.vocab_size
-    has_embedding = embedding is not None
-    if fields.flag("has_embedding") != has_embedding or not has_ids:
+    if fields.flag("has_embedding") != (embedding is not None) or not has_ids:
         raise CheckpointError(f"{directory} is incomplete: its parameters are not those that {NATIVE_FILE} describes")
     if draft_to_target is not None:
         size = config.draft_vocab_size
         draft_vocab.check_ids(draft_to_target, size, config.vocab_size, f"{where}: draft_to_target")
-        draft_to_target = draft_to_target.astype(np.int32)
     if embedding is not None:
         check_embedding(config, embedding, where)
     leaves = {path.removeprefix("head."): leaf for path, leaf in leaves.items()}
@@ -143,7 +141,7 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
         rules.check_layers(count(config), leaves, rf"{stack}\.(\d{{1,9}})\.", f"{fields.where}: layers in {stack!r}")
     shapes = kind.param_shapes(config)
     head = rules.read_params(_identity(shapes), leaves, shapes, where=where)
-    depth = None if fields.get("num_target_layers") is None else fields.integer("num_target_layers")
+    depth = fields.optional_size("num_target_layers")
     return HeadCheckpoint(
         method=kind.name,
         config=config,
@@ -207,14 +205,12 @@ def from_json(config: type, value: Any, where: str) -> Any:
     """Builds a configuration from a JSON object that has exactly its fields."""
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} is {short(value)}; expected an object")
-    values = dict(value)
-    if config in _KINDS:
-        values.pop("kind", None)
     hints = typing.get_type_hints(config)
-    wrong = sorted(values.keys() ^ hints.keys())
+    known = {*hints, "kind"} if config in _KINDS else {*hints}
+    wrong = sorted((value.keys() - known) | (hints.keys() - value.keys()))
     if wrong:
         raise CheckpointError(f"{where}: the fields {wrong} are missing or unknown; convert it again")
-    typed = {name: _typed(hint, values[name], name, where) for name, hint in hints.items() if name in values}
+    typed = {name: _typed(hint, value[name], name, where) for name, hint in hints.items()}
     try:
         return config(**typed)
     except (TypeError, ValueError) as error:
@@ -229,12 +225,11 @@ def _typed(hint: Any, value: Any, name: str, where: str) -> Any:
         return None
     configs = [option for option in options if dataclasses.is_dataclass(option)]
     if configs:
-        if configs[0] in _KINDS:
-            kind = value.get("kind") if isinstance(value, dict) else None
-            configs = [option for option in configs if _KINDS[option] == kind]
-            if not configs:
-                raise CheckpointError(f"{where}: {name} is of kind {short(kind)}, which this version does not know")
-        return from_json(configs[0], value, f"{where}, {name}")  # type: ignore[arg-type]
+        kind = value.get("kind") if isinstance(value, dict) else None
+        config = next((option for option in configs if _KINDS.get(option, kind) == kind), None)
+        if config is None:
+            raise CheckpointError(f"{where}: {name} is of kind {short(kind)}, which this version does not know")
+        return from_json(config, value, f"{where}, {name}")  # type: ignore[arg-type]
     if typing.get_origin(hint) is tuple and isinstance(value, list):
         entry_type = typing.get_args(hint)[0]
         return tuple(_typed(entry_type, entry, f"{name}[{index}]", where) for index, entry in enumerate(value))

@@ -9,7 +9,7 @@ from eagle3_jax.conversion import native, targets
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.families import FAMILIES, WRAPPERS, Family
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.conversion.files import checkpoint_path, is_gguf
+from eagle3_jax.conversion.files import checkpoint_path
 from eagle3_jax.conversion.heads import HEADS, LAYOUTS, HeadCheckpoint, Signs, write_head
 from eagle3_jax.conversion.native import TARGET, write_native
 from eagle3_jax.conversion.targets import TargetCheckpoint, write_target
@@ -35,6 +35,15 @@ def open_checkpoint(directory: str | Path) -> Opened:
         return Opened(path, native.read_kind(path), None)
     stored = read_stored(path)
     return Opened(path, recognise(stored.signs, str(path)), stored)
+
+
+def layout_of(opened: Opened) -> str:
+    """Returns the layout of a checkpoint: ``jax``, ``gguf``, ``huggingface``, or a layout of the head's method."""
+    if opened.stored is None:
+        return "jax"
+    if opened.kind in HEADS:
+        return HEADS[opened.kind].dialect(opened.stored.signs)
+    return "huggingface" if opened.stored.held is None else "gguf"
 
 
 def identify(directory: str | Path) -> str:
@@ -170,13 +179,11 @@ def convert(
     opened = open_checkpoint(source)
     if opened.kind in HEADS:
         checkpoint = head_of(opened, target, layer_ids=layer_ids)
-        recognized = checkpoint.dialect
         layouts = HEADS[opened.kind].layouts
         written = to or ("vllm" if "vllm" in layouts else layouts[0])
     else:
         _refuse_layer_ids(layer_ids, f"{source} holds no draft head")
         checkpoint = target_of(opened)
-        recognized = "jax" if opened.stored is None else "gguf" if is_gguf(opened.directory) else "huggingface"
         written = "jax" if to == "jax" else "huggingface"
     if written == "jax":
         write_native(checkpoint, destination)
@@ -184,4 +191,4 @@ def convert(
         write_target(checkpoint, destination)
     else:
         write_head(checkpoint, destination, written)
-    return recognized, written
+    return layout_of(opened), written

@@ -6,15 +6,17 @@ missing, unknown, given twice or of another shape is an error and never a defaul
 
 from __future__ import annotations
 
+import collections
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from eagle3_jax.conversion.errors import CheckpointError, short
-from eagle3_jax.conversion.quantised.arrays import kept_as, stored_kernel
+from eagle3_jax.conversion.quantised.arrays import Shaped, kept_as, stored_kernel
 from eagle3_jax.models.quantised import Fp8Kernel, Int8Kernel
 
 Array = Any  # of numpy, or computed from quantised tensors (quantised.arrays.Dequantised)
@@ -28,17 +30,17 @@ DERIVED_BUFFERS = (r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
 
 
 class Part(NamedTuple):
-    """The part of an array that one of several tensors fills.
+    """The part of an array that one of several tensors fills; by default all of it.
 
     The last axis of the array is read as ``[outer, slots, inner]``. The tensor fills the slots from ``start`` to
     ``stop`` of every outer index.
     """
 
-    outer: int  #: Number of times that the tensors take turns.
-    slots: int  #: Number of slots in a turn, for all tensors together.
-    inner: int  #: Number of columns of a slot; 0 for all columns of a single slot.
-    start: int  #: The first slot of the tensor.
-    stop: int  #: The slot after its last.
+    outer: int = 1  #: Number of times that the tensors take turns.
+    slots: int = 1  #: Number of slots in a turn, for all tensors together.
+    inner: int = 0  #: Number of columns of a slot; 0 for all columns of a single slot.
+    start: int = 0  #: The first slot of the tensor.
+    stop: int = 1  #: The slot after its last.
     leading: tuple[int, ...] = ()  #: The tensor's index on the leading axes, such as the number of an expert.
     turned: bool = False  #: Whether the last two axes are exchanged first.
 
@@ -60,28 +62,24 @@ class Part(NamedTuple):
         return (*shape[:-1], self.outer * (self.stop - self.start) * inner)
 
 
+COMPLETE = Part()  #: All of an array.
+
+
 class Rule(NamedTuple):
     """The name of a tensor in a foreign checkpoint and its path in our parameters; or those of a piece of a tensor."""
 
     source: str  #: Name in the foreign checkpoint.
     path: str  #: Path in our parameters, joined by dots, as in ``blocks.0.attention.o.kernel``.
     transpose: bool = False  #: Whether the tensor is the transpose of our array, on the last two axes.
-    part: Part | None = None  #: The part of our array that the tensor fills; ``None`` for all of it.
-    #: The piece of the tensor, after ``transpose``; ``None`` for all of it. The other pieces have rules with the same
-    #: source.
-    cut: Part | None = None
+    part: Part = COMPLETE  #: The part of our array that the tensor fills.
+    cut: Part = COMPLETE  #: The piece of the tensor, after ``transpose``. Other pieces have rules with the same source.
     reverse: bool = False  #: Whether all axes are in the opposite order, as those of a convolution's kernel.
-
-    def filled_shape(self, array_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the part that the tensor fills, from the shape of our array."""
-        return self.part.shape(array_shape) if self.part else array_shape
 
     def stored_shape(self, array_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the tensor in the checkpoint, from the shape of our array."""
-        shape = self.filled_shape(array_shape)
-        if self.cut:
-            columns = self.cut.outer * self.cut.slots * self.cut.inner
-            shape = (*shape[:-1], columns)
+        shape = self.part.shape(array_shape)
+        if self.cut != COMPLETE:
+            shape = (*shape[:-1], self.cut.outer * self.cut.slots * self.cut.inner)
         if self.reverse:
             return shape[::-1]
         return _transposed_shape(shape) if self.transpose else shape
@@ -91,9 +89,7 @@ def _transposed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], shape[-1], shape[-2])
 
 
-def linear(
-    source: str, path: str, *, bias: bool = False, part: Part | None = None, cut: Part | None = None
-) -> list[Rule]:
+def linear(source: str, path: str, *, bias: bool = False, part: Part = COMPLETE, cut: Part = COMPLETE) -> list[Rule]:
     """Returns the rules of a linear layer, or of some outputs of one."""
     kernel = Rule(f"{source}.weight", f"{path}.kernel", transpose=True, part=part, cut=cut)
     return [kernel, Rule(f"{source}.bias", f"{path}.bias", part=part, cut=cut)] if bias else [kernel]
@@ -119,26 +115,14 @@ def norm(source: str, path: str) -> Rule:
     return Rule(f"{source}.weight", f"{path}.scale")
 
 
-def flatten(params: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(params: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     """Yields pairs of dotted path and leaf."""
-    for key, value in params.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    for path, leaf in jax.tree.leaves_with_path(params):
+        yield _dotted(path), leaf
 
 
-def unflatten(leaves: Mapping[str, Any], shapes: Params) -> Params:
-    """Nests leaves by dotted path as ``shapes`` is nested (whose list indices are integers, not strings)."""
-
-    def build(node: Mapping[Any, Any], prefix: str) -> Params:
-        params = {}
-        for key, value in node.items():
-            path = f"{prefix}{key}"
-            params[key] = build(value, f"{path}.") if isinstance(value, Mapping) else leaves[path]
-        return params
-
-    return build(shapes, "")
+def _dotted(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def renamed(tensors: Mapping[str, Array], rename: Callable[[str], str], where: object) -> dict[str, Array]:
@@ -170,26 +154,21 @@ def read_params(
         known: Patterns of further names that are allowed and not needed.
 
     Raises:
-        CheckpointError: Tensors are missing, unexpected, given twice, mis-shaped or not floats.
+        CheckpointError: Tensors are missing, unexpected, mis-shaped or not floats.
     """
     sources = dict.fromkeys(rule.source for rule in rules)
+    ignored = any_of(*DERIVED_BUFFERS, *known)
+    names = dict.fromkeys(name for name in tensors if name in sources or not ignored.fullmatch(name))
+    _check_names(where, sources, names)
     expected = {path: tuple(leaf.shape) for path, leaf in flatten(shapes)}
-    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in (*DERIVED_BUFFERS, *known)))
-    unexpected = [name for name in tensors if name not in sources and not ignored.fullmatch(name)]
-    missing = [source for source in sources if source not in tensors]
-    _check_names(where, missing, unexpected)
-    pieces: dict[str, list[tuple[Rule, Array]]] = {}
-    filled: set[tuple[str, Part | None]] = set()
+    parts: dict[str, list[tuple[Rule, Array]]] = collections.defaultdict(list)
     for rule in rules:
-        if (rule.path, rule.part) in filled:
-            raise CheckpointError(f"{where} gives {rule.path} twice, the second time as {rule.source}")
-        filled.add((rule.path, rule.part))
         tensor = tensors[rule.source]
         check_matrix(tensor, rule.stored_shape(expected[rule.path]), f"{where}: {rule.source}")
-        pieces.setdefault(rule.path, []).append((rule, _transposed(tensor, rule)))
+        parts[rule.path].append((rule, _transposed(tensor, rule)))
     _check_table(rules, expected)
-    leaves = {path: _joined(parts, expected[path]) for path, parts in pieces.items()}
-    return unflatten(leaves, shapes)
+    arrays = {path: _joined(parts[path], shape) for path, shape in expected.items()}
+    return jax.tree.map_with_path(lambda path, _: arrays[_dotted(path)], shapes)
 
 
 def write_params(rules: Sequence[Rule], params: Params, shapes: Params, *, where: str) -> dict[str, np.ndarray]:
@@ -200,20 +179,16 @@ def write_params(rules: Sequence[Rule], params: Params, shapes: Params, *, where
     """
     leaves = {path: np.asarray(leaf) for path, leaf in flatten(params)}
     expected = {path: tuple(leaf.shape) for path, leaf in flatten(shapes)}
-    missing = sorted(set(expected) - set(leaves))
-    unexpected = sorted(set(leaves) - set(expected))
-    _check_names(f"the head or target of {where}", missing, unexpected)
+    _check_names(f"the head or target of {where}", expected, leaves)
     for path, leaf in leaves.items():
         check_matrix(leaf, expected[path], f"{where}: {path}")
     _check_table(rules, expected)
     tensors: dict[str, np.ndarray] = {}
     for rule in rules:
         leaf = leaves[rule.path]
-        part = leaf
-        if rule.part is not None:
-            part = rule.part.view(leaf).reshape(rule.filled_shape(leaf.shape))
-        if rule.cut is None:
-            tensors[rule.source] = _transposed(part, rule)
+        part = rule.part.view(leaf)
+        if rule.cut == COMPLETE:
+            tensors[rule.source] = _transposed(part.reshape(rule.part.shape(leaf.shape)), rule)
         else:
             empty = np.empty(rule.stored_shape(leaf.shape), leaf.dtype)
             tensor = tensors.setdefault(rule.source, empty)
@@ -224,9 +199,19 @@ def write_params(rules: Sequence[Rule], params: Params, shapes: Params, *, where
 
 def check_layers(num_layers: int, names: Iterable[str], pattern: str, label: str, unit: str = "layers") -> None:
     """Refuses a number of layers that the names of the tensors contradict, before anything of that size is built."""
-    indices = {int(match[1]) for name in names if (match := re.match(pattern, name))}
-    if len(indices) != num_layers:
-        raise CheckpointError(f"{label} is {short(num_layers)}; the file holds {len(indices)} {unit}")
+    stored = len(numbers_in(names, pattern))
+    if stored != num_layers:
+        raise CheckpointError(f"{label} is {short(num_layers)}; the file holds {stored} {unit}")
+
+
+def any_of(*patterns: str) -> re.Pattern[str]:
+    """Returns the pattern of texts that match one of several patterns."""
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)")
+
+
+def numbers_in(names: Iterable[str], pattern: str) -> set[int]:
+    """Returns the numbers in the names that begin with a match of ``pattern``, whose group is the number."""
+    return {int(match[1]) for name in names if (match := re.match(pattern, name))}
 
 
 def check_float(value: Array, label: str) -> None:
@@ -247,11 +232,10 @@ def check_matrix(value: Array, shape: tuple[int, ...], label: str) -> None:
 
 def main_dtype(params: Mapping[Any, Any]) -> str:
     """Returns the dtype that holds most of the parameters."""
-    sizes: dict[str, int] = {}
-    for _, leaf in flatten(params):
-        dtype = str(leaf.dtype)
-        sizes[dtype] = sizes.get(dtype, 0) + leaf.size
-    return max(sizes, key=lambda name: sizes[name])
+    sizes = collections.Counter[str]()
+    for leaf in jax.tree.leaves(params):
+        sizes[str(leaf.dtype)] += leaf.size
+    return max(sizes, key=sizes.__getitem__)
 
 
 def _transposed(value: Array, rule: Rule) -> Array:
@@ -260,90 +244,79 @@ def _transposed(value: Array, rule: Rule) -> Array:
     return value.swapaxes(-1, -2) if rule.transpose else value
 
 
-class Joined:
+class Joined(Shaped):
     """An array that several tensors fill. It is assembled at every read, so that memory never holds all of them.
 
     Attributes:
         shape: Shape of the assembled array.
         dtype: A dtype that holds the values of every tensor.
-        ndim: Number of axes.
-        size: Number of entries.
     """
 
     def __init__(self, parts: Sequence[tuple[Rule, Array]], shape: tuple[int, ...]):
         """See the class."""
-        self._parts = parts
+        first = parts[0][0]
+        #: Whether the tensors have the last two axes of the array in the opposite order.
+        self._exchanged = first.transpose != first.part.turned
+        self._pieces = [(rule.part.view, rule.cut.view(value)) for rule, value in parts]
         self.shape = shape
         self.dtype = np.result_type(*(value.dtype for _, value in parts))
-        self.ndim = len(shape)
-        self.size = math.prod(shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Assembles a new array. Its order in memory is that of the tensors: row by row, copies are fast."""
-        first = self._parts[0][0]
-        turned = first.part is not None and first.part.turned
-        exchanged = first.transpose != turned
-        shape = _transposed_shape(self.shape) if exchanged else self.shape
+        shape = _transposed_shape(self.shape) if self._exchanged else self.shape
         array = np.empty(shape, dtype or self.dtype)
-        if exchanged:
+        if self._exchanged:
             array = array.swapaxes(-1, -2)
-        for rule, value in self._parts:
-            view = array if rule.part is None else rule.part.view(array)
-            piece = value if rule.cut is None else rule.cut.view(value)
+        for view_in, piece in self._pieces:
+            view = view_in(array)
             view[...] = piece.reshape(view.shape)
         return array
 
     @property
     def computed(self) -> bool:
         """Whether some entries are computed from quantised tensors."""
-        return any(getattr(value, "computed", False) for _, value in self._parts)
+        return any(getattr(piece, "computed", False) for _, piece in self._pieces)
 
     @property
     def kept_as(self) -> str:
         """The kind of kernel that keeps the stored values: ``fp8``, ``int8``, or empty for none."""
-        return kept_as([value for _, value in self._parts])
+        return kept_as([piece for _, piece in self._pieces])
 
     def stored_kernel(self) -> Fp8Kernel | Int8Kernel | None:
         """Returns the kernel of kind ``kept_as``, bit for bit; ``None`` if there is none."""
-        pieces = []
-        for rule, value in self._parts:
-            view = _all_of if rule.part is None else rule.part.view
-            piece = value if rule.cut is None else rule.cut.view(value)
-            pieces.append((view, piece))
-        return stored_kernel(pieces, self.shape)
-
-
-def _all_of(array: Array) -> Array:
-    return array
+        return stored_kernel(self._pieces, self.shape)
 
 
 def _joined(parts: list[tuple[Rule, Array]], shape: tuple[int, ...]) -> Array | Joined:
     rule, value = parts[0]
-    return value if rule.part is None and rule.cut is None else Joined(parts, shape)
+    return value if rule.part == rule.cut == COMPLETE else Joined(parts, shape)
 
 
 def _check_table(rules: Sequence[Rule], expected: Mapping[str, tuple[int, ...]]) -> None:
     """Checks that the rules fill every array and every tensor; otherwise the fault is ours, not the checkpoint's."""
-    filled = dict.fromkeys(expected, 0)
+    filled = collections.Counter[str]()
     needed = {path: math.prod(shape) for path, shape in expected.items()}
     for rule in rules:
         shape = expected[rule.path]
-        size = math.prod(rule.filled_shape(shape))
+        size = math.prod(rule.part.shape(shape))
         filled[rule.path] += size
-        if rule.cut is not None:
-            filled[rule.source] = filled.get(rule.source, 0) + size
+        if rule.cut != COMPLETE:
+            filled[rule.source] += size
             needed[rule.source] = math.prod(rule.stored_shape(shape))
     wrong = sorted(name for name in needed if filled[name] != needed[name])
     if wrong:
         raise AssertionError(f"the rule table and the model differ: {wrong}")
 
 
-def _check_names(where: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+def _check_names(where: str, expected: Collection[str], names: Collection[str]) -> None:
+    """Refuses missing and unexpected names."""
+    missing = [name for name in expected if name not in names]
+    unexpected = [name for name in names if name not in expected]
     parts = []
-    for verb, names in (("misses", missing), ("holds unexpected", unexpected)):
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        if names:
-            parts.append(f"{verb} {', '.join(names[:3])}{more}")
+    for verb, wrong in (("misses", missing), ("holds unexpected", unexpected)):
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        if wrong:
+            parts.append(f"{verb} {', '.join(wrong[:3])}{more}")
     if parts:
         raise CheckpointError(
             f"{where} {' and '.join(parts)}; its tensors must be exactly those that its config.json describes"

@@ -19,7 +19,6 @@ from eagle3_jax.conversion.files import (
     parsed_json,
     parsed_tokenizer,
     read_json,
-    read_tokenizer,
     refuse_pointer,
     unreadable,
 )
@@ -40,6 +39,12 @@ def read_sidecar(checkpoint: Path, name: str) -> bytes | None:
         raise unreadable(path, error) from None
 
 
+def read_object(checkpoint: Path, name: str) -> dict[str, Any]:
+    """Reads the fields of a small JSON file of a checkpoint; empty if there is no file of this name."""
+    content = read_sidecar(checkpoint, name)
+    return {} if content is None else parsed_json(content, checkpoint / name)
+
+
 def config_of(checkpoint: Path) -> Fields:
     """Reads the ``config.json`` of a checkpoint."""
     if is_gguf(checkpoint):
@@ -55,10 +60,8 @@ def tokenizer_of(checkpoint: Path) -> Tokenizer | None:
         CheckpointError: The file is damaged, or the tokenizer of a GGUF file is unsupported.
     """
     checkpoint = checkpoint_path(checkpoint)
-    if not is_gguf(checkpoint):
-        return read_tokenizer(checkpoint / "tokenizer.json")
-    text = gguf.read_text(checkpoint, "tokenizer.json")
-    return None if text is None else parsed_tokenizer(text, checkpoint)
+    content = read_sidecar(checkpoint, "tokenizer.json")
+    return None if content is None else parsed_tokenizer(content, checkpoint / "tokenizer.json")
 
 
 def tokenizer_config_of(checkpoint: Path) -> dict[str, Any]:
@@ -68,22 +71,17 @@ def tokenizer_config_of(checkpoint: Path) -> dict[str, Any]:
     their special tokens in ``special_tokens_map.json``.
     """
     checkpoint = checkpoint_path(checkpoint)
-
-    def fields(name: str) -> dict[str, Any]:
-        content = read_sidecar(checkpoint, name)
-        return {} if content is None else parsed_json(content, checkpoint / name)
-
-    config = fields("tokenizer_config.json")
+    config = read_object(checkpoint, "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
-        config |= fields("special_tokens_map.json")
-    template = read_sidecar(checkpoint, "chat_template.jinja")
+        config |= read_object(checkpoint, "special_tokens_map.json")
+    name = "chat_template.jinja"
+    template = read_sidecar(checkpoint, name)
     if template is None:
-        return config | fields("chat_template.json")
+        return config | read_object(checkpoint, "chat_template.json")
     try:
         return config | {"chat_template": template.decode()}
     except UnicodeDecodeError as error:
-        path = checkpoint / "chat_template.jinja"
-        raise CheckpointError(f"{path} is not a text file in UTF-8 (byte {error.start})") from None
+        raise CheckpointError(f"{checkpoint / name} is not a text file in UTF-8 (byte {error.start})") from None
 
 
 def described_tokens(tokens: Sequence[int], checkpoint: Path) -> str:
@@ -91,10 +89,8 @@ def described_tokens(tokens: Sequence[int], checkpoint: Path) -> str:
     tokenizer = None
     with contextlib.suppress(CheckpointError):
         tokenizer = tokenizer_of(checkpoint)
-    texts = [None if tokenizer is None else tokenizer.id_to_token(token) for token in tokens]
-    return ", ".join(
-        str(token) if text is None else f"{token} {text!r}" for token, text in zip(tokens, texts, strict=True)
-    )
+    texts = {token: tokenizer and tokenizer.id_to_token(token) for token in tokens}
+    return ", ".join(str(token) if text is None else f"{token} {text!r}" for token, text in texts.items())
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -15,11 +17,11 @@ from eagle3_jax.conversion import rules
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.families import Family, described
 from eagle3_jax.conversion.fields import Fields, read_from
-from eagle3_jax.conversion.files import new_directory, parsed_json, read_json, write_json
+from eagle3_jax.conversion.files import new_directory, write_json
 from eagle3_jax.conversion.hf_config import stack_fields
 from eagle3_jax.conversion.quantised import Quantisation, read_quantised
 from eagle3_jax.conversion.rules import Params
-from eagle3_jax.conversion.sidecars import copy_tokenizer, read_sidecar
+from eagle3_jax.conversion.sidecars import copy_tokenizer, read_object
 from eagle3_jax.conversion.tensors import SAFETENSORS, Stored, write_tensors
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.decoder import DecoderTarget
@@ -43,7 +45,6 @@ class TargetCheckpoint:
 def read_target(stored: Stored, extra_family: Family | None = None) -> TargetCheckpoint:
     """Reads a Hugging Face directory or a GGUF file; ``extra_family`` is a family in addition to those of the table."""
     directory = stored.directory
-    where = stored.where
     family, fields, wrapper = described(stored.fields, extra_family)
     tensors, quantisation = read_quantised(stored.tensors, stored.fields, directory)
     quantisation = quantisation or stored.quantisation
@@ -52,15 +53,14 @@ def read_target(stored: Stored, extra_family: Family | None = None) -> TargetChe
     tensors = _under_model(tensors, str(directory))
     num_layers = fields.size("num_hidden_layers")
     tensors = family.select(tensors, num_layers)
-    rules.check_layers(num_layers, tensors, r"model\.layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
+    rules.check_layers(num_layers, tensors, r"model\.layers\.(\d{1,9})\.", f"{stored.where}: num_hidden_layers")
     config = family.read_config(fields)
+    head = tensors.get("lm_head.weight")
     known = ()
-    if config.tie_embeddings:
+    if config.tie_embeddings and head is not None:
         # Some writers store the tied projection as well. It may only repeat the embedding.
         known = (r"lm_head\.weight",)
-        head = tensors.get("lm_head.weight")
-        embedding = tensors.get("model.embed_tokens.weight")
-        if head is not None and embedding is not None and not _same_bits(head, embedding):
+        if not np.array_equal(head, tensors.get("model.embed_tokens.weight", head)):
             raise CheckpointError(
                 f"{directory}: tie_word_embeddings is true but lm_head.weight differs from model.embed_tokens.weight; "
                 "set tie_word_embeddings to false, or remove lm_head.weight"
@@ -83,11 +83,8 @@ def dense_params(checkpoint: TargetCheckpoint) -> Params:
     if checkpoint.quantisation is None:
         return checkpoint.params
     dtype = np.dtype(getattr(ml_dtypes, checkpoint.dtype, checkpoint.dtype))
-    leaves = dict(rules.flatten(checkpoint.params))
-    for path, leaf in leaves.items():
-        if getattr(leaf, "computed", False):
-            leaves[path] = np.asarray(leaf).astype(dtype)
-    return rules.unflatten(leaves, checkpoint.params)
+    decoded = lambda leaf: np.asarray(leaf).astype(dtype) if getattr(leaf, "computed", False) else leaf
+    return jax.tree.map(decoded, checkpoint.params)
 
 
 def _dense_dtype(fields: Fields) -> str:
@@ -105,7 +102,8 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
     config = checkpoint.config
     family = checkpoint.family
     shapes = DecoderTarget(config).param_shapes()
-    stop = stop_field(checkpoint.stop_tokens)
+    stop_tokens = list(checkpoint.stop_tokens)
+    stop = stop_tokens[0] if len(stop_tokens) == 1 else stop_tokens or None
     with read_from(f"the Hugging Face layout of {family.label}"):
         description = {**stack_fields(config, checkpoint.dtype), **family.write_fields(config)}
     values = {
@@ -119,12 +117,11 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
     }
     _check_expressed(config, family, values)
     tensors = rules.write_params(family.rules(config), dense_params(checkpoint), shapes, where=str(checkpoint.source))
-    total = sum(np.asarray(value).nbytes for value in tensors.values())
+    total = sum(tensor.nbytes for tensor in tensors.values())
     with new_directory(directory, total) as temporary:
         write_tensors(temporary / SAFETENSORS, tensors)
         # The official EAGLE code finds the embedding only through an index.
-        weight_map = dict.fromkeys(sorted(tensors), SAFETENSORS)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(sorted(tensors), SAFETENSORS)}
         write_json(temporary / f"{SAFETENSORS}.index.json", index)
         write_json(temporary / "config.json", values)
         generation = {"bos_token_id": values["bos_token_id"], "eos_token_id": stop}
@@ -152,13 +149,6 @@ def _leaves(config: Any, path: str = "") -> list[tuple[str, Any]]:
     return [leaf for name, entry in fields for leaf in _leaves(entry, f"{path}.{name}" if path else name)]
 
 
-def stop_field(stop_tokens: tuple[int, ...]) -> int | list[int] | None:
-    """Returns stop tokens as a value of ``eos_token_id``: a number, a list, or null."""
-    if len(stop_tokens) == 1:
-        return stop_tokens[0]
-    return list(stop_tokens) or None
-
-
 def _under_model(tensors: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Replaces another prefix that all layers have by ``model.``.
 
@@ -174,38 +164,26 @@ def _under_model(tensors: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             f"{where}: its layers are named {named}; expected model.layers.0 for those of the language model, so "
             "rename them and remove the others"
         )
-    prefix = prefixes[0]
-
-    def rename(name: str) -> str:
-        if not name.startswith(prefix):
-            return name.removeprefix(prefix.removesuffix("model."))
-        inner = name.removeprefix(prefix)
-        return inner if inner.startswith("lm_head.") else f"model.{inner}"
-
-    return rules.renamed(tensors, rename, where)
+    return rules.renamed(tensors, functools.partial(_under_prefix, prefixes[0]), where)
 
 
-def _same_bits(first: np.ndarray, second: np.ndarray) -> bool:
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    return bool(np.array_equal(first.view(np.uint8), second.view(np.uint8)))
+def _under_prefix(prefix: str, name: str) -> str:
+    if not name.startswith(prefix):
+        return name.removeprefix(prefix.removesuffix("model."))
+    inner = name.removeprefix(prefix)
+    return inner if inner.startswith("lm_head.") else f"model.{inner}"
 
 
 def _tokens_of_texts(source: Path) -> dict[str, int | None]:
     """Returns the token ids that only tokenizers use, as the source has them; null for an absent one."""
-    content = read_sidecar(source, "config.json")
-    path = source / "config.json"
-    values = {} if content is None else parsed_json(content, path)
-    fields = Fields(values, str(path))
+    fields = Fields(read_object(source, "config.json"), str(source / "config.json"))
     names = ("bos_token_id", "pad_token_id")
     return {name: None if fields.get(name) is None else fields.integer(name) for name in names}
 
 
 def _stop_tokens(directory: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
     """Reads ``eos_token_id``; the generation configuration has priority, as in transformers."""
-    sources = [fields]
-    generation = directory / "generation_config.json"
-    if generation.is_file():
-        sources.insert(0, Fields(read_json(generation), str(generation)))
-    named = (source for source in sources if source.get("eos_token_id") is not None)
-    return next((source.token_ids("eos_token_id", vocab_size) for source in named), ())
+    name = "generation_config.json"
+    generation = Fields(read_object(directory, name), str(directory / name))
+    owner = fields if generation.get("eos_token_id") is None else generation
+    return owner.token_ids("eos_token_id", vocab_size)

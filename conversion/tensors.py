@@ -60,9 +60,8 @@ class Signs(NamedTuple):
     def read(cls, fields: Fields, names: Collection[str] = ()) -> Signs:
         """Collects the signs in a ``config.json`` and in the names of the tensors."""
         short_names = frozenset(name.removeprefix("model.") for name in names)
-        architecture = " ".join(fields.words("architectures"))
         method = str(fields.get("speculators_model_type") or "")
-        return cls(fields.values, short_names, architecture, method)
+        return cls(fields.values, short_names, " ".join(fields.words("architectures")), method)
 
     def has(self, pattern: str) -> bool:
         """Tells whether the name of a tensor begins with a match of ``pattern``."""
@@ -201,8 +200,7 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
         (size,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
-    content = np.memmap(path, np.uint8, mode="r") if header else np.empty(0, np.uint8)
-    data = content[8 + size :]
+    data = np.memmap(path, np.uint8, mode="r")[8 + size :]
     tensors = {}
     for name, entry in header.items():
         dtype = entry["dtype"]
@@ -216,7 +214,7 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _torch() -> ModuleType:
+def _read_pickle(path: Path) -> dict[str, np.ndarray]:
     try:
         import torch
     except ImportError:
@@ -224,11 +222,6 @@ def _torch() -> ModuleType:
             "reading a PyTorch file (.bin, .pt) needs torch: pip install 'eagle3-jax[convert]', "
             "or convert the file to model.safetensors"
         ) from None
-    return torch
-
-
-def _read_pickle(path: Path) -> dict[str, np.ndarray]:
-    torch = _torch()
     try:
         # weights_only: a pickle from the network must not run code.
         loaded = torch.load(path, map_location="cpu", weights_only=True)

@@ -31,9 +31,7 @@ def read_cohere2(fields: Fields) -> DecoderConfig:
 
 def _mixer(fields: Fields, **features: Any) -> GroupedQuery:
     hf_config.require_theta(fields)
-    bias = fields.flag("attention_bias")
-    rope = hf_config.read_rope(fields, interleaved=True)
-    return hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, rope=rope, **features)
+    return hf_config.read_biased_mixer(fields, rope=hf_config.read_rope(fields, interleaved=True), **features)
 
 
 def _decoder(fields: Fields, mixers: list[GroupedQuery]) -> DecoderConfig:

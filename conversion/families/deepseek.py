@@ -40,11 +40,10 @@ def _decoder(fields: Fields, mixer: Latent, by_types: bool) -> DecoderConfig:
     fields.require("n_shared_experts", "n_group", "topk_group")
     count = hf_config.read_num_layers(fields)
     types = hf_config.read_types(fields, _TYPES, count, name="mlp_layer_types") if by_types else []
-    sparse = [kind == _SPARSE for kind in types]
-    if not types:
-        dense = fields.integer("first_k_dense_replace")
-        sparse = [layer >= dense for layer in range(count)]
-    mlps = hf_config.read_mlps(fields, sparse, hf_config.read_corrected)
+    if types:
+        mlps = hf_config.read_mlps(fields, [kind == _SPARSE for kind in types], hf_config.read_corrected)
+    else:
+        mlps = hf_config.read_corrected_mlps(fields)
     return hf_config.decoder_of(fields, [LayerConfig(mixer=mixer, mlp=mlp) for mlp in mlps])
 
 
@@ -146,7 +145,7 @@ def latent(config: Latent, source: str, path: str) -> list[Rule]:
     for head in range(config.num_heads):
         start = head * size
         for name, first, last in sections:
-            part = Part(1, 1, 0, 0, 1, leading=(head,), turned=name == "key_up")
+            part = Part(leading=(head,), turned=name == "key_up")
             cut = Part(1, config.num_heads * size, 1, start + first, start + last)
             rules.append(Rule(f"{source}.kv_b_proj.weight", f"{path}.{name}", transpose=True, part=part, cut=cut))
     return rules + linear(f"{source}.o_proj", f"{path}.o", bias=config.bias)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from eagle3_jax.conversion import blocks, hf_config
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.conversion.rules import Rule
+from eagle3_jax.conversion.rules import Rule, any_of
 from eagle3_jax.models.config import DecoderConfig
 
 Tensor = TypeVar("Tensor")
@@ -40,12 +40,10 @@ class Family(NamedTuple):
 
     def select(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
         """Returns the tensors of the target, without those that are left out."""
-        module = f"model.layers.{num_layers}"
-        patterns = list(self.excluded)
-        if self.drafting_layer and f"{module}.eh_proj.weight" in tensors:
-            patterns.append(rf"{re.escape(module)}\..*")
-        is_excluded = lambda name: any(re.fullmatch(pattern, name) for pattern in patterns)
-        return {name: value for name, value in tensors.items() if not is_excluded(name)}
+        excluded = any_of(*self.excluded)
+        if self.drafting_layer and f"model.layers.{num_layers}.eh_proj.weight" in tensors:
+            excluded = any_of(*self.excluded, rf"model\.layers\.{num_layers}\..*")
+        return {name: value for name, value in tensors.items() if not excluded.fullmatch(name)}
 
     def table(self, config: DecoderConfig, names: Collection[str]) -> list[Rule]:
         """Returns the rules that fit the names of a file; ``rules`` if none fits."""
@@ -89,7 +87,7 @@ class Wrapper(NamedTuple):
 
     def note(self, names: Collection[str]) -> str:
         """Describes the tensors that are left out, in one line."""
-        left_out = [name for name in names if self._ignored.fullmatch(name)]
+        left_out = list(filter(self._ignored.fullmatch, names))
         parts = sorted({name.removeprefix("model.").partition(".")[0] for name in left_out})
         details = f"; the {len(left_out)} tensors of {' and '.join(parts)} are ignored" if left_out else ""
         return f"only the language model of this {self.model_type} is read{details}"
@@ -100,7 +98,7 @@ class Wrapper(NamedTuple):
 
     @property
     def _ignored(self) -> re.Pattern[str]:
-        return re.compile("|".join(f"(?:{pattern})" for pattern in self.ignored))
+        return any_of(*self.ignored)
 
     def _name(self, name: str) -> str:
         for prefix, instead in self.prefixes:

@@ -47,11 +47,8 @@ def read_gemma3(fields: Fields) -> DecoderConfig:
     full["rope_parameters"] = parameters.get(_GLOBAL)
     local_rope = hf_config.read_rope(Fields(local, fields.where))
     full_rope = hf_config.read_rope(Fields(full, fields.where), theta=1e6)
-    mixers = []
-    for window in windows:
-        rope = full_rope if window is None else local_rope
-        mixers.append(_mixer(fields, rope, window=window, qk_norm=True))
-    return _decoder(fields, mixers)
+    rope_of = lambda window: full_rope if window is None else local_rope
+    return _decoder(fields, [_mixer(fields, rope_of(window), window=window, qk_norm=True) for window in windows])
 
 
 def _check_text(text: Fields) -> None:
@@ -60,9 +57,8 @@ def _check_text(text: Fields) -> None:
 
 
 def _mixer(fields: Fields, rope: RopeConfig, **features: Any) -> GroupedQuery:
-    bias = fields.flag("attention_bias")
     scale = fields.size("query_pre_attn_scalar") ** -0.5
-    return hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, rope=rope, scale=scale, **features)
+    return hf_config.read_biased_mixer(fields, rope=rope, scale=scale, **features)
 
 
 def _decoder(fields: Fields, mixers: list[GroupedQuery]) -> DecoderConfig:

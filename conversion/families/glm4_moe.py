@@ -14,17 +14,14 @@ def read_config(fields: Fields) -> DecoderConfig:
     """Reads a target whose queries, keys and values may have biases and whose queries and keys may have norms."""
     hf_config.refuse_windows(fields)
     fields.require("num_key_value_heads", "head_dim", "n_shared_experts", "n_group", "topk_group")
-    count = hf_config.read_num_layers(fields)
-    dense = fields.integer("first_k_dense_replace")
     mixer = hf_config.read_mixer(
         fields,
         qkv_bias=fields.flag("attention_bias"),
         qk_norm=fields.flag("use_qk_norm"),
         rope=hf_config.read_rope(fields, partial=0.5),
     )
-    is_sparse = [layer >= dense for layer in range(count)]
-    mlps = hf_config.read_mlps(fields, is_sparse, hf_config.read_corrected)
-    return hf_config.decoder_of(fields, [LayerConfig(mixer=mixer, mlp=mlp) for mlp in mlps])
+    layers = [LayerConfig(mixer=mixer, mlp=mlp) for mlp in hf_config.read_corrected_mlps(fields)]
+    return hf_config.decoder_of(fields, layers)
 
 
 def write_fields(config: DecoderConfig) -> dict[str, Any]:

@@ -14,11 +14,10 @@ def read_config(fields: Fields) -> DecoderConfig:
     """Reads a Granite. ``logits_scaling`` is a divisor; the other factors multiply."""
     hf_config.refuse_windows(fields)
     fields.require("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-    bias = fields.flag("attention_bias")
     scaling = fields.number("logits_scaling")
     if scaling <= 0:
         raise fields.wrong("logits_scaling", "expected a positive number")
-    mixer = hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, scale=fields.number("attention_multiplier"))
+    mixer = hf_config.read_biased_mixer(fields, scale=fields.number("attention_multiplier"))
     mlp = hf_config.read_mlp(fields, bias=fields.flag("mlp_bias"))
     factor = fields.number("residual_multiplier")
     with read_from(fields.where):

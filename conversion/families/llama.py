@@ -11,9 +11,8 @@ from eagle3_jax.models.config import DecoderConfig
 def read_config(fields: Fields) -> DecoderConfig:
     """Reads a Llama: one flag for the biases of attention, one for those of the MLP, and no windows."""
     hf_config.refuse_windows(fields)
-    bias = fields.flag("attention_bias")
-    mixer = hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias)
-    return hf_config.read_decoder(fields, mixer, hf_config.read_mlp(fields, bias=fields.flag("mlp_bias")))
+    mlp = hf_config.read_mlp(fields, bias=fields.flag("mlp_bias"))
+    return hf_config.read_decoder(fields, hf_config.read_biased_mixer(fields), mlp)
 
 
 FAMILY = Family(

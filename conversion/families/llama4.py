@@ -54,26 +54,21 @@ def _sparse_layers(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def _mixers(fields: Fields, num_layers: int) -> list[GroupedQuery]:
-    bias = fields.flag("attention_bias")
     chunk = fields.size("attention_chunk_size")
     rope = hf_config.read_rope(fields, theta=500_000.0, interleaved=True)
-    usual = hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, rope=rope)
+    usual = hf_config.read_biased_mixer(fields, rope=rope)
     rotates = _rotating(fields, num_layers)
     types = hf_config.read_types(fields, _KINDS, num_layers)
     if not types:
         types = [_CHUNKED if is_rotating else _FULL for is_rotating in rotates]
-    normed = fields.flag("use_qk_norm")
-    scaling = _query_scaling(fields)
-    with read_from(fields.where):
-        kinds = {
-            True: dataclasses.replace(usual, qk_l2_norm=normed),
-            False: dataclasses.replace(usual, rope=None, query_scaling=scaling),
-        }
-        mixers = []
-        for is_rotating, kind in zip(rotates, types, strict=True):
-            size = chunk if kind == _CHUNKED else None
-            mixers.append(dataclasses.replace(kinds[is_rotating], chunk=size))
-        return mixers
+    rotating: dict[str, Any] = {"qk_l2_norm": fields.flag("use_qk_norm")}
+    fixed: dict[str, Any] = {"rope": None, "query_scaling": _query_scaling(fields)}
+    mixers = []
+    for is_rotating, kind in zip(rotates, types, strict=True):
+        features = rotating if is_rotating else fixed
+        with read_from(fields.where):
+            mixers.append(dataclasses.replace(usual, chunk=chunk if kind == _CHUNKED else None, **features))
+    return mixers
 
 
 def _rotating(fields: Fields, num_layers: int) -> list[bool]:

@@ -11,8 +11,7 @@ from eagle3_jax.models.config import DecoderConfig, LayerConfig, grouped
 def read_config(fields: Fields) -> DecoderConfig:
     """Reads an OLMo-2: one flag for all biases of attention; every norm multiplies in float32."""
     hf_config.refuse_windows(fields)
-    bias = fields.flag("attention_bias")
-    mixer = hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_kind="whole")
+    mixer = hf_config.read_biased_mixer(fields, qk_norm=True, qk_norm_kind="whole")
     layer = LayerConfig(mixer=mixer, mlp=hf_config.read_mlp(fields), norms="after")
     return hf_config.decoder_of(fields, [layer] * hf_config.read_num_layers(fields), norm_kind="float32")
 

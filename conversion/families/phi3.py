@@ -36,24 +36,18 @@ def write_fields(config: DecoderConfig) -> dict[str, Any]:
 def _attention(config: GroupedQuery, source: str, path: str) -> list[Rule]:
     all_heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
     group_heads = {"q": config.group, "k": 1, "v": 1}
-    cuts = in_turns(1, config.head_dim, all_heads)
-    parts = in_turns(config.num_kv_heads, config.head_dim, group_heads)
-    qkv = _fused(f"{source}.self_attn.qkv_proj", f"{path}.attention.qkv", parts, cuts)
-    return qkv + linear(f"{source}.self_attn.o_proj", f"{path}.attention.o")
+    cuts = dict(in_turns(1, config.head_dim, all_heads))
+    rules = linear(f"{source}.self_attn.o_proj", f"{path}.attention.o")
+    for name, part in in_turns(config.num_kv_heads, config.head_dim, group_heads):
+        rules += linear(f"{source}.self_attn.qkv_proj", f"{path}.attention.qkv", part=part, cut=cuts[name])
+    return rules
 
 
 def _mlp(config: GatedMLP, source: str, path: str) -> list[Rule]:
-    names = {"gate": 1, "up": 1}
-    parts = in_turns(config.width, 1, names)
-    cuts = in_turns(1, config.width, names)
-    gate_up = _fused(f"{source}.mlp.gate_up_proj", f"{path}.mlp.gate_up", parts, cuts)
-    return gate_up + linear(f"{source}.mlp.down_proj", f"{path}.mlp.down")
-
-
-def _fused(source: str, path: str, parts: Any, cuts: Any) -> list[Rule]:
-    """Returns the rules of a tensor whose pieces have another order in our array."""
-    pieces = zip(parts, cuts, strict=True)
-    return [rule for (_, part), (_, cut) in pieces for rule in linear(source, path, part=part, cut=cut)]
+    rules = linear(f"{source}.mlp.down_proj", f"{path}.mlp.down")
+    for part, cut in blocks.alternating_halves(config.width).items():
+        rules += linear(f"{source}.mlp.gate_up_proj", f"{path}.mlp.gate_up", part=part, cut=cut)
+    return rules
 
 
 FAMILY = Family(

@@ -32,21 +32,19 @@ def read_qwen3(fields: Fields) -> DecoderConfig:
 def read_qwen3_moe(fields: Fields) -> DecoderConfig:
     """Reads Qwen3-MoE: experts in some layers; a window, if it is switched on, in all layers."""
     fields.require("norm_topk_prob")
-    mixer = _normed(fields)
+    window = hf_config.read_window(fields) if fields.flag("use_sliding_window") else None
+    hf_config.read_window_of_all(fields, window)
+    mixer = _normed(fields, window=window)
     experts = functools.partial(hf_config.read_experts, router="softmax", normalise=fields.flag("norm_topk_prob"))
     mlps = hf_config.read_mlps(fields, read_sparse_layers(fields), experts)
-    window = hf_config.read_window(fields) if fields.flag("use_sliding_window") else None
-    windows = hf_config.read_window_of_all(fields, window)
-    layers = [LayerConfig(mixer=mixer, mlp=mlp) for mlp in mlps]
-    return hf_config.decoder_of(fields, [hf_config.with_window(layer, windows[0]) for layer in layers])
+    return hf_config.decoder_of(fields, [LayerConfig(mixer=mixer, mlp=mlp) for mlp in mlps])
 
 
-def _normed(fields: Fields, *, known: tuple[str, ...] = ()) -> GroupedQuery:
+def _normed(fields: Fields, *, known: tuple[str, ...] = (), window: int | None = None) -> GroupedQuery:
     """Reads the attention of Qwen3: norms of queries and keys per head, a size of heads, one flag for all biases."""
     fields.require("num_key_value_heads", "head_dim")
-    bias = fields.flag("attention_bias")
     rope = hf_config.read_rope(fields, known=known)
-    return hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, qk_norm=True, rope=rope)
+    return hf_config.read_biased_mixer(fields, qk_norm=True, rope=rope, window=window)
 
 
 def read_windows(fields: Fields) -> list[int | None]:

@@ -16,7 +16,7 @@ from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.families.family import Family, Wrapper
 from eagle3_jax.conversion.families.qwen import read_sparse_layers, sparse_fields
 from eagle3_jax.conversion.fields import Fields, read_from
-from eagle3_jax.conversion.rules import Rule, in_turns, linear, norm
+from eagle3_jax.conversion.rules import COMPLETE, Rule, in_turns, linear, norm
 from eagle3_jax.models.config import MLP, DecoderConfig, Experts, GatedDelta, GroupedQuery, LayerConfig, Mixer
 
 _KINDS = _DELTA, _FULL = ("linear_attention", "full_attention")
@@ -112,64 +112,40 @@ def _sparse_fields(config: DecoderConfig) -> dict[str, Any]:
     return {**mixer_fields(config), **hf_config.size_fields(experts), **shared}
 
 
-def _output_rules(source: str, path: str) -> list[Rule]:
-    """Returns the rules of the decays, the norm and the output projection."""
-    decay = Rule(f"{source}.A_log", f"{path}.a_log")
-    step = Rule(f"{source}.dt_bias", f"{path}.dt_bias")
-    output = linear(f"{source}.out_proj", f"{path}.o")
-    return [decay, step, norm(f"{source}.norm", f"{path}.norm"), *output]
+def _delta_rules(config: GatedDelta, source: str, path: str, *, grouped: bool) -> list[Rule]:
+    """Returns the rules of a gated delta net.
 
-
-def _convolution(config: GatedDelta, source: str, path: str) -> list[Rule]:
-    """Returns the rules of the convolution. Its channels are all queries, keys and values; ours are by key head."""
-    heads = config.num_key_heads
-    sizes = turns(config)
-    parts = dict(in_turns(heads, 1, sizes))
-    cuts = dict(in_turns(1, 1, {name: heads * size for name, size in sizes.items()}))
-    kernel = Rule(f"{source}.conv1d.weight", f"{path}.convolution", reverse=True)
-    return [kernel._replace(part=parts[name], cut=cuts[name]) for name in sizes]
-
-
-def turns(config: GatedDelta) -> dict[str, int]:
-    """Returns the numbers of channels of a key head that the convolution mixes."""
-    return {"q": config.key_dim, "k": config.key_dim, "v": config.group * config.value_dim}
-
-
-def grouped_delta(config: GatedDelta, source: str, path: str) -> list[Rule]:
-    """Returns the rules of a gated delta net with projections by key head, as in our parameters."""
-    source = f"{source}.linear_attn"
-    path = f"{path}.attention"
-    rules = linear(f"{source}.in_proj_qkvz", f"{path}.qkvz")
-    rules += linear(f"{source}.in_proj_ba", f"{path}.ba")
-    return [*rules, *_convolution(config, source, path), *_output_rules(source, path)]
-
-
-def flat_delta(config: GatedDelta, source: str, path: str) -> list[Rule]:
-    """Returns the rules of a gated delta net with a projection for all queries, keys and values, and three others."""
+    ``grouped`` projections are by key head, as in our parameters. Otherwise one projection has all queries, keys and
+    values, and there are three others. The channels of the convolution are always all queries, keys and values.
+    """
     source = f"{source}.linear_attn"
     path = f"{path}.attention"
     heads = config.num_key_heads
-    sizes = turns(config)
     group = config.group
+    sizes = {"q": config.key_dim, "k": config.key_dim, "v": group * config.value_dim}
     cuts = dict(in_turns(1, 1, {name: heads * size for name, size in sizes.items()}))
-    rules = []
+    rules = [Rule(f"{source}.A_log", f"{path}.a_log"), Rule(f"{source}.dt_bias", f"{path}.dt_bias")]
+    rules += [norm(f"{source}.norm", f"{path}.norm"), *linear(f"{source}.out_proj", f"{path}.o")]
+    for name, part in in_turns(heads, 1, sizes):
+        kernel = Rule(f"{source}.conv1d.weight", f"{path}.convolution", part=part, cut=cuts[name], reverse=True)
+        rules.append(kernel)
+    if grouped:
+        rules += linear(f"{source}.in_proj_qkvz", f"{path}.qkvz")
+        return rules + linear(f"{source}.in_proj_ba", f"{path}.ba")
     for name, part in in_turns(heads, 1, {**sizes, "z": group * config.value_dim}):
         tensor = f"{source}.in_proj_{'z' if name == 'z' else 'qkv'}"
-        rules += linear(tensor, f"{path}.qkvz", part=part, cut=cuts.get(name))
+        rules += linear(tensor, f"{path}.qkvz", part=part, cut=cuts.get(name, COMPLETE))
     for name, part in in_turns(heads, 1, {"b": group, "a": group}):
         rules += linear(f"{source}.in_proj_{name}", f"{path}.ba", part=part)
-    return [*rules, *_convolution(config, source, path), *_output_rules(source, path)]
-
-
-# The shared expert is an MLP that every token goes through.
-_shared_experts = functools.partial(blocks.experts, shared="shared_expert")
+    return rules
 
 
 _MODULE = (r"mtp\..*",)  # tensors of multi-token prediction
 
 
-def _rules(delta: blocks.PartRules, kernels: blocks.PartRules = blocks.separate) -> Any:
-    experts = functools.partial(_shared_experts, kernels=kernels)
+def _rules(*, grouped: bool = False, kernels: blocks.PartRules = blocks.separate) -> Any:
+    delta = functools.partial(_delta_rules, grouped=grouped)
+    experts = functools.partial(blocks.experts, shared="shared_expert", kernels=kernels)
     return functools.partial(blocks.decoder, parts={GatedDelta: delta, Experts: experts})
 
 
@@ -192,7 +168,7 @@ FAMILIES = (
         "Qwen3NextForCausalLM",
         read_config,
         write_fields,
-        rules=_rules(grouped_delta),
+        rules=_rules(grouped=True),
         excluded=_MODULE,
     ),
     Family(
@@ -201,7 +177,7 @@ FAMILIES = (
         "Qwen3_5ForCausalLM",
         read_dense,
         mixer_fields,
-        rules=_rules(flat_delta),
+        rules=_rules(),
         excluded=_MODULE,
     ),
     Family(
@@ -210,8 +186,8 @@ FAMILIES = (
         "Qwen3_5MoeForCausalLM",
         read_sparse,
         _sparse_fields,
-        rules=_rules(flat_delta),
-        alternatives=(_rules(flat_delta, _STACKED),),
+        rules=_rules(),
+        alternatives=(_rules(kernels=_STACKED),),
         excluded=_MODULE,
     ),
 )

@@ -6,6 +6,7 @@ share. Here ``constants`` and the functions of an architecture set them.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,67 +14,42 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.gguf.header import Header
+from eagle3_jax.models.config import RopeConfig
+from eagle3_jax.models.rope import inverse_frequencies
 
 ROPE_FREQS = "rope_freqs.weight"
 LONG_FACTORS = "rope_factors_long.weight"
 SHORT_FACTORS = "rope_factors_short.weight"
 _ATTENTION_FACTOR = "rope.scaling.attn_factor"
 _SIGMOID = 2  # llama.cpp's number for routers that apply a sigmoid
-# Number of layers of the 27B models. As in llama.cpp, these scale scores by hidden_size / heads. Other Gemma models
-# scale them by head_dim.
-_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 
 
 class Source(NamedTuple):
-    """The metadata of a file by keys without the prefix of the architecture."""
+    """The header of a file, and its metadata by keys without the prefix of the architecture."""
 
     header: Header  #: The header of the file.
-    name: str  #: The architecture. Its name is the prefix of the keys.
-
-    def key(self, name: str) -> str:
-        """Returns the key with its prefix."""
-        return f"{self.name}.{name}"
-
-    def has(self, name: str) -> bool:
-        """Tells whether the file has a key."""
-        return self.key(name) in self.header.metadata
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """Returns a positive whole number; see :meth:`Fields.size`."""
-        return self.header.fields.size(self.key(name), default)
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Returns a finite number."""
-        return self.header.fields.number(self.key(name), default)
-
-    def get(self, name: str) -> Any:
-        """Returns the raw value; ``None`` when absent."""
-        return self.header.fields.get(self.key(name))
-
-    def only(self, **supported: Any) -> None:
-        """Refuses keys that have another value than the supported one. ``__`` replaces dots. Absent keys pass."""
-        keys = {self.key(name.replace("__", ".")): value for name, value in supported.items()}
-        self.header.fields.only(**keys)
+    fields: Fields  #: The metadata.
 
     @property
     def num_layers(self) -> int:
         """Number of blocks, at most the number of tensors."""
-        count = self.size("block_count")
+        count = self.fields.size("block_count")
         if count > len(self.header.tensors):
-            raise self.header.fields.wrong(self.key("block_count"), "the file has fewer tensors")
+            raise self.fields.wrong("block_count", "the file has fewer tensors")
         return count
 
     @property
     def head_dim(self) -> int:
         """Width of a head."""
-        width = self.size("embedding_length")
-        heads = self.size("attention.head_count")
-        return self.size("attention.key_length", max(width // heads, 1))
+        width = self.fields.size("embedding_length")
+        heads = self.fields.size("attention.head_count")
+        return self.fields.size("attention.key_length", max(width // heads, 1))
 
-    def has_bias(self, name: str) -> bool:
-        """Tells whether a linear layer of the first block has a bias."""
-        return f"blk.0.{name}.bias" in self.header.tensors
+    def only(self, **supported: Any) -> None:
+        """Refuses keys that have another value than the supported one. ``__`` replaces dots. Absent keys pass."""
+        self.fields.only(**{name.replace("__", "."): value for name, value in supported.items()})
 
 
 class Architecture(NamedTuple):
@@ -81,7 +57,7 @@ class Architecture(NamedTuple):
 
     name: str  #: The value of ``general.architecture``.
     model_type: str  #: The family that computes it.
-    #: Fields of ``config.json`` by metadata key, in addition to :data:`_KEYS`. All are required.
+    #: Fields of ``config.json`` by metadata key, in addition to :data:`_KEYS`. All keys are required.
     keys: Mapping[str, str] = {}
     #: Hugging Face names of a block's tensors by llama.cpp's names. They extend and override :data:`_NAMES`. A name may
     #: include ``.weight`` or ``.bias``.
@@ -133,42 +109,41 @@ _WINDOWS = ("attention.sliding_window_pattern",)
 
 
 def _biases(source: Source) -> dict[str, Any]:
-    return {"attention_bias": source.has_bias("attn_q"), "mlp_bias": source.has_bias("ffn_up")}
+    tensors = source.header.tensors
+    return {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
 
 
 def _windows(source: Source, period: int) -> list[str]:
     """Returns the kinds of attention as ``layer_types``. By default every ``period``-th layer has full attention."""
-    pattern = source.get("attention.sliding_window_pattern")
-    count = source.num_layers
-    if isinstance(pattern, list):
-        slides = [bool(slide) for slide in pattern[:count]]
-    else:
-        period = source.size("attention.sliding_window_pattern", period)
-        slides = [(layer + 1) % period > 0 for layer in range(count)]
-    return ["sliding_attention" if slide else "full_attention" for slide in slides]
+    slides = source.fields.get("attention.sliding_window_pattern")
+    if not isinstance(slides, list):
+        period = source.fields.size("attention.sliding_window_pattern", period)
+        slides = [(layer + 1) % period > 0 for layer in range(source.num_layers)]
+    return ["sliding_attention" if slide else "full_attention" for slide in slides[: source.num_layers]]
 
 
 def _rope(source: Source) -> dict[str, Any]:
     """Reads the rotary embedding as ``rope_theta`` and ``rope_scaling``."""
-    theta = source.number("rope.freq_base", 10_000.0)
+    fields = source.fields
+    theta = fields.number("rope.freq_base", 10_000.0)
     kinds = ["none", "linear", "yarn"]
     if LONG_FACTORS in source.header.tensors:
         kinds.append("longrope")
-    kind = source.header.fields.one_of(source.key("rope.scaling.type"), kinds, "none")
+    kind = fields.one_of("rope.scaling.type", kinds, "none")
     source.only(rope__scaling__yarn_ext_factor=1.0)
     scaling: dict[str, Any] | None = None
-    if kind == "linear":
-        scaling = {"rope_type": kind, "factor": source.number("rope.scaling.factor")}
-    elif kind == "yarn":
-        scaling = {"rope_type": kind, "factor": source.number("rope.scaling.factor")}
-        scaling["original_max_position_embeddings"] = source.size("rope.scaling.original_context_length")
-        scaling["beta_fast"] = source.number("rope.scaling.yarn_beta_fast", 32.0)
-        scaling["beta_slow"] = source.number("rope.scaling.yarn_beta_slow", 1.0)
-        if source.has("rope.scaling.yarn_attn_factor"):
-            scaling["attention_factor"] = source.number("rope.scaling.yarn_attn_factor")
+    if kind in ("linear", "yarn"):
+        scaling = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
+        if kind == "yarn":
+            scaling |= {
+                "original_max_position_embeddings": fields.size("rope.scaling.original_context_length"),
+                "beta_fast": fields.number("rope.scaling.yarn_beta_fast", 32.0),
+                "beta_slow": fields.number("rope.scaling.yarn_beta_slow", 1.0),
+                "attention_factor": fields.optional_number("rope.scaling.yarn_attn_factor"),
+            }
     if ROPE_FREQS in source.header.tensors:
         if scaling is not None:
-            raise CheckpointError(f"{source.header.path} holds {ROPE_FREQS} and scales its rotations as {kind!r} too")
+            raise CheckpointError(f"{fields.where} holds {ROPE_FREQS} and scales its rotations as {kind!r} too")
         scaling = _llama3(source, theta)
     return {"rope_theta": theta, "rope_scaling": scaling}
 
@@ -176,73 +151,64 @@ def _rope(source: Source) -> dict[str, Any]:
 def _llama3(source: Source, theta: float) -> dict[str, Any] | None:
     """Returns the scaling of Llama 3.1. Its parameters must reproduce the file's divisor of every frequency."""
     divisors = np.asarray(source.header.tensors[ROPE_FREQS]).ravel()
-    factor = float(str(divisors.max()))
-    low = 1.0
-    high = 4.0
+    sizes: dict[str, Any] = {"factor": float(str(divisors.max())), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     original = 8192
-    if theta <= 0 or not factor >= 1:
-        raise _no_llama3(source)
-    exponents = np.arange(divisors.size) / divisors.size
-    turns = original * theta**-exponents / (2 * np.pi)
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
-    expected = 1 / ((1 - smooth) / factor + smooth)
-    if divisors.size * 2 != source.head_dim or not np.allclose(divisors, expected, rtol=1e-4):
-        raise _no_llama3(source)
-    if factor == 1:
+    expected = np.nan
+    if divisors.size * 2 == source.head_dim:
+        with contextlib.suppress(ValueError):  # RopeConfig refuses such numbers
+            scaled = RopeConfig(type="llama3", theta=theta, original_max_positions=original, **sizes)
+            frequencies, _ = inverse_frequencies(RopeConfig(theta=theta), source.head_dim)
+            scaled_frequencies, _ = inverse_frequencies(scaled, source.head_dim)
+            expected = frequencies / scaled_frequencies
+    if not np.allclose(divisors, expected, rtol=1e-4):
+        raise CheckpointError(
+            f"{source.fields.where}: {ROPE_FREQS} is not what Llama 3.1 divides its frequencies by (factors 1 and 4 of "
+            "8192 positions); no other extension is read from it"
+        )
+    if sizes["factor"] == 1:
         return None
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }
+    return {"rope_type": "llama3", **sizes, "original_max_position_embeddings": original}
 
 
-def _no_llama3(source: Source) -> CheckpointError:
-    return CheckpointError(
-        f"{source.header.path}: {ROPE_FREQS} is not what Llama 3.1 divides its frequencies by (factors 1 and 4 of 8192 "
-        "positions); no other extension is read from it"
-    )
+def _gemma(source: Source, period: int, largest: int) -> dict[str, Any]:
+    """Reads Gemma. As in llama.cpp, its model of ``largest`` layers (27B) scales scores by hidden_size / heads.
 
-
-def _gemma(source: Source, period: int) -> dict[str, Any]:
+    The others scale scores by head_dim.
+    """
+    fields = source.fields
     scalar = source.head_dim
-    if source.size("block_count") == _LARGEST_GEMMA[source.name]:
-        scalar = source.size("embedding_length") // source.size("attention.head_count")
+    if source.num_layers == largest:
+        scalar = fields.size("embedding_length") // fields.size("attention.head_count")
     names = ("attn_logit_softcapping", "final_logit_softcapping")
-    caps = {name: source.number(name) for name in names if source.has(name)}
+    caps = {name: fields.number(name) for name in names if fields.get(name) is not None}
     return {"query_pre_attn_scalar": scalar, "layer_types": _windows(source, period), **caps}
 
 
 def _gemma3(source: Source) -> dict[str, Any]:
-    theta = source.number("rope.freq_base", 1_000_000.0)
-    local_theta = source.number("rope.freq_base_swa", 10_000.0)
-    return {**_gemma(source, 6), "rope_theta": theta, "rope_local_base_freq": local_theta}
+    theta = source.fields.number("rope.freq_base", 1_000_000.0)
+    local_theta = source.fields.number("rope.freq_base_swa", 10_000.0)
+    return {**_gemma(source, 6, 62), "rope_theta": theta, "rope_local_base_freq": local_theta}
 
 
 def _phi3(source: Source) -> dict[str, Any]:
     """Reads partial rotation, and ``longrope``, whose factors are tensors."""
     source.only(attention__value_length=source.head_dim)
-    tensors = source.header.tensors
-    dims = source.size("rope.dimension_count")
-    window = source.header.fields.integer(source.key("attention.sliding_window"), 0)
-    fields: dict[str, Any] = {"partial_rotary_factor": dims / source.head_dim, "sliding_window": window or None}
-    if LONG_FACTORS not in tensors and SHORT_FACTORS not in tensors:
+    metadata = source.fields
+    share = metadata.size("rope.dimension_count") / source.head_dim
+    window = metadata.integer("attention.sliding_window", 0)
+    fields: dict[str, Any] = {"partial_rotary_factor": share, "sliding_window": window or None}
+    if not {LONG_FACTORS, SHORT_FACTORS} & source.header.tensors.keys():
         return fields
     source.only(rope__scaling__type="longrope")
     factors: dict[str, Any] = {}
     for name, field in ((LONG_FACTORS, "long_factor"), (SHORT_FACTORS, "short_factor")):
-        if name not in tensors:
-            raise CheckpointError(f"{source.header.path} misses {name}; fetch the file again")
-        factors[field] = [float(str(factor)) for factor in np.asarray(tensors[name]).ravel()]
-    original = source.size("rope.scaling.original_context_length")
-    length = source.size("context_length")
+        factors[field] = [float(str(factor)) for factor in np.asarray(source.header.tensor(name)).ravel()]
+    original = metadata.size("rope.scaling.original_context_length")
+    length = metadata.size("context_length")
     extension = np.log(max(length / original, 1.0)) / np.log(max(original, 2))
     expected = max(1.0, 1 + extension) ** 0.5
-    if not np.isclose(source.number(_ATTENTION_FACTOR, expected), expected, rtol=1e-5):
-        reason = f"expected {expected:g}, which follows from its lengths"
-        raise source.header.fields.wrong(source.key(_ATTENTION_FACTOR), reason)
+    if not np.isclose(metadata.number(_ATTENTION_FACTOR, expected), expected, rtol=1e-5):
+        raise metadata.wrong(_ATTENTION_FACTOR, f"expected {expected:g}, which follows from its lengths")
     scaling = {"rope_type": "longrope", **factors}
     return {**fields, "original_max_position_embeddings": original, "rope_scaling": scaling}
 
@@ -254,19 +220,18 @@ def _qwen3_moe(source: Source) -> dict[str, Any]:
 
 
 def _gpt_oss(source: Source) -> dict[str, Any]:
-    fields: dict[str, Any] = {"layer_types": _windows(source, 2)}
-    rope = _rope(source)
-    if rope["rope_scaling"] is not None:  # published gpt-oss models do not round the bounds of yarn
-        fields["rope_scaling"] = {**rope["rope_scaling"], "truncate": False}
-    return fields
+    scaling = _rope(source)["rope_scaling"]
+    if scaling is not None:
+        scaling["truncate"] = False  # published gpt-oss models do not round the bounds of yarn
+    return {"layer_types": _windows(source, 2), "rope_scaling": scaling}
 
 
 def _granite(source: Source) -> dict[str, Any]:
     factors = {
-        "attention_multiplier": source.number("attention.scale", source.head_dim**-0.5),
-        "embedding_multiplier": source.number("embedding_scale", 1.0),
-        "residual_multiplier": source.number("residual_scale", 1.0),
-        "logits_scaling": source.number("logit_scale", 1.0),
+        "attention_multiplier": source.fields.number("attention.scale", source.head_dim**-0.5),
+        "embedding_multiplier": source.fields.number("embedding_scale", 1.0),
+        "residual_multiplier": source.fields.number("residual_scale", 1.0),
+        "logits_scaling": source.fields.number("logit_scale", 1.0),
     }
     return _biases(source) | factors
 
@@ -277,47 +242,45 @@ def _cohere(source: Source) -> dict[str, Any]:
 
 def _deepseek(source: Source) -> dict[str, Any]:
     """Reads latent attention. Newer files have a head of the latent width, and the sizes of heads in ``*_mla`` keys."""
-    metadata = source.header.fields
-    metadata.require(source.key("expert_gating_func"))
+    metadata = source.fields
+    metadata.require("expert_gating_func")
     source.only(expert_gating_func=_SIGMOID)
-    rope_dim = source.size("rope.dimension_count")
-    heads = source.size("attention.head_count")
-    suffix = "_mla" if source.has("attention.key_length_mla") else ""
-    key_dim = source.size(f"attention.key_length{suffix}")
-    value_dim = source.size(f"attention.value_length{suffix}")
+    rope_dim = metadata.size("rope.dimension_count")
+    heads = metadata.size("attention.head_count")
+    suffix = "" if metadata.get("attention.key_length_mla") is None else "_mla"
+    value_dim = metadata.size(f"attention.value_length{suffix}")
     name = "blk.0.attn_output.weight"
-    if name not in source.header.tensors:
-        raise CheckpointError(f"{source.header.path} misses {name}; fetch the file again")
-    columns = source.header.tensors[name].shape[-1]
+    columns = source.header.tensor(name).shape[-1]
     if columns != heads * value_dim:  # checked before the rules of all heads are built
-        raise metadata.wrong(source.key("attention.head_count"), f"{name} has {columns} columns")
-    fields: dict[str, Any] = {
+        raise metadata.wrong("attention.head_count", f"{name} has {columns} columns")
+    scaling = _rope(source)["rope_scaling"]
+    multiplier = metadata.optional_number("rope.scaling.yarn_log_multiplier")
+    if scaling is not None and multiplier is not None:
+        scale = float(str(np.float32(multiplier * 10)))
+        scaling |= {"mscale": scale, "mscale_all_dim": scale}
+    return {
         "num_key_value_heads": heads,
         "head_dim": None,
-        "q_lora_rank": metadata.optional_size(source.key("attention.q_lora_rank")),
+        "q_lora_rank": metadata.optional_size("attention.q_lora_rank"),
         "qk_rope_head_dim": rope_dim,
-        "qk_nope_head_dim": key_dim - rope_dim,
+        "qk_nope_head_dim": metadata.size(f"attention.key_length{suffix}") - rope_dim,
         "v_head_dim": value_dim,
+        "norm_topk_prob": metadata.flag("expert_weights_norm"),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        "first_k_dense_replace": metadata.integer("leading_dense_block_count"),
+        "n_shared_experts": metadata.integer("expert_shared_count"),
+        "rope_scaling": scaling,
     }
-    fields["norm_topk_prob"] = metadata.flag(source.key("expert_weights_norm"), False)
-    fields["routed_scaling_factor"] = source.number("expert_weights_scale", 1.0)
-    fields["first_k_dense_replace"] = metadata.integer(source.key("leading_dense_block_count"))
-    fields["n_shared_experts"] = metadata.integer(source.key("expert_shared_count"))
-    rope = _rope(source)["rope_scaling"]
-    if rope is not None and source.has("rope.scaling.yarn_log_multiplier"):
-        scale = float(str(np.float32(source.number("rope.scaling.yarn_log_multiplier") * 10)))
-        fields["rope_scaling"] = {**rope, "mscale": scale, "mscale_all_dim": scale}
-    return fields
 
 
 def _mistral3(source: Source) -> dict[str, Any]:
     """Reads the scaling of queries by position, which only Ministral 3 has, and not Mistral Small 3.1."""
-    if not source.has("attention.temperature_scale"):
+    beta = source.fields.optional_number("attention.temperature_scale")
+    if beta is None:
         return {"model_type": "mistral", "sliding_window": None}
-    scale = source.number("rope.scaling.yarn_log_multiplier")
-    beta = {"llama_4_scaling_beta": source.number("attention.temperature_scale")}
-    rope = {**(_rope(source)["rope_scaling"] or {}), "mscale": scale, "mscale_all_dim": scale, **beta}
-    return {"rope_scaling": rope}
+    scale = source.fields.number("rope.scaling.yarn_log_multiplier")
+    scaling = _rope(source)["rope_scaling"] or {}
+    return {"rope_scaling": {**scaling, "mscale": scale, "mscale_all_dim": scale, "llama_4_scaling_beta": beta}}
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -411,7 +374,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 norm_offset=1.0,
             )
             for name, model_type, more in (
-                ("gemma2", "gemma2", lambda source: _gemma(source, 2)),
+                ("gemma2", "gemma2", lambda source: _gemma(source, 2, 46)),
                 ("gemma3", "gemma3_text", _gemma3),
             )
         ),
@@ -486,10 +449,9 @@ def architecture_of(header: Header) -> Architecture:
 
 def read_config(header: Header, row: Architecture) -> dict[str, Any]:
     """Returns the ``config.json`` of the model in a file, without token ids."""
-    source = Source(header, row.name)
-    tensors = header.tensors
-    if "token_embd.weight" not in tensors:
-        raise CheckpointError(f"{header.path} misses token_embd.weight; fetch the file again")
+    metadata = Fields(header.metadata, str(header.path), f"{row.name}.")
+    source = Source(header, metadata)
+    embedding = header.tensor("token_embd.weight")
     source.only(attention__causal=True)
     if "expert_count" in row.keys:
         _check_experts(source)
@@ -498,41 +460,37 @@ def read_config(header: Header, row: Architecture) -> dict[str, Any]:
     if row.whole_heads:
         source.only(attention__value_length=source.head_dim, rope__dimension_count=source.head_dim)
     keys = {**_KEYS, **row.keys}
-    values = {field: source.get(key) for key, field in keys.items() if source.has(key)}
-    for key, field in keys.items():
-        if field not in values:
-            header.fields.require(source.key(key))
-    num_heads = source.size("attention.head_count")
-    fields = {
+    metadata.require(*keys)
+    num_heads = metadata.size("attention.head_count")
+    return {
         "model_type": row.model_type,
-        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "vocab_size": embedding.shape[0],
         "head_dim": source.head_dim,
-        "num_key_value_heads": source.size("attention.head_count_kv", num_heads),
-        "tie_word_embeddings": "output.weight" not in tensors,
+        "num_key_value_heads": metadata.size("attention.head_count_kv", num_heads),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        **_rope(source),
+        **{field: metadata.get(key) for key, field in keys.items()},
+        **row.constants,
+        **row.more(source),
     }
-    return {**fields, **_rope(source), **values, **row.constants, **row.more(source)}
 
 
 def _check_experts(source: Source) -> None:
     """Refuses a number of experts that differs from the stacks, before anything of that size is built."""
     counts = {tensor.shape[0] for name, tensor in source.header.tensors.items() if "_exps." in name}
-    if counts != {source.size("expert_count")}:
+    if counts != {source.fields.size("expert_count")}:
         sizes = " and ".join(map(str, sorted(counts)[:3])) or "no"
-        raise source.header.fields.wrong(source.key("expert_count"), f"the file has stacks of {sizes} experts")
+        raise source.fields.wrong("expert_count", f"the file has stacks of {sizes} experts")
 
 
 def layer_name(row: Architecture, name: str) -> str:
     """Returns the Hugging Face name of a tensor; unknown names unchanged, so that they are refused later."""
-    stem, _, suffix = name.rpartition(".")
-    if stem in _OUTSIDE:
-        return f"{_OUTSIDE[stem]}.{suffix}"
-    match = re.fullmatch(r"blk\.(\d{1,9})\.(.+)", stem)
+    match = re.fullmatch(r"(blk\.(\d{1,9})\.)?(.+)\.(weight|bias)", name)
     if match is None:
         return name
-    layer, inner = match.groups()
-    names = {**_NAMES, **row.names}
-    prefix = f"model.layers.{layer}"
-    leaf = f"{inner}.{suffix}"
-    if leaf in names:
-        return f"{prefix}.{names[leaf]}"
-    return f"{prefix}.{names[inner]}.{suffix}" if inner in names else name
+    block, layer, stem, suffix = match.groups()
+    names = {**_NAMES, **row.names} if block else _OUTSIDE
+    translated = names.get(f"{stem}.{suffix}") or (f"{names[stem]}.{suffix}" if stem in names else None)
+    if translated is None:
+        return name
+    return f"model.layers.{layer}.{translated}" if block else translated

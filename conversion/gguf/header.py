@@ -7,6 +7,7 @@ package still defines the types of tensors and dequantizes their blocks.
 from __future__ import annotations
 
 import math
+import mmap
 import re
 import struct
 from pathlib import Path
@@ -83,6 +84,12 @@ class Header(NamedTuple):
         """The metadata, typed."""
         return Fields(self.metadata, str(self.path))
 
+    def tensor(self, name: str) -> Tensor:
+        """Returns a tensor by its name; refuses a file without it."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path} misses {name}; fetch the file again")
+        return self.tensors[name]
+
 
 def package() -> ModuleType:
     """Imports the package ``gguf``."""
@@ -117,17 +124,16 @@ def read_header(path: Path) -> Header:
         raise _a_part(path)
     try:
         refuse_pointer(path)
-        is_empty = path.stat().st_size == 0
-        data = np.empty(0, np.uint8) if is_empty else np.asarray(np.memmap(path, np.uint8, mode="r"))
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise CheckpointError(f"{path} does not begin as a GGUF file does; fetch it again, or rename it")
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise unreadable(path, error) from None
-    if data[:4].tobytes() != b"GGUF":
-        raise CheckpointError(f"{path} does not begin as a GGUF file does; fetch it again, or rename it")
     try:
-        return _parsed(path, data)
-    except (struct.error, UnicodeDecodeError, _DamagedError) as error:
-        reason = "it ends within its header" if isinstance(error, struct.error) else str(error)[:120]
-        raise CheckpointError(f"{path} is truncated or damaged ({reason}); fetch the file again") from None
+        return _parsed(path, content)
+    except (UnicodeDecodeError, _DamagedError) as error:
+        raise CheckpointError(f"{path} is truncated or damaged ({str(error)[:120]}); fetch the file again") from None
 
 
 def _a_part(path: Path) -> CheckpointError:
@@ -140,32 +146,24 @@ class _DamagedError(Exception):
     """The file contradicts its own format."""
 
 
-class _Reader:
+class _Reader(NamedTuple):
     """Reads values in the order of the file."""
 
-    def __init__(self, data: np.ndarray):
-        self.data = data
-        self.bytes = memoryview(data)  # type: ignore[arg-type]
-        self.position = 4
+    content: mmap.mmap
 
-    def number(self, kind: str) -> Any:
-        (value,) = struct.unpack_from(f"<{kind}", self.bytes, self.position)
-        self.position += struct.calcsize(f"<{kind}")
-        return value
-
-    def skip(self, size: int) -> int:
-        """Moves past the next ``size`` bytes and returns their position."""
-        start = self.position
-        missing = size - (len(self.bytes) - start)
+    def bytes(self, size: int) -> bytes:
+        missing = size - (len(self.content) - self.content.tell())
         if missing > 0:
             raise _DamagedError(f"it ends {missing:,} bytes too early")
-        self.position += size
-        return start
+        return self.content.read(size)
+
+    def number(self, kind: str) -> Any:
+        format = f"<{kind}"
+        (value,) = struct.unpack(format, self.bytes(struct.calcsize(format)))
+        return value
 
     def text(self) -> str:
-        size = self.number("Q")
-        start = self.skip(size)
-        return str(self.bytes[start : start + size], "utf-8")
+        return self.bytes(self.number("Q")).decode()
 
     def value(self, kind: int) -> Any:
         if kind == _TEXT:
@@ -184,12 +182,12 @@ class _Reader:
         if kind not in _SCALARS:
             raise _DamagedError(f"a list of values of type {kind}")
         dtype = np.dtype(_SCALARS[kind]).newbyteorder("<")
-        start = self.skip(count * dtype.itemsize)
-        return self.data[start : self.position].view(dtype).tolist()
+        return np.frombuffer(self.bytes(count * dtype.itemsize), dtype).tolist()
 
 
-def _parsed(path: Path, data: np.ndarray) -> Header:
-    reader = _Reader(data)
+def _parsed(path: Path, content: mmap.mmap) -> Header:
+    reader = _Reader(content)
+    reader.bytes(4)
     version = reader.number("I")
     if version not in (2, 3):
         big = version & 0xFFFF == 0
@@ -209,12 +207,13 @@ def _parsed(path: Path, data: np.ndarray) -> Header:
     alignment = metadata.get(_ALIGNMENT, 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
         raise _DamagedError(f"{_ALIGNMENT} is {short(alignment)}")
-    start = -(-reader.position // alignment) * alignment
+    start = -(-content.tell() // alignment) * alignment
+    data = np.frombuffer(content, np.uint8)[start:]
     tensors: dict[str, Tensor] = {}
     for name, shape, kind, offset in entries:
         if name in tensors:
             raise _DamagedError(f"{short(name)} twice")
-        tensors[name] = _tensor(path, data[start:], name, shape, kind, offset)
+        tensors[name] = _tensor(path, data, name, shape, kind, offset)
     return Header(path, metadata, tensors)
 
 
@@ -241,12 +240,10 @@ def _tensor(path: Path, data: np.ndarray, name: str, shape: tuple[int, ...], kin
     values, size = block_size(type)
     if shape[-1] % values:
         raise _DamagedError(f"{short(name)} has rows of {shape[-1]}, no multiple of the {values} of {type}")
-    num_blocks = math.prod(shape) // values
-    stop = offset + num_blocks * size
+    stop = offset + math.prod(shape) // values * size
     if stop > len(data):
         raise _DamagedError(f"it ends {stop - len(data):,} bytes too early")
     raw = data[offset:stop]
     if type in _PLAIN:
-        numbers = raw.view(_PLAIN[type]).reshape(shape)
-        return Tensor(np.require(numbers, requirements="A"), type)
+        raw = np.require(raw.view(_PLAIN[type]), requirements="A")
     return Tensor(raw.reshape(*shape[:-1], -1), type)

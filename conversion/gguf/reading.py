@@ -6,6 +6,7 @@ stacks of experts. A tensor is computed whenever it is converted to numpy.
 
 from __future__ import annotations
 
+import collections
 import json
 import re
 from pathlib import Path
@@ -74,11 +75,11 @@ _TOKENIZER_FILES = {"tokenizer.json": read_tokenizer_json, "tokenizer_config.jso
 
 
 def _quantisation(header: Header) -> Quantisation | None:
-    sizes: dict[str, int] = {}
     quantised = [tensor for tensor in header.tensors.values() if tensor.is_quantised]
+    sizes = collections.Counter[str]()
     for tensor in quantised:
-        sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.size
-    words = ", ".join(sorted(sizes, key=lambda name: -sizes[name]))
+        sizes[tensor.type] += tensor.size
+    words = ", ".join(type for type, _ in sizes.most_common())
     return Quantisation(f"GGUF {words}", "", len(quantised)) if quantised else None
 
 
@@ -120,61 +121,38 @@ def _undone(header: Header, row: Architecture, config: dict[str, Any], name: str
 
 def _fused(header: Header, layer: str, name: str, suffix: str) -> dict[str, Dequantised]:
     """Returns a stack of gpt-oss's experts ``[E, in, out]``. The columns of gate and up alternate."""
-    prefix = f"model.layers.{layer}.mlp.experts"
-    ending = "_bias" if suffix == "bias" else ""
-    turned = lambda stack: stack if ending else stack.swapaxes(1, 2)
-    if name == "down":
-        down = header.tensors[f"blk.{layer}.ffn_down_exps.{suffix}"]
-        _check_axes(header, down, 2 if ending else 3)
-        return {f"{prefix}.down_proj{ending}": turned(down)}
-    parts = _both(header, *(f"blk.{layer}.ffn_{part}_exps.{suffix}" for part in ("gate", "up")))
-    gate, up = parts
-    if gate.shape != up.shape:
+    parts = ("down",) if name == "down" else ("gate", "up")
+    names = [f"blk.{layer}.ffn_{part}_exps.{suffix}" for part in parts]
+    tensors = list(map(header.tensor, names))
+    shapes = [list(tensor.shape) for tensor in tensors]
+    num_axes = 2 if suffix == "bias" else 3
+    if shapes[0] != shapes[-1] or len(shapes[0]) != num_axes:
         raise CheckpointError(
-            f"{header.path}: the experts of block {layer} have gates {list(gate.shape)} and up "
-            f"{list(up.shape)}; they must agree"
+            f"{header.path}: the experts of block {layer} have {' and '.join(parts)} of shape "
+            f"{' and '.join(map(str, shapes))}; they must agree and have {num_axes} axes"
         )
-    _check_axes(header, gate, 2 if ending else 3)
-    experts, width, *inputs = gate.shape
-    shape = (experts, 2 * width, *inputs)
-
-    def read() -> tuple[np.ndarray, None]:
-        columns = [np.asarray(part) for part in parts]
-        return np.stack(columns, 2).reshape(shape), None
-
-    dtype = np.result_type(gate.dtype, up.dtype)
-    return {f"{prefix}.gate_up_proj{ending}": turned(Dequantised(shape, gate.stored, read, dtype=dtype))}
+    experts, width, *inputs = shapes[0]
+    shape = (experts, len(parts) * width, *inputs)
+    read = lambda: (np.stack(tensors, 2).reshape(shape), None)  # the columns of gate and up alternate
+    dtype = np.result_type(*(tensor.dtype for tensor in tensors))
+    stack = Dequantised(shape, tensors[0].stored, read, dtype=dtype)
+    stem = f"model.layers.{layer}.mlp.experts.{'_'.join(parts)}_proj"
+    return {f"{stem}_bias": stack} if suffix == "bias" else {stem: stack.swapaxes(1, 2)}
 
 
 def _keys_and_values(header: Header, name: str) -> dict[str, Dequantised]:
     """Returns ``kv_b_proj``: per head the rows of keys, then those of values. The file has keys ``[H, rank, D]``."""
     layer = name.split(".")[1]
-    keys, values = _both(header, *(f"blk.{layer}.attn_{part}_b.weight" for part in "kv"))
-    for tensor in (keys, values):
-        _check_axes(header, tensor, 3)
-    heads, rank, key_dim = keys.shape
-    if values.shape[0] != heads or values.shape[2] != rank:
+    keys = header.tensor(f"blk.{layer}.attn_k_b.weight")
+    values = header.tensor(f"blk.{layer}.attn_v_b.weight")
+    heads, rank, key_dim = keys.shape if keys.ndim == 3 else (0, 0, 0)
+    if values.ndim != 3 or values.shape[::2] != (heads, rank):
         raise CheckpointError(
-            f"{header.path}: block {layer} has keys {list(keys.shape)} and values {list(values.shape)} that do not fit"
+            f"{header.path}: block {layer} has keys {list(keys.shape)} and values {list(values.shape)}; expected "
+            "[heads, rank, size] and [heads, size, rank]"
         )
     shape = (heads * (key_dim + values.shape[1]), rank)
-
-    def read() -> tuple[np.ndarray, None]:
-        key_rows = np.asarray(keys).swapaxes(1, 2)
-        rows = np.concatenate([key_rows, np.asarray(values)], 1)
-        return rows.reshape(shape), None
-
+    rows = [keys.swapaxes(1, 2), values]
+    read = lambda: (np.concatenate(rows, 1).reshape(shape), None)
     dtype = np.result_type(keys.dtype, values.dtype)
     return {f"model.layers.{layer}.self_attn.kv_b_proj.weight": Dequantised(shape, keys.stored, read, dtype=dtype)}
-
-
-def _both(header: Header, first: str, second: str) -> list[Tensor]:
-    for name in (first, second):
-        if name not in header.tensors:
-            raise CheckpointError(f"{header.path} misses {name}; fetch the file again")
-    return [header.tensors[first], header.tensors[second]]
-
-
-def _check_axes(header: Header, tensor: Tensor, count: int) -> None:
-    if tensor.ndim != count:
-        raise CheckpointError(f"{header.path} holds a tensor of shape {list(tensor.shape)}; expected {count} axes")

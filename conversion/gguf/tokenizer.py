@@ -37,8 +37,7 @@ _BREAKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 def _by_words(digits: str) -> str:
     """Returns the pattern of GPT-4; ``digits`` is the pattern of numbers."""
-    words = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
-    return words + _BREAKS
+    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*" + _BREAKS
 
 
 def _by_case(ending: str, digits: str) -> str:
@@ -195,8 +194,8 @@ def _byte_bpe(header: Header, vocab: dict[str, int]) -> tuple[dict[str, Any], bo
         raise CheckpointError(f"{header.path} has no {_PREFIX}merges; fetch the file again")
     pairs = []
     for merge in merges:
-        space = merge.find(" ", 1)
-        pairs.append([merge[:space], merge[space + 1 :]])
+        inner, _, second = merge[1:].partition(" ")
+        pairs.append([merge[0] + inner, second])
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     splits: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if rule.single_digits else []
     for pattern in rule.patterns:
@@ -206,36 +205,34 @@ def _byte_bpe(header: Header, vocab: dict[str, int]) -> tuple[dict[str, Any], bo
         "normalizer": {"type": "NFC"} if rule.nfc else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": splits},
         "decoder": {**byte_level, "use_regex": True},
+        "model": _model(vocab, pairs, ignore_merges=rule.ignore_merges),
     }
-    parts["model"] = _model(vocab, pairs, ignore_merges=rule.ignore_merges)
     return parts, rule.add_bos
 
 
 def _sentencepiece(header: Header, vocab: dict[str, int], tokens: list[str]) -> tuple[dict[str, Any], bool]:
     """Returns the parts of a SentencePiece tokenizer, and whether it adds the BOS token by default."""
-    scores = header.metadata.get(f"{_PREFIX}scores")
-    if not isinstance(scores, list):
-        scores = []
-    if len(scores) != len(tokens) or not all(isinstance(score, float) for score in scores):
+    scores = header.metadata.get(f"{_PREFIX}scores", [])
+    are_numbers = isinstance(scores, list) and all(isinstance(score, float) for score in scores)
+    if not are_numbers or len(scores) != len(tokens):
         raise CheckpointError(f"{header.path} has no {_PREFIX}scores for all of its tokens; fetch the file again")
-    prefix = header.fields.flag(f"{_PREFIX}add_space_prefix", True)
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    normalizers: list[dict[str, Any]] = [replace]
-    decoders: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}]
-    decoders += [{"type": "ByteFallback"}, {"type": "Fuse"}]
-    if prefix:
+    normalizers: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if header.fields.flag(f"{_PREFIX}add_space_prefix", True):
         normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = _id(header, "unknown") or 0
     unknown_token = tokens[unknown] if 0 <= unknown < len(tokens) else None
-    has_bytes = "<0x00>" in vocab
     merges = _merges_by_score(vocab, scores)
-    model = _model(vocab, merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=has_bytes)
     parts = {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": model,
+        "model": _model(vocab, merges, unk_token=unknown_token, fuse_unk=True, byte_fallback="<0x00>" in vocab),
     }
     return parts, True
 
@@ -265,14 +262,10 @@ def _post_processor(header: Header, tokens: list[str], add_bos: bool) -> dict[st
     """Returns the template with the BOS and EOS tokens that metadata requires; ``None`` if there are none."""
     if header.fields.flag(f"{_PREFIX}add_sep_token"):
         raise header.fields.wrong(f"{_PREFIX}add_sep_token", "only false is supported")
-    flags = {
-        "bos": header.fields.flag(f"{_PREFIX}add_bos_token", add_bos),
-        "eos": header.fields.flag(f"{_PREFIX}add_eos_token", False),
-    }
     pieces: dict[str, list[dict[str, Any]]] = {"bos": [], "eos": []}
     special: dict[str, Any] = {}
-    for name, is_added in flags.items():
-        if not is_added:
+    for name, default in (("bos", add_bos), ("eos", False)):
+        if not header.fields.flag(f"{_PREFIX}add_{name}_token", default):
             continue
         token = _id(header, name)
         if token is None or not 0 <= token < len(tokens):
@@ -284,6 +277,5 @@ def _post_processor(header: Header, tokens: list[str], add_bos: bool) -> dict[st
         special[text] = {"id": text, "ids": [token], "tokens": [text]}
     if not special:
         return None
-    single = [*pieces["bos"], {"Sequence": {"id": "A", "type_id": 0}}, *pieces["eos"]]
-    second = [*pieces["bos"], {"Sequence": {"id": "B", "type_id": 0}}, *pieces["eos"]]
-    return {"type": "TemplateProcessing", "single": single, "pair": [*single, *second], "special_tokens": special}
+    first, second = ([*pieces["bos"], {"Sequence": {"id": name, "type_id": 0}}, *pieces["eos"]] for name in ("A", "B"))
+    return {"type": "TemplateProcessing", "single": first, "pair": [*first, *second], "special_tokens": special}

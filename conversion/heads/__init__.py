@@ -72,8 +72,7 @@ def make_drafter(
         table = tables.embedding
         sharding = None if mesh is None else jax.tree.leaves(table)[0].sharding  # that of the values if it is in int8
         embedding = cast(checkpoint.embedding, precision, sharding)
-        comparable = isinstance(table, jax.Array) and embedding.shape == table.shape
-        if comparable and bool(jnp.array_equal(embedding, table)):
+        if isinstance(table, jax.Array) and jnp.array_equal(embedding, table):
             embedding = None
     ids = checkpoint.draft_to_target
     owned: dict[str, Any] = {"head": checkpoint.head}

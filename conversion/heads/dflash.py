@@ -10,6 +10,7 @@ library count the layer that this output *enters*, which is one more.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,13 +63,10 @@ _SETTINGS = {
 
 def recognise(signs: Signs) -> bool:
     """Recognises a block drafter by the configuration, or by a norm of the fused features outside of the layers."""
-    named = "DFlash" in signs.architecture or "DSpark" in signs.architecture or "dflash_config" in signs.config
-    return (
-        named
-        or signs.method.startswith(("dflash", "dspark", "xpress"))
-        or signs.has(r"markov_head\.|candidate_selector\.")
-        or {"fc.weight", "hidden_norm.weight"} <= signs.names
-    )
+    if re.search("DFlash|DSpark", signs.architecture) or signs.method.startswith(("dflash", "dspark", "xpress")):
+        return True
+    has_parts = signs.has(r"markov_head\.|candidate_selector\.")
+    return "dflash_config" in signs.config or has_parts or {"fc.weight", "hidden_norm.weight"} <= signs.names
 
 
 def dialect(signs: Signs) -> str:
@@ -97,21 +95,19 @@ def head_rules(config: DFlashConfig) -> list[Rule]:
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     """Reads a block drafter in either dialect."""
     directory = str(stored.directory)
-    where = stored.where
     top = stored.fields
     tensors = rules.renamed(stored.tensors, _rename, directory)
     _refuse_relatives(tensors, top, directory)
     if (stored.directory / "mask_embedding.pt").exists():
         raise CheckpointError(f"{directory} has a mask_embedding.pt; a separate mask embedding is not supported")
     config = read_config(top, own_output="lm_head.weight" in tensors)
-    rules.check_layers(config.num_layers, tensors, r"layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
-    sizes = {"vocab_size": config.vocab_size, "draft_vocab_size": config.draft_vocab_size}
+    rules.check_layers(config.num_layers, tensors, r"layers\.(\d{1,9})\.", f"{top.where}: num_hidden_layers")
     notes = []
     if not config.causal:
         notes.append(f"every row sees its whole block: draft {config.num_predicted} tokens, fewer are another network")
     if is_speculators(top.values) and top.get("sliding_window_non_causal") is False:
         notes.append("sliding_window_non_causal is false: vLLM would serve the head causally")
-    ids = draft_vocab.read(tensors, **sizes, where=directory)
+    ids = draft_vocab.read(tensors, config, directory)
     is_full = config.draft_vocab_size == config.vocab_size
     return read_as(
         KIND,
@@ -128,8 +124,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
 
 def _rename(name: str) -> str:
     name = name.removeprefix("model.")
-    alias = next((alias for alias in _ALIASES if name.startswith(alias)), "")
-    return _ALIASES.get(alias, "") + name.removeprefix(alias)
+    return next((ours + name.removeprefix(alias) for alias, ours in _ALIASES.items() if name.startswith(alias)), name)
 
 
 def read_config(top: Fields, target: DecoderConfig | None = None, *, own_output: bool | None = None) -> DFlashConfig:
@@ -140,8 +135,8 @@ def read_config(top: Fields, target: DecoderConfig | None = None, *, own_output:
     """
     del target  # the file has all settings
     fields = _merged(top)
-    geometry = _geometry(top)
     nested = is_speculators(top.values)
+    geometry = top.section("transformer_layer_config") if nested else top
     _refuse_settings(fields, geometry)
     spark = _is_spark(fields)
     rank = fields.integer("markov_rank", 256 if nested else None) if spark else 0
@@ -149,9 +144,8 @@ def read_config(top: Fields, target: DecoderConfig | None = None, *, own_output:
     if spark and fields.flag("enable_confidence_head", nested):
         confidence = "markov" if fields.flag("confidence_head_with_markov", nested) else "hidden"
     markov_type: Any = fields.one_of("markov_head_type", ("vanilla", "gated", "rnn"), "vanilla")
-    bias = geometry.flag("attention_bias")
     stack = hf_config.read_stack(geometry)
-    mixer = hf_config.read_mixer(geometry, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    mixer = hf_config.read_biased_mixer(geometry, qk_norm=True)
     layers = uniform(geometry.size("num_hidden_layers"), mixer, hf_config.read_mlp(geometry))
     block = "dspark_block_size" if fields.get("block_size") is None and spark else "block_size"
     draft_vocab_size = fields.size("draft_vocab_size", stack["vocab_size"])
@@ -174,39 +168,29 @@ def read_config(top: Fields, target: DecoderConfig | None = None, *, own_output:
         )
 
 
-def _geometry(top: Fields) -> Fields:
-    return top.section("transformer_layer_config") if is_speculators(top.values) else top
-
-
 def _is_spark(fields: Fields) -> bool:
-    if str(fields.get("speculators_model_type")).startswith("dspark"):
-        return True
-    if any("DSpark" in name for name in fields.words("architectures")):
+    signs = Signs.read(fields)
+    if signs.method.startswith("dspark") or "DSpark" in signs.architecture:
         return True
     return fields.get("projector_type") == "dspark" or fields.get("markov_rank") is not None
 
 
 def _merged(top: Fields) -> Fields:
     """Returns the fields at the top level together with those in ``dflash_config`` and ``eagle_config``."""
-    values = dict(top.values)
-    for section in (top.section("eagle_config"), top.section("dflash_config")):
-        for name, value in section.values.items():
-            previous = values.get(name)
-            if previous is not None and value is not None and previous != value:
-                raise CheckpointError(
-                    f"{section.where}: {name} is {short(value)} but {short(previous)} elsewhere; they must agree"
-                )
-            values[name] = previous if value is None else value
+    sections = {"": top} | {f" in {name}": top.section(name) for name in ("eagle_config", "dflash_config")}
+    values = {}
+    for name in dict.fromkeys(name for section in sections.values() for name in section.values):
+        stated = {f"{name}{label}": section.get(name) for label, section in sections.items()}
+        values[name] = agreed(stated, top.where)
     return Fields(values, top.where)
 
 
 def _refuse_relatives(tensors: Mapping[str, np.ndarray], top: Fields, where: str) -> None:
     """Refuses related block drafters with unsupported parts, by their tensors or their configuration."""
-    method = str(_merged(top).get("projector_type") or top.get("speculators_model_type") or "")
-    names = " ".join(tensors)
-    architecture = " ".join(top.words("architectures"))
-    has_parts = "candidate_selector." in names or "_conv." in names
-    if has_parts or method == "dflash2" or "DFlash2" in architecture:
+    signs = Signs.read(top)
+    method = str(_merged(top).get("projector_type") or signs.method)
+    has_parts = any("candidate_selector." in name or "_conv." in name for name in tensors)
+    if has_parts or method == "dflash2" or "DFlash2" in signs.architecture:
         raise CheckpointError(f"{where} is a DFlash2 drafter, with convolutions and a selector; it is not loaded")
     if method not in ("", "dflash", "dspark", "jetspec"):
         raise CheckpointError(f"{where} is a {short(method)} drafter; DFlash, DSpark and JetSpec ones are loaded")
@@ -218,18 +202,13 @@ def _refuse_settings(fields: Fields, geometry: Fields) -> None:
     for section in (fields, geometry):
         hf_config.refuse_unsupported(section, causal=False)
         hf_config.refuse_windows(section)
-    sections = (geometry, geometry.section("rope_parameters"), geometry.section("rope_scaling"))
-    if all(section.get("rope_theta") is None for section in sections):
-        raise CheckpointError(
-            f"{geometry.where} has no rope_theta; engines fill in 1000000 or 10000, so add what it was trained with"
-        )
+    hf_config.require_theta(geometry)  # engines fill in 1000000 or 10000
 
 
 def _aux_layers(fields: Fields) -> tuple[int, ...]:
     lists = {}
     for name, offset in _IDS.items():
-        ids = fields.indices(name, entries="layer numbers")
-        if ids is not None:
+        if ids := fields.indices(name, entries="layer numbers"):
             lists[f"{name} (+{offset})"] = tuple(layer + offset for layer in ids)
     layers = agreed(lists, fields.where)
     if layers is None:
@@ -268,58 +247,45 @@ def _from_anchor(fields: Fields, nested: bool, spark: bool) -> bool:
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     """Writes a head in the layout ``vllm`` (and z-lab's code, if it is plain DFlash) or ``speculators``."""
     refuse_inexpressible(dialect, _refusals(checkpoint, dialect))
-    write_fields = {"vllm": _vllm_fields, "speculators": _speculators_fields}[dialect]
-    tensors = head_tensors(KIND, checkpoint, head_rules(checkpoint.config))
-    return Layout(write_fields(checkpoint), tensors)
+    values = _vllm_fields(checkpoint) if dialect == "vllm" else _speculators_fields(checkpoint)
+    return Layout(values, head_tensors(KIND, checkpoint, head_rules(checkpoint.config)))
 
 
 def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
     """Returns the settings that a layout cannot express, and whether the head has them."""
     config = checkpoint.config
-    mixer = grouped(checkpoint.config.layers[0])
-    starts_at_zero = config.aux_layers[0] == 0
+    mixer = grouped(config.layers[0])
+    markov = config.markov
     settings = {
-        f"aux_layers {config.aux_layers} (0 is no layer's output)": starts_at_zero,
+        f"aux_layers {config.aux_layers} (0 is no layer's output)": config.aux_layers[0] == 0,
         "different biases of q, k, v and o": mixer.qkv_bias != mixer.o_bias,
         "layers without qk_norm": not mixer.qk_norm,
         "an MLP with biases": gated(config.layers[0]).bias,
     }
-    refusals = _vllm_refusals(config) if dialect == "vllm" else _speculators_refusals(checkpoint)
-    return settings | refusals
-
-
-def _vllm_refusals(config: DFlashConfig) -> dict[str, bool]:
-    markov = config.markov
-    if markov is not None:
-        return {f"markov type {markov.type!r} (its bias is always the vanilla one)": markov.type != "vanilla"}
-    return {
-        "from_anchor without markov": config.from_anchor,
-        "a confidence without markov": config.confidence is not None,
-    }
-
-
-def _speculators_refusals(checkpoint: HeadCheckpoint) -> dict[str, bool]:
-    """Returns settings that speculators takes from the verifier or fixes."""
-    config = checkpoint.config
-    is_full = config.draft_vocab_size == config.vocab_size
-    own_full_output = config.own_output and is_full
-    other_width = config.target_width != config.width
-    return {
-        "causal (its full attention sees the whole block)": config.causal,
-        "an embedding of its own (it takes the verifier's)": checkpoint.embedding is not None,
-        f"target_width {config.target_width} and width {config.width}": other_width,
-        "an output projection of its own for the whole vocabulary (it takes the verifier's)": own_full_output,
-    }
+    if dialect == "speculators":  # it fixes these, or takes them from the verifier
+        is_full = config.draft_vocab_size == config.vocab_size
+        full_output = "an output projection of its own for the whole vocabulary (it takes the verifier's)"
+        return settings | {
+            "causal (its full attention sees the whole block)": config.causal,
+            "an embedding of its own (it takes the verifier's)": checkpoint.embedding is not None,
+            f"target_width {config.target_width} and width {config.width}": config.target_width != config.width,
+            full_output: config.own_output and is_full,
+        }
+    if markov is None:
+        return settings | {
+            "from_anchor without markov": config.from_anchor,
+            "a confidence without markov": config.confidence is not None,
+        }
+    return settings | {f"markov type {markov.type!r} (its bias is always the vanilla one)": markov.type != "vanilla"}
 
 
 def _geometry_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     config = checkpoint.config
-    layer_types = ["full_attention"] * config.num_layers
     return {
         "model_type": "qwen3",
         **hf_config.stack_fields(config, checkpoint.dtype),
         "attention_bias": grouped(config.layers[0]).qkv_bias,
-        "layer_types": layer_types,
+        "layer_types": hf_config.layer_types(config),
         "use_sliding_window": False,
         "tie_word_embeddings": False,
     }
@@ -378,12 +344,12 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     """Reports the layers, whose numbers differ between projects, the block with its attention, and the mask token."""
     config = head.config
     longest = config.num_predicted
-    lengths = f"only K = {longest} was trained"
+    block = f"block of {config.block_size} rows, each "
     if config.causal:
-        lengths = f"any K up to {longest} drafts the same tokens"
-    rows = "sees those before it" if config.causal else "sees the whole block"
-    start = "the anchor's row predicts too" if config.from_anchor else "the anchor's row predicts nothing"
-    block = f"block of {config.block_size} rows, each {rows}: {lengths}; {start}"
+        block += f"sees those before it: any K up to {longest} drafts the same tokens"
+    else:
+        block += f"sees the whole block: only K = {longest} was trained"
+    block += f"; the anchor's row predicts {'too' if config.from_anchor else 'nothing'}"
     counted = "speculators and this library count the layer that is entered, z-lab the one before it"
     confidence = "a head of its own, which is not used here" if config.confidence else "none"
     return [

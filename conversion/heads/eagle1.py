@@ -20,6 +20,7 @@ from eagle3_jax.conversion.heads.head import (
     Layout,
     Suspects,
     head_tensors,
+    official_refusals,
     read_as,
     refuse_inexpressible,
 )
@@ -38,7 +39,7 @@ _UNSAID = (
 def head_rules(config: Eagle1Config) -> list[Rule]:
     """Returns the rules of the tensors."""
     first, *later = config.layers
-    table = [*rules.linear("fc", "fc", bias=config.fc_bias), *blocks.attention_and_mlp(first, "layers.0", "first")]
+    table = [*rules.linear("fc", "fc", bias=config.fc_bias), *blocks.block(first, "layers.0", "first", without="input")]
     for index, layer in enumerate(later):
         table += blocks.block(layer, f"layers.{index + 1}", f"upper_layers.{index}")
     return table
@@ -54,13 +55,12 @@ def recognise(signs: Signs) -> bool:
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     """Reads an EAGLE-1 head. The target is needed, because the file does not contain the target's depth."""
-    where = stored.where
     top = stored.fields
     tensors = stored.tensors
     count = top.size("num_hidden_layers", 1)
-    rules.check_layers(count, tensors, r"layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
+    rules.check_layers(count, tensors, r"layers\.(\d{1,9})\.", f"{top.where}: num_hidden_layers")
     if target is None:
-        raise TargetNeededError(f"{where} does not say how deep its target is; give the target as well (--target)")
+        raise TargetNeededError(f"{top.where} does not say how deep its target is; give the target as well (--target)")
     config = read_config(top, target, fc_bias="fc.bias" in tensors)
     note = _UNSAID if not config.fc_bias and top.get("bias") is None else ""
     return read_as(KIND, stored, config, head_rules(config), tensors, target=target, note=note)
@@ -96,7 +96,7 @@ def dialect(signs: Signs) -> str:
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     """Writes a head in the layout ``eagle`` (the official code) or ``vllm``."""
     config = checkpoint.config
-    layer = checkpoint.config.layers[0]
+    layer = config.layers[0]
     tensors = head_tensors(KIND, checkpoint, head_rules(config))
     refuse_inexpressible(dialect, _refusals(checkpoint, tensors, dialect))
     architecture = "LlamaForCausalLM" if dialect == "eagle" else _ARCHITECTURE
@@ -121,30 +121,24 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
 
 def _refusals(checkpoint: HeadCheckpoint, tensors: Mapping[str, Any], dialect: str) -> dict[str, Any]:
     config = checkpoint.config
-    mixer = grouped(checkpoint.config.layers[0])
+    layer = config.layers[0]
     if dialect == "vllm":
         bias = tensors.get("fc.bias")
         return {"a bias in fc (vLLM's head has none)": bias is not None and bias.any()}
-    rope = mixer.rope
-    has_embedding = checkpoint.embedding is not None
-    head_dim = f"head_dim {mixer.head_dim} (it takes width {config.width} over {mixer.num_heads} heads)"
-    rope_type = f"rope type {rope and rope.type!r}"
-    is_scaled = rope is None or rope.type != "default"
+    no_embedding = f"a head without an embedding of its own (the official code asks for {EMBEDDING})"
     return {
-        "o_bias": mixer.o_bias,
-        "mlp_bias": gated(config.layers[0]).bias,
-        head_dim: mixer.head_dim * mixer.num_heads != config.width,
-        rope_type: is_scaled,
-        f"a head without an embedding of its own (the official code asks for {EMBEDDING})": not has_embedding,
+        "o_bias": grouped(layer).o_bias,
+        "mlp_bias": gated(layer).bias,
+        **official_refusals(config, ("default",)),
+        no_embedding: checkpoint.embedding is None,
     }
 
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     """Reports the bias, in which the layouts differ."""
     del target
-    if head.config.fc_bias:
-        return [Check.report("fc bias", "one, as official heads have and vLLM's class has not: it cannot go there")]
-    return [Check.report("fc bias", "none, as vLLM's class needs it")]
+    with_bias = "one, as official heads have and vLLM's class has not: it cannot go there"
+    return [Check.report("fc bias", with_bias if head.config.fc_bias else "none, as vLLM's class needs it")]
 
 
 KIND = HeadKind(

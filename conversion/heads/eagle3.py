@@ -20,7 +20,6 @@ import numpy as np
 from eagle3_jax.conversion import blocks, draft_vocab, hf_config, rules
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.fields import Fields, agreed, read_from
-from eagle3_jax.conversion.files import NATIVE_FILE, read_json
 from eagle3_jax.conversion.heads.head import (
     DRAFT_VOCABULARY,
     Check,
@@ -29,11 +28,13 @@ from eagle3_jax.conversion.heads.head import (
     Layout,
     Suspects,
     head_tensors,
+    official_refusals,
     read_as,
     refuse_inexpressible,
 )
 from eagle3_jax.conversion.heads.layer_ids import entered_after, resolve, usual_layers
 from eagle3_jax.conversion.rules import Rule
+from eagle3_jax.conversion.sidecars import read_object
 from eagle3_jax.conversion.tensors import Signs, Stored
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import (
@@ -65,18 +66,20 @@ _DROPPED = {"eagle": (*FLAGS, *_SHAPE), "sglang": ("norm_before_residual", *_SHA
 def head_rules(config: Eagle3Config) -> list[Rule]:
     """Returns the rules of the tensors by canonical names: layers are ``layers.N`` in every dialect."""
     first, *later = config.layers
-    table = rules.linear("fc", "fc")
-    table.append(rules.norm("layers.0.input_layernorm", "first.embedding_norm"))
-    table.append(rules.norm("layers.0.hidden_norm", "first.feature_norm"))
-    table += blocks.attention_and_mlp(first, "layers.0", "first")
-    table.append(rules.norm("norm", "norm"))
-    table += rules.linear("lm_head", "head")
+    norms = {
+        "layers.0.input_layernorm": "first.embedding_norm",
+        "layers.0.hidden_norm": "first.feature_norm",
+        "norm": "norm",
+    }
+    if config.norm_before_fc:
+        norms["input_norm"] = "input_norm"
+    if config.fc_norm:
+        norms |= {f"fc_norm.{chunk}": f"fc_norm.{chunk}" for chunk in range(len(config.aux_layers))}
+    table = [rules.norm(source, path) for source, path in norms.items()]
+    table += rules.linear("fc", "fc") + rules.linear("lm_head", "head")
+    table += blocks.block(first, "layers.0", "first", without="input")
     for index, layer in enumerate(later):
         table += blocks.block(layer, f"layers.{index + 1}", f"upper_layers.{index}")
-    if config.norm_before_fc:
-        table.append(rules.norm("input_norm", "input_norm"))
-    if config.fc_norm:
-        table += [rules.norm(f"fc_norm.{chunk}", f"fc_norm.{chunk}") for chunk in range(len(config.aux_layers))]
     return table
 
 
@@ -134,21 +137,16 @@ def read_fused(
         target: The target that it drafts for; ``None`` if unknown.
         note: Tensors that were left out.
     """
-    directory = str(stored.directory)
     where = stored.where
-    depth = None if target is None else target.num_layers
     aux_layers, decided = resolve(
         aux_layers,
         stored.layer_ids,
         dialect=kind.dialect(stored.signs),
-        num_target_layers=depth,
+        num_target_layers=None if target is None else target.num_layers,
         where=where,
     )
     if aux_layers is not None:
         config = dataclasses.replace(config, aux_layers=aux_layers)
-    ids = draft_vocab.read(
-        tensors, vocab_size=config.vocab_size, draft_vocab_size=config.draft_vocab_size, where=directory
-    )
     head = read_as(
         kind,
         stored,
@@ -157,7 +155,7 @@ def read_fused(
         tensors,
         target=target,
         extra_names=DRAFT_VOCABULARY,
-        draft_to_target=ids,
+        draft_to_target=draft_vocab.read(tensors, config, str(stored.directory)),
         note="; ".join(part for part in (note, decided) if part),
     )
     if aux_layers is not None:
@@ -180,27 +178,26 @@ def named_aux_layers(top: Fields) -> tuple[int, ...] | None:
     section = top.section("eagle_config")
     lists = {}
     for fields, name in ((top, AUX), (section, AUX), (section, "layer_ids")):
-        layers = fields.indices(name, entries="layer numbers")
-        if layers and len(set(layers)) != len(layers):
+        layers = fields.indices(name, entries="layer numbers") or []
+        if len(set(layers)) != len(layers):
             raise fields.wrong(name, "expected distinct layers")
         label = f"{name} in eagle_config" if fields is section else name
-        if layers:
-            # Engines keep them as a sorted set, so the order in the file has no meaning.
-            lists[label] = tuple(sorted(layers))
+        # Engines keep them as a sorted set, so the order in the file has no meaning.
+        lists[label] = tuple(sorted(layers)) or None
     return agreed(lists, top.where)
 
 
 def canonical(tensors: Mapping[str, np.ndarray], directory: Path) -> dict[str, np.ndarray]:
     """Returns the tensors with layers named ``layers.N``."""
+    return rules.renamed(tensors, _rename, directory)
 
-    def rename(name: str) -> str:
-        new = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
-        if match := re.match(r"additional_layers\.(\d{1,9})\.(.*)", new):
-            # In SGLang's additional layers the only input norm is named hidden_norm.
-            return f"layers.{int(match[1]) + 1}.{match[2].replace('hidden_norm.', 'input_layernorm.')}"
-        return new
 
-    return rules.renamed(tensors, rename, directory)
+def _rename(name: str) -> str:
+    new = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
+    if match := re.match(r"additional_layers\.(\d{1,9})\.(.*)", new):
+        # In SGLang's additional layers the only input norm is named hidden_norm.
+        return f"layers.{int(match[1]) + 1}.{match[2].replace('hidden_norm.', 'input_layernorm.')}"
+    return new
 
 
 def num_layers(tensors: Mapping[str, np.ndarray]) -> int:
@@ -208,16 +205,17 @@ def num_layers(tensors: Mapping[str, np.ndarray]) -> int:
 
     The field ``num_hidden_layers`` is unreliable: it is 40 for the official Vicuna-13B head, which has one layer.
     """
-    matches = (re.match(r"layers\.(\d{1,9})\.", name) for name in tensors)
-    return len({match[1] for match in matches if match}) or 1
+    return len(rules.numbers_in(tensors, r"layers\.(\d{1,9})\.")) or 1
 
 
-def _switch(top: Fields, name: str, default: bool) -> bool:
-    """Reads a flag at the top level or in ``eagle_config``."""
-    sections = {name: top, f"{name} in eagle_config": top.section("eagle_config")}
-    flags = {label: fields.flag(name) for label, fields in sections.items() if fields.get(name) is not None}
-    value = agreed(flags, top.where)
-    return default if value is None else value
+def _switches(top: Fields) -> Fields:
+    """Returns the flags at the top level and in ``eagle_config``."""
+    section = top.section("eagle_config")
+    flags = {}
+    for name in ("use_aux_hidden_state", *FLAGS):
+        stated = {name: top.get(name), f"{name} in eagle_config": section.get(name)}
+        flags[name] = agreed(stated, top.where)
+    return Fields(flags, top.where)
 
 
 def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3Config, tuple[int, ...] | None]:
@@ -227,11 +225,11 @@ def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3
     the section of the file with the sizes.
     """
     nested = top.get("transformer_layer_config") is not None
-    parallel = top.get("speculators_model_type") == "peagle"
     geometry = top.section("transformer_layer_config") if nested else top
     is_llama = "LlamaForCausalLMEagle3" in top.words("architectures")
     model_type = read_model_type(geometry, "for an EAGLE-3 head", is_llama=is_llama)
-    if not _switch(top, "use_aux_hidden_state", True):
+    switches = _switches(top)
+    if not switches.flag("use_aux_hidden_state", True):
         raise CheckpointError(
             f"{top.where}: use_aux_hidden_state is false; heads that read the target's final state are not supported"
         )
@@ -241,9 +239,8 @@ def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3
     if nested:
         hf_config.refuse_windows(top)
     aux_layers = named_aux_layers(top)
-    bias = geometry.flag("attention_bias")
     stack = hf_config.read_stack(geometry)
-    mixer = hf_config.read_mixer(geometry, qkv_bias=bias, o_bias=bias, qk_norm=model_type == "qwen3")
+    mixer = hf_config.read_biased_mixer(geometry, qk_norm=model_type == "qwen3")
     mlp = hf_config.read_mlp(geometry, bias=geometry.flag("mlp_bias"))
     with read_from(top.where):
         layers = uniform(layers_in(geometry), mixer, mlp)
@@ -252,8 +249,8 @@ def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3
         # norm_output is the EAGLE-3.1 feedback, as in vLLM. In old SpecForge files it means the norm before lm_head,
         # which every head has. The files look the same, so the doctor mentions it.
         # The default of norm_before_residual is True in speculators' EAGLE-3 heads and False elsewhere, as in vLLM.
-        defaults = dict.fromkeys(FLAGS, False) | {"norm_before_residual": nested and not parallel}
-        flags = {name: _switch(top, name, default) for name, default in defaults.items()}
+        normed = nested and top.get("speculators_model_type") != "peagle"
+        flags = {name: switches.flag(name, normed and name == "norm_before_residual") for name in FLAGS}
         config = Eagle3Config(
             **stack,
             layers=tuple(with_window(layer, window) for layer, window in pairs),
@@ -322,10 +319,9 @@ def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
     if dialect == "vllm":
         return vllm_refusals(checkpoint)
     config = checkpoint.config
-    layer = checkpoint.config.layers[0]
-    mixer = grouped(layer)
+    mixer = grouped(config.layers[0])
     layers = config.aux_layers
-    settings = {name: getattr(config, name) for name in FLAGS} | hf_config.bias_fields(layer)
+    settings = {name: getattr(config, name) for name in FLAGS} | hf_config.bias_fields(config.layers[0])
     settings |= {"qk_norm": mixer.qk_norm, "sliding_window": _has_window(config)}
     dropped = {name: settings[name] for name in _DROPPED[dialect]}
     is_deep = config.num_layers > 1
@@ -336,17 +332,13 @@ def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
             f"aux_layers {layers} (it takes a list that starts with 1 for layer outputs)": layers[0] == 1,
         }
     rope = mixer.rope or RopeConfig()
-    head_dim = f"head_dim {mixer.head_dim} (it takes width {config.width} over {mixer.num_heads} heads)"
-    rope_type = f"rope type {mixer.rope and rope.type!r}"
-    is_other_rope = mixer.rope is None or rope.type not in ("default", "linear")
     linear = f"linear rope with rope_theta {rope.theta:g} and factor {rope.factor:g} (it takes 10000, above 1)"
     is_other_linear = rope.theta != 10_000.0 or rope.factor <= 1.0
     return dropped | {
         f"num_layers {config.num_layers} (it has one)": is_deep,
-        head_dim: mixer.head_dim * mixer.num_heads != config.width,
         f"aux_layers {layers} (it always takes 2, L//2, L-3)": not is_default_aux(checkpoint),
-        rope_type: is_other_rope,
         linear: rope.type == "linear" and is_other_linear,
+        **official_refusals(config, ("default", "linear")),
     }
 
 
@@ -357,9 +349,8 @@ def _has_window(config: Eagle3Config) -> bool:
 def vllm_refusals(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     """Returns the settings that vLLM's Llama and Qwen3 heads do not read, and whether the head has them."""
     layer = checkpoint.config.layers[0]
-    qk_norm = grouped(layer).qk_norm
-    biases = hf_config.bias_fields(layer)
-    return {f"{name} together with qk_norm": qk_norm and is_set for name, is_set in biases.items()}
+    biases = hf_config.bias_fields(layer).items()
+    return {f"{name} together with qk_norm": grouped(layer).qk_norm and is_set for name, is_set in biases}
 
 
 def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
@@ -423,10 +414,7 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
 
 def _head_fields(head: HeadCheckpoint) -> Fields:
     """Reads the configuration file of a head; returns no fields for a native head, whose fields are all explicit."""
-    path = head.source / "config.json"
-    is_native = (head.source / NATIVE_FILE).is_file()
-    values = {} if is_native else read_json(path)
-    return Fields(values, str(path))
+    return Fields(read_object(head.source, "config.json"), str(head.source / "config.json"))
 
 
 def _aux_layers(head: HeadCheckpoint) -> Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from eagle3_jax.conversion.fields import Fields, agreed
 from eagle3_jax.conversion.rules import Params, Rule
 from eagle3_jax.conversion.sidecars import tokenizer_of
 from eagle3_jax.conversion.tensors import Signs, Stored
-from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.config import DecoderConfig, grouped
 
 EMBEDDING = "embed_tokens.weight"
 DRAFT_VOCABULARY = ("d2t", "t2d")
@@ -107,23 +108,25 @@ class HeadKind(NamedTuple):
 
 def check_fit(config: Any, target: DecoderConfig, where: str) -> None:
     """Refuses a head that was trained for another target."""
-    depth = getattr(config, "num_target_layers", target.num_layers)
-    aux_layers = config.aux_layers
+    advice = "give the target that the head was trained for"
+    count = target.num_layers
+    depth = getattr(config, "num_target_layers", count)
+    last = max(config.aux_layers, default=0)
     if config.vocab_size != target.vocab_size:
-        wrong = f"drafts for a vocabulary of {config.vocab_size} but the target has {target.vocab_size}"
-        more = ""
-    elif config.target_width != target.width:
-        wrong = f"reads features of width {config.target_width} but the target has {target.width}"
-        more = ", or add target_hidden_size to the head's config.json"
-    elif depth != target.num_layers:
-        wrong = f"reads the final state of a target of {depth} layers but the target has {target.num_layers}"
-        more = ""
-    elif aux_layers and aux_layers[-1] > target.num_layers and aux_layers != (target.num_layers + 1,):
-        wrong = f"reads auxiliary layer {aux_layers[-1]} but the target has {target.num_layers} layers"
-        more = ""
-    else:
-        return
-    raise CheckpointError(f"{where} {wrong}; give the target that the head was trained for{more}")
+        raise CheckpointError(
+            f"{where} drafts for a vocabulary of {config.vocab_size} but the target has {target.vocab_size}; {advice}"
+        )
+    if config.target_width != target.width:
+        raise CheckpointError(
+            f"{where} reads features of width {config.target_width} but the target has {target.width}; {advice}, "
+            "or add target_hidden_size to the head's config.json"
+        )
+    if depth != count:
+        raise CheckpointError(
+            f"{where} reads the final state of a target of {depth} layers but the target has {count}; {advice}"
+        )
+    if last > count and config.aux_layers != (count + 1,):
+        raise CheckpointError(f"{where} reads auxiliary layer {last} but the target has {count} layers; {advice}")
 
 
 def check_embedding(config: Any, embedding: np.ndarray | None, where: str) -> None:
@@ -145,7 +148,7 @@ def read_as(
     tensors: Mapping[str, np.ndarray],
     *,
     target: DecoderConfig | None,
-    embedding: str | None = EMBEDDING,
+    embedding: str = EMBEDDING,
     extra_names: tuple[str, ...] = (),
     draft_to_target: np.ndarray | None = None,
     note: str = "",
@@ -159,20 +162,18 @@ def read_as(
         table: The rules of its tensors.
         tensors: Its tensors, by the names of the table.
         target: The target that it drafts for; ``None`` if unknown.
-        embedding: Name of the head's own embedding, which is optional; ``None`` for a method without one.
+        embedding: Name of the head's own embedding, which is optional; empty for a method without one.
         extra_names: Names of further tensors that the file may hold.
-        draft_to_target: ``[W]``, target ids of the draft vocabulary; ``None`` if draft ids are target ids.
+        draft_to_target: ``[W]`` int32, target ids of the draft vocabulary; ``None`` if draft ids are target ids.
         note: Tensors that were left out and settings that were assumed.
     """
     where = str(stored.directory)
     if target is not None:
         check_fit(config, target, where)
-    known = [re.escape(name) for name in (embedding, *extra_names) if name is not None]
+    known = [re.escape(name) for name in (embedding, *extra_names)]
     head = rules.read_params(table, tensors, kind.param_shapes(config), where=where, known=known)
-    own_embedding = None if embedding is None else tensors.get(embedding)
+    own_embedding = tensors.get(embedding)
     check_embedding(config, own_embedding, where)
-    if draft_to_target is not None:
-        draft_to_target = draft_to_target.astype(np.int32)
     num_target_layers = getattr(config, "num_target_layers", None)
     return HeadCheckpoint(
         method=kind.name,
@@ -200,7 +201,7 @@ def head_tensors(
     if own_embedding is not None:
         tensors[embedding] = own_embedding
     if checkpoint.draft_to_target is not None:
-        tensors |= draft_vocab.write(checkpoint.draft_to_target, config.vocab_size, config.draft_vocab_size)
+        tensors |= draft_vocab.write(checkpoint.draft_to_target, config)
     return tensors
 
 
@@ -215,6 +216,20 @@ def refuse_inexpressible(dialect: str, settings: Mapping[str, Any], instead: str
     named = "; ".join(setting for setting, is_set in settings.items() if is_set)
     if named:
         raise CheckpointError(f"the {dialect!r} layout cannot express {named}; use --to {instead}")
+
+
+def official_refusals(config: Any, rope_types: tuple[str, ...]) -> dict[str, Any]:
+    """Returns sizes of heads and rotary embeddings that the official code cannot express, and whether a head has them.
+
+    ``rope_types`` are the types of rotary embedding that it can express.
+    """
+    mixer = grouped(config.layers[0])
+    rope_type = None if mixer.rope is None else mixer.rope.type
+    head_dim = f"head_dim {mixer.head_dim} (it takes width {config.width} over {mixer.num_heads} heads)"
+    return {
+        head_dim: mixer.head_dim * mixer.num_heads != config.width,
+        f"rope type {rope_type!r}": rope_type not in rope_types,
+    }
 
 
 def read_mask_token(fields: Fields, names: tuple[str, ...]) -> int:
@@ -249,18 +264,18 @@ def speculators_fields(method: str, architecture: str, num_tokens: int, **propos
 
 def mask_token(token: int, stop_tokens: tuple[int, ...], directory: Path) -> Check:
     """Checks whether texts may contain the mask token; ``directory`` is that of the target."""
-    name = "mask token"
+    report = functools.partial(Check.report, "mask token")
     detail = f"id {token}"
     if token in stop_tokens:
-        return Check.report(name, detail, ", which ends the target's answers; drafts of heads trained so are weak")
+        return report(detail, ", which ends the target's answers; drafts of heads trained so are weak")
     tokenizer = tokenizer_of(directory)
     if tokenizer is None:
-        return Check.report(name, f"{detail}; without a tokenizer.json it is unknown whether texts hold it")
-    added = tokenizer.get_added_tokens_decoder().get(token)
-    is_special = added is not None and added.special
+        return report(f"{detail}; without a tokenizer.json it is unknown whether texts hold it")
     word = tokenizer.id_to_token(token)
-    if is_special or word is None:
-        kind = "a special token" if is_special else "no token of the tokenizer's"
-        return Check.report(name, f"{detail}, {kind}: texts do not hold it")
+    if word is None:
+        return report(f"{detail}, no token of the tokenizer's: texts do not hold it")
+    added = tokenizer.get_added_tokens_decoder().get(token)
+    if added is not None and added.special:
+        return report(f"{detail}, a special token: texts do not hold it")
     spelt = json.dumps(word, ensure_ascii=False)
-    return Check.report(name, detail, f" is {spelt}, which texts may hold; what follows it in a text is drafted worse")
+    return report(detail, f" is {spelt}, which texts may hold; what follows it in a text is drafted worse")

@@ -22,8 +22,7 @@ import numpy as np
 
 from eagle3_jax.conversion import draft_vocab, rules
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
-from eagle3_jax.conversion.fields import Fields, read_from
-from eagle3_jax.conversion.files import read_json
+from eagle3_jax.conversion.fields import Fields, agreed, read_from
 from eagle3_jax.conversion.heads.head import (
     Check,
     HeadCheckpoint,
@@ -34,6 +33,7 @@ from eagle3_jax.conversion.heads.head import (
     refuse_inexpressible,
 )
 from eagle3_jax.conversion.rules import Rule
+from eagle3_jax.conversion.sidecars import read_object
 from eagle3_jax.conversion.tensors import Signs, Stored
 from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter
 from eagle3_jax.models.config import DecoderConfig
@@ -75,7 +75,6 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     The heads read the state after the target's last norm. The target is needed, because no file has its depth.
     """
     where = str(stored.directory)
-    path = stored.where
     top = stored.fields
     layout = dialect(stored.signs)
     if any(re.match(_OWN_BASE, name) for name in stored.tensors):
@@ -85,25 +84,23 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         )
     tensors = rules.renamed(stored.tensors, _rename, where)
     for word, pattern in _COUNTED.items():
-        rules.check_layers(_stated(top, word), tensors, pattern, f"{path}: the number of Medusa {word}", word)
+        rules.check_layers(_stated(top, word), tensors, pattern, f"{top.where}: the number of Medusa {word}", word)
     bias = _biases(top, tensors, layout)
     shared = top.flag("original_lm_head")
     if shared and "lm_head.weight" not in tensors and "lm_heads.0.weight" in tensors:
         tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")
     if target is None:
         raise TargetNeededError(
-            f"{path} does not say how many layers its target has, and Medusa heads read what leaves the last one; "
+            f"{top.where} does not say how many layers its target has, and Medusa heads read what leaves the last one; "
             "give the target as well (--target)"
         )
     if layout == "vllm":  # its defaults, 4096 and 32001, are never intended
         top.require("vocab_size", "hidden_size")
     else:
-        named = {
-            "vocab_size": "lm_head.weight" if shared else "lm_heads.0.weight",
-            "hidden_size": "blocks.0.layers.0.weight",
-        }
+        output = "lm_head.weight" if shared else "lm_heads.0.weight"
+        named = {"vocab_size": output, "hidden_size": "blocks.0.layers.0.weight"}
         sizes = {field: tensors[name].shape[0] for field, name in named.items() if name in tensors}
-        top = Fields(sizes | dict(top.values), path)
+        top = Fields({**sizes, **top.values}, top.where)
     config = dataclasses.replace(planned(top, target), bias=bias)
     ids = _token_map(top, tensors, config, where)
     if ids is not None:
@@ -116,8 +113,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
             "runs the first block each time and vLLM runs every block, so the file does not say which network was "
             "trained. If every block was trained, rename them to blocks.K.layers.L"
         )
-    table = head_rules(config)
-    return read_as(KIND, stored, config, table, tensors, target=target, embedding=None, draft_to_target=ids)
+    return read_as(KIND, stored, config, head_rules(config), tensors, target=target, embedding="", draft_to_target=ids)
 
 
 def planned(top: Fields, target: DecoderConfig) -> MedusaConfig:
@@ -146,15 +142,10 @@ def _rename(name: str) -> str:
 
 def _stated(top: Fields, word: str) -> int:
     """Reads the number of heads or of layers. As in vLLM, any field with ``num`` and the word in its name counts."""
-    numbers = {name: top.size(name) for name in top.values if "num" in name and word in name}
-    if not numbers:
+    number = agreed({name: top.size(name) for name in top.values if "num" in name and word in name}, top.where)
+    if number is None:
         raise CheckpointError(f"{top.where} says nowhere how many {word} there are; add medusa_num_{word}")
-    if len(set(numbers.values())) > 1:
-        listed = ", ".join(f"{name} {value}" for name, value in numbers.items())
-        raise CheckpointError(
-            f"{top.where}: {listed} disagree on the Medusa {word}, and engines take the last of them; leave one"
-        )
-    return next(iter(numbers.values()))
+    return number
 
 
 def _biases(top: Fields, tensors: Mapping[str, np.ndarray], dialect: str) -> bool:
@@ -173,14 +164,13 @@ def _token_map(top: Fields, tensors: dict[str, Any], config: MedusaConfig, where
     vocab_size = config.vocab_size
     table = tensors.pop("token_map", None)
     top.only(logit_scale=1.0)
-    is_full = size == vocab_size
-    if (table is None) != is_full:
+    if (table is None) != (size == vocab_size):
         problem = "and there is no token_map" if table is None else "and there is a token_map, which vLLM would ignore"
         raise CheckpointError(f"{where}: the draft vocabulary is {size} of {vocab_size} tokens {problem}; correct one")
     if table is None:
         return None
     draft_vocab.check_ids(table, size, vocab_size, f"{where}: token_map")
-    return table.astype(np.int64)
+    return table.astype(np.int32)
 
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
@@ -195,8 +185,8 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
         raise CheckpointError(f"{where}: draft_to_target reorders the whole vocabulary; reorder the outputs instead")
     refuse_inexpressible(dialect, _refusals(config, tensors, dialect), "jax" if dialect == "vllm" else "vllm")
     if dialect == "vllm":
-        if config.draft_vocab_size < config.vocab_size:
-            tensors["token_map"] = np.asarray(checkpoint.draft_to_target, np.int64)
+        if not is_full:
+            tensors["token_map"] = np.asarray(table, np.int64)
         return Layout(_vllm_fields(checkpoint), tensors)
     values = {
         "medusa_num_heads": config.num_heads,
@@ -207,20 +197,15 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     return Layout(values, _official_names(tensors, config.num_layers), "medusa_lm_head.safetensors")
 
 
-def head_of_different_blocks(tensors: Mapping[str, np.ndarray], config: MedusaConfig) -> int | None:
+def head_of_different_blocks(tensors: Mapping[str, Any], config: MedusaConfig) -> int | None:
     """Returns the first head whose blocks differ; ``None`` if there is no such head. Names are vLLM's."""
-    parts = ("weight", "bias") if config.bias else ("weight",)
     for head in range(config.num_heads):
-        for part in parts:
+        for part in ("weight", "bias") if config.bias else ("weight",):
             names = [f"blocks.{head}.layers.{layer}.{part}" for layer in range(config.num_layers)]
-            first, *repeats = (tensors.get(name) for name in names)
-            if not all(_are_equal(first, repeat) for repeat in repeats):
+            weights: list[Any] = list(map(tensors.get, names))
+            if not all(np.array_equal(weights[0], weight) for weight in weights):
                 return head
     return None
-
-
-def _are_equal(first: np.ndarray | None, second: np.ndarray | None) -> bool:
-    return first is not None and second is not None and np.array_equal(first, second)
 
 
 def _refusals(config: MedusaConfig, tensors: Mapping[str, np.ndarray], dialect: str) -> dict[str, Any]:
@@ -257,16 +242,15 @@ def _vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
 
 
 def _official_names(tensors: Mapping[str, np.ndarray], num_layers: int) -> dict[str, np.ndarray]:
-    named = {}
+    official = {}
     for name, value in tensors.items():
-        new = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
-        named[re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{num_layers}.", new)] = value
-    return named
+        block_name = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
+        official[re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{num_layers}.", block_name)] = value
+    return official
 
 
 def _base_model(checkpoint: HeadCheckpoint) -> str:
-    path = checkpoint.source / "config.json"
-    name = read_json(path).get("base_model_name_or_path") if path.is_file() else None
+    name = read_object(checkpoint.source, "config.json").get("base_model_name_or_path")
     return name if isinstance(name, str) else ""
 
 

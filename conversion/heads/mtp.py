@@ -12,7 +12,6 @@ MiMo's. The shapes are the same, so the layout determines the order.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -38,8 +37,9 @@ from eagle3_jax.models.config import DecoderConfig, gated, grouped, uniform
 
 
 class _Names(NamedTuple):
-    """The names of a layout for the parts of a module."""
+    """The names of the parts of a module."""
 
+    block: str  #: Its block, and the prefix of names that begin with ``.``.
     embedding_norm: str
     feature_norm: str
     fc: str
@@ -48,14 +48,13 @@ class _Names(NamedTuple):
     output: str
 
 
-_DEEPSEEK = _Names(
-    "enorm", "hnorm", "eh_proj", "shared_head.norm", "{module}.embed_tokens", "{module}.shared_head.head"
-)
-_SPECULATORS = _Names("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "embed_tokens", "lm_head")
+_OTHERS = (".token_layernorm", ".hidden_layernorm", ".input_proj", ".final_layernorm")
 _NAMES = {
-    "deepseek": _DEEPSEEK,
-    "mimo": _SPECULATORS._replace(embedding="model.embed_tokens"),
-    "speculators": _SPECULATORS,
+    "deepseek": _Names(
+        "model.layers.{}", ".enorm", ".hnorm", ".eh_proj", ".shared_head.norm", ".embed_tokens", ".shared_head.head"
+    ),
+    "mimo": _Names("model.mtp_layers.0", *_OTHERS, "model.embed_tokens", "lm_head"),
+    "speculators": _Names("mtp_layers.0", *_OTHERS, "embed_tokens", "lm_head"),
 }
 # By model_type of the block: whether q, k and v have biases, and whether q and k have norms.
 _BLOCKS = {"llama": (False, False), "qwen2": (True, False), "mimo": (True, False), "qwen3": (False, True)}
@@ -70,44 +69,43 @@ def recognise(signs: Signs) -> bool:
     return signs.has(module) and not signs.has(r"(language_model\.)?(model\.)?layers\.0\.")
 
 
-def head_rules(config: MTPConfig, module: str, names: _Names) -> list[Rule]:
-    """Returns the rules of the tensors; ``module`` is their prefix."""
-    table = [rules.norm(f"{module}.{names.embedding_norm}", "embedding_norm")]
-    table.append(rules.norm(f"{module}.{names.feature_norm}", "feature_norm"))
-    table += rules.linear(f"{module}.{names.fc}", "fc")
-    table += blocks.block(config.layers[0], module, "block")
-    table.append(rules.norm(f"{module}.{names.norm}", "norm"))
-    if config.own_output:
-        table += rules.linear(names.output.format(module=module), "head")
-    return table
+def names_in(layout: str, config: MTPConfig) -> _Names:
+    """Returns the complete names of the parts in a layout."""
+    block = _NAMES[layout].block.format(config.num_target_layers)
+    return _Names(block, *(block + name if name.startswith(".") else name for name in _NAMES[layout][1:]))
+
+
+def head_rules(config: MTPConfig, names: _Names) -> list[Rule]:
+    """Returns the rules of the tensors."""
+    table = [rules.norm(getattr(names, path), path) for path in ("embedding_norm", "feature_norm", "norm")]
+    table += rules.linear(names.fc, "fc") + blocks.block(config.layers[0], names.block, "block")
+    return table + rules.linear(names.output, "head") if config.own_output else table
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     """Reads an MTP module."""
-    directory = str(stored.directory)
     top = stored.fields
     tensors = dict(stored.tensors)
     layout = dialect(stored.signs)
     if any(name.startswith("mtp.") for name in tensors):
-        raise CheckpointError(f"{directory} names its tensors mtp.*, as Qwen3-Next does, whose blocks are not read")
+        raise CheckpointError(
+            f"{stored.directory} names its tensors mtp.*, as Qwen3-Next does, whose blocks are not read"
+        )
     if layout not in _NAMES:
         raise CheckpointError(
-            f"{directory} does not say in which order its projection reads the embedding and the hidden state, and "
-            f"the shapes do not tell: set architectures to [{_MIMO!r}] (hidden state first) or speculators_model_type "
-            "to 'mtp' (embedding first)"
+            f"{stored.directory} does not say in which order its projection reads the embedding and the hidden state, "
+            f"and the shapes do not tell: set architectures to [{_MIMO!r}] (hidden state first) or "
+            "speculators_model_type to 'mtp' (embedding first)"
         )
     _refuse_other_modules(top, tensors, layout)
     config = read_config(top)
-    module = _module(config.num_target_layers, layout)
-    names = _NAMES[layout]
-    output = f"{names.output.format(module=module)}.weight"
-    config = dataclasses.replace(config, own_output=output in tensors)
-    projection = f"{module}.{names.fc}.weight"
+    names = names_in(layout, config)
+    config = dataclasses.replace(config, own_output=f"{names.output}.weight" in tensors)
+    projection = f"{names.fc}.weight"
     if layout == "mimo" and projection in tensors:
         tensors[projection] = _exchanged(tensors[projection])
-    table = head_rules(config, module, names)
-    embedding = f"{names.embedding.format(module=module)}.weight"
-    return read_as(KIND, stored, config, table, tensors, target=target, embedding=embedding)
+    table = head_rules(config, names)
+    return read_as(KIND, stored, config, table, tensors, target=target, embedding=f"{names.embedding}.weight")
 
 
 def read_config(top: Fields, target: DecoderConfig | None = None) -> MTPConfig:
@@ -121,7 +119,6 @@ def read_config(top: Fields, target: DecoderConfig | None = None) -> MTPConfig:
         hf_config.refuse_windows(fields)
     if _MIMO in (top.get("architectures") or ()) and geometry.get("rope_parameters") is None:
         geometry.require("rope_theta")  # engines differ in what its absence means
-    depth = geometry.size("num_hidden_layers")
     biased, qk_norm = _BLOCKS[model_type]
     o_bias = geometry.flag("attention_bias") and not biased
     mixer = hf_config.read_mixer(geometry, qkv_bias=biased or o_bias, o_bias=o_bias, qk_norm=qk_norm)
@@ -130,7 +127,7 @@ def read_config(top: Fields, target: DecoderConfig | None = None) -> MTPConfig:
         return MTPConfig(
             **hf_config.read_stack(geometry),
             layers=uniform(1, mixer, mlp),
-            num_target_layers=depth,
+            num_target_layers=geometry.size("num_hidden_layers"),
             zero_first=not nested,
         )
 
@@ -147,24 +144,22 @@ def dialect(signs: Signs) -> str:
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     """Writes a module in the layout ``deepseek``, ``mimo`` or ``speculators``."""
     config = checkpoint.config
-    layer = checkpoint.config.layers[0]
+    layer = config.layers[0]
     refuse_inexpressible(dialect, _refusals(config, dialect))
-    names = _NAMES[dialect]
-    module = _module(config.num_target_layers, dialect)
-    embedding = f"{names.embedding.format(module=module)}.weight"
-    tensors = head_tensors(KIND, checkpoint, head_rules(config, module, names), embedding=embedding)
+    names = names_in(dialect, config)
+    tensors = head_tensors(KIND, checkpoint, head_rules(config, names), embedding=f"{names.embedding}.weight")
     values = hf_config.stack_fields(config, checkpoint.dtype) | {
         "num_hidden_layers": config.num_target_layers,
         "num_nextn_predict_layers": 1,
         "tie_word_embeddings": False,
     }
     if dialect == "mimo":
-        projection = f"{module}.{names.fc}.weight"
+        projection = f"{names.fc}.weight"
         tensors[projection] = _exchanged(tensors[projection])
-        if not grouped(layer).qkv_bias:  # Qwen2's block has biases; zeros change nothing
-            for name in "qkv":
-                weight = tensors[f"{module}.self_attn.{name}_proj.weight"]
-                tensors[f"{module}.self_attn.{name}_proj.bias"] = np.zeros(weight.shape[:1], weight.dtype)
+        for name in "qkv":  # Qwen2's block has biases; zeros change nothing
+            projection = f"{names.block}.self_attn.{name}_proj"
+            weight = tensors[f"{projection}.weight"]
+            tensors.setdefault(f"{projection}.bias", np.zeros_like(weight[:, 0]))
         return Layout({"architectures": [_MIMO], "model_type": "qwen2", **values}, tensors)
     if dialect == "deepseek":
         kind = {"architectures": ["LlamaMTPModel"], "model_type": _block(config)}
@@ -179,12 +174,12 @@ def _refusals(config: MTPConfig, dialect: str) -> dict[str, Any]:
     mixer = grouped(config.layers[0])
     mlp = gated(config.layers[0])
     zero = f"zero_first {config.zero_first} (what the embedding at position 0 counts as)"
-    settings = {zero: config.zero_first is (dialect == "speculators")}
-    if dialect == "mimo":
-        return settings | {"qk_norm": mixer.qk_norm, "o_bias": mixer.o_bias, "mlp_bias": mlp.bias}
-    if dialect == "speculators":
-        return settings | {"a block without qk_norm (it builds Qwen3's)": not mixer.qk_norm}
-    return settings | {"a block that is neither Llama's, nor Qwen2's, nor Qwen3's": _block(config) is None}
+    refusals = {
+        "deepseek": {"a block that is neither Llama's, nor Qwen2's, nor Qwen3's": _block(config) is None},
+        "mimo": {"qk_norm": mixer.qk_norm, "o_bias": mixer.o_bias, "mlp_bias": mlp.bias},
+        "speculators": {"a block without qk_norm (it builds Qwen3's)": not mixer.qk_norm},
+    }
+    return {zero: config.zero_first is (dialect == "speculators"), **refusals[dialect]}
 
 
 def _block(config: MTPConfig) -> str | None:
@@ -195,16 +190,10 @@ def _block(config: MTPConfig) -> str | None:
     return "qwen3" if mixer.qk_norm else "llama"
 
 
-def _module(depth: int, layout: str) -> str:
-    if layout == "deepseek":
-        return f"model.layers.{depth}"
-    return "model.mtp_layers.0" if layout == "mimo" else "mtp_layers.0"
-
-
 def _refuse_other_modules(top: Fields, names: Iterable[str], layout: str) -> None:
     """Refuses a file of several modules, because only one of them could be fed back."""
     pattern = r"model\.layers\.(\d{1,9})\." if layout == "deepseek" else r"(?:model\.)?mtp_layers\.(\d{1,9})\."
-    modules = {match[1] for name in names if (match := re.match(pattern, name))}
+    modules = rules.numbers_in(names, pattern)
     stated = top.size("num_nextn_predict_layers", 1)
     if stated != 1 or len(modules) != 1:
         raise CheckpointError(
@@ -215,21 +204,18 @@ def _refuse_other_modules(top: Fields, names: Iterable[str], layout: str) -> Non
 
 def _exchanged(weight: np.ndarray) -> np.ndarray:
     """Exchanges the two halves of the input of a projection."""
-    half = weight.shape[-1] // 2
-    first = weight[:, :half]
-    second = weight[:, half:]
-    return np.concatenate([second, first], axis=1)
+    return np.roll(weight, weight.shape[-1] // 2, axis=-1)
 
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     """Reports the properties that the layout determines and no shape reveals."""
     order = {"mimo": "the hidden state first", "jax": "as it was converted"}.get(head.dialect, "the embedding first")
     start = "counts as zero" if head.config.zero_first else "is the token's own"
-    output = "its own output matrix" if head.config.own_output else "the target's output matrix"
+    output = "its own" if head.config.own_output else "the target's"
     return [
         Check.report("order of the halves", f"{order}, as the {head.dialect} layout has it; the shapes do not tell"),
         Check.report("embedding at position 0", start),
-        Check.report("output", f"logits by {output}"),
+        Check.report("output", f"logits by {output} output matrix"),
     ]
 
 

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
@@ -53,7 +52,8 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         tensors[_MASK] = tensors[_MASK].reshape(-1)
     # Layers after the first have one norm of their input. Engines create a second one and never apply it.
     unused = [name for name in tensors if re.fullmatch(r"layers\.0*[1-9]\d{0,8}\.hidden_norm\.weight", name)]
-    tensors = {name: value for name, value in tensors.items() if name not in unused}
+    for name in unused:
+        del tensors[name]
     plain, aux_layers = eagle3.read_config(top, lambda _: eagle3.num_layers(tensors))
     config = _with_mask(plain, top)
     note = f"{', '.join(unused)} left out: engines create this norm and never apply it" if unused else ""
@@ -86,22 +86,21 @@ def _rules(config: PEagleConfig) -> list[Rule]:
 
 
 def _with_mask(config: Eagle3Config, top: Fields) -> PEagleConfig:
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     with read_from(top.where):
-        return PEagleConfig(**values, mask_token_id=read_mask_token(top, _MASK_TOKENS))
+        return PEagleConfig(**vars(config), mask_token_id=read_mask_token(top, _MASK_TOKENS))
 
 
 def _speculators_fields(values: dict[str, Any], config: PEagleConfig) -> dict[str, Any]:
     """Returns the same fields in the layout of speculators: settings of the head outside, sizes nested."""
     head_names = ("draft_vocab_size", *eagle3.FLAGS, eagle3.AUX, "target_hidden_size")
-    shared_names = ("tie_word_embeddings", "dtype")
     excluded = (*head_names, "eagle_config", "architectures", "torch_dtype")
     proposal = {"verifier_accept_k": 1, "accept_tolerance": 0.0}
-    fields = speculators_fields("peagle", "PEagleDraftModel", _SPECULATIVE_TOKENS, **proposal)
-    fields["mask_token_id"] = config.mask_token_id
-    fields |= {name: values[name] for name in (*head_names, *shared_names)}
-    fields["transformer_layer_config"] = {name: value for name, value in values.items() if name not in excluded}
-    return fields
+    return {
+        **speculators_fields("peagle", "PEagleDraftModel", _SPECULATIVE_TOKENS, **proposal),
+        **{name: values[name] for name in (*head_names, "tie_word_embeddings", "dtype")},
+        "mask_token_id": config.mask_token_id,
+        "transformer_layer_config": {name: value for name, value in values.items() if name not in excluded},
+    }
 
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:

@@ -20,14 +20,28 @@ Read = Callable[[], tuple[np.ndarray, np.ndarray | None]]
 View = Callable[[np.ndarray], np.ndarray]
 
 
-class Dequantised:
+class Shaped:
+    """An array with a shape, which is computed at every read."""
+
+    shape: tuple[int, ...]  #: Shape of the array.
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+
+class Dequantised(Shaped):
     """``values · scale`` in float32, exactly. Transposing, reshaping and cutting read nothing.
 
     Attributes:
         shape: Shape of the array.
         dtype: Type of the computed numbers. Default: float32.
-        ndim: Number of axes.
-        size: Number of entries.
         stored: Dtype of the values in the file.
         block: Number of inputs of a linear layer that share a scale; ``None`` for all inputs.
         computed: Always true, unlike for an array of the file.
@@ -46,8 +60,6 @@ class Dequantised:
         self.block = block
         self.dtype = np.dtype(dtype)
         self.shape = self._read_shape
-        self.ndim = len(self._read_shape)
-        self.size = math.prod(self._read_shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Computes a new array."""
@@ -55,7 +67,7 @@ class Dequantised:
         dense = values.astype(self.dtype)
         if scale is not None:
             dense *= scale
-        return dense if dtype is None else dense.astype(dtype, copy=False)
+        return dense.astype(dtype or self.dtype, copy=False)
 
     def parts(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns the stored values, and the scale of each; ``None`` if they have no scale."""
@@ -96,8 +108,6 @@ class Dequantised:
         viewed._views = (*self._views, view)
         placeholder = np.broadcast_to(np.float32(0), self._read_shape)  # takes no memory
         viewed.shape = viewed._viewed(placeholder).shape
-        viewed.ndim = len(viewed.shape)
-        viewed.size = math.prod(viewed.shape)
         return viewed
 
     def _viewed(self, array: np.ndarray) -> np.ndarray:

@@ -56,20 +56,18 @@ def packed(stored: Stored, scheme: Scheme) -> Dequantised:
     if shape is None or shape.shape != (2,):
         raise CheckpointError(f"{stored.name} comes without {stem}_shape of two numbers; it says how much of it counts")
     outputs, inputs = (int(size) for size in shape)
-    expected = (outputs, -(-inputs // per_word))
-    if words.shape != expected:
-        raise CheckpointError(f"{stored.name} has shape {list(words.shape)}; {stem}_shape asks for {list(expected)}")
+    _check_shape(stored.name, words, (outputs, -(-inputs // per_word)))
     scale = _scales(stored, scheme, (outputs, inputs))
-
-    def read() -> tuple[np.ndarray, np.ndarray]:
-        shifts = np.arange(per_word, dtype=np.uint32) * np.uint32(scheme.bits)
-        mask = np.uint32(2**scheme.bits - 1)
-        half = np.int16(2 ** (scheme.bits - 1))
-        unsigned = (words.view(np.uint32)[..., None] >> shifts) & mask
-        rows = unsigned.reshape(outputs, -1)[:, :inputs]
-        return rows.astype(np.int16) - half, scale()
-
+    read = lambda: (_unpacked(words, scheme.bits)[:, :inputs], scale())
     return Dequantised((outputs, inputs), np.int16, read)
+
+
+def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
+    """Returns the integers in words ``[out, in / (32 / bits)]``."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    mask = np.uint32(2**bits - 1)
+    unsigned = (words.view(np.uint32)[..., None] >> shifts) & mask
+    return unsigned.reshape(len(words), -1).astype(np.int16) - np.int16(2 ** (bits - 1))
 
 
 def mxfp4(stored: Stored) -> Dequantised:
@@ -80,19 +78,19 @@ def mxfp4(stored: Stored) -> Dequantised:
     _check_type(stored.scale_name, exponents, _EXPONENTS)
     if blocks.ndim != 4 or blocks.shape[-1] != 16:
         raise CheckpointError(f"{stored.name} has shape {list(blocks.shape)}; expected [experts, outputs, blocks, 16]")
-    _check_shape(stored, blocks.shape[:-1])
+    _check_shape(stored.scale_name, exponents, blocks.shape[:-1])
     shape = (*blocks.shape[:2], blocks.shape[2] * 32)
-
-    def read() -> tuple[np.ndarray, None]:
-        weights = np.empty(shape, np.float32)
-        for index, codes in enumerate(blocks):  # expert by expert, because intermediate results are large
-            pairs = np.stack([FP4[codes & 15], FP4[codes >> 4]], -1)
-            mantissas = pairs.reshape(*codes.shape[:-1], 32)
-            power = exponents[index].view(np.uint8).astype(np.int32)[..., None] - 127
-            weights[index] = np.ldexp(mantissas, power).reshape(shape[1:])
-        return weights, None
-
+    read = lambda: (_mxfp4_weights(blocks, exponents).reshape(shape), None)
     return Dequantised(shape, np.uint8, read).swapaxes(1, 2)
+
+
+def _mxfp4_weights(blocks: np.ndarray, exponents: np.ndarray) -> np.ndarray:
+    """Returns the weights ``[E, out, K/32, 32]`` of blocks of pairs ``[E, out, K/32, 16]``."""
+    weights = np.empty((*exponents.shape, 16, 2), np.float32)
+    for index, codes in enumerate(blocks):  # expert by expert, because intermediate results are large
+        mantissas = np.stack([FP4[codes & 15], FP4[codes >> 4]], -1)
+        weights[index] = mantissas * _numbers(exponents[index])[..., None, None]
+    return weights
 
 
 def fused_experts(stored: Stored) -> Dequantised:
@@ -104,8 +102,7 @@ def fused_experts(stored: Stored) -> Dequantised:
     if values.ndim != 3:
         raise CheckpointError(f"{stored.name} has shape {list(values.shape)}; expected [experts, inputs, outputs]")
     experts, _, outputs = values.shape
-    if scale.shape not in ((experts, 1, outputs), (experts, outputs, 1)):
-        raise _wrong_shape(stored.scale_name, scale.shape, (experts, 1, outputs))
+    _check_shape(stored.scale_name, scale, (experts, 1, outputs), (experts, outputs, 1))
     return Dequantised(values.shape, values.dtype, lambda: (values, _numbers(scale).reshape(experts, 1, outputs)))
 
 
@@ -115,21 +112,15 @@ def _scales(stored: Stored, scheme: Scheme, shape: Sequence[int]) -> Callable[[]
     _check_type(stored.scale_name, scale, (*_FLOATS, *_EXPONENTS) if scheme.exponents else _FLOATS)
     *stack, outputs, inputs = shape
     if scheme.strategy == "tensor":
-        if scale.size != 1:
-            raise _wrong_shape(stored.scale_name, scale.shape, (1,))
+        _check_shape(stored.scale_name, scale, (1,), (1,) * scale.ndim)
         return lambda: _numbers(scale).reshape((1,) * len(shape))
     if scheme.strategy == "channel":
-        if scale.shape != (*stack, outputs):  # written without its last axis, which is one
-            _check_shape(stored, (*stack, outputs, 1))
+        _check_shape(stored.scale_name, scale, (*stack, outputs, 1), (*stack, outputs))
         return lambda: _numbers(scale).reshape(*stack, outputs, 1)
     rows, columns = scheme.block
-    _check_shape(stored, (*stack, -(-outputs // rows), -(-inputs // columns)))
-
-    def spread() -> np.ndarray:
-        by_row = np.repeat(_numbers(scale), rows, -2)
-        return np.repeat(by_row, columns, -1)[..., :outputs, :inputs]
-
-    return spread
+    _check_shape(stored.scale_name, scale, (*stack, -(-outputs // rows), -(-inputs // columns)))
+    by_row = lambda: np.repeat(_numbers(scale), rows, -2)
+    return lambda: np.repeat(by_row(), columns, -1)[..., :outputs, :inputs]
 
 
 def _numbers(scale: np.ndarray) -> np.ndarray:
@@ -143,10 +134,6 @@ def _check_type(name: str, value: np.ndarray, expected: Sequence[str]) -> None:
         raise CheckpointError(f"{name} is stored as {value.dtype}; its quantisation asks for {' or '.join(expected)}")
 
 
-def _check_shape(stored: Stored, expected: Sequence[int]) -> None:
-    if stored.scale.shape != tuple(expected):
-        raise _wrong_shape(stored.scale_name, stored.scale.shape, expected)
-
-
-def _wrong_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> CheckpointError:
-    return CheckpointError(f"{name} has shape {list(shape)}; its quantisation asks for {list(expected)}")
+def _check_shape(name: str, value: np.ndarray, *allowed: tuple[int, ...]) -> None:
+    if value.shape not in allowed:
+        raise CheckpointError(f"{name} has shape {list(value.shape)}; its quantisation asks for {list(allowed[0])}")

@@ -65,11 +65,8 @@ def read_quantised(
         directory: The directory of the checkpoint.
     """
     format = _format_of(fields, directory)
-    return (dict(tensors), None) if format is None else _dequantised(tensors, format, str(directory))
-
-
-def _dequantised(tensors: Mapping[str, np.ndarray], format: Format, where: str) -> tuple[dict[str, Any], Quantisation]:
-    """Returns the tensors without quantisation, and how they were stored."""
+    if format is None:
+        return dict(tensors), None
     results: dict[str, Any] = {}
     used: set[str] = set()
     for name, scale in tensors.items():
@@ -80,25 +77,24 @@ def _dequantised(tensors: Mapping[str, np.ndarray], format: Format, where: str) 
         values = stem + layout.values
         result = stem + layout.result
         if values not in tensors:
-            raise CheckpointError(f"{where} holds {name} without {values}, which it scales; fetch the files again")
+            raise CheckpointError(f"{directory} holds {name} without {values}, which it scales; fetch the files again")
         if result in results or (result != values and result in tensors):
-            raise CheckpointError(f"{where} gives {result} twice, the second time as {values}")
+            raise CheckpointError(f"{directory} gives {result} twice, the second time as {values}")
         try:
             results[result] = layout.decode(Stored(values, tensors[values], name, scale, tensors))
         except CheckpointError as error:
-            raise CheckpointError(f"{where}: {error} ({format.words})") from None
+            raise CheckpointError(f"{directory}: {error} ({format.words})") from None
         used |= {name, values}
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in format.ignored) or r"(?!)")
     dense = {name: value for name, value in tensors.items() if name not in used and not ignored.fullmatch(name)}
     if not results:
         raise CheckpointError(
-            f"{where} says that its weights are quantised ({format.words}) and holds no scale; remove "
+            f"{directory} says that its weights are quantised ({format.words}) and holds no scale; remove "
             "quantization_config"
         )
     kinds = {value.kept_as for value in results.values()}
-    kind = kinds.pop() if len(kinds) == 1 else ""
     # Messages list tensors in the order of the file.
-    return dense | results, Quantisation(format.words, kind, len(results))
+    return dense | results, Quantisation(format.words, kinds.pop() if len(kinds) == 1 else "", len(results))
 
 
 def _matrices(scheme: Scheme, dtype: Any = E4M3) -> Layout:
@@ -148,31 +144,36 @@ def _read_mxfp4(fields: Fields) -> Format:
     )
 
 
+# The names of the weights of compressed-tensors by format, type and number of bits.
+_COMPRESSED = {
+    ("float-quantized", "float", 8): "fp8",
+    ("int-quantized", "int", 8): "int8",
+    ("pack-quantized", "int", 4): "int4",
+    ("pack-quantized", "int", 8): "int8",
+    ("naive-quantized", "float", 8): "fp8",
+    ("naive-quantized", "int", 8): "int8",
+}
+
+
+_FORMS = tuple(dict.fromkeys(form for form, _, _ in _COMPRESSED))
+
+
 def _read_compressed_tensors(fields: Fields) -> Format:
-    forms = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
-    form = fields.one_of("format", forms)
+    form = fields.one_of("format", _FORMS)
     fields.section("sparsity_config").only(format="dense")
     if fields.section("transform_config").get("config_groups"):
         raise CheckpointError(f"{fields.where}: transform_config rotates activations; that is not computed")
     weights = _weights(fields)
     weights.only(symmetric=True)
     bits = weights.integer("num_bits")
-    kind = weights.get("type")
+    kind = weights.one_of("type", ("float", "int"))
     scheme, among = _scheme(weights, bits)
-    types = {"float": E4M3, "int": np.dtype(np.int8)}
-    if form == "pack-quantized":
-        known = kind == "int" and bits in (4, 8)
-    else:
-        known = bits == 8 and kind in types and form in (f"{kind}-quantized", "naive-quantized")
-    if not known:
-        raise CheckpointError(
-            f"{weights.where}: num_bits {bits} of type {short(kind)} is not read in the format {form!r}"
-        )
+    words = _COMPRESSED.get((form, kind, bits))
+    if words is None:
+        raise CheckpointError(f"{weights.where}: num_bits {bits} of type {kind!r} is not read in the format {form!r}")
+    layout = _matrices(scheme, E4M3 if kind == "float" else np.int8)
     if form == "pack-quantized":
         layout = Layout(".weight_scale", ".weight_packed", ".weight", functools.partial(packed, scheme=scheme))
-    else:
-        layout = _matrices(scheme, types[kind])
-    words = "fp8" if kind == "float" else f"int{bits}"
     return Format(
         words=f"{words} of compressed-tensors, {among}",
         layouts=(layout,),

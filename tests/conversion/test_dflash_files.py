@@ -66,16 +66,14 @@ def test_both_dialects_give_the_same_head(tmp_path: Path, name: str) -> None:
 def test_settings_with_different_defaults_in_engines_are_always_written(tmp_path: Path) -> None:
     conversion.convert(HEADS["DSpark"].write(tmp_path / "head"), tmp_path / "spec", "speculators", TARGET)
     values = json.loads((tmp_path / "spec" / "config.json").read_text())
-    assert values["sample_from_anchor"] is True
-    assert values["sliding_window_non_causal"] is True
+    assert values["sample_from_anchor"] is values["sliding_window_non_causal"] is True
     assert values["aux_hidden_state_layer_ids"] == [2, 4, 7]
     assert values["transformer_layer_config"]["rope_parameters"]["rope_theta"] == 1e6
     assert values["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
     conversion.convert(tmp_path / "spec", tmp_path / "vllm", "vllm", TARGET)
     values = json.loads((tmp_path / "vllm" / "config.json").read_text())
     assert values["target_layer_ids"] == values["dflash_config"]["target_layer_ids"] == [1, 3, 6]
-    assert values["dflash_config"]["causal"] is False
-    assert values["dspark_bonus_anchor"] is False
+    assert values["dflash_config"]["causal"] is values["dspark_bonus_anchor"] is False
 
 
 def test_a_speculators_head_of_full_layers_sees_its_whole_block(tmp_path: Path) -> None:
@@ -126,10 +124,12 @@ REFUSALS = {
     "no mask token": case("names no mask token", dflash_config={"target_layer_ids": [1, 3, 6]}),
     "mask tokens that disagree": case("mask_token_id is 60 and pard_token is 7", pard_token=7),
     "no block size": case("no block_size", block_size=None),
-    "no rope_theta": case("no rope_theta; engines fill in 1000000 or 10000", rope_theta=None),
+    "no rope_theta": case("has no rope_theta; it changes the mathematics", rope_theta=None),
     "a window": case("only full attention", layer_types=["sliding_attention"] * 2, sliding_window=8),
     "values that are scaled": case("attention_value_scale is 0.5", attention_value_scale=0.5),
-    "a setting in two places": case("causal is True but False elsewhere", BlockHead(causal=True), causal=False),
+    "a setting in two places": case(
+        "causal is False and causal in dflash_config is True; they must agree", BlockHead(causal=True), causal=False
+    ),
     "quantised": case("quantization_config is {}; give the head before", quantization_config={}),
     "a state for masks": case("unexpected mask_hidden", mask_hidden=MATRIX),
     "a layer too many": case("num_hidden_layers is 1; the file holds 2", num_hidden_layers=1, layer_types=None),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 import quantised
+import tiny
 from checkpoints import edit_config, same_target, write_checkpoint
 from families import BASE, PROMPTS, RECIPES, WRAPPED, build, eager, truth
 from safetensors.numpy import load_file
@@ -23,19 +24,17 @@ from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError, blocks
 from eagle3_jax.conversion.families import FAMILIES, described, read_config
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.conversion.rules import flatten, read_params, write_params
+from eagle3_jax.conversion.rules import COMPLETE, flatten, read_params, write_params
 from eagle3_jax.models.config import (
     DecoderConfig,
     Experts,
-    GatedDelta,
     GatedMLP,
     GroupedQuery,
     Latent,
     LayerConfig,
-    grouped,
+    RopeConfig,
 )
 from eagle3_jax.models.decoder import DecoderTarget
-from eagle3_jax.tree import causal_mask
 
 pytestmark = pytest.mark.torch
 
@@ -61,6 +60,11 @@ def published(saved: Any) -> Any:
         return json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
 
     return publish
+
+
+def read_from(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> conversion.TargetCheckpoint:
+    """Writes a target, and reads it."""
+    return conversion.read_target(write_checkpoint(directory, config, tensors))
 
 
 def values_of(name: str) -> dict[str, Any]:
@@ -147,7 +151,7 @@ def test_a_language_model_is_read_under_every_prefix_that_was_written(saved: Any
             old, new = next((pair for pair in prefixes if key.startswith(pair[0])), ("", ""))
             key = new + key.removeprefix(old)
             tensors[key.replace(".blocks.", ".layers.") if "language_model" in key else key] = value
-        assert same_target(conversion.read_target(write_checkpoint(tmp_path / layout, config, tensors)), target)
+        assert same_target(read_from(tmp_path / layout, config, tensors), target)
 
 
 def test_the_family_of_a_language_model_is_that_of_its_text(saved: Any, tmp_path: Path) -> None:
@@ -183,11 +187,11 @@ def test_the_top_level_determines_whether_the_embedding_is_tied(saved: Any, name
     directory = saved(name)
     config = json.loads((directory / "config.json").read_text())
     tied = config["tie_word_embeddings"]
-    edit_config(directory, text_config={**config["text_config"], "tie_word_embeddings": not tied})
-    assert conversion.read_target(directory).config.tie_embeddings == tied
-    edit_config(directory, tie_word_embeddings=None)  # as Ministral 3 is published: only text_config has the field
-    edit_config(directory, text_config={**config["text_config"], "tie_word_embeddings": tied})
-    assert conversion.read_target(directory).config.tie_embeddings == tied
+    # As Ministral 3 is published, only text_config has the field.
+    for outer, inner in ((tied, not tied), (None, tied)):
+        text = {**config["text_config"], "tie_word_embeddings": inner}
+        edit_config(directory, tie_word_embeddings=outer, text_config=text)
+        assert conversion.read_target(directory).config.tie_embeddings == tied
 
 
 def test_a_language_model_in_fp8_is_decoded_by_its_scales(saved: Any, tmp_path: Path) -> None:
@@ -208,13 +212,11 @@ def test_a_language_model_in_fp8_is_decoded_by_its_scales(saved: Any, tmp_path: 
     checkpoint = conversion.read_target(tmp_path / "fp8")
     dense_checkpoint = conversion.read_target(plain)
     assert checkpoint.config == dense_checkpoint.config
-    assert checkpoint.quantisation is not None
-    assert checkpoint.quantisation.kept_as == "fp8"
-    assert checkpoint.quantisation.num_tensors == 4 * 7
-    expected = dict(flatten(dense_checkpoint.params))
-    for path, value in flatten(checkpoint.params):
-        np.testing.assert_allclose(np.asarray(value, np.float32), expected.pop(path), rtol=1e-6, err_msg=path)
-    assert not expected
+    quantisation: Any = checkpoint.quantisation
+    assert (quantisation.kept_as, quantisation.num_tensors) == ("fp8", 4 * 7)
+    dense_params = jax.tree.map(np.asarray, dense_checkpoint.params)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(close, jax.tree.map(np.asarray, checkpoint.params), dense_params)
 
     tokens = truth("mistral3").tokens
     model = eager(AutoModelForImageTextToText.from_pretrained(plain, attn_implementation="eager"))
@@ -222,12 +224,8 @@ def test_a_language_model_in_fp8_is_decoded_by_its_scales(saved: Any, tmp_path: 
         true_logits = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
     for weights in ("dense", "fp8"):
         target = e3.load_target(tmp_path / "fp8", weights=weights)
-        assert isinstance(target.model, DecoderTarget)
-        count = len(tokens)
-        batch = jnp.asarray(tokens, jnp.int32)[None]
-        states = target.model(target.params, batch, jnp.arange(count)[None], causal_mask(count))
-        logits = target.model.unembed(target.params, states.final)[0]
-        np.testing.assert_allclose(logits, true_logits, atol=1e-4)
+        logits, _ = tiny.forward(target.model, target.params, tokens[None])
+        np.testing.assert_allclose(logits[0], true_logits, atol=1e-4)
 
 
 MIXTURE = Experts(num_experts=3, per_token=2, width=4, router="softmax", shared_width=6, shared_gate=True)
@@ -282,7 +280,8 @@ def shape_of(shapes: Any, path: str) -> tuple[int, ...]:
 
 def test_a_table_that_omits_a_piece_of_a_tensor_is_an_error() -> None:
     shapes = DecoderTarget(CONFIG).param_shapes()
-    rules = [rule._replace(cut=rule.cut and rule.cut._replace(slots=3)) for rule in blocks.decoder(CONFIG)]
+    shorten = lambda rule: rule if rule.cut == COMPLETE else rule._replace(cut=rule.cut._replace(slots=3))
+    rules = list(map(shorten, blocks.decoder(CONFIG)))
     tensors = {rule.source: np.zeros(rule.stored_shape(shape_of(shapes, rule.path)), np.float32) for rule in rules}
     message = r"the rule table and the model differ: \['model\.layers\.0\.self_attn\.q_"
     with pytest.raises(AssertionError, match=message):
@@ -294,8 +293,8 @@ def test_a_table_that_omits_a_piece_of_a_tensor_is_an_error() -> None:
 
 def test_kimi_k2_is_deepseek_v3_under_another_name(published: Any, tmp_path: Path) -> None:
     config, tensors = published("deepseek_v3")
-    ours = conversion.read_target(write_checkpoint(tmp_path / "deepseek", config, tensors))
-    kimi = conversion.read_target(write_checkpoint(tmp_path / "kimi", {**config, "model_type": "kimi_k2"}, tensors))
+    ours = read_from(tmp_path / "deepseek", config, tensors)
+    kimi = read_from(tmp_path / "kimi", {**config, "model_type": "kimi_k2"}, tensors)
     assert same_target(ours, kimi)
     assert kimi.family == FAMILIES["kimi_k2"]
     conversion.convert(tmp_path / "kimi", tmp_path / "back", "vllm")
@@ -306,29 +305,27 @@ def test_kimi_k2_is_deepseek_v3_under_another_name(published: Any, tmp_path: Pat
 def test_a_layer_that_drafts_is_left_out_and_another_layer_is_not(published: Any, tmp_path: Path) -> None:
     config, tensors = published("deepseek_v3")
     more = {name.replace("layers.3.", "layers.4."): value for name, value in tensors.items() if "layers.3." in name}
-    ours = conversion.read_target(write_checkpoint(tmp_path / "without", config, tensors))
     drafts = {**more, "model.layers.4.eh_proj.weight": np.zeros((32, 64), np.float32)}
-    assert same_target(ours, conversion.read_target(write_checkpoint(tmp_path / "with", config, tensors | drafts)))
+    ours = read_from(tmp_path / "without", config, tensors)
+    assert same_target(ours, read_from(tmp_path / "with", config, tensors | drafts))
     with pytest.raises(CheckpointError, match="num_hidden_layers is 4; the file holds 5 layers"):
-        conversion.read_target(write_checkpoint(tmp_path / "five", config, tensors | more))
+        read_from(tmp_path / "five", config, tensors | more)
     with pytest.raises(CheckpointError, match="num_hidden_layers is 3; the file holds 4 layers"):
-        conversion.read_target(write_checkpoint(tmp_path / "three", {**config, "num_hidden_layers": 3}, tensors))
+        read_from(tmp_path / "three", {**config, "num_hidden_layers": 3}, tensors)
 
 
 def test_the_older_notation_of_a_published_file_is_equivalent(published: Any, tmp_path: Path) -> None:
     """``rope_scaling`` with ``type``, a separate ``rope_theta``, ``first_k_dense_replace``, no ``rope_interleave``."""
     config, tensors = published("deepseek_v3")
     parameters = dict(config["rope_parameters"])
-    old = {**config, "rope_theta": parameters.pop("rope_theta"), "rope_parameters": None, "rope_interleave": None}
+    old = {**config, "rope_theta": parameters.pop("rope_theta"), "rope_parameters": None}
     old["rope_scaling"] = {"type": parameters.pop("rope_type"), **parameters}
     old |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "ep_size": 1}
-    old = {name: value for name, value in old.items() if value is not None}
-    ours = conversion.read_target(write_checkpoint(tmp_path / "new", config, tensors))
-    assert same_target(ours, conversion.read_target(write_checkpoint(tmp_path / "old", old, tensors)))
-    mixers = {layer.mixer for layer in ours.config.layers}
-    kinds = [type(layer.mlp) for layer in ours.config.layers]
-    assert kinds == [GatedMLP, Experts, Experts, Experts]
-    (mixer,) = mixers
+    del old["rope_interleave"]
+    ours = read_from(tmp_path / "new", config, tensors)
+    assert same_target(ours, read_from(tmp_path / "old", old, tensors))
+    assert [type(layer.mlp) for layer in ours.config.layers] == [GatedMLP, Experts, Experts, Experts]
+    (mixer,) = {layer.mixer for layer in ours.config.layers}
     assert isinstance(mixer, Latent)
     assert mixer.rope.interleaved
     assert mixer.scale == pytest.approx(20**-0.5 * (0.1 * np.log(8.0) + 1) ** 2)
@@ -452,24 +449,27 @@ def test_attention_in_both_directions_is_refused(name: str) -> None:
     read_config(Fields(values | {"is_causal": True}, "config.json"))
 
 
-def test_the_original_length_next_to_the_rope_parameters_has_priority() -> None:
-    """As in transformers, for the rotary embedding and for the scaling of queries."""
-    config = read_config(Fields(values_of("ministral3") | {ORIGINAL: 8}, "config.json"))
-    mixer = grouped(config.layers[0])
-    assert mixer.rope is not None
-    assert mixer.query_scaling is not None
-    assert mixer.rope.original_max_positions == mixer.query_scaling.floor == 8
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, ORIGINAL: 16}
+lengths = lambda mixer: (mixer.rope.original_max_positions, mixer.query_scaling.floor)
+truncation = lambda mixer: mixer.rope.truncate
+interleaving = lambda mixer: mixer.rope.interleaved
+# A recipe, changes of its fields, a part of the mixer that is read, and its value. transformers reads the same.
+READINGS: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any], Any]] = {
+    "a length next to the rope parameters": ("ministral3", {ORIGINAL: 8}, lengths, (8, 8)),
+    "an absent truncation": ("llama", {"rope_parameters": YARN}, truncation, True),
+    "a null truncation": ("llama", {"rope_parameters": {**YARN, "truncate": None}}, truncation, False),
+    "no truncation": ("llama", {"rope_parameters": {**YARN, "truncate": False}}, truncation, False),
+    "an absent interleaving": ("deepseek_v3", {}, interleaving, True),
+    "a null interleaving": ("deepseek_v3", {"rope_interleave": None}, interleaving, False),
+    "no interleaving": ("deepseek_v3", {"rope_interleave": False}, interleaving, False),
+}
 
 
-def test_an_absent_truncation_is_true_and_a_null_one_is_false() -> None:
-    """As transformers reads ``truncate`` of yarn."""
-    values = values_of("llama")
-    for changes, expected in (({}, True), ({"truncate": None}, False), ({"truncate": False}, False)):
-        parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, ORIGINAL: 16, **changes}
-        config = read_config(Fields(values | {"rope_parameters": parameters}, "config.json"))
-        rope = grouped(config.layers[0]).rope
-        assert rope is not None
-        assert rope.truncate == expected
+@pytest.mark.parametrize("name", READINGS)
+def test_a_field_is_read_as_transformers_reads_it(name: str) -> None:
+    recipe, changes, part, value = READINGS[name]
+    config = read_config(Fields(values_of(recipe) | changes, "config.json"))
+    assert part(config.layers[0].mixer) == value
 
 
 @pytest.mark.parametrize(("outer", "text", "expected"), [(5, None, 5), (None, 7, 7), (5, 7, 5)])
@@ -478,16 +478,6 @@ def test_stop_tokens_outside_of_text_config_have_priority(outer: int | None, tex
     values = values_of("mistral3")
     values |= {"eos_token_id": outer, "text_config": values["text_config"] | {"eos_token_id": text}}
     assert described(Fields(values, "config.json")).fields.get("eos_token_id") == expected
-
-
-def test_an_absent_interleaving_is_true_and_a_null_one_is_false() -> None:
-    """As transformers reads ``rope_interleave``."""
-    for changes, expected in (({}, True), ({"rope_interleave": None}, False), ({"rope_interleave": False}, False)):
-        values = values_of("deepseek_v3") | changes
-        config = FAMILIES["deepseek_v3"].read_config(Fields(values, "config.json"))
-        mixer = config.layers[0].mixer
-        assert isinstance(mixer, Latent)
-        assert mixer.rope.interleaved == expected
 
 
 # -------------------------------------------------------------------- Qwen3-Next and Qwen3.5
@@ -528,8 +518,7 @@ def test_the_language_model_of_a_qwen_with_images_is_read(tmp_path: Path, name: 
     if "moe" in name:
         tensors = fused(tensors)
     inside = {key.replace("model.", "model.language_model.", 1): value for key, value in tensors.items()}
-    parts = ("model.visual.patch_embed.proj.weight", "mtp.fc.weight")
-    left_out = {part: np.zeros((2, 2), np.float32) for part in parts}
+    left_out = dict.fromkeys(("model.visual.patch_embed.proj.weight", "mtp.fc.weight"), np.zeros((2, 2), np.float32))
     values = {"model_type": name.removesuffix("_text"), "text_config": values_of(name), "vision_config": {}}
     directory = write_checkpoint(tmp_path / "target", values, inside | left_out)
     assert_read(directory, params, name)
@@ -539,20 +528,15 @@ def test_the_language_model_of_a_qwen_with_images_is_read(tmp_path: Path, name: 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
 def test_a_module_that_drafts_is_left_out(tmp_path: Path, name: str) -> None:
     params, tensors = written(name)
-    module = {f"mtp.layers.0.{part}.weight": np.ones((2, 2), np.float32) for part in ("mlp.gate", "input_layernorm")}
+    module = dict.fromkeys(("mtp.layers.0.mlp.gate.weight", "mtp.fc.weight"), np.ones((2, 2), np.float32))
     assert_read(write_checkpoint(tmp_path / "target", values_of(name), tensors | module), params, name)
 
 
 def test_every_fourth_layer_attends_by_default() -> None:
     values = values_of("qwen3_5_text") | {"layer_types": None, "num_hidden_layers": 8}
-    del values["rope_parameters"]
-    values["rope_theta"] = 1e7
-    read = FAMILIES["qwen3_5_text"].read_config
-    config = read(Fields(values, "here"))
-    assert [isinstance(layer.mixer, GatedDelta) for layer in config.layers] == [True, True, True, False] * 2
-    rope = grouped(config.layers[3]).rope
-    assert rope is not None
-    assert (rope.partial, rope.theta) == (0.25, 1e7)
-    config = read(Fields(values | {"full_attention_interval": 3}, "here"))
-    is_delta = [isinstance(layer.mixer, GatedDelta) for layer in config.layers]
-    assert is_delta == [True, True, False, True, True, False, True, True]
+    values |= {"rope_parameters": None, "rope_theta": 1e7}
+    for interval, full_layers in ((None, (3, 7)), (3, (2, 5))):
+        config = read_config(Fields(values | {"full_attention_interval": interval}, "here"))
+        mixers = {index: layer.mixer for index, layer in enumerate(config.layers)}
+        ropes = {index: mixer.rope for index, mixer in mixers.items() if isinstance(mixer, GroupedQuery)}
+        assert ropes == dict.fromkeys(full_layers, RopeConfig(theta=1e7, partial=0.25))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
+import functools
 import json
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def _tokens(writer: gguf.GGUFWriter, directory: Path) -> None:
+def _tokens(directory: Path, writer: gguf.GGUFWriter) -> None:
     """Writes the tokenizer of a directory, with a merge instead of its last byte."""
     vocab = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([*sorted(vocab, key=vocab.__getitem__)[:-1], "he"])
     writer.add_token_merges(["h e"])
+    writer.add_add_bos_token(True)
+    writer.add_chat_template("{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}")
 
 
 Edit = Callable[[gguf.GGUFWriter], Any]
@@ -64,15 +67,19 @@ def test_a_file_is_loaded_as_target_and_drafter_and_converted_to_other_layouts(
     path = write()
     assert locate(path, "target") == path
     code, out, _ = cli("inspect", path, "--json")
-    described = json.loads(out)
     assert code == 0
-    assert described["kind"] == "target: Llama"
-    assert described["loadable"]
-    assert (described["dialect"], described["quantisation"]) == ("gguf", "GGUF Q8_0")
+    described = json.loads(out)
     assert set(described["dtypes"]) == {"Q8_0", "float32"}
     header = gguf.GGUFReader(path)
-    assert described["num_bytes"] == sum(tensor.n_bytes for tensor in header.tensors)
-    assert described["num_tensors"] == len(header.tensors)
+    expected = {
+        "kind": "target: Llama",
+        "loadable": True,
+        "dialect": "gguf",
+        "quantisation": "GGUF Q8_0",
+        "num_bytes": sum(tensor.n_bytes for tensor in header.tensors),
+        "num_tensors": len(header.tensors),
+    }
+    assert expected.items() <= described.items()
     assert cli("doctor", "--target", path, "--drafter", path)[0] == 0
     assert cli("plan", "memory", "--target", path)[0] == 0
 
@@ -80,8 +87,7 @@ def test_a_file_is_loaded_as_target_and_drafter_and_converted_to_other_layouts(
         assert cli("convert", path, tmp_path / layout, "--to", layout)[0] == 0
         converted = conversion.read_target(tmp_path / layout)
         assert same_target(converted, conversion.read_target(path))
-        assert converted.stop_tokens == (7,)
-        assert converted.dtype == "float32"
+        assert (converted.stop_tokens, converted.dtype) == ((7,), "float32")
     config = json.loads((tmp_path / "vllm" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (3, 7)
 
@@ -94,14 +100,9 @@ def test_transformers_reads_a_converted_file_with_its_tokenizer(tmp_path: Path, 
     pytest.importorskip("torch")
     import transformers
 
-    template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
-
-    def add(writer: gguf.GGUFWriter) -> None:
-        _tokens(writer, directory)
-        writer.add_chat_template(template)
-        writer.add_add_bos_token(True)
-
-    path = gguf_files.write(directory, tmp_path / "m.gguf", everywhere(Type.Q8_0), add)
+    path = gguf_files.write(
+        directory, tmp_path / "m.gguf", everywhere(Type.Q8_0), functools.partial(_tokens, directory)
+    )
     conversion.convert(path, tmp_path / "out", "vllm")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.generation_config.eos_token_id == 7
@@ -111,13 +112,12 @@ def test_transformers_reads_a_converted_file_with_its_tokenizer(tmp_path: Path, 
             name = layer_name(ARCHITECTURES["llama"], tensor.name)
             assert np.array_equal(read[name], gguf.quants.dequantize(tensor.data, tensor.tensor_type))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    ours = e3.load_target(path).tokenizer
-    assert ours is not None
+    ours: Any = e3.load_target(path).tokenizer
     ids = ours.encode("hello").ids
     assert theirs("hello").input_ids == ids
     assert (ids[:2], len(ids)) == ([3, 255], 5)
-    bos = theirs.bos_token
-    assert theirs.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == f"{bos}hi"
+    messages = [{"role": "user", "content": "hi"}]
+    assert theirs.apply_chat_template(messages, tokenize=False) == f"{theirs.bos_token}hi"
 
 
 def test_a_directory_with_a_single_gguf_file_means_that_file(write: Any, tmp_path: Path, directory: Path) -> None:
@@ -142,20 +142,9 @@ def test_a_directory_with_a_single_gguf_file_means_that_file(write: Any, tmp_pat
         locate("nowhere/m.gguf", "target")
 
 
-def _without_package(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = builtins.__import__
-
-    def refuse(name: str, *arguments: Any, **options: Any) -> Any:
-        if name.split(".")[0] == "gguf":
-            raise ImportError(name)
-        return load(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-
-
 def test_without_the_package_the_extra_is_named(write: Any, monkeypatch: pytest.MonkeyPatch, refused: Any) -> None:
     path = write()
-    _without_package(path, monkeypatch)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     assert "reading a GGUF file needs gguf: pip install 'eagle3-jax[gguf]'" in refused("inspect", path)
 
 
@@ -233,8 +222,8 @@ def test_an_unsupported_file_is_refused(write: Any, name: str) -> None:
 
 
 def test_an_unsupported_type_is_refused(write: Any) -> None:
-    path = write(type=Type.TQ1_0)  # not applied, because rows of 32 numbers are shorter than a block of this type
-    conversion.read_target(path)
+    # Not applied, because rows of 32 numbers are shorter than a block of this type.
+    conversion.read_target(write(type=Type.TQ1_0))
     blocks = np.zeros((2, 54), np.uint8)
     edit = lambda writer: writer.add_tensor("blk.0.attn_gate.weight", blocks, raw_dtype=Type.TQ1_0)
     message = r"'blk\.0\.attn_gate\.weight' is of type TQ1_0, which is not read; those that are: F32, F16, BF16, Q4_0, "
@@ -273,19 +262,8 @@ def test_a_truncated_file_and_another_format_are_refused(write: Any, tmp_path: P
         refused(conversion.read_target, path, message)
 
 
-def _refusal(path: Path) -> str:
-    """Returns the message of the refusal of a file or its tokenizer; empty if both are read."""
-    try:
-        conversion.read_target(path)
-        tokenizer_of(path)
-        tokenizer_config_of(path)
-    except conversion.CheckpointError as error:
-        return str(error)
-    return ""
-
-
 def test_a_header_with_any_byte_changed_is_read_or_refused(write: Any, tmp_path: Path, directory: Path) -> None:
-    content = write(lambda writer: _tokens(writer, directory), Type.F32).read_bytes()
+    content = write(functools.partial(_tokens, directory), Type.F32).read_bytes()
     random = np.random.default_rng(0)
     path = tmp_path / "changed.gguf"
     refusals = 0
@@ -293,10 +271,13 @@ def test_a_header_with_any_byte_changed_is_read_or_refused(write: Any, tmp_path:
         damaged = bytearray(content)
         damaged[offset] = random.choice([0, 1, 7, 127, 255])
         path.write_bytes(damaged)
-        refusal = _refusal(path)
-        assert refusal.isprintable()
-        assert len(refusal) < 600
-        refusals += bool(refusal)
+        try:
+            conversion.read_target(path)
+            tokenizer_of(path)
+            tokenizer_config_of(path)
+        except conversion.CheckpointError as error:
+            assert str(error).isprintable() and len(str(error)) < 600  # noqa: PT017
+            refusals += 1
     assert refusals > 30
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -52,26 +53,30 @@ def _published() -> dict[str, tuple[Any, list[Any], bool]]:
     digits = [pre_tokenizers.Digits(individual_digits=True)]
     words = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"""
     deepseek = (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", words + r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-    rules: dict[str, tuple[Any, list[Any], bool]] = {
+    same = ("llama-bpe", "dbrx", "tekken", "gpt-4o")
+    return {
         "gpt-2": (None, [], True),
         "smollm": (None, digits, True),
         "refact": (None, digits, True),
         "command-r": (normalizers.NFC(), digits, True),
+        "qwen2": (normalizers.NFC(), [_split(splits["qwen2"])], False),
+        "deepseek-v3": (None, [_split(pattern) for pattern in deepseek], False),
+        **{name: (None, [_split(splits[name])], False) for name in same},
     }
-    rules["qwen2"] = (normalizers.NFC(), [_split(splits["qwen2"])], False)
-    rules["deepseek-v3"] = (None, [_split(pattern) for pattern in deepseek], False)
-    for name in ("llama-bpe", "dbrx", "tekken", "gpt-4o"):
-        rules[name] = (None, [_split(splits[name])], False)
-    return rules
 
 
-def _trained(rule: tuple[Any, list[Any], bool]) -> Tokenizer:
-    normalizer, steps, by_words = rule
+def _splitter(steps: list[Any], by_words: bool) -> Any:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
+    return pre_tokenizers.Sequence([*steps, byte_level])
+
+
+@functools.cache
+def _trained(name: str) -> Tokenizer:
+    normalizer, steps, by_words = _published()[name]
     tokenizer = Tokenizer(models.BPE())
     if normalizer is not None:
         tokenizer.normalizer = normalizer
-    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, bytes_of])
+    tokenizer.pre_tokenizer = _splitter(steps, by_words)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
@@ -83,31 +88,44 @@ def _trained(rule: tuple[Any, list[Any], bool]) -> Tokenizer:
     return tokenizer
 
 
-def _add(writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str, padded: int) -> None:
-    """Writes a byte-level tokenizer as llama.cpp's converter does, for an embedding of ``padded`` rows."""
-    vocab = sorted(tokenizer.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
-    tokens = [token for token, _ in vocab]
+def _fields(tokenizer: Tokenizer, pre: str, padded: int = 0) -> dict[str, Any]:
+    """Returns a byte-level tokenizer as llama.cpp's converter writes it, for an embedding of ``padded`` rows."""
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    tokens = sorted(vocab, key=vocab.__getitem__)
     kinds = [Control if token in SPECIAL else User if token == "<think>" else Normal for token in tokens]
     spare = [f"[PAD{index}]" for index in range(len(tokens), padded)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list([*tokens, *spare])
-    writer.add_token_types([*kinds, *[Unused] * len(spare)])
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    writer.add_token_merges([" ".join(merge) for merge in merges])
+    return {
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": pre,
+        "token_list": [*tokens, *spare],
+        "token_types": [*kinds, *[Unused] * len(spare)],
+        "token_merges": [" ".join(merge) for merge in merges],
+    }
+
+
+def _write(directory: Path, path: Path, change: Any = lambda writer: None, **fields: Any) -> Path:
+    """Writes a GGUF file with these fields, by the names of GGUFWriter's methods; ``change`` edits them."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        for name, value in fields.items():
+            getattr(writer, f"add_{name}")(value)
+        change(writer)
+
+    return write(directory, path, everywhere(gguf.GGMLQuantizationType.F32), add)
+
+
+@pytest.fixture
+def written(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Any:
+    """Writes GGUF files of a random Llama."""
+    return functools.partial(_write, model, tmp_path_factory.mktemp("file") / "m.gguf")
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Writes GGUF files of a random Llama; a function adds metadata."""
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_llama(tmp_path_factory.mktemp("model"))
     edit_config(directory, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False)
-
-    def write_file(add: Any) -> Path:
-        path = tmp_path_factory.mktemp("file") / "m.gguf"
-        return write(directory, path, everywhere(gguf.GGMLQuantizationType.F32), add)
-
-    return write_file
+    return directory
 
 
 NAMES = ("gpt-2", "smollm", "refact", "command-r", "qwen2", "deepseek-v3", "llama-bpe", "dbrx", "tekken", "gpt-4o")
@@ -115,14 +133,8 @@ NAMES = ("gpt-2", "smollm", "refact", "command-r", "qwen2", "deepseek-v3", "llam
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_byte_level_tokenizer_is_the_one_that_the_file_was_made_from(written: Any, name: str) -> None:
-    truth = _trained(_published()[name])
-
-    def add(writer: gguf.GGUFWriter) -> None:
-        _add(writer, truth, name, padded=1000)
-        writer.add_add_bos_token(False)
-
-    ours = tokenizer_of(written(add))
-    assert ours is not None
+    truth = _trained(name)
+    ours: Any = tokenizer_of(written(**_fields(truth, name, padded=1000), add_bos_token=False))
     for text in TEXTS:
         expected = truth.encode(text)
         encoded = ours.encode(text)
@@ -141,9 +153,7 @@ def test_different_rules_split_these_texts_differently() -> None:
     for name, (_, steps, by_words) in _published().items():
         if name in ("refact", "command-r", "dbrx"):
             continue
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
-        splitter = pre_tokenizers.Sequence([*steps, byte_level])
-        pieces = [splitter.pre_tokenize_str(text) for text in TEXTS]
+        pieces = map(_splitter(steps, by_words).pre_tokenize_str, TEXTS)
         splits[name] = str([[word for word, _ in words] for words in pieces])
     assert len(set(splits.values())) == len(splits)
 
@@ -154,15 +164,9 @@ def test_different_rules_split_these_texts_differently() -> None:
 def test_the_flag_of_the_file_or_its_rule_adds_the_first_token(
     written: Any, pre: str, flag: bool | None, adds: bool
 ) -> None:
-    truth = _trained(_published()[pre])
-
-    def add(writer: gguf.GGUFWriter) -> None:
-        _add(writer, truth, pre, padded=0)
-        if flag is not None:
-            writer.add_add_bos_token(flag)
-
-    ours = tokenizer_of(written(add))
-    assert ours is not None
+    truth = _trained(pre)
+    flags = {} if flag is None else {"add_bos_token": flag}
+    ours: Any = tokenizer_of(written(**_fields(truth, pre), **flags))
     ids = truth.encode("a b").ids
     assert ours.encode("a b").ids == ([0, *ids] if adds else ids)
     assert ours.encode("a b", add_special_tokens=False).ids == ids
@@ -211,18 +215,9 @@ def test_a_sentencepiece_tokenizer_merges_by_score(written: Any, prefix: bool) -
     """A blank precedes a text for Llama, but not for Gemma."""
     tokens, scores, kinds = _pieces(TEXTS)
     ids = {token: index for index, token in enumerate(tokens)}
-
-    def add(writer: gguf.GGUFWriter) -> None:
-        writer.add_tokenizer_model("llama")
-        writer.add_tokenizer_pre("default")
-        writer.add_token_list(tokens)
-        writer.add_token_scores(scores)
-        writer.add_token_types(kinds)
-        writer.add_add_space_prefix(prefix)
-        writer.add_unk_token_id(0)
-
-    ours = tokenizer_of(written(add))
-    assert ours is not None
+    model = {"tokenizer_model": "llama", "tokenizer_pre": "default", "unk_token_id": 0}
+    vocab = {"token_list": tokens, "token_scores": scores, "token_types": kinds}
+    ours: Any = tokenizer_of(written(**model, **vocab, add_space_prefix=prefix))
     for text in TEXTS:
         if "<" in text:
             continue
@@ -236,15 +231,9 @@ def test_a_sentencepiece_tokenizer_merges_by_score(written: Any, prefix: bool) -
 
 
 def test_stop_tokens_and_the_chat_template_come_from_the_file(written: Any) -> None:
-    truth = _trained(_published()["qwen2"])
     template = "{{ bos_token }}{{ messages[0]['content'] }}"
-
-    def add(writer: gguf.GGUFWriter) -> None:
-        _add(writer, truth, "qwen2", padded=0)
-        writer.add_eot_token_id(7)
-        writer.add_chat_template(template)
-
-    path = written(add)
+    fields = _fields(_trained("qwen2"), "qwen2")
+    path = written(**fields, eot_token_id=7, chat_template=template)
     assert conversion.read_target(path).stop_tokens == (1, 7)
     config = tokenizer_config_of(path)
     assert config["chat_template"] == template
@@ -262,7 +251,7 @@ def test_stop_tokens_and_the_chat_template_come_from_the_file(written: Any) -> N
 def test_the_end_of_a_turn_is_found_by_its_text_without_an_id(
     written: Any, tokens: list[str], stops: tuple[int, ...]
 ) -> None:
-    path = written(lambda writer: writer.add_token_list(["a", "b", *tokens]))
+    path = written(token_list=["a", "b", *tokens])
     assert conversion.read_target(path).stop_tokens == stops
 
 
@@ -293,13 +282,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_unsupported_tokenizer_is_refused(written: Any, name: str) -> None:
     change, message = REFUSED[name]
-    truth = _trained(_published()["qwen2"])
-
-    def add(writer: gguf.GGUFWriter) -> None:
-        _add(writer, truth, "qwen2", padded=0)
-        change(writer)
-
-    path = written(add)
+    path = written(change, **_fields(_trained("qwen2"), "qwen2"))
     with pytest.raises(CheckpointError, match=message):
         tokenizer_of(path)
     description = conversion.describe(path)
@@ -309,27 +292,19 @@ def test_an_unsupported_tokenizer_is_refused(written: Any, name: str) -> None:
 
 
 def test_a_file_without_a_tokenizer_has_none(written: Any) -> None:
-    path = written(lambda writer: None)
+    path = written()
     assert tokenizer_of(path) is None
     assert tokenizer_config_of(path) == {}
     assert not conversion.describe(path).has_tokenizer
 
 
 def test_only_the_order_of_scores_matters(written: Any) -> None:
-    tokens = ["<unk>", "a", "b", "c", "ab", "bc"]
-
-    def ids(scores: list[float], text: str) -> list[int]:
-        def add(writer: gguf.GGUFWriter) -> None:
-            writer.add_tokenizer_model("llama")
-            writer.add_token_list(tokens)
-            writer.add_token_scores(scores)
-            writer.add_add_bos_token(False)
-            writer.add_add_space_prefix(False)
-
-        tokenizer = tokenizer_of(written(add))
-        assert tokenizer is not None
-        return tokenizer.encode(text).ids
-
-    assert ids([0.0, 0.0, 0.0, 0.0, 1e-3, 2e-3], "abc") == [1, 5]
-    assert ids([0.0, 0.0, 0.0, 0.0, -1.0, -7.0], "abc") == [4, 3]
-    assert ids([0.0, 0.0, 0.0, 0.0, -1.0, -7.0], "bcab") == [5, 4]
+    fields = {"tokenizer_model": "llama", "add_bos_token": False, "add_space_prefix": False}
+    fields["token_list"] = ["<unk>", "a", "b", "c", "ab", "bc"]
+    for last, text, ids in (
+        ([1e-3, 2e-3], "abc", [1, 5]),
+        ([-1.0, -7.0], "abc", [4, 3]),
+        ([-1.0, -7.0], "bcab", [5, 4]),
+    ):
+        tokenizer: Any = tokenizer_of(written(**fields, token_scores=[0.0, 0.0, 0.0, 0.0, *last]))
+        assert tokenizer.encode(text).ids == ids

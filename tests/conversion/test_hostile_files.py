@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -47,19 +48,11 @@ def replace_config_by_pipe(directory: Path) -> None:
     os.mkfifo(directory / "config.json")
 
 
-def rename_weights(directory: Path) -> None:
-    (directory / "model.safetensors").rename(directory / "weights.safetensors")
-
-
-def write_index(shards: dict[str, str]) -> Damage:
-    """Renames the weights to ``one.safetensors`` and adds an index that lists further tensors by their shards."""
-
-    def damage(directory: Path) -> None:
-        weights = (directory / "model.safetensors").rename(directory / "one.safetensors")
-        weight_map = dict.fromkeys(load_file(weights), weights.name) | shards
-        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-    return damage
+def write_index(directory: Path, shard: str) -> None:
+    """Renames the weights to ``one.safetensors`` and adds an index, which lists a tensor ``more`` in ``shard``."""
+    weights = (directory / "model.safetensors").rename(directory / "one.safetensors")
+    weight_map = dict.fromkeys(load_file(weights), weights.name) | {"more": shard}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
@@ -75,9 +68,12 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "whole numbers": (set_tensors(lm_head__weight=np.zeros((61, 32), np.int32)), "stored as int32"),
     "terminal codes in a name": (set_tensors(**{"\x1b[2Jx": np.zeros(1, np.float32)}), r"unexpected \\x1b\[2Jx"),
     "no weights": (lambda directory: (directory / "model.safetensors").unlink(), "not a checkpoint: it holds no weigh"),
-    "weights of another name": (rename_weights, "holds weights.safetensors but neither"),
-    "a shard without its tensor": (write_index({"more": "one.safetensors"}), "does not hold more"),
-    "a shard of another directory": (write_index({"more": "../elsewhere.safetensors"}), "without directories"),
+    "weights of another name": (
+        lambda path: (path / "model.safetensors").rename(path / "weights.safetensors"),
+        "holds weights.safetensors but neither",
+    ),
+    "a shard without its tensor": (lambda path: write_index(path, "one.safetensors"), "does not hold more"),
+    "a shard of another directory": (lambda path: write_index(path, "../two.safetensors"), "without directories"),
 }
 
 
@@ -91,7 +87,7 @@ def test_a_damaged_target_is_refused_in_one_line(target: Path, name: str) -> Non
 def test_a_tensor_in_two_shards_is_refused(target: Path) -> None:
     tensors = load_file(target / "model.safetensors")
     save_file({"lm_head.weight": tensors["lm_head.weight"]}, target / "two.safetensors")
-    write_index({"more": "two.safetensors"})(target)
+    write_index(target, "two.safetensors")
     refused(conversion.read_target, target, "two.safetensors holds lm_head.weight, which .* lists in one.safetensors")
 
 
@@ -168,9 +164,7 @@ PANIC = """{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges
 
 def test_a_tokenizer_that_panics_is_refused(target: Path) -> None:
     (target / "tokenizer.json").write_text(PANIC)
-    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer \(.*; fetch the file again") as refusal:
-        e3.load_target(target)
-    assert str(refusal.value).isprintable()
+    refused(e3.load_target, target, r"tokenizer\.json is not a tokenizer \(.*; fetch the file again")
 
 
 @pytest.mark.parametrize("source", ["", "a" * 5000, "a\0b", "/nowhere", "./nowhere", "~/x"])
@@ -189,27 +183,20 @@ def test_exactly_the_files_that_are_read_are_fetched(tmp_path: Path, monkeypatch
     weights = ("model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
     read = {*TOKENIZER_FILES, *weights, "config.json", "generation_config.json", "model.safetensors.index.json"}
     unread = {"README.md", "optimizer.pt", "model.gguf", "consolidated.00.pth", "tf_model.h5", "original/params.pth"}
-    fetched: set[str] = set()
-
-    def download(name: str, *, allow_patterns: list[str]) -> str:
-        assert name == "org/name"
-        fetched.update(filter_repo_objects(read | unread, allow_patterns=allow_patterns))
-        return str(tmp_path)
-
+    download = Mock(return_value=str(tmp_path))
     monkeypatch.setattr(hub, "snapshot_download", download)
     assert locate("org/name", "target") == tmp_path
     assert "chat_template.jinja" in read
-    assert fetched == read
+    (name,), options = download.call_args
+    assert name == "org/name"
+    assert set(filter_repo_objects(read | unread, **options)) == read
 
 
-class Command:
-    """A pickle that runs a command when it is read."""
-
-    def __init__(self, command: str) -> None:
-        self.command = command
+class Command(str):
+    """A pickle that runs this command when it is read."""
 
     def __reduce__(self) -> Any:
-        return (os.system, (self.command,))
+        return (os.system, (str(self),))
 
 
 @pytest.mark.torch

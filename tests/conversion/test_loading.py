@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +48,16 @@ def write(directory: Path, dtype: Any, config: Any = CONFIG) -> dict[str, np.nda
     return tensors
 
 
-def expected(tensors: dict[str, np.ndarray], precision: str) -> Iterator[tuple[str, np.ndarray]]:
+def expected(tensors: dict[str, np.ndarray], precision: str) -> dict[str, np.ndarray]:
     """Builds our arrays column by column."""
-    matrices, vectors = {
+    matrix_type, vector_type = {
         "float32": (np.float32, np.float32),
         "bfloat16": (ml_dtypes.bfloat16, ml_dtypes.bfloat16),
         "mixed": (ml_dtypes.bfloat16, np.float32),
     }[precision]
     rows = lambda name: list(tensors[f"{name}.weight"])
-    columns = lambda rows: np.stack(rows, axis=-1).astype(matrices)
-    vector = lambda name: tensors[f"{name}.weight"].astype(vectors)
-    yield "embedding", tensors["model.embed_tokens.weight"].astype(matrices)
-    yield "norm.scale", vector("model.norm")
-    yield "head.kernel", columns(rows("lm_head"))
+    vectors = {"norm.scale": "model.norm"}
+    columns = {"head.kernel": rows("lm_head"), "embedding": tensors["model.embed_tokens.weight"].T}
     for index in range(LAYERS):
         layer = f"model.layers.{index}"
         block = f"blocks.{index}"
@@ -74,13 +70,14 @@ def expected(tensors: dict[str, np.ndarray], precision: str) -> Iterator[tuple[s
             qkv += k[keys]
             qkv += v[keys]
         gates, ups = (rows(f"{layer}.mlp.{name}_proj") for name in ("gate", "up"))
-        yield f"{block}.attention_norm.scale", vector(f"{layer}.input_layernorm")
-        yield f"{block}.mlp_norm.scale", vector(f"{layer}.post_attention_layernorm")
-        yield f"{block}.attention.qkv.kernel", columns(qkv)
-        yield f"{block}.attention.o.kernel", columns(rows(f"{layer}.self_attn.o_proj"))
-        alternating = [row for pair in zip(gates, ups, strict=True) for row in pair]
-        yield f"{block}.mlp.gate_up.kernel", columns(alternating)
-        yield f"{block}.mlp.down.kernel", columns(rows(f"{layer}.mlp.down_proj"))
+        vectors[f"{block}.attention_norm.scale"] = f"{layer}.input_layernorm"
+        vectors[f"{block}.mlp_norm.scale"] = f"{layer}.post_attention_layernorm"
+        columns[f"{block}.attention.qkv.kernel"] = qkv
+        columns[f"{block}.attention.o.kernel"] = rows(f"{layer}.self_attn.o_proj")
+        columns[f"{block}.mlp.gate_up.kernel"] = [row for pair in zip(gates, ups, strict=True) for row in pair]
+        columns[f"{block}.mlp.down.kernel"] = rows(f"{layer}.mlp.down_proj")
+    arrays = {path: np.stack(list(matrix), axis=-1).astype(matrix_type) for path, matrix in columns.items()}
+    return arrays | {path: tensors[f"{name}.weight"].astype(vector_type) for path, name in vectors.items()}
 
 
 def bits(array: Any) -> tuple[str, tuple[int, ...], bytes]:
@@ -102,7 +99,7 @@ def test_parameters_have_the_bits_of_the_file(tmp_path: Path, platform: str, sto
     for mesh in (None, make_mesh(devices=jax.devices()[:1])):
         with np.errstate(over="ignore"):
             params = e3.load_target(tmp_path, dtype=precision, mesh=mesh).params
-            truth = dict(expected(tensors, precision))
+            truth = expected(tensors, precision)
         leaves = dict(flatten(params))
         assert leaves.keys() == truth.keys()
         for path, array in truth.items():

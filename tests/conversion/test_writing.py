@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import stat
 import subprocess
 import sys
 import time
@@ -106,8 +105,8 @@ def test_a_killed_conversion_leaves_nothing_that_disturbs_the_next_one(tmp_path:
         time.sleep(0.01)
     process.kill()
     process.wait()
-    assert not out.exists()
-    assert len(names(tmp_path)) == 1
+    (partial,) = names(tmp_path)
+    assert partial.startswith(".out.")
     conversion.convert(TARGET, out, "jax")
     assert names(tmp_path) == ["out"]
     conversion.read_target(out)
@@ -127,20 +126,21 @@ def test_a_directory_that_is_being_written_is_not_removed_as_abandoned(tmp_path:
 
 
 def test_a_file_is_replaced_through_links_and_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("before")
-    (tmp_path / "link").symlink_to(tmp_path / "file")
+    file = tmp_path / "file"
+    file.write_text("before")
+    (tmp_path / "link").symlink_to(file)
     with contextlib.suppress(KeyboardInterrupt), whole_file(tmp_path / "link") as partial:
         partial.write_text("half")
         raise KeyboardInterrupt
-    assert (tmp_path / "file").read_text() == "before"
+    assert file.read_text() == "before"
     with whole_file(tmp_path / "link") as partial:
         partial.write_text("after")
-    assert (tmp_path / "file").read_text() == "after"
+    assert file.read_text() == "after"
     assert (tmp_path / "link").is_symlink()
     os.mkfifo(tmp_path / "pipe")
     with whole_file(tmp_path / "pipe") as partial:
         assert partial == tmp_path / "pipe"
-    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert (tmp_path / "pipe").is_fifo()
     assert names(tmp_path) == ["file", "link", "pipe"]
 
 
@@ -191,9 +191,8 @@ def test_a_run_that_was_killed_while_it_finished_can_be_repeated(tmp_path: Path)
     (out / "model.safetensors").write_bytes(b"")
     refuse_finished(out)
     (out / "config.json").write_text("{}")
-    with pytest.raises(Misuse, match="exists already"):
-        refuse_finished(out)
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "cat.png").write_bytes(b"")
-    with pytest.raises(Misuse, match="exists already"):
-        refuse_finished(tmp_path / "pictures")
+    for directory in (out, tmp_path / "pictures"):
+        with pytest.raises(Misuse, match="exists already"):
+            refuse_finished(directory)

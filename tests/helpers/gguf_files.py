@@ -5,6 +5,7 @@ The transformations are those of llama.cpp's ``conversion`` package; the names c
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -45,14 +46,14 @@ _IN_FLOAT32 = ("norm", "bias", "gate_inp", "mlp.gate.", "mlp.router.", "attn_k_b
 
 def everywhere(matrix_type: Type) -> Choose:
     """Chooses a type for matrices whose rows are complete blocks, float16 for other matrices, otherwise float32."""
+    return functools.partial(_chosen, matrix_type)
+
+
+def _chosen(matrix_type: Type, name: str, value: np.ndarray) -> Type:
     block, _ = gguf.GGML_QUANT_SIZES[matrix_type]
-
-    def choose(name: str, value: np.ndarray) -> Type:
-        if value.ndim == 1 or any(part in name for part in _IN_FLOAT32):
-            return Type.F32
-        return matrix_type if value.shape[-1] % block == 0 else Type.F16
-
-    return choose
+    if value.ndim == 1 or any(part in name for part in _IN_FLOAT32):
+        return Type.F32
+    return matrix_type if value.shape[-1] % block == 0 else Type.F16
 
 
 def stored(value: np.ndarray, type: Type) -> np.ndarray:
@@ -74,11 +75,7 @@ def translated(config: dict[str, Any], tensors: Tensors) -> Iterator[tuple[str, 
     layers = config["num_hidden_layers"]
     names = gguf.get_tensor_name_map(arch, layers)
 
-    def named(name: str) -> str:
-        translation = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert translation is not None, name
-        return translation
-
+    named = lambda name: names.get_name(name, try_suffixes=(".weight", ".bias"))
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, value in tensors.items():
         stem = name.rpartition(".")[0]
@@ -118,24 +115,59 @@ def translated(config: dict[str, Any], tensors: Tensors) -> Iterator[tuple[str, 
 
 
 def rotations(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors of rotary embeddings."""
+    """Yields the tensors of rotary embeddings; the frequencies of Llama 3.1 are those of transformers."""
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
-        size = config["head_dim"]
-        old = 8192
-        factors = []
-        for index in range(0, size, 2):
-            length = 2 * math.pi * rope["rope_theta"] ** (index / size)
-            low = rope["low_freq_factor"]
-            high = rope["high_freq_factor"]
-            factor = rope["factor"]
-            smooth = (old / length - low) / (high - low)
-            between = 1 / ((1 - smooth) / factor + smooth)
-            factors.append(1 if length < old / high else factor if length > old / low else between)
-        yield "rope_freqs.weight", np.array(factors, np.float32)
-    for name in ("long", "short"):
-        if rope.get("rope_type") == "longrope":
+        from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**config), "cpu")
+        exponents = np.arange(0, 1, 2 / config["head_dim"])
+        divisors = rope["rope_theta"] ** -exponents / frequencies.numpy()
+        yield "rope_freqs.weight", divisors.astype(np.float32)
+    if rope.get("rope_type") == "longrope":
+        for name in ("long", "short"):
             yield f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32)
+
+
+# The methods of GGUFWriter, without ``add_``, that write a field.
+_FIELDS = {
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "head_count",
+    "num_key_value_heads": "head_count_kv",
+    "rms_norm_eps": "layer_norm_rms_eps",
+    "layer_norm_eps": "layer_norm_eps",
+    "sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention_multiplier": "attention_scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "v_head_dim": "value_length_mla",
+    "qk_rope_head_dim": "rope_dimension_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "n_shared_experts": "expert_shared_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}
+_YARN = {
+    "original_max_position_embeddings": "rope_scaling_orig_ctx_len",
+    "beta_fast": "rope_scaling_yarn_beta_fast",
+    "beta_slow": "rope_scaling_yarn_beta_slow",
+}
+_WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "cohere2", "phi3")  # their converters write the window
 
 
 def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -145,85 +177,59 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     full = rope.get("full_attention", rope)
     heads = config["num_attention_heads"]
     width = config["hidden_size"]
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(1 if kind == "deepseek_v3" else config["num_key_value_heads"])
-    if kind != "gemma2" and full.get("rope_theta") is not None:  # its converter writes no base
-        writer.add_rope_freq_base(full["rope_theta"])
-    if config.get("rms_norm_eps") is not None:
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if config.get("layer_norm_eps") is not None:
-        writer.add_layer_norm_eps(config["layer_norm_eps"])
-    if config.get("head_dim") is not None and kind not in ("granite", "phi3", "deepseek_v3"):
-        writer.add_key_length(config["head_dim"])
-        writer.add_value_length(config["head_dim"])
+    head_dim = config.get("head_dim")
+    if kind not in _WINDOWED:
+        config = config | {"sliding_window": None}
+    if kind == "deepseek_v3":
+        config = config | {"num_key_value_heads": 1}
+    if kind == "phi3":
+        config = config | {"sliding_window": config["sliding_window"] or 0}
+    _add(writer, _FIELDS, config)
+    if kind != "gemma2":  # its converter writes no base
+        _add(writer, {"rope_theta": "rope_freq_base"}, full)
+    if head_dim is not None and kind not in ("granite", "phi3", "deepseek_v3"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     if kind in ("llama", "mistral", "ministral3", "granite"):
         writer.add_vocab_size(config["vocab_size"])
-        writer.add_rope_dimension_count(config.get("head_dim") or width // heads)
+        writer.add_rope_dimension_count(head_dim or width // heads)
     if full.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
         writer.add_rope_scaling_factor(full["factor"])
     if full.get("rope_type") == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
-        for name in ("beta_fast", "beta_slow"):
-            if full.get(name) is not None:
-                getattr(writer, f"add_rope_scaling_yarn_{name}")(full[name])
+        _add(writer, _YARN, full)
     if "sliding_attention" in rope:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
-    if kind in ("gemma2", "gemma3_text", "gpt_oss", "cohere2"):
-        writer.add_sliding_window(config["sliding_window"])
-    if kind == "gemma2":
-        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if kind == "granite":
-        writer.add_attention_scale(config["attention_multiplier"])
-        writer.add_embedding_scale(config["embedding_multiplier"])
-        writer.add_residual_scale(config["residual_multiplier"])
-        writer.add_logit_scale(config["logits_scaling"])
     if kind in ("cohere", "cohere2"):
-        writer.add_logit_scale(config["logit_scale"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
     if kind == "phi3":
-        share = rope.get("partial_rotary_factor", 1.0)
         old = config["original_max_position_embeddings"]
-        new = config["max_position_embeddings"]
-        writer.add_rope_dimension_count(int(share * width) // heads)
+        writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 1.0) * width) // heads)
         writer.add_rope_scaling_orig_ctx_len(old)
-        writer.add_sliding_window(config["sliding_window"] or 0)
         if rope["rope_type"] == "longrope":
-            writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(new / old) / math.log(old)))
+            extension = math.log(config["max_position_embeddings"] / old) / math.log(old)
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + extension))
     if kind == "ministral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if kind in ("qwen3_moe", "gpt_oss", "deepseek_v3"):
-        counts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-        writer.add_expert_count(next(count for count in counts if count))
-        writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
     if kind == "deepseek_v3":
-        rope_dim = config["qk_rope_head_dim"]
-        rank = config["kv_lora_rank"]
-        if config["q_lora_rank"] is not None:
-            writer.add_q_lora_rank(config["q_lora_rank"])
-        writer.add_kv_lora_rank(rank)
-        writer.add_key_length(rank + rope_dim)
-        writer.add_value_length(rank)
-        writer.add_key_length_mla(config["qk_nope_head_dim"] + rope_dim)
-        writer.add_value_length_mla(config["v_head_dim"])
-        writer.add_rope_dimension_count(rope_dim)
-        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
-        writer.add_expert_shared_count(config["n_shared_experts"])
-        writer.add_expert_weights_scale(config["routed_scaling_factor"])
-        writer.add_expert_group_count(config["n_group"])
-        writer.add_expert_group_used_count(config["topk_group"])
+        writer.add_key_length(config["kv_lora_rank"] + config["qk_rope_head_dim"])
+        writer.add_value_length(config["kv_lora_rank"])
+        writer.add_key_length_mla(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         if config["norm_topk_prob"]:
             writer.add_expert_weights_norm(True)
         if "mscale_all_dim" in rope:
             writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def _add(writer: gguf.GGUFWriter, table: dict[str, str], fields: dict[str, Any]) -> None:
+    """Writes the fields of a table that have a value."""
+    for field, name in table.items():
+        if fields.get(field) is not None:
+            getattr(writer, f"add_{name}")(fields[field])
 
 
 def write(
@@ -252,8 +258,7 @@ def write(
 def read(directory: Path) -> Tensors:
     """Reads all tensors in float32, without a tied projection."""
     config = json.loads((directory / "config.json").read_text())
-    stored_tensors = load_file(directory / "model.safetensors")
-    tensors = {name: value.astype(np.float32) for name, value in stored_tensors.items()}
+    tensors = {name: value.astype(np.float32) for name, value in load_file(directory / "model.safetensors").items()}
     if config["tie_word_embeddings"]:
         tensors.pop("lm_head.weight", None)
     return tensors

@@ -25,11 +25,11 @@ def random_heads(
 ) -> nn.ModuleList:
     """Heads of distinct blocks, or of one block run several times (``repeated``), as the authors' code builds them."""
     torch.manual_seed(seed)
-
-    def blocks() -> list[ResBlock]:
-        return [ResBlock(width, bias)] * layers if repeated else [ResBlock(width, bias) for _ in range(layers)]
-
-    return nn.ModuleList([nn.Sequential(*blocks(), nn.Linear(width, vocab, bias=False)) for _ in range(heads)])
+    modules = []
+    for _ in range(heads):
+        blocks = [ResBlock(width, bias)] * layers if repeated else [ResBlock(width, bias) for _ in range(layers)]
+        modules.append(nn.Sequential(*blocks, nn.Linear(width, vocab, bias=False)))
+    return nn.ModuleList(modules)
 
 
 def logits_of(heads: nn.ModuleList, state: Any) -> np.ndarray:

@@ -37,10 +37,11 @@ def in_torch(method: str, drafter: Any, params: Any, batch: TTTBatch, num_steps:
     import torch
 
     config = drafter.config
-    table = eagle1.head_rules(config) if method == "eagle1" else mtp.head_rules(config, "model.layers.2", mtp._DEEPSEEK)
+    is_eagle1 = method == "eagle1"
+    table = eagle1.head_rules(config) if is_eagle1 else mtp.head_rules(config, mtp.names_in("deepseek", config))
     stored = rules.write_params(table, params, drafter.param_shapes(), where="")
     weights = {name: torch.tensor(np.asarray(value), requires_grad=True) for name, value in stored.items()}
-    head = Eagle1(**GEOMETRY, bias=False) if method == "eagle1" else MTP(**GEOMETRY)
+    head = Eagle1(**GEOMETRY, bias=False) if is_eagle1 else MTP(**GEOMETRY)
     run = network(head, weights)
     logits, states = map(np.asarray, tiny.forward(TARGET.model, TARGET.params, batch.tokens))
     label = torch.tensor(logits).softmax(-1)
