@@ -308,10 +308,10 @@ def count_one_place_more(count, self, draft, verdict, active):
     return count(self, draft, verdict, active).replace(num_accepted_tokens_per_pos=more.num_accepted_tokens_per_pos)
 
 
-def leave_no_room(capacity, self, batch):
+def leave_no_room(call, self, *arguments):
     nodes = self.loop.drafter.num_nodes
     with swapped(decode._round_up, lambda round_up, size: round_up(size - nodes)):
-        return capacity(self, batch)
+        return call(self, *arguments)
 
 
 LOOP = {
@@ -328,7 +328,7 @@ LOOP = {
     "a batch advances by its shortest row": vllm_trace(Exact.__call__, advance_by_shortest_row),
     "counters count one place too many": vllm_trace(SpeculationStats.count, count_one_place_more),
     "a cache has no room for a draft": Mutant(
-        SpeculativeDecoder._capacity,
+        SpeculativeDecoder._call,
         leave_no_room,
         test_scripted_trees.test_a_tree_loses_no_node_where_the_text_ends_with_its_bucket,
     ),
