@@ -199,7 +199,7 @@ def computes_in_low_precision(subject: Subject) -> bool:
 
 def differing_rows(draft: HostDraft, expected: HostDraft, tolerance: float = 1e-6) -> list[int]:
     """Returns rows in which valid nodes of two drafts differ; probabilities may differ as much as rounding does."""
-    equal = (draft.tokens == expected.tokens) & (draft.parents == expected.parents)
+    equal = np.logical_and(draft.tokens == expected.tokens, draft.parents == expected.parents)
     if draft.probs is not None and expected.probs is not None:
         close = np.isclose(draft.probs, expected.probs, rtol=1e-4, atol=tolerance).all(axis=-1)
         equal[:, 1:] &= close[:, 1:]  # the root has no distribution

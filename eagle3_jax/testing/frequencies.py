@@ -106,7 +106,7 @@ class Contrast:
     total: float = 0.0
     variance: float = 0.0
 
-    def add(self, scores: np.ndarray, variances: np.ndarray) -> None:
+    def add(self, scores: np.ndarray | np.floating, variances: np.ndarray | np.floating) -> None:
         """Adds scores, and the variance of each given those before it."""
         self.total += float(np.sum(scores))
         self.variance += float(np.sum(variances))

@@ -614,8 +614,10 @@ def keeps_greedy_output(subject: Subject) -> str:
     ):
         drafter = LoadedDrafter(_Scripted(parents, shifts, subject.target.vocab_size), jnp.asarray(script))
         stats = require_greedy_output(subject, drafter, prompts, NEW, f"with {shape} drafted")
-        reports.append(f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} tokens of {shape} accepted")
-        if not 0 < stats.num_accepted_tokens < stats.num_draft_tokens:
+        accepted = int(stats.num_accepted_tokens)
+        drafted = int(stats.num_draft_tokens)
+        reports.append(f"{accepted} of {drafted} tokens of {shape} accepted")
+        if not 0 < accepted < drafted:
             raise NotRun(f"the text is its own, but {reports[-1]}")
     return ", ".join(reports)
 
