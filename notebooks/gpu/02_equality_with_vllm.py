@@ -236,7 +236,7 @@ pair = subject.pair("float32")
 judge_model = Reference(subject.target_directory)
 many = here.on_gpu and subject.name == SHIPPED  # the reference runs on the host
 BATCHES = (((Warpers(0.7), Warpers(1.0)), *((20, 180) if many else (6, 40))),)
-CHOSEN = [name for name in METHODS if many or "drawn" in name or "plain" in name]
+CHOSEN = [name for name in METHODS if many or "sampled" in name or "plain" in name]
 sampled = {
     name: sample(decoder_of(name, *pair), subject.prompt_tokens, judge_model, batches=BATCHES)
     for name in CHOSEN
