@@ -128,8 +128,8 @@ def test_a_head_with_its_targets_number_of_layers_has_one(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"medusa_num_heads": 4}, "disagree on the Medusa heads"),
-        ({"architectures": ["DFlashDraftModel"]}, "has no rope_theta; engines fill in 1000000 or 10000"),
+        ({"medusa_num_heads": 4}, "they must agree, so remove the wrong one"),
+        ({"architectures": ["DFlashDraftModel"]}, "has no rope_theta; it changes the mathematics"),
         ({"speculators_model_type": "peagle"}, "names no mask token"),
         ({"draft_vocab_size": None, "model_type": "gpt"}, "no draft head and no language model that is known"),
     ],
