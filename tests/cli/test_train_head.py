@@ -81,7 +81,7 @@ def test_a_head_continues_from_another_one(cli, files, tmp_path):
         arguments = (files.target, files.data, tmp_path / name, *HEAD, *ONE_STEP, "--evaluate-every", 1, *options)
         assert cli("train", "head", *arguments)[0] == 0
         first_losses.append(logged(tmp_path / name)[0]["loss"])
-    assert first_losses[1] < 0.7 * first_losses[0]
+    assert first_losses[1] < 0.9 * first_losses[0]  # equal if the other head were not read
 
 
 def test_another_draft_vocabulary_keeps_all_but_the_output_matrix(cli, files, tmp_path):
