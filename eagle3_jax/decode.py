@@ -15,7 +15,15 @@ from jax.sharding import Mesh
 
 from eagle3_jax import loop as loops
 from eagle3_jax.acceptance import Exact
-from eagle3_jax.checks import check_mode, check_part, checked_sampling, configured, is_whole, sampling_mode_of
+from eagle3_jax.checks import (
+    check_mode,
+    check_part,
+    checked_sampling,
+    configured,
+    declares_chain,
+    is_whole,
+    sampling_mode_of,
+)
 from eagle3_jax.devices.sharding import as_mesh, param_shardings, place, place_rows, to_host, under
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.files.jsonl import shown
@@ -69,6 +77,7 @@ class SpeculativeDecoder:
         verifier: Verifier | None = None,
         rounds_per_check: int = 1,
         mesh: Mesh | None = None,
+        invariant: bool = False,
     ):
         """Puts a decoder together; nothing is compiled yet.
 
@@ -88,6 +97,9 @@ class SpeculativeDecoder:
             rounds_per_check: See :class:`eagle3_jax.loop.SpeculativeLoop`.
             mesh: A mesh from ``make_mesh``: its ``data`` axis divides rows, its ``model`` axis both models. Default:
                 the target's.
+            invariant: Whether the target's bits for a token depend on nothing but the tokens before it: greedy texts
+                are then equal with every drafter and without, alone and in a batch, also in bfloat16. It needs chains
+                and dense layers of grouped-query attention, on a CPU or, in bfloat16, on an NVIDIA GPU.
 
         Raises:
             ValueError: The drafter cannot draft this shape, or cannot sample; options of a draft are given without a
@@ -116,6 +128,8 @@ class SpeculativeDecoder:
         _check_size(configured_drafter, target)
         params = LoopParams(target=target.params, drafter=loaded.params)
         mesh = target.mesh if mesh is None else as_mesh(mesh)
+        if invariant:
+            target = _invariant(target, configured_drafter, mesh)
         if mesh is not None:
             target_shardings = param_shardings(mesh, target.model, params.target)
             drafter_shardings = param_shardings(mesh, configured_drafter, params.drafter)
@@ -537,6 +551,25 @@ def _check_size(drafter: Drafter[Any], target: LoadedTarget) -> None:
             f"a tree of num_nodes={drafter.num_nodes} does not fit {target.name}, which has {most} positions; "
             f"lower num_nodes to at most {most}"
         )
+
+
+def _invariant(target: LoadedTarget, drafter: Drafter[Any], mesh: Mesh | None) -> LoadedTarget:
+    """Returns the target with a model whose bits depend on the text alone.
+
+    Raises:
+        ValueError: The model has no such form, or not for these drafts, weights or devices.
+    """
+    make = getattr(target.model, "invariant", None)
+    if make is None:
+        raise ValueError(f"invariant was given for {type(target.model).__name__}, which has no method invariant()")
+    if not declares_chain(drafter):
+        raise ValueError(
+            f"invariant was given for {type(drafter).__name__} with a tree, whose paths are summed in another order; "
+            "draft a chain (num_speculative_tokens), or leave invariant out"
+        )
+    if mesh is not None:
+        raise ValueError("invariant was given for a mesh, which divides sums; use one device, or leave invariant out")
+    return dataclasses.replace(target, model=make(target.weights))
 
 
 def _check_loaded(target: Any, drafter: Any) -> None:

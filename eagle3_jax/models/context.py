@@ -162,6 +162,7 @@ class CacheContext(NamedTuple):
     visible: Bool[Array, "B T S"]  #: ``[B T S]``, from :func:`cache_mask`.
     #: For arrays that :mod:`eagle3_jax.models.flash` supports; ``None`` to leave attention to XLA.
     kernel: ForKernel | None = None
+    invariant: bool = False  #: Whether the bits of a token depend on nothing but the tokens before it.
 
     def attend(
         self, queries: Float[Array, "B T heads H"], kv: KeyValue, scoring: Scoring = Scoring()
@@ -169,6 +170,9 @@ class CacheContext(NamedTuple):
         """See :class:`AttentionContext`; keeps the whole buffers."""
         written = self.layer.write(kv, self.length)
         by_xla = lambda queries, kv: attention(queries, (Segment(kv, self.visible),), (), scoring)
+        if self.kernel is not None and self.invariant:
+            options = {"scale": scoring.factor(queries.shape[-1]), "softcap": scoring.softcap}
+            return flash.invariant_attention(queries, written, **options, **self.kernel._asdict()), written
         if self.kernel is None or not flash.is_supported(queries, written):
             return by_xla(queries, written), written
         scale = scoring.factor(queries.shape[-1])
@@ -227,6 +231,7 @@ def attention_contexts(
     length: Int[Array, " B"] | None = None,
     *,
     is_chain: bool = False,
+    invariant: bool = False,
 ) -> list[AttentionContext | RecurrentContext]:
     """Returns one attention context per layer for a block.
 
@@ -238,6 +243,7 @@ def attention_contexts(
         cache: The cache of the same layers. Without one the block of a recurrent layer is a text, in order.
         length: ``[B]``, number of real tokens of such a text. Default: the tokens that attend to themselves.
         is_chain: Whether every token attends to all tokens of the block before it.
+        invariant: Whether the bits of a token depend on nothing but the tokens before it; for chains after a cache.
 
     Raises:
         ValueError: The block of a recurrent layer is not given as a whole.
@@ -255,7 +261,7 @@ def attention_contexts(
         visible = {span: span.limit(mask, positions, positions) for span in dict.fromkeys(spans)}
         attending = [BlockContext(mask=visible[span]) for span in spans]
     else:
-        attending = _with_cache(cache, mask, positions, spans, is_chain)
+        attending = _with_cache(cache, mask, positions, spans, is_chain, invariant)
     if not any(recurrent):
         return list(attending)
     block = RecurrentContext(None, parents_of(mask), _real(mask, length))
@@ -266,7 +272,12 @@ def attention_contexts(
 
 
 def _with_cache(
-    cache: Cache, mask: Bool[Array, "#B T M"], positions: Int[Array, "B M"], spans: Sequence[Span], is_chain: bool
+    cache: Cache,
+    mask: Bool[Array, "#B T M"],
+    positions: Int[Array, "B M"],
+    spans: Sequence[Span],
+    is_chain: bool,
+    invariant: bool,
 ) -> list[AttentionContext]:
     """Returns one context per layer for a block after the committed slots. Recurrent layers do not use theirs."""
     capacity = next((layer.capacity for layer in cache.layers if isinstance(layer, KeyValues | LatentKeys)), 0)
@@ -283,7 +294,7 @@ def _with_cache(
             kernel_mask = unlimited_mask if span.is_unlimited else visible[span]
             kernels[span] = ForKernel(cache.length, size, kernel_mask)
     return [
-        CacheContext(layer, start, visible[span], kernels[span])  # type: ignore[arg-type]
+        CacheContext(layer, start, visible[span], kernels[span], invariant)  # type: ignore[arg-type]
         for layer, span in zip(cache.layers, spans, strict=True)
     ]
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.cache import Cache
 from eagle3_jax.devices.sharding import VOCAB, Axis
+from eagle3_jax.models import flash
 from eagle3_jax.models.config import (
     DecoderConfig,
     Experts,
@@ -80,7 +83,8 @@ class Block(nnx.Module):
     ):
         norms: dict[str, Any] = {"norm_eps": norm_eps, "norm_kind": norm_kind}
         options: dict[str, Any] = {"precision": precision, "rngs": rngs}
-        norm = lambda *kinds: RMSNorm(width, norm_eps, norm_kind) if config.norms in kinds else None
+        new_norm = functools.partial(RMSNorm, width, norm_eps, norm_kind, invariant=precision.invariant)
+        norm = lambda *kinds: new_norm() if config.norms in kinds else None
         self.attention_norm = norm("before", "around", "parallel") if input_norm else None
         self.attention = MIXERS[type(config.mixer)](config.mixer, d_in=width, width=width, **norms, **options)
         self.attention_post_norm = norm("after", "around")
@@ -89,6 +93,7 @@ class Block(nnx.Module):
         self.mlp_post_norm = norm("after", "around")
         self.parallel = config.norms == "parallel"
         self.residual_scale = config.residual_scale
+        self.invariant = precision.invariant
 
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], context: AttentionContext | RecurrentContext
@@ -98,6 +103,8 @@ class Block(nnx.Module):
         attended, written = self.attention(normalised, positions, context)
         attended = _normalise(self.attention_post_norm, attended)
         between = x + scaled(attended, self.residual_scale)
+        if self.invariant:
+            between = lax.optimization_barrier(between)  # else the norm reads it rounded, and the sum below may not
         mlp_input = normalised if self.parallel else _normalise(self.mlp_norm, between)
         mlp_output = _normalise(self.mlp_post_norm, self.mlp(mlp_input))
         return between + scaled(mlp_output, self.residual_scale), written
@@ -122,7 +129,7 @@ class Decoder(nnx.Module):
         options: dict[str, Any] = {"precision": precision, "rngs": rngs}
         norms: dict[str, Any] = {"norm_eps": config.norm_eps, "norm_kind": config.norm_kind}
         self.blocks = nnx.List([Block(layer, width=config.width, **norms, **options) for layer in config.layers])
-        self.norm = RMSNorm(config.width, config.norm_eps, config.norm_kind)
+        self.norm = RMSNorm(config.width, config.norm_eps, config.norm_kind, invariant=precision.invariant)
         if not config.tie_embeddings:
             self.head = Linear(config.width, config.vocab_size, axes=(None, vocab), product=OUTPUT, **options)
 
@@ -141,6 +148,8 @@ class Decoder(nnx.Module):
         written = []
         for block, context in zip(self.blocks, contexts, strict=True):
             x, layer_written = call_cached(block, x, positions, context)
+            if self.precision.invariant:
+                x = lax.optimization_barrier(x)  # for the same reason as within a layer
             streams.append(x)
             written.append(layer_written)
         final = self.norm(x)
@@ -196,6 +205,44 @@ class DecoderTarget:
         """
         return param_products(Decoder, self.config, self.precision)
 
+    def invariant(self, weights: str = "dense") -> DecoderTarget:
+        """Returns the same target with bits of a token that depend on nothing but the tokens before it.
+
+        They do not depend on the number of tokens that are run together, the batch, or the capacity of the cache. Every
+        block is then a chain.
+
+        Args:
+            weights: How kernels are stored, as :data:`~eagle3_jax.models.quantised.WEIGHTS` names it.
+
+        Raises:
+            ValueError: A part of the target cannot be computed so on this device.
+        """
+        if problem := self._without_invariance(weights):
+            raise ValueError(f"invariant was given, but {problem}; leave it out")
+        return dataclasses.replace(self, precision=dataclasses.replace(self.precision, invariant=True))
+
+    def _without_invariance(self, weights: str) -> str:
+        """Returns why :meth:`invariant` cannot be had; empty if it can."""
+        for index, layer in enumerate(self.config.layers):
+            mixer = layer.mixer
+            if not isinstance(mixer, GroupedQuery) or mixer.sinks or mixer.qk_l2_norm:
+                return f"layer {index} has another attention than grouped queries without sinks"
+            if not isinstance(layer.mlp, GatedMLP):
+                return f"layer {index} has {type(layer.mlp).__name__} in place of a dense MLP"
+        if self.config.norm_kind == "layer":
+            return "the target has layer norms, not RMS norms"
+        backend = jax.default_backend()
+        if backend == "cpu":
+            return "" if weights in ("dense", "int8") else f"weights are {weights}, not dense or int8"
+        if backend != "gpu":
+            return f"the device is a {backend.upper()}, not a CPU or an NVIDIA GPU"
+        if weights != "dense" or self.precision.name != "bfloat16":
+            return f"weights are {weights} in {self.precision.name}, and on a GPU it takes dense ones in bfloat16"
+        heads = {layer.mixer.head_dim for layer in self.config.layers if isinstance(layer.mixer, GroupedQuery)}
+        if not flash.is_enabled() or not all(map(flash.fits, heads)):
+            return "the attention kernel is off, or does not support the size of its heads"
+        return ""
+
     @property
     def vocab_size(self) -> int:
         """``V``."""
@@ -231,7 +278,16 @@ class DecoderTarget:
                 f"aux_layers is {aux_layers}; expected 0 to {layers} (the output of the last of {layers} layers), or "
                 f"{layers + 1} (after the final norm)"
             )
-        per_layer = attention_contexts(self.config.layers, mask, positions, cache, length, is_chain=is_chain)
+        options: dict[str, Any] = {"is_chain": is_chain}
+        if self.precision.invariant:
+            # A prompt attends to itself as later tokens do: in the slots of a cache.
+            if cache is None:
+                cache = self.init_cache(*tokens.shape)
+                is_chain = True
+            if not is_chain:
+                raise ValueError("the draft is a tree; an invariant target takes chains, whose tokens are in order")
+            options = {"is_chain": True, "invariant": True}
+        per_layer = attention_contexts(self.config.layers, mask, positions, cache, length, **options)
         if positions.shape != tokens.shape:
             positions = positions[:, positions.shape[1] - tokens.shape[1] :]
         decoder = bind(Decoder, self.config, self.precision, params)

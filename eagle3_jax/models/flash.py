@@ -34,6 +34,7 @@ from eagle3_jax.cache import KeyValue
 _TILE = 64  # slots that are multiplied at once
 _ROWS = 64  # most queries of a program
 _PROGRAMS = 256  # intended number of programs: more than a GPU has multiprocessors (132 on an H200)
+_SPLITS = 16  # of the slots, where bits may not depend on the sizes of the arrays
 _LONGEST = 128  # most tokens of a block; longer blocks are prompts
 _TOLERANCE = 0.05  # largest difference from the reference: several roundings of bfloat16
 _VARIABLE = "EAGLE3_ATTENTION"
@@ -78,10 +79,14 @@ def is_supported(queries: Float[Array, "B T heads H"], kv: KeyValue) -> bool:
     They must be bfloat16 on one device, with at most 128 tokens and heads of 16, 32, 64, 128 or 256 channels.
     """
     arrays = (queries, kv.keys, kv.values)
-    sizes = (kv.keys.shape[-1], kv.values.shape[-1])
     are_bfloat16 = all(array.dtype == jnp.bfloat16 for array in arrays)
-    fit = all(16 <= size <= 256 and size.bit_count() == 1 for size in sizes)
+    fit = all(fits(array.shape[-1]) for array in (kv.keys, kv.values))
     return are_bfloat16 and fit and queries.shape[1] <= _LONGEST and jax.sharding.get_abstract_mesh().empty
+
+
+def fits(channels: int) -> bool:
+    """Returns whether the kernel supports heads of so many channels."""
+    return 16 <= channels <= 256 and channels.bit_count() == 1
 
 
 def flash_attention(
@@ -94,6 +99,7 @@ def flash_attention(
     scale: float,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    invariant: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "B T width"]:
     """Computes grouped-query attention, ``softmax(q kᵀ · scale) v``, over committed slots and a block after them.
@@ -108,6 +114,8 @@ def flash_attention(
         scale: Factor of the scores.
         softcap: Scores become ``softcap * tanh(score / softcap)``; ``None`` for no cap.
         sinks: ``[heads]``, one more logit in the softmax of each head, without a value.
+        invariant: Whether the bits of a query may depend on nothing but what it sees: not on ``B``, ``T`` or ``S``.
+            Sinks are then not supported.
         interpret: Whether to run the kernel with operations of JAX on any device, for tests.
 
     Returns:
@@ -118,10 +126,10 @@ def flash_attention(
     group = heads // kv_heads
     folded = queries.reshape(batch, tokens, kv_heads, group, key_width).transpose(0, 2, 1, 3, 4)
     num_queries = tokens * group  # of a key head
-    rows = min(_ROWS, max(16, 1 << (num_queries - 1).bit_length()))
+    rows = _ROWS if invariant else min(_ROWS, max(16, 1 << (num_queries - 1).bit_length()))
     parts = math.ceil(num_queries / rows)
     tiles = math.ceil(capacity / _TILE)
-    splits = min(math.ceil(_PROGRAMS / (batch * kv_heads * parts)), tiles)
+    splits = _SPLITS if invariant else min(math.ceil(_PROGRAMS / (batch * kv_heads * parts)), tiles)
 
     # The indices of a program: head (of all rows of the batch), part of the queries, split of the slots.
     whole_head = lambda head, part, split: (head, 0, 0)
@@ -160,6 +168,8 @@ def flash_attention(
     keys_by_head = kv.keys.reshape(batch * kv_heads, capacity, key_width)
     values_by_head = kv.values.reshape(batch * kv_heads, capacity, width)
     out, log_sums = run(queries_by_head, keys_by_head, values_by_head, length, *masks)
+    if invariant:
+        return _join_by_kernel(out, log_sums, batch=batch, dtype=queries.dtype, group=group, interpret=interpret)
 
     shape = (batch, kv_heads, tokens, group)
     log_sums = log_sums.reshape(*shape, splits)
@@ -170,6 +180,72 @@ def flash_attention(
     weighted = out.reshape(splits, *shape, width) * shares[..., None]
     joined = jnp.sum(weighted, axis=0).astype(queries.dtype)
     return joined.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, -1)
+
+
+def invariant_attention(
+    queries: Float[Array, "B T heads H"], kv: KeyValue, seen: Bool[Array, "#B T S"] | None, length: Int[Array, " B"],
+    *, size: int, **options: Any,
+) -> Float[Array, "B T width"]:  # fmt: skip
+    """Computes :func:`flash_attention` with ``invariant=True``, and a long block some queries at a time.
+
+    The mask is over all slots, or ``None``, and the queries are those of the whole block.
+    """
+    batch, tokens = queries.shape[:2]
+    attend = functools.partial(flash_attention, kv=kv, invariant=True, **options)
+    if tokens <= _LONGEST:
+        return attend(queries, seen=seen, length=length, size=size)
+    spare = -tokens % _LONGEST
+    chunked = lambda array: jnp.moveaxis(
+        jnp.pad(array, [(0, 0), (0, spare), *[(0, 0)] * (array.ndim - 2)]).reshape(
+            array.shape[0], -1, _LONGEST, *array.shape[2:]
+        ), 1, 0,
+    )  # fmt: skip
+    starts = jnp.arange(0, tokens, _LONGEST, dtype=jnp.int32)
+    chunks = (starts, chunked(queries), None if seen is None else chunked(seen))
+    # The tokens of the block before a chunk are in their slots, as committed ones are.
+    of_chunk = lambda chunk: attend(chunk[1], seen=chunk[2], length=length + chunk[0], size=_LONGEST)
+    out = jnp.moveaxis(lax.map(of_chunk, chunks), 0, 1)
+    return out.reshape(batch, tokens + spare, -1)[:, :tokens]
+
+
+def _join_by_kernel(
+    out: Float[Array, "splits heads queries Hv"],
+    log_sums: Float[Array, "heads queries splits"],
+    *,
+    batch: int,
+    dtype: Any,
+    group: int,
+    interpret: bool,
+) -> Float[Array, "B T width"]:
+    """Joins the splits of every query in one order."""
+    splits, all_heads, num_queries, width = out.shape
+    kv_heads = all_heads // batch
+    tokens = num_queries // group
+    joined = pl.pallas_call(
+        _join_kernel,
+        grid=(all_heads, num_queries),
+        in_specs=[
+            pl.BlockSpec((splits, None, None, width), lambda head, query: (0, head, query, 0)),
+            pl.BlockSpec((None, None, splits), lambda head, query: (head, query, 0)),
+        ],
+        out_specs=pl.BlockSpec(
+            (None, None, None, width),
+            lambda head, query: (head // kv_heads, query // group, head % kv_heads * group + query % group, 0),
+        ),
+        out_shape=jax.ShapeDtypeStruct((batch, tokens, kv_heads * group, width), dtype),
+        compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="join_splits",
+    )(out, log_sums)
+    return joined.reshape(batch, tokens, -1)
+
+
+def _join_kernel(out_ref: Any, log_sums_ref: Any, joined_ref: Any) -> None:
+    """Joins the splits of one query: their sum, each weighted by its share of the softmax."""
+    log_sums = log_sums_ref[...]
+    weights = jnp.exp(log_sums - jnp.max(log_sums))
+    total = jnp.sum(out_ref[...] * weights[:, None], axis=0) / jnp.sum(weights)
+    joined_ref[...] = total.astype(joined_ref.dtype)
 
 
 @functools.cache

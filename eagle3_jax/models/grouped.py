@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -44,8 +46,9 @@ class Attention(nnx.Module):
         self.qkv = Linear(d_in, columns, axes=(None, axis), bias=config.qkv_bias, **options)
         self.o = Linear(heads * size, width, axes=(axis, None), bias=config.o_bias, **options)
         if config.qk_norm:
-            self.q_norm = _norm_of_heads(config, heads, norm_eps, norm_kind)
-            self.k_norm = _norm_of_heads(config, config.num_kv_heads, norm_eps, norm_kind)
+            norm = functools.partial(_norm_of_heads, eps=norm_eps, kind=norm_kind, invariant=precision.invariant)
+            self.q_norm = norm(config, heads)
+            self.k_norm = norm(config, config.num_kv_heads)
         if config.sinks:
             self.sinks = nnx.Param(jnp.zeros((heads,), jnp.float32), axes=(axis,))
         self.config = config
@@ -93,7 +96,8 @@ class Attention(nnx.Module):
         return queries, kv, gate
 
 
-def _norm_of_heads(config: GroupedQuery, count: int, eps: float, kind: NormKind) -> RMSNorm:
+def _norm_of_heads(config: GroupedQuery, count: int, *, eps: float, kind: NormKind, invariant: bool) -> RMSNorm:
     """Returns the norm of the queries or keys of ``count`` heads."""
     channels = config.head_dim * count if config.qk_norm_kind == "whole" else config.head_dim
-    return RMSNorm(channels, eps, kind, heads=count if config.qk_norm_kind == "own-weights" else None)
+    heads = count if config.qk_norm_kind == "own-weights" else None
+    return RMSNorm(channels, eps, kind, heads=heads, invariant=invariant)

@@ -16,6 +16,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from eagle3_jax.devices.kernels import ordered_sum
 from eagle3_jax.devices.sharding import MLP, Axes, Axis, put_array, put_shards
+from eagle3_jax.models import invariant
 from eagle3_jax.models.config import GatedMLP, NormKind
 from eagle3_jax.models.quantised import LAYER, Fp8Kernel, Int8Kernel, ToQuantise, dynamic_product, int8_product
 
@@ -27,6 +28,8 @@ class Precision:
     name: str  #: Name on the command line.
     operands: DTypeLike  #: Type of weights, and of activations as operands of a product.
     activations: DTypeLike  #: Type of sums in products, of the residual stream and of the caches.
+    #: Whether the bits of a row depend on that row alone (:mod:`eagle3_jax.models.invariant`).
+    invariant: bool = False
 
 
 FLOAT32 = Precision("float32", jnp.float32, jnp.float32)
@@ -167,6 +170,8 @@ def product(
     if isinstance(kernel, Int8Kernel):
         return int8_product(x, kernel).astype(precision.activations)
     if not isinstance(kernel, Fp8Kernel):
+        if precision.invariant:
+            return _invariant_product(x, kernel, precision)
         return _product(x, kernel, precision.operands, precision.activations)
     if kernel.dynamic:
         out: Array = dynamic_product(x, kernel)
@@ -187,7 +192,14 @@ def product_by_table(
     """
     if isinstance(table, Int8Kernel):
         return product(x, table, precision)
+    if precision.invariant:
+        return _invariant_product(x, table, precision, inputs=1)
     return _product(x, table, precision.operands, precision.activations, 1)
+
+
+def _invariant_product(x: Array, kernel: Array, precision: Precision, inputs: int = 0) -> Array:
+    operands = precision.operands
+    return invariant.product(x.astype(operands), kernel.astype(operands), precision.activations, inputs=inputs)
 
 
 def product_by_head(
@@ -295,16 +307,29 @@ class RMSNorm(nnx.Module):
     """``x / sqrt(mean(x²) + eps) · w`` (Zhang & Sennrich, 2019), computed in float32.
 
     The model's :data:`~eagle3_jax.models.config.NormKind` says how ``w`` is applied, and whether the mean of ``x`` is
-    subtracted first. With ``heads`` every head has weights of its own.
+    subtracted first. With ``heads`` every head has weights of its own. If ``invariant``, the bits of a row depend on
+    that row alone (:mod:`eagle3_jax.models.invariant`).
     """
 
-    def __init__(self, width: int, eps: float, kind: NormKind = "plain", heads: int | None = None):
+    def __init__(
+        self, width: int, eps: float, kind: NormKind = "plain", heads: int | None = None, *, invariant: bool = False
+    ):
         initial = jnp.zeros if kind == "zero-centred" else jnp.ones
         self.scale = nnx.Param(initial((width,) if heads is None else (heads, width), jnp.float32))
         self.eps = eps
         self.kind = kind
+        self.invariant = invariant
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        if not self.invariant:
+            return self._by_operations(x)
+        factor = self.scale[...].astype(x.dtype if self.kind == "plain" else jnp.float32)
+        if self.kind == "zero-centred":
+            factor = 1.0 + factor
+        by_kernel = lambda x: invariant.norm(x, factor, self.eps)
+        return lax.platform_dependent(x, cuda=by_kernel, default=self._by_operations)
+
+    def _by_operations(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         centred = x
         if self.kind == "layer":
             centred = x.astype(jnp.float32)
