@@ -44,6 +44,7 @@ from eagle3_jax.models.layers import (
     RMSNorm,
     SwiGLU,
     embed,
+    keep_stream,
     normal_param,
     product_by_table,
     scaled,
@@ -141,6 +142,7 @@ class Decoder(nnx.Module):
         written = []
         for block, context in zip(self.blocks, contexts, strict=True):
             x, layer_written = call_cached(block, x, positions, context)
+            x = keep_stream(x)
             streams.append(x)
             written.append(layer_written)
         final = self.norm(x)
