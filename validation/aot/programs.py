@@ -238,7 +238,8 @@ def _params(case: Case, loop: SpeculativeLoop) -> LoopParams:
 
 @functools.cache
 def _shipped_config() -> DecoderConfig:
-    return load_target(bundled("target"), dtype=BFLOAT16.name).model.config
+    model: Any = load_target(bundled("target"), dtype=BFLOAT16.name).model
+    return model.config
 
 
 def _prompts(case: Case) -> Prompts:

@@ -38,7 +38,8 @@ _CALLED = re.compile(r"%([\w.\-]+)")
 # Attributes that say where a value comes from, when it is computed, or how much the compiler believes that it costs.
 _WITHOUT_EFFECT = re.compile(
     r", metadata=\{[^}]*\}|, control-predecessors=\{[^}]*\}"
-    r'|, frontend_attributes=\{xla\.no_invariant_operands="[^"]*"\}|"reification_cost":\[[^\]]*\],?|"(force_earliest_schedule|operation_queue_id|device_type)":("[^"]*"|\w+),?'
+    r'|, frontend_attributes=\{xla\.no_invariant_operands="[^"]*"\}|"reification_cost":\[[^\]]*\],?'
+    r'|"(force_earliest_schedule|operation_queue_id|device_type)":("[^"]*"|\w+),?'
 )
 
 
@@ -237,7 +238,7 @@ def _origin(steps: Mapping[str, Instruction], name: str) -> Instruction:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints what differs in two files. Returns 1 if anything does, and 2, with one line, if they cannot be compared."""
+    """Prints what differs in two files. Returns 1 if anything does, and 2 if they cannot be compared."""
     try:
         first, second = (Path(argument).read_text("utf-8") for argument in arguments)
         names = compared(first, second)
