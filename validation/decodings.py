@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget
 from eagle3_jax import loop as loops
@@ -17,7 +18,7 @@ from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.topology import Chain
-from eagle3_jax.types import FinishReason, SamplingParams
+from eagle3_jax.types import Draft, FinishReason, SamplingParams
 from validation.device import exact_options
 from validation.forcing import padded
 from validation.parity import parting
@@ -98,3 +99,34 @@ def with_shape(drafter: LoadedDrafter, topology: Any) -> LoadedDrafter:
 def first_differences(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[int | None]:
     """Place of the first token that differs in each row; ``None`` where none does."""
     return [parting(row, their_row) for row, their_row in zip(ours, theirs, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class NeverRight:
+    """The topology of another drafter with tokens that the target will not choose.
+
+    Parameters are ``inner`` (the other drafter's) and ``tokens [B S]``, what the target does choose.
+    """
+
+    inner: Any
+    vocab_size: int
+
+    num_nodes = property(lambda self: self.inner.num_nodes)
+    max_depth = property(lambda self: self.inner.max_depth)
+    aux_layers = property(lambda self: self.inner.aux_layers)
+    is_chain = property(lambda self: self.inner.is_chain)
+
+    def init(self, params: Any, batch: int, capacity: int) -> Any:
+        return self.inner.init(params["inner"], batch, capacity), jnp.zeros((batch,), jnp.int32)
+
+    def observe(self, params: Any, state: Any, seen: Any) -> Any:
+        return self.inner.observe(params["inner"], state[0], seen), state[1] + seen.length
+
+    def propose(self, params: Any, state: Any, keys: Array, sampling: SamplingParams) -> Draft:
+        draft = self.inner.propose(params["inner"], state[0], keys, sampling)
+        position = jnp.minimum(state[1] + 1, params["tokens"].shape[1] - 1)
+        right = jnp.take_along_axis(params["tokens"], position[:, None], axis=1)
+        wrong = jnp.where(draft.tokens == right, (right + 1) % self.vocab_size, draft.tokens)
+        is_root = jnp.arange(draft.tokens.shape[1]) == 0
+        next_state = None if draft.state is None else (draft.state, state[1])
+        return dataclasses.replace(draft, tokens=jnp.where(is_root, draft.tokens, wrong), state=next_state)

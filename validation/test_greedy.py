@@ -28,6 +28,7 @@ from validation.decodings import (
     CHAIN,
     SHAPES,
     Decoding,
+    NeverRight,
     batch_of,
     first_differences,
     programs,
@@ -55,37 +56,6 @@ class Script(FixedTree):
         tokens = self.scripted(params["tokens"], state)
         wrong = jnp.arange(self.num_nodes, dtype=jnp.int32) > right
         return self.draft(state, jnp.where(wrong, (tokens + 1) % self.vocab_size, tokens))
-
-
-@dataclasses.dataclass(frozen=True)
-class NeverRight:
-    """The topology of another drafter with tokens that the target will not choose.
-
-    Parameters are ``inner`` (the other drafter's) and ``tokens [B S]``, what the target does choose.
-    """
-
-    inner: Any
-    vocab_size: int
-
-    num_nodes = property(lambda self: self.inner.num_nodes)
-    max_depth = property(lambda self: self.inner.max_depth)
-    aux_layers = property(lambda self: self.inner.aux_layers)
-    is_chain = property(lambda self: self.inner.is_chain)
-
-    def init(self, params: Any, batch: int, capacity: int) -> Any:
-        return self.inner.init(params["inner"], batch, capacity), jnp.zeros((batch,), jnp.int32)
-
-    def observe(self, params: Any, state: Any, seen: Any) -> Any:
-        return self.inner.observe(params["inner"], state[0], seen), state[1] + seen.length
-
-    def propose(self, params: Any, state: Any, keys: Array, sampling: SamplingParams) -> Draft:
-        draft = self.inner.propose(params["inner"], state[0], keys, sampling)
-        position = jnp.minimum(state[1] + 1, params["tokens"].shape[1] - 1)
-        right = jnp.take_along_axis(params["tokens"], position[:, None], axis=1)
-        wrong = jnp.where(draft.tokens == right, (right + 1) % self.vocab_size, draft.tokens)
-        is_root = jnp.arange(draft.tokens.shape[1]) == 0
-        next_state = None if draft.state is None else (draft.state, state[1])
-        return dataclasses.replace(draft, tokens=jnp.where(is_root, draft.tokens, wrong), state=next_state)
 
 
 def assert_partings_are_rounding(

@@ -47,6 +47,7 @@ from eagle3_jax.models.layers import (
     RMSNorm,
     SwiGLU,
     embed,
+    keep_stream,
     normal_param,
     product_by_table,
     scaled,
@@ -148,8 +149,7 @@ class Decoder(nnx.Module):
         written = []
         for block, context in zip(self.blocks, contexts, strict=True):
             x, layer_written = call_cached(block, x, positions, context)
-            if self.precision.invariant:
-                x = lax.optimization_barrier(x)  # for the same reason as within a layer
+            x = lax.optimization_barrier(x) if self.precision.invariant else keep_stream(x)
             streams.append(x)
             written.append(layer_written)
         final = self.norm(x)

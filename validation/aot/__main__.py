@@ -20,7 +20,7 @@ from eagle3_jax.bench.tables import flat, show
 from eagle3_jax.models.quantised import WEIGHTS
 from validation.aot import table
 from validation.aot.platforms import NotHere
-from validation.aot.programs import PROGRAMS, Case
+from validation.aot.programs import OPTIONS, PROGRAMS, Case
 from validation.aot.record import DEPTHS, measured, save
 
 
@@ -29,7 +29,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--platform", nargs="+", default=["cuda:h200"], metavar="NAME", help="cuda:h200, cuda:h100, tpu:v6e:2x2, ...")
     add("--target", nargs="+", default=["Llama-3.1-8B"], metavar="SHAPE", help="shapes by name; no weight is made")
-    add("--draft", nargs="+", default=["chain5"], help="plain, chain5 (K), tree60 (nodes)")
+    add("--draft", nargs="+", default=["chain5"], help="plain, plain6 (blocks), chain5 (K), never5, tree60 (nodes)")
     add("--batch", nargs="+", type=int, default=[1], metavar="B")
     add("--program", nargs="+", default=["step"], choices=PROGRAMS)
     add("--sampled", action="store_true", help="rows have temperatures")
@@ -38,6 +38,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add("--prompt", type=int, default=128)
     add("--mesh", default="", metavar="AXES", help="axes and sizes, such as model=4,data=2")
     add("--weights", default="dense", choices=WEIGHTS, help="kernels of target and head")
+    add("--options", default="default", choices=OPTIONS, help="of the compiler: exact are those of L3")
     add("--hlo", type=Path, metavar="FILE", help="write the optimized HLO of the last program")
     add("--record", type=Path, metavar="FILE", help="write the rows in place of those of the same programs")
     add("--table", type=Path, metavar="FILE", help="only print a record as Markdown")
@@ -62,7 +63,7 @@ def _measure(options: argparse.Namespace) -> None:
     if options.layers not in ("", "all") and not options.layers.isdigit():
         raise ValueError(f"--layers is {options.layers!r}; expected a number of layers, or all")
     depths = [None] if options.layers else DEPTHS
-    fixed = {name: getattr(options, name) for name in ("sampled", "capacity", "prompt", "mesh", "weights")}
+    fixed = {name: getattr(options, name) for name in ("sampled", "capacity", "prompt", "mesh", "weights", "options")}
     fixed["layers"] = int(options.layers) if options.layers.isdigit() else None
     names = ("platform", "target", "draft", "batch", "program")
     for values in itertools.product(*(getattr(options, name) for name in names)):

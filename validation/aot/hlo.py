@@ -16,7 +16,8 @@ from typing import NamedTuple
 _ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*")
 # The type of a tuple ends where an opcode follows; layouts of TPUs have parentheses too, but no blank after them.
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
+_OPERAND = re.compile(r"%([\w.\-]+)")
 _SPACE = re.compile(r"S\((\d+)\)")
 _CALLED = re.compile(r"(?:condition|body|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -68,6 +69,22 @@ class Instruction:
     type: str  #: Type of the result, as written.
     op: str
     operands: str  #: Operands and attributes, as written.
+    is_root: bool = False  #: Whether it is the result of its computation.
+
+    @property
+    def literal(self) -> str:
+        """The number of a parameter, or the value of a constant; empty if there are operands."""
+        return "" if self.inputs else self.operands.partition(")")[0]
+
+    @property
+    def attributes(self) -> str:
+        """What follows the operands."""
+        return self.operands.partition(")")[2]
+
+    @functools.cached_property
+    def inputs(self) -> list[str]:
+        """Names of the operands."""
+        return _OPERAND.findall(self.operands.partition(")")[0])
 
     @functools.cached_property
     def arrays(self) -> list[Array]:
@@ -90,6 +107,11 @@ class Instruction:
             returns = source.space == _FAST_MEMORY and not self.operands.startswith("%copy")
             return [] if returns or destination.space == _FAST_MEMORY else [destination]
         return [array for array in self.arrays if array.space != _FAST_MEMORY]
+
+    @property
+    def index(self) -> int:
+        """Which element of a tuple a ``get-tuple-element`` takes."""
+        return int(self.attribute(r"index=(\d+)"))
 
     def attribute(self, pattern: str | re.Pattern[str]) -> str:
         """Returns the first group of a pattern in the operands and attributes; empty if it is not there."""
@@ -129,8 +151,13 @@ class Module:
                 instructions = computations.setdefault(header[2], [])
                 entry = header[2] if header[1] else entry
             elif match := _INSTRUCTION.match(line):
-                instructions.append(Instruction(*match.groups()))
+                root, *parts = match.groups()
+                instructions.append(Instruction(*parts, is_root=bool(root)))
         return cls(computations, entry)
+
+    def root(self, computation: str) -> Instruction:
+        """Returns the instruction whose result is that of a computation."""
+        return next(instruction for instruction in self.computations[computation] if instruction.is_root)
 
     def steps(self, computation: str, times: int = 1) -> Iterator[tuple[Instruction, int]]:
         """Yields every instruction that a computation reaches, and how often it runs.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
 import re
 import time
@@ -13,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
+from eagle3_jax import load_target
 from eagle3_jax import loop as loops
-from eagle3_jax.bench.random_models import shape_name, shape_named
+from eagle3_jax.bench.random_models import shape_named
 from eagle3_jax.devices.sharding import make_mesh, param_shardings, parse_mesh, row_shardings
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.drafters.plain import Plain
+from eagle3_jax.load import bundled
 from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
 from eagle3_jax.models import flash
 from eagle3_jax.models.config import DecoderConfig, usual_head
@@ -29,11 +33,17 @@ from eagle3_jax.topology import Chain, DynamicTree
 from eagle3_jax.types import SamplingMode, SamplingParams
 from validation.aot.hlo import Counts, count
 from validation.aot.platforms import Platform
+from validation.aot.same import text_of
+from validation.decodings import NeverRight
+from validation.device import DETERMINISTIC, ROUNDED_AS_WRITTEN, products
 
-PROGRAMS = ("prefill", "step", "generate")
+PROGRAMS = ("prefill", "step", "run", "generate")
+SHIPPED = "shipped"  # the target of the shipped pair
+# As users have it, and as L3 compares bits.
+OPTIONS = {"default": {}, "exact": DETERMINISTIC | ROUNDED_AS_WRITTEN}
 _FEWEST = 8  # layers that the default auxiliary layers need
 _STOP_TOKENS = 2  # Llama has two ids that end a text
-_DRAFT = re.compile(r"plain|(chain|tree)([1-9]\d*)")
+_DRAFT = re.compile(r"(plain)|(plain|chain|never|tree)([1-9]\d*)")
 # The official tree: 60 nodes, 8 levels below the root, 10 candidates.
 _TREE_DEPTH = 8
 _TREE_TOP_K = 10
@@ -51,8 +61,9 @@ class Case:
     """A program to compile, in bfloat16."""
 
     platform: str = "cuda:h200"  #: As :meth:`Platform.named` takes it.
-    target: str = "Llama-3.1-8B"  #: Name of a known shape.
-    draft: str = "chain5"  #: ``plain``, ``chain5`` (K) or ``tree60`` (nodes).
+    target: str = "Llama-3.1-8B"  #: Name of a known shape, or :data:`SHIPPED`.
+    #: ``plain``, ``plain6`` (in blocks of 6), ``chain5`` (K), ``never5`` (that chain, never right), ``tree60`` (nodes).
+    draft: str = "chain5"
     batch: int = 1  #: Rows.
     program: str = "step"  #: One of :data:`PROGRAMS`.
     sampled: bool = False  #: Whether rows have temperatures; greedy otherwise.
@@ -62,17 +73,29 @@ class Case:
     mesh: str = ""  #: Axes and their sizes, as ``model=4``; one device when empty.
     #: Kernels of target and head, as :data:`~eagle3_jax.models.quantised.WEIGHTS` names them.
     weights: str = "dense"
+    options: str = "default"  #: Of the compiler, by their name in :data:`OPTIONS`.
 
     def __post_init__(self) -> None:
         Platform.named(self.platform)
-        shape_name(self.target)
         if not _DRAFT.fullmatch(self.draft):
-            raise ValueError(f"there is no draft {self.draft!r}; use plain, chain5 (K tokens) or tree60 (nodes)")
-        most = shape_named(self.target).num_layers
+            raise ValueError(
+                f"there is no draft {self.draft!r}; use plain, plain6 (in blocks of 6), chain5 (K tokens), never5 (K "
+                "tokens that are never right) or tree60 (nodes)"
+            )
+        most = self.config.num_layers
         if self.layers is not None and not 3 <= self.layers <= most:
             raise ValueError(f"--layers is {self.layers}; {self.target} can be cut to 3 to {most} of its layers")
         if self.capacity < self.prompt:
             raise ValueError(f"--capacity {self.capacity} has no room for --prompt {self.prompt}")
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Of the target, with all its layers.
+
+        Raises:
+            ValueError: There is no such shape.
+        """
+        return _shipped_config() if self.target == SHIPPED else shape_named(self.target)
 
     @property
     def name(self) -> str:
@@ -80,6 +103,7 @@ class Case:
         words = [self.platform, self.target, self.program, self.draft, f"b{self.batch}"]
         words.append("sampled" if self.sampled else "greedy")
         words += [self.weights] * (self.weights != "dense")
+        words += [self.options] * (self.options != "default")
         words += [self.mesh] * bool(self.mesh)
         for field in ("prompt", "capacity"):
             if getattr(self, field) != getattr(Case, field):
@@ -106,8 +130,7 @@ def compiled(case: Case) -> tuple[Facts, str]:
         NotHere: The compiler of the platform is not installed.
         ValueError: The mesh does not fit.
     """
-    config = shape_named(case.target)
-    config = dataclasses.replace(config, layers=config.layers[: case.layers])
+    config = dataclasses.replace(case.config, layers=case.config.layers[: case.layers])
     loop = SpeculativeLoop(
         target=DecoderTarget(config, BFLOAT16),
         drafter=_drafter(case.draft, config),
@@ -129,28 +152,29 @@ def compiled(case: Case) -> tuple[Facts, str]:
         # By the kind of the device Pallas of jax 0.12 knows what to compile a kernel for.
         device = AbstractDevice(devices[0].device_kind, None, devices[0].platform)
         traced_under = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
-    with traced_under, flash.enabled(platform.kind == "cuda"):
+    exact_products = products("L3") if case.options == "exact" else contextlib.nullcontext()
+    with traced_under, flash.enabled(platform.kind == "cuda"), exact_products:
         return _compiled(case, loop, params, place_rows)
 
 
 def _compiled(case: Case, loop: SpeculativeLoop, params: LoopParams, place_rows: Any) -> tuple[Facts, str]:
     prompts = place_rows(_prompts(case))
     state = None
-    if case.program == "step":
+    if case.program in ("step", "run"):
         state = place_rows(jax.eval_shape(lambda p, q: loop.prefill(p, q, case.capacity), params, prompts))
     starts = [time.process_time()]
-    if case.program == "step":
-        traced = loops.step.trace(loop, params, state)
-    else:
-        program = loops.prefill if case.program == "prefill" else loops.generate
+    program = getattr(loops, case.program)
+    if state is None:
         traced = program.trace(loop, params, prompts, capacity=case.capacity)
+    else:
+        traced = program.trace(loop, params, state)
     starts.append(time.process_time())
     lowered = traced.lower()
     starts.append(time.process_time())
-    executable = lowered.compile()
+    executable = lowered.compile(OPTIONS[case.options])
     starts.append(time.process_time())
     seconds = np.diff(starts).tolist()
-    text = str(executable.as_text())
+    text = text_of(executable)
     cache = place_rows(jax.eval_shape(lambda: loop.target.init_cache(case.batch, case.capacity)))
     leaves = jax.tree.leaves(cache.layers)
     # On a mesh a cache may be gathered: its shape on one device, and its complete shape.
@@ -158,8 +182,8 @@ def _compiled(case: Case, loop: SpeculativeLoop, params: LoopParams, place_rows:
     analysis: Any = executable.memory_analysis()
     memory = {name: getattr(analysis, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
     return Facts(
-        layers=case.layers or shape_named(case.target).num_layers,
-        counts=count(text, shapes, rounds=case.program == "generate"),
+        layers=case.layers or case.config.num_layers,
+        counts=count(text, shapes, rounds=case.program in ("run", "generate")),
         memory=memory | {"peak": analysis.peak_memory_in_bytes},
         state=sum(math.prod(_on_a_device(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
         cpu_seconds=dict(zip(("trace", "lower", "compile"), seconds, strict=True)),
@@ -178,13 +202,14 @@ def _on_a_device(leaf: Any) -> tuple[int, ...]:
 
 
 def _drafter(draft: str, config: DecoderConfig) -> Any:
-    kind, size = _DRAFT.fullmatch(draft).groups()  # type: ignore[union-attr]
-    if kind is None:
-        return Plain()
+    kind, size = _DRAFT.fullmatch(draft).groups()[-2:]  # type: ignore[union-attr]
+    if kind in (None, "plain"):
+        return Plain(int(size or 1))
     # Fewer layers than the default features need are enough for the cost of a layer.
     head = usual_head(config, aux_layers=(0, 1, 2) if config.num_layers < _FEWEST else None)
-    if kind == "chain":
-        return Eagle3Drafter(head, Chain(int(size)), BFLOAT16)
+    if kind != "tree":
+        chain = Eagle3Drafter(head, Chain(int(size)), BFLOAT16)
+        return chain if kind == "chain" else NeverRight(chain, config.vocab_size)
     tree = DynamicTree(num_nodes=int(size), max_depth=_TREE_DEPTH, top_k=_TREE_TOP_K)
     return Eagle3Drafter(head, tree, BFLOAT16)
 
@@ -203,8 +228,18 @@ def _params(case: Case, loop: SpeculativeLoop) -> LoopParams:
     drafter: Any = loop.drafter
     if isinstance(drafter, Plain):
         return LoopParams(target, None)
-    table = jax.ShapeDtypeStruct((drafter.config.draft_vocab_size,), jnp.int32)
-    return LoopParams(target, {"head": stored(drafter), "embedding": target["embedding"], "draft_to_target": table})
+    head = drafter.inner if isinstance(drafter, NeverRight) else drafter
+    table = jax.ShapeDtypeStruct((head.config.draft_vocab_size,), jnp.int32)
+    params = {"head": stored(head), "embedding": target["embedding"], "draft_to_target": table}
+    if head is drafter:
+        return LoopParams(target, params)
+    return LoopParams(target, {"inner": params, "tokens": jax.ShapeDtypeStruct((case.batch, case.capacity), jnp.int32)})
+
+
+@functools.cache
+def _shipped_config() -> DecoderConfig:
+    model: Any = load_target(bundled("target"), dtype=BFLOAT16.name).model
+    return model.config
 
 
 def _prompts(case: Case) -> Prompts:
