@@ -16,6 +16,7 @@ from eagle3_jax.devices.kernels import indices
 from eagle3_jax.models import flash
 from eagle3_jax.models.attention import Scoring, Segment, attention
 from eagle3_jax.models.config import GatedDelta, GroupedQuery, Latent, LayerConfig, Mixer
+from eagle3_jax.models.invariant import ROWS
 from eagle3_jax.models.latent_keys import LatentKeys
 from eagle3_jax.models.recurrent import Recurrent
 
@@ -170,9 +171,8 @@ class CacheContext(NamedTuple):
         """See :class:`AttentionContext`; keeps the whole buffers."""
         written = self.layer.write(kv, self.length)
         by_xla = lambda queries, kv: attention(queries, (Segment(kv, self.visible),), (), scoring)
-        if self.kernel is not None and self.invariant:
-            options = {"scale": scoring.factor(queries.shape[-1]), "softcap": scoring.softcap}
-            return flash.invariant_attention(queries, written, **options, **self.kernel._asdict()), written
+        if self.invariant:
+            return self._attend_alike(queries, written, scoring), written
         if self.kernel is None or not flash.is_supported(queries, written):
             return by_xla(queries, written), written
         scale = scoring.factor(queries.shape[-1])
@@ -180,6 +180,21 @@ class CacheContext(NamedTuple):
         by_kernel = jax.custom_jvp(lambda queries, kv: flash.flash_attention(queries, kv, **options))
         by_kernel.defjvp(functools.partial(jax.jvp, by_xla))
         return by_kernel(queries, written), written
+
+
+    def _attend_alike(
+        self, queries: Float[Array, "B T heads H"], written: KeyValue, scoring: Scoring
+    ) -> Float[Array, "B T width"]:
+        """Attends so that the bits of a query do not depend on how many there are."""
+        if self.kernel is not None:
+            options = {"scale": scoring.factor(queries.shape[-1]), "softcap": scoring.softcap}
+            return flash.invariant_attention(queries, written, **options, **self.kernel._asdict())
+        # XLA's CPU backend multiplies fewer rows by other kernels.
+        tokens = queries.shape[1]
+        spare = -tokens % ROWS
+        pad = lambda array: jnp.pad(array, [(0, 0), (0, spare), *[(0, 0)] * (array.ndim - 2)])
+        segment = Segment(written, pad(self.visible))
+        return attention(pad(queries), (segment,), (), scoring)[:, :tokens]
 
 
 class RecurrentContext(NamedTuple):

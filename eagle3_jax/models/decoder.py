@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.cache import Cache
+from eagle3_jax.cache import Cache, KeyValue
 from eagle3_jax.devices.sharding import VOCAB, Axis
 from eagle3_jax.models import flash
 from eagle3_jax.models.config import (
@@ -62,6 +62,10 @@ MIXERS: dict[type, Callable[..., nnx.Module]] = {
     GatedDelta: GatedDeltaNet,
 }
 MLPS: dict[type, Callable[..., nnx.Module]] = {GatedMLP: SwiGLU, Experts: ExpertMLP}
+
+
+# Capacities of the caches of invariant targets are multiples of this; other sums over slots have other orders on CPUs.
+_SLOTS = 64
 
 
 class Block(nnx.Module):
@@ -278,20 +282,39 @@ class DecoderTarget:
                 f"aux_layers is {aux_layers}; expected 0 to {layers} (the output of the last of {layers} layers), or "
                 f"{layers + 1} (after the final norm)"
             )
-        options: dict[str, Any] = {"is_chain": is_chain}
         if self.precision.invariant:
-            # A prompt attends to itself as later tokens do: in the slots of a cache.
-            if cache is None:
-                cache = self.init_cache(*tokens.shape)
-                is_chain = True
-            if not is_chain:
-                raise ValueError("the draft is a tree; an invariant target takes chains, whose tokens are in order")
-            options = {"is_chain": True, "invariant": True}
-        per_layer = attention_contexts(self.config.layers, mask, positions, cache, length, **options)
+            return self._run_alike(params, tokens, positions, mask, cache, aux_layers, is_chain)
+        per_layer = attention_contexts(self.config.layers, mask, positions, cache, length, is_chain=is_chain)
         if positions.shape != tokens.shape:
             positions = positions[:, positions.shape[1] - tokens.shape[1] :]
         decoder = bind(Decoder, self.config, self.precision, params)
         return decoder(tokens, positions, per_layer, aux_layers)
+
+    def _run_alike(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        mask: Bool[Array, "#B T T"],
+        cache: Cache | None,
+        aux_layers: tuple[int, ...],
+        is_chain: bool,
+    ) -> TargetOutput:
+        """Runs a block for :meth:`invariant`. A prompt attends as later tokens do: to the slots of a cache."""
+        batch, count = tokens.shape
+        is_prompt = cache is None
+        if is_prompt:
+            # Without the barrier XLA spends minutes of compilation on folding attention over an empty cache.
+            cache = lax.optimization_barrier(self.init_cache(batch, -(-count // _SLOTS) * _SLOTS))
+        elif not is_chain:
+            raise ValueError("the draft is a tree; an invariant target takes chains, whose tokens are in order")
+        options = {"is_chain": True, "invariant": True}
+        per_layer = attention_contexts(self.config.layers, mask, positions, cache, **options)
+        output = bind(Decoder, self.config, self.precision, params)(tokens, positions, per_layer, aux_layers)
+        if not is_prompt:
+            return output
+        prompt_alone = [KeyValue(*(buffer[:, :, :count] for buffer in layer)) for layer in output.written]
+        return output.replace(written=tuple(prompt_alone))
 
     def unembed(self, params: Params, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Returns logits in float32 for outputs of the final norm."""
