@@ -9,7 +9,6 @@ plain decoding in blocks of the same size if every kernel always gives the same 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 from concurrent.futures import ThreadPoolExecutor
 
