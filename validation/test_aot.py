@@ -1,25 +1,32 @@
 """AOT: what a round becomes on an H200 or a TPU, compiled from shapes alone where there is neither.
 
 A compiler's result, never a speed. Budgets are the counts in ``results/aot.json``, and five per cent.
+
+The target's part of a round is the same kernel by kernel, whoever drafts: its keys, values and logits have the bits of
+plain decoding in blocks of the same size if every kernel always gives the same bits, which only a device can show.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from validation.aot.hlo import Counts, Module
 from validation.aot.platforms import NotHere
-from validation.aot.programs import SERVED, Case
+from validation.aot.programs import OPTIONS, SERVED, SHIPPED, Case
 from validation.aot.record import DEPTHS, Measured, budget, cases, load, measured
+from validation.aot.same import compared, differences, first_difference
 from validation.runs import Check
+from validation.subject import CONTEXT
 
 pytestmark = pytest.mark.level("AOT")
 
 ALIASED = 0.99  # of the state's bytes
+# Target, layers and batch with which drafts must leave the target's kernels as they are; every commit has the first.
+SHAPES = [(SHIPPED, 12, 1), (SHIPPED, 12, 8), ("Llama-3.1-8B", 8, 1), ("Llama-3.1-8B", 8, 8)]
 _MIB = 2**20
 
 
@@ -33,6 +40,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", chosen, ids=[case.name.replace(" ", "-") for case in chosen])
     elif "gpu" in metafunc.fixturenames:
         metafunc.parametrize("gpu", [name for name in platforms if name.startswith("cuda")][:1])
+    if "target" in metafunc.fixturenames:
+        metafunc.parametrize(("target", "layers", "batch"), SHAPES if option("--aot-all") else SHAPES[:1])
 
 
 @functools.cache
@@ -127,6 +136,32 @@ def test_a_family_compiles_for_a_mesh_and_asks_the_host_for_nothing(gpu: str, fa
         assert counts.cache_writes == 0, f"{counts}"
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("program", "draft", "other_draft"),
+    [
+        ("run", "plain4", "chain3"),
+        ("run", "chain3", "never3"),
+        ("prefill", "plain4", "chain3"),  # without features, and with them
+    ],
+)
+def test_drafts_leave_the_kernels_of_the_target_as_they_are(
+    gpu: str, target: str, layers: int, batch: int, program: str, draft: str, other_draft: str, options: str,
+    check: Check,
+) -> None:  # fmt: skip
+    """Every key, every value, the logits, and the features if both programs pass them to a head."""
+    fixed = {"platform": gpu, "target": target, "layers": layers, "batch": batch, "program": program}
+    pair = [Case(**fixed, draft=name, options=options, prompt=CONTEXT, capacity=256) for name in (draft, other_draft)]
+    with ThreadPoolExecutor(len(pair)) as threads:
+        texts = [text for _, text in threads.map(compile_round, pair)]
+    names = compared(*texts)
+    others = differences(*texts)
+    check.number(values=len(names), by_the_same_kernels=len(names) - len(others))
+    expected = [f".cache.layers[{layer}].{name}" for layer in range(layers) for name in ("keys", "values")]
+    assert names == [*expected, "logits", *["features"] * draft.startswith("chain")]
+    assert not others, f"{', '.join(others)}\n{first_difference(*texts)}"
+
+
 @pytest.mark.parametrize("weights", ["fp8", "fp8-dynamic"])
 def test_products_of_fp8_weights_are_what_the_compiler_makes_of_them(gpu: str, weights: str, check: Check) -> None:
     """With dynamic activations the four products of a layer multiply FP8 by FP8; with weights alone none does.
@@ -141,8 +176,7 @@ def test_products_of_fp8_weights_are_what_the_compiler_makes_of_them(gpu: str, w
         types = {step.name: step.arrays[0].dtype for step in computation if step.arrays}
         for step in computation:
             if step.op == "dot":
-                names = re.findall(r"%([\w.\-]+)", step.operands.partition(")")[0])
-                products[" × ".join(types[name] for name in names)] += 1
+                products[" × ".join(types[name] for name in step.inputs)] += 1
     check.number(**products)
     assert products["f8e4m3fn × f8e4m3fn"] == (4 * layers + 5 if weights == "fp8-dynamic" else 0), products
     # No FP8 kernel of the MLP is written in another type before it is multiplied.
@@ -152,8 +186,9 @@ def test_products_of_fp8_weights_are_what_the_compiler_makes_of_them(gpu: str, w
             assert not any(array.dims in kernels and array.dtype in ("bf16", "f32") for array in step.arrays), step
 
 
+@functools.cache
 def compile_round(case: Case) -> tuple[Counts, str]:
-    """Compiles a round at one depth. Returns its counts and its text."""
+    """Compiles a case at one depth. Returns its counts and its text. Checks share what they compile."""
     try:
         row, text = measured(case, [None])
     except NotHere as reason:

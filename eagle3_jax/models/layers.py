@@ -307,7 +307,7 @@ def keep_stream(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """Barrier after a layer, so that its kernels do not depend on who else reads the residual stream.
 
     Without it XLA:GPU chooses the layers after which the stream is written, and the norms between them sum it in other
-    orders: a head that reads the features of layer 2 changes bits of later layers (docs/design.md, 12).
+    orders: a head that reads the features of layer 2 changes bits of later layers (docs/design.md, 15).
     """
     return lax.platform_dependent(x, cuda=lax.optimization_barrier, default=lambda x: x)
 

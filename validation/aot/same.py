@@ -6,7 +6,7 @@ Every value of an optimized program gets a hash of how it is computed: operation
 and the hashes of its operands (a Merkle tree). Leaves are arguments by name. So values with one hash have the same bits
 wherever a kernel always gives the same bits. Names of instructions, their order, metadata and numbers of parameters do
 not matter; copies are looked through. The tokens of a block are the drafter's business: a row of the target's embedding
-is a leaf, whichever row it is.
+is a leaf, whichever row it is. Both programs must be of one checkout: a Pallas kernel contains the path of its source.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ def compared(text_a: str, text_b: str) -> list[str]:
     Raises:
         ValueError: A text is not from :func:`text_of`, or the programs do not compute the same values.
     """
-    a, b = _read(text_a).target, _read(text_b).target
-    if a.keys() - {"features"} != b.keys() - {"features"}:
-        raise ValueError(f"the programs compute other values: {', '.join(a)}, and {', '.join(b)}")
-    return [name for name in a if name in b]
+    names = list(_read(text_a).target)
+    other_names = list(_read(text_b).target)
+    if {*names} - {"features"} != {*other_names} - {"features"}:
+        raise ValueError(f"the programs compute other values: {', '.join(names)}, and {', '.join(other_names)}")
+    return [name for name in names if name in other_names]
 
 
 def differences(text_a: str, text_b: str) -> list[str]:
@@ -70,9 +71,9 @@ def differences(text_a: str, text_b: str) -> list[str]:
     Raises:
         ValueError: As :func:`compared` does.
     """
-    names = compared(text_a, text_b)
-    a, b = _read(text_a), _read(text_b)
-    return [name for name in names if a.hashes[a.target[name]] != b.hashes[b.target[name]]]
+    a = _read(text_a)
+    b = _read(text_b)
+    return [name for name in compared(text_a, text_b) if a.hashes[a.target[name]] != b.hashes[b.target[name]]]
 
 
 def first_difference(text_a: str, text_b: str) -> str:
@@ -84,11 +85,12 @@ def first_difference(text_a: str, text_b: str) -> str:
     names = differences(text_a, text_b)
     if not names:
         return ""
-    a, b = _read(text_a), _read(text_b)
-    place = a.target[names[0]], b.target[names[0]]
-    while next_place := _differing_operands(a, b, *place):
-        place = next_place
-    steps = (program.steps[name] for program, name in zip((a, b), place, strict=True))
+    a = _read(text_a)
+    b = _read(text_b)
+    pair = a.target[names[0]], b.target[names[0]]
+    while operands := _differing_operands(a, b, *pair):
+        pair = operands
+    steps = (a.steps[pair[0]], b.steps[pair[1]])
     return "\n".join(f"{step.name} = {step.type} {step.op}({step.operands}" for step in steps)
 
 
@@ -221,7 +223,7 @@ def _argument(parameter: Instruction) -> str:
     name = parameter.attribute(r'op_name="([^"]*)"').replace("\\", "")
     if not name:
         raise ValueError(f"the argument {parameter.name} has no name; was the text written without metadata?")
-    return name
+    return name.replace("['inner']", "")  # where a drafter that wraps another has the parameters of the latter
 
 
 def _origin(steps: Mapping[str, Instruction], name: str) -> Instruction:
