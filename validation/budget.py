@@ -101,12 +101,20 @@ class Budget(NamedTuple):
     minutes: float
     end: float  #: On the clock of ``time.perf_counter``.
 
+    @property
+    def spent(self) -> str:
+        """The reason of what does not run."""
+        return f"the budget of {self.minutes:g} minutes was spent"
+
+    def seconds_left(self) -> float:
+        """Returns the seconds that are left."""
+        return self.end - time.perf_counter()
+
     def why_not(self, check: Check) -> str:
         """Returns why a check is not started; empty if it is. One whose seconds are unknown starts if any are left."""
-        seconds = self.end - time.perf_counter()
-        spent = f"the budget of {self.minutes:g} minutes was spent"
+        seconds = self.seconds_left()
         if seconds <= 0:
-            return spent
+            return self.spent
         if check.expected > seconds:
-            return f"{spent}: it took {check.expected:.0f} s before, and {seconds:.0f} s were left"
+            return f"{self.spent}: it took {check.expected:.0f} s before, and {seconds:.0f} s were left"
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import gc
@@ -34,6 +35,7 @@ _STARTED = pytest.StashKey[float]()
 _WRITTEN = pytest.StashKey[Path]()
 _BUDGET = pytest.StashKey[Budget]()  # of a run with a budget
 _EARLIER = pytest.StashKey[Earlier]()
+_TAKEN_OVER = pytest.StashKey[Check]()  # what an earlier run found of a check that failed
 COLORS = {
     Verdict.PASSED: "green",
     Verdict.QUICK: "green",
@@ -56,8 +58,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         _FLAG,
     ),
     "--minutes": (
-        f"start no check that is not expected to end by then; continue the earlier run of --report-dir; default "
-        f"{MINUTES:g} with --gpu --quick",
+        "end the run by then, start no check that is not expected to end, and continue the earlier run of "
+        f"--report-dir; default {MINUTES:g} with --gpu --quick",
         _FLOAT | {"metavar": "N"},
     ),
     "--complete": ("fail unless every requested level ran in full", _FLAG),
@@ -308,15 +310,48 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Starts no check that is not expected to end in the budget. What an earlier run found of a check is forgotten."""
-    config = item.config
+    """Starts no check that is not expected to end in the budget. One that failed in an earlier run begins anew."""
     check = item.stash[_CHECK]
-    if _BUDGET in config.stash and (reason := config.stash[_BUDGET].why_not(check)):
-        config.stash[REPORT].unfinished = reason.partition(":")[0]
-        pytest.skip(reason)
     if check.taken_over:
-        fresh = Check(check.level, check.name, expected=check.expected)
-        vars(check).update(vars(fresh))
+        item.stash[_TAKEN_OVER] = dataclasses.replace(check)
+        vars(check).update(vars(Check(check.level, check.name, expected=check.expected)))
+    if _BUDGET in item.config.stash and (reason := item.config.stash[_BUDGET].why_not(check)):
+        _end(item.config, reason)
+
+
+@pytest.hookimpl(wrapper=True, specname="pytest_runtest_setup")
+def _setup_within_the_budget(item: pytest.Item) -> Iterator[None]:
+    """Ends the fixtures of a check at the end of the budget; models and vLLM take long to start."""
+    with _cut_off(item.config):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Ends a check at the end of the budget, because its seconds were unknown or it took longer than before."""
+    with _cut_off(item.config):
+        return (yield)
+
+
+@contextlib.contextmanager
+def _cut_off(config: pytest.Config) -> Iterator[None]:
+    """Skips the rest of a phase of a check when the budget is spent, as soon as Python runs again."""
+    budget = config.stash.get(_BUDGET, None)
+    if budget is None or budget.seconds_left() <= 0:  # then no check is started
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, lambda *_: _end(config, f"{budget.spent} while it ran"))
+    signal.setitimer(signal.ITIMER_REAL, budget.seconds_left())
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def _end(config: pytest.Config, reason: str) -> None:
+    config.stash[REPORT].unfinished = config.stash[_BUDGET].spent
+    pytest.skip(reason)
 
 
 # ---------------------------------------------------------------- the report
@@ -327,8 +362,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     """Sets the verdict of a check from the outcome of its test. Exhausted memory is no failure."""
     outcome = yield
     check = item.stash[_CHECK]
-    if check.taken_over:  # there was no time to run it again
-        return outcome
     check.seconds += outcome.duration
     if outcome.failed and (reason := reason_of_exhaustion(call.excinfo.value)) is not None:
         outcome.outcome = "skipped"
@@ -342,6 +375,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     elif outcome.skipped:
         check.verdict = Verdict.NOT_RUN
         check.reason = _skip_reason(outcome.longrepr)
+        if _TAKEN_OVER in item.stash:  # it failed in an earlier run and did not run again, so it remains a failure
+            vars(check).update(vars(item.stash[_TAKEN_OVER]))
     elif outcome.when == "call" and check.verdict is Verdict.NOT_RUN:
         check.verdict = Verdict.PASSED
     return outcome

@@ -377,6 +377,30 @@ def test_a_second_run_continues_the_first(timed, pytester: pytest.Pytester) -> N
     assert ran == [] and result.ret == 0, "nothing is left"
 
 
+def test_a_check_that_outlasts_the_budget_is_cut_off(timed, pytester: pytest.Pytester) -> None:
+    """Its seconds were unknown. What catches errors does not catch the end, and an earlier failure remains one."""
+    endless = """
+@level("L3")
+def test_endless():
+    time.sleep(0 if __import__("os").path.exists("fails") else 60)
+    assert 1 == 2
+@level("L4")
+def test_next(): done("next")
+"""
+    Path("fails").touch()
+    assert timed(TIMED + endless, "-k", "endless")[1]["L3"].verdict == FAILED
+    started = time.monotonic()
+    Path("fails").unlink()
+    _, report, ran = timed(TIMED + endless, "-k", "endless or next", "--minutes", "0.1")
+    assert time.monotonic() - started < 30 and ran == []
+    assert report["L3"].verdict == FAILED and report["L3"].checks[0].taken_over
+    assert report.unfinished == report["L4"].reason == "the budget of 0.1 minutes was spent"
+    Path("out/report.json").unlink()
+    _, report, _ = timed(TIMED + endless, "-k", "endless", "--minutes", "0.1")
+    (cut,) = [check for check in report["L3"].checks if check.name == "endless"]
+    assert cut.verdict == NOT_RUN and cut.reason == "the budget of 0.1 minutes was spent while it ran"
+
+
 @pytest.mark.parametrize("part", ["code", "versions", "jax"])
 def test_a_run_of_other_code_or_on_another_device_is_not_continued(timed, part: str) -> None:
     _, report, ran = timed(TIMED)
