@@ -60,6 +60,7 @@ TREES = {
     f"tree of {NODES}": DynamicTree(num_nodes=NODES, max_depth=4, top_k=3),  # as many tokens as the chain
     "tree of 60": DynamicTree(num_nodes=60, max_depth=7, top_k=10),
 }
+WEIGHTS = {"bfloat16": "dense", "fp8": "fp8", "int8": "int8"}  # name of a figure to how kernels are stored
 LARGEST = 64  # nodes: every cache has room for the largest draft, so that all have the same size
 # The operations that XLA of jax 0.10.2 puts into command buffers (CUDA graphs) by default.
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
@@ -133,15 +134,16 @@ Cell = Callable[[], Pace]
 
 
 @functools.cache
-def pair(setting: Setting) -> Any:
-    """A target and a head with random weights in bfloat16."""
-    return random_pair(setting.shape, precision=precision_named("bfloat16"), num_layers=setting.num_layers)
+def pair(setting: Setting, weights: str = "dense") -> Any:
+    """A target and a head with random weights, which compute in bfloat16."""
+    precision = precision_named("bfloat16")
+    return random_pair(setting.shape, precision=precision, num_layers=setting.num_layers, weights=weights)
 
 
 @functools.cache
-def decoder_of(setting: Setting, draft: str, rounds_per_check: int = 1) -> SpeculativeDecoder:
+def decoder_of(setting: Setting, draft: str, rounds_per_check: int = 1, weights: str = "dense") -> SpeculativeDecoder:
     """A decoder for ``plain``, ``verify N``, ``chain``, ``chain K`` or one of :data:`TREES`; dice accept drafts."""
-    target, head = pair(setting)
+    target, head = pair(setting, weights)
     kind, _, number = draft.partition(" ")
     if kind in ("plain", "verify"):
         return SpeculativeDecoder(target, Plain(int(number or 1)), stop_tokens=())
@@ -167,12 +169,18 @@ def mean_slots(setting: Setting, context: int) -> int:
 
 
 def cell(
-    setting: Setting, draft: str, *, batch: int = 1, context: int | None = None, variant: str = "defaults"
+    setting: Setting,
+    draft: str,
+    *,
+    batch: int = 1,
+    context: int | None = None,
+    variant: str = "defaults",
+    weights: str = "dense",
 ) -> Cell:
     """Returns a cell that times the rounds of a decoder."""
     rounds, compiler_options = VARIANTS[variant]
     options = sizes(setting, batch, context) | {"tokens": setting.tokens, "compiler_options": compiler_options}
-    return lambda: timed_rounds(decoder_of(setting, draft, rounds), **options)
+    return lambda: timed_rounds(decoder_of(setting, draft, rounds, weights), **options)
 
 
 def measure(setting: Setting, record: Record, cells: dict[str, Cell]) -> None:
@@ -264,6 +272,23 @@ def text(setting: Setting, record: Record) -> None:
     record.add("mean_acceptance_length", ours.stats.mean_acceptance_length)
 
 
+def weights(setting: Setting, record: Record) -> None:
+    """Times a plain step, a round and a verification with kernels in bfloat16, FP8 and int8."""
+    measured = record.result["parts"].get("device", {}).get("figures", {}).get("bytes_per_second")
+    record.add("copy_bytes_per_second", (measured or bandwidths(setting.stream))["copy"])
+    targets = {name: pair(setting, stored)[0] for name, stored in WEIGHTS.items()}
+    slots = mean_slots(setting, setting.context)
+    for name, context in (("weight_bytes", 0), ("step_bytes", slots)):
+        record.add(name, {kind: step_bytes(target, rows=1, context=context) for kind, target in targets.items()})
+    # Verification comes last, because the time may not suffice for all nine programs.
+    cells = {
+        f"{kind}, {draft}": cell(setting, draft, weights=stored)
+        for draft in ("plain", "chain", f"verify {NODES}")
+        for kind, stored in WEIGHTS.items()
+    }
+    measure(setting, record, cells)
+
+
 def round_(setting: Setting, record: Record) -> None:
     """Times a plain step, a verification, a round of a chain, its target and its head alone, then trees."""
     target, _ = pair(setting)
@@ -349,6 +374,7 @@ class Part(NamedTuple):
 PARTS = {
     "device": Part(40, device),
     "text": Part(35, text),
+    "weights": Part(100, weights),
     "round": Part(210, round_),
     "verify": Part(75, verify),
     "variants": Part(120, variants),
@@ -452,7 +478,7 @@ def ratios(parts: dict[str, Any]) -> dict[str, float]:
     rounds = figures["round"]
     timed = {name: figure for name, figure in rounds.items() if isinstance(figure, dict) and "rounds" in figure}
     seconds = {name: figure["seconds_per_round"]["median"] for name, figure in timed.items()}
-    results = {}
+    results = ratios_of_weights(figures["weights"])
     if "same text" in figures["text"]:
         results["same text"] = figures["text"]["same text"]
     if "plain" in seconds and "bytes_per_second" in figures["device"]:
@@ -463,6 +489,19 @@ def ratios(parts: dict[str, Any]) -> dict[str, float]:
     if seconds.keys() >= {"chain", "target alone", "draft step"}:
         target_and_head = seconds["target alone"] + CHAIN * seconds["draft step"]
         results["share outside target and head"] = 1 - target_and_head / seconds["chain"]
+    return results
+
+
+def ratios_of_weights(figures: dict[str, Any]) -> dict[str, float]:
+    """Returns speeds of plain decoding in multiples of bfloat16's, and shares of a copy's bandwidth."""
+    results = {}
+    for kind in WEIGHTS:
+        plain = figures.get(f"{kind}, plain", {})
+        if "rounds" in plain:
+            read = figures["step_bytes"][kind] / plain["seconds_per_round"]["median"]
+            results[f"{kind}, plain share of copy"] = read / figures["copy_bytes_per_second"]
+        if kind != "bfloat16" and "speed_in_bases" in plain:
+            results[f"{kind}, plain in speeds of bfloat16"] = plain["speed_in_bases"]["median"]
     return results
 
 

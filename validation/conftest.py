@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import gc
+import os
 import shlex
 import signal
 import time
@@ -19,27 +21,47 @@ from eagle3_jax.bench.environment import committable, environment
 from eagle3_jax.bench.gpu import gpu_problem
 from eagle3_jax.devices.compilation import keep_compiled_programs
 from validation.aot.platforms import Platform
+from validation.budget import MINUTES, Budget, Earlier, earlier_run, rank, sha256_of_options
 from validation.decodings import forget_programs
 from validation.device import products, reason_of_exhaustion, release_memory
 from validation.engines.memory import SHARE_OF_VLLM, share_memory
 from validation.fixtures import RELEASES, REPORT, setting, subject, vllm, vllm_process  # noqa: F401
 from validation.levels import BY_NAME
 from validation.report import write
-from validation.runs import GPU_ONLY, Check, Report, Verdict, check_name, checks_in, verdict_lines
+from validation.runs import DESELECTED, GPU_ONLY, Check, Report, Verdict, check_name, checks_in, verdict_lines
 
 _CHECK = pytest.StashKey[Check]()
 _STARTED = pytest.StashKey[float]()
 _WRITTEN = pytest.StashKey[Path]()
-COLORS = {Verdict.PASSED: "green", Verdict.FAILED: "red", Verdict.PARTLY: "yellow", Verdict.NOT_RUN: "light"}
+_BUDGET = pytest.StashKey[Budget]()  # of a run with a budget
+_EARLIER = pytest.StashKey[Earlier]()
+_TAKEN_OVER = pytest.StashKey[Check]()  # what an earlier run found of a check that failed
+COLORS = {
+    Verdict.PASSED: "green",
+    Verdict.QUICK: "green",
+    Verdict.FAILED: "red",
+    Verdict.PARTLY: "yellow",
+    Verdict.NOT_RUN: "light",
+}
 LONGEST_REASON = 500  # characters of a failure's message
 
+# Options that decide which checks run and where records go; the result of a check depends on the others.
+_OF_THE_RUN = ("--minutes", "--level", "--complete", "--report-dir", "--compilation-cache")
 _FLAG: dict[str, Any] = {"action": "store_true"}
 _FLOAT: dict[str, Any] = {"type": float}
 _LIST: dict[str, Any] = {"action": "append", "default": []}
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--gpu": ("validate on a CUDA device, in bfloat16 and float32, with speed", _FLAG),
     "--rehearse": ("with --gpu: try its flow on any device with tiny models; no figure is a measurement", _FLAG),
-    "--quick": ("one case of most checks, with fewer prompts, and few speeds; its levels are never green", _FLAG),
+    "--quick": (
+        "one case of most checks, with fewer prompts, and few speeds; levels 'passed (quick)'",
+        _FLAG,
+    ),
+    "--minutes": (
+        "end the run by then, start no check that is not expected to end, and continue the earlier run of "
+        f"--report-dir; default {MINUTES:g} with --gpu --quick",
+        _FLOAT | {"metavar": "N"},
+    ),
     "--complete": ("fail unless every requested level ran in full", _FLAG),
     "--level": ("only this level; may be repeated", _LIST | {"metavar": "LEVEL"}),
     "--target": ("directory or hub id of the target to validate", {"metavar": "TARGET"}),
@@ -88,9 +110,15 @@ def pytest_configure(config: pytest.Config) -> None:
         command=committable(shlex.join(["pytest", *map(str, config.invocation_params.args)])),
         gpu=option("--gpu"),
         rehearsal=option("--rehearse"),
+        quick=option("--quick"),
+        options=sha256_of_options(
+            {name: option(name) for name in OPTIONS if name not in _OF_THE_RUN}
+            | {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "EAGLE3_ATTENTION")}
+        ),
         aot=option("--aot"),
     )
     config.stash[REPORT] = report
+    config.stash[_EARLIER] = Earlier([], {})
     config.stash[RELEASES] = []
     config.stash[_STARTED] = time.perf_counter()
     try:
@@ -106,6 +134,10 @@ def pytest_configure(config: pytest.Config) -> None:
         report.environment |= environment(
             target=option("--target"), drafter=option("--drafter"), prompt_files=option("--prompts")
         )
+        if minutes := option("--minutes") or (MINUTES if option("--gpu") and option("--quick") else 0):
+            config.stash[_BUDGET] = Budget(minutes, config.stash[_STARTED] + 60 * minutes)
+            config.stash[_EARLIER] = earlier_run(Path(option("--report-dir")), report)
+            report.checks += config.stash[_EARLIER].checks
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
 
@@ -127,9 +159,18 @@ def _refuse_misuse(config: pytest.Config) -> None:
     for name in option("--prompts"):
         if not Path(name).is_file():
             raise ValueError(f"--prompts: there is no file {name}")
-    price = option("--price-per-hour")
-    if price is not None and not 0 < price < float("inf"):
-        raise ValueError(f"--price-per-hour must be above zero, not {price:g}")
+    for name in ("--price-per-hour", "--minutes"):
+        number = option(name)
+        if number is not None and not 0 < number < float("inf"):
+            raise ValueError(f"{name} must be above zero, not {number:g}")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Says what the budget is, and whether an earlier run is continued."""
+    if _BUDGET not in config.stash:
+        return []
+    note = config.stash[_EARLIER].note
+    return [f"validation: {config.stash[_BUDGET].minutes:g} minutes", *([f"validation: {note}"] if note else [])]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -210,13 +251,23 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if len(marker.args) != 1 or marker.args[0] not in BY_NAME:
         names = ", ".join(map(repr, marker.args)) or "nothing"
         raise pytest.UsageError(f"{item.nodeid}: level({names}) is none of {', '.join(BY_NAME)}")
-    item.stash[_CHECK] = Check(marker.args[0], check_name(item.nodeid.partition("::")[2]))
-    item.config.stash[REPORT].checks.append(item.stash[_CHECK])
+    check = Check(marker.args[0], check_name(item.nodeid.partition("::")[2]))
+    report = item.config.stash[REPORT]
+    earlier = item.config.stash[_EARLIER]
+    taken_over = next((taken for taken in earlier.checks if taken.key == check.key), None)
+    if taken_over is None:
+        report.checks.append(check)
+    item.stash[_CHECK] = check = taken_over or check
+    check.expected = earlier.seconds.get(check.key, 0.0)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests of ``--level`` and ``--quick``, and levels that need an option; lists uncollected checks."""
+    """Leaves out the tests of ``--level`` and ``--quick``, and levels that need an option; lists uncollected checks.
+
+    A run with a budget takes the others by their value and leaves out those that passed in the run that it continues.
+    One that failed runs again.
+    """
     report = config.stash[REPORT]
     levels = config.getoption("--level")
     items_of_levels = [item for item in items if _CHECK in item.stash]  # other folders may run too
@@ -228,27 +279,79 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     deselected = []
     for item in items_of_levels:
         check = item.stash[_CHECK]
+        reason = ""
         if not report.includes(BY_NAME[check.level]):
-            check.reason = f"only with --{BY_NAME[check.level].only_with}"
+            reason = f"only with --{BY_NAME[check.level].only_with}"
         elif levels and check.level not in levels:
-            check.reason = "deselected by --level"
+            reason = "deselected by --level"
         elif config.getoption("--quick") and (
             item.get_closest_marker("not_quick") or (check.kind in seen and check.level != "L9")
         ):  # the speeds of a quick run are selected by test_speed.py
-            check.reason = "deselected by --quick"
-        if check.reason:
-            deselected.append(item)
+            reason = DESELECTED
         else:
             seen.add(check.kind)
+        if reason or check.verdict is Verdict.PASSED:
+            deselected.append(item)
+        if check.verdict is Verdict.NOT_RUN:
+            check.reason = reason
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if item not in set(deselected)]
+    if _BUDGET in config.stash:
+        # Tests of one level stay in the order of their modules, which share compiled programs.
+        items.sort(key=lambda item: rank(item.stash[_CHECK]) if _CHECK in item.stash else len(items))
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     for item in items:
-        if _CHECK in item.stash:
+        if _CHECK in item.stash and item.stash[_CHECK].verdict is Verdict.NOT_RUN:
             item.stash[_CHECK].reason = item.stash[_CHECK].reason or "deselected"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Starts no check that is not expected to end in the budget. One that failed in an earlier run begins anew."""
+    check = item.stash[_CHECK]
+    if check.taken_over:
+        item.stash[_TAKEN_OVER] = dataclasses.replace(check)
+        vars(check).update(vars(Check(check.level, check.name, expected=check.expected)))
+    if _BUDGET in item.config.stash and (reason := item.config.stash[_BUDGET].why_not(check)):
+        _end(item.config, reason)
+
+
+@pytest.hookimpl(wrapper=True, specname="pytest_runtest_setup")
+def _setup_within_the_budget(item: pytest.Item) -> Iterator[None]:
+    """Ends the fixtures of a check at the end of the budget; models and vLLM take long to start."""
+    with _cut_off(item.config):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Ends a check at the end of the budget, because its seconds were unknown or it took longer than before."""
+    with _cut_off(item.config):
+        return (yield)
+
+
+@contextlib.contextmanager
+def _cut_off(config: pytest.Config) -> Iterator[None]:
+    """Skips the rest of a phase of a check when the budget is spent, as soon as Python runs again."""
+    budget = config.stash.get(_BUDGET, None)
+    if budget is None or budget.seconds_left() <= 0:  # then no check is started
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, lambda *_: _end(config, f"{budget.spent} while it ran"))
+    signal.setitimer(signal.ITIMER_REAL, budget.seconds_left())
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def _end(config: pytest.Config, reason: str) -> None:
+    config.stash[REPORT].unfinished = config.stash[_BUDGET].spent
+    pytest.skip(reason)
 
 
 # ---------------------------------------------------------------- the report
@@ -272,6 +375,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     elif outcome.skipped:
         check.verdict = Verdict.NOT_RUN
         check.reason = _skip_reason(outcome.longrepr)
+        if _TAKEN_OVER in item.stash:  # it failed in an earlier run and did not run again, so it remains a failure
+            vars(check).update(vars(item.stash[_TAKEN_OVER]))
     elif outcome.when == "call" and check.verdict is Verdict.NOT_RUN:
         check.verdict = Verdict.PASSED
     return outcome
@@ -319,11 +424,16 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     report = config.stash[REPORT]
     stopped = any(check.verdict is Verdict.NOT_RUN and not check.reason for check in report.checks)
     interrupted = exitstatus == pytest.ExitCode.INTERRUPTED and not report.errors
-    reason = "the run was interrupted" if interrupted else "the run stopped early" if stopped else ""
+    reason = "the run was interrupted" if interrupted else "the run stopped early" if stopped else report.unfinished
     config.stash[REPORT] = report = _write(config, reason)
+    if exitstatus not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return
+    # What was taken over counts as what ran.
     incomplete = config.getoption("--complete") and report.incomplete(config.getoption("--level"))
-    if incomplete and exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+    if incomplete or any(check.verdict is Verdict.FAILED for check in report.checks):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    elif any(check.taken_over for check in report.checks):
+        session.exitstatus = pytest.ExitCode.OK
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

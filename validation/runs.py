@@ -28,6 +28,9 @@ RENAMED = {
     "drawn drafts": "sampled drafts",
     "beside": "next to",
 }
+DESELECTED = "deselected by --quick"
+NO_VLLM = "there is no vLLM"
+NOT_IN_QUICK = (DESELECTED, NO_VLLM)  # how the reasons of checks begin that a level passes a quick run without
 _LEVEL_MARK = re.compile(r"level\(['\"](\w+)['\"]\)")
 
 
@@ -35,6 +38,8 @@ class Verdict(enum.StrEnum):
     """How a check, a level or a run ended."""
 
     PASSED = "passed"
+    #: A level or a run with ``--quick``: every check that such a run has passed, with fewer prompts and fewer cases.
+    QUICK = "passed (quick)"
     FAILED = "failed"
     PARTLY = "partly run"  #: Some checks of a level passed, and others did not run.
     NOT_RUN = "not run"
@@ -47,7 +52,9 @@ class Verdict(enum.StrEnum):
             return cls.FAILED
         if present == {cls.PASSED}:
             return cls.PASSED
-        return cls.PARTLY if present & {cls.PASSED, cls.PARTLY} else cls.NOT_RUN
+        if present and present <= {cls.PASSED, cls.QUICK}:
+            return cls.QUICK
+        return cls.PARTLY if present & {cls.PASSED, cls.QUICK, cls.PARTLY} else cls.NOT_RUN
 
 
 @dataclasses.dataclass
@@ -59,10 +66,17 @@ class Check:
     verdict: Verdict = Verdict.NOT_RUN  #: ``NOT_RUN`` until the test ends.
     reason: str = ""  #: Why it failed or did not run.
     seconds: float = 0.0  #: Wall time.
+    expected: float = 0.0  #: Seconds that it took in an earlier run on such a device; 0 if unknown.
+    taken_over: str = ""  #: When the earlier run began that ran it; empty for a check of this run.
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)  #: Name to number or short text.
     tables: list[Table] = dataclasses.field(default_factory=list)  #: Tables, in order.
     #: The smallest deviation that the check detects with 90 % power, in words; empty for a deterministic check.
     sees: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Level and name."""
+        return self.level, self.name
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -84,7 +98,9 @@ class LevelResult:
 
     level: Level  #: The claim.
     checks: list[Check]  #: Every collected check, also those that did not run.
-    verdict: Verdict  #: ``FAILED`` if a check failed, ``PASSED`` only if every check of the level ran and passed.
+    #: ``FAILED`` if a check failed, ``PASSED`` only if every check of the level ran and passed, ``QUICK`` only if
+    #: every check of a quick run did; those that need vLLM are none where there is no vLLM.
+    verdict: Verdict
     reason: str  #: Why it is not ``PASSED``.
 
     @property
@@ -106,6 +122,8 @@ class Report:
     command: str = ""  #: The command line.
     gpu: bool = False  #: A run with ``--gpu``.
     rehearsal: bool = False  #: A run with ``--rehearse``: its figures are not measurements, so it never passes.
+    quick: bool = False  #: A run with ``--quick``: its levels pass as :attr:`Verdict.QUICK`.
+    options: str = ""  #: Hash of the options that a check depends on.
     aot: list[str] = dataclasses.field(default_factory=list)  #: Platforms of ``--aot``.
     errors: list[str] = dataclasses.field(default_factory=list)  #: Modules that could not be collected.
     skipped: list[str] = dataclasses.field(default_factory=list)  #: Modules that skipped themselves, and why.
@@ -133,7 +151,10 @@ class Report:
     def __getitem__(self, name: str) -> LevelResult:
         level = BY_NAME[name]
         checks = [check for check in self.checks if check.level == name]
-        verdict = Verdict.join(check.verdict for check in checks)
+        chosen = [check for check in checks if not (self.quick and check.reason.startswith(NOT_IN_QUICK))]
+        verdict = Verdict.join(check.verdict for check in chosen)
+        if self.quick and verdict is Verdict.PASSED:
+            verdict = Verdict.QUICK
         # A check that failed is the reason of a failed level; otherwise the checks that did not run are.
         reasons = [
             check.reason or check.verdict
@@ -147,7 +168,9 @@ class Report:
         missing = self.missing.get(name)
         if missing and checks:
             lines.append(f"not collected: {', '.join(missing)}")
-            verdict = Verdict.PARTLY if verdict is Verdict.PASSED else verdict
+            verdict = Verdict.PARTLY if verdict in (Verdict.PASSED, Verdict.QUICK) else verdict
+        if verdict is Verdict.QUICK:
+            lines.insert(0, f"quick: {len(chosen)} of {len(checks)} checks, with fewer prompts")
         if not checks:
             lines = [self.unfinished or "no check of it was part of this run"]
         return LevelResult(level, checks, verdict, "\n".join(lines))
@@ -170,7 +193,7 @@ class Report:
             return Verdict.FAILED
         verdict = Verdict.join(result.verdict for result in self.levels.values())
         proves_all = not (self.rehearsal or self.skipped or self.unfinished)
-        return Verdict.PARTLY if verdict is Verdict.PASSED and not proves_all else verdict
+        return Verdict.PARTLY if verdict in (Verdict.PASSED, Verdict.QUICK) and not proves_all else verdict
 
     @property
     def summary(self) -> str:
@@ -180,6 +203,8 @@ class Report:
         for verdict in Verdict:
             names = [name for name, result in self.levels.items() if result.verdict is verdict]
             parts += [f"{verdict.capitalize()}: {', '.join(names)}."] if names else []
+        dates = collections.Counter(check.taken_over for check in self.checks if check.taken_over)
+        parts += [f"Taken over from an earlier run, {date}: {count} checks." for date, count in sorted(dates.items())]
         for modules, problem in ((self.errors, "could not be read"), (self.skipped, "skipped themselves")):
             parts += [f"Modules that {problem}: {len(modules)}."] if modules else []
         return " ".join(parts)
@@ -273,7 +298,7 @@ def verdict_lines(report: Report) -> Iterator[tuple[Verdict, str]]:
     width = max(len(level.title) for level in LEVELS)
     for name, result in report.levels.items():
         detail = result.reason.partition("\n")[0] or f"checks: {len(result.checks)}"
-        yield result.verdict, f"{result.verdict.upper():<10}  {name:<3}  {result.level.title:<{width}}  {detail}"
+        yield result.verdict, f"{result.verdict.upper():<14}  {name:<3}  {result.level.title:<{width}}  {detail}"
 
 
 def _plain(value: Any) -> Any:

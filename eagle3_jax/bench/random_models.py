@@ -18,6 +18,7 @@ from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform, usual_head
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, Precision
+from eagle3_jax.models.quantised import INT8_LARGEST, LARGEST, EightBitKernel, check_weights, eight_bit_shapes
 from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
 
 _TINY = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=8)
@@ -42,6 +43,7 @@ _SMALL = {
 }
 SHAPES = KNOWN_MODELS | _SMALL
 _MOST_POSITIONS = 8192  # more positions do not change the measurements
+_CUT = 4.0  # standard deviations; about one in 16,000 normal numbers is farther out
 _HEADROOM = 0.1  # share added for activations and programs
 
 
@@ -66,7 +68,11 @@ def shape_named(name: str) -> DecoderConfig:
 
 
 def random_pair(
-    shape: str | DecoderConfig, *, precision: Precision = BFLOAT16, num_layers: int | None = None
+    shape: str | DecoderConfig,
+    *,
+    precision: Precision = BFLOAT16,
+    num_layers: int | None = None,
+    weights: str = "dense",
 ) -> tuple[LoadedTarget, LoadedDrafter]:
     """Makes a target of a shape and its usual EAGLE-3 head on the device, without a copy on the host.
 
@@ -74,10 +80,13 @@ def random_pair(
         shape: A name of :data:`SHAPES`, or a configuration.
         precision: Precision of weights and activations.
         num_layers: Number of layers, at least 2, for experiments; ``None`` for those of the shape.
+        weights: How the kernels of both are stored, one of :data:`~eagle3_jax.models.quantised.WEIGHTS`. Those in eight
+            bits are sampled in eight bits, so that they never take more memory.
 
     Raises:
-        ValueError: There is no such shape.
+        ValueError: There is no such shape, or no such way to store kernels.
     """
+    check_weights(weights)
     name = "a model" if isinstance(shape, DecoderConfig) else shape_name(shape)
     config = shape if isinstance(shape, DecoderConfig) else SHAPES[name]
     positions = min(config.max_positions, _MOST_POSITIONS)
@@ -86,14 +95,16 @@ def random_pair(
     model = DecoderTarget(config, precision)
     drafter = Eagle3Drafter(head, precision=precision)
     target_key, head_key = jax.random.split(jax.random.key(0))
-    params = _sample(model.param_shapes(), target_key, precision)
-    target = LoadedTarget(model, params, config.vocab_size, config.max_positions, name=f"{name}, random weights")
-    weights = {
-        "head": _sample(drafter.param_shapes(), head_key, precision),
+    params = _sample(_shapes(model, weights), target_key, precision)
+    target = LoadedTarget(
+        model, params, config.vocab_size, config.max_positions, name=f"{name}, random weights", weights=weights
+    )
+    head_params = {
+        "head": _sample(_shapes(drafter, weights), head_key, precision),
         "embedding": params["embedding"],
         "draft_to_target": jnp.arange(drafter.config.draft_vocab_size, dtype=jnp.int32),
     }
-    return target, LoadedDrafter(drafter, weights, f"EAGLE-3 head of {name}, random weights")
+    return target, LoadedDrafter(drafter, head_params, f"EAGLE-3 head of {name}, random weights")
 
 
 def bytes_needed(config: DecoderConfig, *, batch: int, capacity: int, precision: Precision = BFLOAT16) -> int:
@@ -123,21 +134,46 @@ def why_not(needed: int, stats: Mapping[str, int] | None) -> str | None:
     return f"it needs {needed / 2**30:.1f} GiB and the device has {max(free, 0) / 2**30:.1f} GiB left"
 
 
+def _shapes(part: DecoderTarget | Eagle3Drafter, weights: str) -> Any:
+    """Returns the shapes of parameters, with kernels of :class:`EightBitKernel` where the weights are in eight bits."""
+    shapes = part.param_shapes()
+    return shapes if weights == "dense" else eight_bit_shapes(shapes, part.param_products(), weights)
+
+
 def _sample(shapes: Any, key: jax.Array, precision: Precision) -> Any:
     """Samples one array at a time, so that at most one temporary copy exists."""
-    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    is_kernel = lambda leaf: isinstance(leaf, EightBitKernel)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_kernel)
     arrays = []
     for (path, leaf), leaf_key in zip(leaves, jax.random.split(key, len(leaves)), strict=True):
         name = getattr(path[-1], "key", str(path[-1]))
-        if len(leaf.shape) == 1:
+        deviation = 1.0 if name == "embedding" else leaf.shape[0] ** -0.5
+        if is_kernel(leaf):
+            arrays.append(_eight_bits(leaf, leaf_key, deviation))
+        elif len(leaf.shape) == 1:
             arrays.append(jnp.full(leaf.shape, 1.0 if name == "scale" else 0.0, precision.activations))
         else:
-            scale = 1.0 if name == "embedding" else leaf.shape[0] ** -0.5
             dtype = jnp.dtype(precision.operands).name
-            arrays.append(_normal(leaf_key, shape=leaf.shape, scale=scale, dtype=dtype))
+            arrays.append(_normal(leaf_key, shape=leaf.shape, scale=deviation, dtype=dtype))
     return jax.tree.unflatten(tree, arrays)
+
+
+def _eight_bits(shapes: EightBitKernel, key: jax.Array, deviation: float) -> EightBitKernel:
+    """Samples a kernel: normal numbers, cut off at :data:`_CUT` standard deviations, which get the largest value."""
+    largest = INT8_LARGEST if shapes.values.dtype == jnp.int8 else LARGEST
+    dtype = shapes.values.dtype.name
+    values = _rounded_normal(key, shape=shapes.values.shape, scale=largest / _CUT, largest=largest, dtype=dtype)
+    scale = jnp.full(shapes.scale.shape, deviation * _CUT / largest, jnp.float32)
+    return dataclasses.replace(shapes, values=values, scale=scale)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "scale", "dtype"))
 def _normal(key: jax.Array, *, shape: tuple[int, ...], scale: float, dtype: str) -> jax.Array:
     return jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "scale", "largest", "dtype"))
+def _rounded_normal(key: jax.Array, *, shape: tuple[int, ...], scale: float, largest: float, dtype: str) -> jax.Array:
+    numbers = jax.random.normal(key, shape, jnp.bfloat16) * jnp.asarray(scale, jnp.bfloat16)
+    numbers = jnp.clip(numbers, -largest, largest)
+    return (jnp.round(numbers) if dtype == "int8" else numbers).astype(dtype)

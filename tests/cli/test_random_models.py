@@ -14,7 +14,8 @@ from eagle3_jax.bench.random_models import SHAPES, bytes_needed, random_pair, sh
 from eagle3_jax.bench.roofline import bandwidth, ceiling, step_bytes
 from eagle3_jax.models.config import Experts, LayerConfig
 from eagle3_jax.models.decoder import DecoderTarget
-from eagle3_jax.models.layers import BFLOAT16, MIXED, Precision
+from eagle3_jax.models.layers import BFLOAT16, MIXED, Precision, cast
+from eagle3_jax.models.quantised import WEIGHTS, quantised
 from eagle3_jax.theory.sizes import parameters
 
 
@@ -40,6 +41,28 @@ def test_a_random_pair_decodes(name: str, precision: Precision, dtypes: set[str]
     assert {str(leaf.dtype) for leaf in leaves} == dtypes
     result = SpeculativeDecoder(target, drafter, num_speculative_tokens=2).generate([[1, 2, 3]], max_new_tokens=5)
     assert len(result.tokens[0]) == 5
+
+
+@pytest.mark.parametrize("weights", WEIGHTS[1:])
+def test_random_weights_in_eight_bits_are_those_of_a_quantised_model(weights: str) -> None:
+    """The same parameters, types and options of products as a dense model gets when it is loaded in eight bits."""
+    dense, head = random_pair("llama-tiny", num_layers=2)
+    target, drafter = random_pair("llama-tiny", num_layers=2, weights=weights)
+    for ours, model, params in (
+        (target.params, dense.model, dense.params),
+        (drafter.params["head"], head.drafter, head.params["head"]),
+    ):
+        expected = cast(quantised(params, model.param_products(), weights), BFLOAT16)
+        described = lambda tree: tiny.jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+        assert described(ours) == described(expected)
+    # The spread of a kernel is that of the dense one, and an output has numbers that differ.
+    kernel = target.params["blocks"][1]["mlp"]["down"]["kernel"].dense("float32")
+    reference = dense.params["blocks"][1]["mlp"]["down"]["kernel"]
+    assert float(kernel.std()) == pytest.approx(float(reference.astype("float32").std()), rel=0.1)
+    result = SpeculativeDecoder(target, drafter, num_speculative_tokens=2).generate([[1, 2, 3]], max_new_tokens=5)
+    assert len(result.tokens[0]) == 5 and target.weights == weights
+    with pytest.raises(ValueError, match="weights 'int4' are not known"):
+        random_pair("llama-tiny", weights="int4")
 
 
 def test_the_memory_of_a_model_is_that_of_its_weights_and_caches_and_fits_or_not() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import math
 import os
+import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import validated
 # pytester forgets the modules that a run imports first, with their types, so this one is imported before it.
 import validation.conftest
 from validation import device
+from validation.budget import rank
 from validation.levels import LEVELS
 from validation.report import write
 from validation.runs import Check, Report, Verdict, load
@@ -26,6 +30,7 @@ pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent.parent
 PASSED = Verdict.PASSED
 FAILED = Verdict.FAILED
+QUICK = Verdict.QUICK
 PARTLY = Verdict.PARTLY
 NOT_RUN = Verdict.NOT_RUN
 
@@ -139,8 +144,9 @@ def test_a_level_without_some_of_its_checks_is_not_green(validate, pytester: pyt
     _, report = validate(SUITE, "--level", "L0", "--level", "L3")
     assert report["L0"].verdict == PASSED and report["L9"].reason == "deselected by --level"
     _, report = validate(SUITE, "--quick")
-    assert (report["L0"].verdict, report["L0"].reason) == (PARTLY, "1 of 2 checks: deselected by --quick")
-    assert report["L9"].verdict == PASSED, "test_speed.py selects the speeds of a quick run"
+    counted = "quick: 1 of 2 checks, with fewer prompts\n1 of 2 checks: deselected by --quick"
+    assert (report["L0"].verdict, report["L0"].reason) == (QUICK, counted)
+    assert report["L9"].verdict == QUICK and report["L9"].reason.startswith("quick: 2 of 2 checks")
     assert (report["L6"].verdict, report["L6"].reason) == (NOT_RUN, "deselected by --quick")
     pytester.makepyfile(test_more="import pytest\n@pytest.mark.level('L0')\ndef test_left_out(): pass")
     _, report = validate(SUITE, "--ignore", "test_more.py", "-k", "distribution")
@@ -214,6 +220,8 @@ def test_sigterm_ends_a_check_and_what_it_started(validate) -> None:
         (["--aot", "cuda:h2000"], "", "--aot: there is no platform 'cuda:h2000' to compile for; use one of *"),
         (["--target", "."], "", "* holds no [*].json, [*].safetensors or [*].bin"),
         (["--prompts", "nowhere.jsonl"], "", "--prompts: there is no file nowhere.jsonl"),
+        (["--minutes", "0"], "", "--minutes must be above zero, not 0"),
+        (["--minutes", "nan"], "", "--minutes must be above zero, not nan"),
         (["--price-per-hour=-1.5"], "", "--price-per-hour must be above zero, not -1.5"),
         (["--vllm-memory", "1.5"], "", "--vllm-memory must be a share between 0 and 1, not 1.5"),
         (["--compilation-cache", "/dev/null/x"], "", "--compilation-cache *cannot be written*"),
@@ -263,6 +271,157 @@ def test_a_check_that_the_committed_record_lacks_is_found(tmp_path: Path, monkey
     (tmp_path / "validation" / "test_new.py").write_text("pytestmark = level('L8')\ndef test_it(): pass")
     monkeypatch.setattr(validated, "ROOT", tmp_path)
     assert validated.missing(load(validated.RECORD)) == {("L8", "it")}
+
+
+# ---------------------------------------------------------------- a budget
+
+TIMED = """
+import time
+clock = time.perf_counter
+def wait(seconds): time.perf_counter = lambda: clock() + seconds
+def done(name): open("done", "a").write(name + " ")
+
+@level("L1")
+def test_frequencies(): done("L1"); wait(50)
+@level("L3")
+@pytest.mark.parametrize("k", [1, 2])
+def test_bits(k, check): done("L3"); check.number(k=k)
+@level("HF")
+def test_greedy_text(): done("text")
+@level("HF")
+def test_logits(): done("logits")
+@level("L0")
+def test_rule(): done("L0")
+@level("L5")
+def test_vllm(): pytest.skip("there is no vLLM: build one")
+"""
+REHEARSED = ("--gpu", "--rehearse", "--quick")
+
+
+@pytest.fixture
+def timed(validate, monkeypatch: pytest.MonkeyPatch):
+    """As ``validate``, with a clock that checks may advance, and with what ran, in order."""
+
+    def run(source: str, *options: str) -> tuple[pytest.RunResult, Report, list[str]]:
+        with monkeypatch.context() as clock:
+            clock.setattr(time, "perf_counter", time.perf_counter)
+            result, report = validate(source, *REHEARSED, *options)
+        ran = Path("done").read_text().split() if Path("done").exists() else []
+        Path("done").unlink(missing_ok=True)
+        assert report is not None
+        return result, report, ran
+
+    return run
+
+
+def test_a_quick_run_takes_checks_by_their_value_and_passes_as_one(timed) -> None:
+    result, report, ran = timed(TIMED)
+    assert ran == ["logits", "L3", "text", "L0", "L1"]
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["validation: 14 minutes", "PASSED (QUICK) *L3*quick: 1 of 2 checks, with fewer *"])
+    assert report["L3"].verdict == QUICK and report["L5"].verdict == NOT_RUN
+    # Where there is no vLLM, a level passes by its other checks, and says how many were left out.
+    both = TIMED + "\n@level('L5')\ndef test_recorded(): pass"
+    level = timed(both)[1]["L5"]
+    assert level.verdict == QUICK and level.reason.startswith("quick: 1 of 2 checks") and "no vLLM" in level.reason
+    # Any other reason not to run leaves the level yellow.
+    assert timed(both + "\n@level('L5')\ndef test_memory(): pytest.skip('no memory')")[1]["L5"].verdict == PARTLY
+    assert Report(checks=[Check("L0", "a", PASSED)], quick=True)["L0"].verdict == QUICK
+    everything = Report(checks=[Check(level.name, "all", PASSED) for level in LEVELS], quick=True)
+    assert everything.verdict == QUICK and everything.incomplete(["L0"]) != []
+
+
+def test_every_level_has_a_place_in_the_order() -> None:
+    ranks = [rank(Check(level.name, "some check")) for level in LEVELS]
+    assert len(set(ranks)) == len(LEVELS)
+    assert rank(Check("HF", "logits and features")) < rank(Check("L3", "bits")) < rank(Check("HF", "greedy text"))
+
+
+def test_no_check_starts_that_is_not_expected_to_end_in_the_budget(timed) -> None:
+    spent = "the budget of 0.5 minutes was spent"
+    slow = TIMED.replace('done("L3")', 'done("L3"); wait(100); check.seconds = 100.0')
+    result, report, ran = timed(slow, "--minutes", "0.5")
+    assert ran == ["logits", "L3"], "seconds are unknown, so what has any time left is started"
+    assert report["L0"].verdict == NOT_RUN and report["L0"].reason == spent
+    assert report["HF"].verdict == PARTLY and report["L3"].verdict == QUICK and report.verdict == PARTLY
+    assert result.ret == 0 and report.unfinished == spent and report.summary.split(". ")[1] == spent.capitalize()
+    # The next run, with another option, knows the seconds. What is not expected to end is left out.
+    write(dataclasses.replace(report, options="other"), "out")
+    result, report, ran = timed(slow, "--minutes", "0.5")
+    assert ran == ["logits", "text", "L0", "L1"]
+    result.stdout.fnmatch_lines(["validation: the earlier run is not continued: it has another option"])
+    bits = report["L3"].checks[0]
+    assert bits.verdict == report["L3"].verdict == NOT_RUN
+    assert re.fullmatch(f"{spent}: it took 100 s before, and [123]. s were left", bits.reason)
+    assert bits.expected > 99, "a run that leaves a check out keeps its seconds for the next one"
+
+
+def test_a_second_run_continues_the_first(timed, pytester: pytest.Pytester) -> None:
+    """What passed is not run again, what failed is, and where it is not, it remains a failure."""
+    pytester.makepyfile(switch="BROKEN = True")
+    source = TIMED.replace('done("text")', 'done("text"); assert not __import__("switch").BROKEN')
+    source = source.replace('done("L0")', 'done("L0"); wait(100)')
+    first = timed(source, "--minutes", "0.5")[1]
+    assert first["HF"].verdict == FAILED and first["L1"].verdict == NOT_RUN
+    result, second, ran = timed(source, "--minutes", "0.5", "--level", "L1")
+    assert ran == ["L1"] and result.ret == 1, "a failure that was taken over is a failure"
+    assert second["HF"].verdict == FAILED and "BROKEN" in second["HF"].reason
+    assert second["L3"].checks[0].numbers == {"k": 1} and second["L3"].checks[0].taken_over == first.started
+    assert f"Taken over from an earlier run, {first.started}: 4 checks." in second.summary
+    pytester.makepyfile(switch="BROKEN = False")
+    sys.modules.pop("switch", None)
+    result, third, ran = timed(source, "--minutes", "0.5")
+    assert ran == ["text"] and result.ret == 0
+    assert third["HF"].verdict == QUICK and third["L3"].checks[0].taken_over == first.started
+    result, _, ran = timed(source)
+    assert ran == [] and result.ret == 0, "nothing is left"
+
+
+def test_a_check_that_outlasts_the_budget_is_cut_off(timed, pytester: pytest.Pytester) -> None:
+    """Its seconds were unknown. What catches errors does not catch the end, and an earlier failure remains one."""
+    endless = """
+@level("L3")
+def test_endless():
+    time.sleep(0 if __import__("os").path.exists("fails") else 60)
+    assert 1 == 2
+@level("L4")
+def test_next(): done("next")
+"""
+    Path("fails").touch()
+    assert timed(TIMED + endless, "-k", "endless")[1]["L3"].verdict == FAILED
+    started = time.monotonic()
+    Path("fails").unlink()
+    _, report, ran = timed(TIMED + endless, "-k", "endless or next", "--minutes", "0.1")
+    assert time.monotonic() - started < 30 and ran == []
+    assert report["L3"].verdict == FAILED and report["L3"].checks[0].taken_over
+    assert report.unfinished == report["L4"].reason == "the budget of 0.1 minutes was spent"
+    Path("out/report.json").unlink()
+    _, report, _ = timed(TIMED + endless, "-k", "endless", "--minutes", "0.1")
+    (cut,) = [check for check in report["L3"].checks if check.name == "endless"]
+    assert cut.verdict == NOT_RUN and cut.reason == "the budget of 0.1 minutes was spent while it ran"
+
+
+@pytest.mark.parametrize("part", ["code", "versions", "jax"])
+def test_a_run_of_other_code_or_on_another_device_is_not_continued(timed, part: str) -> None:
+    _, report, ran = timed(TIMED)
+    changed = report.environment | {part: "another"} if part != "jax" else report.environment | {"jax": {"device": "x"}}
+    write(dataclasses.replace(report, environment=changed), "out")
+    result, report, again = timed(TIMED)
+    assert again == ran and not any(check.taken_over for check in report.checks)
+    known = any(check.expected for check in report.checks)
+    assert known == (part != "jax"), "seconds of another device tell nothing"
+    name = {"jax": "device", "versions": "version"}.get(part, part)
+    result.stdout.fnmatch_lines([f"validation: the earlier run is not continued: it has another {name}"])
+    Path("out/report.json").write_text("{")
+    timed(TIMED)[0].stdout.fnmatch_lines(["validation: the earlier run is not continued: *not valid JSON*"])
+
+
+def test_without_a_budget_every_run_begins_anew(validate, pytester: pytest.Pytester) -> None:
+    for _ in range(2):
+        _, report = validate(TIMED)
+        assert not any(check.taken_over for check in report.checks)
+        assert Path("done").read_text().split() == ["L1", "L3", "L3", "text", "logits", "L0"]
+        Path("done").unlink()
 
 
 # ---------------------------------------------------------------- files
