@@ -332,11 +332,16 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         if not self.invariant:
             return self._by_operations(x)
-        factor = self.scale[...].astype(x.dtype if self.kind == "plain" else jnp.float32)
-        if self.kind == "zero-centred":
-            factor = 1.0 + factor
-        by_kernel = lambda x: invariant.norm(x, factor, self.eps)
+        by_kernel = lambda x: invariant.norm(x, self.factor(x.dtype), self.eps)
         return lax.platform_dependent(x, cuda=by_kernel, default=self._by_operations)
+
+    def factor(self, dtype: DTypeLike) -> Float[Array, "*heads D"]:
+        """Returns the factor of normalised rows: of an RMS norm, by its kind in the type of ``x`` or in float32."""
+        if self.kind == "plain":
+            # The weight multiplies after the cast, as in the PyTorch models.
+            return self.scale[...].astype(dtype)
+        scale = self.scale[...].astype(jnp.float32)
+        return 1.0 + scale if self.kind == "zero-centred" else scale
 
     def _by_operations(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         centred = x
@@ -344,14 +349,8 @@ class RMSNorm(nnx.Module):
             centred = x.astype(jnp.float32)
             centred = centred - jnp.mean(centred, axis=-1, keepdims=True)
         y = normalised(centred, self.eps)
-        scale = lax.broadcast_to_rank(self.scale[...], x.ndim)
-        if self.kind == "plain":
-            # The weight multiplies after the cast, as in the PyTorch models.
-            return y.astype(x.dtype) * scale.astype(x.dtype)
-        scale = scale.astype(jnp.float32)
-        if self.kind == "zero-centred":
-            scale = 1.0 + scale
-        return (y * scale).astype(x.dtype)
+        factor = lax.broadcast_to_rank(self.factor(x.dtype), x.ndim)
+        return (y.astype(factor.dtype) * factor).astype(x.dtype)
 
 
 def normalised(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
