@@ -166,6 +166,11 @@ class SpeculativeDecoder:
         return f"{loaded.described}, {shape}{sampling_words}"
 
     @property
+    def invariant(self) -> bool:
+        """Whether the target's bits for a token depend on nothing but the tokens before it."""
+        return bool(getattr(getattr(self.target.model, "precision", None), "invariant", False))
+
+    @property
     def lossless(self) -> bool:
         """Whether the output follows the target's distribution exactly, as the acceptance rule declares."""
         return self.loop.verifier.lossless

@@ -48,6 +48,14 @@ class DraftOptions:
         typer.Option(help="Draft the most likely tokens, or sample them at the temperature (no dynamic trees)."),
     ] = None
     verifier: VerifierOption = None
+    invariant: Annotated[
+        bool,
+        typer.Option(
+            "--invariant",
+            help="Make the target's bits for a token depend on the text before it alone: greedy text is then the same "
+            "with any chain and without drafts, alone and in a batch, also in bfloat16.",
+        ),
+    ] = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +116,7 @@ def open_decoder(
         "tree": None if draft.tree is None else parse_tree(draft.tree),
         "schedule": None if draft.schedule is None else parse_schedule(draft.schedule),
         "draft_sampling": draft.draft_sampling,
+        "invariant": draft.invariant,
     }
     target = read_target(models.target, dtype, mesh, weights=models.weights)
     head = read_drafter(models.drafter, target=target, layer_ids=models.layer_ids)
@@ -117,6 +126,7 @@ def open_decoder(
         "--schedule": draft.schedule,
     }
     chosen = [f"{name} {value}" for name, value in shapes.items() if value is not None]
+    named = chosen + ["--invariant"] * draft.invariant
     drafter = head.drafter if isinstance(head, LoadedDrafter) else head
     # A drafter that proposes a block or all of its heads in one pass keeps its length: a shorter draft would need
     # another network, or cost as much.
@@ -131,4 +141,4 @@ def open_decoder(
     try:
         return SpeculativeDecoder(target, head, **options, verifier=verifier, mesh=mesh, stop_tokens=stop_tokens)
     except ValueError as error:  # name the option that the library's message is about
-        raise Misuse(": ".join(filter(None, (", ".join(chosen), str(error))))) from None
+        raise Misuse(": ".join(filter(None, (", ".join(named), str(error))))) from None

@@ -97,6 +97,8 @@ def describe_method(decoder: SpeculativeDecoder) -> list[str]:
     weights = decoder.target.weights
     if weights != "dense":
         lines.append(f"weights: {weights}; lossless relative to the target with these weights")
+    if decoder.invariant:
+        lines.append("invariant: the bits of a token depend on the text before it alone")
     if decoder.drafter.note:
         lines.append(f"note: {decoder.drafter.note}")
     if not decoder.lossless:
