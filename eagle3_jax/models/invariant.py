@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -55,18 +56,20 @@ def product(
 
 def _product_by_tiles(rows: Array, kernel: Array, dtype: DTypeLike, inputs: int) -> Array:
     """Computes :func:`product` for :data:`ROWS` rows at a time."""
+    over = (((1,), (inputs,)), ((), ()))
+    precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+    return in_tiles(
+        lambda tile: lax.dot_general(tile, kernel, over, preferred_element_type=dtype, precision=precision), rows
+    )
+
+
+def in_tiles(multiply: Callable[[Array], Array], rows: Float[Array, "M D_in"]) -> Float[Array, "M D_out"]:
+    """Computes ``multiply(rows)`` for :data:`ROWS` rows at a time, so that the compiler sees one shape only."""
     count, width = rows.shape
     tiles = jnp.pad(rows, ((0, -count % ROWS), (0, 0))).reshape(-1, ROWS, width)
-    precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
-
-    def multiply(tile: Array) -> Array:
-        over = (((1,), (inputs,)), ((), ()))
-        # The barriers keep what is before and after the product out of its kernel.
-        tile = lax.optimization_barrier(tile)
-        out = lax.dot_general(tile, kernel, over, preferred_element_type=dtype, precision=precision)
-        return lax.optimization_barrier(out)
-
-    out = multiply(tiles[0])[None] if len(tiles) == 1 else lax.map(multiply, tiles)
+    # The barriers keep what is before and after the product out of its kernel.
+    alone = lambda tile: lax.optimization_barrier(multiply(lax.optimization_barrier(tile)))
+    out = alone(tiles[0])[None] if len(tiles) == 1 else lax.map(alone, tiles)
     return out.reshape(-1, out.shape[-1])[:count]
 
 

@@ -168,7 +168,11 @@ def product(
     the precision do not matter: both factors are int8.
     """
     if isinstance(kernel, Int8Kernel):
-        return int8_product(x, kernel).astype(precision.activations)
+        multiply = functools.partial(int8_product, kernel=kernel)
+        if precision.invariant:
+            out = invariant.in_tiles(multiply, x.reshape(-1, x.shape[-1]))
+            return out.reshape(*x.shape[:-1], -1).astype(precision.activations)
+        return multiply(x).astype(precision.activations)
     if not isinstance(kernel, Fp8Kernel):
         if precision.invariant:
             return _invariant_product(x, kernel, precision)
