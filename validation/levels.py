@@ -67,8 +67,8 @@ LEVELS = (
     Level(
         "AOT",
         "Compiled for accelerators",
-        "On an H200 or a TPU a round has no work of the host, no copy of a cache or table, and no launch too many; on a "
-        "GPU drafts leave the target's kernels as they are.",
+        "On an H200 or a TPU a round has no work of the host, no copy of a cache or table, and no launch too many; on "
+        "a GPU drafts leave the target's kernels as they are.",
         only_with="aot",
     ),
 )

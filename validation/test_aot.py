@@ -2,8 +2,8 @@
 
 A compiler's result, never a speed. Budgets are the counts in ``results/aot.json``, and five per cent.
 
-The target's part of a round is the same kernel by kernel, whoever drafts: its keys, values and logits have the bits of
-plain decoding in blocks of the same size if every kernel always gives the same bits, which only a device can show.
+On a GPU the target's keys, values and logits are computed by the kernels of plain decoding in blocks of the same size.
+They have the same bits if every kernel always gives the same bits, which only a device can show.
 """
 
 from __future__ import annotations
