@@ -19,7 +19,7 @@ from validation.device import environment_of_vllm
 from validation.engines.vllm.bridge import VLLM, VLLMError
 from validation.engines.vllm.process import Process, environment_of
 from validation.engines.vllm.server import Servers
-from validation.runs import Report
+from validation.runs import RUN, Report
 from validation.subject import Setting, Subject, choose
 
 TESTED_VERSION = "0.32.0"
@@ -67,7 +67,7 @@ def vllm_interpreter(config: pytest.Config) -> Path:
     """The Python of an environment with vLLM. Without one, the test skips."""
     named = config.getoption("--vllm-python")
     if named is None and not installed_python().exists():
-        pytest.skip("there is no vLLM: build an environment with `make vllm`, or name one (--vllm-python, --vllm-url)")
+        pytest.skip(f"{RUN}: not installed; build it with `make vllm`, or name one (--vllm-python, --vllm-url)")
     return Path(named or installed_python())
 
 

@@ -198,7 +198,12 @@ def record(name: str, files: Sequence[Path], python: Path, threads: int) -> None
         "vllm": vllm.versions,
         "dtype": "float32",
         "compiled": True,
-        "settings": {"new_tokens": NEW_TOKENS, "batch": BATCH, "methods": METHODS, "n-grams": dataclasses.asdict(NGRAMS)},
+        "settings": {
+            "new_tokens": NEW_TOKENS,
+            "batch": BATCH,
+            "methods": METHODS,
+            "n-grams": dataclasses.asdict(NGRAMS),
+        },
         "prompts": prompts,
     }
     if any(data.get(key) != value for key, value in json.loads(json.dumps(conditions)).items()):
@@ -227,7 +232,9 @@ def record(name: str, files: Sequence[Path], python: Path, threads: int) -> None
 
 def write(file: Path, data: dict[str, Any]) -> None:
     """Writes compact JSON, a line for each prompt and method."""
-    lines = json.dumps(data, separators=(",", ":")).replace('],"', '],\n"').replace("},{", "},\n{").replace("],[", "],\n[")
+    lines = (
+        json.dumps(data, separators=(",", ":")).replace('],"', '],\n"').replace("},{", "},\n{").replace("],[", "],\n[")
+    )
     file.parent.mkdir(exist_ok=True)
     write_text(file, lines + "\n")
     print(f"{file.name}: {', '.join(data['runs'])}; {len(data['texts'])} texts", flush=True)
@@ -237,7 +244,9 @@ def main() -> None:
     """Records one pair."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pair", choices=PAIRS)
-    parser.add_argument("--prompts", nargs="+", type=Path, default=[], help="JSONL files; default: those of the recording")
+    parser.add_argument(
+        "--prompts", nargs="+", type=Path, default=[], help="JSONL files; default: those of the recording"
+    )
     parser.add_argument("--vllm-python", type=Path, default=installed_python())
     parser.add_argument("--threads", type=int, default=2, help="[default: 2]")
     options = parser.parse_args()
