@@ -38,9 +38,9 @@ NEW_TOKENS = 64
 BATCH = 8
 TEXTS = 10  # with log-probabilities
 MICRO = 1e-6  # unit of recorded log-probabilities, in nats
-NGRAMS = NGram(max_ngram=3, min_ngram=1, earliest=True)
+NGRAMS = NGram(max_ngram=3, min_ngram=1, earliest=True, num_speculative_tokens=4)
 # Draft tokens of each method; those of n-grams are no head's.
-METHODS = {"plain": 0, "chain of 1": 1, "chain of 3": 3, "chain of 5": 5, "n-grams": 4}
+METHODS = {"plain": 0, "chain of 1": 1, "chain of 3": 3, "chain of 5": 5, "n-grams": NGRAMS.num_speculative_tokens}
 
 
 @dataclasses.dataclass(frozen=True)

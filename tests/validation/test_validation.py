@@ -104,6 +104,13 @@ def test_cannot_start(broken): pass
 @pytest.mark.parametrize("k", [1, 2])
 def test_speed(check, k):
     check.number(precision=str(jax.config.jax_default_matmul_precision))
+
+@level("L5")
+@pytest.mark.parametrize("pair", ["vLLM, recorded: a", "vLLM, recorded: b"])
+def test_recorded(pair): pass
+
+@level("L5")
+def test_running(): pytest.skip("vLLM, run: not installed")
 """
 
 
@@ -120,6 +127,7 @@ def test_the_report_has_the_outcome_of_every_test(validate, pytester: pytest.Pyt
         "L1": (FAILED, "one is not two\nassert 1 == 2"),
         "L2": (NOT_RUN, "there is no vLLM"),
         "L3": (PARTLY, "1 of 2 checks: no time"),
+        "L5": (PARTLY, "vLLM, recorded: 2 of 2 checks passed; 1 of 3 checks: vLLM, run: not installed"),
         "L6": (PASSED, ""),
         "L7": (NOT_RUN, "only with --gpu"),
         "L8": (FAILED, "setup: OSError: no such port"),
