@@ -2,106 +2,32 @@
 
 The recording is of float32. Our float32 texts, rounds and log-probabilities must equal it but for ties. In bfloat16
 the rule is L5's: every token is the reference's choice or approximately tied with it, and plain decoding allows as many
-exceptions. A text is compared up to the place where it parts from vLLM's, because what follows continues another text.
+exceptions.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 
-from eagle3_jax import LoadedDrafter, LoadedTarget, SpeculativeDecoder
-from eagle3_jax.files.sources import locate
 from validation.agreement import ENGINES, Judged, too_many
 from validation.engines.vllm.bridge import Completion, Tokens
 from validation.engines.vllm.process import Process
 from validation.forcing import log_probabilities, reference
-from validation.internals import drafted
-from validation.margin import FLOAT32_TOLERANCE, Agreement
-from validation.parity import Played, parting, play
-from validation.recorded import METHODS, NEW_TOKENS, PAIRS, Recording, decoder_of, directory_for_vllm, options_of, run
+from validation.margin import Agreement
+from validation.recorded import METHODS, PAIRS, Recording, decoder_of, directory_for_vllm, options_of, run
+from validation.recorded_parity import Rounds, Texts, in_float32, loaded, played, rows_of, written
 from validation.runs import RECORDED, RUN, Check
 from validation.subject import Setting
 
-BATCH = 20
 RUN_AGAIN = 8  # prompts for which vLLM is run
 # Nats, as for features and draft logits in L8: log-probabilities are sums of float32 in another order.
 LOG_PROB_TOLERANCE = 1e-4
 QUICK = ("plain", "chain of 5")
 recorded_pairs = pytest.mark.parametrize("name", PAIRS, ids=[f"{RECORDED}: {name}" for name in PAIRS])
-
-
-@functools.cache
-def loaded(name: str, dtype: str) -> tuple[LoadedTarget, LoadedDrafter]:
-    """The pair of a recording, whose files must be those that vLLM read."""
-    pair = PAIRS[name]
-    try:
-        locate(pair.target, "target")
-    except ValueError as error:
-        pytest.skip(f"{name}: {error}")
-    recorded = Recording.of(name).data["checkpoints"]
-    assert pair.checkpoints() == recorded, f"{name} is not the checkpoint of the recording; record it again"
-    return pair.load(dtype)
-
-
-def rows_of(name: str, setting: Setting) -> list[int]:
-    """Numbers of the compared prompts, whose tasks are mixed in every batch."""
-    count = len(Recording.of(name).prompts)
-    stride = -(-count // BATCH)
-    starts = range(1 if setting.quick else stride)
-    return [row for start in starts for row in range(start, count, stride)]
-
-
-@functools.cache
-def played(name: str, method: str, rows: tuple[int, ...]) -> list[Played]:
-    """Our float32 texts and rounds of the prompts with these numbers; L5 and L8 share them."""
-    prompts = Recording.of(name).prompts
-    decoder = decoder_of(method, *loaded(name, "float32"))
-    return play(decoder, [prompts[row] for row in rows], max_new_tokens=NEW_TOKENS, batch_size=BATCH)
-
-
-@dataclasses.dataclass(frozen=True)
-class Texts:
-    """Our texts of one method next to vLLM's, each up to the place where they part, judged by our target."""
-
-    method: str
-    places: list[int | None]  #: Where each text parts; ``None`` where it does not.
-    ours: Judged
-    theirs: Judged
-
-    @classmethod
-    def of(
-        cls, method: str, target: LoadedTarget, dtype: str, prompts: Sequence[Tokens], ours: Sequence[Tokens],
-        theirs: Sequence[Tokens],
-    ) -> Texts:  # fmt: skip
-        """Judge both texts along vLLM's."""
-        places = [parting(row, their_row) for row, their_row in zip(ours, theirs, strict=True)]
-        ends = [NEW_TOKENS if place is None else place + 1 for place in places]
-        ours = [row[:end] for row, end in zip(ours, ends, strict=True)]
-        theirs = [row[:end] for row, end in zip(theirs, ends, strict=True)]
-        judged = [
-            Judged(f"{by}, {method}", "us", dtype, tokens, reference(target, prompts, theirs, tokens))
-            for by, tokens in (("ours", ours), (RECORDED, theirs))
-        ]
-        return cls(method, places, *judged)
-
-    @property
-    def num_parted(self) -> int:
-        """Texts that are another than vLLM's."""
-        return sum(place is not None for place in self.places)
-
-    def row(self) -> list[Any]:
-        """A row of the table."""
-        agreed = (self.ours.agreed, self.theirs.agreed)
-        disagreements = sum(side.disagreements for side in agreed)
-        largest = max(side.largest_gap for side in agreed)
-        ties = [side.ties for side in agreed]
-        return [self.method, len(self.places), agreed[0].tokens, self.num_parted, *ties, disagreements, largest]
 
 
 COLUMNS = [
@@ -116,15 +42,6 @@ def keep(check: Check, texts: Sequence[Texts]) -> None:
     check.table(f"{RECORDED}: texts in {texts[0].ours.dtype}", COLUMNS, rows)
     totals = [sum(row[column] for row in rows) for column in (2, 3, 6)]
     check.number(prompts=rows[0][1], tokens=totals[0], texts_that_part=totals[1], disagreements=totals[2])
-
-
-def in_float32(name: str, rows: Sequence[int], method: str) -> Texts:
-    recording = Recording.of(name)
-    theirs = recording.completions(method)
-    ours = [row.tokens for row in played(name, method, tuple(rows))]
-    prompts = [recording.prompts[row] for row in rows]
-    target = loaded(name, "float32")[0]
-    return Texts.of(method, target, "float32", prompts, ours, [theirs[row].tokens for row in rows])
 
 
 @pytest.mark.level("L5")
@@ -174,13 +91,6 @@ def test_texts_in_bfloat16_differ_no_more_than_rounding_explains(check: Check, s
     assert not unexplained, "; ".join(unexplained)
 
 
-def written(decoder: SpeculativeDecoder, prompts: Sequence[Tokens]) -> list[Tokens]:
-    """Our texts, in batches."""
-    starts = range(0, len(prompts), BATCH)
-    batches = [decoder.generate(prompts[start : start + BATCH], max_new_tokens=NEW_TOKENS).tokens for start in starts]
-    return [tokens for batch in batches for tokens in batch]
-
-
 @pytest.mark.level("L5")
 @recorded_pairs
 def test_log_probabilities_are_equal(check: Check, name: str) -> None:
@@ -200,51 +110,6 @@ def test_log_probabilities_are_equal(check: Check, name: str) -> None:
         tolerance=LOG_PROB_TOLERANCE,
     )
     assert len(texts) > 0 and max(differences) < LOG_PROB_TOLERANCE
-
-
-@dataclasses.dataclass
-class Rounds:
-    """Rounds of one method next to the recorded ones."""
-
-    compared: int = 0  #: Rounds that draft and accept as many tokens as vLLM's.
-    accepted: int = 0  #: Draft tokens that they accept.
-    ties: int = 0  #: Rounds with another count that a tie among the head's logits explains.
-    unexplained: list[str] = dataclasses.field(default_factory=list)
-
-    def compare(self, name: str, method: str, row: int, ours: Played) -> None:
-        """Add a prompt, up to the first round with another count."""
-        theirs = Recording.of(name).completions(method)[row]
-        counts = [(len(draft), accepted) for draft, accepted in zip(ours.drafts, ours.accepted, strict=True)]
-        their_counts = list(zip(theirs.drafted or [], theirs.accepted or [], strict=True))
-        different = next((at for at, pair in enumerate(zip(counts, their_counts)) if len(set(pair)) > 1), None)  # noqa: B905
-        if different is None and len(counts) != len(their_counts):
-            different = min(len(counts), len(their_counts))
-        equal = counts[:different]
-        self.compared += len(equal)
-        self.accepted += sum(accepted for _, accepted in equal)
-        if different is None:
-            return
-        pair = (counts[different : different + 1], their_counts[different : different + 1])
-        tied = False
-        if all(pair) and method != "n-grams" and pair[0][0][0] == pair[1][0][0]:
-            # Of the first draft token that only one of both accepted, the two made another choice.
-            step = min(side[0][1] for side in pair)
-            tied = draft_gap(name, method, Recording.of(name).prompts[row], different, step) <= FLOAT32_TOLERANCE
-        self.ties += tied
-        if not tied:
-            drafted_and_accepted = f"(drafted, accepted) is {pair[0]} here and {pair[1]} in vLLM"
-            self.unexplained.append(f"{method}, prompt {row}, round {different}: {drafted_and_accepted}")
-
-
-def draft_gap(name: str, method: str, prompt: Tokens, number: int, step: int) -> float:
-    """Distance of the head's two highest logits at a step of a round."""
-    decoder = decoder_of(method, *loaded(name, "float32"))
-    state = decoder.prefill([prompt], max_new_tokens=NEW_TOKENS)
-    for _ in range(number):
-        state = decoder.step(state).state
-    _, logits = drafted(decoder.loop.drafter, decoder.drafter.params, state.drafter, state.keys, state.sampling)  # type: ignore[arg-type]
-    second, highest = np.sort(np.asarray(logits[step]))[-2:]
-    return float(highest - second)
 
 
 @pytest.mark.level("L8")
