@@ -41,12 +41,12 @@ def loaded(name: str, dtype: str) -> tuple[LoadedTarget, LoadedDrafter]:
     return pair.load(dtype)
 
 
-def rows_of(name: str, setting: Setting) -> list[int]:
+def rows_of(name: str, setting: Setting) -> tuple[int, ...]:
     """Numbers of the compared prompts, whose tasks are mixed in every batch."""
     count = len(Recording.of(name).prompts)
     stride = -(-count // BATCH)
     starts = range(1 if setting.quick else stride)
-    return [row for start in starts for row in range(start, count, stride)]
+    return tuple(row for start in starts for row in range(start, count, stride))
 
 
 @functools.cache
@@ -83,10 +83,12 @@ class Texts:
         ends = [NEW_TOKENS if place is None else place + 1 for place in places]
         ours = [row[:end] for row, end in zip(ours, ends, strict=True)]
         theirs = [row[:end] for row, end in zip(theirs, ends, strict=True)]
-        judged = [
-            Judged(f"{by}, {method}", "us", dtype, tokens, reference(target, prompts, theirs, tokens))
-            for by, tokens in (("ours", ours), (RECORDED, theirs))
-        ]
+        scored = reference(target, prompts, theirs, ours)
+        their_scored = scored if ours == theirs else reference(target, prompts, theirs)
+        judged = (
+            Judged(f"ours, {method}", "us", dtype, ours, scored),
+            Judged(f"{RECORDED}, {method}", "us", dtype, theirs, their_scored),
+        )
         return cls(method, places, *judged)
 
     @property
@@ -103,10 +105,12 @@ class Texts:
         return [self.method, len(self.places), agreed[0].tokens, self.num_parted, *ties, disagreements, largest]
 
 
-def in_float32(name: str, rows: Sequence[int], method: str) -> Texts:
+@functools.cache
+def in_float32(name: str, method: str, rows: tuple[int, ...]) -> Texts:
+    """Our float32 texts of a method next to the recorded ones."""
     recording = Recording.of(name)
     theirs = recording.completions(method)
-    ours = [row.tokens for row in played(name, method, tuple(rows))]
+    ours = [row.tokens for row in played(name, method, rows)]
     prompts = [recording.prompts[row] for row in rows]
     target = loaded(name, "float32")[0]
     return Texts.of(method, target, "float32", prompts, ours, [theirs[row].tokens for row in rows])
