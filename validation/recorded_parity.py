@@ -80,9 +80,9 @@ class Texts:
     ) -> Texts:  # fmt: skip
         """Judge both texts along vLLM's."""
         places = [parting(row, their_row) for row, their_row in zip(ours, theirs, strict=True)]
-        ends = [NEW_TOKENS if place is None else place + 1 for place in places]
-        ours = [row[:end] for row, end in zip(ours, ends, strict=True)]
-        theirs = [row[:end] for row, end in zip(theirs, ends, strict=True)]
+        lengths = [NEW_TOKENS if position is None else position + 1 for position in places]
+        ours = [row[:length] for row, length in zip(ours, lengths, strict=True)]
+        theirs = [row[:length] for row, length in zip(theirs, lengths, strict=True)]
         scored = reference(target, prompts, theirs, ours)
         their_scored = scored if ours == theirs else reference(target, prompts, theirs)
         judged = (
@@ -94,7 +94,7 @@ class Texts:
     @property
     def num_parted(self) -> int:
         """Texts that are another than vLLM's."""
-        return sum(place is not None for place in self.places)
+        return sum(position is not None for position in self.places)
 
     def row(self) -> list[Any]:
         """A row of the table."""

@@ -136,8 +136,8 @@ def test_every_round_drafts_and_accepts_what_was_recorded(check: Check, setting:
     for method in ("chain of 5",) if setting.quick else [method for method in METHODS if METHODS[method]]:
         text = in_float32(name, method, rows)
         rounds = Rounds()
-        for row, ours, place in zip(rows, played(name, method, rows), text.places, strict=True):
-            if place is None:
+        for row, ours, parted_at in zip(rows, played(name, method, rows), text.places, strict=True):
+            if parted_at is None:
                 rounds.compare(name, method, row, ours)
         unexplained += rounds.unexplained
         # Rounds of a text that parts are left out, which only a tie may do.
@@ -172,8 +172,8 @@ def test_the_recording_is_what_vllm_writes(check: Check, vllm_process: Process, 
         for method in METHODS:
             options = dataclasses.replace(options_of(method, target, PAIRS[name].head), eager=True)
             again = [Completion(**row) for row in run(vllm_process, options, prompts)]
-            kept = [recording.completions(method)[row] for row in rows]
-            num_equal = sum(map(Completion.__eq__, again, kept))
+            before = [recording.completions(method)[row] for row in rows]
+            num_equal = sum(map(Completion.__eq__, again, before))
             table.append([method, len(prompts), sum(len(row.tokens) for row in again), num_equal])
             different += [method] * (num_equal < len(prompts))
     check.table(f"{RUN}, next to {RECORDED}", ["method", "prompts", "tokens", "equal in tokens and rounds"], table)
