@@ -164,7 +164,7 @@ def test_the_recording_is_what_vllm_writes(check: Check, vllm_process: Process, 
         pytest.skip(f"{RUN}: the recording is of a CPU, and on a GPU float32 rounds differently")
     loaded(name, "float32")
     recording = Recording.of(name)
-    rows = range(0, len(recording.prompts), len(recording.prompts) // RUN_AGAIN)
+    rows = range(0, len(recording.prompts), -(-len(recording.prompts) // RUN_AGAIN))
     prompts = [recording.prompts[row] for row in rows]
     table = []
     different = []
@@ -174,8 +174,11 @@ def test_the_recording_is_what_vllm_writes(check: Check, vllm_process: Process, 
             again = [Completion(**row) for row in run(vllm_process, options, prompts)]
             before = [recording.completions(method)[row] for row in rows]
             num_equal = sum(map(Completion.__eq__, again, before))
-            table.append([method, len(prompts), sum(len(row.tokens) for row in again), num_equal])
+            rounds = sum(len(row.accepted or []) for row in again)
+            table.append([method, len(prompts), sum(len(row.tokens) for row in again), rounds, num_equal])
             different += [method] * (num_equal < len(prompts))
-    check.table(f"{RUN}, next to {RECORDED}", ["method", "prompts", "tokens", "equal in tokens and rounds"], table)
+    check.table(
+        f"{RUN}, next to {RECORDED}", ["method", "prompts", "tokens", "rounds", "equal in tokens and rounds"], table
+    )
     check.number(prompts=len(prompts), tokens=sum(line[2] for line in table))
     assert not different, f"vLLM writes something else than was recorded: {', '.join(different)}"
