@@ -17,15 +17,13 @@ from validation.agreement import ENGINES, Judged, too_many
 from validation.engines.vllm.bridge import Completion, Tokens
 from validation.engines.vllm.process import Process
 from validation.forcing import log_probabilities, reference
-from validation.margin import WRONG_ULPS, Agreement
+from validation.margin import FLOAT32_TOLERANCE, WRONG_ULPS, Agreement
 from validation.recorded import METHODS, PAIRS, Recording, decoder_of, directory_for_vllm, options_of, run
 from validation.recorded_parity import Rounds, Texts, in_float32, loaded, played, rows_of, written
 from validation.runs import RECORDED, RUN, Check
 from validation.subject import Setting
 
 RUN_AGAIN = 8  # prompts for which vLLM is run
-# Nats, as for features and draft logits in L8: log-probabilities are sums of float32 in another order.
-LOG_PROB_TOLERANCE = 1e-4
 QUICK = ("plain", "chain of 5")
 recorded_pairs = pytest.mark.parametrize("name", PAIRS, ids=[f"{RECORDED}: {name}" for name in PAIRS])
 
@@ -121,9 +119,9 @@ def test_log_probabilities_are_equal(check: Check, name: str) -> None:
         tokens=sum(len(text.log_probs) for text in texts),
         likeliest=sum(np.sum(np.equal(text.log_probs, text.highest)) for text in texts),
         nats_apart=max(differences),
-        tolerance=LOG_PROB_TOLERANCE,
+        tolerance=FLOAT32_TOLERANCE,
     )
-    assert len(texts) > 0 and max(differences) < LOG_PROB_TOLERANCE
+    assert len(texts) > 0 and max(differences) < FLOAT32_TOLERANCE
 
 
 @pytest.mark.level("L8")
