@@ -141,9 +141,9 @@ class BothDirections:
         for verdict in (Agreement.TIE, Agreement.DISAGREE):
             noise = self.noise(verdict)
             for judged in self.all:
-                yield from _too_many(judged, verdict, noise)
+                yield from too_many(judged, verdict, noise)
             # Noise of our decoding raises the bound above, so it is itself bounded by vLLM's, before the same judge.
-            yield from _too_many(self.controls[self.ours[0].by], verdict, self.theirs[0].control(verdict))
+            yield from too_many(self.controls[self.ours[0].by], verdict, self.theirs[0].control(verdict))
 
     def noise(self, verdict: Agreement) -> Control:
         """The A/A control of the engine that departs more often from itself, from a verdict on.
@@ -155,7 +155,8 @@ class BothDirections:
         return max(controls, key=lambda control: control.bound)
 
 
-def _too_many(judged: Judged, verdict: Agreement, noise: Control) -> Iterator[str]:
+def too_many(judged: Judged, verdict: Agreement, noise: Control) -> Iterator[str]:
+    """Says in words that tokens have a verdict, or a worse one, more often than noise allows."""
     control = judged.control(verdict)
     allowed = noise.allowed(judged.agreed.tokens, times=ENGINES)
     if control.flips > allowed:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +25,7 @@ from eagle3_jax.topology import Chain
 from validation.aot.same import compared, differences, text_of
 from validation.decodings import batch_of, with_shape
 from validation.device import DETERMINISTIC, ROUNDED_AS_WRITTEN
-from validation.subject import CONTEXT, Setting, choose, some_prompts
+from validation.subject import Setting, choose, some_prompts
 
 EXACT = DETERMINISTIC | ROUNDED_AS_WRITTEN
 PROMPTS = 8
@@ -88,7 +86,9 @@ COMPARISONS = {
     "invariant: chain of 5 in a batch of 8 and plain": Comparison(
         INVARIANT, INVARIANT._replace(draft=5, batch=8), "invariant fails in batches"
     ),
-    "invariant: compiled twice": Comparison(INVARIANT, INVARIANT._replace(again=2), "invariant depends on the compiler"),
+    "invariant: compiled twice": Comparison(
+        INVARIANT, INVARIANT._replace(again=2), "invariant depends on what the compiler chooses"
+    ),
 }
 
 
@@ -184,7 +184,8 @@ def compare(first: list[GenerationState], second: list[GenerationState]) -> dict
             equal = np.all(ours[:, : common - 1] == theirs[:, : common - 1], axis=(0, 2))
             values += ours[:, : common - 1].size
             if not equal.all():
-                differing.append({"row": row, "array": layer, "slot": int(np.argmin(equal)), "slots": int((~equal).sum())})
+                place = {"row": row, "array": layer, "slot": int(np.argmin(equal)), "slots": int((~equal).sum())}
+                differing.append(place)
     first_slots = sorted(differing, key=lambda place: (place["slot"], place["array"]))
     return {
         "texts": sum(len(rows_of([state])) for state in first), "texts that part": len(parted), "at tokens": parted,

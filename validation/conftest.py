@@ -28,7 +28,7 @@ from validation.engines.memory import SHARE_OF_VLLM, share_memory
 from validation.fixtures import RELEASES, REPORT, setting, subject, vllm, vllm_process  # noqa: F401
 from validation.levels import BY_NAME
 from validation.report import write
-from validation.runs import DESELECTED, GPU_ONLY, Check, Report, Verdict, check_name, checks_in, verdict_lines
+from validation.runs import DESELECTED, GPU_ONLY, RUN, Check, Report, Verdict, check_name, checks_in, verdict_lines
 
 _CHECK = pytest.StashKey[Check]()
 _STARTED = pytest.StashKey[float]()
@@ -188,7 +188,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.fixture
 def check(request: pytest.FixtureRequest) -> Check:
     """The record of a test in the report, for the numbers that its verdict depends on."""
-    return request.node.stash[_CHECK]
+    record = request.node.stash[_CHECK]
+    if {"vllm", "vllm_process"} & set(request.fixturenames):  # without vLLM the test was skipped before
+        record.numbers["compared with"] = RUN
+    return record
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -67,7 +67,7 @@ def vllm_interpreter(config: pytest.Config) -> Path:
     """The Python of an environment with vLLM. Without one, the test skips."""
     named = config.getoption("--vllm-python")
     if named is None and not installed_python().exists():
-        pytest.skip(f"{NO_VLLM}: build an environment with `make vllm`, or name one (--vllm-python, --vllm-url)")
+        pytest.skip(f"{NO_VLLM}; build it with `make vllm`, or name one (--vllm-python, --vllm-url)")
     return Path(named or installed_python())
 
 

@@ -52,6 +52,13 @@ def forced_logits(target: LoadedTarget, sequences: Sequence[Tokens]) -> list[np.
     return logits_of_rows
 
 
+def log_probabilities(target: LoadedTarget, texts: Sequence[Tokens]) -> list[np.ndarray]:
+    """Log-probabilities along texts, from their second tokens on, ``[2 T-1]``: of each token, and of the likeliest."""
+    width = -(-max(map(len, texts)) // _BUCKET) * _BUCKET
+    pairs = np.asarray(_log_probs(target.model, target.params, padded(texts, width)))
+    return [pair[:, : len(text) - 1] for pair, text in zip(pairs, texts, strict=True)]
+
+
 def by_blocks(
     target: LoadedTarget, prompts: Sequence[Tokens], outputs: Sequence[Tokens], *, block: int
 ) -> list[Scored]:
@@ -103,6 +110,19 @@ def padded(rows: Sequence[Tokens], width: int, count: int | None = None) -> Int[
 def _all_logits(model: TargetModel, params: Any, fed: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     positions = jnp.broadcast_to(jnp.arange(fed.shape[1], dtype=jnp.int32), fed.shape)
     return model.unembed(params, model(params, fed, positions, causal_mask(fed.shape[1])).final)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _log_probs(model: TargetModel, params: Any, fed: Int[Array, "B T"]) -> Float[Array, "B 2 T"]:
+    positions = jnp.broadcast_to(jnp.arange(fed.shape[1], dtype=jnp.int32), fed.shape)
+    final = model(params, fed, positions, causal_mask(fed.shape[1])).final
+
+    def pair(row: tuple[Array, Array]) -> Float[Array, "2 T"]:
+        log_probs = jax.nn.log_softmax(model.unembed(params, row[0]))
+        following = jnp.roll(row[1], -1)[:, None]
+        return jnp.stack([jnp.take_along_axis(log_probs, following, -1)[:, 0], jnp.max(log_probs, -1)])
+
+    return lax.map(pair, (final, fed))
 
 
 @functools.cache

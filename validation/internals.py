@@ -115,7 +115,7 @@ def compare_with_recorded(
         assert np.asarray(seen.tokens[0, :count]).tolist() == theirs["tokens"][:count], "the head was fed other tokens"
         # The rows after these belong to refused drafts.
         worst_features = max(worst_features, _relative(fed, np.array(theirs["features"])[:count]))
-        draft, logits = _drafted(drafter, params, state.drafter.inner, state.keys, state.sampling)
+        draft, logits = drafted(drafter, params, state.drafter.inner, state.keys, state.sampling)
         for ours, their_logits in zip(logits, theirs["logits"], strict=True):
             expected = np.array([their_logits[index] for index in draft_to_target])
             worst_logits = max(worst_logits, _relative(np.asarray(ours), expected))
@@ -129,7 +129,7 @@ def _relative(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _drafted(
+def drafted(
     drafter: Eagle3Drafter, params: Any, state: Any, keys: Key[Array, " B"], sampling: SamplingParams
 ) -> tuple[Draft, list[Array]]:
     """A draft, and the logits ``[W]`` of row 0 at each of its steps."""

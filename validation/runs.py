@@ -28,8 +28,11 @@ RENAMED = {
     "drawn drafts": "sampled drafts",
     "beside": "next to",
 }
+# The two sources of what vLLM writes, in the names of checks and in reasons.
+RECORDED = "vLLM, recorded"
+RUN = "vLLM, run"
 DESELECTED = "deselected by --quick"
-NO_VLLM = "there is no vLLM"
+NO_VLLM = f"{RUN}: not installed"
 NOT_IN_QUICK = (DESELECTED, NO_VLLM)  # how the reasons of checks begin that a level passes a quick run without
 _LEVEL_MARK = re.compile(r"level\(['\"](\w+)['\"]\)")
 
@@ -165,6 +168,10 @@ class Report:
             reason if count == len(checks) else f"{count} of {len(checks)} checks: {reason}"
             for reason, count in collections.Counter(reasons).items()
         ]
+        recorded = [check.verdict for check in checks if RECORDED in check.name]
+        if recorded and lines and verdict is not Verdict.FAILED:
+            num_passed = recorded.count(Verdict.PASSED)
+            lines[0] = f"{RECORDED}: {num_passed} of {len(recorded)} checks passed; {lines[0]}"
         missing = self.missing.get(name)
         if missing and checks:
             lines.append(f"not collected: {', '.join(missing)}")

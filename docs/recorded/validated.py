@@ -150,6 +150,11 @@ NEWER = {
     ("L6", "our server is certified"),
     ("L6", "a server of vllm is certified"),
     ("L6", "clients are answered"),
+    ("L5", "texts are equal but for ties"),
+    ("L5", "texts in bfloat16 differ no more than rounding explains"),
+    ("L5", "log probabilities are equal"),
+    ("L8", "every round drafts and accepts what was recorded"),
+    ("L8", "the recording is what vllm writes"),
 }
 
 

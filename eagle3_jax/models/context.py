@@ -181,7 +181,6 @@ class CacheContext(NamedTuple):
         by_kernel.defjvp(functools.partial(jax.jvp, by_xla))
         return by_kernel(queries, written), written
 
-
     def _attend_alike(
         self, queries: Float[Array, "B T heads H"], written: KeyValue, scoring: Scoring
     ) -> Float[Array, "B T width"]:

@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 
 
 def product(
-    x: Float[Array, "*rows D_in"], kernel: Float[Array, "..."], dtype: DTypeLike, *, inputs: int = 0
+    x: Float[Array, "*rows D_in"], kernel: Array, dtype: DTypeLike, *, inputs: int = 0
 ) -> Float[Array, "*rows D_out"]:
     """Multiplies rows with a matrix.
 
@@ -75,7 +75,7 @@ def in_tiles(multiply: Callable[[Array], Array], rows: Float[Array, "M D_in"]) -
 
 def product_by_kernel(
     rows: Float[Array, "M D_in"],
-    kernel: Float[Array, "..."],
+    kernel: Array,
     dtype: DTypeLike,
     *,
     inputs: int = 0,
@@ -147,8 +147,8 @@ def _product_kernel(
         mask = are_rows[:, None] & are_inputs[None, :]
         factors = triton.load(rows_ref.at[pl.ds(row, tile.rows), some_inputs], mask=mask, other=0)
         place = (some_outputs, some_inputs) if by_output else (some_inputs, some_outputs)
-        masks = (are_outputs[:, None], are_inputs[None, :]) if by_output else (are_inputs[:, None], are_outputs[None, :])
-        options = {} if is_even else {"mask": masks[0] & masks[1], "other": 0}
+        first_axis, second_axis = (are_outputs, are_inputs) if by_output else (are_inputs, are_outputs)
+        options = {} if is_even else {"mask": first_axis[:, None] & second_axis[None, :], "other": 0}
         weights = triton.load(kernel_ref.at[place], **options)
         return total + triton.dot(factors, weights, trans_b=by_output)
 
@@ -158,9 +158,7 @@ def _product_kernel(
     triton.store(out_ref.at[place], total.astype(out_ref.dtype), mask=mask)
 
 
-def norm(
-    x: Float[Array, "*rows D"], scale: Float[Array, "..."], eps: float, *, interpret: bool = False
-) -> Float[Array, "*rows D"]:
+def norm(x: Float[Array, "*rows D"], scale: Array, eps: float, *, interpret: bool = False) -> Float[Array, "*rows D"]:
     """Computes an RMS norm of each row with one kernel for NVIDIA GPUs: ``x / sqrt(mean(x²) + eps)``, times ``scale``.
 
     Args:

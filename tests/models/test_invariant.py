@@ -178,7 +178,7 @@ def test_bits_do_not_depend_on_blocks_batches_and_caches(dtype: str, kind: str) 
 def test_a_prompt_in_chunks_has_the_bits_of_the_whole(size: int) -> None:
     """Prompts of 33 and 20 tokens, also in chunks that end in padding."""
     target = target_of("bfloat16", "norms")
-    head = tiny.eagle3(target, num_speculative_tokens=3)
+    head = tiny.eagle3(target)
     decoder = e3.SpeculativeDecoder(target, head, num_speculative_tokens=3, invariant=True)
     texts = np.random.default_rng(1).integers(0, 61, 33).tolist()
     loop, prompts, rows = decoder.batch([texts, texts[:20]], 8, None, 0, None)
@@ -219,7 +219,12 @@ def test_texts_are_those_of_plain_decoding(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (LayerConfig(mixer=tiny.layers(1)[0].mixer, mlp=Experts(num_experts=4, per_token=2, width=8, router="softmax")), "Experts"),
+        (
+            LayerConfig(
+                mixer=tiny.layers(1)[0].mixer, mlp=Experts(num_experts=4, per_token=2, width=8, router="softmax")
+            ),
+            "Experts",
+        ),
         (tiny.layers(1, sinks=True)[0], "without sinks"),
     ],
 )
@@ -238,7 +243,8 @@ def test_trees_meshes_and_fp8_are_refused() -> None:
         e3.SpeculativeDecoder(target, mesh=e3.make_mesh("data=1"), invariant=True)
     with pytest.raises(ValueError, match="weights are fp8"):
         e3.SpeculativeDecoder(random_targets.in_eight_bits(target, "fp8"), invariant=True)
+    model = target.model.invariant()
+    cache = model.init_cache(1, 64)
+    token = jnp.zeros((1, 1), jnp.int32)
     with pytest.raises(ValueError, match="is a tree"):
-        model = target.model.invariant()
-        cache = model.init_cache(1, 64)
-        model(target.params, jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32), causal_mask(1), cache)
+        model(target.params, token, token, causal_mask(1), cache)

@@ -109,6 +109,13 @@ def test_cannot_start(broken): pass
 @pytest.mark.parametrize("k", [1, 2])
 def test_speed(check, k):
     check.number(precision=str(jax.config.jax_default_matmul_precision))
+
+@level("L5")
+@pytest.mark.parametrize("pair", ["vLLM, recorded: a", "vLLM, recorded: b"])
+def test_recorded(pair): pass
+
+@level("L5")
+def test_running(): pytest.skip("vLLM, run: not installed")
 """
 
 
@@ -125,6 +132,7 @@ def test_the_report_has_the_outcome_of_every_test(validate, pytester: pytest.Pyt
         "L1": (FAILED, "one is not two\nassert 1 == 2"),
         "L2": (NOT_RUN, "there is no vLLM"),
         "L3": (PARTLY, "1 of 2 checks: no time"),
+        "L5": (PARTLY, "vLLM, recorded: 2 of 2 checks passed; 1 of 3 checks: vLLM, run: not installed"),
         "L6": (PASSED, ""),
         "L7": (NOT_RUN, "only with --gpu"),
         "L8": (FAILED, "setup: OSError: no such port"),
@@ -293,7 +301,7 @@ def test_logits(): done("logits")
 @level("L0")
 def test_rule(): done("L0")
 @level("L5")
-def test_vllm(): pytest.skip("there is no vLLM: build one")
+def test_vllm(): pytest.skip("vLLM, run: not installed; build one")
 """
 REHEARSED = ("--gpu", "--rehearse", "--quick")
 
@@ -323,7 +331,11 @@ def test_a_quick_run_takes_checks_by_their_value_and_passes_as_one(timed) -> Non
     # Where there is no vLLM, a level passes by its other checks, and says how many were left out.
     both = TIMED + "\n@level('L5')\ndef test_recorded(): pass"
     level = timed(both)[1]["L5"]
-    assert level.verdict == QUICK and level.reason.startswith("quick: 1 of 2 checks") and "no vLLM" in level.reason
+    assert (
+        level.verdict == QUICK
+        and level.reason.startswith("quick: 1 of 2 checks")
+        and "vLLM, run: not installed" in level.reason
+    )
     # Any other reason not to run leaves the level yellow.
     assert timed(both + "\n@level('L5')\ndef test_memory(): pytest.skip('no memory')")[1]["L5"].verdict == PARTLY
     assert Report(checks=[Check("L0", "a", PASSED)], quick=True)["L0"].verdict == QUICK

@@ -42,6 +42,7 @@ class EngineOptions:
     #: Run without torch.compile and CUDA graphs (vLLM's ``enforce_eager``): it starts sooner and its inside can be
     #: reached, but it is slower. Where speed is measured this is off.
     eager: bool = True
+    log_probabilities: bool = False  #: Scores are log-probabilities instead of logits.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

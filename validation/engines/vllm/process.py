@@ -115,6 +115,8 @@ class Process:
             "gpu_memory_utilization": self._memory_share if share is None else share,
             "enforce_eager": options.eager,
             "load_format": options.load_format,
+            # Logits unless asked otherwise, so that the reader of a score knows its unit in the last place.
+            "logprobs_mode": "raw_logprobs" if options.log_probabilities else "raw_logits",
         }
         try:
             self.call("load", **arguments)

@@ -115,12 +115,10 @@ class Worker:
         if options["dtype"] == "float32":
             # Kernels for AMX take no float32; vLLM chooses some of them by the processor alone and then fails.
             torch.cpu._is_amx_tile_supported = lambda: False
-        # Log-probabilities of all positions are raw logits, so that the reader knows their unit in the last place.
         self.llm = LLM(
             skip_tokenizer_init=True,
             disable_log_stats=False,
             enable_prefix_caching=False,
-            logprobs_mode="raw_logits",
             per_request_spec_decode_metrics="detailed" if options["speculative_config"] else "none",
             **options,
         )
