@@ -61,6 +61,7 @@ TREES = {
     "tree of 60": DynamicTree(num_nodes=60, max_depth=7, top_k=10),
 }
 WEIGHTS = {"bfloat16": "dense", "fp8": "fp8", "int8": "int8"}  # name of a figure to how kernels are stored
+INVARIANT = "invariant "  # before the name of a draft
 LARGEST = 64  # nodes: every cache has room for the largest draft, so that all have the same size
 # The operations that XLA of jax 0.10.2 puts into command buffers (CUDA graphs) by default.
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
@@ -142,12 +143,17 @@ def pair(setting: Setting, weights: str = "dense") -> Any:
 
 @functools.cache
 def decoder_of(setting: Setting, draft: str, rounds_per_check: int = 1, weights: str = "dense") -> SpeculativeDecoder:
-    """A decoder for ``plain``, ``verify N``, ``chain``, ``chain K`` or one of :data:`TREES`; dice accept drafts."""
+    """A decoder for ``plain``, ``verify N``, ``chain``, ``chain K`` or one of :data:`TREES`; dice accept drafts.
+
+    After ``invariant`` it is invariant.
+    """
     target, head = pair(setting, weights)
+    invariant = draft.startswith(INVARIANT)
+    draft = draft.removeprefix(INVARIANT)
     kind, _, number = draft.partition(" ")
     if kind in ("plain", "verify"):
-        return SpeculativeDecoder(target, Plain(int(number or 1)), stop_tokens=())
-    options: dict[str, Any] = {"stop_tokens": (), "rounds_per_check": rounds_per_check}
+        return SpeculativeDecoder(target, Plain(int(number or 1)), stop_tokens=(), invariant=invariant)
+    options: dict[str, Any] = {"stop_tokens": (), "rounds_per_check": rounds_per_check, "invariant": invariant}
     if kind == "chain":
         options["num_speculative_tokens"] = int(number or CHAIN)
     else:
@@ -289,6 +295,29 @@ def weights(setting: Setting, record: Record) -> None:
     measure(setting, record, cells)
 
 
+def bits_(setting: Setting, record: Record) -> None:
+    """Decides why the bits of a chain and of plain decoding differ; programs are written next to the record."""
+    from validation import bits
+
+    # A rehearsal tries the failing cell and the remedy.
+    rehearsed: dict[str, Any] = {"tokens": 8, "comparisons": (bits.FAILING, "invariant: chain of 3 and plain")}
+    options = rehearsed if setting is REHEARSAL else {}
+
+    def add(name: str, result: Mapping[str, Any]) -> None:
+        record.add(name, result)
+        print(f"  {name}: {bits.in_words(result)}", flush=True)
+
+    bits.decide(add, record.output.with_suffix(".programs"), **options)
+
+
+def invariant(setting: Setting, record: Record) -> None:
+    """Times plain steps, verification and rounds of a chain with invariant decoding and without."""
+    for batch in (1, *setting.batches[:2]):
+        drafts = ("plain", f"verify {NODES}", "chain")[: 3 if batch == 1 else 2]
+        both = [name for draft in drafts for name in (draft, INVARIANT + draft)]
+        measure(setting, record, {f"batch {batch}, {draft}": cell(setting, draft, batch=batch) for draft in both})
+
+
 def round_(setting: Setting, record: Record) -> None:
     """Times a plain step, a verification, a round of a chain, its target and its head alone, then trees."""
     target, _ = pair(setting)
@@ -373,8 +402,10 @@ class Part(NamedTuple):
 # The first five fit into one command.
 PARTS = {
     "device": Part(40, device),
+    "bits": Part(150, bits_),
     "text": Part(35, text),
     "weights": Part(100, weights),
+    "invariant": Part(120, invariant),
     "round": Part(210, round_),
     "verify": Part(75, verify),
     "variants": Part(120, variants),

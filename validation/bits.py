@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ class Run(NamedTuple):
     again: int = 0  #: The same program, run again (1) or compiled again (2).
 
 
+FAILING = "chain of 3 and blocks of 4"
 OPTIONS: dict[str, dict[str, Any]] = {
     "exact": EXACT,
     "default": {},
@@ -72,7 +73,7 @@ COMPARISONS = {
     "blocks of 4, run twice": Comparison(BLOCKS, BLOCKS._replace(again=1), "a kernel is not deterministic"),
     "blocks of 4, compiled twice": Comparison(BLOCKS, BLOCKS._replace(again=2), "the compiler chooses by time"),
     "chain of 3, run twice": Comparison(CHAIN, CHAIN._replace(again=1), "a kernel is not deterministic"),
-    "chain of 3 and blocks of 4": _both("the cell that failed in level L3 fails again"),
+    FAILING: _both("the cell that failed in level L3 fails again"),
     "the same, batch 2": _both("it is not the padding of 4 rows to 8", batch=2),
     "the same, default options": _both("as users have it, the bits differ", options="default"),
     "the same, nondeterministic operations excluded": _both(
@@ -92,22 +93,31 @@ COMPARISONS = {
 }
 
 
-def decide(add: Callable[[str, Mapping[str, Any]], None], folder: Path, *, tokens: int = TOKENS) -> None:
+def decide(
+    add: Callable[[str, Mapping[str, Any]], None],
+    folder: Path,
+    *,
+    tokens: int = TOKENS,
+    comparisons: Sequence[str] = tuple(COMPARISONS),
+) -> None:
     """Makes every comparison, and saves the optimized programs of the failing cell.
 
     Args:
         add: Takes the name of a comparison and its result, as soon as it is known.
         folder: Where the programs are written, as files that :mod:`validation.aot.same` reads.
         tokens: New tokens of every prompt.
+        comparisons: Names of :data:`COMPARISONS`; among them the failing cell.
     """
     with jax.default_matmul_precision("highest"):
-        _decide(add, folder, tokens)
+        _decide(add, folder, tokens, {name: COMPARISONS[name] for name in comparisons})
 
 
-def _decide(add: Callable[[str, Mapping[str, Any]], None], folder: Path, tokens: int) -> None:
+def _decide(
+    add: Callable[[str, Mapping[str, Any]], None], folder: Path, tokens: int, comparisons: Mapping[str, Comparison]
+) -> None:
     prompts = some_prompts(choose(Setting()), PROMPTS)
     programs = Programs(tokens)
-    runs = dict.fromkeys(run for comparison in COMPARISONS.values() for run in comparison[:2])
+    runs = dict.fromkeys(run for comparison in comparisons.values() for run in comparison[:2])
     # The compiler uses other cores while this thread traces the next program.
     with concurrent.futures.ThreadPoolExecutor(8) as compilers:
         futures = {run: programs.compile(run, compilers) for run in runs if run.again != 1}
@@ -119,13 +129,14 @@ def _decide(add: Callable[[str, Mapping[str, Any]], None], folder: Path, tokens:
             states[run] = programs.run(run, tuple(future.result() for future in compiled), prompts)
         return states[run]
 
-    for name, comparison in COMPARISONS.items():
+    for name, comparison in comparisons.items():
         try:
             result = compare(states_of(comparison.first), states_of(comparison.second))
         except Exception as error:  # of the compiler or the device: the other comparisons still tell something
             result = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         add(name, result | {"a difference means": comparison.meaning})
 
+    folder.mkdir(parents=True, exist_ok=True)
     for part, index in (("prefill", 0), ("rounds", 1)):
         texts = {name: text_of(futures[run][index].result()) for name, run in (("blocks", BLOCKS), ("chain", CHAIN))}
         for name, text in texts.items():
@@ -191,6 +202,21 @@ def compare(first: list[GenerationState], second: list[GenerationState]) -> dict
         "texts": sum(len(rows_of([state])) for state in first), "texts that part": len(parted), "at tokens": parted,
         "values": values, "arrays that differ": len(differing), "the first": first_slots[:3],
     }  # fmt: skip
+
+
+def in_words(result: Mapping[str, Any]) -> str:
+    """Returns the result of a comparison, or of two programs, in one line."""
+    if "failed" in result:
+        return f"failed: {result['failed']}"
+    if "by other kernels" in result:
+        return f"{len(result['by other kernels'])} of {result['values']} values by other kernels"
+    if not result["texts that part"] and not result["arrays that differ"]:
+        return f"equal in {result['texts']} texts and {result['values']:,} values"
+    places = ", ".join(f"array {place['array']} from slot {place['slot']}" for place in result["the first"])
+    return (
+        f"{result['texts that part']} of {result['texts']} texts part, {result['arrays that differ']} arrays differ "
+        f"({places}): {result['a difference means']}"
+    )
 
 
 class Row(NamedTuple):

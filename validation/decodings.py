@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,12 +39,13 @@ class Decoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """A pair compiled for one batch size, with every kernel deterministic."""
+    """A pair compiled for one batch size, with every kernel deterministic unless other options are given."""
 
     target: LoadedTarget
     drafter: LoadedDrafter
     batch: int  # rows
     limit: int  # new tokens of every row
+    options: Mapping[str, Any] | None = None  # of the compiler; those of exact_options() if None
 
     def decode(self, prompts: Sequence[list[int]]) -> Decoded:
         """Decodes prompts, whose number is a multiple of the batch."""
@@ -62,13 +63,14 @@ _programs: dict[Any, tuple[Any, Any]] = {}
 
 def programs(loop: SpeculativeLoop, params: LoopParams, decoding: Decoding) -> tuple[Any, Any]:
     """Prefill and loop, compiled once: several checks share them."""
-    key = (loop, decoding.batch, decoding.limit)
+    options = exact_options() if decoding.options is None else dict(decoding.options)
+    key = (loop, decoding.batch, decoding.limit, *options.items())
     if key not in _programs:
         shapes = jax.eval_shape(lambda: batch_of([[0]] * decoding.batch, decoding.limit))
         capacity = -(-(CONTEXT + decoding.limit + loop.drafter.num_nodes) // 64) * 64
         prefill = loops.prefill.lower(loop, params, shapes, capacity=capacity)
         run = loops.run.lower(loop, params, prefill.out_info)
-        _programs[key] = prefill.compile(exact_options()), run.compile(exact_options())
+        _programs[key] = prefill.compile(options), run.compile(options)
     return _programs[key]
 
 

@@ -27,6 +27,9 @@ pytestmark = pytest.mark.level("AOT")
 ALIASED = 0.99  # of the state's bytes
 # Target, layers and batch with which drafts must leave the target's kernels as they are; every commit has the first.
 SHAPES = [(SHIPPED, 12, 1), (SHIPPED, 12, 8), ("Llama-3.1-8B", 8, 1), ("Llama-3.1-8B", 8, 8)]
+# Operations that add numbers, or may: a call is a kernel of Pallas or of a library.
+PRODUCTS = ("dot", "custom-call")
+SUMS = (*PRODUCTS, "reduce", "reduce-window", "all-reduce")
 _MIB = 2**20
 
 
@@ -160,6 +163,25 @@ def test_drafts_leave_the_kernels_of_the_target_as_they_are(
     expected = [f".cache.layers[{layer}].{name}" for layer in range(layers) for name in ("keys", "values")]
     assert names == [*expected, "logits", *["features"] * draft.startswith("chain")]
     assert not others, f"{', '.join(others)}\n{first_difference(*texts)}"
+
+
+@pytest.mark.parametrize(("draft", "batch"), [("plain", 1), ("chain5", 8)])
+def test_an_invariant_target_sums_in_its_own_kernels_only(gpu: str, draft: str, batch: int, check: Check) -> None:
+    """No product and no reduction is left to the compiler, which would choose it by the number of rows."""
+    layers = min(DEPTHS)
+    _, text = compile_round(
+        Case(platform=gpu, draft=draft, batch=batch, program="run", layers=layers, invariant=True, prompt=CONTEXT)
+    )
+    sums: collections.Counter[str] = collections.Counter()
+    for computation in Module.parse(text).computations.values():
+        for step in computation:
+            scopes = step.attribute(r'op_name="([^"]*)"').split("/")
+            # The logits are computed in the scope of verification, whose own reductions are maxima and counts.
+            if ("target" in scopes and step.op in SUMS) or ("verify" in scopes and step.op in PRODUCTS):
+                sums[scopes[-2] if scopes[-1] == "pallas_call" else f"{step.op} in {'/'.join(scopes[-3:])}"] += 1
+    check.number(**sums)
+    of_a_layer = {"product": 4 * layers + 1, "norm": 2 * layers + 1, "flash_attention": layers, "join_splits": layers}
+    assert sums == of_a_layer
 
 
 @pytest.mark.parametrize("weights", ["fp8", "fp8-dynamic"])

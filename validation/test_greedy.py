@@ -23,10 +23,12 @@ from eagle3_jax import loop as loops
 from eagle3_jax.drafters import Plain
 from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
 from eagle3_jax.testing.scripted import FixedTree, RootState, chain_parents
+from eagle3_jax.topology import Chain
 from eagle3_jax.types import Draft, SamplingParams
 from validation.decodings import (
     CHAIN,
     SHAPES,
+    Decoded,
     Decoding,
     NeverRight,
     batch_of,
@@ -210,3 +212,38 @@ def test_the_text_does_not_depend_on_the_drafter(check: Check, subject: Subject,
             assert accepted >= drafted - len(prompts) * num_nodes > 0
         if name == "all wrong":
             assert drafted > 0 == accepted
+
+
+@pytest.mark.level("L3")
+def test_invariant_texts_and_bits_are_those_of_plain_decoding(
+    check: Check, subject: Subject, setting: Setting, new_tokens: int
+) -> None:
+    """As users compile: one token at a time, chains, and batches, in bfloat16. A CPU takes float32 too."""
+    compared = 0
+    prompts = some_prompts(subject, 8)
+    for dtype in ("bfloat16",) if setting.on_gpu else ("bfloat16", "float32"):
+        target, head = subject.pair(dtype)
+        invariant = dataclasses.replace(target, model=target.model.invariant(target.weights))
+
+        def decode(drafter: LoadedDrafter, batch: int, target: LoadedTarget = invariant) -> Decoded:
+            return Decoding(target, drafter, batch, new_tokens, {}).decode(prompts)
+
+        expected = decode(LoadedDrafter(Plain()), 1)
+        for length, batch in ((3, 1), (5, 8)):
+            decoded = decode(with_shape(head, Chain(length)), batch)
+            assert decoded.stats.num_accepted_tokens > len(prompts)
+            assert decoded.tokens == expected.tokens, f"{dtype}, chain of {length}, batch {batch}"
+            rows = rows_of(decoded.states)
+            for ours, theirs in zip(rows, rows_of(expected.states), strict=True):
+                compared += sum(leaf.nbytes for leaf in ours)
+                assert all(map(np.array_equal, ours, theirs)), f"{dtype}, chain of {length}, batch {batch}"
+    check.number(prompts=len(prompts), bytes_compared=compared)
+
+
+def rows_of(states: Sequence[GenerationState]) -> list[list[np.ndarray]]:
+    """Committed keys and values of every row of all batches."""
+    return [
+        [np.asarray(leaf)[row, :, :end] for leaf in jax.tree.leaves(state.cache.layers)]
+        for state in states
+        for row, end in enumerate(np.asarray(state.cache.length))
+    ]

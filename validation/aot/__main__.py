@@ -39,6 +39,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add("--mesh", default="", metavar="AXES", help="axes and sizes, such as model=4,data=2")
     add("--weights", default="dense", choices=WEIGHTS, help="kernels of target and head")
     add("--options", default="default", choices=OPTIONS, help="of the compiler: exact are those of L3")
+    add("--invariant", action="store_true", help="the target as SpeculativeDecoder(..., invariant=True) has it")
     add("--hlo", type=Path, metavar="FILE", help="write the optimized HLO of the last program")
     add("--record", type=Path, metavar="FILE", help="write the rows in place of those of the same programs")
     add("--table", type=Path, metavar="FILE", help="only print a record as Markdown")

@@ -74,6 +74,7 @@ class Case:
     #: Kernels of target and head, as :data:`~eagle3_jax.models.quantised.WEIGHTS` names them.
     weights: str = "dense"
     options: str = "default"  #: Of the compiler, by their name in :data:`OPTIONS`.
+    invariant: bool = False  #: Whether the target's bits for a token depend on nothing but the tokens before it.
 
     def __post_init__(self) -> None:
         Platform.named(self.platform)
@@ -104,6 +105,7 @@ class Case:
         words.append("sampled" if self.sampled else "greedy")
         words += [self.weights] * (self.weights != "dense")
         words += [self.options] * (self.options != "default")
+        words += ["invariant"] * self.invariant
         words += [self.mesh] * bool(self.mesh)
         for field in ("prompt", "capacity"):
             if getattr(self, field) != getattr(Case, field):
@@ -132,7 +134,7 @@ def compiled(case: Case) -> tuple[Facts, str]:
     """
     config = dataclasses.replace(case.config, layers=case.config.layers[: case.layers])
     loop = SpeculativeLoop(
-        target=DecoderTarget(config, BFLOAT16),
+        target=DecoderTarget(config, dataclasses.replace(BFLOAT16, invariant=case.invariant)),
         drafter=_drafter(case.draft, config),
         sampling_mode=SamplingMode.TRUNCATED if case.sampled else SamplingMode.GREEDY,
     )
