@@ -195,9 +195,9 @@ def compare(first: list[GenerationState], second: list[GenerationState]) -> dict
             equal = np.all(ours[:, : common - 1] == theirs[:, : common - 1], axis=(0, 2))
             values += ours[:, : common - 1].size
             if not equal.all():
-                place = {"row": row, "array": layer, "slot": int(np.argmin(equal)), "slots": int((~equal).sum())}
-                differing.append(place)
-    first_slots = sorted(differing, key=lambda place: (place["slot"], place["array"]))
+                difference = {"row": row, "array": layer, "slot": int(np.argmin(equal)), "slots": int((~equal).sum())}
+                differing.append(difference)
+    first_slots = sorted(differing, key=lambda entry: (entry["slot"], entry["array"]))
     return {
         "texts": sum(len(rows_of([state])) for state in first), "texts that part": len(parted), "at tokens": parted,
         "values": values, "arrays that differ": len(differing), "the first": first_slots[:3],
@@ -212,10 +212,10 @@ def in_words(result: Mapping[str, Any]) -> str:
         return f"{len(result['by other kernels'])} of {result['values']} values by other kernels"
     if not result["texts that part"] and not result["arrays that differ"]:
         return f"equal in {result['texts']} texts and {result['values']:,} values"
-    places = ", ".join(f"array {place['array']} from slot {place['slot']}" for place in result["the first"])
+    first = ", ".join(f"array {entry['array']} from slot {entry['slot']}" for entry in result["the first"])
     return (
         f"{result['texts that part']} of {result['texts']} texts part, {result['arrays that differ']} arrays differ "
-        f"({places}): {result['a difference means']}"
+        f"({first}): {result['a difference means']}"
     )
 
 
@@ -230,9 +230,9 @@ def _rows(state: GenerationState) -> list[Row]:
     bits = lambda array: np.asarray(array).view(np.uint16)
     caches = [(bits(layer.keys), bits(layer.values)) for layer in state.cache.layers]
     arrays = [array for keys_and_values in caches for array in keys_and_values]
-    ends = np.asarray(state.length)
+    lengths = np.asarray(state.length)
     tokens = np.asarray(state.tokens)
-    return [Row(tokens[row, :end], [array[row] for array in arrays]) for row, end in enumerate(ends)]
+    return [Row(tokens[row, :end], [array[row] for array in arrays]) for row, end in enumerate(lengths)]
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

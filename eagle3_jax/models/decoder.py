@@ -308,8 +308,7 @@ class DecoderTarget:
             cache = lax.optimization_barrier(self.init_cache(batch, -(-count // _SLOTS) * _SLOTS))
         elif not is_chain:
             raise ValueError("the draft is a tree; an invariant target takes chains, whose tokens are in order")
-        options = {"is_chain": True, "invariant": True}
-        per_layer = attention_contexts(self.config.layers, mask, positions, cache, **options)
+        per_layer = attention_contexts(self.config.layers, mask, positions, cache, is_chain=True, invariant=True)
         output = bind(Decoder, self.config, self.precision, params)(tokens, positions, per_layer, aux_layers)
         if not is_prompt:
             return output

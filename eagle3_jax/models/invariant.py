@@ -68,8 +68,8 @@ def in_tiles(multiply: Callable[[Array], Array], rows: Float[Array, "M D_in"]) -
     count, width = rows.shape
     tiles = jnp.pad(rows, ((0, -count % ROWS), (0, 0))).reshape(-1, ROWS, width)
     # The barriers keep what is before and after the product out of its kernel.
-    alone = lambda tile: lax.optimization_barrier(multiply(lax.optimization_barrier(tile)))
-    out = alone(tiles[0])[None] if len(tiles) == 1 else lax.map(alone, tiles)
+    isolated = lambda tile: lax.optimization_barrier(multiply(lax.optimization_barrier(tile)))
+    out = isolated(tiles[0])[None] if len(tiles) == 1 else lax.map(isolated, tiles)
     return out.reshape(-1, out.shape[-1])[:count]
 
 
@@ -146,16 +146,16 @@ def _product_kernel(
         some_outputs = pl.ds(column, tile.outputs)
         mask = are_rows[:, None] & are_inputs[None, :]
         factors = triton.load(rows_ref.at[pl.ds(row, tile.rows), some_inputs], mask=mask, other=0)
-        place = (some_outputs, some_inputs) if by_output else (some_inputs, some_outputs)
+        axes = (some_outputs, some_inputs) if by_output else (some_inputs, some_outputs)
         first_axis, second_axis = (are_outputs, are_inputs) if by_output else (are_inputs, are_outputs)
         options = {} if is_even else {"mask": first_axis[:, None] & second_axis[None, :], "other": 0}
-        weights = triton.load(kernel_ref.at[place], **options)
+        weights = triton.load(kernel_ref.at[axes], **options)
         return total + triton.dot(factors, weights, trans_b=by_output)
 
     total = lax.fori_loop(0, steps, add_step, jnp.zeros((tile.rows, tile.outputs), jnp.float32))
-    place = (split, pl.ds(row, tile.rows), pl.ds(column, tile.outputs))
+    written = (split, pl.ds(row, tile.rows), pl.ds(column, tile.outputs))
     mask = are_rows[:, None] & are_outputs[None, :]
-    triton.store(out_ref.at[place], total.astype(out_ref.dtype), mask=mask)
+    triton.store(out_ref.at[written], total.astype(out_ref.dtype), mask=mask)
 
 
 def norm(x: Float[Array, "*rows D"], scale: Array, eps: float, *, interpret: bool = False) -> Float[Array, "*rows D"]:
@@ -163,8 +163,8 @@ def norm(x: Float[Array, "*rows D"], scale: Array, eps: float, *, interpret: boo
 
     Args:
         x: The rows.
-        scale: ``[D]``, or ``[heads, D]`` if the axis before the last of ``x`` is that of heads. In float32 it
-            multiplies before rounding; in the type of ``x`` after it.
+        scale: ``[1 ... 1 D]``, or ``[1 ... heads D]`` if the axis before the last of ``x`` is that of heads. In float32
+            it multiplies before rounding; in the type of ``x`` after it.
         eps: See the formula.
         interpret: Whether to run the kernel with operations of JAX on any device, for tests.
     """
@@ -188,12 +188,12 @@ def _norm_kernel(x_ref: Any, scale_ref: Any, out_ref: Any, *, width: int, padded
     row = pl.program_id(0)
     channels = jnp.arange(padded, dtype=jnp.int32)
     mask = channels < width
-    place = (row, pl.ds(0, padded))
-    x = triton.load(x_ref.at[place], mask=mask, other=0).astype(jnp.float32)
+    whole_row = (row, pl.ds(0, padded))
+    x = triton.load(x_ref.at[whole_row], mask=mask, other=0).astype(jnp.float32)
     scale = triton.load(scale_ref.at[row % heads, pl.ds(0, padded)], mask=mask, other=0)
     y = x * lax.rsqrt(jnp.sum(x * x) / width + eps)
     y = y.astype(scale.dtype) * scale
-    triton.store(out_ref.at[place], y.astype(out_ref.dtype), mask=mask)
+    triton.store(out_ref.at[whole_row], y.astype(out_ref.dtype), mask=mask)
 
 
 def rounded(x: Float[Array, "*any"], dtype: DTypeLike) -> Float[Array, "*any"]:

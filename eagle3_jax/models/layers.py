@@ -336,15 +336,16 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         if not self.invariant:
             return self._by_operations(x)
-        by_kernel = lambda x: invariant.norm(x, self.factor(x.dtype), self.eps)
+        by_kernel = lambda x: invariant.norm(x, self.factor(x), self.eps)
         return lax.platform_dependent(x, cuda=by_kernel, default=self._by_operations)
 
-    def factor(self, dtype: DTypeLike) -> Float[Array, "*heads D"]:
-        """Returns the factor of normalised rows: of an RMS norm, by its kind in the type of ``x`` or in float32."""
+    def factor(self, x: Float[Array, "*rows D"]) -> Array:
+        """Returns what multiplies the normalised ``x``, as an array of as many axes: in its type, or in float32."""
+        scale = lax.broadcast_to_rank(self.scale[...], x.ndim)
         if self.kind == "plain":
             # The weight multiplies after the cast, as in the PyTorch models.
-            return self.scale[...].astype(dtype)
-        scale = self.scale[...].astype(jnp.float32)
+            return scale.astype(x.dtype)
+        scale = scale.astype(jnp.float32)
         return 1.0 + scale if self.kind == "zero-centred" else scale
 
     def _by_operations(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
@@ -353,8 +354,8 @@ class RMSNorm(nnx.Module):
             centred = x.astype(jnp.float32)
             centred = centred - jnp.mean(centred, axis=-1, keepdims=True)
         y = normalised(centred, self.eps)
-        factor = lax.broadcast_to_rank(self.factor(x.dtype), x.ndim)
-        return (y.astype(factor.dtype) * factor).astype(x.dtype)
+        rounded = y.astype(x.dtype) if self.kind == "plain" else y
+        return (rounded * self.factor(x)).astype(x.dtype)
 
 
 def normalised(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:

@@ -67,8 +67,7 @@ def test_the_kernel_normalises(kind: Any, heads: int | None, dtype: Any) -> None
     norm = RMSNorm(72, 1e-5, kind, heads, invariant=True)
     norm.scale[...] = random(1, *norm.scale.shape)
     x = random(0, 2, 5, 3, 72, dtype=dtype)
-    factor = norm.factor(dtype)
-    actual = invariant.norm(x, factor, 1e-5, interpret=True)
+    actual = invariant.norm(x, norm.factor(x), 1e-5, interpret=True)
     tolerance = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(
         np.asarray(actual, np.float32), np.asarray(norm(x), np.float32), rtol=2 * tolerance, atol=tolerance
@@ -107,15 +106,15 @@ def test_a_query_has_the_same_bits_in_any_block_batch_and_cache() -> None:
 
 
 def target_of(dtype: str, kind: str) -> e3.LoadedTarget:
-    """A random target of a kind of attention; with a single query head for a key head XLA has other kernels."""
-    heads = {"one head": (2, 2), "groups": (6, 2)}.get(kind, (4, 2))
+    """A random target. XLA has other kernels for one query head of a key head, and in bfloat16 for two."""
+    heads = {"one head": (2, 2), "pairs": (4, 2)}.get(kind, (6, 2))
     options: dict[str, Any] = {"rope": RopeConfig(theta=1e4)}
     if kind == "norms":
         options |= {"qk_norm": True, "qkv_bias": True, "window": 24, "softcap": 20.0}
     mixer = GroupedQuery(num_heads=heads[0], num_kv_heads=heads[1], head_dim=32, **options)
     precision = PRECISIONS["float32" if dtype == "int8" else dtype]
     layers = uniform(2, mixer, GatedMLP(width=160))
-    target = tiny.target(61, width=96, layers=layers, tie_embeddings=kind == "groups", precision=precision)
+    target = tiny.target(61, width=96, layers=layers, tie_embeddings=kind == "pairs", precision=precision)
     return random_targets.in_eight_bits(target, "int8") if dtype == "int8" else target
 
 
@@ -154,9 +153,7 @@ def bits_of(
     ("dtype", "kind"),
     [
         ("float32", "one head"),
-        ("float32", "norms"),
         ("bfloat16", "pairs"),
-        ("bfloat16", "groups"),
         ("mixed", "norms"),
         ("int8", "one head"),
     ],
@@ -166,15 +163,15 @@ def test_bits_do_not_depend_on_blocks_batches_and_caches(dtype: str, kind: str) 
     target = target_of(dtype, kind)
     model = target.model.invariant(target.weights)
     texts = np.random.default_rng(0).integers(0, 61, (8, PROMPT + NEW)).astype(np.int32)
-    alone = bits_of(target, model, texts[:1], size=1, capacity=64)
+    single = bits_of(target, model, texts[:1], size=1, capacity=64)
     for rows, size, capacity in SHAPES:
         together = bits_of(target, model, texts[:rows], size=size, capacity=capacity)
-        for ours, theirs in zip(together, alone, strict=True):
+        for ours, theirs in zip(together, single, strict=True):
             np.testing.assert_array_equal(ours[:1], theirs, err_msg=f"{rows} rows, {size} tokens, {capacity} slots")
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("size", [1, 7, 16, 64])
+@pytest.mark.parametrize("size", [7, 64])
 def test_a_prompt_in_chunks_has_the_bits_of_the_whole(size: int) -> None:
     """Prompts of 33 and 20 tokens, also in chunks that end in padding."""
     target = target_of("bfloat16", "norms")
@@ -182,38 +179,37 @@ def test_a_prompt_in_chunks_has_the_bits_of_the_whole(size: int) -> None:
     decoder = e3.SpeculativeDecoder(target, head, num_speculative_tokens=3, invariant=True)
     texts = np.random.default_rng(1).integers(0, 61, 33).tolist()
     loop, prompts, rows = decoder.batch([texts, texts[:20]], 8, None, 0, None)
-    whole = loops.prefill(loop, decoder.params, prompts, capacity=64)
+    unchunked = loops.prefill(loop, decoder.params, prompts, capacity=64)
     state = loops.empty(loop, decoder.params, prompts, capacity=64)
     length = jnp.array([len(row) for row in rows], jnp.int32)
     for _ in range(-(-33 // size)):
         state = loops.extend(loop, decoder.params, state, length, size=size)
-    for ours, theirs in zip(jax.tree.leaves(state.cache.layers), jax.tree.leaves(whole.cache.layers), strict=True):
+    for ours, theirs in zip(jax.tree.leaves(state.cache.layers), jax.tree.leaves(unchunked.cache.layers), strict=True):
         for row, end in enumerate((33, 20)):
             np.testing.assert_array_equal(ours[row, :, :end], theirs[row, :, :end])
-    np.testing.assert_array_equal(state.tokens[:, :34], whole.tokens[:, :34])
+    np.testing.assert_array_equal(state.tokens[:, :34], unchunked.tokens[:, :34])
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_texts_are_those_of_plain_decoding(dtype: str) -> None:
-    """Of the shipped pair, with n-grams and chains, alone and in a batch; tokens and logits are compared."""
-    target = e3.load_target(dtype=dtype)
+def test_texts_are_those_of_plain_decoding() -> None:
+    """Of the shipped pair in bfloat16: a chain in a batch, and n-grams alone."""
+    target = e3.load_target(dtype="bfloat16")
     head = e3.load_drafter(target=target)
     prompts = ["def fibonacci(n):", "import os\n", "class Stack:\n    def", "for i in range("]
-    options = {"max_new_tokens": 40, "logprobs": 1}
-    expected = e3.SpeculativeDecoder(target, invariant=True).generate(prompts[:1], **options)
-    decoders = {
-        "chain of 5": e3.SpeculativeDecoder(target, head, num_speculative_tokens=5, invariant=True),
-        "n-grams": e3.SpeculativeDecoder(target, NGram(), invariant=True),
-    }
-    for name, decoder in decoders.items():
-        for batch in (prompts[:1], prompts):
-            result = decoder.generate(batch, **options)
-            assert result.rows[0].tokens == expected.rows[0].tokens, name
-            assert result.rows[0].stats.num_accepted_tokens > 0
+    generate = lambda decoder, prompts: decoder.generate(prompts, max_new_tokens=24).rows[0]
+    expected = generate(e3.SpeculativeDecoder(target, invariant=True), prompts[:1])
+    chain = e3.SpeculativeDecoder(target, head, num_speculative_tokens=5, invariant=True)
+    lookup = e3.SpeculativeDecoder(target, NGram(), invariant=True)
+    assert chain.invariant and not e3.SpeculativeDecoder(target, head).invariant
+    for row in (generate(chain, prompts), generate(lookup, prompts[:1])):
+        assert row.stats.num_accepted_tokens > 0
+        assert row.tokens == expected.tokens
 
 
 # ---------------------------------------------------------------- refusals
+
+
+EXPERTS = Experts(num_experts=4, per_token=2, width=8, router="softmax")
 
 
 @pytest.mark.parametrize(

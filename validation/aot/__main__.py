@@ -64,7 +64,8 @@ def _measure(options: argparse.Namespace) -> None:
     if options.layers not in ("", "all") and not options.layers.isdigit():
         raise ValueError(f"--layers is {options.layers!r}; expected a number of layers, or all")
     depths = [None] if options.layers else DEPTHS
-    fixed = {name: getattr(options, name) for name in ("sampled", "capacity", "prompt", "mesh", "weights", "options")}
+    same = ("sampled", "capacity", "prompt", "mesh", "weights", "options", "invariant")
+    fixed = {name: getattr(options, name) for name in same}
     fixed["layers"] = int(options.layers) if options.layers.isdigit() else None
     names = ("platform", "target", "draft", "batch", "program")
     for values in itertools.product(*(getattr(options, name) for name in names)):
