@@ -188,12 +188,11 @@ def _norm_kernel(x_ref: Any, scale_ref: Any, out_ref: Any, *, width: int, padded
     row = pl.program_id(0)
     channels = jnp.arange(padded, dtype=jnp.int32)
     mask = channels < width
-    whole_row = (row, pl.ds(0, padded))
-    x = triton.load(x_ref.at[whole_row], mask=mask, other=0).astype(jnp.float32)
-    scale = triton.load(scale_ref.at[row % heads, pl.ds(0, padded)], mask=mask, other=0)
+    x = triton.load(x_ref.at[row, channels], mask=mask, other=0).astype(jnp.float32)
+    scale = triton.load(scale_ref.at[row % heads, channels], mask=mask, other=0)
     y = x * lax.rsqrt(jnp.sum(x * x) / width + eps)
     y = y.astype(scale.dtype) * scale
-    triton.store(out_ref.at[whole_row], y.astype(out_ref.dtype), mask=mask)
+    triton.store(out_ref.at[row, channels], y.astype(out_ref.dtype), mask=mask)
 
 
 def rounded(x: Float[Array, "*any"], dtype: DTypeLike) -> Float[Array, "*any"]:
