@@ -1,4 +1,4 @@
-"""Products and norms in which the bits of a row depend on that row alone, not on the rows beside it.
+"""Products and norms in which the bits of a row depend on that row alone, not on the other rows.
 
 Compilers choose the algorithm of a product, and the order of the sums in a norm, by the number of rows. So a token has
 other bits alone than in a block that verifies a draft, or in a batch. Here each has one algorithm. On NVIDIA GPUs it is
