@@ -195,11 +195,12 @@ def invariant_attention(
     if tokens <= _LONGEST:
         return attend(queries, seen=seen, length=length, size=size)
     spare = -tokens % _LONGEST
-    chunked = lambda array: jnp.moveaxis(
-        jnp.pad(array, [(0, 0), (0, spare), *[(0, 0)] * (array.ndim - 2)]).reshape(
-            array.shape[0], -1, _LONGEST, *array.shape[2:]
-        ), 1, 0,
-    )  # fmt: skip
+
+    def chunked(array: Array) -> Array:
+        padding = [(0, 0), (0, spare), *[(0, 0)] * (array.ndim - 2)]
+        chunks = jnp.pad(array, padding).reshape(array.shape[0], -1, _LONGEST, *array.shape[2:])
+        return jnp.moveaxis(chunks, 1, 0)
+
     starts = jnp.arange(0, tokens, _LONGEST, dtype=jnp.int32)
     chunks = (starts, chunked(queries), None if seen is None else chunked(seen))
     # The tokens of the block before a chunk are in their slots, as committed ones are.
