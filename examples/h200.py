@@ -402,7 +402,7 @@ class Part(NamedTuple):
 # The first five fit into one command.
 PARTS = {
     "device": Part(40, device),
-    "bits": Part(150, bits_),
+    "bits": Part(150, bits_, {"JAX_ENABLE_COMPILATION_CACHE": "false"}),  # else the second compilation is the first
     "text": Part(35, text),
     "weights": Part(100, weights),
     "invariant": Part(120, invariant),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,13 +72,15 @@ def _both(meaning: str, **change: Any) -> Comparison:
 
 COMPARISONS = {
     "blocks of 4, run twice": Comparison(BLOCKS, BLOCKS._replace(again=1), "a kernel is not deterministic"),
-    "blocks of 4, compiled twice": Comparison(BLOCKS, BLOCKS._replace(again=2), "the compiler chooses by time"),
+    "blocks of 4, compiled twice": Comparison(
+        BLOCKS, BLOCKS._replace(again=2), "the compiler chooses otherwise each time"
+    ),
     "chain of 3, run twice": Comparison(CHAIN, CHAIN._replace(again=1), "a kernel is not deterministic"),
     FAILING: _both("the cell that failed in level L3 fails again"),
     "the same, batch 2": _both("it is not the padding of 4 rows to 8", batch=2),
     "the same, default options": _both("as users have it, the bits differ", options="default"),
     "the same, nondeterministic operations excluded": _both(
-        "it is no kernel that adds in a random order", options="nondeterministic ones excluded"
+        "the cause is not a kernel that adds in a random order", options="nondeterministic ones excluded"
     ),
     "the same, cuBLAS": _both("it is not cuBLASLt", options="cuBLAS, not cuBLASLt"),
     "the same, attention by XLA": _both("it is not the attention kernel", kernel=False),
@@ -108,37 +111,29 @@ def decide(
         tokens: New tokens of every prompt.
         comparisons: Names of :data:`COMPARISONS`; among them the failing cell.
     """
-    with jax.default_matmul_precision("highest"):
-        _decide(add, folder, tokens, {name: COMPARISONS[name] for name in comparisons})
-
-
-def _decide(
-    add: Callable[[str, Mapping[str, Any]], None], folder: Path, tokens: int, comparisons: Mapping[str, Comparison]
-) -> None:
     prompts = some_prompts(choose(Setting()), PROMPTS)
     programs = Programs(tokens)
-    runs = dict.fromkeys(run for comparison in comparisons.values() for run in comparison[:2])
-    # The compiler uses other cores while this thread traces the next program.
+    chosen = {name: COMPARISONS[name] for name in comparisons}
+    runs = dict.fromkeys(run for comparison in chosen.values() for run in comparison[:2])
+    # Programs are compiled together on the cores of the host, and compared in the order of the table.
     with concurrent.futures.ThreadPoolExecutor(8) as compilers:
-        futures = {run: programs.compile(run, compilers) for run in runs if run.again != 1}
-    states: dict[Run, list[GenerationState]] = {}
+        compiled = {run: compilers.submit(programs.compile, run) for run in runs if run.again != 1}
 
-    def states_of(run: Run) -> list[GenerationState]:
-        if run not in states:
-            compiled = futures[run._replace(again=0) if run.again == 1 else run]
-            states[run] = programs.run(run, tuple(future.result() for future in compiled), prompts)
-        return states[run]
+        @functools.cache
+        def states_of(run: Run) -> list[GenerationState]:
+            program = compiled[run._replace(again=0) if run.again == 1 else run]
+            return programs.run(run, program.result(), prompts)
 
-    for name, comparison in comparisons.items():
-        try:
-            result = compare(states_of(comparison.first), states_of(comparison.second))
-        except Exception as error:  # of the compiler or the device: the other comparisons still tell something
-            result = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-        add(name, result | {"a difference means": comparison.meaning})
+        for name, comparison in chosen.items():
+            try:
+                result = compare(states_of(comparison.first), states_of(comparison.second))
+            except Exception as error:  # of the compiler or the device: the other comparisons still tell something
+                result = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+            add(name, result | {"a difference means": comparison.meaning})
 
     folder.mkdir(parents=True, exist_ok=True)
     for part, index in (("prefill", 0), ("rounds", 1)):
-        texts = {name: text_of(futures[run][index].result()) for name, run in (("blocks", BLOCKS), ("chain", CHAIN))}
+        texts = {name: text_of(compiled[run].result()[index]) for name, run in (("blocks", BLOCKS), ("chain", CHAIN))}
         for name, text in texts.items():
             (folder / f"{part}-{name}.hlo").write_text(text)
         names = compared(*texts.values())
@@ -161,16 +156,16 @@ class Programs:
             return decoder.loop, decoder.params
         return SpeculativeLoop(self.target.model, drafter.drafter), LoopParams(self.target.params, drafter.params)
 
-    def compile(self, run: Run, compilers: concurrent.futures.Executor) -> tuple[Any, Any]:
-        """Returns the futures of the prefill and of the rounds."""
+    def compile(self, run: Run) -> tuple[Any, Any]:
+        """Returns the compiled prefill and rounds."""
         loop, params = self.loop(run)
         prompts = jax.eval_shape(lambda: batch_of([[0]] * run.batch, self.tokens))
         options = OPTIONS[run.options]
         kernel = flash.enabled(False) if not run.kernel else contextlib.nullcontext()
-        with kernel:
+        with kernel, jax.default_matmul_precision("highest"):
             prefill = loops.prefill.lower(loop, params, prompts, capacity=CAPACITY)
             rounds = loops.run.lower(loop, params, prefill.out_info)
-        return tuple(compilers.submit(lowered.compile, options) for lowered in (prefill, rounds))
+        return prefill.compile(options), rounds.compile(options)
 
     def run(self, run: Run, compiled: tuple[Any, Any], prompts: list[list[int]]) -> list[GenerationState]:
         """Returns the final state of every batch."""

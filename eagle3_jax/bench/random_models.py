@@ -142,13 +142,12 @@ def _shapes(part: DecoderTarget | Eagle3Drafter, weights: str) -> Any:
 
 def _sample(shapes: Any, key: jax.Array, precision: Precision) -> Any:
     """Samples one array at a time, so that at most one temporary copy exists."""
-    is_kernel = lambda leaf: isinstance(leaf, EightBitKernel)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_kernel)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=_is_kernel)
     arrays = []
     for (path, leaf), leaf_key in zip(leaves, jax.random.split(key, len(leaves)), strict=True):
         name = getattr(path[-1], "key", str(path[-1]))
         deviation = 1.0 if name == "embedding" else leaf.shape[0] ** -0.5
-        if is_kernel(leaf):
+        if isinstance(leaf, EightBitKernel):
             arrays.append(_eight_bits(leaf, leaf_key, deviation))
         elif len(leaf.shape) == 1:
             arrays.append(jnp.full(leaf.shape, 1.0 if name == "scale" else 0.0, precision.activations))
@@ -156,6 +155,10 @@ def _sample(shapes: Any, key: jax.Array, precision: Precision) -> Any:
             dtype = jnp.dtype(precision.operands).name
             arrays.append(_normal(leaf_key, shape=leaf.shape, scale=deviation, dtype=dtype))
     return jax.tree.unflatten(tree, arrays)
+
+
+def _is_kernel(leaf: Any) -> bool:
+    return isinstance(leaf, EightBitKernel)
 
 
 def _eight_bits(shapes: EightBitKernel, key: jax.Array, deviation: float) -> EightBitKernel:

@@ -188,12 +188,12 @@ class CacheContext(NamedTuple):
         if self.kernel is not None:
             options = {"scale": scoring.factor(queries.shape[-1]), "softcap": scoring.softcap}
             return flash.invariant_attention(queries, written, **options, **self.kernel._asdict())
-        # XLA's CPU backend multiplies fewer rows by other kernels.
+        # XLA's CPU backend multiplies one or two rows by other kernels than more.
         tokens = queries.shape[1]
         spare = -tokens % ROWS
-        pad = lambda array: jnp.pad(array, [(0, 0), (0, spare), *[(0, 0)] * (array.ndim - 2)])
-        segment = Segment(written, pad(self.visible))
-        return attention(pad(queries), (segment,), (), scoring)[:, :tokens]
+        visible = jnp.pad(self.visible, ((0, 0), (0, spare), (0, 0)))
+        padded = jnp.pad(queries, ((0, 0), (0, spare), (0, 0), (0, 0)))
+        return attention(padded, (Segment(written, visible),), (), scoring)[:, :tokens]
 
 
 class RecurrentContext(NamedTuple):

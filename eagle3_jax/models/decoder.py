@@ -64,7 +64,7 @@ MIXERS: dict[type, Callable[..., nnx.Module]] = {
 MLPS: dict[type, Callable[..., nnx.Module]] = {GatedMLP: SwiGLU, Experts: ExpertMLP}
 
 
-# Capacities of the caches of invariant targets are multiples of this; other sums over slots have other orders on CPUs.
+# On CPUs a sum over another number of slots than a multiple of this may have another order.
 _SLOTS = 64
 
 
@@ -253,8 +253,10 @@ class DecoderTarget:
         return self.config.vocab_size
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """Returns an empty cache of ``capacity`` slots per row."""
+        """Returns an empty cache of ``capacity`` slots per row, of an invariant target of a multiple of 64."""
         dtype = self.precision.activations
+        if self.precision.invariant:
+            capacity = -(-capacity // _SLOTS) * _SLOTS
         return empty_cache(self.config.layers, batch=batch, capacity=capacity, dtype=dtype)
 
     def __call__(
@@ -282,38 +284,25 @@ class DecoderTarget:
                 f"aux_layers is {aux_layers}; expected 0 to {layers} (the output of the last of {layers} layers), or "
                 f"{layers + 1} (after the final norm)"
             )
-        if self.precision.invariant:
-            return self._run_alike(params, tokens, positions, mask, cache, aux_layers, is_chain)
-        per_layer = attention_contexts(self.config.layers, mask, positions, cache, length, is_chain=is_chain)
+        is_prompt = cache is None
+        invariant = self.precision.invariant
+        if invariant and is_prompt:
+            # A prompt attends as later tokens do: to the slots of a cache. Without the barrier XLA spends minutes of
+            # compilation on folding attention over an empty cache.
+            cache = lax.optimization_barrier(self.init_cache(*tokens.shape))
+        elif invariant and not is_chain:
+            raise ValueError("the draft is a tree; an invariant target takes chains, whose tokens are in order")
+        per_layer = attention_contexts(
+            self.config.layers, mask, positions, cache, length, is_chain=is_chain or invariant, invariant=invariant
+        )
         if positions.shape != tokens.shape:
             positions = positions[:, positions.shape[1] - tokens.shape[1] :]
         decoder = bind(Decoder, self.config, self.precision, params)
-        return decoder(tokens, positions, per_layer, aux_layers)
-
-    def _run_alike(
-        self,
-        params: Params,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        mask: Bool[Array, "#B T T"],
-        cache: Cache | None,
-        aux_layers: tuple[int, ...],
-        is_chain: bool,
-    ) -> TargetOutput:
-        """Runs a block for :meth:`invariant`. A prompt attends as later tokens do: to the slots of a cache."""
-        batch, count = tokens.shape
-        is_prompt = cache is None
-        if is_prompt:
-            # Without the barrier XLA spends minutes of compilation on folding attention over an empty cache.
-            cache = lax.optimization_barrier(self.init_cache(batch, -(-count // _SLOTS) * _SLOTS))
-        elif not is_chain:
-            raise ValueError("the draft is a tree; an invariant target takes chains, whose tokens are in order")
-        per_layer = attention_contexts(self.config.layers, mask, positions, cache, is_chain=True, invariant=True)
-        output = bind(Decoder, self.config, self.precision, params)(tokens, positions, per_layer, aux_layers)
-        if not is_prompt:
+        output = decoder(tokens, positions, per_layer, aux_layers)
+        if not (invariant and is_prompt):
             return output
-        prompt_alone = [KeyValue(*(buffer[:, :, :count] for buffer in layer)) for layer in output.written]
-        return output.replace(written=tuple(prompt_alone))
+        of_prompt = [KeyValue(*(buffer[:, :, : tokens.shape[1]] for buffer in layer)) for layer in output.written]
+        return output.replace(written=tuple(of_prompt))
 
     def unembed(self, params: Params, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Returns logits in float32 for outputs of the final norm."""

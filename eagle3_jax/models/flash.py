@@ -85,7 +85,7 @@ def is_supported(queries: Float[Array, "B T heads H"], kv: KeyValue) -> bool:
 
 
 def fits(channels: int) -> bool:
-    """Returns whether the kernel supports heads of so many channels."""
+    """Returns whether the kernel supports heads with this number of channels."""
     return 16 <= channels <= 256 and channels.bit_count() == 1
 
 
@@ -203,8 +203,12 @@ def invariant_attention(
 
     starts = jnp.arange(0, tokens, _LONGEST, dtype=jnp.int32)
     chunks = (starts, chunked(queries), None if seen is None else chunked(seen))
-    # The tokens of the block before a chunk are in their slots, as committed ones are.
-    of_chunk = lambda chunk: attend(chunk[1], seen=chunk[2], length=length + chunk[0], size=_LONGEST)
+
+    def of_chunk(chunk: tuple[Array, Array, Array | None]) -> Array:
+        # The tokens of the block before a chunk are in their slots, as committed ones are.
+        start, some_queries, seen = chunk
+        return attend(some_queries, seen=seen, length=length + start, size=_LONGEST)
+
     out = jnp.moveaxis(lax.map(of_chunk, chunks), 0, 1)
     return out.reshape(batch, tokens + spare, -1)[:, :tokens]
 
