@@ -94,6 +94,37 @@ def forward(model: Any, params: Any, tokens: Int[Array, "B T"]) -> tuple[Array, 
     return model.unembed(params, final), final
 
 
+def in_blocks(
+    model: DecoderTarget, params: Any, texts: np.ndarray, *, prompt: int, size: int, capacity: int
+) -> tuple[np.ndarray, Cache]:
+    """Returns the logits after a prompt, ``size`` tokens of every text at a time, and the cache of ``capacity`` slots.
+
+    The last block is left out if it is not full.
+    """
+    tokens = jnp.asarray(texts)
+    batch, end = tokens.shape
+    lengths = jnp.full((batch,), prompt, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(prompt, dtype=jnp.int32), (batch, prompt))
+
+    @jax.jit
+    def prefill(params: Any) -> Cache:
+        output = model(params, tokens[:, :prompt], positions, causal_mask(prompt), length=lengths)
+        return model.init_cache(batch, capacity).fill(output.written, lengths)
+
+    @jax.jit
+    def step(params: Any, cache: Cache, block: Array) -> tuple[Array, Cache]:
+        at = cache.length[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        output = model(params, block, at, causal_mask(size), cache, is_chain=True)
+        return model.unembed(params, output.final), cache.commit(output.written, jnp.full((batch,), size, jnp.int32))
+
+    cache = prefill(params)
+    logits = []
+    for start in range(prompt, end - size + 1, size):
+        block_logits, cache = step(params, cache, tokens[:, start : start + size])
+        logits.append(np.asarray(block_logits))
+    return np.concatenate(logits, axis=1), cache
+
+
 def copied(params: Any) -> Any:
     """Returns new dictionaries that hold the same arrays."""
     return jax.tree.map(lambda leaf: leaf, params)

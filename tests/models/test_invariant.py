@@ -128,30 +128,8 @@ def bits_of(
     target: e3.LoadedTarget, model: DecoderTarget, texts: np.ndarray, *, size: int, capacity: int
 ) -> list[np.ndarray]:
     """Logits of the last tokens of every text, ``size`` tokens at a time after a prompt; then all keys and values."""
-    batch = len(texts)
-    tokens = jnp.asarray(texts)
-    lengths = jnp.full((batch,), PROMPT, jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(PROMPT, dtype=jnp.int32), (batch, PROMPT))
-
-    @jax.jit
-    def prefill(params: Any) -> Any:
-        output = model(params, tokens[:, :PROMPT], positions, causal_mask(PROMPT), length=lengths)
-        return model.init_cache(batch, capacity).fill(output.written, lengths)
-
-    @jax.jit
-    def step(params: Any, cache: Any, block: jax.Array) -> tuple[jax.Array, Any]:
-        count = block.shape[1]
-        at = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-        output = model(params, block, at, causal_mask(count), cache, is_chain=True)
-        return model.unembed(params, output.final), cache.commit(output.written, jnp.full((batch,), count, jnp.int32))
-
-    cache = prefill(target.params)
-    logits = []
-    for start in range(PROMPT, PROMPT + NEW, size):
-        block_logits, cache = step(target.params, cache, tokens[:, start : start + size])
-        logits.append(np.asarray(block_logits))
-    committed = [np.asarray(leaf)[:, :, : PROMPT + NEW] for leaf in jax.tree.leaves(cache.layers)]
-    return [np.concatenate(logits, axis=1), *committed]
+    logits, cache = tiny.in_blocks(model, target.params, texts, prompt=PROMPT, size=size, capacity=capacity)
+    return [logits, *(np.asarray(leaf)[:, :, : PROMPT + NEW] for leaf in jax.tree.leaves(cache.layers))]
 
 
 @pytest.mark.bits
