@@ -18,6 +18,7 @@ ORDER = (
     ("L3", "", "bits differ where a compiler or a kernel errs, and it was red on the first GPU"),
     ("L4", "", "every token in bfloat16, in which models are served"),
     ("L5", "", "the same text as in vLLM, recorded or run"),
+    ("L8", "every round drafts and accepts what was recorded", "rounds of vLLM in a trained pair"),
     ("L8", "", "the same rounds as in vLLM: features, norms and positions of the head"),
     ("HF", "", "greedy text of transformers, which is slow"),
     ("L0", "", "the acceptance rule on this device; CPUs have shown the rule itself"),

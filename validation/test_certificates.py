@@ -14,11 +14,13 @@ import pytest
 
 from eagle3_jax import DynamicTree, SpeculationSchedule, SpeculativeDecoder
 from eagle3_jax.certify import Certificate, Client, Plan, Verdict, certify
-from eagle3_jax.serving.local import serving
 from validation.engines.vllm.bridge import eagle3
 from validation.fixtures import launched
 from validation.runs import Check
 from validation.subject import Setting, Subject, some_prompts
+
+pytest.importorskip("uvicorn", reason="our server needs uvicorn, of the extra `serve`")
+from eagle3_jax.serving.local import serving
 
 pytestmark = pytest.mark.level("L6")
 

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax import SpeculativeDecoder
-from eagle3_jax.serving.local import serving
 from validation.fixtures import vllm_interpreter
 from validation.runs import Check
 from validation.subject import Setting, Subject, some_prompts
+
+pytest.importorskip("uvicorn", reason="our server needs uvicorn, of the extra `serve`")
+from eagle3_jax.serving.local import serving
 
 pytestmark = pytest.mark.level("L6")
 

@@ -80,7 +80,7 @@ def random_pair(
         shape: A name of :data:`SHAPES`, or a configuration.
         precision: Precision of weights and activations.
         num_layers: Number of layers, at least 2, for experiments; ``None`` for those of the shape.
-        weights: How the kernels of both are stored, one of :data:`~eagle3_jax.models.quantised.WEIGHTS`. Those in eight
+        weights: How the kernels of both are stored, one of ``models.quantised.WEIGHTS``. Those in eight
             bits are sampled in eight bits, so that they never take more memory.
 
     Raises:

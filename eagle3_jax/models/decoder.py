@@ -216,7 +216,7 @@ class DecoderTarget:
         block is then a chain.
 
         Args:
-            weights: How kernels are stored, as :data:`~eagle3_jax.models.quantised.WEIGHTS` names it.
+            weights: How kernels are stored, as ``models.quantised.WEIGHTS`` names it.
 
         Raises:
             ValueError: A part of the target cannot be computed so on this device.

@@ -28,7 +28,7 @@ class Precision:
     name: str  #: Name on the command line.
     operands: DTypeLike  #: Type of weights, and of activations as operands of a product.
     activations: DTypeLike  #: Type of sums in products, of the residual stream and of the caches.
-    #: Whether the bits of a row depend on that row alone (:mod:`eagle3_jax.models.invariant`).
+    #: Whether the bits of a row depend on that row alone (``eagle3_jax.models.invariant``).
     invariant: bool = False
 
 
@@ -321,7 +321,7 @@ class RMSNorm(nnx.Module):
 
     The model's :data:`~eagle3_jax.models.config.NormKind` says how ``w`` is applied, and whether the mean of ``x`` is
     subtracted first. With ``heads`` every head has weights of its own. If ``invariant``, the bits of a row depend on
-    that row alone (:mod:`eagle3_jax.models.invariant`).
+    that row alone (``eagle3_jax.models.invariant``).
     """
 
     def __init__(

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -260,6 +261,15 @@ def test_tests_of_the_core_run_in_a_process_of_their_own(validate, tmp_path: Pat
     assert report["L0"].checks[0].numbers == {"tests": 1, "failed": 0, "skipped": 0}
     assert "1 of 2 tests failed: ['test_wrong']" in report["L1"].reason
     assert report["L2"].reason == "1 of 2 tests skipped: no torch"
+
+
+def test_checks_are_collected_where_optional_packages_are_missing() -> None:
+    missing = ["uvicorn", "starlette", "prometheus_client", "outlines_core", "gguf"]
+    collect = "import sys, pytest; sys.modules |= dict.fromkeys({}); sys.exit(pytest.main({}))"
+    options = ["validation", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-c", collect.format(missing, options)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
 
 
 def test_without_beartype_shapes_are_not_checked_and_the_report_says_so(validate, tmp_path: Path) -> None:
