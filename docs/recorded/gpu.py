@@ -1,16 +1,26 @@
-"""Tables of one H100, from one record in validation/results: rounds of Llama-3.1-8B's shape, and the chat model."""
+"""Tables of one H100 and one H200, each from one record in validation/results."""
 
 from __future__ import annotations
 
 from page_tables import Row, record, spread, table
 from speeds import tau
 
+from eagle3_jax.bench.records import spread_of
+
+
+def origin(name: str, run: Row) -> str:
+    """Names the run of a record."""
+    return (
+        f"Version {run['version']}, commit `{run['commit'][:10]}`, {run['device']}, jax {run['jax']}, "
+        f"[`{name}.json`](../validation/results/{name}.json)."
+    )
+
+
 RECORD = record("nvidia-h100")
 FIGURES = RECORD["rounds"]["figures"]
-RUN = (
-    f"Version {RECORD['version']}, commit `{RECORD['commit'][:10]}`, {RECORD['device']}, jax {RECORD['jax']}, "
-    "[`nvidia-h100.json`](../validation/results/nvidia-h100.json)."
-)
+RUN = origin("nvidia-h100", RECORD)
+H200 = record("nvidia-h200")
+RUN_ON_H200 = origin("nvidia-h200", H200)
 DRAFTS = {
     "plain": "plain step",
     "verify 6": "verification of 6 tokens",
@@ -27,11 +37,10 @@ def rounds() -> str:
     lines = []
     for name, label in DRAFTS.items():
         figure = FIGURES[name]
-        milliseconds = 1e3 * figure["seconds_per_round"]["median"]
         plain_steps = figure["round_in_bases"]["median"]
         is_draft = name.startswith(("chain", "tree"))
         speed = f"{figure['speed_in_bases']['median']:.2f}" if is_draft else ""
-        lines.append([label, f"{milliseconds:.2f}", f"{plain_steps:.3f}", speed])
+        lines.append([label, milliseconds(figure), f"{plain_steps:.3f}", speed])
     return f"{table(['what', 'ms', 'plain steps', 'speed-up, acceptance simulated'], lines)}\n\n{RUN}"
 
 
@@ -51,3 +60,40 @@ def chat_model() -> str:
         ratio = "" if row["name"].startswith("plain") else spread(row["ratio"])
         lines.append([f"{report['batch_size']}", row["name"], tau(row), speed, ratio, texts])
     return f"{table(['batch', 'draft', 'τ', 'tokens/s', 'speed-up', 'same texts'], lines)}\n\n{RUN}"
+
+
+def in_turns(figure: Row, base: Row) -> str:
+    """Writes the ratio of the times of two cells that took turns. The first value of each is from before the turns."""
+    ours, theirs = (cell["seconds_per_round"]["values"] for cell in (figure, base))
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    return spread(spread_of(ratios[1:])) if ratios[1:] else f"{ratios[0]:.2f}"
+
+
+def milliseconds(figure: Row) -> str:
+    """Writes the median time of a round."""
+    return f"{1e3 * figure['seconds_per_round']['median']:.2f}"
+
+
+def price() -> str:
+    """Writes the times of rounds with invariant decoding and without."""
+    figures = H200["h200"]["invariant"]
+    lines = []
+    for name, default in figures.items():
+        batch, _, draft = name.partition(", ")
+        if invariant := figures.get(f"{batch}, invariant {draft}"):
+            times = [milliseconds(default), milliseconds(invariant), in_turns(invariant, default)]
+            lines.append([batch.removeprefix("batch "), DRAFTS[draft], *times])
+    return f"{table(['batch', 'what', 'default, ms', 'invariant, ms', 'ratio'], lines)}\n\n{RUN_ON_H200}"
+
+
+def weights() -> str:
+    """Writes the times of plain steps with weights of each kind."""
+    figures = H200["h200"]["weights"]
+    lines = []
+    for kind, read in figures["step_bytes"].items():
+        step = figures[f"{kind}, plain"]
+        share = read / step["seconds_per_round"]["median"] / figures["copy_bytes_per_second"]
+        speed = in_turns(figures["bfloat16, plain"], step)
+        lines.append([kind, f"{read / 1e9:.1f}", milliseconds(step), speed, f"{share:.0%}"])
+    columns = ["weights", "GB read", "plain step, ms", "speed", "share of a copy's speed"]
+    return f"{table(columns, lines)}\n\n{RUN_ON_H200}"

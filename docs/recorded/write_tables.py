@@ -31,7 +31,12 @@ def tables() -> dict[str, dict[str, str]]:
         "docs/checkpoints.md": {"families": support.families_of_targets()},
         "docs/choosing.md": {"draft lengths": speeds.LENGTHS.draft_lengths()},
         "docs/expectations.md": {"bound": expected.bound(), "compiled": expected.compiled()},
-        "docs/gpu.md": {"rounds": gpu.rounds(), "chat model": gpu.chat_model()},
+        "docs/gpu.md": {
+            "rounds": gpu.rounds(),
+            "chat model": gpu.chat_model(),
+            "weights": gpu.weights(),
+            "price": gpu.price(),
+        },
         "docs/methods/index.md": {
             "what they are": methods.what_they_are(),
             "files and proof": methods.files_and_proof(),

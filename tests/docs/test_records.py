@@ -53,6 +53,33 @@ def test_the_readme_quotes_the_h100() -> None:
     check_quoted("docs/gpu.md", f"A plain step reads {read / copied:.0%} of what a copy moves")
 
 
+def test_the_page_quotes_the_h200() -> None:
+    measured = gpu.H200["h200"]
+    programs = [measured["bits"][f"programs of the {part}"] for part in ("prefill", "rounds")]
+    assert {(result["values"], len(result["by other kernels"])) for result in programs} == {(25, 0)}
+    comparisons = [result for name, result in measured["bits"].items() if not name.startswith(("programs", "clocks"))]
+    assert all(not result["texts that part"] and not result["arrays that differ"] for result in comparisons)
+    ((texts, values),) = {(result["texts"], result["values"]) for result in comparisons}
+    read = [measured["weights"]["step_bytes"][kind] for kind in ("fp8", "int8")]
+    seconds = [measured["weights"][f"{kind}, plain"]["seconds_per_round"]["median"] for kind in ("fp8", "int8")]
+    copied = measured["weights"]["copy_bytes_per_second"]
+    (share,) = {f"{count / time / copied:.0%}" for count, time in zip(read, seconds, strict=True)}
+    quick = gpu.H200["validation"]
+    assert {name for name, level in quick["levels"].items() if level["verdict"] == "passed (quick)"} == {"L3", "L4"}
+    assert not quick["failed"]
+    exact, rounded = (
+        next(check["numbers"] for check in quick["passed"] if check["name"].startswith(name))
+        for name in ("texts are equal but for ties", "texts in bfloat16")
+    )
+    check_quoted(
+        "docs/gpu.md",
+        f"all {len(comparisons)} comparisons are equal, each in {texts} texts of 128 new tokens and in {values:,} keys",
+        f"these products read at {share} of a copy's speed",
+        f"float32 {2 * exact['prompts']} texts of vLLM are equal in {exact['tokens']:,} tokens",
+        f"In bfloat16 {rounded['texts_that_part']} of {2 * rounded['prompts']} part",
+    )
+
+
 def test_the_numbers_quote_the_chat_model() -> None:
     figures = chat_model.RECORD["rounds"]["figures"]
     milliseconds = lambda name: figures[name]["milliseconds"]
