@@ -18,6 +18,7 @@ import gzip
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,7 @@ from eagle3_jax.bench.timing import CompileClock
 from eagle3_jax.devices.compilation import keep_compiled_programs
 from eagle3_jax.drafters import Plain
 from eagle3_jax.load import precision_named
+from eagle3_jax.models.invariant import Tile, product_by_kernel
 from eagle3_jax.verifiers.simulated import PUBLISHED_RATES
 
 SCHEMA = 4
@@ -62,6 +64,17 @@ TREES = {
 }
 WEIGHTS = {"bfloat16": "dense", "fp8": "fp8", "int8": "int8"}  # name of a figure to how kernels are stored
 INVARIANT = "invariant "  # before the name of a draft
+TILES = {
+    "the tile": Tile(),
+    "16 rows": Tile(rows=16),
+    "16 rows, 256 inputs": Tile(rows=16, inputs=256, stages=3),
+    "16 rows, 128 outputs": Tile(rows=16, outputs=128),
+    "16 rows, 32 outputs, 256 inputs": Tile(rows=16, outputs=32, inputs=256),
+    "16 rows, 512 programs": Tile(rows=16, programs=512),
+    "32 rows": Tile(rows=32),
+    "3 stages": Tile(stages=3),
+    "64 inputs": Tile(inputs=64, stages=6),
+}
 LARGEST = 64  # nodes: every cache has room for the largest draft, so that all have the same size
 # The operations that XLA of jax 0.10.2 puts into command buffers (CUDA graphs) by default.
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
@@ -319,6 +332,34 @@ def invariant(setting: Setting, record: Record) -> None:
         measure(setting, record, {f"batch {batch}, {draft}": cell(setting, draft, batch=batch) for draft in both})
 
 
+def tiles(setting: Setting, record: Record) -> None:
+    """Times the products of all layers by XLA, and by the kernel of invariant decoding with several tiles."""
+    matrices = [leaf for leaf in jax.tree.leaves(pair(setting)[0].params["blocks"]) if leaf.ndim == 2]
+    interpret = jax.default_backend() == "cpu"  # a rehearsal
+    for count in (1, NODES, LARGEST):
+        rows = jnp.ones((count, max(map(len, matrices))), jnp.bfloat16)
+        cells = {f"{count} rows, XLA": products(jnp.matmul, matrices, rows)}
+        for name, tile in TILES.items():
+            by_kernel = functools.partial(product_by_kernel, dtype=jnp.bfloat16, tile=tile, interpret=interpret)
+            cells[f"{count} rows, {name}"] = products(by_kernel, matrices, rows)
+        measure(setting, record, cells)
+
+
+def products(multiply: Callable[[Any, Any], Any], matrices: list[Any], rows: Any) -> Cell:
+    """Returns a cell that times one product of ``rows`` with every matrix."""
+
+    @jax.jit
+    def run(matrices: list[Any], rows: Any) -> list[Any]:
+        return [multiply(rows[:, : len(matrix)], matrix) for matrix in matrices]
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(run(matrices, rows))
+        return time.perf_counter() - start
+
+    return lambda: Pace(statistics.median(seconds() for _ in range(8)), 1, 1)
+
+
 def round_(setting: Setting, record: Record) -> None:
     """Times a plain step, a verification, a round of a chain, its target and its head alone, then trees."""
     target, _ = pair(setting)
@@ -407,6 +448,7 @@ PARTS = {
     "text": Part(35, text),
     "weights": Part(100, weights),
     "invariant": Part(120, invariant),
+    "tiles": Part(160, tiles),
     "round": Part(210, round_),
     "verify": Part(75, verify),
     "variants": Part(120, variants),

@@ -22,7 +22,6 @@ from jaxtyping import Array, DTypeLike, Float
 
 #: Rows of every product outside GPUs. XLA's CPU backend has its fastest products for two to four.
 ROWS = 4
-_PROGRAMS = 256  # intended number of programs of a product: more than a GPU has multiprocessors (132 on an H200)
 _FEWEST_STEPS = 4  # of a program over the inputs
 
 
@@ -34,6 +33,7 @@ class Tile(NamedTuple):
     inputs: int = 128
     warps: int = 4
     stages: int = 4
+    programs: int = 256  #: Intended number of programs: more than a GPU has multiprocessors (132 on an H200).
 
 
 def product(
@@ -100,13 +100,14 @@ def product_by_kernel(
     columns = math.ceil(outputs / tile.outputs)
     steps = math.ceil(width / tile.inputs)
     if splits is None:
-        splits = max(1, min(round(_PROGRAMS / columns), steps // _FEWEST_STEPS))
+        splits = max(1, min(round(tile.programs / columns), steps // _FEWEST_STEPS))
     steps_of_split = math.ceil(steps / splits)
     sizes = {"count": count, "width": width, "outputs": outputs, "inputs": inputs, "splits": splits}
     body = functools.partial(_product_kernel, tile=tile, steps=steps_of_split, **sizes)
     out = pl.pallas_call(
         body,
-        grid=(columns, math.ceil(count / tile.rows), splits),
+        # Programs that read the same weights run one after the other, so that all but one read them from the L2 cache.
+        grid=(math.ceil(count / tile.rows), columns, splits),
         out_shape=jax.ShapeDtypeStruct((splits, count, outputs), jnp.float32 if splits > 1 else dtype),
         compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
@@ -130,8 +131,8 @@ def _product_kernel(
     splits: int,
 ) -> None:
     """Computes a tile of outputs for a tile of rows, over one split of the inputs."""
-    column = pl.program_id(0) * tile.outputs
-    row = pl.program_id(1) * tile.rows
+    row = pl.program_id(0) * tile.rows
+    column = pl.program_id(1) * tile.outputs
     split = pl.program_id(2)
     are_rows = row + jnp.arange(tile.rows, dtype=jnp.int32) < count
     are_outputs = column + jnp.arange(tile.outputs, dtype=jnp.int32) < outputs
