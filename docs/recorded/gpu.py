@@ -64,8 +64,8 @@ def chat_model() -> str:
 
 def in_turns(figure: Row, base: Row) -> str:
     """Writes the ratio of the times of two cells that took turns. The first value of each is from before the turns."""
-    ours, theirs = (cell["seconds_per_round"]["values"] for cell in (figure, base))
-    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    pairs = zip(figure["seconds_per_round"]["values"], base["seconds_per_round"]["values"], strict=True)
+    ratios = [seconds / base_seconds for seconds, base_seconds in pairs]
     return spread(spread_of(ratios[1:])) if ratios[1:] else f"{ratios[0]:.2f}"
 
 
