@@ -74,7 +74,7 @@ def test_the_page_quotes_the_h200() -> None:
     check_quoted(
         "docs/gpu.md",
         f"all {len(comparisons)} comparisons are equal, each in {texts} texts of 128 new tokens and in {values:,} keys",
-        f"these products read at {share} of a copy's speed",
+        f"reads half the bytes, at {share} of a copy's speed",
         f"float32 {2 * exact['prompts']} texts of vLLM are equal in {exact['tokens']:,} tokens",
         f"In bfloat16 {rounded['texts_that_part']} of {2 * rounded['prompts']} part",
     )
