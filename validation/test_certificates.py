@@ -19,9 +19,6 @@ from validation.fixtures import launched
 from validation.runs import Check
 from validation.subject import Setting, Subject, some_prompts
 
-pytest.importorskip("uvicorn", reason="our server needs uvicorn, of the extra `serve`")
-from eagle3_jax.serving.local import serving
-
 pytestmark = pytest.mark.level("L6")
 
 K = 3
@@ -47,6 +44,9 @@ def examine(check: Check, url: str, subject: Subject, *, requests: int) -> Certi
 
 @pytest.mark.parametrize("method", OURS)
 def test_our_server_is_certified(check: Check, subject: Subject, setting: Setting, method: str) -> None:
+    pytest.importorskip("uvicorn", reason="our server needs uvicorn, of the extra `serve`")
+    from eagle3_jax.serving.local import serving
+
     target, drafter = subject.pair("float32")
     decoder = SpeculativeDecoder(target, drafter, stop_tokens=(), **OURS[method])
     with serving(decoder, slots=8, capacity=256, logprobs=20) as url:

@@ -17,9 +17,6 @@ from validation.fixtures import vllm_interpreter
 from validation.runs import Check
 from validation.subject import Setting, Subject, some_prompts
 
-pytest.importorskip("uvicorn", reason="our server needs uvicorn, of the extra `serve`")
-from eagle3_jax.serving.local import serving
-
 pytestmark = pytest.mark.level("L6")
 
 K = 3
@@ -66,6 +63,9 @@ def run(command: list[str]) -> str:
 def test_clients_are_answered(
     pytestconfig: pytest.Config, check: Check, subject: Subject, setting: Setting, tmp_path: Path
 ) -> None:
+    pytest.importorskip("uvicorn", reason="our server needs uvicorn, of the extra `serve`")
+    from eagle3_jax.serving.local import serving
+
     python = str(vllm_interpreter(pytestconfig))
     target, drafter = subject.pair("float32")
     decoder = SpeculativeDecoder(target, drafter, num_speculative_tokens=K)

@@ -106,7 +106,7 @@ def product_by_kernel(
     body = functools.partial(_product_kernel, tile=tile, steps=steps_of_split, **sizes)
     out = pl.pallas_call(
         body,
-        # Programs that read the same weights run one after the other, so that all but one read them from the L2 cache.
+        # Programs that read the same weights start one after the other, so that the L2 cache can serve all but one.
         grid=(math.ceil(count / tile.rows), columns, splits),
         out_shape=jax.ShapeDtypeStruct((splits, count, outputs), jnp.float32 if splits > 1 else dtype),
         compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
