@@ -1,15 +1,19 @@
-"""What a certificate sees: how many requests find each injected error, and how often a correct sampler fails.
+"""What a certificate sees: how many requests find each injected error, what any test needs, and false alarms.
 
     python examples/certify_power.py --output validation/results/certify-power.json
+    python examples/certify_power.py --alarms 200 --output validation/results/certify-alarms.json
     python examples/certify_power.py --two-samples --output validation/results/certify-power-two-samples.json
 
-The sampler draws from a vocabulary of 64 with a chain of three; each request has 32 tokens. One core, half an hour.
+The sampler draws from a vocabulary of 64 with a chain of three. Short and long answers come in the proportion of a
+default run. One core: half an hour, two hours, ten minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,109 +21,123 @@ import numpy as np
 
 from eagle3_jax.bench.environment import environment
 from eagle3_jax.bench.records import write_record
-from eagle3_jax.certify import Sampling, Test, judge
-from eagle3_jax.certify.examine import TWO_SAMPLE_TOKENS, compare_texts
-from eagle3_jax.certify.faulty import CORRECT, FAULTS, NUM_PROMPTS, Fault, FaultySampler
-from eagle3_jax.testing.report import ALPHA
+from eagle3_jax.certify import Draws, Plan, Sampling, Test, certify, judge, texts
+from eagle3_jax.certify.faulty import (
+    CORRECT,
+    FAULTS,
+    NUM_PROMPTS,
+    PROMPTS,
+    Fault,
+    FaultySampler,
+    FaultySource,
+    to_bfloat16,
+)
+from eagle3_jax.certify.frequencies import ALPHA
 
-TOKENS = 32
-REQUESTS = (64, 256, 1024, 4096, 16384)
-LIMITS = (0.05, 0.01, 0.001)
+PLAN = Plan(prompts=PROMPTS, concurrency=1, with_fields=False)
+REQUESTS = tuple(round(4 * 2 ** (step / 2)) for step in range(29))  # to 65,536
+NEEDED = 0.95  # share of the runs that must find an error
+# Correct servers that look odd.
+HONEST: dict[str, tuple[Sampling, dict[str, Any]]] = {
+    "exact reports": (Sampling(), {}),
+    "reports after a temperature of 0.95": (Sampling(0.95), {"processed": True}),
+    "reports after top-p 0.9": (Sampling(top_p=0.9), {"processed": True}),
+    "reports before top-p 0.9": (Sampling(top_p=0.9), {}),
+    "noise, rounded to bfloat16": (Sampling(), {"noise": 0.003, "round_to": to_bfloat16}),
+    "noise, rounded to two decimals": (Sampling(), {"noise": 0.003, "round_to": lambda value: round(value, 2)}),
+}
 
 
 def main() -> None:
     """Measures, and writes the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20, help="runs of each error and size")
-    parser.add_argument("--honest-runs", type=int, default=1000, help="runs of a correct sampler, of 256 requests each")
+    parser.add_argument("--alarms", type=int, default=0, help="runs of each kind of correct server, instead of errors")
+    parser.add_argument("--two-samples", action="store_true", help="compare texts of two samples, instead of reports")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
-    parser.add_argument("--two-samples", action="store_true", help="compare texts of two samples instead")
     options = parser.parse_args()
-    if options.two_samples:
-        errors = [two_samples(name, fault, options.runs) for name, fault in FAULTS.items()]
-        about = {"environment": environment(), "tokens": TWO_SAMPLE_TOKENS, "alpha": ALPHA, "runs": options.runs}
-        write_record(options.output, {**about, "errors": errors})
+    about = {"environment": environment(), "alpha": ALPHA}
+    if options.alarms:
+        write_record(options.output, about | {"kinds": [alarms(name, options.alarms) for name in HONEST]})
         return
-    record = {
-        "environment": environment(),
-        "tokens": TOKENS,
-        "vocab_size": 64,
-        "num_speculative_tokens": 3,
-        "alpha": ALPHA,
-        "runs": options.runs,
-        "mean_acceptance_length": acceptance_length(),
-        "errors": [power(name, fault, options.runs) for name, fault in FAULTS.items()],
-        "honest": false_alarms(options.honest_runs),
-    }
-    write_record(options.output, record)
-
-
-def judged(sampler: FaultySampler, requests: int, seed: int) -> list[Test]:
-    """Returns the tests of all tokens but the first ones."""
-    draws = sampler.draws(requests, TOKENS, seed=seed)
-    return judge(draws[draws.index > 0], alpha=ALPHA, seed=seed)
+    find = finds_by_texts if options.two_samples else finds_by_reports
+    errors = [power(name, fault, options.runs, find) for name, fault in FAULTS.items()]
+    about |= {"runs": options.runs, "errors": errors, "plan": {"requests": PLAN.num_requests, "long": PLAN.num_long}}
+    write_record(options.output, about | {"mean_acceptance_length": acceptance_length()})
 
 
 def acceptance_length() -> float:
     """Returns the tokens of a round of the correct sampler."""
-    draws = FaultySampler(CORRECT).draws(4096, TOKENS)
+    draws = FaultySampler(CORRECT).draws(1024, 64)
     speculated = draws[draws.index > 0]
     return len(speculated) / float((speculated.chunk_index == 0).sum())
 
 
-def power(name: str, fault: Fault, runs: int) -> dict[str, Any]:
-    """Returns how many runs of each size find an error, until nearly all do, and by which test."""
-    sampler = FaultySampler(fault, sampling=Sampling(top_p=0.9) if fault.plain_acceptance else None)
+def power(name: str, fault: Fault, runs: int, find: Callable[[Fault, int, int], str]) -> dict[str, Any]:
+    """Returns how many runs of each size find an error, until nearly all do, by which test, and the least possible."""
     num_found = {}
     tests: Counter = Counter()
+    fewest = FaultySampler(fault).fewest_tokens()
     for requests in REQUESTS:
-        num_found[requests] = 0
-        for run in range(runs):
-            results = judged(sampler, requests, 1000 + run)
-            best = min(results, key=lambda test: test.p_value)
-            if best.p_value < ALPHA / len(results):
-                num_found[requests] += 1
-                tests[best.name] += 1
+        names = [find(fault, requests, 1000 + run) for run in range(runs)]
+        num_found[requests] = sum(map(bool, names))
+        num_tokens = (PLAN.short_tokens - 1) * requests + (PLAN.max_new_tokens - 1) * num_long(requests)
+        tests.update(filter(None, names))
         print(f"{name}: {num_found[requests]} of {runs} runs of {requests} requests", flush=True)
-        if num_found[requests] >= 0.95 * runs:
+        if num_found[requests] >= NEEDED * runs:
             break
-    return {"error": name, "found": num_found, "by": dict(tests)}
+    return {"error": name, "fewest_tokens": fewest, "tokens": num_tokens, "found": num_found, "by": dict(tests)}
 
 
-def texts_of(sampler: FaultySampler, requests: int, seed: int) -> Counter:
-    """Returns the texts of short answers, by prompt."""
-    prompts = np.arange(requests) % NUM_PROMPTS
-    tokens, _ = sampler.answer(prompts, TWO_SAMPLE_TOKENS, seed=seed)
-    return Counter((prompt, str(text)) for prompt, text in zip(prompts.tolist(), tokens.tolist(), strict=True))
+def draws_of(fault: Fault, requests: int, seed: int) -> Draws:
+    """Returns the tokens of short answers and, in the proportion of a default run, of long ones."""
+    number = requests + num_long(requests)
+    prompts = np.arange(number) % NUM_PROMPTS
+    sampler = FaultySampler(fault)
+    tokens, chunk_index = sampler.answer(prompts, PLAN.max_new_tokens, seed=seed)
+    lengths = np.where(np.arange(number) < requests, PLAN.short_tokens, PLAN.max_new_tokens)
+    return sampler.reported(prompts, tokens, chunk_index, lengths)
 
 
-def two_samples(name: str, fault: Fault, runs: int) -> dict[str, Any]:
-    """Returns how many runs of each size find an error by texts of this sampler and of a correct one."""
-    sampling = Sampling(top_p=0.9) if fault.plain_acceptance else None
-    faulty = FaultySampler(fault, sampling=sampling)
-    correct = FaultySampler(CORRECT, sampling=sampling)
-    num_found = {}
-    for requests in REQUESTS:
-        p_values = []
-        for run in range(runs):
-            tests = compare_texts(texts_of(faulty, requests, 2000 + run), texts_of(correct, requests, 9000 + run))
-            p_values += [test.p_value for test in tests]
-        num_found[requests] = sum(p_value < ALPHA for p_value in p_values)
-        print(f"{name}: {num_found[requests]} of {runs} runs of {requests} requests each", flush=True)
-        if num_found[requests] >= 0.95 * runs:
-            break
-    return {"error": name, "found": num_found}
+def num_long(requests: int) -> int:
+    """Returns the number of long answers that come with short ones."""
+    return max(1, round(requests * PLAN.num_long / PLAN.num_requests))
 
 
-def false_alarms(runs: int) -> dict[str, Any]:
-    """Returns the shares of honest runs whose smallest p-value, times the number of tests, is below limits."""
-    sampler = FaultySampler(CORRECT)
-    smallest = []
+def finds_by_reports(fault: Fault, requests: int, seed: int) -> str:
+    """Returns the name of the test that finds an error; empty if none does."""
+    draws = draws_of(fault, requests, seed)
+    results: list[Test] = judge(draws[draws.index > 0], seed=seed)
+    best = min(results, key=lambda test: test.p_value)
+    return best.name if best.p_value < ALPHA / len(results) else ""
+
+
+def finds_by_texts(fault: Fault, requests: int, seed: int) -> str:
+    """Returns whether texts of a sampler and of a correct one differ, as a name."""
+    counts = []
+    for sampler, first_seed in ((FaultySampler(fault), 0), (FaultySampler(sampling=fault.sampling), 10_000)):
+        prompts = np.arange(requests) % NUM_PROMPTS
+        tokens, _ = sampler.answer(prompts, texts.TOKENS, seed=first_seed + seed)
+        counts.append(
+            Counter((prompt, str(text)) for prompt, text in zip(prompts.tolist(), tokens.tolist(), strict=True))
+        )
+    return "texts" if texts.compare_texts(*counts).p_value < ALPHA else ""
+
+
+def alarms(name: str, runs: int) -> dict[str, Any]:
+    """Returns the verdicts about a correct server, and the smallest p-value times the number of tests."""
+    sampling, manners = HONEST[name]
+    verdicts: Counter[str] = Counter()
+    smallest = 1.0
     for run in range(runs):
-        results = judged(sampler, 256, 100_000 + run)
-        smallest.append(min(1.0, len(results) * min(test.p_value for test in results)))
-    shares = {str(limit): float((np.array(smallest) < limit).mean()) for limit in LIMITS}
-    return {"runs": runs, "requests": 256, "smallest": min(smallest), "shares": shares}
+        source = FaultySource(FaultySampler(sampling=sampling), **manners)
+        plan = dataclasses.replace(PLAN, sampling=sampling, seed=10_000 * run)
+        certificate = certify(source, plan)
+        verdicts[str(certificate.verdict)] += 1
+        p_value = min(test.p_value for test in certificate.tests + certificate.first_tokens)
+        smallest = min(smallest, p_value / certificate.level * ALPHA)
+        print(f"{name}: {dict(verdicts)}, smallest {smallest:.2g}", flush=True)
+    return {"kind": name, "runs": runs, "verdicts": dict(verdicts), "smallest": smallest}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@
 # ---
 
 # %% [markdown]
-# %% [markdown]
 # # 11 · Certify a server
 #
 # `eagle3 certify --url URL` tells whether the texts of a server follow the distribution that it reports. After this
@@ -33,7 +32,7 @@ first_cell.start(device=False)
 import numpy as np
 from matplotlib import pyplot as plt
 
-from eagle3_jax.certify import Sampling, judge
+from eagle3_jax.certify import judge
 from eagle3_jax.certify.faulty import CORRECT, FAULTS, Fault, FaultySampler
 
 # %% [markdown]
@@ -68,7 +67,8 @@ assert counts.max() < 1150
 #
 # `FaultySampler` is a target with a vocabulary of 64, a drafter that resembles it, and a chain of three drafts. It
 # reports the target's own distribution, as an honest but faulty server does. Change `fault` and run the cells again.
-# `willing` multiplies the probability of acceptance; these are the other errors:
+# `willing` multiplies the probability of acceptance, and `likeliest` makes the drafter propose its likeliest token. These
+# are the errors that the tables of the page have:
 
 # %%
 for name in FAULTS:
@@ -106,63 +106,102 @@ plt.show()
 # correct server fails, among them.
 
 # %%
-for test in judge(faulty[faulty.index > 0], alpha=1e-7):
+for test in judge(faulty[faulty.index > 0]):
     print(f"{test.name:<36} p = {test.p_value:<8.1g} {test.detail}")
 
 # %% [markdown]
-# ## After how many requests?
+# ## A bet
 #
-# The number of requests doubles until the certificate falls. Small errors need many: to see half the deviation takes four
-# times as many tokens.
+# A drafter that proposes its likeliest token has the same draft each time the text is the same. A wrong acceptance then
+# makes this one token too frequent, and all others too rare. So the certificate bets: before each token it names another
+# distribution, such as one in which the likeliest token is 20 % more frequent, and multiplies the ratios of the two
+# probabilities. Under a correct sampler the product is 1 on average, so it exceeds a million with a probability of at most
+# one in a million. Under the error that the bet names it grows.
+
+# %%
+p = 0.5  # of the draft, by the target
+willing = 1.2  # what the bet says of it
+
+
+def gain_of(probability, number=1000):
+    """Returns the growing gain, in powers of ten, where the draft comes with a probability."""
+    is_draft = np.random.default_rng(2).random(number) < probability
+    ratios = np.where(is_draft, willing, (1 - willing * p) / (1 - p))
+    return np.log10(ratios).cumsum()
+
+
+plt.figure(figsize=(8, 2.6))
+for name, probability in (("faulty", willing * p), ("correct", p)):
+    plt.plot(gain_of(probability), label=name)
+plt.axhline(6, color="black", linewidth=1)
+plt.xlabel("tokens")
+plt.ylabel("gain, power of ten")
+plt.legend()
+plt.show()
+assert gain_of(willing * p).max() > 6
+assert gain_of(p).max() < 6
+
+# %% [markdown]
+# A real certificate knows neither the draft nor the size of the error. It spreads its stake over tokens and sizes, which
+# costs a factor, not the slope. `fewest_tokens` says how many tokens the best test needs that does know the error:
 
 # %%
 LEVEL = 1e-6 / 12
 
 
 def requests_until_found(fault, most=8192):
-    sampler = FaultySampler(fault, sampling=Sampling(top_p=0.9) if fault.plain_acceptance else None)
+    sampler = FaultySampler(fault)
     requests = 32
     while requests <= most:
-        draws = sampler.draws(requests, 32, seed=requests)
-        if min(test.p_value for test in judge(draws[draws.index > 0], alpha=LEVEL)) < LEVEL:
+        draws = sampler.draws(requests, 6, seed=requests)
+        if min(test.p_value for test in judge(draws[draws.index > 0])) < LEVEL:
             return requests
         requests *= 2
     return None
 
 
-num_requests = {name: requests_until_found(injected) for name, injected in FAULTS.items()}
+chosen = [name for name in FAULTS if "10 %" not in name and "5 %" not in name]
+num_requests = {name: requests_until_found(FAULTS[name]) for name in chosen}
 for name, requests in num_requests.items():
-    print(f"{name:<50} {requests or 'not by 8,192'}")
+    fewest = FaultySampler(FAULTS[name]).fewest_tokens()
+    seen = "not by 40,960" if requests is None else f"{5 * requests:,}"
+    print(f"{name:<50} {seen:>14} tokens; any test: {fewest:,.0f}")
 assert num_requests["greedy drafts judged as if sampled"] <= 256
+assert num_requests["likeliest draft, every one accepted"] <= 256
 assert requests_until_found(CORRECT, most=2048) is None
 
 # %% [markdown]
-# **Exercise.** Plant `Fault(willing=1.2)`, `1.5` and `2.0`. Predict first: by which factor does the number of requests
-# fall when the error doubles?
+# **Exercise.** Plant `Fault(likeliest=True, willing=1.2)`, `1.1` and `1.05`. Predict first: by which factor does
+# `fewest_tokens` grow when the error halves?
 #
 # <details><summary>Answer</summary>
 #
-# By about four, as long as the error is small: a deviation ε has a statistic that grows with the number of tokens times
-# ε². The rule `min(1, p/q)` saturates, so doubling `willing` less than doubles the deviation.
+# By nearly four: a deviation ε adds ε² to the expected gain of each token.
 #
 # </details>
 
 # %%
-for willing in (1.2, 1.5, 2.0):
-    print(f"willing {willing}: {requests_until_found(Fault(willing=willing), most=32768)} requests")
+for willing in (1.2, 1.1, 1.05):
+    print(
+        f"willing {willing}: {FaultySampler(Fault(likeliest=True, willing=willing)).fewest_tokens():,.0f} tokens"
+    )
 
 # %% [markdown]
 # ## What a verdict means
 #
-# *Lossless within δ*: no test found a deviation, and a shift of more than δ of the probability between the twenty cells
-# would have been found with 90 % power. It does not say that the reported distribution is that of the model: a wrong
-# model that reports itself honestly passes. And errors that cancel over all tokens need many answers to the same prompt.
+# *Lossless*: no test found a deviation, everything on the certificate's list was seen, and the verdict names the errors of
+# acceptance that it would have found. It does not say that the reported distribution is that of the model: a wrong model
+# that reports itself honestly passes.
 #
-# *Inconclusive*: first tokens, which no draft reaches, do not follow the reports either. Then the reports are of
-# something else, for example before a warper that the certificate was not told of.
+# *Not lossless*: a test failed whose control did not. The control draws tokens behind the same texts where no draft
+# reaches.
+#
+# *Inconclusive*: something on the list is missing. Reports that cannot be read, a server that drafted nothing, too few
+# tokens, and first tokens that do not follow the reports either are never agreement.
 #
 # ## Checked claims
 #
 # - Places of 20,000 tokens from a known distribution are uniform within the spread of counts.
-# - Greedy drafts that are judged as if sampled are found by 256 requests at most. A correct sampler is not found out by
-#   2,048.
+# - Greedy drafts that are judged as if sampled, and an acceptance of every draft that is the likeliest token, are found by
+#   256 requests at most. A correct sampler is not found out by 2,048.
+# - A bet on an acceptance 20 % too willing gains a million within 1,000 tokens where that is true, and not where it is not.

@@ -6,7 +6,10 @@ by itself.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,14 @@ import pytest
 from eagle3_jax import DynamicTree, SpeculationSchedule, SpeculativeDecoder
 from eagle3_jax.certify import Certificate, Client, Plan, Verdict, certify
 from validation.engines.vllm.bridge import eagle3
-from validation.fixtures import launched
+from validation.fixtures import installed_python, launched
 from validation.runs import Check
 from validation.subject import Setting, Subject, some_prompts
 
 pytestmark = pytest.mark.level("L6")
 
 K = 3
+ROOT = Path(__file__).parent.parent
 OURS: dict[str, dict[str, Any]] = {  # the first one is that of --quick
     "a chain of sampled tokens": {"num_speculative_tokens": K, "draft_sampling": "probabilistic"},
     "a chain of likeliest tokens": {"num_speculative_tokens": K},
@@ -30,16 +34,25 @@ OURS: dict[str, dict[str, Any]] = {  # the first one is that of --quick
 }
 
 
-def examine(check: Check, url: str, subject: Subject, *, requests: int) -> Certificate:
-    """Certifies a server and stores the certificate in the report."""
-    plan = Plan(prompts=some_prompts(subject, 12), num_requests=requests, num_greedy=8, concurrency=16)
+def examine(check: Check, url: str, subject: Subject, setting: Setting, speculation: Any = "seen") -> Certificate:
+    """Certifies a server and stores the certificate in the report; a quick run asks for an eighth."""
+    plan = Plan(prompts=some_prompts(subject, 12), concurrency=16, speculation=speculation)
+    if setting.quick:
+        plan = dataclasses.replace(plan, num_requests=256, num_long=16, num_greedy=8, with_fields=False)
     certificate = certify(Client(url), plan)
-    for title, tests in (("Speculated tokens", certificate.tests), ("First tokens", certificate.first_tokens)):
-        rows = [[test.name, float(f"{test.p_value:.2g}"), test.tokens, test.detail] for test in tests]
-        check.table(title, ["test", "p", "tokens", "what was seen"], rows)
+    for title, columns, rows in certificate.tables():
+        check.table(title, columns, rows)
     check.number(verdict=certificate.headline, requests=certificate.requests, **certificate.facts)
-    check.sees = f"a shift of {certificate.sees:.1%} of the probability between twenty cells, from outside"
+    check.sees = " and ".join(certificate.sees) + ", from outside"
     return certificate
+
+
+def shows_no_deviation(certificate: Certificate, setting: Setting) -> bool:
+    """Whether a server is lossless, as far as a quick run can see."""
+    unmet = {entry.name for entry in certificate.requirements if not entry.is_met}
+    return certificate.verdict is Verdict.LOSSLESS or (
+        setting.quick and certificate.verdict is Verdict.INCONCLUSIVE and unmet == {"sight"}
+    )
 
 
 @pytest.mark.parametrize("method", OURS)
@@ -50,8 +63,8 @@ def test_our_server_is_certified(check: Check, subject: Subject, setting: Settin
     target, drafter = subject.pair("float32")
     decoder = SpeculativeDecoder(target, drafter, stop_tokens=(), **OURS[method])
     with serving(decoder, slots=8, capacity=256, logprobs=20) as url:
-        certificate = examine(check, url, subject, requests=64 if setting.quick else 512)
-    assert certificate.verdict is Verdict.LOSSLESS, certificate.reason
+        certificate = examine(check, url, subject, setting)
+    assert shows_no_deviation(certificate, setting), certificate.reason
 
 
 @pytest.mark.parametrize("speculates", [True, False], ids=["speculating", "plain"])
@@ -61,9 +74,15 @@ def test_a_server_of_vllm_is_certified(
     speculation = {"speculative-config": json.dumps(eagle3(subject.drafter_directory, K))} if speculates else {}
     options = {"max-num-seqs": 16, "max-logprobs": 20, **speculation}
     with launched(pytestconfig, subject, setting, tmp_path / "log.txt", options) as url:
-        certificate = examine(check, url, subject, requests=256 if setting.quick else 512)
+        certificate = examine(check, url, subject, setting, "seen" if speculates else "none")
+        command = [str(installed_python()), "-m", "eagle3_jax.certify", "--url", url, "--speculation", "assumed"]
+        greedy_only = ["--requests", "0", "--long-requests", "0", "--sampling-only"]
+        done = subprocess.run([*command, *greedy_only], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, "the command does not certify greedy requests in the server's own environment"
     on_cpu = not setting.on_gpu
-    (greedy,) = (test for test in certificate.tests if test.name.startswith("greedy"))
+    (greedy,) = (test for test in certificate.tests if test.name == "greedy tokens, scored by force")
     assert greedy.p_value == 1, greedy.detail
-    expected = Verdict.NOT_LOSSLESS if speculates and on_cpu else Verdict.LOSSLESS
-    assert certificate.verdict is expected, certificate.reason
+    if speculates and on_cpu:
+        assert certificate.verdict is Verdict.NOT_LOSSLESS, certificate.reason
+    else:
+        assert shows_no_deviation(certificate, setting), certificate.reason

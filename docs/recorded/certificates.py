@@ -1,19 +1,61 @@
-"""Tables of certificates: those of real servers, and what injected errors take to be found."""
+"""Tables of certificates: of engines, of injected errors and what they take to be found, and of false alarms."""
 
 from __future__ import annotations
 
-from page_tables import Row, record, table, version
+import re
 
-# Name of the record, the server in words, and where it was asked.
-SERVERS = (
-    ("certificate-vllm-plain", "vLLM 0.32.0 for CPUs, plain"),
-    ("certificate-vllm-greedy", "vLLM 0.32.0 for CPUs, EAGLE-3 K=3, greedy requests only"),
-    ("certificate-vllm-speculating", "vLLM 0.32.0 for CPUs, EAGLE-3 K=3"),
-    ("certificate-llama-cpp-plain", "llama.cpp of llama-cpp-python 0.3.36, plain"),
-    ("certificate-llama-cpp-speculating", "the same with a draft model, three tokens"),
-    ("certificate-llama-cpp-synthetic", "the same with `--spec-synth-len 3`, which accepts by chance"),
-    ("certificate-eagle3-jax-chain", "`eagle3 serve`, chain of three likeliest tokens"),
-)
+from page_tables import Row, cores, record, table, version
+
+# Name of the record and the engine in words.
+ENGINES = {
+    "vLLM 0.32.0 for CPUs": {
+        "vllm-plain": "plain",
+        "vllm-eagle3-greedy": "EAGLE-3, greedy requests only",
+        "vllm-eagle3": "EAGLE-3",
+        "vllm-ngram-greedy": "n-grams, greedy requests only",
+        "vllm-ngram": "n-grams",
+        "vllm-draft-model-greedy": "draft model, greedy requests only",
+        "vllm-draft-model": "draft model",
+        "vllm-suffix-greedy": "suffix decoding, greedy requests only",
+        "vllm-suffix": "suffix decoding",
+        "vllm-tiny-plain": "plain, tiny model",
+        "vllm-mtp-greedy": "MTP, greedy requests only",
+        "vllm-mtp": "MTP",
+        "vllm-eagle-greedy": "EAGLE, greedy requests only",
+        "vllm-eagle": "EAGLE",
+        "vllm-p-eagle-greedy": "P-EAGLE, greedy requests only",
+        "vllm-p-eagle": "P-EAGLE",
+        "vllm-medusa-greedy": "Medusa, greedy requests only",
+        "vllm-medusa": "Medusa",
+        "vllm-dflash-greedy": "DFlash, greedy requests only",
+        "vllm-dflash": "DFlash",
+    },
+    "llama.cpp b11434": {
+        "llama-cpp-plain": "plain",
+        "llama-cpp-draft-model": "draft model, likeliest drafts",
+        "llama-cpp-draft-model-sampled": "draft model, `--spec-draft-sampling probabilistic`",
+        "llama-cpp-eagle3": "EAGLE-3",
+        "llama-cpp-ngram-simple": "n-grams, `simple`",
+        "llama-cpp-synthetic": "`--spec-synth-len 3`, which accepts by chance",
+    },
+    "transformers 5.24.0": {
+        "transformers-assisted": "assistant",
+        "transformers-prompt-lookup": "prompt look-up",
+        "transformers-mtp": "MTP",
+        "transformers-dflash": "DFlash",
+        "transformers-gemma4-assistant": "Gemma 4's assistant",
+    },
+    "this library": {
+        "eagle3-jax-plain": "plain",
+        "eagle3-jax-chain-sampled": "chain of sampled tokens",
+        "eagle3-jax-block": "block verification",
+        "eagle3-jax-tree": "tree",
+        "eagle3-jax-fallback": "n-grams, else the head",
+        "eagle3-jax-schedule": "schedule",
+        "eagle3-jax-refilled": "three slots, refilled",
+        "eagle3-jax-typical": "typical acceptance, which is not lossless",
+    },
+}
 
 
 def power() -> str:
@@ -24,17 +66,16 @@ def power() -> str:
     for entry, of_samples in zip(measured["errors"], samples["errors"], strict=True):
         tests = sorted(entry["by"], key=lambda name: -entry["by"][name])
         texts = needed(of_samples["found"], samples["runs"])
-        lines.append([entry["error"], needed(entry["found"], measured["runs"]), tests[0] if tests else "", texts])
-    honest = measured["honest"]
-    shares = ", ".join(f"{share:.1%} below {limit}" for limit, share in honest["shares"].items())
+        requests = needed(entry["found"], measured["runs"])
+        ratio = f"{entry['tokens'] / entry['fewest_tokens']:.1f}" if requests[-1].isdigit() else ""
+        tokens = [f"{entry['tokens']:,}", f"{entry['fewest_tokens']:,.0f}", ratio]
+        lines.append([entry["error"], requests, *tokens, tests[0] if tests else "", texts])
     of_texts = samples["environment"]["git"]["commit"][:10]
-    columns = ["injected error", "requests", "found mostly by", "two samples of texts"]
+    columns = ["injected error", "requests", "tokens", "fewest", "ratio", "found mostly by", "two samples of texts"]
     return table(columns, lines) + (
         f"\n\n{version(measured['environment'])} (texts: `{of_texts}`), "
         f"{measured['runs']} runs of each error and size, α = 10⁻⁶ in all, "
-        f"τ = {measured['mean_acceptance_length']:.2f}.\n"
-        f"A correct sampler, {honest['runs']:,} runs of {honest['requests']} requests: the smallest p-value times the "
-        f"number of tests was {shares};\nthe smallest of all was {honest['smallest']:.1g}."
+        f"τ = {measured['mean_acceptance_length']:.2f}."
     )
 
 
@@ -45,20 +86,62 @@ def needed(successes: Row, runs: int) -> str:
     return f"{int(enough[0]):,}" if enough else f"{count} of {runs} runs by {int(most):,}"
 
 
-def certificates() -> str:
-    """Writes the verdicts about servers."""
+def alarms() -> str:
+    """Writes the verdicts about correct servers that look odd."""
+    measured = record("certify-alarms")
     lines = []
-    commits = set()
-    for name, title in SERVERS:
-        certificate = record(name)
-        commits.add(f"`{certificate['commit'][:10]}`")
-        worst = min(certificate["tests"], key=lambda test: test["p_value"])
-        finding = f"{worst['name']}, p = {worst['p_value']:.1g}" if certificate["verdict"] == "not lossless" else ""
-        tokens = max(test["tokens"] for test in certificate["tests"])
-        size = [f"{certificate['requests']:,}", f"{tokens:,}", f"{certificate['seconds']:.0f}"]
-        lines.append([title, certificate["headline"].lower(), *size, finding])
-    release = record(SERVERS[0][0])["version"]
-    return table(["server", "verdict", "answers", "tokens", "seconds", "by"], lines) + (
-        "\n\nSmolLM2-135M-Instruct, two cores of a CPU, temperature 1, twelve prompts.\n"
-        f"Version {release}, commits {', '.join(sorted(commits))}."
+    for kind in measured["kinds"]:
+        counts = [str(kind["verdicts"].get(verdict, 0)) for verdict in ("lossless", "inconclusive", "not lossless")]
+        lines.append([kind["kind"], str(kind["runs"]), *counts, f"{kind['smallest']:.2g}"])
+    columns = ["correct server", "runs", "lossless", "inconclusive", "not lossless", "smallest p"]
+    return table(columns, lines) + (
+        f"\n\n{version(measured['environment'])}; default runs. The smallest p-value of all runs is "
+        "times its number of tests."
     )
+
+
+def bugs() -> str:
+    """Writes what found each error of an engine."""
+    measured = record("certify-bugs")
+    lines = [
+        [
+            entry["bug"],
+            entry["injected"],
+            entry["verdict"],
+            entry["by"],
+            f"{entry['requests']:,}",
+            f"{entry['seconds']:.0f}",
+        ]
+        for entry in measured["bugs"]
+    ]
+    columns = ["error", "injected as", "verdict", "found by", "requests", "seconds"]
+    return table(columns, lines) + f"\n\n{version(measured['environment'])}, {cores(measured['environment'])}."
+
+
+def engines() -> str:
+    """Writes the verdicts about engines, a table for each."""
+    tables = []
+    commits = set()
+    dates = []
+    for engine, names in ENGINES.items():
+        lines = []
+        for name, title in names.items():
+            certificate = record(f"certificate-{name}")
+            commits.add(f"`{certificate['commit'][:10]}`")
+            dates.append(certificate["started"][:10])
+            size = [f"{certificate['requests']:,}", f"{certificate['tokens']:,}", f"{certificate['seconds']:,.0f}"]
+            lines.append([title, f"**{certificate['headline'].lower()}**", reason(certificate), *size])
+        columns = ["speculation", "verdict", "why, or what it would have found", "requests", "tokens", "seconds"]
+        tables.append(f"## {engine}\n\n{table(columns, lines)}")
+    days = " to ".join(sorted({min(dates), max(dates)}))
+    return "\n\n".join(tables) + f"\n\n{days}, two cores of a CPU. Commits {', '.join(sorted(commits))}."
+
+
+def reason(certificate: Row) -> str:
+    """Writes what a certificate would have found, which test failed, or what was not seen."""
+    if certificate["verdict"] == "lossless":
+        return "; ".join(re.findall(r"\d+ % (?:too willing|apart)", " ".join(certificate["sees"])))
+    if certificate["verdict"] == "inconclusive":
+        return "not seen: " + ", ".join(entry["name"] for entry in certificate["requirements"] if not entry["is_met"])
+    test, _, detail = certificate["reason"].partition(": ")
+    return f"{test} ({detail.rpartition('(')[2]}"

@@ -158,6 +158,9 @@ NEWER = {
     ("L5", "log probabilities are equal"),
     ("L8", "every round drafts and accepts what was recorded"),
     ("L8", "the recording is what vllm writes"),
+    ("L8", "vllms rejection sampler decides as the oracle"),
+    ("L8", "vllms engine writes and accepts what the oracle says"),
+    ("HF", "transformers speculative sampling decides as the oracle"),
 }
 
 

@@ -27,7 +27,12 @@ def tables() -> dict[str, dict[str, str]]:
     of_options = json.loads(options.RECORD.read_text(encoding="utf-8"))
     return {
         "README.md": {"speed": speeds.CHAT.short()},
-        "docs/certify.md": {"power": certificates.power(), "certificates": certificates.certificates()},
+        "docs/certify.md": {
+            "power": certificates.power(),
+            "alarms": certificates.alarms(),
+            "bugs": certificates.bugs(),
+        },
+        "docs/engines.md": {"engines": certificates.engines()},
         "docs/checkpoints.md": {"families": support.families_of_targets()},
         "docs/choosing.md": {"draft lengths": speeds.LENGTHS.draft_lengths()},
         "docs/expectations.md": {"bound": expected.bound(), "compiled": expected.compiled()},

@@ -8,7 +8,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ import jax
 import numpy as np
 
 from eagle3_jax import __version__
+from eagle3_jax.files.versions import ROOT, git
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "scipy", "torch", "transformers")
 
 
@@ -60,21 +59,6 @@ def version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def git() -> dict[str, Any] | str:
-    """Returns the commit, and whether files differ from it."""
-    try:
-        if _git("rev-parse", "--show-prefix"):  # an unpacked archive inside some other repository
-            return "not a checkout"
-        return {"commit": _git("rev-parse", "HEAD"), "dirty": bool(_git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return "not a checkout"
-
-
-def _git(*arguments: str) -> str:
-    command = ("git", "-C", str(ROOT), *arguments)
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
 
 
 def cpu_model() -> str:

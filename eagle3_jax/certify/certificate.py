@@ -1,23 +1,24 @@
-"""The certificate: a verdict about one server, with its evidence."""
+"""The certificate: a verdict about one server or function, with its evidence."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import html
 import json
+import string
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from eagle3_jax import __version__
-from eagle3_jax.bench.tables import write_text
+from eagle3_jax.certify.frequencies import ALPHA
 from eagle3_jax.certify.statistics import Test
 from eagle3_jax.files.writing import whole_directory
-from eagle3_jax.testing.report import ALPHA
 
-_FEWEST = 100  # tokens below which nothing is certified
+#: The requirement that shows that requests of a kind were judged.
+_SHOWN_BY = {"greedy": "greedy tokens", "sampled": "sight"}
+CONTROL_LEVEL = 0.01  # significance of the control of a failed test
 
 
 class Verdict(enum.StrEnum):
@@ -25,23 +26,81 @@ class Verdict(enum.StrEnum):
 
     LOSSLESS = "lossless"
     NOT_LOSSLESS = "not lossless"
+    NOT_AS_REQUESTED = "not as requested"
     INCONCLUSIVE = "inconclusive"
 
     @property
     def exit_code(self) -> int:
         """0, 1 or 3."""
-        return {"lossless": 0, "not lossless": 1, "inconclusive": 3}[self]
+        return {"lossless": 0, "inconclusive": 3}.get(self, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Requirement:
+    """What must have been seen for the verdict "lossless".
+
+    Attributes:
+        name: What must have been seen.
+        is_met: Whether it was.
+        detail: What was seen.
+    """
+
+    name: str
+    is_met: bool
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Whether the server does what a field of the request says.
+
+    Attributes:
+        name: The field.
+        outcome: ``passed``, ``failed``, ``refused`` (the server says that it does not take the field) or ``not run``.
+        detail: What was seen.
+    """
+
+    name: str
+    outcome: str
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Control:
+    """The tokens that a failed test is compared with: sampled behind the same texts, where no draft reaches.
+
+    Attributes:
+        name: The failed test.
+        p_value: The smallest p-value of the tests of these tokens, times their number.
+        tokens: Number of these tokens.
+        has_power: Whether as many drafted tokens still fail the test clearly.
+    """
+
+    name: str
+    p_value: float
+    tokens: int
+    has_power: bool
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the deviation is that of drafted tokens alone."""
+        return self.has_power and self.p_value >= CONTROL_LEVEL
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """The verdict about one server, with its evidence.
+    """The verdict about one server or function, with its evidence.
 
     Attributes:
+        requirements: What must have been seen for the verdict "lossless".
+        tests: Tests of the tokens that drafts may reach.
         first_tokens: Tests of the tokens that no draft reaches.
-        tests: Tests of all others.
+        controls: Of failed tests.
+        findings: Whether the fields of a request do what they say.
+        sees: Errors of acceptance that would have been found.
         notes: What else was seen.
         facts: What the server says about itself, and what it was asked.
+        tokens: Number of tokens that were judged.
         requests: Number of requests that were answered.
         lost: Number of requests that failed.
         is_partial: Whether it was interrupted.
@@ -53,10 +112,15 @@ class Certificate:
         version: Version of this package.
     """
 
-    first_tokens: list[Test]
+    requirements: list[Requirement]
     tests: list[Test]
+    first_tokens: list[Test]
+    controls: list[Control]
+    findings: list[Finding]
+    sees: list[str]
     notes: list[str]
     facts: dict[str, Any]
+    tokens: int
     requests: int
     lost: int
     is_partial: bool
@@ -70,63 +134,162 @@ class Certificate:
     @property
     def level(self) -> float:
         """Significance of one test."""
-        return self.alpha / max(1, len(self.first_tokens) + len(self.tests))
+        return level_of(self.tests, self.first_tokens, alpha=self.alpha)
 
     @property
     def verdict(self) -> Verdict:
-        """Whether a test failed, and of which tokens; inconclusive too if there were too few."""
-        if self._worst(self.first_tokens) is not None:
-            return Verdict.INCONCLUSIVE
-        if self._worst(self.tests) is not None:
+        """A failed test with a clean control decides; then fields of the request; then all that must have been seen."""
+        if self._proofs:
             return Verdict.NOT_LOSSLESS
-        return Verdict.LOSSLESS if self._tokens >= _FEWEST else Verdict.INCONCLUSIVE
+        if self._broken_fields:
+            return Verdict.NOT_AS_REQUESTED
+        return Verdict.INCONCLUSIVE if self._doubts else Verdict.LOSSLESS
 
     @property
     def reason(self) -> str:
         """The reason for the verdict, in one sentence without a full stop."""
-        first = self._worst(self.first_tokens)
-        worst = self._worst(self.tests)
-        if first is not None:
-            return (
-                f"the first tokens, which no draft reaches, do not follow the reports either ({first.name}: "
-                f"{first.detail}); the reports do not describe the sampler"
-            )
-        if worst is not None:
+        if self._proofs:
+            worst = min(self._proofs, key=lambda test: test.p_value)
             return f"{worst.name}: {worst.detail} (p = {worst.p_value:.1g}, {worst.tokens:,} tokens)"
-        if self.verdict is Verdict.INCONCLUSIVE:
-            return f"{self._tokens} tokens are too few; ask for more requests or longer answers"
-        return f"no test found a deviation in {self._tokens:,} tokens"
-
-    @property
-    def sees(self) -> float | None:
-        """Shift of probability that the test of all places would have detected; ``None`` if nothing was sampled."""
-        return next((test.sees for test in self.tests if test.sees is not None), None)
+        if self._broken_fields:
+            return "; ".join(f"{finding.name}: {finding.detail}" for finding in self._broken_fields)
+        if self._doubts:
+            return "; ".join(self._doubts)
+        errors = f"; the run would have found {' and '.join(self.sees)}" if self.sees else ""
+        return f"no test found a deviation in {self.tokens:,} tokens{errors}"
 
     @property
     def headline(self) -> str:
         """The verdict in a few words."""
-        if self.verdict is Verdict.LOSSLESS and self.sees is not None:
-            return f"Lossless within {100 * self.sees:.1f} %"
-        return str(self.verdict).capitalize()
+        if self.verdict is not Verdict.LOSSLESS:
+            return str(self.verdict).capitalize()
+        kinds = [kind for kind, name in _SHOWN_BY.items() if name in self._required]
+        return "Lossless" if len(kinds) == len(_SHOWN_BY) else f"Lossless for {kinds[0]} requests"
 
     @property
-    def _tokens(self) -> int:
-        return max((test.tokens for test in self.tests), default=0)
+    def _required(self) -> set[str]:
+        return {entry.name for entry in self.requirements}
 
-    def _worst(self, tests: Sequence[Test]) -> Test | None:
-        worst = min(tests, key=lambda test: test.p_value, default=None)
-        return worst if worst is not None and worst.p_value < self.level else None
+    @property
+    def _failures(self) -> list[Test]:
+        return [test for test in self.tests if test.p_value < self.level]
+
+    @property
+    def _proofs(self) -> list[Test]:
+        """Failed tests of drafted tokens, where those without drafts do follow the reports."""
+        if any(test.p_value < self.level for test in self.first_tokens):
+            return [test for test in self._failures if test.is_controlled]
+        clean = {control.name for control in self.controls if control.is_clean}
+        return [test for test in self._failures if test.is_controlled or test.name in clean]
+
+    @property
+    def _broken_fields(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.outcome == "failed"]
+
+    @property
+    def _doubts(self) -> list[str]:
+        """Why nothing can be said."""
+        first = min(self.first_tokens, key=lambda test: test.p_value, default=None)
+        doubts = []
+        if first is not None and first.p_value < self.level:
+            doubts.append(
+                f"the first tokens, which no draft reaches, do not follow the reports either ({first.name}: "
+                f"{first.detail}); the reports do not describe the sampler"
+            )
+        controls = {control.name: control for control in self.controls}
+        for test in self._failures if not doubts else []:
+            control = controls.get(test.name)
+            if control is None or not control.has_power:
+                doubts.append(f"{test.name} fails ({test.detail}), but too few tokens without drafts were compared")
+            else:
+                doubts.append(
+                    f"{test.name} fails ({test.detail}), but so do {control.tokens:,} tokens behind the same texts "
+                    "that no draft reaches; the reports do not describe the sampler"
+                )
+        if not self._required.intersection(_SHOWN_BY.values()):
+            doubts.append("no answer could be judged")
+        return doubts + [f"{entry.name}: {entry.detail}" for entry in self.requirements if not entry.is_met]
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values."""
-        derived = {name: getattr(self, name) for name in ("headline", "reason", "sees", "level")}
+        derived = {name: getattr(self, name) for name in ("headline", "reason", "level")}
         return {"verdict": str(self.verdict), **derived, **dataclasses.asdict(self)}
+
+    def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
+        """Returns the evidence as tables: title, columns and rows."""
+        judged = ["test", "result", "p", "tokens", "detail"]
+        words = {True: "ok", False: "missing"}
+        controls = [
+            [item.name, "clean" if item.is_clean else "not clean", f"{item.p_value:.2g}", f"{item.tokens:,}", ""]
+            for item in self.controls
+        ]
+        seen = [[entry.name, words[entry.is_met], entry.detail] for entry in self.requirements]
+        fields = [[finding.name, finding.outcome, finding.detail] for finding in self.findings]
+        tables = [
+            ("What must have been seen", ["requirement", "result", "detail"], seen),
+            ("Tokens that drafts may reach", judged, [self._row(test) for test in self.tests]),
+            ("First tokens, which no draft reaches", judged, [self._row(test) for test in self.first_tokens]),
+            ("Tokens behind the same texts, without drafts", judged, controls),
+            ("Fields of the request", ["field", "result", "detail"], fields),
+        ]
+        return [table for table in tables if table[2]]
+
+    def _row(self, test: Test) -> list[str]:
+        """Returns the row of a test in a table."""
+        result = "failure" if test.p_value < self.level else "ok"
+        return [test.name, result, f"{test.p_value:.2g}", f"{test.tokens:,}", test.detail]
 
     def write(self, directory: Path) -> None:
         """Writes ``certificate.json`` and ``certificate.html`` into a new directory."""
-        loader = jinja2.FileSystemLoader(Path(__file__).parent)
-        environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        page = environment.get_template("certificate.html.jinja").render(certificate=self)
+        template = string.Template(Path(__file__).with_name("certificate.html").read_text(encoding="utf-8"))
         with whole_directory(directory) as partial:
-            write_text(partial / "certificate.json", json.dumps(self.to_json(), indent=1) + "\n")
-            write_text(partial / "certificate.html", page)
+            text = json.dumps(self.to_json(), indent=1, default=str)
+            (partial / "certificate.json").write_text(text + "\n", encoding="utf-8")
+            (partial / "certificate.html").write_text(template.substitute(self._page()), encoding="utf-8")
+
+    def _page(self) -> dict[str, str]:
+        """Returns the values of the page's template."""
+        facts = {
+            **self.facts,
+            "answers": f"{self.requests}" + (f", {self.lost} requests failed" if self.lost else ""),
+            "seconds": f"{self.seconds:.0f}",
+            "started": self.started,
+            "eagle3-jax": f"{self.version}" + (f", commit {self.commit[:10]}" if self.commit else ""),
+        }
+        values = {
+            "subject": str(self.facts.get("url") or self.facts.get("model")),
+            "style": str(self.verdict).replace(" ", "-"),
+            "headline": self.headline,
+            "reason": self.reason,
+            "level": f"{self.level:.1g}",
+            "alpha": f"{self.alpha:.0e}",
+            "command": self.command,
+        }
+        page = {name: html.escape(value) for name, value in values.items()}
+        page["tables"] = "\n".join(_table(*table) for table in self.tables())
+        page["notes"] = "\n".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
+        page["facts"] = "\n".join(
+            f"<dt>{html.escape(name.replace('_', ' '))}</dt><dd>{html.escape(str(value))}</dd>"
+            for name, value in facts.items()
+        )
+        return page
+
+
+def level_of(*groups: Sequence[Test], alpha: float = ALPHA) -> float:
+    """Returns the significance of one of several groups of tests, which share ``alpha`` equally."""
+    return alpha / max(1, sum(len(group) for group in groups))
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table of the page; a row whose result is not good is marked."""
+    titles = "".join(f'<th scope="col">{name}</th>' for name in columns)
+    lines = []
+    for row in rows:
+        cells = [html.escape(cell) for cell in row]
+        style = ' class="failed"' if row[1] in ("failure", "missing", "failed", "not clean") else ""
+        lines.append(f'<tr{style}><th scope="row">{cells[0]}</th>' + "".join(f"<td>{cell}</td>" for cell in cells[1:]))
+    region = f'<div class="scroll" tabindex="0" role="region" aria-label="{title}">'
+    body = "\n".join(lines)
+    return (
+        f"<h2>{title}</h2>\n{region}<table>\n<thead><tr>{titles}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
+    )

@@ -1,132 +1,180 @@
-"""A client of servers that speak OpenAI's completions: tokens with log-probabilities, and forced scoring."""
+"""A client of servers that speak OpenAI's completions or chat: tokens with log-probabilities, and forced scoring."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import http.client
+import datetime
+import email.utils
 import json
 import math
 import re
+import secrets
+import ssl
+import threading
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
+
+import httpx
+
+from eagle3_jax.certify.answers import REFUSALS, Answer, CutOff, excerpt, parse_object
+from eagle3_jax.certify.source import Completion, Refused, Report, ServerError
 
 _RETRIES = 5
+_FIRST_WAIT = 0.5  # seconds; each further wait is twice as long
 _LONGEST_WAIT = 10.0  # seconds between two tries
+_PASSING = (429, 502, 503, 529)  # status codes of a server that is busy or restarts
+_KEY = re.compile(r"[!-~]+")  # what a header can carry
 _COUNTER = re.compile(r"^(?:vllm|llamacpp):spec_decode_(\w+?)_total(?:\{([^}]*)\})? ([\d.e+]+)$", re.MULTILINE)
+_SGLANG_ROUNDS = re.compile(r"^sglang:spec_verify_calls_total(?:\{[^}]*\})? ([\d.e+]+)$", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
-_NEUTRAL = {  # what makes answers equally long, and tokens readable
-    "ignore_eos": True,
-    "return_token_ids": True,
-    "return_tokens_as_token_ids": True,
-}
+_NEUTRAL = {"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # else a server's defaults count
+# Fields that are not OpenAI's own, in groups that a server refuses together.
+_SHAPE = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+_STREAM = {"stream_options": {"include_usage": True}}
+_LENGTH = {"ignore_eos": True, "min_tokens": 0}
+_SAMPLERS = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+_GROUPS: tuple[Collection[str], ...] = (_SHAPE, _STREAM, ("cache_salt",), _LENGTH, _SAMPLERS, ("max_tokens",))
 _LLAMA_CPP = {  # its stream has no ids; with ignore_eos it does not write the end of text, but still reports it
     "stream": False,
     "verbose": True,
     "return_tokens": True,
     "response_fields": ["tokens"],
-    "samplers": ["temperature", "top_k", "top_p"],  # else min-p, and what the server was started with
+    "samplers": ["penalties", "temperature", "min_p", "top_k", "top_p"],  # else what the server was started with
+    "mirostat": 0,
+    "dynatemp_range": 0.0,
 }
 _FORCED = 1e4  # bias of a token that is always written
+_T = TypeVar("_T")
 
 
-class ServerError(ValueError):
-    """A server does not answer, or not as is needed; the message is one line."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """A token with the log-probabilities that the server reports for its position.
+class _Passing(ServerError):
+    """What may be over at the next try.
 
     Attributes:
-        token: Its id; a negative number stands for the text of a token from a server that does not tell ids.
-        log_prob: Its log-probability; not a number where the server does not tell it.
-        top: Log-probabilities of the likeliest tokens, and of this one.
+        retry_after: When the server wants that, as it writes it.
     """
 
-    token: int
-    log_prob: float
-    top: dict[int, float]
+    def __init__(self, message: str, retry_after: str | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """One answer.
-
-    Attributes:
-        text: The answer.
-        reports: One per token; empty if the server reports nothing.
-        chunk_index: Position of each token in the chunk that it came in, from 0.
-        prompt_ids: The prompt's token ids, if the server tells them.
-    """
-
-    text: str
-    reports: list[Report]
-    chunk_index: list[int]
-    prompt_ids: list[int] | None = None
+class _Missing(ServerError):
+    """The server has no such path."""
 
 
 class Client:
-    """One server.
+    """One server. Threads may share it.
 
     Attributes:
         url: Its address, without ``/v1``.
         model: The model that it is asked for.
-        facts: What it says about itself: models, version, build, counters of speculation.
-        scoring: How it scores given tokens: ``echo``, or ``prefixes``, one request for each; empty before the first.
+        api: ``completions`` or ``chat``.
+        facts: What it says about itself: model, version, build, longest text, method of speculation. And what was seen:
+            ``refused_fields``, which are not sent any more, and whether there was ``reasoning``.
+        scoring: How it scores given tokens: ``echo``, or ``prefixes``, one request for each, or ``none``; empty before
+            the first.
         is_llama_cpp: Whether it is llama.cpp's server, which reports nothing about tokens behind drafts.
     """
 
-    def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout: float = 120.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        key: str | None = None,
+        timeout: float = 120.0,
+        api: Literal["completions", "chat"] = "completions",
+        key_variable: str = "EAGLE3_API_KEY",
+    ) -> None:
         """Asks the server who it is.
+
+        Args:
+            url: Its address, with or without ``/v1``.
+            model: Its name there. Default: the first that the server lists.
+            key: The server's key.
+            timeout: Seconds for each request with its whole answer; a silence of the server may last as long again.
+            api: ``chat`` sends a text as the message of a user. Token ids cannot be sent, and nothing can be scored.
+            key_variable: The variable of the environment that the key comes from, for messages.
 
         Raises:
             ServerError: Nothing answers there, it wants a key, or it is another kind of server.
         """
-        self.url = url.rstrip("/").removesuffix("/v1")
-        if urllib.parse.urlsplit(self.url).scheme not in ("http", "https"):
-            raise ServerError(f"{url!r} is not the address of a server; expected something like http://localhost:8000")
-        self._headers = {"Content-Type": "application/json"}
-        if key:
-            self._headers["Authorization"] = f"Bearer {key}"
+        self.url = _address(url)
+        self.api = api
+        self.scoring = "none" if api == "chat" else ""
+        self._path = "/v1/chat/completions" if api == "chat" else "/v1/completions"
         self._timeout = timeout
+        self._key = key or ""
+        self._key_variable = key_variable
+        headers = {"Content-Type": "application/json"}
+        if key:
+            if not _KEY.fullmatch(key):
+                raise ServerError(f"the key in {key_variable} has a space, a line break or a letter that no key has")
+            headers["Authorization"] = f"Bearer {key}"
         # A proxy of the environment must not be asked for a server on this machine.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self._ids: dict[str, int] = {}
-        models = self.get("/v1/models")
-        entries = models.get("data") if isinstance(models, dict) else None
-        if not entries:
-            raise ServerError(f"{self.url}/v1/models lists no model; is this a server with OpenAI's protocol?")
-        served = [entry["id"] for entry in entries]
-        if model is not None and model not in served:
-            raise ServerError(f"{self.url} serves {', '.join(served)}, not {model}; name one of these with --model")
-        self.model: str = model or served[0]
+        context = ssl.create_default_context()  # the certificates of the system
+        limits = httpx.Limits(max_connections=None)
+        self._http = httpx.Client(headers=headers, trust_env=False, timeout=timeout, limits=limits, verify=context)
+        self._has_answered = False
+        self._has_marks = False
+        self._lock = threading.Lock()
+        self._refused: frozenset[str] = frozenset()
+        self._accepted: frozenset[str] = frozenset()
+        self.facts: dict[str, Any] = {}
+        self.model = self._find_model(model)
+        self._ask_who_it_is()
+        self.is_llama_cpp = "build_info" in self.facts
+        self._harmless: int | None = (self._tokenize("a") or [None])[-1] if self.is_llama_cpp else None
+
+    def _find_model(self, model: str | None) -> str:
+        """Returns the name of the model, and notes what the server says about it."""
+        entry: dict[str, Any] = {}
+        try:
+            listed = self.get("/v1/models").get("data")
+            entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+            entries = [entry for entry in entries if isinstance(entry.get("id"), str)]
+            if not entries:
+                raise ServerError(f"{self.url}/v1/models lists no model; is this a server with OpenAI's protocol?")
+            named = [entry for entry in entries if model in (None, entry["id"])]
+            if not named:
+                served = excerpt(", ".join(entry["id"] for entry in entries), 200)
+                raise ServerError(f"{self.url} serves {served}, not {model}; name one of these with --model")
+            entry = named[0]
+        except _Missing as error:
+            if model is None:
+                raise ServerError(f"{error}; name the model with --model") from None
+        name: str = model or entry["id"]
         # Without directories of the server's machine, so that a certificate may be published.
-        name = Path(self.model).name if self.model.startswith("/") else self.model
-        self.facts: dict[str, Any] = {"model": name, "root": Path(entries[0].get("root") or "").name}
+        self._note("model", Path(name).name if name.startswith("/") else name)
+        root = entry.get("root")
+        self._note("root", Path(root).name if isinstance(root, str) else None)
+        self._note("max_model_len", entry.get("max_model_len"))
+        return name
+
+    def _ask_who_it_is(self) -> None:
         for path, field in (
             ("/version", "version"),
             ("/props", "build_info"),
             ("/get_server_info", "speculative_algorithm"),
         ):
-            with contextlib.suppress(ServerError, AttributeError):  # each is one server's own
-                self.facts[field] = self.get(path).get(field)
-        self.facts = {name: value for name, value in self.facts.items() if value}
-        self.is_llama_cpp = "build_info" in self.facts
-        # llama.cpp reports nothing about a token that is only a part of a character, so another is written instead.
-        self._harmless: int | None = (self._tokenize("a") or [None])[-1] if self.is_llama_cpp else None
-        self.scoring = ""
+            with contextlib.suppress(ServerError):  # each is one server's own
+                values = self.get(path)
+                self._note(field, values.get(field))
+                settings = values.get("default_generation_settings")
+                self._note("max_model_len", settings.get("n_ctx") if isinstance(settings, dict) else None)
+
+    def _note(self, name: str, value: Any) -> None:
+        if value and isinstance(value, str | int):
+            self.facts[name] = value
 
     def counters(self) -> dict[str, Any]:
         """Returns the counters of speculation since the server started; empty where there are none.
 
-        vLLM has them, and llama.cpp with ``--metrics``.
+        vLLM has them, llama.cpp with ``--metrics``, and SGLang with ``--enable-metrics``, which counts rounds only.
         """
         try:
             return parse_counters(self.send("/metrics").decode(errors="replace"))
@@ -141,38 +189,38 @@ class Client:
         Args:
             prompt: Text or token ids.
             num_reported: Number of log-probabilities of each position.
-            fields: Further fields of the request: ``max_tokens``, ``temperature`` and others.
+            fields: Further fields of the request: ``max_tokens``, ``temperature`` and others. They replace the neutral
+                values that are sent otherwise.
 
         Raises:
-            ServerError: The server refuses it, fails, is slow, answers as another model, or leaves tokens unreported.
+            Refused: The server refuses a field or its value.
+            ServerError: The server fails, is slow, answers as another model, or leaves tokens unreported.
         """
-        body = {"stream": True} | self._body(prompt, num_reported, fields)
-        texts = []
-        reports: list[Report] = []
-        chunk_index: list[int] = []
-        prompt_ids = None
-        tokens: list[int] = []
-        reason = ""
-        for event in self._events(body):
-            choice = self._choice(event)
-            if choice is None:
-                continue
-            texts.append(choice.get("text") or "")
-            reason = choice.get("finish_reason") or reason
-            prompt_ids = prompt_ids or choice.get("prompt_token_ids")
-            tokens += event.get("__verbose", {}).get("tokens") or []
-            chunk = self._reports(choice)
-            reports += chunk
-            chunk_index += range(len(chunk))
-        if self.is_llama_cpp and reports:
-            reports = self._complete_reports(prompt, tokens, reports, num_reported)
+        answer = self._ask(self._body(prompt, num_reported, {"stream": True} | _STREAM, fields), fields)
+        reports = answer.reports
+        chunk_index = answer.chunk_index
+        if self.is_llama_cpp and self.api == "completions" and reports:
+            reports = self._complete_reports(prompt, answer.tokens, reports, num_reported)
             chunk_index = [0] * len(reports)
-        if reports and reason == "length" and len(reports) != body["max_tokens"]:
+        # llama.cpp counts accepted drafts behind the end of a text, too.
+        is_counted = not self.is_llama_cpp and not answer.more_texts
+        expected = {answer.num_tokens if is_counted else None}
+        expected |= {fields.get("max_tokens") if answer.finish_reason == "length" else None}
+        missing = [number for number in expected if number is not None and number > len(reports)]
+        if reports and missing:
             raise ServerError(
-                f"{self.url} reports {len(reports)} of the {body['max_tokens']} tokens of an answer; the others cannot "
-                "be judged"
+                f"{self.url} reports {len(reports)} of the {missing[0]} tokens of an answer; the others cannot be "
+                "judged"
             )
-        return Completion("".join(texts), reports, chunk_index, prompt_ids)
+        return Completion(
+            text=answer.text,
+            reports=reports,
+            chunk_index=chunk_index,
+            prompt_ids=answer.prompt_ids,
+            finish_reason=answer.finish_reason,
+            num_drafted=answer.num_drafted,
+            more_texts=answer.more_texts,
+        )
 
     def _complete_reports(
         self, prompt: str | Sequence[int], tokens: list[int], reports: list[Report], num_reported: int
@@ -198,12 +246,21 @@ class Client:
         """Scores the tokens of an answer behind their own prefixes, without drafts.
 
         A prompt is scored in one pass (``echo``). A server that has no such request is asked for the first token behind
-        each prefix, which no draft reaches.
+        each prefix, which no draft reaches. Neither reads what speculation left in a cache of prefixes.
+
+        Returns:
+            A report of each token. Its log-probability is not a number if only likelier tokens are reported there. No
+            report if the server reads the answer's text as other tokens.
 
         Raises:
+            Refused: The server only chats.
             ServerError: The server does neither.
         """
-        answer = [report.token for report in completion.reports]
+        if self.api == "chat":
+            raise Refused("a chat cannot be continued from given tokens; use --api completions")
+        answer = completion.tokens
+        if not answer:
+            return []
         ids = completion.prompt_ids or self._tokenize(prompt)
         has_ids = ids is not None and all(token >= 0 for token in answer)
         if self.scoring != "prefixes":
@@ -215,142 +272,241 @@ class Client:
                 self.scoring = "echo"
                 return scored
             if self.scoring == "echo":
-                return []  # the text of this answer is read as other tokens
+                return []
         if not has_ids:
             raise ServerError(
                 f"{self.url} neither scores a prompt (echo with logprobs) nor tells token ids; nothing can be compared"
             )
         self.scoring = "prefixes"
-        scored = []
-        for position, token in enumerate(answer):
-            # llama.cpp's cache may hold what speculation left.
-            fields = {"cache_prompt": False} if self.is_llama_cpp else {}
-            scored.append(self._behind([*(ids or ()), *answer[:position]], token, num_reported, **fields))
-        return scored
+        return [
+            self._behind([*(ids or ()), *answer[:position]], token, num_reported, **self.apart())
+            for position, token in enumerate(answer)
+        ]
 
-    def _behind(self, prefix: Sequence[int], token: int, num_reported: int, **fields: Any) -> Report:
+    def _behind(self, prefix: Sequence[int], token: int, num_reported: int, **cache: Any) -> Report:
         """Returns the report of a token behind a prefix, where no draft reaches."""
-        if self._harmless is not None:
-            fields["logit_bias"] = [[self._harmless, _FORCED]]  # reports are without it
-        first = self.complete(prefix, num_reported=num_reported, max_tokens=1, temperature=0.0, **fields).reports[0]
-        return Report(token, first.top.get(token, math.nan), first.top)
+        reports: list[Report] = []
+        # llama.cpp reports nothing about a part of a character, so another token is written instead of it.
+        for written in (token, self._harmless) if self.is_llama_cpp else (None,):
+            if not reports:
+                fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0}
+                if written is not None:
+                    fields["logit_bias"] = [[written, _FORCED]]  # reports are without it
+                body = self._body(prefix, num_reported, {"stream": False}, fields | cache)
+                reports = self._ask(body, fields).reports
+        if not reports:
+            raise ServerError(f"{self.url} reports nothing about the token behind a prefix; nothing can be compared")
+        return Report(token, reports[0].top.get(token, math.nan), reports[0].top)
 
     def _echo(self, prompt: str | Sequence[int], num_reported: int) -> list[Report]:
-        body = self._body(prompt, num_reported, {"max_tokens": 1, "temperature": 0.0}) | {"echo": True}
+        fields = {"max_tokens": 1, "temperature": 0.0, "echo": True, "stream": False}
+        body = self._body(prompt, num_reported, fields, self.apart())
         try:
-            answer = json.loads(self.send("/v1/completions", body))
+            return self._ask(body, fields).reports
         except ServerError:
             if self.scoring == "echo":
                 raise
             return []
-        return self._reports(self._choice(answer) or {})
+
+    def apart(self) -> dict[str, Any]:
+        """Returns the fields of a request that does not read what is cached of others, as speculation left it."""
+        if self.is_llama_cpp:
+            return {"cache_prompt": False}
+        return {} if "cache_salt" in self._refused else {"cache_salt": secrets.token_hex(8)}
 
     def _tokenize(self, prompt: str | Sequence[int]) -> list[int] | None:
         """Returns the prompt's token ids, as llama.cpp tells them; ``None`` where there is no such request."""
         if not isinstance(prompt, str):
             return list(prompt)
-        try:
-            tokens = json.loads(self.send("/tokenize", {"content": prompt, "add_special": True})).get("tokens")
-        except (ServerError, ValueError, AttributeError):
+        if not self.is_llama_cpp:
             return None
-        return tokens if tokens and all(isinstance(token, int) for token in tokens) else None
-
-    def _body(self, prompt: str | Sequence[int], num_reported: int, fields: dict[str, Any]) -> dict[str, Any]:
-        prompt = prompt if isinstance(prompt, str) else list(prompt)
-        neutral = _LLAMA_CPP if self.is_llama_cpp else _NEUTRAL
-        return {"model": self.model, "prompt": prompt, "logprobs": num_reported} | neutral | fields
-
-    def _choice(self, event: dict[str, Any]) -> dict[str, Any] | None:
-        if event.get("error"):
-            raise ServerError(f"{self.url} failed: {json.dumps(event['error'])[:300]}")
-        answered = event.get("model") or self.model
-        if answered != self.model:
-            raise ServerError(f"{self.url} answered as {answered}, not as {self.model}; nothing can be compared")
-        choices = event.get("choices")
-        return choices[0] if choices else None
-
-    def _reports(self, choice: dict[str, Any]) -> list[Report]:
-        """Returns the reports of a choice, in the form of OpenAI's completions or of its chat (llama.cpp)."""
-        listed = choice.get("logprobs") or {}
-        reports = []
-        for entry in listed.get("content") or []:
-            top = {self._id(likely): likely["logprob"] for likely in entry.get("top_logprobs") or []}
-            reports.append(Report(self._id(entry), entry["logprob"], top))
-        columns = [listed.get(name) or [] for name in ("tokens", "token_logprobs", "top_logprobs")]
-        for token, log_prob, likeliest in zip(*columns, strict=True) if all(columns) else ():
-            top = {self._id(likely): value for likely, value in (likeliest or {}).items()}
-            reports.append(Report(self._id(token), math.nan if log_prob is None else log_prob, top))
-        return reports
-
-    def _id(self, token: Any) -> int:
-        """Returns the id of a token; a text that is no id has a negative number of its own."""
-        if isinstance(token, dict):
-            if isinstance(token.get("id"), int):
-                return token["id"]
-            token = token.get("token")
-        number = str(token).removeprefix("token_id:")
-        if number != token and number.isdecimal():
-            return int(number)
-        return self._ids.setdefault(str(token), -2 - len(self._ids))
-
-    def get(self, path: str) -> Any:
-        """Returns the JSON of a path."""
-        answer = self.send(path)
         try:
-            return json.loads(answer)
-        except ValueError:
-            raise ServerError(
-                f"{self.url}{path} does not answer in JSON; is this a server with OpenAI's protocol?"
-            ) from None
+            body = {"content": prompt, "add_special": True}
+            tokens = parse_object(self.send("/tokenize", body), f"{self.url}/tokenize").get("tokens")
+        except ServerError:
+            return None
+        is_readable = isinstance(tokens, list) and all(type(token) is int for token in tokens)
+        return tokens or None if is_readable else None
 
-    def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yields the events of a stream; a server that does not stream answers in one."""
-        data = self.send("/v1/completions", body)
-        lines = data.decode().split("\n")  # a text may hold other ends of lines
-        if not any(line.startswith("data:") for line in lines):
-            yield json.loads(data)
-            return
-        for line in lines:
-            event = line.removeprefix("data:").strip()
-            if line.startswith("data:") and event != "[DONE]":
-                yield json.loads(event)
+    def _body(
+        self, prompt: str | Sequence[int], num_reported: int, manner: dict[str, Any], fields: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Returns a request with neutral values of all fields that are not given."""
+        body: dict[str, Any] = {"model": self.model}
+        if self.api == "completions":
+            body |= {"prompt": prompt if isinstance(prompt, str) else list(prompt), "logprobs": num_reported}
+        elif isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}]
+            body |= {"messages": messages, "logprobs": True, "top_logprobs": num_reported}
+        else:
+            raise ServerError("a chat takes texts, not token ids; give prompts as texts or use --api completions")
+        body |= _NEUTRAL | _SAMPLERS | manner
+        if not self.is_llama_cpp:
+            return body | _SHAPE | _LENGTH | fields
+        body |= _LLAMA_CPP | fields
+        return body | {"repeat_penalty": body["repetition_penalty"]}
+
+    def _ask(self, body: dict[str, Any], fields: Collection[str]) -> Answer:
+        """Sends a request without the fields that the server refuses, after finding out which they are.
+
+        Args:
+            body: The request.
+            fields: Those of its fields that must not be left out.
+        """
+        refused = self._refused.intersection(fields) - {"max_tokens"}  # which has another name then
+        if refused:
+            raise Refused(f"{self.url} refuses {', '.join(sorted(refused))}")
+        try:
+            return self._answer(body)
+        except Refused:
+            with self._lock:
+                return self._find_refused(body, fields)
+
+    def _find_refused(self, body: dict[str, Any], fields: Collection[str]) -> Answer:
+        """Leaves out group after group of fields until a request is answered, and notes those that must be."""
+        known = self._accepted | self._refused
+        fixed = set(fields) - ({"max_tokens"} if self.api == "chat" else set())
+        groups = [{name for name in group if name in body} - fixed - known for group in _GROUPS]
+        groups = [group for group in groups if group]
+        for number in range(len(groups) + 1):
+            try:
+                answer = self._answer(body, set().union(*groups[:number]))
+                break
+            except Refused:
+                if number == len(groups):
+                    raise
+        refused = groups[:number]
+        for group in refused[:-1]:  # the last one was necessary
+            fewer = [other_group for other_group in refused if other_group is not group]
+            with contextlib.suppress(Refused):
+                answer = self._answer(body, set().union(*fewer))
+                refused = fewer
+        if refused:
+            self._refused |= set().union(*refused)
+            self.facts["refused_fields"] = sorted(self._refused)
+        return answer
+
+    def _answer(self, body: dict[str, Any], without: Collection[str] = ()) -> Answer:
+        """Returns the answer to a request without some fields, and without those that the server refuses."""
+        dropped = {*without, *self._refused}
+        sent = {name: value for name, value in body.items() if name not in dropped}
+        if "max_tokens" in dropped:
+            sent["max_completion_tokens"] = body["max_tokens"]
+        answer = self._request(self._path, sent, self._read)
+        self._accepted |= sent.keys()
+        if answer.has_reasoning:
+            self.facts["reasoning"] = True
+        return answer
+
+    def _read(self, data: bytes) -> Answer:
+        try:
+            answer = Answer(data, address=self.url, model=self.model)
+        except CutOff as error:
+            raise _Passing(str(error)) from None
+        if self._has_marks and data.startswith(b"data:") and not answer.is_marked:
+            raise _Passing(f"{self.url} cut off a stream before its end")
+        self._has_marks |= answer.is_marked
+        return answer
+
+    def get(self, path: str) -> dict[str, Any]:
+        """Returns the JSON object of a path."""
+        return parse_object(self.send(path), f"{self.url}{path}")
 
     def send(self, path: str, body: dict[str, Any] | None = None) -> bytes:
         """Returns the answer to a request, a POST if it has a body.
 
         Raises:
-            ServerError: The server refuses it, or does not answer in time.
+            Refused: The server refuses it.
+            ServerError: The server fails, or does not answer in time.
         """
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, self._headers)
-        for attempt in range(_RETRIES + 1):
-            try:
-                with self._opener.open(request, timeout=self._timeout) as response:
-                    return response.read()
-            except urllib.error.HTTPError as error:
-                if error.code not in (429, 503) or attempt == _RETRIES:
-                    raise ServerError(self._refusal(path, error)) from None
-                time.sleep(_wait(error.headers.get("Retry-After"), attempt))
-            except (TimeoutError, http.client.HTTPException, OSError) as error:
-                reason = getattr(error, "reason", None) or error
-                if isinstance(reason, TimeoutError):
-                    reason = f"no answer in {self._timeout:g} s; raise --timeout"
-                raise ServerError(f"no server answers at {self.url}{path} ({reason})") from None
-        raise AssertionError
+        return self._request(path, body, bytes)
 
-    def _refusal(self, path: str, error: urllib.error.HTTPError) -> str:
-        text = " ".join(error.read().decode(errors="replace").split())[:300]
-        if error.code in (401, 403):
-            return f"{self.url} wants a key: give one to --key or EAGLE3_API_KEY ({error.code}: {text})"
-        return f"{self.url}{path} answered {error.code}: {text}"
+    def _request(self, path: str, body: dict[str, Any] | None, read: Callable[[bytes], _T]) -> _T:
+        """Returns what is read from an answer; asks again after what may pass."""
+        for attempt in range(_RETRIES):
+            try:
+                return read(self._send_once(path, body))
+            except _Passing as error:
+                time.sleep(_wait(error.retry_after, attempt))
+        return read(self._send_once(path, body))
+
+    def _send_once(self, path: str, body: dict[str, Any] | None) -> bytes:
+        method = "GET" if body is None else "POST"
+        content = None if body is None else json.dumps(body).encode()
+        end = time.monotonic() + self._timeout
+        try:
+            with self._http.stream(method, self.url + path, content=content) as response:
+                data = bytearray()
+                for piece in response.iter_bytes():
+                    data += piece
+                    if time.monotonic() > end:  # the timeouts of httpx are those of one read
+                        raise httpx.ReadTimeout("the answer is not complete")
+        except httpx.TimeoutException:
+            raise ServerError(
+                f"no server answers at {self.url}{path} (no answer in {self._timeout:g} s; raise --timeout)"
+            ) from None
+        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
+            kind = _Passing if self._has_answered else ServerError
+            raise kind(f"no server answers at {self.url}{path} ({excerpt(str(error), 200)})") from None
+        except httpx.HTTPError as error:
+            raise ServerError(f"{self.url}{path} cannot be read ({excerpt(str(error), 200)})") from None
+        self._has_answered = True
+        if not response.is_success:
+            raise self._failure(path, response, data.decode(errors="replace"))
+        return bytes(data)
+
+    def _failure(self, path: str, response: httpx.Response, text: str) -> ServerError:
+        status = response.status_code
+        location = response.headers.get("Location", "")
+        if self._key:
+            text = text.replace(self._key, "(key)")
+            location = location.replace(self._key, "(key)")
+        text = excerpt(text, 300)
+        message = f"{self.url}{path} answered {status}: {text}"
+        if 300 <= status < 400:
+            address = excerpt(location, 200).partition("?")[0].removesuffix(path)
+            return ServerError(f"{self.url} redirects to {address}; give that address, the key is not sent on")
+        if status in (401, 403):
+            return ServerError(
+                f"{self.url} wants a key: put it into the environment variable {self._key_variable}, or name another "
+                f"with --api-key-env ({status}: {text})"
+            )
+        if status in (404, 405):
+            if path == self._path:
+                api = "completions" if self.api == "chat" else "chat"
+                message = f"{self.url} has no {path}; try --api {api} ({status}: {text})"
+            return _Missing(message)
+        if status in _PASSING:
+            return _Passing(message, response.headers.get("Retry-After"))
+        return Refused(message) if status in REFUSALS else ServerError(message)
+
+
+def _address(url: str) -> str:
+    """Returns the address of a server, without ``/v1``."""
+    try:
+        parts = httpx.URL(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.host)
+        is_address &= not (parts.userinfo or parts.query or parts.fragment)
+    except (httpx.InvalidURL, ValueError):
+        is_address = False
+    if not is_address:
+        # A name and a password in it are not repeated.
+        shown = excerpt(url.rpartition("@")[2], 200)
+        raise ServerError(f"{shown!r} is not the address of a server; expected something like http://localhost:8000")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def _wait(retry_after: str | None, attempt: int) -> float:
-    """Returns the seconds before the next try."""
-    try:
+    """Returns the seconds before the next try, from a number of seconds or a date, if there is one."""
+    seconds = math.nan
+    with contextlib.suppress(ValueError, TypeError):
         seconds = float(retry_after or "")
-    except ValueError:
-        seconds = 0.5 * 2**attempt
+    if math.isnan(seconds):
+        with contextlib.suppress(ValueError, TypeError):
+            date = email.utils.parsedate_to_datetime(retry_after or "")
+            seconds = (date - datetime.datetime.now(datetime.UTC)).total_seconds()
+    if math.isnan(seconds):
+        seconds = _FIRST_WAIT * 2**attempt
     return min(max(seconds, 0.0), _LONGEST_WAIT)
 
 
@@ -364,6 +520,8 @@ def parse_counters(text: str) -> dict[str, Any]:
             counters[name] += int(float(value))
         else:
             per_position[int(position[1])] += int(float(value))
+    for value in _SGLANG_ROUNDS.findall(text):
+        counters["num_drafts"] += int(float(value))
     if not per_position:
         return dict(counters)
     return {**counters, "num_accepted_tokens_per_pos": [count for _, count in sorted(per_position.items())]}

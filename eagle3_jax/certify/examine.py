@@ -1,8 +1,7 @@
-"""Asks a server for greedy and sampled answers, and judges them."""
+"""Examines a server or function: asks, judges, and lists what must have been seen for a verdict."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import datetime
 import math
@@ -12,66 +11,63 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
-from eagle3_jax.bench.environment import git
-from eagle3_jax.certify.certificate import Certificate
-from eagle3_jax.certify.client import Client, Completion, ServerError
-from eagle3_jax.certify.statistics import Draws, Sampling, Test, judge
-from eagle3_jax.testing.frequencies import smallest_deviation
-from eagle3_jax.testing.report import ALPHA
+from eagle3_jax.certify import texts
+from eagle3_jax.certify.asking import Asker, Plan, Prompt
+from eagle3_jax.certify.bets import VERIFIED
+from eagle3_jax.certify.certificate import Certificate, Control, Finding, Requirement, level_of
+from eagle3_jax.certify.fields import examine_fields
+from eagle3_jax.certify.greedy import (
+    MOST_NOISE,
+    SCORED,
+    Noise,
+    Scores,
+    doubtful,
+    greedy_answers,
+    judge_differences,
+    judge_first_greedy,
+    judge_greedy,
+    judge_own_reports,
+    measure_noise,
+    scores_of,
+)
+from eagle3_jax.certify.sampled import (
+    Samples,
+    ask_for_samples,
+    is_sharp,
+    judge_samples,
+    seen_in_words,
+    sight,
+    verified_share,
+)
+from eagle3_jax.certify.source import Completion, ServerError, Source
+from eagle3_jax.certify.states import examine_states
+from eagle3_jax.certify.statistics import Draws, Test
+from eagle3_jax.files.versions import git
 
-REPEATED_PROMPTS = 4  # prompts that half of the sampled requests share, with unlike seeds
-SCORED = 32  # sampled answers that are scored by force
 SAME_SEEDS = 4  # requests that are sent twice
-TWO_SAMPLE_TOKENS = 3  # tokens of each answer where only texts can be compared
-_LEAST_NOISE = 1e-4  # difference of log-probabilities that no server is held to
-_NOISE = 30  # medians of the differences between decoded and forced log-probabilities that count as noise
-_MOST_NOISY = 0.01  # share of tokens that may differ by more than the noise
-_MOST_LOST = 0.1  # share of the requests that may fail
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The requests of a certificate.
-
-    Attributes:
-        prompts: Texts or token ids.
-        sampling: Temperature, top-k and top-p of the sampled answers.
-        num_requests: Number of sampled answers; 0 for none.
-        max_new_tokens: Tokens of each answer.
-        num_greedy: Number of greedy answers; 0 for none.
-        num_reported: Log-probabilities of each position.
-        concurrency: Requests at a time.
-        seed: Seed of the first request; each has its own.
-    """
-
-    prompts: Sequence[str | list[int]]
-    sampling: Sampling = Sampling()
-    num_requests: int = 512
-    max_new_tokens: int = 32
-    num_greedy: int = 16
-    num_reported: int = 20
-    concurrency: int = 8
-    seed: int = 0
-
-    def prompt_of(self, request: int) -> int:
-        """Returns the number of a sampled request's prompt: the first few have half of all requests."""
-        half, is_odd = divmod(request, 2)
-        return half % (len(self.prompts) if is_odd else min(REPEATED_PROMPTS, len(self.prompts)))
+MOST_LOST = 0.01  # share of the requests that may have failed
+MOST_UNREAD = 0.01  # share of the tokens whose report cannot be read
+LEAST_JUDGED = 0.5  # share of the sampled tokens whose distribution must be known
+MOST_SHIFTED = 0.25  # probability whose shift between texts must be seen
+FEWEST = 200  # tokens of a kind below which nothing is certified
+_CHUNK = 1.01  # tokens of a chunk on average from which chunks are rounds
+_COARSE = 0.1  # nats of noise that a certificate warns of
+_WHOLE = 1e-3  # probability that a small vocabulary may lack by rounding
+_RAW = 0.02  # difference of log-probabilities that two equal requests may have
 
 
 def certify(
-    client: Client,
+    source: Source,
     plan: Plan,
     *,
-    plain: Client | None = None,
+    plain: Source | None = None,
     on_progress: Callable[[str], None] = lambda message: None,
 ) -> Certificate:
-    """Judges a server.
+    """Judges a server or function.
 
     Args:
-        client: The server.
+        source: The server or function.
         plan: What it is asked.
         plain: The same model without speculation, for a server that reports no log-probabilities.
         on_progress: Takes a line about each answer.
@@ -80,258 +76,323 @@ def certify(
         ServerError: The server answers nothing, or reports nothing and there is no plain one.
         ValueError: The reports do not determine the distribution of such a sampling.
     """
-    plan.sampling.check(plan.num_reported)
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     clock = time.perf_counter()
-    before = client.counters()
-    examination = _Examination(client, plan, on_progress)
-    # Whether the server reports anything, and scores a prompt, is seen before hundreds of requests are sent.
-    probe = client.complete(plan.prompts[0], num_reported=plan.num_reported, max_tokens=2, temperature=0.0)
-    if probe.reports:
-        reported = min(len(report.top) for report in probe.reports)
-        if reported < plan.num_reported:
-            raise ServerError(
-                f"{client.url} reports {reported} log-probabilities where {plan.num_reported} were asked for; ask for "
-                f"{reported} (--logprobs)"
-            )
-        client.score(plan.prompts[0], probe, num_reported=plan.num_reported)
-        examination.judge_greedy()
-        examination.judge_sampled()
-    elif plain is not None:
-        examination.compare_with(plain)
-    else:
+    # Whether anything is reported, and prompts are scored, is seen before hundreds of requests are sent.
+    probe = source.complete(plan.prompts[0], num_reported=plan.num_reported, max_tokens=2, temperature=0.0)
+    if not probe.reports and plain is None:
         raise ServerError(
-            f"{client.url} reports no log-probabilities; name the same model without speculation with --plain-url, "
-            "and texts are compared, which sees much less"
+            "no log-probabilities are reported; name the same model without speculation with --plain-url, and texts "
+            "are compared, which sees much less"
         )
-    if examination.failures and not examination.answered:
-        raise ServerError(examination.failures[0])
-    after = client.counters()
-    drafted = {name: (np.array(count) - before.get(name, 0)).tolist() for name, count in after.items()}
-    request_facts = {**vars(plan), "prompts": len(plan.prompts), "sampling": dataclasses.asdict(plan.sampling)}
+    if probe.reports:
+        plan = _with_kind_of_reports(source, plan, probe)
+    asker = Asker(source, plan, on_progress)
+    evidence = _Evidence()
+    if probe.reports:
+        _judge(asker, evidence)
+    elif plain is not None:
+        _compare(asker, plain, evidence)
+    if probe.reports and plan.with_fields:
+        tests = examine_states(asker, evidence.noise)
+        evidence.tests += [test for test in tests if test.tokens]
+        evidence.notes += [f"Not run: {test.name}." for test in tests if not test.tokens]
+        evidence.findings += examine_fields(asker)
+    if asker.failures and not asker.answered:
+        raise ServerError(asker.failures[0])
+    lost = len(asker.failures)
+    evidence.require("complete", not asker.stopped, asker.stopped or "every request was sent")
+    share = lost / max(1, lost + asker.answered)
+    evidence.require("answered", share <= MOST_LOST, f"{lost} of {lost + asker.answered} requests failed")
+    request = {**vars(plan), "prompts": len(plan.prompts), "sampling": dataclasses.asdict(plan.sampling)}
+    state = git()
     return Certificate(
-        first_tokens=examination.first_tokens,
-        tests=examination.tests,
-        notes=examination.notes,
-        facts={"url": client.url, **client.facts, **drafted, **request_facts},
-        requests=examination.answered,
-        lost=len(examination.failures),
-        is_partial=bool(examination.stopped),
+        requirements=evidence.requirements,
+        tests=evidence.tests,
+        first_tokens=evidence.first_tokens,
+        controls=evidence.controls,
+        findings=evidence.findings,
+        sees=evidence.sees,
+        notes=evidence.notes,
+        facts={**source.facts, **evidence.facts, **request},
+        tokens=evidence.tokens,
+        requests=asker.answered,
+        lost=lost,
+        is_partial=bool(asker.stopped),
         seconds=time.perf_counter() - clock,
         started=started,
-        commit=_commit(),
+        commit=f"{state['commit']}{'+' if state['dirty'] else ''}" if isinstance(state, dict) else "",
     )
 
 
-def _commit() -> str:
-    state = git()
-    return f"{state['commit']}{'+' if state['dirty'] else ''}" if isinstance(state, dict) else ""
+@dataclasses.dataclass
+class _Evidence:
+    """What was seen so far; the attributes are those of ``Certificate``."""
+
+    requirements: list[Requirement] = dataclasses.field(default_factory=list)
+    tests: list[Test] = dataclasses.field(default_factory=list)
+    first_tokens: list[Test] = dataclasses.field(default_factory=list)
+    controls: list[Control] = dataclasses.field(default_factory=list)
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+    sees: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tokens: int = 0
+    noise: Noise | None = None
+
+    def require(self, name: str, is_met: bool, detail: str) -> None:
+        """Adds what must have been seen."""
+        self.requirements.append(Requirement(name, bool(is_met), detail))
 
 
-class _Examination:
-    """Sends requests, a few at a time, and collects what their answers show.
+def _with_kind_of_reports(source: Source, plan: Plan, probe: Completion) -> Plan:
+    """Returns the plan with what the log-probabilities are: those before temperature and warpers, or after.
 
-    Attributes:
-        first_tokens: Tests of the tokens that no draft reaches.
-        tests: Tests of all others.
-        notes: What else was seen.
-        answered: Number of answers.
-        failures: The errors of requests that failed.
-        stopped: Why no more requests are sent; empty while they are.
+    Raises:
+        ServerError: They are neither, or there are fewer than were asked for.
+        ValueError: They do not determine the distribution.
     """
-
-    def __init__(self, client: Client, plan: Plan, on_progress: Callable[[str], None]) -> None:
-        self._client = client
-        self._plan = plan
-        self._on_progress = on_progress
-        self.first_tokens: list[Test] = []
-        self.tests: list[Test] = []
-        self.notes: list[str] = []
-        self.answered = 0
-        self.failures: list[str] = []
-        self.stopped = ""
-
-    def judge_greedy(self) -> None:
-        """Scores greedy answers: each token is the likeliest, tied with it within the noise, or wrong."""
-        prompt_of = lambda request: request % len(self._plan.prompts)
-        send = lambda request: self._send(self._client, prompt_of(request), temperature=0.0)
-        answers = self._ask("greedy answers", self._plan.num_greedy, send)
-        index, gaps, differences = self._scores([(prompt_of(request), answer) for request, answer in answers.items()])
-        noise = _noise(differences)
-        for is_first, tests in ((True, self.first_tokens), (False, self.tests)):
-            chosen = gaps[(index == 0) == is_first]
-            if not len(chosen):
-                continue
-            wrong = chosen[chosen > noise]
-            ties = int((chosen > 0).sum())
-            detail = f"none wrong: fewer than {3 / len(chosen):.2g} of all (95 %); {ties} tied within {noise:.1g}"
-            if len(wrong):
-                detail = f"{len(wrong)} are not the likeliest, by up to {wrong.max():.2g}; noise {noise:.1g}"
-            tests.append(Test("greedy tokens, scored by force", 0.0 if len(wrong) else 1.0, len(chosen), detail))
-
-    def judge_sampled(self) -> None:
-        """Tests sampled answers against the reported distributions, and those against forced ones."""
-        plan = self._plan
-        send = lambda request: self._sample(self._client, plan.prompt_of(request), plan.seed + request)
-        answers = self._ask("sampled answers", plan.num_requests, send)
-        answers = {request: answer for request, answer in answers.items() if answer.reports}
-        if not answers:
-            return
-        draws = draws_of(answers, plan)
-        is_first = draws.index == 0
-        level = ALPHA / 20  # close to that of a test, whose number depends on what there is to test
-        self.first_tokens += judge(draws[is_first], alpha=level, seed=plan.seed)
-        self.tests += judge(draws[~is_first], alpha=level, seed=plan.seed)
-        if draws.chunk_index.any():
-            self.notes.append(f"Chunks have {len(draws) / (draws.chunk_index == 0).sum():.2f} tokens on average.")
-        else:
-            self.notes.append("Chunks have one token, so places were not judged by their index in a round.")
-        if not plan.sampling.processed:
-            scored = [(plan.prompt_of(request), answers[request]) for request in list(answers)[:SCORED]]
-            _, _, differences = self._scores(scored)
-            noise = _noise(differences)
-            different = int((differences > noise).sum())
-            p_value = float(stats.binom.sf(different - 1, len(differences), _MOST_NOISY))
-            detail = f"{different} differ by more than {noise:.1g}; at most {_MOST_NOISY:.0%} may"
-            if len(differences):
-                name = "reported against forced log-probabilities"
-                self.tests.append(Test(name, p_value, len(differences), detail))
-        again = self._ask("answers to the same seeds", min(SAME_SEEDS, plan.num_requests), send)
-        same = sum(answer.text == answers[request].text for request, answer in again.items() if request in answers)
-        if again:
-            self.notes.append(f"The same seed wrote the same text in {same} of {len(again)} requests.")
-
-    def compare_with(self, plain: Client) -> None:
-        """Compares sampled texts of two servers, for a few prompts."""
-        plan = self._plan
-        num_prompts = min(REPEATED_PROMPTS, len(plan.prompts))
-        counts: list[Counter] = []
-        for first_seed, server in ((plan.seed, self._client), (plan.seed + plan.num_requests, plain)):
-
-            def send(request: int, server: Client = server, first_seed: int = first_seed) -> Completion:
-                return self._sample(server, request % num_prompts, first_seed + request, max_tokens=TWO_SAMPLE_TOKENS)
-
-            answers = self._ask(f"answers of {server.url}", plan.num_requests, send)
-            counts.append(Counter((request % num_prompts, answer.text) for request, answer in answers.items()))
-        self.tests += compare_texts(counts[0], counts[1])
-        self.notes.append("The server reports no log-probabilities, so texts of two servers were compared.")
-
-    def _sample(self, server: Client, prompt: int, seed: int, **options: Any) -> Completion:
-        sampling = self._plan.sampling
-        top_k = sampling.top_k or -1
-        fields = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": top_k, "seed": seed}
-        return self._send(server, prompt, **fields, **options)
-
-    def _send(self, server: Client, prompt: int, **options: Any) -> Completion:
-        options = {"max_tokens": self._plan.max_new_tokens} | options
-        return server.complete(self._plan.prompts[prompt], num_reported=self._plan.num_reported, **options)
-
-    def _ask(self, name: str, number: int, send: Callable[[int], Any]) -> dict[int, Any]:
-        """Returns the answers to requests ``0 .. number - 1``, without those that failed."""
-        answers: dict[int, Any] = {}
-        if self.stopped:
-            return answers
-        pool = concurrent.futures.ThreadPoolExecutor(self._plan.concurrency)
-        try:
-            futures = {pool.submit(send, request): request for request in range(number)}
-            for future in concurrent.futures.as_completed(futures):
-                try:
-                    answers[futures[future]] = future.result()
-                    self.answered += 1
-                except ServerError as error:
-                    self.failures.append(str(error))
-                    if len(self.failures) > max(3.0, _MOST_LOST * number):
-                        self._stop(f"{len(self.failures)} requests failed: {error}")
-                        break
-                self._on_progress(f"{name}: {len(answers)} of {number}")
-        except KeyboardInterrupt:
-            self._stop("interrupted")
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-        return dict(sorted(answers.items()))
-
-    def _stop(self, reason: str) -> None:
-        self.stopped = reason
-        self.notes.append(f"Only a part was judged: {reason}.")
-
-    def _scores(self, answers: Sequence[tuple[int, Completion]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Scores answers to prompts by force.
-
-        Returns:
-            For each token its position behind the prompt, by how much a likelier token's log-probability is larger, and
-            the distance of its log-probability from the one reported while decoding.
-        """
-
-        def score(row: int) -> list[tuple[int, float, float]]:
-            prompt, answer = answers[row]
-            scored = self._client.score(self._plan.prompts[prompt], answer, num_reported=self._plan.num_reported)
-            values = []
-            for index, (forced, decoded) in enumerate(zip(scored, answer.reports, strict=False)):
-                is_known = not math.isnan(forced.log_prob)
-                # A token that is not among the reported ones has at most the least of their probabilities.
-                log_prob = forced.log_prob if is_known else min(forced.top.values())
-                difference = abs(decoded.log_prob - log_prob) if is_known else 0.0
-                values.append((index, max(forced.top.values()) - log_prob, difference))
-            return values
-
-        scores = self._ask("scored answers", len(answers), score).values()
-        index, gaps, differences = np.array([value for values in scores for value in values]).reshape(-1, 3).T
-        return index, gaps, differences
+    number = min(len(report.top) for report in probe.reports)
+    is_whole = all(math.fsum(map(math.exp, report.top.values())) > 1 - _WHOLE for report in probe.reports)
+    if 0 < number < plan.num_reported and not is_whole:
+        raise ServerError(
+            f"{number} log-probabilities are reported where {plan.num_reported} were asked for; ask for {number} "
+            "(--logprobs)"
+        )
+    if source.scoring != "none":
+        source.score(plan.prompts[0], probe, num_reported=plan.num_reported)
+    plain = dataclasses.replace(plan.sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    if plan.sampling != plain:
+        neutral = Samples(list(plan.prompts))
+        warped = Samples(list(plan.prompts))
+        for samples, fields in ((neutral, {"temperature": 1.0, "seed": plan.seed}), (warped, plan.fields(0))):
+            answer = source.complete(plan.prompts[0], num_reported=plan.num_reported, max_tokens=1, **fields)
+            samples.answers.append((0, answer))
+        processed = _difference(neutral, warped, plan)
+        if processed is None:
+            raise ServerError(
+                "the reported log-probabilities are neither those before temperature, top-k, top-p and min-p nor those "
+                "after; nothing can be judged at these settings"
+            )
+        plan = dataclasses.replace(plan, sampling=dataclasses.replace(plan.sampling, processed=processed))
+    plan.sampling.check(plan.num_reported)
+    return plan
 
 
-def _noise(differences: np.ndarray) -> float:
-    """Returns the difference of log-probabilities that is put down to rounding."""
-    return max(_LEAST_NOISE, _NOISE * float(np.median(differences))) if len(differences) else _LEAST_NOISE
+def _difference(neutral: Samples, warped: Samples, plan: Plan) -> bool | None:
+    """Returns whether the reports of a warped request are those after the warpers; ``None`` if they are neither."""
+    before = neutral.answers[0][1].reports[0].top
+    after = warped.answers[0][1].reports[0].top
+    # The last ones may be tied, and the written token may be reported behind them.
+    ranked = sorted(before, key=lambda token: -before[token])[: plan.num_reported - 1]
+    if all(abs(before[token] - after.get(token, math.inf)) <= _RAW for token in ranked):
+        return False
+    log_probs = np.array([[before[token] for token in ranked]])
+    expected = plan.sampling.distributions(log_probs)[0][0, :-1]
+    reported = np.exp([after.get(token, -math.inf) for token in ranked])
+    difference = expected / expected.sum() - reported / max(reported.sum(), 1e-300)
+    return True if np.abs(difference).max() <= _RAW else None
 
 
-def compare_texts(first: Counter, second: Counter) -> list[Test]:
-    """Compares the texts of two samples, counted by ``(prompt, text)``; no test if nothing is seen often enough."""
-    statistic = 0.0
-    degrees = 0
-    for prompt in {prompt for prompt, _ in first}:
-        table = _table(_of_prompt(first, prompt), _of_prompt(second, prompt))
-        if table.shape[1] > 1 and table.sum(axis=1).all():
-            of_prompt, _, freedom, _ = stats.chi2_contingency(table, correction=False)
-            statistic += float(of_prompt)  # type: ignore[arg-type]
-            degrees += int(freedom)  # type: ignore[arg-type]
-    if not degrees:
-        return []
-    # Two equal samples have half of the noncentrality that one has against a known distribution.
-    sees = smallest_deviation(first.total(), degrees, alpha=ALPHA) / math.sqrt(2)
-    p_value = float(stats.chi2.sf(statistic, degrees))
-    detail = f"χ² {statistic:.1f} on {degrees} degrees"
-    return [Test(f"texts of {TWO_SAMPLE_TOKENS} tokens", p_value, TWO_SAMPLE_TOKENS * first.total(), detail, sees)]
+def _judge(asker: Asker, evidence: _Evidence) -> None:
+    """Judges greedy and sampled answers by what is reported."""
+    plan = asker.plan
+    is_sampled = plan.num_requests + plan.num_long > 0
+    at_start = asker.source.counters()
+    greedy = greedy_answers(asker)
+    at_half = asker.source.counters()
+    samples = ask_for_samples(asker) if is_sampled else Samples([])
+    drafts_of_greedy = _rise(at_start, at_half)
+    drafts_of_samples = _rise(at_half, asker.source.counters())
+    evidence.facts |= _rise(at_start, asker.source.counters())
+    if asker.source.scoring != "none":
+        _measure_noise(asker, greedy if greedy.answers else samples, evidence)
+    if plan.num_greedy:
+        _see_drafts("drafts of greedy tokens", plan, greedy, drafts_of_greedy, evidence)
+        _judge_greedy(asker, greedy, evidence)
+    if is_sampled:
+        _see_drafts("drafts of sampled tokens", plan, samples, drafts_of_samples, evidence)
+        _judge_sampled(asker, samples, drafts_of_samples, evidence)
+    _require_reports([greedy, samples], evidence)
 
 
-def _of_prompt(counts: Counter, prompt: int) -> dict[str, int]:
-    return {text: count for (number, text), count in counts.items() if number == prompt}
+def _measure_noise(asker: Asker, answers: Samples, evidence: _Evidence) -> None:
+    noise = measure_noise(asker, answers)
+    evidence.noise = noise
+    detail = f"the same tokens differ by up to {noise.size:.1g} nats without drafts, at most {MOST_NOISE} may"
+    if math.isinf(noise.size):
+        detail = "no token was asked for twice"
+    evidence.require("little noise", noise.is_small, detail)
+    if noise.size > _COARSE and noise.is_small:
+        evidence.notes.append(f"The reports are coarse: tokens within {noise.size:.1g} nats count as ties.")
 
 
-def _table(first: dict[str, int], second: dict[str, int], least: int = 10) -> np.ndarray:
-    """Returns the counts of texts in two samples ``[2 C]``; those seen less than ``least`` times are the last cell."""
-    texts = first | second
-    counts = np.array([[sample.get(text, 0) for text in texts] for sample in (first, second)])
-    is_common = counts.sum(axis=0) >= least
-    table = np.column_stack([counts[:, is_common], counts[:, ~is_common].sum(axis=1)])
-    return table[:, table.sum(axis=0) > 0]
+def _require_reports(groups: Sequence[Samples], evidence: _Evidence) -> None:
+    """Lists that reports must have come, and been readable."""
+    num_unread = sum(group.num_unread for group in groups)
+    num_tokens = sum(group.num_tokens for group in groups)
+    num_silent = sum(group.num_silent for group in groups)
+    num_answers = num_silent + sum(len(group.answers) for group in groups)
+    is_met = num_tokens > 0 and num_unread <= MOST_UNREAD * num_tokens and num_silent <= MOST_UNREAD * num_answers
+    detail = f"the reports of {num_unread} of {num_tokens:,} tokens cannot be read; {num_silent} answers have none"
+    evidence.require("readable reports", is_met, detail)
 
 
-def draws_of(answers: dict[int, Completion], plan: Plan) -> Draws:
-    """Returns the tokens of sampled answers, by number of the request, with the distributions that were reported."""
-    reports = [report for answer in answers.values() for report in answer.reports]
-    ids = np.full((len(reports), plan.num_reported), -1)
-    log_probs = np.full(ids.shape, -math.inf)
-    for row, report in enumerate(reports):
-        # The token itself may be reported behind the likeliest ones.
-        ranked = sorted(report.top.items(), key=lambda entry: -entry[1])[: plan.num_reported]
-        ids[row, : len(ranked)] = [token for token, _ in ranked]
-        log_probs[row, : len(ranked)] = [value for _, value in ranked]
-    return Draws.of_answers(
-        [[report.token for report in answer.reports] for answer in answers.values()],
-        prompts=[plan.prompt_of(request) for request in answers],
-        requests=list(answers),
-        chunk_index=[answer.chunk_index for answer in answers.values()],
-        ids=ids,
-        log_probs=log_probs,
-        sampling=plan.sampling,
+def _judge_greedy(asker: Asker, greedy: Samples, evidence: _Evidence) -> None:
+    evidence.tests += judge_own_reports(greedy)
+    noise = evidence.noise
+    if noise is None:
+        evidence.notes.append("A chat cannot be scored, so greedy tokens were compared with their own reports only.")
+        return
+    if not noise.is_small:
+        return
+    answers = [(greedy.prompts[number], answer) for number, answer in greedy.answers]
+    scores = scores_of(asker, "scored greedy answers", answers)
+    evidence.tests += judge_greedy(scores, noise)
+    evidence.first_tokens += judge_first_greedy(scores, noise)
+    evidence.tokens += int((scores.index > 0).sum())
+    _require_scores("greedy tokens", scores, answers, evidence, fewest=FEWEST)
+    _require_agreement("greedy scores", doubtful(scores, noise), evidence)
+
+
+def _require_scores(
+    name: str,
+    scores: Scores,
+    answers: Sequence[tuple[Prompt, Completion]],
+    evidence: _Evidence,
+    *,
+    fewest: int,
+) -> None:
+    """Lists that nearly all tokens behind the first ones must have been scored, and at least a number of them."""
+    num_scored = int((scores.index > 0).sum())
+    num_tokens = sum(max(0, len(answer.reports) - 1) for _, answer in answers)
+    is_met = num_scored >= max(fewest, (1 - MOST_UNREAD) * num_tokens)
+    evidence.require(name, is_met, f"{num_scored} of {num_tokens} tokens were scored, at least {fewest} must be")
+
+
+def _judge_sampled(asker: Asker, samples: Samples, drafts: dict[str, Any], evidence: _Evidence) -> None:
+    if not samples.answers:
+        evidence.require("judged tokens", False, "no sampled answer has reports")
+        return
+    drafted, tests, first_tokens, controls = judge_samples(asker, samples)
+    evidence.tests += tests
+    evidence.first_tokens += first_tokens
+    evidence.controls += controls
+    evidence.tokens += len(drafted.known())
+    _require_samples(asker.plan, samples, drafted, drafts, evidence)
+    _score_samples(asker, samples, evidence)
+    _repeat_seeds(asker, samples, evidence)
+
+
+def _require_agreement(name: str, share: float, evidence: _Evidence) -> None:
+    size = 0.0 if evidence.noise is None else evidence.noise.size
+    detail = (
+        f"{share:.1%} of the tokens behind drafts differ by more than the {size:.1g} nats seen without drafts: "
+        "rounding of other kernels, or stale keys and values"
     )
+    evidence.require(name, share <= MOST_LOST, detail)
+
+
+def _score_samples(asker: Asker, samples: Samples, evidence: _Evidence) -> None:
+    """Compares the log-probabilities of sampled answers with those of scoring, where these are of the same kind."""
+    if evidence.noise is None or not evidence.noise.is_small or asker.plan.sampling.processed:
+        return
+    answers = [(samples.prompts[number], answer) for number, answer in samples.answers[:SCORED]]
+    scores = scores_of(asker, "scored sampled answers", answers)
+    evidence.tests += judge_differences(scores, evidence.noise)
+    _require_scores("scored samples", scores, answers, evidence, fewest=0)
+    differences = dataclasses.replace(scores, gaps=np.zeros_like(scores.gaps))
+    _require_agreement("sampled scores", doubtful(differences, evidence.noise), evidence)
+
+
+def _repeat_seeds(asker: Asker, samples: Samples, evidence: _Evidence) -> None:
+    """Notes whether the same seed writes the same text."""
+    plan = asker.plan
+    number = min(SAME_SEEDS, plan.num_long, len(samples.answers))
+    prompts = [samples.prompts[prompt] for prompt, _ in samples.answers[:number]]
+    again = asker.complete(
+        "the same seeds", prompts, lambda row: plan.fields(row) | {"max_tokens": plan.max_new_tokens}
+    )
+    same = sum(answer.tokens == samples.answers[row][1].tokens for row, answer in again.items())
+    if again:
+        evidence.notes.append(f"The same seed wrote the same text in {same} of {len(again)} requests.")
+
+
+def _require_samples(plan: Plan, samples: Samples, drafted: Draws, drafts: dict[str, Any], evidence: _Evidence) -> None:
+    """Lists what sampled answers must have shown."""
+    num_sampled = sum(max(0, len(answer.reports) - 1) for _, answer in samples.answers)
+    judged = len(drafted.known())
+    detail = f"the reports determine the distribution of {judged:,} of {num_sampled:,} sampled tokens"
+    evidence.require("judged tokens", judged >= max(FEWEST, LEAST_JUDGED * num_sampled), detail)
+    first = max((test.tokens for test in evidence.first_tokens), default=0)
+    evidence.require("first tokens", first >= FEWEST, f"{first} first tokens were judged, at least {FEWEST} must be")
+    if not judged:
+        return
+    share = VERIFIED if plan.speculation == "none" else verified_share(drafts, num_sampled)
+    level = level_of(evidence.tests, evidence.first_tokens)
+    error, distance = sight(drafted, share=share, level=level, seed=plan.seed)
+    evidence.sees = seen_in_words(error, distance)
+    detail = f"the run would have found {' and '.join(evidence.sees) or 'no error of acceptance'}"
+    is_enough = is_sharp(error, distance)
+    if not is_enough:
+        detail += (
+            "; it must find an acceptance 20 % too willing, and acceptance of every sampled draft where draft and "
+            f"target are 25 % apart ({share:.0%} of the tokens were drafted): ask for more requests (--requests)"
+        )
+    evidence.require("sight", is_enough, detail)
+
+
+def _rise(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Returns by how much counters rose; a server that restarted counts from zero again."""
+    rises = {name: np.array(count) - before.get(name, 0) for name, count in after.items()}
+    return {name: np.maximum(rise, 0).tolist() for name, rise in rises.items()}
+
+
+def _see_drafts(name: str, plan: Plan, answers: Samples, drafts: dict[str, Any], evidence: _Evidence) -> None:
+    """Lists that something must have been drafted for the answers that are judged, by any sign of it."""
+    signs = [f"{counter} rose by {rise:,}" for counter, rise in drafts.items() if rise and "draft" in counter]
+    counted = [answer.num_drafted for _, answer in answers.answers if answer.num_drafted is not None]
+    if sum(counted):
+        signs.append(f"the answers tell of {sum(counted):,} drafted tokens")
+    starts = sum(position == 0 for _, answer in answers.answers for position in answer.chunk_index)
+    tokens = sum(len(answer.chunk_index) for _, answer in answers.answers)
+    if tokens > _CHUNK * starts and plan.speculation != "none":  # a slow reader may get two tokens at once
+        signs.append(f"chunks have {tokens / starts:.2f} tokens on average")
+    shown = "; ".join(signs)
+    match plan.speculation:
+        case "none":
+            evidence.require(f"no {name}", not signs, shown or "nothing was drafted, as it is to be")
+        case "assumed":
+            evidence.require(name, True, shown or "assumed; nothing shows them")
+        case _:
+            missing = "no draft was counted while log-probabilities were asked for"
+            if not drafts and not counted:
+                missing = (
+                    "nothing shows that the server drafts (no counters, chunks of one token); start it with its "
+                    "metrics, or say --speculation assumed or none"
+                )
+            evidence.require(name, bool(signs), shown or missing)
+
+
+def _compare(asker: Asker, plain: Source, evidence: _Evidence) -> None:
+    """Compares sampled texts with those of the same model without speculation."""
+    plan = asker.plan
+    prompts = list(plan.prompts[: texts.PROMPTS])
+    numbers = [request % len(prompts) for request in range(plan.num_requests)]
+    at_start = asker.source.counters()
+    counts = []
+    for first_seed, side in ((0, asker), (plan.num_requests, asker.for_source(plain))):
+        fields = lambda row, first_seed=first_seed: plan.fields(first_seed + row) | {"max_tokens": texts.TOKENS}
+        answers = side.complete("texts", [prompts[number] for number in numbers], fields)
+        counts.append(Counter((numbers[row], answer.text) for row, answer in answers.items()))
+    drafts = _rise(at_start, asker.source.counters())
+    _see_drafts("drafts of sampled tokens", plan, Samples([]), drafts, evidence)
+    comparison = texts.compare_texts(*counts)
+    evidence.tokens = texts.TOKENS * comparison.sample_size
+    detail = f"χ² {comparison.statistic:.1f} on {comparison.degrees} degrees"
+    name = f"texts of {texts.TOKENS} tokens"
+    evidence.tests.append(Test(name, comparison.p_value, evidence.tokens, detail, True))
+    evidence.sees = [f"a shift of {100 * comparison.shift:.0f} % between texts of {texts.TOKENS} tokens"]
+    detail = f"{evidence.sees[0]} would have been found, one of {100 * MOST_SHIFTED:.0f} % must be"
+    evidence.require("sight", comparison.shift <= MOST_SHIFTED, detail)
+    evidence.notes.append("No log-probabilities are reported, so texts of two servers were compared.")

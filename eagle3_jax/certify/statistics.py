@@ -1,4 +1,4 @@
-"""Tests whether tokens follow the distributions that a server reported for their positions.
+"""Tests whether tokens follow the distributions that were reported for their positions.
 
 A token is sampled after everything before it is known. So under a correct sampler its place in the reported
 distribution is uniform on [0, 1] and independent of all earlier places, whatever the prompts and the drafts.
@@ -7,38 +7,41 @@ distribution is uniform on [0, 1] and independent of all earlier places, whateve
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
 from scipy import special, stats
 
-from eagle3_jax.testing.frequencies import Contrast, fit_counts, smallest_deviation
+from eagle3_jax.certify.bets import bet_on_frequencies, bet_on_one_token
+from eagle3_jax.certify.frequencies import Contrast, fit_counts
+from eagle3_jax.certify.source import ZERO
 
 PLACES = 20  # cells of the test of places
 PAIR_PLACES = 5  # cells of each place of a pair
 FEWEST = 200  # tokens below which a group is not judged on its own
 LAST_COUNTED = 6  # tokens are counted behind texts of at most this many tokens after the prompt
-_EDGE = 1e-4  # distance from a nucleus' end at which rounding may decide what belongs to it
-_CONCENTRATIONS = (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)  # of the alternatives that contexts are tested against
+_EDGE = 1e-4  # difference of log-probabilities at which rounding may decide what belongs to a nucleus
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a server is asked to sample.
+    """How tokens are to be sampled.
 
     Attributes:
         temperature: Above 0.
         top_k: Number of likeliest tokens to keep; 0 keeps all.
         top_p: Mass of the smallest set of likeliest tokens to keep.
-        processed: Whether reported log-probabilities are those after temperature, top-k and top-p; else before.
+        min_p: Probability that a token needs, as a share of the likeliest token's; 0 keeps all.
+        processed: Whether reported log-probabilities are those after all of these; else before.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     processed: bool = False
 
     def check(self, num_reported: int) -> None:
@@ -47,52 +50,77 @@ class Sampling:
         Raises:
             ValueError: A value is out of range, or reports before the warpers do not show where the nucleus ends.
         """
-        if not (0 < self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
+        is_valid = 0 < self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1 and 0 <= self.min_p < 1
+        if not is_valid:
             raise ValueError(
-                f"cannot sample with temperature {self.temperature}, top-k {self.top_k}, top-p {self.top_p}; "
-                "expected a temperature above 0, top-k of at least 0 and top-p in (0, 1]"
+                f"cannot sample with temperature {self.temperature}, top-k {self.top_k}, top-p {self.top_p}, min-p "
+                f"{self.min_p}; expected a temperature above 0, top-k of at least 0, top-p in (0, 1], min-p in [0, 1)"
             )
-        is_whole = self.temperature == 1 and self.top_k == 0
+        is_whole = self.temperature == 1 and self.top_k == 0 and self.min_p == 0
         reported_all = 0 < self.top_k <= num_reported
         if self.top_p < 1 and not (self.processed or is_whole or reported_all):
             raise ValueError(
                 f"top-p {self.top_p} at temperature {self.temperature} with top-k {self.top_k}: {num_reported} "
                 "log-probabilities before these do not show where the nucleus ends; sample at temperature 1 without "
                 f"top-k, or with a top-k of at most {num_reported}, or let the server report processed "
-                "log-probabilities (--reports processed)"
+                "log-probabilities"
             )
 
-    def distributions(self, log_probs: Float[np.ndarray, "n L"]) -> tuple[np.ndarray, np.ndarray]:
+    def distributions(self, log_probs: np.ndarray, *, edge: float = _EDGE) -> tuple[np.ndarray, np.ndarray]:
         """Returns the distributions that tokens are sampled from, and which of them the reports determine.
 
         Args:
-            log_probs: Reported log-probabilities, the likeliest first; ``-inf`` where fewer were reported.
+            log_probs: ``[n L]`` reported log-probabilities, the likeliest first; ``-inf`` where fewer were reported.
+            edge: Difference of log-probabilities at which rounding may decide what is kept.
 
         Returns:
             ``[n L+1]`` probabilities, the last of all tokens that were not reported: not a number where only the
             proportions of the reported ones are known. And ``[n]``, False where rounding decides what is kept.
         """
-        determined = np.ones(len(log_probs), bool)
+        is_determined = np.ones(len(log_probs), bool)
         probs = np.exp(log_probs)
-        unreported = np.maximum(1 - probs.sum(axis=1), 0)
+        is_exhausted = (log_probs <= ZERO).any(axis=1)  # no token beyond the reported ones has a probability
+        others = np.where(is_exhausted, 0.0, np.maximum(1 - probs.sum(axis=1), 0))
         if self.processed:
-            return np.column_stack([probs, unreported]), determined
+            return np.column_stack([probs, others]), is_determined
         if self.temperature != 1 or self.top_k > 0:
             probs = special.softmax(log_probs / self.temperature, axis=1)
-            unreported = np.full(len(probs), math.nan)
+            others = np.full(len(probs), math.nan)
+        if self.min_p > 0:
+            distance = np.log(np.maximum(probs, 1e-300)) - np.log(self.min_p * probs[:, :1])
+            is_determined &= (np.abs(distance) > edge).all(axis=1)
+            probs = _kept(probs, distance > 0)
+            others = np.where(distance[:, -1] > 0, math.nan, 0.0)
         if 0 < self.top_k <= log_probs.shape[1]:
             if self.top_k < log_probs.shape[1]:
-                determined &= log_probs[:, self.top_k - 1] - log_probs[:, self.top_k] > _EDGE
-            probs = probs * (np.arange(log_probs.shape[1]) < self.top_k)
-            probs = probs / probs.sum(axis=1, keepdims=True)
-            unreported = np.zeros(len(probs))
+                is_determined &= log_probs[:, self.top_k - 1] - log_probs[:, self.top_k] > edge
+            probs = _kept(probs, np.arange(log_probs.shape[1]) < self.top_k)
+            others = np.zeros(len(probs))
         if self.top_p < 1:
             before = probs.cumsum(axis=1) - probs
-            determined &= (np.abs(before - self.top_p) > _EDGE).all(axis=1) & (probs.sum(axis=1) > self.top_p)
-            probs = np.where(before < self.top_p, probs, 0)
-            probs = probs / probs.sum(axis=1, keepdims=True)
-            unreported = np.zeros(len(probs))
-        return np.column_stack([probs, unreported]), determined
+            is_determined &= (np.abs(before - self.top_p) > edge).all(axis=1)
+            # A nucleus that does not end among the reported tokens holds all of these, in their proportions.
+            others = np.where(probs.sum(axis=1) > self.top_p + edge, 0.0, math.nan)
+            probs = _kept(probs, before < self.top_p)
+        return np.column_stack([probs, others]), is_determined
+
+
+def _kept(probs: np.ndarray, is_kept: np.ndarray) -> np.ndarray:
+    """Returns ``[n L]`` probabilities without the tokens that are not kept."""
+    masses = np.where(is_kept, probs, 0)
+    return masses / masses.sum(axis=1, keepdims=True)
+
+
+def resolution(log_probs: np.ndarray) -> float:
+    """Returns the distance of neighbouring reported values in nats, if they lie on a grid; else 0."""
+    values = np.abs(log_probs[(log_probs > ZERO) & (log_probs != 0)])
+    if len(values) < FEWEST:
+        return 0.0
+    for digits in (1, 2, 3, 4):
+        if np.allclose(values * 10**digits, np.round(values * 10**digits), rtol=0, atol=1e-6):
+            return 10.0**-digits
+    is_bfloat16 = not (values.astype(np.float32).view(np.uint32) & 0xFFFF).any()
+    return float(2.0**-7 * values.mean()) if is_bfloat16 else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,24 +128,27 @@ class Draws:
     """Sampled tokens with the reported distributions of their positions.
 
     Attributes:
-        probs: Probability of each reported token, and of all others together in the last column.
-        ids: The reported tokens.
-        tokens: The sampled tokens.
-        prompts: Number of each token's prompt.
-        requests: Number of its request.
-        index: Its position behind the prompt, from 0.
-        chunk_index: Its position in the chunk of tokens that the server sent at once, from 0.
-        texts: Number of the text before it, from 0: the prompt and the tokens behind it; -1 where that is too long.
+        probs: ``[n C]`` probability of each reported token, and of all others together in the last column.
+        ids: ``[n C-1]`` the reported tokens.
+        tokens: ``[n]`` the sampled tokens.
+        prompts: ``[n]`` number of each token's prompt.
+        requests: ``[n]`` number of its request.
+        index: ``[n]`` its position behind the prompt, from 0.
+        chunk_index: ``[n]`` its position in the chunk of tokens that came at once, from 0.
+        texts: ``[n]`` number of the text before it, from 0: the prompt and the tokens behind it; -1 where that is too
+            long.
+        coarseness: Distance of neighbouring log-probabilities in the reports, in nats; 0 if they lie on no grid.
     """
 
-    probs: Float[np.ndarray, "n C"]
-    ids: Int[np.ndarray, "n C-1"]
-    tokens: Int[np.ndarray, " n"]
-    prompts: Int[np.ndarray, " n"]
-    requests: Int[np.ndarray, " n"]
-    index: Int[np.ndarray, " n"]
-    chunk_index: Int[np.ndarray, " n"]
-    texts: Int[np.ndarray, " n"]
+    probs: np.ndarray
+    ids: np.ndarray
+    tokens: np.ndarray
+    prompts: np.ndarray
+    requests: np.ndarray
+    index: np.ndarray
+    chunk_index: np.ndarray
+    texts: np.ndarray
+    coarseness: float = 0.0
 
     @classmethod
     def of_answers(
@@ -127,22 +158,25 @@ class Draws:
         prompts: Sequence[int],
         requests: Sequence[int],
         chunk_index: Sequence[Sequence[int]],
-        ids: Int[np.ndarray, "n L"],
-        log_probs: Float[np.ndarray, "n L"],
+        ids: np.ndarray,
+        log_probs: np.ndarray,
         sampling: Sampling,
     ) -> Draws:
-        """Returns the tokens of answers whose distributions the reports determine.
+        """Returns the tokens of answers where the reports determine their distribution.
 
         Args:
-            answers: The sampled tokens of each answer.
-            prompts: Number of each answer's prompt.
+            answers: The tokens of each answer.
+            prompts: Number of its prompt.
             requests: Number of its request.
             chunk_index: Position of each token of the answer in its chunk.
-            ids: The reported tokens of each position of all answers.
-            log_probs: Their log-probabilities, the likeliest first; ``-inf`` where fewer were reported.
+            ids: ``[n L]`` the reported tokens of each position of all answers; -1 where fewer were reported.
+            log_probs: ``[n L]`` their log-probabilities, the likeliest first; not a number where nothing can be read.
             sampling: How the tokens were sampled.
         """
-        probs, determined = sampling.distributions(log_probs)
+        is_readable = np.logical_not(np.isnan(log_probs).any(axis=1))
+        coarseness = resolution(log_probs[is_readable])
+        edge = max(_EDGE, coarseness)
+        probs, is_determined = sampling.distributions(np.where(is_readable[:, None], log_probs, 0), edge=edge)
         lengths = [len(answer) for answer in answers]
         draws = cls(
             probs=probs,
@@ -153,26 +187,29 @@ class Draws:
             index=np.concatenate([np.arange(length) for length in lengths]),
             chunk_index=np.concatenate(chunk_index).astype(int),
             texts=np.concatenate(number_texts(prompts, answers)).astype(int),
+            coarseness=coarseness,
         )
-        return draws[determined]
+        return draws[is_determined & is_readable]
 
     def __len__(self) -> int:
         """The number of tokens."""
         return len(self.tokens)
 
-    def __getitem__(self, chosen: Bool[np.ndarray, " n"]) -> Draws:
-        """The chosen tokens."""
-        return Draws(*(column[chosen] for column in vars(self).values()))
+    def __getitem__(self, chosen: np.ndarray) -> Draws:
+        """The tokens that a mask ``[n]`` chooses."""
+        columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        coarseness = columns.pop("coarseness")
+        return Draws(**{name: column[chosen] for name, column in columns.items()}, coarseness=coarseness)
 
-    @property
-    def cells(self) -> Int[np.ndarray, " n"]:
-        """The column of ``probs`` that each token is in."""
+    @functools.cached_property
+    def cells(self) -> np.ndarray:
+        """``[n]`` the column of ``probs`` that each token is in."""
         is_token = self.ids == self.tokens[:, None]
         return np.where(is_token.any(axis=1), is_token.argmax(axis=1), self.ids.shape[1])
 
-    @property
-    def masses(self) -> Float[np.ndarray, " n"]:
-        """The probability of each token's cell."""
+    @functools.cached_property
+    def masses(self) -> np.ndarray:
+        """``[n]`` the probability of each token's cell."""
         return np.take_along_axis(self.probs, self.cells[:, None], axis=1)[:, 0]
 
     def known(self) -> Draws:
@@ -189,7 +226,7 @@ class Test:
         p_value: Probability of a deviation as large from a correct sampler.
         tokens: Number of tokens that were compared.
         detail: What was seen.
-        sees: Shift of probability between the cells that would be detected with 90 % power, where it is known.
+        is_controlled: Whether the comparison is with tokens without drafts, so that its failure needs no control.
     """
 
     __test__ = False  # not a test of pytest's
@@ -198,57 +235,67 @@ class Test:
     p_value: float
     tokens: int
     detail: str
-    sees: float | None = None
+    is_controlled: bool = False
 
 
-def judge(draws: Draws, *, alpha: float, seed: int = 0) -> list[Test]:
+def judge(draws: Draws, *, seed: int = 0) -> list[Test]:
     """Compares sampled tokens with the reported distributions.
 
     Args:
         draws: The tokens.
-        alpha: Significance of one test, for the deviation that it would detect.
         seed: Seed of the random numbers that split a token's probability.
     """
-    if not len(draws.known()):
-        return []
-    impossible = draws.masses == 0
+    num_sampled = len(draws)
     draws = draws.known()
+    if not len(draws):
+        return []
+    num_excluded = int(_is_excluded(draws).sum())
     probs = np.nan_to_num(draws.probs)
-    cells = draws.cells
-    before = np.where(np.arange(probs.shape[1]) < cells[:, None], probs, 0).sum(axis=1)
-    within = draws.masses
-    total = probs.sum(axis=1)
-    places = np.clip((before + np.random.default_rng(seed).random(len(draws)) * within) / total, 0, 1 - 1e-12)
+    total = probs.sum(axis=1, keepdims=True)
+    probs = probs / np.maximum(total, 1e-300)
+    before = np.where(np.arange(probs.shape[1]) < draws.cells[:, None], probs, 0).sum(axis=1)
+    numbers = np.random.default_rng(seed).random(len(draws))
+    within = np.take_along_axis(probs, draws.cells[:, None], axis=1)[:, 0]
+    places = np.clip(before + numbers * within, 0, 1 - 1e-12)
     tests = [
-        _uniform("places in the distribution", places, alpha),
-        _likelihood(probs / total[:, None], cells),
+        _uniform("places in the distribution", places),
+        _likelihood(probs, draws.cells),
         *_unreported(draws),
+        _favoured(draws, probs),
     ]
-    excluded = int(impossible.sum())
-    if excluded:
-        tests.append(Test("excluded tokens", 0.0, len(impossible), f"{excluded} tokens of probability 0 were written"))
+    if num_excluded:
+        detail = f"{num_excluded} tokens of probability 0 were written"
+        tests.append(Test("excluded tokens", 0.0, num_sampled, detail))
     for position in np.unique(draws.chunk_index) if draws.chunk_index.any() else []:
         chosen = draws.chunk_index == position
         if chosen.sum() >= FEWEST:
-            tests.append(_uniform(f"places, token {position + 1} of a chunk", places[chosen], alpha))
-    tests += [_pairs(draws, places, alpha), _contexts(draws, probs)]
+            tests.append(_uniform(f"places, token {position + 1} of a chunk", places[chosen]))
+    tests += [_pairs(draws, places), _contexts(draws, probs)]
     if np.ptp(draws.index):  # whole texts
         tests.append(_repetitions(draws, within))
     return [test for test in tests if test.tokens]
 
 
-def _uniform(name: str, places: Float[np.ndarray, " n"], alpha: float, num_cells: int = PLACES) -> Test:
+def _is_excluded(draws: Draws) -> np.ndarray:
+    """Returns which tokens the warpers exclude ``[n]``.
+
+    A token that is not reported may have rounded to the probability 0, unless a reported one has it already.
+    """
+    is_reported = draws.cells < draws.ids.shape[1]
+    is_exhausted = (draws.probs[:, :-1] == 0).any(axis=1)
+    return (draws.masses == 0) & (is_reported | is_exhausted)
+
+
+def _uniform(name: str, places: np.ndarray, num_cells: int = PLACES) -> Test:
     """Compares values with the uniform distribution on [0, 1]."""
     if len(places) < FEWEST:
         return Test(name, 1.0, 0, "too few tokens")
     counts = np.bincount((places * num_cells).astype(int), minlength=num_cells)
     fit = fit_counts(counts, np.full(num_cells, len(places) / num_cells))
-    # A shift that moves the mass ε / 2 has at least this noncentrality, whatever cells it is between.
-    sees = smallest_deviation(len(places), fit.degrees, alpha=alpha) / 2
-    return Test(name, fit.chi_square, len(places), f"χ² {fit.statistic:.1f} on {fit.degrees} degrees", sees)
+    return Test(name, fit.chi_square, len(places), f"χ² {fit.statistic:.1f} on {fit.degrees} degrees")
 
 
-def _likelihood(probs: Float[np.ndarray, "n C"], cells: Int[np.ndarray, " n"]) -> Test:
+def _likelihood(probs: np.ndarray, cells: np.ndarray) -> Test:
     """Compares the log-probabilities of the tokens with their expectation, which sees text that is too sure."""
     contrast = Contrast()
     contrast.add_log_probabilities(probs, cells)
@@ -265,19 +312,22 @@ def _likelihood(probs: Float[np.ndarray, "n C"], cells: Int[np.ndarray, " n"]) -
 def _unreported(draws: Draws) -> Iterator[Test]:
     """Compares how many tokens are not among the reported ones with the mass that those leave."""
     masses = draws.probs[:, -1]
-    masses = masses[masses > 0]
+    can_be = ~(draws.probs[:, :-1] == 0).any(axis=1) & ~np.isnan(masses)
+    masses = masses[can_be]
+    rounding = draws.coarseness / 2  # of each reported probability, relatively
     expected = float(masses.sum())
-    if expected < 1:
+    if not len(masses) or expected + rounding * len(masses) < 1:
         return
-    count = int((draws.cells == draws.ids.shape[1]).sum())
+    count = int((draws.cells[can_be] == draws.ids.shape[1]).sum())
     # A binomial bounds the tails of a sum of unlike Bernoulli variables with the same mean (Hoeffding, 1956).
-    mean = expected / len(masses)
-    tail = min(stats.binom.cdf(count, len(masses), mean), stats.binom.sf(count - 1, len(masses), mean))
+    least = max(0.0, expected / len(masses) - rounding)
+    most = min(1.0, expected / len(masses) + rounding)
+    tail = min(stats.binom.cdf(count, len(masses), least), stats.binom.sf(count - 1, len(masses), most))
     p_value = min(1.0, 2 * float(tail))
     yield Test("tokens not among the reported", p_value, len(masses), f"{count}, expected {expected:.1f}")
 
 
-def _pairs(draws: Draws, places: Float[np.ndarray, " n"], alpha: float) -> Test:
+def _pairs(draws: Draws, places: np.ndarray) -> Test:
     """Compares pairs of consecutive places with independent uniform ones, as reused random numbers are not."""
     first = np.flatnonzero(
         (draws.requests[:-1] == draws.requests[1:])
@@ -287,45 +337,40 @@ def _pairs(draws: Draws, places: Float[np.ndarray, " n"], alpha: float) -> Test:
     rows = (places[first] * PAIR_PLACES).astype(int)
     columns = (places[first + 1] * PAIR_PLACES).astype(int)
     cells = (PAIR_PLACES * rows + columns + 0.5) / PAIR_PLACES**2
-    return _uniform("pairs of places", cells, alpha, PAIR_PLACES**2)
+    return _uniform("pairs of places", cells, PAIR_PLACES**2)
 
 
-def _contexts(draws: Draws, probs: Float[np.ndarray, "n C"]) -> Test:
-    """Compares tokens behind the same text with its distribution, by an e-value.
+def _favoured(draws: Draws, probs: np.ndarray) -> Test:
+    """Bets that acceptance favours or neglects a token at each position, as that of a deterministic draft."""
+    bet = bet_on_one_token(probs, draws.cells, draws.texts)
+    return Test("one token too often, by bets", bet.p_value, len(draws), bet.detail)
 
-    The bet is that frequencies behind a text are a Dirichlet sample around its distribution. Its gain is a martingale
-    if the distribution is right, so ``1 / gain`` bounds a p-value, however few tokens there are (Ville's inequality).
+
+def _contexts(draws: Draws, probs: np.ndarray) -> Test:
+    """Compares tokens behind the same text with its distribution."""
+    counts = counts_behind_texts(draws, probs)
+    bet = bet_on_frequencies(*counts)
+    return Test(
+        "counts behind the same text", bet.p_value, int(counts[0].sum()), f"{len(counts[0])} texts; {bet.detail}"
+    )
+
+
+def counts_behind_texts(draws: Draws, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns for each text that came more than once the counts of the tokens behind it, and its distribution.
+
+    Both are ``[texts C]``. The distribution is that of the text's first token; the others' cells are found by ids.
     """
-    order = np.argsort(draws.texts, kind="stable")
-    order = order[draws.texts[order] >= 0]
-    starts = np.flatnonzero(np.diff(draws.texts[order], prepend=-1))
-    gains = np.zeros(len(_CONCENTRATIONS))
-    num_texts = 0
-    tokens = 0
-    for rows in np.split(order, starts[1:]):
-        if len(rows) < 2:
-            continue
-        distribution = probs[rows[0]] / probs[rows[0]].sum()
-        is_token = draws.ids[rows[0]] == draws.tokens[rows, None]
-        others = ~is_token.any(axis=1)
-        counts = np.append(is_token.sum(axis=0), others.sum())
-        possible = distribution > 0
-        gains += [_log_gain(counts[possible], distribution[possible], scale) for scale in _CONCENTRATIONS]
-        num_texts += 1
-        tokens += len(rows)
-    log_gain = float(np.logaddexp.reduce(gains)) - math.log(len(gains))
-    detail = f"{num_texts} texts; a gain of 10^{log_gain / math.log(10):.1f}"
-    return Test("counts behind the same text", min(1.0, math.exp(min(0.0, -log_gain))), tokens, detail)
+    chosen = np.flatnonzero(draws.texts >= 0)
+    _, first, number, size = np.unique(draws.texts[chosen], return_index=True, return_inverse=True, return_counts=True)
+    rows = chosen[first]
+    is_token = draws.ids[rows[number]] == draws.tokens[chosen, None]
+    cells = np.where(is_token.any(axis=1), is_token.argmax(axis=1), draws.ids.shape[1])
+    counts = np.zeros((len(rows), probs.shape[1]))
+    np.add.at(counts, (number, cells), 1)
+    return counts[size > 1], probs[rows[size > 1]]
 
 
-def _log_gain(counts: Int[np.ndarray, " C"], distribution: Float[np.ndarray, " C"], scale: float) -> float:
-    """Returns the logarithm of the Dirichlet mixture's likelihood over that of the distribution."""
-    mixture = special.gammaln(scale) - special.gammaln(scale + counts.sum())
-    mixture += (special.gammaln(counts + scale * distribution) - special.gammaln(scale * distribution)).sum()
-    return float(mixture - (counts * np.log(distribution)).sum())
-
-
-def _repetitions(draws: Draws, within: Float[np.ndarray, " n"]) -> Test:
+def _repetitions(draws: Draws, within: np.ndarray) -> Test:
     """Tests whether requests of the same prompt, with unlike seeds, wrote the same text although it was unlikely.
 
     Two of them write a same text of probability at most ``x`` with probability at most ``x``.

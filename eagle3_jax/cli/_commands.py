@@ -11,7 +11,7 @@ import typer.main
 from typer.core import TyperCommand
 
 from eagle3_jax import __version__
-from eagle3_jax.cli import bench, certify, chat, convert, doctor, generate, inspect, plan, serve, train, tune
+from eagle3_jax.cli import bench, certify, chat, convert, doctor, generate, inspect, oracle, plan, serve, train, tune
 from eagle3_jax.cli._errors import Misuse
 
 app = typer.Typer(
@@ -44,6 +44,7 @@ app.command("inspect", epilog=inspect.EXAMPLE)(inspect.inspect)
 app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
 app.command("bench", epilog=bench.EXAMPLE)(bench.bench)
 app.command("certify", epilog=certify.EXAMPLE)(certify.certify)
+app.command("oracle", epilog=oracle.EXAMPLE)(oracle.oracle)
 app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 app.add_typer(train.app, name="train")
 app.add_typer(plan.app, name="plan")

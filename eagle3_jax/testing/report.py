@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 Part = TypeVar("Part")
 Outcome = Literal["passed", "failed", "not run", "skipped"]
 
-ALPHA = 1e-6  # probability that a statistical check fails a correct part
+
 PROTOCOL = "keeps the protocol"  # the check that all others depend on
 
 

@@ -413,7 +413,10 @@ def test_the_server_is_certified(url: str) -> None:
     prompts = [decoder().encode(prompt) for prompt in PROMPTS]
     plan = Plan(prompts=prompts, num_requests=48, num_greedy=4, max_new_tokens=16, concurrency=8)
     certificate = certify(client, plan)
-    assert certificate.verdict is Verdict.LOSSLESS, certificate.reason
+    # So few requests see too little for a verdict, and nothing else is missing.
+    assert certificate.verdict is Verdict.INCONCLUSIVE, certificate.reason
+    unmet = {requirement.name for requirement in certificate.requirements if not requirement.is_met}
+    assert unmet == {"greedy tokens", "first tokens", "sight"}
     assert client.scoring == "echo"
     assert "The same seed wrote the same text in 4 of 4 requests." in certificate.notes
 

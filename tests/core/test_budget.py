@@ -1,6 +1,6 @@
 """The code stays readable: limits on its size, and on what a statement holds.
 
-They fall with every change, except one that adds a capability, as the server and certificates did.
+They fall with every change, except one that adds a capability, as the server, certificates and the oracle did.
 
 The weight of a statement is its number of expression nodes, without annotations. So neither line lengths nor types
 change it, and splitting a statement hardly changes the total. A packing assigns several values in one statement
@@ -37,13 +37,13 @@ class Counts(NamedTuple):
 
 
 LIMITS = {
-    "eagle3_jax": Counts(70_800, 8, 0, 0),
+    "eagle3_jax": Counts(82_150, 8, 0, 0),
     "conversion": Counts(18_100, 7, 0, 0),
-    "validation": Counts(22_650, 8, 0, 0),
-    "tests": Counts(94_400, 9, 0, 0),
-    "notebooks": Counts(14_330, 9, 0, 0),
-    "examples": Counts(9_670, 8, 0, 0),
-    "docs": Counts(5_950, 10, 0, 0),
+    "validation": Counts(23_800, 8, 0, 0),
+    "tests": Counts(101_000, 9, 0, 0),
+    "notebooks": Counts(14_360, 9, 0, 0),
+    "examples": Counts(10_760, 8, 0, 0),
+    "docs": Counts(6_260, 10, 0, 0),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 from scipy import stats
 
 from eagle3_jax.certify import Draws, Sampling, Test, judge
-from eagle3_jax.certify.faulty import FAULTS, FaultySampler
-from eagle3_jax.certify.statistics import _log_gain, number_texts
-from eagle3_jax.testing.report import ALPHA
+from eagle3_jax.certify.bets import ERRORS, VERIFIED, bet_on_one_token, dirichlet_gain, smallest_error
+from eagle3_jax.certify.faulty import FAULTS, Fault, FaultySampler
+from eagle3_jax.certify.frequencies import ALPHA, fit_counts
+from eagle3_jax.certify.statistics import number_texts, resolution
 
 LEVEL = ALPHA / 20
 REPORTED = np.log([[0.4, 0.3, 0.2]])  # two more tokens have 0.06 and 0.04
@@ -23,6 +25,9 @@ KNOWN: dict[str, tuple[Sampling, list[float]]] = {
     "top-k of reported tokens": (Sampling(temperature=2.0, top_k=2), [2 / (2 + 3**0.5), 3**0.5 / (2 + 3**0.5), 0, 0]),
     "top-k of more tokens": (Sampling(top_k=10), [4 / 9, 3 / 9, 2 / 9, UNKNOWN]),
     "a nucleus of reported tokens": (Sampling(top_p=0.6), [4 / 7, 3 / 7, 0, 0]),
+    "a nucleus that ends among the others": (Sampling(top_p=0.95), [4 / 9, 3 / 9, 2 / 9, UNKNOWN]),
+    "min-p that excludes a reported token": (Sampling(min_p=0.6), [4 / 7, 3 / 7, 0, 0]),
+    "min-p that may keep others": (Sampling(min_p=0.1), [4 / 9, 3 / 9, 2 / 9, UNKNOWN]),
 }
 
 
@@ -34,14 +39,18 @@ def test_the_distribution_is_known_from_the_reported_tokens(name: str) -> None:
     assert determined.all()
 
 
-@pytest.mark.parametrize("top_p", [0.95, 0.7], ids=["it ends among the others", "rounding decides"])
-def test_a_nucleus_is_undetermined(top_p: float) -> None:
-    assert not Sampling(top_p=top_p).distributions(REPORTED)[1].any()
+def test_a_nucleus_whose_end_rounding_decides_is_undetermined() -> None:
+    assert not Sampling(top_p=0.7).distributions(REPORTED)[1].any()
+
+
+def test_excluded_tokens_leave_nothing_for_those_that_are_not_reported() -> None:
+    probs, _ = Sampling(processed=True).distributions(np.array([[-0.5, -1.5, -9999.0]]))
+    assert probs[0, -1] == 0
 
 
 def test_no_tokens_give_no_tests() -> None:
     draws = FaultySampler().draws(4, 4)
-    assert judge(draws[draws.index > 99], alpha=LEVEL) == []
+    assert judge(draws[draws.index > 99]) == []
 
 
 @pytest.mark.parametrize(
@@ -70,7 +79,7 @@ def test_the_gain_of_a_bet_is_a_product_of_predictions() -> None:
         / (scale * (scale + 1) * (scale + 2))
     )
     expected = math.log(predicted / (distribution[0] ** 2 * distribution[1]))
-    assert _log_gain(np.array([2, 1]), distribution, scale) == pytest.approx(expected)
+    assert dirichlet_gain(np.array([[2, 1]]), distribution[None], scale) == pytest.approx(expected)
 
 
 def test_texts_are_numbered_by_prompt_and_tokens() -> None:
@@ -79,7 +88,7 @@ def test_texts_are_numbered_by_prompt_and_tokens() -> None:
 
 
 def judged(draws: Draws, seed: int = 0) -> list[Test]:
-    return judge(draws[draws.index > 0], alpha=LEVEL, seed=seed)
+    return judge(draws[draws.index > 0], seed=seed)
 
 
 def test_a_correct_sampler_gives_p_values_that_are_uniform_or_larger() -> None:
@@ -98,24 +107,95 @@ def test_a_correct_sampler_gives_p_values_that_are_uniform_or_larger() -> None:
             )
 
 
+@pytest.mark.parametrize("texts", [[-1, -1], [0, 0]], ids=["each text once", "the same text twice"])
+def test_a_bet_on_one_token_gains_nothing_on_average_from_a_correct_sampler(texts: list[int]) -> None:
+    p = np.array([0.5, 0.3, 0.2])
+    average = 0.0
+    for cells in itertools.product(range(3), repeat=2):
+        bet = bet_on_one_token(np.tile(p, (2, 1)), np.array(cells), np.array(texts))
+        average += p[list(cells)].prod() * math.exp(bet.log_gain)
+    assert average == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", ["one random number to accept and to redraw", "likeliest draft, 20 % too willing"])
+def test_the_exact_distribution_of_a_fault_is_that_of_its_tokens(name: str) -> None:
+    """A total variation distance of 0.02 would be found."""
+    sampler = FaultySampler(FAULTS[name])
+    count = 100_000
+    prompts = np.zeros(count, int)
+    last = np.full(count, 5)
+    emitted, _ = sampler._round(prompts, last, np.random.default_rng(0))
+    expected = sampler.emitted(prompts[:1], last[:1], last[:1], 0)[0]
+    fit = fit_counts(np.bincount(emitted[:, 0], minlength=64), count * expected)
+    assert fit.p_value > 1e-4, fit.reason
+
+
+def test_the_fewest_tokens_of_an_error_are_those_of_a_coin() -> None:
+    """Of two tokens the draft has 1/2 and comes with 0.55: (6.4 σ / shift)² = (6.4 · 0.5 / 0.05)² tokens."""
+    sampler = FaultySampler(Fault(likeliest=True, willing=1.1), vocab_size=2, num_speculative_tokens=40)
+    sampler.target[:] = 0.5
+    assert sampler.fewest_tokens() == pytest.approx((6.4 * 0.5 / 0.05) ** 2, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("name", "requests"),
     [
         ("greedy drafts judged as if sampled", 64),
         ("typical acceptance", 256),
-        ("drafts sampled at T 0.7 and declared at 1", 256),
+        ("drafts sampled at T 0.7 and declared at 1", 512),
         ("nucleus applied to the redraw, not to acceptance", 64),
-        ("bonus sampled from the position before", 64),
+        ("every draft accepted", 1024),
         ("redrawn from p, not from the residual", 4096),
+        ("likeliest draft, every one accepted", 64),
     ],
 )
 def test_an_injected_error_is_found(name: str, requests: int) -> None:
     fault = FAULTS[name]
-    sampling = Sampling(top_p=0.9) if fault.plain_acceptance else None
-    right = FaultySampler(sampling=sampling).draws(requests, 32, seed=3)
-    wrong = FaultySampler(fault, sampling=sampling).draws(requests, 32, seed=3)
+    right = FaultySampler(sampling=fault.sampling).draws(requests, 4, seed=3)
+    wrong = FaultySampler(fault).draws(requests, 4, seed=3)
     assert min(test.p_value for test in judged(right)) > LEVEL
     assert min(test.p_value for test in judged(wrong)) < LEVEL
+
+
+@pytest.mark.parametrize("error", ["20 % too willing", "redrawn from p", "residual mixed with 30 % of p"])
+def test_an_error_with_the_likeliest_draft_is_found_with_four_times_the_fewest_tokens(error: str) -> None:
+    sampler = FaultySampler(FAULTS[f"likeliest draft, {error}"])
+    requests = round(4 * sampler.fewest_tokens() / 3)
+    assert min(test.p_value for test in judged(sampler.draws(requests, 4, seed=3))) < LEVEL
+
+
+def test_the_named_error_would_have_been_found() -> None:
+    """In 9 of 10 runs of as many tokens, where the draft is the likeliest token of four of five positions."""
+    rng = np.random.default_rng(0)
+    number = 6000
+    p = rng.dirichlet(np.ones(6), number)
+    p = -np.sort(-p, axis=1)
+    error = smallest_error(p, [entry for entry in ERRORS if entry.willing > 1], level=LEVEL)
+    assert error is not None
+    num_found = 0
+    for _ in range(20):
+        is_drafted = rng.random(number) < VERIFIED
+        mass = np.where(is_drafted, error.mass(p[:, 0]), p[:, 0])
+        others = p[:, 1:] / p[:, 1:].sum(axis=1, keepdims=True)
+        behind = 1 + (rng.random(number)[:, None] > others.cumsum(axis=1)).sum(axis=1)
+        cells = np.where(rng.random(number) < mass, 0, np.minimum(behind, 5))
+        unreported = np.zeros((number, 1))
+        bet = bet_on_one_token(np.hstack([p, unreported]), cells, np.full(number, -1))
+        num_found += bet.p_value < LEVEL
+    assert num_found >= 16  # 18 are expected; fewer than 16 have a probability of 4 %
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (np.round(np.linspace(-7, -0.1, 500), 2), 0.01),
+        (np.linspace(-7, -0.1, 500), 0.0),
+        (np.linspace(-7, -0.1, 5), 0.0),
+    ],
+    ids=["two decimals", "no grid", "too few to tell"],
+)
+def test_a_grid_of_reports_is_recognised(values: np.ndarray, expected: float) -> None:
+    assert resolution(values) == expected
 
 
 def test_reused_random_numbers_are_found_in_pairs() -> None:
@@ -134,7 +214,7 @@ def test_reused_random_numbers_are_found_in_pairs() -> None:
         chunk_index=np.zeros(8000, int),
         texts=np.full(8000, -1),
     )
-    p_values = {test.name: test.p_value for test in judge(draws, alpha=LEVEL)}
+    p_values = {test.name: test.p_value for test in judge(draws)}
     assert p_values["pairs of places"] < LEVEL
     assert p_values["places in the distribution"] > 1e-4
 
@@ -155,6 +235,6 @@ def test_a_bias_that_cancels_over_ranks_is_found_behind_the_same_text() -> None:
         chunk_index=np.zeros(number, int),
         texts=text,
     )
-    p_values = {test.name: test.p_value for test in judge(draws, alpha=LEVEL)}
+    p_values = {test.name: test.p_value for test in judge(draws)}
     assert p_values["counts behind the same text"] < LEVEL
     assert p_values["places in the distribution"] > 1e-4

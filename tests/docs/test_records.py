@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import certificates
 import chat_model
 import gpu
 import methods
@@ -30,6 +31,14 @@ def page(name: str) -> str:
 def test_the_tables_of_a_page_are_their_records(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert text == write_tables.filled(text, write_tables.tables()[page]), "run python docs/recorded/write_tables.py"
+
+
+def test_what_a_certificate_would_have_found_is_quoted_whole() -> None:
+    sees = [
+        "an acceptance 20 % too willing where drafts are likely",
+        "acceptance where draft and target are 25 % apart",
+    ]
+    assert certificates.reason({"verdict": "lossless", "sees": sees}) == "20 % too willing; 25 % apart"
 
 
 def check_quoted(name: str, *quotations: str) -> None:

@@ -115,6 +115,14 @@ def check_alone(fresh: Environment) -> None:
     fresh.names_extra("convert", "inspect", pickled)
 
 
+def check_certificates(fresh: Environment, wheel: Path) -> None:
+    """Runs the command of certificates where only numpy, scipy and httpx are."""
+    fresh.pip("install", "numpy", "scipy", "httpx")
+    fresh.pip("install", "--no-deps", wheel)
+    done = fresh.run("python", "-m", "eagle3_jax.certify", "--url", "http://127.0.0.1:9")
+    assert done.returncode == 2 and done.stderr.startswith("error: no server answers"), done
+
+
 def check_extras(fresh: Environment, wheel: Path, extras: list[str]) -> None:
     """Installs extras and imports their packages."""
     fresh.pip("install", "--no-compile", f"{wheel}[{','.join(extras)}]")
@@ -144,6 +152,8 @@ def main() -> None:
         fresh.works("python", "-m", "pip", "check")
         check_alone(fresh)
         print("generates, inspects, plans and converts", flush=True)
+        check_certificates(Environment(folder, "bare"), wheel)
+        print("certifies with numpy, scipy and httpx alone", flush=True)
         if extras:
             check_extras(fresh, wheel, extras)
             print(f"does what {', '.join(extras)} promise", flush=True)

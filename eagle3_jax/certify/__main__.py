@@ -1,0 +1,8 @@
+"""``python -m eagle3_jax.certify``."""
+
+import sys
+
+from eagle3_jax.cli._certifying import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""Bets against a sampler, whose gains bound p-values, and the smallest error that they win against.
+
+A bet names another distribution for each token before it is seen. The product of the ratios of the two probabilities is
+the gain. Under a correct sampler its expectation is at most 1, so the gain exceeds ``1 / p`` with probability at most
+``p``, however few tokens there are (Ville's inequality). A mixture of bets is a bet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy import special, stats
+
+from eagle3_jax.certify.frequencies import POWER
+
+#: Concentrations of the Dirichlet distributions that frequencies behind a text are bet to have.
+CONCENTRATIONS = (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
+#: Factors of the probability that a draft is accepted; infinity accepts every draft.
+WILLINGNESS = (0.7, 0.9, 0.95, 1.02, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, math.inf)
+#: Shares of the redraws that come from the target's distribution in place of the residual.
+UNREDUCED = (0.1, 0.3, 1.0)
+VERIFIED = 0.8  # share of the positions that are bet to hold a draft; the token behind the last draft is free
+LIKELIEST = (1.0, 0.65)  # probabilities that the draft is the likeliest token; else it is any other, by its probability
+
+
+@dataclasses.dataclass(frozen=True)
+class Bet:
+    """A bet that was settled: the logarithm of its gain, and what was seen."""
+
+    log_gain: float
+    detail: str
+
+    @property
+    def p_value(self) -> float:
+        """The bound of the p-value."""
+        return min(1.0, math.exp(min(0.0, -self.log_gain)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Error:
+    """A wrong acceptance of a draft that the drafter chose without drawing.
+
+    Attributes:
+        willing: Factor of the probability of acceptance.
+        unreduced: Share of the redraws that come from the target's distribution.
+    """
+
+    willing: float = 1.0
+    unreduced: float = 0.0
+
+    def mass(self, p: np.ndarray) -> np.ndarray:
+        """Returns the probability of the draft's token where the target's is ``p``, of any shape."""
+        with np.errstate(invalid="ignore"):
+            accepted = np.where(p > 0, np.minimum(1.0, self.willing * p), 0.0)
+        return accepted + (1 - accepted) * self.unreduced * p
+
+    def ratios(self, p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns by what the error multiplies the probability of the draft's token, and of all others.
+
+        A part of the positions has no draft.
+        """
+        mass = self.mass(p)
+        drafted = np.where(p > 0, mass / np.maximum(p, 1e-300), 1.0)
+        others = np.where(p < 1, (1 - mass) / np.maximum(1 - p, 1e-300), 1.0)
+        free = 1 - VERIFIED
+        return free + VERIFIED * drafted, free + VERIFIED * others
+
+    def __str__(self) -> str:
+        if self.unreduced:
+            return f"redraws of which {100 * self.unreduced:.0f} % ignore the residual"
+        if math.isinf(self.willing):
+            return "acceptance of every draft"
+        size = 100 * abs(self.willing - 1)
+        return f"an acceptance {size:.0f} % too {'willing' if self.willing > 1 else 'reluctant'}"
+
+
+ERRORS = (*(Error(willing=factor) for factor in WILLINGNESS), *(Error(unreduced=share) for share in UNREDUCED))
+
+
+def bet_on_one_token(probs: np.ndarray, cells: np.ndarray, texts: np.ndarray) -> Bet:
+    """Bets that one token of each text's distribution, the draft, comes too often or too seldom.
+
+    A drafter that does not draw has the same draft behind the same text, so what a text's first tokens show of it makes
+    the bets on the later ones.
+
+    Args:
+        probs: ``[n C]`` the distributions; the last cell holds all tokens that were not reported, and no draft.
+        cells: ``[n]`` the cell of each token.
+        texts: ``[n]`` the number of the text before it; -1 for a text that comes once.
+    """
+    order = np.argsort(texts, kind="stable")
+    sorted_texts = texts[order]
+    is_start = np.append(True, (np.diff(sorted_texts) != 0) | (sorted_texts[1:] < 0))
+    starts = np.flatnonzero(is_start)
+    p = probs[order, :-1]
+    is_token = np.arange(p.shape[1]) == cells[order, None]
+    priors = [_prior(p[starts], likeliest) for likeliest in LIKELIEST]
+    gains = []
+    for error in ERRORS:
+        drafted, others = error.ratios(p)
+        log_ratio = np.log(np.where(is_token, drafted, others))
+        of_texts = np.add.reduceat(log_ratio, starts, axis=0)
+        gains += [float(np.logaddexp.reduce(of_texts + prior, axis=1).sum()) for prior in priors]
+    log_gain = float(np.logaddexp.reduce(gains)) - math.log(len(gains))
+    best = ERRORS[int(np.argmax(gains)) // len(LIKELIEST)]
+    return Bet(log_gain, f"best on {best}: a gain of 10^{log_gain / math.log(10):.1f}")
+
+
+def _prior(p: np.ndarray, likeliest: float) -> np.ndarray:
+    """Returns the logarithm of the probability of each token ``[n L]`` to be the draft."""
+    behind = p[:, 1:] / np.maximum(p[:, 1:].sum(axis=1, keepdims=True), 1e-300)
+    with np.errstate(divide="ignore"):
+        return np.log(np.column_stack([np.full(len(p), likeliest), (1 - likeliest) * behind]))
+
+
+def bet_on_frequencies(counts: np.ndarray, probs: np.ndarray) -> Bet:
+    """Bets that frequencies behind a text are a Dirichlet sample around its distribution.
+
+    Args:
+        counts: ``[texts C]`` how often each token came.
+        probs: ``[texts C]`` the distributions.
+    """
+    gains = [dirichlet_gain(counts, probs, scale).sum() for scale in CONCENTRATIONS]
+    log_gain = float(np.logaddexp.reduce(gains)) - math.log(len(gains))
+    return Bet(log_gain, f"a gain of 10^{log_gain / math.log(10):.1f}")
+
+
+def dirichlet_gain(counts: np.ndarray, probs: np.ndarray, scale: float) -> np.ndarray:
+    """Returns the logarithm of the Dirichlet mixture's likelihood over that of the distribution, for each text.
+
+    Arguments as in :func:`bet_on_frequencies`; a token of probability 0 is another test's.
+    """
+    counts = np.where(probs > 0, counts, 0)
+    alphas = np.where(probs > 0, scale * probs, 1.0)
+    total = counts.sum(axis=-1)
+    mixture = special.gammaln(scale) - special.gammaln(scale + total)
+    mixture = mixture + (special.gammaln(counts + alphas) - special.gammaln(alphas)).sum(axis=-1)
+    return mixture - special.xlogy(counts, np.where(probs > 0, probs, 1.0)).sum(axis=-1)
+
+
+def smallest_error(
+    probs: np.ndarray, errors: Sequence[Error], *, level: float, share: float = VERIFIED
+) -> Error | None:
+    """Returns the first error of a list that is found with 90 % power, where drafts are the likeliest tokens.
+
+    Args:
+        probs: ``[n C]`` the distributions of the tokens that drafts reach.
+        errors: From the smallest on.
+        level: Significance of the test.
+        share: Share of the tokens that a draft is verified for.
+    """
+    needed = -math.log(level) + math.log(len(ERRORS) * len(LIKELIEST))
+    p = probs[:, 0]
+    for error in errors:
+        drafted, others = error.ratios(p)
+        mass = p + share * (error.mass(p) - p)
+        log_drafted = np.log(drafted)
+        log_others = np.log(others)
+        mean = mass * log_drafted + (1 - mass) * log_others
+        square = mass * log_drafted**2 + (1 - mass) * log_others**2
+        spread = math.sqrt(float((square - mean**2).sum()))
+        if float(mean.sum()) - stats.norm.isf(1 - POWER) * spread >= needed:
+            return error
+    return None
+
+
+def smallest_distance(
+    counts: np.ndarray,
+    probs: np.ndarray,
+    distances: Sequence[float],
+    *,
+    level: float,
+    share: float = VERIFIED,
+    runs: int = 20,
+    seed: int = 0,
+) -> float | None:
+    """Returns the first distance between draft and target at which accepting every sampled draft is found.
+
+    Drafts are sampled from the distributions ``p exp(σ z)``, normalized, with ``z`` normal and ``σ`` of that total
+    variation distance on average.
+
+    Args:
+        counts: ``[texts C]`` how often each token came.
+        probs: ``[texts C]`` the distributions of texts that came more than once.
+        distances: From the smallest on.
+        level: Significance of the test.
+        share: Share of the tokens that a draft is verified for.
+        runs: Runs of a simulation, of which 90 % must find it.
+        seed: Seed of the simulation.
+    """
+    if not len(counts):
+        return None
+    rng = np.random.default_rng(seed)
+    sizes = counts.sum(axis=1).astype(int)
+    weights = sizes / sizes.sum()
+    directions = rng.standard_normal(probs.shape)
+    for distance in distances:
+        drafts = _tilted(probs, directions, weights, distance)
+        if drafts is None:
+            continue
+        mixed = share * drafts + (1 - share) * probs
+        num_found = sum(bet_on_frequencies(rng.multinomial(sizes, mixed), probs).p_value < level for _ in range(runs))
+        if num_found >= POWER * runs:
+            return distance
+    return None
+
+
+def _tilted(probs: np.ndarray, directions: np.ndarray, weights: np.ndarray, distance: float) -> np.ndarray | None:
+    """Returns distributions at a mean distance from others; ``None`` if these are too sure to be so far from any."""
+    low = 0.0
+    high = 20.0
+    tilted = probs
+    for _ in range(40):
+        scale = (low + high) / 2
+        logits = np.where(probs > 0, np.log(np.maximum(probs, 1e-300)) + scale * directions, -math.inf)
+        tilted = special.softmax(logits, axis=1)
+        reached = float(weights @ (np.abs(tilted - probs).sum(axis=1) / 2))
+        low = scale if reached < distance else low
+        high = high if reached < distance else scale
+    return tilted if high < 20.0 else None
