@@ -168,9 +168,11 @@ class Server:
             self._engine, on_ready=self._take_requests, on_events=self._deliver, on_failure=self._fail
         )
         self._worker.start()
-        with contextlib.suppress(asyncio.CancelledError):  # a second signal does not wait for the worker
+        try:
             yield
             await self._worker.stop()
+        except asyncio.CancelledError:  # after a second signal running requests are not waited for
+            self._worker.abandon()
 
     def _take_requests(self) -> None:
         if self._state is State.COMPILING:

@@ -17,6 +17,8 @@ from eagle3_jax.serving.protocol import CompletionRequest
 from eagle3_jax.serving.scoring import score
 from eagle3_jax.stats import SpeculationStats, TokenLogProb
 
+_SECONDS_FOR_A_TICK = 5.0
+
 
 @dataclasses.dataclass(frozen=True)
 class PromptEcho:
@@ -111,6 +113,15 @@ class Worker:
         self._is_stopped = True
         self._commands.put(lambda: None)
         await asyncio.to_thread(self._thread.join)
+
+    def abandon(self) -> None:
+        """Ends the thread after its tick, and blocks until then, but not longer than five seconds of a compilation.
+
+        A thread that still runs a program when the interpreter ends can abort the process.
+        """
+        self._is_stopped = True
+        self._commands.put(lambda: None)
+        self._thread.join(_SECONDS_FOR_A_TICK)
 
     def submit(self, ticket: Ticket) -> None:
         """Adds a request, which the engine must have checked."""
