@@ -413,7 +413,7 @@ def test_the_server_is_certified(url: str) -> None:
 
     client = Client(url)
     prompts = [decoder().encode(prompt) for prompt in PROMPTS]
-    plan = Plan(prompts=prompts, num_requests=48, num_greedy=4, max_new_tokens=16, concurrency=8)
+    plan = Plan(prompts=prompts, num_requests=32, num_long=12, num_greedy=4, max_new_tokens=16)
     certificate = certify(client, plan)
     # So few requests see too little for a verdict, and nothing else is missing.
     assert certificate.verdict is Verdict.INCONCLUSIVE, certificate.reason
