@@ -70,7 +70,7 @@ class Answer:
         Raises:
             Refused: The server refuses the request within its answer.
             CutOff: A stream has no end.
-            ServerError: The answer is no JSON, has an error, is another model's, or cannot be read.
+            ServerError: The answer is not JSON, has an error, is another model's, or cannot be read.
         """
         self._address = address
         self._model = model

@@ -1,7 +1,7 @@
 """Computes the verdicts of every case again, from the definitions of README.md, by numpy alone.
 
 python check.py FOLDER                          # the folder agrees with the definitions
-python check.py FOLDER --verdicts MINE.npz      # so do arrays of your engine, named CASE.ARRAY, as block.next_token
+python check.py FOLDER --verdicts MINE.npz      # arrays of your engine do, named CASE.ARRAY, as block.next_token
 """
 
 import functools
@@ -102,16 +102,14 @@ def expected(case: dict) -> dict:
             texts.append([*texts[row["parents"][node]], token])
         logits = case["logits"][r, b].astype(float)
         settings = [case[name][b] for name in ("temperature", "top_k", "top_p")]
-        nodes = range(len(texts))
-        row["p"] = np.array([warped(changed(case, logits[node], texts[node], prompt), *settings) for node in nodes])
+        row["p"] = np.array([warped(changed(case, z, texts[n], prompt), *settings) for n, z in enumerate(logits)])
         row["q"] = case["q"][r, b].astype(float) if "q" in case else np.eye(logits.shape[1])[row["tokens"]]
         path, masses = RULES[about["rule"]](row, about)
         emitted = [*row["tokens"][path], np.argmax(np.cumsum(masses) > row["choose"] * masses.sum())]
         count = len(emitted)
         out["p"][r, b] = row["p"]
         out["path"][r, b, : count - 1] = path
-        out["num_accepted"][r, b] = count - 1
-        out["next_token"][r, b] = emitted[-1]
+        out["num_accepted"][r, b], out["next_token"][r, b] = count - 1, emitted[-1]
         out["text"][b, known : known + count] = emitted
         out["length"][r + 1, b] = known + count
         scores = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -129,20 +127,22 @@ def fault(array: np.ndarray, truth: np.ndarray | None) -> str:
 
 
 def main() -> int:
-    """Prints a line for each case; returns 0 if everything agrees, else 1."""
-    engine = dict(np.load(sys.argv[3])) if sys.argv[2:3] == ["--verdicts"] else {}
+    """Prints a line for each case; returns 0 if something was compared and all of it agrees, 2 on misuse, else 1."""
+    if (len(sys.argv), *sys.argv[2:3]) not in ((2,), (4, "--verdicts")):
+        return print(__doc__, file=sys.stderr) or 2
+    engine = dict(np.load(sys.argv[3])) if sys.argv[3:] else {}
     lines = []
     for path in sorted(Path(sys.argv[1], "cases").glob("*.npz")):
         case = dict(np.load(path))
-        truth = expected(case)
-        arrays = {name: case[name] for name in RESULTS}
-        arrays |= {name: engine.pop(name) for name in [*engine] if name.split(".")[0] == path.stem}
+        mine = {name: engine.pop(name) for name in [*engine] if name.split(".")[0] == path.stem}
+        arrays = mine if sys.argv[3:] else {name: case[name] for name in RESULTS}
+        truth = expected(case) if arrays else {}
         faults = {name: fault(array, truth.get(name.split(".")[-1])) for name, array in arrays.items()}
         listed = "; ".join(f"{name} {text}" for name, text in faults.items() if text)
-        lines.append(f"{path.stem}: {listed or 'agrees'}")
+        lines += [f"{path.stem}: {listed or 'agrees'}"] if arrays else []
     lines += [f"{name}: no such case" for name in engine]
-    print("\n".join(lines))
-    return int(any(not line.endswith(": agrees") for line in lines))
+    print("\n".join(lines or ["nothing to compare"]))
+    return int(not lines or any(not line.endswith(": agrees") for line in lines))
 
 
 if __name__ == "__main__":
