@@ -382,8 +382,8 @@ def _compare(asker: Asker, plain: Source, evidence: _Evidence) -> None:
     at_start = asker.source.counters()
     counts = []
     for first_seed, side in ((0, asker), (plan.num_requests, asker.for_source(plain))):
-        fields = lambda row, first_seed=first_seed: plan.fields(first_seed + row) | {"max_tokens": texts.TOKENS}
-        answers = side.complete("texts", [prompts[number] for number in numbers], fields)
+        fields = [plan.fields(first_seed + row) | {"max_tokens": texts.TOKENS} for row in range(plan.num_requests)]
+        answers = side.complete("texts", [prompts[number] for number in numbers], fields.__getitem__)
         counts.append(Counter((numbers[row], answer.text) for row, answer in answers.items()))
     drafts = _rise(at_start, asker.source.counters())
     _see_drafts("drafts of sampled tokens", plan, Samples([]), drafts, evidence)

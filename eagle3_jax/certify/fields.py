@@ -117,6 +117,18 @@ class _Exam:
             answers += results.values()
         return answers
 
+    def _ask_for_tokens(self, name: str, requests: Sequence[tuple[Prompt, Mapping[str, Any]]]) -> list[Completion]:
+        """Returns answers that tell their tokens, which are those that are reported.
+
+        Raises:
+            Refused: One was refused.
+            ServerError: One failed, or has no reports.
+        """
+        answers = self._ask(name, requests)
+        if not all(answer.reports for answer in answers):
+            raise ServerError("an answer has no log-probabilities, which would tell its tokens")
+        return answers
+
     def _send(self, requests: Sequence[tuple[Prompt, Mapping[str, Any]]], row: int) -> Completion | Refused:
         prompt, fields = requests[row]
         try:
@@ -143,11 +155,6 @@ class _Exam:
         """Greedy answers to the first prompts."""
         return self._ask("temperature", self._greedy(4))
 
-    def _require_texts(self) -> None:
-        """Raises ``ServerError`` if answers have no texts, as those of a server without a tokenizer."""
-        if not any(answer.text for answer in self._plain):
-            raise ServerError("the answers have no texts")
-
     @functools.cached_property
     def _ended(self) -> list[tuple[Prompt, dict[str, Any], int]]:
         """Requests whose answers ended by themselves, with their number of tokens."""
@@ -157,7 +164,7 @@ class _Exam:
             ended = [
                 (prompt, fields, len(answer.tokens))
                 for (prompt, fields), answer in zip(batch, answers, strict=True)
-                if answer.finish_reason == "stop" and len(answer.tokens) < _LONGEST
+                if answer.finish_reason == "stop" and 0 < len(answer.tokens) < _LONGEST
             ]
             if ended:
                 return sorted(ended, key=lambda request: -request[2])[:4]
@@ -169,12 +176,12 @@ class _Exam:
 
     def _logit_bias(self) -> tuple[str, str]:
         plain = self._plain[0].tokens
-        if min(plain) < 0:
+        if not plain or min(plain) < 0:
             raise ServerError("token ids are not told")
         counts = Counter(plain).most_common()
         excluded = {token: -100.0 for token, _ in counts[:8]}
         forced = counts[-1][0]
-        answers = self._ask(
+        answers = self._ask_for_tokens(
             "logit_bias",
             self._greedy(1, logit_bias=self._bias(excluded))
             + self._sampled(3, logit_bias=self._bias(excluded))
@@ -192,7 +199,7 @@ class _Exam:
     def _max_tokens(self) -> tuple[str, str]:
         requests = [self._greedy(1, max_tokens=limit) + self._sampled(1, max_tokens=limit) for limit in _LIMITS]
         is_exact = "ignore_eos" not in self._asker.source.facts.get("refused_fields", ())
-        answers = self._ask("max_tokens", list(itertools.chain(*requests)))
+        answers = self._ask_for_tokens("max_tokens", list(itertools.chain(*requests)))
         for limit, answer in zip(np.repeat(_LIMITS, 2), answers, strict=True):
             number = len(answer.tokens)
             if number > limit or (is_exact and number < limit):
@@ -203,7 +210,7 @@ class _Exam:
         if self._is_llama_cpp:
             raise ServerError("llama.cpp has no such field")
         fewest = [length + _MORE for _, _, length in self._ended]
-        answers = self._ask(
+        answers = self._ask_for_tokens(
             "min_tokens",
             [
                 (prompt, fields | {"min_tokens": least, "max_tokens": least + _MORE})
@@ -221,7 +228,7 @@ class _Exam:
             (prompt, fields | {"ignore_eos": True, "max_tokens": length + _MORE})
             for prompt, fields, length in self._ended
         ]
-        answers = self._ask("ignore_eos", requests)
+        answers = self._ask_for_tokens("ignore_eos", requests)
         for (_, fields), answer in zip(requests, answers, strict=True):
             number = len(answer.tokens)
             if number != fields["max_tokens"]:
@@ -229,7 +236,7 @@ class _Exam:
         return "", f"{len(answers[0].tokens)} tokens, where {self._ended[0][2]} were without it"
 
     def _stop(self) -> tuple[str, str]:
-        self._require_texts()
+        _require_texts(self._plain)
         stops = [_stop_text(answer.text) for answer in self._plain]
         if not all(stops):
             raise ServerError("the greedy texts are too short")
@@ -263,7 +270,7 @@ class _Exam:
         wrong = [number for answer in answers if (number := 1 + len(answer.more_texts)) != 4]
         if wrong:
             return f"{wrong[0]} answers came for n 4", ""
-        self._require_texts()
+        _require_texts(answers)
         for answer in answers:
             p_value = 3 * math.exp(answer.log_prob)
             if answer.text in answer.more_texts and p_value < _RARE:
@@ -289,16 +296,17 @@ class _Exam:
         self, name: str, fields: dict[str, Any], rule: str, is_match: Callable[[str, bool], bool]
     ) -> tuple[str, str]:
         """Examines sampled answers that a grammar constrains; one that is cut by its length may go on rightly."""
-        self._require_texts()
+        _require_texts(self._plain)
         answers = self._ask(name, self._sampled(8, max_tokens=2 * _TOKENS, ignore_eos=False, **fields))
         wrong = [answer.text for answer in answers if not is_match(answer.text, answer.finish_reason == "stop")]
         num_complete = sum(answer.finish_reason == "stop" for answer in answers)
         if wrong:
             return f"{len(wrong)} of {len(answers)} answers do not match {rule}, such as {wrong[0][:40]!r}", ""
+        _require_texts(answers)
         return "", f"{num_complete} answers match {rule}, and {len(answers) - num_complete} begin so"
 
     def _min_p(self) -> tuple[str, str]:
-        answers = self._ask("min_p", self._sampled(32, max_tokens=32, min_p=_MIN_P))
+        answers = self._ask_for_tokens("min_p", self._sampled(32, max_tokens=32, min_p=_MIN_P))
         reports = [report for answer in answers for report in answer.reports if report.is_readable]
         largest = np.array([max(report.top.values()) for report in reports])
         limits = largest + math.log(_MIN_P) - CERTAIN
@@ -326,7 +334,8 @@ class _Exam:
         fields = {"max_tokens": 2 * _TOKENS, name: PENALTIES[name]}
         greedy = self._greedy(8, **fields)
         sampled = self._sampled(16, **fields)
-        answers = self._ask(name, greedy) + self._ask(name, sampled)  # a batch of both kinds is another question
+        # A batch of both kinds is another question.
+        answers = self._ask_for_tokens(name, greedy) + self._ask_for_tokens(name, sampled)
         number = self._asker.plan.num_reported
         misses, shown = count_misses(answers[:8], name, number)
         bet, nats = bet_on_penalties(answers[8:], name, number)
@@ -378,6 +387,12 @@ class _Exam:
 
     def _repetition_penalty(self) -> tuple[str, str]:
         raise ServerError("log-probabilities do not determine it")
+
+
+def _require_texts(answers: Sequence[Completion]) -> None:
+    """Raises ``ServerError`` if no answer has a text, as those of a server without a tokenizer."""
+    if not any(answer.text.strip() for answer in answers):
+        raise ServerError("the answers have no texts")
 
 
 def _likely(top: Mapping[int, float]) -> dict[int, float]:

@@ -141,6 +141,9 @@ def smallest_deviation(tokens: int, degrees: int, *, alpha: float) -> float:
     if tokens == 0 or degrees == 0:
         return math.inf
     threshold = stats.chi2.isf(alpha, degrees)
-    excess_power = lambda noncentrality: stats.ncx2.sf(threshold, degrees, noncentrality) - POWER
+
+    def excess_power(noncentrality: float) -> float:
+        return float(stats.ncx2.sf(threshold, degrees, noncentrality)) - POWER
+
     noncentrality = optimize.brentq(excess_power, 1e-3, 100.0 * threshold)
     return math.sqrt(noncentrality / tokens)  # type: ignore[operator]

@@ -113,9 +113,11 @@ def measure_noise(asker: Asker, answers: Samples) -> Noise:
     fields = {"temperature": 0.0, "max_tokens": 1} | asker.source.apart()
     firsts = asker.complete("first tokens", texts, lambda row: fields)
     rows = [row for row, answer in firsts.items() if answer.reports]
-    # In one pass a longer text costs no more.
-    is_longer = lambda row: has_echo and firsts[row].tokens == rests[row].tokens[:1]
-    longer = [(texts[row], rests[row] if is_longer(row) else firsts[row]) for row in rows]
+    longer = [
+        # In one pass a longer text costs no more.
+        (texts[row], rests[row] if has_echo and firsts[row].tokens == rests[row].tokens[:1] else firsts[row])
+        for row in rows
+    ]
     scored = asker.score("first tokens again", longer)
     values = []
     differences = [0.0]

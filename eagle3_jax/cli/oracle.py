@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._progress import spinner
 
 EXAMPLE = "Example: eagle3 oracle ./oracle && python ./oracle/check.py ./oracle"
@@ -21,8 +20,6 @@ def oracle(out: Annotated[Path, typer.Argument(help="Directory to create; it mus
     """
     from eagle3_jax.oracle import write_oracle
 
-    if out.exists() or out.is_symlink():
-        raise Misuse(f"{out} exists already; name a new directory")
     with spinner("models") as now:
         write_oracle(out, now.say)
     cases = len(list((out / "cases").iterdir()))

@@ -106,14 +106,14 @@ def expected(case: dict) -> dict:
         row["q"] = case["q"][r, b].astype(float) if "q" in case else np.eye(logits.shape[1])[row["tokens"]]
         path, masses = RULES[about["rule"]](row, about)
         emitted = [*row["tokens"][path], np.argmax(np.cumsum(masses) > row["choose"] * masses.sum())]
-        count = len(emitted)
         out["p"][r, b] = row["p"]
-        out["path"][r, b, : count - 1] = path
-        out["num_accepted"][r, b], out["next_token"][r, b] = count - 1, emitted[-1]
-        out["text"][b, known : known + count] = emitted
-        out["length"][r + 1, b] = known + count
+        out["path"][r, b, : len(path)] = path
+        out["num_accepted"][r, b] = len(path)
+        out["next_token"][r, b] = emitted[-1]
+        out["text"][b, known : known + len(emitted)] = emitted
+        out["length"][r + 1, b] = known + len(emitted)
         scores = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-        out["logprobs"][r, b, :count] = scores[[0, *path], emitted]
+        out["logprobs"][r, b, : len(emitted)] = scores[[0, *path], emitted]
     out["cache_length"] = out["length"] - 1  # the last token has not run through the target
     return out
 
@@ -128,14 +128,14 @@ def fault(array: np.ndarray, truth: np.ndarray | None) -> str:
 
 def main() -> int:
     """Prints a line for each case; returns 0 if something was compared and all of it agrees, 2 on misuse, else 1."""
-    if (len(sys.argv), *sys.argv[2:3]) not in ((2,), (4, "--verdicts")):
+    if (len(sys.argv), *sys.argv[2:3]) not in ((2,), (4, "--verdicts")) or not Path(sys.argv[-1]).exists():
         return print(__doc__, file=sys.stderr) or 2
     engine = dict(np.load(sys.argv[3])) if sys.argv[3:] else {}
     lines = []
     for path in sorted(Path(sys.argv[1], "cases").glob("*.npz")):
         case = dict(np.load(path))
-        mine = {name: engine.pop(name) for name in [*engine] if name.split(".")[0] == path.stem}
-        arrays = mine if sys.argv[3:] else {name: case[name] for name in RESULTS}
+        verdicts = {name: engine.pop(name) for name in [*engine] if name.split(".")[0] == path.stem}
+        arrays = verdicts if sys.argv[3:] else {name: case[name] for name in RESULTS}
         truth = expected(case) if arrays else {}
         faults = {name: fault(array, truth.get(name.split(".")[-1])) for name, array in arrays.items()}
         listed = "; ".join(f"{name} {text}" for name, text in faults.items() if text)

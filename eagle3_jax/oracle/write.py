@@ -103,10 +103,8 @@ class Case:
     def settings(self) -> dict[str, np.ndarray]:
         """Returns the settings as arrays."""
         names = ("temperature", "top_k", "top_p", "min_p", "presence", "frequency", "repetition", "automaton")
-        arrays = {name: np.asarray(getattr(self, name)) for name in names}
-        arrays["bias"] = np.asarray(LogitBias(self.bias).arrays(VOCAB_SIZE))
-        in_32_bits = lambda array: array.astype(np.float32 if array.dtype.kind == "f" else np.int32)
-        return {name: in_32_bits(array) for name, array in arrays.items()}
+        arrays = {name: jnp.asarray(getattr(self, name)) for name in names}  # in 32 bits
+        return jax.device_get({**arrays, "bias": LogitBias(self.bias).arrays(VOCAB_SIZE)})
 
     def sampling(self) -> SamplingParams:
         """Returns the sampling parameters of the rows."""

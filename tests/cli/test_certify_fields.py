@@ -97,6 +97,32 @@ def test_nothing_is_said_by_answers_without_texts_about_the_fields_that_change_t
     assert examine(server)[1]["n"] == "1 answers came for n 4"  # which needs no texts
 
 
+TOKENS_SHOW = {"logit_bias", "max_tokens", "min_tokens", "ignore_eos", "min_p", "presence_penalty", "frequency_penalty"}
+
+
+@pytest.mark.parametrize("fields", [TOKENS_SHOW, {"logit_bias"}, {"min_tokens"}])
+def test_nothing_is_said_by_answers_without_reports_about_the_fields_that_tokens_show(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, fields: set[str]
+) -> None:
+    complete = Client.complete
+
+    def complete_silently(self: Client, prompt: Any, **values: Any) -> Completion:
+        answer = complete(self, prompt, **values)
+        return dataclasses.replace(answer, reports=[], chunk_index=[]) if fields & values.keys() else answer
+
+    monkeypatch.setattr(Client, "complete", complete_silently)
+    outcomes, details, _ = examine(server)
+    assert {name for name, outcome in outcomes.items() if outcome == "not run"} == {*fields, NEVER[0]}, details
+    assert "failed" not in outcomes.values(), details
+
+
+def test_nothing_is_said_by_constrained_answers_that_are_empty(server: FakeServer) -> None:
+    server.manners.constrained = "empty"
+    outcomes, details, _ = examine(server)
+    assert outcomes["response_format"] == outcomes["regex"] == "not run"
+    assert details["regex"] == "the answers have no texts"
+
+
 def test_answers_that_are_cut_off_by_their_length_match_as_beginnings(server: FakeServer) -> None:
     server.manners.constrained = "cut"
     outcomes, details, _ = examine(server)

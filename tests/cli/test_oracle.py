@@ -85,7 +85,7 @@ def test_an_array_of_no_case_is_refused(folder: Path, tmp_path: Path) -> None:
     assert "top_k: top_k.nothing has another name or shape" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["nowhere"], ["oracle", "--verdicts", "nothing.npz"]])
+@pytest.mark.parametrize("arguments", [["."], ["oracle", "--verdicts", "nothing.npz"]])
 def test_nothing_to_compare_is_no_agreement(folder: Path, tmp_path: Path, arguments: list[str]) -> None:
     np.savez(tmp_path / "nothing.npz")
     (tmp_path / "oracle").symlink_to(folder)
@@ -94,7 +94,7 @@ def test_nothing_to_compare_is_no_agreement(folder: Path, tmp_path: Path, argume
     assert (done.returncode, done.stdout) == (1, "nothing to compare\n")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--verdict", "mine.npz"], ["--verdicts"]])
+@pytest.mark.parametrize("arguments", [[], ["--verdict", "mine.npz"], ["--verdicts"], ["--verdicts", "nowhere"]])
 def test_other_arguments_are_refused(folder: Path, arguments: list[str]) -> None:
     command = [sys.executable, CHECK, *([folder, *arguments] if arguments else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -145,4 +145,4 @@ def test_the_folder_is_small_and_two_runs_write_the_same_bytes(folder: Path, tmp
 
 def test_a_directory_that_exists_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["oracle", str(folder)]) == 2
-    assert "exists already; name a new directory" in capsys.readouterr().err
+    assert "exists already; give a new directory" in capsys.readouterr().err

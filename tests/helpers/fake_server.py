@@ -69,7 +69,8 @@ class Manners:
         processed: Whether it reports log-probabilities after all that changes them.
         overshoot: Tokens that it writes beyond ``max_tokens``.
         stop_delay: Characters that it writes behind a stop text, or, if below 0, leaves out before it.
-        constrained: How it writes what a grammar constrains: ``right``, ``broken`` or ``cut`` off by the length.
+        constrained: How it writes what a grammar constrains: ``right``, ``broken``, ``cut`` off by the length, or
+            ``empty``.
         fixed_seed: Seed that it uses in place of the request's.
         shift: What it adds to log-probabilities of every eighth token that are scored by force, behind the first.
     """
@@ -335,8 +336,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         text = '{{"a": {}, "b": "{}"}}'.format(*values) if is_object else number
         if self.server.manners.constrained == "broken":
             text = text[:5] + text[7:]
-        if self.server.manners.constrained == "cut":
-            return _Written(text[:7], tokens, chunk_index, "length")
+        if self.server.manners.constrained in ("cut", "empty"):
+            text = text[:7] if self.server.manners.constrained == "cut" else ""
+            return _Written(text, tokens, chunk_index, "length")
         return _Written(text, tokens, chunk_index, "stop")
 
     def _tokens(self, ids: list[int], body: dict[str, Any], index: int) -> tuple[list[int], list[int]]:

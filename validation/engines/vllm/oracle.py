@@ -116,7 +116,7 @@ def settings_of(case: dict[str, np.ndarray], number: int) -> types.SimpleNamespa
     size = case["p"].shape[-1]
     longest = max(map(len, prompts))
     padded = [prompt + [size] * (longest - len(prompt)) for prompt in prompts]
-    repeated = lambda name: torch.full((len(prompts),), float(case[name]))
+    of_each = torch.ones(len(prompts))
     temperature = torch.from_numpy(case["temperature"].astype(np.float32))
     top_k = np.where(case["top_k"] > 0, case["top_k"], size)
     return types.SimpleNamespace(
@@ -127,9 +127,9 @@ def settings_of(case: dict[str, np.ndarray], number: int) -> types.SimpleNamespa
         top_p=torch.from_numpy(case["top_p"].astype(np.float32)),
         generators={},
         no_penalties=not (case["presence"] or case["frequency"] or case["repetition"] != 1),
-        presence_penalties=repeated("presence"),
-        frequency_penalties=repeated("frequency"),
-        repetition_penalties=repeated("repetition"),
+        presence_penalties=float(case["presence"]) * of_each,
+        frequency_penalties=float(case["frequency"]) * of_each,
+        repetition_penalties=float(case["repetition"]) * of_each,
         prompt_token_ids=torch.tensor(padded),
         output_token_ids=outputs,
         spec_token_ids=drafts,
