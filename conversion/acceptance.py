@@ -28,7 +28,8 @@ _DEPTH = 3  # number of draft positions measured for a drafter without a limit
 class Agreement:
     """Conditional acceptance of the draft positions."""
 
-    #: Per position ``n``, the share of drafts whose token ``n`` is right, among drafts whose earlier tokens are right.
+    #: Per position ``n``, the share of drafts whose token ``n`` is right, among drafts whose
+    # earlier tokens are right.
     rates: tuple[float, ...]
     counts: tuple[int, ...]  #: Per position, the number of drafts with all earlier tokens right.
 
@@ -42,14 +43,16 @@ def forced_agreement(
 ) -> Agreement:
     """Drafts from every prefix of the target's greedy continuations (EAGLE's n-alpha on chains).
 
-    This measures all draft positions of a drafter with a limit (the heads of Medusa, the rows of a block), and three
-    positions of a drafter without one. A block is never shortened, because a block of fewer rows drafts other tokens.
+    This measures all draft positions of a drafter with a limit (the heads of Medusa, the rows of a
+    block), and three positions of a drafter without one. A block is never shortened, because a
+    block of fewer rows drafts other tokens.
 
     Args:
         target: The target.
         draft: The head, or the draft model.
         prompts: Token ids; at least two per prompt.
-        num_cuts: Number of prefixes per prompt. Each is a greedy token longer than the previous one.
+        num_cuts: Number of prefixes per prompt. Each is a greedy token longer than the previous
+            one.
     """
     precision = FLOAT32 if target.dtype == "float32" else BFLOAT16
     model = DecoderTarget(target.config, precision)
@@ -68,7 +71,9 @@ def forced_agreement(
         for last in range(len(prompt) - 1, len(prompt) + num_cuts + reach - 1):
             tokens[last + 1] = _greedy_token(model, params, tokens, last)
         cuts = len(prompt) + offsets
-        drafted = _drafted_after(model, drafter, params, draft_params, empty, tokens, cuts.astype(np.int32))
+        drafted = _drafted_after(
+            model, drafter, params, draft_params, empty, tokens, cuts.astype(np.int32)
+        )
         truth = tokens[cuts[:, None] + 1 + np.arange(reach)]
         accepted = np.cumprod(np.asarray(drafted) == truth, axis=1).sum(axis=0)
         right += np.concatenate([[cuts.size], accepted])
@@ -78,7 +83,9 @@ def forced_agreement(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _greedy_token(model: DecoderTarget, params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
+def _greedy_token(
+    model: DecoderTarget, params: Any, tokens: jax.Array, last: jax.Array
+) -> jax.Array:
     """Returns the token after position ``last``. A pass over all tokens is slow, but no cache could be wrong."""
     positions = jnp.arange(tokens.size)[None]
     out = model(params, tokens[None], positions, causal_mask(tokens.size))
@@ -88,11 +95,19 @@ def _greedy_token(model: DecoderTarget, params: Any, tokens: jax.Array, last: ja
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _drafted_after(
-    model: DecoderTarget, drafter: Any, params: Any, draft_params: Any, state: Any, tokens: jax.Array, cuts: jax.Array
+    model: DecoderTarget,
+    drafter: Any,
+    params: Any,
+    draft_params: Any,
+    state: Any,
+    tokens: jax.Array,
+    cuts: jax.Array,
 ) -> jax.Array:
     """Returns drafted tokens ``[rows reach]`` after the first ``cut + 1`` tokens, one row per cut."""
     positions = jnp.arange(tokens.size)[None]
-    out = model(params, tokens[None], positions, causal_mask(tokens.size), aux_layers=drafter.aux_layers)
+    out = model(
+        params, tokens[None], positions, causal_mask(tokens.size), aux_layers=drafter.aux_layers
+    )
     rows = cuts.shape[0]
     row_tokens = jnp.broadcast_to(tokens, (rows, tokens.size))
     features = jnp.broadcast_to(out.features, (rows, *out.features.shape[1:]))

@@ -1,7 +1,7 @@
 """The rules of the layers of targets and heads, by kind of mixer and of MLP.
 
-A family defines the tensor names that differ in its checkpoints. All others follow from the description of a layer.
-"""
+A family defines the tensor names that differ in its checkpoints. All others follow from the
+description of a layer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from eagle3_jax.conversion.rules import COMPLETE, Part, Rule, in_turns, linear, norm
 from eagle3_jax.models.config import DecoderConfig, Experts, GatedMLP, GroupedQuery, LayerConfig
 
-# Returns the rules of a mixer or an MLP, from its description, the name of its layer in the checkpoint and its path in
-# our parameters, as in ``model.layers.3`` and ``blocks.3``.
+# Returns the rules of a mixer or an MLP, from its description, the name of its layer in the
+# checkpoint and its path in our parameters, as in ``model.layers.3`` and ``blocks.3``.
 PartRules = Callable[[Any, str, str], list[Rule]]
 
 
@@ -32,7 +32,9 @@ def attention(config: GroupedQuery, source: str, path: str) -> list[Rule]:
     rules = []
     for name, part in in_turns(config.num_kv_heads, size, heads):
         tensor = f"{source}.{'q' if name == 'gate' else name}_proj"
-        rules += linear(tensor, f"{path}.qkv", bias=config.qkv_bias, part=part, cut=halves.get(name, COMPLETE))
+        rules += linear(
+            tensor, f"{path}.qkv", bias=config.qkv_bias, part=part, cut=halves.get(name, COMPLETE)
+        )
     rules += linear(f"{source}.o_proj", f"{path}.o", bias=config.o_bias)
     if config.qk_norm:
         rules += [norm(f"{source}.{name}_norm", f"{path}.{name}_norm") for name in "qk"]
@@ -68,13 +70,24 @@ def separate(config: Experts, source: str, path: str) -> list[Rule]:
     for expert in range(config.num_experts):
         for name, part in in_turns(config.width, 1, {"gate": 1, "up": 1}):
             part = part._replace(leading=(expert,))
-            rules.append(Rule(f"{source}.{expert}.{name}_proj.weight", f"{path}.gate_up", transpose=True, part=part))
+            rules.append(
+                Rule(
+                    f"{source}.{expert}.{name}_proj.weight",
+                    f"{path}.gate_up",
+                    transpose=True,
+                    part=part,
+                )
+            )
         matrix = Part(leading=(expert,))
-        rules.append(Rule(f"{source}.{expert}.down_proj.weight", f"{path}.down", transpose=True, part=matrix))
+        rules.append(
+            Rule(f"{source}.{expert}.down_proj.weight", f"{path}.down", transpose=True, part=matrix)
+        )
     return rules
 
 
-def stacked(config: Experts, source: str, path: str, *, transpose: bool, in_halves: bool) -> list[Rule]:
+def stacked(
+    config: Experts, source: str, path: str, *, transpose: bool, in_halves: bool
+) -> list[Rule]:
     """Returns the rules of experts stacked in ``gate_up_proj`` and ``down_proj``, and in ``gate_up_proj_bias`` etc.
 
     Args:
@@ -89,9 +102,15 @@ def stacked(config: Experts, source: str, path: str, *, transpose: bool, in_halv
     if in_halves:
         pieces = alternating_halves(config.width)
     for part, cut in pieces.items():
-        rules.append(Rule(f"{source}.gate_up_proj", f"{path}.gate_up", transpose=transpose, part=part, cut=cut))
+        rules.append(
+            Rule(
+                f"{source}.gate_up_proj", f"{path}.gate_up", transpose=transpose, part=part, cut=cut
+            )
+        )
         if config.bias:
-            rules.append(Rule(f"{source}.gate_up_proj_bias", f"{path}.gate_up_bias", part=part, cut=cut))
+            rules.append(
+                Rule(f"{source}.gate_up_proj_bias", f"{path}.gate_up_bias", part=part, cut=cut)
+            )
     rules.append(Rule(f"{source}.down_proj", f"{path}.down", transpose=transpose))
     if config.bias:
         rules.append(Rule(f"{source}.down_proj_bias", f"{path}.down_bias"))
@@ -132,7 +151,8 @@ def experts(
     return rules
 
 
-# The names of a block's norms in the checkpoint and in our parameters, by the position of the norms.
+# The names of a block's norms in the checkpoint and in our parameters, by the position of the
+# norms.
 _NORMS: dict[str, dict[str, str]] = {
     "before": {"input": "attention_norm", "post_attention": "mlp_norm"},
     "after": {"post_attention": "attention_post_norm", "post_feedforward": "mlp_post_norm"},
@@ -158,9 +178,8 @@ def block(
 ) -> list[Rule]:
     """Returns the rules of a block.
 
-    ``parts`` has the rules of kinds of mixers and MLPs that differ from :data:`PARTS`. ``without`` is the name of a
-    norm that the block does not have.
-    """
+    ``parts`` has the rules of kinds of mixers and MLPs that differ from :data:`PARTS`. ``without``
+    is the name of a norm that the block does not have."""
     rules = []
     for name, our_name in _NORMS[config.norms].items():
         if name != without:

@@ -17,14 +17,20 @@ from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
 from eagle3_jax.conversion.heads.head import Check, Suspects
 from eagle3_jax.conversion.reading import head_of, open_checkpoint, read_target, target_of
-from eagle3_jax.conversion.sidecars import described_tokens, read_sidecar, tokenizer_config_of, tokenizer_of
+from eagle3_jax.conversion.sidecars import (
+    described_tokens,
+    read_sidecar,
+    tokenizer_config_of,
+    tokenizer_of,
+)
 from eagle3_jax.conversion.targets import TargetCheckpoint
 from eagle3_jax.drafters.draft_model import first_vocab_difference
 from eagle3_jax.models.config import MOST
 
 # Below this share of right first drafts a drafter is no better than a guess.
 _NO_BETTER_THAN_GUESSING = 0.02
-# Cost of the first draft token of a round in plain steps: v + c - 1 with the defaults of `eagle3 plan speedup`.
+# Cost of the first draft token of a round in plain steps: v + c - 1 with the defaults of `eagle3
+# plan speedup`.
 _HARDLY_PAYS = 0.32
 
 _DRAFT_MODEL = Suspects(
@@ -47,27 +53,36 @@ def diagnose(
 
     Args:
         target_dir: Directory of the target.
-        drafter_dir: Directory of the head or of the smaller language model; ``None`` to examine the target alone.
-        prompts: Token ids of the prompts that agreement is measured on. Default: random ones, which are less
-            informative.
+        drafter_dir: Directory of the head or of the smaller language model; ``None`` to examine the
+            target alone.
+        prompts: Token ids of the prompts that agreement is measured on. Default: random ones, which
+            are less informative.
         seed: Seed of the random prompts.
-        layer_ids: Whether the numbers of the head's auxiliary layers count layers that the residual stream enters
-            (``entering``) or leaves (``leaving``).
+        layer_ids: Whether the numbers of the head's auxiliary layers count layers that the residual
+            stream enters (``entering``) or leaves (``leaving``).
 
     Returns:
-        All checks, in the order in which problems should be solved. A checkpoint that cannot be read is a
-        ``failure``, not an exception.
+        All checks, in the order in which problems should be solved. A checkpoint that cannot be
+        read is a ``failure``, not an exception.
     """
     checks: list[Check] = []
     target = _attempt(checks, "target", lambda: read_target(target_dir), _describe_target)
     if drafter_dir is None:
-        return checks if target is None else [*checks, *_of_target(target), _weights("weights", target.params)]
-    describe = lambda opened: f"{HEADS[opened.kind].label} head" if opened.kind in HEADS else "draft model"
+        return (
+            checks
+            if target is None
+            else [*checks, *_of_target(target), _weights("weights", target.params)]
+        )
+    describe = lambda opened: (
+        f"{HEADS[opened.kind].label} head" if opened.kind in HEADS else "draft model"
+    )
     opened = _attempt(checks, "method", lambda: open_checkpoint(drafter_dir), describe)
     drafter = None
     if opened is not None and opened.kind in HEADS:
         config = None if target is None else target.config
-        drafter = _attempt(checks, "head", lambda: head_of(opened, config, layer_ids=layer_ids), _describe_head)
+        drafter = _attempt(
+            checks, "head", lambda: head_of(opened, config, layer_ids=layer_ids), _describe_head
+        )
     elif opened is not None:
         drafter = _attempt(checks, "draft model", lambda: target_of(opened), _describe_target)
     if target is None or drafter is None:
@@ -86,9 +101,15 @@ def diagnose(
         read = lambda directory: read_sidecar(directory, "tokenizer.json")
         checks.append(_same_file("tokenizer", read, target, drafter, absent))
     absent = "the target has none; a head trained on chats accepts less on bare text"
-    checks += [_same_file("chat template", _template, target, drafter, absent), _stop_tokens(target)]
+    checks += [
+        _same_file("chat template", _template, target, drafter, absent),
+        _stop_tokens(target),
+    ]
     params = drafter.head if isinstance(drafter, HeadCheckpoint) else drafter.params
-    checks += [_weights("weights of the target", target.params), _weights(f"weights of the {name}", params)]
+    checks += [
+        _weights("weights of the target", target.params),
+        _weights(f"weights of the {name}", params),
+    ]
     failure = next((check.name for check in checks if check.status == "failure"), None)
     if failure is not None:
         return [*checks, Check("agreement", "skipped", f"{failure}: see above")]
@@ -102,7 +123,9 @@ _NEED_BOTH = (
 )  # fmt: skip
 
 
-def _attempt(checks: list[Check], name: str, read: Callable[[], Any], describe: Callable[[Any], str]) -> Any:
+def _attempt(
+    checks: list[Check], name: str, read: Callable[[], Any], describe: Callable[[Any], str]
+) -> Any:
     """Returns the result of ``read``, or ``None`` after an error, and appends a check of it."""
     try:
         result = read()
@@ -127,9 +150,15 @@ def _of_target(target: TargetCheckpoint) -> list[Check]:
         size = tokenizer.get_vocab_size()
         width = target.config.vocab_size
         excess = "; text with the tokens beyond these is refused" if size > width else ""
-        tokens = Check.report("tokenizer", f"{size} tokens, vocabulary of the target {width}", excess)
+        tokens = Check.report(
+            "tokenizer", f"{size} tokens, vocabulary of the target {width}", excess
+        )
     if question is None:
-        chat = Check("chat template", "warning", "none; texts are continued, and `chat` and `--chat` are refused")
+        chat = Check(
+            "chat template",
+            "warning",
+            "none; texts are continued, and `chat` and `--chat` are refused",
+        )
     else:
         chat = Check("chat template", "ok", f"the question 'Why?' becomes {short(question)}")
     return [tokens, chat, _stop_tokens(target)]
@@ -145,7 +174,11 @@ def _describe_target(target: TargetCheckpoint) -> str:
     config = target.config
     label = target.family.label
     described = f"{label} decoder, {config.num_layers} layers, width {config.width}, vocabulary {config.vocab_size}"
-    return described if target.quantisation is None else f"{described}, quantised: {target.quantisation.words}"
+    return (
+        described
+        if target.quantisation is None
+        else f"{described}, quantised: {target.quantisation.words}"
+    )
 
 
 def _describe_head(head: HeadCheckpoint) -> str:
@@ -158,7 +191,9 @@ def _widths(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
     # Reading refuses a head that does not fit, so this only reports.
     config = head.config
     warning = ""
-    source = "shares the target's embedding" if head.embedding is None else "brings its own embedding"
+    source = (
+        "shares the target's embedding" if head.embedding is None else "brings its own embedding"
+    )
     if head.embedding is not None and config.width == target.config.width:
         used = np.asarray(target.params["embedding"], np.float32)
         if not np.array_equal(used, np.asarray(head.embedding, np.float32)):
@@ -172,7 +207,9 @@ def _widths(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
 
 def _vocabulary(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
     config = head.config
-    ids = np.arange(config.draft_vocab_size) if head.draft_to_target is None else head.draft_to_target
+    ids = (
+        np.arange(config.draft_vocab_size) if head.draft_to_target is None else head.draft_to_target
+    )
     if ids.size < config.vocab_size and np.array_equal(ids, np.arange(ids.size)):
         return Check(
             "vocabulary",
@@ -180,7 +217,9 @@ def _vocabulary(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
             f"d2t is all zero: the draft vocabulary is the first {ids.size} tokens. Unless the head was trained so, "
             "its map was lost in an export; fetch the original head",
         )
-    detail = f"{ids.size} of {config.vocab_size} tokens can be drafted; d2t is one to one and in range"
+    detail = (
+        f"{ids.size} of {config.vocab_size} tokens can be drafted; d2t is one to one and in range"
+    )
     absent = sorted(set(target.stop_tokens) - set(ids.tolist()))
     if absent:
         detail += f"; stop tokens {absent} can never be drafted, so the last token of an answer is always the target's"
@@ -195,7 +234,9 @@ def _positions(target: TargetCheckpoint, drafter: Drafter, name: str) -> Check:
     beyond = f"; drafts beyond {ours} are extrapolation (outputs stay exact)"
     if isinstance(drafter, TargetCheckpoint):
         beyond = f"; sequences of more than {ours} tokens are refused"
-    return Check.report("positions", f"{name} {ours}, target {theirs}", beyond if ours < theirs else "")
+    return Check.report(
+        "positions", f"{name} {ours}, target {theirs}", beyond if ours < theirs else ""
+    )
 
 
 def _dtypes(target: TargetCheckpoint, drafter: Drafter, name: str) -> Check:
@@ -207,11 +248,11 @@ def _dtypes(target: TargetCheckpoint, drafter: Drafter, name: str) -> Check:
 def _size(target: TargetCheckpoint, draft: TargetCheckpoint) -> Check:
     ours = draft.config
     theirs = target.config
-    detail = (
-        f"{ours.num_layers} layers of width {ours.width}, target {theirs.num_layers} layers of width {theirs.width}"
-    )
+    detail = f"{ours.num_layers} layers of width {ours.width}, target {theirs.num_layers} layers of width {theirs.width}"
     is_large = ours.num_layers * ours.width >= theirs.num_layers * theirs.width
-    return Check.report("size", detail, ": a draft token costs as much as one of the target's" if is_large else "")
+    return Check.report(
+        "size", detail, ": a draft token costs as much as one of the target's" if is_large else ""
+    )
 
 
 def _tokens(target: TargetCheckpoint, draft: TargetCheckpoint) -> list[Check]:
@@ -223,21 +264,37 @@ def _tokens(target: TargetCheckpoint, draft: TargetCheckpoint) -> list[Check]:
     if ours != theirs:
         vocabulary = Check("vocabulary", "failure", f"{ours} tokens, target {theirs}; {advice}")
     try:
-        tokenizers = {"draft model": tokenizer_of(draft.source), "target": tokenizer_of(target.source)}
+        tokenizers = {
+            "draft model": tokenizer_of(draft.source),
+            "target": tokenizer_of(target.source),
+        }
     except CheckpointError as error:
         return [vocabulary, Check("tokenizer", "failure", str(error))]
     missing = [name for name, tokenizer in tokenizers.items() if tokenizer is None]
     if missing:
-        detail = f"no tokenizer.json of the {' and '.join(missing)}, so token ids could not be compared"
+        detail = (
+            f"no tokenizer.json of the {' and '.join(missing)}, so token ids could not be compared"
+        )
         return [vocabulary, Check("tokenizer", "warning", detail)]
-    first, second = (tokenizer.get_vocab(with_added_tokens=True) for tokenizer in tokenizers.values() if tokenizer)
+    first, second = (
+        tokenizer.get_vocab(with_added_tokens=True)
+        for tokenizer in tokenizers.values()
+        if tokenizer
+    )
     if (difference := first_vocab_difference(first, second)) is not None:
         return [vocabulary, Check("tokenizer", "failure", f"{difference}; {advice}")]
-    return [vocabulary, Check("tokenizer", "ok", f"the same {len(first)} tokens under the same ids")]
+    return [
+        vocabulary,
+        Check("tokenizer", "ok", f"the same {len(first)} tokens under the same ids"),
+    ]
 
 
 def _same_file(
-    name: str, read: Callable[[Path], bytes | None], target: TargetCheckpoint, drafter: Drafter, absent: str
+    name: str,
+    read: Callable[[Path], bytes | None],
+    target: TargetCheckpoint,
+    drafter: Drafter,
+    absent: str,
 ) -> Check:
     """Compares a file of the target with that of the drafter, if it has one; ``read`` returns its content."""
     contents = [read(checkpoint.source) for checkpoint in (target, drafter)]
@@ -266,7 +323,11 @@ def _weights(name: str, params: rules.Params) -> Check:
     for path, lazy_leaf in rules.flatten(params):
         leaf = np.asarray(lazy_leaf)  # assembled here, so that memory holds one leaf at a time
         if not np.isfinite(leaf).all():
-            return Check(name, "failure", f"{path} holds NaN or infinity; fetch or export the checkpoint again")
+            return Check(
+                name,
+                "failure",
+                f"{path} holds NaN or infinity; fetch or export the checkpoint again",
+            )
         if leaf.size <= 1 or path.endswith(".bias"):
             continue
         first = leaf.flat[0]
@@ -277,18 +338,26 @@ def _weights(name: str, params: rules.Params) -> Check:
             return Check(name, "failure", detail)
         constant.append(path)
     if constant:
-        return Check(name, "warning", f"{', '.join(constant[:3])}: the same value throughout, as before training")
+        return Check(
+            name,
+            "warning",
+            f"{', '.join(constant[:3])}: the same value throughout, as before training",
+        )
     return Check(name, "ok", "finite, none constant")
 
 
-def _agreement(target: TargetCheckpoint, drafter: Drafter, prompts: Sequence[Sequence[int]] | None, seed: int) -> Check:
+def _agreement(
+    target: TargetCheckpoint, drafter: Drafter, prompts: Sequence[Sequence[int]] | None, seed: int
+) -> Check:
     random = np.random.default_rng(seed).integers(0, target.config.vocab_size, (5, 8))
     agreement = forced_agreement(target, drafter, random.tolist() if prompts is None else prompts)
     rates = " / ".join(f"{rate:.2f}" for rate in agreement.rates)
     detail = f"conditional acceptance {rates} at draft positions 0 to {len(agreement.rates) - 1}"
     if prompts is None:
         detail += " on random prompts, which say little; give your own (--prompts FILE)"
-    suspects = HEADS[drafter.method].suspects if isinstance(drafter, HeadCheckpoint) else _DRAFT_MODEL
+    suspects = (
+        HEADS[drafter.method].suspects if isinstance(drafter, HeadCheckpoint) else _DRAFT_MODEL
+    )
     cause = suspected_cause(agreement, suspects)
     if cause is not None:
         return Check("agreement", "warning" if prompts is None else "failure", f"{detail}. {cause}")

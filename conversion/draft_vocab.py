@@ -15,7 +15,8 @@ def read(tensors: Mapping[str, np.ndarray], config: Any, where: str) -> np.ndarr
 
     Args:
         tensors: The tensors of the head by name.
-        config: Its description, with the sizes of the target's vocabulary and of the draft vocabulary.
+        config: Its description, with the sizes of the target's vocabulary and of the draft
+            vocabulary.
         where: The name of the head in messages.
 
     Raises:
@@ -48,7 +49,8 @@ def read(tensors: Mapping[str, np.ndarray], config: Any, where: str) -> np.ndarr
             "another token"
         )
     elif draft_vocab_size == vocab_size and offset.any():
-        # The official code ignores such a map and vLLM refuses to load it, so its meaning is unknown.
+        # The official code ignores such a map and vLLM refuses to load it, so its meaning is
+        # unknown.
         wrong = (
             f"reorders tokens, but the draft vocabulary is the target's ({vocab_size}), where d2t must be absent or "
             "zero; reorder the rows of lm_head.weight and remove d2t"
@@ -81,12 +83,16 @@ def check_ids(ids: np.ndarray, size: int, vocab_size: int, label: str) -> None:
 
 def _check_table(table: np.ndarray, size: int, label: str) -> None:
     if table.shape != (size,) or table.dtype.kind not in "iu":
-        raise CheckpointError(f"{label} is {table.dtype}{list(table.shape)}; expected whole numbers of shape [{size}]")
+        raise CheckpointError(
+            f"{label} is {table.dtype}{list(table.shape)}; expected whole numbers of shape [{size}]"
+        )
 
 
 def _check_mask(member: np.ndarray, absolute: np.ndarray, vocab_size: int, where: str) -> None:
     if member.shape != (vocab_size,) or member.dtype != np.bool_:
-        raise CheckpointError(f"{where}: t2d is {member.dtype}{list(member.shape)}; expected bool[{vocab_size}]")
+        raise CheckpointError(
+            f"{where}: t2d is {member.dtype}{list(member.shape)}; expected bool[{vocab_size}]"
+        )
     strays = absolute[~member[absolute]]
     if int(member.sum()) != absolute.size:
         wrong = f"t2d marks {int(member.sum())} tokens but d2t maps {absolute.size}"

@@ -18,7 +18,9 @@ class TargetNeededError(CheckpointError):
 
 def printable(text: str) -> str:
     """Escapes characters that a terminal would obey or could not show; files may hold any names."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 __all__ = ["CheckpointError", "TargetNeededError", "printable", "short"]

@@ -41,7 +41,9 @@ class Fields(NamedTuple):
             if stored != value or isinstance(stored, bool) != isinstance(value, bool):
                 raise self.wrong(name, f"only {value!r} is supported")
 
-    def one_of(self, name: str, choices: Collection[str], default: str | None = None, *, purpose: str = "") -> str:
+    def one_of(
+        self, name: str, choices: Collection[str], default: str | None = None, *, purpose: str = ""
+    ) -> str:
         """Returns one of several texts.
 
         Args:
@@ -80,27 +82,37 @@ class Fields(NamedTuple):
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Returns true or false."""
-        return self._checked(name, default, lambda value: isinstance(value, bool), "expected true or false")
+        return self._checked(
+            name, default, lambda value: isinstance(value, bool), "expected true or false"
+        )
 
     def words(self, name: str) -> list[str]:
         """Returns a list of texts; empty when absent."""
-        return self._checked(name, [], _list_of(lambda word: isinstance(word, str)), "expected a list of texts")
+        return self._checked(
+            name, [], _list_of(lambda word: isinstance(word, str)), "expected a list of texts"
+        )
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """Returns a list of finite numbers."""
-        values = self._checked(name, None, _list_of(_is_finite), "expected a list of finite numbers")
+        values = self._checked(
+            name, None, _list_of(_is_finite), "expected a list of finite numbers"
+        )
         return tuple(map(float, values))
 
-    def indices(self, name: str, count: int | None = None, entries: str = "whole numbers") -> list[int] | None:
+    def indices(
+        self, name: str, count: int | None = None, entries: str = "whole numbers"
+    ) -> list[int] | None:
         """Returns a list of whole numbers from 0 to ``count - 1``; ``None`` when absent.
 
-        ``entries`` is the name of the numbers in messages. Without a ``count`` the numbers have no upper bound.
-        """
+        ``entries`` is the name of the numbers in messages. Without a ``count`` the numbers have no
+        upper bound."""
         if self.get(name) is None:
             return None
         is_index = lambda index: _is_whole(index) and 0 <= index < (count or float("inf"))
         limits = "from 0 up" if count is None else f"from 0 to {count - 1}"
-        return self._checked(name, None, _list_of(is_index), f"expected a list of {entries} {limits}")
+        return self._checked(
+            name, None, _list_of(is_index), f"expected a list of {entries} {limits}"
+        )
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         """Returns the token ids of a field that holds one or a list of them; empty when absent."""
@@ -112,12 +124,16 @@ class Fields(NamedTuple):
 
     def section(self, name: str) -> Fields:
         """Returns a nested object; empty when absent."""
-        values = self._checked(name, {}, lambda value: isinstance(value, dict), "expected an object")
+        values = self._checked(
+            name, {}, lambda value: isinstance(value, dict), "expected an object"
+        )
         return Fields(values, f"{self.where}, {name}")
 
     def wrong(self, name: str, expected: str) -> CheckpointError:
         """Returns the error about the value of a field."""
-        return CheckpointError(f"{self.where}: {self.prefix}{name} is {short(self.get(name))}; {expected}")
+        return CheckpointError(
+            f"{self.where}: {self.prefix}{name} is {short(self.get(name))}; {expected}"
+        )
 
     def _present(self, name: str, default: Any) -> Any:
         value = default if self.get(name) is None else self.get(name)
@@ -125,7 +141,9 @@ class Fields(NamedTuple):
             raise self._missing(name)
         return value
 
-    def _checked(self, name: str, default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
+    def _checked(
+        self, name: str, default: Any, is_valid: Callable[[Any], bool], expected: str
+    ) -> Any:
         value = self._present(name, default)
         if not is_valid(value):
             raise self.wrong(name, expected)

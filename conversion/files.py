@@ -44,9 +44,13 @@ def checkpoint_path(checkpoint: str | os.PathLike[str]) -> Path:
         if is_gguf(path):
             return path
         if not path.is_dir():
-            raise CheckpointError(f"{path} is a file; give the directory that holds config.json and the weights")
+            raise CheckpointError(
+                f"{path} is a file; give the directory that holds config.json and the weights"
+            )
         snapshots = path / "snapshots"
-        if snapshots.is_dir() and not any((path / name).exists() for name in ("config.json", NATIVE_FILE)):
+        if snapshots.is_dir() and not any(
+            (path / name).exists() for name in ("config.json", NATIVE_FILE)
+        ):
             candidates = sorted(snapshots.iterdir())
             advice = f"one of its {len(candidates)} snapshots, in {snapshots}"
             if len(candidates) == 1:
@@ -76,7 +80,9 @@ def refuse_pointer(path: Path) -> None:
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
     """Returns an error of the operating system about a file as a :class:`CheckpointError`."""
-    return CheckpointError(f"{path} cannot be read ({error.strerror or error}); give a checkpoint that can be")
+    return CheckpointError(
+        f"{path} cannot be read ({error.strerror or error}); give a checkpoint that can be"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -87,7 +93,9 @@ def read_json(path: Path) -> dict[str, Any]:
                 f"{path.parent} has no {path.name}; a checkpoint directory holds one next to its weights"
             )
         if path.stat().st_size > _LONGEST_JSON:
-            raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes; expected at most {_LONGEST_JSON:,}")
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size:,} bytes; expected at most {_LONGEST_JSON:,}"
+            )
         refuse_pointer(path)
         content = path.read_bytes()
     except OSError as error:
@@ -99,10 +107,17 @@ def parsed_json(content: bytes, path: Path) -> dict[str, Any]:
     """Parses the content of a file as a JSON object; ``path`` is its name in messages."""
     try:
         value = json.loads(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number of thousands of digits, deep nesting
-        raise CheckpointError(f"{path} is not valid JSON ({str(error)[:120]}); fetch the file again") from None
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # no UTF-8, no JSON, a number of thousands of digits, deep nesting
+        raise CheckpointError(
+            f"{path} is not valid JSON ({str(error)[:120]}); fetch the file again"
+        ) from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}; expected an object with named fields")
+        raise CheckpointError(
+            f"{path} holds a JSON {type(value).__name__}; expected an object with named fields"
+        )
     return value
 
 
@@ -116,8 +131,8 @@ def new_directory(final: str | os.PathLike[str], num_bytes: int = 0) -> Iterator
     """Yields a temporary directory that takes the final name when the block ends without an error.
 
     Raises:
-        CheckpointError: The directory exists, or the free space is smaller than ``num_bytes``, the least size of the
-            written files.
+        CheckpointError: The directory exists, or the free space is smaller than ``num_bytes``, the
+            least size of the written files.
     """
     try:
         check_free(Path(final).absolute(), num_bytes)
@@ -140,11 +155,14 @@ def parsed_tokenizer(content: bytes, path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(content.decode("utf-8-sig"))
     except BaseException as error:
-        # The package tokenizers raises plain exceptions, and a panic of its Rust code is not even an Exception.
+        # The package tokenizers raises plain exceptions, and a panic of its Rust code is not even
+        # an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = printable(" ".join(str(error).split()))[:120]
-        raise CheckpointError(f"{path} is not a tokenizer ({reason}); fetch the file again, or remove it") from None
+        raise CheckpointError(
+            f"{path} is not a tokenizer ({reason}); fetch the file again, or remove it"
+        ) from None
     # Some tokenizers are saved with the length of their training; prompts must never be cut.
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -1,12 +1,13 @@
 """Fields of Hugging Face ``config.json`` files that targets and heads share: layers, rotary embedding, experts.
 
-A ``read_`` function reads each part and a ``_fields`` function writes it. A field whose absence would change the
-mathematics is required. The exceptions are fields that the published format defines as optional and that checkpoints in
-use omit: the number of key heads (as many as query heads), the head dimension (width over heads), biases (none), the
-rotary base (10000) and the activation (SiLU).
+A ``read_`` function reads each part and a ``_fields`` function writes it. A field whose absence
+would change the mathematics is required. The exceptions are fields that the published format
+defines as optional and that checkpoints in use omit: the number of key heads (as many as query
+heads), the head dimension (width over heads), biases (none), the rotary base (10000) and the
+activation (SiLU).
 
-Every function raises a ``CheckpointError`` for a field that is missing, malformed or unsupported, and for a
-configuration that the format cannot express. The message names the field and the file.
+Every function raises a ``CheckpointError`` for a field that is missing, malformed or unsupported,
+and for a configuration that the format cannot express. The message names the field and the file.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from eagle3_jax.models.config import (
 _LAYER_TYPES = _FULL, _SLIDING = ("full_attention", "sliding_attention")
 _ORIGINAL = "original_max_position_embeddings"
 _OUR_NAMES = {_ORIGINAL: "original_max_positions"}
-# The parameters of each type of rotary embedding, and the functions that read them. The two betas of yarn are the
-# constants of the paper. Its other optional parameters are derived from the factor.
+# The parameters of each type of rotary embedding, and the functions that read them. The two betas
+# of yarn are the constants of the paper. Its other optional parameters are derived from the factor.
 _ROPE_PARAMETERS: dict[str, dict[str, Callable[[Fields, str], Any]]] = {
     "default": {},
     "linear": {"factor": Fields.number},
@@ -56,7 +57,9 @@ _ROPE_PARAMETERS: dict[str, dict[str, Callable[[Fields, str], Any]]] = {
         _ORIGINAL: Fields.integer,
         "beta_fast": lambda rope, name: rope.number(name, 32.0),
         "beta_slow": lambda rope, name: rope.number(name, 1.0),
-        "truncate": lambda rope, name: rope.flag(name, name not in rope.values),  # null means false in transformers
+        "truncate": lambda rope, name: rope.flag(
+            name, name not in rope.values
+        ),  # null means false in transformers
         "attention_factor": Fields.optional_number,
         "mscale": Fields.optional_number,
         "mscale_all_dim": Fields.optional_number,
@@ -71,7 +74,9 @@ _ROPE_PARAMETERS: dict[str, dict[str, Callable[[Fields, str], Any]]] = {
 }
 # Types without a limit of the text length.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}.union(*_ROPE_PARAMETERS.values())
+_ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}.union(
+    *_ROPE_PARAMETERS.values()
+)
 # Names of the number of experts. transformers and publishers write different ones.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -81,8 +86,8 @@ def refuse_unsupported(
 ) -> None:
     """Refuses activations, scaled logits, layers of different sizes and attention that the family does not compute.
 
-    ``causal`` means that attention must be causal, as in every target. A block drafter reads that setting itself.
-    """
+    ``causal`` means that attention must be causal, as in every target. A block drafter reads that
+    setting itself."""
     if causal:
         refuse_bidirectional(fields)
     if fields.get("per_layer_config"):
@@ -104,8 +109,12 @@ def refuse_windows(fields: Fields) -> None:
     layer_types = fields.words("layer_types")
     windowed = sorted(set(layer_types) - {"full_attention"})
     if windowed:
-        raise CheckpointError(f"{fields.where}: layer_types has {windowed[0]!r}; only full attention is supported")
-    if fields.flag("use_sliding_window", default=fields.get("sliding_window") is not None and not layer_types):
+        raise CheckpointError(
+            f"{fields.where}: layer_types has {windowed[0]!r}; only full attention is supported"
+        )
+    if fields.flag(
+        "use_sliding_window", default=fields.get("sliding_window") is not None and not layer_types
+    ):
         raise fields.wrong("sliding_window", "only full attention is supported")
 
 
@@ -152,7 +161,12 @@ def read_window(fields: Fields) -> int | None:
 
 
 def read_types(
-    fields: Fields, known: Sequence[str], num_layers: int, *, name: str = "layer_types", owner: str = ""
+    fields: Fields,
+    known: Sequence[str],
+    num_layers: int,
+    *,
+    name: str = "layer_types",
+    owner: str = "",
 ) -> list[str]:
     """Reads the kind of every layer from a list of the file; returns an empty list if there is none.
 
@@ -166,10 +180,14 @@ def read_types(
     types = fields.words(name)
     if types and len(types) != num_layers:
         owner = owner or f"num_hidden_layers is {num_layers}"
-        raise CheckpointError(f"{fields.where}: {name} names {len(types)} layers but {owner}; they must agree")
+        raise CheckpointError(
+            f"{fields.where}: {name} names {len(types)} layers but {owner}; they must agree"
+        )
     unknown = [kind for kind in types if kind not in known]
     if unknown:
-        raise CheckpointError(f"{fields.where}: {name} has {short(unknown[0])}; expected {' or '.join(known)}")
+        raise CheckpointError(
+            f"{fields.where}: {name} has {short(unknown[0])}; expected {' or '.join(known)}"
+        )
     return list(types)
 
 
@@ -190,7 +208,9 @@ def read_windows(
     if not types:
         return [window if slides(layer) else None for layer in range(count)]
     if window is None and _SLIDING in types:
-        raise CheckpointError(f"{fields.where}: layer_types has {_SLIDING!r}, but no sliding_window is switched on")
+        raise CheckpointError(
+            f"{fields.where}: layer_types has {_SLIDING!r}, but no sliding_window is switched on"
+        )
     return [window if kind == _SLIDING else None for kind in types]
 
 
@@ -199,7 +219,9 @@ def read_window_of_all(fields: Fields, window: int | None) -> list[int | None]:
     count = read_num_layers(fields)
     kind = _FULL if window is None else _SLIDING
     if set(read_types(fields, _LAYER_TYPES, count)) - {kind}:
-        raise fields.wrong("layer_types", f"sliding_window is {window} in every layer, so expected {kind!r} alone")
+        raise fields.wrong(
+            "layer_types", f"sliding_window is {window} in every layer, so expected {kind!r} alone"
+        )
     return [window] * count
 
 
@@ -248,7 +270,9 @@ def read_num_layers(fields: Fields) -> int:
     """Reads ``num_hidden_layers``; refuses more layers than any model has."""
     count = fields.size("num_hidden_layers")
     if count > MOST_LAYERS:
-        raise CheckpointError(f"{fields.where}: num_hidden_layers is {count}; expected at most {MOST_LAYERS:,}")
+        raise CheckpointError(
+            f"{fields.where}: num_hidden_layers is {count}; expected at most {MOST_LAYERS:,}"
+        )
     return count
 
 
@@ -257,7 +281,8 @@ def read_stack(fields: Fields, norm_eps: str = "rms_norm_eps") -> dict[str, Any]
     return {
         "vocab_size": fields.size("vocab_size"),
         "width": fields.size("hidden_size"),
-        # The limit of the context does not change the mathematics; 2048 is the default of LlamaConfig.
+        # The limit of the context does not change the mathematics; 2048 is the default of
+        # LlamaConfig.
         "max_positions": fields.size("max_position_embeddings", 2048),
         "norm_eps": fields.number(norm_eps),
     }
@@ -307,13 +332,16 @@ def layer_types(config: Any) -> list[str]:
 def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> list[int | None]:
     """Reads the window of every layer of a head; only ``layer_types`` can name the layers with a window.
 
-    A file with a window and no ``layer_types`` is refused: vLLM would use the window of the target's cache.
-    ``switched`` means that a window counts only if ``use_sliding_window`` is set, as in Qwen3's configuration.
-    """
+    A file with a window and no ``layer_types`` is refused: vLLM would use the window of the
+    target's cache. ``switched`` means that a window counts only if ``use_sliding_window`` is set,
+    as in Qwen3's configuration."""
     types = fields.words("layer_types")
-    if not types and fields.flag("use_sliding_window", default=fields.get("sliding_window") is not None):
+    if not types and fields.flag(
+        "use_sliding_window", default=fields.get("sliding_window") is not None
+    ):
         raise fields.wrong(
-            "sliding_window", "no layer_types say which of the head's layers slide, and engines disagree, so add them"
+            "sliding_window",
+            "no layer_types say which of the head's layers slide, and engines disagree, so add them",
         )
     if set(types) <= {_FULL}:
         return [None] * num_layers
@@ -347,7 +375,10 @@ def bias_fields(layer: LayerConfig) -> dict[str, bool]:
 
 def require_theta(fields: Fields) -> None:
     """Refuses a file without the base of the rotary embedding, for a family with an unusual default."""
-    if all(fields.section(name).get("rope_theta") is None for name in ("rope_parameters", "rope_scaling")):
+    if all(
+        fields.section(name).get("rope_theta") is None
+        for name in ("rope_parameters", "rope_scaling")
+    ):
         fields.number("rope_theta")
 
 
@@ -365,12 +396,16 @@ def read_rope(
     Args:
         fields: The fields of the configuration.
         known: Names of parameters that the family reads itself.
-        theta: Default of the base. 10,000 is that of official heads and of the original Llama, whose files omit it.
-        partial: Default of the share of channels that rotate; ``None`` for a family in which all channels rotate.
+        theta: Default of the base. 10,000 is that of official heads and of the original Llama,
+            whose files omit it.
+        partial: Default of the share of channels that rotate; ``None`` for a family in which all
+            channels rotate.
         interleaved: Whether neighbouring channels rotate together, in this family.
         types: Types of the family.
     """
-    read = functools.partial(_rope_from, fields, known=known, theta=theta, partial=partial, types=types)
+    read = functools.partial(
+        _rope_from, fields, known=known, theta=theta, partial=partial, types=types
+    )
     sections = {name: fields.section(name) for name in ("rope_parameters", "rope_scaling")}
     ropes = {name: read(section) for name, section in sections.items() if section.values}
     rope = agreed(ropes, fields.where) or read(Fields({}, fields.where))
@@ -392,12 +427,18 @@ def _rope_from(
             f"{rope.where}: rope type {short(kind)} is not supported; expected one of {', '.join(types)}"
         )
     allowed = _ROPE_KEYS.union(known)
-    unknown = sorted(key for key, value in rope.values.items() if key not in allowed and value is not None)
+    unknown = sorted(
+        key for key, value in rope.values.items() if key not in allowed and value is not None
+    )
     if unknown:
-        raise CheckpointError(f"{rope.where}: {unknown[0]!r} is not supported for rope type {kind!r}")
+        raise CheckpointError(
+            f"{rope.where}: {unknown[0]!r} is not supported for rope type {kind!r}"
+        )
     share = _either(fields, rope, "partial_rotary_factor", 1.0 if partial is None else partial)
     if partial is None and share != 1.0:
-        raise CheckpointError(f"{fields.where}: partial_rotary_factor is not supported; all channels must rotate")
+        raise CheckpointError(
+            f"{fields.where}: partial_rotary_factor is not supported; all channels must rotate"
+        )
     base = _either(fields, rope, "rope_theta", theta)
     if base <= 0:
         raise CheckpointError(f"{fields.where}: rope_theta is {base}; expected a positive number")
@@ -405,7 +446,10 @@ def _rope_from(
         # Files of Phi have it at the top level, and transformers gives that one priority.
         rope = Fields({**rope.values, _ORIGINAL: fields.get(_ORIGINAL)}, rope.where)
     parameters: dict[str, Any] = {"theta": base, "type": kind, "partial": share}
-    parameters |= {_OUR_NAMES.get(name, name): read(rope, name) for name, read in _ROPE_PARAMETERS[kind].items()}
+    parameters |= {
+        _OUR_NAMES.get(name, name): read(rope, name)
+        for name, read in _ROPE_PARAMETERS[kind].items()
+    }
     if kind == "longrope" and parameters["factor"] is None:
         original = max(parameters["original_max_positions"], 1)
         parameters["factor"] = fields.size("max_position_embeddings") / original
@@ -415,7 +459,10 @@ def _rope_from(
 
 def _either(fields: Fields, rope: Fields, name: str, default: float) -> float:
     """Reads a number at the top level, among the parameters, or in both."""
-    numbers = {name: fields.optional_number(name), f"{name} in the rope parameters": rope.optional_number(name)}
+    numbers = {
+        name: fields.optional_number(name),
+        f"{name} in the rope parameters": rope.optional_number(name),
+    }
     value = agreed(numbers, fields.where)
     return default if value is None else value
 
@@ -426,23 +473,36 @@ def rope_fields(rope: RopeConfig | None, *, partial: bool = False) -> dict[str, 
     ``partial`` adds the share of channels that rotate, for a family in which not all rotate.
     """
     if rope is None:
-        raise CheckpointError("a layer without rotary embedding cannot be expressed in this layout; use --to jax")
+        raise CheckpointError(
+            "a layer without rotary embedding cannot be expressed in this layout; use --to jax"
+        )
     scaling: dict[str, Any] | None = None if rope.type == "default" else {"rope_type": rope.type}
     for name in _ROPE_PARAMETERS[rope.type]:
         value = getattr(rope, _OUR_NAMES.get(name, name))
-        if scaling is not None and value is not None and value is not True:  # transformers 4 warns about `truncate`
+        if (
+            scaling is not None and value is not None and value is not True
+        ):  # transformers 4 warns about `truncate`
             scaling[name] = list(value) if isinstance(value, tuple) else value
     share = {"partial_rotary_factor": rope.partial} if partial else {}
     parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": rope.theta, **share}
-    return {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": parameters, **share}
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": scaling,
+        "rope_parameters": parameters,
+        **share,
+    }
 
 
-def read_experts(fields: Fields, router: Router, *, width: str = "moe_intermediate_size", **features: Any) -> Experts:
+def read_experts(
+    fields: Fields, router: Router, *, width: str = "moe_intermediate_size", **features: Any
+) -> Experts:
     """Reads a mixture of experts; ``width`` is the name of the field with the inner width of an expert."""
     counts = {name: fields.optional_size(name) for name in _COUNTS}
     count = agreed(counts, fields.where)
     if count is None:
-        raise CheckpointError(f"{fields.where} has none of {', '.join(_COUNTS)}; add the number of experts")
+        raise CheckpointError(
+            f"{fields.where} has none of {', '.join(_COUNTS)}; add the number of experts"
+        )
     with read_from(fields.where):
         return Experts(
             num_experts=count,
@@ -480,7 +540,10 @@ def read_corrected(fields: Fields) -> Experts:
 
 def corrected_fields(experts: Experts) -> dict[str, Any]:
     """Returns the fields of the experts that :func:`read_corrected` reads."""
-    counts = {"n_routed_experts": experts.num_experts, "n_shared_experts": experts.shared_width // experts.width}
+    counts = {
+        "n_routed_experts": experts.num_experts,
+        "n_shared_experts": experts.shared_width // experts.width,
+    }
     return counts | {field: getattr(experts, name) for name, field in _CORRECTED.items()}
 
 
@@ -498,7 +561,9 @@ def read_mlps(
 def read_corrected_mlps(fields: Fields) -> list[GatedMLP | Experts]:
     """Reads the MLP of every layer: dense ones first, then experts as in :func:`read_corrected`."""
     dense = fields.integer("first_k_dense_replace")
-    return read_mlps(fields, [layer >= dense for layer in range(read_num_layers(fields))], read_corrected)
+    return read_mlps(
+        fields, [layer >= dense for layer in range(read_num_layers(fields))], read_corrected
+    )
 
 
 def size_fields(experts: Experts) -> dict[str, Any]:

@@ -31,9 +31,13 @@ class Description:
     dialect: str  #: The project whose layout it has.
     loadable: bool  #: Whether this library can load it.
     problem: str  #: The reason why it cannot be loaded; empty when it is loadable.
-    note: str  #: Missing inputs such as the target of a head, or tensors that are left out; empty otherwise.
-    quantisation: str  #: Format of quantised weights; empty if weights are not quantised or the format is unsupported.
-    num_parameters: int  #: Number of stored floating-point numbers; for a quantised target, of all weights.
+    #: Missing inputs such as the target of a head, or tensors that are left out; empty otherwise.
+    note: str
+    #: Format of quantised weights; empty if weights are not quantised or the format is unsupported.
+    quantisation: str
+    num_parameters: (
+        int  #: Number of stored floating-point numbers; for a quantised target, of all weights.
+    )
     num_bytes: int  #: Bytes of all tensors.
     num_tensors: int  #: Number of stored tensors.
     dtypes: dict[str, int]  #: Number of parameters stored in each dtype.
@@ -73,7 +77,8 @@ def describe(directory: str | Path) -> Description:
     problem = problem or refusal
     dtypes = collections.Counter[str]()
     for tensor in tensors.values():
-        # Integers, as in d2t, are no parameters. numpy does not count the types of ml_dtypes as floats.
+        # Integers, as in d2t, are no parameters. numpy does not count the types of ml_dtypes as
+        # floats.
         if not np.issubdtype(tensor.dtype, np.integer) and tensor.dtype != np.bool_:
             dtypes[getattr(tensor, "label", str(tensor.dtype))] += tensor.size
     num_parameters = sum(dtypes.values())
@@ -129,7 +134,9 @@ def _read(
         alternative = f", or kept as they are (--weights {kept_as})" if kept_as else ""
         notes.append(f"its weights are computed exactly from what is stored{alternative}")
     if not any(isinstance(layer.mixer, GatedDelta) for layer in target.config.layers):
-        notes.append("it may be given as the drafter of a larger target with the same tokenizer too")
+        notes.append(
+            "it may be given as the drafter of a larger target with the same tokenizer too"
+        )
     return "", "; ".join(notes), target
 
 
@@ -141,4 +148,8 @@ def _label(kind: str, config: Mapping[str, Any]) -> str:
     if model_type in WRAPPERS:
         model_type = WRAPPERS[model_type].family(config)
     family = FAMILIES.get(model_type)
-    return f"target: {family.label}" if family else "language model of another architecture (not loadable here)"
+    return (
+        f"target: {family.label}"
+        if family
+        else "language model of another architecture (not loadable here)"
+    )

@@ -1,7 +1,7 @@
 """Native checkpoints: ``eagle3_jax.json`` and an Orbax tree of arrays, bit-equal to what was written.
 
-The JSON file holds the configuration strictly: every field is named, and no default replaces a missing one.
-"""
+The JSON file holds the configuration strictly: every field is named, and no default replaces a
+missing one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ FORMAT = 3
 TARGET = "target"
 _PARAMS = "params"
 
-# Values of `kind`, for fields that may hold one of several classes. Files contain them, so they are never renamed.
+# Values of `kind`, for fields that may hold one of several classes. Files contain them, so they are
+# never renamed.
 _KINDS: dict[Any, str] = {
     GroupedQuery: "grouped-query",
     Latent: "latent",
@@ -70,8 +71,14 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
     values = {"format": FORMAT, "config": to_json(checkpoint.config), "dtype": checkpoint.dtype}
     if isinstance(checkpoint, TargetCheckpoint):
         shapes = DecoderTarget(checkpoint.config).param_shapes()
-        leaves = rules.write_params(_identity(shapes), dense_params(checkpoint), shapes, where=where)
-        values |= {"kind": TARGET, "family": checkpoint.family.model_type, "stop_tokens": list(checkpoint.stop_tokens)}
+        leaves = rules.write_params(
+            _identity(shapes), dense_params(checkpoint), shapes, where=where
+        )
+        values |= {
+            "kind": TARGET,
+            "family": checkpoint.family.model_type,
+            "stop_tokens": list(checkpoint.stop_tokens),
+        }
     else:
         shapes = HEADS[checkpoint.method].param_shapes(checkpoint.config)
         leaves = rules.write_params(_identity(shapes), checkpoint.head, shapes, where=where)
@@ -103,7 +110,9 @@ def read_native_target(directory: Path, extra_family: Family | None = None) -> T
         raise fields.wrong("stop_tokens", "expected a list of token ids")
     stop_tokens = fields.token_ids("stop_tokens", config.vocab_size)
     leaves = read_leaves(directory)
-    rules.check_layers(config.num_layers, leaves, r"blocks\.(\d{1,9})\.", f"{fields.where}: num_layers")
+    rules.check_layers(
+        config.num_layers, leaves, r"blocks\.(\d{1,9})\.", f"{fields.where}: num_layers"
+    )
     shapes = DecoderTarget(config).param_shapes()
     params = rules.read_params(_identity(shapes), leaves, shapes, where=str(directory))
     return TargetCheckpoint(
@@ -130,7 +139,9 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
     # Without a map draft ids are target ids; a smaller vocabulary needs one.
     has_ids = draft_to_target is not None or config.draft_vocab_size == config.vocab_size
     if fields.flag("has_embedding") != (embedding is not None) or not has_ids:
-        raise CheckpointError(f"{directory} is incomplete: its parameters are not those that {NATIVE_FILE} describes")
+        raise CheckpointError(
+            f"{directory} is incomplete: its parameters are not those that {NATIVE_FILE} describes"
+        )
     if draft_to_target is not None:
         size = config.draft_vocab_size
         draft_vocab.check_ids(draft_to_target, size, config.vocab_size, f"{where}: draft_to_target")
@@ -138,7 +149,12 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
         check_embedding(config, embedding, where)
     leaves = {path.removeprefix("head."): leaf for path, leaf in leaves.items()}
     for stack, count in kind.stacks.items():
-        rules.check_layers(count(config), leaves, rf"{stack}\.(\d{{1,9}})\.", f"{fields.where}: layers in {stack!r}")
+        rules.check_layers(
+            count(config),
+            leaves,
+            rf"{stack}\.(\d{{1,9}})\.",
+            f"{fields.where}: layers in {stack!r}",
+        )
     shapes = kind.param_shapes(config)
     head = rules.read_params(_identity(shapes), leaves, shapes, where=where)
     depth = fields.optional_size("num_target_layers")
@@ -160,7 +176,9 @@ def read_description(directory: Path) -> Fields:
     path = directory / NATIVE_FILE
     fields = Fields(read_json(path), str(path))
     if fields.get("format") != FORMAT:
-        raise fields.wrong("format", f"this version reads format {FORMAT}: convert the original checkpoint again")
+        raise fields.wrong(
+            "format", f"this version reads format {FORMAT}: convert the original checkpoint again"
+        )
     return fields
 
 
@@ -180,8 +198,12 @@ def read_leaves(directory: Path) -> dict[str, np.ndarray]:
             leaves = checkpointer.restore(path, restore_args=as_numpy)
         except Exception as error:  # Orbax and TensorStore report damage as almost any type
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(f"{path} is damaged ({reason[:160]}); convert the checkpoint again") from None
-    if not isinstance(leaves, dict) or not all(isinstance(leaf, np.ndarray) for leaf in leaves.values()):
+            raise CheckpointError(
+                f"{path} is damaged ({reason[:160]}); convert the checkpoint again"
+            ) from None
+    if not isinstance(leaves, dict) or not all(
+        isinstance(leaf, np.ndarray) for leaf in leaves.values()
+    ):
         raise CheckpointError(f"{path} is no flat tree of arrays; convert the checkpoint again")
     return leaves
 
@@ -209,7 +231,9 @@ def from_json(config: type, value: Any, where: str) -> Any:
     known = {*hints, "kind"} if config in _KINDS else {*hints}
     wrong = sorted((value.keys() - known) | (hints.keys() - value.keys()))
     if wrong:
-        raise CheckpointError(f"{where}: the fields {wrong} are missing or unknown; convert it again")
+        raise CheckpointError(
+            f"{where}: the fields {wrong} are missing or unknown; convert it again"
+        )
     typed = {name: _typed(hint, value[name], name, where) for name, hint in hints.items()}
     try:
         return config(**typed)
@@ -228,11 +252,16 @@ def _typed(hint: Any, value: Any, name: str, where: str) -> Any:
         kind = value.get("kind") if isinstance(value, dict) else None
         config = next((option for option in configs if _KINDS.get(option, kind) == kind), None)
         if config is None:
-            raise CheckpointError(f"{where}: {name} is of kind {short(kind)}, which this version does not know")
+            raise CheckpointError(
+                f"{where}: {name} is of kind {short(kind)}, which this version does not know"
+            )
         return from_json(config, value, f"{where}, {name}")  # type: ignore[arg-type]
     if typing.get_origin(hint) is tuple and isinstance(value, list):
         entry_type = typing.get_args(hint)[0]
-        return tuple(_typed(entry_type, entry, f"{name}[{index}]", where) for index, entry in enumerate(value))
+        return tuple(
+            _typed(entry_type, entry, f"{name}[{index}]", where)
+            for index, entry in enumerate(value)
+        )
     if float in options and type(value) is int and abs(value) < 1e300:
         return float(value)
     if not any(_is_a(value, option) for option in options):

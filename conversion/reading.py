@@ -17,14 +17,18 @@ from eagle3_jax.conversion.tensors import Stored, read_stored
 from eagle3_jax.models.config import DecoderConfig
 
 LANGUAGE_MODEL = "language-model"
-_COUNTED = ("eagle3", "p-eagle")  # heads that name auxiliary layers without saying what the numbers count
+_COUNTED = (
+    "eagle3",
+    "p-eagle",
+)  # heads that name auxiliary layers without saying what the numbers count
 
 
 class Opened(NamedTuple):
     """A checkpoint whose kind is known."""
 
     directory: Path  #: Its directory, or the path of its GGUF file.
-    kind: str  #: ``target``, ``language-model`` (a target of no known family), or the name of a kind of head.
+    #: ``target``, ``language-model`` (a target of no known family), or the name of a kind of head.
+    kind: str
     stored: Stored | None  #: Its files; ``None`` for a native checkpoint.
 
 
@@ -50,8 +54,8 @@ def identify(directory: str | Path) -> str:
     """Returns the kind of a checkpoint.
 
     Returns:
-        ``target``, ``language-model`` (a target of no supported family), or the name of a kind of head such as
-        ``eagle3``.
+        ``target``, ``language-model`` (a target of no supported family), or the name of a kind of
+        head such as ``eagle3``.
 
     Raises:
         CheckpointError: The directory is no checkpoint, or its kind is unknown.
@@ -66,11 +70,20 @@ def recognise(signs: Signs, where: str) -> str:
             return kind.name
     known = str(signs.config.get("model_type")) in {*FAMILIES, *WRAPPERS}
     # A known family may have any prefix before its layers; it is checked when they are read.
-    layers = r"(\w+\.)*(layers|blocks)\.\d+\." if known else r"(language_model\.)?(model\.)?layers\.\d+\."
-    if signs.has(rf"{layers}|h\.\d+\.|transformer\.h\.\d+\.") or "embed_tokens.weight" in signs.names:
+    layers = (
+        r"(\w+\.)*(layers|blocks)\.\d+\."
+        if known
+        else r"(language_model\.)?(model\.)?layers\.\d+\."
+    )
+    if (
+        signs.has(rf"{layers}|h\.\d+\.|transformer\.h\.\d+\.")
+        or "embed_tokens.weight" in signs.names
+    ):
         return TARGET if known else LANGUAGE_MODEL
     sample = ", ".join(sorted(signs.names)[:3])
-    raise CheckpointError(f"{where} is neither a target nor a draft head that is known (it holds {sample})")
+    raise CheckpointError(
+        f"{where} is neither a target nor a draft head that is known (it holds {sample})"
+    )
 
 
 def read_target(directory: str | Path, family: Family | None = None) -> TargetCheckpoint:
@@ -81,7 +94,8 @@ def read_target(directory: str | Path, family: Family | None = None) -> TargetCh
         family: A family of the caller, in addition to those of ``eagle3_jax.conversion.families``.
 
     Raises:
-        CheckpointError: The checkpoint is no target, or this library cannot compute it; the message gives the reason.
+        CheckpointError: The checkpoint is no target, or this library cannot compute it; the message
+            gives the reason.
     """
     return target_of(open_checkpoint(directory), family)
 
@@ -107,32 +121,40 @@ def read_head(
 
     Args:
         directory: Directory of the head.
-        target: The target that the head drafts for. The head is checked against it. It is required if the head does
-            not name its auxiliary layers (official heads do not).
-        layer_ids: Whether the numbers of the head's auxiliary layers count layers that the residual stream enters
-            (``entering``) or leaves (``leaving``). Required if the file does not say it
-            (``eagle3_jax.conversion.heads.layer_ids``).
+        target: The target that the head drafts for. The head is checked against it. It is required
+            if the head does not name its auxiliary layers (official heads do not).
+        layer_ids: Whether the numbers of the head's auxiliary layers count layers that the residual
+            stream enters (``entering``) or leaves (``leaving``). Required if the file does not say
+            it (``eagle3_jax.conversion.heads.layer_ids``).
 
     Raises:
-        CheckpointError: The checkpoint is no head, is incomplete, or does not fit the target; the message gives the
-            reason.
+        CheckpointError: The checkpoint is no head, is incomplete, or does not fit the target; the
+            message gives the reason.
     """
     return head_of(open_checkpoint(directory), target, layer_ids=layer_ids)
 
 
-def head_of(opened: Opened, target: DecoderConfig | None = None, *, layer_ids: str | None = None) -> HeadCheckpoint:
+def head_of(
+    opened: Opened, target: DecoderConfig | None = None, *, layer_ids: str | None = None
+) -> HeadCheckpoint:
     """Reads a head from an open checkpoint; see :func:`read_head`."""
     if opened.kind not in HEADS:
-        raise CheckpointError(f"{opened.directory} is a language model, not a draft head; give it as the target")
+        raise CheckpointError(
+            f"{opened.directory} is a language model, not a draft head; give it as the target"
+        )
     if opened.stored is None:
-        _refuse_layer_ids(layer_ids, f"{opened.directory} is in the native layout, which counts layers entered")
+        _refuse_layer_ids(
+            layer_ids, f"{opened.directory} is in the native layout, which counts layers entered"
+        )
         return native.read_native_head(opened.directory, target)
     if opened.kind not in _COUNTED:
         _refuse_layer_ids(layer_ids, f"{opened.directory} holds no EAGLE-3 or P-EAGLE head")
     try:
         top = opened.stored.fields
         for fields in (top, top.section("transformer_layer_config")):
-            if fields.get("quantization_config") is not None:  # only targets may have quantised weights
+            if (
+                fields.get("quantization_config") is not None
+            ):  # only targets may have quantised weights
                 raise fields.wrong("quantization_config", "give the head before quantisation")
         return HEADS[opened.kind].read(opened.stored._replace(layer_ids=layer_ids), target)
     except TargetNeededError:
@@ -166,13 +188,15 @@ def convert(
     Args:
         source: A checkpoint directory in any supported layout, or a GGUF file.
         destination: A directory that does not exist yet.
-        to: ``jax`` (native), or a layout of the head's method. For a target, all other values mean the Hugging Face
-            layout. Default: ``vllm``; for a method that vLLM has no layout of, the first one of the method.
+        to: ``jax`` (native), or a layout of the head's method. For a target, all other values mean
+            the Hugging Face layout. Default: ``vllm``; for a method that vLLM has no layout of, the
+            first one of the method.
         target: The target of a head, see :func:`read_head`.
         layer_ids: See :func:`read_head`.
 
     Raises:
-        CheckpointError: The source cannot be read, the destination exists, or the layout cannot express it.
+        CheckpointError: The source cannot be read, the destination exists, or the layout cannot
+            express it.
     """
     if to not in (None, "jax", *LAYOUTS):
         raise CheckpointError(f"--to {to!r} is not known; use one of jax, {', '.join(LAYOUTS)}")

@@ -1,8 +1,8 @@
 """Rule tables between a foreign checkpoint's tensor names and our nested parameters, applied strictly both ways.
 
-A table is a list of exact pairs, generated for one configuration. It lists every expected tensor, so a tensor that is
-missing, unknown, given twice or of another shape is an error and never a default.
-"""
+A table is a list of exact pairs, generated for one configuration. It lists every expected tensor,
+so a tensor that is missing, unknown, given twice or of another shape is an error and never a
+default."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ DERIVED_BUFFERS = (r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
 class Part(NamedTuple):
     """The part of an array that one of several tensors fills; by default all of it.
 
-    The last axis of the array is read as ``[outer, slots, inner]``. The tensor fills the slots from ``start`` to
-    ``stop`` of every outer index.
-    """
+    The last axis of the array is read as ``[outer, slots, inner]``. The tensor fills the slots from
+    ``start`` to ``stop`` of every outer index."""
 
     outer: int = 1  #: Number of times that the tensors take turns.
     slots: int = 1  #: Number of slots in a turn, for all tensors together.
     inner: int = 0  #: Number of columns of a slot; 0 for all columns of a single slot.
     start: int = 0  #: The first slot of the tensor.
     stop: int = 1  #: The slot after its last.
-    leading: tuple[int, ...] = ()  #: The tensor's index on the leading axes, such as the number of an expert.
+    leading: tuple[
+        int, ...
+    ] = ()  #: The tensor's index on the leading axes, such as the number of an expert.
     turned: bool = False  #: Whether the last two axes are exchanged first.
 
     def view(self, array: Array) -> Array:
@@ -70,10 +71,15 @@ class Rule(NamedTuple):
 
     source: str  #: Name in the foreign checkpoint.
     path: str  #: Path in our parameters, joined by dots, as in ``blocks.0.attention.o.kernel``.
-    transpose: bool = False  #: Whether the tensor is the transpose of our array, on the last two axes.
+    transpose: bool = (
+        False  #: Whether the tensor is the transpose of our array, on the last two axes.
+    )
     part: Part = COMPLETE  #: The part of our array that the tensor fills.
-    cut: Part = COMPLETE  #: The piece of the tensor, after ``transpose``. Other pieces have rules with the same source.
-    reverse: bool = False  #: Whether all axes are in the opposite order, as those of a convolution's kernel.
+    #: The piece of the tensor, after ``transpose``. Other pieces have rules with the same source.
+    cut: Part = COMPLETE
+    reverse: bool = (
+        False  #: Whether all axes are in the opposite order, as those of a convolution's kernel.
+    )
 
     def stored_shape(self, array_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the tensor in the checkpoint, from the shape of our array."""
@@ -89,10 +95,14 @@ def _transposed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], shape[-1], shape[-2])
 
 
-def linear(source: str, path: str, *, bias: bool = False, part: Part = COMPLETE, cut: Part = COMPLETE) -> list[Rule]:
+def linear(
+    source: str, path: str, *, bias: bool = False, part: Part = COMPLETE, cut: Part = COMPLETE
+) -> list[Rule]:
     """Returns the rules of a linear layer, or of some outputs of one."""
     kernel = Rule(f"{source}.weight", f"{path}.kernel", transpose=True, part=part, cut=cut)
-    return [kernel, Rule(f"{source}.bias", f"{path}.bias", part=part, cut=cut)] if bias else [kernel]
+    return (
+        [kernel, Rule(f"{source}.bias", f"{path}.bias", part=part, cut=cut)] if bias else [kernel]
+    )
 
 
 def in_turns(outer: int, inner: int, sizes: Mapping[str, int]) -> Iterator[tuple[str, Part]]:
@@ -125,7 +135,9 @@ def _dotted(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def renamed(tensors: Mapping[str, Array], rename: Callable[[str], str], where: object) -> dict[str, Array]:
+def renamed(
+    tensors: Mapping[str, Array], rename: Callable[[str], str], where: object
+) -> dict[str, Array]:
     """Returns the tensors under the names that ``rename`` gives them.
 
     Raises:
@@ -142,7 +154,12 @@ def renamed(tensors: Mapping[str, Array], rename: Callable[[str], str], where: o
 
 
 def read_params(
-    rules: Sequence[Rule], tensors: Mapping[str, Array], shapes: Params, *, where: str, known: Sequence[str] = ()
+    rules: Sequence[Rule],
+    tensors: Mapping[str, Array],
+    shapes: Params,
+    *,
+    where: str,
+    known: Sequence[str] = (),
 ) -> Params:
     """Builds our parameters from foreign tensors: views of them, or a :class:`Joined` of several.
 
@@ -158,7 +175,9 @@ def read_params(
     """
     sources = dict.fromkeys(rule.source for rule in rules)
     ignored = any_of(*DERIVED_BUFFERS, *known)
-    names = dict.fromkeys(name for name in tensors if name in sources or not ignored.fullmatch(name))
+    names = dict.fromkeys(
+        name for name in tensors if name in sources or not ignored.fullmatch(name)
+    )
     _check_names(where, sources, names)
     expected = {path: tuple(leaf.shape) for path, leaf in flatten(shapes)}
     parts: dict[str, list[tuple[Rule, Array]]] = collections.defaultdict(list)
@@ -171,7 +190,9 @@ def read_params(
     return jax.tree.map_with_path(lambda path, _: arrays[_dotted(path)], shapes)
 
 
-def write_params(rules: Sequence[Rule], params: Params, shapes: Params, *, where: str) -> dict[str, np.ndarray]:
+def write_params(
+    rules: Sequence[Rule], params: Params, shapes: Params, *, where: str
+) -> dict[str, np.ndarray]:
     """Builds foreign tensors from our parameters; the inverse of :func:`read_params`.
 
     Raises:
@@ -197,7 +218,9 @@ def write_params(rules: Sequence[Rule], params: Params, shapes: Params, *, where
     return tensors
 
 
-def check_layers(num_layers: int, names: Iterable[str], pattern: str, label: str, unit: str = "layers") -> None:
+def check_layers(
+    num_layers: int, names: Iterable[str], pattern: str, label: str, unit: str = "layers"
+) -> None:
     """Refuses a number of layers that the names of the tensors contradict, before anything of that size is built."""
     stored = len(numbers_in(names, pattern))
     if stored != num_layers:
@@ -226,7 +249,9 @@ def check_float(value: Array, label: str) -> None:
 def check_matrix(value: Array, shape: tuple[int, ...], label: str) -> None:
     """Refuses an array of another shape or of no floats; ``label`` is the array's name in messages."""
     if value.shape != shape:
-        raise CheckpointError(f"{label} has shape {list(value.shape)}; config.json asks for {list(shape)}")
+        raise CheckpointError(
+            f"{label} has shape {list(value.shape)}; config.json asks for {list(shape)}"
+        )
     check_float(value, label)
 
 

@@ -67,9 +67,8 @@ def tokenizer_of(checkpoint: Path) -> Tokenizer | None:
 def tokenizer_config_of(checkpoint: Path) -> dict[str, Any]:
     """Reads the fields of the ``tokenizer_config.json`` of a checkpoint; empty if it has no such file.
 
-    As in transformers, a separate file with a chat template replaces the field ``chat_template``. Old checkpoints have
-    their special tokens in ``special_tokens_map.json``.
-    """
+    As in transformers, a separate file with a chat template replaces the field ``chat_template``.
+    Old checkpoints have their special tokens in ``special_tokens_map.json``."""
     checkpoint = checkpoint_path(checkpoint)
     config = read_object(checkpoint, "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
@@ -81,7 +80,9 @@ def tokenizer_config_of(checkpoint: Path) -> dict[str, Any]:
     try:
         return config | {"chat_template": template.decode()}
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{checkpoint / name} is not a text file in UTF-8 (byte {error.start})") from None
+        raise CheckpointError(
+            f"{checkpoint / name} is not a text file in UTF-8 (byte {error.start})"
+        ) from None
 
 
 def described_tokens(tokens: Sequence[int], checkpoint: Path) -> str:
@@ -90,7 +91,9 @@ def described_tokens(tokens: Sequence[int], checkpoint: Path) -> str:
     with contextlib.suppress(CheckpointError):
         tokenizer = tokenizer_of(checkpoint)
     texts = {token: tokenizer and tokenizer.id_to_token(token) for token in tokens}
-    return ", ".join(str(token) if text is None else f"{token} {text!r}" for token, text in texts.items())
+    return ", ".join(
+        str(token) if text is None else f"{token} {text!r}" for token, text in texts.items()
+    )
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:

@@ -33,12 +33,16 @@ class TargetCheckpoint:
 
     config: DecoderConfig  #: Its description.
     family: Family  #: Its family, which defines the Hugging Face layout that it is written in.
-    params: Params  #: Nested dictionary of numpy arrays in the stored dtype, as ``DecoderTarget`` expects it.
+    #: Nested dictionary of numpy arrays in the stored dtype, as ``DecoderTarget`` expects it.
+    params: Params
     stop_tokens: tuple[int, ...]  #: Tokens that end an answer of the model.
-    source: Path  #: The directory, or GGUF file, that it was read from. Tokenizer files are copied from there.
-    #: The dtype of most parameters; in a quantised checkpoint, the dtype of the weights that are not quantised.
+    #: The directory, or GGUF file, that it was read from. Tokenizer files are copied from there.
+    source: Path
+    #: The dtype of most parameters; in a quantised checkpoint, the dtype of the weights that are
+    # not quantised.
     dtype: str
-    #: The format of quantised weights, which are decoded to float32 whenever they are read; ``None`` if there are none.
+    #: The format of quantised weights, which are decoded to float32 whenever they are read;
+    # ``None`` if there are none.
     quantisation: Quantisation | None = None
 
 
@@ -53,7 +57,9 @@ def read_target(stored: Stored, extra_family: Family | None = None) -> TargetChe
     tensors = _under_model(tensors, str(directory))
     num_layers = fields.size("num_hidden_layers")
     tensors = family.select(tensors, num_layers)
-    rules.check_layers(num_layers, tensors, r"model\.layers\.(\d{1,9})\.", f"{stored.where}: num_hidden_layers")
+    rules.check_layers(
+        num_layers, tensors, r"model\.layers\.(\d{1,9})\.", f"{stored.where}: num_hidden_layers"
+    )
     config = family.read_config(fields)
     head = tensors.get("lm_head.weight")
     known = ()
@@ -66,7 +72,9 @@ def read_target(stored: Stored, extra_family: Family | None = None) -> TargetChe
                 "set tie_word_embeddings to false, or remove lm_head.weight"
             )
     shapes = DecoderTarget(config).param_shapes()
-    params = rules.read_params(family.table(config, tensors.keys()), tensors, shapes, where=str(directory), known=known)
+    params = rules.read_params(
+        family.table(config, tensors.keys()), tensors, shapes, where=str(directory), known=known
+    )
     return TargetCheckpoint(
         config=config,
         family=family,
@@ -83,7 +91,9 @@ def dense_params(checkpoint: TargetCheckpoint) -> Params:
     if checkpoint.quantisation is None:
         return checkpoint.params
     dtype = np.dtype(getattr(ml_dtypes, checkpoint.dtype, checkpoint.dtype))
-    decoded = lambda leaf: np.asarray(leaf).astype(dtype) if getattr(leaf, "computed", False) else leaf
+    decoded = lambda leaf: (
+        np.asarray(leaf).astype(dtype) if getattr(leaf, "computed", False) else leaf
+    )
     return jax.tree.map(decoded, checkpoint.params)
 
 
@@ -116,12 +126,17 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
         "use_cache": True,
     }
     _check_expressed(config, family, values)
-    tensors = rules.write_params(family.rules(config), dense_params(checkpoint), shapes, where=str(checkpoint.source))
+    tensors = rules.write_params(
+        family.rules(config), dense_params(checkpoint), shapes, where=str(checkpoint.source)
+    )
     total = sum(tensor.nbytes for tensor in tensors.values())
     with new_directory(directory, total) as temporary:
         write_tensors(temporary / SAFETENSORS, tensors)
         # The official EAGLE code finds the embedding only through an index.
-        index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(sorted(tensors), SAFETENSORS)}
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": dict.fromkeys(sorted(tensors), SAFETENSORS),
+        }
         write_json(temporary / f"{SAFETENSORS}.index.json", index)
         write_json(temporary / "config.json", values)
         generation = {"bos_token_id": values["bos_token_id"], "eos_token_id": stop}
@@ -142,18 +157,26 @@ def _check_expressed(config: DecoderConfig, family: Family, values: dict[str, An
 def _leaves(config: Any, path: str = "") -> list[tuple[str, Any]]:
     """Lists every value of a configuration with its path; a layer is named by its index."""
     if isinstance(config, tuple):
-        return [leaf for index, entry in enumerate(config) for leaf in _leaves(entry, f"{path}[{index}]")]
+        return [
+            leaf
+            for index, entry in enumerate(config)
+            for leaf in _leaves(entry, f"{path}[{index}]")
+        ]
     if not dataclasses.is_dataclass(config):
         return [(f"{path} {config}", config)]
     fields = [(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)]
-    return [leaf for name, entry in fields for leaf in _leaves(entry, f"{path}.{name}" if path else name)]
+    return [
+        leaf
+        for name, entry in fields
+        for leaf in _leaves(entry, f"{path}.{name}" if path else name)
+    ]
 
 
 def _under_model(tensors: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Replaces another prefix that all layers have by ``model.``.
 
-    ``AutoModel`` writes no prefix. Modules around a model, such as those of ``torch.compile``, add theirs.
-    """
+    ``AutoModel`` writes no prefix. Modules around a model, such as those of ``torch.compile``, add
+    theirs."""
     matches = (re.match(r"((?:\w+\.)*?)layers\.\d+\.", name) for name in tensors)
     prefixes = sorted({match[1] for match in matches if match})
     if not prefixes or "model." in prefixes:

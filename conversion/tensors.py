@@ -17,7 +17,13 @@ from safetensors.numpy import save_file
 
 from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.conversion.files import checkpoint_path, is_gguf, read_json, refuse_pointer, unreadable
+from eagle3_jax.conversion.files import (
+    checkpoint_path,
+    is_gguf,
+    read_json,
+    refuse_pointer,
+    unreadable,
+)
 from eagle3_jax.conversion.gguf import read_contents
 from eagle3_jax.conversion.quantised import Quantisation
 
@@ -52,7 +58,9 @@ class Signs(NamedTuple):
     """The parts of a checkpoint by which its kind is recognised."""
 
     config: Mapping[str, Any]  #: Its ``config.json``.
-    names: frozenset[str]  #: Names of its tensors without ``model.``; empty if only the configuration is known.
+    names: frozenset[
+        str
+    ]  #: Names of its tensors without ``model.``; empty if only the configuration is known.
     architecture: str  #: All ``architectures``, joined.
     method: str  #: The ``speculators_model_type``; empty if there is none.
 
@@ -74,10 +82,15 @@ class Stored(NamedTuple):
     directory: Path  #: Its directory, or the path of its GGUF file.
     config: Mapping[str, Any]  #: Its ``config.json``.
     tensors: Mapping[str, Any]  #: Tensors by name: arrays of numpy, or objects that convert to one.
-    #: The user's ``--layer-ids``: ``entering`` or ``leaving``, see :mod:`eagle3_jax.conversion.heads.layer_ids`.
+    #: The user's ``--layer-ids``: ``entering`` or ``leaving``, see
+    # :mod:`eagle3_jax.conversion.heads.layer_ids`.
     layer_ids: str | None = None
-    held: Mapping[str, Any] | None = None  #: The tensors that a GGUF file stores; ``None`` otherwise.
-    quantisation: Quantisation | None = None  #: The quantisation of a GGUF file; ``None`` otherwise.
+    held: Mapping[str, Any] | None = (
+        None  #: The tensors that a GGUF file stores; ``None`` otherwise.
+    )
+    quantisation: Quantisation | None = (
+        None  #: The quantisation of a GGUF file; ``None`` otherwise.
+    )
 
     @property
     def where(self) -> str:
@@ -108,11 +121,12 @@ def read_stored(directory: Path) -> Stored:
 def read_tensors(directory: Path) -> dict[str, np.ndarray]:
     """Reads all tensors of a checkpoint directory in their stored dtypes.
 
-    Arrays of safetensors files are read-only views of the mapped file: nothing is read before it is used.
+    Arrays of safetensors files are read-only views of the mapped file: nothing is read before it is
+    used.
 
     Raises:
-        CheckpointError: There are no weights, a shard is missing or does not hold what the index says, or a file is
-            damaged.
+        CheckpointError: There are no weights, a shard is missing or does not hold what the index
+            says, or a file is damaged.
     """
     directory = checkpoint_path(directory)
     try:
@@ -141,13 +155,17 @@ def _read_directory(directory: Path) -> dict[str, np.ndarray]:
                 f"which has {SAFETENSORS} or its index"
             )
         if name.endswith(".gguf"):
-            raise CheckpointError(f"{directory} holds {name} and other weights; give the path of the GGUF file")
+            raise CheckpointError(
+                f"{directory} holds {name} and other weights; give the path of the GGUF file"
+            )
     if strays:
         raise CheckpointError(
             f"{directory} holds {strays[0]} but neither {' nor '.join(_WEIGHTS)}; "
             "rename a single file to model.safetensors, or add the index of the shards"
         )
-    raise CheckpointError(f"{directory} is not a checkpoint: it holds no weights (expected {' or '.join(_WEIGHTS)})")
+    raise CheckpointError(
+        f"{directory} is not a checkpoint: it holds no weights (expected {' or '.join(_WEIGHTS)})"
+    )
 
 
 def read_file(path: Path) -> dict[str, np.ndarray]:
@@ -167,19 +185,27 @@ def _read_sharded(index: Path) -> dict[str, np.ndarray]:
     """Reads all shards of an index, which must list exactly the tensors that they hold."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map; it must say which shard holds which tensor")
+        raise CheckpointError(
+            f"{index} has no weight_map; it must say which shard holds which tensor"
+        )
     tensors: dict[str, np.ndarray] = {}
     for shard in sorted(set(map(str, weight_map.values()))):
         # An index must not lead out of its directory.
         if len(shard) > 255 or Path(shard).name != shard or "\0" in shard:
-            raise CheckpointError(f"{index} names the shard {short(shard)}; expected a file name without directories")
+            raise CheckpointError(
+                f"{index} names the shard {short(shard)}; expected a file name without directories"
+            )
         path = index.parent / shard
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing; {index.name} lists it. Fetch the remaining shards")
+            raise CheckpointError(
+                f"{path} is missing; {index.name} lists it. Fetch the remaining shards"
+            )
         for name, value in read_file(path).items():
             if weight_map.get(name) != shard:
                 listed = f"in {weight_map[name]}" if name in weight_map else "nowhere"
-                raise CheckpointError(f"{path} holds {name}, which {index.name} lists {listed}; rebuild the index")
+                raise CheckpointError(
+                    f"{path} holds {name}, which {index.name} lists {listed}; rebuild the index"
+                )
             tensors[name] = value
     for name in sorted(weight_map.keys() - tensors.keys())[:1]:
         raise CheckpointError(
@@ -190,7 +216,9 @@ def _read_sharded(index: Path) -> dict[str, np.ndarray]:
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     try:
-        with safe_open(path, "np"):  # validates sizes, offsets and names; its numpy reader has no bfloat16
+        with safe_open(
+            path, "np"
+        ):  # validates sizes, offsets and names; its numpy reader has no bfloat16
             pass
     except SafetensorError as error:
         raise CheckpointError(
@@ -205,7 +233,9 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     for name, entry in header.items():
         dtype = entry["dtype"]
         if dtype not in _DTYPES:
-            raise CheckpointError(f"{path}: {name} is stored as {dtype}, which is not supported; expected floats")
+            raise CheckpointError(
+                f"{path}: {name} is stored as {dtype}, which is not supported; expected floats"
+            )
         start, stop = entry["data_offsets"]
         raw = np.asarray(data[start:stop])
         tensor = raw.view(_DTYPES[dtype]).reshape(entry["shape"])
@@ -231,21 +261,31 @@ def _read_pickle(path: Path) -> dict[str, np.ndarray]:
         raise CheckpointError(
             f"{path} is truncated, damaged or no file of plain tensors ({reason[:120]}); fetch it again"
         ) from None
-    if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
-        raise CheckpointError(f"{path} holds other things than tensors; expected a dictionary of tensors")
+    if not isinstance(loaded, dict) or not all(
+        isinstance(value, torch.Tensor) for value in loaded.values()
+    ):
+        raise CheckpointError(
+            f"{path} holds other things than tensors; expected a dictionary of tensors"
+        )
     return {str(name): _as_numpy(torch, value, f"{path}: {name}") for name, value in loaded.items()}
 
 
 def _as_numpy(torch: ModuleType, value: Any, label: str) -> np.ndarray:
     if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
-        raise CheckpointError(f"{label} is a {value.layout} tensor on {value.device}; expected a plain one")
+        raise CheckpointError(
+            f"{label} is a {value.layout} tensor on {value.device}; expected a plain one"
+        )
     # With strides of zero, a file of a few bytes describes terabytes.
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
-        raise CheckpointError(f"{label} repeats its numbers to shape {list(value.shape)}; expected them in full")
+        raise CheckpointError(
+            f"{label} repeats its numbers to shape {list(value.shape)}; expected them in full"
+        )
     value = value.detach().contiguous()
     if value.dtype == torch.bfloat16:  # numpy has no bfloat16
         return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     try:
         return value.numpy()
     except (TypeError, RuntimeError):
-        raise CheckpointError(f"{label} is stored as {value.dtype}, which is not supported; expected floats") from None
+        raise CheckpointError(
+            f"{label} is stored as {value.dtype}, which is not supported; expected floats"
+        ) from None

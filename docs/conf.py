@@ -62,13 +62,16 @@ napoleon_attr_annotations = False
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(enum|flax)\..*|eagle3_jax\.types\.State|eagle3_jax\.devices\.sharding\.Axis")]
+nitpick_ignore_regex = [
+    (r"py:.*", r"(enum|flax)\..*|eagle3_jax\.types\.State|eagle3_jax\.devices\.sharding\.Axis")
+]
 # PromQL of metrics with a colon in their names is more than Pygments knows.
 suppress_warnings += ["misc.highlighting_failure"]
 
 
 def setup(app):  # noqa: D103
-    # Roles in prose are checked. Annotations name types of other packages too, whose pages are not fetched.
+    # Roles in prose are checked. Annotations name types of other packages too, whose pages are not
+    # fetched.
     app.connect("warn-missing-reference", lambda app, domain, node: "refwarn" not in node or None)
     app.connect("missing-reference", _by_last_name)
     app.connect("autodoc-process-signature", _signature)
@@ -90,11 +93,15 @@ def _by_last_name(app, env, node, content):
         return None
     ending = "." + node["reftarget"].rpartition(".")[2]
     objects = {entry.node_id: (name, entry) for name, entry in env.domains["py"].objects.items()}
-    matches = [entry for name, entry in objects.values() if name.endswith(ending) and name.count(".") <= 4]
+    matches = [
+        entry for name, entry in objects.values() if name.endswith(ending) and name.count(".") <= 4
+    ]
     if len(matches) != 1 or matches[0].objtype in ("method", "property", "attribute"):
         return None
     entry = matches[0]
-    return make_refnode(app.builder, node.get("refdoc", env.docname), entry.docname, entry.node_id, content)
+    return make_refnode(
+        app.builder, node.get("refdoc", env.docname), entry.docname, entry.node_id, content
+    )
 
 
 # In the docstring of a property, words before a colon are not a type.

@@ -1,8 +1,8 @@
 """Lossless EAGLE-3 speculative decoding in JAX.
 
-Public are the names of `__init__.pyi`, whose first group is enough to decode, and what `docs/api` documents by the path
-of its module; everything else may move. Each name is imported at its first use, so `eagle3 --help` starts without JAX.
-"""
+Public are the names of `__init__.pyi`, whose first group is enough to decode, and what `docs/api`
+documents by the path of its module; everything else may move. Each name is imported at its first
+use, so `eagle3 --help` starts without JAX."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from typing import Any
 __version__ = "0.4.0"
 
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
-_MODULES = {name.name: node.module for node in _STUB.body if isinstance(node, ast.ImportFrom) for name in node.names}
+_MODULES = {
+    name.name: node.module
+    for node in _STUB.body
+    if isinstance(node, ast.ImportFrom)
+    for name in node.names
+}
 __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 

@@ -18,7 +18,11 @@ from eagle3_jax.drafters.fallback import Fallback as Fallback
 from eagle3_jax.topology import Chain as Chain, DynamicTree as DynamicTree, StaticTree as StaticTree
 from eagle3_jax.schedule import SpeculationSchedule as SpeculationSchedule
 from eagle3_jax.devices.sharding import make_mesh as make_mesh
-from eagle3_jax.results import GenerationResult as GenerationResult, Generation as Generation, Chunk as Chunk
+from eagle3_jax.results import (
+    GenerationResult as GenerationResult,
+    Generation as Generation,
+    Chunk as Chunk,
+)
 from eagle3_jax.stats import SpeculationStats as SpeculationStats
 
 # Logits processors.
@@ -49,7 +53,12 @@ from eagle3_jax.types import (
     TargetOutput as TargetOutput,
     Verdict as Verdict,
 )
-from eagle3_jax.cache import LayerCache as LayerCache, Cache as Cache, KeyValue as KeyValue, KeyValues as KeyValues
+from eagle3_jax.cache import (
+    LayerCache as LayerCache,
+    Cache as Cache,
+    KeyValue as KeyValue,
+    KeyValues as KeyValues,
+)
 from eagle3_jax.sampling import (
     probabilities as probabilities,
     draw as draw,

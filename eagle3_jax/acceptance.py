@@ -1,10 +1,10 @@
 """The acceptance rule.
 
-:func:`verify` walks over the nodes of a draft once and covers every published exact rule. A chain is a tree, greedy
-decoding is a point mass, and a deterministic draft is a one-hot proposal. So this is Leviathan's rule on a chain
-(Leviathan et al., 2023, algorithm 1), SpecInfer's multi-round rule on sampled siblings (Miao et al., 2023) and EAGLE's
-posterior evaluation on deterministic trees (Li et al., 2024).
-"""
+:func:`verify` walks over the nodes of a draft once and covers every published exact rule. A chain
+is a tree, greedy decoding is a point mass, and a deterministic draft is a one-hot proposal. So this
+is Leviathan's rule on a chain (Leviathan et al., 2023, algorithm 1), SpecInfer's multi-round rule
+on sampled siblings (Miao et al., 2023) and EAGLE's posterior evaluation on deterministic trees (Li
+et al., 2024)."""
 
 from __future__ import annotations
 
@@ -61,9 +61,10 @@ def verify(
 ) -> Verdict:
     """Accepts a path of the draft so that the emitted tokens follow the target's distribution exactly.
 
-    At node ``current`` with distribution ``p``, each valid child ``x`` sampled from ``q`` is accepted if
-    ``u · q(x) < p(x)``. A rejection replaces ``p`` by the normalized ``max(p - q, 0)``. When no child is left, the next
-    token is sampled from what ``p`` has become. Without ``probs`` every ``q`` is a point mass: :func:`verify_points`.
+    At node ``current`` with distribution ``p``, each valid child ``x`` sampled from ``q`` is
+    accepted if ``u · q(x) < p(x)``. A rejection replaces ``p`` by the normalized ``max(p - q, 0)``.
+    When no child is left, the next token is sampled from what ``p`` has become. Without ``probs``
+    every ``q`` is a point mass: :func:`verify_points`.
 
     Args:
         draft: The proposal; nodes in topological order.
@@ -96,7 +97,8 @@ def _walk(
         is_child = draft.valid[node] & (draft.parents[node] == walk.current)
         # The comparison is strict, so a token without target mass is never taken.
         passes = accept[node] * q[token] < walk.p[token]
-        # If rounding leaves no residual mass, there is nothing else to emit, and the token is taken.
+        # If rounding leaves no residual mass, there is nothing else to emit, and the token is
+        # taken.
         is_only_choice = (mass <= 0) & (walk.p[token] > 0)
         taken = is_child & (passes | is_only_choice)
         current = jnp.where(taken, node, walk.current)
@@ -121,8 +123,8 @@ def verify_greedy(draft: Draft, target_tokens: Int[Array, "B N"], *, max_depth: 
     """:func:`verify` for greedy decoding: follows the nodes that equal the target's argmax.
 
     Args:
-        draft: The proposal; nodes in topological order. Its ``probs`` are not read: a point mass as the target's
-            distribution accepts a node if and only if it is the argmax.
+        draft: The proposal; nodes in topological order. Its ``probs`` are not read: a point mass as
+            the target's distribution accepts a node if and only if it is the argmax.
         target_tokens: The target's argmax after each node.
         max_depth: ``G``, longest path below the root.
     """
@@ -137,7 +139,8 @@ def verify_greedy(draft: Draft, target_tokens: Int[Array, "B N"], *, max_depth: 
 class Exact:
     """The rule that preserves the target's distribution, as a :class:`~eagle3_jax.types.Verifier`."""
 
-    #: The function that decides sampled rows, called like :func:`eagle3_jax.verify`. Other exact rules replace it.
+    #: The function that decides sampled rows, called like :func:`eagle3_jax.verify`. Other exact
+    # rules replace it.
     rule: ClassVar[Callable[..., Verdict]] = staticmethod(verify)
 
     @property
@@ -173,8 +176,9 @@ def verify_points(
 ) -> Verdict:
     """Verifies a draft of point masses as :func:`eagle3_jax.verify` does, without a walk from node to node.
 
-    A rejected point mass removes its own token from ``p`` and nothing else. Whether a node is accepted once the walk is
-    at its parent therefore depends only on its elder siblings: ``u · (1 - Σ p(x_elder)) < p(x)``.
+    A rejected point mass removes its own token from ``p`` and nothing else. Whether a node is
+    accepted once the walk is at its parent therefore depends only on its elder siblings: ``u · (1 -
+    Σ p(x_elder)) < p(x)``.
 
     The arguments are those of :func:`eagle3_jax.verify`; the draft's ``probs`` are not read.
     """
@@ -185,10 +189,13 @@ def verify_points(
     same_token = draft.tokens[:, :, None] == draft.tokens[:, None, :]
     is_repeated = jnp.any(elders & same_token, axis=-1)
     p = at_parents(target_probs, draft.parents, draft.tokens)
-    p = jnp.where(is_repeated, 0.0, p)  # a token that an elder sibling has proposed has no mass left
+    p = jnp.where(
+        is_repeated, 0.0, p
+    )  # a token that an elder sibling has proposed has no mass left
     p_of_elders = jnp.where(elders, p[:, None, :], 0.0)
     remaining_mass = 1.0 - jnp.sum(p_of_elders, axis=-1)
-    # By rounding, elder siblings can add up to more than one. So a token without mass is rejected explicitly.
+    # By rounding, elder siblings can add up to more than one. So a token without mass is rejected
+    # explicitly.
     accepted = (p > 0) & (accept * remaining_mass < p)
     path, count, last = follow_accepted(draft, accepted, max_depth)
 
@@ -207,8 +214,8 @@ def follow_accepted(
 ) -> tuple[Int[Array, "B G"], Int[Array, " B"], Int[Array, " B"]]:
     """Follows the first child that is ``taken``, from the root on.
 
-    A node is on the path if it and all its ancestors are each the first child that their parent takes. This needs no
-    walk, each step of which would cost several kernels.
+    A node is on the path if it and all its ancestors are each the first child that their parent
+    takes. This needs no walk, each step of which would cost several kernels.
 
     Returns:
         The path below the root, -1 padded; its length; the node where it ends.

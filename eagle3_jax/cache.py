@@ -16,33 +16,39 @@ from eagle3_jax.devices.sharding import HEADS, ROWS
 class LayerCache(Protocol):
     """The cache of one layer: a pytree whose leaves have ``B`` as their first axis.
 
-    A forward returns ``written``: everything that the layer needs to commit tokens later, when it is known which ones
-    are accepted. For attention these are the buffers with the new keys and values after the committed ones, so nothing
-    has to be rolled back. For a recurrent layer it is one update per token of the block.
-    """
+    A forward returns ``written``: everything that the layer needs to commit tokens later, when it
+    is known which ones are accepted. For attention these are the buffers with the new keys and
+    values after the committed ones, so nothing has to be rolled back. For a recurrent layer it is
+    one update per token of the block."""
 
     def fill(self, written: Any, count: Int[Array, " B"]) -> LayerCache:
         """Fills an empty cache from a prefill.
 
         Args:
-            written: The value that the layer's forward returned *without* a cache. For attention: the keys and values
-                of the prompt. For a recurrent layer: the state after the last real token.
+            written: The value that the layer's forward returned *without* a cache. For attention:
+                the keys and values of the prompt. For a recurrent layer: the state after the last
+                real token.
             count: ``[B]``, number of real tokens of the prompt.
         """
         ...
 
     def commit(
-        self, written: Any, length: Int[Array, " B"], count: Int[Array, " B"], nodes: Int[Array, "B T"] | None
+        self,
+        written: Any,
+        length: Int[Array, " B"],
+        count: Int[Array, " B"],
+        nodes: Int[Array, "B T"] | None,
     ) -> LayerCache:
         """Commits tokens of a block that was run after ``length`` committed ones.
 
         Args:
-            written: The value that the layer's forward returned *with* this cache. It covers every token of the block,
-                because the accepted ones are not known yet. For attention: the buffers with the block in them. For a
-                recurrent layer: the state after each token.
+            written: The value that the layer's forward returned *with* this cache. It covers every
+                token of the block, because the accepted ones are not known yet. For attention: the
+                buffers with the block in them. For a recurrent layer: the state after each token.
             length: ``[B]``, tokens committed before.
             count: ``[B]``, number of tokens to commit; 0 must leave the row unchanged.
-            nodes: ``[B T]``, index in the block of the first, second, ... token to commit; ``None`` for block order.
+            nodes: ``[B T]``, index in the block of the first, second, ... token to commit; ``None``
+                for block order.
         """
         ...
 
@@ -70,14 +76,18 @@ class Cache(struct.PyTreeNode, kw_only=True):
         return Cache(layers=layers, length=self.length + count)
 
     def commit(
-        self, written: tuple[Any, ...], count: Int[Array, " B"], nodes: Int[Array, "B T"] | None = None
+        self,
+        written: tuple[Any, ...],
+        count: Int[Array, " B"],
+        nodes: Int[Array, "B T"] | None = None,
     ) -> Cache:
         """Commits ``count`` tokens of the block that was run after the committed ones.
 
         Args:
             written: For each layer, the value that its forward returned.
             count: ``[B]``, number of tokens to commit; 0 leaves a row unchanged.
-            nodes: ``[B T]``, index in the block of the first, second, ... token to commit; ``None`` for block order.
+            nodes: ``[B T]``, index in the block of the first, second, ... token to commit; ``None``
+                for block order.
         """
         pairs = zip(self.layers, written, strict=True)
         layers = tuple(layer.commit(block, self.length, count, nodes) for layer, block in pairs)
@@ -99,12 +109,13 @@ class KeyValue(NamedTuple):
 class KeyValues(struct.PyTreeNode, kw_only=True):
     """A :class:`LayerCache` of attention: one contiguous buffer; row ``b`` owns slots ``0 .. length[b] - 1``.
 
-    Slots at or beyond ``length`` are ignored, and the next block overwrites them. A forward writes its block there and
-    attends to all slots at once. Tokens are committed afterwards by increasing ``length``, so nothing is rolled back.
+    Slots at or beyond ``length`` are ignored, and the next block overwrites them. A forward writes
+    its block there and attends to all slots at once. Tokens are committed afterwards by increasing
+    ``length``, so nothing is rolled back.
 
     Attributes:
-        keys: ``[B C S H]``, rotated. The tokens of a head are adjacent, as the products of attention read them; any
-            other order would be transposed in every round.
+        keys: ``[B C S H]``, rotated. The tokens of a head are adjacent, as the products of
+            attention read them; any other order would be transposed in every round.
         values: ``[B C S Hv]``.
     """
 
@@ -139,8 +150,8 @@ class KeyValues(struct.PyTreeNode, kw_only=True):
     def write(self, block: KeyValue, length: Int[Array, " B"]) -> KeyValue:
         """Returns the buffers with a block after the committed slots, which stay unchanged.
 
-        Tokens past the capacity are dropped. (A clamped write would overwrite committed slots instead.)
-        """
+        Tokens past the capacity are dropped. (A clamped write would overwrite committed slots
+        instead.)"""
         keys = write_block(self.keys, block.keys, length)
         values = write_block(self.values, block.values, length)
         return KeyValue(keys, values)
@@ -171,7 +182,10 @@ def write_block(
 
 
 def compact_accepted(
-    buffer: Float[Array, "B C S H"], length: Int[Array, " B"], count: Int[Array, " B"], nodes: Int[Array, "B T"] | None
+    buffer: Float[Array, "B C S H"],
+    length: Int[Array, " B"],
+    count: Int[Array, " B"],
+    nodes: Int[Array, "B T"] | None,
 ) -> Float[Array, "B C S H"]:
     """Moves the accepted tokens of the block next to the committed ones. All are read before any is written."""
     if nodes is None:
@@ -179,7 +193,8 @@ def compact_accepted(
     capacity = buffer.shape[2]
     step = indices(nodes.shape[1])[None, :]
     is_accepted = step < count[:, None]
-    # Rejected tokens go to slots beyond the capacity, each to another: scattered indices must be unique.
+    # Rejected tokens go to slots beyond the capacity, each to another: scattered indices must be
+    # unique.
     slots = jnp.where(is_accepted, length[:, None] + step, capacity + step)
     source = jnp.minimum(length[:, None] + nodes, capacity - 1)
     accepted = gather_tokens(buffer, source)

@@ -1,12 +1,12 @@
 """Checks of the target, the drafter and the verifier of a loop.
 
-The output has the target's distribution for any draft, if ``probs`` is the distribution that each token was sampled
-from, given the tokens sampled before it. A wrong ``probs`` changes the distribution of the output, and no check in the
-loop can detect it; ``check_drafter`` does.
+The output has the target's distribution for any draft, if ``probs`` is the distribution that each
+token was sampled from, given the tokens sampled before it. A wrong ``probs`` changes the
+distribution of the output, and no check in the loop can detect it; ``check_drafter`` does.
 
-Members, hashes, shapes and types are checked when the loop is built or traced, with a ``ValueError``. Values of drafts
-(ids, parents, depths) are repaired in every round (``eagle3_jax.tree.sanitize_draft``).
-"""
+Members, hashes, shapes and types are checked when the loop is built or traced, with a
+``ValueError``. Values of drafts (ids, parents, depths) are repaired in every round
+(``eagle3_jax.tree.sanitize_draft``)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ _LAYERS = (
     lambda value: isinstance(value, tuple) and all(is_whole(layer, 0) for layer in value),
     "a tuple of layers, as in (2, 16, 29), or ()",
 )
-# For each role its members, with a test of those that are plain values, and the arguments that it is given by name.
+# For each role its members, with a test of those that are plain values, and the arguments that it
+# is given by name.
 _MEMBERS: dict[str, dict[str, tuple[Callable[[Any], bool], str] | None]] = {
     "drafter": {"num_nodes": _POSITIVE, "max_depth": _POSITIVE, "aux_layers": _LAYERS}
     | dict.fromkeys(("init", "observe", "propose")),
@@ -48,7 +49,11 @@ _MEMBERS: dict[str, dict[str, tuple[Callable[[Any], bool], str] | None]] = {
     "verifier": {"lossless": _BOOL, "__call__": None},
 }
 _OPTIONAL = {"is_chain": _BOOL, "num_likeliest": _COUNT}
-_ARGUMENTS = {"drafter": (), "target": ("aux_layers", "length"), "verifier": ("sampling_mode", "max_depth")}
+_ARGUMENTS = {
+    "drafter": (),
+    "target": ("aux_layers", "length"),
+    "verifier": ("sampling_mode", "max_depth"),
+}
 # Shape (letters as in `types.py`) and type of what a part returns; a target chooses its own type.
 _RETURNED: dict[type, dict[str, tuple[str, Any]]] = {
     Draft: {
@@ -57,7 +62,11 @@ _RETURNED: dict[type, dict[str, tuple[str, Any]]] = {
         "valid": ("B N", np.bool_),
         "probs": ("B N V", np.float32),
     },
-    Verdict: {"path": ("B G", np.int32), "num_accepted": ("B", np.int32), "next_token": ("B", np.int32)},
+    Verdict: {
+        "path": ("B G", np.int32),
+        "num_accepted": ("B", np.int32),
+        "next_token": ("B", np.int32),
+    },
     TargetOutput: {"final": ("B T E", None), "features": ("B T A D", None)},
 }
 
@@ -66,7 +75,9 @@ _RETURNED: dict[type, dict[str, tuple[str, Any]]] = {
 class Drafting(Protocol):
     """A drafter that can draft in more than one way."""
 
-    def with_topology(self, topology: Topology | None, draft_sampling: DraftSampling | None) -> Drafter[Any]:
+    def with_topology(
+        self, topology: Topology | None, draft_sampling: DraftSampling | None
+    ) -> Drafter[Any]:
         """The same drafter with another draft shape or another way of sampling; ``None`` keeps the present one.
 
         Raises:
@@ -89,7 +100,8 @@ def check_parts(target: Any, drafter: Any, verifier: Any) -> None:
     """Checks the three parts of a loop, and that the verifier takes the drafter's drafts.
 
     Raises:
-        ValueError: A part is a class, lacks a member, has no hash, or the parts do not fit together.
+        ValueError: A part is a class, lacks a member, has no hash, or the parts do not fit
+            together.
     """
     check_part(target, "target")
     check_part(drafter, "drafter")
@@ -104,16 +116,22 @@ def check_parts(target: Any, drafter: Any, verifier: Any) -> None:
 def check_part(part: Any, role: str) -> None:
     """Checks that a part is a hashable instance with the members and arguments of its role; raises ``ValueError``."""
     if isinstance(part, type):
-        raise ValueError(f"the {role} is the class {part.__name__}; give an instance, {part.__name__}(...)")
+        raise ValueError(
+            f"the {role} is the class {part.__name__}; give an instance, {part.__name__}(...)"
+        )
     name = type(part).__name__
     missing = [member for member in _MEMBERS[role] if not hasattr(part, member)]
     if missing:
         raise ValueError(f"{name} is no {role}: it has no {', '.join(missing)}; see {_PAGE}")
     parameters = inspect.signature(part).parameters if _ARGUMENTS[role] else {}
-    takes_any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_any_name = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
     unknown = [argument for argument in _ARGUMENTS[role] if argument not in parameters]
     if unknown and not takes_any_name:
-        raise ValueError(f"{name} is called without {', '.join(unknown)}, which every {role} is given; see {_PAGE}")
+        raise ValueError(
+            f"{name} is called without {', '.join(unknown)}, which every {role} is given; see {_PAGE}"
+        )
     for member, expectation in (_MEMBERS[role] | _OPTIONAL).items():
         if expectation is None or not hasattr(part, member):
             continue
@@ -141,7 +159,8 @@ def configured(
     """Returns the drafter with another draft shape or way of sampling, if it can choose.
 
     Raises:
-        ValueError: It cannot draft like that, or ``draft_sampling`` is neither a :class:`DraftSampling` nor its word.
+        ValueError: It cannot draft like that, or ``draft_sampling`` is neither a
+            :class:`DraftSampling` nor its word.
     """
     check_part(drafter, "drafter")
     if topology is None and draft_sampling is None:
@@ -156,7 +175,9 @@ def configured(
             "method `with_topology`; leave the option out or choose another drafter"
         )
     if draft_sampling is DraftSampling.PROBABILISTIC:
-        raise ValueError(f"{name} has no distribution to draw from; leave draft_sampling out or load a draft head")
+        raise ValueError(
+            f"{name} has no distribution to draw from; leave draft_sampling out or load a draft head"
+        )
     return drafter
 
 
@@ -185,7 +206,9 @@ def check_same(before: Any, after: Any, subject: str, verb: str) -> None:
     structure_before = jax.tree.structure(before)
     structure_after = jax.tree.structure(after)
     if structure_before != structure_after:
-        raise ValueError(f"{subject} of {structure_before} {verb} {structure_after}; expected the same structure")
+        raise ValueError(
+            f"{subject} of {structure_before} {verb} {structure_after}; expected the same structure"
+        )
     pairs = zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True)
     for (path, old), new in pairs:
         if (np.shape(old), old.dtype) != (np.shape(new), getattr(new, "dtype", None)):
@@ -199,7 +222,9 @@ def checked_state(drafter: Drafter[Any], before: Any, after: Any, method: str = 
     """Returns the state that a method returned, after a check of structure, shapes and types, strongly typed."""
     check_same(before, after, f"{type(drafter).__name__}.{method} was given state", "and returned")
     # A weak type would become a strong one on the way, and the next call another program.
-    strong = lambda leaf: jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+    strong = lambda leaf: (
+        jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+    )
     return jax.tree.map(strong, after)
 
 
@@ -217,7 +242,9 @@ def check_returned(giver: str, returned: Any, kind: type, **sizes: int) -> None:
     """
     if not isinstance(returned, kind):
         described = _described(returned)
-        raise ValueError(f"{giver} returned {described}; expected an eagle3_jax.{kind.__name__}, see {_PAGE}")
+        raise ValueError(
+            f"{giver} returned {described}; expected an eagle3_jax.{kind.__name__}, see {_PAGE}"
+        )
     for field, (letters, dtype) in _RETURNED[kind].items():
         value = getattr(returned, field)
         if value is None and field == "probs":
@@ -261,7 +288,8 @@ def per_row(sampling: SamplingParams, batch: int) -> SamplingParams:
     """Broadcasts scalars to one value for each of ``batch`` rows.
 
     Raises:
-        ValueError: ``sampling`` is no :class:`SamplingParams`, or a parameter is neither one number nor one per row.
+        ValueError: ``sampling`` is no :class:`SamplingParams`, or a parameter is neither one number
+            nor one per row.
     """
     if not isinstance(sampling, SamplingParams):
         raise ValueError(
@@ -273,9 +301,13 @@ def per_row(sampling: SamplingParams, batch: int) -> SamplingParams:
         value = np.asarray(getattr(sampling, name))
         if value.dtype == object:  # such as an integer of more than 64 bits
             number = shown(getattr(sampling, name))
-            raise ValueError(f"{name} is {number}; expected a number of at most 64 bits, or one for each row")
+            raise ValueError(
+                f"{name} is {number}; expected a number of at most 64 bits, or one for each row"
+            )
         if value.shape not in ((), (batch,)):
-            raise ValueError(f"{name} has shape {value.shape} for {batch} rows; give one number, or one for each row")
+            raise ValueError(
+                f"{name} has shape {value.shape} for {batch} rows; give one number, or one for each row"
+            )
         if dtype is np.int32:  # larger than any vocabulary, and within 32 bits
             value = np.clip(value, -1, np.iinfo(np.int32).max)
         # Broadcast on the host: on the device each would be a program to compile.
@@ -297,7 +329,12 @@ def checked_sampling(sampling: SamplingParams, batch: int) -> SamplingParams:
     with np.errstate(over="ignore"):  # values that are infinite in float32 raise below
         rows = per_row(sampling, batch)
     ranges = (
-        ("temperature", rows.temperature, lambda x: 0 <= x < np.inf, "0 (greedy) or more, and finite"),
+        (
+            "temperature",
+            rows.temperature,
+            lambda x: 0 <= x < np.inf,
+            "0 (greedy) or more, and finite",
+        ),
         ("top_k", rows.top_k, lambda x: x >= 0, "0 (all tokens) or more"),
         ("top_p", rows.top_p, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1"),
     )

@@ -29,7 +29,14 @@ from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.files.jsonl import shown
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget, shape_of
 from eagle3_jax.loop import GenerationState, LoopParams, Outcome, Prompts, Round, SpeculativeLoop
-from eagle3_jax.results import Chunk, Generation, GenerationResult, Pieces, tokenized, without_stop_token
+from eagle3_jax.results import (
+    Chunk,
+    Generation,
+    GenerationResult,
+    Pieces,
+    tokenized,
+    without_stop_token,
+)
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.schedule import SpeculationSchedule, StagedLoop, stages_of
 from eagle3_jax.stats import SpeculationStats
@@ -46,8 +53,8 @@ from eagle3_jax.verifiers.simulated import SimulatedAcceptance
 
 Prompt = str | Sequence[int] | np.ndarray | jax.Array
 
-# Caches and prompts are padded to multiples of this, so most prompts share one compilation. Shorter prompts are padded
-# to a power of two, because on CPUs a prefill costs in proportion to its tokens.
+# Caches and prompts are padded to multiples of this, so most prompts share one compilation. Shorter
+# prompts are padded to a power of two, because on CPUs a prefill costs in proportion to its tokens.
 _BUCKET = 128
 _SHORTEST_PROMPT = 16
 
@@ -83,30 +90,38 @@ class SpeculativeDecoder:
 
         Args:
             target: A target from ``load_target``.
-            drafter: A drafter from ``load_drafter``, or one without parameters, or ``None`` for plain decoding.
-            num_speculative_tokens: Length ``K`` of a chain. Default: 5, on CPUs 3 (Medusa: one token per head; DFlash:
-                the block). The decoder is built before it sees a batch, so this is the length for one row; on CPUs
-                shorter chains pay off for batches above 2 (``eagle3_jax.topology.default_draft_length``).
+            drafter: A drafter from ``load_drafter``, or one without parameters, or ``None`` for
+                plain decoding.
+            num_speculative_tokens: Length ``K`` of a chain. Default: 5, on CPUs 3 (Medusa: one
+                token per head; DFlash: the block). The decoder is built before it sees a batch, so
+                this is the length for one row; on CPUs shorter chains pay off for batches above 2
+                (``eagle3_jax.topology.default_draft_length``).
             tree: A tree to draft instead of a chain.
             schedule: Chain lengths by the number of active rows.
             draft_sampling: How the tokens of a chain or a static tree are chosen: ``"greedy"`` or
                 ``"probabilistic"``. Default: the drafter's own setting.
             stop_tokens: Ids that end a row. Default: the target's.
-            verifier: The acceptance rule. Default: the exact one. With a rule that is not exact, results say
-                ``lossless=False``.
+            verifier: The acceptance rule. Default: the exact one. With a rule that is not exact,
+                results say ``lossless=False``.
             rounds_per_check: See :class:`eagle3_jax.loop.SpeculativeLoop`.
-            mesh: A mesh from ``make_mesh``: its ``data`` axis divides rows, its ``model`` axis both models. Default:
-                the target's.
-            invariant: Whether the target's bits for a token depend on nothing but the tokens before it: greedy texts
-                are then equal with every drafter and without, alone and in a batch, also in bfloat16. It needs chains
-                and dense layers of grouped-query attention, on a CPU or, in bfloat16, on an NVIDIA GPU.
+            mesh: A mesh from ``make_mesh``: its ``data`` axis divides rows, its ``model`` axis both
+                models. Default: the target's.
+            invariant: Whether the target's bits for a token depend on nothing but the tokens before
+                it: greedy texts are then equal with every drafter and without, alone and in a
+                batch, also in bfloat16. It needs chains and dense layers of grouped-query
+                attention, on a CPU or, in bfloat16, on an NVIDIA GPU.
 
         Raises:
-            ValueError: The drafter cannot draft this shape, or cannot sample; options of a draft are given without a
-                drafter; a part was not loaded or misses a member; or the mesh does not divide the models.
+            ValueError: The drafter cannot draft this shape, or cannot sample; options of a draft
+                are given without a drafter; a part was not loaded or misses a member; or the mesh
+                does not divide the models.
         """
         _check_loaded(target, drafter)
-        shapes = {"num_speculative_tokens": num_speculative_tokens, "tree": tree, "schedule": schedule}
+        shapes = {
+            "num_speculative_tokens": num_speculative_tokens,
+            "tree": tree,
+            "schedule": schedule,
+        }
         draft_options = {**shapes, "draft_sampling": draft_sampling}
         option = next((name for name, value in draft_options.items() if value is not None), None)
         if drafter is None and option is not None:
@@ -188,18 +203,19 @@ class SpeculativeDecoder:
         """Completes a batch of prompts. The whole generation is one compiled program.
 
         Args:
-            prompts: Texts or token ids, of any lengths, or one of them. An array ``[B T]`` of token ids is a batch of
-                its rows.
+            prompts: Texts or token ids, of any lengths, or one of them. An array ``[B T]`` of token
+                ids is a batch of its rows.
             max_new_tokens: Maximum number of new tokens: one for all prompts, or one per prompt.
             sampling: Scalars for all rows or ``[B]`` arrays. Default: greedy.
-            seed: Random seed, 0 to 2^32 - 1, or one per prompt: a prompt with a seed of its own has the same output in
-                every batch. Two calls with the same seed share their random numbers. Row ``b`` does not depend on the
-                other rows, unless a ``schedule`` chooses the draft length by the active rows.
-            logprobs: ``L``: return the log-probability of every new token and of the ``L`` likeliest ones, under the
-                target at temperature 1. Default: none are computed.
-            stop: Texts that end a row, or a list of texts per prompt. A row's text ends before the first of them, its
-                tokens with the token that completes it. The host reads every round, so this is slower than
-                ``stop_tokens``.
+            seed: Random seed, 0 to 2^32 - 1, or one per prompt: a prompt with a seed of its own has
+                the same output in every batch. Two calls with the same seed share their random
+                numbers. Row ``b`` does not depend on the other rows, unless a ``schedule`` chooses
+                the draft length by the active rows.
+            logprobs: ``L``: return the log-probability of every new token and of the ``L``
+                likeliest ones, under the target at temperature 1. Default: none are computed.
+            stop: Texts that end a row, or a list of texts per prompt. A row's text ends before the
+                first of them, its tokens with the token that completes it. The host reads every
+                round, so this is slower than ``stop_tokens``.
 
         Raises:
             ValueError: A prompt, limit or sampling parameter is out of range.
@@ -285,8 +301,8 @@ class SpeculativeDecoder:
     ) -> Iterator[Round]:
         """Yields every round of a batch until all rows have finished.
 
-        The arguments are those of :meth:`generate`. The next round consumes the state of this one, so read it first.
-        """
+        The arguments are those of :meth:`generate`. The next round consumes the state of this one,
+        so read it first."""
         loop, batch, _ = self.batch(prompts, max_new_tokens, sampling, seed, logprobs)
         state = self._call(loops.prefill, loop, batch)
         while np.any(to_host(state.finish) == FinishReason.RUNNING):
@@ -307,13 +323,14 @@ class SpeculativeDecoder:
     ) -> GenerationState:
         """Returns the state after the prompts and the first token, for callers that call :meth:`step` themselves.
 
-        The other arguments are those of :meth:`generate`. Rows that join a batch later need their own seed. See
-        ``docs/extending.md``. ``capacity`` is the number of slots per row (default: what these prompts and limits
-        need), ``sampling_mode`` the way the first tokens are chosen (default: the least work that ``sampling`` needs).
+        The other arguments are those of :meth:`generate`. Rows that join a batch later need their
+        own seed. See ``docs/extending.md``. ``capacity`` is the number of slots per row (default:
+        what these prompts and limits need), ``sampling_mode`` the way the first tokens are chosen
+        (default: the least work that ``sampling`` needs).
 
         Raises:
-            ValueError: An argument is out of range, ``capacity`` is too small, or ``sampling_mode`` does less than
-                ``sampling`` needs.
+            ValueError: An argument is out of range, ``capacity`` is too small, or ``sampling_mode``
+                does less than ``sampling`` needs.
         """
         loop, batch, _ = self.batch(prompts, max_new_tokens, sampling, seed, logprobs)
         if sampling_mode is not None:
@@ -322,18 +339,20 @@ class SpeculativeDecoder:
         longest = int(np.max(batch.limit))
         needed = max(longest + self.loop.drafter.num_nodes, batch.tokens.shape[1])
         if capacity is not None and capacity < needed:
-            raise ValueError(f"capacity is {capacity}; expected at least {needed} for these prompts and limits")
+            raise ValueError(
+                f"capacity is {capacity}; expected at least {needed} for these prompts and limits"
+            )
         return self._call(loops.prefill, loop, batch, capacity)
 
     def step(self, state: GenerationState) -> Round:
         """Runs one compiled round. It consumes ``state`` and updates its caches in place.
 
-        With a schedule the host reads the number of active rows and calls the program of that stage. It is compiled
-        when a batch of this size first reaches the stage.
+        With a schedule the host reads the number of active rows and calls the program of that
+        stage. It is compiled when a batch of this size first reaches the stage.
 
         Args:
-            state: The state from :meth:`prefill` or from the last round. Its ``sampling`` may be replaced, also by
-                scalars.
+            state: The state from :meth:`prefill` or from the last round. Its ``sampling`` may be
+                replaced, also by scalars.
 
         Raises:
             ValueError: The state was consumed before, or a sampling parameter is out of range.
@@ -350,7 +369,9 @@ class SpeculativeDecoder:
             sampling = checked_sampling(state.sampling, batch)
             state = state.replace(sampling=place_rows(sampling, self.mesh))
         last_sampling, sampling_mode = self._last
-        if state.sampling is not last_sampling:  # the parameters of the latest step need no read from the device
+        if (
+            state.sampling is not last_sampling
+        ):  # the parameters of the latest step need no read from the device
             sampling_mode = sampling_mode_of(to_host(state.sampling))
         loop = dataclasses.replace(self.loop, sampling_mode=sampling_mode)
         latest = self._step(loop, state)
@@ -385,12 +406,17 @@ class SpeculativeDecoder:
         return tokenized(text, encode, positions=target.max_positions, holds=target.holds)
 
     def _call(
-        self, program: Callable[..., Any], loop: SpeculativeLoop, batch: Prompts, capacity: int | None = None
+        self,
+        program: Callable[..., Any],
+        loop: SpeculativeLoop,
+        batch: Prompts,
+        capacity: int | None = None,
     ) -> Any:
         """Calls a compiled program that takes prompts. Default capacity: what the prompts and their limits need."""
         if capacity is None:
             longest = max(int(np.max(batch.limit)), batch.tokens.shape[1])
-            # Room for a whole draft after the last root, so that no node is lost at the end of the buffer.
+            # Room for a whole draft after the last root, so that no node is lost at the end of the
+            # buffer.
             capacity = _round_up(longest + self.loop.drafter.num_nodes)
         with under(self.mesh):
             return program(loop, self.params, place_rows(batch, self.mesh), capacity=capacity)
@@ -410,8 +436,8 @@ class SpeculativeDecoder:
     ) -> tuple[SpeculativeLoop, Prompts, list[list[int]]]:
         """Returns the loop for this sampling, the batch on the device, and the prompts' token ids, all checked.
 
-        The arguments are those of :meth:`generate`. For callers that call the functions of :mod:`eagle3_jax.loop`.
-        """
+        The arguments are those of :meth:`generate`. For callers that call the functions of
+        :mod:`eagle3_jax.loop`."""
         rows = [self.encode(prompt) for prompt in _as_batch(prompts)]
         if not rows:
             raise ValueError("no prompts were given; give at least one")
@@ -430,7 +456,9 @@ class SpeculativeDecoder:
         tokens = np.zeros((count, padded_length), np.int32)
         for index, row in enumerate(rows):
             tokens[index, : len(row)] = row
-        limit_reason = np.where(lengths_at_limit > limit, FinishReason.CAPACITY, FinishReason.LENGTH)
+        limit_reason = np.where(
+            lengths_at_limit > limit, FinishReason.CAPACITY, FinishReason.LENGTH
+        )
         stop_tokens = np.tile(np.array(self.stop_tokens, np.int32), (count, 1))
         batch = Prompts(
             tokens=jnp.asarray(tokens),
@@ -526,7 +554,9 @@ def _checked_budgets(max_new_tokens: Any, count: int) -> list[int]:
     """Returns the number of new tokens of each of ``count`` rows."""
     budgets = [max_new_tokens] * count if np.ndim(max_new_tokens) == 0 else list(max_new_tokens)
     if len(budgets) != count:
-        raise ValueError(f"{len(budgets)} values of max_new_tokens for {count} prompts; give one each")
+        raise ValueError(
+            f"{len(budgets)} values of max_new_tokens for {count} prompts; give one each"
+        )
     for budget in budgets:
         if not is_whole(budget, 1):
             raise ValueError(f"max_new_tokens is {budget!r}; expected a whole number of at least 1")
@@ -538,9 +568,13 @@ def _check_logprobs(count: int | None, target: LoadedTarget, verifier: Verifier)
     if count is None:
         return
     if not is_whole(count, 0) or count > target.vocab_size:
-        raise ValueError(f"logprobs is {count!r}; expected a whole number from 0 to {target.vocab_size}, or None")
+        raise ValueError(
+            f"logprobs is {count!r}; expected a whole number from 0 to {target.vocab_size}, or None"
+        )
     if isinstance(verifier, SimulatedAcceptance):
-        raise ValueError("logprobs were asked of SimulatedAcceptance, whose output is no text of the target")
+        raise ValueError(
+            "logprobs were asked of SimulatedAcceptance, whose output is no text of the target"
+        )
 
 
 def _check_size(drafter: Drafter[Any], target: LoadedTarget) -> None:
@@ -566,14 +600,18 @@ def _invariant(target: LoadedTarget, drafter: Drafter[Any], mesh: Mesh | None) -
     """
     make = getattr(target.model, "invariant", None)
     if make is None:
-        raise ValueError(f"invariant was given for {type(target.model).__name__}, which has no method invariant()")
+        raise ValueError(
+            f"invariant was given for {type(target.model).__name__}, which has no method invariant()"
+        )
     if not declares_chain(drafter):
         raise ValueError(
             f"invariant was given for {type(drafter).__name__} with a tree, whose paths are summed in another order; "
             "draft a chain (num_speculative_tokens), or leave invariant out"
         )
     if mesh is not None:
-        raise ValueError("invariant was given for a mesh, which divides sums; use one device, or leave invariant out")
+        raise ValueError(
+            "invariant was given for a mesh, which divides sums; use one device, or leave invariant out"
+        )
     return dataclasses.replace(target, model=make(target.weights))
 
 
@@ -601,7 +639,9 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
             )
         prompts = to_host(prompts).tolist()
     if not isinstance(prompts, Sequence):
-        raise ValueError(f"prompts is {prompts!r:.40}; expected a text, token ids, or a list of such prompts")
+        raise ValueError(
+            f"prompts is {prompts!r:.40}; expected a text, token ids, or a list of such prompts"
+        )
     are_token_ids = len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
     is_single = isinstance(prompts, str) or are_token_ids
     return [prompts] if is_single else prompts  # type: ignore[list-item,return-value]
@@ -612,13 +652,17 @@ def _token_ids(prompt: Sequence[int] | np.ndarray | jax.Array) -> list[int]:
     if not isinstance(prompt, np.ndarray | jax.Array):
         return list(prompt)
     if prompt.ndim != 1:
-        raise ValueError(f"a prompt is an array of shape {prompt.shape}; expected [T], the token ids of one prompt")
+        raise ValueError(
+            f"a prompt is an array of shape {prompt.shape}; expected [T], the token ids of one prompt"
+        )
     return to_host(prompt).tolist()
 
 
 def _check_token(token: Any, vocab_size: int, name: str) -> None:
     if not is_whole(token, 0) or token >= vocab_size:
-        raise ValueError(f"{name} {shown(token)} is not a token id; expected whole numbers from 0 to {vocab_size - 1}")
+        raise ValueError(
+            f"{name} {shown(token)} is not a token id; expected whole numbers from 0 to {vocab_size - 1}"
+        )
 
 
 def padded_prompt(size: int) -> int:

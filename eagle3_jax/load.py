@@ -21,8 +21,8 @@ from eagle3_jax.models.quantised import check_weights, quantised
 if TYPE_CHECKING:
     from eagle3_jax.conversion.families import Family
 
-# `conversion` is imported where it is used: a program that brings its own parameters needs none of it
-# (docs/design.md, 3).
+# `conversion` is imported where it is used: a program that brings its own parameters needs none of
+# it (docs/design.md, 3).
 
 
 def precision_named(name: str) -> Precision:
@@ -47,23 +47,29 @@ def load_target(
     """Loads a target.
 
     Args:
-        source: A Hugging Face directory, a native one, a GGUF file, a hub id, ``smollm2`` (downloaded once), or
-            ``None`` for the bundled target.
+        source: A Hugging Face directory, a native one, a GGUF file, a hub id, ``smollm2``
+            (downloaded once), or ``None`` for the bundled target.
         dtype: ``float32``, ``bfloat16``, or ``mixed`` (bfloat16 products summed in float32).
-        weights: ``dense``; ``fp8``: kernels in FP8; ``fp8-dynamic``: products quantise the activations too; ``int8``:
-            both factors of products are int8, which is fastest on CPUs. Kernels of an eight-bit file of the same kind
-            stay as stored; others are rounded. Decoding is lossless relative to this quantised target
-            (``docs/checkpoints.md``). :func:`load_drafter` stores its drafter's kernels in the same way.
-        family: Your ``eagle3_jax.conversion.Family``, in addition to the known ones (``docs/extending.md``).
-        mesh: A mesh from ``make_mesh``. It divides the target; every device gets only its part (``docs/mesh.md``).
+        weights: ``dense``; ``fp8``: kernels in FP8; ``fp8-dynamic``: products quantise the
+            activations too; ``int8``: both factors of products are int8, which is fastest on CPUs.
+            Kernels of an eight-bit file of the same kind stay as stored; others are rounded.
+            Decoding is lossless relative to this quantised target (``docs/checkpoints.md``).
+            :func:`load_drafter` stores its drafter's kernels in the same way.
+        family: Your ``eagle3_jax.conversion.Family``, in addition to the known ones
+            (``docs/extending.md``).
+        mesh: A mesh from ``make_mesh``. It divides the target; every device gets only its part
+            (``docs/mesh.md``).
 
     Raises:
-        ValueError: The library cannot run this target, or the mesh does not divide it; the message gives the reason.
+        ValueError: The library cannot run this target, or the mesh does not divide it; the message
+            gives the reason.
     """
     check_weights(weights)
     precision = precision_named(dtype)
     directory = locate(source, "target")
-    return _load_model(directory, precision, family, mesh, str(source or "the bundled target"), weights)
+    return _load_model(
+        directory, precision, family, mesh, str(source or "the bundled target"), weights
+    )
 
 
 def _load_model(
@@ -85,7 +91,8 @@ def _load_model(
     products = model.param_products()
     kept_as = "" if checkpoint.quantisation is None else checkpoint.quantisation.kept_as
     if kept_as and weights.startswith(kept_as):
-        # Parameters that the file has in eight bits stay as they are stored. No others are quantised.
+        # Parameters that the file has in eight bits stay as they are stored. No others are
+        # quantised.
         stored = lambda leaf, product: product if getattr(leaf, "kept_as", "") == kept_as else ""
         products = jax.tree.map(stored, checkpoint.params, products)
     params = quantised(checkpoint.params, products, weights)
@@ -108,14 +115,24 @@ def _load_model(
 def _bound(config: DecoderConfig) -> tuple[int, str]:
     """Returns the number of positions that are computed, and the reason if the published model has more."""
     most = config.max_positions
-    index_sizes = {layer.mixer.index_topk for layer in config.layers if isinstance(layer.mixer, Latent)}
+    index_sizes = {
+        layer.mixer.index_topk for layer in config.layers if isinstance(layer.mixer, Latent)
+    }
     if most in index_sizes:
-        return most, f"beyond them its attention is sparse, to {most} tokens, which is not computed here"
+        return (
+            most,
+            f"beyond them its attention is sparse, to {most} tokens, which is not computed here",
+        )
     ropes = [layer.mixer.rope for layer in config.layers if isinstance(layer.mixer, GroupedQuery)]
-    originals = [rope.original_max_positions or most for rope in ropes if rope and rope.type == "longrope"]
+    originals = [
+        rope.original_max_positions or most for rope in ropes if rope and rope.type == "longrope"
+    ]
     original = min(originals, default=most)
     if original < most:
-        return original, "beyond them its rotary embedding (longrope) has other factors, which are not computed here"
+        return (
+            original,
+            "beyond them its rotary embedding (longrope) has other factors, which are not computed here",
+        )
     return most, ""
 
 
@@ -127,34 +144,42 @@ def load_drafter(
     A head without an embedding shares the target's array. A language model becomes a draft model.
 
     Args:
-        source: A directory with a head in any supported dialect or with a language model of any supported family, a
-            GGUF file of a language model, a hub id, ``smollm2`` for the head of that model, or ``None`` for the head
-            of the bundled target.
+        source: A directory with a head in any supported dialect or with a language model of any
+            supported family, a GGUF file of a language model, a hub id, ``smollm2`` for the head of
+            that model, or ``None`` for the head of the bundled target.
         target: The target.
-        layer_ids: The meaning of a head's auxiliary layer numbers if its file does not define it: layers that the
-            residual stream is ``entering`` (vLLM) or ``leaving`` (SGLang, SpecForge).
+        layer_ids: The meaning of a head's auxiliary layer numbers if its file does not define it:
+            layers that the residual stream is ``entering`` (vLLM) or ``leaving`` (SGLang,
+            SpecForge).
 
     Raises:
-        ValueError: It is no drafter of a known method, or it does not fit the target; the message gives the reason.
+        ValueError: It is no drafter of a known method, or it does not fit the target; the message
+            gives the reason.
     """
     from eagle3_jax.conversion.heads import HEADS, make_drafter
     from eagle3_jax.conversion.reading import head_of, open_checkpoint
 
     if not isinstance(target.model, DecoderTarget):
-        raise ValueError(f"{type(target.model).__name__} is not a target that draft heads are loaded for")
+        raise ValueError(
+            f"{type(target.model).__name__} is not a target that draft heads are loaded for"
+        )
     precision = target.model.precision
     directory = locate(source, "eagle3")
     opened = open_checkpoint(directory)
     if opened.kind not in HEADS:
         if layer_ids is not None:
-            raise ValueError(f"{directory} holds a language model, which reads no target layers; leave layer_ids out")
+            raise ValueError(
+                f"{directory} holds a language model, which reads no target layers; leave layer_ids out"
+            )
         model = _load_model(directory, precision, None, target.mesh, str(source), target.weights)
         return draft_model(model, target)
     checkpoint = head_of(opened, target.model.config, layer_ids=layer_ids)
     tables = target.model.tables(target.params)
     drafter, params = make_drafter(checkpoint, tables, precision, target.mesh, target.weights)
     method = f"{HEADS[opened.kind].title(checkpoint.config)} head ({checkpoint.dialect} layout)"
-    return LoadedDrafter(drafter, params, str(source or "the bundled head"), method, checkpoint.note)
+    return LoadedDrafter(
+        drafter, params, str(source or "the bundled head"), method, checkpoint.note
+    )
 
 
 __all__ = ["bundled", "cast", "load_drafter", "load_target", "locate", "precision_named"]

@@ -66,7 +66,8 @@ class LoadedDrafter:
         drafter: The drafter.
         params: Its parameters; ``None`` if it has none.
         name: Name in reports.
-        method: Method and file layout, as in ``P-EAGLE head (vllm layout)``; empty to use the name of the class.
+        method: Method and file layout, as in ``P-EAGLE head (vllm layout)``; empty to use the name
+            of the class.
         note: Parts that were left out or assumptions that were made when it was read; mostly empty.
     """
 

@@ -27,7 +27,14 @@ from eagle3_jax.devices.sharding import on_rows
 from eagle3_jax.sampling import argmax, draw, keys_at, largest, num_digits, probabilities, uniforms
 from eagle3_jax.state import GenerationState, LoopParams, Outcome, Prompts, Round
 from eagle3_jax.stats import LogProbs, SpeculationStats
-from eagle3_jax.tree import ancestor_mask, causal_mask, depths, drop_unreachable_nodes, sanitize_draft, take_nodes
+from eagle3_jax.tree import (
+    ancestor_mask,
+    causal_mask,
+    depths,
+    drop_unreachable_nodes,
+    sanitize_draft,
+    take_nodes,
+)
 from eagle3_jax.types import (
     Draft,
     Drafter,
@@ -54,8 +61,8 @@ class SpeculativeLoop:
         drafter: The proposal method.
         verifier: The acceptance rule.
         sampling_mode: The work that the rows' sampling parameters need.
-        rounds_per_check: Rounds between two checks whether every row has finished. On GPUs each check is a read by the
-            host, so a few wasted rounds at the end can be cheaper.
+        rounds_per_check: Rounds between two checks whether every row has finished. On GPUs each
+            check is a read by the host, so a few wasted rounds at the end can be cheaper.
     """
 
     target: TargetModel
@@ -118,7 +125,9 @@ class SpeculativeLoop:
         first = self._choose_first(prompts, logits)
 
         state = self.empty(params, prompts, capacity)
-        seen = Observation(tokens=prompts.tokens, features=output.features, length=prompts.length, next_token=first)
+        seen = Observation(
+            tokens=prompts.tokens, features=output.features, length=prompts.length, next_token=first
+        )
         cache = state.cache.fill(output.written, prompts.length)
         state = state.replace(cache=cache, drafter=self._observe(params, state.drafter, seen))
         broken = ~_has_distribution(logits)[:, 0]
@@ -140,29 +149,41 @@ class SpeculativeLoop:
             stop_tokens=prompts.stop_tokens,
             finish=jnp.zeros((batch,), jnp.int32),
             cache=self.target.init_cache(batch, capacity),
-            # Without the barrier XLA spends seconds of compilation on folding attention over an empty cache.
+            # Without the barrier XLA spends seconds of compilation on folding attention over an
+            # empty cache.
             drafter=lax.optimization_barrier(empty_state),
             sampling=prompts.sampling,
             keys=prompts.keys,
             stats=SpeculationStats.zeros(batch, self.drafter.max_depth),
-            logprobs=None if prompts.logprobs is None else LogProbs.zeros(batch, capacity, prompts.logprobs),
+            logprobs=None
+            if prompts.logprobs is None
+            else LogProbs.zeros(batch, capacity, prompts.logprobs),
         )
 
     def extend(
-        self, params: LoopParams, state: GenerationState, prompt_length: Int[Array, " B"], *, size: int
+        self,
+        params: LoopParams,
+        state: GenerationState,
+        prompt_length: Int[Array, " B"],
+        *,
+        size: int,
     ) -> GenerationState:
         """Runs the next tokens of each prompt, behind those that have run. The last of them chooses the first token.
 
         Args:
             params: Arrays of both models.
             state: Rows of :meth:`empty`, or of the chunk before.
-            prompt_length: ``[B]``, tokens of each prompt. Rows whose prompts have run do not change.
-            size: Most tokens of a row that run. After all chunks the state is that of :meth:`prefill` up to rounding.
+            prompt_length: ``[B]``, tokens of each prompt. Rows whose prompts have run do not
+                change.
+            size: Most tokens of a row that run. After all chunks the state is that of
+                :meth:`prefill` up to rounding.
         """
         start = state.cache.length
         count = jnp.clip(prompt_length - start, 0, size)
         positions = start[:, None] + indices(size)[None, :]
-        tokens = jax.vmap(lambda tokens, slots: tokens.at[slots].get(mode="clip"))(state.tokens, positions)
+        tokens = jax.vmap(lambda tokens, slots: tokens.at[slots].get(mode="clip"))(
+            state.tokens, positions
+        )
         options: dict[str, Any] = {"aux_layers": self.drafter.aux_layers}
         if takes_argument(self.target, "is_chain"):
             options["is_chain"] = True
@@ -178,16 +199,22 @@ class SpeculativeLoop:
         logits = self.target.unembed(params.target, final)
         has_ended = (count > 0) & (start + count == prompt_length)
         first = self._choose_first(state, logits)
-        following = entry_of_rows(state.tokens, jnp.minimum(start + count, state.tokens.shape[1] - 1))
+        following = entry_of_rows(
+            state.tokens, jnp.minimum(start + count, state.tokens.shape[1] - 1)
+        )
         next_token = jnp.where(has_ended, first, following)
-        seen = Observation(tokens=tokens, features=output.features, length=count, next_token=next_token)
+        seen = Observation(
+            tokens=tokens, features=output.features, length=count, next_token=next_token
+        )
         cache = state.cache.commit(output.written, count)
         state = state.replace(cache=cache, drafter=self._observe(params, state.drafter, seen))
         broken = has_ended & ~_has_distribution(logits)[:, 0]
         num_first = jnp.where(has_ended & ~broken, 1, 0).astype(jnp.int32)
         return self._emit(state, first[:, None], num_first, broken, logits)
 
-    def _choose_first(self, rows: Prompts | GenerationState, logits: Float[Array, "B 1 V"]) -> Int[Array, " B"]:
+    def _choose_first(
+        self, rows: Prompts | GenerationState, logits: Float[Array, "B 1 V"]
+    ) -> Int[Array, " B"]:
         """Returns the first token of each row, from the logits after its prompt."""
         if self.sampling_mode is SamplingMode.GREEDY:
             return argmax(logits[:, 0])
@@ -210,7 +237,9 @@ class SpeculativeLoop:
             depth = depths(mask)
         positions = state.cache.length[:, None] + depth
         with jax.named_scope("target"):
-            output = self.target(params.target, draft.tokens, positions, mask, state.cache, **self.target_options)
+            output = self.target(
+                params.target, draft.tokens, positions, mask, state.cache, **self.target_options
+            )
         with jax.named_scope("verify"):
             verdict, broken, logits = self._verify(params, state, draft, output)
 
@@ -232,7 +261,9 @@ class SpeculativeLoop:
         after = self._emit(state, emitted, count, broken, scored)
         count = after.length - state.length
         newest = entry_of_rows(emitted, jnp.maximum(count - 1, 0))
-        seen = Observation(tokens=committed, features=on_path(output.features), length=count, next_token=newest)
+        seen = Observation(
+            tokens=committed, features=on_path(output.features), length=count, next_token=newest
+        )
         num_likeliest = getattr(self.drafter, "num_likeliest", 0)
         if num_likeliest:
             was_verified = draft.valid & active[:, None]
@@ -247,7 +278,9 @@ class SpeculativeLoop:
         after = after.replace(cache=cache, drafter=drafter, stats=stats)
         return Round(state=on_rows(after), draft=draft, verdict=verdict, positions=positions)
 
-    def run(self, params: LoopParams, state: GenerationState, *, more_than: int = 0) -> GenerationState:
+    def run(
+        self, params: LoopParams, state: GenerationState, *, more_than: int = 0
+    ) -> GenerationState:
         """Runs rounds while more than ``more_than`` rows are active (default: until all rows finish)."""
 
         def rounds(state: GenerationState) -> GenerationState:
@@ -267,7 +300,11 @@ class SpeculativeLoop:
         """Runs the prefill and all rounds, as one program."""
         state = self.run(params, self.prefill(params, prompts, capacity))
         return Outcome(
-            tokens=state.tokens, length=state.length, finish=state.finish, stats=state.stats, logprobs=state.logprobs
+            tokens=state.tokens,
+            length=state.length,
+            finish=state.finish,
+            stats=state.stats,
+            logprobs=state.logprobs,
         )
 
     def _propose(self, params: LoopParams, state: GenerationState) -> tuple[Draft, Any]:
@@ -276,7 +313,8 @@ class SpeculativeLoop:
         sampling = state.sampling
         vocab_size = self.target.vocab_size
         if self.sampling_mode is SamplingMode.GREEDY:
-            # With a constant temperature the compiler drops everything that a drafter computes for sampled rows.
+            # With a constant temperature the compiler drops everything that a drafter computes for
+            # sampled rows.
             sampling = sampling.replace(temperature=jnp.zeros_like(sampling.temperature))
         draft = self.drafter.propose(params.drafter, state.drafter, keys, sampling)
         check_draft(self.drafter, draft, batch=state.length.shape[0], vocab_size=vocab_size)
@@ -284,7 +322,9 @@ class SpeculativeLoop:
         if draft.state is not None:
             after = checked_state(self.drafter, state.drafter, draft.state, "propose")
         draft = draft.replace(state=None)
-        if self.sampling_mode is SamplingMode.GREEDY:  # verification then reads no proposal distribution
+        if (
+            self.sampling_mode is SamplingMode.GREEDY
+        ):  # verification then reads no proposal distribution
             draft = draft.replace(probs=None)
         root = entry_of_rows(state.tokens, state.length - 1)
         draft = sanitize_draft(draft, root, vocab_size=vocab_size, is_chain=self.is_chain)
@@ -307,7 +347,9 @@ class SpeculativeLoop:
         draft = draft.replace(valid=draft.valid & known_at_parent)
         keys = keys_at(state.keys, state.length, _VERIFY)
         depth = self.drafter.max_depth
-        verdict = self.verifier(draft, logits, state.sampling, keys, sampling_mode=self.sampling_mode, max_depth=depth)
+        verdict = self.verifier(
+            draft, logits, state.sampling, keys, sampling_mode=self.sampling_mode, max_depth=depth
+        )
         check_verdict(self.verifier, verdict, batch=logits.shape[0], max_depth=depth)
         last = jnp.max(verdict.path, axis=1, initial=0)  # nodes of a path ascend
         broken = ~entry_of_rows(known, last)
@@ -328,11 +370,14 @@ class SpeculativeLoop:
             emitted: ``[B T]``, the tokens that verification gives.
             count: ``[B]``, how many of them are to be appended.
             broken: ``[B]``, whether the row ends after them because the target has no next token.
-            logits: ``[B T V]``, the target's logits that each token was chosen by, if log-probabilities are recorded.
+            logits: ``[B T V]``, the target's logits that each token was chosen by, if
+                log-probabilities are recorded.
         """
         index = indices(emitted.shape[1])[None, :]
         is_stop = emitted[:, :, None] == state.stop_tokens[:, None, :]
-        first_stop = jnp.min(index[:, :, None], axis=(1, 2), where=is_stop, initial=emitted.shape[1])
+        first_stop = jnp.min(
+            index[:, :, None], axis=(1, 2), where=is_stop, initial=emitted.shape[1]
+        )
         until_stop = first_stop + 1
         room = state.limit - state.length
         num_new = jnp.minimum(jnp.minimum(count, until_stop), room)
@@ -363,20 +408,29 @@ def _has_distribution(logits: Float[Array, "B N V"]) -> Bool[Array, "B N"]:
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "capacity"))
-def prefill(loop: SpeculativeLoop, params: LoopParams, prompts: Prompts, *, capacity: int) -> GenerationState:
+def prefill(
+    loop: SpeculativeLoop, params: LoopParams, prompts: Prompts, *, capacity: int
+) -> GenerationState:
     """Compiled ``SpeculativeLoop.prefill``."""
     return loop.prefill(params, prompts, capacity)
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "capacity"))
-def empty(loop: SpeculativeLoop, params: LoopParams, prompts: Prompts, *, capacity: int) -> GenerationState:
+def empty(
+    loop: SpeculativeLoop, params: LoopParams, prompts: Prompts, *, capacity: int
+) -> GenerationState:
     """Compiled ``SpeculativeLoop.empty``."""
     return loop.empty(params, prompts, capacity)
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "size"), donate_argnames=("state",))
 def extend(
-    loop: SpeculativeLoop, params: LoopParams, state: GenerationState, prompt_length: Int[Array, " B"], *, size: int
+    loop: SpeculativeLoop,
+    params: LoopParams,
+    state: GenerationState,
+    prompt_length: Int[Array, " B"],
+    *,
+    size: int,
 ) -> GenerationState:
     """Compiled ``SpeculativeLoop.extend``. It consumes the given state and updates its caches in place."""
     return loop.extend(params, state, prompt_length, size=size)
@@ -395,6 +449,8 @@ def run(loop: SpeculativeLoop, params: LoopParams, state: GenerationState) -> Ge
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "capacity"))
-def generate(loop: SpeculativeLoop, params: LoopParams, prompts: Prompts, *, capacity: int) -> Outcome:
+def generate(
+    loop: SpeculativeLoop, params: LoopParams, prompts: Prompts, *, capacity: int
+) -> Outcome:
     """Compiled ``SpeculativeLoop.generate``: a whole generation is one executable."""
     return loop.generate(params, prompts, capacity)

@@ -40,7 +40,8 @@ class GenerationResult:
     Attributes:
         rows: One result per prompt.
         seconds: Wall time of the device program, including its compilation if it was new.
-        lossless: Whether the output follows exactly the distribution of the target as loaded (for example in FP8).
+        lossless: Whether the output follows exactly the distribution of the target as loaded (for
+            example in FP8).
     """
 
     rows: list[Generation]
@@ -69,8 +70,8 @@ class Chunk:
 
     Attributes:
         tokens: New tokens.
-        pieces: The text that each token completes; empty while a character is unfinished, for a stop token, and
-            without a tokenizer.
+        pieces: The text that each token completes; empty while a character is unfinished, for a
+            stop token, and without a tokenizer.
         num_accepted: Number of accepted draft tokens; they come first.
         finish_reason: ``RUNNING`` until the last chunk.
         stats: Counters so far.
@@ -93,7 +94,9 @@ class Chunk:
 _TYPICAL_CHARACTERS = 6  # per token; a wrong guess only costs time
 
 
-def tokenized(text: str, encode: Callable[[str], list[int]], *, positions: int, holds: str = "") -> list[int]:
+def tokenized(
+    text: str, encode: Callable[[str], list[int]], *, positions: int, holds: str = ""
+) -> list[int]:
     """Returns the token ids of a text.
 
     Args:
@@ -103,7 +106,8 @@ def tokenized(text: str, encode: Callable[[str], list[int]], *, positions: int, 
         holds: The same in words, for error messages.
 
     Raises:
-        ValueError: The text is not valid UTF-8, or has at least twice as many tokens as ``positions``.
+        ValueError: The text is not valid UTF-8, or has at least twice as many tokens as
+            ``positions``.
     """
     try:
         text.encode()
@@ -112,8 +116,9 @@ def tokenized(text: str, encode: Callable[[str], list[int]], *, positions: int, 
             f"the prompt's character {error.start + 1} is {text[error.start]!r}, which is no character of UTF-8 by "
             "itself; give text in UTF-8"
         ) from None
-    # Encoding 10 MB takes half a minute, so longer and longer beginnings are encoded first. Text after a beginning can
-    # only change the tokens of its last word, so a beginning of twice as many tokens is certainly too long.
+    # Encoding 10 MB takes half a minute, so longer and longer beginnings are encoded first. Text
+    # after a beginning can only change the tokens of its last word, so a beginning of twice as many
+    # tokens is certainly too long.
     size = 2 * positions * _TYPICAL_CHARACTERS
     while size < len(text):
         if len(encode(text[:size])) >= 2 * positions:
@@ -139,8 +144,8 @@ class Pieces:
 
         Args:
             tokens: The next tokens.
-            reason: Why the text ends with them. A stop token has an empty piece, and the last piece ends with the
-                character that was never finished.
+            reason: Why the text ends with them. A stop token has an empty piece, and the last piece
+                ends with the character that was never finished.
         """
         if self._tokenizer is None:
             return [""] * len(tokens)

@@ -20,7 +20,9 @@ from eagle3_jax.types import SamplingMode, SamplingParams
 
 
 def probabilities(
-    logits: Float[Array, "B N V"], sampling: SamplingParams, sampling_mode: SamplingMode = SamplingMode.TRUNCATED
+    logits: Float[Array, "B N V"],
+    sampling: SamplingParams,
+    sampling_mode: SamplingMode = SamplingMode.TRUNCATED,
 ) -> Float[Array, "B N V"]:
     """Returns the target's distribution after temperature, then top-k, then top-p, in float32.
 
@@ -28,15 +30,19 @@ def probabilities(
 
     Args:
         logits: The target's logits after ``N`` tokens of each row.
-        sampling: One value per row. A row of temperature 0 becomes a point mass on its argmax (lowest id in a tie).
-        sampling_mode: ``TRUNCATED`` applies ``top_k`` and ``top_p``; ``TEMPERATURE`` skips their sort.
+        sampling: One value per row. A row of temperature 0 becomes a point mass on its argmax
+            (lowest id in a tie).
+        sampling_mode: ``TRUNCATED`` applies ``top_k`` and ``top_p``; ``TEMPERATURE`` skips their
+            sort.
     """
     per_row = lambda value: jnp.broadcast_to(jnp.asarray(value), logits.shape[:1])
     sampling = jax.tree.map(per_row, sampling)
-    # On a mesh each device gets whole rows. Otherwise every sort, sum and draw would gather the vocabulary by itself.
+    # On a mesh each device gets whole rows. Otherwise every sort, sum and draw would gather the
+    # vocabulary by itself.
     logits = on_rows(logits.astype(jnp.float32))
     temperature = jnp.asarray(sampling.temperature)[:, None, None]
-    # The maximum is subtracted before the division, which could overflow: infinity minus infinity is NaN.
+    # The maximum is subtracted before the division, which could overflow: infinity minus infinity
+    # is NaN.
     value, index = largest(logits)
     best = value[..., None]
     below_best = jnp.where(logits == best, 0.0, logits - best)
@@ -56,29 +62,37 @@ def _truncate(
     """Sets everything outside top-k, then outside top-p, to minus infinity."""
     size = logits.shape[-1]
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    # The sort gives the values with the order. An argsort and a gather write two more arrays of this size on a GPU.
+    # The sort gives the values with the order. An argsort and a gather write two more arrays of
+    # this size on a GPU.
     negated, order = lax.sort((-logits, ids), num_keys=1, is_stable=True)
     ranked = -negated
     is_limited = (top_k > 0) & (top_k < size)
     last_rank = jnp.where(is_limited, top_k, size)[:, None, None] - 1
     last_rank = jnp.broadcast_to(last_rank, (*ranked.shape[:2], 1))
     smallest = jnp.take_along_axis(ranked, last_rank, axis=-1)
-    ranked = jnp.where(ranked >= smallest, ranked, -jnp.inf)  # ties with the k-th stay, as in Hugging Face
+    ranked = jnp.where(
+        ranked >= smallest, ranked, -jnp.inf
+    )  # ties with the k-th stay, as in Hugging Face
     mass = jax.nn.softmax(ranked, axis=-1)
     mass_before = jnp.cumsum(mass, axis=-1) - mass
     in_nucleus = (mass_before < top_p[:, None, None]) | (top_p[:, None, None] >= 1.0)
     in_nucleus = in_nucleus.at[..., 0].set(True)
     ranked = jnp.where(in_nucleus, ranked, -jnp.inf)
-    # A scatter restores the order. On a CPU a second sort would double the cost of the whole function.
-    restore = lambda order, ranked: jnp.zeros_like(ranked).at[order].set(ranked, unique_indices=True)
+    # A scatter restores the order. On a CPU a second sort would double the cost of the whole
+    # function.
+    restore = lambda order, ranked: (
+        jnp.zeros_like(ranked).at[order].set(ranked, unique_indices=True)
+    )
     return jax.vmap(jax.vmap(restore))(order, ranked)
 
 
-def residual(p: Float[Array, "*B V"], q: Float[Array, "*B V"]) -> tuple[Float[Array, "*B V"], Float[Array, "*B"]]:
+def residual(
+    p: Float[Array, "*B V"], q: Float[Array, "*B V"]
+) -> tuple[Float[Array, "*B V"], Float[Array, "*B"]]:
     """Returns the distribution after a rejection, ``max(p - q, 0)`` normalized, and its mass before normalization.
 
-    Leviathan et al. (2023), section 2.3. If ``p`` nowhere exceeds ``q``, the mass is 0 and the result is ``p``.
-    """
+    Leviathan et al. (2023), section 2.3. If ``p`` nowhere exceeds ``q``, the mass is 0 and the
+    result is ``p``."""
     excess = jnp.maximum(p - q, 0.0)
     mass = jnp.sum(excess, axis=-1)
     has_mass = mass[..., None] > 0
@@ -90,10 +104,12 @@ def residual(p: Float[Array, "*B V"], q: Float[Array, "*B V"]) -> tuple[Float[Ar
 def row_keys(seed: int | Sequence[int], batch: int) -> Key[Array, " B"]:
     """Returns one key per row; row ``b`` has the same key in a batch of any size.
 
-    Two calls with the same seed share their random numbers. Use different seeds for batches that must be independent.
+    Two calls with the same seed share their random numbers. Use different seeds for batches that
+    must be independent.
 
     Args:
-        seed: One seed for the batch, or one per row: a row then has the key of row 0 in a batch of that seed.
+        seed: One seed for the batch, or one per row: a row then has the key of row 0 in a batch of
+            that seed.
         batch: ``B``, rows.
 
     Raises:
@@ -118,12 +134,22 @@ def _row_keys(key: Key[Array, ""], batch: int) -> Key[Array, " B"]:
 def keys_at(keys: Key[Array, " B"], position: Int[Array, " B"], purpose: int) -> Key[Array, " B"]:
     """Returns keys for one position of each row and one purpose.
 
-    They depend only on the row and the position, never on other rows or on the number of rounds before.
-    """
+    They depend only on the row and the position, never on other rows or on the number of rounds
+    before."""
     fold_in_rows = jax.vmap(jax.random.fold_in)
     at_position = fold_in_rows(keys, position)
     fold_in_purpose = jax.vmap(jax.random.fold_in, (0, None))
     return fold_in_purpose(at_position, purpose)
 
 
-__all__ = ["argmax", "draw", "keys_at", "largest", "num_digits", "probabilities", "residual", "row_keys", "uniforms"]
+__all__ = [
+    "argmax",
+    "draw",
+    "keys_at",
+    "largest",
+    "num_digits",
+    "probabilities",
+    "residual",
+    "row_keys",
+    "uniforms",
+]

@@ -28,13 +28,14 @@ _MOST_ROWS = 2**31 - 2  # rows are counted in 32 bits on the device
 class SpeculationSchedule:
     """Draft lengths by the number of active rows: vLLM's ``num_speculative_tokens_per_batch_size``.
 
-    ``((1, 4, 5), (5, 16, 3))`` drafts 5 tokens for 1 to 4 active rows, 3 for 5 to 16, and none for more. As in vLLM, a
-    gap between two entries has the length of the entry before it. After the last entry decoding is plain. (vLLM
-    continues with the last length; a last entry such as ``(17, 512, 0)`` means the same in both.)
+    ``((1, 4, 5), (5, 16, 3))`` drafts 5 tokens for 1 to 4 active rows, 3 for 5 to 16, and none for
+    more. As in vLLM, a gap between two entries has the length of the entry before it. After the
+    last entry decoding is plain. (vLLM continues with the last length; a last entry such as ``(17,
+    512, 0)`` means the same in both.)
 
     Attributes:
-        entries: ``(first, last, K)``: batch sizes ``first`` to ``last`` draft ``K`` tokens. Sizes start at 1 and
-            ascend; ``K`` may be 0.
+        entries: ``(first, last, K)``: batch sizes ``first`` to ``last`` draft ``K`` tokens. Sizes
+            start at 1 and ascend; ``K`` may be 0.
     """
 
     entries: tuple[tuple[int, int, int], ...]
@@ -49,12 +50,18 @@ class SpeculationSchedule:
                     "sizes that start at 1 and do not overlap, as in [[1, 4, 5], [5, 16, 3], [17, 512, 0]]"
                 )
             if last > _MOST_ROWS:
-                raise ValueError(f"schedule entry {list(entry)} reaches {last} rows; expected at most {_MOST_ROWS}")
+                raise ValueError(
+                    f"schedule entry {list(entry)} reaches {last} rows; expected at most {_MOST_ROWS}"
+                )
             if length < 0:
-                raise ValueError(f"schedule entry {list(entry)} drafts {length} tokens; expected 0 (none) or more")
+                raise ValueError(
+                    f"schedule entry {list(entry)} drafts {length} tokens; expected 0 (none) or more"
+                )
             reached = last
         if self.max_length == 0:
-            raise ValueError(f"the schedule {self.to_lists()} never drafts; leave it and the drafter out")
+            raise ValueError(
+                f"the schedule {self.to_lists()} never drafts; leave it and the drafter out"
+            )
 
     @classmethod
     def from_lists(cls, entries: Sequence[Any]) -> SpeculationSchedule:
@@ -64,9 +71,13 @@ class SpeculationSchedule:
             ValueError: An entry is not three whole numbers, or out of place.
         """
         for entry in entries:
-            are_integers = isinstance(entry, list | tuple) and all(type(number) is int for number in entry)
+            are_integers = isinstance(entry, list | tuple) and all(
+                type(number) is int for number in entry
+            )
             if not are_integers or len(entry) != 3:
-                raise ValueError(f"schedule entry {entry!r} is not [first, last, K], three whole numbers")
+                raise ValueError(
+                    f"schedule entry {entry!r} is not [first, last, K], three whole numbers"
+                )
         return cls(tuple((entry[0], entry[1], entry[2]) for entry in entries))
 
     def to_lists(self) -> list[list[int]]:
@@ -108,16 +119,19 @@ class Stage:
 class StagedLoop(SpeculativeLoop):
     """A loop whose drafter depends on the number of active rows."""
 
-    stages: tuple[Stage, ...] = ()  #: All stages, most rows first. ``drafter`` is the one with the deepest draft.
+    stages: tuple[
+        Stage, ...
+    ] = ()  #: All stages, most rows first. ``drafter`` is the one with the deepest draft.
 
     def at(self, state: GenerationState) -> SpeculativeLoop:
         """Returns the loop of the current stage. Its rounds are padded to the largest draft.
 
-        The host reads the number of active rows, so a round is the program of one stage. A switch inside one program
-        would copy every cache, because its branches do not share buffers (104 copies per round of eight rows).
-        """
+        The host reads the number of active rows, so a round is the program of one stage. A switch
+        inside one program would copy every cache, because its branches do not share buffers (104
+        copies per round of eight rows)."""
         first, *later = self._reached(state.finish.shape[0])  # most rows first
-        # With a single stage nothing is read. `finish` is read because the host caches arrays that it has read.
+        # With a single stage nothing is read. `finish` is read because the host caches arrays that
+        # it has read.
         running = np.sum(to_host(state.finish) == FinishReason.RUNNING) if later else 0
         begun = [first, *(stage for stage in later if running <= stage.max_running)]
         return _padded_loop(self, begun[-1].drafter)
@@ -135,17 +149,20 @@ class StagedLoop(SpeculativeLoop):
             )
         return self.at(state).step(params, state)
 
-    def run(self, params: LoopParams, state: GenerationState, *, more_than: int = 0) -> GenerationState:
+    def run(
+        self, params: LoopParams, state: GenerationState, *, more_than: int = 0
+    ) -> GenerationState:
         """Runs rounds while more than ``more_than`` rows are active.
 
-        Finished rows leave the batch when a stage begins. On a mesh that divides rows they stay, so that no cache moves
-        between devices.
-        """
+        Finished rows leave the batch when a stage begins. On a mesh that divides rows they stay, so
+        that no cache moves between devices."""
         stages = self._reached(state.finish.shape[0])
         limits = [max(stage.max_running, more_than) for stage in stages[1:]] + [more_than]
         for stage, limit in zip(stages, limits, strict=True):
             rows = stage.max_running
-            loop = SpeculativeLoop(self.target, stage.drafter, self.verifier, self.sampling_mode, self.rounds_per_check)
+            loop = SpeculativeLoop(
+                self.target, stage.drafter, self.verifier, self.sampling_mode, self.rounds_per_check
+            )
             if rows == state.finish.shape[0] or divides_rows():
                 state = loop.run(params, state, more_than=limit)
                 continue
@@ -196,7 +213,12 @@ class _PaddedLoop(SpeculativeLoop):
 def _padded_loop(loop: StagedLoop, drafter: Drafter[Any]) -> _PaddedLoop:
     """Returns the loop of a stage, padded. It is cached: building it takes the host longer than all else in a round."""
     return _PaddedLoop(
-        loop.target, drafter, loop.verifier, loop.sampling_mode, loop.rounds_per_check, largest=loop.drafter
+        loop.target,
+        drafter,
+        loop.verifier,
+        loop.sampling_mode,
+        loop.rounds_per_check,
+        largest=loop.drafter,
     )
 
 

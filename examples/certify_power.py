@@ -1,12 +1,12 @@
 """What a certificate sees: how many requests find each injected error, what any test needs, and false alarms.
 
-    python examples/certify_power.py --output validation/results/certify-power.json
-    python examples/certify_power.py --alarms 200 --output validation/results/certify-alarms.json
-    python examples/certify_power.py --two-samples --output validation/results/certify-power-two-samples.json
+    python examples/certify_power.py --output validation/results/certify-power.json python
+    examples/certify_power.py --alarms 200 --output validation/results/certify-alarms.json python
+    examples/certify_power.py --two-samples --output
+    validation/results/certify-power-two-samples.json
 
-The sampler draws from a vocabulary of 64 with a chain of three. Short and long answers come in the proportion of a
-default run. One core: half an hour, two hours, ten minutes.
-"""
+The sampler draws from a vocabulary of 64 with a chain of three. Short and long answers come in the
+proportion of a default run. One core: half an hour, two hours, ten minutes."""
 
 from __future__ import annotations
 
@@ -44,25 +44,45 @@ HONEST: dict[str, tuple[Sampling, dict[str, Any]]] = {
     "reports after top-p 0.9": (Sampling(top_p=0.9), {"processed": True}),
     "reports before top-p 0.9": (Sampling(top_p=0.9), {}),
     "noise, rounded to bfloat16": (Sampling(), {"noise": 0.003, "round_to": to_bfloat16}),
-    "noise, rounded to two decimals": (Sampling(), {"noise": 0.003, "round_to": lambda value: round(value, 2)}),
+    "noise, rounded to two decimals": (
+        Sampling(),
+        {"noise": 0.003, "round_to": lambda value: round(value, 2)},
+    ),
 }
 
 
 def main() -> None:
     """Measures, and writes the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=20, help="runs of each error and size")
-    parser.add_argument("--alarms", type=int, default=0, help="runs of each kind of correct server, instead of errors")
-    parser.add_argument("--two-samples", action="store_true", help="compare texts of two samples, instead of reports")
+    parser.add_argument(
+        "--alarms",
+        type=int,
+        default=0,
+        help="runs of each kind of correct server, instead of errors",
+    )
+    parser.add_argument(
+        "--two-samples",
+        action="store_true",
+        help="compare texts of two samples, instead of reports",
+    )
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     options = parser.parse_args()
     about = {"environment": environment(), "alpha": ALPHA}
     if options.alarms:
-        write_record(options.output, about | {"kinds": [alarms(name, options.alarms) for name in HONEST]})
+        write_record(
+            options.output, about | {"kinds": [alarms(name, options.alarms) for name in HONEST]}
+        )
         return
     find = finds_by_texts if options.two_samples else finds_by_reports
     errors = [power(name, fault, options.runs, find) for name, fault in FAULTS.items()]
-    about |= {"runs": options.runs, "errors": errors, "plan": {"requests": PLAN.num_requests, "long": PLAN.num_long}}
+    about |= {
+        "runs": options.runs,
+        "errors": errors,
+        "plan": {"requests": PLAN.num_requests, "long": PLAN.num_long},
+    }
     write_record(options.output, about | {"mean_acceptance_length": acceptance_length()})
 
 
@@ -73,7 +93,9 @@ def acceptance_length() -> float:
     return len(speculated) / float((speculated.chunk_index == 0).sum())
 
 
-def power(name: str, fault: Fault, runs: int, find: Callable[[Fault, int, int], str]) -> dict[str, Any]:
+def power(
+    name: str, fault: Fault, runs: int, find: Callable[[Fault, int, int], str]
+) -> dict[str, Any]:
     """Returns how many runs of each size find an error, until nearly all do, by which test, and the least possible."""
     num_found = {}
     tests: Counter = Counter()
@@ -81,12 +103,20 @@ def power(name: str, fault: Fault, runs: int, find: Callable[[Fault, int, int], 
     for requests in REQUESTS:
         names = [find(fault, requests, 1000 + run) for run in range(runs)]
         num_found[requests] = sum(map(bool, names))
-        num_tokens = (PLAN.short_tokens - 1) * requests + (PLAN.max_new_tokens - 1) * num_long(requests)
+        num_tokens = (PLAN.short_tokens - 1) * requests + (PLAN.max_new_tokens - 1) * num_long(
+            requests
+        )
         tests.update(filter(None, names))
         print(f"{name}: {num_found[requests]} of {runs} runs of {requests} requests", flush=True)
         if num_found[requests] >= NEEDED * runs:
             break
-    return {"error": name, "fewest_tokens": fewest, "tokens": num_tokens, "found": num_found, "by": dict(tests)}
+    return {
+        "error": name,
+        "fewest_tokens": fewest,
+        "tokens": num_tokens,
+        "found": num_found,
+        "by": dict(tests),
+    }
 
 
 def draws_of(fault: Fault, requests: int, seed: int) -> Draws:
@@ -115,11 +145,17 @@ def finds_by_reports(fault: Fault, requests: int, seed: int) -> str:
 def finds_by_texts(fault: Fault, requests: int, seed: int) -> str:
     """Returns whether texts of a sampler and of a correct one differ, as a name."""
     counts = []
-    for sampler, first_seed in ((FaultySampler(fault), 0), (FaultySampler(sampling=fault.sampling), 10_000)):
+    for sampler, first_seed in (
+        (FaultySampler(fault), 0),
+        (FaultySampler(sampling=fault.sampling), 10_000),
+    ):
         prompts = np.arange(requests) % NUM_PROMPTS
         tokens, _ = sampler.answer(prompts, texts.TOKENS, seed=first_seed + seed)
         counts.append(
-            Counter((prompt, str(text)) for prompt, text in zip(prompts.tolist(), tokens.tolist(), strict=True))
+            Counter(
+                (prompt, str(text))
+                for prompt, text in zip(prompts.tolist(), tokens.tolist(), strict=True)
+            )
         )
     return "texts" if texts.compare_texts(*counts).p_value < ALPHA else ""
 

@@ -1,12 +1,13 @@
 """Certifies five ways in which ``generate`` of transformers speculates, as Python functions.
 
-    python examples/certify_transformers.py --target TARGET --output validation/results    # assisted, prompt look-up
-    python examples/certify_transformers.py --target TARGET --way mtp --output validation/results
-    python examples/certify_transformers.py --target TARGET --drafter DRAFTER --way dflash --output validation/results
+    python examples/certify_transformers.py --target TARGET --output validation/results    #
+    assisted, prompt look-up python examples/certify_transformers.py --target TARGET --way mtp
+    --output validation/results python examples/certify_transformers.py --target TARGET --drafter
+    DRAFTER --way dflash --output validation/results
 
-Directories in the layout of Hugging Face; ``--drafter`` of DFlash or of Gemma 4's assistant. The assistant of
-``assisted`` is the target with noise on its weights. One core: minutes for each, with targets of a few layers.
-"""
+Directories in the layout of Hugging Face; ``--drafter`` of DFlash or of Gemma 4's assistant. The
+assistant of ``assisted`` is the target with noise on its weights. One core: minutes for each, with
+targets of a few layers."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ class Generate:
     Attributes:
         target: The model.
         options: Of ``generate``: what makes it speculate.
-        drafts_at_once: Whether the first token of an answer is drafted too. It is asked for alone then, so that nothing
-            is drafted for it.
+        drafts_at_once: Whether the first token of an answer is drafted too. It is asked for alone
+            then, so that nothing is drafted for it.
     """
 
     target: Any
@@ -70,11 +71,18 @@ class Generate:
         if max_new_tokens > len(ids) - len(prompt_ids):
             yield from self._rounds(ids, sampling, max_new_tokens - (len(ids) - len(prompt_ids)))
 
-    def _rounds(self, ids: list[int], sampling: Sampling, number: int) -> Iterator[tuple[list[int], Any]]:
+    def _rounds(
+        self, ids: list[int], sampling: Sampling, number: int
+    ) -> Iterator[tuple[list[int], Any]]:
         """Yields the tokens of each round, with the target's log-probabilities."""
         sampled = {"do_sample": False}
         if sampling.temperature:
-            sampled = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": 1.0}
+            sampled = {
+                "do_sample": True,
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k,
+                "top_p": 1.0,
+            }
         rounds = Rounds()
         inputs = torch.tensor([ids])
         with torch.no_grad():
@@ -102,7 +110,11 @@ def sampler(way: str, target: Any, drafter: Path | None) -> Generate:
         case "assisted":
             return Generate(target, {"assistant_model": noisy(target)}, drafts_at_once=True)
         case "prompt-lookup":
-            return Generate(target, {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}, drafts_at_once=True)
+            return Generate(
+                target,
+                {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1},
+                drafts_at_once=True,
+            )
         case "mtp":
             return Generate(target, {"use_mtp": True}, drafts_at_once=False)
         case "dflash":
@@ -110,7 +122,9 @@ def sampler(way: str, target: Any, drafter: Path | None) -> Generate:
             options = {"assistant_model": model, "speculation_type": "dflash"}
             return Generate(target, options, drafts_at_once=False)
         case _:
-            model = transformers.AutoModelForCausalLM.from_pretrained(drafter, dtype=torch.float32).eval()
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                drafter, dtype=torch.float32
+            ).eval()
             return Generate(target, {"assistant_model": model}, drafts_at_once=False)
 
 
@@ -120,7 +134,9 @@ def noisy(model: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in assistant.parameters():
-            weight += 0.1 * weight.std(correction=0) * torch.randn(weight.shape, generator=generator)
+            weight += (
+                0.1 * weight.std(correction=0) * torch.randn(weight.shape, generator=generator)
+            )
     assistant.generation_config.num_assistant_tokens = 3
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0.0
@@ -137,19 +153,30 @@ def prompts(target: Any) -> list[list[int]]:
 
 def main() -> None:
     """Certifies, prints the verdict and writes the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", type=Path, required=True, help="directory of the target")
-    parser.add_argument("--drafter", type=Path, help="directory of the drafter of dflash and gemma4-assistant")
-    parser.add_argument("--way", choices=WAYS, action="append", help="default: assisted and prompt-lookup")
+    parser.add_argument(
+        "--drafter", type=Path, help="directory of the drafter of dflash and gemma4-assistant"
+    )
+    parser.add_argument(
+        "--way", choices=WAYS, action="append", help="default: assisted and prompt-lookup"
+    )
     parser.add_argument("--requests", type=int, default=2048, help="short sampled answers")
     parser.add_argument("--output", type=Path, required=True, help="directory of the records")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    target = transformers.AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32).eval()
+    target = transformers.AutoModelForCausalLM.from_pretrained(
+        options.target, dtype=torch.float32
+    ).eval()
     for way in options.way or WAYS[:2]:
         certificate: Certificate = certify_sampler(
-            sampler(way, target, options.drafter), prompts(target), sampling=SAMPLING, num_requests=options.requests
+            sampler(way, target, options.drafter),
+            prompts(target),
+            sampling=SAMPLING,
+            num_requests=options.requests,
         )
         print(f"{way}: {certificate.headline}: {certificate.reason}", flush=True)
         facts = {"model": f"transformers {transformers.__version__}, {way}"}

@@ -1,11 +1,12 @@
 """Measures what a round costs on one GPU at the shape of Llama-3.1-8B, and writes every figure to one JSON file.
 
-    python examples/h200.py --output h200.json      # at most ten minutes; again: measures what is missing
-    python examples/h200.py --output /tmp/rehearsal.json --rehearse     # tiny shapes on any device; no figure counts
+    python examples/h200.py --output h200.json      # at most ten minutes; again: measures what is
+    missing python examples/h200.py --output /tmp/rehearsal.json --rehearse     # tiny shapes on any
+    device; no figure counts
 
-The parts run in the order of their value, each in a process with a time limit. Every figure is written as soon as it is
-known, so a command that is cut off loses only the current cell. `docs/gpu.md` explains how to read the file.
-"""
+The parts run in the order of their value, each in a process with a time limit. Every figure is
+written as soon as it is known, so a command that is cut off loses only the current cell.
+`docs/gpu.md` explains how to read the file."""
 
 from __future__ import annotations
 
@@ -32,7 +33,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax import DynamicTree, SimulatedAcceptance, SpeculativeDecoder, load_drafter, load_target
+from eagle3_jax import (
+    DynamicTree,
+    SimulatedAcceptance,
+    SpeculativeDecoder,
+    load_drafter,
+    load_target,
+)
 from eagle3_jax.bench.environment import environment, sha256_of_code
 from eagle3_jax.bench.gpu import gpu_problem
 from eagle3_jax.bench.random_models import random_pair
@@ -51,18 +58,24 @@ from eagle3_jax.verifiers.simulated import PUBLISHED_RATES
 SCHEMA = 4
 BUDGET = 570  # seconds of a command
 LEAST = 20  # seconds in which a part can measure anything
-START = (
-    30  # seconds at most for interpreter, imports and the start of the device; the clock of a part begins after them
-)
+# seconds at most for interpreter, imports and the start of the device; the clock of a part begins
+# after them
+START = 30
 ROOM = 10  # seconds after those of a part until it is cut off
 RATES = PUBLISHED_RATES["Llama-3.1-8B with its EAGLE-3 head on MT-Bench"]
 CHAIN = 5
 NODES = CHAIN + 1
 TREES = {
-    f"tree of {NODES}": DynamicTree(num_nodes=NODES, max_depth=4, top_k=3),  # as many tokens as the chain
+    f"tree of {NODES}": DynamicTree(
+        num_nodes=NODES, max_depth=4, top_k=3
+    ),  # as many tokens as the chain
     "tree of 60": DynamicTree(num_nodes=60, max_depth=7, top_k=10),
 }
-WEIGHTS = {"bfloat16": "dense", "fp8": "fp8", "int8": "int8"}  # name of a figure to how kernels are stored
+WEIGHTS = {
+    "bfloat16": "dense",
+    "fp8": "fp8",
+    "int8": "int8",
+}  # name of a figure to how kernels are stored
 INVARIANT = "invariant "  # before the name of a draft
 TILES = {
     "the tile": Tile(),
@@ -86,8 +99,14 @@ VARIANTS: dict[str, tuple[int, CompilerOptions]] = {
     "products by cuBLAS": (1, {"xla_gpu_enable_triton_gemm": False}),
     "4 rounds a check": (4, {}),
     # XLA of jax 0.11 and later refuses the first option alone ahead of time (docs/gpu.md).
-    "deterministic operations": (1, {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False}),
-    "no command buffers": (1, {"xla_gpu_enable_command_buffer": "INVALID"}),  # a list of nothing that exists
+    "deterministic operations": (
+        1,
+        {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False},
+    ),
+    "no command buffers": (
+        1,
+        {"xla_gpu_enable_command_buffer": "INVALID"},
+    ),  # a list of nothing that exists
     "defaults, again": (1, {}),  # its difference from the first row is noise
     "no autotuning": (1, {"xla_gpu_autotune_level": 0}),
     "8 rounds a check": (8, {}),
@@ -106,7 +125,9 @@ class Setting:
     shape: str = "Llama-3.1-8B"
     num_layers: int | None = None
     repeats: int = 10
-    tokens: int = 63  # with the first one and the largest draft 128 slots, so that no prompt is padded
+    tokens: int = (
+        63  # with the first one and the largest draft 128 slots, so that no prompt is padded
+    )
     context: int = 2048  # slots of a cache, which a prompt fills
     contexts: tuple[int, ...] = (2048, 8192)
     nodes: tuple[int, ...] = (1, NODES, 4, 16, 64, 2, 8, 32)
@@ -142,7 +163,8 @@ class Record:
         return self.end - time.monotonic()
 
 
-# ---------------------------------------------------------------- cells: one timed configuration each
+# ---------------------------------------------------------------- cells: one timed configuration
+# each
 
 Cell = Callable[[], Pace]
 
@@ -151,11 +173,15 @@ Cell = Callable[[], Pace]
 def pair(setting: Setting, weights: str = "dense") -> Any:
     """A target and a head with random weights, which compute in bfloat16."""
     precision = precision_named("bfloat16")
-    return random_pair(setting.shape, precision=precision, num_layers=setting.num_layers, weights=weights)
+    return random_pair(
+        setting.shape, precision=precision, num_layers=setting.num_layers, weights=weights
+    )
 
 
 @functools.cache
-def decoder_of(setting: Setting, draft: str, rounds_per_check: int = 1, weights: str = "dense") -> SpeculativeDecoder:
+def decoder_of(
+    setting: Setting, draft: str, rounds_per_check: int = 1, weights: str = "dense"
+) -> SpeculativeDecoder:
     """A decoder for ``plain``, ``verify N``, ``chain``, ``chain K`` or one of :data:`TREES`; dice accept drafts.
 
     After ``invariant`` it is invariant.
@@ -165,8 +191,14 @@ def decoder_of(setting: Setting, draft: str, rounds_per_check: int = 1, weights:
     draft = draft.removeprefix(INVARIANT)
     kind, _, number = draft.partition(" ")
     if kind in ("plain", "verify"):
-        return SpeculativeDecoder(target, Plain(int(number or 1)), stop_tokens=(), invariant=invariant)
-    options: dict[str, Any] = {"stop_tokens": (), "rounds_per_check": rounds_per_check, "invariant": invariant}
+        return SpeculativeDecoder(
+            target, Plain(int(number or 1)), stop_tokens=(), invariant=invariant
+        )
+    options: dict[str, Any] = {
+        "stop_tokens": (),
+        "rounds_per_check": rounds_per_check,
+        "invariant": invariant,
+    }
     if kind == "chain":
         options["num_speculative_tokens"] = int(number or CHAIN)
     else:
@@ -198,15 +230,18 @@ def cell(
 ) -> Cell:
     """Returns a cell that times the rounds of a decoder."""
     rounds, compiler_options = VARIANTS[variant]
-    options = sizes(setting, batch, context) | {"tokens": setting.tokens, "compiler_options": compiler_options}
+    options = sizes(setting, batch, context) | {
+        "tokens": setting.tokens,
+        "compiler_options": compiler_options,
+    }
     return lambda: timed_rounds(decoder_of(setting, draft, rounds, weights), **options)
 
 
 def measure(setting: Setting, record: Record, cells: dict[str, Cell]) -> None:
     """Times every cell and records it at once; then cells take turns, and ratios to the first one are recorded.
 
-    Cells of an earlier run are not measured again, except the first, which the others are compared with.
-    """
+    Cells of an earlier run are not measured again, except the first, which the others are compared
+    with."""
     base = next(iter(cells))
     missing = [name for name in cells if "seconds_per_round" not in record.figures.get(name, {})]
     if not missing:
@@ -218,7 +253,9 @@ def measure(setting: Setting, record: Record, cells: dict[str, Cell]) -> None:
         for name in paces:
             paces[name].append(cells[name]())
         for name in paces:
-            record.add(name, record.figures[name] | summary(paces[name]) | ratios_to(base, name, paces))
+            record.add(
+                name, record.figures[name] | summary(paces[name]) | ratios_to(base, name, paces)
+            )
         if record.remaining_seconds() < 1.5 * (time.monotonic() - start):
             break
 
@@ -260,8 +297,12 @@ def ratios_to(base: str, name: str, paces: dict[str, list[Pace]]) -> dict[str, A
         return {}
     pairs = list(zip(paces[name][1:], paces[base][1:], strict=True))
     return {
-        "round_in_bases": spread_of(ours.seconds_per_round / first.seconds_per_round for ours, first in pairs),
-        "speed_in_bases": spread_of(ours.tokens_per_second / first.tokens_per_second for ours, first in pairs),
+        "round_in_bases": spread_of(
+            ours.seconds_per_round / first.seconds_per_round for ours, first in pairs
+        ),
+        "speed_in_bases": spread_of(
+            ours.tokens_per_second / first.tokens_per_second for ours, first in pairs
+        ),
     }
 
 
@@ -285,7 +326,9 @@ def text(setting: Setting, record: Record) -> None:
     target = load_target(dtype="float32")
     prompt = "def read_config(filename):\n"
     new = setting.tokens + 2
-    chain = SpeculativeDecoder(target, load_drafter(target=target), num_speculative_tokens=CHAIN, stop_tokens=())
+    chain = SpeculativeDecoder(
+        target, load_drafter(target=target), num_speculative_tokens=CHAIN, stop_tokens=()
+    )
     plain = SpeculativeDecoder(target, stop_tokens=()).generate(prompt, max_new_tokens=new)
     ours = chain.generate(prompt, max_new_tokens=new)
     record.add("same text", plain.tokens == ours.tokens)
@@ -299,7 +342,10 @@ def weights(setting: Setting, record: Record) -> None:
     targets = {name: pair(setting, stored)[0] for name, stored in WEIGHTS.items()}
     slots = mean_slots(setting, setting.context)
     for name, context in (("weight_bytes", 0), ("step_bytes", slots)):
-        record.add(name, {kind: step_bytes(target, rows=1, context=context) for kind, target in targets.items()})
+        record.add(
+            name,
+            {kind: step_bytes(target, rows=1, context=context) for kind, target in targets.items()},
+        )
     # Verification comes last, because the time may not suffice for all nine programs.
     cells = {
         f"{kind}, {draft}": cell(setting, draft, weights=stored)
@@ -314,7 +360,10 @@ def bits_(setting: Setting, record: Record) -> None:
     from validation import bits
 
     # A rehearsal tries the failing cell and the remedy.
-    rehearsed: dict[str, Any] = {"tokens": 8, "comparisons": (bits.FAILING, "invariant: chain of 3 and plain")}
+    rehearsed: dict[str, Any] = {
+        "tokens": 8,
+        "comparisons": (bits.FAILING, "invariant: chain of 3 and plain"),
+    }
     options = rehearsed if setting is REHEARSAL else {}
 
     def add(name: str, result: Mapping[str, Any]) -> None:
@@ -329,18 +378,26 @@ def invariant(setting: Setting, record: Record) -> None:
     for batch in (1, *setting.batches[:2]):
         drafts = ("plain", f"verify {NODES}", "chain")[: 3 if batch == 1 else 2]
         both = [name for draft in drafts for name in (draft, INVARIANT + draft)]
-        measure(setting, record, {f"batch {batch}, {draft}": cell(setting, draft, batch=batch) for draft in both})
+        measure(
+            setting,
+            record,
+            {f"batch {batch}, {draft}": cell(setting, draft, batch=batch) for draft in both},
+        )
 
 
 def tiles(setting: Setting, record: Record) -> None:
     """Times the products of all layers by XLA, and by the kernel of invariant decoding with several tiles."""
-    matrices = [leaf for leaf in jax.tree.leaves(pair(setting)[0].params["blocks"]) if leaf.ndim == 2]
+    matrices = [
+        leaf for leaf in jax.tree.leaves(pair(setting)[0].params["blocks"]) if leaf.ndim == 2
+    ]
     interpret = jax.default_backend() == "cpu"  # a rehearsal
     for count in (1, NODES, LARGEST):
         rows = jnp.ones((count, max(map(len, matrices))), jnp.bfloat16)
         cells = {f"{count} rows, XLA": products(jnp.matmul, matrices, rows)}
         for name, tile in TILES.items():
-            by_kernel = functools.partial(product_by_kernel, dtype=jnp.bfloat16, tile=tile, interpret=interpret)
+            by_kernel = functools.partial(
+                product_by_kernel, dtype=jnp.bfloat16, tile=tile, interpret=interpret
+            )
             cells[f"{count} rows, {name}"] = products(by_kernel, matrices, rows)
         measure(setting, record, cells)
 
@@ -363,11 +420,19 @@ def products(multiply: Callable[[Any, Any], Any], matrices: list[Any], rows: Any
 def round_(setting: Setting, record: Record) -> None:
     """Times a plain step, a verification, a round of a chain, its target and its head alone, then trees."""
     target, _ = pair(setting)
-    record.add("step_bytes", step_bytes(target, rows=1, context=mean_slots(setting, setting.context)))
+    record.add(
+        "step_bytes", step_bytes(target, rows=1, context=mean_slots(setting, setting.context))
+    )
     averaged = sizes(setting) | {"rounds": min(16, setting.tokens // 3)}
-    cells: dict[str, Cell] = {name: cell(setting, name) for name in ("plain", f"verify {NODES}", "chain")}
-    cells["target alone"] = lambda: Pace(target_seconds(decoder_of(setting, "chain"), **averaged), 1, 1)
-    cells["draft step"] = lambda: Pace(draft_seconds(decoder_of(setting, "chain"), **averaged), 1, 1)
+    cells: dict[str, Cell] = {
+        name: cell(setting, name) for name in ("plain", f"verify {NODES}", "chain")
+    }
+    cells["target alone"] = lambda: Pace(
+        target_seconds(decoder_of(setting, "chain"), **averaged), 1, 1
+    )
+    cells["draft step"] = lambda: Pace(
+        draft_seconds(decoder_of(setting, "chain"), **averaged), 1, 1
+    )
     measure(setting, record, cells | {draft: cell(setting, draft) for draft in setting.drafts[2:]})
 
 
@@ -378,14 +443,21 @@ def verify(setting: Setting, record: Record) -> None:
 
 def variants(setting: Setting, record: Record) -> None:
     """Times rounds of a chain with options of the compiler and of the loop."""
-    measure(setting, record, {name: cell(setting, "chain", variant=name) for name in setting.variants})
+    measure(
+        setting, record, {name: cell(setting, "chain", variant=name) for name in setting.variants}
+    )
 
 
 def batches(setting: Setting, record: Record) -> None:
     """Times chains, trees and plain decoding for several batch sizes."""
     for size in setting.batches:
         measure(
-            setting, record, {f"batch {size}, {draft}": cell(setting, draft, batch=size) for draft in setting.drafts}
+            setting,
+            record,
+            {
+                f"batch {size}, {draft}": cell(setting, draft, batch=size)
+                for draft in setting.drafts
+            },
         )
 
 
@@ -393,7 +465,11 @@ def contexts(setting: Setting, record: Record) -> None:
     """Times plain steps and verification for several sizes of the caches."""
     for slots in setting.contexts:
         drafts = ("plain", f"verify {NODES}")
-        measure(setting, record, {f"{slots} slots, {draft}": cell(setting, draft, context=slots) for draft in drafts})
+        measure(
+            setting,
+            record,
+            {f"{slots} slots, {draft}": cell(setting, draft, context=slots) for draft in drafts},
+        )
 
 
 def compilation(setting: Setting, record: Record) -> None:
@@ -405,7 +481,10 @@ def compilation(setting: Setting, record: Record) -> None:
 
 def profile(setting: Setting, record: Record) -> None:
     """Records the kernels of a plain step and of a round, with their times."""
-    options = sizes(setting) | {"tokens": min(setting.tokens, 32), "compiler_options": WHILE_PROFILED}
+    options = sizes(setting) | {
+        "tokens": min(setting.tokens, 32),
+        "compiler_options": WHILE_PROFILED,
+    }
     for draft in ("plain", "chain"):
         decoder = decoder_of(setting, draft)
         for _ in range(2):
@@ -413,23 +492,34 @@ def profile(setting: Setting, record: Record) -> None:
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 pace = timed_rounds(decoder, **options)
-            record.add(draft, kernels(folder, pace.rounds) | {"seconds_per_round": pace.seconds_per_round})
+            record.add(
+                draft, kernels(folder, pace.rounds) | {"seconds_per_round": pace.seconds_per_round}
+            )
 
 
 def kernels(folder: str, rounds: int) -> dict[str, Any]:
     """Kernels of a trace, per round; the slowest 25 by name."""
     with gzip.open(glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)[0]) as file:
         events = json.load(file)["traceEvents"]
-    lanes = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
+    lanes = {
+        event["pid"]: event["args"]["name"]
+        for event in events
+        if event.get("name") == "process_name"
+    }
     seconds: dict[str, list[float]] = {}
     for event in events:
         if event.get("ph") == "X" and "GPU" in lanes.get(event["pid"], ""):
-            seconds.setdefault(event["name"].rstrip("0123456789_."), []).append(1e-6 * event.get("dur", 0.0))
+            seconds.setdefault(event["name"].rstrip("0123456789_."), []).append(
+                1e-6 * event.get("dur", 0.0)
+            )
     slowest = sorted(seconds, key=lambda name: -sum(seconds[name]))[:25]
     return {
         "kernels_per_round": sum(map(len, seconds.values())) / rounds,
         "kernel_seconds_per_round": sum(map(sum, seconds.values())) / rounds,
-        "slowest": {name[:80]: [len(seconds[name]) / rounds, sum(seconds[name]) / rounds] for name in slowest},
+        "slowest": {
+            name[:80]: [len(seconds[name]) / rounds, sum(seconds[name]) / rounds]
+            for name in slowest
+        },
     }
 
 
@@ -438,13 +528,17 @@ class Part(NamedTuple):
 
     seconds: int  #: Time to measure, start of the process excluded.
     measure: Callable[[Setting, Record], None]
-    variables: Mapping[str, str] = types.MappingProxyType({})  #: Environment variables of its process.
+    variables: Mapping[str, str] = types.MappingProxyType(
+        {}
+    )  #: Environment variables of its process.
 
 
 # The first five fit into one command.
 PARTS = {
     "device": Part(40, device),
-    "bits": Part(150, bits_, {"JAX_ENABLE_COMPILATION_CACHE": "false"}),  # else the second compilation is the first
+    "bits": Part(
+        150, bits_, {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    ),  # else the second compilation is the first
     "text": Part(35, text),
     "weights": Part(100, weights),
     "invariant": Part(120, invariant),
@@ -465,8 +559,12 @@ def clocks() -> str | None:
     """Clocks, temperature, power and throttling of the GPU; ``None`` without a driver."""
     if shutil.which("nvidia-smi") is None:
         return None
-    query = "--query-gpu=clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
-    return subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True).stdout.strip()
+    query = (
+        "--query-gpu=clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
+    )
+    return subprocess.run(
+        ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True
+    ).stdout.strip()
 
 
 # ---------------------------------------------------------------- all parts
@@ -474,23 +572,40 @@ def clocks() -> str | None:
 
 def main() -> None:
     """Measures what is missing and prints it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=Path("h200.json"))
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help=f"Of: {', '.join(PARTS)}.")
-    parser.add_argument("--again", action="store_true", help="Measure parts that are done already, too.")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(PARTS), metavar="PART", help=f"Of: {', '.join(PARTS)}."
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="Measure parts that are done already, too."
+    )
     parser.add_argument("--rehearse", action="store_true", help="Tiny shapes, on any device.")
-    parser.add_argument("--compilation-cache", metavar="DIR", help="Directory of compiled programs, or none.")
-    parser.add_argument("--within", type=float, help=argparse.SUPPRESS)  # seconds: run the one part in this process
+    parser.add_argument(
+        "--compilation-cache", metavar="DIR", help="Directory of compiled programs, or none."
+    )
+    parser.add_argument(
+        "--within", type=float, help=argparse.SUPPRESS
+    )  # seconds: run the one part in this process
     options = parser.parse_args()
     setting = REHEARSAL if options.rehearse else FULL
     if options.within is not None:
         (name,) = options.only
         measure_part(name, setting, options)
         return
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the memory is for the processes of the parts
+    os.environ.setdefault(
+        "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+    )  # the memory is for the processes of the parts
     if not options.rehearse and (problem := gpu_problem(required=True)):
         raise SystemExit(f"error: {problem}; --rehearse tries tiny shapes on any device")
-    conditions = {"schema": SCHEMA, "rehearsal": options.rehearse, "shape": setting.shape, "code": sha256_of_code()}
+    conditions = {
+        "schema": SCHEMA,
+        "rehearsal": options.rehearse,
+        "shape": setting.shape,
+        "code": sha256_of_code(),
+    }
     try:
         result = read_record(options.output, conditions) or conditions | {"parts": {}, "ratios": {}}
     except ValueError as error:
@@ -535,7 +650,9 @@ def run_part(name: str, options: argparse.Namespace, end: float) -> str:
     print(f"{name}, at most {limit:.0f} s", flush=True)
     variables = os.environ | dict(part.variables)
     try:
-        process = subprocess.run(command, env=variables, stderr=subprocess.PIPE, text=True, timeout=limit)
+        process = subprocess.run(
+            command, env=variables, stderr=subprocess.PIPE, text=True, timeout=limit
+        )
     except subprocess.TimeoutExpired:
         return f"cut off after {limit:.0f} s; run the command again"
     if process.returncode:
@@ -550,7 +667,11 @@ def ratios(parts: dict[str, Any]) -> dict[str, float]:
     """Returns the figures that `docs/gpu.md` states an aim for, as far as they were measured."""
     figures = collections.defaultdict(dict, {name: part["figures"] for name, part in parts.items()})
     rounds = figures["round"]
-    timed = {name: figure for name, figure in rounds.items() if isinstance(figure, dict) and "rounds" in figure}
+    timed = {
+        name: figure
+        for name, figure in rounds.items()
+        if isinstance(figure, dict) and "rounds" in figure
+    }
     seconds = {name: figure["seconds_per_round"]["median"] for name, figure in timed.items()}
     results = ratios_of_weights(figures["weights"])
     if "same text" in figures["text"]:
@@ -581,17 +702,33 @@ def ratios_of_weights(figures: dict[str, Any]) -> dict[str, float]:
 
 def shown(result: dict[str, Any]) -> str:
     """Returns the result as text: ratios, cells, and the status of the parts."""
-    lines = ["", f"{result['shape']}, random weights, bfloat16" + ", a REHEARSAL: nothing counts" * result["rehearsal"]]
+    lines = [
+        "",
+        f"{result['shape']}, random weights, bfloat16"
+        + ", a REHEARSAL: nothing counts" * result["rehearsal"],
+    ]
     lines += [f"  {name}: {value:.3f}" for name, value in result["ratios"].items()]
     cells = []
     for part, measured in result["parts"].items():
         for name, figure in measured["figures"].items():
             if not isinstance(figure, dict) or not figure.keys() & {"failed", "rounds"}:
                 continue
-            in_bases = [figure.get(f"{kind}_in_bases", {}).get("median") for kind in ("round", "speed")]
-            milliseconds = 1e3 * figure["seconds_per_round"]["median"] if "rounds" in figure else figure["failed"][:100]
+            in_bases = [
+                figure.get(f"{kind}_in_bases", {}).get("median") for kind in ("round", "speed")
+            ]
+            milliseconds = (
+                1e3 * figure["seconds_per_round"]["median"]
+                if "rounds" in figure
+                else figure["failed"][:100]
+            )
             cells.append([part, name, *map(show, (milliseconds, *in_bases, figure.get("rounds")))])
-    lines += ["", to_markdown(["part", "cell", "ms a round", "in first rounds", "in first speeds", "calls"], cells), ""]
+    lines += [
+        "",
+        to_markdown(
+            ["part", "cell", "ms a round", "in first rounds", "in first speeds", "calls"], cells
+        ),
+        "",
+    ]
     lines += [f"{name}: {part['status']}" for name, part in result["parts"].items()]
     return "\n".join(lines)
 

@@ -1,13 +1,12 @@
 """The experiment of every speculative decoding paper, in one command: speed-up by task, temperature and batch.
 
-    python examples/headline.py --vllm-python PYTHON                       # the shipped pair, its own prompts
-    python examples/headline.py --target DIR --drafter DIR --vllm-python PYTHON \\
+    python examples/headline.py --vllm-python PYTHON                       # the shipped pair, its
+    own prompts python examples/headline.py --target DIR --drafter DIR --vllm-python PYTHON \\
         --prompts mt-bench=question.jsonl humaneval=HumanEval.jsonl gsm8k=test.jsonl
 
-Plain decoding, chains and a tree take turns; then each vLLM engine takes turns with our decoder of the same draft. A
-cell is written as soon as it is measured, and the same command measures what is missing. `docs/gpu.md` says
-which files to download and how to read the result.
-"""
+Plain decoding, chains and a tree take turns; then each vLLM engine takes turns with our decoder of
+the same draft. A cell is written as soon as it is measured, and the same command measures what is
+missing. `docs/gpu.md` says which files to download and how to read the result. """
 
 from __future__ import annotations
 
@@ -66,32 +65,80 @@ class Cell(NamedTuple):
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the options; `--rehearse` has smaller defaults."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--target", help="Directory or hub id; the shipped target if left out.")
     add("--drafter", help="Directory or hub id of an EAGLE-3 head; the shipped one if left out.")
-    add("--prompts", nargs="+", default=[], metavar="NAME=FILE", help="JSONL; the shipped prompts if left out.")
+    add(
+        "--prompts",
+        nargs="+",
+        default=[],
+        metavar="NAME=FILE",
+        help="JSONL; the shipped prompts if left out.",
+    )
     add("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
     add("--weights", default="dense", help="As `eagle3 bench --weights`.")
     add("--batches", type=int, nargs="+", metavar="B", default=[2**power for power in range(7)])
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], metavar="T")
-    add("--chains", type=int, nargs="+", default=[3, 5], metavar="K", help="Lengths of chains, ours and vLLM's.")
-    add("--tree", type=int, nargs=3, default=[60, 8, 10], metavar="N", help="Nodes, depth and top-k; 60 8 10.")
-    add("--max-prompts", type=int, default=80, help="Prompts of each set, or one batch where that is more.")
-    add("--max-new-tokens", type=int, default=256, help="New tokens per prompt; stop tokens are ignored.")
+    add(
+        "--chains",
+        type=int,
+        nargs="+",
+        default=[3, 5],
+        metavar="K",
+        help="Lengths of chains, ours and vLLM's.",
+    )
+    add(
+        "--tree",
+        type=int,
+        nargs=3,
+        default=[60, 8, 10],
+        metavar="N",
+        help="Nodes, depth and top-k; 60 8 10.",
+    )
+    add(
+        "--max-prompts",
+        type=int,
+        default=80,
+        help="Prompts of each set, or one batch where that is more.",
+    )
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=256,
+        help="New tokens per prompt; stop tokens are ignored.",
+    )
     add("--repeats", type=int, default=5, help="Interleaved repeats.")
-    add("--vllm-python", type=Path, help="Interpreter of an environment with vLLM; without it vLLM is left out.")
+    add(
+        "--vllm-python",
+        type=Path,
+        help="Interpreter of an environment with vLLM; without it vLLM is left out.",
+    )
     add("--vllm-memory", type=float, default=0.45, help="Share of a GPU's memory for vLLM.")
-    add("--output", type=Path, default=Path("headline"), help="Directory of headline.json and headline.md.")
-    add("--rehearse", action="store_true", help="Few prompts and tokens, and a record that says so.")
+    add(
+        "--output",
+        type=Path,
+        default=Path("headline"),
+        help="Directory of headline.json and headline.md.",
+    )
+    add(
+        "--rehearse", action="store_true", help="Few prompts and tokens, and a record that says so."
+    )
     if "--rehearse" in (sys.argv if arguments is None else arguments):
         parser.set_defaults(batches=[1, 2], max_prompts=2, max_new_tokens=16, repeats=2)
     options = parser.parse_args(arguments)
     if unnamed := [text for text in options.prompts if not all(text.partition("="))]:
         parser.error(f"--prompts {unnamed[0]}: expected NAME=FILE, such as gsm8k=test.jsonl")
-    if min([1, *options.chains, *options.tree, *options.batches]) < 1 or min(options.temperatures) < 0:
-        parser.error("--batches, --chains and --tree take numbers of at least 1, --temperatures of at least 0")
+    if (
+        min([1, *options.chains, *options.tree, *options.batches]) < 1
+        or min(options.temperatures) < 0
+    ):
+        parser.error(
+            "--batches, --chains and --tree take numbers of at least 1, --temperatures of at least 0"
+        )
     return options
 
 
@@ -105,17 +152,28 @@ class Experiment:
         self.drafter = load_drafter(options.drafter, target=self.target)
         self.sets = self._prompts()
         nodes, depth, top_k = options.tree
-        drafts: dict[str, Any] = {f"chain K={k}": {"num_speculative_tokens": k} for k in options.chains}
-        drafts[f"tree N={nodes}"] = {"tree": DynamicTree(num_nodes=nodes, max_depth=depth, top_k=top_k)}
+        drafts: dict[str, Any] = {
+            f"chain K={k}": {"num_speculative_tokens": k} for k in options.chains
+        }
+        drafts[f"tree N={nodes}"] = {
+            "tree": DynamicTree(num_nodes=nodes, max_depth=depth, top_k=top_k)
+        }
         self.decoders = {"plain": SpeculativeDecoder(self.target, stop_tokens=())}
         for name, draft in drafts.items():
-            self.decoders[name] = SpeculativeDecoder(self.target, self.drafter, stop_tokens=(), **draft)
+            self.decoders[name] = SpeculativeDecoder(
+                self.target, self.drafter, stop_tokens=(), **draft
+            )
         self.record = self._record()
 
     def _prompts(self) -> dict[str, list[Prompt]]:
         """Reads the sets of prompts by name; the categories of the shipped file are sets."""
-        read = lambda file: read_prompts(Path(file), self.target, max_new_tokens=self.options.max_new_tokens)
-        sets = {name: read(file) for name, _, file in (text.partition("=") for text in self.options.prompts)}
+        read = lambda file: read_prompts(
+            Path(file), self.target, max_new_tokens=self.options.max_new_tokens
+        )
+        sets = {
+            name: read(file)
+            for name, _, file in (text.partition("=") for text in self.options.prompts)
+        }
         for prompt in [] if sets else read(bundled("prompts.jsonl")):
             sets.setdefault(prompt.category, []).append(prompt)
         return {name: in_turn(prompts, self.options.max_prompts) for name, prompts in sets.items()}
@@ -133,7 +191,10 @@ class Experiment:
             "drafter": about["drafter"],
             "options": {name: getattr(self.options, name) for name in names},
         }
-        return read_record(self.path, conditions) or conditions | {"environment": about, "cells": {}}
+        return read_record(self.path, conditions) or conditions | {
+            "environment": about,
+            "cells": {},
+        }
 
     def batch_of(self, cell: Cell) -> list[list[int]]:
         """Returns the token ids of full batches; prompts are repeated where there are fewer than a batch."""
@@ -149,7 +210,9 @@ class Experiment:
             rivals += ["plain", *(f"chain K={k}" for k in options.chains)]
         axes = (rivals, self.sets, options.temperatures, sorted(options.batches))
         cells = itertools.starmap(Cell, itertools.product(*axes))
-        hash_of = lambda cell: self.record["cells"].get(cell.key, {}).get("sha256_of_prompts")  # a failed cell has none
+        hash_of = lambda cell: (
+            self.record["cells"].get(cell.key, {}).get("sha256_of_prompts")
+        )  # a failed cell has none
         return [cell for cell in cells if hash_of(cell) != sha256_of_prompts(self.batch_of(cell))]
 
     def run(self) -> None:
@@ -168,7 +231,10 @@ class Experiment:
                     seconds = time.monotonic() - start
                     self.record["cells"][cell.key] = figures | {"seconds": round(seconds, 1)}
                     write_record(self.path, self.record)
-                    print(f"{cell.key}: {figures.get('failed', 'measured')}, {seconds:.0f} s", flush=True)
+                    print(
+                        f"{cell.key}: {figures.get('failed', 'measured')}, {seconds:.0f} s",
+                        flush=True,
+                    )
 
     def _engine(self, rival: str, closing: contextlib.ExitStack) -> Any:
         """Loads a vLLM engine, compiled, with the head where the rival drafts."""
@@ -189,7 +255,9 @@ class Experiment:
             eager=False,
         )
         engine = process.engine(engine_options)
-        if process.versions["device"] == "cpu" and length:  # the CPU build samples wrongly under speculation
+        if (
+            process.versions["device"] == "cpu" and length
+        ):  # the CPU build samples wrongly under speculation
             closing.enter_context(engine.repaired("sampling"))
         return engine
 
@@ -199,7 +267,8 @@ class Experiment:
         temperature = cell.temperature
         names = list(self.decoders) if cell.rival == OURS else [cell.rival]
         contenders: list[Contender] = [
-            DecoderContender(name, options.dtype, self.decoders[name], temperature) for name in names
+            DecoderContender(name, options.dtype, self.decoders[name], temperature)
+            for name in names
         ]
         baseline = contenders[0].name
         if engine is not None:
@@ -219,7 +288,9 @@ class Experiment:
             large=2**24 if options.rehearse else large,
         )
         measured = map(dataclasses.asdict, report.rows)
-        rows = [{name: figure for name, figure in row.items() if name in RECORDED} for row in measured]
+        rows = [
+            {name: figure for name, figure in row.items() if name in RECORDED} for row in measured
+        ]
         for row in rows:
             row["same_texts"] = None if temperature else row["same_texts"]  # sampled texts differ
         return cell._asdict() | {
@@ -238,7 +309,10 @@ def table(record: dict[str, Any]) -> list[list[str]]:
     cells = [cell for cell in record["cells"].values() if "rows" in cell]
     cells.sort(key=lambda cell: (*setting_of(cell), cell["rival"] != OURS))
     next_to_vllm = {
-        (*setting_of(cell), row["name"]): row for cell in cells if cell["rival"] != OURS for row in cell["rows"]
+        (*setting_of(cell), row["name"]): row
+        for cell in cells
+        if cell["rival"] != OURS
+        for row in cell["rows"]
     }
     lines = []
     for cell in cells:
@@ -254,13 +328,16 @@ def setting_of(cell: dict[str, Any]) -> tuple[str, float, int]:
     return cell["prompts"], cell["temperature"], cell["batch"]
 
 
-def table_row(cell: dict[str, Any], row: dict[str, Any], next_to_vllm: dict[str, Any] | None) -> list[str]:
+def table_row(
+    cell: dict[str, Any], row: dict[str, Any], next_to_vllm: dict[str, Any] | None
+) -> list[str]:
     """Returns one row of the table.
 
     Args:
         cell: The cell of the record.
         row: A contender of the cell.
-        next_to_vllm: Our decoder of the same draft in the cell in which it took turns with vLLM; ``None`` without one.
+        next_to_vllm: Our decoder of the same draft in the cell in which it took turns with vLLM;
+            ``None`` without one.
     """
     name = row["name"]
     ours = cell["rival"] == OURS
@@ -301,10 +378,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(text)
     write_text(options.output / "headline.md", text + "\n")
     if missing := experiment.missing():
-        raise SystemExit(f"error: {len(missing)} cells failed; the same command measures them again: {missing[0].key}")
+        raise SystemExit(
+            f"error: {len(missing)} cells failed; the same command measures them again: {missing[0].key}"
+        )
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # vLLM needs its share of the GPU
+    os.environ.setdefault(
+        "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+    )  # vLLM needs its share of the GPU
     keep_compiled_programs(None)  # most of a first run is compiling
     main()

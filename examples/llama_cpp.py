@@ -1,11 +1,11 @@
 """A published chat model in this library and in llama.cpp, which read the same file; they take turns on its prompts.
 
-    python -m venv llama && llama/bin/pip install llama-cpp-python      # compiles llama.cpp: ten minutes of two cores
-    python examples/llama_cpp.py mt_bench.jsonl humaneval.jsonl gsm8k.jsonl --llama-python llama/bin/python
+    python -m venv llama && llama/bin/pip install llama-cpp-python      # compiles llama.cpp: ten
+    minutes of two cores python examples/llama_cpp.py mt_bench.jsonl humaneval.jsonl gsm8k.jsonl
+    --llama-python llama/bin/python
 
-Greedy, batch 1, stop tokens ignored. llama.cpp runs in a process of its own with a thread for each core, once on the
-weights of the file and once on a copy of them in float32.
-"""
+Greedy, batch 1, stop tokens ignored. llama.cpp runs in a process of its own with a thread for each
+core, once on the weights of the file and once on a copy of them in float32."""
 
 from __future__ import annotations
 
@@ -68,12 +68,15 @@ class LlamaContender(Contender):
             dtype: Precision in the report.
             python: Interpreter with llama-cpp-python.
             path: The file.
-            copy: Where to write a copy in float32 that is loaded instead; empty for the file itself.
+            copy: Where to write a copy in float32 that is loaded instead; empty for the file
+                itself.
         """
         self.name = name
         self.dtype = dtype
         command = [str(python), "-c", LLAMA, str(path), copy]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.version = self._line()
 
     def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
@@ -87,20 +90,30 @@ class LlamaContender(Contender):
         assert self._process.stdout is not None
         line = self._process.stdout.readline().strip()
         if not line:
-            raise SystemExit(f"error: llama.cpp ended with exit code {self._process.wait()}; its message is above")
+            raise SystemExit(
+                f"error: llama.cpp ended with exit code {self._process.wait()}; its message is above"
+            )
         return line
 
 
 def main() -> None:
     """Measures every contender and writes the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("prompts", nargs="+", type=Path, help="JSONL files, one a task")
-    parser.add_argument("--llama-python", type=Path, required=True, help="Interpreter with llama-cpp-python")
-    parser.add_argument("--target", default="smollm2", help="Name of a published model  [default: smollm2]")
+    parser.add_argument(
+        "--llama-python", type=Path, required=True, help="Interpreter with llama-cpp-python"
+    )
+    parser.add_argument(
+        "--target", default="smollm2", help="Name of a published model  [default: smollm2]"
+    )
     parser.add_argument("--max-prompts", type=int, default=24, help="[default: 24]")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="[default: 64]")
     parser.add_argument("--repeats", type=int, default=3, help="[default: 3]")
-    parser.add_argument("--output", type=Path, default=Path("llama_cpp.json"), help="[default: llama_cpp.json]")
+    parser.add_argument(
+        "--output", type=Path, default=Path("llama_cpp.json"), help="[default: llama_cpp.json]"
+    )
     options = parser.parse_args()
 
     target = e3.load_target(options.target, dtype="float32", weights="int8")
@@ -108,13 +121,21 @@ def main() -> None:
     plain = e3.SpeculativeDecoder(target, stop_tokens=())
     drafted = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=LENGTH, stop_tokens=())
     count = options.max_new_tokens
-    prompts = [prompt for file in options.prompts for prompt in read_prompts(file, target, max_new_tokens=count)]
+    prompts = [
+        prompt
+        for file in options.prompts
+        for prompt in read_prompts(file, target, max_new_tokens=count)
+    ]
     chosen = in_turn(prompts, options.max_prompts)
     with tempfile.TemporaryDirectory() as folder:
         path = locate(options.target, "target")
-        in_file = LlamaContender("llama.cpp, weights of the file", "Q4_1", options.llama_python, path)
+        in_file = LlamaContender(
+            "llama.cpp, weights of the file", "Q4_1", options.llama_python, path
+        )
         copy = f"{folder}/float32.gguf"
-        in_float32 = LlamaContender("llama.cpp, float32", "float32", options.llama_python, path, copy)
+        in_float32 = LlamaContender(
+            "llama.cpp, float32", "float32", options.llama_python, path, copy
+        )
         contenders = [
             DecoderContender("plain", "int8", plain),
             DecoderContender(f"n-grams, else EAGLE-3, K={LENGTH}", "int8", drafted),
@@ -132,7 +153,11 @@ def main() -> None:
             on_result=print,
         )
     about = environment(target=options.target, drafter=options.target, prompt_files=options.prompts)
-    record = {"about": about, "llama_cpp_python": in_file.version, "report": dataclasses.asdict(report)}
+    record = {
+        "about": about,
+        "llama_cpp_python": in_file.version,
+        "report": dataclasses.asdict(report),
+    }
     write_record(options.output, record)
 
 

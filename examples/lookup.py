@@ -1,7 +1,8 @@
 """N-grams against suffixes: how many tokens a round emits when the text drafts itself, and what a draft costs.
 
-The texts are fixed (what the shipped target writes after its held-out prompts, and Python modules that are written
-again with a name changed, as an agent edits a file), so nothing but the drafter runs and counts repeat exactly::
+The texts are fixed (what the shipped target writes after its held-out prompts, and Python modules
+that are written again with a name changed, as an agent edits a file), so nothing but the drafter
+runs and counts repeat exactly::
 
     python examples/lookup.py
 """
@@ -31,11 +32,20 @@ DRAFTERS = {
     "suffix": Suffix(LENGTH),
     "suffix, drafts end below 0.3": Suffix(LENGTH, min_probability=0.3),
 }
-MODULES = {"textwrap": "text", "bisect": "lo", "heapq": "heap", "sched": "event", "shlex": "state", "glob": "pathname"}
+MODULES = {
+    "textwrap": "text",
+    "bisect": "lo",
+    "heapq": "heap",
+    "sched": "event",
+    "shlex": "state",
+    "glob": "pathname",
+}
 
 
 @functools.partial(jax.jit, static_argnames="drafter")
-def replay(drafter: Any, text: jax.Array, start: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
+def replay(
+    drafter: Any, text: jax.Array, start: jax.Array, end: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Rounds and drafted tokens of each row, if the target writes ``text[start:end]``."""
 
     def step(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -59,15 +69,24 @@ def texts() -> dict[str, list[tuple[list[int], list[int]]]]:
     """Returns prompts and the texts that follow them, by kind."""
     target = e3.load_target(dtype="mixed")
     decoder = e3.SpeculativeDecoder(target, stop_tokens=())
-    rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in bundled("prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     pairs: dict[str, list[tuple[list[int], list[int]]]] = {}
     for kind in ("code", "prose"):
-        prompts = [ids for row in rows if row["kind"] == kind and len(ids := decoder.encode(row["prompt"])) < 300][:8]
+        prompts = [
+            ids
+            for row in rows
+            if row["kind"] == kind and len(ids := decoder.encode(row["prompt"])) < 300
+        ][:8]
         written = decoder.generate(prompts, max_new_tokens=192).tokens
         pairs[f"the shipped target, {kind}"] = list(zip(prompts, written, strict=True))
     pairs["a file again, one name changed"] = []
     for module, name in MODULES.items():
-        source = (Path(sysconfig.get_path("stdlib")) / f"{module}.py").read_text(encoding="utf-8")[:6000]
+        source = (Path(sysconfig.get_path("stdlib")) / f"{module}.py").read_text(encoding="utf-8")[
+            :6000
+        ]
         assert target.tokenizer is not None
         renamed = re.sub(rf"\b{name}\b", "renamed", source)
         before = target.tokenizer.encode(source).ids

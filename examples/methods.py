@@ -2,8 +2,8 @@
 
 Each method takes turns with plain decoding, in one process after the other methods.
 
-Heads are directories as ``eagle3 train head --method NAME`` writes them, each named after its method; what needs no
-training and the shipped EAGLE-3 head take part by themselves::
+Heads are directories as ``eagle3 train head --method NAME`` writes them, each named after its
+method; what needs no training and the shipped EAGLE-3 head take part by themselves::
 
     python examples/methods.py --heads heads --output docs/recorded/methods.json
     python docs/recorded/write_tables.py # puts the record into the tables of README.md and docs/methods/index.md
@@ -34,29 +34,52 @@ from eagle3_jax.files.sources import named_drafter
 from eagle3_jax.load import bundled
 from eagle3_jax.topology import tree_name
 
-RECORDED = ("lossless", "same_texts", "num_draft_steps", "verify_cost", "draft_cost", "predicted_ratio", "ratio")
+RECORDED = (
+    "lossless",
+    "same_texts",
+    "num_draft_steps",
+    "verify_cost",
+    "draft_cost",
+    "predicted_ratio",
+    "ratio",
+)
 
 
 def trained(heads: Path | None) -> dict[str, Path]:
     """Returns the directories of heads by method; a head that is still in training has no description yet."""
     directories = sorted(heads.iterdir()) if heads else []
-    return {directory.name: directory for directory in directories if (directory / "config.json").is_file()}
+    return {
+        directory.name: directory
+        for directory in directories
+        if (directory / "config.json").is_file()
+    }
 
 
-def drafters(target: e3.LoadedTarget, heads: Path | None, named: str) -> Iterator[tuple[str, e3.LoadedDrafter]]:
+def drafters(
+    target: e3.LoadedTarget, heads: Path | None, named: str
+) -> Iterator[tuple[str, e3.LoadedDrafter]]:
     """Yields the methods by name; those without files first."""
     for name in named.split(","):
         drafter = named_drafter(name, target)
         assert drafter is not None, "plain decoding takes part anyway"
-        yield name, drafter if isinstance(drafter, e3.LoadedDrafter) else e3.LoadedDrafter(drafter, name=name)
-    directories: dict[str, Path | None] = {"eagle3": None} | trained(heads)  # the shipped head, unless one is trained
+        yield (
+            name,
+            drafter
+            if isinstance(drafter, e3.LoadedDrafter)
+            else e3.LoadedDrafter(drafter, name=name),
+        )
+    directories: dict[str, Path | None] = {"eagle3": None} | trained(
+        heads
+    )  # the shipped head, unless one is trained
     for name, directory in directories.items():
         yield name, e3.load_drafter(directory, target=target)
 
 
 def num_parameters(drafter: e3.LoadedDrafter, target: e3.LoadedTarget) -> int:
     """Counts parameters of the drafter that it does not share with the target, without tables of ids."""
-    borrowed = drafter.params.get("output") if isinstance(drafter.params, dict) else None  # a transposed copy, if tied
+    borrowed = (
+        drafter.params.get("output") if isinstance(drafter.params, dict) else None
+    )  # a transposed copy, if tied
     shared = {id(leaf) for leaf in jax.tree.leaves((target.params, borrowed))}
     leaves = {id(leaf): leaf for leaf in jax.tree.leaves(drafter.params) if id(leaf) not in shared}
     return sum(leaf.size for leaf in leaves.values() if jnp.issubdtype(leaf.dtype, jnp.floating))
@@ -99,7 +122,9 @@ def main(arguments: list[str] | None = None) -> None:
     prompts = in_turn(shipped, options.prompts * len({prompt.category for prompt in shipped}))
     nodes, depth, top_k = options.tree
     tree = e3.DynamicTree(num_nodes=nodes, max_depth=depth, top_k=top_k)
-    shapes: dict[str, dict[str, Any]] = {f"K={k}": {"num_speculative_tokens": k} for k in options.chains}
+    shapes: dict[str, dict[str, Any]] = {
+        f"K={k}": {"num_speculative_tokens": k} for k in options.chains
+    }
     shapes[tree_name(tree)] = {"tree": tree}
     rows = []
     missing = []

@@ -1,16 +1,18 @@
 """EAGLE-3 speculative decoding in one file of plain JAX: a Llama target, the draft head, chains and dynamic trees.
 
-    python examples/nano_eagle3.py                                # a chain of 3, greedy
-    python examples/nano_eagle3.py --tree 8 5 2 --temperature 0.8 # a tree: 8 nodes, 5 levels, 2 children each
-    python examples/nano_eagle3.py --target DIR --head eagle3_jax/assets/smollm2 # eagle3 convert smollm2 DIR --to vllm
+    python examples/nano_eagle3.py                                # a chain of 3, greedy python
+    examples/nano_eagle3.py --tree 8 5 2 --temperature 0.8 # a tree: 8 nodes, 5 levels, 2 children
+    each python examples/nano_eagle3.py --target DIR --head eagle3_jax/assets/smollm2 # eagle3
+    convert smollm2 DIR --to vllm
 
-Read it from top to bottom. One round has five steps: `propose` drafts tokens with the head, the target scores all of
-them in one forward, `verify` accepts some of them, the accepted ones enter the target's cache (commit) and the head's
-cache (observe). One sequence at a time, in float32. For the same seed, tokens and rounds are those of the library.
+Read it from top to bottom. One round has five steps: `propose` drafts tokens with the head, the
+target scores all of them in one forward, `verify` accepts some of them, the accepted ones enter the
+target's cache (commit) and the head's cache (observe). One sequence at a time, in float32. For the
+same seed, tokens and rounds are those of the library.
 
-Shapes: T tokens of a block, S slots of a cache, D width, V vocabulary, N nodes of a draft (the root included), k nodes
-of one level. Papers: EAGLE-3, arXiv 2503.01840; EAGLE-2 (the tree), 2406.16858; speculative sampling, 2211.17192.
-"""
+Shapes: T tokens of a block, S slots of a cache, D width, V vocabulary, N nodes of a draft (the root
+included), k nodes of one level. Papers: EAGLE-3, arXiv 2503.01840; EAGLE-2 (the tree), 2406.16858;
+speculative sampling, 2211.17192."""
 
 import argparse
 import functools
@@ -28,7 +30,8 @@ from tokenizers import Tokenizer
 SHIPPED = Path(__file__).resolve().parent.parent / "eagle3_jax" / "assets"
 
 
-# ------------------------------------------------------------------------------------------------------------ networks
+# ------------------------------------------------------------------------------------------------------------
+# networks
 class Config(NamedTuple):
     """Sizes and constants of a model. The draft head has the same attention heads as its target."""
 
@@ -156,9 +159,9 @@ def run_target(w, config, tokens, positions, cache, length, block):
 def run_head(head, embedding, config, tokens, stream, positions, cache, length, block):
     """Runs one step of the draft head, which reads each token with the ``stream`` of the position before it.
 
-    Returns the outputs ``[T D]``, which are the stream of the next tokens, and the cache ``[2 S C H]``. The tokens are
-    the last T of the M slots after ``length`` that the mask ``block [T M]`` is about.
-    """
+    Returns the outputs ``[T D]``, which are the stream of the next tokens, and the cache ``[2 S C
+    H]``. The tokens are the last T of the M slots after ``length`` that the mask ``block [T M]`` is
+    about."""
     embedded = rms_norm(embedding[tokens], head["midlayer.input_layernorm.weight"], config.eps)
     normed = rms_norm(stream, head["midlayer.hidden_norm.weight"], config.eps)
     slot = length + block.shape[1] - block.shape[0]
@@ -174,7 +177,8 @@ def head_logits(head, config, output):
     return normed @ head["lm_head.weight"].T
 
 
-# ------------------------------------------------------------------------------------------------------------ sampling
+# ------------------------------------------------------------------------------------------------------------
+# sampling
 
 
 def uniforms(seed, position, purpose, count):
@@ -217,7 +221,8 @@ def distribution(logits, temperature):
     return jax.nn.softmax(logits / temperature, axis=-1)
 
 
-# ------------------------------------------------------------------------------------------------------ propose, verify
+# ------------------------------------------------------------------------------------------------------
+# propose, verify
 
 
 class Draft(NamedTuple):
@@ -225,7 +230,9 @@ class Draft(NamedTuple):
 
     tokens: jax.Array  # [N]
     parents: jax.Array  # [N], -1 at the root
-    q: jax.Array | None  # [N V], the distribution that each node was sampled from; None: not sampled
+    q: (
+        jax.Array | None
+    )  # [N V], the distribution that each node was sampled from; None: not sampled
 
 
 class Shape(NamedTuple):
@@ -299,7 +306,8 @@ def draft_tree(run, output, logits, shape, to_target, root):
         output = output[expanded]
         mask = jnp.concatenate([mask[expanded], itself], axis=1)
 
-    # A parent is at least as likely as its child and has a lower number, so every chosen node's ancestors are chosen.
+    # A parent is at least as likely as its child and has a lower number, so every chosen node's
+    # ancestors are chosen.
     _, chosen = lax.top_k(jnp.concatenate(all_scores), shape.num_nodes - 1)
     chosen = jnp.sort(chosen)
     chosen_parents = jnp.concatenate(all_parents)[chosen]
@@ -325,11 +333,13 @@ def ancestors(parents, depth):
 def verify(draft, p, accept, choose, depth):
     """Accepts a path of the draft; the emitted tokens are distributed as if the target had sampled them one by one.
 
-    A child x of the current node is accepted with probability ``min(1, p(x) / q(x))``. A rejection replaces p by the
-    normalized ``max(p - q, 0)``, for its siblings and for the token that is sampled when no child is left.
+    A child x of the current node is accepted with probability ``min(1, p(x) / q(x))``. A rejection
+    replaces p by the normalized ``max(p - q, 0)``, for its siblings and for the token that is
+    sampled when no child is left.
 
     Returns:
-        The root and the accepted nodes (``[depth + 1]``, padded), how many are accepted, and the next token.
+        The root and the accepted nodes (``[depth + 1]``, padded), how many are accepted, and the
+        next token.
     """
 
     def visit(node, walk):
@@ -358,7 +368,8 @@ def verify(draft, p, accept, choose, depth):
     return path, count, draw(p_last, choose)
 
 
-# ------------------------------------------------------------------------------------------------------------ the loop
+# ------------------------------------------------------------------------------------------------------------
+# the loop
 
 
 class State(NamedTuple):
@@ -368,7 +379,9 @@ class State(NamedTuple):
     length: jax.Array
     cache: jax.Array  # [L 2 S C H], the target's
     head_cache: jax.Array  # [2 S C H]
-    output: jax.Array  # [1 D], the head's output at the newest token, from which the first draft token follows
+    output: (
+        jax.Array
+    )  # [1 D], the head's output at the newest token, from which the first draft token follows
     stopped: jax.Array
     rounds: jax.Array
     accepted: jax.Array
@@ -391,7 +404,9 @@ def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperatur
         causal = jnp.tril(jnp.ones((count, count), bool))
         positions = length + jnp.arange(count)
         fused = features @ head["fc.weight"].T
-        output, cache = run_head(head, embedding, config, tokens, fused, positions, cache, length, causal)
+        output, cache = run_head(
+            head, embedding, config, tokens, fused, positions, cache, length, causal
+        )
         return output[newest][None], cache
 
     def propose(state):
@@ -404,7 +419,9 @@ def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperatur
 
         def run(tokens, output, depth, mask):
             positions = jnp.full(tokens.shape, length + depth)
-            output, cache = run_head(head, embedding, config, tokens, output, positions, caches[-1], length, mask)
+            output, cache = run_head(
+                head, embedding, config, tokens, output, positions, caches[-1], length, mask
+            )
             caches.append(cache)
             return output, head_logits(head, config, output)
 
@@ -414,7 +431,9 @@ def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperatur
         digits = num_digits(logits.shape[1])
         dice = uniforms(seed, state.length, 0, shape.depth * digits)
         dice = dice.reshape(shape.depth, digits)
-        return draft_chain(run, state.output, logits, shape, to_target, vocab_size, root, temperature, dice)
+        return draft_chain(
+            run, state.output, logits, shape, to_target, vocab_size, root, temperature, dice
+        )
 
     def one_round(state):
         """Proposes, verifies, commits, observes."""
@@ -423,12 +442,15 @@ def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperatur
         num_nodes = len(draft.tokens)
         mask = ancestors(draft.parents, shape.depth)
         level = mask.sum(axis=1) - 1
-        logits, features, cache = run_target(w, config, draft.tokens, length + level, state.cache, length, mask)
+        logits, features, cache = run_target(
+            w, config, draft.tokens, length + level, state.cache, length, mask
+        )
         p = distribution(logits, temperature)
         dice = uniforms(seed, state.length, 1, num_nodes + num_digits(vocab_size))
         nodes, count, token = verify(draft, p, dice[:num_nodes], dice[num_nodes:], shape.depth)
 
-        # Commit: the accepted nodes' keys and values move next to the committed ones. Later slots are ignored.
+        # Commit: the accepted nodes' keys and values move next to the committed ones. Later slots
+        # are ignored.
         accepted = cache[:, :, length + nodes]
         cache = lax.dynamic_update_slice(cache, accepted, (0, 0, length, 0, 0))
         emitted = jnp.roll(draft.tokens[nodes], -1)
@@ -482,14 +504,22 @@ def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperatur
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompt", default="def read_config(filename, encoding=None):\n", help="Text to continue.")
+    parser.add_argument(
+        "--prompt", default="def read_config(filename, encoding=None):\n", help="Text to continue."
+    )
     parser.add_argument("--chain", type=int, default=3, help="Length of the draft.")
-    parser.add_argument("--tree", type=int, nargs=3, metavar=("NODES", "LEVELS", "CHILDREN"), help="Draft a tree.")
+    parser.add_argument(
+        "--tree", type=int, nargs=3, metavar=("NODES", "LEVELS", "CHILDREN"), help="Draft a tree."
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--target", type=Path, default=SHIPPED / "target", help="Directory of a Llama in one file.")
-    parser.add_argument("--head", type=Path, default=SHIPPED / "eagle3", help="Directory of its EAGLE-3 head.")
+    parser.add_argument(
+        "--target", type=Path, default=SHIPPED / "target", help="Directory of a Llama in one file."
+    )
+    parser.add_argument(
+        "--head", type=Path, default=SHIPPED / "eagle3", help="Directory of its EAGLE-3 head."
+    )
     options = parser.parse_args()
     w, config = load(options.target)
     head, head_config = load(options.head)

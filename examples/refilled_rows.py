@@ -1,6 +1,7 @@
 """Rounds and seconds of a list of prompts: in batches that wait for their last row, and in rows that are refilled.
 
-64 prompts of the shipped pair with limits of 16 to 256 tokens, chosen at random, in 8 rows; both ways take turns::
+64 prompts of the shipped pair with limits of 16 to 256 tokens, chosen at random, in 8 rows; both
+ways take turns::
 
     python examples/refilled_rows.py --output validation/results/refilled-rows.json
 """
@@ -30,7 +31,9 @@ LIMITS = {"16 to 256": (16, 257), "136": (136, 137)}
 METHODS: dict[str, dict[str, Any]] = {"plain": {}, "chain K=3": {"num_speculative_tokens": 3}}
 
 
-def in_batches(decoder: e3.SpeculativeDecoder, requests: Sequence[Request]) -> tuple[list[list[int]], int]:
+def in_batches(
+    decoder: e3.SpeculativeDecoder, requests: Sequence[Request]
+) -> tuple[list[list[int]], int]:
     """Returns the texts, and the rounds of all batches; a batch ends with its last row."""
     outputs = []
     rounds = 0
@@ -64,18 +67,24 @@ def refilled(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int
 
 def main() -> None:
     """Measures both ways with and without drafts, prints each and writes all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the record")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     target = e3.load_target()
-    prompts = itertools.cycle(read_prompts(Path(bundled("prompts.jsonl")), target, max_new_tokens=256))
+    prompts = itertools.cycle(
+        read_prompts(Path(bundled("prompts.jsonl")), target, max_new_tokens=256)
+    )
     texts = [prompt.tokens for prompt in itertools.islice(prompts, COUNT)]
     rows = []
     for method, shape in METHODS.items():
         drafter = e3.load_drafter(target=target) if shape else None
         decoder = e3.SpeculativeDecoder(target, drafter, stop_tokens=(), **shape)
-        engine = Engine(decoder, slots=ROWS, capacity=512, sampling_mode=SamplingMode.GREEDY, prefill_rows=ROWS)
+        engine = Engine(
+            decoder, slots=ROWS, capacity=512, sampling_mode=SamplingMode.GREEDY, prefill_rows=ROWS
+        )
         for name, (low, high) in LIMITS.items():
             limits = np.random.default_rng(0).integers(low, high, COUNT).tolist()
             requests = [Request(text, limit) for text, limit in zip(texts, limits, strict=True)]
@@ -89,10 +98,17 @@ def main() -> None:
                 middle = time.perf_counter()
                 refilled(engine, requests)
                 ratios.append((middle - start) / (time.perf_counter() - middle))
-            row = {"method": method, "limits": name, "rounds": rounds, "rounds_refilled": rounds_refilled}
+            row = {
+                "method": method,
+                "limits": name,
+                "rounds": rounds,
+                "rounds_refilled": rounds_refilled,
+            }
             rows.append(row | {"speedup": spread_of(ratios)})
             saved = 1 - rounds_refilled / rounds
-            print(f"{method}, limits {name}: {rounds} rounds, {rounds_refilled} refilled ({saved:.0%} fewer), {ratios}")
+            print(
+                f"{method}, limits {name}: {rounds} rounds, {rounds_refilled} refilled ({saved:.0%} fewer), {ratios}"
+            )
     if options.output:
         record = {"prompts": COUNT, "rows_of_batch": ROWS, "repeats": options.repeats}
         write_record(options.output, record | {"about": environment(), "rows": rows})

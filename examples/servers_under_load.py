@@ -7,8 +7,8 @@ Start the servers first, then name them; the first one is what the others are co
     python examples/servers_under_load.py --target smollm2 --prompts questions.jsonl \
         --server plain=http://127.0.0.1:8001 --server 'chain K=3=http://127.0.0.1:8002' --output record.json
 
-Every request is greedy and ignores stop tokens, so that all servers write the same number of tokens.
-"""
+Every request is greedy and ignores stop tokens, so that all servers write the same number of
+tokens. """
 
 from __future__ import annotations
 
@@ -68,7 +68,13 @@ class Server:
 
     def _stream(self, prompt: list[int], max_new_tokens: int) -> Iterator[list[int]]:
         """Yields the tokens of each chunk of an answer."""
-        body = {"model": self._model, "prompt": prompt, "max_tokens": max_new_tokens, "temperature": 0, "stream": True}
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": max_new_tokens,
+            "temperature": 0,
+            "stream": True,
+        }
         body |= {"ignore_eos": True, "return_token_ids": True}
         with self._client.stream("POST", "/v1/completions", json=body) as response:
             response.raise_for_status()
@@ -82,15 +88,24 @@ class Server:
 
 def main() -> None:
     """Measures all servers at every number of users and prints a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--server", action="append", required=True, metavar="NAME=URL")
     parser.add_argument("--target", help="the target, whose template encodes the prompts")
-    parser.add_argument("--prompts", type=Path, action="append", required=True, help="JSONL files of prompts")
+    parser.add_argument(
+        "--prompts", type=Path, action="append", required=True, help="JSONL files of prompts"
+    )
     parser.add_argument("--requests", type=int, default=24, help="requests of a run")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--concurrency", default="1,2,4,8,16", help="numbers of users")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--note", action="append", default=[], help="what the record says about the servers' settings")
+    parser.add_argument(
+        "--note",
+        action="append",
+        default=[],
+        help="what the record says about the servers' settings",
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the record")
     options = parser.parse_args()
     servers = [Server(*setting.rsplit("=", 1)) for setting in options.server]
@@ -98,12 +113,16 @@ def main() -> None:
     prompts: list[list[int]] = []
     for file in options.prompts:
         read = read_prompts(file, target, max_new_tokens=options.max_new_tokens)
-        prompts += [prompt.tokens for prompt in read[: -(-options.requests // len(options.prompts))]]
+        prompts += [
+            prompt.tokens for prompt in read[: -(-options.requests // len(options.prompts))]
+        ]
     prompts = prompts[: options.requests]
     for server in servers:
         server.run(prompts[:4], 8, 2)  # whatever a server does at its first requests
     rows: list[dict[str, Any]] = []
-    if options.output and options.output.exists():  # of other numbers of users, for which servers had other settings
+    if (
+        options.output and options.output.exists()
+    ):  # of other numbers of users, for which servers had other settings
         rows = json.loads(options.output.read_text())["rows"]
     for users in map(int, options.concurrency.split(",")):
         runs: dict[str, list[Run]] = {server.name: [] for server in servers}
@@ -122,7 +141,11 @@ def main() -> None:
                 flush=True,
             )
         if options.output:  # after every number of users, so that nothing is lost
-            record = {"servers": options.note, "max_new_tokens": options.max_new_tokens, "repeats": options.repeats}
+            record = {
+                "servers": options.note,
+                "max_new_tokens": options.max_new_tokens,
+                "repeats": options.repeats,
+            }
             record |= {"about": environment(target=options.target), "rows": rows}
             write_record(options.output, record)
 

@@ -1,7 +1,8 @@
 """A published chat model on this machine: the cost of a round, weights in int8, and the text of transformers.
 
-The target is SmolLM2-135M-Instruct, or any other one. Prompts are JSONL files with ``turns`` or ``question``, such as
-those of MT-bench, HumanEval and GSM8K, one file a task. Quiet two cores take about half an hour::
+The target is SmolLM2-135M-Instruct, or any other one. Prompts are JSONL files with ``turns`` or
+``question``, such as those of MT-bench, HumanEval and GSM8K, one file a task. Quiet two cores take
+about half an hour::
 
     python examples/smollm2.py mt_bench.jsonl humaneval.jsonl gsm8k.jsonl --output record.json
 """
@@ -40,19 +41,33 @@ CONTEXT = 100
 CAPACITY = 256
 NEW_TOKENS = 32
 BATCH = 8  # prompts that are answered together
-FORMS = {"float32": ("float32", "dense"), "mixed": ("mixed", "dense"), "int8": ("float32", "int8")}  # dtype, weights
+FORMS = {
+    "float32": ("float32", "dense"),
+    "mixed": ("mixed", "dense"),
+    "int8": ("float32", "int8"),
+}  # dtype, weights
 KERNELS = ("kernel", "gate_up", "down")  # names of the parameters that products read
 
 
 def main() -> None:
     """Measures every part, prints it, and writes it; a file keeps the parts that are not measured again."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("prompts", nargs="+", type=Path, help="JSONL files, one a task")
     parser.add_argument("--target", default="smollm2", help="[default: smollm2]")
-    parser.add_argument("--parts", default="rounds,start,divergence,texts", help="[default: all four]")
-    parser.add_argument("--repeats", type=int, default=20, help="of every timing, interleaved  [default: 20]")
-    parser.add_argument("--max-prompts", type=int, default=240, help="of the divergence  [default: 240]")
-    parser.add_argument("--max-texts", type=int, default=60, help="compared with transformers  [default: 60]")
+    parser.add_argument(
+        "--parts", default="rounds,start,divergence,texts", help="[default: all four]"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=20, help="of every timing, interleaved  [default: 20]"
+    )
+    parser.add_argument(
+        "--max-prompts", type=int, default=240, help="of the divergence  [default: 240]"
+    )
+    parser.add_argument(
+        "--max-texts", type=int, default=60, help="compared with transformers  [default: 60]"
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the record")
     options = parser.parse_args()
 
@@ -60,19 +75,30 @@ def main() -> None:
         "rounds": rounds, "start": start, "divergence": divergence, "texts": texts,
     }  # fmt: skip
     known = options.output is not None and options.output.exists()
-    record = json.loads(options.output.read_text(encoding="utf-8")) if known else {"target": options.target}
+    record = (
+        json.loads(options.output.read_text(encoding="utf-8"))
+        if known
+        else {"target": options.target}
+    )
     for name in options.parts.split(","):
         begin = time.monotonic()
         of_what = environment(target=options.target, prompt_files=options.prompts)
         record[name] = {"environment": of_what, **parts[name](options)}
-        print(f"{name} ({time.monotonic() - begin:.0f} s): {json.dumps(record[name], indent=1)}", flush=True)
+        print(
+            f"{name} ({time.monotonic() - begin:.0f} s): {json.dumps(record[name], indent=1)}",
+            flush=True,
+        )
         if options.output is not None:
             write_record(options.output, record)
 
 
 def prompts_of(options: argparse.Namespace, target: e3.LoadedTarget, count: int) -> list[Prompt]:
     """Returns the first turns of the prompts through the chat template of the target, in turn from every task."""
-    prompts = [prompt for file in options.prompts for prompt in read_prompts(file, target, max_new_tokens=NEW_TOKENS)]
+    prompts = [
+        prompt
+        for file in options.prompts
+        for prompt in read_prompts(file, target, max_new_tokens=NEW_TOKENS)
+    ]
     return in_turn(prompts, count)
 
 
@@ -86,10 +112,14 @@ def rounds(options: argparse.Namespace) -> dict[str, Any]:
         target = e3.load_target(options.target, dtype=dtype, weights=weights)
         for count in ROWS:
             programs[f"{form}, {count} rows"] = step_program(target, count)
-            programs[f"{form}, {count} rows, products alone"] = products_program(target, count, count)
+            programs[f"{form}, {count} rows, products alone"] = products_program(
+                target, count, count
+            )
         for count in PREFILLS:
             programs[f"{form}, prefill of {count}"] = prefill_program(target, count)
-            programs[f"{form}, prefill of {count}, products alone"] = products_program(target, count, 1)
+            programs[f"{form}, prefill of {count}, products alone"] = products_program(
+                target, count, 1
+            )
     for program in programs.values():
         jax.block_until_ready(program())  # compiles
     seconds: dict[str, list[float]] = {name: [] for name in programs}
@@ -110,7 +140,12 @@ def rounds(options: argparse.Namespace) -> dict[str, Any]:
             products = figures[f"{name}, products alone"]["milliseconds"]
             figures[name]["times_fastest_plain_step"] = float(np.median(seconds[name] / plain))
             figures[name]["outside_products"] = 1 - products / figures[name]["milliseconds"]
-    return {"context": CONTEXT, "capacity": CAPACITY, "fastest_plain_step": fastest, "figures": figures}
+    return {
+        "context": CONTEXT,
+        "capacity": CAPACITY,
+        "fastest_plain_step": fastest,
+        "figures": figures,
+    }
 
 
 def step_program(target: e3.LoadedTarget, count: int) -> Callable[[], Any]:
@@ -143,7 +178,9 @@ def prefill_program(target: e3.LoadedTarget, count: int) -> Callable[[], Any]:
 
     @jax.jit
     def prefill(params: Any) -> jax.Array:
-        return model.unembed(params, model(params, tokens, positions, causal_mask(count)).final[:, -1:])
+        return model.unembed(
+            params, model(params, tokens, positions, causal_mask(count)).final[:, -1:]
+        )
 
     return functools.partial(prefill, target.params)
 
@@ -152,7 +189,9 @@ def products_program(target: e3.LoadedTarget, count: int, logits: int) -> Callab
     """Returns the products of ``count`` rows with every kernel in turn, and of ``logits`` rows with the output."""
     model: Any = target.model
     precision: Precision = model.precision
-    leaves = jax.tree_util.tree_leaves_with_path(target.params, is_leaf=lambda leaf: isinstance(leaf, Int8Kernel))
+    leaves = jax.tree_util.tree_leaves_with_path(
+        target.params, is_leaf=lambda leaf: isinstance(leaf, Int8Kernel)
+    )
     kernels = [leaf for path, leaf in leaves if leaf.ndim == 2 and path[-1].key in KERNELS]
     tied = model.config.tie_embeddings
 
@@ -183,7 +222,11 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
                     ["generate", "--chat", "What is the capital of France?", "--target", options.target, "--weights",
                      weights, "--max-new-tokens", "32", "--compilation-cache", cache]
                 )  # fmt: skip
-                row = {"weights": weights, "compiled_programs": state, "first_character_seconds": first}
+                row = {
+                    "weights": weights,
+                    "compiled_programs": state,
+                    "first_character_seconds": first,
+                }
                 rows.append({**row, "seconds": seconds, "peak_megabytes": peak})
     return {"rows": rows}
 
@@ -212,7 +255,10 @@ def divergence(options: argparse.Namespace) -> dict[str, Any]:
     prompts = prompts_of(options, dense, options.max_prompts)
     answers = greedy(dense, prompts)
     int8 = e3.load_target(options.target, weights="int8")
-    pairs = [compared(dense, int8, prompt.tokens, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    pairs = [
+        compared(dense, int8, prompt.tokens, answer)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
     nats = np.concatenate([pair[0] for pair in pairs])
     same = np.concatenate([pair[1] for pair in pairs])
     equal = [answer == text for answer, text in zip(answers, greedy(int8, prompts), strict=True)]
@@ -267,8 +313,8 @@ def log_probs(model: Any, params: Any, tokens: np.ndarray) -> jax.Array:
 def texts(options: argparse.Namespace) -> dict[str, Any]:
     """Scores greedy answers in float32, drafted by n-grams, with transformers: is every token its most likely one?
 
-    If it is, transformers writes the same text. Other tokens are listed with the distance of the two logits.
-    """
+    If it is, transformers writes the same text. Other tokens are listed with the distance of the
+    two logits."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -286,7 +332,9 @@ def texts(options: argparse.Namespace) -> dict[str, Any]:
         result = decoder.generate([prompt.tokens], max_new_tokens=NEW_TOKENS)
         answer = result.tokens[0]
         with torch.no_grad():
-            logits = reference(torch.tensor([[*prompt.tokens, *answer]])).logits[0, len(prompt.tokens) - 1 : -1]
+            logits = reference(torch.tensor([[*prompt.tokens, *answer]])).logits[
+                0, len(prompt.tokens) - 1 : -1
+            ]
         written = logits[torch.arange(len(answer)), torch.tensor(answer)]
         gaps = logits.max(-1).values - written
         drafts += int(result.stats.num_drafts)
@@ -294,9 +342,17 @@ def texts(options: argparse.Namespace) -> dict[str, Any]:
         different = (gaps > 0).nonzero().flatten().tolist()
         if different:
             first = different[0]
-            parted.append({"prompt": prompt.name, "token": first, "logits_apart": float(gaps[first])})
+            parted.append(
+                {"prompt": prompt.name, "token": first, "logits_apart": float(gaps[first])}
+            )
     equal = len(prompts) - len(parted)
-    return {"prompts": len(prompts), "equal": equal, "parted": parted, "drafts": drafts, "tokens": tokens}
+    return {
+        "prompts": len(prompts),
+        "equal": equal,
+        "parted": parted,
+        "drafts": drafts,
+        "tokens": tokens,
+    }
 
 
 if __name__ == "__main__":

@@ -14,15 +14,16 @@
 # %% [markdown]
 # # 00 · Watch it draft
 #
-# A chat model answers a question twice: one token at a time, then with a small model that drafts ahead. The text is the
-# same, and the second run needs fewer passes through the chat model. After this notebook you can
+# A chat model answers a question twice: one token at a time, then with a small model that drafts
+# ahead. The text is the same, and the second run needs fewer passes through the chat model. After
+# this notebook you can
 #
 # - say what a round is, and what accepted, corrected and bonus tokens are;
 # - read `τ` off a colored text.
 #
-# There are no formulas. The notebook takes less than a minute on two CPU cores. It needs only
-# `pip install -e '.[notebooks]'`. It downloads SmolLM2-135M-Instruct once (93 MB); without a network, a small model of the
-# package continues code instead.
+# There are no formulas. The notebook takes less than a minute on two CPU cores. It needs only `pip
+# install -e '.[notebooks]'`. It downloads SmolLM2-135M-Instruct once (93 MB); without a network, a
+# small model of the package continues code instead.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -61,8 +62,8 @@ assert len(rounds) < passes, "fewer passes"
 
 
 # %% [markdown]
-# Watch both runs. Every half second, each of them makes one pass of the chat model. The plain run adds one token per
-# pass. The run with drafts often adds several.
+# Watch both runs. Every half second, each of them makes one pass of the chat model. The plain run
+# adds one token per pass. The run with drafts often adds several.
 
 
 # %% tags=["hide-input"]
@@ -83,14 +84,15 @@ HTML(svg(lanes, seconds_per_round=0.5))
 # A pass with a draft is called a **round**:
 #
 # 1. The **draft head**, a small network, proposes `K` tokens. This is cheap.
-# 2. The chat model, the **target**, reads all of them in *one* pass. For each of them it knows which token it would have
-#    written there itself.
-# 3. Draft tokens are **accepted** (green) from the left, as long as they are the target's own choice.
-# 4. At the first wrong token, the target's own choice replaces it: this token is **corrected** (orange). If no draft token
-#    was wrong, the pass gives one token more, a **bonus** (blue).
+# 2. The chat model, the **target**, reads all of them in *one* pass. For each of them it knows
+#    which token it would have written there itself.
+# 3. Draft tokens are **accepted** (green) from the left, as long as they are the target's own
+#    choice.
+# 4. At the first wrong token, the target's own choice replaces it: this token is **corrected**
+#    (orange). If no draft token was wrong, the pass gives one token more, a **bonus** (blue).
 #
-# So every round adds at least one token, and every token is the target's own choice. The head can only change how many
-# rounds are needed. The table has the first rounds of the run.
+# So every round adds at least one token, and every token is the target's own choice. The head can
+# only change how many rounds are needed. The table has the first rounds of the run.
 
 # %%
 piece = lambda token: repr(target.tokenizer.decode([token]))
@@ -102,7 +104,8 @@ for number, round_ in enumerate(rounds[:8], start=1):
     print(f"         {count} accepted, then {piece(round_['next_token'])} ({last})")
 
 # %% [markdown]
-# Hover over a token for its round. The first token comes from reading the question; no round has added it.
+# Hover over a token for its round. The first token comes from reading the question; no round has
+# added it.
 
 # %%
 display(strip(drafted, "The run with drafts"))
@@ -110,11 +113,12 @@ display(strip(drafted, "The run with drafts"))
 # %% [markdown]
 # ## Tokens per round: τ
 #
-# The mean number of tokens that a round adds is called `τ` (tau), the **mean acceptance length**. Without drafts it is 1.
+# The mean number of tokens that a round adds is called `τ` (tau), the **mean acceptance length**.
+# Without drafts it is 1.
 #
-# **Exercise.** All notebooks have exercises of this form. A function with `raise NotImplementedError` is yours to write.
-# The folded cell below it has an answer. The cell after that checks your function. If you leave the function as it is, the
-# notebook uses the answer.
+# **Exercise.** All notebooks have exercises of this form. A function with `raise
+# NotImplementedError` is yours to write. The folded cell below it has an answer. The cell after
+# that checks your function. If you leave the function as it is, the notebook uses the answer.
 
 
 # %%
@@ -146,8 +150,9 @@ assert abs(tau - drafted.result.stats.mean_acceptance_length) < 1e-6, "the libra
 assert 1 < tau <= K + 1, "a round adds at most K accepted tokens and one more"
 
 # %% [markdown]
-# A run with `τ = 2` needs half of the passes. It is less than twice as fast, because drafting and longer passes also take
-# time. The next notebook explains why one pass over several tokens costs about as much as a pass over one.
+# A run with `τ = 2` needs half of the passes. It is less than twice as fast, because drafting and
+# longer passes also take time. The next notebook explains why one pass over several tokens costs
+# about as much as a pass over one.
 #
 # ## Checked claims
 #

@@ -14,19 +14,23 @@
 # %% [markdown]
 # # 01 · Why decoding is memory-bound
 #
-# A language model that generates one token at a time spends most of its time reading weights. Its arithmetic units are
-# idle during that time. Speculative decoding uses them. After this notebook you can
+# A language model that generates one token at a time spends most of its time reading weights. Its
+# arithmetic units are idle during that time. Speculative decoding uses them. After this notebook
+# you can
 #
 # - compute the bytes that one decoding step reads, and bound tokens per second from a data sheet;
 # - place a decoding step on a roofline;
-# - explain why verifying six tokens costs about as much as generating one, and at which batch size that ends;
+# - explain why verifying six tokens costs about as much as generating one, and at which batch size
+#   that ends;
 # - read `S = τ / (v + K·c)`, the speed-up formula of all later notebooks.
 #
-# The notebook takes about a minute on two CPU cores, offline. It needs only `pip install -e '.[notebooks]'`. It uses the
-# small pair of models of the package. [00](00_watch_it_draft.ipynb) shows the method on a chat model.
+# The notebook takes about a minute on two CPU cores, offline. It needs only `pip install -e
+# '.[notebooks]'`. It uses the small pair of models of the package. [00](00_watch_it_draft.ipynb)
+# shows the method on a chat model.
 #
-# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell below it has an answer.
-# The cell after that checks your function. If you leave the function as it is, the notebook uses the answer.
+# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
+# below it has an answer. The cell after that checks your function. If you leave the function as it
+# is, the notebook uses the answer.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -63,13 +67,14 @@ from eagle3_jax.theory.speedup import speedup
 # %% [markdown]
 # ## Bytes read by one decoding step
 #
-# To generate one token, the model multiplies every weight matrix by one vector. The chip reads all weights from memory.
-# It also reads the keys and values of all earlier tokens (the *KV cache*). The arithmetic is small: two operations per
-# weight.
+# To generate one token, the model multiplies every weight matrix by one vector. The chip reads all
+# weights from memory. It also reads the keys and values of all earlier tokens (the *KV cache*). The
+# arithmetic is small: two operations per weight.
 #
-# `eagle3_jax.theory` counts the bytes and operations of a model from its configuration. The cell below counts them for
-# two published models on an H200, for one sequence with a context of 1,024 tokens. The 70-billion model has 8-bit
-# weights. The bytes divided by the bandwidth are a lower bound of the step time.
+# `eagle3_jax.theory` counts the bytes and operations of a model from its configuration. The cell
+# below counts them for two published models on an H200, for one sequence with a context of 1,024
+# tokens. The 70-billion model has 8-bit weights. The bytes divided by the bandwidth are a lower
+# bound of the step time.
 
 # %%
 H200 = KNOWN_ACCELERATORS["h200"]
@@ -102,16 +107,17 @@ for name, deployment in (("Llama-3.1-8B, bfloat16", small), ("Llama-3.3-70B, FP8
     )
 
 # %% [markdown]
-# The last column is an upper bound of the speed. Real kernels stay below it. A report of more tokens per second for one
-# sequence on this chip is wrong.
+# The last column is an upper bound of the speed. Real kernels stay below it. A report of more
+# tokens per second for one sequence on this chip is wrong.
 #
 # ## Arithmetic intensity and the ridge point
 #
-# The **arithmetic intensity** of a step is its number of operations per byte read. The **ridge point** of a chip is its
-# peak arithmetic divided by its bandwidth. A step with an intensity below the ridge point is memory-bound. A step with
-# an intensity above it is compute-bound.
+# The **arithmetic intensity** of a step is its number of operations per byte read. The **ridge
+# point** of a chip is its peak arithmetic divided by its bandwidth. A step with an intensity below
+# the ridge point is memory-bound. A step with an intensity above it is compute-bound.
 #
-# **Exercise: the lower bound.** Reading and arithmetic run at the same time. The slower of the two bounds the step.
+# **Exercise: the lower bound.** Reading and arithmetic run at the same time. The slower of the two
+# bounds the step.
 
 
 # %%
@@ -152,8 +158,8 @@ def check_step_bound(step_bound):
 step_bound = checked(step_bound, step_bound_answer, check_step_bound)
 
 # %% [markdown]
-# A plain step of one sequence has intensity 1. More tokens, from other sequences or from a draft, raise the
-# intensity, because they share one reading of the weights.
+# A plain step of one sequence has intensity 1. More tokens, from other sequences or from a draft,
+# raise the intensity, because they share one reading of the weights.
 
 # %%
 ridge = H200.peak_flops / H200.bandwidth_bytes_per_second
@@ -179,12 +185,12 @@ assert ridge > 200, "an H200 could do two hundred times more arithmetic in the t
 # %% [markdown]
 # ## Roofline
 #
-# A **roofline** shows the attainable arithmetic over the intensity. The slope is the memory limit, the flat part is
-# the arithmetic limit. Choose an accelerator in the list. The points are steps of Llama-3.1-8B at several batch
-# sizes. Hover over a point for its lower bound in time.
+# A **roofline** shows the attainable arithmetic over the intensity. The slope is the memory limit,
+# the flat part is the arithmetic limit. Choose an accelerator in the list. The points are steps of
+# Llama-3.1-8B at several batch sizes. Hover over a point for its lower bound in time.
 #
-# Compare the leftmost circle with the leftmost diamond (batch 1). The diamond has six times the arithmetic. On the
-# slope, both take the same time.
+# Compare the leftmost circle with the leftmost diamond (batch 1). The diamond has six times the
+# arithmetic. On the slope, both take the same time.
 
 # %% tags=["hide-input"]
 STEPS = [(batch, tokens) for batch in (1, 8, 64, 256) for tokens in (1, 6)]
@@ -222,10 +228,11 @@ roofline(points, chips, [descriptions(chip) for chip in chips])
 # %% [markdown]
 # ## Verification cost by batch size
 #
-# More sequences raise the intensity, as draft tokens do. At some batch size a step reaches the ridge point. Let `v` be
-# the cost of verifying `K + 1` tokens, in plain steps. `v` is 1 on the slope and rises towards `K + 1` on the flat part.
-# The left plot shows the bound of `v` on an H200. The right plot shows the upper bound of the speed-up for a drafter
-# that adds three tokens per round.
+# More sequences raise the intensity, as draft tokens do. At some batch size a step reaches the
+# ridge point. Let `v` be the cost of verifying `K + 1` tokens, in plain steps. `v` is 1 on the
+# slope and rises towards `K + 1` on the flat part. The left plot shows the bound of `v` on an H200.
+# The right plot shows the upper bound of the speed-up for a drafter that adds three tokens per
+# round.
 
 # %% tags=["hide-input"]
 TAU = 3.0
@@ -261,13 +268,14 @@ for name, deployment in (("Llama-3.1-8B", small), ("Llama-3.3-70B", large)):
 # %% [markdown]
 # ## Measurement on this machine
 #
-# The next cell measures how fast this CPU reads memory and multiplies matrices. The cell after it times a forward pass
-# of the shipped target (10.9 million parameters) over 1, 2, 4, … tokens. `eagle3_jax.bench` runs several forward passes
-# in one compiled program. It compiles before it starts the clock and waits for the result before it stops the clock.
-# The block sizes are measured in turns, five times.
+# The next cell measures how fast this CPU reads memory and multiplies matrices. The cell after it
+# times a forward pass of the shipped target (10.9 million parameters) over 1, 2, 4, … tokens.
+# `eagle3_jax.bench` runs several forward passes in one compiled program. It compiles before it
+# starts the clock and waits for the result before it stops the clock. The block sizes are measured
+# in turns, five times.
 #
-# The precision is `mixed`: bfloat16 weights and products, sums in float32. On CPUs, this precision makes a block of
-# several tokens cheap.
+# The precision is `mixed`: bfloat16 weights and products, sums in float32. On CPUs, this precision
+# makes a block of several tokens cheap.
 
 # %%
 target = e3.load_target(dtype="mixed")
@@ -312,10 +320,11 @@ for size, milliseconds in spread.items():
     )
 
 # %% [markdown]
-# The time per token in the last column falls with the number of tokens. The curve below is flat at first, then rises.
-# A CPU with few cores has a lower ridge point than an H200, so `v` rises earlier. The dashed lines show the time for
-# reading the bytes and the time for the arithmetic, at the speeds measured above. A large CPU cache can hold all weights
-# of this target, so a step can be faster than the line for reading.
+# The time per token in the last column falls with the number of tokens. The curve below is flat at
+# first, then rises. A CPU with few cores has a lower ridge point than an H200, so `v` rises
+# earlier. The dashed lines show the time for reading the bytes and the time for the arithmetic, at
+# the speeds measured above. A large CPU cache can hold all weights of this target, so a step can be
+# faster than the line for reading.
 
 # %% tags=["hide-input"]
 here = Deployment(
@@ -353,11 +362,11 @@ assert 25 < computing[-1] / computing[0] < 40, "they compute 32 times as much"
 # %% [markdown]
 # ## One round of speculative decoding
 #
-# In each **round**, a small **draft head** proposes `K` tokens. The target runs on all of them in one forward pass. It
-# keeps the tokens that it would have generated itself and adds one more token.
+# In each **round**, a small **draft head** proposes `K` tokens. The target runs on all of them in
+# one forward pass. It keeps the tokens that it would have generated itself and adds one more token.
 #
-# The strips show one text of the shipped target, generated by plain decoding and with the head (`K = 3`). The color of
-# a token shows its origin. Hover over a token for its round.
+# The strips show one text of the shipped target, generated by plain decoding and with the head (`K
+# = 3`). The color of a token shows its origin. Hover over a token for its round.
 
 # %%
 plain = e3.SpeculativeDecoder(target, stop_tokens=())
@@ -376,19 +385,20 @@ for trace, words in ((one_by_one, "Plain: 63 forward passes"), (speculated, f"He
 # %% [markdown]
 # ## Speed-up formula `S = τ / (v + K·c)`
 #
-# - `τ`, the **mean acceptance length**, is the mean number of tokens that a round adds: the accepted tokens plus one.
+# - `τ`, the **mean acceptance length**, is the mean number of tokens that a round adds: the
+#   accepted tokens plus one.
 # - `v` is the cost of verifying `K + 1` tokens, in plain steps.
 # - `c` is the cost of one forward pass of the head, in plain steps. A round has `K` of them.
 #
-# A round costs `v + K·c` plain steps and adds `τ` tokens. Therefore the speed-up is `S = τ / (v + K·c)`. Move the
-# sliders. Which number makes a draft slower than plain decoding?
+# A round costs `v + K·c` plain steps and adds `τ` tokens. Therefore the speed-up is `S = τ / (v +
+# K·c)`. Move the sliders. Which number makes a draft slower than plain decoding?
 
 # %%
 Moving("speedup", {"tau": 2.4, "v": 1.2, "c": 0.1, "K": 3, "title": "Time of a round, in plain steps"})
 
 # %% [markdown]
-# **Exercise: the longest draft that pays off.** `taus[k]` is `τ` of a chain of `k` tokens, `verify_costs[k]` is `v` of
-# its verification. Entry 0 is plain decoding.
+# **Exercise: the longest draft that pays off.** `taus[k]` is `τ` of a chain of `k` tokens,
+# `verify_costs[k]` is `v` of its verification. Entry 0 is plain decoding.
 
 
 # %%
@@ -422,8 +432,8 @@ def check_best_length(best_length):
 best_length = checked(best_length, best_length_answer, check_best_length)
 
 # %% [markdown]
-# The next cell measures `τ`, `v` and `c` separately and predicts `S`. It compares the prediction with the ratio of the
-# times of two real runs, measured in turns.
+# The next cell measures `τ`, `v` and `c` separately and predicts `S`. It compares the prediction
+# with the ratio of the times of two real runs, measured in turns.
 
 # %%
 stats = speculated.result.stats
@@ -453,14 +463,16 @@ print(
 assert compared.same_output, "the same tokens again"
 
 # %% [markdown]
-# The prediction is approximate. `v` and `c` are timed in separate loops. A round also includes acceptance and
-# bookkeeping, and the measured ratio includes the prefill. The formula shows which of the three numbers to improve.
-# Notebook [07](07_measuring_and_batches.ipynb) measures them for several `K` and batch sizes.
+# The prediction is approximate. `v` and `c` are timed in separate loops. A round also includes
+# acceptance and bookkeeping, and the measured ratio includes the prefill. The formula shows which
+# of the three numbers to improve. Notebook [07](07_measuring_and_batches.ipynb) measures them for
+# several `K` and batch sizes.
 #
 # ## Common mistakes
 #
-# **Dividing peak arithmetic by the operations per token.** The quotient has the unit of a speed, and many published
-# tables print such numbers for "batch 1 to 4". The cell compares it with the memory bound of the 70-billion model.
+# **Dividing peak arithmetic by the operations per token.** The quotient has the unit of a speed,
+# and many published tables print such numbers for "batch 1 to 4". The cell compares it with the
+# memory bound of the 70-billion model.
 
 # %%
 in_bfloat16 = dataclasses.replace(large, weights="bfloat16")
@@ -481,35 +493,39 @@ print(
 assert not claim.possible and 3.5 < claim.share_of_bound < 4.2, "off by a factor of almost four"
 
 # %% [markdown]
-# **Applying a CPU's `v` to a GPU.** The `v` measured above is valid for this machine and this model only.
+# **Applying a CPU's `v` to a GPU.** The `v` measured above is valid for this machine and this model
+# only.
 #
 # ## Questions
 #
-# **1.** The head of Llama-3.3-70B has 1.4 billion parameters. What is the lower bound of `c` at batch 1 on an H200
-# with an FP8 target? Why does it hardly depend on the chip?
+# **1.** The head of Llama-3.3-70B has 1.4 billion parameters. What is the lower bound of `c` at
+# batch 1 on an H200 with an FP8 target? Why does it hardly depend on the chip?
 #
 # <details><summary>Answer</summary>
 #
-# About 0.018. A forward pass of the head reads about 1.2 GB in FP8. A plain step reads 70.6 GB. Both are memory-bound,
-# so the bandwidth cancels and `c` is a ratio of bytes.
+# About 0.018. A forward pass of the head reads about 1.2 GB in FP8. A plain step reads 70.6 GB.
+# Both are memory-bound, so the bandwidth cancels and `c` is a ratio of bytes.
 #
 # </details>
 #
-# **2.** How does the break-even batch of Llama-3.1-8B at `τ = 3`, `K = 5` change when every sequence has a context of
-# 8,192 tokens?
+# **2.** How does the break-even batch of Llama-3.1-8B at `τ = 3`, `K = 5` change when every
+# sequence has a context of 8,192 tokens?
 #
 # <details><summary>Answer</summary>
 #
-# There is no break-even batch any more. Every sequence adds a gigabyte of keys and values that no other sequence uses.
-# So the intensity hardly rises with the batch, and the step stays memory-bound.
+# There is no break-even batch any more. Every sequence adds a gigabyte of keys and values that no
+# other sequence uses. So the intensity hardly rises with the batch, and the step stays
+# memory-bound.
 #
 # </details>
 #
-# **3.** With `v = 1` and `c = 0.05`, which `τ` does a chain of `K = 5` need for `S = 2`? Can `K = 1` reach `S = 2`?
+# **3.** With `v = 1` and `c = 0.05`, which `τ` does a chain of `K = 5` need for `S = 2`? Can `K =
+# 1` reach `S = 2`?
 #
 # <details><summary>Answer</summary>
 #
-# `τ = 2·(1 + 5·0.05) = 2.5`. No: with `K = 1` a round adds at most 2 tokens and costs 1.05, so `S` is at most 1.905.
+# `τ = 2·(1 + 5·0.05) = 2.5`. No: with `K = 1` a round adds at most 2 tokens and costs 1.05, so `S`
+# is at most 1.905.
 #
 # </details>
 
@@ -534,15 +550,17 @@ assert abs(enough - 2) < 1e-9 and most < 1.91
 # %% [markdown]
 # ## Checked claims
 #
-# - A decoding step of one sequence is memory-bound. Its lower bound is bytes divided by bandwidth. Its intensity is 1,
-#   and 6 for six tokens.
-# - The ridge point of an H200 is above 200 operations per byte. On ten accelerators, verifying six tokens at batch 1
-#   costs as much as a plain step, by the bound.
-# - `v` never falls with the batch size. Dividing peak arithmetic by operations per token is too high by a factor of
-#   ridge point divided by intensity.
-# - Speculation generated the same tokens in fewer forward passes. `τ` is one plus the accepted tokens per round.
+# - A decoding step of one sequence is memory-bound. Its lower bound is bytes divided by bandwidth.
+#   Its intensity is 1, and 6 for six tokens.
+# - The ridge point of an H200 is above 200 operations per byte. On ten accelerators, verifying six
+#   tokens at batch 1 costs as much as a plain step, by the bound.
+# - `v` never falls with the batch size. Dividing peak arithmetic by operations per token is too
+#   high by a factor of ridge point divided by intensity.
+# - Speculation generated the same tokens in fewer forward passes. `τ` is one plus the accepted
+#   tokens per round.
 # - A published claim of 6,200 tokens/s is almost four times its upper bound.
 #
 # Times are printed and never asserted.
 #
-# **Next:** [02](02_speculative_sampling.ipynb), the acceptance rule that keeps the target's distribution.
+# **Next:** [02](02_speculative_sampling.ipynb), the acceptance rule that keeps the target's
+# distribution.

@@ -14,20 +14,22 @@
 # %% [markdown]
 # # 02 · Speculative sampling
 #
-# A cheap head drafts tokens. An acceptance rule decides which of them to keep. The generated text has exactly the
-# distribution of the expensive target. After this notebook you can
+# A cheap head drafts tokens. An acceptance rule decides which of them to keep. The generated text
+# has exactly the distribution of the expensive target. After this notebook you can
 #
-# - write the acceptance rule, the residual and a whole round, and explain each of them with a picture;
+# - write the acceptance rule, the residual and a whole round, and explain each of them with a
+#   picture;
 # - compare your round with the library's compiled rule, decision by decision;
 # - prove by enumeration in rational numbers that the rule is lossless;
 # - recognize five common mistakes in the rule.
 #
-# The notebook takes one to two minutes on two CPU cores. It needs only `pip install -e '.[notebooks]'`. It downloads
-# the chat model once (93 MB); without a network, the small pair of the package replaces it. Read
-# [01](01_memory_bound_decoding.ipynb) first.
+# The notebook takes one to two minutes on two CPU cores. It needs only `pip install -e
+# '.[notebooks]'`. It downloads the chat model once (93 MB); without a network, the small pair of
+# the package replaces it. Read [01](01_memory_bound_decoding.ipynb) first.
 #
-# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell below it has an answer.
-# The cell after that checks your function. If you leave the function as it is, the notebook uses the answer.
+# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
+# below it has an answer. The cell after that checks your function. If you leave the function as it
+# is, the notebook uses the answer.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -59,14 +61,14 @@ from eagle3_jax.tree import causal_mask
 # %% [markdown]
 # ## Acceptance rule for one token
 #
-# The target has a distribution `p` over four tokens, the drafter a distribution `q`. The drafter samples a token `x`
-# from `q`. The rule accepts `x` with probability `min(1, p(x) / q(x))`.
+# The target has a distribution `p` over four tokens, the drafter a distribution `q`. The drafter
+# samples a token `x` from `q`. The rule accepts `x` with probability `min(1, p(x) / q(x))`.
 #
-# Move the sliders. The green part of both bars is `min(p, q)`: a token is drafted *and* accepted with this probability.
-# The pink part of `q` is drafted too often, so it is rejected. The violet part of `p` is missing. It is the
-# **residual**, `max(p − q, 0)`. Pink and violet have the same mass. After a rejection, the rule samples from the
-# residual, divided by its sum. So green and violet add up to `p`, for any drafter. A larger error only lowers the
-# accepted share.
+# Move the sliders. The green part of both bars is `min(p, q)`: a token is drafted *and* accepted
+# with this probability. The pink part of `q` is drafted too often, so it is rejected. The violet
+# part of `p` is missing. It is the **residual**, `max(p − q, 0)`. Pink and violet have the same
+# mass. After a rejection, the rule samples from the residual, divided by its sum. So green and
+# violet add up to `p`, for any drafter. A larger error only lowers the accepted share.
 
 # %%
 p = np.array([0.5, 0.3, 0.15, 0.05])  # target
@@ -131,25 +133,27 @@ residual = checked(residual, residual_answer, check_residual)
 # %%
 accept = acceptance(p, q)
 rejected = np.sum(q * (1 - accept))  # probability that the draft token is rejected
-output = q * accept + rejected * residual(p, q)  # drafted and accepted, or sampled from the residual
+# drafted and accepted, or sampled from the residual
+output = q * accept + rejected * residual(p, q)
 for name, values in {"p": p, "q": q, "accept": accept, "residual": residual(p, q), "output": output}.items():
     print(f"{name:9}", values.round(3))
 assert np.allclose(output, p), "the output has the target's distribution"
 assert np.isclose(np.maximum(p - q, 0).sum(), rejected), "a rejection has the mass of the residual"
 
 # %% [markdown]
-# This is the whole proof for one token. Token `x` is drafted and accepted with probability `min(p, q)`. The draft is
-# rejected with probability `1 − Σ min(p, q)`, which equals `Σ max(p − q, 0)`. Therefore the output has the distribution
-# `min(p, q) + max(p − q, 0) = p`.
+# This is the whole proof for one token. Token `x` is drafted and accepted with probability `min(p,
+# q)`. The draft is rejected with probability `1 − Σ min(p, q)`, which equals `Σ max(p − q, 0)`.
+# Therefore the output has the distribution `min(p, q) + max(p − q, 0) = p`.
 #
-# The acceptance probability is `α = Σ min(p, q)`. It equals one minus the *total variation distance* of the two
-# distributions.
+# The acceptance probability is `α = Σ min(p, q)`. It equals one minus the *total variation
+# distance* of the two distributions.
 #
 # ## Distributions of a chat model
 #
-# The chat model answers a question. It has the distribution `p` of the next token, its head the distribution `q`. The
-# picture shows the most likely tokens of both. Lower the temperature: both distributions get narrower, and they agree
-# more or less than before, depending on their best tokens.
+# The chat model answers a question. It has the distribution `p` of the next token, its head the
+# distribution `q`. The picture shows the most likely tokens of both. Lower the temperature: both
+# distributions get narrower, and they agree more or less than before, depending on their best
+# tokens.
 
 # %%
 QUESTION = "Give me one tip for learning a language."
@@ -195,13 +199,14 @@ Moving("acceptance", {"labels": labels, "title": "Next token of the answer, seve
 # %% [markdown]
 # ## Chains of K tokens
 #
-# The rule processes `K` draft tokens in order. At the first rejection it samples from the residual and stops. If it
-# accepts all of them, it samples one more token, the **bonus**, from the target's distribution after the last draft
-# token. So every round adds at least one token.
+# The rule processes `K` draft tokens in order. At the first rejection it samples from the residual
+# and stops. If it accepts all of them, it samples one more token, the **bonus**, from the target's
+# distribution after the last draft token. So every round adds at least one token.
 #
-# A uniform `u` in [0, 1) accepts `x` if `u · q(x) < p(x)`, which has probability `min(1, p(x) / q(x))`. `draw` samples
-# a token from a distribution: the first uniform chooses a group of 64 tokens, the next one a token in the group. A
-# cumulative sum over the whole vocabulary would have larger rounding errors ([design notes](../docs/design.md)).
+# A uniform `u` in [0, 1) accepts `x` if `u · q(x) < p(x)`, which has probability `min(1, p(x) /
+# q(x))`. `draw` samples a token from a distribution: the first uniform chooses a group of 64
+# tokens, the next one a token in the group. A cumulative sum over the whole vocabulary would have
+# larger rounding errors ([design notes](../docs/design.md)).
 
 
 # %%
@@ -214,8 +219,8 @@ def draw(p, uniforms):
 
 
 # %% [markdown]
-# **Exercise: a round.** `p` has a row more than `q`: row `k` is the target's distribution before draft token `k`, the
-# last row is the one after all draft tokens. Use `draw`.
+# **Exercise: a round.** `p` has a row more than `q`: row `k` is the target's distribution before
+# draft token `k`, the last row is the one after all draft tokens. Use `draw`.
 
 
 # %%
@@ -241,8 +246,9 @@ def verify_chain_answer(tokens, p, q, accept, choose):
 
 
 # %% [markdown]
-# The check compares 300 random rounds with `verify` of [nano_eagle3.py](../examples/nano_eagle3.py), a complete decoder
-# in one file. After the notebooks 02 to 05 you have written its parts.
+# The check compares 300 random rounds with `verify` of
+# [nano_eagle3.py](../examples/nano_eagle3.py), a complete decoder in one file. After the notebooks
+# 02 to 05 you have written its parts.
 
 
 # %%
@@ -269,9 +275,10 @@ verify_chain = checked(verify_chain, verify_chain_answer, check_verify_chain)
 
 # %% [markdown]
 # The next cells apply your round to real distributions. The shipped target has just generated
-# `parser = argparse.ArgumentParser`. Its head samples three draft tokens at temperature 1. One forward pass of the target
-# gives `p` after each of them. Fifteen other prompts are processed in the same batch. The small pair is used because its
-# vocabulary of 4,096 tokens makes many rounds cheap.
+# `parser = argparse.ArgumentParser`. Its head samples three draft tokens at temperature 1. One
+# forward pass of the target gives `p` after each of them. Fifteen other prompts are processed in
+# the same batch. The small pair is used because its vocabulary of 4,096 tokens makes many rounds
+# cheap.
 
 # %%
 K = 3
@@ -296,7 +303,8 @@ def distributions_after(tokens):
 def round_of(state):
     """Plays a round and returns the new state, the draft tokens [B K+1], p [B K+1 V] and q [B K V]."""
     texts = np.pad(np.asarray(state.tokens), ((0, 0), (0, K)))
-    root_slots = np.asarray(state.length) - 1  # the slot of the newest token, which is the root of the draft
+    # the slot of the newest token, which is the root of the draft
+    root_slots = np.asarray(state.length) - 1
     played = decoder.step(state)
     draft = jax.device_get(played.draft)
     for text, slot, chain in zip(texts, root_slots, draft.tokens, strict=True):
@@ -319,8 +327,8 @@ assert np.allclose(p.sum(-1), 1, atol=1e-5) and np.allclose(q.sum(-1), 1, atol=1
 alpha = np.minimum(p[0], q[0]).sum()
 
 # %% [markdown]
-# The cell applies your round to this draft with 512 sets of uniforms. It compares the result with `e3.verify`, which is
-# compiled and handles batches and trees.
+# The cell applies your round to this draft with 512 sets of uniforms. It compares the result with
+# `e3.verify`, which is compiled and handles batches and trees.
 
 # %%
 ROWS = 512
@@ -356,9 +364,9 @@ print("accepted tokens:", dict(sorted(Counter(len(row) - 1 for row in ours).item
 assert ours == library, "your round and e3.verify make the same decisions"
 
 # %% [markdown]
-# Every position has its own pair of distributions. It is reached only if all tokens before it were accepted. So the
-# probability of accepting the first `k` of *these* three tokens is a product of `min(1, p(x)/q(x))`. The cell compares
-# the products with the frequencies in the 512 rows.
+# Every position has its own pair of distributions. It is reached only if all tokens before it were
+# accepted. So the probability of accepting the first `k` of *these* three tokens is a product of
+# `min(1, p(x)/q(x))`. The cell compares the products with the frequencies in the 512 rows.
 
 # %%
 chance = np.minimum(1, p[np.arange(K), drafted] / q[np.arange(K), drafted])
@@ -373,12 +381,13 @@ for k in range(K):
 # %% [markdown]
 # ## Greedy drafts: a point mass
 #
-# Most engines draft greedily: `x` is the most likely token of the head. Then the draft distribution is a **point
-# mass** with `q(x) = 1`. The rule accepts `x` with probability `p(x)`, and the residual is `p` without `x`. The rule
-# needs the distribution that the token was *sampled from*. The output of the network is a different distribution.
+# Most engines draft greedily: `x` is the most likely token of the head. Then the draft distribution
+# is a **point mass** with `q(x) = 1`. The rule accepts `x` with probability `p(x)`, and the
+# residual is `p` without `x`. The rule needs the distribution that the token was *sampled from*.
+# The output of the network is a different distribution.
 #
-# A greedy draft token is accepted with probability `p(x)`, a sampled one with probability `Σ min(p, q)`. The plot
-# compares both for the first positions of six rounds.
+# A greedy draft token is accepted with probability `p(x)`, a sampled one with probability `Σ min(p,
+# q)`. The plot compares both for the first positions of six rounds.
 
 # %%
 firsts = list(zip(all_p[:, 0], all_q[:, 0], strict=True))
@@ -407,10 +416,11 @@ plt.show()
 # %% [markdown]
 # ## Proof by enumeration
 #
-# A text generated round by round has *exactly* the distribution of the target. The cell proves this for a small
-# example in rational numbers: a vocabulary of four tokens, `K = 2`, and a different `p` and `q` after every prefix.
-# `outcomes_of_round` computes the probability of every outcome of one round. `by_rounds` chains rounds until four tokens
-# are generated: two draft tokens, their bonus, and one token of the next round.
+# A text generated round by round has *exactly* the distribution of the target. The cell proves this
+# for a small example in rational numbers: a vocabulary of four tokens, `K = 2`, and a different `p`
+# and `q` after every prefix. `outcomes_of_round` computes the probability of every outcome of one
+# round. `by_rounds` chains rounds until four tokens are generated: two draft tokens, their bonus,
+# and one token of the next round.
 
 
 # %%
@@ -493,13 +503,14 @@ assert len(dist) == 4**4 and sum(dist.values()) == 1
 assert total_variation(Rule()) == 0, "exactly, in rational numbers"
 
 # %% [markdown]
-# The distance is exactly zero. The test suite runs the same enumeration against the code of `e3.verify`, for chains
-# and trees ([test_exact_distribution.py](../tests/core/test_exact_distribution.py)).
+# The distance is exactly zero. The test suite runs the same enumeration against the code of
+# `e3.verify`, for chains and trees
+# ([test_exact_distribution.py](../tests/core/test_exact_distribution.py)).
 #
 # ## Common mistakes
 #
-# The enumeration gives the exact distance from the target for five mistakes, by length of the text. A release of
-# transformers contained the third one.
+# The enumeration gives the exact distance from the target for five mistakes, by length of the text.
+# A release of transformers contained the third one.
 
 
 # %%
@@ -549,15 +560,16 @@ ax.legend(fontsize="small", ncols=2)
 plt.show()
 
 # %% [markdown]
-# A wrong bonus does not change the first `K` tokens, because the bonus is token `K + 1`. A test needs at least `K + 2`
-# tokens to check that the next round starts correctly.
+# A wrong bonus does not change the first `K` tokens, because the bonus is token `K + 1`. A test
+# needs at least `K + 2` tokens to check that the next round starts correctly.
 #
 # ## Siblings in a draft tree
 #
-# A tree has several draft tokens (siblings) for the same position. After the first sibling is rejected, the residual
-# replaces the target's distribution. The second sibling is accepted or rejected under the residual, and so on (the rule
-# of SpecInfer). The output distribution is exact for any number of siblings sampled from `q`. It is wrong if the second
-# sibling is compared with the original `p` again.
+# A tree has several draft tokens (siblings) for the same position. After the first sibling is
+# rejected, the residual replaces the target's distribution. The second sibling is accepted or
+# rejected under the residual, and so on (the rule of SpecInfer). The output distribution is exact
+# for any number of siblings sampled from `q`. It is wrong if the second sibling is compared with
+# the original `p` again.
 
 
 # %%
@@ -601,10 +613,11 @@ assert by_rank[0] < by_samples[0] < by_rank[-1], (
 # %% [markdown]
 # ## Statistical test of the compiled rule
 #
-# The enumeration proves the rule. The compiled program needs a test of its own. The next cell samples 40,960 tokens
-# with the compiled code and compares their frequencies with `p` by Pearson's chi-square test. It prints the smallest
-# deviation that the test detects with a probability of 90 %. It also runs the test on a bug: the draft is sampled at
-# temperature 0.5, but the head declares the distribution of temperature 1.
+# The enumeration proves the rule. The compiled program needs a test of its own. The next cell
+# samples 40,960 tokens with the compiled code and compares their frequencies with `p` by Pearson's
+# chi-square test. It prints the smallest deviation that the test detects with a probability of 90
+# %. It also runs the test on a bug: the draft is sampled at temperature 0.5, but the head declares
+# the distribution of temperature 1.
 
 
 # %%
@@ -665,18 +678,21 @@ assert visible < 0.1
 #
 # <details><summary>Answer</summary>
 #
-# Every draft is rejected if `Σ min(p, q) = 0`, that is, if `p` is zero wherever `q` is not. The residual is then `p`
-# itself, so each round adds one token sampled from `p`. The output is exact, and drafting only costs time.
+# Every draft is rejected if `Σ min(p, q) = 0`, that is, if `p` is zero wherever `q` is not. The
+# residual is then `p` itself, so each round adds one token sampled from `p`. The output is exact,
+# and drafting only costs time.
 #
 # </details>
 #
-# **2.** The head samples at temperature 0.5 and declares that distribution as `q`, while the target samples at
-# temperature 1. Is the output exact? And if the head samples at 0.5 and declares the distribution of temperature 1?
+# **2.** The head samples at temperature 0.5 and declares that distribution as `q`, while the target
+# samples at temperature 1. Is the output exact? And if the head samples at 0.5 and declares the
+# distribution of temperature 1?
 #
 # <details><summary>Answer</summary>
 #
-# Yes in the first case: `q` has to be the distribution that the token was sampled from, and it is. No in the second
-# case: the output is wrong by the total variation distance printed below. No check inside a decoder can detect it.
+# Yes in the first case: `q` has to be the distribution that the token was sampled from, and it is.
+# No in the second case: the output is wrong by the total variation distance printed below. No check
+# inside a decoder can detect it.
 #
 # </details>
 #
@@ -684,9 +700,9 @@ assert visible < 0.1
 #
 # <details><summary>Answer</summary>
 #
-# The probability that `x` is drafted and accepted is at most `q(x)`, because it must be drafted. It is also at most
-# `p(x)`, because `x` has probability `p(x)` in the output. The sum over all tokens is at most `Σ min(p, q)`. The rule
-# reaches this bound.
+# The probability that `x` is drafted and accepted is at most `q(x)`, because it must be drafted. It
+# is also at most `p(x)`, because `x` has probability `p(x)` in the output. The sum over all tokens
+# is at most `Σ min(p, q)`. The rule reaches this bound.
 #
 # </details>
 
@@ -706,14 +722,17 @@ assert abs(dishonest.sum() - 1) < 1e-9 and lost > 0.02
 # %% [markdown]
 # ## Checked claims
 #
-# - Accepted mass and residual mass add up to `p`. The acceptance probability is `Σ min(p, q) = 1 − TV`.
-# - A numpy version and `e3.verify` make the same decisions on the same uniforms. Acceptance multiplies along a chain.
-# - A greedy draft is the same rule with a one-hot `q`. At temperature 1, sampled drafts are accepted more often on
-#   average.
-# - A text of `K + 2` tokens has the target's distribution, with a total variation distance of exactly 0. Five mistakes
-#   change the distribution. A wrong bonus is invisible before token `K + 1`.
+# - Accepted mass and residual mass add up to `p`. The acceptance probability is `Σ min(p, q) = 1 −
+#   TV`.
+# - A numpy version and `e3.verify` make the same decisions on the same uniforms. Acceptance
+#   multiplies along a chain.
+# - A greedy draft is the same rule with a one-hot `q`. At temperature 1, sampled drafts are
+#   accepted more often on average.
+# - A text of `K + 2` tokens has the target's distribution, with a total variation distance of
+#   exactly 0. Five mistakes change the distribution. A wrong bonus is invisible before token `K +
+#   1`.
 # - Any number of siblings is exact if each one is verified under the residual of the one before.
-# - The tokens of the compiled rule follow the target's distribution in 40,960 samples. The test detects a draft that
-#   declares a wrong distribution.
+# - The tokens of the compiled rule follow the target's distribution in 40,960 samples. The test
+#   detects a draft that declares a wrong distribution.
 #
 # **Next:** [03](03_eagle3_head.ipynb), the draft head, layer by layer.

@@ -17,17 +17,19 @@
 # After this notebook you can
 #
 # - name every tensor of an EAGLE-3 checkpoint, and compute the head in thirty lines of `jax.numpy`;
-# - name the token that is paired with each feature, and the inputs of the head at later draft steps;
+# - name the token that is paired with each feature, and the inputs of the head at later draft
+#   steps;
 # - measure what each part of the head contributes;
 # - recognize common mistakes in a port of a head by their effect on acceptance.
 #
-# The notebook takes about two minutes on two CPU cores, offline. It needs only `pip install -e '.[notebooks]'`. It uses
-# the small pair of the package: a target of 12 layers and its EAGLE-3 head. Read
-# [01](01_memory_bound_decoding.ipynb) and [02](02_speculative_sampling.ipynb) first. The method is Li et al., *EAGLE-3*
-# (arXiv 2503.01840). The drawing below shows the whole head.
+# The notebook takes about two minutes on two CPU cores, offline. It needs only `pip install -e
+# '.[notebooks]'`. It uses the small pair of the package: a target of 12 layers and its EAGLE-3
+# head. Read [01](01_memory_bound_decoding.ipynb) and [02](02_speculative_sampling.ipynb) first. The
+# method is Li et al., *EAGLE-3* (arXiv 2503.01840). The drawing below shows the whole head.
 #
-# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell below it has an answer.
-# The cell after that checks your function. If you leave the function as it is, the notebook uses the answer.
+# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
+# below it has an answer. The cell after that checks your function. If you leave the function as it
+# is, the notebook uses the answer.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -71,8 +73,9 @@ eagle3_head(config, layers)
 # %% [markdown]
 # ## Tensors of the checkpoint
 #
-# The rest of this notebook follows the arrows of the drawing. The checkpoint uses the tensor names of the official
-# PyTorch code, with matrices of shape `[out, in]`. It has no embedding, because the head uses the target's.
+# The rest of this notebook follows the arrows of the drawing. The checkpoint uses the tensor names
+# of the official PyTorch code, with matrices of shape `[out, in]`. It has no embedding, because the
+# head uses the target's.
 
 # %%
 checkpoint = load_file(bundled("eagle3/model.safetensors"))
@@ -99,8 +102,9 @@ assert abs(2 * large.total - 849.4e6) < 0.1e6, "the published file has 850 MB, t
 # %% [markdown]
 # ## A Llama block in plain `jax.numpy`
 #
-# The head is one Llama block with attention inputs of twice the width, so these functions work for the target and the
-# head. They use only the tensors of the checkpoints, for one sequence in float32.
+# The head is one Llama block with attention inputs of twice the width, so these functions work for
+# the target and the head. They use only the tensors of the checkpoints, for one sequence in
+# float32.
 
 # %%
 EPS = 1e-5
@@ -150,9 +154,10 @@ def difference(ours, theirs):  # largest, in units of the reference's largest en
 # %% [markdown]
 # ## Target features
 #
-# The head reads three *features*: the target's residual stream at the **input** of layers 2, 6 and 9 (in general `2,
-# L//2, L−3`), before any norm. The residual stream is the sum of the embedding and the outputs of all earlier layers.
-# The cell runs the target by hand and keeps the stream at the input of each layer.
+# The head reads three *features*: the target's residual stream at the **input** of layers 2, 6 and
+# 9 (in general `2, L//2, L−3`), before any norm. The residual stream is the sum of the embedding
+# and the outputs of all earlier layers. The cell runs the target by hand and keeps the stream at
+# the input of each layer.
 
 # %%
 rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text().splitlines()]
@@ -183,8 +188,9 @@ assert taps == (2, layers // 2, layers - 3)
 assert difference(features, out.features[0]) < 1e-5 and difference(final, out.final[0]) < 1e-5
 
 # %% [markdown]
-# The streams are not normalized, so their magnitude grows with depth. Neighboring layers have similar streams, because
-# each layer changes the sum little. Therefore a feature from a neighboring layer is a bug that is hard to notice.
+# The streams are not normalized, so their magnitude grows with depth. Neighboring layers have
+# similar streams, because each layer changes the sum little. Therefore a feature from a neighboring
+# layer is a bug that is hard to notice.
 
 # %% tags=["hide-input"]
 streams = jnp.stack([*entering, x])
@@ -210,8 +216,8 @@ assert all(cosines[i, i + 1] > 0.7 for i in range(1, layers)), "neighboring laye
 # %% [markdown]
 # ## Fusion `fc`
 #
-# The three features are concatenated to a vector of size `3·D`, low layer first. One matrix without a bias maps it to
-# the width of the head.
+# The three features are concatenated to a vector of size `3·D`, low layer first. One matrix without
+# a bias maps it to the width of the head.
 
 # %%
 w = {name: tensor.astype(jnp.float32) for name, tensor in checkpoint.items() if tensor.dtype == jnp.bfloat16}
@@ -225,13 +231,14 @@ assert difference(fused, theirs) < 1e-5
 # %% [markdown]
 # ## Pairs of feature and next token
 #
-# The target computes the feature `f_t` from the tokens up to `x_t`. When the head runs, the next token `x_{t+1}` is
-# already known. The head pairs `f_t` with this **next** token and predicts the token after it, `x_{t+2}`, at rotary
-# position `t`. Tokens are shifted by one, positions are not. In the last pair the next token is the **root**. The target
-# has chosen the root but has not processed it yet.
+# The target computes the feature `f_t` from the tokens up to `x_t`. When the head runs, the next
+# token `x_{t+1}` is already known. The head pairs `f_t` with this **next** token and predicts the
+# token after it, `x_{t+2}`, at rotary position `t`. Tokens are shifted by one, positions are not.
+# In the last pair the next token is the **root**. The target has chosen the root but has not
+# processed it yet.
 #
-# **Exercise: the pairs.** `ids` are the `T` tokens of the text, `root` is the token that the target has chosen after
-# them.
+# **Exercise: the pairs.** `ids` are the `T` tokens of the text, `root` is the token that the target
+# has chosen after them.
 
 
 # %%
@@ -267,13 +274,15 @@ for t in range(len(ids) - 5, len(ids)):
 # %% [markdown]
 # ## The draft layer
 #
-# The embedding of the token and the fused feature have separate norms. The results are concatenated, **embedding
-# first**. Only queries, keys and values read the concatenation, so these three matrices have twice the input width. The
-# residual path starts from the fused feature **before** its norm. The embedding has no residual path. The final norm is
-# applied only before the output matrix.
+# The embedding of the token and the fused feature have separate norms. The results are
+# concatenated, **embedding first**. Only queries, keys and values read the concatenation, so these
+# three matrices have twice the input width. The residual path starts from the fused feature
+# **before** its norm. The embedding has no residual path. The final norm is applied only before the
+# output matrix.
 #
-# **Exercise: the input of attention.** The checkpoint names the two norms `midlayer.input_layernorm.weight` (embedding)
-# and `midlayer.hidden_norm.weight` (feature). `norm(x, weight)` is above.
+# **Exercise: the input of attention.** The checkpoint names the two norms
+# `midlayer.input_layernorm.weight` (embedding) and `midlayer.hidden_norm.weight` (feature).
+# `norm(x, weight)` is above.
 
 
 # %%
@@ -344,9 +353,9 @@ for name, ours, theirs in (
 # %% [markdown]
 # ## Draft vocabulary
 #
-# The output matrix covers the 2,048 most frequent of the target's 4,096 tokens. `d2t` maps a draft id to a target id as
-# an **offset**: `target = draft + d2t[draft]`. `t2d` marks the target tokens that can be drafted. Inference does not
-# need `t2d`. In memory the library keeps absolute ids.
+# The output matrix covers the 2,048 most frequent of the target's 4,096 tokens. `d2t` maps a draft
+# id to a target id as an **offset**: `target = draft + d2t[draft]`. `t2d` marks the target tokens
+# that can be drafted. Inference does not need `t2d`. In memory the library keeps absolute ids.
 #
 # **Exercise: target ids.**
 
@@ -387,8 +396,8 @@ for draft_id in best.tolist():
 # %% [markdown]
 # ## Draft loop
 #
-# There is no feature for the second draft token, because the target has not run yet. Each further draft step therefore
-# replaces both inputs:
+# There is no feature for the second draft token, because the target has not run yet. Each further
+# draft step therefore replaces both inputs:
 #
 # - The head's own output replaces the feature: **before** the final norm, and without `fc`.
 # - The drafted token replaces the next token.
@@ -403,8 +412,8 @@ def draft_chain(run, output, logits, length, d2t):
     """Drafts a chain greedily: returns `length` target ids.
 
     Args:
-        run: `run(token, stream, depth)` returns the head's output and its draft logits after a token. `depth` is 0 for
-            the first draft token.
+        run: `run(token, stream, depth)` returns the head's output and its draft logits after a
+            token. `depth` is 0 for the first draft token.
         output: The head's output at the root.
         logits: Draft logits at the root, `[W]`; the first draft token follows from them.
         length: Number of draft tokens.
@@ -445,8 +454,9 @@ def check_draft_chain(draft_chain):
 draft_chain = checked(draft_chain, draft_chain_answer, check_draft_chain)
 
 # %% [markdown]
-# The next cell runs your loop with the head that you have computed by hand. The chain is equal to that of the library's
-# `propose`, and to that of `draft_chain` in [nano_eagle3.py](../examples/nano_eagle3.py).
+# The next cell runs your loop with the head that you have computed by hand. The chain is equal to
+# that of the library's `propose`, and to that of `draft_chain` in
+# [nano_eagle3.py](../examples/nano_eagle3.py).
 
 # %%
 K = drafter.drafter.max_depth
@@ -497,9 +507,10 @@ assert drafted == proposed.tokens[0, 1:].tolist() == in_one_file.tokens[1:].toli
 #
 # ## Ablation: the contribution of each part
 #
-# A drafter cannot change the text. A broken part changes only τ. The drafter below reads the stream of **every** layer
-# and edits the inputs of the head. The edit is data, so all variants share one compiled program. It sets the layers, the
-# share of each feature that is kept, a replacement value, and whether the tokens are shifted.
+# A drafter cannot change the text. A broken part changes only τ. The drafter below reads the stream
+# of **every** layer and edits the inputs of the head. The edit is data, so all variants share one
+# compiled program. It sets the layers, the share of each feature that is kept, a replacement value,
+# and whether the tokens are shifted.
 
 
 # %%
@@ -561,7 +572,8 @@ assert unchanged.tokens == plain.tokens, "the text of plain decoding"
 print(f"{len(prompts)} prompts, {NEW} new tokens each: τ = {unchanged.stats.mean_acceptance_length:.2f}")
 
 # %% [markdown]
-# - `mean` replaces a feature by its mean over other text, so the input of `fc` keeps its usual magnitude.
+# - `mean` replaces a feature by its mean over other text, so the input of `fc` keeps its usual
+#   magnitude.
 # - "No feature" sets all three features to zero. The head still reads its own output.
 # - "No embedding" sets the embedding table of the head to zero.
 # - A head with random weights is the lower bound.
@@ -613,16 +625,18 @@ ax.grid(axis="y", visible=False)
 plt.show()
 
 # %% [markdown]
-# The high feature contributes most. Neither the features nor the embedding alone are of much use. The features contain
-# the target's expectation, the embedding contains its choice. The chart describes this trained head. The ablation in the
-# paper is different, because it trains a new head for each variant.
+# The high feature contributes most. Neither the features nor the embedding alone are of much use.
+# The features contain the target's expectation, the embedding contains its choice. The chart
+# describes this trained head. The ablation in the paper is different, because it trains a new head
+# for each variant.
 #
 # ## Acceptance by draft depth
 #
-# From the second draft token on, the head reads its own output instead of a feature. It was trained for this input: the
-# *training-time test* unrolls the head on its own outputs, with the tokens of the text. The training objective counts
-# the correct predictions at each depth. The plot compares their share with the conditional acceptance rate of a real
-# run. This rate counts only rounds that accepted all earlier draft tokens.
+# From the second draft token on, the head reads its own output instead of a feature. It was trained
+# for this input: the *training-time test* unrolls the head on its own outputs, with the tokens of
+# the text. The training objective counts the correct predictions at each depth. The plot compares
+# their share with the conditional acceptance rate of a real run. This rate counts only rounds that
+# accepted all earlier draft tokens.
 
 # %% tags=["hide-input"]
 traced = trace.record(
@@ -681,14 +695,15 @@ assert hits[0] > hits[1] > hits[4], "each step without the target's features low
 assert min(conditional[3:]) > max(hits[3:]), "only easy text reaches depth 4"
 
 # %% [markdown]
-# In the training-time test, the share falls with depth. This is the cost of drafting without the target's features. The
-# conditional acceptance rate starts lower, because a round starts where the previous round failed. It ends higher,
-# because only rounds on easy text reach depth 4. A report must name the curve.
+# In the training-time test, the share falls with depth. This is the cost of drafting without the
+# target's features. The conditional acceptance rate starts lower, because a round starts where the
+# previous round failed. It ends higher, because only rounds on easy text reach depth 4. A report
+# must name the curve.
 #
 # ## Coverage of the draft vocabulary
 #
-# Half of the target's tokens are outside the draft vocabulary. If the target chooses one of them, the draft is rejected
-# at this position.
+# Half of the target's tokens are outside the draft vocabulary. If the target chooses one of them,
+# the draft is rejected at this position.
 
 # %%
 written = np.concatenate([row.tokens for row in plain.rows])
@@ -712,10 +727,10 @@ assert len(outside) < 0.15 * len(refused), "few rejections are caused by the voc
 # %% [markdown]
 # ## Common mistakes
 #
-# A wrong port of a head raises no error and changes no text. Only τ falls. The map shows the conditional acceptance rate
-# by depth for mistakes from real ports: offsets used as ids, features of the layer before or after, features in reverse
-# order, the two input norms exchanged, tokens not shifted, and the normed output fed back (only EAGLE-3.1 heads expect
-# this).
+# A wrong port of a head raises no error and changes no text. Only τ falls. The map shows the
+# conditional acceptance rate by depth for mistakes from real ports: offsets used as ids, features
+# of the layer before or after, features in reverse order, the two input norms exchanged, tokens not
+# shifted, and the normed output fed back (only EAGLE-3.1 heads expect this).
 
 # %%
 first = drafter.params["head"]["first"]
@@ -775,37 +790,39 @@ plt.show()
 # - Normed output fed back: depth 1 is unchanged, later depths collapse.
 # - **Features of a neighboring layer** change τ so little that a few prompts do not show it.
 #
-# Compare features and draft logits with a reference. Acceptance rates are not enough. The tests of this library compare
-# with recorded runs of the official code and of vLLM.
+# Compare features and draft logits with a reference. Acceptance rates are not enough. The tests of
+# this library compare with recorded runs of the official code and of vLLM.
 #
 # ## Questions
 #
-# **1.** The head's attention reads twice the width of a layer of the target. Does a token take twice the cache?
+# **1.** The head's attention reads twice the width of a layer of the target. Does a token take
+# twice the cache?
 #
 # <details><summary>Answer</summary>
 #
-# No. Only the *inputs* of the query, key and value products are `2·D` wide. The cache holds one key and one value for
-# each key head, `2·C·H` numbers per token.
+# No. Only the *inputs* of the query, key and value products are `2·D` wide. The cache holds one key
+# and one value for each key head, `2·C·H` numbers per token.
 #
 # </details>
 #
-# **2.** What is the largest possible gain in τ on this text from a draft vocabulary that contains every token?
+# **2.** What is the largest possible gain in τ on this text from a draft vocabulary that contains
+# every token?
 #
 # <details><summary>Answer</summary>
 #
-# By less than 0.1. Each round that ended at a token outside the vocabulary could have accepted at most `K` more tokens.
-# The cell below prints the bound.
+# By less than 0.1. Each round that ended at a token outside the vocabulary could have accepted at
+# most `K` more tokens. The cell below prints the bound.
 #
 # </details>
 #
-# **3.** A head drafts with conditional acceptance .70, .35, .20, .10 by depth. Which two mistakes would you look for
-# first?
+# **3.** A head drafts with conditional acceptance .70, .35, .20, .10 by depth. Which two mistakes
+# would you look for first?
 #
 # <details><summary>Answer</summary>
 #
-# Depth 1 is good, so vocabulary, shift, features and norms are correct. The mistake is in the draft loop: the output
-# that is fed back (normed or not, with `fc` or without), or the positions of the draft steps. A head trained without
-# the training-time test shows the same pattern.
+# Depth 1 is good, so vocabulary, shift, features and norms are correct. The mistake is in the draft
+# loop: the output that is fed back (normed or not, with `fc` or without), or the positions of the
+# draft steps. A head trained without the training-time test shows the same pattern.
 #
 # </details>
 
@@ -818,14 +835,16 @@ assert most < stats.mean_acceptance_length + 0.1
 # %% [markdown]
 # ## Checked claims
 #
-# - The configuration of the head gives the number of parameters in the checkpoint. A head of Llama-3.1-8B has 850 MB.
-# - Features are the inputs of layers `2, L//2, L−3`, before any norm. Those computed by hand and those of the library
-#   agree to 10⁻⁵.
-# - `fc`, the layer, its cache, the draft logits, `d2t`, and a chain of draft tokens computed by hand equal
-#   the library's. The chain equals that of `nano_eagle3.py`.
+# - The configuration of the head gives the number of parameters in the checkpoint. A head of
+#   Llama-3.1-8B has 850 MB.
+# - Features are the inputs of layers `2, L//2, L−3`, before any norm. Those computed by hand and
+#   those of the library agree to 10⁻⁵.
+# - `fc`, the layer, its cache, the draft logits, `d2t`, and a chain of draft tokens computed by
+#   hand equal the library's. The chain equals that of `nano_eagle3.py`.
 # - Every part is used, the high feature contributes most, and the text never changes.
-# - Each draft step without the target's features lowers the share of correct tokens. The draft vocabulary covers nearly
-#   all of the generated text.
-# - No mistake in a port changes the text. Features of a neighboring layer are found only by comparing numbers.
+# - Each draft step without the target's features lowers the share of correct tokens. The draft
+#   vocabulary covers nearly all of the generated text.
+# - No mistake in a port changes the text. Features of a neighboring layer are found only by
+#   comparing numbers.
 #
 # **Next:** [04](04_kv_caches.ipynb), the KV caches of target and head.

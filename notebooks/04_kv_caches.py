@@ -21,12 +21,13 @@
 # - show that a rejected draft changes no later result, bit for bit;
 # - check that caches are updated in place and that a program compiles once.
 #
-# The notebook takes about two minutes on two CPU cores, offline. It needs only `pip install -e '.[notebooks]'`. It uses
-# the small pair of the package. Read [01](01_memory_bound_decoding.ipynb), [02](02_speculative_sampling.ipynb) and
-# [03](03_eagle3_head.ipynb) first.
+# The notebook takes about two minutes on two CPU cores, offline. It needs only `pip install -e
+# '.[notebooks]'`. It uses the small pair of the package. Read [01](01_memory_bound_decoding.ipynb),
+# [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) first.
 #
-# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell below it has an answer.
-# The cell after that checks your function. If you leave the function as it is, the notebook uses the answer.
+# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
+# below it has an answer. The cell after that checks your function. If you leave the function as it
+# is, the notebook uses the answer.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -72,9 +73,9 @@ state = decoder.prefill(prompts, max_new_tokens=40)
 # %% [markdown]
 # ## Committed slots
 #
-# Attention needs the keys and values of all earlier tokens. The target and the head each keep them in a cache. A cache
-# has a buffer of fixed size per layer and one number per row: `length[b]`, the number of **committed** slots of row `b`.
-# Attention ignores all slots past `length`.
+# Attention needs the keys and values of all earlier tokens. The target and the head each keep them
+# in a cache. A cache has a buffer of fixed size per layer and one number per row: `length[b]`, the
+# number of **committed** slots of row `b`. Attention ignores all slots past `length`.
 
 
 # %%
@@ -95,15 +96,15 @@ assert np.array_equal(heads, ours), "one pair for each token that the target has
 assert len(state.cache.layers) == 12 * len(state.drafter.cache.layers)
 
 # %% [markdown]
-# Slot `t` of the target's cache belongs to token `x_t`. Slot `t` of the head's cache belongs to the pair
-# `(f_t, x_{t+1})`. Both caches are one shorter than the text. The target has chosen the last token, the **root**, but has
-# not processed it yet.
+# Slot `t` of the target's cache belongs to token `x_t`. Slot `t` of the head's cache belongs to the
+# pair `(f_t, x_{t+1})`. Both caches are one shorter than the text. The target has chosen the last
+# token, the **root**, but has not processed it yet.
 #
 # ## One round, step by step
 #
-# `decoder.step` is one compiled program. The cell runs its parts one after the other and reads both caches after each
-# part. A slot was written if its keys are not all zero. The prefill ran a block of 32 tokens, so the cell first sets
-# the padding after the prompt to zero.
+# `decoder.step` is one compiled program. The cell runs its parts one after the other and reads both
+# caches after each part. A slot was written if its keys are not all zero. The prefill ran a block
+# of 32 tokens, so the cell first sets the padding after the prompt to zero.
 
 
 # %%
@@ -176,16 +177,19 @@ axes[0].set_xlabel("")
 plt.show()
 
 # %% [markdown]
-# - **propose**: the head drafts `K` tokens. It writes `K − 1` slots after its committed ones. The target has not run.
-# - **verify**: the target writes the root and all `K` draft tokens after its committed slots. It attends over the whole
-#   buffer under one mask.
-# - **commit**: `length` increases by the number of accepted tokens plus one for the root. No slot is erased or copied.
-# - **observe**: the head runs over the committed pairs again, with the target's features. This overwrites the slots
-#   written by `propose`. Then the head's `length` increases.
+# - **propose**: the head drafts `K` tokens. It writes `K − 1` slots after its committed ones. The
+#   target has not run.
+# - **verify**: the target writes the root and all `K` draft tokens after its committed slots. It
+#   attends over the whole buffer under one mask.
+# - **commit**: `length` increases by the number of accepted tokens plus one for the root. No slot
+#   is erased or copied.
+# - **observe**: the head runs over the committed pairs again, with the target's features. This
+#   overwrites the slots written by `propose`. Then the head's `length` increases.
 #
-# **Exercise: the mask of verification.** The block has `T` tokens: the root and the draft. Token `t` of the block is
-# written to slot `length + t`. It attends to all committed slots, and to the tokens of the block that `block` allows. For a
-# chain, `block` is the causal mask; notebook [05](05_draft_trees.ipynb) has the one of a tree.
+# **Exercise: the mask of verification.** The block has `T` tokens: the root and the draft. Token
+# `t` of the block is written to slot `length + t`. It attends to all committed slots, and to the
+# tokens of the block that `block` allows. For a chain, `block` is the causal mask; notebook
+# [05](05_draft_trees.ipynb) has the one of a tree.
 
 
 # %%
@@ -224,8 +228,8 @@ def check_cache_mask(cache_mask):
 cache_mask = checked(cache_mask, cache_mask_answer, check_cache_mask)
 
 # %% [markdown]
-# There is no rollback. A rejected draft token is in a slot past `length`, and the next round overwrites it. The plot
-# shows up to twelve rounds.
+# There is no rollback. A rejected draft token is in a slot past `length`, and the next round
+# overwrites it. The plot shows up to twelve rounds.
 
 # %%
 state = wiped_both(decoder.prefill(prompts, max_new_tokens=40))
@@ -257,8 +261,8 @@ plt.show()
 # %% [markdown]
 # ## Rejected drafts and uncommitted slots
 #
-# **Uncommitted slots are never read.** After the prefill, the cell fills every slot past `length` in both caches with
-# 10⁴. The tokens and the bits of every committed slot must stay the same.
+# **Uncommitted slots are never read.** After the prefill, the cell fills every slot past `length`
+# in both caches with 10⁴. The tokens and the bits of every committed slot must stay the same.
 
 
 # %%
@@ -289,10 +293,10 @@ compared = sum(leaf.size for leaf in known(clean.cache))
 print(f"filled slots changed no token and none of {compared:,} numbers of the target's cache")
 
 # %% [markdown]
-# **A chain and plain decoding are equal bit for bit.** `Plain(num_nodes=K+1)` decodes without a drafter in blocks of
-# the same shape, with padding after the root. Every key and value of every layer equals that of the chain. So rejected
-# tokens did not change any committed slot. A prefill of the whole text is a program of another shape. Its numbers agree
-# up to rounding.
+# **A chain and plain decoding are equal bit for bit.** `Plain(num_nodes=K+1)` decodes without a
+# drafter in blocks of the same shape, with padding after the root. Every key and value of every
+# layer equals that of the chain. So rejected tokens did not change any committed slot. A prefill of
+# the whole text is a program of another shape. Its numbers agree up to rounding.
 
 # %%
 matched = finished(
@@ -324,12 +328,13 @@ for name, ours, theirs in (
 # %% [markdown]
 # ## Commit of a tree path
 #
-# The nodes of a tree are written to consecutive slots, in the order of their numbers. The accepted path is usually not
-# at the front. `commit` moves it to the front: it reads all slots of the path, then writes them. The rotary position of
-# a node is `length + depth`, so siblings share a position. After the move, slot and position agree again.
+# The nodes of a tree are written to consecutive slots, in the order of their numbers. The accepted
+# path is usually not at the front. `commit` moves it to the front: it reads all slots of the path,
+# then writes them. The rotary position of a node is `length + depth`, so siblings share a position.
+# After the move, slot and position agree again.
 #
-# **Exercise: the commit.** The target has written node `i` to slot `length + i`. The accepted path starts with the root,
-# node 0. Slots after the new length may hold anything.
+# **Exercise: the commit.** The target has written node `i` to slot `length + i`. The accepted path
+# starts with the root, node 0. Slots after the new length may hold anything.
 
 
 # %%
@@ -366,7 +371,8 @@ def check_commit(commit):
 commit = checked(commit, commit_answer, check_commit)
 
 # %% [markdown]
-# The next cell takes a round of a real tree. It compares your commit with the library's, in every layer.
+# The next cell takes a round of a real tree. It compares your commit with the library's, in every
+# layer.
 
 # %%
 TREE = e3.DynamicTree(num_nodes=16, max_depth=5, top_k=4)
@@ -415,14 +421,16 @@ moved(path, TREE.num_nodes, first=n, title="Commit of the accepted path (green);
 # %% [markdown]
 # ## Updates in place, one compilation
 #
-# The caches are the largest arrays after the weights. `step` *donates* its state: the input buffers become the output
-# buffers. The cell checks this in three ways. The address of a buffer stays the same. The input array is deleted. The
-# compiler reports how many bytes of its inputs are reused as outputs.
+# The caches are the largest arrays after the weights. `step` *donates* its state: the input buffers
+# become the output buffers. The cell checks this in three ways. The address of a buffer stays the
+# same. The input array is deleted. The compiler reports how many bytes of its inputs are reused as
+# outputs.
 #
-# A program is compiled for fixed shapes. A prompt of up to 64 tokens is padded to 16, 32 or 64, a longer one to a
-# multiple of 128. A row of a cache holds the padded prompt or the whole text, whichever is longer, and a draft, rounded
-# up to a multiple of 128 slots. The lengths and limits themselves are data. So all prompts of one size class share
-# their programs, and another size class compiles again.
+# A program is compiled for fixed shapes. A prompt of up to 64 tokens is padded to 16, 32 or 64, a
+# longer one to a multiple of 128. A row of a cache holds the padded prompt or the whole text,
+# whichever is longer, and a draft, rounded up to a multiple of 128 slots. The lengths and limits
+# themselves are data. So all prompts of one size class share their programs, and another size class
+# compiles again.
 
 # %%
 state = decoder.prefill(prompts, max_new_tokens=40)
@@ -446,7 +454,8 @@ assert compiled.alias_size_in_bytes >= size
 clocks = []
 for batch in (
     [(prompts[0], 8, 0)],  # 14 tokens, padded to 16; rows of 128 slots
-    [(prompts[1][:9], 30, 1), (prompts[2][:3], 50, 2), (prompts[2], 90, 3)],  # at most 16 tokens: the same
+    # at most 16 tokens: the same
+    [(prompts[1][:9], 30, 1), (prompts[2][:3], 50, 2), (prompts[2], 90, 3)],
     [(prompts[3], 8, 0)],  # 22 tokens, padded to 32
     [(prompts[0], 120, 0)],  # rows of 256 slots
 ):
@@ -464,9 +473,9 @@ assert same_class == 0 < min(first_prompt, longer_prompt, higher_limit), (
 # %% [markdown]
 # ## Cache memory per token
 #
-# The head's cache has the size of one layer of the target's cache. A layer needs `2·C·H` numbers per token (`C` key
-# heads of `H` numbers, keys and values). The cell compares the formula with the buffers of the shipped pair. For large
-# models the head's share is small.
+# The head's cache has the size of one layer of the target's cache. A layer needs `2·C·H` numbers
+# per token (`C` key heads of `H` numbers, keys and values). The cell compares the formula with the
+# buffers of the shipped pair. For large models the head's share is small.
 
 # %%
 shipped = (target.model.config, drafter.drafter.config, "float32")
@@ -494,8 +503,9 @@ for name, (big, small, kind) in ({"shipped pair": shipped} | named).items():
 # %% [markdown]
 # ## Common mistakes
 #
-# **Rolling back a tree by length only.** This is correct for a chain. For a tree, the committed slots then hold the nodes
-# with the lowest numbers instead of the accepted path. The target's cache is wrong, so the **text** changes.
+# **Rolling back a tree by length only.** This is correct for a chain. For a tree, the committed
+# slots then hold the nodes with the lowest numbers instead of the accepted path. The target's cache
+# is wrong, so the **text** changes.
 
 # %%
 long = [target.tokenizer.encode(row["prompt"]).ids for row in rows[::8]]
@@ -528,8 +538,8 @@ assert parted(by_length.tokens).count(None) <= len(long) // 2 < parted(tree_text
 )
 
 # %% [markdown]
-# **Skipping `observe` for accepted tokens.** The drafter below gives the head the feature of the first pair for all
-# pairs of a round. The text does not change, τ falls.
+# **Skipping `observe` for accepted tokens.** The drafter below gives the head the feature of the
+# first pair for all pairs of a round. The text does not change, τ falls.
 
 
 # %%
@@ -557,8 +567,9 @@ assert stale.tokens == right.tokens, "the same text"
 assert stale.stats.mean_acceptance_length < right.stats.mean_acceptance_length - 0.2
 
 # %% [markdown]
-# A weaker form is harder to find: the head runs on the pairs again, but its cache keeps the keys and values written
-# while drafting. τ hardly changes. A comparison of the cache with that of a fresh prefill shows the bug.
+# A weaker form is harder to find: the head runs on the pairs again, but its cache keeps the keys
+# and values written while drafting. τ hardly changes. A comparison of the cache with that of a
+# fresh prefill shows the bug.
 
 
 # %%
@@ -608,27 +619,29 @@ else:
 # %% [markdown]
 # ## Questions
 #
-# **1.** Eight prompts of 300 tokens, 200 new tokens each, K = 5, float32: how long are the rows of the caches, and
-# how much memory do the caches of the shipped pair take?
+# **1.** Eight prompts of 300 tokens, 200 new tokens each, K = 5, float32: how long are the rows of
+# the caches, and how much memory do the caches of the shipped pair take?
 #
 # <details><summary>Answer</summary>
 #
-# A row holds the prompt, the new tokens, and a root with a whole draft: 300 + 200 + 6 = 506 slots, rounded up to 512.
-# There are 13 layers, with keys and values, 2 heads of 64 numbers, 4 bytes each: 13 · 2 · 2 · 64 · 4 · 512 · 8 bytes =
-# 54.5 MB.
+# A row holds the prompt, the new tokens, and a root with a whole draft: 300 + 200 + 6 = 506 slots,
+# rounded up to 512. There are 13 layers, with keys and values, 2 heads of 64 numbers, 4 bytes each:
+# 13 · 2 · 2 · 64 · 4 · 512 · 8 bytes = 54.5 MB.
 #
 # </details>
 #
-# **2.** For a chain of `K` the head writes `K − 1` slots. How many does it write for the tree above with 16 nodes?
+# **2.** For a chain of `K` the head writes `K − 1` slots. How many does it write for the tree above
+# with 16 nodes?
 #
 # <details><summary>Answer</summary>
 #
-# 16. It runs on every node that can have children: 4 on each level except the last. `TREE.num_expanded` is this number.
+# 16. It runs on every node that can have children: 4 on each level except the last.
+#     `TREE.num_expanded` is this number.
 #
 # </details>
 #
-# **3.** By how many percent does a head reduce the number of tokens that fit into a given cache memory of
-# Llama-3.3-70B?
+# **3.** By how many percent does a head reduce the number of tokens that fit into a given cache
+# memory of Llama-3.3-70B?
 #
 # <details><summary>Answer</summary>
 #
@@ -655,16 +668,19 @@ assert abs(extra / (ours + extra) - 1 / 81) < 1e-9
 # %% [markdown]
 # ## Checked claims
 #
-# - For a text of `n` tokens, both caches have `n − 1` committed slots in every row. After every round, the same slots of
-#   both caches are in the same state.
+# - For a text of `n` tokens, both caches have `n − 1` committed slots in every row. After every
+#   round, the same slots of both caches are in the same state.
 # - Slots past `length` are never read. Other values in them change no token and no bit.
-# - The keys and values of a chain equal those of plain decoding in blocks of the same shape, bit for bit. They equal
-#   those of a fresh prefill to 10⁻⁴.
-# - The mask of verification equals that of `nano_eagle3.py`. The commit written by hand equals the library's, bit for bit.
-# - `commit` moves the path of a tree without changing its bits. Nodes of one level share a rotary position.
+# - The keys and values of a chain equal those of plain decoding in blocks of the same shape, bit
+#   for bit. They equal those of a fresh prefill to 10⁻⁴.
+# - The mask of verification equals that of `nano_eagle3.py`. The commit written by hand equals the
+#   library's, bit for bit.
+# - `commit` moves the path of a tree without changing its bits. Nodes of one level share a rotary
+#   position.
 # - Both caches are updated in place, and one set of programs serves all prompts of a size class.
-# - The head's cache has the size of one layer of the target's. The formula gives the size of the real buffers.
-# - A tree rolled back by length only changes the text. A head without the target's features lowers τ and keeps the text.
-#   A used state raises an error.
+# - The head's cache has the size of one layer of the target's. The formula gives the size of the
+#   real buffers.
+# - A tree rolled back by length only changes the text. A head without the target's features lowers
+#   τ and keeps the text. A used state raises an error.
 #
 # **Next:** [05](05_draft_trees.ipynb), draft trees.

@@ -14,8 +14,8 @@
 # %% [markdown]
 # # 05 · Draft trees
 #
-# In a chain, the first rejected token also rejects all later ones. A tree drafts several continuations. One forward pass
-# of the target verifies all of them. After this notebook you can
+# In a chain, the first rejected token also rejects all later ones. A tree drafts several
+# continuations. One forward pass of the target verifies all of them. After this notebook you can
 #
 # - build the dynamic tree of EAGLE-2, level by level, equal to the library's draft;
 # - read an ancestor mask, and name the position of each node;
@@ -23,12 +23,14 @@
 # - compare the gain of a larger tree (τ) with its cost (v);
 # - write the loop that joins all parts, and compare it with a decoder in one file.
 #
-# The notebook takes two to three minutes on two CPU cores. It needs only `pip install -e '.[notebooks]'`. It uses the
-# small pair of the package, and for one picture the chat model, which is downloaded once (93 MB). Read [01](01_memory_bound_decoding.ipynb), [02](02_speculative_sampling.ipynb) and
-# [03](03_eagle3_head.ipynb) first.
+# The notebook takes two to three minutes on two CPU cores. It needs only `pip install -e
+# '.[notebooks]'`. It uses the small pair of the package, and for one picture the chat model, which
+# is downloaded once (93 MB). Read [01](01_memory_bound_decoding.ipynb),
+# [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) first.
 #
-# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell below it has an answer.
-# The cell after that checks your function. If you leave the function as it is, the notebook uses the answer.
+# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
+# below it has an answer. The cell after that checks your function. If you leave the function as it
+# is, the notebook uses the answer.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -117,21 +119,22 @@ print(f"{len(rounds)} rounds for {NEW} tokens; tokens per round: {lengths}")
 # %% [markdown]
 # ## EAGLE-2 tree construction
 #
-# The score of a node is the *sum* of the head's log-probabilities on its path. It estimates the log-probability that
-# verification accepts the whole path.
+# The score of a node is the *sum* of the head's log-probabilities on its path. It estimates the
+# log-probability that verification accepts the whole path.
 #
 # 1. Take the `top_k` most likely tokens after the root: the first level.
-# 2. Run the head on the `top_k` best nodes of the latest level, and score the `top_k` children of each.
+# 2. Run the head on the `top_k` best nodes of the latest level, and score the `top_k` children of
+#    each.
 # 3. Repeat step 2 down to `max_depth`. All scored nodes form a pool.
 # 4. Keep the `num_nodes - 1` best nodes of the pool, in the order in which they were scored.
 #
-# The library runs the head on a level in one forward pass, with a tree mask over its cache. In this notebook every node
-# is a row with the whole text before it, without a cache or a tree mask. `run_head` runs the network. All other code is
-# numpy.
+# The library runs the head on a level in one forward pass, with a tree mask over its cache. In this
+# notebook every node is a row with the whole text before it, without a cache or a tree mask.
+# `run_head` runs the network. All other code is numpy.
 #
-# **Exercise: step 4.** `scores` and `parents` describe the pool, in the order in which its nodes were scored. A parent of
-# −1 is the root. In the draft, the root is node 0 and the kept nodes follow it. So their parents get new numbers. Of equal
-# scores, the earlier node is kept.
+# **Exercise: step 4.** `scores` and `parents` describe the pool, in the order in which its nodes
+# were scored. A parent of −1 is the root. In the draft, the root is node 0 and the kept nodes
+# follow it. So their parents get new numbers. Of equal scores, the earlier node is kept.
 
 
 # %%
@@ -173,7 +176,8 @@ def check_keep_best(keep_best):
 keep_best = checked(keep_best, keep_best_answer, check_keep_best)
 
 # %%
-SIZE = len(prompt) + NEW + TREE.max_depth + 8  # room for text and guesses: one shape, one compilation
+# room for text and guesses: one shape, one compilation
+SIZE = len(prompt) + NEW + TREE.max_depth + 8
 POSITIONS = jnp.arange(SIZE, dtype=jnp.int32)[None]
 
 
@@ -268,13 +272,15 @@ for built in by_hand:
     assert (built["parents"][below] < below).all(), "every parent comes before its children"
 
 # %% [markdown]
-# Step 4 never keeps a node without its parent. A log-probability is at most 0, so scores never rise along a path. Of
-# equal scores, step 4 keeps the earlier node in the pool, and parents come before their children.
+# Step 4 never keeps a node without its parent. A log-probability is at most 0, so scores never rise
+# along a path. Of equal scores, step 4 keeps the earlier node in the pool, and parents come before
+# their children.
 #
 # ## Tree attention mask
 #
-# The target verifies all 60 nodes in one forward pass. Each node may attend to the text, its ancestors and itself. Its
-# *position* is the root's position plus its depth. So all nodes of a level share a position.
+# The target verifies all 60 nodes in one forward pass. Each node may attend to the text, its
+# ancestors and itself. Its *position* is the root's position plus its depth. So all nodes of a
+# level share a position.
 #
 # **Exercise: the ancestor mask.** A parent has a lower number than its children.
 
@@ -338,10 +344,11 @@ trees.mask_map(
 # %% [markdown]
 # ## Verification of a tree
 #
-# Verification starts at the root and tries the children in order of `q`. The first child that equals the target's
-# choice is **accepted**, and verification continues with its children. Children tried before it are **rejected**. Nodes
-# after an accepted sibling and below a rejected node are **never visited**. If no child equals the target's choice, the
-# target adds its choice as a *correction*. If there was no child, this token is a *bonus*.
+# Verification starts at the root and tries the children in order of `q`. The first child that
+# equals the target's choice is **accepted**, and verification continues with its children. Children
+# tried before it are **rejected**. Nodes after an accepted sibling and below a rejected node are
+# **never visited**. If no child equals the target's choice, the target adds its choice as a
+# *correction*. If there was no child, this token is a *bonus*.
 #
 # **Exercise: the accepted path.** `choice` has the target's most likely token after each node.
 
@@ -386,8 +393,8 @@ def check_accepted_path(accepted_path):
 accepted_path = checked(accepted_path, accepted_path_answer, check_accepted_path)
 
 # %% [markdown]
-# One forward pass over the text and the tree, without a cache, gives the target's probability `p` of each node. Move the
-# slider through the rounds. Hover over a node for its `p`, `q` and score.
+# One forward pass over the text and the tree, without a cache, gives the target's probability `p`
+# of each node. Move the slider through the rounds. Hover over a node for its `p`, `q` and score.
 
 # %%
 WIDTH = len(prompt) + NEW + 8
@@ -466,8 +473,8 @@ trees.interactive_rounds(pictures)
 #
 # ## One round of a chat model, step by step
 #
-# The chat model answers a question with a tree of twelve nodes. The cell takes the round that accepted most nodes. Step
-# through it: propose, mask, verify, accept, commit.
+# The chat model answers a question with a tree of twelve nodes. The cell takes the round that
+# accepted most nodes. Step through it: propose, mask, verify, accept, commit.
 
 # %%
 QUESTION = "Give me one tip for learning a language."
@@ -518,10 +525,10 @@ Moving(
 #
 # ## Static and dynamic trees: τ by number of nodes
 #
-# Before EAGLE-2, trees were *static*: every round used the same shape, given as paths of child ranks. `(0, 1)` is the
-# second child of the first child. A dynamic tree of the same size is deep where the head is confident and wide where it
-# is uncertain. The cell measures τ for chains, one static tree and dynamic trees on the same prompts. All of them
-# generate the same text.
+# Before EAGLE-2, trees were *static*: every round used the same shape, given as paths of child
+# ranks. `(0, 1)` is the second child of the first child. A dynamic tree of the same size is deep
+# where the head is confident and wide where it is uncertain. The cell measures τ for chains, one
+# static tree and dynamic trees on the same prompts. All of them generate the same text.
 
 # %%
 few = [tokenizer.encode(text).ids[-64:] for text in texts[::8]][:6]
@@ -586,14 +593,14 @@ first = {key: stats.acceptance_per_position[0] for key, stats in measured.items(
 assert first["dynamic tree", 60] > first["chain", 8] > 0.5, "the tree gains at the first level"
 
 # %% [markdown]
-# The gain per node falls fast with the number of nodes. A deep node of a chain is accepted only if every token before it
-# is. A tree also has second and third choices at the *first* levels.
+# The gain per node falls fast with the number of nodes. A deep node of a chain is accepted only if
+# every token before it is. A tree also has second and third choices at the *first* levels.
 #
 # ## Verification cost of a node
 #
-# `v` is the cost of verifying a whole draft, in plain steps. In the memory-bound regime, additional nodes cost little. In
-# the compute-bound regime, every node adds its full cost. The first column is measured on this machine. The others are
-# the roofline bound of Llama-3.1-8B on an H200.
+# `v` is the cost of verifying a whole draft, in plain steps. In the memory-bound regime, additional
+# nodes cost little. In the compute-bound regime, every node adds its full cost. The first column is
+# measured on this machine. The others are the roofline bound of Llama-3.1-8B on an H200.
 
 # %%
 h200 = Deployment(target=KNOWN_MODELS["Llama-3.1-8B"], head=None, accelerator=accelerator_named("H200"))
@@ -623,15 +630,17 @@ assert bound[64][-1] > 5, "batch 64: a tree of 60 nodes costs more than five pla
 assert max(tau.values()) < bound[64][-1]
 
 # %% [markdown]
-# Use a large tree for one or a few sequences on hardware with unused arithmetic. For many sequences, short chains or no
-# drafts are faster. `eagle3 tune` finds the best draft for your machine.
+# Use a large tree for one or a few sequences on hardware with unused arithmetic. For many
+# sequences, short chains or no drafts are faster. `eagle3 tune` finds the best draft for your
+# machine.
 #
 # ## Trees at temperature 1
 #
-# At temperature 1 the target samples from `p`. The tree is still deterministic, so each sibling is a point mass. The
-# exact rule tries the siblings in order and accepts `x` with probability `p(x)`. If it rejects `x`, it removes the mass
-# of `x` from `p`, normalizes the rest and tries the next sibling. In total, each sibling is accepted with probability
-# exactly `p(x)`. Some sibling is accepted with probability `Σ p(x)`.
+# At temperature 1 the target samples from `p`. The tree is still deterministic, so each sibling is
+# a point mass. The exact rule tries the siblings in order and accepts `x` with probability `p(x)`.
+# If it rejects `x`, it removes the mass of `x` from `p`, normalizes the rest and tries the next
+# sibling. In total, each sibling is accepted with probability exactly `p(x)`. Some sibling is
+# accepted with probability `Σ p(x)`.
 
 # %%
 hot = trace.record(
@@ -682,14 +691,16 @@ assert sums.sum() > 1.5 * first_only, "siblings are accepted much more often tha
 # %% [markdown]
 # ## All parts together: the loop
 #
-# A round has five steps: propose, verify, accept, commit, observe. The folded cell has the networks of
-# [nano_eagle3.py](../examples/nano_eagle3.py) with their caches, as an object `pair`:
+# A round has five steps: propose, verify, accept, commit, observe. The folded cell has the networks
+# of [nano_eagle3.py](../examples/nano_eagle3.py) with their caches, as an object `pair`:
 #
 # - `pair.start(prompt)` runs the prompt through target and head, and returns the first token.
 # - `pair.propose()` returns tokens and parents of a draft. Node 0 is the newest token of the text.
-# - `pair.verify(tokens, parents, mask)` runs the target over the draft and returns its choice after each node.
+# - `pair.verify(tokens, parents, mask)` runs the target over the draft and returns its choice after
+#   each node.
 # - `pair.commit(nodes)` keeps the root and the accepted nodes in the target's cache, in this order.
-# - `pair.observe(added)` gives the head the tokens that the round has added, with the target's features.
+# - `pair.observe(added)` gives the head the tokens that the round has added, with the target's
+#   features.
 #
 # **Exercise: the loop.** Use `ancestors` and `accepted_path`.
 
@@ -783,8 +794,8 @@ def check_generate(generate):
 generate = checked(generate, generate_answer, check_generate)
 
 # %% [markdown]
-# The last cells run your loop with the real networks. They compare it with `nano_eagle3.generate`, which runs the same
-# steps in one compiled program, and with the library.
+# The last cells run your loop with the real networks. They compare it with `nano_eagle3.generate`,
+# which runs the same steps in one compiled program, and with the library.
 
 
 # %% tags=["hide-input"]
@@ -887,8 +898,9 @@ assert count == int(final.rounds), "your loop needs as many rounds as nano_eagle
 # %% [markdown]
 # ## Common mistakes
 #
-# A wrapper injects two common bugs into the target. The first one replaces the ancestor mask by the causal mask, so
-# siblings attend to each other. The second one computes positions from the node index instead of the depth.
+# A wrapper injects two common bugs into the target. The first one replaces the ancestor mask by the
+# causal mask, so siblings attend to each other. The second one computes positions from the node
+# index instead of the depth.
 
 
 # %%
@@ -935,20 +947,22 @@ for name, bug, kind, shape in cases:
         assert same == len(few), "the mask of a chain is causal, and its depth is its index"
 
 # %% [markdown]
-# Both bugs change the *text* of a tree, because verification uses a wrong context. They have no effect on a chain: its
-# ancestor mask is causal and its depth equals its index. So a test needs a tree. The program raises no error. Only the
-# comparison with plain decoding shows the bug. The same bugs in the *head* would only lower τ.
+# Both bugs change the *text* of a tree, because verification uses a wrong context. They have no
+# effect on a chain: its ancestor mask is causal and its depth equals its index. So a test needs a
+# tree. The program raises no error. Only the comparison with plain decoding shows the bug. The same
+# bugs in the *head* would only lower τ.
 #
 # ## Questions
 #
-# **1.** `top_k=10` and `max_depth=8`: how many nodes are scored per round, and on how many does the head run? Which
-# number determines the time?
+# **1.** `top_k=10` and `max_depth=8`: how many nodes are scored per round, and on how many does the
+# head run? Which number determines the time?
 #
 # <details><summary>Answer</summary>
 #
-# The first level scores `k` nodes, each further level `k²`: `10 + 7·100 = 710` (`TREE.num_candidates`). The head runs
-# on the `k` best nodes of each level except the last: `10·7 = 70` (`TREE.num_expanded`), in 7 forward passes after that
-# of the root. The number of forward passes determines the time.
+# The first level scores `k` nodes, each further level `k²`: `10 + 7·100 = 710`
+# (`TREE.num_candidates`). The head runs on the `k` best nodes of each level except the last: `10·7
+# = 70` (`TREE.num_expanded`), in 7 forward passes after that of the root. The number of forward
+# passes determines the time.
 #
 # </details>
 #
@@ -956,7 +970,8 @@ for name, bug, kind, shape in cases:
 #
 # <details><summary>Answer</summary>
 #
-# A child can then have a higher score than its parent and be kept without it. The cell below counts these nodes.
+# A child can then have a higher score than its parent and be kept without it. The cell below counts
+# these nodes.
 #
 # </details>
 #
@@ -972,8 +987,8 @@ for name, bug, kind, shape in cases:
 #
 # <details><summary>Answer</summary>
 #
-# A round adds τ tokens and costs at least `v` plain steps, so it pays off only while `v < τ`. The cell below computes
-# the bound for every batch.
+# A round adds τ tokens and costs at least `v` plain steps, so it pays off only while `v < τ`. The
+# cell below computes the bound for every batch.
 #
 # </details>
 
@@ -1000,14 +1015,19 @@ assert 8 < stop < 64
 #
 # - Chains, static trees and dynamic trees generate the text of plain decoding, token for token.
 # - The tokens and parents of the dynamic tree built by hand equal the library's in every round.
-# - The mask, the accepted path and the loop written by hand equal those of the library and of `nano_eagle3.py`.
+# - The mask, the accepted path and the loop written by hand equal those of the library and of
+#   `nano_eagle3.py`.
 # - Scores never rise along a path, and parents come before their children.
-# - A node attends to one node of each level above it. Its position is the root's position plus its depth.
-# - Accepted nodes are the target's argmax, rejected ones are not. The added token is the target's argmax.
-# - The large tree has a higher τ than the long chain. A dynamic tree is no worse than a static one of its size.
-# - By the roofline bound on an H200, verifying 60 nodes costs less than 5 % more than a plain step at batch 1. At batch
-#   64 it costs more than τ plain steps.
+# - A node attends to one node of each level above it. Its position is the root's position plus its
+#   depth.
+# - Accepted nodes are the target's argmax, rejected ones are not. The added token is the target's
+#   argmax.
+# - The large tree has a higher τ than the long chain. A dynamic tree is no worse than a static one
+#   of its size.
+# - By the roofline bound on an H200, verifying 60 nodes costs less than 5 % more than a plain step
+#   at batch 1. At batch 64 it costs more than τ plain steps.
 # - At temperature 1, the number of rounds that accept a child of the root agrees with `Σ p`.
-# - A causal mask or positions by index change the text with a tree. They change nothing with a chain.
+# - A causal mask or positions by index change the text with a tree. They change nothing with a
+#   chain.
 #
 # **Next:** [06](06_losslessness.ipynb), losslessness in floating point.

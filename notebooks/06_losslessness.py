@@ -14,18 +14,22 @@
 # %% [markdown]
 # # 06 · Losslessness
 #
-# Speculative decoding is lossless if its texts have the target's *distribution*. After this notebook you can
+# Speculative decoding is lossless if its texts have the target's *distribution*. After this
+# notebook you can
 #
 # - list the guarantees for one request and for a request in a batch;
-# - distinguish an approximate tie of bfloat16 logits from a bug, and choose a baseline that is equal bit for bit;
+# - distinguish an approximate tie of bfloat16 logits from a bug, and choose a baseline that is
+#   equal bit for bit;
 # - name the test that catches a given bug, and the tests that miss it;
 # - explain why no output shows a broken head.
 #
-# The notebook takes about three minutes on two CPU cores, offline. It needs only `pip install -e '.[notebooks]'` in a
-# checkout, whose tests it uses. Read [01](01_memory_bound_decoding.ipynb) and [02](02_speculative_sampling.ipynb) first.
+# The notebook takes about three minutes on two CPU cores, offline. It needs only `pip install -e
+# '.[notebooks]'` in a checkout, whose tests it uses. Read [01](01_memory_bound_decoding.ipynb) and
+# [02](02_speculative_sampling.ipynb) first.
 #
-# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell below it has an answer.
-# The cell after that checks your function. If you leave the function as it is, the notebook uses the answer.
+# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
+# below it has an answer. The cell after that checks your function. If you leave the function as it
+# is, the notebook uses the answer.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -92,9 +96,10 @@ assert chain.tokens == plain.tokens, "greedy speculation generates the text of p
 # %% [markdown]
 # ## Seeds and batches
 #
-# With the same seed, plain and speculative decoding sample different texts. This is correct: speculation uses its random
-# numbers for other decisions. The same decoder with the same seed repeats its text. A request does not depend on the
-# other requests in its batch, because its random numbers depend only on its key and its position.
+# With the same seed, plain and speculative decoding sample different texts. This is correct:
+# speculation uses its random numbers for other decisions. The same decoder with the same seed
+# repeats its text. A request does not depend on the other requests in its batch, because its random
+# numbers depend only on its key and its position.
 
 # %%
 sampled = e3.SamplingParams(temperature=1.0)
@@ -149,12 +154,13 @@ assert differing(in_order.cache, moved.cache, [0])[0] == 0, "every bit of its ca
 # %% [markdown]
 # ## Approximately tied logits
 #
-# Plain decoding runs the target on one token at a time, verification on a block of `K + 1`. These are two compiled
-# programs that add the same products in a different order. So their logits differ slightly. If two logits are
-# approximately tied, the argmax can change, *without any drafter*.
+# Plain decoding runs the target on one token at a time, verification on a block of `K + 1`. These
+# are two compiled programs that add the same products in a different order. So their logits differ
+# slightly. If two logits are approximately tied, the argmax can change, *without any drafter*.
 #
-# A **unit in the last place** is the distance to the next larger floating-point number. bfloat16 has 8 significant bits:
-# a power of two has 128 numbers between itself and the next one. So numbers between 8 and 16 are 1/16 apart.
+# A **unit in the last place** is the distance to the next larger floating-point number. bfloat16
+# has 8 significant bits: a power of two has 128 numbers between itself and the next one. So numbers
+# between 8 and 16 are 1/16 apart.
 #
 # **Exercise: the unit.**
 
@@ -176,7 +182,8 @@ def check_unit_in_last_place(unit_in_last_place):
         "numbers from 8 to 16 are 1/16 apart"
     )
     values = np.geomspace(0.01, 200, 60).astype(ml_dtypes.bfloat16)
-    above = (values.view(np.uint16) + 1).view(ml_dtypes.bfloat16)  # the next number has the next bit pattern
+    # the next number has the next bit pattern
+    above = (values.view(np.uint16) + 1).view(ml_dtypes.bfloat16)
     gaps = above.astype(float) - values.astype(float)
     units = unit_in_last_place(values.astype(float))
     wrong = np.flatnonzero(~np.isclose(units, gaps))
@@ -189,8 +196,8 @@ def check_unit_in_last_place(unit_in_last_place):
 unit_in_last_place = checked(unit_in_last_place, unit_in_last_place_answer, check_unit_in_last_place)
 
 # %% [markdown]
-# `advance` feeds one given token, in a block of one token or in a block of four with padding after it. Both programs
-# follow the same text.
+# `advance` feeds one given token, in a block of one token or in a block of four with padding after
+# it. Both programs follow the same text.
 
 
 # %%
@@ -249,7 +256,8 @@ assert (single != block).any(), "the two programs round differently"
 assert near.any() and (gap[flips] <= TIE_ULPS).all(), "every change is an approximate tie"
 
 # %% [markdown]
-# The two largest logits are often equal or one or two units apart. The left plot counts the margins between them. The right plot shows the logits of both programs at one position.
+# The two largest logits are often equal or one or two units apart. The left plot counts the margins
+# between them. The right plot shows the logits of both programs at one position.
 
 # %% tags=["hide-input"]
 figure, (margin_axes, logit_axes) = plt.subplots(1, 2, figsize=(10.5, 3.8), width_ratios=(1.5, 1))
@@ -288,8 +296,9 @@ assert (pair[:, top] % bfloat16_ulp(pair[:, top]) == 0).all(), "every logit is a
 # %% [markdown]
 # ## Baseline of the same block size
 #
-# `Plain(num_nodes=K + 1)` decodes without a drafter in blocks of `K + 1`, with padding after the root. Speculative
-# decoding gives the same keys and values in the target's cache, bit for bit, in float32 and in bfloat16.
+# `Plain(num_nodes=K + 1)` decodes without a drafter in blocks of `K + 1`, with padding after the
+# root. Speculative decoding gives the same keys and values in the target's cache, bit for bit, in
+# float32 and in bfloat16.
 
 # %%
 for dtype in ("float32", "bfloat16"):
@@ -307,23 +316,26 @@ for dtype in ("float32", "bfloat16"):
 # %% [markdown]
 # ## Injected bugs and tests
 #
-# A test is useful if it catches bugs. `inject_bug(function, old, new)` replaces a piece of a function's source. Then
-# the programs are compiled again. The next cells run seven tests on seven bugs.
+# A test is useful if it catches bugs. `inject_bug(function, old, new)` replaces a piece of a
+# function's source. Then the programs are compiled again. The next cells run seven tests on seven
+# bugs.
 #
-# Two tests run the whole loop greedily. The first one compares the text with plain decoding. The second one measures τ.
-# Five tests use sampled tokens for pairs `p`, `q` of the shipped models. Each token that a round adds must have its
-# distribution `p`, for any draft. So any score of a token has a known mean and variance. The normalized sum over many
-# tokens is approximately a standard normal `z`:
+# Two tests run the whole loop greedily. The first one compares the text with plain decoding. The
+# second one measures τ. Five tests use sampled tokens for pairs `p`, `q` of the shipped models.
+# Each token that a round adds must have its distribution `p`, for any draft. So any score of a
+# token has a known mean and variance. The normalized sum over many tokens is approximately a
+# standard normal `z`:
 #
 # - **surprisal**: `−ln p(x)`. Detects a text with too likely or too unlikely tokens.
-# - **rank**: the rank of the token in `p`, made uniform (probability integral transform), then a Kolmogorov–Smirnov
-#   test.
+# - **rank**: the rank of the token in `p`, made uniform (probability integral transform), then a
+#   Kolmogorov–Smirnov test.
 # - **directed**: `ln(q(x)/p(x))`. Detects a shift of the text towards the draft.
 # - **bonus**: the directed score for the tokens after an accepted draft.
-# - **resampled**: sample from the declared `q` with the same uniforms, and compare with the draft token. No statistics.
+# - **resampled**: sample from the declared `q` with the same uniforms, and compare with the draft
+#   token. No statistics.
 #
-# **Exercise: the normalized sum.** Every token of the vocabulary has a score. The score of the sampled token has a known
-# mean and variance under `p`.
+# **Exercise: the normalized sum.** Every token of the vocabulary has a score. The score of the
+# sampled token has a known mean and variance under `p`.
 
 
 # %%
@@ -395,8 +407,8 @@ P, Q = real_pairs()
 print(f"{len(P)} positions; mean Σ min(p, q) = {np.minimum(P, Q).sum(1).mean():.2f}")
 
 # %% [markdown]
-# Each simulated round has one draft token. `propose` samples it from `q` and returns the token and the declared
-# distribution. The rule accepts or rejects it. A bonus follows an accepted draft.
+# Each simulated round has one draft token. `propose` samples it from `q` and returns the token and
+# the declared distribution. The rule accepts or rejects it. A bonus follows an accepted draft.
 
 
 # %%
@@ -504,8 +516,8 @@ for name, (context, arguments, propose) in BUGS.items():
 # %% [markdown]
 # ## Coverage of bugs by tests
 #
-# A test catches a bug if a text changes, if `|z| > 5` or `p < 10⁻⁶`, if a resampled token differs, or if τ falls by more
-# than 10 %. A green cell means that the test catches the bug.
+# A test catches a bug if a text changes, if `|z| > 5` or `p < 10⁻⁶`, if a resampled token differs,
+# or if τ falls by more than 10 %. A green cell means that the test catches the bug.
 
 # %%
 healthy = measured["none"]
@@ -549,23 +561,24 @@ table_map(hits, list(caught), list(CAUGHT), title="Result of each test; green: c
 plt.show()
 
 # %% [markdown]
-# - **A cache that keeps rejected drafts** changes the text. Greedy equality is the test for tokens, positions and
-#   caches.
-# - **A softmax of the residual** does not change greedy text, because greedy decoding has no residual. The sampled text
-#   contains too many unlikely tokens.
-# - **Resampling from `p`** shifts the text towards the draft. The mean surprisal and the ranks hardly change. Only the
-#   *directed* test along `ln(q/p)` catches it.
+# - **A cache that keeps rejected drafts** changes the text. Greedy equality is the test for tokens,
+#   positions and caches.
+# - **A softmax of the residual** does not change greedy text, because greedy decoding has no
+#   residual. The sampled text contains too many unlikely tokens.
+# - **Resampling from `p`** shifts the text towards the draft. The mean surprisal and the ranks
+#   hardly change. Only the *directed* test along `ln(q/p)` catches it.
 # - **A bonus from `q`** changes only the bonus token.
-# - **A `q` rounded to bfloat16** changes every probability by less than one part in 256. Sampling again from the declared
-#   distribution needs no statistics.
-# - **A head that reads its features in reverse** is lossless. Only τ falls. Compare τ and the accepted tokens of every
-#   round with another implementation (level 8 of the [validation](../docs/validation.md)).
+# - **A `q` rounded to bfloat16** changes every probability by less than one part in 256. Sampling
+#   again from the declared distribution needs no statistics.
+# - **A head that reads its features in reverse** is lossless. Only τ falls. Compare τ and the
+#   accepted tokens of every round with another implementation (level 8 of the
+#   [validation](../docs/validation.md)).
 #
 # ## Common mistakes
 #
-# A common mistake is to raise the tolerance of a bfloat16 comparison with plain decoding until the test passes. A test
-# that accepts any text after the first difference also accepts a bug. With the cache bug from above, the first wrong
-# token is far from an approximate tie.
+# A common mistake is to raise the tolerance of a bfloat16 comparison with plain decoding until the
+# test passes. A test that accepts any text after the first difference also accepts a bug. With the
+# cache bug from above, the first wrong token is far from an approximate tie.
 
 # %%
 with inject_bug(SpeculativeLoop.step, COMMIT, COMMIT.replace("count", "jnp.full_like(count, num_nodes)")):
@@ -592,14 +605,14 @@ assert max(units) > 4 * TIE_ULPS, "the bug changes tokens that are not tied"
 # %% [markdown]
 # ## Exercises
 #
-# **1.** In bfloat16, greedy decoding with speculation gives a different text than without. Name two experiments that
-# distinguish an approximate tie from a bug.
+# **1.** In bfloat16, greedy decoding with speculation gives a different text than without. Name two
+# experiments that distinguish an approximate tie from a bug.
 #
 # <details><summary>Answer</summary>
 #
-# Compare with plain decoding in blocks of `K + 1` (`Plain(num_nodes=K + 1)`). A difference in any bit is a bug. Or feed
-# the common prefix to the target in float32. The two tokens at the first difference must be its two most likely ones,
-# within two bfloat16 units.
+# Compare with plain decoding in blocks of `K + 1` (`Plain(num_nodes=K + 1)`). A difference in any
+# bit is a bug. Or feed the common prefix to the target in float32. The two tokens at the first
+# difference must be its two most likely ones, within two bfloat16 units.
 #
 # </details>
 #
@@ -607,9 +620,9 @@ assert max(units) > 4 * TIE_ULPS, "the bug changes tokens that are not tied"
 #
 # <details><summary>Answer</summary>
 #
-# The output distribution is `min(p, q) + (1 − α) p`. Compared with `p`, tokens that the head overrates gain mass and
-# tokens that it underrates lose mass. Both groups contain likely and unlikely tokens, so the mean surprisal hardly
-# changes.
+# The output distribution is `min(p, q) + (1 − α) p`. Compared with `p`, tokens that the head
+# overrates gain mass and tokens that it underrates lose mass. Both groups contain likely and
+# unlikely tokens, so the mean surprisal hardly changes.
 #
 # </details>
 #
@@ -617,20 +630,21 @@ assert max(units) > 4 * TIE_ULPS, "the bug changes tokens that are not tied"
 #
 # <details><summary>Answer</summary>
 #
-# No. The texts differ although both are correct, because the two programs use the same random numbers for different
-# decisions. Compare distributions.
+# No. The texts differ although both are correct, because the two programs use the same random
+# numbers for different decisions. Compare distributions.
 #
 # </details>
 #
 #
 # ## Checked claims
 #
-# - Greedy speculation generates the text of plain decoding in float32. Sampled texts of one seed are repeatable and
-#   differ from those of plain decoding.
+# - Greedy speculation generates the text of plain decoding in float32. Sampled texts of one seed
+#   are repeatable and differ from those of plain decoding.
 # - Other requests in a batch change no token and no bit of a request.
-# - Two block sizes round differently. In float32 the argmax never changed. In bfloat16 every change was within two
-#   units.
-# - Compared with plain decoding of the same shape, tokens, keys and values are equal bit for bit, in both precisions.
+# - Two block sizes round differently. In float32 the argmax never changed. In bfloat16 every change
+#   was within two units.
+# - Compared with plain decoding of the same shape, tokens, keys and values are equal bit for bit,
+#   in both precisions.
 # - Each of seven bugs is caught by one test and missed by others. Only τ shows a broken head.
 #
 # **Next:** [07](07_measuring_and_batches.ipynb), measuring the speed-up.

@@ -14,22 +14,26 @@
 # %% [markdown]
 # # 07 · Measuring acceptance, speed-up, latency and batches
 #
-# Many published figures of speculative decoding are not comparable, because their definitions differ or are missing.
-# After this notebook you can
+# Many published figures of speculative decoding are not comparable, because their definitions
+# differ or are missing. After this notebook you can
 #
 # - distinguish the two quantities that are both called "acceptance rate";
-# - measure `τ`, `v` and `c`, predict a speed-up, and compare it with runs in turns and an A/A control;
-# - show that `τ` does not depend on the batch size while the time of a round does, and draft by a schedule;
+# - measure `τ`, `v` and `c`, predict a speed-up, and compare it with runs in turns and an A/A
+#   control;
+# - show that `τ` does not depend on the batch size while the time of a round does, and draft by a
+#   schedule;
 # - report latency correctly.
 #
-# The notebook takes about three minutes on two CPU cores. It needs only `pip install -e '.[notebooks]'`. It uses the small
-# pair of the package, and downloads a chat model once (93 MB); without a network, the small pair replaces it. Read
-# [01](01_memory_bound_decoding.ipynb), [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) first. Times are
-# printed with their spread and never asserted. The project's benchmark is on the page
-# [Measured numbers](../docs/numbers.md).
+# The notebook takes about three minutes on two CPU cores. It needs only `pip install -e
+# '.[notebooks]'`. It uses the small pair of the package, and downloads a chat model once (93 MB);
+# without a network, the small pair replaces it. Read [01](01_memory_bound_decoding.ipynb),
+# [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) first. Times are printed with
+# their spread and never asserted. The project's benchmark is on the page [Measured
+# numbers](../docs/numbers.md).
 #
-# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell below it has an answer.
-# The cell after that checks your function. If you leave the function as it is, the notebook uses the answer.
+# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
+# below it has an answer. The cell after that checks your function. If you leave the function as it
+# is, the notebook uses the answer.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -72,8 +76,8 @@ from eagle3_jax.types import SamplingMode
 # %% [markdown]
 # ## Draft acceptance rate and conditional acceptance rate
 #
-# The cell decodes twelve held-out prompts, six of code and six of prose, with 48 new tokens each, greedily, with a chain
-# of `K = 5`. Four counters record everything about acceptance.
+# The cell decodes twelve held-out prompts, six of code and six of prose, with 48 new tokens each,
+# greedily, with a chain of `K = 5`. Four counters record everything about acceptance.
 
 # %%
 NEW = 48
@@ -96,14 +100,14 @@ stats = result.stats
 stats.to_json()
 
 # %% [markdown]
-# - The **draft acceptance rate** `r` is the number of accepted tokens divided by the number of drafted tokens. `τ = 1 +
-#   K·r` holds exactly for any run.
-# - The **conditional acceptance rate** at a position is the share accepted *among the rounds that reached this position*.
-#   If it is the same `α` at all positions, then `τ = 1 + α + … + α^K = (1 - α^(K+1)) / (1 - α)`. This is a model, and
-#   the measurement can contradict it.
+# - The **draft acceptance rate** `r` is the number of accepted tokens divided by the number of
+#   drafted tokens. `τ = 1 + K·r` holds exactly for any run.
+# - The **conditional acceptance rate** at a position is the share accepted *among the rounds that
+#   reached this position*. If it is the same `α` at all positions, then `τ = 1 + α + … + α^K = (1 -
+#   α^(K+1)) / (1 - α)`. This is a model, and the measurement can contradict it.
 #
-# **Exercise: three rates.** `counts[k]` is the number of rounds that accepted the draft token at position `k`. A token is
-# accepted only after all tokens before it.
+# **Exercise: three rates.** `counts[k]` is the number of rounds that accepted the draft token at
+# position `k`. A token is accepted only after all tokens before it.
 
 
 # %%
@@ -164,8 +168,9 @@ assert alpha > rate + 0.1, "the conditional rate is larger: a report must name t
 # %% [markdown]
 # ## τ by draft length
 #
-# Each `K` is measured in a separate run. Two formulas are fitted at `K = 3` and extrapolated to the other lengths. The
-# line assumes a constant *draft* acceptance rate, the curve a constant *conditional* acceptance rate.
+# Each `K` is measured in a separate run. Two formulas are fitted at `K = 3` and extrapolated to the
+# other lengths. The line assumes a constant *draft* acceptance rate, the curve a constant
+# *conditional* acceptance rate.
 
 # %%
 contenders = {length: DecoderContender(f"K={length}", "mixed", chain(length)) for length in (1, 3, 5)}
@@ -206,9 +211,10 @@ plt.show()
 # %% [markdown]
 # ## Acceptance by task
 #
-# Acceptance depends on the *pair and the text*. The plot shows it by position, with 95 % intervals. To get `τ` of both
-# tasks together, sum the counters (`SpeculationStats.merge`). The plain average of the two values of `τ` is wrong. The
-# merged `τ` is the arithmetic mean weighted by *rounds*, or the harmonic mean weighted by *tokens*.
+# Acceptance depends on the *pair and the text*. The plot shows it by position, with 95 % intervals.
+# To get `τ` of both tasks together, sum the counters (`SpeculationStats.merge`). The plain average
+# of the two values of `τ` is wrong. The merged `τ` is the arithmetic mean weighted by *rounds*, or
+# the harmonic mean weighted by *tokens*.
 
 # %%
 by_task = {"code": result.rows[:6], "prose": result.rows[6:]}
@@ -236,9 +242,10 @@ acceptance_ribbons(
 # %% [markdown]
 # ### Tasks of a chat model
 #
-# The shipped pair knows code and documentation only. SmolLM2-135M-Instruct answers questions; its head is in the package.
-# The answers with drafts are those of plain decoding in blocks of `K + 1` tokens. Three questions are no benchmark: the
-# page [Measured numbers](../docs/numbers.md) has more.
+# The shipped pair knows code and documentation only. SmolLM2-135M-Instruct answers questions; its
+# head is in the package. The answers with drafts are those of plain decoding in blocks of `K + 1`
+# tokens. Three questions are no benchmark: the page [Measured numbers](../docs/numbers.md) has
+# more.
 
 # %%
 questions = {
@@ -258,9 +265,10 @@ for name, row in zip(questions, drafted.rows, strict=True):
 # %% [markdown]
 # ## Speed-up: measured and predicted
 #
-# `v` is the cost of a verification and `c` the cost of a forward pass of the head, both in plain steps. Each is timed in
-# a separate compiled loop. The real runs are measured **in turns**: plain, plain again, `K = 1`, `3`, `5`, then from the
-# start again. The second plain run is the **A/A control**. Its ratio to the first run shows the noise of the machine.
+# `v` is the cost of a verification and `c` the cost of a forward pass of the head, both in plain
+# steps. Each is timed in a separate compiled loop. The real runs are measured **in turns**: plain,
+# plain again, `K = 1`, `3`, `5`, then from the start again. The second plain run is the **A/A
+# control**. Its ratio to the first run shows the noise of the machine.
 
 # %%
 REPEATS = 5
@@ -310,8 +318,9 @@ texts = {name: [run.tokens[0] for run in pair] for name, pair in runs.items()}
 assert texts["A/A"] == texts["plain"], "the control generates the same text"
 
 # %% [markdown]
-# A difference below the spread of the A/A control is noise. The plot divides a round of `K = 3` into drafting,
-# verification, commit and the host. Only a *stream* waits for the host: `generate` runs all rounds in one program.
+# A difference below the spread of the A/A control is noise. The plot divides a round of `K = 3`
+# into drafting, verification, commit and the host. Only a *stream* waits for the host: `generate`
+# runs all rounds in one program.
 
 
 # %%
@@ -365,8 +374,9 @@ stacked_steps(
 # %% [markdown]
 # ## Batch size
 #
-# The same twelve prompts are decoded in batches of 1, 4 and 12. `τ` does not depend on the batch size, because `p` and
-# `q` do not. The *cost* of a round does: verifying four tokens of twelve rows is the arithmetic of 48 tokens.
+# The same twelve prompts are decoded in batches of 1, 4 and 12. `τ` does not depend on the batch
+# size, because `p` and `q` do not. The *cost* of a round does: verifying four tokens of twelve rows
+# is the arithmetic of 48 tokens.
 
 
 # %%
@@ -420,15 +430,15 @@ twin(
 )
 
 # %% [markdown]
-# The measured speed-up is below `τ` divided by the cost of a round, because a batch ends when its *last* row ends. A
-# server with continuous batching does not have this loss.
+# The measured speed-up is below `τ` divided by the cost of a round, because a batch ends when its
+# *last* row ends. A server with continuous batching does not have this loss.
 #
 # ## Speculation schedules
 #
-# A `SpeculationSchedule` sets the draft length by the number of *running* rows, in vLLM's format. The schedule below
-# drafts three tokens while one or two rows run, two tokens for three or four rows, one token for five to eight rows.
-# The limits from 12 to 90 tokens end the rows one after the other. Plain decoding, `K = 3` and the schedule are measured
-# in turns.
+# A `SpeculationSchedule` sets the draft length by the number of *running* rows, in vLLM's format.
+# The schedule below drafts three tokens while one or two rows run, two tokens for three or four
+# rows, one token for five to eight rows. The limits from 12 to 90 tokens end the rows one after the
+# other. Plain decoding, `K = 3` and the schedule are measured in turns.
 
 # %%
 SCHEDULE = e3.SpeculationSchedule(((1, 2, 3), (3, 4, 2), (5, 8, 1)))
@@ -464,12 +474,13 @@ assert 1 == scheduled["plain"] < scheduled["schedule"] < scheduled["K = 3"]
 # ## Latency
 #
 # - **TTFT**, time to first token: the prefill. Speculation never shortens it.
-# - **TPOT**, time per output token: the time of a request after its first token, divided by the number of tokens after
-#   the first.
-# - **Chunk wait** (often called *inter-token latency*): the time between two outputs of the stream. With speculation, a
-#   chunk holds several tokens, and a round is longer than a plain step.
+# - **TPOT**, time per output token: the time of a request after its first token, divided by the
+#   number of tokens after the first.
+# - **Chunk wait** (often called *inter-token latency*): the time between two outputs of the stream.
+#   With speculation, a chunk holds several tokens, and a round is longer than a plain step.
 #
-# *Mean chunk wait = TPOT × tokens per chunk*. Report TPOT. Label chunk waits as chunk waits. Report p50, p90 and p99.
+# *Mean chunk wait = TPOT × tokens per chunk*. Report TPOT. Label chunk waits as chunk waits. Report
+# p50, p90 and p99.
 
 
 # %%
@@ -496,8 +507,8 @@ assert len([wait for _, all_waits, _ in streams["plain"] for wait in all_waits])
 )
 
 # %% [markdown]
-# A mean hides the requests with low acceptance, which still pay the cost of every draft. The cell simulates two classes
-# of requests. Times are in plain steps.
+# A mean hides the requests with low acceptance, which still pay the cost of every draft. The cell
+# simulates two classes of requests. Times are in plain steps.
 
 # %%
 easy = TrafficClass(share=0.8, conditional_acceptance_rate=0.8)
@@ -517,10 +528,11 @@ assert 0.15 < tail.slower_than_plain < 0.21, "the requests of the hard class"
 # %% [markdown]
 # ## Requests that come and go
 #
-# So far all rows of a batch began together. An engine gives a row that ends to the next request. `run_load` sends the
-# requests: from a number of users who each wait for an answer, or at random, some a second. The time to first token now
-# contains the wait for a row, and a chunk wait contains the prefill of other requests. The page
-# [Serve a model](../docs/serving.md#under-load) has measurements of a chat model.
+# So far all rows of a batch began together. An engine gives a row that ends to the next request.
+# `run_load` sends the requests: from a number of users who each wait for an answer, or at random,
+# some a second. The time to first token now contains the wait for a row, and a chunk wait contains
+# the prefill of other requests. The page [Serve a model](../docs/serving.md#under-load) has
+# measurements of a chat model.
 
 # %%
 SLOTS = 4
@@ -545,8 +557,10 @@ for name, decoder in {"plain": e3.SpeculativeDecoder(target, stop_tokens=()), "K
 # ## Common mistakes
 #
 # - **Not waiting for the result.** JAX returns before the work is done.
-# - **Timing the compilation.** The first call of every shape compiles. `CompileClock` counts the programs.
-# - **Comparing different prompts.** The two values of `τ` below belong to *one* head on two sets of prompts.
+# - **Timing the compilation.** The first call of every shape compiles. `CompileClock` counts the
+#   programs.
+# - **Comparing different prompts.** The two values of `τ` below belong to *one* head on two sets of
+#   prompts.
 
 # %%
 square = jnp.eye(768)
@@ -574,8 +588,8 @@ assert high / low > 1.05, "prompts alone change τ"
 # %% [markdown]
 # ## Rules for measurements
 #
-# 1. Name the quantity: draft acceptance rate, conditional acceptance rate, or `τ`. Report it with `K`, the prompts and
-#    the temperature.
+# 1. Name the quantity: draft acceptance rate, conditional acceptance rate, or `τ`. Report it with
+#    `K`, the prompts and the temperature.
 # 2. Measure tokens per round and milliseconds per round separately.
 # 3. Compile first, wait for the result, measure in turns, and compute ratios within a repeat.
 # 4. Report median and quartiles, and the A/A control next to the effect.
@@ -586,30 +600,33 @@ assert high / low > 1.05, "prompts alone change τ"
 #
 # ## Questions
 #
-# **1.** A paper reports "acceptance rate 0.8 with `K = 5`". What is `τ` for each of the two definitions?
+# **1.** A paper reports "acceptance rate 0.8 with `K = 5`". What is `τ` for each of the two
+# definitions?
 #
 # <details><summary>Answer</summary>
 #
-# `1 + 5·0.8 = 5` for the draft acceptance rate. `(1 - 0.8⁶)/(1 - 0.8) ≈ 3.69` for the conditional acceptance rate. The
-# two differ by a factor of 1.36.
+# `1 + 5·0.8 = 5` for the draft acceptance rate. `(1 - 0.8⁶)/(1 - 0.8) ≈ 3.69` for the conditional
+# acceptance rate. The two differ by a factor of 1.36.
 #
 # </details>
 #
-# **2.** The run with `K = 7` gives the shares `s₁` and `s₂` of rounds that accept the first and the second token. Why is
-# `1 + s₁ + s₂` not the `τ` of `K = 2`?
+# **2.** The run with `K = 7` gives the shares `s₁` and `s₂` of rounds that accept the first and the
+# second token. Why is `1 + s₁ + s₂` not the `τ` of `K = 2`?
 #
 # <details><summary>Answer</summary>
 #
-# The rounds of a longer draft start at other positions. A long draft covers easy text in few rounds, so more of its
-# rounds start at hard text. Therefore its first positions have lower rates.
+# The rounds of a longer draft start at other positions. A long draft covers easy text in few
+# rounds, so more of its rounds start at hard text. Therefore its first positions have lower rates.
 #
 # </details>
 #
-# **3.** A method is faster than plain decoding in 5 of 7 repeats. Is this a speed-up, by a sign test?
+# **3.** A method is faster than plain decoding in 5 of 7 repeats. Is this a speed-up, by a sign
+# test?
 #
 # <details><summary>Answer</summary>
 #
-# This is not evidence of one. By chance, 5 or more of 7 repeats have the same sign with probability 0.45.
+# This is not evidence of one. By chance, 5 or more of 7 repeats have the same sign with probability
+# 0.45.
 #
 # </details>
 
@@ -627,13 +644,18 @@ assert abs(binomtest(5, 7).pvalue - 0.45) < 0.01
 # %% [markdown]
 # ## Checked claims
 #
-# - `τ = 1 + K·r` and `τ = 1 + Σ` shares by position are identities. The shares are products of conditional rates.
+# - `τ = 1 + K·r` and `τ = 1 + Σ` shares by position are identities. The shares are products of
+#   conditional rates.
 # - Fitted at `K = 3`, the geometric formula extrapolates to `K = 7` far better than the line.
-# - The merged `τ` is the arithmetic mean weighted by rounds and the harmonic mean weighted by tokens.
-# - `τ` is the same at batch 1, 4 and 12. A batch waits for its slowest row. The A/A control generates the same text.
+# - The merged `τ` is the arithmetic mean weighted by rounds and the harmonic mean weighted by
+#   tokens.
+# - `τ` is the same at batch 1, 4 and 12. A batch waits for its slowest row. The A/A control
+#   generates the same text.
 # - Each round of a schedule drafts the scheduled number of tokens.
-# - Mean chunk wait = TPOT × tokens per chunk. The mean can improve while a fifth of the requests become slower.
+# - Mean chunk wait = TPOT × tokens per chunk. The mean can improve while a fifth of the requests
+#   become slower.
 # - Texts and acceptance of requests that come and go do not depend on the load.
-# - A second run compiles nothing. Prompts alone change `τ`. The first positions of a long draft have lower rates.
+# - A second run compiles nothing. Prompts alone change `τ`. The first positions of a long draft
+#   have lower rates.
 #
 # **Next:** [08](08_convert_a_head.ipynb), converting a PyTorch head.

@@ -14,17 +14,19 @@
 # %% [markdown]
 # # 08 · Convert a PyTorch head
 #
-# Draft heads are published as PyTorch files, and every engine uses different tensor names. Speculative decoding hides
-# mistakes in a port: the text is still the target's, but the speed-up is lost. After this notebook you can
+# Draft heads are published as PyTorch files, and every engine uses different tensor names.
+# Speculative decoding hides mistakes in a port: the text is still the target's, but the speed-up is
+# lost. After this notebook you can
 #
-# - convert an official EAGLE-3 checkpoint, and list the mistakes that the converter detects and those it cannot detect;
+# - convert an official EAGLE-3 checkpoint, and list the mistakes that the converter detects and
+#   those it cannot detect;
 # - convert a head to another engine's layout and back without losing a bit;
 # - read the symptoms of a bad port from τ and acceptance by position;
 # - find the cause by comparing hidden states with a correct head.
 #
-# The notebook runs on a laptop CPU, offline, with the shipped pair. It needs PyTorch, because the checkpoint is a
-# pickle. Read [01](01_memory_bound_decoding.ipynb), [02](02_speculative_sampling.ipynb) and
-# [03](03_eagle3_head.ipynb) first.
+# The notebook runs on a laptop CPU, offline, with the shipped pair. It needs PyTorch, because the
+# checkpoint is a pickle. Read [01](01_memory_bound_decoding.ipynb),
+# [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) first.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -63,15 +65,16 @@ description = conversion.read_target(bundled("target")).config
 # %% [markdown]
 # ## Official checkpoint format
 #
-# The official repository publishes a head as `pytorch_model.bin` and a short `config.json`. `pytorch_model.bin` is a
-# pickle of tensors. The cell writes the shipped head in this format. `conversion.describe` (`eagle3 inspect`) reads the
-# checkpoint without executing code from it.
+# The official repository publishes a head as `pytorch_model.bin` and a short `config.json`.
+# `pytorch_model.bin` is a pickle of tensors. The cell writes the shipped head in this format.
+# `conversion.describe` (`eagle3 inspect`) reads the checkpoint without executing code from it.
 #
-# - `fc` maps three features (3 × 256) to the width of the head. The attention projections of `midlayer` have twice the
-#   input width.
+# - `fc` maps three features (3 × 256) to the width of the head. The attention projections of
+#   `midlayer` have twice the input width.
 # - `input_layernorm` is the norm of the *embedding*, `hidden_norm` the norm of the *feature*.
 # - `d2t` maps draft ids to target ids as an **offset**.
-# - The checkpoint does not contain the target layers of the features. The official code sets them (2, L/2, L-3).
+# - The checkpoint does not contain the target layers of the features. The official code sets them
+#   (2, L/2, L-3).
 
 # %%
 official = HERE / "official"
@@ -92,9 +95,9 @@ assert "target" in about.note, "the feature layers depend on the target"
 # %% [markdown]
 # ## Conversion
 #
-# `eagle3 convert` and `conversion.convert` are the same function. It uses a table with one rule per tensor: the name in
-# the checkpoint, the name in this library, and the layout. A rule works in both directions. Every tensor of a checkpoint
-# must match a rule.
+# `eagle3 convert` and `conversion.convert` are the same function. It uses a table with one rule per
+# tensor: the name in the checkpoint, the name in this library, and the layout. A rule works in both
+# directions. Every tensor of a checkpoint must match a rule.
 
 # %%
 conversion.convert(official, HERE / "native", "jax", target=description)
@@ -135,9 +138,9 @@ print(
 # %% [markdown]
 # ## Rejected checkpoints
 #
-# The official loader uses `strict=False`: a missing tensor keeps its random initial values, and an unknown tensor is
-# ignored. This library raises a one-line error in both cases. The last mistake below is not detected: a transposed
-# square matrix has the correct name, shape and type.
+# The official loader uses `strict=False`: a missing tensor keeps its random initial values, and an
+# unknown tensor is ignored. This library raises a one-line error in both cases. The last mistake
+# below is not detected: a transposed square matrix has the correct name, shape and type.
 
 
 # %%
@@ -181,9 +184,9 @@ assert all("\n" not in refusal for refusal in refusals), "an error is one line"
 # %% [markdown]
 # ## Layouts of SGLang and vLLM
 #
-# SGLang and SpecForge use the official tensor names with a different `config.json`. vLLM's layout stores every flag. If
-# a layout cannot express a head, the conversion raises an error. The cell converts the shipped head through all layouts
-# and compares every bit.
+# SGLang and SpecForge use the official tensor names with a different `config.json`. vLLM's layout
+# stores every flag. If a layout cannot express a head, the conversion raises an error. The cell
+# converts the shipped head through all layouts and compares every bit.
 
 # %%
 for before, after in (("native", "sglang"), ("sglang", "vllm"), ("vllm", "eagle"), ("eagle", "jax")):
@@ -197,7 +200,8 @@ print("official (PyTorch) -> native -> sglang -> vllm -> eagle -> native: every 
 # %% [markdown]
 # ## Five ports with one bug each
 #
-# The next cell makes five ports of the head. Each has one common mistake, and all of them load without an error.
+# The next cell makes five ports of the head. Each has one common mistake, and all of them load
+# without an error.
 #
 # | mistake | cause |
 # |---|---|
@@ -271,13 +275,14 @@ acceptance_ribbons(
 )
 
 # %% [markdown]
-# Every bug lowers τ. Two of them lower it so little that only a comparison with a reference shows a bug. The symptom
-# does not identify the cause.
+# Every bug lowers τ. Two of them lower it so little that only a comparison with a reference shows a
+# bug. The symptom does not identify the cause.
 #
 # ### `eagle3 doctor`
 #
-# `eagle3 doctor` checks target and head together: sizes, vocabulary, layers, norms, rotary settings, invalid weights, and
-# the agreement of the first draft tokens with the target. It finds the lost map. The other four heads are well-formed.
+# `eagle3 doctor` checks target and head together: sizes, vocabulary, layers, norms, rotary
+# settings, invalid weights, and the agreement of the first draft tokens with the target. It finds
+# the lost map. The other four heads are well-formed.
 
 # %%
 few_texts = texts[:3]
@@ -298,12 +303,13 @@ assert len(clean) == 4, "the other four are well-formed"
 # %% [markdown]
 # ### Bisection by hidden states
 #
-# Feed the good head and the suspect the same text and features. Compare every intermediate result in the order of
-# computation. The first difference shows the bug. For a real port, the reference is the PyTorch original.
+# Feed the good head and the suspect the same text and features. Compare every intermediate result
+# in the order of computation. The first difference shows the bug. For a real port, the reference is
+# the PyTorch original.
 #
-# Position 0 attends only to itself, so its attention weight is 1 for any queries and keys. If attention is correct at
-# position 0 and wrong after it, then the values and `o_proj` are correct. The *scores* are wrong: `q`, `k`, or the rotary
-# embedding.
+# Position 0 attends only to itself, so its attention weight is 1 for any queries and keys. If
+# attention is correct at position 0 and wrong after it, then the values and `o_proj` are correct.
+# The *scores* are wrong: `q`, `k`, or the rotary embedding.
 
 # %%
 config = reference.drafter.config
@@ -366,8 +372,8 @@ table_map(grid, list(table["A"]), list(heads), title="Relative difference from t
 plt.show()
 
 # %% [markdown]
-# Read a column from top to bottom and stop at the first number that is not zero. (* The normed feature depends on the
-# fused features, so an error in the fusion affects both.)
+# Read a column from top to bottom and stop at the first number that is not zero. (* The normed
+# feature depends on the fused features, so an error in the fusion affects both.)
 #
 # - Fused features differ: the features were **reversed** before `fc`.
 # - Fused features agree, both norms differ: the norms were **swapped**.
@@ -400,8 +406,9 @@ for letter, column in table.items():
 # %% [markdown]
 # ## Common mistakes
 #
-# Some bugs are in the code around the head, and no converter can detect them. The most common one pairs the feature of
-# position `t` with token `t` instead of token `t + 1`. The subclass below injects this bug.
+# Some bugs are in the code around the head, and no converter can detect them. The most common one
+# pairs the feature of position `t` with token `t` instead of token `t + 1`. The subclass below
+# injects this bug.
 
 
 # %%
@@ -428,8 +435,8 @@ print(
 )
 
 # %% [markdown]
-# Test a port by comparing hidden states with the original. A comparison of texts is not enough. Add a regression test for
-# τ of the head on fixed prompts.
+# Test a port by comparing hidden states with the original. A comparison of texts is not enough. Add
+# a regression test for τ of the head on fixed prompts.
 #
 # ## Exercises
 #
@@ -437,9 +444,9 @@ print(
 #
 # <details><summary>Answer</summary>
 #
-# The same permutation of `q` and `k` does not change a dot product. Only the rotation uses wrong pairs. So attention by
-# content still works in part, and attention by position is lost. The feature also bypasses attention on the residual
-# path.
+# The same permutation of `q` and `k` does not change a dot product. Only the rotation uses wrong
+# pairs. So attention by content still works in part, and attention by position is lost. The feature
+# also bypasses attention on the residual path.
 #
 # </details>
 #
@@ -451,13 +458,14 @@ print(
 #
 # </details>
 #
-# **3.** Acceptance is good at the first position and collapses at the second. Which part of the port is wrong?
+# **3.** Acceptance is good at the first position and collapses at the second. Which part of the
+# port is wrong?
 #
 # <details><summary>Answer</summary>
 #
-# The feedback of the head's own output, which replaces the features from the second draft token on. EAGLE-3 feeds it
-# back *before* the last norm. A port that feeds back the normed output, applies `fc` to it, or uses a wrong position is
-# correct only at the first position.
+# The feedback of the head's own output, which replaces the features from the second draft token on.
+# EAGLE-3 feeds it back *before* the last norm. A port that feeds back the normed output, applies
+# `fc` to it, or uses a wrong position is correct only at the first position.
 #
 # </details>
 
@@ -484,12 +492,13 @@ shutil.rmtree(HERE)
 # %% [markdown]
 # ## Checked claims
 #
-# - A PyTorch checkpoint in the official layout converts to the shipped head, bit for bit, and drafts the same.
-# - A missing tensor, an extra one, a transposed `fc` and a `d2t` of ids each raise a one-line error. A transposed square
-#   matrix does not.
+# - A PyTorch checkpoint in the official layout converts to the shipped head, bit for bit, and
+#   drafts the same.
+# - A missing tensor, an extra one, a transposed `fc` and a `d2t` of ids each raise a one-line
+#   error. A transposed square matrix does not.
 # - Conversion through the layouts of SGLang, vLLM and the official code and back loses no bit.
-# - Five well-formed ports with one bug each, and a sixth with a bug in the code, generate exactly the target's text. Each
-#   has a lower τ.
+# - Five well-formed ports with one bug each, and a sixth with a bug in the code, generate exactly
+#   the target's text. Each has a lower τ.
 # - The doctor reports the lost `d2t`. A comparison of hidden states finds the other four.
 # - Undoing a mistake restores every counter.
 #

@@ -22,9 +22,10 @@
 # - write a lossless acceptance rule, and a lossy one with a label;
 # - use both from the command line.
 #
-# The notebook runs on a laptop CPU, offline, in a checkout. Read [01](01_memory_bound_decoding.ipynb) and
-# [02](02_speculative_sampling.ipynb) first. The page [Drafters](../docs/drafters.md) has the contract. The page
-# [Extending](../docs/extending.md) shows your own target and checkpoint format.
+# The notebook runs on a laptop CPU, offline, in a checkout. Read
+# [01](01_memory_bound_decoding.ipynb) and [02](02_speculative_sampling.ipynb) first. The page
+# [Drafters](../docs/drafters.md) has the contract. The page [Extending](../docs/extending.md) shows
+# your own target and checkpoint format.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -63,13 +64,13 @@ head = e3.load_drafter(target=target)
 # A drafter has three methods:
 #
 # - `init` makes an empty state.
-# - `observe` receives committed tokens. Of its `T` tokens, only the first `length` are valid. `length` differs by row and
-#   is 0 for a finished row.
+# - `observe` receives committed tokens. Of its `T` tokens, only the first `length` are valid.
+#   `length` differs by row and is 0 for a finished row.
 # - `propose` drafts.
 #
-# `Newest` predicts that a token is followed by the same token as at its latest occurrence. It keeps one number per token
-# of the vocabulary: `position · V + follower` of the latest occurrence. So the largest number is the newest. To draft, it
-# looks up one token after the other.
+# `Newest` predicts that a token is followed by the same token as at its latest occurrence. It keeps
+# one number per token of the vocabulary: `position · V + follower` of the latest occurrence. So the
+# largest number is the newest. To draft, it looks up one token after the other.
 
 
 # %%
@@ -129,14 +130,18 @@ class Newest:
 #
 # ## Drafters compared
 #
-# `KnowsTheText` is the upper bound: it drafts the text that the target will generate. A head with random weights is the
-# lower bound. The cell compares them with `Newest`, three more drafters without training, and the trained head:
+# `KnowsTheText` is the upper bound: it drafts the text that the target will generate. A head with
+# random weights is the lower bound. The cell compares them with `Newest`, three more drafters
+# without training, and the trained head:
 #
-# - **prompt lookup** (`NGram`) copies the tokens that followed an earlier occurrence of the last tokens;
-# - **suffix decoding** (`Suffix`) chooses the most frequent continuation of all earlier occurrences;
+# - **prompt lookup** (`NGram`) copies the tokens that followed an earlier occurrence of the last
+#   tokens;
+# - **suffix decoding** (`Suffix`) chooses the most frequent continuation of all earlier
+#   occurrences;
 # - **layer skip** runs the target's first three layers.
 #
-# The prompts are code, prose, and repetitive text. `trace.record` runs a decoder and records every round.
+# The prompts are code, prose, and repetitive text. `trace.record` runs a decoder and records every
+# round.
 
 # %%
 REPEATED = [
@@ -227,16 +232,18 @@ acceptance_ribbons(
 )
 
 # %% [markdown]
-# τ counts only rounds with a draft (the convention of vLLM and of this library). Prompt lookup often finds no earlier
-# occurrence. Such a round has no draft and is a plain step. So compare tokens per round over **all** rounds.
+# τ counts only rounds with a draft (the convention of vLLM and of this library). Prompt lookup
+# often finds no earlier occurrence. Such a round has no draft and is a plain step. So compare
+# tokens per round over **all** rounds.
 #
-# The methods that need training (Medusa, EAGLE-1, P-EAGLE, MTP, DFlash and others) are compared on this target on the page
-# [Methods](../docs/methods/index.md).
+# The methods that need training (Medusa, EAGLE-1, P-EAGLE, MTP, DFlash and others) are compared on
+# this target on the page [Methods](../docs/methods/index.md).
 #
 # ## Contract checks
 #
-# With one exception (a wrong declared distribution, see below), a mistake in a drafter only costs time and does not
-# change the output. `e3.check_drafter` finds such mistakes on a small random target.
+# With one exception (a wrong declared distribution, see below), a mistake in a drafter only costs
+# time and does not change the output. `e3.check_drafter` finds such mistakes on a small random
+# target.
 
 # %%
 small = tiny.target(13)
@@ -247,8 +254,8 @@ assert report.ok, "every check passes or does not apply to this drafter"
 # %% [markdown]
 # ## Common mistakes
 #
-# **An unhashable drafter.** A class instead of an instance, or a dataclass that is not frozen, raises an error before
-# compilation.
+# **An unhashable drafter.** A class instead of an instance, or a dataclass that is not frozen,
+# raises an error before compilation.
 
 
 # %%
@@ -268,8 +275,8 @@ for wrong in (Newest, Thawed(target.vocab_size)):
         raise AssertionError("no error was raised")
 
 # %% [markdown]
-# **Reading the padding of an observation.** `Careless` reads the padding as text. The output is still the target's, so
-# no test of the output detects the mistake. The contract check does.
+# **Reading the padding of an observation.** `Careless` reads the padding as text. The output is
+# still the target's, so no test of the output detects the mistake. The contract check does.
 
 
 # %%
@@ -291,9 +298,9 @@ assert result.tokens == plain and result.stats.mean_acceptance_length < tau["New
 assert "padding behind an observation does not matter" in [finding.name for finding in report.failures]
 
 # %% [markdown]
-# **Declaring a wrong distribution.** The acceptance rule relies on the declared `q`. `Boaster` drafts the same tokens and
-# declares a uniform distribution, so the rule accepts them too often. The *text* is wrong. Only a check with many samples
-# detects the mistake.
+# **Declaring a wrong distribution.** The acceptance rule relies on the declared `q`. `Boaster`
+# drafts the same tokens and declares a uniform distribution, so the rule accepts them too often.
+# The *text* is wrong. Only a check with many samples detects the mistake.
 
 
 # %%
@@ -312,10 +319,11 @@ assert {finding.name for finding in report.failures} == set(some), "both checks 
 # %% [markdown]
 # ## A lossless acceptance rule
 #
-# The simplest exact rule: **sample a token from the target, and accept the draft token if both are equal.** `Looks` does
-# this at every node of the draft. With `looks=2` it samples again if the first token was not drafted. This raises the
-# probability of drafted tokens, so the rule is lossy. Its attribute `lossless` must be false. The check fails for a rule
-# that claims to be lossless and is not.
+# The simplest exact rule: **sample a token from the target, and accept the draft token if both are
+# equal.** `Looks` does this at every node of the draft. With `looks=2` it samples again if the
+# first token was not drafted. This raises the probability of drafted tokens, so the rule is lossy.
+# Its attribute `lossless` must be false. The check fails for a rule that claims to be lossless and
+# is not.
 
 
 # %%
@@ -365,10 +373,10 @@ assert [finding.name for finding in failures] == ["what it emits has the target'
 # %% [markdown]
 # ## Cost of both rules
 #
-# - **Acceptance.** One look accepts a token sampled from `q` with probability `Σ p(x) q(x)`. The exact rule accepts it
-#   with probability `Σ min(p, q)`, which is never lower.
-# - **Error.** If the draft is one fixed token `x` with `p = p(x)`, two looks output it with probability `1 − (1 − p)²`
-#   instead of `p`. The total variation distance is `p (1 − p)`.
+# - **Acceptance.** One look accepts a token sampled from `q` with probability `Σ p(x) q(x)`. The
+#   exact rule accepts it with probability `Σ min(p, q)`, which is never lower.
+# - **Error.** If the draft is one fixed token `x` with `p = p(x)`, two looks output it with
+#   probability `1 − (1 − p)²` instead of `p`. The total variation distance is `p (1 − p)`.
 
 # %%
 rules = {"exact": e3.Exact(), "one look": Looks(), "two looks": Looks(2)}
@@ -426,8 +434,9 @@ assert seen["two looks"] - p[guess] > 2 * noise, "two looks shift the distributi
 # %% [markdown]
 # ## Command line
 #
-# `module:name` selects a drafter or a rule in your own file. `name` is an object. For a drafter it can also be a function
-# of the text after a `=` and of the target. The cell writes the classes of this notebook to a file and uses this file.
+# `module:name` selects a drafter or a rule in your own file. `name` is an object. For a drafter it
+# can also be a function of the text after a `=` and of the target. The cell writes the classes of
+# this notebook to a file and uses this file.
 
 # %%
 FACTORY = """
@@ -460,13 +469,14 @@ assert done.returncode == 0 and answer["lossless"] is False, "the command line l
 # %% [markdown]
 # ## Exercises
 #
-# **1.** `Newest` packs `position · V + follower` into 32 bits. Up to which length is this correct for this target, and
-# for a vocabulary of 128,256 tokens? What happens for longer texts?
+# **1.** `Newest` packs `position · V + follower` into 32 bits. Up to which length is this correct
+# for this target, and for a vocabulary of 128,256 tokens? What happens for longer texts?
 #
 # <details><summary>Answer</summary>
 #
-# It is correct while `position · V + follower < 2³¹`: up to 524,287 positions with 4,096 tokens, 16,743 with 128,256. For
-# longer texts the number is negative, and `.max` ignores it, so the table stops learning. The text is correct, τ falls.
+# It is correct while `position · V + follower < 2³¹`: up to 524,287 positions with 4,096 tokens,
+# 16,743 with 128,256. For longer texts the number is negative, and `.max` ignores it, so the table
+# stops learning. The text is correct, τ falls.
 #
 # </details>
 #
@@ -474,8 +484,8 @@ assert done.returncode == 0 and answer["lossless"] is False, "the command line l
 #
 # <details><summary>Answer</summary>
 #
-# A greedy draft is a point mass on `x`. The exact rule accepts it with probability `p(x)`. One look accepts it if the
-# target samples `x`. This also has probability `p(x)`.
+# A greedy draft is a point mass on `x`. The exact rule accepts it with probability `p(x)`. One look
+# accepts it if the target samples `x`. This also has probability `p(x)`.
 #
 # </details>
 #
@@ -483,19 +493,21 @@ assert done.returncode == 0 and answer["lossless"] is False, "the command line l
 #
 # <details><summary>Answer</summary>
 #
-# It outputs the draft token with probability `1 − (1 − p)ⁿ`, so the total variation distance is `(1 − p) − (1 − p)ⁿ`. For
-# large `n` the output is the drafter's text, except for tokens with `p = 0`.
+# It outputs the draft token with probability `1 − (1 − p)ⁿ`, so the total variation distance is `(1
+# − p) − (1 − p)ⁿ`. For large `n` the output is the drafter's text, except for tokens with `p = 0`.
 #
 # </details>
 #
 #
 # ## Checked claims
 #
-# - All drafters generate the text of plain decoding. A drafter that knows the text reaches τ = K + 1, a random head about
-#   1.
-# - The trained head is best on ordinary text. Suffix decoding is better on repetitive text. τ excludes rounds without a
-#   draft.
-# - `check_drafter` passes the correct drafter. It finds a drafter that reads padding (same text, lower τ) and one that
-#   declares a wrong distribution. A class and an unhashable instance each raise an error.
-# - One look is lossless and accepts less than the exact rule. Two looks are lossy and shift the distribution by
-#   `p (1 − p)`. Results and the command line label them. A rule with a wrong label fails the check.
+# - All drafters generate the text of plain decoding. A drafter that knows the text reaches τ = K +
+#   1, a random head about 1.
+# - The trained head is best on ordinary text. Suffix decoding is better on repetitive text. τ
+#   excludes rounds without a draft.
+# - `check_drafter` passes the correct drafter. It finds a drafter that reads padding (same text,
+#   lower τ) and one that declares a wrong distribution. A class and an unhashable instance each
+#   raise an error.
+# - One look is lossless and accepts less than the exact rule. Two looks are lossy and shift the
+#   distribution by `p (1 − p)`. Results and the command line label them. A rule with a wrong label
+#   fails the check.

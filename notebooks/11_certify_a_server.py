@@ -14,15 +14,15 @@
 # %% [markdown]
 # # 11 · Certify a server
 #
-# `eagle3 certify --url URL` tells whether the texts of a server follow the distribution that it reports. After this
-# notebook you can
+# `eagle3 certify --url URL` tells whether the texts of a server follow the distribution that it
+# reports. After this notebook you can
 #
 # - explain why the place of a token in its distribution is uniform, whatever was drafted;
 # - plant an error in a sampler, and say after how many requests a certificate finds it;
 # - say what a verdict does not mean.
 #
-# The notebook needs no model and no network. Read [02](02_speculative_sampling.ipynb) first. The command and its report
-# are on the page [Certify a server](../docs/certify.md).
+# The notebook needs no model and no network. Read [02](02_speculative_sampling.ipynb) first. The
+# command and its report are on the page [Certify a server](../docs/certify.md).
 
 # %% tags=["hide-input"]
 import first_cell
@@ -38,13 +38,14 @@ from eagle3_jax.certify.faulty import CORRECT, FAULTS, Fault, FaultySampler
 # %% [markdown]
 # ## The place of a token
 #
-# A server reports the log-probabilities of the likeliest tokens at each position, and the token that it wrote. Put the
-# tokens of a position one behind the other on a line from 0 to 1, the likeliest first, each as long as it is probable.
-# The written token covers a piece of this line. Its **place** is a random point in that piece.
+# A server reports the log-probabilities of the likeliest tokens at each position, and the token
+# that it wrote. Put the tokens of a position one behind the other on a line from 0 to 1, the
+# likeliest first, each as long as it is probable. The written token covers a piece of this line.
+# Its **place** is a random point in that piece.
 #
-# If the token was sampled from this distribution, its place is uniform on [0, 1]. That holds for every position, so places
-# of all prompts can be counted together. Drafts do not matter: the rule of notebook 02 makes the token follow the
-# target's distribution whatever was proposed.
+# If the token was sampled from this distribution, its place is uniform on [0, 1]. That holds for
+# every position, so places of all prompts can be counted together. Drafts do not matter: the rule
+# of notebook 02 makes the token follow the target's distribution whatever was proposed.
 
 # %%
 probs = np.array([0.5, 0.3, 0.2])
@@ -65,10 +66,11 @@ assert counts.max() < 1150
 # %% [markdown]
 # ## Plant an error
 #
-# `FaultySampler` is a target with a vocabulary of 64, a drafter that resembles it, and a chain of three drafts. It
-# reports the target's own distribution, as an honest but faulty server does. Change `fault` and run the cells again.
-# `willing` multiplies the probability of acceptance, and `likeliest` makes the drafter propose its likeliest token. These
-# are the errors that the tables of the page have:
+# `FaultySampler` is a target with a vocabulary of 64, a drafter that resembles it, and a chain of
+# three drafts. It reports the target's own distribution, as an honest but faulty server does.
+# Change `fault` and run the cells again. `willing` multiplies the probability of acceptance, and
+# `likeliest` makes the drafter propose its likeliest token. These are the errors that the tables of
+# the page have:
 
 # %%
 for name in FAULTS:
@@ -97,13 +99,13 @@ axes[0].set_ylabel("density")
 plt.show()
 
 # %% [markdown]
-# Drafts sampled too cold are likely tokens, and all of them are judged as if they had been rarer. So low places, which
-# belong to likely tokens, come too often.
+# Drafts sampled too cold are likely tokens, and all of them are judged as if they had been rarer.
+# So low places, which belong to likely tokens, come too often.
 #
 # ## The tests
 #
-# `judge` makes several tests, because no single one sees every error. A certificate divides 10⁻⁶, the probability that a
-# correct server fails, among them.
+# `judge` makes several tests, because no single one sees every error. A certificate divides 10⁻⁶,
+# the probability that a correct server fails, among them.
 
 # %%
 for test in judge(faulty[faulty.index > 0]):
@@ -112,10 +114,11 @@ for test in judge(faulty[faulty.index > 0]):
 # %% [markdown]
 # ## A bet
 #
-# A drafter that proposes its likeliest token has the same draft each time the text is the same. A wrong acceptance then
-# makes this one token too frequent, and all others too rare. So the certificate bets: before each token it names another
-# distribution, such as one in which the likeliest token is 20 % more frequent, and multiplies the ratios of the two
-# probabilities. Under a correct sampler the product is 1 on average, so it exceeds a million with a probability of at most
+# A drafter that proposes its likeliest token has the same draft each time the text is the same. A
+# wrong acceptance then makes this one token too frequent, and all others too rare. So the
+# certificate bets: before each token it names another distribution, such as one in which the
+# likeliest token is 20 % more frequent, and multiplies the ratios of the two probabilities. Under a
+# correct sampler the product is 1 on average, so it exceeds a million with a probability of at most
 # one in a million. Under the error that the bet names it grows.
 
 # %%
@@ -142,8 +145,9 @@ assert gain_of(willing * p).max() > 6
 assert gain_of(p).max() < 6
 
 # %% [markdown]
-# A real certificate knows neither the draft nor the size of the error. It spreads its stake over tokens and sizes, which
-# costs a factor, not the slope. `fewest_tokens` says how many tokens the best test needs that does know the error:
+# A real certificate knows neither the draft nor the size of the error. It spreads its stake over
+# tokens and sizes, which costs a factor, not the slope. `fewest_tokens` says how many tokens the
+# best test needs that does know the error:
 
 # %%
 LEVEL = 1e-6 / 12
@@ -171,8 +175,8 @@ assert num_requests["likeliest draft, every one accepted"] <= 256
 assert requests_until_found(CORRECT, most=2048) is None
 
 # %% [markdown]
-# **Exercise.** Plant `Fault(likeliest=True, willing=1.2)`, `1.1` and `1.05`. Predict first: by which factor does
-# `fewest_tokens` grow when the error halves?
+# **Exercise.** Plant `Fault(likeliest=True, willing=1.2)`, `1.1` and `1.05`. Predict first: by
+# which factor does `fewest_tokens` grow when the error halves?
 #
 # <details><summary>Answer</summary>
 #
@@ -189,19 +193,21 @@ for willing in (1.2, 1.1, 1.05):
 # %% [markdown]
 # ## What a verdict means
 #
-# *Lossless*: no test found a deviation, everything on the certificate's list was seen, and the verdict names the errors of
-# acceptance that it would have found. It does not say that the reported distribution is that of the model: a wrong model
-# that reports itself honestly passes.
+# *Lossless*: no test found a deviation, everything on the certificate's list was seen, and the
+# verdict names the errors of acceptance that it would have found. It does not say that the reported
+# distribution is that of the model: a wrong model that reports itself honestly passes.
 #
-# *Not lossless*: a test failed whose control did not. The control draws tokens behind the same texts where no draft
-# reaches.
+# *Not lossless*: a test failed whose control did not. The control draws tokens behind the same
+# texts where no draft reaches.
 #
-# *Inconclusive*: something on the list is missing. Reports that cannot be read, a server that drafted nothing, too few
-# tokens, and first tokens that do not follow the reports either are never agreement.
+# *Inconclusive*: something on the list is missing. Reports that cannot be read, a server that
+# drafted nothing, too few tokens, and first tokens that do not follow the reports either are never
+# agreement.
 #
 # ## Checked claims
 #
 # - Places of 20,000 tokens from a known distribution are uniform within the spread of counts.
-# - Greedy drafts that are judged as if sampled, and an acceptance of every draft that is the likeliest token, are found by
-#   256 requests at most. A correct sampler is not found out by 2,048.
-# - A bet on an acceptance 20 % too willing gains a million within 1,000 tokens where that is true, and not where it is not.
+# - Greedy drafts that are judged as if sampled, and an acceptance of every draft that is the
+#   likeliest token, are found by 256 requests at most. A correct sampler is not found out by 2,048.
+# - A bet on an acceptance 20 % too willing gains a million within 1,000 tokens where that is true,
+#   and not where it is not.

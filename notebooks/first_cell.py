@@ -18,10 +18,10 @@ def start(*, repository: bool = False, device: bool = True, also: tuple[str, ...
     """Checks the environment, sets matplotlib's style, keeps compiled programs, and prints versions and device.
 
     Args:
-        repository: Whether the notebook uses ``validation`` or the helpers of ``tests``, which are not installed. If so,
-            the checkout is added to the path.
-        device: Whether to print the device. JAX fixes its share of the memory at the first use of a device, so a
-            notebook that configures this share prints the device later.
+        repository: Whether the notebook uses ``validation`` or the helpers of ``tests``, which are
+            not installed. If so, the checkout is added to the path.
+        device: Whether to print the device. JAX fixes its share of the memory at the first use of a
+            device, so a notebook that configures this share prints the device later.
         also: Modules that this notebook imports in addition to those of the extra ``notebooks``.
 
     Raises:

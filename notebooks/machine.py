@@ -1,7 +1,7 @@
 """Selects the machine, models and vLLM of the notebooks for GPUs from environment variables.
 
-A missing part (GPU, weights, vLLM) has a stand-in. A banner at the top of each notebook names the stand-ins.
-"""
+A missing part (GPU, weights, vLLM) has a stand-in. A banner at the top of each notebook names the
+stand-ins."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ UNIT_PRICE = 1.0  # if EAGLE3_PRICE_PER_HOUR is not set
 
 _ADDRESS = "the address of a server, such as http://localhost:8000"
 _PYTHON = "the file of a Python with vLLM, or 'installed' after `make vllm`; there is no file of this name"
-# How a variable is read, which values are valid, and what was expected; other variables are any text.
+# How a variable is read, which values are valid, and what was expected; other variables are any
+# text.
 _CHECKS: dict[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
     "EAGLE3_PROMPTS": (
         lambda text: tuple(Path(name).expanduser() for name in text.split(os.pathsep) if name),
@@ -89,7 +90,8 @@ class Configuration:
         """Reads environment variables; an empty one counts as not set.
 
         Raises:
-            ValueError: A variable is unknown or invalid. The message is one line with the expected value.
+            ValueError: A variable is unknown or invalid. The message is one line with the expected
+                value.
         """
         values: dict[str, Any] = {}
         for name in environ:
@@ -304,7 +306,8 @@ def start(environ: Mapping[str, str] = os.environ) -> Machine:
     """Reads the environment and the machine and sets JAX's share of the memory; loads no model.
 
     Raises:
-        SystemExit: A variable is invalid, or this jax cannot use the GPU of the machine. The message is one line.
+        SystemExit: A variable is invalid, or this jax cannot use the GPU of the machine. The
+            message is one line.
     """
     try:
         configuration = Configuration.read(environ)

@@ -1,9 +1,9 @@
 """Executes notebooks from top to bottom and writes them with their outputs to build/notebooks.
 
-``NAME.py`` is the source. Jupyter and Colab open ``NAME.ipynb``, which has no outputs; ``--sync`` writes it from
-``NAME.py``. The input of a cell with ``tags=["hide-input"]`` is folded in Jupyter and on the site; ``"answer"`` marks the
-answer to an exercise. The exit code is 1 if a cell raises an error or writes to Python's stderr, or if an ``.ipynb``
-differs from its ``.py``.
+``NAME.py`` is the source. Jupyter and Colab open ``NAME.ipynb``, which has no outputs; ``--sync``
+writes it from ``NAME.py``. The input of a cell with ``tags=["hide-input"]`` is folded in Jupyter
+and on the site; ``"answer"`` marks the answer to an exercise. The exit code is 1 if a cell raises
+an error or writes to Python's stderr, or if an ``.ipynb`` differs from its ``.py``.
 
     python notebooks/run.py                       # all of notebooks/
     python notebooks/run.py notebooks/gpu         # the four for an H100 or H200
@@ -96,7 +96,8 @@ def execute(source: Path, output: Path) -> str | None:
         kernel_name="python3",
         extra_arguments=[
             "--IPKernelApp.log_level=ERROR",  # hides a warning about unencrypted connections
-            # XLA and CUDA log to the file descriptor; these lines go to the terminal, not into the notebook.
+            # XLA and CUDA log to the file descriptor; these lines go to the terminal, not into the
+            # notebook.
             "--IPKernelApp.capture_fd_output=False",
         ],
         resources={"metadata": {"path": str(source.parent)}},

@@ -10,14 +10,16 @@ import tempfile
 import time
 from pathlib import Path
 
-# Compilation is most of what the suite costs, and without optimisation it costs half. What is claimed bit for bit must
-# hold as users compile, too: XLA_FLAGS= pytest, as .ci/run has it. Before anything imports JAX.
+# Compilation is most of what the suite costs, and without optimisation it costs half. What is
+# claimed bit for bit must hold as users compile, too: XLA_FLAGS= pytest, as .ci/run has it. Before
+# anything imports JAX.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import pytest
 from jaxtyping import install_import_hook
 
-# Before the first import of the library. It makes every annotated shape an assertion, here and in no other program.
+# Before the first import of the library. It makes every annotated shape an assertion, here and in
+# no other program.
 try:
     import beartype  # noqa: F401
 
@@ -28,19 +30,28 @@ except ModuleNotFoundError:  # on a machine without the extras for tests
 
 import jax
 
-# Tests whose cases together take more than ten seconds, compilation included; `pytest --durations=0` shows them.
+# Tests whose cases together take more than ten seconds, compilation included; `pytest
+# --durations=0` shows them.
 SLOW = set(Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").split())
 MAPS_COUNTED = [time.monotonic()]
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# Whatever a shell starts in the background ignores Ctrl-C, and hands that on to the commands that are interrupted here.
+# Whatever a shell starts in the background ignores Ctrl-C, and hands that on to the commands that
+# are interrupted here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Compilation is most of what the suite costs; a second run on the same machine finds its programs here.
-jax.config.update("jax_compilation_cache_dir", str(Path(tempfile.gettempdir()) / "eagle3-jax-tests-compiled"))
+# Compilation is most of what the suite costs; a second run on the same machine finds its programs
+# here.
+jax.config.update(
+    "jax_compilation_cache_dir", str(Path(tempfile.gettempdir()) / "eagle3-jax-tests-compiled")
+)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record-fingerprints", action="store_true", help="Write the hashes of test_fingerprints.py.")
+    parser.addoption(
+        "--record-fingerprints",
+        action="store_true",
+        help="Write the hashes of test_fingerprints.py.",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
@@ -83,7 +94,9 @@ def _forget_programs():
 def _few_memory_maps():
     """A compiled program holds memory maps; thousands of them reach Linux's limit (65530), which ends the process."""
     yield
-    maps = Path("/proc/self/maps")  # 0.1 seconds to read, and a test that compiles for 10 seconds adds 3,000 of them
+    maps = Path(
+        "/proc/self/maps"
+    )  # 0.1 seconds to read, and a test that compiles for 10 seconds adds 3,000 of them
     if time.monotonic() - MAPS_COUNTED[0] > 10 and maps.exists():
         MAPS_COUNTED[0] = time.monotonic()
         if maps.read_bytes().count(b"\n") > 30_000:

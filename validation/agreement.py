@@ -13,7 +13,14 @@ from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, SpeculativeDeco
 from eagle3_jax.drafters import NGram
 from validation.engines.vllm.bridge import VLLM, EngineOptions, Scored, Tokens
 from validation.forcing import reference
-from validation.margin import Agreement, Control, bfloat16_ulp, classify, tie_tolerance, wrong_tolerance
+from validation.margin import (
+    Agreement,
+    Control,
+    bfloat16_ulp,
+    classify,
+    tie_tolerance,
+    wrong_tolerance,
+)
 
 BATCH = 8
 MOST_POSITIONS = 4096  # that vLLM reserves; the texts here are shorter
@@ -64,7 +71,9 @@ class Judged:
     @property
     def agreed(self) -> Agreed:
         """All positions counted."""
-        ties, disagreements = (int(np.sum(self.verdicts == verdict)) for verdict in (Agreement.TIE, Agreement.DISAGREE))
+        ties, disagreements = (
+            int(np.sum(self.verdicts == verdict)) for verdict in (Agreement.TIE, Agreement.DISAGREE)
+        )
         return Agreed(len(self.gaps), ties, disagreements, float(self.gaps.max()))
 
     def control(self, verdict: Agreement) -> Control:
@@ -82,16 +91,25 @@ class Judged:
 
 
 def ours(
-    decoders: Mapping[str, SpeculativeDecoder], prompts: Sequence[Tokens], *, max_new_tokens: int, singly: int
+    decoders: Mapping[str, SpeculativeDecoder],
+    prompts: Sequence[Tokens],
+    *,
+    max_new_tokens: int,
+    singly: int,
 ) -> dict[str, list[Tokens]]:
     """All decoders' texts, in batches; the first ``singly`` prompts of the last decoder one by one as well."""
 
     def written(decoder: SpeculativeDecoder, prompts: Sequence[Tokens], size: int) -> list[Tokens]:
         starts = range(0, len(prompts), size)
-        batches = [decoder.generate(prompts[i : i + size], max_new_tokens=max_new_tokens).tokens for i in starts]
+        batches = [
+            decoder.generate(prompts[i : i + size], max_new_tokens=max_new_tokens).tokens
+            for i in starts
+        ]
         return [tokens for batch in batches for tokens in batch]
 
-    texts = {f"ours, {name}": written(decoder, prompts, BATCH) for name, decoder in decoders.items()}
+    texts = {
+        f"ours, {name}": written(decoder, prompts, BATCH) for name, decoder in decoders.items()
+    }
     name, decoder = list(decoders.items())[-1]
     if singly:
         texts[f"ours, {name}, batch 1"] = written(decoder, prompts[:singly], 1)
@@ -104,7 +122,8 @@ class BothDirections:
 
     ours: list[Judged]  #: Our ways of decoding, plain first, scored by vLLM.
     theirs: list[Judged]  #: vLLM's, plain first, scored by us.
-    #: Texts scored by the engine that wrote them (A/A), under the names of their writers: vLLM's texts, and our plain
+    #: Texts scored by the engine that wrote them (A/A), under the names of their writers: vLLM's
+    # texts, and our plain
     #: one against our target with sums in float32.
     controls: dict[str, Judged]
 
@@ -142,16 +161,21 @@ class BothDirections:
             noise = self.noise(verdict)
             for judged in self.all:
                 yield from too_many(judged, verdict, noise)
-            # Noise of our decoding raises the bound above, so it is itself bounded by vLLM's, before the same judge.
-            yield from too_many(self.controls[self.ours[0].by], verdict, self.theirs[0].control(verdict))
+            # Noise of our decoding raises the bound above, so it is itself bounded by vLLM's,
+            # before the same judge.
+            yield from too_many(
+                self.controls[self.ours[0].by], verdict, self.theirs[0].control(verdict)
+            )
 
     def noise(self, verdict: Agreement) -> Control:
         """The A/A control of the engine that departs more often from itself, from a verdict on.
 
-        Two engines may differ :data:`ENGINES` times as often, since their errors add up at most. vLLM's own count is 0
-        where the same kernels decode and score, although its errors are as large as ours.
-        """
-        controls = [self.controls[texts[0].by].control(verdict) for texts in (self.ours, self.theirs)]
+        Two engines may differ :data:`ENGINES` times as often, since their errors add up at most.
+        vLLM's own count is 0 where the same kernels decode and score, although its errors are as
+        large as ours."""
+        controls = [
+            self.controls[texts[0].by].control(verdict) for texts in (self.ours, self.theirs)
+        ]
         return max(controls, key=lambda control: control.bound)
 
 
@@ -193,7 +217,9 @@ def both_directions(
         generated = engine.generate(prompts, max_new_tokens=max_new_tokens)
         speculating[f"vLLM, {config['method']}"] = generated.outputs
     engine = vllm.engine(options)
-    theirs = {"vLLM, plain": engine.generate(prompts, max_new_tokens=max_new_tokens).outputs} | speculating
+    theirs = {
+        "vLLM, plain": engine.generate(prompts, max_new_tokens=max_new_tokens).outputs
+    } | speculating
 
     def judged(by: str, outputs: list[Tokens], judge: str) -> Judged:
         fed = prompts[: len(outputs)]
@@ -215,5 +241,7 @@ def decoders_of(target: LoadedTarget, drafter: LoadedDrafter) -> dict[str, Specu
         "plain": SpeculativeDecoder(target, stop_tokens=()),
         "n-gram": SpeculativeDecoder(target, NGram(), num_speculative_tokens=4, stop_tokens=()),
         "EAGLE-3 tree": SpeculativeDecoder(target, drafter, tree=TREE, stop_tokens=()),
-        "EAGLE-3 chain": SpeculativeDecoder(target, drafter, num_speculative_tokens=5, stop_tokens=()),
+        "EAGLE-3 chain": SpeculativeDecoder(
+            target, drafter, num_speculative_tokens=5, stop_tokens=()
+        ),
     }

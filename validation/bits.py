@@ -1,8 +1,7 @@
 """Why the bits of a chain and of plain decoding differ on a GPU, decided on the device in two minutes.
 
-`examples/h200.py --only bits` runs it on the shipped pair in bfloat16. Every line compares two runs, and says what a
-difference would mean.
-"""
+`examples/h200.py --only bits` runs it on the shipped pair in bfloat16. Every line compares two
+runs, and says what a difference would mean."""
 
 from __future__ import annotations
 
@@ -71,22 +70,33 @@ def _both(meaning: str, **change: Any) -> Comparison:
 
 
 COMPARISONS = {
-    "blocks of 4, run twice": Comparison(BLOCKS, BLOCKS._replace(again=1), "a kernel is not deterministic"),
+    "blocks of 4, run twice": Comparison(
+        BLOCKS, BLOCKS._replace(again=1), "a kernel is not deterministic"
+    ),
     "blocks of 4, compiled twice": Comparison(
         BLOCKS, BLOCKS._replace(again=2), "the compiler chooses otherwise each time"
     ),
-    "chain of 3, run twice": Comparison(CHAIN, CHAIN._replace(again=1), "a kernel is not deterministic"),
+    "chain of 3, run twice": Comparison(
+        CHAIN, CHAIN._replace(again=1), "a kernel is not deterministic"
+    ),
     FAILING: _both("the cell that failed in level L3 fails again"),
     "the same, batch 2": _both("it is not the padding of 4 rows to 8", batch=2),
     "the same, default options": _both("as users have it, the bits differ", options="default"),
     "the same, nondeterministic operations excluded": _both(
-        "the cause is not a kernel that adds in a random order", options="nondeterministic ones excluded"
+        "the cause is not a kernel that adds in a random order",
+        options="nondeterministic ones excluded",
     ),
     "the same, cuBLAS": _both("it is not cuBLASLt", options="cuBLAS, not cuBLASLt"),
     "the same, attention by XLA": _both("it is not the attention kernel", kernel=False),
-    "invariant: chain of 3 and plain": Comparison(INVARIANT, INVARIANT._replace(draft=3), "invariant fails"),
-    "invariant: chain of 5 and plain": Comparison(INVARIANT, INVARIANT._replace(draft=5), "invariant fails"),
-    "invariant: batch of 8 and plain": Comparison(INVARIANT, INVARIANT._replace(batch=8), "invariant fails in batches"),
+    "invariant: chain of 3 and plain": Comparison(
+        INVARIANT, INVARIANT._replace(draft=3), "invariant fails"
+    ),
+    "invariant: chain of 5 and plain": Comparison(
+        INVARIANT, INVARIANT._replace(draft=5), "invariant fails"
+    ),
+    "invariant: batch of 8 and plain": Comparison(
+        INVARIANT, INVARIANT._replace(batch=8), "invariant fails in batches"
+    ),
     "invariant: chain of 5 in a batch of 8 and plain": Comparison(
         INVARIANT, INVARIANT._replace(draft=5, batch=8), "invariant fails in batches"
     ),
@@ -115,7 +125,8 @@ def decide(
     programs = Programs(tokens)
     chosen = {name: COMPARISONS[name] for name in comparisons}
     runs = dict.fromkeys(run for comparison in chosen.values() for run in comparison[:2])
-    # Programs are compiled together on the cores of the host, and compared in the order of the table.
+    # Programs are compiled together on the cores of the host, and compared in the order of the
+    # table.
     with concurrent.futures.ThreadPoolExecutor(8) as compilers:
         compiled = {run: compilers.submit(programs.compile, run) for run in runs if run.again != 1}
 
@@ -127,13 +138,18 @@ def decide(
         for name, comparison in chosen.items():
             try:
                 result = compare(states_of(comparison.first), states_of(comparison.second))
-            except Exception as error:  # of the compiler or the device: the other comparisons still tell something
+            except (
+                Exception
+            ) as error:  # of the compiler or the device: the other comparisons still tell something
                 result = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
             add(name, result | {"a difference means": comparison.meaning})
 
     folder.mkdir(parents=True, exist_ok=True)
     for part, index in (("prefill", 0), ("rounds", 1)):
-        texts = {name: text_of(compiled[run].result()[index]) for name, run in (("blocks", BLOCKS), ("chain", CHAIN))}
+        texts = {
+            name: text_of(compiled[run].result()[index])
+            for name, run in (("blocks", BLOCKS), ("chain", CHAIN))
+        }
         for name, text in texts.items():
             (folder / f"{part}-{name}.hlo").write_text(text)
         names = compared(*texts.values())
@@ -150,11 +166,17 @@ class Programs:
         self.head = load_drafter(bundled("eagle3"), target=self.target)
 
     def loop(self, run: Run) -> tuple[SpeculativeLoop, LoopParams]:
-        drafter = with_shape(self.head, Chain(run.draft)) if run.draft else LoadedDrafter(Plain(run.block))
+        drafter = (
+            with_shape(self.head, Chain(run.draft))
+            if run.draft
+            else LoadedDrafter(Plain(run.block))
+        )
         if run.invariant:
             decoder = SpeculativeDecoder(self.target, drafter, invariant=True)
             return decoder.loop, decoder.params
-        return SpeculativeLoop(self.target.model, drafter.drafter), LoopParams(self.target.params, drafter.params)
+        return SpeculativeLoop(self.target.model, drafter.drafter), LoopParams(
+            self.target.params, drafter.params
+        )
 
     def compile(self, run: Run) -> tuple[Any, Any]:
         """Returns the compiled prefill and rounds."""
@@ -167,11 +189,15 @@ class Programs:
             rounds = loops.run.lower(loop, params, prefill.out_info)
         return prefill.compile(options), rounds.compile(options)
 
-    def run(self, run: Run, compiled: tuple[Any, Any], prompts: list[list[int]]) -> list[GenerationState]:
+    def run(
+        self, run: Run, compiled: tuple[Any, Any], prompts: list[list[int]]
+    ) -> list[GenerationState]:
         """Returns the final state of every batch."""
         _, params = self.loop(run)
         prefill, rounds = compiled
-        batches = [prompts[start : start + run.batch] for start in range(0, len(prompts), run.batch)]
+        batches = [
+            prompts[start : start + run.batch] for start in range(0, len(prompts), run.batch)
+        ]
         return [rounds(params, prefill(params, batch_of(batch, self.tokens))) for batch in batches]
 
 
@@ -190,7 +216,12 @@ def compare(first: list[GenerationState], second: list[GenerationState]) -> dict
             equal = np.all(ours[:, : common - 1] == theirs[:, : common - 1], axis=(0, 2))
             values += ours[:, : common - 1].size
             if not equal.all():
-                difference = {"row": row, "array": layer, "slot": int(np.argmin(equal)), "slots": int((~equal).sum())}
+                difference = {
+                    "row": row,
+                    "array": layer,
+                    "slot": int(np.argmin(equal)),
+                    "slots": int((~equal).sum()),
+                }
                 differing.append(difference)
     first_slots = sorted(differing, key=lambda entry: (entry["slot"], entry["array"]))
     return {
@@ -207,7 +238,9 @@ def in_words(result: Mapping[str, Any]) -> str:
         return f"{len(result['by other kernels'])} of {result['values']} values by other kernels"
     if not result["texts that part"] and not result["arrays that differ"]:
         return f"equal in {result['texts']} texts and {result['values']:,} values"
-    first = ", ".join(f"array {entry['array']} from slot {entry['slot']}" for entry in result["the first"])
+    first = ", ".join(
+        f"array {entry['array']} from slot {entry['slot']}" for entry in result["the first"]
+    )
     return (
         f"{result['texts that part']} of {result['texts']} texts part, {result['arrays that differ']} arrays differ "
         f"({first}): {result['a difference means']}"
@@ -227,7 +260,9 @@ def _rows(state: GenerationState) -> list[Row]:
     arrays = [array for keys_and_values in caches for array in keys_and_values]
     lengths = np.asarray(state.length)
     tokens = np.asarray(state.tokens)
-    return [Row(tokens[row, :end], [array[row] for array in arrays]) for row, end in enumerate(lengths)]
+    return [
+        Row(tokens[row, :end], [array[row] for array in arrays]) for row, end in enumerate(lengths)
+    ]
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from validation.runs import Check, Report, Verdict, load
 
 MINUTES = 14.0  # of a quick run on a GPU
-# Levels and the beginnings of names of checks, in the order of what they tell about a device for the time they take.
-# The longest beginning that fits a check counts, so "" is what remains of a level.
+# Levels and the beginnings of names of checks, in the order of what they tell about a device for
+# the time they take. The longest beginning that fits a check counts, so "" is what remains of a
+# level.
 ORDER = (
     ("HF", "logits", "seconds; where a logit is wrong, every later check fails for that reason"),
     ("L3", "", "bits differ where a compiler or a kernel errs, and it was red on the first GPU"),
@@ -27,7 +28,11 @@ ORDER = (
     ("L2", "", "sampled text of a tiny target; minutes"),
     ("L9", "", "speed, which examples/h200.py measures in more detail"),
     ("L5", "a target of the family", "families of targets in vLLM, which start it anew"),
-    ("L8", "a draft for the family", "next to the check before, because they share what vLLM computed"),
+    (
+        "L8",
+        "a draft for the family",
+        "next to the check before, because they share what vLLM computed",
+    ),
     ("JV", "", "our drafts inside vLLM"),
     ("L7", "", "solved tasks; minutes, and it needs a chat model"),
     ("AOT", "", "compiled for devices that are not present"),
@@ -52,7 +57,9 @@ class Earlier(NamedTuple):
     """What an earlier run in the same directory left."""
 
     checks: list[Check]  #: Its checks that passed or failed, if it can be continued.
-    seconds: dict[tuple[str, str], float]  #: Level and name of a check to its seconds on such a device.
+    seconds: dict[
+        tuple[str, str], float
+    ]  #: Level and name of a check to its seconds on such a device.
     note: str = ""  #: A line for the terminal.
 
 
@@ -73,17 +80,25 @@ def earlier_run(directory: Path, report: Report) -> Earlier:
     same_kind = _kind(earlier) == _kind(report)
     seconds = {key: value for key, value in measured.items() if value} if same_kind else {}
     different = [
-        name for name, part in CONDITIONS.items() if earlier.environment.get(part) != report.environment.get(part)
+        name
+        for name, part in CONDITIONS.items()
+        if earlier.environment.get(part) != report.environment.get(part)
     ]
     different += [] if earlier.options == report.options else ["option"]
     if different:
-        return Earlier([], seconds, f"the earlier run is not continued: it has another {', another '.join(different)}")
+        return Earlier(
+            [],
+            seconds,
+            f"the earlier run is not continued: it has another {', another '.join(different)}",
+        )
     checks = [
         dataclasses.replace(check, taken_over=check.taken_over or earlier.started)
         for check in earlier.checks
         if check.verdict in (Verdict.PASSED, Verdict.FAILED)
     ]
-    return Earlier(checks, seconds, f"continues the earlier run of {earlier.started}" if checks else "")
+    return Earlier(
+        checks, seconds, f"continues the earlier run of {earlier.started}" if checks else ""
+    )
 
 
 def _kind(report: Report) -> tuple[object, ...]:

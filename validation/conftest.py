@@ -28,7 +28,17 @@ from validation.engines.memory import SHARE_OF_VLLM, share_memory
 from validation.fixtures import RELEASES, REPORT, setting, subject, vllm, vllm_process  # noqa: F401
 from validation.levels import BY_NAME
 from validation.report import write
-from validation.runs import DESELECTED, GPU_ONLY, RUN, Check, Report, Verdict, check_name, checks_in, verdict_lines
+from validation.runs import (
+    DESELECTED,
+    GPU_ONLY,
+    RUN,
+    Check,
+    Report,
+    Verdict,
+    check_name,
+    checks_in,
+    verdict_lines,
+)
 
 _CHECK = pytest.StashKey[Check]()
 _STARTED = pytest.StashKey[float]()
@@ -45,14 +55,18 @@ COLORS = {
 }
 LONGEST_REASON = 500  # characters of a failure's message
 
-# Options that decide which checks run and where records go; the result of a check depends on the others.
+# Options that decide which checks run and where records go; the result of a check depends on the
+# others.
 _OF_THE_RUN = ("--minutes", "--level", "--complete", "--report-dir", "--compilation-cache")
 _FLAG: dict[str, Any] = {"action": "store_true"}
 _FLOAT: dict[str, Any] = {"type": float}
 _LIST: dict[str, Any] = {"action": "append", "default": []}
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--gpu": ("validate on a CUDA device, in bfloat16 and float32, with speed", _FLAG),
-    "--rehearse": ("with --gpu: try its flow on any device with tiny models; no figure is a measurement", _FLAG),
+    "--rehearse": (
+        "with --gpu: try its flow on any device with tiny models; no figure is a measurement",
+        _FLAG,
+    ),
     "--quick": (
         "one case of most checks, with fewer prompts, and few speeds; levels 'passed (quick)'",
         _FLAG,
@@ -67,14 +81,26 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--target": ("directory or hub id of the target to validate", {"metavar": "TARGET"}),
     "--drafter": ("directory or hub id of its EAGLE-3 head", {"metavar": "DRAFTER"}),
     "--prompts": ("JSONL of prompts; may be repeated", _LIST | {"metavar": "FILE"}),
-    "--vllm-python": ("interpreter of an environment with vLLM; see `make vllm`", {"metavar": "PYTHON"}),
-    "--vllm-url": ("running vLLM server with speculation, such as http://host:8000", {"metavar": "URL"}),
-    "--vllm-plain-url": ("running vLLM server of the same target without speculation", {"metavar": "URL"}),
+    "--vllm-python": (
+        "interpreter of an environment with vLLM; see `make vllm`",
+        {"metavar": "PYTHON"},
+    ),
+    "--vllm-url": (
+        "running vLLM server with speculation, such as http://host:8000",
+        {"metavar": "URL"},
+    ),
+    "--vllm-plain-url": (
+        "running vLLM server of the same target without speculation",
+        {"metavar": "URL"},
+    ),
     "--vllm-memory": (
         f"share of the GPU's memory for vLLM; default {SHARE_OF_VLLM}, next to JAX's XLA_CLIENT_MEM_FRACTION",
         _FLOAT | {"metavar": "SHARE", "default": SHARE_OF_VLLM},
     ),
-    "--price-per-hour": ("price of the machine in USD; adds the cost of a million tokens", _FLOAT | {"metavar": "USD"}),
+    "--price-per-hour": (
+        "price of the machine in USD; adds the cost of a million tokens",
+        _FLOAT | {"metavar": "USD"},
+    ),
     "--compilation-cache": (
         "directory of compiled programs for the next run, or 'none'; with --gpu ~/.cache/eagle3-jax/compiled",
         {"metavar": "DIR"},
@@ -100,10 +126,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuses misuse before anything is loaded, and opens the report."""
-    config.addinivalue_line("markers", "level(name): the level of proof that a test belongs to, such as 'L5'")
-    config.addinivalue_line("markers", "not_quick: other checks of a quick run see nearly the same errors")
-    if not hasattr(config.option, "rehearse"):  # found among other directories, which for pytest 8 is too late
-        raise pytest.UsageError("validation has options of its own and must be named: pytest validation")
+    config.addinivalue_line(
+        "markers", "level(name): the level of proof that a test belongs to, such as 'L5'"
+    )
+    config.addinivalue_line(
+        "markers", "not_quick: other checks of a quick run see nearly the same errors"
+    )
+    if not hasattr(
+        config.option, "rehearse"
+    ):  # found among other directories, which for pytest 8 is too late
+        raise pytest.UsageError(
+            "validation has options of its own and must be named: pytest validation"
+        )
     option = config.getoption
     report = Report(
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -134,7 +168,9 @@ def pytest_configure(config: pytest.Config) -> None:
         report.environment |= environment(
             target=option("--target"), drafter=option("--drafter"), prompt_files=option("--prompts")
         )
-        if minutes := option("--minutes") or (MINUTES if option("--gpu") and option("--quick") else 0):
+        if minutes := option("--minutes") or (
+            MINUTES if option("--gpu") and option("--quick") else 0
+        ):
             config.stash[_BUDGET] = Budget(minutes, config.stash[_STARTED] + 60 * minutes)
             config.stash[_EARLIER] = earlier_run(Path(option("--report-dir")), report)
             report.checks += config.stash[_EARLIER].checks
@@ -148,7 +184,9 @@ def _refuse_misuse(config: pytest.Config) -> None:
         if name not in BY_NAME:
             raise ValueError(f"--level {name} is none of {', '.join(BY_NAME)}")
     if not 0 < option("--vllm-memory") < 1:
-        raise ValueError(f"--vllm-memory must be a share between 0 and 1, not {option('--vllm-memory'):g}")
+        raise ValueError(
+            f"--vllm-memory must be a share between 0 and 1, not {option('--vllm-memory'):g}"
+        )
     if option("--rehearse") and not option("--gpu"):
         raise ValueError("--rehearse is for a run with --gpu; give both")
     for name in option("--aot"):
@@ -170,14 +208,17 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     if _BUDGET not in config.stash:
         return []
     note = config.stash[_EARLIER].note
-    return [f"validation: {config.stash[_BUDGET].minutes:g} minutes", *([f"validation: {note}"] if note else [])]
+    return [
+        f"validation: {config.stash[_BUDGET].minutes:g} minutes",
+        *([f"validation: {note}"] if note else []),
+    ]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Writes a report before anything runs, so that a run that is killed early leaves one that says so.
 
-    SIGTERM, which time limits send, ends the run as Ctrl-C does: the report is written and vLLM's process ends.
-    """
+    SIGTERM, which time limits send, ends the run as Ctrl-C does: the report is written and vLLM's
+    process ends."""
     if session.config.getoption("--collect-only"):
         return
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -189,7 +230,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def check(request: pytest.FixtureRequest) -> Check:
     """The record of a test in the report, for the numbers that its verdict depends on."""
     record = request.node.stash[_CHECK]
-    if {"vllm", "vllm_process"} & set(request.fixturenames):  # without vLLM the test was skipped before
+    if {"vllm", "vllm_process"} & set(
+        request.fixturenames
+    ):  # without vLLM the test was skipped before
         record.numbers["compared with"] = RUN
     return record
 
@@ -250,7 +293,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Adds a check to the report for every test, whether it will run or not."""
     marker = item.get_closest_marker("level")
     if marker is None:
-        raise pytest.UsageError(f"{item.nodeid} belongs to no level; mark it, such as @pytest.mark.level('L5')")
+        raise pytest.UsageError(
+            f"{item.nodeid} belongs to no level; mark it, such as @pytest.mark.level('L5')"
+        )
     if len(marker.args) != 1 or marker.args[0] not in BY_NAME:
         names = ", ".join(map(repr, marker.args)) or "nothing"
         raise pytest.UsageError(f"{item.nodeid}: level({names}) is none of {', '.join(BY_NAME)}")
@@ -268,9 +313,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out the tests of ``--level`` and ``--quick``, and levels that need an option; lists uncollected checks.
 
-    A run with a budget takes the others by their value and leaves out those that passed in the run that it continues.
-    One that failed runs again.
-    """
+    A run with a budget takes the others by their value and leaves out those that passed in the run
+    that it continues. One that failed runs again."""
     report = config.stash[REPORT]
     levels = config.getoption("--level")
     items_of_levels = [item for item in items if _CHECK in item.stash]  # other folders may run too
@@ -302,7 +346,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(deselected)]
     if _BUDGET in config.stash:
         # Tests of one level stay in the order of their modules, which share compiled programs.
-        items.sort(key=lambda item: rank(item.stash[_CHECK]) if _CHECK in item.stash else len(items))
+        items.sort(
+            key=lambda item: rank(item.stash[_CHECK]) if _CHECK in item.stash else len(items)
+        )
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
@@ -343,7 +389,9 @@ def _cut_off(config: pytest.Config) -> Iterator[None]:
     if budget is None or budget.seconds_left() <= 0:  # then no check is started
         yield
         return
-    previous = signal.signal(signal.SIGALRM, lambda *_: _end(config, f"{budget.spent} while it ran"))
+    previous = signal.signal(
+        signal.SIGALRM, lambda *_: _end(config, f"{budget.spent} while it ran")
+    )
     signal.setitimer(signal.ITIMER_REAL, budget.seconds_left())
     try:
         yield
@@ -371,14 +419,20 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
         outcome.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: {reason}")
         _free(item.config)
     if outcome.failed:
-        message = outcome.longrepr if isinstance(outcome.longrepr, str) else call.excinfo.exconly(tryshort=True)
+        message = (
+            outcome.longrepr
+            if isinstance(outcome.longrepr, str)
+            else call.excinfo.exconly(tryshort=True)
+        )
         phase = "" if outcome.when == "call" else f"{outcome.when}: "
         check.verdict = Verdict.FAILED
         check.reason = _shortened(f"{phase}{message}")
     elif outcome.skipped:
         check.verdict = Verdict.NOT_RUN
         check.reason = _skip_reason(outcome.longrepr)
-        if _TAKEN_OVER in item.stash:  # it failed in an earlier run and did not run again, so it remains a failure
+        if (
+            _TAKEN_OVER in item.stash
+        ):  # it failed in an earlier run and did not run again, so it remains a failure
             vars(check).update(vars(item.stash[_TAKEN_OVER]))
     elif outcome.when == "call" and check.verdict is Verdict.NOT_RUN:
         check.verdict = Verdict.PASSED
@@ -397,7 +451,8 @@ def _write(config: pytest.Config, unfinished: str, *, page: bool = True) -> Repo
 
     Args:
         config: Configuration of the run.
-        unfinished: Why the run ends before its end; the reason of every check that did not run. Empty at the end.
+        unfinished: Why the run ends before its end; the reason of every check that did not run.
+            Empty at the end.
         page: Whether to write the page too.
     """
     report = config.stash[REPORT]
@@ -412,7 +467,9 @@ def _write(config: pytest.Config, unfinished: str, *, page: bool = True) -> Repo
     try:
         config.stash[_WRITTEN] = write(report, config.getoption("--report-dir"), page=page)
     except OSError as error:
-        pytest.exit(f"the report could not be written: {error}", returncode=pytest.ExitCode.TESTS_FAILED)
+        pytest.exit(
+            f"the report could not be written: {error}", returncode=pytest.ExitCode.TESTS_FAILED
+        )
     return report
 
 
@@ -427,7 +484,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     report = config.stash[REPORT]
     stopped = any(check.verdict is Verdict.NOT_RUN and not check.reason for check in report.checks)
     interrupted = exitstatus == pytest.ExitCode.INTERRUPTED and not report.errors
-    reason = "the run was interrupted" if interrupted else "the run stopped early" if stopped else report.unfinished
+    reason = (
+        "the run was interrupted"
+        if interrupted
+        else "the run stopped early"
+        if stopped
+        else report.unfinished
+    )
     config.stash[REPORT] = report = _write(config, reason)
     if exitstatus not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         return
@@ -439,7 +502,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = pytest.ExitCode.OK
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     if _WRITTEN not in config.stash:
         return
     report = config.stash[REPORT]
@@ -466,5 +531,9 @@ def _skip_reason(representation: object) -> str:
 
 def _shortened(message: str) -> str:
     """Returns the first lines of a failure's message, without private directories."""
-    lines = [line.removeprefix("E  ").strip() for line in committable(message).strip().splitlines() if line.strip()]
+    lines = [
+        line.removeprefix("E  ").strip()
+        for line in committable(message).strip().splitlines()
+        if line.strip()
+    ]
     return "\n".join(lines).removeprefix("AssertionError: ")[:LONGEST_REASON]

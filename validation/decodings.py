@@ -50,10 +50,18 @@ class Decoding:
     def decode(self, prompts: Sequence[list[int]]) -> Decoded:
         """Decodes prompts, whose number is a multiple of the batch."""
         params = LoopParams(self.target.params, self.drafter.params)
-        prefill, run = programs(SpeculativeLoop(self.target.model, self.drafter.drafter), params, self)
-        batches = [prompts[start : start + self.batch] for start in range(0, len(prompts), self.batch)]
+        prefill, run = programs(
+            SpeculativeLoop(self.target.model, self.drafter.drafter), params, self
+        )
+        batches = [
+            prompts[start : start + self.batch] for start in range(0, len(prompts), self.batch)
+        ]
         states = [run(params, prefill(params, batch_of(batch, self.limit))) for batch in batches]
-        rows = [row for state in states for row in zip(*jax.device_get((state.tokens, state.length)), strict=True)]
+        rows = [
+            row
+            for state in states
+            for row in zip(*jax.device_get((state.tokens, state.length)), strict=True)
+        ]
         new_tokens = [tokens[end - self.limit : end].tolist() for tokens, end in rows]
         return Decoded(states, new_tokens, SpeculationStats.merge(state.stats for state in states))
 
@@ -95,10 +103,14 @@ def batch_of(prompts: Sequence[list[int]], limit: int) -> loops.Prompts:
 
 
 def with_shape(drafter: LoadedDrafter, topology: Any) -> LoadedDrafter:
-    return dataclasses.replace(drafter, drafter=dataclasses.replace(drafter.drafter, topology=topology))
+    return dataclasses.replace(
+        drafter, drafter=dataclasses.replace(drafter.drafter, topology=topology)
+    )
 
 
-def first_differences(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[int | None]:
+def first_differences(
+    ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]
+) -> list[int | None]:
     """Place of the first token that differs in each row; ``None`` where none does."""
     return [parting(row, their_row) for row, their_row in zip(ours, theirs, strict=True)]
 
@@ -107,8 +119,8 @@ def first_differences(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[i
 class NeverRight:
     """The topology of another drafter with tokens that the target will not choose.
 
-    Parameters are ``inner`` (the other drafter's) and ``tokens [B S]``, what the target does choose.
-    """
+    Parameters are ``inner`` (the other drafter's) and ``tokens [B S]``, what the target does
+    choose."""
 
     inner: Any
     vocab_size: int
@@ -131,4 +143,6 @@ class NeverRight:
         wrong = jnp.where(draft.tokens == right, (right + 1) % self.vocab_size, draft.tokens)
         is_root = jnp.arange(draft.tokens.shape[1]) == 0
         next_state = None if draft.state is None else (draft.state, state[1])
-        return dataclasses.replace(draft, tokens=jnp.where(is_root, draft.tokens, wrong), state=next_state)
+        return dataclasses.replace(
+            draft, tokens=jnp.where(is_root, draft.tokens, wrong), state=next_state
+        )

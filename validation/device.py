@@ -18,10 +18,15 @@ WHAT_TO_DO = (
     "(XLA_CLIENT_MEM_FRACTION, --vllm-memory)"
 )
 
-# Results may not depend on the kernels that the autotuner picks, nor on the order of a sum. Compiled ahead of
-# time, XLA of jax 0.11 and 0.12 then finds no configuration of its Triton kernels for products, so these are cuBLAS's.
-DETERMINISTIC: dict[str, Any] = {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
-# Nor may one program keep bits of a bfloat16 between two operations that another program rounds away.
+# Results may not depend on the kernels that the autotuner picks, nor on the order of a sum.
+# Compiled ahead of time, XLA of jax 0.11 and 0.12 then finds no configuration of its Triton kernels
+# for products, so these are cuBLAS's.
+DETERMINISTIC: dict[str, Any] = {
+    "xla_gpu_deterministic_ops": True,
+    "xla_gpu_enable_triton_gemm": False,
+}
+# Nor may one program keep bits of a bfloat16 between two operations that another program rounds
+# away.
 ROUNDED_AS_WRITTEN: dict[str, Any] = {"xla_allow_excess_precision": False}
 
 
@@ -34,17 +39,17 @@ def share_of_jax() -> float:
 def exact_options() -> dict[str, Any]:
     """Options of the compiler for programs whose bits are compared.
 
-    On CPUs the same programs are compiled as users have them: there, one backend has one way to round.
-    """
+    On CPUs the same programs are compiled as users have them: there, one backend has one way to
+    round."""
     return DETERMINISTIC if jax.default_backend() == "cpu" else DETERMINISTIC | ROUNDED_AS_WRITTEN
 
 
 def environment_of_vllm() -> dict[str, str]:
     """Variables that make vLLM's float32 float32 on NVIDIA.
 
-    Its attention is written in Triton, whose products of float32 are TensorFloat-32 unless told; kernels compiled
-    with other options must not be taken from a cache. cuBLAS gets the option too, although PyTorch asks for float32.
-    """
+    Its attention is written in Triton, whose products of float32 are TensorFloat-32 unless told;
+    kernels compiled with other options must not be taken from a cache. cuBLAS gets the option too,
+    although PyTorch asks for float32."""
     return {
         "TRITON_F32_DEFAULT": "ieee",
         "TRITON_CACHE_DIR": str(cache_directory("compiled").with_name("triton-ieee")),

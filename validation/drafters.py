@@ -1,13 +1,14 @@
 """Every drafting method that vLLM's CPU build runs: its options there, its files, and our drafter.
 
-    python -m validation.drafters           # record vLLM's runs again, in tests/golden/vllm_drafters/runs.json
-    python -m validation.drafters medusa    # record one of them
+    python -m validation.drafters           # record vLLM's runs again, in
+    tests/golden/vllm_drafters/runs.json python -m validation.drafters medusa    # record one of
+    them
 
-``tests/golden/vllm_drafters`` holds a tiny trained head for each method. The heads know the greedy continuations of
-most of the recorded prompts and nothing else. Heads that are accepted only by chance would agree with vLLM for any
-positions, norms and layers. They were trained by ``validation/drafters/heads.py`` of commit f9faf7c, with networks
-written from the papers; any head of the same shapes that drafts as well can take their place.
-"""
+``tests/golden/vllm_drafters`` holds a tiny trained head for each method. The heads know the greedy
+continuations of most of the recorded prompts and nothing else. Heads that are accepted only by
+chance would agree with vLLM for any positions, norms and layers. They were trained by
+``validation/drafters/heads.py`` of commit f9faf7c, with networks written from the papers; any head
+of the same shapes that drafts as well can take their place."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Method:
     error: str  #: An error that the counts must show, in words.
     change: Change | None = None  #: Injects it into the head's files.
     head: str | None = None  #: Name of the recorded head; ``None`` for methods without one.
-    #: Our drafter for a target, of a method without a head; with the error if the second argument is true.
+    #: Our drafter for a target, of a method without a head; with the error if the second argument
+    # is true.
     ours: Callable[[LoadedTarget, bool], Drafter] | None = None
     #: Layout in which our writer hands the head to vLLM; ``None`` where vLLM reads what we read.
     layout: str | None = None
@@ -88,10 +90,13 @@ class Method:
             if self.head is None:
                 head = rewritten(TARGET, directory / "head", _keep_first_layers)
             speculative["model"] = str(head)
-        return EngineOptions(model=str(target), speculative=speculative, max_num_seqs=len(PROMPTS), first_runner=True)
+        return EngineOptions(
+            model=str(target), speculative=speculative, max_num_seqs=len(PROMPTS), first_runner=True
+        )
 
 
-# ------------------------------------------------------------------------------------------------ files
+# ------------------------------------------------------------------------------------------------
+# files
 
 
 def rewritten(source: Path, directory: Path, change: Change) -> Path:
@@ -110,7 +115,9 @@ def _join_mtp(module: Path, config: Config, tensors: Tensors) -> None:
     config.clear()
     config |= json.loads((module / "config.json").read_text()) | {"torch_dtype": "float32"}
     for name, value in list(tensors.items()):
-        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):  # that family has biases
+        if name.endswith(
+            ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+        ):  # that family has biases
             tensors[name.replace("weight", "bias")] = np.zeros(len(value), np.float32)
     tensors |= {name: value.astype(np.float32) for name, value in read_tensors(module).items()}
 
@@ -123,7 +130,8 @@ def _keep_first_layers(config: Config, tensors: Tensors) -> None:
             del tensors[name]
 
 
-# ------------------------------------------------------------------------------------------------ injected errors
+# ------------------------------------------------------------------------------------------------
+# injected errors
 
 
 def _swap(first: str, second: str, config: Config, tensors: Tensors) -> None:
@@ -139,7 +147,8 @@ def _configure(config: Config, tensors: Tensors, *, part: str = "", **fields: An
     (config[part] if part else config).update(fields)
 
 
-# ------------------------------------------------------------------------------------------------ the table
+# ------------------------------------------------------------------------------------------------
+# the table
 
 
 _PARALLEL = {"method": "eagle3", "parallel_drafting": True}
@@ -157,7 +166,9 @@ _MTP = Method(
     change=functools.partial(_swap_halves, "model.mtp_layers.0.input_proj.weight"), head="mtp", layout="mimo",
     least=1.3,
 )  # fmt: skip
-_TOKEN_NORM, _STATE_NORM = (f"model.mtp_layers.0.{name}_layernorm.weight" for name in ("token", "hidden"))
+_TOKEN_NORM, _STATE_NORM = (
+    f"model.mtp_layers.0.{name}_layernorm.weight" for name in ("token", "hidden")
+)
 
 METHODS = {
     "n-gram": Method(
@@ -169,7 +180,8 @@ METHODS = {
         speculative={"method": "draft_model"}, num_speculative_tokens=4, error="another rotary base",
         change=functools.partial(_configure, rope_theta=100.0), head="draft_model",
     ),
-    # Half of a model that was not trained to stop there: of first tokens one in five is accepted, by chance one in 500.
+    # Half of a model that was not trained to stop there: of first tokens one in five is accepted,
+    # by chance one in 500.
     "layer_skip": Method(
         speculative={"method": "draft_model"}, num_speculative_tokens=4, error="one layer less",
         ours=lambda target, wrong: layer_skip(target, LAYERS_KEPT - wrong), least=1.15,
@@ -197,7 +209,8 @@ METHODS = {
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ recorded runs
+# ------------------------------------------------------------------------------------------------
+# recorded runs
 
 
 def run(vllm: Process, method: Method, directory: Path) -> tuple[Generated, Generated | None]:
@@ -219,7 +232,10 @@ def recorded(name: str) -> Generated:
     """A run of :data:`METHODS` as it was recorded."""
     rounds = _runs()["methods"][name]
     rows = zip(_runs()["outputs"], rounds["accepted"], rounds["drafted"], strict=True)
-    completions = [Completion(tokens=tokens, accepted=accepted, drafted=drafted) for tokens, accepted, drafted in rows]
+    completions = [
+        Completion(tokens=tokens, accepted=accepted, drafted=drafted)
+        for tokens, accepted, drafted in rows
+    ]
     return Generated(completions=completions, seconds=0.0, counters=rounds["counters"])
 
 

@@ -28,7 +28,9 @@ class Warpers:
     top_p: float = 1.0
 
     def __str__(self) -> str:
-        truncation = f", top-k {self.top_k}" * (self.top_k > 0) + f", top-p {self.top_p:g}" * (self.top_p < 1)
+        truncation = f", top-k {self.top_k}" * (self.top_k > 0) + f", top-p {self.top_p:g}" * (
+            self.top_p < 1
+        )
         return f"T={self.temperature:g}{truncation}"
 
 
@@ -38,11 +40,17 @@ class Emitted:
 
     prompt: list[int] = struct.field(pytree_node=False)  #: Its prompt.
     tokens: Int[np.ndarray, " n"]  #: ``[n]``.
-    index: Int[np.ndarray, " n"]  #: ``[n]``, place in the round from 0 on; :data:`FIRST` for the first token.
-    bonus: Bool[np.ndarray, " n"]  #: ``[n]``, whether everything drafted on its path had been accepted.
-    #: ``[n k]``, what was drafted for its place, -1 padded; at a bonus of a chain, what would have been.
+    index: Int[
+        np.ndarray, " n"
+    ]  #: ``[n]``, place in the round from 0 on; :data:`FIRST` for the first token.
+    bonus: Bool[
+        np.ndarray, " n"
+    ]  #: ``[n]``, whether everything drafted on its path had been accepted.
+    #: ``[n k]``, what was drafted for its place, -1 padded; at a bonus of a chain, what would have
+    # been.
     proposals: Int[np.ndarray, "n k"]
-    #: ``[n V]``, the distribution that the proposal was sampled from; ``None`` for deterministic proposals.
+    #: ``[n V]``, the distribution that the proposal was sampled from; ``None`` for deterministic
+    # proposals.
     q: Float[np.ndarray, "n V"] | None
 
 
@@ -56,9 +64,8 @@ def play(
 ) -> list[Emitted]:
     """Generate round by round through the compiled step, and keep what each decision depended on.
 
-    A chain is drafted once more, one token longer, from the state before the round: the extra token is the draft for
-    the place of the bonus.
-    """
+    A chain is drafted once more, one token longer, from the state before the round: the extra token
+    is the draft for the place of the bonus."""
     sampling = SamplingParams(
         temperature=np.array([row.temperature for row in rows], np.float32),
         top_k=np.array([row.top_k for row in rows], np.int32),
@@ -74,7 +81,9 @@ def play(
         state = played.state
         draft = jax.device_get(played.draft if extended is None else extended)
         drafted = np.asarray(played.draft.tokens)
-        assert np.array_equal(draft.tokens[:, : drafted.shape[1]], drafted), "the longer chain is another one"
+        assert np.array_equal(draft.tokens[:, : drafted.shape[1]], drafted), (
+            "the longer chain is another one"
+        )
         count = np.asarray(state.length) - before
         path = np.asarray(played.verdict.path)
         for row in range(len(prompts)):
@@ -92,7 +101,9 @@ def _one_longer(decoder: SpeculativeDecoder) -> Callable[[Any, GenerationState],
     topology = getattr(decoder.loop.drafter, "topology", None)
     if not isinstance(topology, Chain):
         return None
-    drafter = dataclasses.replace(decoder.loop.drafter, topology=Chain(topology.num_speculative_tokens + 1))
+    drafter = dataclasses.replace(
+        decoder.loop.drafter, topology=Chain(topology.num_speculative_tokens + 1)
+    )
     mode = SamplingMode.TRUNCATED  # anything but greedy
     loop = dataclasses.replace(decoder.loop, drafter=drafter, sampling_mode=mode)
     return jax.jit(lambda params, state: loop._propose(params, state)[0])
@@ -105,7 +116,12 @@ def _emitted(prompt: list[int], sequence: np.ndarray, decisions: list[tuple]) ->
     q = None
     if any(distribution is not None for distribution in distributions):
         without_draft = np.zeros_like(distributions[-1])
-        q = np.stack([without_draft if distribution is None else distribution for distribution in distributions])
+        q = np.stack(
+            [
+                without_draft if distribution is None else distribution
+                for distribution in distributions
+            ]
+        )
     tokens = sequence[len(prompt) : len(prompt) + len(decisions)]
     return Emitted(prompt, tokens, np.array(index), np.array(bonus), np.array(padded, np.int32), q)
 
@@ -119,13 +135,17 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(directory or bundled("target"), dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            directory or bundled("target"), dtype=torch.float32
+        ).eval()
 
     def logits(self, rows: Sequence[Emitted]) -> list[np.ndarray]:
         """Returns the logits that each token of each row was sampled with, ``[n V]``; rows share one forward."""
         sequences = [[*row.prompt, *row.tokens.tolist()] for row in rows]
         width = max(map(len, sequences))
-        padded = [sequence + [0] * (width - len(sequence)) for sequence in sequences]  # attention is causal
+        padded = [
+            sequence + [0] * (width - len(sequence)) for sequence in sequences
+        ]  # attention is causal
         with self._torch.inference_mode():
             logits = self._model(input_ids=self._torch.tensor(padded)).logits
         return [
@@ -133,9 +153,15 @@ class Reference:
             for index, row in enumerate(rows)
         ]
 
-    def probabilities(self, logits: Float[np.ndarray, "n V"], warpers: Warpers) -> Float[np.ndarray, "n V"]:
+    def probabilities(
+        self, logits: Float[np.ndarray, "n V"], warpers: Warpers
+    ) -> Float[np.ndarray, "n V"]:
         """Temperature, top-k and top-p by transformers, then a softmax in float64."""
-        from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+        from transformers.generation import (
+            TemperatureLogitsWarper,
+            TopKLogitsWarper,
+            TopPLogitsWarper,
+        )
 
         scores = TemperatureLogitsWarper(warpers.temperature)(None, self._torch.tensor(logits))
         if warpers.top_k:
@@ -145,7 +171,9 @@ class Reference:
         return self._torch.softmax(scores.double(), dim=-1).numpy()
 
 
-def at_an_edge(logits: Float[np.ndarray, "n V"], warpers: Warpers, *, slack: float = 3e-6) -> Bool[np.ndarray, " n"]:
+def at_an_edge(
+    logits: Float[np.ndarray, "n V"], warpers: Warpers, *, slack: float = 3e-6
+) -> Bool[np.ndarray, " n"]:
     """Where float32 rounding alone decides which tokens top-k or top-p keeps.
 
     They are left out whatever token was sampled there, so the statistics stay unbiased.

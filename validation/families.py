@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from eagle3_jax import LoadedDrafter, LoadedTarget, SpeculativeDecoder, conversion, load_drafter, load_target
+from eagle3_jax import (
+    LoadedDrafter,
+    LoadedTarget,
+    SpeculativeDecoder,
+    conversion,
+    load_drafter,
+    load_target,
+)
 from eagle3_jax.drafters import NGram
 from validation import peaked
 from validation.agreement import Judged
@@ -109,7 +116,8 @@ FAMILIES: dict[str, Family] = {
             attention_chunk_size=128, attn_temperature_tuning=True, floor_scale=16, attn_scale=0.5,
             rope_parameters=_ROTARY,
         ),
-        # vLLM takes it from here, or from the longest text that it was started for, and not from config.json.
+        # vLLM takes it from here, or from the longest text that it was started for, and not from
+        # config.json.
         generation={"attn_temperature_tuning": True},
         # Within a chunk of 128: beyond one vLLM's CPU build has other logits (docs/validation.md).
         longest=80,
@@ -149,7 +157,9 @@ class Trial(NamedTuple):
 
     def parity(self, drafter: LoadedDrafter | NGram) -> Parity:
         """Our rounds with a drafter, next to vLLM's."""
-        decoder = SpeculativeDecoder(self.target, drafter, num_speculative_tokens=peaked.DEPTH, stop_tokens=())
+        decoder = SpeculativeDecoder(
+            self.target, drafter, num_speculative_tokens=peaked.DEPTH, stop_tokens=()
+        )
         amounts = {"max_new_tokens": NEW_TOKENS, "batch_size": len(self.prompts)}
         return parity_with(self.theirs, decoder, self.prompts, **amounts)
 
@@ -157,7 +167,10 @@ class Trial(NamedTuple):
 def write_target(family: Family, directory: Path) -> Path:
     """Write a peaked model of a family with transformers, and add the fields that published files have."""
     peaked.write_peaked(family.recipe, directory, loudness=family.loudness)
-    for name, added in (("config.json", family.published), ("generation_config.json", family.generation)):
+    for name, added in (
+        ("config.json", family.published),
+        ("generation_config.json", family.generation),
+    ):
         values = json.loads((directory / name).read_text())
         (directory / name).write_text(json.dumps(values | added, indent=1))
     return directory
@@ -187,9 +200,18 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
     prompts = family.prompts
     target = load_target(path, dtype=family.dtype)
     drafter: LoadedDrafter | NGram = NGram(max_ngram=3, min_ngram=1, earliest=True)
-    drafted = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    drafted = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
     if family.with_heads:
-        written = SpeculativeDecoder(target, stop_tokens=()).generate(_LEARNED, max_new_tokens=NEW_TOKENS).tokens
+        written = (
+            SpeculativeDecoder(target, stop_tokens=())
+            .generate(_LEARNED, max_new_tokens=NEW_TOKENS)
+            .tokens
+        )
         head, _ = peaked.learned(load_target(path), _LEARNED, written, steps=TRAINING_STEPS)
         files = write_head(head, directory / "head")
         drafter = load_drafter(files, target=target)
@@ -197,22 +219,28 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
     options = EngineOptions(model=str(path), dtype=family.dtype, max_num_seqs=len(prompts))
     decoders = {
         "ours, plain": SpeculativeDecoder(target, stop_tokens=()),
-        "ours, drafting": SpeculativeDecoder(target, drafter, num_speculative_tokens=peaked.DEPTH, stop_tokens=()),
+        "ours, drafting": SpeculativeDecoder(
+            target, drafter, num_speculative_tokens=peaked.DEPTH, stop_tokens=()
+        ),
     }
     our_texts = {
-        name: decoder.generate(prompts, max_new_tokens=NEW_TOKENS).tokens for name, decoder in decoders.items()
+        name: decoder.generate(prompts, max_new_tokens=NEW_TOKENS).tokens
+        for name, decoder in decoders.items()
     }
-    # A new process: engines loaded after one with n-grams were seen to write other texts, plain ones too.
+    # A new process: engines loaded after one with n-grams were seen to write other texts, plain
+    # ones too.
     vllm.rest()
     engine = vllm.engine(options)
     plain_text = engine.generate(prompts, max_new_tokens=NEW_TOKENS)
     judged = [
-        Judged(name, "vLLM", family.dtype, texts, engine.score(prompts, texts)) for name, texts in our_texts.items()
+        Judged(name, "vLLM", family.dtype, texts, engine.score(prompts, texts))
+        for name, texts in our_texts.items()
     ]
     drafting = vllm.engine(dataclasses.replace(options, speculative=drafted))
     theirs = drafting.generate(prompts, max_new_tokens=NEW_TOKENS)
     others = {"vLLM, plain": plain_text.outputs, "vLLM, drafting": theirs.outputs}
     judged += [
-        Judged(name, "us", family.dtype, texts, reference(target, prompts, texts)) for name, texts in others.items()
+        Judged(name, "us", family.dtype, texts, reference(target, prompts, texts))
+        for name, texts in others.items()
     ]
     return Trial(prompts, target, drafter, judged, theirs)

@@ -25,7 +25,9 @@ from validation.subject import Setting, Subject, choose
 TESTED_VERSION = "0.32.0"
 START_SECONDS = 240  # until a server must answer
 REPORT = pytest.StashKey[Report]()
-RELEASES = pytest.StashKey[list[Callable[[], None]]]()  # callbacks that free the device's memory between modules
+RELEASES = pytest.StashKey[
+    list[Callable[[], None]]
+]()  # callbacks that free the device's memory between modules
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +69,9 @@ def vllm_interpreter(config: pytest.Config) -> Path:
     """The Python of an environment with vLLM. Without one, the test skips."""
     named = config.getoption("--vllm-python")
     if named is None and not installed_python().exists():
-        pytest.skip(f"{NO_VLLM}; build it with `make vllm`, or name one (--vllm-python, --vllm-url)")
+        pytest.skip(
+            f"{NO_VLLM}; build it with `make vllm`, or name one (--vllm-python, --vllm-url)"
+        )
     return Path(named or installed_python())
 
 
@@ -76,7 +80,9 @@ def vllm_process(pytestconfig: pytest.Config) -> Iterator[Process]:
     """vLLM in a separate process, whose internals can be read."""
     option = pytestconfig.getoption
     if option("--vllm-url") and not option("--vllm-python"):
-        pytest.skip("this needs the inside of vLLM, which a server does not show (name an interpreter: --vllm-python)")
+        pytest.skip(
+            "this needs the inside of vLLM, which a server does not show (name an interpreter: --vllm-python)"
+        )
     environment = environment_of_vllm() if option("--gpu") else {}
     python = vllm_interpreter(pytestconfig)
     with _one_line(VLLMError):
@@ -90,7 +96,9 @@ def vllm_process(pytestconfig: pytest.Config) -> Iterator[Process]:
 @pytest.fixture(scope="session")
 def vllm(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> VLLM:
     """vLLM as a server, if one was named, and else as a process."""
-    urls = [url for name in ("--vllm-url", "--vllm-plain-url") if (url := pytestconfig.getoption(name))]
+    urls = [
+        url for name in ("--vllm-url", "--vllm-plain-url") if (url := pytestconfig.getoption(name))
+    ]
     if not urls:
         return request.getfixturevalue("vllm_process")
     with _one_line(VLLMError):
@@ -135,17 +143,34 @@ def launched(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = {"model": subject.target_directory, "dtype": "float32", "max-model-len": 512, "port": port, **options}
+    words = {
+        "model": subject.target_directory,
+        "dtype": "float32",
+        "max-model-len": 512,
+        "port": port,
+        **options,
+    }
     environment = environment_of(threads=1)
     if setting.on_gpu:
         words["gpu-memory-utilization"] = config.getoption("--vllm-memory")
         environment |= environment_of_vllm()
-    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--enforce-eager"]
+    command = [
+        str(python),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--host",
+        "127.0.0.1",
+        "--enforce-eager",
+    ]
     command += ["--no-enable-prefix-caching"]
     command += [text for name, value in words.items() for text in (f"--{name}", str(value))]
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     url = f"http://127.0.0.1:{port}"
     try:

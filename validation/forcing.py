@@ -23,7 +23,9 @@ from validation.engines.vllm.bridge import Scored, Tokens
 
 _ROWS = 16
 _BUCKET = 64
-Opinion = dict[str, Array]  # fields of Scored: what stays of the logits of the token after each position
+Opinion = dict[
+    str, Array
+]  # fields of Scored: what stays of the logits of the token after each position
 
 
 def reference(
@@ -34,10 +36,12 @@ def reference(
 ) -> list[Scored]:
     """Judge tokens along given outputs in one pass, with the same weights but every sum in float32.
 
-    ``judged`` has a token for each position of each output; the outputs themselves are judged without it.
-    """
+    ``judged`` has a token for each position of each output; the outputs themselves are judged
+    without it."""
     if target.model.precision is BFLOAT16:  # type: ignore[attr-defined]
-        target = dataclasses.replace(target, model=dataclasses.replace(target.model, precision=MIXED))  # type: ignore[type-var]
+        target = dataclasses.replace(
+            target, model=dataclasses.replace(target.model, precision=MIXED)
+        )  # type: ignore[type-var]
     return _judge(_compiled(_one_pass), target, prompts, outputs, judged or outputs)
 
 
@@ -64,10 +68,15 @@ def by_blocks(
 ) -> list[Scored]:
     """Judge outputs ``block`` tokens at a time over a cache, as decoding does, in the target's precision.
 
-    ``block=1`` is plain decoding and ``block=K+1`` verification of a chain, both along tokens that are given.
-    """
+    ``block=1`` is plain decoding and ``block=K+1`` verification of a chain, both along tokens that
+    are given."""
     return _judge(
-        functools.partial(_compiled(_blocks, "block"), block=block), target, prompts, outputs, outputs, multiple=block
+        functools.partial(_compiled(_blocks, "block"), block=block),
+        target,
+        prompts,
+        outputs,
+        outputs,
+        multiple=block,
     )
 
 
@@ -89,12 +98,17 @@ def _judge(
         rows = slice(start, start + _ROWS)
         opinions = jax.device_get(
             function(
-                target.model, target.params, padded(fed[rows], width, _ROWS), padded(judged_ids[rows], width, _ROWS)
+                target.model,
+                target.params,
+                padded(fed[rows], width, _ROWS),
+                padded(judged_ids[rows], width, _ROWS),
             )
         )
         for index, (prompt, output) in enumerate(zip(prompts[rows], outputs[rows], strict=True)):
             positions = slice(len(prompt) - 1, len(prompt) - 1 + len(output))
-            scored.append(Scored(**{name: leaf[index, positions].tolist() for name, leaf in opinions.items()}))
+            scored.append(
+                Scored(**{name: leaf[index, positions].tolist() for name, leaf in opinions.items()})
+            )
     return scored
 
 
@@ -120,7 +134,9 @@ def _log_probs(model: TargetModel, params: Any, fed: Int[Array, "B T"]) -> Float
     def pair(row: tuple[Array, Array]) -> Float[Array, "2 T"]:
         log_probs = jax.nn.log_softmax(model.unembed(params, row[0]))
         following = jnp.roll(row[1], -1)[:, None]
-        return jnp.stack([jnp.take_along_axis(log_probs, following, -1)[:, 0], jnp.max(log_probs, -1)])
+        return jnp.stack(
+            [jnp.take_along_axis(log_probs, following, -1)[:, 0], jnp.max(log_probs, -1)]
+        )
 
     return lax.map(pair, (final, fed))
 
@@ -128,18 +144,28 @@ def _log_probs(model: TargetModel, params: Any, fed: Int[Array, "B T"]) -> Float
 @functools.cache
 def _compiled(function: Any, *static: str) -> Any:
     """Jitted with the compiler's options of the decoding that is judged, which depend on the device."""
-    return jax.jit(function, static_argnums=0, static_argnames=static, compiler_options=exact_options())
+    return jax.jit(
+        function, static_argnums=0, static_argnames=static, compiler_options=exact_options()
+    )
 
 
-def _one_pass(model: TargetModel, params: Any, fed: Int[Array, "B T"], judged_ids: Int[Array, "B T"]) -> Opinion:
+def _one_pass(
+    model: TargetModel, params: Any, fed: Int[Array, "B T"], judged_ids: Int[Array, "B T"]
+) -> Opinion:
     positions = jnp.broadcast_to(jnp.arange(fed.shape[1], dtype=jnp.int32), fed.shape)
     final = model(params, fed, positions, causal_mask(fed.shape[1])).final
-    # A row at a time: with a vocabulary of 128,256 the logits of one row are a quarter of a gigabyte already.
+    # A row at a time: with a vocabulary of 128,256 the logits of one row are a quarter of a
+    # gigabyte already.
     return lax.map(lambda row: _opinion(model.unembed(params, row[0]), row[1]), (final, judged_ids))
 
 
 def _blocks(
-    model: TargetModel, params: Any, fed: Int[Array, "B T"], judged_ids: Int[Array, "B T"], *, block: int
+    model: TargetModel,
+    params: Any,
+    fed: Int[Array, "B T"],
+    judged_ids: Int[Array, "B T"],
+    *,
+    block: int,
 ) -> Opinion:
     batch, width = fed.shape
 

@@ -1,8 +1,8 @@
 """One trained head rewritten into every variation that published heads have.
 
-Random heads are accepted by chance only, so counts of theirs prove little. Each variation here starts from a trained
-head and changes it as little as the variation allows: it still drafts well, and what it drafts depends on the change.
-"""
+Random heads are accepted by chance only, so counts of theirs prove little. Each variation here
+starts from a trained head and changes it as little as the variation allows: it still drafts well,
+and what it drafts depends on the change."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Head:
 
 
 TRAINED_LAYERS = (2, 6, 9)
-# Root mean square of the shipped target's features of these layers: a norm with such weights changes little.
+# Root mean square of the shipped target's features of these layers: a norm with such weights
+# changes little.
 FEATURE_SCALES = (14.0, 20.5, 25.5)
 
 
@@ -54,7 +55,11 @@ def write_variation(name: str, head: Path, target: Path, directory: Path) -> Non
     }
     changed = Head(
         config=json.loads((head / "config.json").read_text())
-        | {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "float32", "dtype": "float32"},
+        | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "torch_dtype": "float32",
+            "dtype": "float32",
+        },
         tensors=stored,
         embedding=around["model.embed_tokens.weight"].astype(np.float32),
         unembedding=around["lm_head.weight"].astype(np.float32),
@@ -83,10 +88,20 @@ def _one_norm_for_all_features(head: Head) -> None:
 
 
 def _features_of(head: Head, *, layers: tuple[int, ...]) -> None:
-    chunks = dict(zip(TRAINED_LAYERS, np.split(head.tensors["fc.weight"], len(TRAINED_LAYERS), axis=1), strict=True))
+    chunks = dict(
+        zip(
+            TRAINED_LAYERS,
+            np.split(head.tensors["fc.weight"], len(TRAINED_LAYERS), axis=1),
+            strict=True,
+        )
+    )
     spread = 0.5 * head.tensors["fc.weight"].std()
     shape = chunks[TRAINED_LAYERS[0]].shape
-    new = {layer: head.random.normal(0, spread, shape).astype(np.float32) for layer in layers if layer not in chunks}
+    new = {
+        layer: head.random.normal(0, spread, shape).astype(np.float32)
+        for layer in layers
+        if layer not in chunks
+    }
     head.tensors["fc.weight"] = np.concatenate([(chunks | new)[layer] for layer in layers], axis=1)
     # Three places, because readers look in different ones.
     head.config |= {
@@ -113,7 +128,11 @@ def _own_embedding(head: Head) -> None:
 
 def _queries_and_keys_normed(head: Head) -> None:
     size = head.config["hidden_size"] // head.config["num_attention_heads"]
-    head.config |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": size}
+    head.config |= {
+        "architectures": ["Eagle3Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": size,
+    }
     for part in "qk":
         head.tensors[f"midlayer.self_attn.{part}_norm.weight"] = head.scales(size, 1.5)
 
@@ -130,7 +149,11 @@ def _two_layers(head: Head) -> None:
 
 
 def _speculators_format(head: Head) -> None:
-    layer = {key: value for key, value in head.config.items() if key not in ("draft_vocab_size", "architectures")}
+    layer = {
+        key: value
+        for key, value in head.config.items()
+        if key not in ("draft_vocab_size", "architectures")
+    }
     head.config = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",

@@ -43,7 +43,9 @@ class Recording:
         none = jnp.zeros((batch,), jnp.int32)
         seen = Observation(
             tokens=jnp.zeros((batch, capacity), jnp.int32),
-            features=jnp.zeros((batch, capacity, len(config.aux_layers), config.target_width), jnp.float32),
+            features=jnp.zeros(
+                (batch, capacity, len(config.aux_layers), config.target_width), jnp.float32
+            ),
             length=none,
             next_token=none,
         )
@@ -59,9 +61,13 @@ class Recording:
         )
         return RecordingState(inner=self.drafter.observe(params, state.inner, seen), seen=padded)
 
-    def propose(self, params: Any, state: RecordingState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+    def propose(
+        self, params: Any, state: RecordingState, keys: Key[Array, " B"], sampling: SamplingParams
+    ) -> Draft:
         draft = self.drafter.propose(params, state.inner, keys, sampling)
-        recording = None if draft.state is None else RecordingState(inner=draft.state, seen=state.seen)
+        recording = (
+            None if draft.state is None else RecordingState(inner=draft.state, seen=state.seen)
+        )
         return dataclasses.replace(draft, state=recording)
 
 
@@ -70,7 +76,9 @@ class Closeness:
     """How far two implementations are apart, over all rounds of a prompt."""
 
     rounds: int  #: Compared.
-    features: float  #: Largest difference of a feature, over the root mean square of vLLM's features.
+    features: (
+        float  #: Largest difference of a feature, over the root mean square of vLLM's features.
+    )
     logits: float  #: Largest difference of a draft logit, over that of vLLM's logits.
     drafts_differ: int  #: Rounds in which other tokens were drafted.
 
@@ -96,8 +104,8 @@ def compare_with_recorded(
 ) -> Closeness:
     """Replay a prompt and compare, round by round, what the head was fed and what it answered.
 
-    ``decoder`` comes from :func:`recording`; a batch of copies reuses programs that were compiled for such a batch.
-    """
+    ``decoder`` comes from :func:`recording`; a batch of copies reuses programs that were compiled
+    for such a batch."""
     drafter = decoder.loop.drafter.drafter  # type: ignore[attr-defined]
     params = decoder.drafter.params
     draft_to_target = np.asarray(params["draft_to_target"])
@@ -106,13 +114,17 @@ def compare_with_recorded(
     differ = 0
     rounds = 0
     for theirs in recorded:
-        if not bool(state.running[0]):  # the last draft of a request is never verified, and we do not make it
+        if not bool(
+            state.running[0]
+        ):  # the last draft of a request is never verified, and we do not make it
             break
         rounds += 1
         seen = state.drafter.seen
         count = int(seen.length[0])
         fed = np.asarray(seen.features[0, :count]).reshape(count, -1)
-        assert np.asarray(seen.tokens[0, :count]).tolist() == theirs["tokens"][:count], "the head was fed other tokens"
+        assert np.asarray(seen.tokens[0, :count]).tolist() == theirs["tokens"][:count], (
+            "the head was fed other tokens"
+        )
         # The rows after these belong to refused drafts.
         worst_features = max(worst_features, _relative(fed, np.array(theirs["features"])[:count]))
         draft, logits = drafted(drafter, params, state.drafter.inner, state.keys, state.sampling)
@@ -130,7 +142,11 @@ def _relative(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 @functools.partial(jax.jit, static_argnums=0)
 def drafted(
-    drafter: Eagle3Drafter, params: Any, state: Any, keys: Key[Array, " B"], sampling: SamplingParams
+    drafter: Eagle3Drafter,
+    params: Any,
+    state: Any,
+    keys: Key[Array, " B"],
+    sampling: SamplingParams,
 ) -> tuple[Draft, list[Array]]:
     """A draft, and the logits ``[W]`` of row 0 at each of its steps."""
     step_logits: list[Array] = []

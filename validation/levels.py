@@ -56,9 +56,21 @@ LEVELS = (
         "Task accuracy with speculation equals that without, within its confidence interval.",
         only_with="gpu",
     ),
-    Level("L8", "Acceptance parity with vLLM", "The same head accepts the same tokens in the same rounds as in vLLM."),
-    Level("L9", "Speed", "Speed next to other engines in the same run, and below what the hardware can do."),
-    Level("HF", "Parity with transformers", "Logits, features and greedy tokens equal those of transformers."),
+    Level(
+        "L8",
+        "Acceptance parity with vLLM",
+        "The same head accepts the same tokens in the same rounds as in vLLM.",
+    ),
+    Level(
+        "L9",
+        "Speed",
+        "Speed next to other engines in the same run, and below what the hardware can do.",
+    ),
+    Level(
+        "HF",
+        "Parity with transformers",
+        "Logits, features and greedy tokens equal those of transformers.",
+    ),
     Level(
         "JV",
         "Our drafter inside vLLM",

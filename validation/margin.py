@@ -1,11 +1,10 @@
 """When two argmaxes may differ: ties within two units in the last place, and how many of them noise explains.
 
-A bfloat16 model that runs in blocks of another size sums in another order, so an argmax may flip where two logits
-are approximately tied. The rule: at every position the token is the reference's argmax, or it is one of its two
-likeliest and its logit is at most two bfloat16 units below. Anything else is a disagreement. The allowed
-numbers of ties and disagreements follow from a control in which nothing is drafted, because plain decoding in bfloat16
-has some of both.
-"""
+A bfloat16 model that runs in blocks of another size sums in another order, so an argmax may flip
+where two logits are approximately tied. The rule: at every position the token is the reference's
+argmax, or it is one of its two likeliest and its logit is at most two bfloat16 units below.
+Anything else is a disagreement. The allowed numbers of ties and disagreements follow from a control
+in which nothing is drafted, because plain decoding in bfloat16 has some of both."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ class Agreement(enum.IntEnum):
 def bfloat16_ulp(values: ArrayLike) -> np.ndarray:
     """Unit in the last place: the step of the bfloat16 grid at each value, ``2^(e-7)`` in ``[2^e, 2^(e+1))``.
 
-    It follows from the exponent of the float32 value, so that no logarithm rounds at a power of two. Below the smallest
-    normal number the grid is even, with steps of ``2^-133``.
+    It follows from the exponent of the float32 value, so that no logarithm rounds at a power of
+    two. Below the smallest normal number the grid is even, with steps of ``2^-133``.
 
     Raises:
         ValueError: A value is not finite; it has no unit.
@@ -68,7 +67,8 @@ def classify(gap: ArrayLike, rank: ArrayLike, tolerance: ArrayLike) -> np.ndarra
         tolerance: Largest gap of a tie; see :func:`tie_tolerance`.
 
     Raises:
-        ValueError: A gap is negative or not a number: it was not measured against the highest logit.
+        ValueError: A gap is negative or not a number: it was not measured against the highest
+            logit.
     """
     gap = np.asarray(gap, float)
     rank = np.asarray(rank)

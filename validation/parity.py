@@ -44,7 +44,10 @@ def play(
 def parting(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     """The first place where two lists differ, the end of the shorter one included; ``None`` where they are equal."""
     places = itertools.zip_longest(ours, theirs)
-    return next((position for position, (token, their_token) in enumerate(places) if token != their_token), None)
+    return next(
+        (position for position, (token, their_token) in enumerate(places) if token != their_token),
+        None,
+    )
 
 
 def first_difference(ours: Sequence[Played], theirs: Generated) -> str | None:
@@ -53,7 +56,10 @@ def first_difference(ours: Sequence[Played], theirs: Generated) -> str | None:
         if (at := parting(played.tokens, completion.tokens)) is not None:
             wrote = f"we wrote {played.tokens[at : at + 1]}, vLLM {completion.tokens[at : at + 1]}"
             return f"request {request}, new token {at}: {wrote}"
-        if completion.accepted is not None and (at := parting(played.accepted, completion.accepted)) is not None:
+        if (
+            completion.accepted is not None
+            and (at := parting(played.accepted, completion.accepted)) is not None
+        ):
             return (
                 f"request {request}, round {at}: we accepted {played.accepted[at : at + 1]} of "
                 f"{played.drafts[at : at + 1]}, vLLM {completion.accepted[at : at + 1]}; all before is equal"
@@ -63,7 +69,10 @@ def first_difference(ours: Sequence[Played], theirs: Generated) -> str | None:
 
 def stats_of(played: Sequence[Played], num_speculative_tokens: int) -> SpeculationStats:
     """vLLM's counters, from our rounds."""
-    rows = [count_rounds(row.accepted, [*map(len, row.drafts)], num_speculative_tokens) for row in played]
+    rows = [
+        count_rounds(row.accepted, [*map(len, row.drafts)], num_speculative_tokens)
+        for row in played
+    ]
     return SpeculationStats.merge(rows)
 
 
@@ -108,15 +117,27 @@ class Parity:
 
 
 def parity(
-    decoder: SpeculativeDecoder, engine: Engine, prompts: Sequence[Tokens], *, max_new_tokens: int, batch_size: int
+    decoder: SpeculativeDecoder,
+    engine: Engine,
+    prompts: Sequence[Tokens],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
 ) -> Parity:
     """The same prompts through both, greedily."""
     theirs = engine.generate(prompts, max_new_tokens=max_new_tokens)
-    return parity_with(theirs, decoder, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    return parity_with(
+        theirs, decoder, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size
+    )
 
 
 def parity_with(
-    theirs: Generated, decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, batch_size: int
+    theirs: Generated,
+    decoder: SpeculativeDecoder,
+    prompts: Sequence[Tokens],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
 ) -> Parity:
     """The same prompts through our decoder, next to a run of vLLM."""
     ours = play(decoder, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size)

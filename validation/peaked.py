@@ -51,21 +51,29 @@ def build(recipe: Recipe) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     has_text_config = "text_config" in recipe.fields
-    config = AutoConfig.for_model(recipe.model_type, **({} if has_text_config else BASE) | recipe.fields)
+    config = AutoConfig.for_model(
+        recipe.model_type, **({} if has_text_config else BASE) | recipe.fields
+    )
     kind = AutoModelForImageTextToText if has_text_config else AutoModelForCausalLM
     model = eager(kind.from_config(config, attn_implementation="eager").float())
     generator = torch.Generator().manual_seed(recipe.seed)
-    corrections = [(name, value) for name, value in model.named_buffers() if name.endswith("correction_bias")]
+    corrections = [
+        (name, value) for name, value in model.named_buffers() if name.endswith("correction_bias")
+    ]
     for name, value in [*model.named_parameters(), *corrections]:
         noise = torch.randn(value.shape, generator=generator)
         with torch.no_grad():
-            value.copy_(_noise(name, value, noise, recipe.model_type, tied=model.config.tie_word_embeddings))
+            value.copy_(
+                _noise(name, value, noise, recipe.model_type, tied=model.config.tie_word_embeddings)
+            )
     return model
 
 
 def _noise(name: str, value: Any, noise: Any, model_type: str, *, tied: bool) -> Any:
     if "norm" in name:
-        return value + 0.2 * noise  # about one, or about zero where that is what the family starts from
+        return (
+            value + 0.2 * noise
+        )  # about one, or about zero where that is what the family starts from
     if name.endswith("sinks"):
         return 1.5 * noise
     if name.endswith(("A_log", "dt_bias")):
@@ -89,9 +97,9 @@ def eager(model: Any) -> Any:
 def write_peaked(recipe: Recipe, directory: Path, *, loudness: float) -> Path:
     """Write a random model of transformers that mostly follows one random cycle through its vocabulary.
 
-    The layers make it leave the cycle, and the token then depends on the whole context. ``loudness`` is the standard
-    deviation of the embedding: the larger, the fewer tokens the layers decide.
-    """
+    The layers make it leave the cycle, and the token then depends on the whole context.
+    ``loudness`` is the standard deviation of the embedding: the larger, the fewer tokens the layers
+    decide."""
     import torch
 
     model = build(recipe)
@@ -135,12 +143,18 @@ def learned(
         max_positions=like.max_positions,
     )
     drafter = Eagle3Drafter(config, Chain(DEPTH))
-    tokens = jnp.asarray([prompt + text for prompt, text in zip(prompts, written, strict=True)], jnp.int32)
+    tokens = jnp.asarray(
+        [prompt + text for prompt, text in zip(prompts, written, strict=True)], jnp.int32
+    )
     real = jnp.ones(tokens.shape, jnp.bool_)
     supervised = real.at[:, : len(prompts[0]) - 1].set(False)  # prompts are given
     everything = TTTBatch(tokens=tokens, attention_mask=real, loss_mask=supervised)
     embedding = target.model.tables(target.params).embedding  # type: ignore[attr-defined]
-    frozen: Frozen = {"target_params": target.params, "embedding": embedding, "draft_to_target": None}
+    frozen: Frozen = {
+        "target_params": target.params,
+        "embedding": embedding,
+        "draft_to_target": None,
+    }
 
     def loss(params: Any, batch: tuple[Frozen, TTTBatch]) -> tuple[jax.Array, dict[str, jax.Array]]:
         return ttt_loss(drafter, target.model, params, *batch, OBJECTIVE)  # type: ignore[arg-type]
@@ -157,4 +171,6 @@ def learned(
             losses.append(metrics["loss"])
             head = state.params
     ids = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
-    return LoadedDrafter(drafter, {"head": head, "embedding": embedding, "draft_to_target": ids}), losses
+    return LoadedDrafter(
+        drafter, {"head": head, "embedding": embedding, "draft_to_target": ids}
+    ), losses

@@ -1,11 +1,12 @@
 """What vLLM 0.32.0 writes on a CPU in float32, recorded: it can be compared where vLLM is not installed.
 
-    python -m validation.recorded "shipped pair"                 # record again, with the prompts of the recording
-    python -m validation.recorded SmolLM2 --prompts mt_bench.jsonl humaneval.jsonl gsm8k.jsonl    # with other prompts
+    python -m validation.recorded "shipped pair"                 # record again, with the prompts of
+    the recording python -m validation.recorded SmolLM2 --prompts mt_bench.jsonl humaneval.jsonl
+    gsm8k.jsonl    # with other prompts
 
-A recording holds the new tokens of every prompt and method, the drafted and accepted tokens of each round, and
-log-probabilities of a few texts. It is written after each run of vLLM, and the same command continues it.
-"""
+A recording holds the new tokens of every prompt and method, the drafted and accepted tokens of each
+round, and log-probabilities of a few texts. It is written after each run of vLLM, and the same
+command continues it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax import LoadedDrafter, LoadedTarget, SpeculativeDecoder, __version__, load_drafter, load_target
+from eagle3_jax import (
+    LoadedDrafter,
+    LoadedTarget,
+    SpeculativeDecoder,
+    __version__,
+    load_drafter,
+    load_target,
+)
 from eagle3_jax.bench.environment import cpu_model, git, sha256_of
 from eagle3_jax.bench.tables import write_text
 from eagle3_jax.conversion import convert
@@ -40,7 +48,13 @@ TEXTS = 10  # with log-probabilities
 MICRO = 1e-6  # unit of recorded log-probabilities, in nats
 NGRAMS = NGram(max_ngram=3, min_ngram=1, earliest=True, num_speculative_tokens=4)
 # Draft tokens of each method; those of n-grams are no head's.
-METHODS = {"plain": 0, "chain of 1": 1, "chain of 3": 3, "chain of 5": 5, "n-grams": NGRAMS.num_speculative_tokens}
+METHODS = {
+    "plain": 0,
+    "chain of 1": 1,
+    "chain of 3": 3,
+    "chain of 5": 5,
+    "n-grams": NGRAMS.num_speculative_tokens,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +86,9 @@ class Pair:
         chosen = []
         for file in files:
             prompts = read_prompts(file, target, max_new_tokens=NEW_TOKENS)
-            fitting = [prompt for prompt in prompts if self.cut or len(prompt.tokens) <= self.longest]
+            fitting = [
+                prompt for prompt in prompts if self.cut or len(prompt.tokens) <= self.longest
+            ]
             chosen += in_turn(fitting, PROMPTS // len(files))
         return [prompt.tokens[-self.longest :] for prompt in chosen]
 
@@ -117,7 +133,10 @@ class Recording:
     def texts(self) -> list[Text]:
         """Texts with vLLM's log-probabilities."""
         return [
-            Text(row["tokens"], *([micro * MICRO for micro in row[name]] for name in ("log_probs", "highest")))
+            Text(
+                row["tokens"],
+                *([micro * MICRO for micro in row[name]] for name in ("log_probs", "highest")),
+            )
             for row in self.data["texts"]
         ]
 
@@ -136,7 +155,8 @@ def decoder_of(method: str, target: LoadedTarget, head: LoadedDrafter) -> Specul
     return SpeculativeDecoder(target, drafter, num_speculative_tokens=count, stop_tokens=())
 
 
-# ------------------------------------------------------------------------------------------------ vLLM
+# ------------------------------------------------------------------------------------------------
+# vLLM
 
 
 def options_of(method: str, target: Path, head: Path) -> EngineOptions:
@@ -147,7 +167,9 @@ def options_of(method: str, target: Path, head: Path) -> EngineOptions:
     elif method == "n-grams":
         lengths = {"prompt_lookup_max": NGRAMS.max_ngram, "prompt_lookup_min": NGRAMS.min_ngram}
         speculative = {"method": "ngram", "num_speculative_tokens": METHODS[method], **lengths}
-    return EngineOptions(model=str(target), speculative=speculative, max_num_seqs=BATCH, eager=False)
+    return EngineOptions(
+        model=str(target), speculative=speculative, max_num_seqs=BATCH, eager=False
+    )
 
 
 def run(vllm: VLLM, options: EngineOptions, prompts: Sequence[Tokens]) -> list[dict[str, Any]]:
@@ -155,7 +177,11 @@ def run(vllm: VLLM, options: EngineOptions, prompts: Sequence[Tokens]) -> list[d
     generated = vllm.engine(options).generate(prompts, max_new_tokens=NEW_TOKENS)
     rows = []
     for completion in generated.completions:
-        rounds = {} if options.speculative is None else {"drafted": completion.drafted, "accepted": completion.accepted}
+        rounds = (
+            {}
+            if options.speculative is None
+            else {"drafted": completion.drafted, "accepted": completion.accepted}
+        )
         rows.append({"tokens": completion.tokens, **rounds})
     return rows
 
@@ -190,7 +216,9 @@ def record(name: str, files: Sequence[Path], python: Path, threads: int) -> None
     pair = PAIRS[name]
     file = file_of(name)
     data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    prompts = data["prompts"] if data and not files else pair.prompts(files or [bundled("prompts.jsonl")])
+    prompts = (
+        data["prompts"] if data and not files else pair.prompts(files or [bundled("prompts.jsonl")])
+    )
     vllm = Process(python, threads=threads)
     conditions: dict[str, Any] = {
         "pair": name,
@@ -233,7 +261,10 @@ def record(name: str, files: Sequence[Path], python: Path, threads: int) -> None
 def write(file: Path, data: dict[str, Any]) -> None:
     """Writes compact JSON, a line for each prompt and method."""
     lines = (
-        json.dumps(data, separators=(",", ":")).replace('],"', '],\n"').replace("},{", "},\n{").replace("],[", "],\n[")
+        json.dumps(data, separators=(",", ":"))
+        .replace('],"', '],\n"')
+        .replace("},{", "},\n{")
+        .replace("],[", "],\n[")
     )
     file.parent.mkdir(exist_ok=True)
     write_text(file, lines + "\n")
@@ -242,10 +273,16 @@ def write(file: Path, data: dict[str, Any]) -> None:
 
 def main() -> None:
     """Records one pair."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pair", choices=PAIRS)
     parser.add_argument(
-        "--prompts", nargs="+", type=Path, default=[], help="JSONL files; default: those of the recording"
+        "--prompts",
+        nargs="+",
+        type=Path,
+        default=[],
+        help="JSONL files; default: those of the recording",
     )
     parser.add_argument("--vllm-python", type=Path, default=installed_python())
     parser.add_argument("--threads", type=int, default=2, help="[default: 2]")

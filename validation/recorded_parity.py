@@ -1,7 +1,7 @@
 """Our texts and rounds next to those of a recording of vLLM.
 
-A text is compared up to the place where it parts from vLLM's, because what follows continues another text.
-"""
+A text is compared up to the place where it parts from vLLM's, because what follows continues
+another text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def loaded(name: str, dtype: str) -> tuple[LoadedTarget, LoadedDrafter]:
     except ValueError as error:
         pytest.skip(f"{name}: {error}")
     recorded = Recording.of(name).data["checkpoints"]
-    assert pair.checkpoints() == recorded, f"{name} is not the checkpoint of the recording; record it again"
+    assert pair.checkpoints() == recorded, (
+        f"{name} is not the checkpoint of the recording; record it again"
+    )
     return pair.load(dtype)
 
 
@@ -54,13 +56,18 @@ def played(name: str, method: str, rows: tuple[int, ...]) -> list[Played]:
     """Our float32 texts and rounds of the prompts with these numbers; L5 and L8 share them."""
     prompts = Recording.of(name).prompts
     decoder = decoder_of(method, *loaded(name, "float32"))
-    return play(decoder, [prompts[row] for row in rows], max_new_tokens=NEW_TOKENS, batch_size=BATCH)
+    return play(
+        decoder, [prompts[row] for row in rows], max_new_tokens=NEW_TOKENS, batch_size=BATCH
+    )
 
 
 def written(decoder: SpeculativeDecoder, prompts: Sequence[Tokens]) -> list[Tokens]:
     """Our texts, in batches."""
     starts = range(0, len(prompts), BATCH)
-    batches = [decoder.generate(prompts[start : start + BATCH], max_new_tokens=NEW_TOKENS).tokens for start in starts]
+    batches = [
+        decoder.generate(prompts[start : start + BATCH], max_new_tokens=NEW_TOKENS).tokens
+        for start in starts
+    ]
     return [tokens for batch in batches for tokens in batch]
 
 
@@ -102,7 +109,15 @@ class Texts:
         disagreements = sum(side.disagreements for side in agreed)
         largest = max(side.largest_gap for side in agreed)
         ties = [side.ties for side in agreed]
-        return [self.method, len(self.places), agreed[0].tokens, self.num_parted, *ties, disagreements, largest]
+        return [
+            self.method,
+            len(self.places),
+            agreed[0].tokens,
+            self.num_parted,
+            *ties,
+            disagreements,
+            largest,
+        ]
 
 
 @functools.cache
@@ -128,9 +143,14 @@ class Rounds:
     def compare(self, name: str, method: str, row: int, ours: Played) -> None:
         """Add a prompt, up to the first round with another count."""
         theirs = Recording.of(name).completions(method)[row]
-        counts = [(len(draft), accepted) for draft, accepted in zip(ours.drafts, ours.accepted, strict=True)]
+        counts = [
+            (len(draft), accepted)
+            for draft, accepted in zip(ours.drafts, ours.accepted, strict=True)
+        ]
         their_counts = list(zip(theirs.drafted or [], theirs.accepted or [], strict=True))
-        different = next((at for at, pair in enumerate(zip(counts, their_counts)) if len(set(pair)) > 1), None)  # noqa: B905
+        different = next(
+            (at for at, pair in enumerate(zip(counts, their_counts)) if len(set(pair)) > 1), None
+        )  # noqa: B905
         if different is None and len(counts) != len(their_counts):
             different = min(len(counts), len(their_counts))
         equal = counts[:different]
@@ -143,11 +163,16 @@ class Rounds:
         if all(pair) and method != "n-grams" and pair[0][0][0] == pair[1][0][0]:
             # Of the first draft token that only one of both accepted, the two made another choice.
             step = min(side[0][1] for side in pair)
-            tied = draft_gap(name, method, Recording.of(name).prompts[row], different, step) <= FLOAT32_TOLERANCE
+            tied = (
+                draft_gap(name, method, Recording.of(name).prompts[row], different, step)
+                <= FLOAT32_TOLERANCE
+            )
         self.ties += tied
         if not tied:
             drafted_and_accepted = f"(drafted, accepted) is {pair[0]} here and {pair[1]} in vLLM"
-            self.unexplained.append(f"{method}, prompt {row}, round {different}: {drafted_and_accepted}")
+            self.unexplained.append(
+                f"{method}, prompt {row}, round {different}: {drafted_and_accepted}"
+            )
 
 
 def draft_gap(name: str, method: str, prompt: Tokens, number: int, step: int) -> float:
@@ -156,6 +181,8 @@ def draft_gap(name: str, method: str, prompt: Tokens, number: int, step: int) ->
     state = decoder.prefill([prompt], max_new_tokens=NEW_TOKENS)
     for _ in range(number):
         state = decoder.step(state).state
-    _, logits = drafted(decoder.loop.drafter, decoder.drafter.params, state.drafter, state.keys, state.sampling)  # type: ignore[arg-type]
+    _, logits = drafted(
+        decoder.loop.drafter, decoder.drafter.params, state.drafter, state.keys, state.sampling
+    )  # type: ignore[arg-type]
     second, highest = np.sort(np.asarray(logits[step]))[-2:]
     return float(highest - second)

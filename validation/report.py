@@ -8,7 +8,13 @@ from eagle3_jax.bench.tables import flat, show, write_text
 from validation.runs import Report, Verdict, load
 
 # Colors are never used without a sign and a word.
-SIGNS = {Verdict.PASSED: "✓", Verdict.QUICK: "✓", Verdict.FAILED: "✗", Verdict.PARTLY: "◐", Verdict.NOT_RUN: "○"}
+SIGNS = {
+    Verdict.PASSED: "✓",
+    Verdict.QUICK: "✓",
+    Verdict.FAILED: "✗",
+    Verdict.PARTLY: "◐",
+    Verdict.NOT_RUN: "○",
+}
 
 
 def write(report: Report, directory: str | Path, *, page: bool = True) -> Path:

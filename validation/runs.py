@@ -1,8 +1,7 @@
 """The records of a run of ``pytest validation``: checks, verdicts of levels, and the JSON file that keeps them.
 
-One run writes one record, of one commit. In a notebook, with ``report = load(DIR)``: ``report["L8"].checks``,
-``report.table("L8", TITLE).column("K")``.
-"""
+One run writes one record, of one commit. In a notebook, with ``report = load(DIR)``:
+``report["L8"].checks``, ``report.table("L8", TITLE).column("K")``."""
 
 from __future__ import annotations
 
@@ -20,8 +19,10 @@ from eagle3_jax.bench.tables import Table
 from validation.levels import BY_NAME, LEVELS, Level
 
 SCHEMA_VERSION = 1
-GPU_ONLY = "test_speed_simulated.py"  # measures the shape of a large model, so it is collected with --gpu only
-# Words in the names of checks that records of earlier versions have, and the words that replaced them.
+# measures the shape of a large model, so it is collected with --gpu only
+GPU_ONLY = "test_speed_simulated.py"
+# Words in the names of checks that records of earlier versions have, and the words that replaced
+# them.
 RENAMED = {
     "law": "distribution",
     "drawn draft is drawn": "sampled draft is sampled",
@@ -33,7 +34,10 @@ RECORDED = "vLLM, recorded"
 RUN = "vLLM, run"
 DESELECTED = "deselected by --quick"
 NO_VLLM = f"{RUN}: not installed"
-NOT_IN_QUICK = (DESELECTED, NO_VLLM)  # how the reasons of checks begin that a level passes a quick run without
+NOT_IN_QUICK = (
+    DESELECTED,
+    NO_VLLM,
+)  # how the reasons of checks begin that a level passes a quick run without
 _LEVEL_MARK = re.compile(r"level\(['\"](\w+)['\"]\)")
 
 
@@ -41,7 +45,8 @@ class Verdict(enum.StrEnum):
     """How a check, a level or a run ended."""
 
     PASSED = "passed"
-    #: A level or a run with ``--quick``: every check that such a run has passed, with fewer prompts and fewer cases.
+    #: A level or a run with ``--quick``: every check that such a run has passed, with fewer prompts
+    # and fewer cases.
     QUICK = "passed (quick)"
     FAILED = "failed"
     PARTLY = "partly run"  #: Some checks of a level passed, and others did not run.
@@ -71,9 +76,12 @@ class Check:
     seconds: float = 0.0  #: Wall time.
     expected: float = 0.0  #: Seconds that it took in an earlier run on such a device; 0 if unknown.
     taken_over: str = ""  #: When the earlier run began that ran it; empty for a check of this run.
-    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)  #: Name to number or short text.
+    numbers: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  #: Name to number or short text.
     tables: list[Table] = dataclasses.field(default_factory=list)  #: Tables, in order.
-    #: The smallest deviation that the check detects with 90 % power, in words; empty for a deterministic check.
+    #: The smallest deviation that the check detects with 90 % power, in words; empty for a
+    # deterministic check.
     sees: str = ""
 
     @property
@@ -101,7 +109,8 @@ class LevelResult:
 
     level: Level  #: The claim.
     checks: list[Check]  #: Every collected check, also those that did not run.
-    #: ``FAILED`` if a check failed, ``PASSED`` only if every check of the level ran and passed, ``QUICK`` only if
+    #: ``FAILED`` if a check failed, ``PASSED`` only if every check of the level ran and passed,
+    # ``QUICK`` only if
     #: every check of a quick run did; those that need vLLM are none where there is no vLLM.
     verdict: Verdict
     reason: str  #: Why it is not ``PASSED``.
@@ -124,13 +133,20 @@ class Report:
     seconds: float = 0.0  #: Wall time of the run.
     command: str = ""  #: The command line.
     gpu: bool = False  #: A run with ``--gpu``.
-    rehearsal: bool = False  #: A run with ``--rehearse``: its figures are not measurements, so it never passes.
+    rehearsal: bool = (
+        False  #: A run with ``--rehearse``: its figures are not measurements, so it never passes.
+    )
     quick: bool = False  #: A run with ``--quick``: its levels pass as :attr:`Verdict.QUICK`.
     options: str = ""  #: Hash of the options that a check depends on.
     aot: list[str] = dataclasses.field(default_factory=list)  #: Platforms of ``--aot``.
-    errors: list[str] = dataclasses.field(default_factory=list)  #: Modules that could not be collected.
-    skipped: list[str] = dataclasses.field(default_factory=list)  #: Modules that skipped themselves, and why.
-    #: Level to the names of its checks that the run did not collect, because their file was left out.
+    errors: list[str] = dataclasses.field(
+        default_factory=list
+    )  #: Modules that could not be collected.
+    skipped: list[str] = dataclasses.field(
+        default_factory=list
+    )  #: Modules that skipped themselves, and why.
+    #: Level to the names of its checks that the run did not collect, because their file was left
+    # out.
     missing: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     unfinished: str = ""  #: Why the run ended early; empty if it reached its end.
 
@@ -154,15 +170,19 @@ class Report:
     def __getitem__(self, name: str) -> LevelResult:
         level = BY_NAME[name]
         checks = [check for check in self.checks if check.level == name]
-        chosen = [check for check in checks if not (self.quick and check.reason.startswith(NOT_IN_QUICK))]
+        chosen = [
+            check for check in checks if not (self.quick and check.reason.startswith(NOT_IN_QUICK))
+        ]
         verdict = Verdict.join(check.verdict for check in chosen)
         if self.quick and verdict is Verdict.PASSED:
             verdict = Verdict.QUICK
-        # A check that failed is the reason of a failed level; otherwise the checks that did not run are.
+        # A check that failed is the reason of a failed level; otherwise the checks that did not run
+        # are.
         reasons = [
             check.reason or check.verdict
             for check in checks
-            if check.verdict is not Verdict.PASSED and (verdict is not Verdict.FAILED or check.verdict is verdict)
+            if check.verdict is not Verdict.PASSED
+            and (verdict is not Verdict.FAILED or check.verdict is verdict)
         ]
         lines = [
             reason if count == len(checks) else f"{count} of {len(checks)} checks: {reason}"
@@ -200,7 +220,11 @@ class Report:
             return Verdict.FAILED
         verdict = Verdict.join(result.verdict for result in self.levels.values())
         proves_all = not (self.rehearsal or self.skipped or self.unfinished)
-        return Verdict.PARTLY if verdict in (Verdict.PASSED, Verdict.QUICK) and not proves_all else verdict
+        return (
+            Verdict.PARTLY
+            if verdict in (Verdict.PASSED, Verdict.QUICK) and not proves_all
+            else verdict
+        )
 
     @property
     def summary(self) -> str:
@@ -211,8 +235,14 @@ class Report:
             names = [name for name, result in self.levels.items() if result.verdict is verdict]
             parts += [f"{verdict.capitalize()}: {', '.join(names)}."] if names else []
         dates = collections.Counter(check.taken_over for check in self.checks if check.taken_over)
-        parts += [f"Taken over from an earlier run, {date}: {count} checks." for date, count in sorted(dates.items())]
-        for modules, problem in ((self.errors, "could not be read"), (self.skipped, "skipped themselves")):
+        parts += [
+            f"Taken over from an earlier run, {date}: {count} checks."
+            for date, count in sorted(dates.items())
+        ]
+        for modules, problem in (
+            (self.errors, "could not be read"),
+            (self.skipped, "skipped themselves"),
+        ):
             parts += [f"Modules that {problem}: {len(modules)}."] if modules else []
         return " ".join(parts)
 
@@ -232,18 +262,30 @@ class Report:
 
     def to_json(self) -> str:
         """Returns strict JSON, the verdict first: numpy's numbers become plain ones, NaN and infinity ``null``."""
-        levels = {name: {"verdict": result.verdict, "reason": result.reason} for name, result in self.levels.items()}
-        head = {"schema_version": SCHEMA_VERSION, "verdict": self.verdict, "summary": self.summary, "levels": levels}
+        levels = {
+            name: {"verdict": result.verdict, "reason": result.reason}
+            for name, result in self.levels.items()
+        }
+        head = {
+            "schema_version": SCHEMA_VERSION,
+            "verdict": self.verdict,
+            "summary": self.summary,
+            "levels": levels,
+        }
         text = json.dumps(head | dataclasses.asdict(self), default=_plain)
         finite = json.loads(text, parse_constant=lambda constant: None)
         return json.dumps(finite, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
-def _read_check(name: str, verdict: str, tables: list[dict], plots: object = None, **fields: Any) -> Check:
+def _read_check(
+    name: str, verdict: str, tables: list[dict], plots: object = None, **fields: Any
+) -> Check:
     """Makes a check of a record. Records of earlier versions have plots, which are ignored, and other names."""
     for old, new in RENAMED.items():
         name = name.replace(old, new)
-    return Check(name=name, verdict=Verdict(verdict), tables=[Table(**table) for table in tables], **fields)
+    return Check(
+        name=name, verdict=Verdict(verdict), tables=[Table(**table) for table in tables], **fields
+    )
 
 
 def load(path: str | Path) -> Report:
@@ -253,7 +295,8 @@ def load(path: str | Path) -> Report:
         path: Its directory, or its ``report.json``.
 
     Raises:
-        ValueError: There is no such file, or it is no report of this schema version; the message is one line.
+        ValueError: There is no such file, or it is no report of this schema version; the message is
+            one line.
     """
     path = Path(path)
     file = path / "report.json" if path.is_dir() else path
@@ -265,13 +308,17 @@ def load(path: str | Path) -> Report:
         raise ValueError(f"{file} is not valid JSON: {error}") from None
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
-        raise ValueError(f"{file} has schema version {version}, and this program reads version {SCHEMA_VERSION}")
+        raise ValueError(
+            f"{file} has schema version {version}, and this program reads version {SCHEMA_VERSION}"
+        )
     try:
         names = [field.name for field in dataclasses.fields(Report)]
         report = Report(**{name: data[name] for name in names if name in data})
         report.checks = [_read_check(**check) for check in data["checks"]]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is not a validation report: {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"{file} is not a validation report: {type(error).__name__}: {error}"
+        ) from None
     return report
 
 
@@ -283,8 +330,8 @@ def check_name(test: str) -> str:
 def checks_in(folder: Path, *, gpu: bool) -> set[tuple[str, str]]:
     """Returns level and name of every check in the test files of a folder.
 
-    The files are read and not imported, so a file that cannot be imported or that a run leaves out counts too.
-    """
+    The files are read and not imported, so a file that cannot be imported or that a run leaves out
+    counts too."""
     checks = set()
     for path in sorted(folder.glob("test_*.py")):
         if path.name == GPU_ONLY and not gpu:
@@ -305,7 +352,10 @@ def verdict_lines(report: Report) -> Iterator[tuple[Verdict, str]]:
     width = max(len(level.title) for level in LEVELS)
     for name, result in report.levels.items():
         detail = result.reason.partition("\n")[0] or f"checks: {len(result.checks)}"
-        yield result.verdict, f"{result.verdict.upper():<14}  {name:<3}  {result.level.title:<{width}}  {detail}"
+        yield (
+            result.verdict,
+            f"{result.verdict.upper():<14}  {name:<3}  {result.level.title:<{width}}  {detail}",
+        )
 
 
 def _plain(value: Any) -> Any:

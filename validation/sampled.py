@@ -13,15 +13,27 @@ from flax import struct
 
 from eagle3_jax import DraftSampling, DynamicTree, LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from validation.emissions import FIRST, Emitted, Reference, Warpers, at_an_edge, play
-from validation.statistics import Score, directed, drafted, kolmogorov_smirnov, randomised_pit, surprisal, towards
+from validation.statistics import (
+    Score,
+    directed,
+    drafted,
+    kolmogorov_smirnov,
+    randomised_pit,
+    surprisal,
+    towards,
+)
 
 K = 4
 MOST_Z = 5.0
 LEAST_P = 1e-6
 FEWEST = 100  # tokens below which a sum of scores is too far from normal to be judged
-CONTEXT = 64  # prompts are cut to their last tokens, so that all share the compiled programs of one bucket
+# prompts are cut to their last tokens, so that all share the compiled programs of one bucket
+CONTEXT = 64
 METHODS: dict[str, dict[str, Any]] = {  # the first one is that of --quick
-    f"a chain of {K} sampled tokens": {"num_speculative_tokens": K, "draft_sampling": DraftSampling.PROBABILISTIC},
+    f"a chain of {K} sampled tokens": {
+        "num_speculative_tokens": K,
+        "draft_sampling": DraftSampling.PROBABILISTIC,
+    },
     "plain sampling, the control": {},
     f"a chain of {K} likeliest tokens": {"num_speculative_tokens": K},
     "a dynamic tree": {"tree": DynamicTree(num_nodes=10, max_depth=K, top_k=3)},
@@ -43,16 +55,24 @@ class Sample:
     index: np.ndarray  #: ``[n]``, place in the round.
     bonus: np.ndarray  #: ``[n]``, whether nothing was drafted for its place any more.
     warpers: np.ndarray  #: ``[n]``, as text.
-    scores: OrderedDict[str, Score]  #: Name to the score of each token; not a number where it has none.
+    scores: OrderedDict[
+        str, Score
+    ]  #: Name to the score of each token; not a number where it has none.
     #: Name to ``[n]`` values, uniform under the distribution; not a number likewise.
     transforms: OrderedDict[str, np.ndarray]
     #: Places where rounding decides which tokens truncation keeps.
     left_out: int = struct.field(pytree_node=False, default=0)
-    acceptance_length: dict[str, float] | None = struct.field(pytree_node=False, default=None)  #: ``τ`` by warpers.
+    acceptance_length: dict[str, float] | None = struct.field(
+        pytree_node=False, default=None
+    )  #: ``τ`` by warpers.
 
 
 def sample(
-    decoder: SpeculativeDecoder, prompts: Sequence[list[int]], reference: Reference, *, batches: Batches
+    decoder: SpeculativeDecoder,
+    prompts: Sequence[list[int]],
+    reference: Reference,
+    *,
+    batches: Batches,
 ) -> Sample:
     """Sample texts, and score every token by the distribution that the reference gives it."""
     prompts = [prompt[-CONTEXT:] for prompt in prompts]
@@ -68,12 +88,16 @@ def sample(
             group = emitted[start : start + rows_per_setting]
             warpers = rows[start]
             rounds = sum(int(np.count_nonzero(row.index == 0)) for row in group)
-            lengths[str(warpers)] = sum(int(np.count_nonzero(row.index >= 0)) for row in group) / rounds
+            lengths[str(warpers)] = (
+                sum(int(np.count_nonzero(row.index >= 0)) for row in group) / rounds
+            )
             for row, logits in zip(group, reference.logits(group), strict=True):
                 edge = at_an_edge(logits, warpers)
                 left_out += int(edge.sum())
                 inner = jax.tree.map(lambda values, edge=edge: values[~edge], row)
-                parts.append(_scored(inner, reference.probabilities(logits[~edge], warpers), warpers, rng))
+                parts.append(
+                    _scored(inner, reference.probabilities(logits[~edge], warpers), warpers, rng)
+                )
     joined = jax.tree.map(lambda *values: np.concatenate(values), *parts)
     return joined.replace(left_out=left_out, acceptance_length=lengths)
 
@@ -92,7 +116,9 @@ def _scored(row: Emitted, p: np.ndarray, warpers: Warpers, rng: np.random.Genera
         order = -towards(p, q)
     only_drafted = lambda values: np.where(has_draft, values, np.nan)
     # Ordered, because jax.tree sorts the keys of other dictionaries.
-    scores = OrderedDict(entropy=surprisal(p, row.tokens), directed=jax.tree.map(only_drafted, score))
+    scores = OrderedDict(
+        entropy=surprisal(p, row.tokens), directed=jax.tree.map(only_drafted, score)
+    )
     transforms = OrderedDict(
         rank=randomised_pit(p, row.tokens, uniforms, order=-p),
         direction=only_drafted(randomised_pit(p, row.tokens, uniforms, order=order)),
@@ -115,9 +141,12 @@ class Judgement:
     """Every stratum's statistics."""
 
     columns: list[str]  #: Columns of the table.
-    #: A stratum each: its name, its tokens, ``z`` of every score, ``p`` of every transform; "" where too few.
+    #: A stratum each: its name, its tokens, ``z`` of every score, ``p`` of every transform; ""
+    # where too few.
     rows: list[list]
-    wrong: list[str]  #: Deviations that chance does not explain, in words; empty for an exact sampler.
+    wrong: list[
+        str
+    ]  #: Deviations that chance does not explain, in words; empty for an exact sampler.
 
     @property
     def scores(self) -> list[float]:

@@ -61,7 +61,9 @@ def ours(setting: str, count: int = DRAWS) -> Draws:
     }.items():
         outputs: list[Tokens] = []
         for batch in range(count // BATCH):
-            outputs += decoder.generate([PROMPT] * BATCH, max_new_tokens=2, sampling=sampling, seed=batch).tokens
+            outputs += decoder.generate(
+                [PROMPT] * BATCH, max_new_tokens=2, sampling=sampling, seed=batch
+            ).tokens
         draws[name] = collections.Counter(output[1] for output in outputs)
     return draws
 
@@ -72,11 +74,15 @@ def vllms(process: Process, setting: str) -> Draws:
     options = {"model": str(DIRECTORY / "target"), "max_model_len": 64, "max_num_seqs": BATCH}
 
     def draws_of(engine: ProcessEngine) -> collections.Counter[int]:
-        generated = engine.generate([PROMPT] * DRAWS, max_new_tokens=2, temperature=temperature, top_p=top_p, seed=0)
+        generated = engine.generate(
+            [PROMPT] * DRAWS, max_new_tokens=2, temperature=temperature, top_p=top_p, seed=0
+        )
         return collections.Counter(output[1] for output in generated.outputs)
 
     draws = {"vLLM, plain": draws_of(process.engine(EngineOptions(**options)))}
-    speculating = process.engine(EngineOptions(**options, speculative=eagle3(DIRECTORY / "eagle3", K)))
+    speculating = process.engine(
+        EngineOptions(**options, speculative=eagle3(DIRECTORY / "eagle3", K))
+    )
     draws[SHIPPED] = draws_of(speculating)
     if process.versions["device"] == "cpu":
         with speculating.repaired("sampling"):
@@ -87,7 +93,10 @@ def vllms(process: Process, setting: str) -> Draws:
 def fits(draws: Draws, exact: np.ndarray) -> dict[str, Fit]:
     """Compares every row of draws with the exact distribution."""
     tokens = range(len(exact))
-    return {name: fit_counts(np.array([counts[token] for token in tokens]), exact) for name, counts in draws.items()}
+    return {
+        name: fit_counts(np.array([counts[token] for token in tokens]), exact)
+        for name, counts in draws.items()
+    }
 
 
 def follows(fit: Fit) -> bool:

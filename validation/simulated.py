@@ -23,7 +23,9 @@ from validation.statistics import smallest_shift
 ALPHA = 1e-6  # of all positions and engines together
 
 
-def write_shape(target: DecoderConfig, head: Eagle3Config, directory: Path, *, dtype: str) -> tuple[Path, Path]:
+def write_shape(
+    target: DecoderConfig, head: Eagle3Config, directory: Path, *, dtype: str
+) -> tuple[Path, Path]:
     """Write the ``config.json`` of a Llama or Qwen3 shape and of its head; vLLM makes random weights for them."""
     name = "Qwen3" if grouped(target.layers[0]).qk_norm else "Llama"
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

@@ -38,7 +38,9 @@ def transformers_or_why_not(
     """``generate``, and its assisted generation by prompt lookup, or why they are not there."""
     dtype = shared_dtype(subject.dtypes[0])
     try:
-        return TransformersContender.load(subject.target_directory, dtype=dtype, on_gpu=setting.on_gpu)
+        return TransformersContender.load(
+            subject.target_directory, dtype=dtype, on_gpu=setting.on_gpu
+        )
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
@@ -76,20 +78,30 @@ def measure_and_keep(
     )
     dtypes = {contender.name: contender.dtype for contender in contenders}
     absent = [
-        not_run(contender.name, dtypes[contender.name], batch, contender.reason) for contender in report.not_measured
+        not_run(contender.name, dtypes[contender.name], batch, contender.reason)
+        for contender in report.not_measured
     ]
     title = title if quoted else "No claim, for on a GPU the shipped pair waits for launches: "
     title += f"Speed at batch {batch}, {report.num_prompts} prompts of {CONTEXT} tokens, {report.max_new_tokens} new"
-    check.table(title, COLUMNS, [*(_cells(row, report, price) for row in report.rows), *missing, *absent])
+    check.table(
+        title, COLUMNS, [*(_cells(row, report, price) for row in report.rows), *missing, *absent]
+    )
     if quoted:
-        speeds = {f"tokens/s {row.name}, batch {batch}": row.decode_tokens_per_second.median for row in report.rows}
-        check.number(**{f"bandwidth GB/s, batch {batch}": (report.bytes_per_second or 0.0) / 1e9}, **speeds)
+        speeds = {
+            f"tokens/s {row.name}, batch {batch}": row.decode_tokens_per_second.median
+            for row in report.rows
+        }
+        check.number(
+            **{f"bandwidth GB/s, batch {batch}": (report.bytes_per_second or 0.0) / 1e9}, **speeds
+        )
     else:
         check.number(note="the shipped pair's speed on a GPU is no claim")
     assert not faults(report), "; ".join(faults(report))
     ours = {contender.name for contender in contenders if isinstance(contender, DecoderContender)}
     for row in report.rows:
-        assert row.repeatable or row.name not in ours, f"{row.name} wrote other tokens in another repeat"
+        assert row.repeatable or row.name not in ours, (
+            f"{row.name} wrote other tokens in another repeat"
+        )
 
 
 def _cells(row: Row, report: Report, price: float | None) -> list[Any]:
@@ -98,8 +110,14 @@ def _cells(row: Row, report: Report, price: float | None) -> list[Any]:
     share = row.bandwidth_share
     acceptance = row.acceptance
     tau = 1.0 if acceptance is None else acceptance.mean_acceptance_length
-    cost = "" if price is None else cost_per_million_tokens(row.total_tokens_per_second.median, price)
-    latencies = [1e3 * value for latency in (row.first_token, row.per_token) for value in (latency.p50, latency.p99)]
+    cost = (
+        "" if price is None else cost_per_million_tokens(row.total_tokens_per_second.median, price)
+    )
+    latencies = [
+        1e3 * value
+        for latency in (row.first_token, row.per_token)
+        for value in (latency.p50, latency.p99)
+    ]
     return [
         row.name, row.dtype, report.batch_size, speed.median, f"{speed.low:.4g} to {speed.high:.4g}",
         ratio.median, f"{ratio.low:.2f} to {ratio.high:.2f}", tau, *latencies,
@@ -107,15 +125,23 @@ def _cells(row: Row, report: Report, price: float | None) -> list[Any]:
     ]  # fmt: skip
 
 
-def chain(pair: Pair, dtype: str, length: int, simulated: SimulatedAcceptance | None = None) -> DecoderContender:
+def chain(
+    pair: Pair, dtype: str, length: int, simulated: SimulatedAcceptance | None = None
+) -> DecoderContender:
     """Our decoder; length 0 is plain decoding."""
     if length == 0:
-        return DecoderContender(f"plain {dtype}", dtype, SpeculativeDecoder(pair[0], stop_tokens=()))
-    decoder = SpeculativeDecoder(*pair, num_speculative_tokens=length, stop_tokens=(), verifier=simulated)
+        return DecoderContender(
+            f"plain {dtype}", dtype, SpeculativeDecoder(pair[0], stop_tokens=())
+        )
+    decoder = SpeculativeDecoder(
+        *pair, num_speculative_tokens=length, stop_tokens=(), verifier=simulated
+    )
     return DecoderContender(f"chain K={length}", dtype, decoder)
 
 
-def tree(pair: Pair, dtype: str, shape: DynamicTree, simulated: SimulatedAcceptance | None = None) -> DecoderContender:
+def tree(
+    pair: Pair, dtype: str, shape: DynamicTree, simulated: SimulatedAcceptance | None = None
+) -> DecoderContender:
     """Our decoder with a tree."""
     decoder = SpeculativeDecoder(*pair, tree=shape, stop_tokens=(), verifier=simulated)
     return DecoderContender(f"tree N={shape.num_nodes} G={shape.max_depth}", dtype, decoder)
@@ -127,7 +153,11 @@ def faults(report: Report) -> list[str]:
     too_fast = {row.name: row.bandwidth_share for row in report.too_fast}
     if too_fast:
         most = report.bytes_per_second or 0.0
-        problems.append(f"faster than {most / 1e9:.0f} GB/s can feed: {too_fast}; the clock or the tokens are wrong")
+        problems.append(
+            f"faster than {most / 1e9:.0f} GB/s can feed: {too_fast}; the clock or the tokens are wrong"
+        )
     if report.programs_after_warm_up:
-        problems.append(f"{report.programs_after_warm_up} programs were compiled while times were taken")
+        problems.append(
+            f"{report.programs_after_warm_up} programs were compiled while times were taken"
+        )
     return problems

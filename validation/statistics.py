@@ -1,13 +1,13 @@
 """Statistics of sampled tokens, compared with the distribution that they should follow.
 
-A token at index ``j`` of a round is emitted by a decision that depends on earlier events alone. So whenever index ``j``
-is reached, the token follows ``p``, the target's distribution after the warpers, for any draft. Every statistic here
-compares a score of the token with the score's exact mean and variance under ``p``, or the token's place in ``p``
-with a uniform. None of them is conditioned on acceptance, which would bias it.
+A token at index ``j`` of a round is emitted by a decision that depends on earlier events alone. So
+whenever index ``j`` is reached, the token follows ``p``, the target's distribution after the
+warpers, for any draft. Every statistic here compares a score of the token with the score's exact
+mean and variance under ``p``, or the token's place in ``p`` with a uniform. None of them is
+conditioned on acceptance, which would bias it.
 
-No single statistic sees every bug: a token resampled from ``p`` in place of the residual keeps its entropy, and a wrong
-residual can keep its direction. Hence several.
-"""
+No single statistic sees every bug: a token resampled from ``p`` in place of the residual keeps its
+entropy, and a wrong residual can keep its direction. Hence several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from scipy import sparse, stats
 
 from eagle3_jax.certify.frequencies import POWER, smallest_deviation
 
-MOST_DIRECTED = 10.0  # ln(q/p) is cut at this size, so that a token with next to no mass cannot decide alone
+MOST_DIRECTED = (
+    10.0  # ln(q/p) is cut at this size, so that a token with next to no mass cannot decide alone
+)
 
 
 @struct.dataclass
@@ -44,7 +46,12 @@ class Score:
         return jax.tree.map(lambda values: values[chosen], self)
 
     @classmethod
-    def of(cls, scores: Float[np.ndarray, "n V"], p: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> Score:
+    def of(
+        cls,
+        scores: Float[np.ndarray, "n V"],
+        p: Float[np.ndarray, "n V"],
+        tokens: Int[np.ndarray, " n"],
+    ) -> Score:
         """Makes a score from the values of the vocabulary; tokens without mass do not enter the moments."""
         possible = np.where(p > 0, scores, 0.0)
         mean = np.einsum("nv,nv->n", p, possible)
@@ -58,7 +65,9 @@ def surprisal(p: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> Sco
         return Score.of(-np.log(p), p, tokens)
 
 
-def directed(p: Float[np.ndarray, "n V"], q: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> Score:
+def directed(
+    p: Float[np.ndarray, "n V"], q: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]
+) -> Score:
     """``ln(q(x) / p(x))``, cut at :data:`MOST_DIRECTED`: sees a pull towards the draft, or away from it."""
     return Score.of(towards(p, q), p, tokens)
 
@@ -68,16 +77,21 @@ def towards(p: Float[np.ndarray, "n V"], q: Float[np.ndarray, "n V"]) -> Float[n
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.log(q) - np.log(p)
     return np.clip(
-        np.nan_to_num(ratio, nan=0.0, posinf=MOST_DIRECTED, neginf=-MOST_DIRECTED), -MOST_DIRECTED, MOST_DIRECTED
+        np.nan_to_num(ratio, nan=0.0, posinf=MOST_DIRECTED, neginf=-MOST_DIRECTED),
+        -MOST_DIRECTED,
+        MOST_DIRECTED,
     )
 
 
-def drafted(p: Float[np.ndarray, "n V"], proposals: Int[np.ndarray, "n k"], tokens: Int[np.ndarray, " n"]) -> Score:
+def drafted(
+    p: Float[np.ndarray, "n V"], proposals: Int[np.ndarray, "n k"], tokens: Int[np.ndarray, " n"]
+) -> Score:
     """Whether the token is one of those proposed: the directed score of deterministic proposals.
 
     Args:
         p: The target's distribution at each token.
-        proposals: Distinct draft tokens at this place, padded with -1: one in a chain, the siblings in a tree.
+        proposals: Distinct draft tokens at this place, padded with -1: one in a chain, the siblings
+            in a tree.
         tokens: The emitted tokens.
     """
     mass = np.take_along_axis(p, np.maximum(proposals, 0), axis=1)
@@ -98,7 +112,8 @@ def randomised_pit(
         p: The target's distribution at each token.
         tokens: The emitted tokens.
         uniforms: Fresh, in [0, 1).
-        order: Tokens with a lower value come before; of equal ones, the lower id. ``-p`` orders by rank.
+        order: Tokens with a lower value come before; of equal ones, the lower id. ``-p`` orders by
+            rank.
     """
     token_mass = _at(order, tokens)[:, None]
     ids = np.arange(p.shape[1])[None, :]
@@ -132,10 +147,9 @@ class Fluctuation:
 class Excess:
     """Counts of tokens minus their expected counts, in strata that were known before each token was sampled.
 
-    Given its past, ``1[x = v] - p(v)`` has mean 0 and covariance ``diag(p) - p p'``, for every past. Its sum
-    over tokens is a martingale, so one quadratic form tests any stratum: a context, a position, the token
-    eight positions earlier, the token of a neighboring row.
-    """
+    Given its past, ``1[x = v] - p(v)`` has mean 0 and covariance ``diag(p) - p p'``, for every
+    past. Its sum over tokens is a martingale, so one quadratic form tests any stratum: a context, a
+    position, the token eight positions earlier, the token of a neighboring row."""
 
     observed: Float[np.ndarray, "S V"]  #: ``[S V]``, how often each token was sampled.
     expected: Float[np.ndarray, "S V"]  #: ``[S V]``, ``Σ p``.
@@ -163,29 +177,41 @@ class Excess:
         """
         count, vocabulary = p.shape
         ones = np.ones(len(tokens))
-        often = sparse.csr_array((ones, (strata, distributions)), shape=(size, count))  # duplicates are summed
+        often = sparse.csr_array(
+            (ones, (strata, distributions)), shape=(size, count)
+        )  # duplicates are summed
         observed = sparse.csr_array((ones, (strata, tokens)), shape=(size, vocabulary)).toarray()
         expected = often @ p
         products = often @ np.einsum("cv,cw->cvw", p, p).reshape(count, -1)
-        covariance = expected[:, :, None] * np.eye(vocabulary) - products.reshape(size, vocabulary, vocabulary)
+        covariance = expected[:, :, None] * np.eye(vocabulary) - products.reshape(
+            size, vocabulary, vocabulary
+        )
         has_choice = (p > 0).sum(axis=1) > 1
         impossible = int(np.count_nonzero(p[distributions, tokens] == 0))
         return cls(observed, expected, covariance, int(has_choice[distributions].sum()), impossible)
 
     def __add__(self, second: Excess) -> Excess:
         """Adds the tokens of another part of the text, in the same strata."""
-        return Excess(*(getattr(self, field.name) + getattr(second, field.name) for field in dataclasses.fields(self)))
+        return Excess(
+            *(
+                getattr(self, field.name) + getattr(second, field.name)
+                for field in dataclasses.fields(self)
+            )
+        )
 
     def fluctuation(self, *, least: float = 10.0) -> Fluctuation:
         """The quadratic form over all strata.
 
         Args:
-            least: Strata that expect fewer of some possible token are put together, so that the form is a chi-square.
+            least: Strata that expect fewer of some possible token are put together, so that the
+                form is a chi-square.
         """
         if self.impossible:
             return Fluctuation(math.inf, 1, 0.0, self.tokens, self.impossible)
         few = ((self.expected > 0) & (self.expected < least)).any(axis=1)
-        together = lambda values: np.concatenate([values[~few], values[few].sum(axis=0, keepdims=True)])
+        together = lambda values: np.concatenate(
+            [values[~few], values[few].sum(axis=0, keepdims=True)]
+        )
         difference = together(self.observed - self.expected)
         covariance = together(self.covariance)
         spread, axes = np.linalg.eigh(covariance)
@@ -193,15 +219,16 @@ class Excess:
         real = spread > 1e-6 * np.maximum(spread[:, -1:], 1.0)
         statistic = float((along[real] ** 2 / spread[real]).sum())
         degrees = int(np.count_nonzero(real))
-        return Fluctuation(statistic, degrees, float(stats.chi2.sf(statistic, degrees)), self.tokens, 0)
+        return Fluctuation(
+            statistic, degrees, float(stats.chi2.sf(statistic, degrees)), self.tokens, 0
+        )
 
 
 def smallest_shift(tokens: int, most_z: float) -> float:
     """The smallest deviation for a sum of scores that fails beyond ``most_z``, probabilities off along that score.
 
-    With ``p' = p (1 + ε s)`` and ``s`` the score made standard, ``z`` is normal with mean ``ε √tokens``. A deviation
-    that is orthogonal to the score leaves it unchanged.
-    """
+    With ``p' = p (1 + ε s)`` and ``s`` the score made standard, ``z`` is normal with mean ``ε
+    √tokens``. A deviation that is orthogonal to the score leaves it unchanged."""
     return (most_z + float(stats.norm.ppf(POWER))) / math.sqrt(tokens)
 
 

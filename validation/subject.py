@@ -24,7 +24,9 @@ SHIPPED = "the shipped pair"
 _NO_TEMPLATE = "plain text: the target has no chat template"
 CPU_TOKENS = 96
 GPU_TOKENS = 256
-CONTEXT = 100  # tokens; the levels cut prompts to their last ones, so that all share the compiled programs of a bucket
+# tokens; the levels cut prompts to their last ones, so that all share the compiled programs of a
+# bucket
+CONTEXT = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,10 +120,16 @@ def choose(setting: Setting) -> Subject:
     target = setting.target
     drafter = setting.drafter
     if (target is None) != (drafter is None):
-        present, missing = ("--target", "--drafter") if drafter is None else ("--drafter", "--target")
-        raise ValueError(f"{present} was given without {missing}, and a head fits one target only; add {missing}")
+        present, missing = (
+            ("--target", "--drafter") if drafter is None else ("--drafter", "--target")
+        )
+        raise ValueError(
+            f"{present} was given without {missing}, and a head fits one target only; add {missing}"
+        )
     reason = ""
-    sources = (target, drafter) if target or not setting.on_gpu else (DEFAULT_TARGET, DEFAULT_DRAFTER)
+    sources = (
+        (target, drafter) if target or not setting.on_gpu else (DEFAULT_TARGET, DEFAULT_DRAFTER)
+    )
     try:
         directories = locate(sources[0], "target"), locate(sources[1], "eagle3")
     except ValueError as error:
@@ -148,7 +156,11 @@ def some_prompts(subject: Subject, count: int) -> list[list[int]]:
     return [tokens[index * len(tokens) // count % len(tokens)][-CONTEXT:] for index in range(count)]
 
 
-def random_prompts(count: int, vocab_size: int, *, seed: int, low: int, high: int) -> list[list[int]]:
+def random_prompts(
+    count: int, vocab_size: int, *, seed: int, low: int, high: int
+) -> list[list[int]]:
     """Random token ids, from ``low`` to ``high - 1`` of them a row."""
     rng = np.random.default_rng(seed)
-    return [rng.integers(0, vocab_size, size=rng.integers(low, high)).tolist() for _ in range(count)]
+    return [
+        rng.integers(0, vocab_size, size=rng.integers(low, high)).tolist() for _ in range(count)
+    ]

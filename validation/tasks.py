@@ -24,7 +24,9 @@ def reference_number(reference: str) -> str | None:
 
 def answered_number(text: str) -> str | None:
     """The number a text ends on: after ``####`` if it says so, else its last one."""
-    return reference_number(text) or next((_plain(number) for number in reversed(_NUMBER.findall(text))), None)
+    return reference_number(text) or next(
+        (_plain(number) for number in reversed(_NUMBER.findall(text))), None
+    )
 
 
 def is_right(text: str, reference: str) -> bool:
@@ -48,17 +50,21 @@ def questions(subject: Subject, *, rehearsal: bool) -> list[Prompt]:
     if rehearsal:  # any prompt will do: the flow is tried, and no answer need be right
         return subject.prompts[:_REHEARSED]
     if not subject.has_chat_template:
-        raise ValueError(f"{subject.name} is not tuned to answer questions: its target has no chat template")
+        raise ValueError(
+            f"{subject.name} is not tuned to answer questions: its target has no chat template"
+        )
     prompts = [prompt for prompt in subject.prompts if reference_number(prompt.reference or "")]
     if not prompts:
-        raise ValueError("no prompt has a number as its reference: give --prompts FILE, such as GSM8K's test.jsonl")
+        raise ValueError(
+            "no prompt has a number as its reference: give --prompts FILE, such as GSM8K's test.jsonl"
+        )
     return prompts[:_MOST]
 
 
 def discordant_interval(only_with: int, only_without: int) -> tuple[float, float]:
     """Share of speculation among the questions that only one of both got right: 1/2 if speculation makes no difference.
 
-    The test is paired, as McNemar's: questions that both got right, or both wrong, say nothing about a difference.
-    """
+    The test is paired, as McNemar's: questions that both got right, or both wrong, say nothing
+    about a difference."""
     low, high = stats.binomtest(only_with, only_with + only_without).proportion_ci(_CONFIDENCE)
     return float(low), float(high)

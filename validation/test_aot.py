@@ -1,10 +1,11 @@
 """AOT: what a round becomes on an H200 or a TPU, compiled from shapes alone where there is neither.
 
-A compiler's result, never a speed. Budgets are the counts in ``results/aot.json``, and five per cent.
+A compiler's result, never a speed. Budgets are the counts in ``results/aot.json``, and five per
+cent.
 
-On a GPU the target's keys, values and logits are computed by the kernels of plain decoding in blocks of the same size.
-They have the same bits if every kernel always gives the same bits, which only a device can show.
-"""
+On a GPU the target's keys, values and logits are computed by the kernels of plain decoding in
+blocks of the same size. They have the same bits if every kernel always gives the same bits, which
+only a device can show."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from validation.subject import CONTEXT
 pytestmark = pytest.mark.level("AOT")
 
 ALIASED = 0.99  # of the state's bytes
-# Target, layers and batch with which drafts must leave the target's kernels as they are; every commit has the first.
+# Target, layers and batch with which drafts must leave the target's kernels as they are; every
+# commit has the first.
 SHAPES = [(SHIPPED, 12, 1), (SHIPPED, 12, 8), ("Llama-3.1-8B", 8, 1), ("Llama-3.1-8B", 8, 8)]
 # Operations that add numbers, or may: a call is a kernel of Pallas or of a library.
 PRODUCTS = ("dot", "custom-call")
@@ -37,14 +39,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     option = metafunc.config.getoption
     platforms = option("--aot") or ["cuda:h200"]
     if "case" in metafunc.fixturenames:
-        chosen = [case for platform in platforms for case in cases(platform, every=option("--aot-all"))]
+        chosen = [
+            case for platform in platforms for case in cases(platform, every=option("--aot-all"))
+        ]
         if metafunc.function is test_a_mesh_sums_twice_a_layer:
             chosen = [case for case in chosen if case.mesh]
         metafunc.parametrize("case", chosen, ids=[case.name.replace(" ", "-") for case in chosen])
     elif "gpu" in metafunc.fixturenames:
         metafunc.parametrize("gpu", [name for name in platforms if name.startswith("cuda")][:1])
     if "target" in metafunc.fixturenames:
-        metafunc.parametrize(("target", "layers", "batch"), SHAPES if option("--aot-all") else SHAPES[:1])
+        metafunc.parametrize(
+            ("target", "layers", "batch"), SHAPES if option("--aot-all") else SHAPES[:1]
+        )
 
 
 @functools.cache
@@ -79,7 +85,9 @@ def test_the_host_has_no_part_in_it(compiled: Measured, recorded: Measured, chec
     counts = compiled.deep.counts
     check.number(host_operations=counts.host)
     assert counts.host == 0, "transfers to or calls of the host"
-    assert counts.decisions <= recorded.deep.counts.decisions, "loops and branches for which a GPU asks the host"
+    assert counts.decisions <= recorded.deep.counts.decisions, (
+        "loops and branches for which a GPU asks the host"
+    )
 
 
 def test_the_state_is_updated_in_place(compiled: Measured, check: Check) -> None:
@@ -88,31 +96,45 @@ def test_the_state_is_updated_in_place(compiled: Measured, check: Check) -> None
         check.number(state="carried by the loop")
         return
     check.number(share_updated_in_place=round(compiled.aliased, 4))
-    assert compiled.aliased >= ALIASED, f"{compiled.aliased:.1%} of the state's bytes; is it still donated?"
+    assert compiled.aliased >= ALIASED, (
+        f"{compiled.aliased:.1%} of the state's bytes; is it still donated?"
+    )
 
 
 def test_nothing_large_is_copied(compiled: Measured, recorded: Measured, check: Check) -> None:
     """A round copies no cache and no embedding, and no more bytes than recorded."""
     counts = compiled.deep.counts
     check.number(copied_mib=round(counts.copied / _MIB, 1))
-    assert counts.cache_writes == counts.cache_collectives == 0, "caches or embeddings are written, or sent, completely"
-    assert counts.copied <= budget(recorded.deep.counts.copied), f"{counts.copied:,} bytes are copied"
+    assert counts.cache_writes == counts.cache_collectives == 0, (
+        "caches or embeddings are written, or sent, completely"
+    )
+    assert counts.copied <= budget(recorded.deep.counts.copied), (
+        f"{counts.copied:,} bytes are copied"
+    )
 
 
 def test_temporary_memory_is_bounded(compiled: Measured, recorded: Measured, check: Check) -> None:
     temporary = compiled.deep.memory["temp"]
     allowed = budget(recorded.deep.memory["temp"]) + _MIB
-    check.number(temporary_mib=round(temporary / _MIB, 1), temporary_mib_allowed=round(allowed / _MIB, 1))
-    assert temporary <= allowed, f"{temporary:,} bytes besides arguments and results, {allowed:,} are allowed"
+    check.number(
+        temporary_mib=round(temporary / _MIB, 1), temporary_mib_allowed=round(allowed / _MIB, 1)
+    )
+    assert temporary <= allowed, (
+        f"{temporary:,} bytes besides arguments and results, {allowed:,} are allowed"
+    )
 
 
-def test_launches_keep_within_their_budget(compiled: Measured, recorded: Measured, check: Check) -> None:
+def test_launches_keep_within_their_budget(
+    compiled: Measured, recorded: Measured, check: Check
+) -> None:
     """Launches per layer, from two depths, and outside the layers; collectives of each kind."""
     check.number(launches_a_layer=compiled.per_layer(), launches_outside=compiled.outside())
     assert compiled.per_layer() <= budget(recorded.per_layer()), (
         f"launches a layer; to accept: {command(compiled.case)}"
     )
-    assert compiled.outside() <= budget(recorded.outside()), f"launches outside; to accept: {command(compiled.case)}"
+    assert compiled.outside() <= budget(recorded.outside()), (
+        f"launches outside; to accept: {command(compiled.case)}"
+    )
     before = recorded.deep.counts.collectives
     for kind, total in compiled.deep.counts.collectives.items():
         assert total <= before.get(kind, 0), f"{kind}: {total}, {before} before"
@@ -127,13 +149,19 @@ def test_a_mesh_sums_twice_a_layer(compiled: Measured, check: Check) -> None:
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_a_family_compiles_for_a_mesh_and_asks_the_host_for_nothing(gpu: str, family: str, check: Check) -> None:
+def test_a_family_compiles_for_a_mesh_and_asks_the_host_for_nothing(
+    gpu: str, family: str, check: Check
+) -> None:
     """Its first layers; no collective moves a cache, and none is copied."""
     target, mesh = SERVED[family]
-    counts, _ = compile_round(Case(platform=gpu, target=target, draft="chain3", mesh=mesh, layers=5))
+    counts, _ = compile_round(
+        Case(platform=gpu, target=target, draft="chain3", mesh=mesh, layers=5)
+    )
     check.number(**counts.collectives, launches=counts.launches)
     assert counts.host == counts.cache_collectives == 0, f"{counts}"
-    if family == "qwen3_next":  # loops over nodes carry recurrent states, which are not written in place
+    if (
+        family == "qwen3_next"
+    ):  # loops over nodes carry recurrent states, which are not written in place
         assert counts.copied <= 8 * _MIB, f"{counts}"
     else:
         assert counts.cache_writes == 0, f"{counts}"
@@ -153,43 +181,78 @@ def test_drafts_leave_the_kernels_of_the_target_as_they_are(
     check: Check,
 ) -> None:  # fmt: skip
     """Every key, every value, the logits, and the features if both programs pass them to a head."""
-    fixed = {"platform": gpu, "target": target, "layers": layers, "batch": batch, "program": program}
-    pair = [Case(**fixed, draft=name, options=options, prompt=CONTEXT, capacity=256) for name in (draft, other_draft)]
+    fixed = {
+        "platform": gpu,
+        "target": target,
+        "layers": layers,
+        "batch": batch,
+        "program": program,
+    }
+    pair = [
+        Case(**fixed, draft=name, options=options, prompt=CONTEXT, capacity=256)
+        for name in (draft, other_draft)
+    ]
     with ThreadPoolExecutor(len(pair)) as threads:
         texts = [text for _, text in threads.map(compile_round, pair)]
     names = compared(*texts)
     others = differences(*texts)
     check.number(values=len(names), by_the_same_kernels=len(names) - len(others))
-    expected = [f".cache.layers[{layer}].{name}" for layer in range(layers) for name in ("keys", "values")]
+    expected = [
+        f".cache.layers[{layer}].{name}" for layer in range(layers) for name in ("keys", "values")
+    ]
     assert names == [*expected, "logits", *["features"] * draft.startswith("chain")]
     assert not others, f"{', '.join(others)}\n{first_difference(*texts)}"
 
 
 @pytest.mark.parametrize(("draft", "batch"), [("plain", 1), ("chain5", 8)])
-def test_an_invariant_target_sums_in_its_own_kernels_only(gpu: str, draft: str, batch: int, check: Check) -> None:
+def test_an_invariant_target_sums_in_its_own_kernels_only(
+    gpu: str, draft: str, batch: int, check: Check
+) -> None:
     """No product and no reduction is left to the compiler, which would choose it by the number of rows."""
     layers = min(DEPTHS)
     _, text = compile_round(
-        Case(platform=gpu, draft=draft, batch=batch, program="run", layers=layers, invariant=True, prompt=CONTEXT)
+        Case(
+            platform=gpu,
+            draft=draft,
+            batch=batch,
+            program="run",
+            layers=layers,
+            invariant=True,
+            prompt=CONTEXT,
+        )
     )
     sums: collections.Counter[str] = collections.Counter()
     for computation in Module.parse(text).computations.values():
         for step in computation:
             scopes = step.attribute(r'op_name="([^"]*)"').split("/")
-            # The logits are computed in the scope of verification, whose own reductions are maxima and counts.
-            if ("target" in scopes and step.op in SUMS) or ("verify" in scopes and step.op in PRODUCTS):
-                sums[scopes[-2] if scopes[-1] == "pallas_call" else f"{step.op} in {'/'.join(scopes[-3:])}"] += 1
+            # The logits are computed in the scope of verification, whose own reductions are maxima
+            # and counts.
+            if ("target" in scopes and step.op in SUMS) or (
+                "verify" in scopes and step.op in PRODUCTS
+            ):
+                sums[
+                    scopes[-2]
+                    if scopes[-1] == "pallas_call"
+                    else f"{step.op} in {'/'.join(scopes[-3:])}"
+                ] += 1
     check.number(**sums)
-    of_a_layer = {"product": 4 * layers + 1, "norm": 2 * layers + 1, "flash_attention": layers, "join_splits": layers}
+    of_a_layer = {
+        "product": 4 * layers + 1,
+        "norm": 2 * layers + 1,
+        "flash_attention": layers,
+        "join_splits": layers,
+    }
     assert sums == of_a_layer
 
 
 @pytest.mark.parametrize("weights", ["fp8", "fp8-dynamic"])
-def test_products_of_fp8_weights_are_what_the_compiler_makes_of_them(gpu: str, weights: str, check: Check) -> None:
+def test_products_of_fp8_weights_are_what_the_compiler_makes_of_them(
+    gpu: str, weights: str, check: Check
+) -> None:
     """With dynamic activations the four products of a layer multiply FP8 by FP8; with weights alone none does.
 
-    The head observes with five, and drafts one row at a time, for which the compiler makes other sums.
-    """
+    The head observes with five, and drafts one row at a time, for which the compiler makes other
+    sums."""
     layers = min(DEPTHS)
     _, text = compile_round(Case(platform=gpu, draft="chain3", weights=weights, layers=layers))
     module = Module.parse(text)
@@ -200,12 +263,16 @@ def test_products_of_fp8_weights_are_what_the_compiler_makes_of_them(gpu: str, w
             if step.op == "dot":
                 products[" × ".join(types[name] for name in step.inputs)] += 1
     check.number(**products)
-    assert products["f8e4m3fn × f8e4m3fn"] == (4 * layers + 5 if weights == "fp8-dynamic" else 0), products
+    assert products["f8e4m3fn × f8e4m3fn"] == (4 * layers + 5 if weights == "fp8-dynamic" else 0), (
+        products
+    )
     # No FP8 kernel of the MLP is written in another type before it is multiplied.
     kernels = {(28672, 4096), (4096, 28672)}
     for step, _ in module.steps(module.entry):
         if step.op in ("convert", "fusion", "copy"):
-            assert not any(array.dims in kernels and array.dtype in ("bf16", "f32") for array in step.arrays), step
+            assert not any(
+                array.dims in kernels and array.dtype in ("bf16", "f32") for array in step.arrays
+            ), step
 
 
 @functools.cache
@@ -221,5 +288,9 @@ def compile_round(case: Case) -> tuple[Counts, str]:
 def command(case: Case) -> str:
     """Returns the command that records a case."""
     options = f"--platform {case.platform} --target {case.target} --program {case.program} --draft {case.draft} "
-    options += f"--batch {case.batch}" + " --sampled" * case.sampled + f" --mesh {case.mesh}" * bool(case.mesh)
+    options += (
+        f"--batch {case.batch}"
+        + " --sampled" * case.sampled
+        + f" --mesh {case.mesh}" * bool(case.mesh)
+    )
     return f"python -m validation.aot {options} --record validation/results/aot.json"

@@ -1,8 +1,7 @@
 """L6, from outside: servers are judged by what they answer, as ``eagle3 certify`` does.
 
-The CPU build of vLLM samples wrongly under speculation (vllm-project/vllm#55005). The certificate must find that out
-by itself.
-"""
+The CPU build of vLLM samples wrongly under speculation (vllm-project/vllm#55005). The certificate
+must find that out by itself."""
 
 from __future__ import annotations
 
@@ -34,11 +33,15 @@ OURS: dict[str, dict[str, Any]] = {  # the first one is that of --quick
 }
 
 
-def examine(check: Check, url: str, subject: Subject, setting: Setting, speculation: Any = "seen") -> Certificate:
+def examine(
+    check: Check, url: str, subject: Subject, setting: Setting, speculation: Any = "seen"
+) -> Certificate:
     """Certifies a server and stores the certificate in the report; a quick run asks for an eighth."""
     plan = Plan(prompts=some_prompts(subject, 12), concurrency=16, speculation=speculation)
     if setting.quick:
-        plan = dataclasses.replace(plan, num_requests=256, num_long=16, num_greedy=8, with_fields=False)
+        plan = dataclasses.replace(
+            plan, num_requests=256, num_long=16, num_greedy=8, with_fields=False
+        )
     certificate = certify(Client(url), plan)
     for title, columns, rows in certificate.tables():
         check.table(title, columns, rows)
@@ -56,7 +59,9 @@ def shows_no_deviation(certificate: Certificate, setting: Setting) -> bool:
 
 
 @pytest.mark.parametrize("method", OURS)
-def test_our_server_is_certified(check: Check, subject: Subject, setting: Setting, method: str) -> None:
+def test_our_server_is_certified(
+    check: Check, subject: Subject, setting: Setting, method: str
+) -> None:
     pytest.importorskip("uvicorn", reason="our server needs uvicorn, of the extra `serve`")
     from eagle3_jax.serving.local import serving
 
@@ -69,18 +74,39 @@ def test_our_server_is_certified(check: Check, subject: Subject, setting: Settin
 
 @pytest.mark.parametrize("speculates", [True, False], ids=["speculating", "plain"])
 def test_a_server_of_vllm_is_certified(
-    pytestconfig: pytest.Config, check: Check, subject: Subject, setting: Setting, tmp_path: Path, speculates: bool
+    pytestconfig: pytest.Config,
+    check: Check,
+    subject: Subject,
+    setting: Setting,
+    tmp_path: Path,
+    speculates: bool,
 ) -> None:
-    speculation = {"speculative-config": json.dumps(eagle3(subject.drafter_directory, K))} if speculates else {}
+    speculation = (
+        {"speculative-config": json.dumps(eagle3(subject.drafter_directory, K))}
+        if speculates
+        else {}
+    )
     options = {"max-num-seqs": 16, "max-logprobs": 20, **speculation}
     with launched(pytestconfig, subject, setting, tmp_path / "log.txt", options) as url:
         certificate = examine(check, url, subject, setting, "seen" if speculates else "none")
-        command = [str(installed_python()), "-m", "eagle3_jax.certify", "--url", url, "--speculation", "assumed"]
+        command = [
+            str(installed_python()),
+            "-m",
+            "eagle3_jax.certify",
+            "--url",
+            url,
+            "--speculation",
+            "assumed",
+        ]
         greedy_only = ["--requests", "0", "--long-requests", "0", "--sampling-only"]
         done = subprocess.run([*command, *greedy_only], env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, "the command does not certify greedy requests in the server's own environment"
+    assert done.returncode == 0, (
+        "the command does not certify greedy requests in the server's own environment"
+    )
     on_cpu = not setting.on_gpu
-    (greedy,) = (test for test in certificate.tests if test.name == "greedy tokens, scored by force")
+    (greedy,) = (
+        test for test in certificate.tests if test.name == "greedy tokens, scored by force"
+    )
     assert greedy.p_value == 1, greedy.detail
     if speculates and on_cpu:
         assert certificate.verdict is Verdict.NOT_LOSSLESS, certificate.reason

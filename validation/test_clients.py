@@ -53,9 +53,15 @@ serve.main(parser.parse_args())
 
 def run(command: list[str]) -> str:
     """Returns the output of a client."""
-    environment = os.environ | {"NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment = os.environ | {
+        "NO_PROXY": "127.0.0.1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     environment.pop("PYTHONPATH", None)  # the client has packages of its own
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stderr[-1500:]
     return done.stdout
 
@@ -74,10 +80,40 @@ def test_clients_are_answered(
     count = 8 if setting.quick else 48
     with serving(decoder, model=str(subject.target_directory), slots=4, capacity=256) as url:
         answer = json.loads(run([python, "-c", OPENAI, url, json.dumps(prompt)]))
-        command = [python, "-c", BENCH, "--backend", "openai", "--base-url", url, "--temperature", "0"]
-        command += ["--model", str(subject.target_directory), "--dataset-name", "random", "--random-input-len", "24"]
-        command += ["--random-output-len", str(NEW_TOKENS), "--num-prompts", str(count), "--max-concurrency", "8"]
-        command += ["--ignore-eos", "--disable-tqdm", "--save-result", "--result-dir", str(tmp_path)]
+        command = [
+            python,
+            "-c",
+            BENCH,
+            "--backend",
+            "openai",
+            "--base-url",
+            url,
+            "--temperature",
+            "0",
+        ]
+        command += [
+            "--model",
+            str(subject.target_directory),
+            "--dataset-name",
+            "random",
+            "--random-input-len",
+            "24",
+        ]
+        command += [
+            "--random-output-len",
+            str(NEW_TOKENS),
+            "--num-prompts",
+            str(count),
+            "--max-concurrency",
+            "8",
+        ]
+        command += [
+            "--ignore-eos",
+            "--disable-tqdm",
+            "--save-result",
+            "--result-dir",
+            str(tmp_path),
+        ]
         run([*command, "--result-filename", "bench.json"])
     assert answer == {"text": expected, "streamed": expected, "usage": 12, "refused": "n"}
     bench = json.loads((tmp_path / "bench.json").read_text())

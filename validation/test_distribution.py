@@ -1,9 +1,8 @@
 """Runs tests of the library's core on the device that is validated: L0 to L2, and a part of L8.
 
-They run in processes of their own. ``tests/conftest.py`` checks every shape at every call, forbids promotion of dtypes
-and asks XLA for less optimization, for the whole process; speeds measured next to that would be wrong. Here the
-programs are compiled as users compile them.
-"""
+They run in processes of their own. ``tests/conftest.py`` checks every shape at every call, forbids
+promotion of dtypes and asks XLA for less optimization, for the whole process; speeds measured next
+to that would be wrong. Here the programs are compiled as users compile them."""
 
 from __future__ import annotations
 
@@ -31,21 +30,41 @@ def run_tests(check: Check, setting: Setting, tmp_path: Path) -> RunTests:
 
 
 def _run(check: Check, setting: Setting, junit: Path, *files: str, only: str = "") -> None:
-    command = [sys.executable, "-m", "pytest", *files, "-k", only, "-p", "no:cacheprovider", f"--junitxml={junit}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *files,
+        "-k",
+        only,
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={junit}",
+    ]
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     environment = {"XLA_FLAGS": "", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if setting.gpu:
         environment["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     suite = ElementTree.parse(junit).getroot() if junit.exists() else ElementTree.Element("none")
     total = len(suite.findall(".//testcase"))
-    failed = [case.get("name") for kind in ("failure", "error") for case in suite.iterfind(f".//testcase[{kind}]")]
+    failed = [
+        case.get("name")
+        for kind in ("failure", "error")
+        for case in suite.iterfind(f".//testcase[{kind}]")
+    ]
     skips = [element.get("message", "") for element in suite.iter("skipped")]
     check.number(tests=total, failed=len(failed), skipped=len(skips))
     # tests/conftest.py reports here that it could not check shapes.
-    check.number(**{element.get("name", ""): element.get("value") for element in suite.iter("property")})
+    check.number(
+        **{element.get("name", ""): element.get("value") for element in suite.iter("property")}
+    )
     message = f"{', '.join(files)}: {len(failed)} of {total} tests failed: {failed}"
-    assert done.returncode == 0, "\n".join([message, *(done.stdout + done.stderr).splitlines()[-8:]])
+    assert done.returncode == 0, "\n".join(
+        [message, *(done.stdout + done.stderr).splitlines()[-8:]]
+    )
     if skips:
         pytest.skip(f"{len(skips)} of {total} tests skipped: {', '.join(sorted(set(skips)))}")
 
@@ -75,13 +94,17 @@ def test_at_128256_tokens_every_threshold_is_that_of_the_formula_for(
 
 
 @pytest.mark.level("L1")
-def test_a_sampled_draft_is_sampled_from_the_very_distribution_that_it_declares(run_tests: RunTests) -> None:
+def test_a_sampled_draft_is_sampled_from_the_very_distribution_that_it_declares(
+    run_tests: RunTests,
+) -> None:
     run_tests("tests/core/test_draw_distribution.py")
 
 
 @pytest.mark.level("L2")
 @pytest.mark.parametrize("draft", ["every draft"])
-def test_sequences_follow_the_exact_distribution_with(check: Check, run_tests: RunTests, draft: str) -> None:
+def test_sequences_follow_the_exact_distribution_with(
+    check: Check, run_tests: RunTests, draft: str
+) -> None:
     run_tests("tests/core/test_sampling_distribution.py")
     check.sees = "a tenth or more of the probabilities of whole sequences"
 
@@ -89,7 +112,9 @@ def test_sequences_follow_the_exact_distribution_with(check: Check, run_tests: R
 @pytest.mark.not_quick
 @pytest.mark.level("L2")
 @pytest.mark.parametrize("draft", ["every draft"])
-def test_millions_of_tokens_follow_their_distribution_with(check: Check, run_tests: RunTests, draft: str) -> None:
+def test_millions_of_tokens_follow_their_distribution_with(
+    check: Check, run_tests: RunTests, draft: str
+) -> None:
     run_tests("tests/nightly/test_long_distribution.py")
     check.sees = "1.8 % rms of the probabilities of each context, 0.95 % if every context has the same deviation"
 

@@ -1,10 +1,10 @@
 """L3: greedy output is the target's own, bit for bit if shapes and sums match, and otherwise up to rounding.
 
-What is bitwise, in every precision: a chain and plain decoding in blocks of its size, every key and value included; a
-refused draft leaves no trace; a round depends on nothing but the tokens that were accepted. What is not: the path of a
-tree is verified among its siblings' slots and then moved, so its sums run in another order. In float32 and mixed
-precision that has not been seen to change a token; in bfloat16 it does, at approximately tied logits.
-"""
+What is bitwise, in every precision: a chain and plain decoding in blocks of its size, every key and
+value included; a refused draft leaves no trace; a round depends on nothing but the tokens that were
+accepted. What is not: the path of a tree is verified among its siblings' slots and then moved, so
+its sums run in another order. In float32 and mixed precision that has not been seen to change a
+token; in bfloat16 it does, at approximately tied logits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ class Script(FixedTree):
 
     vocab_size: int
 
-    def propose(self, params: Any, state: RootState, keys: Array, sampling: SamplingParams) -> Draft:
+    def propose(
+        self, params: Any, state: RootState, keys: Array, sampling: SamplingParams
+    ) -> Draft:
         right = jnp.take_along_axis(params["right"], state.length[:, None], axis=1)
         tokens = self.scripted(params["tokens"], state)
         wrong = jnp.arange(self.num_nodes, dtype=jnp.int32) > right
@@ -78,8 +80,14 @@ def assert_partings_are_rounding(
 def same_bits(state: GenerationState, reference_state: GenerationState) -> list[str]:
     """Which of tokens, keys and values differ anywhere among what is committed."""
     known = [np.asarray(compared.cache.length) for compared in (state, reference_state)]
-    differing = [] if np.array_equal(state.tokens, reference_state.tokens) and np.array_equal(*known) else ["tokens"]
-    for layer, caches in enumerate(zip(state.cache.layers, reference_state.cache.layers, strict=True)):
+    differing = (
+        []
+        if np.array_equal(state.tokens, reference_state.tokens) and np.array_equal(*known)
+        else ["tokens"]
+    )
+    for layer, caches in enumerate(
+        zip(state.cache.layers, reference_state.cache.layers, strict=True)
+    ):
         for name in ("keys", "values"):
             a, b = (getattr(cache, name) for cache in caches)
             for row, length in enumerate(known[0]):
@@ -96,7 +104,12 @@ CELLS = [
     ("bfloat16", "tree", 1),
     ("mixed", "chain", 1),
 ]
-GPU_CELLS = [(dtype, shape, batch) for dtype in ("bfloat16", "float32") for shape in SHAPES for batch in (1, 8)]
+GPU_CELLS = [
+    (dtype, shape, batch)
+    for dtype in ("bfloat16", "float32")
+    for shape in SHAPES
+    for batch in (1, 8)
+]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -126,8 +139,15 @@ def test_speculation_equals_plain_decoding_of_the_same_shape(
     accepted = ours.stats.num_accepted_tokens
     places = first_differences(ours.tokens, theirs.tokens)
     parted = [position for position in places if position is not None]
-    check.number(prompts=len(prompts), tokens=len(prompts) * new_tokens, accepted=accepted, parted=len(parted))
-    assert accepted > len(prompts), "a comparison in which hardly anything was accepted would show little"
+    check.number(
+        prompts=len(prompts),
+        tokens=len(prompts) * new_tokens,
+        accepted=accepted,
+        parted=len(parted),
+    )
+    assert accepted > len(prompts), (
+        "a comparison in which hardly anything was accepted would show little"
+    )
     assert_partings_are_rounding(target, dtype, prompts, ours.tokens, places)
     if dtype == "float32" or shape == "chain":
         assert not parted, f"{dtype} output differs first at new tokens {parted}"
@@ -151,7 +171,9 @@ def test_refused_drafts_leave_every_bit_as_it_was(
     wrong = LoadedDrafter(NeverRight(drafter.drafter, target.vocab_size), params)
     refused = Decoding(target, wrong, batch, new_tokens).decode(prompts)
     drafted = refused.stats.num_draft_tokens
-    check.number(drafted=drafted, bytes_compared=sum(leaf.nbytes for leaf in jax.tree.leaves(plain.cache)))
+    check.number(
+        drafted=drafted, bytes_compared=sum(leaf.nbytes for leaf in jax.tree.leaves(plain.cache))
+    )
     assert drafted > 0 == refused.stats.num_accepted_tokens
     assert same_bits(refused.states[0], plain) == []
 
@@ -177,9 +199,13 @@ def test_a_round_depends_on_what_was_accepted_and_on_nothing_else(
         roots = np.asarray(state.length) - 1
         latest = step(params, state)
         state = latest.state
-        right[np.flatnonzero(running), roots[running]] = np.asarray(latest.verdict.num_accepted)[running]
+        right[np.flatnonzero(running), roots[running]] = np.asarray(latest.verdict.num_accepted)[
+            running
+        ]
     script = {"tokens": ours.tokens, "right": jnp.asarray(right)}
-    scripted = LoadedDrafter(Script(chain_parents(CHAIN.num_speculative_tokens), target.vocab_size), script)
+    scripted = LoadedDrafter(
+        Script(chain_parents(CHAIN.num_speculative_tokens), target.vocab_size), script
+    )
     (theirs,) = Decoding(target, scripted, 8, new_tokens).decode(prompts).states
     check.number(accepted=decoded.stats.num_accepted_tokens)
     assert decoded.stats.num_accepted_tokens > 0
@@ -187,20 +213,31 @@ def test_a_round_depends_on_what_was_accepted_and_on_nothing_else(
 
 
 @pytest.mark.level("L3")
-def test_the_text_does_not_depend_on_the_drafter(check: Check, subject: Subject, new_tokens: int) -> None:
+def test_the_text_does_not_depend_on_the_drafter(
+    check: Check, subject: Subject, new_tokens: int
+) -> None:
     """In float32, whether the drafter knows everything, nothing, or has random weights."""
     target, head = subject.pair("float32")
     prompts = some_prompts(subject, 8)
     drafter = with_shape(head, CHAIN)
     num_nodes = CHAIN.num_speculative_tokens + 1
-    expected = Decoding(target, LoadedDrafter(Plain(num_nodes)), 8, new_tokens).decode(prompts).tokens
-    tokens = padded([[*prompt, *row] for prompt, row in zip(prompts, expected, strict=True)], CONTEXT + new_tokens)
+    expected = (
+        Decoding(target, LoadedDrafter(Plain(num_nodes)), 8, new_tokens).decode(prompts).tokens
+    )
+    tokens = padded(
+        [[*prompt, *row] for prompt, row in zip(prompts, expected, strict=True)],
+        CONTEXT + new_tokens,
+    )
     script = Script(chain_parents(num_nodes - 1), target.vocab_size)
     random = drafter.params | {"head": drafter.drafter.init_params(jax.random.key(0))}
     drafters = {
         "random head": dataclasses.replace(drafter, params=random),
-        "all right": LoadedDrafter(script, {"tokens": tokens, "right": jnp.full(tokens.shape, num_nodes, jnp.int32)}),
-        "all wrong": LoadedDrafter(script, {"tokens": tokens, "right": jnp.zeros(tokens.shape, jnp.int32)}),
+        "all right": LoadedDrafter(
+            script, {"tokens": tokens, "right": jnp.full(tokens.shape, num_nodes, jnp.int32)}
+        ),
+        "all wrong": LoadedDrafter(
+            script, {"tokens": tokens, "right": jnp.zeros(tokens.shape, jnp.int32)}
+        ),
     }
     for name, loaded in drafters.items():
         decoded = Decoding(target, loaded, 8, new_tokens).decode(prompts)
@@ -208,7 +245,9 @@ def test_the_text_does_not_depend_on_the_drafter(check: Check, subject: Subject,
         drafted = decoded.stats.num_draft_tokens
         check.number(**{f"accepted of drafted, {name}": f"{accepted} of {drafted}"})
         assert decoded.tokens == expected, name
-        if name == "all right":  # except the last round of each row, which drafts past the end of the script
+        if (
+            name == "all right"
+        ):  # except the last round of each row, which drafts past the end of the script
             assert accepted >= drafted - len(prompts) * num_nodes > 0
         if name == "all wrong":
             assert drafted > 0 == accepted
@@ -221,7 +260,13 @@ def test_invariant_texts_and_bits_are_those_of_plain_decoding(
     """As users compile: one token at a time, chains, and batches; in float32 on CPUs, where a quick run is short."""
     compared = 0
     prompts = some_prompts(subject, 8)
-    dtypes = ("bfloat16",) if setting.on_gpu else ("float32",) if setting.quick else ("float32", "bfloat16")
+    dtypes = (
+        ("bfloat16",)
+        if setting.on_gpu
+        else ("float32",)
+        if setting.quick
+        else ("float32", "bfloat16")
+    )
     for dtype in dtypes:
         target, head = subject.pair(dtype)
         invariant = dataclasses.replace(target, model=target.model.invariant(target.weights))
@@ -237,7 +282,9 @@ def test_invariant_texts_and_bits_are_those_of_plain_decoding(
             rows = rows_of(decoded.states)
             for ours, theirs in zip(rows, rows_of(expected.states), strict=True):
                 compared += sum(leaf.nbytes for leaf in ours)
-                assert all(map(np.array_equal, ours, theirs)), f"{dtype}, chain of {length}, batch {batch}"
+                assert all(map(np.array_equal, ours, theirs)), (
+                    f"{dtype}, chain of {length}, batch {batch}"
+                )
     check.number(prompts=len(prompts), bytes_compared=compared)
 
 

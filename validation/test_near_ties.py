@@ -17,7 +17,9 @@ from validation.subject import Setting, Subject, some_prompts
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "margin_dtype" in metafunc.fixturenames:
         on_gpu = setting_of(metafunc.config).on_gpu
-        metafunc.parametrize("margin_dtype", ("bfloat16", "float32") if on_gpu else ("mixed", "bfloat16"))
+        metafunc.parametrize(
+            "margin_dtype", ("bfloat16", "float32") if on_gpu else ("mixed", "bfloat16")
+        )
 
 
 @pytest.mark.level("L4")
@@ -31,14 +33,21 @@ def test_every_token_is_the_reference_choice_or_a_tie(
     prompts = some_prompts(subject, count)
     outputs = Decoding(target, with_shape(head, CHAIN), 8, limit).decode(prompts).tokens
     plain = [scored.best for scored in by_blocks(target, prompts, outputs, block=1)]
-    blocks = [scored.best for scored in by_blocks(target, prompts, outputs, block=CHAIN.num_speculative_tokens + 1)]
+    blocks = [
+        scored.best
+        for scored in by_blocks(target, prompts, outputs, block=CHAIN.num_speculative_tokens + 1)
+    ]
     ours = Judged("ours", "the reference", dtype, outputs, reference(target, prompts, outputs))
-    control = Judged("plain", "the reference", dtype, plain, reference(target, prompts, outputs, plain))
+    control = Judged(
+        "plain", "the reference", dtype, plain, reference(target, prompts, outputs, plain)
+    )
     agreed = ours.agreed
     usual = control.agreed
     tokens = len(ours.gaps)
     flips = int(np.sum(np.concatenate(outputs) != np.concatenate(plain)))
-    noise = Control(flips=int(np.sum(np.concatenate(blocks) != np.concatenate(plain))), tokens=tokens)
+    noise = Control(
+        flips=int(np.sum(np.concatenate(blocks) != np.concatenate(plain))), tokens=tokens
+    )
     disagreements_allowed = Control(usual.disagreements, tokens).allowed(tokens)
     largest = (
         {"largest_gap": float(ours.gaps.max())}
@@ -58,11 +67,15 @@ def test_every_token_is_the_reference_choice_or_a_tie(
         texts_that_part=sum(position is not None for position in first_differences(outputs, plain)),
         **largest,
     )
-    assert not ours.wrong, f"{ours.wrong} tokens are too far below the reference's choice for any rounding"
+    assert not ours.wrong, (
+        f"{ours.wrong} tokens are too far below the reference's choice for any rounding"
+    )
     assert agreed.disagreements <= disagreements_allowed, (
         "more disagreements than plain decoding has with the reference"
     )
-    assert flips <= noise.allowed(tokens), "speculation departs from plain decoding more often than rounding does"
+    assert flips <= noise.allowed(tokens), (
+        "speculation departs from plain decoding more often than rounding does"
+    )
 
 
 def _volume(setting: Setting, dtype: str) -> tuple[int, int]:

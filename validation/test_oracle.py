@@ -55,7 +55,9 @@ def test_vllms_rejection_sampler_decides_as_the_oracle(
     check.sees = f"a share of {WRONG:.1%} of every q that is uniform instead"
     for share in (WRONG, 0.0):
         command = [python, DECIDE, folder, tmp_path / "verdicts.npz", str(share)]
-        subprocess.run(command, env=process.environment_of(threads=1), capture_output=True, check=True)
+        subprocess.run(
+            command, env=process.environment_of(threads=1), capture_output=True, check=True
+        )
         differing = compare(check, folder, tmp_path / "verdicts.npz")
         assert bool(differing) == bool(share), differing
 
@@ -67,9 +69,16 @@ def test_vllms_engine_writes_and_accepts_what_the_oracle_says(
 ) -> None:
     case = np.load(folder / "cases" / f"{name}.npz")
     head = json.loads(str(case["about"]))["head"]
-    speculative = {**ENGINES[name], "model": str(folder / "models" / head), "num_speculative_tokens": 4}
+    speculative = {
+        **ENGINES[name],
+        "model": str(folder / "models" / head),
+        "num_speculative_tokens": 4,
+    }
     options = EngineOptions(
-        model=str(folder / "models" / "target"), max_model_len=128, speculative=speculative, first_runner=True
+        model=str(folder / "models" / "target"),
+        max_model_len=128,
+        speculative=speculative,
+        first_runner=True,
     )
     starts = case["prompt_length"]
     prompts = [text[:start].tolist() for text, start in zip(case["text"], starts, strict=True)]
@@ -92,14 +101,18 @@ def chains(folder: Path) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
 
 
 @pytest.mark.level("HF")
-def test_transformers_speculative_sampling_decides_as_the_oracle(check: Check, folder: Path, tmp_path: Path) -> None:
+def test_transformers_speculative_sampling_decides_as_the_oracle(
+    check: Check, folder: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
     verdicts = {}
     for name, case in chains(folder):
         verdicts[f"{name}.num_accepted"] = np.zeros_like(case["num_accepted"])
         verdicts[f"{name}.next_token"] = np.zeros_like(case["next_token"])
         for row in np.ndindex(case["num_accepted"].shape):
-            accepted, token = transformers_decides({key: case[key][row] for key in ROW if key in case})
+            accepted, token = transformers_decides(
+                {key: case[key][row] for key in ROW if key in case}
+            )
             verdicts[f"{name}.num_accepted"][row] = accepted
             verdicts[f"{name}.next_token"][row] = token
     np.savez(tmp_path / "verdicts.npz", **verdicts)
@@ -123,11 +136,17 @@ def transformers_decides(row: dict[str, np.ndarray]) -> tuple[int, int]:
 
     def sample(masses: torch.Tensor, num_samples: int) -> torch.Tensor:
         cumulative = masses.double().cumsum(dim=-1)
-        return (cumulative > float(row["choose"]) * cumulative[:, -1:]).int().argmax(dim=-1, keepdim=True)
+        return (
+            (cumulative > float(row["choose"]) * cumulative[:, -1:])
+            .int()
+            .argmax(dim=-1, keepdim=True)
+        )
 
     with (
         mock.patch.object(torch, "rand_like", return_value=uniforms),
         mock.patch.object(torch, "multinomial", sample),
     ):
-        committed, accepted = utils._speculative_sampling(tokens[None], q.log()[None], length, p.log()[None])
+        committed, accepted = utils._speculative_sampling(
+            tokens[None], q.log()[None], length, p.log()[None]
+        )
     return int(accepted), int(committed[0, -1])

@@ -1,9 +1,8 @@
 """JV: vLLM verifies what our drafter proposes.
 
-vLLM's ``custom_class`` drafter knows token ids only. Here it asks for drafts over the channel to the vLLM process; ours
-are made from those ids alone, with our target's features and our head. There is no exporter between the two, so no
-error of an exporter can hide on both sides.
-"""
+vLLM's ``custom_class`` drafter knows token ids only. Here it asks for drafts over the channel to
+the vLLM process; ours are made from those ids alone, with our target's features and our head. There
+is no exporter between the two, so no error of an exporter can hide on both sides."""
 
 from __future__ import annotations
 
@@ -39,15 +38,23 @@ K = 4
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def draft(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B T"], length: Int[Array, " B"]) -> Any:
+def draft(
+    loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B T"], length: Int[Array, " B"]
+) -> Any:
     """Draft after whole sequences without a cache; the last token of each is the root."""
     batch, width = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
-    output = loop.target(params.target, tokens, positions, causal_mask(width), aux_layers=loop.drafter.aux_layers)
+    output = loop.target(
+        params.target, tokens, positions, causal_mask(width), aux_layers=loop.drafter.aux_layers
+    )
     root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
     seen = Observation(tokens=tokens, features=output.features, length=length - 1, next_token=root)
-    state = loop.drafter.observe(params.drafter, loop.drafter.init(params.drafter, batch, width), seen)
-    return loop.drafter.propose(params.drafter, state, row_keys(0, batch), per_row(SamplingParams(), batch)).tokens
+    state = loop.drafter.observe(
+        params.drafter, loop.drafter.init(params.drafter, batch, width), seen
+    )
+    return loop.drafter.propose(
+        params.drafter, state, row_keys(0, batch), per_row(SamplingParams(), batch)
+    ).tokens
 
 
 def proposer(decoder: SpeculativeDecoder) -> Any:
@@ -56,7 +63,9 @@ def proposer(decoder: SpeculativeDecoder) -> Any:
     def propose(sequences: Sequence[Tokens]) -> list[Tokens]:
         length = np.full((ROWS,), 2, np.int32)
         length[: len(sequences)] = [len(sequence) for sequence in sequences]
-        drafted = draft(decoder.loop, decoder.params, padded(sequences, WIDTH, ROWS), jnp.asarray(length))
+        drafted = draft(
+            decoder.loop, decoder.params, padded(sequences, WIDTH, ROWS), jnp.asarray(length)
+        )
         return np.asarray(drafted)[: len(sequences), 1:].tolist()
 
     return propose
@@ -70,7 +79,9 @@ def test_vllm_accepts_what_we_accept_from_our_own_drafter(
     prompts = [prompt[-CONTEXT:] for prompt in subject.prompt_tokens[:8]]
     options = EngineOptions(model=str(subject.target_directory), max_num_seqs=ROWS)
     plain = vllm_process.engine(options).generate(prompts, max_new_tokens=MAX_NEW_TOKENS)
-    speculating = EngineOptions(model=options.model, max_num_seqs=ROWS, speculative={"num_speculative_tokens": K})
+    speculating = EngineOptions(
+        model=options.model, max_num_seqs=ROWS, speculative={"num_speculative_tokens": K}
+    )
     engine = vllm_process.engine(speculating, propose=proposer(decoder))
     compared = parity(decoder, engine, prompts, max_new_tokens=MAX_NEW_TOKENS, batch_size=ROWS)
     theirs = compared.theirs

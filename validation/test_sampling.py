@@ -1,8 +1,7 @@
 """L6: sampled tokens of the shipped pair follow the target's distribution, at every index of a round.
 
-``p`` comes from transformers, teacher-forced, with its warpers. The control is plain sampling under the same
-statistics: if rounding could fail them, it would fail there first.
-"""
+``p`` comes from transformers, teacher-forced, with its warpers. The control is plain sampling under
+the same statistics: if rounding could fail them, it would fail there first."""
 
 from __future__ import annotations
 
@@ -22,7 +21,8 @@ from validation.statistics import smallest_shift
 
 pytestmark = pytest.mark.level("L6")
 
-# Rows and tokens each. Truncation sorts the vocabulary, which costs most of a round on a CPU, so fewer rows have it.
+# Rows and tokens each. Truncation sorts the vocabulary, which costs most of a round on a CPU, so
+# fewer rows have it.
 BATCHES = (
     ((Warpers(0.7), Warpers(1.0), Warpers(1.5)), 20, 180),
     ((Warpers(0.7, top_p=0.9), Warpers(1.0, top_k=50), Warpers(1.5, top_k=50, top_p=0.9)), 8, 110),
@@ -33,8 +33,12 @@ BATCHES = (
 def sample(method: str) -> Sample:
     target = load_target()
     decoder = decoder_of(method, target, load_drafter(target=target))
-    texts = [json.loads(line)["prompt"] for line in bundled("prompts.jsonl").read_text().splitlines()]
-    return sampled.sample(decoder, [decoder.encode(text) for text in texts], Reference(), batches=BATCHES)
+    texts = [
+        json.loads(line)["prompt"] for line in bundled("prompts.jsonl").read_text().splitlines()
+    ]
+    return sampled.sample(
+        decoder, [decoder.encode(text) for text in texts], Reference(), batches=BATCHES
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -47,7 +51,10 @@ def test_sampled_tokens_follow_the_targets_distribution_with(check: Check, metho
         left_out_at_an_edge=method_sample.left_out,
         largest_z=max(map(abs, judged.scores)),
         smallest_p=min(judged.p_values),
-        **{f"τ at {name}": round(value, 3) for name, value in method_sample.acceptance_length.items()},
+        **{
+            f"τ at {name}": round(value, 3)
+            for name, value in method_sample.acceptance_length.items()
+        },
     )
     check.sees = (
         "probabilities that deviate in the direction of a tested score, by "

@@ -1,12 +1,12 @@
 """L9: speed next to every other engine in the same run, and below what the hardware can do.
 
-The checks do not assert who is faster. They assert that the figures are valid: no program was compiled during a
-measurement, every repeat wrote the same tokens, and no engine read memory faster than the device can.
+The checks do not assert who is faster. They assert that the figures are valid: no program was
+compiled during a measurement, every repeat wrote the same tokens, and no engine read memory faster
+than the device can.
 
-A GPU decodes the shipped pair out of its second cache and waits for launches most of the time, so its speed there says
-nothing about larger models. The quoted speeds are those of the shapes of such models, with random weights and drafts
-that are accepted by dice.
-"""
+A GPU decodes the shipped pair out of its second cache and waits for launches most of the time, so
+its speed there says nothing about larger models. The quoted speeds are those of the shapes of such
+models, with random weights and drafts that are accepted by dice."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ from validation.subject import CONTEXT, Setting, Subject, some_prompts
 
 pytestmark = pytest.mark.level("L9")
 
-ACCEPTED = 0.7  # of each draft token, given those before it, where weights are random; τ = 2.5 for a chain of 3
+# of each draft token, given those before it, where weights are random; τ = 2.5 for a chain of 3
+ACCEPTED = 0.7
 TREE = DynamicTree(num_nodes=60, max_depth=8, top_k=10)
 SMALL_TREE = DynamicTree(num_nodes=16, max_depth=4, top_k=4)
 RIVALS_SEEN = 512  # positions that rivals reserve
@@ -70,9 +71,22 @@ class Plan:
 
 
 CPU = Plan((1, 8), (3,), (0, 3), None, 48, 3, (), (), (), 2**27)
-REHEARSAL = Plan((1, 4), (1, 2), (0, 2), SMALL_TREE, 8, 2, ("Llama-tiny", "Qwen3-tiny"), (1, 16), (3,), 2**24)
+REHEARSAL = Plan(
+    (1, 4), (1, 2), (0, 2), SMALL_TREE, 8, 2, ("Llama-tiny", "Qwen3-tiny"), (1, 16), (3,), 2**24
+)
 GPU_SHAPES = ("Llama-3.1-8B", "Llama-3.2-1B", "Qwen3-8B")
-GPU = Plan((1, 4, 16, 64), (1, 2, 3, 4, 5, 6, 7), (0, 3, 5), TREE, 128, 3, GPU_SHAPES, (1, 16), (1, 3, 5), 2**32)
+GPU = Plan(
+    (1, 4, 16, 64),
+    (1, 2, 3, 4, 5, 6, 7),
+    (0, 3, 5),
+    TREE,
+    128,
+    3,
+    GPU_SHAPES,
+    (1, 16),
+    (1, 3, 5),
+    2**32,
+)
 
 
 def plan_of(setting: Setting) -> Plan:
@@ -98,7 +112,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         cases = [(name, batch) for name in plan.random_shapes for batch in plan.random_batches]
         cases += [("pair", batch) for batch in plan.batches]
         metafunc.parametrize(
-            ("model", "batch"), cases, ids=[f"{name.replace(' ', '-')}-batch-{batch}" for name, batch in cases]
+            ("model", "batch"),
+            cases,
+            ids=[f"{name.replace(' ', '-')}-batch-{batch}" for name, batch in cases],
         )
     if "vllm_chain" in metafunc.fixturenames:
         metafunc.parametrize("vllm_chain", plan.vllm_chains)
@@ -116,7 +132,9 @@ def test_compilations_are_counted(check: Check) -> None:
     assert second.programs == 0
 
 
-def test_speed(check: Check, subject: Subject, setting: Setting, plan: Plan, model: str, batch: int) -> None:
+def test_speed(
+    check: Check, subject: Subject, setting: Setting, plan: Plan, model: str, batch: int
+) -> None:
     """Every way of decoding in turn on the same prompts."""
     if model != "pair":
         _random_model(check, setting, plan, model, batch)
@@ -126,7 +144,9 @@ def test_speed(check: Check, subject: Subject, setting: Setting, plan: Plan, mod
     contenders: list[Contender] = [chain(pair, dtype, length) for length in (0, *plan.chains)]
     if plan.tree is not None:
         contenders.append(tree(pair, dtype, plan.tree))
-    contenders.append(DecoderContender("n-gram K=5", dtype, SpeculativeDecoder(pair[0], NGram(5), stop_tokens=())))
+    contenders.append(
+        DecoderContender("n-gram K=5", dtype, SpeculativeDecoder(pair[0], NGram(5), stop_tokens=()))
+    )
     if not setting.gpu and batch == 1:
         contenders.append(chain(subject.pair("float32"), "float32", 0))
     missing: list[list[Any]] = []
@@ -148,7 +168,12 @@ def _random_model(check: Check, setting: Setting, plan: Plan, name: str, batch: 
     pair = random_pair(name)
     tokens = np.random.default_rng(0).integers(0, shape.vocab_size, (batch, CONTEXT)).tolist()
     contenders: list[Contender] = [
-        chain(pair, "bfloat16", length, SimulatedAcceptance.of_conditional_rate(ACCEPTED, max(length, 1)))
+        chain(
+            pair,
+            "bfloat16",
+            length,
+            SimulatedAcceptance.of_conditional_rate(ACCEPTED, max(length, 1)),
+        )
         for length in (0, *plan.random_chains)
     ]
     if plan.tree is not None:
@@ -185,7 +210,9 @@ def test_speed_next_to_vllm(
     pair = subject.pair(dtype)
     name = f"vLLM eagle3 K={vllm_chain}" if vllm_chain else "vLLM plain"
     for batch in plan.batches:
-        contenders: list[Contender] = [chain(pair, dtype, length) for length in sorted({0, vllm_chain})]
+        contenders: list[Contender] = [
+            chain(pair, dtype, length) for length in sorted({0, vllm_chain})
+        ]
         contenders.append(VLLMContender(name, dtype, engine))
         prompts = some_prompts(subject, max(batch, 4))
         amounts = plan.measured(contenders, setting) | {"quoted": is_quoted(subject, setting)}

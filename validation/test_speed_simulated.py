@@ -1,9 +1,8 @@
 """L9: vLLM and this library at the shape of a large model, both with random weights and acceptance by the same dice.
 
-The cost of a round does not depend on what it accepts, so no checkpoint is needed. Both engines must accept as many
-tokens as the dice say before their speeds are compared. A rehearsal has a small shape, whose speed says nothing of
-large ones.
-"""
+The cost of a round does not depend on what it accepts, so no checkpoint is needed. Both engines
+must accept as many tokens as the dice say before their speeds are compared. A rehearsal has a small
+shape, whose speed says nothing of large ones."""
 
 from __future__ import annotations
 
@@ -96,16 +95,25 @@ def test_simulated_speed_next_to_vllm(
 
 
 def _check_acceptance(
-    check: Check, distribution: AcceptanceDistribution, contenders: list[Any], prompts: list[list[int]]
+    check: Check,
+    distribution: AcceptanceDistribution,
+    contenders: list[Any],
+    prompts: list[list[int]],
 ) -> None:
     """Compares each engine's mean and every position with the rates."""
     rows = []
     for contender in contenders:
         counted = contender.run(prompts, NEW_TOKENS).stats
         rounds = int(np.sum(counted.num_drafts))
-        rows.append([contender.name, rounds, counted.mean_acceptance_length, *distribution.scores(counted)])
+        rows.append(
+            [contender.name, rounds, counted.mean_acceptance_length, *distribution.scores(counted)]
+        )
     columns = [f"z of position {position}" for position in range(len(distribution.rates))]
-    check.table(f"Acceptance by dice, {ACCEPTED} of each token", ["engine", "rounds", "τ", "z of τ", *columns], rows)
+    check.table(
+        f"Acceptance by dice, {ACCEPTED} of each token",
+        ["engine", "rounds", "τ", "z of τ", *columns],
+        rows,
+    )
     rounds = min(row[1] for row in rows)
     check.number(
         rounds=rounds,
@@ -114,7 +122,9 @@ def _check_acceptance(
         largest_z=max(abs(score) for row in rows for score in row[3:]),
         allowed_z=distribution.most,
     )
-    check.sees = f"{distribution.sees(rounds):.3f} tokens of the mean acceptance length of either engine"
+    check.sees = (
+        f"{distribution.sees(rounds):.3f} tokens of the mean acceptance length of either engine"
+    )
     assert all(abs(score) <= distribution.most for row in rows for score in row[3:]), (
         "an engine does not accept at the given rates"
     )

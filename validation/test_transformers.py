@@ -26,14 +26,20 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.level("HF")
 
-TOLERANCE = 1e-4  # relative to the largest logit; float32 sums in another order differ by about 1e-6
+TOLERANCE = (
+    1e-4  # relative to the largest logit; float32 sums in another order differ by about 1e-6
+)
 
 
 def load_witness(directory: Path) -> Any:
     """The same checkpoint in float32, in eager PyTorch, on the GPU where JAX has one too and this PyTorch sees it."""
     on_gpu = jax.default_backend() != "cpu" and torch.cuda.is_available()
-    torch.set_float32_matmul_precision("highest")  # its default, which something imported may have changed
-    witness = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    torch.set_float32_matmul_precision(
+        "highest"
+    )  # its default, which something imported may have changed
+    witness = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32
+    ).eval()
     return witness.to("cuda") if on_gpu else witness
 
 
@@ -41,19 +47,30 @@ def check_forward(check: Check, witness: Any, target: LoadedTarget, prompts: lis
     """Logits of every position, and the stream entering every layer."""
     config = target.model.config  # type: ignore[attr-defined]
     assert isinstance(config, DecoderConfig)
-    layers = tuple(range(config.num_layers))  # the last entry of transformers is after the final norm
+    layers = tuple(
+        range(config.num_layers)
+    )  # the last entry of transformers is after the final norm
     logits_apart = []
     features_apart = []
     for prompt in prompts:
         with torch.inference_mode():
-            theirs = witness(torch.tensor([prompt], device=witness.device), output_hidden_states=True)
+            theirs = witness(
+                torch.tensor([prompt], device=witness.device), output_hidden_states=True
+            )
         positions = jnp.arange(len(prompt), dtype=jnp.int32)[None]
         output = target.model(
-            target.params, jnp.asarray([prompt], jnp.int32), positions, causal_mask(len(prompt)), aux_layers=layers
+            target.params,
+            jnp.asarray([prompt], jnp.int32),
+            positions,
+            causal_mask(len(prompt)),
+            aux_layers=layers,
         )
-        logits_apart.append(relative_difference(target.model.unembed(target.params, output.final), theirs.logits))
+        logits_apart.append(
+            relative_difference(target.model.unembed(target.params, output.final), theirs.logits)
+        )
         features_apart += [
-            relative_difference(output.features[:, :, layer], theirs.hidden_states[layer]) for layer in layers
+            relative_difference(output.features[:, :, layer], theirs.hidden_states[layer])
+            for layer in layers
         ]
     largest = {"logits_apart": max(logits_apart), "features_apart": max(features_apart)}
     check.number(positions=sum(map(len, prompts)), layers=len(layers), **largest)
@@ -65,14 +82,18 @@ def relative_difference(ours: Array, theirs: Any) -> float:
     return float(np.abs(np.asarray(ours) - expected).max() / np.abs(expected).max())
 
 
-def test_logits_and_features_of_the_target_equal_transformers(check: Check, subject: Subject) -> None:
+def test_logits_and_features_of_the_target_equal_transformers(
+    check: Check, subject: Subject
+) -> None:
     target, _ = subject.pair("float32")
     prompts = [prompt[:100] for prompt in subject.prompt_tokens[:6]]
     check_forward(check, load_witness(subject.target_directory), target, prompts)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_and_features_of_an_odd_shape_equal_transformers(check: Check, tmp_path: Path, shape: str) -> None:
+def test_logits_and_features_of_an_odd_shape_equal_transformers(
+    check: Check, tmp_path: Path, shape: str
+) -> None:
     directory = write_odd_model(shape, tmp_path / "target")
     target = load_target(directory)
     # Beyond the 64 positions that scaled rotary embeddings count as their own, where they differ.
@@ -85,14 +106,22 @@ def test_greedy_text_equals_transformers(check: Check, subject: Subject, setting
     witness = load_witness(subject.target_directory)
     prompts = [prompt[-100:] for prompt in subject.prompt_tokens[: 6 if setting.quick else 20]]
     theirs = [generate(witness, prompt, 64) for prompt in prompts]
-    agreed = Judged("transformers", "us", "float32", theirs, reference(target, prompts, theirs)).agreed
+    agreed = Judged(
+        "transformers", "us", "float32", theirs, reference(target, prompts, theirs)
+    ).agreed
     decoder = SpeculativeDecoder(target, drafter, num_speculative_tokens=5, stop_tokens=())
     ours = decoder.generate(prompts, max_new_tokens=64).tokens
     same = sum(our_text == their_text for our_text, their_text in zip(ours, theirs, strict=True))
     check.number(
-        prompts=len(prompts), tokens=agreed.tokens, texts_equal=same, ties=agreed.ties, largest_gap=agreed.largest_gap
+        prompts=len(prompts),
+        tokens=agreed.tokens,
+        texts_equal=same,
+        ties=agreed.ties,
+        largest_gap=agreed.largest_gap,
     )
-    assert not agreed.disagreements, "transformers wrote a token that is neither our choice nor a tie"
+    assert not agreed.disagreements, (
+        "transformers wrote a token that is neither our choice nor a tie"
+    )
     assert len(prompts) - same <= agreed.ties, "texts differ that no tie explains"
 
 

@@ -1,7 +1,7 @@
 """L8: the same head accepts the same tokens in the same rounds as in vLLM.
 
-Losslessness cannot see a wrongly ported head: any head is lossless. What it drafts, position by position, can.
-"""
+Losslessness cannot see a wrongly ported head: any head is lossless. What it drafts, position by
+position, can."""
 
 from __future__ import annotations
 
@@ -57,11 +57,17 @@ class Comparison:
             max_num_seqs=BATCH,
             first_runner=inside,
         )
-        decoder = SpeculativeDecoder(*pair, num_speculative_tokens=num_speculative_tokens, stop_tokens=())
-        return cls(recording(decoder), vllm.engine(options), [prompt[-CONTEXT:] for prompt in prompts])
+        decoder = SpeculativeDecoder(
+            *pair, num_speculative_tokens=num_speculative_tokens, stop_tokens=()
+        )
+        return cls(
+            recording(decoder), vllm.engine(options), [prompt[-CONTEXT:] for prompt in prompts]
+        )
 
     @classmethod
-    def of_subject(cls, vllm: VLLM, subject: Subject, num_speculative_tokens: int, count: int) -> Comparison:
+    def of_subject(
+        cls, vllm: VLLM, subject: Subject, num_speculative_tokens: int, count: int
+    ) -> Comparison:
         """The pair that is validated, on its first prompts."""
         return cls.of(
             vllm,
@@ -74,7 +80,9 @@ class Comparison:
 
     def acceptance(self, check: Check) -> None:
         """Tokens, accepted counts of every round of every request, and all counters must be equal."""
-        compared = parity(self.decoder, self.engine, self.prompts, max_new_tokens=NEW_TOKENS, batch_size=BATCH)
+        compared = parity(
+            self.decoder, self.engine, self.prompts, max_new_tokens=NEW_TOKENS, batch_size=BATCH
+        )
         check.number(
             prompts=len(compared.ours),
             tokens=sum(len(row.tokens) for row in compared.ours),
@@ -84,7 +92,10 @@ class Comparison:
         check.table(
             "Counters",
             ["counter", "ours", "vLLM"],
-            [[name, str(our_count), str(theirs)] for name, (our_count, theirs) in compared.counters.items()],
+            [
+                [name, str(our_count), str(theirs)]
+                for name, (our_count, theirs) in compared.counters.items()
+            ],
         )
         assert compared.difference is None, compared.difference
 

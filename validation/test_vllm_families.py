@@ -21,10 +21,13 @@ Trials = Callable[[str], Trial]
 @pytest.fixture(scope="module")
 def tried(vllm_process: Process, tmp_path_factory: pytest.TempPathFactory) -> Trials:
     """Both engines with a family, once for all checks of it."""
-    return functools.cache(lambda name: trial(vllm_process, FAMILIES[name], tmp_path_factory.mktemp(name)))
+    return functools.cache(
+        lambda name: trial(vllm_process, FAMILIES[name], tmp_path_factory.mktemp(name))
+    )
 
 
-# Experts, latent attention, a recurrence; a family takes minutes of two cores, the others with --every-family.
+# Experts, latent attention, a recurrence; a family takes minutes of two cores, the others with
+# --every-family.
 FEW = ("qwen3_moe", "deepseek_v3", "qwen3_5")
 # In bfloat16 one of its rounds drafts a token that nearly ties with another (docs/validation.md).
 OTHER_COUNTS = ("qwen3_next",)
@@ -35,7 +38,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "name" in metafunc.fixturenames:
         counts = metafunc.function is test_a_draft_for_the_family_is_accepted_as_in_vllm
         every = metafunc.config.getoption("--every-family")
-        names = [name for name in FAMILIES if (every or name in FEW) and not (counts and name in OTHER_COUNTS)]
+        names = [
+            name
+            for name in FAMILIES
+            if (every or name in FEW) and not (counts and name in OTHER_COUNTS)
+        ]
         metafunc.parametrize("name", names)
 
 
@@ -43,18 +50,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_a_target_of_the_family_agrees_with_vllm(check: Check, tried: Trials, name: str) -> None:
     tried_family = tried(name)
     plain = next(judged.outputs for judged in tried_family.judged if judged.by == "vLLM, plain")
-    rows: list[list[Any]] = [[judged.by, judged.scored_by, *judged.agreed] for judged in tried_family.judged]
+    rows: list[list[Any]] = [
+        [judged.by, judged.scored_by, *judged.agreed] for judged in tried_family.judged
+    ]
     columns = ["written by", "scored by", "tokens", "ties", "disagreements", "largest gap"]
     check.table(FAMILIES[name].dtype, columns, rows)
     ties = sum(row[3] for row in rows)
-    check.number(tokens=sum(row[2] for row in rows), ties=ties, disagreements=sum(row[4] for row in rows))
-    assert not any(row[4] for row in rows), f"tokens that are neither the other's choice nor a tie: {rows}"
+    check.number(
+        tokens=sum(row[2] for row in rows), ties=ties, disagreements=sum(row[4] for row in rows)
+    )
+    assert not any(row[4] for row in rows), (
+        f"tokens that are neither the other's choice nor a tie: {rows}"
+    )
     if FAMILIES[name].dtype == "float32" and not ties:
         assert all(judged.outputs == plain for judged in tried_family.judged)
 
 
 @pytest.mark.level("L8")
-def test_a_draft_for_the_family_is_accepted_as_in_vllm(check: Check, tried: Trials, name: str) -> None:
+def test_a_draft_for_the_family_is_accepted_as_in_vllm(
+    check: Check, tried: Trials, name: str
+) -> None:
     tried_family = tried(name)
     parity = tried_family.parity(tried_family.drafter)
     wrong = tried_family.parity(_wrong(tried_family.drafter))

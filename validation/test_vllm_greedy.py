@@ -31,16 +31,27 @@ def keep(check: Check, compared: BothDirections) -> None:
         agreed = judged.agreed
         control = compared.controls.get(judged.by)
         own_control = (
-            "" if control is None else f"{control.agreed.ties} ties, {control.agreed.disagreements} disagreements"
+            ""
+            if control is None
+            else f"{control.agreed.ties} ties, {control.agreed.disagreements} disagreements"
         )
         choice = agreed.tokens - agreed.ties - agreed.disagreements
         shared = f"{judged.texts_shared(compared.plain)} of {len(judged.outputs)}"
-        counted = [agreed.tokens, choice, agreed.ties, agreed.disagreements, round(agreed.largest_gap, 6)]
+        counted = [
+            agreed.tokens,
+            choice,
+            agreed.ties,
+            agreed.disagreements,
+            round(agreed.largest_gap, 6),
+        ]
         rows.append([judged.by, judged.scored_by, *counted, shared, own_control])
     dtype = compared.ours[0].dtype
     prompts = len(compared.plain)
-    check.table(f"{dtype}, {prompts} prompts of up to {max(map(len, compared.plain))} tokens", COLUMNS, rows)
-    # Texts that agree are scored many times over; what is new in one is a token after a text that no other has.
+    check.table(
+        f"{dtype}, {prompts} prompts of up to {max(map(len, compared.plain))} tokens", COLUMNS, rows
+    )
+    # Texts that agree are scored many times over; what is new in one is a token after a text that
+    # no other has.
     distinct = {
         (row, tuple(output[: end + 1]))
         for judged in compared.all
@@ -71,7 +82,10 @@ def _keep_noise(check: Check, compared: BothDirections) -> None:
                 f"{name}_allowed": noise.allowed(tokens, times=ENGINES),
             }
         )
-    rates = [compared.noise(verdict).sees(tokens, times=ENGINES) for verdict in (Agreement.TIE, Agreement.DISAGREE)]
+    rates = [
+        compared.noise(verdict).sees(tokens, times=ENGINES)
+        for verdict in (Agreement.TIE, Agreement.DISAGREE)
+    ]
     check.sees = (
         f"in {compared.theirs[0].dtype} a token more than {WRONG_ULPS:g} units below the choice, {rates[0]:.1%} of "
         f"tokens that are not the choice, {rates[1]:.1%} beyond {TIE_ULPS:g} units or second place"
@@ -106,13 +120,18 @@ def test_the_pair_agrees_with_vllm_in_bfloat16_but_for_ties(
     check: Check, vllm: VLLM, subject: Subject, setting: Setting
 ) -> None:
     """As many tokens as the device decodes in a minute: the more there are, the smaller the deviation that shows."""
-    count, limit, singly = (8, 32, 0) if setting.quick else (56, 128, 8) if setting.on_gpu else (24, 48, 8)
+    count, limit, singly = (
+        (8, 32, 0) if setting.quick else (56, 128, 8) if setting.on_gpu else (24, 48, 8)
+    )
     keep(check, pair_in_both_engines(vllm, subject, "bfloat16", count, limit, singly))
 
 
-@pytest.mark.not_quick  # HF compares the same models with transformers, and the pair is compared with vLLM above
+# HF compares the same models with transformers, and the pair is compared with vLLM above
+@pytest.mark.not_quick
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_random_model_of_an_odd_shape_agrees_with_vllm(check: Check, vllm: VLLM, tmp_path: Path, shape: str) -> None:
+def test_a_random_model_of_an_odd_shape_agrees_with_vllm(
+    check: Check, vllm: VLLM, tmp_path: Path, shape: str
+) -> None:
     directory = write_odd_model(shape, tmp_path / "target")
     target = load_target(directory)
     decoders = {
@@ -120,8 +139,20 @@ def test_a_random_model_of_an_odd_shape_agrees_with_vllm(check: Check, vllm: VLL
         "n-gram": SpeculativeDecoder(target, NGram(), num_speculative_tokens=4, stop_tokens=()),
     }
     prompts = random_prompts(16, target.vocab_size, seed=3, low=3, high=40)
-    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    ngram = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
     compared = both_directions(
-        vllm, directory, target, decoders, prompts, speculative=[ngram], dtype="float32", max_new_tokens=48
+        vllm,
+        directory,
+        target,
+        decoders,
+        prompts,
+        speculative=[ngram],
+        dtype="float32",
+        max_new_tokens=48,
     )
     keep(check, compared)

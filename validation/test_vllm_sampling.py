@@ -1,8 +1,7 @@
 """L6, with vLLM: the distribution of a sampled token under speculation, in vLLM and here, against the target's own.
 
-The CPU build of vLLM 0.32 samples wrongly under speculation (see ``ProcessEngine.repaired``). The test must
-find that out by itself, says so in the report, and compares with vLLM repaired.
-"""
+The CPU build of vLLM 0.32 samples wrongly under speculation (see ``ProcessEngine.repaired``). The
+test must find that out by itself, says so in the report, and compares with vLLM repaired."""
 
 from __future__ import annotations
 
@@ -31,7 +30,10 @@ def test_a_verified_token_follows_the_targets_distribution_here_and_in_vllm(
     wrong = not second_token.follows(fits.pop(SHIPPED))
     sees = max(smallest_deviation(fit.draws, fit.degrees, alpha=ALPHA) for fit in fits.values())
     check.sees = f"{sees:.0%} rms of the probabilities of the second token"
-    check.number(draws=DRAWS, vllm_as_shipped="samples wrongly under speculation" if wrong else "samples rightly")
+    check.number(
+        draws=DRAWS,
+        vllm_as_shipped="samples wrongly under speculation" if wrong else "samples rightly",
+    )
     for name, fit in fits.items():
         assert second_token.follows(fit), f"{name} does not follow the target's distribution"
     if vllm_process.versions["device"] != "cpu":

@@ -21,7 +21,9 @@ K = 3
 
 
 @pytest.fixture
-def address(pytestconfig: pytest.Config, subject: Subject, setting: Setting, tmp_path: Path) -> Iterator[str]:
+def address(
+    pytestconfig: pytest.Config, subject: Subject, setting: Setting, tmp_path: Path
+) -> Iterator[str]:
     """The address of a real server of the pair, started as users start it."""
     if pytestconfig.getoption("--vllm-url"):
         pytest.skip("a server was named; all of L8 goes through it")
@@ -35,11 +37,14 @@ def address(pytestconfig: pytest.Config, subject: Subject, setting: Setting, tmp
         yield url
 
 
-@pytest.mark.not_quick  # a start of a server for what L8 compares with the process; tests have a server that is a fake
+# a start of a server for what L8 compares with the process; tests have a server that is a fake
+@pytest.mark.not_quick
 def test_a_server_accepts_what_we_accept(check: Check, address: str, subject: Subject) -> None:
     comparison = Comparison.of_subject(Servers([address]), subject, K, 16)
     comparison.acceptance(check)
     theirs = comparison.engine.generate(comparison.prompts[:2], max_new_tokens=8)
-    assert all(completion.accepted for completion in theirs.completions), "the server tells nothing of single rounds"
+    assert all(completion.accepted for completion in theirs.completions), (
+        "the server tells nothing of single rounds"
+    )
     scored = comparison.engine.score(comparison.prompts[:2], theirs.outputs)
     assert all(rank == 1 for completion in scored for rank in completion.rank)

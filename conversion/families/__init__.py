@@ -96,4 +96,13 @@ def read_config(fields: Fields) -> DecoderConfig:
     return family.read_config(language_fields)
 
 
-__all__ = ["FAMILIES", "WRAPPERS", "Described", "Family", "Wrapper", "described", "family_of", "read_config"]
+__all__ = [
+    "FAMILIES",
+    "WRAPPERS",
+    "Described",
+    "Family",
+    "Wrapper",
+    "described",
+    "family_of",
+    "read_config",
+]

@@ -22,20 +22,31 @@ def read_cohere(fields: Fields) -> DecoderConfig:
 def read_cohere2(fields: Fields) -> DecoderConfig:
     """Reads Command A, whose layers either have a window and rotate, or have no window and do not rotate."""
     period = fields.size("sliding_window_pattern", 4)
-    windows = hf_config.read_windows(fields, hf_config.read_window(fields), lambda layer: (layer + 1) % period > 0)
+    windows = hf_config.read_windows(
+        fields, hf_config.read_window(fields), lambda layer: (layer + 1) % period > 0
+    )
     mixer = _mixer(fields)
     full = dataclasses.replace(mixer, rope=None)
-    mixers = [full if window is None else dataclasses.replace(mixer, window=window) for window in windows]
+    mixers = [
+        full if window is None else dataclasses.replace(mixer, window=window) for window in windows
+    ]
     return _decoder(fields, mixers)
 
 
 def _mixer(fields: Fields, **features: Any) -> GroupedQuery:
     hf_config.require_theta(fields)
-    return hf_config.read_biased_mixer(fields, rope=hf_config.read_rope(fields, interleaved=True), **features)
+    return hf_config.read_biased_mixer(
+        fields, rope=hf_config.read_rope(fields, interleaved=True), **features
+    )
 
 
 def _decoder(fields: Fields, mixers: list[GroupedQuery]) -> DecoderConfig:
-    fields.only(use_parallel_block=True, use_gated_activation=True, position_embedding_type="rope_gptj", rotary_pct=1.0)
+    fields.only(
+        use_parallel_block=True,
+        use_gated_activation=True,
+        position_embedding_type="rope_gptj",
+        rotary_pct=1.0,
+    )
     mlp = hf_config.read_mlp(fields)
     scale = fields.number("logit_scale")
     layers = [LayerConfig(mixer=mixer, mlp=mlp, norms="parallel") for mixer in mixers]

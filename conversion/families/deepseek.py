@@ -1,7 +1,7 @@
 """DeepSeek V3 and R1, and models like them: Kimi K2, GLM-4.7-Flash, and with an index of keys V3.2 and GLM-5.
 
-The index chooses ``index_topk`` keys for each token. In a text of at most ``index_topk`` tokens it chooses all keys. So
-a target with an index is read as a target without one, limited to that length.
+The index chooses ``index_topk`` keys for each token. In a text of at most ``index_topk`` tokens it
+chooses all keys. So a target with an index is read as a target without one, limited to that length.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def _decoder(fields: Fields, mixer: Latent, by_types: bool) -> DecoderConfig:
     count = hf_config.read_num_layers(fields)
     types = hf_config.read_types(fields, _TYPES, count, name="mlp_layer_types") if by_types else []
     if types:
-        mlps = hf_config.read_mlps(fields, [kind == _SPARSE for kind in types], hf_config.read_corrected)
+        mlps = hf_config.read_mlps(
+            fields, [kind == _SPARSE for kind in types], hf_config.read_corrected
+        )
     else:
         mlps = hf_config.read_corrected_mlps(fields)
     return hf_config.decoder_of(fields, [LayerConfig(mixer=mixer, mlp=mlp) for mlp in mlps])
@@ -59,7 +61,9 @@ def read_latent(fields: Fields, *, interleaved: bool, index_topk: int | None = N
     fields.only(mlp_bias=False)
     rope = hf_config.read_rope(fields, interleaved=interleaved)
     if rope.type not in ("default", "yarn"):
-        raise CheckpointError(f"{fields.where}: rope type {rope.type!r} of latent attention; expected default or yarn")
+        raise CheckpointError(
+            f"{fields.where}: rope type {rope.type!r} of latent attention; expected default or yarn"
+        )
     nope_dim = fields.size("qk_nope_head_dim")
     rope_dim = fields.size("qk_rope_head_dim")
     scale = _scale(rope, nope_dim + rope_dim)
@@ -147,7 +151,15 @@ def latent(config: Latent, source: str, path: str) -> list[Rule]:
         for name, first, last in sections:
             part = Part(leading=(head,), turned=name == "key_up")
             cut = Part(1, config.num_heads * size, 1, start + first, start + last)
-            rules.append(Rule(f"{source}.kv_b_proj.weight", f"{path}.{name}", transpose=True, part=part, cut=cut))
+            rules.append(
+                Rule(
+                    f"{source}.kv_b_proj.weight",
+                    f"{path}.{name}",
+                    transpose=True,
+                    part=part,
+                    cut=cut,
+                )
+            )
     return rules + linear(f"{source}.o_proj", f"{path}.o", bias=config.bias)
 
 
@@ -155,7 +167,15 @@ _rules = functools.partial(blocks.decoder, parts={Latent: latent})
 
 FAMILIES = (
     *(
-        Family(name, label, "DeepseekV3ForCausalLM", read_config, write_fields, _rules, drafting_layer=True)
+        Family(
+            name,
+            label,
+            "DeepseekV3ForCausalLM",
+            read_config,
+            write_fields,
+            _rules,
+            drafting_layer=True,
+        )
         for name, label in (("deepseek_v3", "DeepSeek V3"), ("kimi_k2", "Kimi K2"))
     ),
     Family(
@@ -190,7 +210,10 @@ WRAPPER = Wrapper(
     label="Kimi K2.5",
     texts={"deepseek_v3": "deepseek_v3", "kimi_k2": "kimi_k2"},
     prefixes=(
-        ("language_model.model.blocks.", "model.layers."),  # transformers 5.23 writes the layers under this name
+        (
+            "language_model.model.blocks.",
+            "model.layers.",
+        ),  # transformers 5.23 writes the layers under this name
         ("model.language_model.", "model."),
         ("language_model.", ""),
     ),

@@ -15,7 +15,13 @@ from eagle3_jax.models.config import DecoderConfig
 Tensor = TypeVar("Tensor")
 
 # Fields of the language model that a file may have outside of its ``text_config``.
-_OUTER_FIELDS = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
+_OUTER_FIELDS = (
+    "tie_word_embeddings",
+    "eos_token_id",
+    "bos_token_id",
+    "pad_token_id",
+    "quantization_config",
+)
 
 
 class Family(NamedTuple):
@@ -26,16 +32,22 @@ class Family(NamedTuple):
     architecture: str  #: The class of transformers that computes it.
     #: Reads the description of a target from its ``config.json``; refuses unsupported settings.
     read_config: Callable[[Fields], DecoderConfig]
-    #: Returns the fields of ``config.json`` that differ between families. It need not refuse settings that the fields
+    #: Returns the fields of ``config.json`` that differ between families. It need not refuse
+    # settings that the fields
     #: cannot express, because written fields are read back and compared.
     write_fields: Callable[[DecoderConfig], dict[str, Any]]
-    rules: Callable[[DecoderConfig], list[Rule]] = blocks.decoder  #: Returns the rules of its tensors.
-    #: Rules of alternative layouts of its checkpoints, for reading. The first rules that fit the names of a file are
+    rules: Callable[[DecoderConfig], list[Rule]] = (
+        blocks.decoder
+    )  #: Returns the rules of its tensors.
+    #: Rules of alternative layouts of its checkpoints, for reading. The first rules that fit the
+    # names of a file are
     #: used, beginning with ``rules``. Checkpoints are written by ``rules``.
     alternatives: tuple[Callable[[DecoderConfig], list[Rule]], ...] = ()
-    #: Patterns of tensors that do not belong to the target. They are left out, and are not written again.
+    #: Patterns of tensors that do not belong to the target. They are left out, and are not written
+    # again.
     excluded: tuple[str, ...] = ()
-    #: Whether a module for multi-token prediction may be stored as one more layer. It is left out, too.
+    #: Whether a module for multi-token prediction may be stored as one more layer. It is left out,
+    # too.
     drafting_layer: bool = False
 
     def select(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
@@ -59,9 +71,11 @@ class Wrapper(NamedTuple):
 
     model_type: str  #: The value in ``config.json``.
     label: str  #: Its name in the support matrix.
-    #: The family for every ``model_type`` that its language model may have. The first is the default.
+    #: The family for every ``model_type`` that its language model may have. The first is the
+    # default.
     texts: Mapping[str, str]
-    #: Pairs of prefixes of the language model's tensors: in this model, and in a model of text alone.
+    #: Pairs of prefixes of the language model's tensors: in this model, and in a model of text
+    # alone.
     prefixes: tuple[tuple[str, str], ...]
     ignored: tuple[str, ...]  #: Patterns of the tensors of other parts.
     #: Refuses fields of ``text_config`` that have another meaning in a model of text alone.
@@ -78,8 +92,15 @@ class Wrapper(NamedTuple):
         hf_config.refuse_bidirectional(outer)  # transformers applies it to the language model
         text = outer.section("text_config")
         if not text.values:
-            raise CheckpointError(f"{outer.where} has no text_config; it describes the language model, so add it")
-        text.one_of("model_type", self.texts, next(iter(self.texts)), purpose=f"in a model of type {self.model_type!r}")
+            raise CheckpointError(
+                f"{outer.where} has no text_config; it describes the language model, so add it"
+            )
+        text.one_of(
+            "model_type",
+            self.texts,
+            next(iter(self.texts)),
+            purpose=f"in a model of type {self.model_type!r}",
+        )
         self.check(text)
         # As in transformers, fields outside of text_config have priority.
         overrides = {name: outer.get(name) for name in _OUTER_FIELDS if outer.get(name) is not None}
@@ -89,12 +110,20 @@ class Wrapper(NamedTuple):
         """Describes the tensors that are left out, in one line."""
         left_out = list(filter(self._ignored.fullmatch, names))
         parts = sorted({name.removeprefix("model.").partition(".")[0] for name in left_out})
-        details = f"; the {len(left_out)} tensors of {' and '.join(parts)} are ignored" if left_out else ""
+        details = (
+            f"; the {len(left_out)} tensors of {' and '.join(parts)} are ignored"
+            if left_out
+            else ""
+        )
         return f"only the language model of this {self.model_type} is read{details}"
 
     def select(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors of the language model, by the names of a model of text alone."""
-        return {self._name(name): value for name, value in tensors.items() if not self._ignored.fullmatch(name)}
+        return {
+            self._name(name): value
+            for name, value in tensors.items()
+            if not self._ignored.fullmatch(name)
+        }
 
     @property
     def _ignored(self) -> re.Pattern[str]:

@@ -12,7 +12,8 @@ from eagle3_jax.models.config import DecoderConfig, GroupedQuery, LayerConfig, R
 _GELU = "gelu_pytorch_tanh"
 _LOCAL = "sliding_attention"
 _GLOBAL = "full_attention"
-# Published files of Gemma 3 with images name only the sizes that differ from these, the defaults of transformers.
+# Published files of Gemma 3 with images name only the sizes that differ from these, the defaults of
+# transformers.
 _GEMMA3 = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -26,11 +27,17 @@ _GEMMA3 = {
 
 def read_gemma2(fields: Fields) -> DecoderConfig:
     """Reads Gemma 2: every second layer, from the first on, has a window; scores and logits have caps."""
-    fields.require("num_key_value_heads", "head_dim", "attn_logit_softcapping", "final_logit_softcapping")
-    windows = hf_config.read_windows(fields, hf_config.read_window(fields), lambda layer: layer % 2 == 0)
+    fields.require(
+        "num_key_value_heads", "head_dim", "attn_logit_softcapping", "final_logit_softcapping"
+    )
+    windows = hf_config.read_windows(
+        fields, hf_config.read_window(fields), lambda layer: layer % 2 == 0
+    )
     rope = hf_config.read_rope(fields)
     softcap = fields.optional_number("attn_logit_softcapping")
-    return _decoder(fields, [_mixer(fields, rope, window=window, softcap=softcap) for window in windows])
+    return _decoder(
+        fields, [_mixer(fields, rope, window=window, softcap=softcap) for window in windows]
+    )
 
 
 def read_gemma3(fields: Fields) -> DecoderConfig:
@@ -38,17 +45,26 @@ def read_gemma3(fields: Fields) -> DecoderConfig:
     fields = Fields({**_GEMMA3, **fields.values}, fields.where)
     fields.only(attn_logit_softcapping=None)  # transformers reads it and does not apply it
     period = fields.size("sliding_window_pattern", 6)
-    windows = hf_config.read_windows(fields, hf_config.read_window(fields), lambda layer: (layer + 1) % period > 0)
+    windows = hf_config.read_windows(
+        fields, hf_config.read_window(fields), lambda layer: (layer + 1) % period > 0
+    )
     parameters = fields.section("rope_parameters").values
     if parameters.keys() - {_LOCAL, _GLOBAL}:
-        raise fields.wrong("rope_parameters", f"expected an object for {_LOCAL!r} and one for {_GLOBAL!r}")
-    local = {"rope_theta": fields.get("rope_local_base_freq"), "rope_parameters": parameters.get(_LOCAL)}
+        raise fields.wrong(
+            "rope_parameters", f"expected an object for {_LOCAL!r} and one for {_GLOBAL!r}"
+        )
+    local = {
+        "rope_theta": fields.get("rope_local_base_freq"),
+        "rope_parameters": parameters.get(_LOCAL),
+    }
     full = {name: fields.get(name) for name in ("rope_theta", "rope_scaling")}
     full["rope_parameters"] = parameters.get(_GLOBAL)
     local_rope = hf_config.read_rope(Fields(local, fields.where))
     full_rope = hf_config.read_rope(Fields(full, fields.where), theta=1e6)
     rope_of = lambda window: full_rope if window is None else local_rope
-    return _decoder(fields, [_mixer(fields, rope_of(window), window=window, qk_norm=True) for window in windows])
+    return _decoder(
+        fields, [_mixer(fields, rope_of(window), window=window, qk_norm=True) for window in windows]
+    )
 
 
 def _check_text(text: Fields) -> None:

@@ -21,12 +21,22 @@ def read_config(fields: Fields) -> DecoderConfig:
     if fields.get("rope_parameters") is None:
         fields.require("rope_scaling")
     fields.only(attention_bias=True, swiglu_alpha=_ALPHA)
-    mixer = hf_config.read_mixer(fields, qkv_bias=True, o_bias=True, rope=hf_config.read_rope(fields, theta=150_000.0))
-    experts = hf_config.read_experts(
-        fields, "softmax-of-chosen", width="intermediate_size", bias=True, limit=fields.number("swiglu_limit")
+    mixer = hf_config.read_mixer(
+        fields, qkv_bias=True, o_bias=True, rope=hf_config.read_rope(fields, theta=150_000.0)
     )
-    windows = hf_config.read_windows(fields, hf_config.read_window(fields), lambda layer: layer % 2 == 0)
-    config = hf_config.read_decoder(fields, dataclasses.replace(mixer, sinks=True), experts, windows=windows)
+    experts = hf_config.read_experts(
+        fields,
+        "softmax-of-chosen",
+        width="intermediate_size",
+        bias=True,
+        limit=fields.number("swiglu_limit"),
+    )
+    windows = hf_config.read_windows(
+        fields, hf_config.read_window(fields), lambda layer: layer % 2 == 0
+    )
+    config = hf_config.read_decoder(
+        fields, dataclasses.replace(mixer, sinks=True), experts, windows=windows
+    )
     return dataclasses.replace(config, norm_kind="float32")
 
 
@@ -45,7 +55,9 @@ def write_fields(config: DecoderConfig) -> dict[str, Any]:
 
 
 _experts = functools.partial(
-    blocks.experts, router="router", kernels=functools.partial(blocks.stacked, transpose=False, in_halves=False)
+    blocks.experts,
+    router="router",
+    kernels=functools.partial(blocks.stacked, transpose=False, in_halves=False),
 )
 
 FAMILY = Family(

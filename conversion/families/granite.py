@@ -13,7 +13,9 @@ from eagle3_jax.models.config import DecoderConfig, LayerConfig, grouped
 def read_config(fields: Fields) -> DecoderConfig:
     """Reads a Granite. ``logits_scaling`` is a divisor; the other factors multiply."""
     hf_config.refuse_windows(fields)
-    fields.require("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    fields.require(
+        "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
+    )
     scaling = fields.number("logits_scaling")
     if scaling <= 0:
         raise fields.wrong("logits_scaling", "expected a positive number")

@@ -41,7 +41,9 @@ def _dense(fields: Fields) -> GatedMLP:
 
 def _experts(fields: Fields) -> Experts:
     width = fields.size("intermediate_size")
-    return hf_config.read_experts(fields, "sigmoid-of-input", width="intermediate_size", shared_width=width)
+    return hf_config.read_experts(
+        fields, "sigmoid-of-input", width="intermediate_size", shared_width=width
+    )
 
 
 def _sparse_layers(fields: Fields, num_layers: int) -> list[bool]:
@@ -67,16 +69,17 @@ def _mixers(fields: Fields, num_layers: int) -> list[GroupedQuery]:
     for is_rotating, kind in zip(rotates, types, strict=True):
         features = rotating if is_rotating else fixed
         with read_from(fields.where):
-            mixers.append(dataclasses.replace(usual, chunk=chunk if kind == _CHUNKED else None, **features))
+            mixers.append(
+                dataclasses.replace(usual, chunk=chunk if kind == _CHUNKED else None, **features)
+            )
     return mixers
 
 
 def _rotating(fields: Fields, num_layers: int) -> list[bool]:
     """Tells for every layer whether it rotates.
 
-    In ``no_rope_layers``, 1 means that the layer rotates. Without that list, all layers rotate except every
-    ``no_rope_layer_interval``-th.
-    """
+    In ``no_rope_layers``, 1 means that the layer rotates. Without that list, all layers rotate
+    except every ``no_rope_layer_interval``-th."""
     flags = fields.indices("no_rope_layers", 2)
     if not flags:
         interval = fields.size("no_rope_layer_interval", 4)
@@ -97,7 +100,9 @@ def _query_scaling(fields: Fields) -> QueryScaling | None:
     if not switch:
         return None
     with read_from(fields.where):
-        return QueryScaling(floor=fields.size("floor_scale", 8192), beta=fields.number("attn_scale", 0.1), offset=1)
+        return QueryScaling(
+            floor=fields.size("floor_scale", 8192), beta=fields.number("attn_scale", 0.1), offset=1
+        )
 
 
 def write_fields(config: DecoderConfig) -> dict[str, Any]:
@@ -105,7 +110,9 @@ def write_fields(config: DecoderConfig) -> dict[str, Any]:
     mixers = [grouped(layer) for layer in config.layers]
     experts = hf_config.experts_of(config)
     rotating = [mixer for mixer in mixers if mixer.rope is not None]
-    scaling = next((mixer.query_scaling for mixer in mixers if mixer.query_scaling is not None), None)
+    scaling = next(
+        (mixer.query_scaling for mixer in mixers if mixer.query_scaling is not None), None
+    )
     dense_widths = [layer.mlp.width for layer in config.layers if isinstance(layer.mlp, GatedMLP)]
     chunks = [mixer.chunk for mixer in mixers if mixer.chunk is not None]
     sparse = [index for index, layer in enumerate(config.layers) if isinstance(layer.mlp, Experts)]

@@ -18,7 +18,9 @@ def read_config(fields: Fields) -> DecoderConfig:
     fields.require("num_key_value_heads")
     window = hf_config.read_window(fields)
     windows = hf_config.read_windows(fields, window, lambda _: True)
-    return hf_config.read_decoder(fields, hf_config.read_mixer(fields), hf_config.read_mlp(fields), windows=windows)
+    return hf_config.read_decoder(
+        fields, hf_config.read_mixer(fields), hf_config.read_mlp(fields), windows=windows
+    )
 
 
 def read_ministral3(fields: Fields) -> DecoderConfig:
@@ -63,7 +65,8 @@ FAMILIES = (
     Family("ministral", "Ministral", "MinistralForCausalLM", read_config, hf_config.window_fields),
     Family("ministral3", "Ministral 3", "Ministral3ForCausalLM", read_ministral3, _scaled),
 )
-# Mistral Small 3.1 and later, Devstral Small 2 and Ministral 3 are published with an encoder of images.
+# Mistral Small 3.1 and later, Devstral Small 2 and Ministral 3 are published with an encoder of
+# images.
 WRAPPER = Wrapper(
     model_type="mistral3",
     label="Mistral Small 3.1, 3.2; Ministral 3",

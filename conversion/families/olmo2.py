@@ -13,7 +13,9 @@ def read_config(fields: Fields) -> DecoderConfig:
     hf_config.refuse_windows(fields)
     mixer = hf_config.read_biased_mixer(fields, qk_norm=True, qk_norm_kind="whole")
     layer = LayerConfig(mixer=mixer, mlp=hf_config.read_mlp(fields), norms="after")
-    return hf_config.decoder_of(fields, [layer] * hf_config.read_num_layers(fields), norm_kind="float32")
+    return hf_config.decoder_of(
+        fields, [layer] * hf_config.read_num_layers(fields), norm_kind="float32"
+    )
 
 
 FAMILY = Family(

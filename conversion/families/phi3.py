@@ -15,11 +15,13 @@ from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, grou
 def read_config(fields: Fields) -> DecoderConfig:
     """Reads a Phi. All layers have the window, if there is one, and some channels may not rotate.
 
-    ``longrope`` has factors for short texts and for long texts. A loaded target is limited to short texts.
-    """
+    ``longrope`` has factors for short texts and for long texts. A loaded target is limited to short
+    texts."""
     rope = hf_config.read_rope(fields, partial=1.0, types=("default", "longrope"))
     if rope.type == "longrope":
-        fields.size("original_max_position_embeddings")  # transformers ignores the one among the rope parameters
+        fields.size(
+            "original_max_position_embeddings"
+        )  # transformers ignores the one among the rope parameters
     mixer = hf_config.read_mixer(fields, rope=rope)
     windows = hf_config.read_window_of_all(fields, fields.optional_size("sliding_window"))
     return hf_config.read_decoder(fields, mixer, hf_config.read_mlp(fields), windows=windows)
@@ -39,7 +41,9 @@ def _attention(config: GroupedQuery, source: str, path: str) -> list[Rule]:
     cuts = dict(in_turns(1, config.head_dim, all_heads))
     rules = linear(f"{source}.self_attn.o_proj", f"{path}.attention.o")
     for name, part in in_turns(config.num_kv_heads, config.head_dim, group_heads):
-        rules += linear(f"{source}.self_attn.qkv_proj", f"{path}.attention.qkv", part=part, cut=cuts[name])
+        rules += linear(
+            f"{source}.self_attn.qkv_proj", f"{path}.attention.qkv", part=part, cut=cuts[name]
+        )
     return rules
 
 

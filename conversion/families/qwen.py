@@ -22,11 +22,12 @@ def read_qwen2(fields: Fields) -> DecoderConfig:
 def read_qwen3(fields: Fields) -> DecoderConfig:
     """Reads Qwen3, with windows as in Qwen2.
 
-    Qwen3-VL divides the channels between time, height and width (mrope). A token of text has the same position in all
-    three, so the rotation of text is the plain one.
-    """
+    Qwen3-VL divides the channels between time, height and width (mrope). A token of text has the
+    same position in all three, so the rotation of text is the plain one."""
     mixer = _normed(fields, known=("mrope_section", "mrope_interleaved"))
-    return hf_config.read_decoder(fields, mixer, hf_config.read_mlp(fields), windows=read_windows(fields))
+    return hf_config.read_decoder(
+        fields, mixer, hf_config.read_mlp(fields), windows=read_windows(fields)
+    )
 
 
 def read_qwen3_moe(fields: Fields) -> DecoderConfig:
@@ -35,12 +36,16 @@ def read_qwen3_moe(fields: Fields) -> DecoderConfig:
     window = hf_config.read_window(fields) if fields.flag("use_sliding_window") else None
     hf_config.read_window_of_all(fields, window)
     mixer = _normed(fields, window=window)
-    experts = functools.partial(hf_config.read_experts, router="softmax", normalise=fields.flag("norm_topk_prob"))
+    experts = functools.partial(
+        hf_config.read_experts, router="softmax", normalise=fields.flag("norm_topk_prob")
+    )
     mlps = hf_config.read_mlps(fields, read_sparse_layers(fields), experts)
     return hf_config.decoder_of(fields, [LayerConfig(mixer=mixer, mlp=mlp) for mlp in mlps])
 
 
-def _normed(fields: Fields, *, known: tuple[str, ...] = (), window: int | None = None) -> GroupedQuery:
+def _normed(
+    fields: Fields, *, known: tuple[str, ...] = (), window: int | None = None
+) -> GroupedQuery:
     """Reads the attention of Qwen3: norms of queries and keys per head, a size of heads, one flag for all biases."""
     fields.require("num_key_value_heads", "head_dim")
     rope = hf_config.read_rope(fields, known=known)
@@ -50,8 +55,12 @@ def _normed(fields: Fields, *, known: tuple[str, ...] = (), window: int | None =
 def read_windows(fields: Fields) -> list[int | None]:
     """Reads the window of every layer. A size in the file counts only if windows are switched on."""
     window = hf_config.read_window(fields) if fields.flag("use_sliding_window") else None
-    first = 0 if window is None or fields.words("layer_types") else fields.integer("max_window_layers")
-    return hf_config.read_windows(fields, window, lambda layer: window is not None and layer >= first)
+    first = (
+        0 if window is None or fields.words("layer_types") else fields.integer("max_window_layers")
+    )
+    return hf_config.read_windows(
+        fields, window, lambda layer: window is not None and layer >= first
+    )
 
 
 def window_fields(config: DecoderConfig) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Qwen3-Next and Qwen3.5: most layers are gated delta nets, every fourth is gated attention.
 
-Qwen3-Next has experts and a shared expert. Qwen3.5, dense or with experts, is published with an encoder of images.
-"""
+Qwen3-Next has experts and a shared expert. Qwen3.5, dense or with experts, is published with an
+encoder of images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from eagle3_jax.conversion.families.family import Family, Wrapper
 from eagle3_jax.conversion.families.qwen import read_sparse_layers, sparse_fields
 from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.conversion.rules import COMPLETE, Rule, in_turns, linear, norm
-from eagle3_jax.models.config import MLP, DecoderConfig, Experts, GatedDelta, GroupedQuery, LayerConfig, Mixer
+from eagle3_jax.models.config import (
+    MLP,
+    DecoderConfig,
+    Experts,
+    GatedDelta,
+    GroupedQuery,
+    LayerConfig,
+    Mixer,
+)
 
 _KINDS = _DELTA, _FULL = ("linear_attention", "full_attention")
 _LINEAR = {
@@ -47,7 +55,10 @@ def read_sparse(fields: Fields) -> DecoderConfig:
 
 
 def _decoder(fields: Fields, mlps: Iterable[MLP]) -> DecoderConfig:
-    layers = [LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(read_mixers(fields), mlps, strict=False)]
+    layers = [
+        LayerConfig(mixer=mixer, mlp=mlp)
+        for mixer, mlp in zip(read_mixers(fields), mlps, strict=False)
+    ]
     return hf_config.decoder_of(fields, layers, norm_kind="zero-centred")
 
 
@@ -80,7 +91,9 @@ def _attention(fields: Fields) -> GroupedQuery:
 def _read_experts(fields: Fields, *, normalise: bool) -> Experts:
     """Reads experts and a shared expert with a gate."""
     shared = fields.size("shared_expert_intermediate_size")
-    return hf_config.read_experts(fields, "softmax", normalise=normalise, shared_width=shared, shared_gate=True)
+    return hf_config.read_experts(
+        fields, "softmax", normalise=normalise, shared_width=shared, shared_gate=True
+    )
 
 
 def mixer_fields(config: DecoderConfig) -> dict[str, Any]:
@@ -89,7 +102,9 @@ def mixer_fields(config: DecoderConfig) -> dict[str, Any]:
     delta = next((mixer for mixer in mixers if isinstance(mixer, GatedDelta)), None)
     attention = next((mixer for mixer in mixers if isinstance(mixer, GroupedQuery)), None)
     if delta is None or attention is None:
-        raise CheckpointError("a target without recurrent layers, or without attention, is of another family")
+        raise CheckpointError(
+            "a target without recurrent layers, or without attention, is of another family"
+        )
     linear_fields = {field: getattr(delta, name) for name, field in _LINEAR.items()}
     types = [_DELTA if isinstance(mixer, GatedDelta) else _FULL for mixer in mixers]
     return {
@@ -115,9 +130,9 @@ def _sparse_fields(config: DecoderConfig) -> dict[str, Any]:
 def _delta_rules(config: GatedDelta, source: str, path: str, *, grouped: bool) -> list[Rule]:
     """Returns the rules of a gated delta net.
 
-    ``grouped`` projections are by key head, as in our parameters. Otherwise one projection has all queries, keys and
-    values, and there are three others. The channels of the convolution are always all queries, keys and values.
-    """
+    ``grouped`` projections are by key head, as in our parameters. Otherwise one projection has all
+    queries, keys and values, and there are three others. The channels of the convolution are always
+    all queries, keys and values."""
     source = f"{source}.linear_attn"
     path = f"{path}.attention"
     heads = config.num_key_heads
@@ -127,7 +142,13 @@ def _delta_rules(config: GatedDelta, source: str, path: str, *, grouped: bool) -
     rules = [Rule(f"{source}.A_log", f"{path}.a_log"), Rule(f"{source}.dt_bias", f"{path}.dt_bias")]
     rules += [norm(f"{source}.norm", f"{path}.norm"), *linear(f"{source}.out_proj", f"{path}.o")]
     for name, part in in_turns(heads, 1, sizes):
-        kernel = Rule(f"{source}.conv1d.weight", f"{path}.convolution", part=part, cut=cuts[name], reverse=True)
+        kernel = Rule(
+            f"{source}.conv1d.weight",
+            f"{path}.convolution",
+            part=part,
+            cut=cuts[name],
+            reverse=True,
+        )
         rules.append(kernel)
     if grouped:
         rules += linear(f"{source}.in_proj_qkvz", f"{path}.qkvz")
@@ -191,4 +212,7 @@ FAMILIES = (
         excluded=_MODULE,
     ),
 )
-WRAPPERS = (_wrapper("qwen3_5", "Qwen3.5 with images"), _wrapper("qwen3_5_moe", "Qwen3.5-MoE with images"))
+WRAPPERS = (
+    _wrapper("qwen3_5", "Qwen3.5 with images"),
+    _wrapper("qwen3_5_moe", "Qwen3.5-MoE with images"),
+)

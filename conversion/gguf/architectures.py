@@ -1,8 +1,7 @@
 """The supported architectures of llama.cpp: metadata as fields of ``config.json``, and names of tensors.
 
-Metadata has fewer fields than ``config.json``. llama.cpp's source fixes the values that all models of an architecture
-share. Here ``constants`` and the functions of an architecture set them.
-"""
+Metadata has fewer fields than ``config.json``. llama.cpp's source fixes the values that all models
+of an architecture share. Here ``constants`` and the functions of an architecture set them."""
 
 from __future__ import annotations
 
@@ -57,9 +56,11 @@ class Architecture(NamedTuple):
 
     name: str  #: The value of ``general.architecture``.
     model_type: str  #: The family that computes it.
-    #: Fields of ``config.json`` by metadata key, in addition to :data:`_KEYS`. All keys are required.
+    #: Fields of ``config.json`` by metadata key, in addition to :data:`_KEYS`. All keys are
+    # required.
     keys: Mapping[str, str] = {}
-    #: Hugging Face names of a block's tensors by llama.cpp's names. They extend and override :data:`_NAMES`. A name may
+    #: Hugging Face names of a block's tensors by llama.cpp's names. They extend and override
+    # :data:`_NAMES`. A name may
     #: include ``.weight`` or ``.bias``.
     names: Mapping[str, str] = {}
     constants: Mapping[str, Any] = {}  #: Fields of ``config.json`` that metadata does not have.
@@ -67,7 +68,8 @@ class Architecture(NamedTuple):
     more: Callable[[Source], dict[str, Any]] = lambda source: {}
     #: Further keys that are allowed: ``more`` reads them, or they do not change the computation.
     known: tuple[str, ...] = ()
-    permuted: bool = False  #: Whether the converter reordered the rows of queries and keys for interleaved rotation.
+    #: Whether the converter reordered the rows of queries and keys for interleaved rotation.
+    permuted: bool = False
     norm_offset: float = 0.0  #: The number that the converter added to the weights of norms.
     #: Whether ``value_length`` and ``rope.dimension_count`` must equal the head dimension.
     whole_heads: bool = True
@@ -82,7 +84,8 @@ _KEYS = {
 }
 _RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-# Keys that every architecture may have: the functions below read them, or they do not change the computation.
+# Keys that every architecture may have: the functions below read them, or they do not change the
+# computation.
 _KNOWN = (
     "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.causal", "expert_count",
     "expert_used_count", "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
@@ -104,13 +107,19 @@ _NAMES = {
     "ffn_gate_inp": "mlp.gate",
 }
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_OUTPUT_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_OUTPUT_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _WINDOWS = ("attention.sliding_window_pattern",)
 
 
 def _biases(source: Source) -> dict[str, Any]:
     tensors = source.header.tensors
-    return {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+    }
 
 
 def _windows(source: Source, period: int) -> list[str]:
@@ -119,7 +128,9 @@ def _windows(source: Source, period: int) -> list[str]:
     if not isinstance(slides, list):
         period = source.fields.size("attention.sliding_window_pattern", period)
         slides = [(layer + 1) % period > 0 for layer in range(source.num_layers)]
-    return ["sliding_attention" if slide else "full_attention" for slide in slides[: source.num_layers]]
+    return [
+        "sliding_attention" if slide else "full_attention" for slide in slides[: source.num_layers]
+    ]
 
 
 def _rope(source: Source) -> dict[str, Any]:
@@ -136,14 +147,18 @@ def _rope(source: Source) -> dict[str, Any]:
         scaling = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
         if kind == "yarn":
             scaling |= {
-                "original_max_position_embeddings": fields.size("rope.scaling.original_context_length"),
+                "original_max_position_embeddings": fields.size(
+                    "rope.scaling.original_context_length"
+                ),
                 "beta_fast": fields.number("rope.scaling.yarn_beta_fast", 32.0),
                 "beta_slow": fields.number("rope.scaling.yarn_beta_slow", 1.0),
                 "attention_factor": fields.optional_number("rope.scaling.yarn_attn_factor"),
             }
     if ROPE_FREQS in source.header.tensors:
         if scaling is not None:
-            raise CheckpointError(f"{fields.where} holds {ROPE_FREQS} and scales its rotations as {kind!r} too")
+            raise CheckpointError(
+                f"{fields.where} holds {ROPE_FREQS} and scales its rotations as {kind!r} too"
+            )
         scaling = _llama3(source, theta)
     return {"rope_theta": theta, "rope_scaling": scaling}
 
@@ -151,12 +166,18 @@ def _rope(source: Source) -> dict[str, Any]:
 def _llama3(source: Source, theta: float) -> dict[str, Any] | None:
     """Returns the scaling of Llama 3.1. Its parameters must reproduce the file's divisor of every frequency."""
     divisors = np.asarray(source.header.tensors[ROPE_FREQS]).ravel()
-    sizes: dict[str, Any] = {"factor": float(str(divisors.max())), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    sizes: dict[str, Any] = {
+        "factor": float(str(divisors.max())),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     original = 8192
     expected = np.nan
     if divisors.size * 2 == source.head_dim:
         with contextlib.suppress(ValueError):  # RopeConfig refuses such numbers
-            scaled = RopeConfig(type="llama3", theta=theta, original_max_positions=original, **sizes)
+            scaled = RopeConfig(
+                type="llama3", theta=theta, original_max_positions=original, **sizes
+            )
             frequencies, _ = inverse_frequencies(RopeConfig(theta=theta), source.head_dim)
             scaled_frequencies, _ = inverse_frequencies(scaled, source.head_dim)
             expected = frequencies / scaled_frequencies
@@ -202,20 +223,26 @@ def _phi3(source: Source) -> dict[str, Any]:
     source.only(rope__scaling__type="longrope")
     factors: dict[str, Any] = {}
     for name, field in ((LONG_FACTORS, "long_factor"), (SHORT_FACTORS, "short_factor")):
-        factors[field] = [float(str(factor)) for factor in np.asarray(source.header.tensor(name)).ravel()]
+        factors[field] = [
+            float(str(factor)) for factor in np.asarray(source.header.tensor(name)).ravel()
+        ]
     original = metadata.size("rope.scaling.original_context_length")
     length = metadata.size("context_length")
     extension = np.log(max(length / original, 1.0)) / np.log(max(original, 2))
     expected = max(1.0, 1 + extension) ** 0.5
     if not np.isclose(metadata.number(_ATTENTION_FACTOR, expected), expected, rtol=1e-5):
-        raise metadata.wrong(_ATTENTION_FACTOR, f"expected {expected:g}, which follows from its lengths")
+        raise metadata.wrong(
+            _ATTENTION_FACTOR, f"expected {expected:g}, which follows from its lengths"
+        )
     scaling = {"rope_type": "longrope", **factors}
     return {**fields, "original_max_position_embeddings": original, "rope_scaling": scaling}
 
 
 def _qwen3_moe(source: Source) -> dict[str, Any]:
     layers = range(source.num_layers)
-    dense = [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in source.header.tensors]
+    dense = [
+        layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in source.header.tensors
+    ]
     return {**_biases(source), "mlp_only_layers": dense}
 
 
@@ -280,13 +307,22 @@ def _mistral3(source: Source) -> dict[str, Any]:
         return {"model_type": "mistral", "sliding_window": None}
     scale = source.fields.number("rope.scaling.yarn_log_multiplier")
     scaling = _rope(source)["rope_scaling"] or {}
-    return {"rope_scaling": {**scaling, "mscale": scale, "mscale_all_dim": scale, "llama_4_scaling_beta": beta}}
+    return {
+        "rope_scaling": {
+            **scaling,
+            "mscale": scale,
+            "mscale_all_dim": scale,
+            "llama_4_scaling_beta": beta,
+        }
+    }
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     row.name: row
     for row in (
-        Architecture("llama", "llama", _RMS, more=_biases, known=("tensor_data_layout",), permuted=True),
+        Architecture(
+            "llama", "llama", _RMS, more=_biases, known=("tensor_data_layout",), permuted=True
+        ),
         Architecture(
             "mistral3",
             "ministral3",
@@ -295,9 +331,16 @@ ARCHITECTURES: dict[str, Architecture] = {
             known=("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
             permuted=True,
         ),
-        Architecture("qwen2", "qwen2", _RMS, constants={"use_sliding_window": False}, known=("pooling_type",)),
         Architecture(
-            "qwen3", "qwen3", _RMS, more=_biases, constants={"use_sliding_window": False}, known=("pooling_type",)
+            "qwen2", "qwen2", _RMS, constants={"use_sliding_window": False}, known=("pooling_type",)
+        ),
+        Architecture(
+            "qwen3",
+            "qwen3",
+            _RMS,
+            more=_biases,
+            constants={"use_sliding_window": False},
+            known=("pooling_type",),
         ),
         Architecture(
             "qwen3moe",
@@ -370,7 +413,12 @@ ARCHITECTURES: dict[str, Architecture] = {
                 {**_RMS, "attention.sliding_window": "sliding_window"},
                 names={**_OUTPUT_NORMS, "ffn_norm": "pre_feedforward_layernorm"},
                 more=more,
-                known=(*_WINDOWS, "attn_logit_softcapping", "final_logit_softcapping", "rope.freq_base_swa"),
+                known=(
+                    *_WINDOWS,
+                    "attn_logit_softcapping",
+                    "final_logit_softcapping",
+                    "rope.freq_base_swa",
+                ),
                 norm_offset=1.0,
             )
             for name, model_type, more in (
@@ -422,7 +470,8 @@ def architecture_of(header: Header) -> Architecture:
     """Returns the architecture of a file.
 
     Raises:
-        CheckpointError: The architecture is unsupported, or the file has keys that are unknown for it.
+        CheckpointError: The architecture is unsupported, or the file has keys that are unknown for
+            it.
     """
     path = header.path
     name = header.metadata.get("general.architecture")
@@ -490,7 +539,9 @@ def layer_name(row: Architecture, name: str) -> str:
         return name
     block, layer, stem, suffix = match.groups()
     names = {**_NAMES, **row.names} if block else _OUTSIDE
-    translated = names.get(f"{stem}.{suffix}") or (f"{names[stem]}.{suffix}" if stem in names else None)
+    translated = names.get(f"{stem}.{suffix}") or (
+        f"{names[stem]}.{suffix}" if stem in names else None
+    )
     if translated is None:
         return name
     return f"model.layers.{layer}.{translated}" if block else translated

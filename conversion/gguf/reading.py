@@ -1,7 +1,7 @@
 """Reads a GGUF file as the Hugging Face checkpoint that it was made from: configuration and tensors.
 
-This undoes the changes of llama.cpp's converter: the order of the rows of queries and keys, the offset of norms and the
-stacks of experts. A tensor is computed whenever it is converted to numpy.
+This undoes the changes of llama.cpp's converter: the order of the rows of queries and keys, the
+offset of norms and the stacks of experts. A tensor is computed whenever it is converted to numpy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from eagle3_jax.conversion.gguf.architectures import (
     read_config,
 )
 from eagle3_jax.conversion.gguf.header import Header, Tensor, read_header
-from eagle3_jax.conversion.gguf.tokenizer import read_tokenizer_config, read_tokenizer_json, token_fields
+from eagle3_jax.conversion.gguf.tokenizer import (
+    read_tokenizer_config,
+    read_tokenizer_json,
+    token_fields,
+)
 from eagle3_jax.conversion.quantised import Quantisation
 from eagle3_jax.conversion.quantised.arrays import Dequantised
 
@@ -38,7 +42,9 @@ class Contents(NamedTuple):
     config: dict[str, Any]  #: The ``config.json``.
     tensors: dict[str, Any]  #: Tensors by Hugging Face names.
     held: dict[str, Tensor]  #: The stored tensors by llama.cpp's names.
-    quantisation: Quantisation | None  #: The types of quantised tensors; ``None`` if there are none.
+    quantisation: (
+        Quantisation | None
+    )  #: The types of quantised tensors; ``None`` if there are none.
 
 
 def read_contents(path: Path) -> Contents:
@@ -71,7 +77,10 @@ def read_text(path: Path, name: str) -> str | None:
     return None if value is None else json.dumps(value, ensure_ascii=False, indent=2) + "\n"
 
 
-_TOKENIZER_FILES = {"tokenizer.json": read_tokenizer_json, "tokenizer_config.json": read_tokenizer_config}
+_TOKENIZER_FILES = {
+    "tokenizer.json": read_tokenizer_json,
+    "tokenizer_config.json": read_tokenizer_config,
+}
 
 
 def _quantisation(header: Header) -> Quantisation | None:
@@ -107,14 +116,18 @@ def _undone(header: Header, row: Architecture, config: dict[str, Any], name: str
     tensor = header.tensors[name]
     if row.norm_offset and name.endswith("norm.weight"):
         offset = np.float32(row.norm_offset)
-        return Dequantised(tensor.shape, tensor.stored, lambda: (np.asarray(tensor, np.float32) - offset, None))
+        return Dequantised(
+            tensor.shape, tensor.stored, lambda: (np.asarray(tensor, np.float32) - offset, None)
+        )
     match = re.search(r"\.attn_([qk])\.(weight|bias)$", name)
     if match is None or not row.permuted:
         return tensor
     heads = config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
     rows, *inputs = tensor.shape
     if rows % (2 * heads):
-        raise CheckpointError(f"{header.path}: {name} has {rows} rows, which are not those of {heads} heads")
+        raise CheckpointError(
+            f"{header.path}: {name} has {rows} rows, which are not those of {heads} heads"
+        )
     pairs = tensor.reshape(heads, rows // heads // 2, 2, *inputs)
     return pairs.swapaxes(1, 2).reshape(rows, *inputs)
 
@@ -133,7 +146,10 @@ def _fused(header: Header, layer: str, name: str, suffix: str) -> dict[str, Dequ
         )
     experts, width, *inputs = shapes[0]
     shape = (experts, len(parts) * width, *inputs)
-    read = lambda: (np.stack(tensors, 2).reshape(shape), None)  # the columns of gate and up alternate
+    read = lambda: (
+        np.stack(tensors, 2).reshape(shape),
+        None,
+    )  # the columns of gate and up alternate
     dtype = np.result_type(*(tensor.dtype for tensor in tensors))
     stack = Dequantised(shape, tensors[0].stored, read, dtype=dtype)
     stem = f"model.layers.{layer}.mlp.experts.{'_'.join(parts)}_proj"
@@ -155,4 +171,8 @@ def _keys_and_values(header: Header, name: str) -> dict[str, Dequantised]:
     rows = [keys.swapaxes(1, 2), values]
     read = lambda: (np.concatenate(rows, 1).reshape(shape), None)
     dtype = np.result_type(keys.dtype, values.dtype)
-    return {f"model.layers.{layer}.self_attn.kv_b_proj.weight": Dequantised(shape, keys.stored, read, dtype=dtype)}
+    return {
+        f"model.layers.{layer}.self_attn.kv_b_proj.weight": Dequantised(
+            shape, keys.stored, read, dtype=dtype
+        )
+    }

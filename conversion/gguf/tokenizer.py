@@ -1,8 +1,8 @@
 """Builds ``tokenizer.json`` and ``tokenizer_config.json`` from the metadata of a GGUF file.
 
-Metadata has tokens, merges or scores, and the name of the pre-tokenizer. llama.cpp's source (``llama-vocab.cpp``)
-defines the names. The rules below are those of the published tokenizers. Unknown names raise an error.
-"""
+Metadata has tokens, merges or scores, and the name of the pre-tokenizer. llama.cpp's source
+(``llama-vocab.cpp``) defines the names. The rules below are those of the published tokenizers.
+Unknown names raise an error."""
 
 from __future__ import annotations
 
@@ -23,13 +23,18 @@ _CONTROL = 3
 _USER_DEFINED = 4
 _UNUSED = 5
 _SPACE = "▁"
-# Tokens that end a turn. Like llama.cpp, this finds them by their text if metadata has no eot_token_id. In gpt-oss
+# Tokens that end a turn. Like llama.cpp, this finds them by their text if metadata has no
+# eot_token_id. In gpt-oss
 # <|end|> ends a message inside the answer, so it is no stop token there.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")
 _END = "<|end|>"
 _RETURN = "<|return|>"
 
-_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 that do not strip what follows
+_KEEPS_SPACES = (
+    "<unk>",
+    "<s>",
+    "<|endoftext|>",
+)  # special tokens of Phi-3 that do not strip what follows
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BREAKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -37,7 +42,10 @@ _BREAKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 def _by_words(digits: str) -> str:
     """Returns the pattern of GPT-4; ``digits`` is the pattern of numbers."""
-    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*" + _BREAKS
+    return (
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+        + _BREAKS
+    )
 
 
 def _by_case(ending: str, digits: str) -> str:
@@ -53,11 +61,17 @@ def _by_case(ending: str, digits: str) -> str:
 class _Rule(NamedTuple):
     """The pre-tokenizer of a byte-level tokenizer."""
 
-    patterns: tuple[str, ...] = ()  #: Patterns that split the text, applied in order. Default: GPT-2's pattern.
+    patterns: tuple[
+        str, ...
+    ] = ()  #: Patterns that split the text, applied in order. Default: GPT-2's pattern.
     single_digits: bool = False  #: Whether digits are split off first, each on its own.
     nfc: bool = False  #: Whether the text is normalised to NFC first.
-    ignore_merges: bool = False  #: Whether a word that is in the vocabulary becomes one token without merges.
-    add_bos: bool = False  #: Whether the BOS token is added if metadata does not have ``add_bos_token``.
+    ignore_merges: bool = (
+        False  #: Whether a word that is in the vocabulary becomes one token without merges.
+    )
+    add_bos: bool = (
+        False  #: Whether the BOS token is added if metadata does not have ``add_bos_token``.
+    )
 
 
 _LLAMA3 = _Rule((_by_words(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
@@ -107,7 +121,10 @@ def read_tokenizer_config(header: Header) -> dict[str, Any] | None:
     template = header.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise header.fields.wrong("tokenizer.chat_template", "expected a text")
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     for name, key in names.items():
         token = _id(header, key)
@@ -121,7 +138,8 @@ def read_tokenizer_json(header: Header) -> dict[str, Any] | None:
     """Builds the object in ``tokenizer.json``; ``None`` for a file without a tokenizer.
 
     Raises:
-        CheckpointError: The kind of tokenizer or the pre-tokenizer is unsupported, or metadata is incomplete.
+        CheckpointError: The kind of tokenizer or the pre-tokenizer is unsupported, or metadata is
+            incomplete.
     """
     kind = _kind(header)
     if kind is None:
@@ -129,13 +147,17 @@ def read_tokenizer_json(header: Header) -> dict[str, Any] | None:
     tokens = _tokens(header)
     types = header.metadata.get(f"{_PREFIX}token_type", [_NORMAL] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens):
-        raise CheckpointError(f"{header.path} has no {_PREFIX}token_type for all of its tokens; fetch the file again")
+        raise CheckpointError(
+            f"{header.path} has no {_PREFIX}token_type for all of its tokens; fetch the file again"
+        )
     vocab: dict[str, int] = {}
     for index, (token, type) in enumerate(zip(tokens, types, strict=True)):
         if type == _UNUSED and re.fullmatch(r"\[PAD\d+\]", token):
             continue  # padding up to the number of rows of the embedding
         if vocab.setdefault(token, index) != index:
-            raise CheckpointError(f"{header.path} has the token {short(token)} twice; fetch the file again")
+            raise CheckpointError(
+                f"{header.path} has the token {short(token)} twice; fetch the file again"
+            )
     # Special tokens of Phi-3 strip the whitespace after them. Metadata has no field for that.
     is_phi3 = kind == _SENTENCEPIECE and header.metadata.get("general.architecture") == "phi3"
     added = []
@@ -143,9 +165,16 @@ def read_tokenizer_json(header: Header) -> dict[str, Any] | None:
         if type not in (_UNKNOWN, _CONTROL, _USER_DEFINED) or not token:
             continue
         strips_spaces = is_phi3 and token not in _KEEPS_SPACES
-        entry = {"id": index, "content": token, "special": type != _USER_DEFINED, "rstrip": strips_spaces}
+        entry = {
+            "id": index,
+            "content": token,
+            "special": type != _USER_DEFINED,
+            "rstrip": strips_spaces,
+        }
         added.append({**entry, "single_word": False, "lstrip": False, "normalized": False})
-    parts, add_bos = _byte_bpe(header, vocab) if kind == _BYTE_BPE else _sentencepiece(header, vocab, tokens)
+    parts, add_bos = (
+        _byte_bpe(header, vocab) if kind == _BYTE_BPE else _sentencepiece(header, vocab, tokens)
+    )
     return {
         "version": "1.0",
         "truncation": None,
@@ -190,16 +219,27 @@ def _byte_bpe(header: Header, vocab: dict[str, int]) -> tuple[dict[str, Any], bo
         )
     rule = _RULES[name]
     merges = header.metadata.get(f"{_PREFIX}merges")
-    if not isinstance(merges, list) or not all(isinstance(merge, str) and " " in merge[1:] for merge in merges):
+    if not isinstance(merges, list) or not all(
+        isinstance(merge, str) and " " in merge[1:] for merge in merges
+    ):
         raise CheckpointError(f"{header.path} has no {_PREFIX}merges; fetch the file again")
     pairs = []
     for merge in merges:
         inner, _, second = merge[1:].partition(" ")
         pairs.append([merge[0] + inner, second])
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    splits: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if rule.single_digits else []
+    splits: list[dict[str, Any]] = (
+        [{"type": "Digits", "individual_digits": True}] if rule.single_digits else []
+    )
     for pattern in rule.patterns:
-        splits.append({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False})
+        splits.append(
+            {
+                "type": "Split",
+                "pattern": {"Regex": pattern},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+        )
     splits.append({**byte_level, "use_regex": not rule.patterns})
     parts = {
         "normalizer": {"type": "NFC"} if rule.nfc else None,
@@ -210,13 +250,19 @@ def _byte_bpe(header: Header, vocab: dict[str, int]) -> tuple[dict[str, Any], bo
     return parts, rule.add_bos
 
 
-def _sentencepiece(header: Header, vocab: dict[str, int], tokens: list[str]) -> tuple[dict[str, Any], bool]:
+def _sentencepiece(
+    header: Header, vocab: dict[str, int], tokens: list[str]
+) -> tuple[dict[str, Any], bool]:
     """Returns the parts of a SentencePiece tokenizer, and whether it adds the BOS token by default."""
     scores = header.metadata.get(f"{_PREFIX}scores", [])
     are_numbers = isinstance(scores, list) and all(isinstance(score, float) for score in scores)
     if not are_numbers or len(scores) != len(tokens):
-        raise CheckpointError(f"{header.path} has no {_PREFIX}scores for all of its tokens; fetch the file again")
-    normalizers: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
+        raise CheckpointError(
+            f"{header.path} has no {_PREFIX}scores for all of its tokens; fetch the file again"
+        )
+    normalizers: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    ]
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
         {"type": "ByteFallback"},
@@ -232,7 +278,9 @@ def _sentencepiece(header: Header, vocab: dict[str, int], tokens: list[str]) -> 
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _model(vocab, merges, unk_token=unknown_token, fuse_unk=True, byte_fallback="<0x00>" in vocab),
+        "model": _model(
+            vocab, merges, unk_token=unknown_token, fuse_unk=True, byte_fallback="<0x00>" in vocab
+        ),
     }
     return parts, True
 
@@ -277,5 +325,13 @@ def _post_processor(header: Header, tokens: list[str], add_bos: bool) -> dict[st
         special[text] = {"id": text, "ids": [token], "tokens": [text]}
     if not special:
         return None
-    first, second = ([*pieces["bos"], {"Sequence": {"id": name, "type_id": 0}}, *pieces["eos"]] for name in ("A", "B"))
-    return {"type": "TemplateProcessing", "single": first, "pair": [*first, *second], "special_tokens": special}
+    first, second = (
+        [*pieces["bos"], {"Sequence": {"id": name, "type_id": 0}}, *pieces["eos"]]
+        for name in ("A", "B")
+    )
+    return {
+        "type": "TemplateProcessing",
+        "single": first,
+        "pair": [*first, *second],
+        "special_tokens": special,
+    }

@@ -22,9 +22,12 @@ from eagle3_jax.models.quantised import quantised
 from eagle3_jax.types import EmbeddingTables
 
 HEADS: dict[str, HeadKind] = {
-    kind.name: kind for kind in (medusa.KIND, mtp.KIND, dflash.KIND, p_eagle.KIND, eagle1.KIND, eagle3.KIND)
+    kind.name: kind
+    for kind in (medusa.KIND, mtp.KIND, dflash.KIND, p_eagle.KIND, eagle1.KIND, eagle3.KIND)
 }
-LAYOUTS: tuple[str, ...] = tuple(dict.fromkeys(layout for kind in HEADS.values() for layout in kind.layouts))
+LAYOUTS: tuple[str, ...] = tuple(
+    dict.fromkeys(layout for kind in HEADS.values() for layout in kind.layouts)
+)
 
 
 def kind_of(config: Any) -> HeadKind:
@@ -38,15 +41,18 @@ def write_head(checkpoint: HeadCheckpoint, directory: str | Path, dialect: str) 
     Args:
         checkpoint: The head.
         directory: A directory that does not exist yet.
-        dialect: A layout of the head's method, such as ``eagle`` for the official code, ``sglang`` for SGLang and
-            SpecForge, or ``vllm`` for vLLM.
+        dialect: A layout of the head's method, such as ``eagle`` for the official code, ``sglang``
+            for SGLang and SpecForge, or ``vllm`` for vLLM.
 
     Raises:
-        CheckpointError: The method has no such layout, the layout cannot express the head, or the directory exists.
+        CheckpointError: The method has no such layout, the layout cannot express the head, or the
+            directory exists.
     """
     kind = HEADS[checkpoint.method]
     if dialect not in kind.layouts:
-        raise CheckpointError(f"{dialect!r} is no layout of {kind.label} heads; use one of {', '.join(kind.layouts)}")
+        raise CheckpointError(
+            f"{dialect!r} is no layout of {kind.label} heads; use one of {', '.join(kind.layouts)}"
+        )
     layout = kind.write(checkpoint, dialect)
     with new_directory(directory) as temporary:
         write_tensors(temporary / layout.file, layout.tensors)
@@ -55,7 +61,11 @@ def write_head(checkpoint: HeadCheckpoint, directory: str | Path, dialect: str) 
 
 
 def make_drafter(
-    checkpoint: HeadCheckpoint, tables: EmbeddingTables, precision: Precision, mesh: Mesh | None, weights: str = "dense"
+    checkpoint: HeadCheckpoint,
+    tables: EmbeddingTables,
+    precision: Precision,
+    mesh: Mesh | None,
+    weights: str = "dense",
 ) -> tuple[Any, dict[str, Any]]:
     """Builds a drafter and its parameters. A head shares the target's embedding if it has none or the same.
 
@@ -70,7 +80,9 @@ def make_drafter(
     embedding = None
     if checkpoint.embedding is not None:
         table = tables.embedding
-        sharding = None if mesh is None else jax.tree.leaves(table)[0].sharding  # that of the values if it is in int8
+        sharding = (
+            None if mesh is None else jax.tree.leaves(table)[0].sharding
+        )  # that of the values if it is in int8
         embedding = cast(checkpoint.embedding, precision, sharding)
         if isinstance(table, jax.Array) and jnp.array_equal(embedding, table):
             embedding = None
@@ -86,4 +98,14 @@ def make_drafter(
     return drafter, drafter.assemble(head, tables, embedding=embedding, draft_to_target=ids)
 
 
-__all__ = ["HEADS", "LAYOUTS", "HeadCheckpoint", "HeadKind", "Layout", "Signs", "kind_of", "make_drafter", "write_head"]
+__all__ = [
+    "HEADS",
+    "LAYOUTS",
+    "HeadCheckpoint",
+    "HeadKind",
+    "Layout",
+    "Signs",
+    "kind_of",
+    "make_drafter",
+    "write_head",
+]

@@ -1,12 +1,11 @@
 """Reads and writes block drafters (DFlash, DSpark, JetSpec) in the dialects of published ones.
 
-* ``vllm``: z-lab's and SpecForge's layout: sizes as in a Qwen3 model, other settings in ``dflash_config``. DSpark's
-  fields are there or at the top level.
+* ``vllm``: z-lab's and SpecForge's layout: sizes as in a Qwen3 model, other settings in
+  ``dflash_config``. DSpark's fields are there or at the top level.
 * ``speculators``: sizes in ``transformer_layer_config``.
 
-Both have the same tensors. z-lab counts the layer whose *output* is read (``target_layer_ids``). Speculators and this
-library count the layer that this output *enters*, which is one more.
-"""
+Both have the same tensors. z-lab counts the layer whose *output* is read (``target_layer_ids``).
+Speculators and this library count the layer that this output *enters*, which is one more."""
 
 from __future__ import annotations
 
@@ -40,7 +39,11 @@ from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, Markov
 from eagle3_jax.models.config import DecoderConfig, gated, grouped, uniform
 
 # Prefixes of other tools for the same tensors.
-_ALIASES = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+_ALIASES = {
+    "midlayer.": "layers.0.",
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+}
 _MASK = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 # Lists of layers, and the number to add to an id to get the layer that the residual stream enters.
 _IDS = {
@@ -63,10 +66,16 @@ _SETTINGS = {
 
 def recognise(signs: Signs) -> bool:
     """Recognises a block drafter by the configuration, or by a norm of the fused features outside of the layers."""
-    if re.search("DFlash|DSpark", signs.architecture) or signs.method.startswith(("dflash", "dspark", "xpress")):
+    if re.search("DFlash|DSpark", signs.architecture) or signs.method.startswith(
+        ("dflash", "dspark", "xpress")
+    ):
         return True
     has_parts = signs.has(r"markov_head\.|candidate_selector\.")
-    return "dflash_config" in signs.config or has_parts or {"fc.weight", "hidden_norm.weight"} <= signs.names
+    return (
+        "dflash_config" in signs.config
+        or has_parts
+        or {"fc.weight", "hidden_norm.weight"} <= signs.names
+    )
 
 
 def dialect(signs: Signs) -> str:
@@ -76,7 +85,11 @@ def dialect(signs: Signs) -> str:
 
 def head_rules(config: DFlashConfig) -> list[Rule]:
     """Returns the rules of the tensors."""
-    table = [*rules.linear("fc", "fc"), rules.norm("hidden_norm", "feature_norm"), rules.norm("norm", "norm")]
+    table = [
+        *rules.linear("fc", "fc"),
+        rules.norm("hidden_norm", "feature_norm"),
+        rules.norm("norm", "norm"),
+    ]
     for index, layer in enumerate(config.layers):
         table += blocks.block(layer, f"layers.{index}", f"blocks.{index}")
     if config.own_output:
@@ -99,12 +112,18 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     tensors = rules.renamed(stored.tensors, _rename, directory)
     _refuse_relatives(tensors, top, directory)
     if (stored.directory / "mask_embedding.pt").exists():
-        raise CheckpointError(f"{directory} has a mask_embedding.pt; a separate mask embedding is not supported")
+        raise CheckpointError(
+            f"{directory} has a mask_embedding.pt; a separate mask embedding is not supported"
+        )
     config = read_config(top, own_output="lm_head.weight" in tensors)
-    rules.check_layers(config.num_layers, tensors, r"layers\.(\d{1,9})\.", f"{top.where}: num_hidden_layers")
+    rules.check_layers(
+        config.num_layers, tensors, r"layers\.(\d{1,9})\.", f"{top.where}: num_hidden_layers"
+    )
     notes = []
     if not config.causal:
-        notes.append(f"every row sees its whole block: draft {config.num_predicted} tokens, fewer are another network")
+        notes.append(
+            f"every row sees its whole block: draft {config.num_predicted} tokens, fewer are another network"
+        )
     if is_speculators(top.values) and top.get("sliding_window_non_causal") is False:
         notes.append("sliding_window_non_causal is false: vLLM would serve the head causally")
     ids = draft_vocab.read(tensors, config, directory)
@@ -124,15 +143,23 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
 
 def _rename(name: str) -> str:
     name = name.removeprefix("model.")
-    return next((ours + name.removeprefix(alias) for alias, ours in _ALIASES.items() if name.startswith(alias)), name)
+    return next(
+        (
+            ours + name.removeprefix(alias)
+            for alias, ours in _ALIASES.items()
+            if name.startswith(alias)
+        ),
+        name,
+    )
 
 
-def read_config(top: Fields, target: DecoderConfig | None = None, *, own_output: bool | None = None) -> DFlashConfig:
+def read_config(
+    top: Fields, target: DecoderConfig | None = None, *, own_output: bool | None = None
+) -> DFlashConfig:
     """Reads the description of a block drafter.
 
-    No field tells whether it has an output projection: ``own_output`` does. Default: it has one if its draft vocabulary
-    is smaller than the target's.
-    """
+    No field tells whether it has an output projection: ``own_output`` does. Default: it has one if
+    its draft vocabulary is smaller than the target's."""
     del target  # the file has all settings
     fields = _merged(top)
     nested = is_speculators(top.values)
@@ -177,7 +204,9 @@ def _is_spark(fields: Fields) -> bool:
 
 def _merged(top: Fields) -> Fields:
     """Returns the fields at the top level together with those in ``dflash_config`` and ``eagle_config``."""
-    sections = {"": top} | {f" in {name}": top.section(name) for name in ("eagle_config", "dflash_config")}
+    sections = {"": top} | {
+        f" in {name}": top.section(name) for name in ("eagle_config", "dflash_config")
+    }
     values = {}
     for name in dict.fromkeys(name for section in sections.values() for name in section.values):
         stated = {f"{name}{label}": section.get(name) for label, section in sections.items()}
@@ -191,9 +220,13 @@ def _refuse_relatives(tensors: Mapping[str, np.ndarray], top: Fields, where: str
     method = str(_merged(top).get("projector_type") or signs.method)
     has_parts = any("candidate_selector." in name or "_conv." in name for name in tensors)
     if has_parts or method == "dflash2" or "DFlash2" in signs.architecture:
-        raise CheckpointError(f"{where} is a DFlash2 drafter, with convolutions and a selector; it is not loaded")
+        raise CheckpointError(
+            f"{where} is a DFlash2 drafter, with convolutions and a selector; it is not loaded"
+        )
     if method not in ("", "dflash", "dspark", "jetspec"):
-        raise CheckpointError(f"{where} is a {short(method)} drafter; DFlash, DSpark and JetSpec ones are loaded")
+        raise CheckpointError(
+            f"{where} is a {short(method)} drafter; DFlash, DSpark and JetSpec ones are loaded"
+        )
 
 
 def _refuse_settings(fields: Fields, geometry: Fields) -> None:
@@ -212,7 +245,9 @@ def _aux_layers(fields: Fields) -> tuple[int, ...]:
             lists[f"{name} (+{offset})"] = tuple(layer + offset for layer in ids)
     layers = agreed(lists, fields.where)
     if layers is None:
-        raise CheckpointError(f"{fields.where} has no target_layer_ids; add the layers whose outputs the head reads")
+        raise CheckpointError(
+            f"{fields.where} has no target_layer_ids; add the layers whose outputs the head reads"
+        )
     return layers
 
 
@@ -220,8 +255,9 @@ def _is_causal(top: Fields, fields: Fields, geometry: Fields) -> bool:
     """Tells whether rows of the block see only earlier rows, by the conventions of the project that wrote the file."""
     if not is_speculators(top.values):
         return fields.flag("is_causal", fields.flag("causal"))
-    # The flag of speculators concerns windows; layers with full attention are trained to see the block. vLLM serves
-    # such a head causally if the flag is false. So a file without the flag and without layer_types is ambiguous.
+    # The flag of speculators concerns windows; layers with full attention are trained to see the
+    # block. vLLM serves such a head causally if the flag is false. So a file without the flag and
+    # without layer_types is ambiguous.
     if not geometry.words("layer_types") and not fields.flag("sliding_window_non_causal"):
         raise CheckpointError(
             f"{top.where} does not say whether the block is causal; add layer_types to transformer_layer_config, or "
@@ -264,11 +300,14 @@ def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
     }
     if dialect == "speculators":  # it fixes these, or takes them from the verifier
         is_full = config.draft_vocab_size == config.vocab_size
-        full_output = "an output projection of its own for the whole vocabulary (it takes the verifier's)"
+        full_output = (
+            "an output projection of its own for the whole vocabulary (it takes the verifier's)"
+        )
         return settings | {
             "causal (its full attention sees the whole block)": config.causal,
             "an embedding of its own (it takes the verifier's)": checkpoint.embedding is not None,
-            f"target_width {config.target_width} and width {config.width}": config.target_width != config.width,
+            f"target_width {config.target_width} and width {config.width}": config.target_width
+            != config.width,
             full_output: config.own_output and is_full,
         }
     if markov is None:
@@ -276,7 +315,10 @@ def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
             "from_anchor without markov": config.from_anchor,
             "a confidence without markov": config.confidence is not None,
         }
-    return settings | {f"markov type {markov.type!r} (its bias is always the vanilla one)": markov.type != "vanilla"}
+    return settings | {
+        f"markov type {markov.type!r} (its bias is always the vanilla one)": markov.type
+        != "vanilla"
+    }
 
 
 def _geometry_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
@@ -303,7 +345,10 @@ def _spark_fields(config: DFlashConfig) -> dict[str, Any]:
 
 def _vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     config = checkpoint.config
-    ids = {"mask_token_id": config.mask_token, "target_layer_ids": [layer - 1 for layer in config.aux_layers]}
+    ids = {
+        "mask_token_id": config.mask_token,
+        "target_layer_ids": [layer - 1 for layer in config.aux_layers],
+    }
     nested = {**ids, "causal": config.causal, "use_aux_hidden_state": True}
     values = {
         "architectures": ["DFlashDraftModel"],
@@ -317,7 +362,10 @@ def _vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
         values["num_target_layers"] = checkpoint.num_target_layers
     if config.markov is not None:
         # vLLM's DSpark reads these at the top level.
-        anchor = {"sample_from_anchor": config.from_anchor, "dspark_bonus_anchor": not config.from_anchor}
+        anchor = {
+            "sample_from_anchor": config.from_anchor,
+            "dspark_bonus_anchor": not config.from_anchor,
+        }
         values |= {"architectures": ["Qwen3DSparkModel"], **ids, **_spark_fields(config), **anchor}
     return values
 
@@ -325,7 +373,9 @@ def _vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
 def _speculators_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     config = checkpoint.config
     spark = config.markov is not None or config.confidence is not None
-    method, architecture = ("dspark", "DSparkDraftModel") if spark else ("dflash", "DFlashDraftModel")
+    method, architecture = (
+        ("dspark", "DSparkDraftModel") if spark else ("dflash", "DFlashDraftModel")
+    )
     fields = {
         "transformer_layer_config": _geometry_fields(checkpoint),
         "draft_vocab_size": config.draft_vocab_size,
@@ -350,7 +400,9 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     else:
         block += f"sees the whole block: only K = {longest} was trained"
     block += f"; the anchor's row predicts {'too' if config.from_anchor else 'nothing'}"
-    counted = "speculators and this library count the layer that is entered, z-lab the one before it"
+    counted = (
+        "speculators and this library count the layer that is entered, z-lab the one before it"
+    )
     confidence = "a head of its own, which is not used here" if config.confidence else "none"
     return [
         Check.report("auxiliary layers", f"{config.aux_layers} as layers entered; {counted}"),

@@ -1,7 +1,9 @@
 """Reads and writes EAGLE-1 heads, which EAGLE-2 uses unchanged.
 
-* ``eagle``: the official layout: ``fc``, ``layers.N.*`` and the embedding; ``"bias": false`` if ``fc`` has no bias.
-* ``vllm``: the same without a bias of ``fc``, which vLLM's class does not have. The embedding is optional.
+* ``eagle``: the official layout: ``fc``, ``layers.N.*`` and the embedding; ``"bias": false`` if
+  ``fc`` has no bias.
+* ``vllm``: the same without a bias of ``fc``, which vLLM's class does not have. The embedding is
+  optional.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ _UNSAID = (
 def head_rules(config: Eagle1Config) -> list[Rule]:
     """Returns the rules of the tensors."""
     first, *later = config.layers
-    table = [*rules.linear("fc", "fc", bias=config.fc_bias), *blocks.block(first, "layers.0", "first", without="input")]
+    table = [
+        *rules.linear("fc", "fc", bias=config.fc_bias),
+        *blocks.block(first, "layers.0", "first", without="input"),
+    ]
     for index, layer in enumerate(later):
         table += blocks.block(layer, f"layers.{index + 1}", f"upper_layers.{index}")
     return table
@@ -47,7 +52,10 @@ def head_rules(config: Eagle1Config) -> list[Rule]:
 
 def recognise(signs: Signs) -> bool:
     """Recognises EAGLE-1 by an ``fc``, which no language model has, without the tensors that EAGLE-3 adds."""
-    eagle3 = signs.has(r"(midlayer|fc_norm|input_norm)\.|layers\.\d+\.hidden_norm\.") or signs.method == "eagle3"
+    eagle3 = (
+        signs.has(r"(midlayer|fc_norm|input_norm)\.|layers\.\d+\.hidden_norm\.")
+        or signs.method == "eagle3"
+    )
     if eagle3 or "Eagle3" in signs.architecture or {"d2t", "t2d", "norm.weight"} & signs.names:
         return False
     return "fc.weight" in signs.names or _ARCHITECTURE in signs.architecture
@@ -60,7 +68,9 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     count = top.size("num_hidden_layers", 1)
     rules.check_layers(count, tensors, r"layers\.(\d{1,9})\.", f"{top.where}: num_hidden_layers")
     if target is None:
-        raise TargetNeededError(f"{top.where} does not say how deep its target is; give the target as well (--target)")
+        raise TargetNeededError(
+            f"{top.where} does not say how deep its target is; give the target as well (--target)"
+        )
     config = read_config(top, target, fc_bias="fc.bias" in tensors)
     note = _UNSAID if not config.fc_bias and top.get("bias") is None else ""
     return read_as(KIND, stored, config, head_rules(config), tensors, target=target, note=note)
@@ -69,9 +79,8 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
 def read_config(top: Fields, target: DecoderConfig, *, fc_bias: bool = True) -> Eagle1Config:
     """Reads the description of a head.
 
-    ``fc_bias`` tells whether ``fc`` has a bias if the file has no flag. The official code has one by default. Heads
-    that were trained for vLLM have no bias and no flag.
-    """
+    ``fc_bias`` tells whether ``fc`` has a bias if the file has no flag. The official code has one
+    by default. Heads that were trained for vLLM have no bias and no flag."""
     hf_config.refuse_unsupported(top)
     hf_config.refuse_windows(top)
     top.one_of("model_type", ("llama", "qwen2", "eagle"), "llama", purpose="for an EAGLE-1 head")
@@ -114,18 +123,27 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
         tensors.pop("fc.bias", None)
         values["bias"] = False  # vLLM reads the field as a bias of attention
     else:
-        for name in ("rope_parameters", "head_dim", "attention_bias", "mlp_bias"):  # its class has none of these
+        for name in (
+            "rope_parameters",
+            "head_dim",
+            "attention_bias",
+            "mlp_bias",
+        ):  # its class has none of these
             del values[name]
     return Layout(values, tensors)
 
 
-def _refusals(checkpoint: HeadCheckpoint, tensors: Mapping[str, Any], dialect: str) -> dict[str, Any]:
+def _refusals(
+    checkpoint: HeadCheckpoint, tensors: Mapping[str, Any], dialect: str
+) -> dict[str, Any]:
     config = checkpoint.config
     layer = config.layers[0]
     if dialect == "vllm":
         bias = tensors.get("fc.bias")
         return {"a bias in fc (vLLM's head has none)": bias is not None and bias.any()}
-    no_embedding = f"a head without an embedding of its own (the official code asks for {EMBEDDING})"
+    no_embedding = (
+        f"a head without an embedding of its own (the official code asks for {EMBEDDING})"
+    )
     return {
         "o_bias": grouped(layer).o_bias,
         "mlp_bias": gated(layer).bias,
@@ -138,7 +156,11 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     """Reports the bias, in which the layouts differ."""
     del target
     with_bias = "one, as official heads have and vLLM's class has not: it cannot go there"
-    return [Check.report("fc bias", with_bias if head.config.fc_bias else "none, as vLLM's class needs it")]
+    return [
+        Check.report(
+            "fc bias", with_bias if head.config.fc_bias else "none, as vLLM's class needs it"
+        )
+    ]
 
 
 KIND = HeadKind(
@@ -149,7 +171,10 @@ KIND = HeadKind(
     read=read,
     read_config=read_config,
     write=write,
-    layouts=("vllm", "eagle"),  # heads trained here share the target's embedding, which the official code cannot
+    layouts=(
+        "vllm",
+        "eagle",
+    ),  # heads trained here share the target's embedding, which the official code cannot
     stacks={"upper_layers": lambda config: config.num_layers - 1},
     dialect=dialect,
     examine=examine,

@@ -203,8 +203,8 @@ def _rename(name: str) -> str:
 def num_layers(tensors: Mapping[str, np.ndarray]) -> int:
     """Counts the layers of the head by its tensors.
 
-    The field ``num_hidden_layers`` is unreliable: it is 40 for the official Vicuna-13B head, which has one layer.
-    """
+    The field ``num_hidden_layers`` is unreliable: it is 40 for the official Vicuna-13B head, which
+    has one layer."""
     return len(rules.numbers_in(tensors, r"layers\.(\d{1,9})\.")) or 1
 
 
@@ -218,12 +218,13 @@ def _switches(top: Fields) -> Fields:
     return Fields(flags, top.where)
 
 
-def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3Config, tuple[int, ...] | None]:
+def read_config(
+    top: Fields, layers_in: Callable[[Fields], int]
+) -> tuple[Eagle3Config, tuple[int, ...] | None]:
     """Reads the description of a head, and its auxiliary layers if it names them.
 
-    Without auxiliary layers, the description has 0, 1, 2. ``layers_in`` returns the number of layers of the head from
-    the section of the file with the sizes.
-    """
+    Without auxiliary layers, the description has 0, 1, 2. ``layers_in`` returns the number of
+    layers of the head from the section of the file with the sizes."""
     nested = top.get("transformer_layer_config") is not None
     geometry = top.section("transformer_layer_config") if nested else top
     is_llama = "LlamaForCausalLMEagle3" in top.words("architectures")
@@ -246,11 +247,14 @@ def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3
         layers = uniform(layers_in(geometry), mixer, mlp)
         windows = hf_config.read_head_windows(geometry, len(layers), switched=model_type == "qwen3")
         pairs = zip(layers, windows, strict=True)
-        # norm_output is the EAGLE-3.1 feedback, as in vLLM. In old SpecForge files it means the norm before lm_head,
-        # which every head has. The files look the same, so the doctor mentions it.
-        # The default of norm_before_residual is True in speculators' EAGLE-3 heads and False elsewhere, as in vLLM.
+        # norm_output is the EAGLE-3.1 feedback, as in vLLM. In old SpecForge files it means the
+        # norm before lm_head, which every head has. The files look the same, so the doctor mentions
+        # it. The default of norm_before_residual is True in speculators' EAGLE-3 heads and False
+        # elsewhere, as in vLLM.
         normed = nested and top.get("speculators_model_type") != "peagle"
-        flags = {name: switches.flag(name, normed and name == "norm_before_residual") for name in FLAGS}
+        flags = {
+            name: switches.flag(name, normed and name == "norm_before_residual") for name in FLAGS
+        }
         config = Eagle3Config(
             **stack,
             layers=tuple(with_window(layer, window) for layer, window in pairs),
@@ -265,23 +269,23 @@ def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3
 def read_model_type(geometry: Fields, purpose: str, *, is_llama: bool = False) -> str:
     """Returns the family whose layers a head has: ``llama`` or ``qwen3``.
 
-    ``is_llama`` means that the architecture is Llama. Some heads name the ``model_type`` of their target instead, and
-    engines read the architecture.
-    """
+    ``is_llama`` means that the architecture is Llama. Some heads name the ``model_type`` of their
+    target instead, and engines read the architecture."""
     if is_llama and geometry.get("model_type") not in ("llama", "qwen3"):
         return "llama"
     model_type = geometry.one_of("model_type", ("llama", "qwen3"), purpose=purpose)
     if model_type == "qwen3" and geometry.get("head_dim") is None:
-        raise CheckpointError(f"{geometry.where} has no head_dim, which Qwen3 does not derive from the width; add it")
+        raise CheckpointError(
+            f"{geometry.where} has no head_dim, which Qwen3 does not derive from the width; add it"
+        )
     return model_type
 
 
 def stated_layers(top: Fields, geometry: Fields, target: DecoderConfig) -> int:
     """Returns the number of layers of a head according to its ``config.json``, for a file without tensors.
 
-    The official layout always has one layer. A number that is copied from the target is ignored: it is 40 for the
-    official Vicuna-13B head, which has one layer.
-    """
+    The official layout always has one layer. A number that is copied from the target is ignored: it
+    is 40 for the official Vicuna-13B head, which has one layer."""
     stated = geometry.size("num_hidden_layers", 1)
     is_official = dialect(Signs.read(top)) == "eagle"
     return 1 if is_official or stated >= target.num_layers else stated
@@ -294,7 +298,9 @@ def planned(top: Fields, target: DecoderConfig) -> Eagle3Config:
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     """Writes a head in the layout ``eagle`` (the official code), ``sglang`` (SGLang and SpecForge) or ``vllm``."""
-    refuse_inexpressible(dialect, _refusals(checkpoint, dialect), "jax" if dialect == "vllm" else "vllm or --to jax")
+    refuse_inexpressible(
+        dialect, _refusals(checkpoint, dialect), "jax" if dialect == "vllm" else "vllm or --to jax"
+    )
     write_fields = {"eagle": _eagle_fields, "sglang": _sglang_fields, "vllm": vllm_fields}[dialect]
     tensors = head_tensors(KIND, checkpoint, head_rules(checkpoint.config))
     return Layout(write_fields(checkpoint), as_midlayer(tensors))
@@ -321,15 +327,19 @@ def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
     config = checkpoint.config
     mixer = grouped(config.layers[0])
     layers = config.aux_layers
-    settings = {name: getattr(config, name) for name in FLAGS} | hf_config.bias_fields(config.layers[0])
+    settings = {name: getattr(config, name) for name in FLAGS} | hf_config.bias_fields(
+        config.layers[0]
+    )
     settings |= {"qk_norm": mixer.qk_norm, "sliding_window": _has_window(config)}
     dropped = {name: settings[name] for name in _DROPPED[dialect]}
     is_deep = config.num_layers > 1
     if dialect == "sglang":
-        # Its additional_layers start from the MLP output of the previous layer without the residual stream.
+        # Its additional_layers start from the MLP output of the previous layer without the residual
+        # stream.
         return dropped | {
             f"num_layers {config.num_layers} (its further layers drop the residual stream)": is_deep,
-            f"aux_layers {layers} (it takes a list that starts with 1 for layer outputs)": layers[0] == 1,
+            f"aux_layers {layers} (it takes a list that starts with 1 for layer outputs)": layers[0]
+            == 1,
         }
     rope = mixer.rope or RopeConfig()
     linear = f"linear rope with rope_theta {rope.theta:g} and factor {rope.factor:g} (it takes 10000, above 1)"
@@ -350,7 +360,10 @@ def vllm_refusals(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     """Returns the settings that vLLM's Llama and Qwen3 heads do not read, and whether the head has them."""
     layer = checkpoint.config.layers[0]
     biases = hf_config.bias_fields(layer).items()
-    return {f"{name} together with qk_norm": grouped(layer).qk_norm and is_set for name, is_set in biases}
+    return {
+        f"{name} together with qk_norm": grouped(layer).qk_norm and is_set
+        for name, is_set in biases
+    }
 
 
 def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
@@ -366,8 +379,8 @@ def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    # For the official code the field means that the file contains an embedding. SGLang still replaces an embedding of
-    # the target's width by the target's.
+    # For the official code the field means that the file contains an embedding. SGLang still
+    # replaces an embedding of the target's width by the target's.
     if config.target_width != config.width or checkpoint.embedding is not None:
         values["target_hidden_size"] = config.target_width
     return values
@@ -385,7 +398,8 @@ def _sglang_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     config = checkpoint.config
     values = _common_fields(checkpoint)
     values |= {name: True for name in FLAGS[1:] if getattr(config, name)}
-    # Some versions count entered layers and others left ones. Without the field, all versions use the same default.
+    # Some versions count entered layers and others left ones. Without the field, all versions use
+    # the same default.
     return values if is_default_aux(checkpoint) else values | _aux_fields(config.aux_layers)
 
 
@@ -393,7 +407,9 @@ def vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     """Returns a ``config.json`` with every flag that vLLM reads."""
     config = checkpoint.config
     values = _common_fields(checkpoint) | _aux_fields(config.aux_layers)
-    values |= {name: getattr(config, name) for name in FLAGS} | {"target_hidden_size": config.target_width}
+    values |= {name: getattr(config, name) for name in FLAGS} | {
+        "target_hidden_size": config.target_width
+    }
     if grouped(config.layers[0]).qk_norm:
         values |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
         values["use_sliding_window"] = _has_window(config)
@@ -425,14 +441,20 @@ def _aux_layers(head: HeadCheckpoint) -> Check:
     if named is None:
         warning = f". If the head was trained on other layers its drafts are useless; add {AUX}"
         detail = f"{layers}, the default 2, L//2, L-3: config.json names none"
-        return Check.report(name, detail, "" if head.dialect == "eagle" else warning)  # official heads never name them
+        return Check.report(
+            name, detail, "" if head.dialect == "eagle" else warning
+        )  # official heads never name them
     detail = f"{layers}, {'the' if is_default_aux(head) else 'not the'} default of this target"
     if named != layers:
-        return Check.report(name, f"{detail}: {named} in config.json count layers left, as --layer-ids says")
+        return Check.report(
+            name, f"{detail}: {named} in config.json count layers left, as --layer-ids says"
+        )
     if layers[0] != 1:
         return Check.report(name, detail)
     entered = entered_after(layers)
-    default = ", the default of this target" if entered == usual_layers(head.num_target_layers) else ""
+    default = (
+        ", the default of this target" if entered == usual_layers(head.num_target_layers) else ""
+    )
     warning = ", starts with 1, as lists of layers left do; it is read as layers entered. If agreement is poor, try "
     return Check.report(name, detail, f"{warning}--layer-ids leaving: {entered}{default}")
 

@@ -30,7 +30,8 @@ class Check:
     """A finding of the doctor."""
 
     name: str  #: The part that was checked.
-    status: Status  #: ``ok``, ``warning`` (works, but probably not as meant), ``failure``, or ``skipped``.
+    #: ``ok``, ``warning`` (works, but probably not as meant), ``failure``, or ``skipped``.
+    status: Status
     detail: str  #: The finding and, if there is a fault, how to correct it.
 
     @classmethod
@@ -45,14 +46,24 @@ class HeadCheckpoint:
 
     method: str  #: The name of its row in the table of heads, such as ``eagle3``.
     config: Any  #: Its description, as the drafter of the method expects it.
-    head: Params  #: Nested dictionary of numpy arrays in the stored dtype, as the drafter of the method expects it.
-    draft_to_target: np.ndarray | None  #: ``[W]`` int32, absolute target ids; ``None`` if draft ids are target ids.
-    embedding: np.ndarray | None  #: ``[V D]``, the head's own embedding; ``None`` if it shares the target's.
-    dialect: str  #: The layout that it was read from, such as ``vllm``; ``jax`` for a native checkpoint.
+    #: Nested dictionary of numpy arrays in the stored dtype, as the drafter of the method expects
+    # it.
+    head: Params
+    draft_to_target: (
+        np.ndarray | None
+    )  #: ``[W]`` int32, absolute target ids; ``None`` if draft ids are target ids.
+    embedding: (
+        np.ndarray | None
+    )  #: ``[V D]``, the head's own embedding; ``None`` if it shares the target's.
+    dialect: (
+        str  #: The layout that it was read from, such as ``vllm``; ``jax`` for a native checkpoint.
+    )
     source: Path  #: The directory that it was read from.
     dtype: str  #: The dtype of most parameters.
     num_target_layers: int | None = None  #: Number of layers of its target; ``None`` if unknown.
-    note: str = ""  #: Tensors that were left out and settings that were assumed; empty if there are none.
+    note: str = (
+        ""  #: Tensors that were left out and settings that were assumed; empty if there are none.
+    )
 
 
 class Layout(NamedTuple):
@@ -77,19 +88,23 @@ class HeadKind(NamedTuple):
 
     name: str  #: Its name in ``conversion.identify``.
     label: str  #: Its name for people.
-    #: Tells whether a checkpoint is of this kind. The first kind of the table that recognises a checkpoint reads it.
+    #: Tells whether a checkpoint is of this kind. The first kind of the table that recognises a
+    # checkpoint reads it.
     recognise: Callable[[Signs], bool]
     classes: tuple[type, type]  #: The classes of its configuration and of its drafter.
     #: Reads the head from its files and its target, if that is known.
     read: Callable[[Stored, DecoderConfig | None], HeadCheckpoint]
     #: Reads its description from a ``config.json`` and its target alone, for planning.
     read_config: Callable[[Fields, DecoderConfig], Any]
-    #: Writes the head in one of ``layouts``. A ``CheckpointError`` names a setting that the layout cannot express.
+    #: Writes the head in one of ``layouts``. A ``CheckpointError`` names a setting that the layout
+    # cannot express.
     write: Callable[[HeadCheckpoint, str], Layout]
-    #: The layouts in which it can be written, in addition to the native one; the first is the default.
+    #: The layouts in which it can be written, in addition to the native one; the first is the
+    # default.
     layouts: tuple[str, ...]
     dialect: Callable[[Signs], str]  #: Returns the layout of a checkpoint.
-    #: The names of the lists of layers in a native checkpoint, and functions that return their lengths.
+    #: The names of the lists of layers in a native checkpoint, and functions that return their
+    # lengths.
     stacks: Mapping[str, Callable[[Any], int]] = {}
     #: Returns the name of a head of this description, if the method has several names.
     variant: Callable[[Any], str] | None = None
@@ -126,7 +141,9 @@ def check_fit(config: Any, target: DecoderConfig, where: str) -> None:
             f"{where} reads the final state of a target of {depth} layers but the target has {count}; {advice}"
         )
     if last > count and config.aux_layers != (count + 1,):
-        raise CheckpointError(f"{where} reads auxiliary layer {last} but the target has {count} layers; {advice}")
+        raise CheckpointError(
+            f"{where} reads auxiliary layer {last} but the target has {count} layers; {advice}"
+        )
 
 
 def check_embedding(config: Any, embedding: np.ndarray | None, where: str) -> None:
@@ -162,9 +179,11 @@ def read_as(
         table: The rules of its tensors.
         tensors: Its tensors, by the names of the table.
         target: The target that it drafts for; ``None`` if unknown.
-        embedding: Name of the head's own embedding, which is optional; empty for a method without one.
+        embedding: Name of the head's own embedding, which is optional; empty for a method without
+            one.
         extra_names: Names of further tensors that the file may hold.
-        draft_to_target: ``[W]`` int32, target ids of the draft vocabulary; ``None`` if draft ids are target ids.
+        draft_to_target: ``[W]`` int32, target ids of the draft vocabulary; ``None`` if draft ids
+            are target ids.
         note: Tensors that were left out and settings that were assumed.
     """
     where = str(stored.directory)
@@ -210,7 +229,8 @@ def refuse_inexpressible(dialect: str, settings: Mapping[str, Any], instead: str
 
     Args:
         dialect: The layout.
-        settings: The settings that the layout cannot express, in words, and whether the head has them.
+        settings: The settings that the layout cannot express, in words, and whether the head has
+            them.
         instead: The layout to recommend.
     """
     named = "; ".join(setting for setting, is_set in settings.items() if is_set)
@@ -225,7 +245,9 @@ def official_refusals(config: Any, rope_types: tuple[str, ...]) -> dict[str, Any
     """
     mixer = grouped(config.layers[0])
     rope_type = None if mixer.rope is None else mixer.rope.type
-    head_dim = f"head_dim {mixer.head_dim} (it takes width {config.width} over {mixer.num_heads} heads)"
+    head_dim = (
+        f"head_dim {mixer.head_dim} (it takes width {config.width} over {mixer.num_heads} heads)"
+    )
     return {
         head_dim: mixer.head_dim * mixer.num_heads != config.width,
         f"rope type {rope_type!r}": rope_type not in rope_types,
@@ -243,10 +265,13 @@ def read_mask_token(fields: Fields, names: tuple[str, ...]) -> int:
     return mask
 
 
-def speculators_fields(method: str, architecture: str, num_tokens: int, **proposal: Any) -> dict[str, Any]:
+def speculators_fields(
+    method: str, architecture: str, num_tokens: int, **proposal: Any
+) -> dict[str, Any]:
     """Returns the fields of speculators for a head of any method; ``proposal`` are further fields of its proposal."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens, **proposal}
-    # The file of the head does not name the directory of its target; the engine that serves it fills it in.
+    # The file of the head does not name the directory of its target; the engine that serves it
+    # fills it in.
     verifier = {"name_or_path": None, "architectures": []}
     config = {
         "algorithm": method,
@@ -267,7 +292,9 @@ def mask_token(token: int, stop_tokens: tuple[int, ...], directory: Path) -> Che
     report = functools.partial(Check.report, "mask token")
     detail = f"id {token}"
     if token in stop_tokens:
-        return report(detail, ", which ends the target's answers; drafts of heads trained so are weak")
+        return report(
+            detail, ", which ends the target's answers; drafts of heads trained so are weak"
+        )
     tokenizer = tokenizer_of(directory)
     if tokenizer is None:
         return report(f"{detail}; without a tokenizer.json it is unknown whether texts hold it")
@@ -278,4 +305,6 @@ def mask_token(token: int, stop_tokens: tuple[int, ...], directory: Path) -> Che
     if added is not None and added.special:
         return report(f"{detail}, a special token: texts do not hold it")
     spelt = json.dumps(word, ensure_ascii=False)
-    return report(detail, f" is {spelt}, which texts may hold; what follows it in a text is drafted worse")
+    return report(
+        detail, f" is {spelt}, which texts may hold; what follows it in a text is drafted worse"
+    )

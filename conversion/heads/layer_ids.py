@@ -1,10 +1,10 @@
 """Interprets the numbers of a head's auxiliary layers: they count layers that the residual stream enters, or leaves.
 
-In vLLM and this library, number ``i`` means the stream that enters layer ``i``. In SGLang and SpecForge it means the
-stream that leaves layer ``i`` and enters ``i + 1``. Files do not name their convention. If a list starts with 1 and
-adding 1 gives the usual choice for its target, then it most likely follows the second convention. NVIDIA's gpt-oss
-heads look the same and follow the first. So the user has to decide.
-"""
+In vLLM and this library, number ``i`` means the stream that enters layer ``i``. In SGLang and
+SpecForge it means the stream that leaves layer ``i`` and enters ``i + 1``. Files do not name their
+convention. If a list starts with 1 and adding 1 gives the usual choice for its target, then it most
+likely follows the second convention. NVIDIA's gpt-oss heads look the same and follow the first. So
+the user has to decide."""
 
 from __future__ import annotations
 
@@ -22,12 +22,19 @@ _ENTERING_LAYOUTS = ("vllm", "speculators")
 class LayerIds(NamedTuple):
     """Auxiliary layers by the numbers of this library."""
 
-    entered: tuple[int, ...] | None  #: Layers that the stream enters, ascending; ``None`` if the file names none.
+    entered: (
+        tuple[int, ...] | None
+    )  #: Layers that the stream enters, ascending; ``None`` if the file names none.
     note: str = ""  #: The decision; empty if there was nothing to decide.
 
 
 def resolve(
-    named: tuple[int, ...] | None, convention: str | None, *, dialect: str, num_target_layers: int | None, where: str
+    named: tuple[int, ...] | None,
+    convention: str | None,
+    *,
+    dialect: str,
+    num_target_layers: int | None,
+    where: str,
 ) -> LayerIds:
     """Interprets the numbers of a head's auxiliary layers.
 
@@ -35,18 +42,24 @@ def resolve(
         named: The numbers of the file, ascending; ``None`` if it names none.
         convention: The user's choice: ``entering`` or ``leaving``; ``None`` without a choice.
         dialect: The layout of the head.
-        num_target_layers: ``L``, the number of the target's layers; ``None`` if the target is unknown.
+        num_target_layers: ``L``, the number of the target's layers; ``None`` if the target is
+            unknown.
         where: The name of the file, for messages.
 
     Raises:
-        CheckpointError: The numbers are ambiguous and there is no ``convention``, or the convention does not fit.
+        CheckpointError: The numbers are ambiguous and there is no ``convention``, or the convention
+            does not fit.
     """
     if convention not in (None, ENTERING, LEAVING):
-        raise CheckpointError(f"layer ids {convention!r} are not known; expected {ENTERING!r} or {LEAVING!r}")
+        raise CheckpointError(
+            f"layer ids {convention!r} are not known; expected {ENTERING!r} or {LEAVING!r}"
+        )
     if named is None:
         if convention is None:
             return LayerIds(None)
-        raise CheckpointError(f"{where} names no auxiliary layers, so there is nothing to count; leave --layer-ids out")
+        raise CheckpointError(
+            f"{where} names no auxiliary layers, so there is nothing to count; leave --layer-ids out"
+        )
     shifted = entered_after(named)
     if convention == ENTERING:
         return LayerIds(named, f"layers {list(named)} are read as those entered, as was said")
@@ -66,7 +79,10 @@ def resolve(
             "NVIDIA's gpt-oss heads); say which with --layer-ids leaving or --layer-ids entering, where "
             "`eagle3 convert` keeps the answer"
         )
-    return LayerIds(named, f"layers {list(named)} are read as those entered, as vLLM does; --layer-ids says otherwise")
+    return LayerIds(
+        named,
+        f"layers {list(named)} are read as those entered, as vLLM does; --layer-ids says otherwise",
+    )
 
 
 def entered_after(layers: tuple[int, ...]) -> tuple[int, ...]:

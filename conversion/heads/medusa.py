@@ -1,15 +1,16 @@
 """Reads and writes Medusa heads in the two published layouts.
 
-* ``medusa``: the authors' layout, ``medusa_lm_head.safetensors`` or ``.pt``. A head is a numbered sequence, so tensors
-  are named ``{k}.{l}.linear.weight`` and, for the output of a head, ``{k}.{L}.weight``. ``config.json`` has little more
-  than two numbers. The authors' code repeats one block ``L`` times and vLLM runs ``L`` blocks, so a file of several
-  blocks is only read if they are equal.
-* ``vllm``: ``blocks.{k}.layers.{l}.weight`` and ``lm_heads.{k}.weight``, or one ``lm_head.weight`` for all heads
-  (``original_lm_head``), with all settings in ``config.json``. A ``token_map`` has the target ids of a draft
-  vocabulary.
+* ``medusa``: the authors' layout, ``medusa_lm_head.safetensors`` or ``.pt``. A head is a numbered
+  sequence, so tensors are named ``{k}.{l}.linear.weight`` and, for the output of a head,
+  ``{k}.{L}.weight``. ``config.json`` has little more than two numbers. The authors' code repeats
+  one block ``L`` times and vLLM runs ``L`` blocks, so a file of several blocks is only read if they
+  are equal.
+* ``vllm``: ``blocks.{k}.layers.{l}.weight`` and ``lm_heads.{k}.weight``, or one ``lm_head.weight``
+  for all heads (``original_lm_head``), with all settings in ``config.json``. A ``token_map`` has
+  the target ids of a draft vocabulary.
 
-vLLM replaces missing fields and tensors silently: by default sizes, random weights and no bias. Here they are errors.
-"""
+vLLM replaces missing fields and tensors silently: by default sizes, random weights and no bias.
+Here they are errors."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def head_rules(config: MedusaConfig) -> list[Rule]:
     table = []
     for head in range(config.num_heads):
         for layer in range(config.num_layers):
-            table += rules.linear(f"blocks.{head}.layers.{layer}", f"blocks.{head}.layers.{layer}", bias=config.bias)
+            table += rules.linear(
+                f"blocks.{head}.layers.{layer}", f"blocks.{head}.layers.{layer}", bias=config.bias
+            )
         if not config.shared_output:
             table += rules.linear(f"lm_heads.{head}", f"outputs.{head}")
     return table + rules.linear("lm_head", "outputs.0") if config.shared_output else table
@@ -72,8 +75,8 @@ def head_rules(config: MedusaConfig) -> list[Rule]:
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     """Reads Medusa heads in either layout.
 
-    The heads read the state after the target's last norm. The target is needed, because no file has its depth.
-    """
+    The heads read the state after the target's last norm. The target is needed, because no file has
+    its depth."""
     where = str(stored.directory)
     top = stored.fields
     layout = dialect(stored.signs)
@@ -84,7 +87,9 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         )
     tensors = rules.renamed(stored.tensors, _rename, where)
     for word, pattern in _COUNTED.items():
-        rules.check_layers(_stated(top, word), tensors, pattern, f"{top.where}: the number of Medusa {word}", word)
+        rules.check_layers(
+            _stated(top, word), tensors, pattern, f"{top.where}: the number of Medusa {word}", word
+        )
     bias = _biases(top, tensors, layout)
     shared = top.flag("original_lm_head")
     if shared and "lm_head.weight" not in tensors and "lm_heads.0.weight" in tensors:
@@ -113,7 +118,16 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
             "runs the first block each time and vLLM runs every block, so the file does not say which network was "
             "trained. If every block was trained, rename them to blocks.K.layers.L"
         )
-    return read_as(KIND, stored, config, head_rules(config), tensors, target=target, embedding="", draft_to_target=ids)
+    return read_as(
+        KIND,
+        stored,
+        config,
+        head_rules(config),
+        tensors,
+        target=target,
+        embedding="",
+        draft_to_target=ids,
+    )
 
 
 def planned(top: Fields, target: DecoderConfig) -> MedusaConfig:
@@ -142,9 +156,13 @@ def _rename(name: str) -> str:
 
 def _stated(top: Fields, word: str) -> int:
     """Reads the number of heads or of layers. As in vLLM, any field with ``num`` and the word in its name counts."""
-    number = agreed({name: top.size(name) for name in top.values if "num" in name and word in name}, top.where)
+    number = agreed(
+        {name: top.size(name) for name in top.values if "num" in name and word in name}, top.where
+    )
     if number is None:
-        raise CheckpointError(f"{top.where} says nowhere how many {word} there are; add medusa_num_{word}")
+        raise CheckpointError(
+            f"{top.where} says nowhere how many {word} there are; add medusa_num_{word}"
+        )
     return number
 
 
@@ -153,20 +171,34 @@ def _biases(top: Fields, tensors: Mapping[str, np.ndarray], dialect: str) -> boo
     has_biases = any(name.startswith("blocks.") and name.endswith(".bias") for name in tensors)
     flag = top.flag("medusa_fc_bias", has_biases if dialect == "medusa" else False)
     if flag != has_biases:
-        problem = "and the file holds none" if flag else "or missing and the file holds biases, which vLLM would drop"
-        raise CheckpointError(f"{top.where}: medusa_fc_bias is {str(flag).lower()} {problem}; correct it")
+        problem = (
+            "and the file holds none"
+            if flag
+            else "or missing and the file holds biases, which vLLM would drop"
+        )
+        raise CheckpointError(
+            f"{top.where}: medusa_fc_bias is {str(flag).lower()} {problem}; correct it"
+        )
     return has_biases
 
 
-def _token_map(top: Fields, tensors: dict[str, Any], config: MedusaConfig, where: str) -> np.ndarray | None:
+def _token_map(
+    top: Fields, tensors: dict[str, Any], config: MedusaConfig, where: str
+) -> np.ndarray | None:
     """Removes the target ids of the draft vocabulary from the tensors and returns them; ``None`` for a full one."""
     size = config.draft_vocab_size
     vocab_size = config.vocab_size
     table = tensors.pop("token_map", None)
     top.only(logit_scale=1.0)
     if (table is None) != (size == vocab_size):
-        problem = "and there is no token_map" if table is None else "and there is a token_map, which vLLM would ignore"
-        raise CheckpointError(f"{where}: the draft vocabulary is {size} of {vocab_size} tokens {problem}; correct one")
+        problem = (
+            "and there is no token_map"
+            if table is None
+            else "and there is a token_map, which vLLM would ignore"
+        )
+        raise CheckpointError(
+            f"{where}: the draft vocabulary is {size} of {vocab_size} tokens {problem}; correct one"
+        )
     if table is None:
         return None
     draft_vocab.check_ids(table, size, vocab_size, f"{where}: token_map")
@@ -182,8 +214,12 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     table = checkpoint.draft_to_target
     is_full = config.draft_vocab_size == config.vocab_size
     if is_full and table is not None and np.any(np.diff(table) != 1):
-        raise CheckpointError(f"{where}: draft_to_target reorders the whole vocabulary; reorder the outputs instead")
-    refuse_inexpressible(dialect, _refusals(config, tensors, dialect), "jax" if dialect == "vllm" else "vllm")
+        raise CheckpointError(
+            f"{where}: draft_to_target reorders the whole vocabulary; reorder the outputs instead"
+        )
+    refuse_inexpressible(
+        dialect, _refusals(config, tensors, dialect), "jax" if dialect == "vllm" else "vllm"
+    )
     if dialect == "vllm":
         if not is_full:
             tensors["token_map"] = np.asarray(table, np.int64)
@@ -208,7 +244,9 @@ def head_of_different_blocks(tensors: Mapping[str, Any], config: MedusaConfig) -
     return None
 
 
-def _refusals(config: MedusaConfig, tensors: Mapping[str, np.ndarray], dialect: str) -> dict[str, Any]:
+def _refusals(
+    config: MedusaConfig, tensors: Mapping[str, np.ndarray], dialect: str
+) -> dict[str, Any]:
     """Returns the settings that vLLM or the authors' code cannot read, and whether the heads have them."""
     reduced = config.draft_vocab_size < config.vocab_size
     if dialect == "vllm":
@@ -258,8 +296,14 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     """Reports the number of heads, and the model that the heads name as theirs."""
     count = head.config.num_heads
     fitting = [name for name, tree in PUBLISHED_TREES.items() if tree.max_depth <= count]
-    trees = f"published trees that fit: {', '.join(fitting)}" if fitting else "every published tree is deeper"
-    checks = [Check.report("heads", f"{count}, so that drafts have at most {count} tokens; {trees}")]
+    trees = (
+        f"published trees that fit: {', '.join(fitting)}"
+        if fitting
+        else "every published tree is deeper"
+    )
+    checks = [
+        Check.report("heads", f"{count}, so that drafts have at most {count} tokens; {trees}")
+    ]
     base = _base_model(head)
     named = f"trained for {base}, says config.json; heads read the state of exactly that model"
     detail = f"{named} (here: {target.source.name})" if base else "not named"

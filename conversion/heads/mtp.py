@@ -1,13 +1,13 @@
 """Reads and writes MTP modules with a dense block, in three layouts.
 
-* ``deepseek``: DeepSeek-V3's names, ``model.layers.{L}.eh_proj`` and so on, where ``L`` is the number of the target's
-  layers. DeepSeek's own modules have latent attention and experts; no engine loads the dense block under these names.
+* ``deepseek``: DeepSeek-V3's names, ``model.layers.{L}.eh_proj`` and so on, where ``L`` is the
+  number of the target's layers. DeepSeek's own modules have latent attention and experts; no engine
+  loads the dense block under these names.
 * ``mimo``: Xiaomi MiMo's names, ``model.mtp_layers.0.*``, with Qwen2's block. vLLM loads it.
 * ``speculators``: ``mtp_layers.0.*`` with Qwen3's block. The embedding at position 0 is not zeroed.
 
-The input of the projection begins with the embedding in DeepSeek's and speculators' files, and with the hidden state in
-MiMo's. The shapes are the same, so the layout determines the order.
-"""
+The input of the projection begins with the embedding in DeepSeek's and speculators' files, and with
+the hidden state in MiMo's. The shapes are the same, so the layout determines the order."""
 
 from __future__ import annotations
 
@@ -51,13 +51,24 @@ class _Names(NamedTuple):
 _OTHERS = (".token_layernorm", ".hidden_layernorm", ".input_proj", ".final_layernorm")
 _NAMES = {
     "deepseek": _Names(
-        "model.layers.{}", ".enorm", ".hnorm", ".eh_proj", ".shared_head.norm", ".embed_tokens", ".shared_head.head"
+        "model.layers.{}",
+        ".enorm",
+        ".hnorm",
+        ".eh_proj",
+        ".shared_head.norm",
+        ".embed_tokens",
+        ".shared_head.head",
     ),
     "mimo": _Names("model.mtp_layers.0", *_OTHERS, "model.embed_tokens", "lm_head"),
     "speculators": _Names("mtp_layers.0", *_OTHERS, "embed_tokens", "lm_head"),
 }
 # By model_type of the block: whether q, k and v have biases, and whether q and k have norms.
-_BLOCKS = {"llama": (False, False), "qwen2": (True, False), "mimo": (True, False), "qwen3": (False, True)}
+_BLOCKS = {
+    "llama": (False, False),
+    "qwen2": (True, False),
+    "mimo": (True, False),
+    "qwen3": (False, True),
+}
 _MIMO = "MiMoForCausalLM"
 
 
@@ -72,12 +83,17 @@ def recognise(signs: Signs) -> bool:
 def names_in(layout: str, config: MTPConfig) -> _Names:
     """Returns the complete names of the parts in a layout."""
     block = _NAMES[layout].block.format(config.num_target_layers)
-    return _Names(block, *(block + name if name.startswith(".") else name for name in _NAMES[layout][1:]))
+    return _Names(
+        block, *(block + name if name.startswith(".") else name for name in _NAMES[layout][1:])
+    )
 
 
 def head_rules(config: MTPConfig, names: _Names) -> list[Rule]:
     """Returns the rules of the tensors."""
-    table = [rules.norm(getattr(names, path), path) for path in ("embedding_norm", "feature_norm", "norm")]
+    table = [
+        rules.norm(getattr(names, path), path)
+        for path in ("embedding_norm", "feature_norm", "norm")
+    ]
     table += rules.linear(names.fc, "fc") + blocks.block(config.layers[0], names.block, "block")
     return table + rules.linear(names.output, "head") if config.own_output else table
 
@@ -105,7 +121,9 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     if layout == "mimo" and projection in tensors:
         tensors[projection] = _exchanged(tensors[projection])
     table = head_rules(config, names)
-    return read_as(KIND, stored, config, table, tensors, target=target, embedding=f"{names.embedding}.weight")
+    return read_as(
+        KIND, stored, config, table, tensors, target=target, embedding=f"{names.embedding}.weight"
+    )
 
 
 def read_config(top: Fields, target: DecoderConfig | None = None) -> MTPConfig:
@@ -113,7 +131,9 @@ def read_config(top: Fields, target: DecoderConfig | None = None) -> MTPConfig:
     del target  # the file has the target's depth
     nested = bool(top.get("speculators_model_type"))
     geometry = top.section("transformer_layer_config") if nested else top
-    model_type = geometry.one_of("model_type", _BLOCKS, purpose="for the dense block of an MTP module")
+    model_type = geometry.one_of(
+        "model_type", _BLOCKS, purpose="for the dense block of an MTP module"
+    )
     for fields in (top, geometry):
         hf_config.refuse_unsupported(fields)
         hf_config.refuse_windows(fields)
@@ -121,7 +141,9 @@ def read_config(top: Fields, target: DecoderConfig | None = None) -> MTPConfig:
         geometry.require("rope_theta")  # engines differ in what its absence means
     biased, qk_norm = _BLOCKS[model_type]
     o_bias = geometry.flag("attention_bias") and not biased
-    mixer = hf_config.read_mixer(geometry, qkv_bias=biased or o_bias, o_bias=o_bias, qk_norm=qk_norm)
+    mixer = hf_config.read_mixer(
+        geometry, qkv_bias=biased or o_bias, o_bias=o_bias, qk_norm=qk_norm
+    )
     mlp = hf_config.read_mlp(geometry, bias=geometry.flag("mlp_bias"))
     with read_from(geometry.where):
         return MTPConfig(
@@ -147,7 +169,9 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     layer = config.layers[0]
     refuse_inexpressible(dialect, _refusals(config, dialect))
     names = names_in(dialect, config)
-    tensors = head_tensors(KIND, checkpoint, head_rules(config, names), embedding=f"{names.embedding}.weight")
+    tensors = head_tensors(
+        KIND, checkpoint, head_rules(config, names), embedding=f"{names.embedding}.weight"
+    )
     values = hf_config.stack_fields(config, checkpoint.dtype) | {
         "num_hidden_layers": config.num_target_layers,
         "num_nextn_predict_layers": 1,
@@ -166,7 +190,11 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
         return Layout(kind | values | hf_config.bias_fields(layer), tensors)
     geometry = {"model_type": "qwen3", **values, **hf_config.bias_fields(layer)}
     del geometry["num_nextn_predict_layers"]
-    outer = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
+    outer = {
+        "architectures": ["MTPDraftModel"],
+        "speculators_model_type": "mtp",
+        "num_nextn_predict_layers": 1,
+    }
     return Layout(outer | {"transformer_layer_config": geometry}, tensors)
 
 
@@ -175,7 +203,9 @@ def _refusals(config: MTPConfig, dialect: str) -> dict[str, Any]:
     mlp = gated(config.layers[0])
     zero = f"zero_first {config.zero_first} (what the embedding at position 0 counts as)"
     refusals = {
-        "deepseek": {"a block that is neither Llama's, nor Qwen2's, nor Qwen3's": _block(config) is None},
+        "deepseek": {
+            "a block that is neither Llama's, nor Qwen2's, nor Qwen3's": _block(config) is None
+        },
         "mimo": {"qk_norm": mixer.qk_norm, "o_bias": mixer.o_bias, "mlp_bias": mlp.bias},
         "speculators": {"a block without qk_norm (it builds Qwen3's)": not mixer.qk_norm},
     }
@@ -192,7 +222,11 @@ def _block(config: MTPConfig) -> str | None:
 
 def _refuse_other_modules(top: Fields, names: Iterable[str], layout: str) -> None:
     """Refuses a file of several modules, because only one of them could be fed back."""
-    pattern = r"model\.layers\.(\d{1,9})\." if layout == "deepseek" else r"(?:model\.)?mtp_layers\.(\d{1,9})\."
+    pattern = (
+        r"model\.layers\.(\d{1,9})\."
+        if layout == "deepseek"
+        else r"(?:model\.)?mtp_layers\.(\d{1,9})\."
+    )
     modules = rules.numbers_in(names, pattern)
     stated = top.size("num_nextn_predict_layers", 1)
     if stated != 1 or len(modules) != 1:
@@ -209,11 +243,16 @@ def _exchanged(weight: np.ndarray) -> np.ndarray:
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     """Reports the properties that the layout determines and no shape reveals."""
-    order = {"mimo": "the hidden state first", "jax": "as it was converted"}.get(head.dialect, "the embedding first")
+    order = {"mimo": "the hidden state first", "jax": "as it was converted"}.get(
+        head.dialect, "the embedding first"
+    )
     start = "counts as zero" if head.config.zero_first else "is the token's own"
     output = "its own" if head.config.own_output else "the target's"
     return [
-        Check.report("order of the halves", f"{order}, as the {head.dialect} layout has it; the shapes do not tell"),
+        Check.report(
+            "order of the halves",
+            f"{order}, as the {head.dialect} layout has it; the shapes do not tell",
+        ),
         Check.report("embedding at position 0", start),
         Check.report("output", f"logits by {output} output matrix"),
     ]

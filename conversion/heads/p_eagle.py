@@ -1,7 +1,7 @@
 """Reads and writes P-EAGLE heads: EAGLE-3's tensors, a learned state ``mask_hidden`` and the id of a mask token.
 
-* ``vllm``: EAGLE-3's file with the token as ``mask_token_id``, ``pard_token`` or ``ptd_token_id`` (as in Amazon's
-  heads); vLLM serves it with ``{"method": "eagle3", "parallel_drafting": true}``.
+* ``vllm``: EAGLE-3's file with the token as ``mask_token_id``, ``pard_token`` or ``ptd_token_id``
+  (as in Amazon's heads); vLLM serves it with ``{"method": "eagle3", "parallel_drafting": true}``.
 * ``speculators``: ``speculators_model_type`` ``peagle`` and ``mask_token_id``.
 """
 
@@ -48,16 +48,29 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     tensors = eagle3.canonical(stored.tensors, stored.directory)
     if _MASK in tensors:
         if str(top.get("speculators_model_type") or "peagle") != "peagle":
-            raise top.wrong("speculators_model_type", f"the file holds {_MASK}, which only 'peagle' heads have")
+            raise top.wrong(
+                "speculators_model_type", f"the file holds {_MASK}, which only 'peagle' heads have"
+            )
         tensors[_MASK] = tensors[_MASK].reshape(-1)
-    # Layers after the first have one norm of their input. Engines create a second one and never apply it.
-    unused = [name for name in tensors if re.fullmatch(r"layers\.0*[1-9]\d{0,8}\.hidden_norm\.weight", name)]
+    # Layers after the first have one norm of their input. Engines create a second one and never
+    # apply it.
+    unused = [
+        name
+        for name in tensors
+        if re.fullmatch(r"layers\.0*[1-9]\d{0,8}\.hidden_norm\.weight", name)
+    ]
     for name in unused:
         del tensors[name]
     plain, aux_layers = eagle3.read_config(top, lambda _: eagle3.num_layers(tensors))
     config = _with_mask(plain, top)
-    note = f"{', '.join(unused)} left out: engines create this norm and never apply it" if unused else ""
-    return eagle3.read_fused(KIND, stored, tensors, config, aux_layers, _rules(config), target, note)
+    note = (
+        f"{', '.join(unused)} left out: engines create this norm and never apply it"
+        if unused
+        else ""
+    )
+    return eagle3.read_fused(
+        KIND, stored, tensors, config, aux_layers, _rules(config), target, note
+    )
 
 
 def planned(top: Fields, target: DecoderConfig) -> PEagleConfig:
@@ -99,7 +112,9 @@ def _speculators_fields(values: dict[str, Any], config: PEagleConfig) -> dict[st
         **speculators_fields("peagle", "PEagleDraftModel", _SPECULATIVE_TOKENS, **proposal),
         **{name: values[name] for name in (*head_names, "tie_word_embeddings", "dtype")},
         "mask_token_id": config.mask_token_id,
-        "transformer_layer_config": {name: value for name, value in values.items() if name not in excluded},
+        "transformer_layer_config": {
+            name: value for name, value in values.items() if name not in excluded
+        },
     }
 
 
@@ -121,5 +136,7 @@ KIND = HeadKind(
     stacks=eagle3.KIND.stacks,
     dialect=eagle3.dialect,
     examine=examine,
-    suspects=eagle3.KIND.suspects._replace(later="mask_hidden or the mask token, which no first token needs"),
+    suspects=eagle3.KIND.suspects._replace(
+        later="mask_hidden or the mask token, which no first token needs"
+    ),
 )

@@ -50,7 +50,13 @@ class Dequantised(Shaped):
     computed = True
 
     def __init__(
-        self, shape: Sequence[int], stored: Any, read: Read, *, block: int | None = None, dtype: Any = np.float32
+        self,
+        shape: Sequence[int],
+        stored: Any,
+        read: Read,
+        *,
+        block: int | None = None,
+        dtype: Any = np.float32,
     ):
         """See the class; ``read`` returns values of shape ``shape``."""
         self._read_shape = tuple(shape)
@@ -123,11 +129,14 @@ def kept_as(parts: Sequence[Any]) -> str:
     return kinds.pop() if len(kinds) == len(blocks) == 1 else ""
 
 
-def stored_kernel(parts: Sequence[tuple[View, Any]], shape: Sequence[int]) -> Fp8Kernel | Int8Kernel | None:
+def stored_kernel(
+    parts: Sequence[tuple[View, Any]], shape: Sequence[int]
+) -> Fp8Kernel | Int8Kernel | None:
     """Returns the kernel that several arrays fill, bit for bit; ``None`` if they cannot be one kernel.
 
     Args:
-        parts: The arrays. The function next to each returns the view of a kernel ``[..., D_in, D_out]`` that it fills.
+        parts: The arrays. The function next to each returns the view of a kernel ``[..., D_in,
+            D_out]`` that it fills.
         shape: Shape of the kernel.
     """
     from eagle3_jax.models.quantised import Fp8Kernel, Int8Kernel
@@ -149,7 +158,8 @@ def stored_kernel(parts: Sequence[tuple[View, Any]], shape: Sequence[int]) -> Fp
         value_view = view(kernel)
         scale_view = view(scale)
         value_view[...] = stored.reshape(value_view.shape)
-        # The two differ in the axis of inputs alone. The scale of a block is that of its first input.
+        # The two differ in the axis of inputs alone. The scale of a block is that of its first
+        # input.
         sizes = zip(value_view.shape, scale_view.shape, strict=True)
         steps = [None if num_values == num_scales else block for num_values, num_scales in sizes]
         first_inputs = tuple(slice(None, None, step) for step in steps)

@@ -29,10 +29,14 @@ class Stored(NamedTuple):
 class Scheme(NamedTuple):
     """How weights share scales."""
 
-    strategy: str  #: The weights of a scale: ``tensor``, ``channel``, ``group`` (of inputs) or ``block`` (of both).
+    #: The weights of a scale: ``tensor``, ``channel``, ``group`` (of inputs) or ``block`` (of
+    # both).
+    strategy: str
     block: tuple[int, int] = (1, 1)  #: Outputs and inputs of a block; 1 and the inputs of a group.
     bits: int = 8  #: Bits of an integer.
-    exponents: bool = False  #: Whether scales are powers of two that may be stored as their exponents.
+    exponents: bool = (
+        False  #: Whether scales are powers of two that may be stored as their exponents.
+    )
 
 
 def scaled(stored: Stored, scheme: Scheme, dtype: Any) -> Dequantised:
@@ -40,7 +44,9 @@ def scaled(stored: Stored, scheme: Scheme, dtype: Any) -> Dequantised:
     values = stored.values
     _check_type(stored.name, values, (str(np.dtype(dtype)),))
     if values.ndim < 2:
-        raise CheckpointError(f"{stored.name} has shape {list(values.shape)}; only matrices are quantised")
+        raise CheckpointError(
+            f"{stored.name} has shape {list(values.shape)}; only matrices are quantised"
+        )
     scale = _scales(stored, scheme, values.shape)
     block = scheme.block[1] if scheme.strategy in ("group", "block") else None
     return Dequantised(values.shape, values.dtype, lambda: (values, scale()), block=block)
@@ -54,7 +60,9 @@ def packed(stored: Stored, scheme: Scheme) -> Dequantised:
     _check_type(stored.name, words, ("int32",))
     shape = stored.tensors.get(f"{stem}_shape")
     if shape is None or shape.shape != (2,):
-        raise CheckpointError(f"{stored.name} comes without {stem}_shape of two numbers; it says how much of it counts")
+        raise CheckpointError(
+            f"{stored.name} comes without {stem}_shape of two numbers; it says how much of it counts"
+        )
     outputs, inputs = (int(size) for size in shape)
     _check_shape(stored.name, words, (outputs, -(-inputs // per_word)))
     scale = _scales(stored, scheme, (outputs, inputs))
@@ -77,7 +85,9 @@ def mxfp4(stored: Stored) -> Dequantised:
     _check_type(stored.name, blocks, ("uint8",))
     _check_type(stored.scale_name, exponents, _EXPONENTS)
     if blocks.ndim != 4 or blocks.shape[-1] != 16:
-        raise CheckpointError(f"{stored.name} has shape {list(blocks.shape)}; expected [experts, outputs, blocks, 16]")
+        raise CheckpointError(
+            f"{stored.name} has shape {list(blocks.shape)}; expected [experts, outputs, blocks, 16]"
+        )
     _check_shape(stored.scale_name, exponents, blocks.shape[:-1])
     shape = (*blocks.shape[:2], blocks.shape[2] * 32)
     read = lambda: (_mxfp4_weights(blocks, exponents).reshape(shape), None)
@@ -87,7 +97,9 @@ def mxfp4(stored: Stored) -> Dequantised:
 def _mxfp4_weights(blocks: np.ndarray, exponents: np.ndarray) -> np.ndarray:
     """Returns the weights ``[E, out, K/32, 32]`` of blocks of pairs ``[E, out, K/32, 16]``."""
     weights = np.empty((*exponents.shape, 16, 2), np.float32)
-    for index, codes in enumerate(blocks):  # expert by expert, because intermediate results are large
+    for index, codes in enumerate(
+        blocks
+    ):  # expert by expert, because intermediate results are large
         mantissas = np.stack([FP4[codes & 15], FP4[codes >> 4]], -1)
         weights[index] = mantissas * _numbers(exponents[index])[..., None, None]
     return weights
@@ -100,10 +112,14 @@ def fused_experts(stored: Stored) -> Dequantised:
     _check_type(stored.name, values, (str(E4M3),))
     _check_type(stored.scale_name, scale, _FLOATS)
     if values.ndim != 3:
-        raise CheckpointError(f"{stored.name} has shape {list(values.shape)}; expected [experts, inputs, outputs]")
+        raise CheckpointError(
+            f"{stored.name} has shape {list(values.shape)}; expected [experts, inputs, outputs]"
+        )
     experts, _, outputs = values.shape
     _check_shape(stored.scale_name, scale, (experts, 1, outputs), (experts, outputs, 1))
-    return Dequantised(values.shape, values.dtype, lambda: (values, _numbers(scale).reshape(experts, 1, outputs)))
+    return Dequantised(
+        values.shape, values.dtype, lambda: (values, _numbers(scale).reshape(experts, 1, outputs))
+    )
 
 
 def _scales(stored: Stored, scheme: Scheme, shape: Sequence[int]) -> Callable[[], np.ndarray]:
@@ -131,9 +147,13 @@ def _numbers(scale: np.ndarray) -> np.ndarray:
 
 def _check_type(name: str, value: np.ndarray, expected: Sequence[str]) -> None:
     if str(value.dtype) not in expected:
-        raise CheckpointError(f"{name} is stored as {value.dtype}; its quantisation asks for {' or '.join(expected)}")
+        raise CheckpointError(
+            f"{name} is stored as {value.dtype}; its quantisation asks for {' or '.join(expected)}"
+        )
 
 
 def _check_shape(name: str, value: np.ndarray, *allowed: tuple[int, ...]) -> None:
     if value.shape not in allowed:
-        raise CheckpointError(f"{name} has shape {list(value.shape)}; its quantisation asks for {list(allowed[0])}")
+        raise CheckpointError(
+            f"{name} has shape {list(value.shape)}; its quantisation asks for {list(allowed[0])}"
+        )

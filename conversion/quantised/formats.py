@@ -2,7 +2,8 @@
 
 * ``fp8``, as DeepSeek publishes: E4M3 in blocks of 128 by 128, with scales in float32 or exponents.
 * ``fbgemm_fp8``, as Meta publishes: E4M3 with a scale for every output, stacked experts too.
-* ``modelopt``, of NVIDIA's Model Optimizer: E4M3, one scale a tensor, described in ``config.json`` or in its own file.
+* ``modelopt``, of NVIDIA's Model Optimizer: E4M3, one scale a tensor, described in ``config.json``
+  or in its own file.
 * ``mxfp4``, as gpt-oss is published: experts in four bits, with an exponent for 32 inputs.
 * ``compressed-tensors``, as LLM Compressor writes: E4M3, eight bits, or four bits in words.
 """
@@ -21,7 +22,14 @@ from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.files import read_json
 from eagle3_jax.conversion.quantised.arrays import E4M3, Dequantised
-from eagle3_jax.conversion.quantised.decoding import Scheme, Stored, fused_experts, mxfp4, packed, scaled
+from eagle3_jax.conversion.quantised.decoding import (
+    Scheme,
+    Stored,
+    fused_experts,
+    mxfp4,
+    packed,
+    scaled,
+)
 
 _FILE = "hf_quant_config.json"  # of Model Optimizer, next to config.json
 
@@ -41,7 +49,8 @@ class Format(NamedTuple):
 
     words: str  #: Its name for people.
     layouts: tuple[Layout, ...]  #: The layouts of its tensors.
-    #: Patterns of the names of tensors that belong to quantised ones and are not needed for their weights.
+    #: Patterns of the names of tensors that belong to quantised ones and are not needed for their
+    # weights.
     ignored: tuple[str, ...] = ()
 
 
@@ -49,7 +58,8 @@ class Quantisation(NamedTuple):
     """How the weights of a checkpoint were stored."""
 
     words: str  #: The format, for people.
-    #: The kind of weights that keeps the stored values and scales, ``fp8`` or ``int8``; empty if there is none.
+    #: The kind of weights that keeps the stored values and scales, ``fp8`` or ``int8``; empty if
+    # there is none.
     kept_as: str
     num_tensors: int  #: How many tensors are quantised.
 
@@ -77,7 +87,9 @@ def read_quantised(
         values = stem + layout.values
         result = stem + layout.result
         if values not in tensors:
-            raise CheckpointError(f"{directory} holds {name} without {values}, which it scales; fetch the files again")
+            raise CheckpointError(
+                f"{directory} holds {name} without {values}, which it scales; fetch the files again"
+            )
         if result in results or (result != values and result in tensors):
             raise CheckpointError(f"{directory} gives {result} twice, the second time as {values}")
         try:
@@ -86,7 +98,11 @@ def read_quantised(
             raise CheckpointError(f"{directory}: {error} ({format.words})") from None
         used |= {name, values}
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in format.ignored) or r"(?!)")
-    dense = {name: value for name, value in tensors.items() if name not in used and not ignored.fullmatch(name)}
+    dense = {
+        name: value
+        for name, value in tensors.items()
+        if name not in used and not ignored.fullmatch(name)
+    }
     if not results:
         raise CheckpointError(
             f"{directory} says that its weights are quantised ({format.words}) and holds no scale; remove "
@@ -94,12 +110,16 @@ def read_quantised(
         )
     kinds = {value.kept_as for value in results.values()}
     # Messages list tensors in the order of the file.
-    return dense | results, Quantisation(format.words, kinds.pop() if len(kinds) == 1 else "", len(results))
+    return dense | results, Quantisation(
+        format.words, kinds.pop() if len(kinds) == 1 else "", len(results)
+    )
 
 
 def _matrices(scheme: Scheme, dtype: Any = E4M3) -> Layout:
     """Returns the layout of linear layers whose scales are named ``weight_scale``."""
-    return Layout(".weight_scale", ".weight", ".weight", functools.partial(scaled, scheme=scheme, dtype=dtype))
+    return Layout(
+        ".weight_scale", ".weight", ".weight", functools.partial(scaled, scheme=scheme, dtype=dtype)
+    )
 
 
 def _read_fp8(fields: Fields) -> Format:
@@ -115,7 +135,9 @@ def _read_fp8(fields: Fields) -> Format:
         scheme = Scheme("block", size, exponents=exponents)
     return Format(
         words=words,
-        layouts=(Layout("_scale_inv", "", "", functools.partial(scaled, scheme=scheme, dtype=E4M3)),),
+        layouts=(
+            Layout("_scale_inv", "", "", functools.partial(scaled, scheme=scheme, dtype=E4M3)),
+        ),
         ignored=(r".*\.(input_scale|activation_scale)", r".*\.[kv]_scale"),
     )
 
@@ -123,7 +145,10 @@ def _read_fp8(fields: Fields) -> Format:
 def _read_fbgemm(fields: Fields) -> Format:
     return Format(
         words="fp8 of fbgemm, a scale for every output",
-        layouts=(_matrices(Scheme("channel")), Layout("_proj_scale", "_proj", "_proj", fused_experts)),
+        layouts=(
+            _matrices(Scheme("channel")),
+            Layout("_proj_scale", "_proj", "_proj", fused_experts),
+        ),
         ignored=(r".*\.(input_scale_ub|input_scale)",),
     )
 
@@ -162,7 +187,9 @@ def _read_compressed_tensors(fields: Fields) -> Format:
     form = fields.one_of("format", _FORMS)
     fields.section("sparsity_config").only(format="dense")
     if fields.section("transform_config").get("config_groups"):
-        raise CheckpointError(f"{fields.where}: transform_config rotates activations; that is not computed")
+        raise CheckpointError(
+            f"{fields.where}: transform_config rotates activations; that is not computed"
+        )
     weights = _weights(fields)
     weights.only(symmetric=True)
     bits = weights.integer("num_bits")
@@ -170,10 +197,14 @@ def _read_compressed_tensors(fields: Fields) -> Format:
     scheme, among = _scheme(weights, bits)
     words = _COMPRESSED.get((form, kind, bits))
     if words is None:
-        raise CheckpointError(f"{weights.where}: num_bits {bits} of type {kind!r} is not read in the format {form!r}")
+        raise CheckpointError(
+            f"{weights.where}: num_bits {bits} of type {kind!r} is not read in the format {form!r}"
+        )
     layout = _matrices(scheme, E4M3 if kind == "float" else np.int8)
     if form == "pack-quantized":
-        layout = Layout(".weight_scale", ".weight_packed", ".weight", functools.partial(packed, scheme=scheme))
+        layout = Layout(
+            ".weight_scale", ".weight_packed", ".weight", functools.partial(packed, scheme=scheme)
+        )
     return Format(
         words=f"{words} of compressed-tensors, {among}",
         layouts=(layout,),
@@ -186,7 +217,9 @@ def _weights(fields: Fields) -> Fields:
     groups = fields.section("config_groups")
     descriptions = [groups.section(name).section("weights") for name in groups.values]
     if not descriptions or not all(weights.values for weights in descriptions):
-        raise CheckpointError(f"{fields.where}: config_groups says nothing of weights; add their description")
+        raise CheckpointError(
+            f"{fields.where}: config_groups says nothing of weights; add their description"
+        )
     compared = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure")
     first = descriptions[0]
     if any(weights.get(name) != first.get(name) for weights in descriptions for name in compared):
@@ -204,7 +237,9 @@ def _scheme(weights: Fields, bits: int) -> tuple[Scheme, str]:
     if strategy == "block":
         block = _block_size(weights, "block_structure")
         return Scheme("block", block, bits), f"a scale for {block[0]} by {block[1]} weights"
-    return Scheme(strategy, bits=bits), "one scale a tensor" if strategy == "tensor" else "a scale for every output"
+    return Scheme(
+        strategy, bits=bits
+    ), "one scale a tensor" if strategy == "tensor" else "a scale for every output"
 
 
 def _block_size(fields: Fields, name: str) -> tuple[int, int]:

@@ -12,7 +12,8 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
-# Prose begins with none of these: headings, code, tables, lists, directives, images, HTML, attributes, emphasis.
+# Prose begins with none of these: headings, code, tables, lists, directives, images, HTML,
+# attributes, emphasis.
 _NO_PROSE = ("#", "`", "|", "-", ":", "!", "<", "(", "*")
 
 
@@ -25,17 +26,37 @@ def setup(app: Sphinx) -> dict[str, Any]:
 def _write(app: Sphinx, error: Exception | None) -> None:
     if error is not None or app.builder.name != "html":
         return
-    # In a process of its own: two applications in one process share docutils' registry of directives.
-    command = [sys.executable, "-m", "sphinx", "-q", "-b", "markdown", "-d", app.doctreedir, app.srcdir, app.outdir]
+    # In a process of its own: two applications in one process share docutils' registry of
+    # directives.
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-b",
+        "markdown",
+        "-d",
+        app.doctreedir,
+        app.srcdir,
+        app.outdir,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ExtensionError(f"the pages could not be written as Markdown: {done.stderr.strip()}")
-    lines = ["# eagle3-jax", "", f"> {app.config.html_short_title}", "", "Every page of this site is also Markdown:"]
+    lines = [
+        "# eagle3-jax",
+        "",
+        f"> {app.config.html_short_title}",
+        "",
+        "Every page of this site is also Markdown:",
+    ]
     for caption, docnames in _sections(app):
         lines += ["", f"## {caption}", ""]
         for docname in docnames:
             text = (Path(app.outdir) / f"{docname}.md").read_text(encoding="utf-8")
-            lines.append(f"- [{app.env.titles[docname].astext()}]({docname}.md){_first_sentence(text)}")
+            lines.append(
+                f"- [{app.env.titles[docname].astext()}]({docname}.md){_first_sentence(text)}"
+            )
     (Path(app.outdir) / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -48,7 +69,10 @@ def _sections(app: Sphinx) -> list[tuple[str, list[str]]]:
         if docname in seen or docname not in app.env.titles:
             return []
         seen.add(docname)
-        return [docname, *(page for child in app.env.toctree_includes.get(docname, []) for page in below(child))]
+        return [
+            docname,
+            *(page for child in app.env.toctree_includes.get(docname, []) for page in below(child)),
+        ]
 
     for tree in app.env.get_doctree(app.config.root_doc).findall(addnodes.toctree):
         pages = [page for docname in tree["includefiles"] for page in below(docname)]

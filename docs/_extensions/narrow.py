@@ -20,13 +20,18 @@ def _label(app: Any, doctree: Any, docname: str) -> None:
     if app.builder.name != "html":
         return
     for table in doctree.findall(nodes.table):
-        heads = [entry.astext() for head in table.findall(nodes.thead) for entry in head.findall(nodes.entry)]
+        heads = [
+            entry.astext()
+            for head in table.findall(nodes.thead)
+            for entry in head.findall(nodes.entry)
+        ]
         if len(heads) < _FEWEST:
             continue
         table["classes"].append("by-row")
         for row in [row for body in table.findall(nodes.tbody) for row in body.findall(nodes.row)]:
             for head, entry in list(zip(heads, row.children, strict=False))[1:]:
                 if entry.astext().strip():
-                    # An attribute and no text, so that the search does not find the names of columns in every row.
+                    # An attribute and no text, so that the search does not find the names of
+                    # columns in every row.
                     label = f'<span class="column" data-name="{html.escape(head)}"></span>'
                     entry.insert(0, nodes.raw("", label, format="html"))

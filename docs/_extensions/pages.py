@@ -1,10 +1,10 @@
 """Pages of the site that are kept outside docs/, and links that work both on GitHub and on the site.
 
-Executed notebooks and some Markdown files of the repository are copied to ``docs/notebooks`` and ``docs/repository``,
-which are not under version control. A notebook that ``make notebooks`` has not executed is shown as written, with a
-note. A relative link to a page or notebook becomes a link to its page. A link to any other file becomes a download. A
-link to a missing file is a warning, and so an error.
-"""
+Executed notebooks and some Markdown files of the repository are copied to ``docs/notebooks`` and
+``docs/repository``, which are not under version control. A notebook that ``make notebooks`` has not
+executed is shown as written, with a note. A relative link to a page or notebook becomes a link to
+its page. A link to any other file becomes a download. A link to a missing file is a warning, and so
+an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def setup(app: Any) -> dict[str, Any]:
     app.connect("builder-inited", _copy)
     app.connect("source-read", _read)
     # The list of notebooks depends on which notebooks exist.
-    app.connect("env-get-outdated", lambda app, env, added, changed, removed: ["repository/notebooks/README"])
+    app.connect(
+        "env-get-outdated",
+        lambda app, env, added, changed, removed: ["repository/notebooks/README"],
+    )
     return {"version": "1", "parallel_read_safe": True}
 
 
@@ -46,7 +49,11 @@ def setup(app: Any) -> dict[str, Any]:
 
 def notebooks() -> list[Path]:
     """Paths of the notebooks relative to the root of the repository, in the order of their numbers."""
-    paths = [path for folder in ("", "gpu") for path in sorted((ROOT / "notebooks" / folder).glob("[0-9]*.ipynb"))]
+    paths = [
+        path
+        for folder in ("", "gpu")
+        for path in sorted((ROOT / "notebooks" / folder).glob("[0-9]*.ipynb"))
+    ]
     return [path.relative_to(ROOT) for path in paths]
 
 
@@ -59,9 +66,16 @@ def _copy(app: Any) -> None:
     texts = {f"repository/{path}": (ROOT / path).read_text(encoding="utf-8") for path in PAGES}
     for path in notebooks():
         executed = ROOT / "build" / path
-        notebook = json.loads((executed if executed.exists() else ROOT / path).read_text(encoding="utf-8"))
+        notebook = json.loads(
+            (executed if executed.exists() else ROOT / path).read_text(encoding="utf-8")
+        )
         if not executed.exists():
-            note = {"cell_type": "markdown", "id": "not-executed", "metadata": {}, "source": _NOT_EXECUTED}
+            note = {
+                "cell_type": "markdown",
+                "id": "not-executed",
+                "metadata": {},
+                "source": _NOT_EXECUTED,
+            }
             notebook["cells"].insert(1, note)
         texts[str(path)] = json.dumps(notebook)
     for path, text in (texts | {f"{_CLAIMS}.md": claims()}).items():
@@ -78,7 +92,9 @@ def claims() -> str:
     )
     for path in notebooks():
         cells = json.loads((ROOT / path).read_text(encoding="utf-8"))["cells"]
-        prose = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        prose = "\n".join(
+            "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
+        )
         claim_list = re.search(r"^## Checked claims\n\n((?:(?:- |  ).*\n?)+)", prose, re.MULTILINE)
         if claim_list is None:
             raise ValueError(f"{path} has no list 'Checked claims'")
@@ -117,15 +133,26 @@ def _read(app: Any, docname: str, source: list[str]) -> None:
         source[0] = json.dumps(notebook)
         return
     source[0] = rewritten(source[0], docname, warn=warn)
-    if docname == "repository/notebooks/README":  # the table of contents below the page that lists the notebooks
-        pages = [path.with_suffix("") for path in notebooks()] + ["repository/notebooks/gpu/README", _CLAIMS]
-        source[0] += "\n```{toctree}\n:hidden:\n:maxdepth: 1\n\n" + "".join(f"/{page}\n" for page in pages) + "```\n"
+    if (
+        docname == "repository/notebooks/README"
+    ):  # the table of contents below the page that lists the notebooks
+        pages = [path.with_suffix("") for path in notebooks()] + [
+            "repository/notebooks/gpu/README",
+            _CLAIMS,
+        ]
+        source[0] += (
+            "\n```{toctree}\n:hidden:\n:maxdepth: 1\n\n"
+            + "".join(f"/{page}\n" for page in pages)
+            + "```\n"
+        )
 
 
 def rewritten(text: str, docname: str, *, warn: Callable[[str], None]) -> str:
     """A page's text, read on GitHub as it is, with its links to the repository as links within the site."""
     home = (
-        docname.removeprefix("repository/") if docname.startswith(("repository/", "notebooks/")) else f"docs/{docname}"
+        docname.removeprefix("repository/")
+        if docname.startswith(("repository/", "notebooks/"))
+        else f"docs/{docname}"
     )
 
     def within(match: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
 """Makes the pictures of the pages from a run of the shipped pair and from records, and the figures that pages quote.
 
-python docs/pictures/make.py        # half a minute on a CPU; writes *.svg and real_run.json into its own folder
-"""
+python docs/pictures/make.py        # half a minute on a CPU; writes *.svg and real_run.json into
+its own folder"""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def main() -> None:
 
 
 def _record(decoder: e3.SpeculativeDecoder) -> Any:
-    return record(decoder, [PROMPT], max_new_tokens=[NEW_TOKENS], sampling=e3.SamplingParams(), seed=0)
+    return record(
+        decoder, [PROMPT], max_new_tokens=[NEW_TOKENS], sampling=e3.SamplingParams(), seed=0
+    )
 
 
 def _chain(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
@@ -64,7 +66,10 @@ def _chain(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
         (f"{name}: {len(trace.prompts[0]['rounds'])} passes through the target", trace)
         for name, trace in (("Plain decoding", plain), ("EAGLE-3", run))
     ]
-    race = [(words, strips.TokenStrip(_tokens(trace, target), "the same text, pass by pass")) for words, trace in lanes]
+    race = [
+        (words, strips.TokenStrip(_tokens(trace, target), "the same text, pass by pass"))
+        for words, trace in lanes
+    ]
     (HERE / "race.svg").write_text(strips.svg(race, seconds_per_round=0.2), encoding="utf-8")
     return {
         "new_tokens": len(run.result.tokens[0]),
@@ -85,9 +90,13 @@ def _tokens(run: Any, target: e3.LoadedTarget) -> list[strips.Token]:
 
 def _distributions(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
     """Both distributions of the first drafted token of a sampled chain, at temperature 1."""
-    decoder = e3.SpeculativeDecoder(target, head, num_speculative_tokens=4, draft_sampling="probabilistic")
+    decoder = e3.SpeculativeDecoder(
+        target, head, num_speculative_tokens=4, draft_sampling="probabilistic"
+    )
     warm = e3.SamplingParams(temperature=1.0)
-    played = decoder.step(decoder.prefill([PROMPT], max_new_tokens=NEW_TOKENS, sampling=warm, seed=0))
+    played = decoder.step(
+        decoder.prefill([PROMPT], max_new_tokens=NEW_TOKENS, sampling=warm, seed=0)
+    )
     root = int(played.draft.tokens[0, 0])
     text = jnp.asarray([[*decoder.encode(PROMPT), root]])
     places = jnp.arange(text.shape[1])[None]
@@ -109,20 +118,30 @@ def _tree(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
     shape = e3.DynamicTree(num_nodes=16, max_depth=4, top_k=4)
     run = _record(e3.SpeculativeDecoder(target, head, tree=shape))
     count_kinds = lambda round_: len(set(trees.statuses(round_["parents"], round_["path"])))
-    round_ = max(run.prompts[0]["rounds"], key=lambda round_: (count_kinds(round_), round_["num_accepted"]))
+    round_ = max(
+        run.prompts[0]["rounds"], key=lambda round_: (count_kinds(round_), round_["num_accepted"])
+    )
     status = trees.statuses(round_["parents"], round_["path"])
     end = round_["path"][-1] if round_["path"] else 0
     added = style.CORRECTED if end in round_["parents"] else style.BONUS
-    words = [target.tokenizer.decode([token]) for token in [*round_["tokens"], round_["next_token"]]]
+    words = [
+        target.tokenizer.decode([token]) for token in [*round_["tokens"], round_["next_token"]]
+    ]
     title = "One round of a draft tree: sixteen nodes, one forward pass"
-    _write(trees.tree(words, [*round_["parents"], end], status=[*status, added], title=title), "tree")
+    _write(
+        trees.tree(words, [*round_["parents"], end], status=[*status, added], title=title), "tree"
+    )
     nodes = np.asarray(round_["parents"])
     above = np.eye(nodes.size, dtype=bool)
     for node, parent in enumerate(nodes):
         if parent >= 0:
             above[node] |= above[parent]
     _write(trees.mask_map(above, words[:-1], title="Tree attention mask"), "mask")
-    return {"tree_nodes": len(round_["tokens"]), "tree_accepted": round_["num_accepted"], "tree_added": added}
+    return {
+        "tree_nodes": len(round_["tokens"]),
+        "tree_accepted": round_["num_accepted"],
+        "tree_added": added,
+    }
 
 
 def _speed() -> Figure:
@@ -139,8 +158,16 @@ def _speed() -> Figure:
         height=0.7,
     )
     for height, row in enumerate(rows):
-        axes.text(row["ratio"]["high"] + 0.02, height, f"{row['ratio']['median']:.2f}", va="center", fontsize=8)
-    axes.set_yticks(range(len(rows)), [speeds.NAMES[row["name"]].replace("`", "") for row in rows], fontsize=8)
+        axes.text(
+            row["ratio"]["high"] + 0.02,
+            height,
+            f"{row['ratio']['median']:.2f}",
+            va="center",
+            fontsize=8,
+        )
+    axes.set_yticks(
+        range(len(rows)), [speeds.NAMES[row["name"]].replace("`", "") for row in rows], fontsize=8
+    )
     axes.axvline(1, color=INK, linewidth=0.8, linestyle="--")
     axes.set(xlim=(0, 1.6), xlabel="speed-up over plain decoding, median and quartiles")
     return figure
@@ -156,10 +183,22 @@ def _draft_length() -> Figure:
         axes.plot(range(1, 9), curve, color=GREY, linewidth=1)
         axes.text(8.1, curve[-1], f"α = {alpha}", va="center", fontsize=8)
     medians = [row["ratio"]["median"] for row in rows]
-    axes.errorbar(lengths, medians, yerr=_spread(rows), fmt="o", color=BLUE, label="measured, with quartiles")
-    axes.plot(lengths, [row["predicted_ratio"] for row in rows], "x", color=ORANGE, label="predicted: τ / (v + K·c)")
+    axes.errorbar(
+        lengths, medians, yerr=_spread(rows), fmt="o", color=BLUE, label="measured, with quartiles"
+    )
+    axes.plot(
+        lengths,
+        [row["predicted_ratio"] for row in rows],
+        "x",
+        color=ORANGE,
+        label="predicted: τ / (v + K·c)",
+    )
     axes.axhline(1, color=INK, linewidth=0.8, linestyle="--")
-    axes.set(xlim=(0.7, 9), xlabel="draft length K (grey curves: v = 1.2, c = 0.056)", ylabel="speed-up S")
+    axes.set(
+        xlim=(0.7, 9),
+        xlabel="draft length K (grey curves: v = 1.2, c = 0.056)",
+        ylabel="speed-up S",
+    )
     axes.legend(loc="upper left", fontsize=8)
     return figure
 
@@ -175,7 +214,9 @@ def _spread(rows: list[speeds.Row]) -> list[list[float]]:
 def _write(figure: Figure, name: str) -> None:
     figure.savefig(HERE / f"{name}.svg", metadata={"Date": None, "Creator": None})
     text = (HERE / f"{name}.svg").read_text(encoding="utf-8")
-    (HERE / f"{name}.svg").write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")
+    (HERE / f"{name}.svg").write_text(
+        "\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -71,7 +71,15 @@ def power() -> str:
         tokens = [f"{entry['tokens']:,}", f"{entry['fewest_tokens']:,.0f}", ratio]
         lines.append([entry["error"], requests, *tokens, tests[0] if tests else "", texts])
     of_texts = samples["environment"]["git"]["commit"][:10]
-    columns = ["injected error", "requests", "tokens", "fewest", "ratio", "found mostly by", "two samples of texts"]
+    columns = [
+        "injected error",
+        "requests",
+        "tokens",
+        "fewest",
+        "ratio",
+        "found mostly by",
+        "two samples of texts",
+    ]
     return table(columns, lines) + (
         f"\n\n{version(measured['environment'])} (texts: `{of_texts}`), "
         f"{measured['runs']} runs of each error and size, α = 10⁻⁶ in all, "
@@ -91,7 +99,10 @@ def alarms() -> str:
     measured = record("certify-alarms")
     lines = []
     for kind in measured["kinds"]:
-        counts = [str(kind["verdicts"].get(verdict, 0)) for verdict in ("lossless", "inconclusive", "not lossless")]
+        counts = [
+            str(kind["verdicts"].get(verdict, 0))
+            for verdict in ("lossless", "inconclusive", "not lossless")
+        ]
         lines.append([kind["kind"], str(kind["runs"]), *counts, f"{kind['smallest']:.2g}"])
     columns = ["correct server", "runs", "lossless", "inconclusive", "not lossless", "smallest p"]
     return table(columns, lines) + (
@@ -115,7 +126,10 @@ def bugs() -> str:
         for entry in measured["bugs"]
     ]
     columns = ["error", "injected as", "verdict", "found by", "requests", "seconds"]
-    return table(columns, lines) + f"\n\n{version(measured['environment'])}, {cores(measured['environment'])}."
+    return (
+        table(columns, lines)
+        + f"\n\n{version(measured['environment'])}, {cores(measured['environment'])}."
+    )
 
 
 def engines() -> str:
@@ -129,12 +143,28 @@ def engines() -> str:
             certificate = record(f"certificate-{name}")
             commits.add(f"`{certificate['commit'][:10]}`")
             dates.append(certificate["started"][:10])
-            size = [f"{certificate['requests']:,}", f"{certificate['tokens']:,}", f"{certificate['seconds']:,.0f}"]
-            lines.append([title, f"**{certificate['headline'].lower()}**", reason(certificate), *size])
-        columns = ["speculation", "verdict", "why, or what it would have found", "requests", "tokens", "seconds"]
+            size = [
+                f"{certificate['requests']:,}",
+                f"{certificate['tokens']:,}",
+                f"{certificate['seconds']:,.0f}",
+            ]
+            lines.append(
+                [title, f"**{certificate['headline'].lower()}**", reason(certificate), *size]
+            )
+        columns = [
+            "speculation",
+            "verdict",
+            "why, or what it would have found",
+            "requests",
+            "tokens",
+            "seconds",
+        ]
         tables.append(f"## {engine}\n\n{table(columns, lines)}")
     days = " to ".join(sorted({min(dates), max(dates)}))
-    return "\n\n".join(tables) + f"\n\n{days}, two cores of a CPU. Commits {', '.join(sorted(commits))}."
+    return (
+        "\n\n".join(tables)
+        + f"\n\n{days}, two cores of a CPU. Commits {', '.join(sorted(commits))}."
+    )
 
 
 def reason(certificate: Row) -> str:
@@ -142,6 +172,8 @@ def reason(certificate: Row) -> str:
     if certificate["verdict"] == "lossless":
         return "; ".join(re.findall(r"\d+ % (?:too willing|apart)", " ".join(certificate["sees"])))
     if certificate["verdict"] == "inconclusive":
-        return "not seen: " + ", ".join(entry["name"] for entry in certificate["requirements"] if not entry["is_met"])
+        return "not seen: " + ", ".join(
+            entry["name"] for entry in certificate["requirements"] if not entry["is_met"]
+        )
     test, _, detail = certificate["reason"].partition(": ")
     return f"{test} ({detail.rpartition('(')[2]}"

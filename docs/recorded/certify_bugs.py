@@ -71,7 +71,10 @@ BUGS: dict[str, tuple[str, Callable[[], Certificate]]] = {
         "penalties ignored",
         over_http(ignored_fields={"presence_penalty", "frequency_penalty"}),
     ),
-    "TensorRT-LLM #19487: requests without a seed are equal": ("one seed for all", over_http(fixed_seed=7)),
+    "TensorRT-LLM #19487: requests without a seed are equal": (
+        "one seed for all",
+        over_http(fixed_seed=7),
+    ),
     "TensorRT-LLM #15098: logits of another slice": (
         "the token behind the drafts from the position before",
         of_fault(FAULTS["bonus sampled from the position before"]),
@@ -84,8 +87,14 @@ BUGS: dict[str, tuple[str, Callable[[], Certificate]]] = {
         "wrong logits behind drafts, which are reported",
         in_process(FaultySource(behind_drafts=3.0)),
     ),
-    "vLLM #54437, #49738: grammar mask misaligned": ("grammars broken", over_http(constrained="broken")),
-    "vLLM #42744, #54906: bias skips verified tokens": ("logit bias ignored", over_http(ignored_fields={"logit_bias"})),
+    "vLLM #54437, #49738: grammar mask misaligned": (
+        "grammars broken",
+        over_http(constrained="broken"),
+    ),
+    "vLLM #42744, #54906: bias skips verified tokens": (
+        "logit bias ignored",
+        over_http(ignored_fields={"logit_bias"}),
+    ),
     "llama.cpp #27972: nothing reported behind drafts": (
         "empty reports of drafted tokens by an unknown server; llama.cpp itself is asked behind prefixes",
         over_http(unreadable="empty"),
@@ -98,7 +107,10 @@ BUGS: dict[str, tuple[str, Callable[[], Certificate]]] = {
         "wrong tokens where several requests run",
         over_http(wrong_greedy=2, wrong_when="crowded", seconds=0.01),
     ),
-    "mistral.rs #2424: the speculative sampler is an arg-max": ("arg-max behind the first token", in_process(Argmax())),
+    "mistral.rs #2424: the speculative sampler is an arg-max": (
+        "arg-max behind the first token",
+        in_process(Argmax()),
+    ),
 }
 
 

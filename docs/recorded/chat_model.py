@@ -16,9 +16,17 @@ def rounds() -> str:
     lines = []
     for form in FORMS:
         steps = [step(figures[f"{form}, {count} rows"]) for count in ROWS]
-        prefills = [f"{figures[f'{form}, prefill of {count}']['milliseconds']:.0f}" for count in PREFILLS]
+        prefills = [
+            f"{figures[f'{form}, prefill of {count}']['milliseconds']:.0f}" for count in PREFILLS
+        ]
         lines.append([f"`{form}`", *steps, *prefills])
-    titles = ["weights", "1 row", *(f"{count} rows" for count in ROWS[1:]), "prefill of 32", "of 128"]
+    titles = [
+        "weights",
+        "1 row",
+        *(f"{count} rows" for count in ROWS[1:]),
+        "prefill of 32",
+        "of 128",
+    ]
     about = RECORD["rounds"]["environment"]
     jax = about["versions"]["jax"]
     run = f"{version(about)}, {cores(about)}, jax {jax}, batch 1, context 100 of 256. Medians."

@@ -35,14 +35,21 @@ def bound() -> str:
     for name, weights, gpu in MODELS:
         target = KNOWN_MODELS[name]
         accelerator = accelerator_named(gpu)
-        deployment = Deployment(target=target, head=usual_head(target), accelerator=accelerator, weights=weights)
+        deployment = Deployment(
+            target=target, head=usual_head(target), accelerator=accelerator, weights=weights
+        )
         for batch in BATCHES:
             limit = round_bound(deployment, batch=batch, context=CONTEXT, num_draft_tokens=K)
             speed = f"{batch / limit.plain_seconds:,.0f}"
             costs = [f"{limit.verify_cost:.2f}", f"{limit.draft_cost:.3f}"]
-            rows.append([f"{name}, {weights}", gpu, f"{batch}", speed, *costs, f"{limit.speedup(TAU):.2f}"])
+            rows.append(
+                [f"{name}, {weights}", gpu, f"{batch}", speed, *costs, f"{limit.speedup(TAU):.2f}"]
+            )
     columns = ["target", "GPU", "batch", "plain tokens/s, at most", "v", "c", f"S at τ = {TAU:.2f}"]
-    return table(columns, rows) + f"\n\nK = {K}, α = {ALPHA}, {CONTEXT:,} tokens of context, one GPU, from datasheets."
+    return (
+        table(columns, rows)
+        + f"\n\nK = {K}, α = {ALPHA}, {CONTEXT:,} tokens of context, one GPU, from datasheets."
+    )
 
 
 def compiled() -> str:

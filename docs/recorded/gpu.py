@@ -41,7 +41,9 @@ def rounds() -> str:
         is_draft = name.startswith(("chain", "tree"))
         speed = f"{figure['speed_in_bases']['median']:.2f}" if is_draft else ""
         lines.append([label, milliseconds(figure), f"{plain_steps:.3f}", speed])
-    return f"{table(['what', 'ms', 'plain steps', 'speed-up, acceptance simulated'], lines)}\n\n{RUN}"
+    return (
+        f"{table(['what', 'ms', 'plain steps', 'speed-up, acceptance simulated'], lines)}\n\n{RUN}"
+    )
 
 
 def rows() -> list[tuple[Row, Row]]:
@@ -64,7 +66,9 @@ def chat_model() -> str:
 
 def in_turns(figure: Row, base: Row) -> str:
     """Writes the ratio of the times of two cells that took turns. The first value of each is from before the turns."""
-    pairs = zip(figure["seconds_per_round"]["values"], base["seconds_per_round"]["values"], strict=True)
+    pairs = zip(
+        figure["seconds_per_round"]["values"], base["seconds_per_round"]["values"], strict=True
+    )
     ratios = [seconds / base_seconds for seconds, base_seconds in pairs]
     return spread(spread_of(ratios[1:])) if ratios[1:] else f"{ratios[0]:.2f}"
 

@@ -26,7 +26,11 @@ def speed(row: Row) -> str:
 
 def times(row: Row) -> list[str]:
     """Returns the columns of :data:`TIMES`."""
-    return [seconds(row["first_token"]["p50"]), seconds(row["gap"]["p50"]), seconds(row["gap"]["p99"])]
+    return [
+        seconds(row["first_token"]["p50"]),
+        seconds(row["gap"]["p50"]),
+        seconds(row["gap"]["p99"]),
+    ]
 
 
 def loads() -> str:
@@ -39,7 +43,9 @@ def loads() -> str:
             ratio = f"{row['ratio']['median']:.2f}"
             tau = "" if length is None else f"{length:.2f}"
             names = [row["load"], NAMES[row["name"]]]
-            rows.append([*names, speed(row), ratio, tau, *times(row), seconds(row["per_token"]["p50"])])
+            rows.append(
+                [*names, speed(row), ratio, tau, *times(row), seconds(row["per_token"]["p50"])]
+            )
     return table(["load", "method", "tokens/s", "ratio", "τ", *TIMES, "per token p50"], rows)
 
 
@@ -58,7 +64,12 @@ def servers() -> str:
     rows = []
     for row in record(SERVERS)["rows"]:
         texts = f"{row['same_texts']} of {row['num_requests']}"
-        figures = [speed(row), f"{row['ratio']['median']:.2f}", *times(row), seconds(row["per_token"]["p50"])]
+        figures = [
+            speed(row),
+            f"{row['ratio']['median']:.2f}",
+            *times(row),
+            seconds(row["per_token"]["p50"]),
+        ]
         rows.append([row["load"], row["name"], *figures, texts])
     return table(["users", "server", "tokens/s", "ratio", *TIMES, "per token p50", "same"], rows)
 
@@ -71,5 +82,12 @@ def refilled() -> str:
         rounds = [f"{row['rounds']:,}", f"{row['rounds_refilled']:,}"]
         speedup = row["speedup"]["median"]
         rows.append([row["method"], row["limits"], *rounds, f"{saved:.0%}", f"{speedup:.2f}"])
-    columns = ["method", "new tokens", "rounds in batches", "rounds refilled", "saved", "times faster (one run)"]
+    columns = [
+        "method",
+        "new tokens",
+        "rounds in batches",
+        "rounds refilled",
+        "saved",
+        "times faster (one run)",
+    ]
     return table(columns, rows)

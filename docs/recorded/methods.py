@@ -1,8 +1,8 @@
 """Tables of docs/methods/index.md, from methods.toml and from methods.json, the record of ``examples/methods.py``.
 
-A method that is not in the record is "not measured". The time of a verification is noisy on two shared cores, and the
-same for every method: the tables use the median over the methods, and derive ``S = τ / (v + K·c)`` from it.
-"""
+A method that is not in the record is "not measured". The time of a verification is noisy on two
+shared cores, and the same for every method: the tables use the median over the methods, and derive
+``S = τ / (v + K·c)`` from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ def drafts_of(method: Row, measured: Row) -> list[Row]:
     """Returns the measurements of a method, in every shape that it has."""
     rows = [row for row in measured["rows"] if row["method"] == method.get("measured")]
     if "shape" in method:
-        rows = [row for row in rows if method["shape"] == ("chain" if row["draft"][0] == "K" else "tree")]
+        rows = [
+            row
+            for row in rows
+            if method["shape"] == ("chain" if row["draft"][0] == "K" else "tree")
+        ]
     return rows
 
 
@@ -46,7 +50,11 @@ def files_and_proof() -> str:
     """Writes formats, training and what each method was compared with."""
     rows = []
     for method in facts():
-        layouts = [f"`{name}`" for name in (*HEADS[method["heads"]].layouts, "jax")] if "heads" in method else []
+        layouts = (
+            [f"`{name}`" for name in (*HEADS[method["heads"]].layouts, "jax")]
+            if "heads" in method
+            else []
+        )
         written = method.get("written", ", ".join(layouts))
         recipe = f"`{method['recipe']}`" if "recipe" in method else ""
         rows.append([method["label"], method["formats"], written, recipe, method["checked"]])
@@ -58,7 +66,9 @@ def verify_costs(measured: Row) -> dict[str, tuple[float, float, float]]:
     costs = {}
     for draft in dict.fromkeys(row["draft"] for row in measured["rows"]):
         values = [row["verify_cost"] for row in measured["rows"] if row["draft"] == draft]
-        low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+        low, middle, high = (
+            statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+        )
         costs[draft] = (low, middle, high)
     return costs
 
@@ -66,9 +76,16 @@ def verify_costs(measured: Row) -> dict[str, tuple[float, float, float]]:
 def what_was_measured(measured: Row) -> str:
     """Writes ``v`` by draft, then τ and the derived speed-up of every method."""
     costs = verify_costs(measured)
-    verify = [[draft, f"{middle:.2f} ({low:.2f}–{high:.2f})"] for draft, (low, middle, high) in costs.items()]
+    verify = [
+        [draft, f"{middle:.2f} ({low:.2f}–{high:.2f})"]
+        for draft, (low, middle, high) in costs.items()
+    ]
     methods = [method for method in facts() if method.get("named") != "none"]
-    derived = [method for method in methods if drafts_of(method, measured) and method["measured"] not in LOOKUP]
+    derived = [
+        method
+        for method in methods
+        if drafts_of(method, measured) and method["measured"] not in LOOKUP
+    ]
     plain_steps = lambda row: costs[row["draft"]][1] + row["num_draft_steps"] * row["draft_cost"]
     sections = [
         table(["draft", "v: median over the methods (quartiles)"], verify),
@@ -80,7 +97,9 @@ def what_was_measured(measured: Row) -> str:
     return "\n\n".join(sections)
 
 
-def by_draft(methods: list[Row], measured: Row, drafts: list[str], divisor: Callable[[Row], float]) -> str:
+def by_draft(
+    methods: list[Row], measured: Row, drafts: list[str], divisor: Callable[[Row], float]
+) -> str:
     """Writes τ divided by ``divisor``, for each method and draft."""
     rows = []
     for method in methods:
@@ -95,7 +114,9 @@ def by_draft(methods: list[Row], measured: Row, drafts: list[str], divisor: Call
 def over_tasks(row: Row, divisor: Callable[[Row], float]) -> str:
     """Writes τ divided, of each task; a dash if nothing was drafted."""
     lengths = [row["tasks"][task]["mean_acceptance_length"] for task in TASKS]
-    return " / ".join("–" if length is None else f"{length / divisor(row):.2f}" for length in lengths)
+    return " / ".join(
+        "–" if length is None else f"{length / divisor(row):.2f}" for length in lengths
+    )
 
 
 def run(measured: Row) -> str:

@@ -1,8 +1,8 @@
 """Measures two drafters as one, and what options of a request cost: ``python docs/recorded/options.py`` (ten minutes).
 
-Every decoder decodes the same held-out code prompts in turn, in every repeat, on the shipped pair. Times include the
-prefill and no compilation. The record is options.json; ``write_tables.py`` writes its tables.
-"""
+Every decoder decodes the same held-out code prompts in turn, in every repeat, on the shipped pair.
+Times include the prefill and no compilation. The record is options.json; ``write_tables.py`` writes
+its tables."""
 
 from __future__ import annotations
 
@@ -41,17 +41,28 @@ def fallbacks(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, e3.S
     }
 
 
-def requests(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, tuple[e3.SpeculativeDecoder, Row]]:
+def requests(
+    target: e3.LoadedTarget, head: e3.LoadedDrafter
+) -> dict[str, tuple[e3.SpeculativeDecoder, Row]]:
     """Returns decoders and arguments of ``generate`` by the name of an option; the baseline first."""
-    decoder = lambda target: e3.SpeculativeDecoder(target, head, num_speculative_tokens=3, stop_tokens=())
+    decoder = lambda target: e3.SpeculativeDecoder(
+        target, head, num_speculative_tokens=3, stop_tokens=()
+    )
     processors = {
         "`LogitBias` of one token": e3.LogitBias({7: 1.5}),
         "`MinP`": e3.MinP(0.02),
         "`Penalty`, repetition": e3.Penalty(repetition=1.1),
-        "`TokenAutomaton` of one state": e3.TokenAutomaton(np.zeros((1, target.vocab_size), np.int32)),
+        "`TokenAutomaton` of one state": e3.TokenAutomaton(
+            np.zeros((1, target.vocab_size), np.int32)
+        ),
     }
-    named: dict[str, Any] = {"none": (decoder(target), {}), "`logprobs=5`": (decoder(target), {"logprobs": 5})}
-    return named | {name: (decoder(e3.with_processors(target, part)), {}) for name, part in processors.items()}
+    named: dict[str, Any] = {
+        "none": (decoder(target), {}),
+        "`logprobs=5`": (decoder(target), {"logprobs": 5}),
+    }
+    return named | {
+        name: (decoder(e3.with_processors(target, part)), {}) for name, part in processors.items()
+    }
 
 
 def timed(runs: dict[str, Callable[[], Any]]) -> dict[str, Row]:
@@ -72,20 +83,35 @@ def measure() -> Row:
     target = e3.load_target()
     head = e3.load_drafter(target=target)
     texts = prompts.shipped()[: 2 * PROMPTS : 2]  # the first 40 are code
-    record: Row = {"environment": environment(), "fallback": [], "prompts": PROMPTS, "new_tokens": NEW_TOKENS}
+    record: Row = {
+        "environment": environment(),
+        "fallback": [],
+        "prompts": PROMPTS,
+        "new_tokens": NEW_TOKENS,
+    }
 
     def all_texts(decoder: Any, batch: int, **options: Any) -> Callable[[], list[Any]]:
         groups = [texts[at : at + batch] for at in range(0, PROMPTS, batch)]
-        return lambda: [decoder.generate(group, max_new_tokens=NEW_TOKENS, **options) for group in groups]
+        return lambda: [
+            decoder.generate(group, max_new_tokens=NEW_TOKENS, **options) for group in groups
+        ]
 
     for temperature in (0.0, 0.7):
         for batch in (1, 4, 8):
             sampling = e3.SamplingParams(temperature=temperature)
             decoders = fallbacks(target, head)
-            runs = {name: all_texts(decoder, batch, sampling=sampling) for name, decoder in decoders.items()}
-            record["fallback"].append({"temperature": temperature, "batch": batch, "rows": timed(runs)})
+            runs = {
+                name: all_texts(decoder, batch, sampling=sampling)
+                for name, decoder in decoders.items()
+            }
+            record["fallback"].append(
+                {"temperature": temperature, "batch": batch, "rows": timed(runs)}
+            )
     record["requests"] = timed(
-        {name: all_texts(decoder, 1, **options) for name, (decoder, options) in requests(target, head).items()}
+        {
+            name: all_texts(decoder, 1, **options)
+            for name, (decoder, options) in requests(target, head).items()
+        }
     )
     return record
 
@@ -114,7 +140,9 @@ def fallback(record: Row) -> str:
     columns = ["speed compared with plain decoding"]
     cells: dict[str, list[str]] = {}
     for setting in record["fallback"]:
-        columns.append(f"{'T=0.7' if setting['temperature'] else 'greedy'}, batch {setting['batch']}")
+        columns.append(
+            f"{'T=0.7' if setting['temperature'] else 'greedy'}, batch {setting['batch']}"
+        )
         for name, ratio in ratios(setting["rows"]):
             cells.setdefault(name, []).append(ratio)
     return f"{table(columns, [[name, *row] for name, row in cells.items()])}\n\n{origin(record)}"

@@ -1,7 +1,7 @@
 """Records the runs of the chat model that the site replays, into page_runs.json.
 
-python docs/recorded/page_runs.py        # minutes on a CPU without other work; the model is downloaded once (93 MB)
-"""
+python docs/recorded/page_runs.py        # minutes on a CPU without other work; the model is
+downloaded once (93 MB)"""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ RUNS = {
         draft="chain of 3",
         draft_sampling="probabilistic",
     ),
-    "Greedy, tree of 16": ask("List three facts about the Moon.", max_tokens=48, temperature=0, draft="tree of 16"),
+    "Greedy, tree of 16": ask(
+        "List three facts about the Moon.", max_tokens=48, temperature=0, draft="tree of 16"
+    ),
 }
 
 
@@ -45,10 +47,14 @@ def main() -> None:
     """Starts a server, and writes the runs."""
     keep_compiled_programs(None)
     target = e3.load_target("smollm2")
-    decoder = e3.SpeculativeDecoder(target, e3.load_drafter("smollm2", target=target), num_speculative_tokens=3)
+    decoder = e3.SpeculativeDecoder(
+        target, e3.load_drafter("smollm2", target=target), num_speculative_tokens=3
+    )
     with serving(decoder, model="smollm2", slots=1, capacity=128) as address:
         saved = [{"title": title, "events": _record(address, body)} for title, body in RUNS.items()]
-    FILE.write_text(json.dumps(saved, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
+    FILE.write_text(
+        json.dumps(saved, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8"
+    )
 
 
 def _record(address: str, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -21,7 +21,9 @@ def record(name: str) -> Row:
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Writes a table in Markdown."""
     lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in lines)
+    return "\n".join(
+        "|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in lines
+    )
 
 
 def spread(ratio: Row) -> str:

@@ -55,7 +55,9 @@ class Benchmark:
         """Names version, machine and size."""
         about = record(self.name)["about"]
         report = self.report
-        size = f"{report['num_prompts']} {self.prompts}, {report['max_new_tokens']} greedy tokens each"
+        size = (
+            f"{report['num_prompts']} {self.prompts}, {report['max_new_tokens']} greedy tokens each"
+        )
         return (
             f"{version(about)}, {cores(about)}, jax {about['versions']['jax']}, {size}, batch {report['batch_size']}.\n"
             "Median and quartiles of the ratio to plain decoding in the same repeat."
@@ -68,15 +70,28 @@ class Benchmark:
     def speed_up(self, row: Row) -> list[str]:
         """Writes median and quartiles of the speed-up, in two cells."""
         ratio = row["ratio"]
-        return [f"{ratio['median']:.2f}", "" if self.is_base(row) else f"{ratio['low']:.2f}–{ratio['high']:.2f}"]
+        return [
+            f"{ratio['median']:.2f}",
+            "" if self.is_base(row) else f"{ratio['low']:.2f}–{ratio['high']:.2f}",
+        ]
 
     def short(self) -> str:
         """Writes the table of README."""
         lines = []
         for name, row in self.rows.items():
             if name in SHOWN:
-                lines.append([NAMES[name], tau(row), speed(row), "1" if self.is_base(row) else spread(row["ratio"])])
-        return table(["method", "tokens per round (τ)", "tokens/s", "speed-up"], lines) + f"\n\n{self.origin()}"
+                lines.append(
+                    [
+                        NAMES[name],
+                        tau(row),
+                        speed(row),
+                        "1" if self.is_base(row) else spread(row["ratio"]),
+                    ]
+                )
+        return (
+            table(["method", "tokens per round (τ)", "tokens/s", "speed-up"], lines)
+            + f"\n\n{self.origin()}"
+        )
 
     def complete(self) -> str:
         """Writes every row."""
@@ -85,8 +100,20 @@ class Benchmark:
             drafts = any(word in name for word in ("chain", "tree", "n-gram"))
             predicted = [f"{row['predicted_ratio']:.2f}", *costs(row)] if drafts else [""] * 3
             texts = "" if self.is_base(row) else f"{row['same_texts']}"
-            lines.append([NAMES[name], tau(row), speed(row), *self.speed_up(row), *predicted, texts])
-        columns = ["method", "τ", "tokens/s", "speed-up", "quartiles", "predicted", "v", "c", "same texts"]
+            lines.append(
+                [NAMES[name], tau(row), speed(row), *self.speed_up(row), *predicted, texts]
+            )
+        columns = [
+            "method",
+            "τ",
+            "tokens/s",
+            "speed-up",
+            "quartiles",
+            "predicted",
+            "v",
+            "c",
+            "same texts",
+        ]
         return f"{table(columns, lines)}\n\n{self.origin()}"
 
     def chains(self) -> list[Row]:
@@ -98,7 +125,15 @@ class Benchmark:
         lines = []
         for row in self.chains():
             length = f"{row['num_draft_steps']}"
-            lines.append([length, tau(row), *costs(row), f"{row['predicted_ratio']:.2f}", *self.speed_up(row)])
+            lines.append(
+                [
+                    length,
+                    tau(row),
+                    *costs(row),
+                    f"{row['predicted_ratio']:.2f}",
+                    *self.speed_up(row),
+                ]
+            )
         columns = ["K", "τ", "v", "c", "predicted S", "measured S", "quartiles"]
         return f"{table(columns, lines)}\n\n{self.origin()}"
 
@@ -145,7 +180,11 @@ def acceptance() -> str:
     lines = []
     for row in shipped["rows"]:
         shares = [f"{share:.2f}".removeprefix("0") for share in row["acceptance_per_position"]]
-        labels = [row["draft"].replace("drawn", "sampled"), row["kind"], f"{row['mean_acceptance_length']:.2f}"]
+        labels = [
+            row["draft"].replace("drawn", "sampled"),
+            row["kind"],
+            f"{row['mean_acceptance_length']:.2f}",
+        ]
         lines.append([*labels, *shares, *[""] * (8 - len(shares))])
     about = shipped["about"]
     columns = ["draft", "text", "τ", "depth 1", *(str(depth) for depth in range(2, 9))]
@@ -181,7 +220,10 @@ def batches() -> str:
     for name in BATCHES[0].rows:
         cells = [cell for batch in BATCHES for cell in batch.speed_up(batch.rows[name])]
         lines.append([NAMES[name], tau(BATCHES[0].rows[name]), *cells])
-    return table(["method", "τ", "batch 4", "quartiles", "batch 8", "quartiles"], lines) + f"\n\n{BATCHES[0].origin()}"
+    return (
+        table(["method", "τ", "batch 4", "quartiles", "batch 8", "quartiles"], lines)
+        + f"\n\n{BATCHES[0].origin()}"
+    )
 
 
 def sampled() -> str:
@@ -206,8 +248,13 @@ def llama_cpp() -> str:
     comparison = record("llama-cpp-cpu-amd-epyc-2-cores")
     report = comparison["report"]
     about = comparison["about"]
-    lines = [[row["name"], f"`{row['dtype']}`", tau(row), speed(row), spread(row["ratio"])] for row in report["rows"]]
-    return table(["decoder", "weights", "τ", "tokens/s", "speed-up over our plain decoding"], lines) + (
+    lines = [
+        [row["name"], f"`{row['dtype']}`", tau(row), speed(row), spread(row["ratio"])]
+        for row in report["rows"]
+    ]
+    return table(
+        ["decoder", "weights", "τ", "tokens/s", "speed-up over our plain decoding"], lines
+    ) + (
         f"\n\n{version(about)}, llama-cpp-python {comparison['llama_cpp_python']}, {cores(about)}, "
         f"{report['num_prompts']} prompts,\n{report['max_new_tokens']} greedy tokens each, batch 1."
     )

@@ -17,7 +17,9 @@ IN_VLLM = {"llama": "float32 and bfloat16, EAGLE-3"} | {
     compared.recipe.model_type: f"{compared.dtype}, {'EAGLE-3' if compared.with_heads else 'n-grams'}"
     for compared in families.FAMILIES.values()
 }
-COMPILED = {"llama": "Llama-3.1-8B"} | {name: f"{target}, {mesh}" for name, (target, mesh) in SERVED.items()}
+COMPILED = {"llama": "Llama-3.1-8B"} | {
+    name: f"{target}, {mesh}" for name, (target, mesh) in SERVED.items()
+}
 
 
 def families_of_targets() -> str:

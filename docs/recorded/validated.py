@@ -1,7 +1,7 @@
 """The record of the validation in docs/validation.md, out of the JSON of one complete run.
 
-    pytest validation --complete --every-family --aot cuda:h200 --report-dir DIR    # copy DIR/report.json to RECORD
-    python docs/recorded/write_tables.py
+    pytest validation --complete --every-family --aot cuda:h200 --report-dir DIR    # copy
+    DIR/report.json to RECORD python docs/recorded/write_tables.py
 
 A test fails if the record lacks a check of today's source.
 """
@@ -20,7 +20,8 @@ from validation.runs import Check, Report, Verdict, checks_in, load
 
 RECORD = RESULTS / "cpu-amd-epyc-2-cores.json"
 
-# The errors that each level detects, and those that it cannot detect. {sees} is quoted from the record.
+# The errors that each level detects, and those that it cannot detect. {sees} is quoted from the
+# record.
 SCOPE = {
     "L0": "any deviation of the rule, however small: distributions are enumerated in rational numbers. Not: rounding, "
     "the compiled loop",
@@ -63,7 +64,11 @@ class Record:
         Raises:
             ValueError: There are none.
         """
-        passed = [check for check in self.report.checks if check.level == level and check.verdict is Verdict.PASSED]
+        passed = [
+            check
+            for check in self.report.checks
+            if check.level == level and check.verdict is Verdict.PASSED
+        ]
         if chosen := [check for check in passed if check.name.startswith(words)]:
             return chosen
         raise ValueError(f"{level}: no check {words!r} passed")
@@ -75,7 +80,9 @@ class Record:
     def origin(self) -> str:
         """Names the run."""
         about = self.report.environment
-        versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("jax", "flax", "transformers"))
+        versions = ", ".join(
+            f"{name} {about['versions'][name]}" for name in ("jax", "flax", "transformers")
+        )
         return (
             f"{version(about)}, {self.report.started[:10]}: {cores(about)}, Python {about['python']}, {versions}, vLLM "
             f"{about['vllm']['vllm']}. Every figure of this section is from "
@@ -135,7 +142,9 @@ def _joined(lines: Iterable[str]) -> str:
     for line in lines:
         line = line.partition(";")[0].replace("% ", " % ").replace("  %", " %")
         sentences.setdefault(number.sub("{}", line), []).append(number.findall(line))
-    spans = lambda rows: [(min(column, key=float), max(column, key=float)) for column in zip(*rows, strict=True)]
+    spans = lambda rows: [
+        (min(column, key=float), max(column, key=float)) for column in zip(*rows, strict=True)
+    ]
     joined = "; ".join(
         template.format(*(low if low == high else f"{low} to {high}" for low, high in spans(rows)))
         for template, rows in sentences.items()
@@ -166,17 +175,32 @@ NEWER = {
 
 def missing(report: Report) -> set[tuple[str, str]]:
     """Level and name of the checks in today's source that the record lacks."""
-    return checks_in(ROOT / "validation", gpu=report.gpu) - {check.kind for check in report.checks} - NEWER
+    return (
+        checks_in(ROOT / "validation", gpu=report.gpu)
+        - {check.kind for check in report.checks}
+        - NEWER
+    )
 
 
 def parts() -> dict[str, dict[str, str]]:
     """Returns the tables by page and mark."""
     run = Record(load(RECORD))
     error = "the injected error, and the tokens per round with it"
-    families = ["family", "in", "drafts", "tokens scored", "disagreements", "ties", "rounds", "tokens per round"]
+    families = [
+        "family",
+        "in",
+        "drafts",
+        "tokens scored",
+        "disagreements",
+        "ties",
+        "rounds",
+        "tokens per round",
+    ]
     marked = {
         "record": run.origin(),
-        "levels": table(["level", "verdict", "checks", "what it detects, and what not"], [*run.levels()]),
+        "levels": table(
+            ["level", "verdict", "checks", "what it detects, and what not"], [*run.levels()]
+        ),
         "methods": table(["method", "K", "rounds", "tokens per round", error], [*run.methods()]),
         "families": table(families, [*run.families()]),
     }

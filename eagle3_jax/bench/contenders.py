@@ -44,10 +44,13 @@ class Contender:
 
     name: str  #: Name in reports.
     dtype: str  #: Precision in reports.
-    drafts: bool = False  #: Whether it speculates; without counters its number of rounds is then unknown.
+    drafts: bool = (
+        False  #: Whether it speculates; without counters its number of rounds is then unknown.
+    )
     num_draft_steps: int = 0  #: ``G`` of a decoder of this library.
     lossless: bool = True  #: Whether its output follows the target's distribution.
-    #: Simulated acceptance rates, up to the depth of the drafts; ``None`` if acceptance is not simulated.
+    #: Simulated acceptance rates, up to the depth of the drafts; ``None`` if acceptance is not
+    # simulated.
     simulated_rates: list[float] | None = None
     largest_batch: int | None = None  #: Maximum number of prompts at once; ``None`` for any number.
 
@@ -62,7 +65,8 @@ class DecoderContender(Contender):
 
     name: str  #: Name in reports.
     dtype: str  #: Precision in reports.
-    decoder: SpeculativeDecoder  #: A decoder without stop tokens, so that every contender writes as many tokens.
+    #: A decoder without stop tokens, so that every contender writes as many tokens.
+    decoder: SpeculativeDecoder
     temperature: float = 0.0  #: Sampling temperature; 0 is greedy. Every run has the same seed.
 
     def __post_init__(self) -> None:
@@ -85,7 +89,9 @@ class DecoderContender(Contender):
         state = jax.block_until_ready(loops.run(loop, self.decoder.params, state))
         decoded = time.perf_counter()
         tokens, length, stats = jax.device_get((state.tokens, state.length, state.stats))
-        new_tokens = [tokens[row, len(prompt) : length[row]].tolist() for row, prompt in enumerate(prompts)]
+        new_tokens = [
+            tokens[row, len(prompt) : length[row]].tolist() for row, prompt in enumerate(prompts)
+        ]
         return Run(prefilled - start, decoded - prefilled, new_tokens, stats)
 
     def chunk_seconds(self, prompts: Sequence[Tokens], max_new_tokens: int) -> list[float]:

@@ -22,7 +22,10 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy", "scipy", "torch", "transformers")
 
 
 def environment(
-    *, target: str | None = None, drafter: str | None = None, prompt_files: Sequence[str | Path] = ()
+    *,
+    target: str | None = None,
+    drafter: str | None = None,
+    prompt_files: Sequence[str | Path] = (),
 ) -> dict[str, Any]:
     """Returns versions, machine and inputs of a measurement.
 
@@ -49,7 +52,8 @@ def environment(
         },
         "target": source(target, "target"),
         "drafter": source(drafter, "eagle3"),
-        "prompts": [source(str(file), "") for file in prompt_files] or source(None, "prompts.jsonl"),
+        "prompts": [source(str(file), "") for file in prompt_files]
+        or source(None, "prompts.jsonl"),
     }
 
 
@@ -64,7 +68,9 @@ def version(package: str) -> str:
 def cpu_model() -> str:
     """Returns the name of the processor, as the kernel gives it."""
     try:
-        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        match = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
     except OSError:
         match = None
     return match[1].strip() if match else platform.machine() or "unknown"
@@ -109,7 +115,9 @@ def sha256_of(path: str | Path) -> str:
     path = Path(path)
     if path.is_file():
         return _digest(path)
-    files = sorted(file for file in path.iterdir() if file.suffix in (".json", ".safetensors", ".bin"))
+    files = sorted(
+        file for file in path.iterdir() if file.suffix in (".json", ".safetensors", ".bin")
+    )
     if not files:
         raise ValueError(f"{path} holds no *.json, *.safetensors or *.bin")
     return _sha256_of_lines(f"{file.name}\0{_digest(file)}" for file in files)
@@ -118,8 +126,15 @@ def sha256_of(path: str | Path) -> str:
 def sha256_of_code() -> str:
     """Returns one hash of this library and, in a checkout, its tests and validation; uncommitted changes count."""
     folders = [ROOT / name for name in ("eagle3_jax", "tests", "validation")]
-    files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.suffix in (".py", ".toml")]
-    return _sha256_of_lines(f"{file.relative_to(ROOT).as_posix()}\0{_digest(file)}" for file in files)
+    files = [
+        file
+        for folder in folders
+        for file in sorted(folder.rglob("*"))
+        if file.suffix in (".py", ".toml")
+    ]
+    return _sha256_of_lines(
+        f"{file.relative_to(ROOT).as_posix()}\0{_digest(file)}" for file in files
+    )
 
 
 def sha256_of_prompts(prompts: Sequence[str | Sequence[int] | np.ndarray]) -> str:
@@ -130,7 +145,9 @@ def sha256_of_prompts(prompts: Sequence[str | Sequence[int] | np.ndarray]) -> st
             text = "text\0" + prompt
         else:
             text = "ids\0" + ",".join(str(int(token)) for token in prompt)
-        digest.update(hashlib.sha256(text.encode()).digest())  # equal sizes, so prompts cannot run into each other
+        digest.update(
+            hashlib.sha256(text.encode()).digest()
+        )  # equal sizes, so prompts cannot run into each other
     return digest.hexdigest()
 
 

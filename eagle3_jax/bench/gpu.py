@@ -17,7 +17,9 @@ def has_gpu() -> bool:
     if _NODE.exists():
         return True
     try:
-        process = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+        process = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False
+        )
     except (OSError, subprocess.SubprocessError):
         return False
     return process.returncode == 0 and "GPU" in process.stdout
@@ -31,8 +33,9 @@ def on_gpu() -> bool:
 def gpu_problem(*, required: bool = False) -> str | None:
     """Returns why jax does not compute on the GPU, in one line with the remedy; ``None`` without a problem.
 
-    Unless a GPU is required, a machine without one is no problem, and neither is ``JAX_PLATFORMS=cpu``. The check
-    starts the device, so options that share its memory must be set before.
+    Unless a GPU is required, a machine without one is no problem, and neither is
+    ``JAX_PLATFORMS=cpu``. The check starts the device, so options that share its memory must be set
+    before.
 
     Args:
         required: Whether there must be a GPU.
@@ -52,5 +55,7 @@ def gpu_problem(*, required: bool = False) -> str | None:
     if any(importlib.util.find_spec(name) for name in _PLUGINS):
         why = "its plugin for CUDA is installed and does not start: CUDA 13 needs a driver of 580 (nvidia-smi); "
         return f"{seen}; {why}JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()' tells the reason"
-    where = "an NVIDIA GPU is here" if here else "no NVIDIA GPU is seen here (nvidia-smi, /dev/nvidia0)"
+    where = (
+        "an NVIDIA GPU is here" if here else "no NVIDIA GPU is seen here (nvidia-smi, /dev/nvidia0)"
+    )
     return f"{seen}, and {where}; a jax with CUDA: pip install 'jax[cuda13]=={jax.__version__}'"

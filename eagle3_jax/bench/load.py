@@ -1,8 +1,8 @@
 """Decoding under load: requests arrive, wait for a row, run in company and end. Times are those that users see.
 
-In a closed loop each of ``C`` users sends a request, waits for the answer, and then sends the next request. In an open
-loop requests arrive at given times, such as those of a Poisson process, and wait while all rows are taken. A time to
-first token begins at the arrival, so it contains the wait.
+In a closed loop each of ``C`` users sends a request, waits for the answer, and then sends the next
+request. In an open loop requests arrive at given times, such as those of a Poisson process, and
+wait while all rows are taken. A time to first token begins at the arrival, so it contains the wait.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Load:
         if self.rate is not None:
             return np.random.default_rng(seed).exponential(1 / self.rate, count).cumsum()
         if len(self.times) < count:
-            raise ValueError(f"{len(self.times)} times of arrival for {count} requests; give one each")
+            raise ValueError(
+                f"{len(self.times)} times of arrival for {count} requests; give one each"
+            )
         return np.array(self.times[:count])
 
 
@@ -152,7 +154,8 @@ def run_load(
             if load.concurrency is not None and number - num_ended >= load.concurrency:
                 break
             ticket = engine.submit(requests[number])
-            # A late arrival counts from the time at which it was due: the user has waited since then.
+            # A late arrival counts from the time at which it was due: the user has waited since
+            # then.
             timelines[ticket] = Timeline(now if arrivals is None else float(arrivals[number]))
         if engine.idle:
             assert arrivals is not None
@@ -172,7 +175,9 @@ def run_load(
     first_arrival = min(timeline.arrival for timeline in timelines.values())
     last_token = max(timeline.deliveries[-1][0] for timeline in timelines.values())
     stats = jax.tree.map(np.subtract, engine.totals, stats_before)
-    return Run(list(timelines.values()), last_token - first_arrival, float(np.mean(rows_running)), stats)
+    return Run(
+        list(timelines.values()), last_token - first_arrival, float(np.mean(rows_running)), stats
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,12 +193,14 @@ class LoadRow:
         rows_running: Mean number of rows that ran in a tick.
         mean_acceptance_length: ``τ``; ``None`` if nothing was drafted.
         first_token: Time to first token, the wait for a row included.
-        gap: Time between deliveries of a request: the inter-token latency (ITL) of vLLM's benchmark.
+        gap: Time between deliveries of a request: the inter-token latency (ITL) of vLLM's
+            benchmark.
         per_token: Time per token of a request after its first delivery: the ITL of GuideLLM.
         total: Time from the arrival of a request to its last token.
         same_texts: Number of texts equal to those of the first way of decoding.
         num_requests: Number of requests in each repeat.
-        programs_after_warm_up: Programs compiled while times were taken; the times are fair only if it is 0.
+        programs_after_warm_up: Programs compiled while times were taken; the times are fair only if
+            it is 0.
     """
 
     name: str
@@ -227,7 +234,8 @@ def measure_load(
         engines: Idle engines by name. The others are compared with the first one.
         requests: The requests of each run.
         loads: The loads.
-        repeats: Runs of each engine under each load. Arrivals differ by repeat and are the same for all engines.
+        repeats: Runs of each engine under each load. Arrivals differ by repeat and are the same for
+            all engines.
         on_progress: Called with the current step before each run.
         on_result: Called with the result after each run.
 
@@ -242,7 +250,8 @@ def measure_load(
     by_length = {padded_prompt(len(request.tokens)): request for request in requests}
     for name, engine in engines.items():
         on_progress(f"compiling {name}")
-        # Every program of a prefill, and rows that end one after the other: a schedule then meets every number of rows.
+        # Every program of a prefill, and rows that end one after the other: a schedule then meets
+        # every number of rows.
         engine.run([*requests[: engine.num_slots], *by_length.values()])
     for load in loads:
         runs: dict[str, list[Run]] = {name: [] for name in engines}
@@ -260,7 +269,12 @@ def measure_load(
 
 
 def load_row(
-    name: str, load: Load, runs: Sequence[Run], first_runs: Sequence[Run], *, slots: int | None = None
+    name: str,
+    load: Load,
+    runs: Sequence[Run],
+    first_runs: Sequence[Run],
+    *,
+    slots: int | None = None,
 ) -> LoadRow:
     """Returns the figures of the runs of one way of decoding; ``first_runs`` are those that it is compared with."""
     timelines = [timeline for run in runs for timeline in run.timelines]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 
-# The words for exhausted memory of PyTorch (also through cuBLAS), of JAX, and of vLLM while it starts.
+# The words for exhausted memory of PyTorch (also through cuBLAS), of JAX, and of vLLM while it
+# starts.
 _WORDS = re.compile(
     r"out of memory|OutOfMemoryError|RESOURCE_EXHAUSTED|ALLOC_FAILED|Free memory on device|"
     r"No available memory for the cache|estimated maximum model length",
@@ -26,7 +27,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         if isinstance(error, AssertionError):  # a failed check, which may quote such an error
             return False
         # torch.OutOfMemoryError and JAX's error are RuntimeErrors.
-        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _WORDS.search(str(error))):
+        if isinstance(error, MemoryError) or (
+            isinstance(error, RuntimeError) and _WORDS.search(str(error))
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -1,7 +1,7 @@
 """Models of real shapes with random weights, made on the device: speed and memory without a download.
 
-Their text is meaningless and their drafts are accepted by chance, but a step costs as much as a step of the real model.
-"""
+Their text is meaningless and their drafts are accepted by chance, but a step costs as much as a
+step of the real model."""
 
 from __future__ import annotations
 
@@ -18,21 +18,34 @@ from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform, usual_head
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, Precision
-from eagle3_jax.models.quantised import INT8_LARGEST, LARGEST, EightBitKernel, check_weights, eight_bit_shapes
+from eagle3_jax.models.quantised import (
+    INT8_LARGEST,
+    LARGEST,
+    EightBitKernel,
+    check_weights,
+    eight_bit_shapes,
+)
 from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
 
 _TINY = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=8)
 _SMALL = {
-    # Small models with the proportions of Llama for a few CPU cores; the last two are for experiments.
+    # Small models with the proportions of Llama for a few CPU cores; the last two are for
+    # experiments.
     "Llama-100M": DecoderConfig(
         vocab_size=32_000,
         width=768,
-        layers=uniform(12, GroupedQuery(num_heads=12, num_kv_heads=4, head_dim=64), GatedMLP(width=2048)),
+        layers=uniform(
+            12, GroupedQuery(num_heads=12, num_kv_heads=4, head_dim=64), GatedMLP(width=2048)
+        ),
         max_positions=8192,
         tie_embeddings=True,
     ),
     "Llama-tiny": DecoderConfig(
-        vocab_size=512, width=32, layers=uniform(8, _TINY, GatedMLP(width=48)), max_positions=512, tie_embeddings=True
+        vocab_size=512,
+        width=32,
+        layers=uniform(8, _TINY, GatedMLP(width=48)),
+        max_positions=512,
+        tie_embeddings=True,
     ),
     "Qwen3-tiny": DecoderConfig(
         vocab_size=512,
@@ -80,8 +93,8 @@ def random_pair(
         shape: A name of :data:`SHAPES`, or a configuration.
         precision: Precision of weights and activations.
         num_layers: Number of layers, at least 2, for experiments; ``None`` for those of the shape.
-        weights: How the kernels of both are stored, one of ``models.quantised.WEIGHTS``. Those in eight
-            bits are sampled in eight bits, so that they never take more memory.
+        weights: How the kernels of both are stored, one of ``models.quantised.WEIGHTS``. Those in
+            eight bits are sampled in eight bits, so that they never take more memory.
 
     Raises:
         ValueError: There is no such shape, or no such way to store kernels.
@@ -97,7 +110,12 @@ def random_pair(
     target_key, head_key = jax.random.split(jax.random.key(0))
     params = _sample(_shapes(model, weights), target_key, precision)
     target = LoadedTarget(
-        model, params, config.vocab_size, config.max_positions, name=f"{name}, random weights", weights=weights
+        model,
+        params,
+        config.vocab_size,
+        config.max_positions,
+        name=f"{name}, random weights",
+        weights=weights,
     )
     head_params = {
         "head": _sample(_shapes(drafter, weights), head_key, precision),
@@ -107,13 +125,17 @@ def random_pair(
     return target, LoadedDrafter(drafter, head_params, f"EAGLE-3 head of {name}, random weights")
 
 
-def bytes_needed(config: DecoderConfig, *, batch: int, capacity: int, precision: Precision = BFLOAT16) -> int:
+def bytes_needed(
+    config: DecoderConfig, *, batch: int, capacity: int, precision: Precision = BFLOAT16
+) -> int:
     """Counts the device memory of a random pair and its caches for ``batch`` rows of ``capacity`` slots."""
     model = DecoderTarget(config, precision)
     drafter = Eagle3Drafter(usual_head(config), precision=precision)
     shapes = jax.tree.leaves((model.param_shapes(), drafter.param_shapes()))
     weights = sum(leaf.size for leaf in shapes) * jnp.dtype(precision.operands).itemsize
-    states = lambda: jax.tree.leaves((model.init_cache(batch, capacity), drafter.init({}, batch, capacity)))
+    states = lambda: jax.tree.leaves(
+        (model.init_cache(batch, capacity), drafter.init({}, batch, capacity))
+    )
     caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.eval_shape(states))
     logits = 4 * batch * 64 * config.vocab_size  # of the largest draft, in float32
     return int((weights + caches + logits) * (1 + _HEADROOM))
@@ -131,13 +153,17 @@ def why_not(needed: int, stats: Mapping[str, int] | None) -> str | None:
     free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     if needed <= free:
         return None
-    return f"it needs {needed / 2**30:.1f} GiB and the device has {max(free, 0) / 2**30:.1f} GiB left"
+    return (
+        f"it needs {needed / 2**30:.1f} GiB and the device has {max(free, 0) / 2**30:.1f} GiB left"
+    )
 
 
 def _shapes(part: DecoderTarget | Eagle3Drafter, weights: str) -> Any:
     """Returns the shapes of parameters, with kernels of :class:`EightBitKernel` where the weights are in eight bits."""
     shapes = part.param_shapes()
-    return shapes if weights == "dense" else eight_bit_shapes(shapes, part.param_products(), weights)
+    return (
+        shapes if weights == "dense" else eight_bit_shapes(shapes, part.param_products(), weights)
+    )
 
 
 def _sample(shapes: Any, key: jax.Array, precision: Precision) -> Any:
@@ -150,7 +176,9 @@ def _sample(shapes: Any, key: jax.Array, precision: Precision) -> Any:
         if isinstance(leaf, EightBitKernel):
             arrays.append(_eight_bits(leaf, leaf_key, deviation))
         elif len(leaf.shape) == 1:
-            arrays.append(jnp.full(leaf.shape, 1.0 if name == "scale" else 0.0, precision.activations))
+            arrays.append(
+                jnp.full(leaf.shape, 1.0 if name == "scale" else 0.0, precision.activations)
+            )
         else:
             dtype = jnp.dtype(precision.operands).name
             arrays.append(_normal(leaf_key, shape=leaf.shape, scale=deviation, dtype=dtype))
@@ -165,7 +193,9 @@ def _eight_bits(shapes: EightBitKernel, key: jax.Array, deviation: float) -> Eig
     """Samples a kernel: normal numbers, cut off at :data:`_CUT` standard deviations, which get the largest value."""
     largest = INT8_LARGEST if shapes.values.dtype == jnp.int8 else LARGEST
     dtype = shapes.values.dtype.name
-    values = _rounded_normal(key, shape=shapes.values.shape, scale=largest / _CUT, largest=largest, dtype=dtype)
+    values = _rounded_normal(
+        key, shape=shapes.values.shape, scale=largest / _CUT, largest=largest, dtype=dtype
+    )
     scale = jnp.full(shapes.scale.shape, deviation * _CUT / largest, jnp.float32)
     return dataclasses.replace(shapes, values=values, scale=scale)
 
@@ -176,7 +206,9 @@ def _normal(key: jax.Array, *, shape: tuple[int, ...], scale: float, dtype: str)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "scale", "largest", "dtype"))
-def _rounded_normal(key: jax.Array, *, shape: tuple[int, ...], scale: float, largest: float, dtype: str) -> jax.Array:
+def _rounded_normal(
+    key: jax.Array, *, shape: tuple[int, ...], scale: float, largest: float, dtype: str
+) -> jax.Array:
     numbers = jax.random.normal(key, shape, jnp.bfloat16) * jnp.asarray(scale, jnp.bfloat16)
     numbers = jnp.clip(numbers, -largest, largest)
     return (jnp.round(numbers) if dtype == "int8" else numbers).astype(dtype)

@@ -21,8 +21,8 @@ def read_record(path: Path, conditions: Mapping[str, Any]) -> dict[str, Any] | N
 
     Args:
         path: The JSON file.
-        conditions: Facts that the record repeats, such as the hash of the code. A change of any of them makes its
-            figures incomparable with new ones.
+        conditions: Facts that the record repeats, such as the hash of the code. A change of any of
+            them makes its figures incomparable with new ones.
 
     Raises:
         ValueError: The file is no such record, or one of other conditions.
@@ -35,7 +35,9 @@ def read_record(path: Path, conditions: Mapping[str, Any]) -> dict[str, Any] | N
     except (ValueError, AttributeError):
         raise ValueError(f"{path} is no record of this experiment; give another --output") from None
     if changed:
-        raise ValueError(f"{path} holds a run with another {', '.join(changed)}; give another --output")
+        raise ValueError(
+            f"{path} holds a run with another {', '.join(changed)}; give another --output"
+        )
     return record
 
 

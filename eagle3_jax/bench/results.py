@@ -25,7 +25,9 @@ class Acceptance:
     mean_acceptance_length: float  #: τ, tokens per round.
     draft_acceptance_rate: float  #: Accepted over drafted.
     per_position: list[float]  #: Share of drafts accepted up to each depth.
-    conditional: list[float]  #: Share of drafts accepted at each depth among those accepted up to the depth before.
+    conditional: list[
+        float
+    ]  #: Share of drafts accepted at each depth among those accepted up to the depth before.
 
     @classmethod
     def of(cls, stats: Iterable[SpeculationStats]) -> Acceptance:
@@ -45,10 +47,12 @@ class TaskRow:
 
     task: str  #: Name of the task.
     num_prompts: int  #: Number of its prompts.
-    #: Geometric mean over its prompts of the time per token of the baseline over that of the contender; ``None`` if
+    #: Geometric mean over its prompts of the time per token of the baseline over that of the
+    # contender; ``None`` if
     #: every batch has prompts of other tasks too.
     ratio: Interval | None
-    #: Acceptance on its prompts; ``None`` without drafts, or if counters of a batch cannot be separated.
+    #: Acceptance on its prompts; ``None`` without drafts, or if counters of a batch cannot be
+    # separated.
     acceptance: Acceptance | None
 
 
@@ -58,16 +62,19 @@ class Row:
 
     name: str  #: Name of the contender.
     dtype: str  #: Its precision.
-    lossless: bool  #: Whether its output follows the target's distribution; false if acceptance is simulated.
+    #: Whether its output follows the target's distribution; false if acceptance is simulated.
+    lossless: bool
     decode_tokens_per_second: Spread  #: Speed without the prefill and its token.
     total_tokens_per_second: Spread  #: Speed with the prefill.
     ratio: Spread  #: Decode speed over that of the baseline in the same repeat, by repeat.
     total_ratio: Spread  #: The same, prefill included.
-    #: Decode time of the baseline over that of the contender, all batches and repeats summed; 95 % bootstrap interval
+    #: Decode time of the baseline over that of the contender, all batches and repeats summed; 95 %
+    # bootstrap interval
     #: over the pairs.
     ratio_interval: Interval
     total_ratio_interval: Interval  #: The same, prefill included.
-    #: Geometric mean over prompts (batches) of their ratios of time per output token, each the mean over its repeats.
+    #: Geometric mean over prompts (batches) of their ratios of time per output token, each the mean
+    # over its repeats.
     #: The 95 % bootstrap interval is over prompts, so that it holds for other prompts too.
     prompt_ratio: Interval
     acceptance: Acceptance | None  #: Acceptance of its drafts; ``None`` without drafts or counters.
@@ -77,10 +84,13 @@ class Row:
     draft_cost: float | None  #: ``c``, draft step over the baseline's step.
     predicted_ratio: float | None  #: ``τ / (v + G·c)``.
     first_token: Latency  #: Time to first token in a batch (TTFT).
-    per_token: Latency  #: Time per output token after the first, of each batch in each repeat (TPOT).
+    per_token: (
+        Latency  #: Time per output token after the first, of each batch in each repeat (TPOT).
+    )
     #: Time between chunks of a stream, a round each, in separate runs; ``None`` for other engines.
     chunk: Latency | None
-    #: Least memory traffic over the highest bandwidth measured on the device; above 1 the measurement is wrong.
+    #: Least memory traffic over the highest bandwidth measured on the device; above 1 the
+    # measurement is wrong.
     #: ``None`` if its rounds are unknown or no bandwidth was measured.
     bandwidth_share: float | None
     compile_seconds: float  #: Compilation time of all programs; no other figure includes it.
@@ -109,15 +119,20 @@ class Report:
     max_new_tokens: int  #: Tokens per prompt.
     repeats: int  #: Interleaved repeats, warm-up not counted.
     batch_size: int  #: Prompts decoded at once.
-    programs_after_warm_up: int  #: Programs compiled while times were taken; the times are fair only if it is 0.
-    #: Highest bandwidth of the device, measured before and after the runs; ``None`` if not measured.
+    programs_after_warm_up: (
+        int  #: Programs compiled while times were taken; the times are fair only if it is 0.
+    )
+    #: Highest bandwidth of the device, measured before and after the runs; ``None`` if not
+    # measured.
     bytes_per_second: float | None
     not_measured: list[NotMeasured]  #: Contenders that do not take batches of this size.
 
     @property
     def too_fast(self) -> list[Row]:
         """Rows above the bandwidth of the device: the clock, the tokens or the bandwidth are wrong."""
-        return [row for row in self.rows if row.bandwidth_share is not None and row.bandwidth_share > 1]
+        return [
+            row for row in self.rows if row.bandwidth_share is not None and row.bandwidth_share > 1
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers."""
@@ -130,17 +145,28 @@ class Measured:
 
     contender: Contender  #: The contender.
     compile_seconds: float  #: Compilation time in its warm-up.
-    runs: list[list[Run]] = dataclasses.field(default_factory=list)  #: Runs of each repeat and batch.
+    runs: list[list[Run]] = dataclasses.field(
+        default_factory=list
+    )  #: Runs of each repeat and batch.
     costs: list[StepCosts] = dataclasses.field(default_factory=list)  #: Costs of each repeat.
-    chunks: list[float] = dataclasses.field(default_factory=list)  #: Times between chunks, of all repeats.
+    chunks: list[float] = dataclasses.field(
+        default_factory=list
+    )  #: Times between chunks, of all repeats.
 
     def seconds(self, *, total: bool = False) -> np.ndarray:
         """Returns ``[repeat batch]`` seconds, without the prefill or with it."""
-        return np.array([[run.decode_seconds + total * run.prefill_seconds for run in runs] for runs in self.runs])
+        return np.array(
+            [
+                [run.decode_seconds + total * run.prefill_seconds for run in runs]
+                for runs in self.runs
+            ]
+        )
 
     def speeds(self, *, total: bool = False) -> np.ndarray:
         """Returns the tokens per second of each repeat, without the prefill and its token or with both."""
-        tokens = [sum(len(row) - (not total) for run in runs for row in run.tokens) for runs in self.runs]
+        tokens = [
+            sum(len(row) - (not total) for run in runs for row in run.tokens) for runs in self.runs
+        ]
         return tokens / self.seconds(total=total).sum(axis=1)
 
     def times(self, *, total: bool = False) -> np.ndarray:
@@ -200,7 +226,9 @@ def row_of(
     rounds_are_known = acceptance is not None or not contender.drafts
     if most_bytes_per_second and target is not None and rounds_are_known:
         speed = Spread.of(speeds).median
-        traffic = least_bytes_per_second(target, tokens_per_second=speed, tokens_per_round=tau, rows=rows)
+        traffic = least_bytes_per_second(
+            target, tokens_per_second=speed, tokens_per_round=tau, rows=rows
+        )
         share = traffic / most_bytes_per_second
     texts = measured.texts()
     same_texts = None
@@ -216,7 +244,9 @@ def row_of(
         ratio=Spread.of(speeds / plain.speeds()),
         total_ratio=Spread.of(total_speeds / plain.speeds(total=True)),
         ratio_interval=ratio_of_sums(plain.times().ravel(), times.ravel()),
-        total_ratio_interval=ratio_of_sums(plain.times(total=True).ravel(), measured.times(total=True).ravel()),
+        total_ratio_interval=ratio_of_sums(
+            plain.times(total=True).ravel(), measured.times(total=True).ravel()
+        ),
         prompt_ratio=geometric_mean(prompt_ratios),
         acceptance=acceptance,
         num_draft_steps=contender.num_draft_steps,
@@ -236,7 +266,9 @@ def row_of(
     )
 
 
-def _task_rows(measured: Measured, ratios: list[float], tasks: Sequence[Sequence[str]]) -> list[TaskRow]:
+def _task_rows(
+    measured: Measured, ratios: list[float], tasks: Sequence[Sequence[str]]
+) -> list[TaskRow]:
     """Returns the rows by task, from the ratio and the tasks of each batch."""
     rows = []
     for task in dict.fromkeys(itertools.chain(*tasks)):

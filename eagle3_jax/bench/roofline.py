@@ -18,18 +18,25 @@ Stream = tuple[jax.Array, jax.Array, jax.Array]
 
 _RUNS = 8
 _COLUMNS = 1024
-# Bytes that one launch moves at least, so that a launch of some microseconds is no part of the bandwidth.
+# Bytes that one launch moves at least, so that a launch of some microseconds is no part of the
+# bandwidth.
 _BYTES_OF_A_LAUNCH = {"cpu": 2**26}
 _BYTES_OF_A_LAUNCH_ELSEWHERE = 2**32
 _MOST_PASSES = 1000  # over an array that is small, for which the loop itself takes as long
-_STACKS = {"gate_up", "down", "gate_up_bias", "down_bias"}  # parameters of all experts of a layer together
+_STACKS = {
+    "gate_up",
+    "down",
+    "gate_up_bias",
+    "down_bias",
+}  # parameters of all experts of a layer together
 
 
 def step_bytes(target: LoadedTarget, *, rows: int, context: int) -> int:
     """Counts the bytes that a step of plain decoding must read: every weight once, and each row's keys and values.
 
-    A step reads one row of the embedding table per token; the table is left out unless it is the output projection
-    too. Only the experts that one token goes through are counted, since all rows may choose the same.
+    A step reads one row of the embedding table per token; the table is left out unless it is the
+    output projection too. Only the experts that one token goes through are counted, since all rows
+    may choose the same.
 
     Args:
         target: A target of this library's decoder.
@@ -64,10 +71,9 @@ def bandwidth(size: int) -> float:
 def bandwidths(size: int) -> dict[str, float]:
     """Returns the bytes per second at which the device streams an array of ``size`` bytes, in three ways.
 
-    The ways are a sum, a copy (which writes as much as it reads) and a product with few rows, as decoding has. Each is
-    repeated within one program, so that the time of a launch is divided by the number of passes. The fastest run of
-    each counts, since the figures serve as ceilings.
-    """
+    The ways are a sum, a copy (which writes as much as it reads) and a product with few rows, as
+    decoding has. Each is repeated within one program, so that the time of a launch is divided by
+    the number of passes. The fastest run of each counts, since the figures serve as ceilings."""
     speeds = {}
     for name, (_, moves) in WAYS.items():
         arrays = stream_arrays(size)
@@ -110,24 +116,32 @@ def seconds_per_pass(way: str, arrays: Stream, *, passes: int) -> float:
 def _stream(arrays: Stream, *, way: str, passes: int) -> Stream:
     """Passes over the matrix several times. The arrays are consumed, so that the copy is made in place."""
     one_pass, _ = WAYS[way]
-    return lax.fori_loop(0, passes, lambda _, arrays: lax.optimization_barrier(one_pass(*arrays)), arrays)
+    return lax.fori_loop(
+        0, passes, lambda _, arrays: lax.optimization_barrier(one_pass(*arrays)), arrays
+    )
 
 
-#: What a pass does with the matrix, the row and the sum, and how often that moves the matrix. Every pass depends on the
+#: What a pass does with the matrix, the row and the sum, and how often that moves the matrix. Every
+# pass depends on the
 #: pass before, so that the compiler cannot take it out of the loop.
 WAYS: dict[str, tuple[Callable[..., Stream], int]] = {
-    "sum": (lambda matrix, row, total: (matrix, row, jnp.sum(jnp.minimum(matrix, total), axis=0)), 1),
+    "sum": (
+        lambda matrix, row, total: (matrix, row, jnp.sum(jnp.minimum(matrix, total), axis=0)),
+        1,
+    ),
     "copy": (lambda matrix, row, total: (-matrix, row, total), 2),
-    "product": (lambda matrix, row, total: (matrix, row.at[0, 0].min((row @ matrix)[0, 0]), total), 1),
+    "product": (
+        lambda matrix, row, total: (matrix, row.at[0, 0].min((row @ matrix)[0, 0]), total),
+        1,
+    ),
 }
 
 
 def ceiling(target: LoadedTarget, *, rows: int, context: int, large: int = 2**30) -> float:
     """Measures the highest bandwidth for a step of this target, in bytes per second.
 
-    Small models stay in a cache that is faster than memory, so the bandwidth is measured at the size of a step and at
-    ``large`` bytes, far beyond all caches.
-    """
+    Small models stay in a cache that is faster than memory, so the bandwidth is measured at the
+    size of a step and at ``large`` bytes, far beyond all caches."""
     return max(bandwidth(large), bandwidth(step_bytes(target, rows=rows, context=context)))
 
 
@@ -136,8 +150,9 @@ def least_bytes_per_second(
 ) -> float:
     """Returns the least memory traffic of decoding at some speed: target steps per second times bytes of a step.
 
-    ``τ`` counts rounds with a draft. A round without one writes one token and reads no less, so the result is a lower
-    bound for methods that do not always draft. Neither caches nor drafting are counted.
+    ``τ`` counts rounds with a draft. A round without one writes one token and reads no less, so the
+    result is a lower bound for methods that do not always draft. Neither caches nor drafting are
+    counted.
 
     Args:
         target: The target, whose weights every step reads.

@@ -54,7 +54,8 @@ def timed_rounds(
         prompts: Prompts, a row each.
         max_new_tokens: Fixes the capacity, which the cost of attention depends on.
         tokens: Tokens per row; at most ``max_new_tokens - 1``, since the prefill writes the first.
-        compiler_options: XLA options such as ``{"xla_gpu_deterministic_ops": True}``, for the rounds alone.
+        compiler_options: XLA options such as ``{"xla_gpu_deterministic_ops": True}``, for the
+            rounds alone.
     """
     state = decoder.prefill(prompts, max_new_tokens=max_new_tokens)
     prefilled = jax.device_get(state.length)
@@ -73,9 +74,9 @@ def timed_rounds(
 def count_rounds(stats: SpeculationStats, written: np.ndarray) -> np.ndarray:
     """Returns the rounds of each row, from its counters and the number of tokens that it wrote after the prefill.
 
-    A round without a draft, which prompt lookup has, is not counted among the drafts and writes one token. Accepted
-    tokens after the limit are missing in ``written``, so the number of such rounds can be a little too small.
-    """
+    A round without a draft, which prompt lookup has, is not counted among the drafts and writes one
+    token. Accepted tokens after the limit are missing in ``written``, so the number of such rounds
+    can be a little too small."""
     return np.maximum(stats.num_drafts, written - stats.num_accepted_tokens)
 
 

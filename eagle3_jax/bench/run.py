@@ -1,9 +1,9 @@
 """Speed of decoding: interleaved runs after a warm-up, with their spread and the prediction of the cost model.
 
-The model is ``S = τ / (v + G·c)`` (Leviathan et al., 2023, theorem 3.8, with a verification that is not free): ``τ``
-tokens per round, ``v`` the cost of a verification and ``c`` that of a draft step, both in steps of plain decoding, and
-``G`` draft steps in a round. All three are measured separately from the speed that they predict.
-"""
+The model is ``S = τ / (v + G·c)`` (Leviathan et al., 2023, theorem 3.8, with a verification that is
+not free): ``τ`` tokens per round, ``v`` the cost of a verification and ``c`` that of a draft step,
+both in steps of plain decoding, and ``G`` draft steps in a round. All three are measured separately
+from the speed that they predict."""
 
 from __future__ import annotations
 
@@ -37,27 +37,33 @@ def measure(
     Contenders take turns, so that a machine that slows down for a while slows all of them.
 
     Args:
-        contenders: Contenders; one that does not take such batches is left out and named in the report.
+        contenders: Contenders; one that does not take such batches is left out and named in the
+            report.
         prompts: Token ids.
         max_new_tokens: New tokens per prompt; at least 2, since the prefill gives the first.
         repeats: Measured passes.
         baselines: Names of the plain contenders; the others are compared with the fastest of them.
         tasks: Task of each prompt; empty if unknown.
         batch_size: Prompts decoded at once; their number is a multiple of it.
-        cost_rounds: Rounds over which the costs of a step are averaged; 0 leaves costs and prediction out.
+        cost_rounds: Rounds over which the costs of a step are averaged; 0 leaves costs and
+            prediction out.
         streams: Batches streamed by the host in each repeat, for the times between chunks.
-        large: Number of bytes, far beyond all caches, for measuring the bandwidth; 0 leaves the roofline out.
+        large: Number of bytes, far beyond all caches, for measuring the bandwidth; 0 leaves the
+            roofline out.
         on_progress: Called with the current step before each pass of a contender.
         on_result: Called with the result after each pass.
 
     Returns:
-        The report. Ctrl-C after the first repeat ends the measurement; the report is then of the completed repeats.
+        The report. Ctrl-C after the first repeat ends the measurement; the report is then of the
+        completed repeats.
 
     Raises:
         ValueError: There is nothing to measure, or a batch would not be full.
     """
     if batch_size < 1 or len(prompts) % batch_size:
-        raise ValueError(f"{len(prompts)} prompts do not fill batches of {batch_size}; give a multiple of it")
+        raise ValueError(
+            f"{len(prompts)} prompts do not fill batches of {batch_size}; give a multiple of it"
+        )
     if not prompts or repeats < 1 or max_new_tokens < 2:
         raise ValueError("a benchmark needs at least one prompt, one repeat and two new tokens")
     if tasks and len(tasks) != len(prompts):
@@ -92,7 +98,9 @@ def measure(
             repeats = done
             for measured in results:
                 del measured.runs[done:], measured.costs[done:]
-    limits.append(_ceiling(targets.values(), batch_size, large))  # a shared machine is not equally fast all the time
+    limits.append(
+        _ceiling(targets.values(), batch_size, large)
+    )  # a shared machine is not equally fast all the time
     plain = [measured for measured in results if measured.contender.name in baselines]
     baseline = max(plain, key=lambda measured: Spread.of(measured.speeds()).median)
     by_precision = {measured.contender.dtype: measured for measured in plain}
@@ -119,7 +127,10 @@ def measure(
         programs_after_warm_up=clock.programs,
         bytes_per_second=max(limits) or None,
         not_measured=[
-            NotMeasured(contender.name, f"takes {contender.largest_batch} prompt at a time, not {batch_size}")
+            NotMeasured(
+                contender.name,
+                f"takes {contender.largest_batch} prompt at a time, not {batch_size}",
+            )
             for contender in contenders
             if not _fits(contender, batch_size)
         ],
@@ -127,7 +138,12 @@ def measure(
 
 
 def _measure_pass(
-    measured: Measured, batches: Sequence[Sequence[Tokens]], *, max_new_tokens: int, cost_rounds: int, streams: int
+    measured: Measured,
+    batches: Sequence[Sequence[Tokens]],
+    *,
+    max_new_tokens: int,
+    cost_rounds: int,
+    streams: int,
 ) -> None:
     """Runs a contender on all batches once, and measures the costs and the chunks of a decoder of this library."""
     contender = measured.contender
@@ -137,7 +153,9 @@ def _measure_pass(
     for batch in batches[:streams]:
         measured.chunks += contender.chunk_seconds(batch, max_new_tokens)
     if cost_rounds:
-        costs = step_costs(contender.decoder, batches[0], max_new_tokens=max_new_tokens, rounds=cost_rounds)
+        costs = step_costs(
+            contender.decoder, batches[0], max_new_tokens=max_new_tokens, rounds=cost_rounds
+        )
         measured.costs.append(costs)
 
 
@@ -145,7 +163,10 @@ def _ceiling(targets: Iterable[LoadedTarget], batch_size: int, large: int) -> fl
     """Returns the highest bandwidth for a step of any target; 0 without measuring it."""
     if not large:
         return 0.0
-    return max((ceiling(target, rows=batch_size, context=0, large=large) for target in targets), default=0.0)
+    return max(
+        (ceiling(target, rows=batch_size, context=0, large=large) for target in targets),
+        default=0.0,
+    )
 
 
 def _fits(contender: Contender, batch_size: int) -> bool:

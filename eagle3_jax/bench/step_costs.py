@@ -29,8 +29,10 @@ class StepCosts:
     """Times of the parts of a round, ``verify + G · draft``."""
 
     verify_seconds: float  #: One target forward over a draft, with acceptance and commit.
-    draft_seconds: float  #: One draft step: observing committed tokens and proposing, over the depth of the draft.
-    #: The part of ``verify_seconds`` in which the draft's keys and values are written to the cache and those of the
+    #: One draft step: observing committed tokens and proposing, over the depth of the draft.
+    draft_seconds: float
+    #: The part of ``verify_seconds`` in which the draft's keys and values are written to the cache
+    # and those of the
     #: accepted path moved together.
     commit_seconds: float
 
@@ -40,9 +42,10 @@ def step_costs(
 ) -> StepCosts:
     """Times verification, drafting and commits of a decoder separately.
 
-    Each is a loop in a program of its own, launched once: verification of drafts that are all rejected, drafting that
-    continues from its own drafts, and commits of a whole path of real keys and values. The compiler can fuse adjacent
-    parts of a whole round, so the parts may add up to a little more than a round.
+    Each is a loop in a program of its own, launched once: verification of drafts that are all
+    rejected, drafting that continues from its own drafts, and commits of a whole path of real keys
+    and values. The compiler can fuse adjacent parts of a whole round, so the parts may add up to a
+    little more than a round.
 
     Args:
         decoder: The decoder.
@@ -53,7 +56,9 @@ def step_costs(
     drafter = decoder.loop.drafter
     rounds = min(rounds, max_new_tokens - 1)
     verifying = SpeculativeDecoder(decoder.target, Plain(drafter.num_nodes), stop_tokens=())
-    verify = timed_rounds(verifying, prompts, max_new_tokens=max_new_tokens, tokens=rounds).seconds_per_round
+    verify = timed_rounds(
+        verifying, prompts, max_new_tokens=max_new_tokens, tokens=rounds
+    ).seconds_per_round
     block = _first_output(decoder, prompts, drafter.num_nodes).written
     commits = lambda state: _commit_rounds(state.cache, block, loop=decoder.loop, rounds=rounds)
     commit = _seconds(commits, decoder, prompts, max_new_tokens) / rounds
@@ -69,7 +74,9 @@ def draft_seconds(
     if isinstance(drafter, Plain):
         return 0.0
     features = _first_output(decoder, prompts, drafter.max_depth + 1).features
-    drafts = lambda state: _draft_rounds(decoder.loop, decoder.params, state, features, rounds=rounds)
+    drafts = lambda state: _draft_rounds(
+        decoder.loop, decoder.params, state, features, rounds=rounds
+    )
     return _seconds(drafts, decoder, prompts, max_new_tokens) / rounds / drafter.max_depth
 
 
@@ -87,7 +94,9 @@ def target_seconds(
         rounds: Forwards averaged over.
     """
     tokens = _some_tokens(prompts, decoder.loop.drafter.num_nodes)
-    forwards = lambda state: _target_rounds(decoder.params, state.cache, tokens, loop=decoder.loop, rounds=rounds)
+    forwards = lambda state: _target_rounds(
+        decoder.params, state.cache, tokens, loop=decoder.loop, rounds=rounds
+    )
     return _seconds(forwards, decoder, prompts, max_new_tokens) / rounds
 
 
@@ -110,14 +119,23 @@ def _some_tokens(prompts: Sequence[Tokens], count: int) -> Int[Array, "B T"]:
     return jnp.stack([jnp.resize(jnp.asarray(prompt, jnp.int32), (count,)) for prompt in prompts])
 
 
-def _first_output(decoder: SpeculativeDecoder, prompts: Sequence[Tokens], count: int) -> TargetOutput:
+def _first_output(
+    decoder: SpeculativeDecoder, prompts: Sequence[Tokens], count: int
+) -> TargetOutput:
     """Returns the target's output for the first ``count`` tokens of every prompt."""
-    return jax.block_until_ready(_first_forward(decoder.loop, decoder.params, _some_tokens(prompts, count)))
+    return jax.block_until_ready(
+        _first_forward(decoder.loop, decoder.params, _some_tokens(prompts, count))
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "rounds"), donate_argnames=("cache",))
 def _target_rounds(
-    params: LoopParams, cache: Cache, tokens: Int[Array, "B N"], *, loop: SpeculativeLoop, rounds: int
+    params: LoopParams,
+    cache: Cache,
+    tokens: Int[Array, "B N"],
+    *,
+    loop: SpeculativeLoop,
+    rounds: int,
 ) -> tuple[Cache, Float[Array, "B N V"]]:
     """Runs forwards after the same committed slots."""
     target = loop.target
@@ -127,8 +145,12 @@ def _target_rounds(
 
     def verify(index: Array, carry: tuple[Cache, Array]) -> tuple[Cache, Array]:
         cache, _ = carry
-        draft = (tokens + index) % target.vocab_size  # different every time, or XLA would run the target only once
-        output = target(params.target, draft, positions, causal_mask(num_nodes), cache, **loop.target_options)
+        draft = (
+            tokens + index
+        ) % target.vocab_size  # different every time, or XLA would run the target only once
+        output = target(
+            params.target, draft, positions, causal_mask(num_nodes), cache, **loop.target_options
+        )
         logits = target.unembed(params.target, output.final)
         return cache.commit(output.written, jnp.zeros_like(length)), logits
 
@@ -137,12 +159,16 @@ def _target_rounds(
 
 
 @functools.partial(jax.jit, static_argnames=("loop",))
-def _first_forward(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B T"]) -> TargetOutput:
+def _first_forward(
+    loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B T"]
+) -> TargetOutput:
     """Runs the target with an empty cache. Its output has features, and keys and values or changes of a state."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     empty = loop.target.init_cache(*tokens.shape)
     mask = causal_mask(tokens.shape[1])
-    return loop.target(params.target, tokens, positions, mask, empty, aux_layers=loop.drafter.aux_layers)
+    return loop.target(
+        params.target, tokens, positions, mask, empty, aux_layers=loop.drafter.aux_layers
+    )
 
 
 def _written(layer: LayerCache, new: Any, length: Int[Array, " B"]) -> Any:
@@ -155,7 +181,9 @@ def _written(layer: LayerCache, new: Any, length: Int[Array, " B"]) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "rounds"), donate_argnames=("cache",))
-def _commit_rounds(cache: Cache, block: tuple[Any, ...], *, loop: SpeculativeLoop, rounds: int) -> Cache:
+def _commit_rounds(
+    cache: Cache, block: tuple[Any, ...], *, loop: SpeculativeLoop, rounds: int
+) -> Cache:
     """Writes a draft and commits a path of full depth, repeatedly after the same slots."""
     length = cache.length
     depth = min(loop.drafter.max_depth, loop.drafter.num_nodes - 1)
@@ -165,7 +193,9 @@ def _commit_rounds(cache: Cache, block: tuple[Any, ...], *, loop: SpeculativeLoo
     def commit(index: Array, cache: Cache) -> Cache:
         # Different nodes every time, or XLA would gather them only once.
         nodes = None if loop.is_chain else jnp.roll(path, index, axis=1)
-        written = tuple(_written(layer, new, length) for layer, new in zip(cache.layers, block, strict=True))
+        written = tuple(
+            _written(layer, new, length) for layer, new in zip(cache.layers, block, strict=True)
+        )
         return cache.commit(written, count, nodes).replace(length=length)
 
     return lax.fori_loop(0, rounds, commit, cache)
@@ -173,7 +203,12 @@ def _commit_rounds(cache: Cache, block: tuple[Any, ...], *, loop: SpeculativeLoo
 
 @functools.partial(jax.jit, static_argnames=("loop", "rounds"))
 def _draft_rounds(
-    loop: SpeculativeLoop, params: LoopParams, state: GenerationState, features: Float[Array, "B T A D"], *, rounds: int
+    loop: SpeculativeLoop,
+    params: LoopParams,
+    state: GenerationState,
+    features: Float[Array, "B T A D"],
+    *,
+    rounds: int,
 ) -> Any:
     """Drafts without a target: the drafter observes its own proposals as committed tokens."""
     drafter = loop.drafter
@@ -183,7 +218,9 @@ def _draft_rounds(
         tokens = draft.tokens[:, : features.shape[1]]
         seen = Observation(
             tokens=tokens,
-            features=jnp.roll(features, index, axis=1),  # different every time, or XLA would fuse them only once
+            features=jnp.roll(
+                features, index, axis=1
+            ),  # different every time, or XLA would fuse them only once
             length=jnp.ones_like(state.length),
             next_token=tokens[:, -1],
         )

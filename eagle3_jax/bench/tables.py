@@ -21,7 +21,9 @@ class Table:
     def __post_init__(self) -> None:
         for row in self.rows:
             if len(row) != len(self.columns):
-                raise ValueError(f"table {self.title!r} has {len(self.columns)} columns, but a row of {len(row)}")
+                raise ValueError(
+                    f"table {self.title!r} has {len(self.columns)} columns, but a row of {len(row)}"
+                )
 
     def column(self, name: str) -> list[Any]:
         """Returns the values under a heading."""

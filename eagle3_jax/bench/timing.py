@@ -50,7 +50,10 @@ class CompileClock:
             now = time.perf_counter()
             self._spans.append((now - duration, now))
         self.programs += event == "/jax/core/compile/backend_compile_duration"
-        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration" and self.on_compiling is not None:
+        if (
+            event == "/jax/core/compile/jaxpr_to_mlir_module_duration"
+            and self.on_compiling is not None
+        ):
             self.on_compiling()
 
     @property
@@ -132,10 +135,13 @@ def ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike) -> Interval:
     """Returns ``Σ numerators / Σ denominators``, resampled in pairs (percentile bootstrap; Efron, 1979).
 
     Args:
-        numerators: At least one value, such as the seconds of the baseline for each batch in each repeat.
+        numerators: At least one value, such as the seconds of the baseline for each batch in each
+            repeat.
         denominators: The seconds of a contender on the same batches in the same repeats.
     """
-    return _interval(lambda above, below, axis: above.sum(axis) / below.sum(axis), numerators, denominators)
+    return _interval(
+        lambda above, below, axis: above.sum(axis) / below.sum(axis), numerators, denominators
+    )
 
 
 def geometric_mean(ratios: ArrayLike) -> Interval:

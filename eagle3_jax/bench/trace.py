@@ -50,7 +50,10 @@ def record(
                 rounds[row].append(description)
         state = latest.state
     seconds = time.perf_counter() - start
-    traces = [{"prompt_ids": ids, "rounds": of_prompt} for ids, of_prompt in zip(encoded, rounds, strict=True)]
+    traces = [
+        {"prompt_ids": ids, "rounds": of_prompt}
+        for ids, of_prompt in zip(encoded, rounds, strict=True)
+    ]
     return Trace(decoder.result(state, encoded, seconds=seconds), traces)
 
 

@@ -20,7 +20,8 @@ class TransformersContender(Contender):
     name: str  #: Name in reports.
     dtype: str  #: Precision in reports.
     model: Any  #: The loaded model.
-    #: Further arguments of ``generate``, such as ``prompt_lookup_num_tokens`` for its assisted generation.
+    #: Further arguments of ``generate``, such as ``prompt_lookup_num_tokens`` for its assisted
+    # generation.
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -28,7 +29,9 @@ class TransformersContender(Contender):
         self.largest_batch = 1 if self.options else None  # and takes one prompt at a time
 
     @classmethod
-    def load(cls, directory: Path, *, dtype: str = "float32", on_gpu: bool = False) -> list[TransformersContender]:
+    def load(
+        cls, directory: Path, *, dtype: str = "float32", on_gpu: bool = False
+    ) -> list[TransformersContender]:
         """``generate`` with the model of a target's directory, and the same with prompt lookup.
 
         Args:
@@ -53,7 +56,10 @@ class TransformersContender(Contender):
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
         model = model.to("cuda" if on_gpu else "cpu")  # type: ignore[arg-type]
         plain = cls("transformers generate", dtype, model)
-        return [plain, dataclasses.replace(plain, name="transformers prompt lookup", options=_PROMPT_LOOKUP)]
+        return [
+            plain,
+            dataclasses.replace(plain, name="transformers prompt lookup", options=_PROMPT_LOOKUP),
+        ]
 
     def run(self, prompts: Sequence[list[int]], max_new_tokens: int) -> Run:
         """One token for the prefill, then all of them; the difference is decoding."""
@@ -66,8 +72,12 @@ class TransformersContender(Contender):
         from torch.nn.utils.rnn import pad_sequence
 
         rows = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
-        ids = pad_sequence(rows, batch_first=True, padding_side="left")  # where generation does not see the padding
-        real = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+        ids = pad_sequence(
+            rows, batch_first=True, padding_side="left"
+        )  # where generation does not see the padding
+        real = pad_sequence(
+            [torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"
+        )
         start = time.perf_counter()
         with torch.inference_mode():
             output = self.model.generate(

@@ -1,10 +1,9 @@
 """The fastest draft for each batch size, from measured costs and acceptance.
 
-A draft that is accepted for a mean acceptance length ``τ`` and takes ``v + G·c`` plain steps (``v`` to verify it, ``c``
-for each of its ``G`` draft steps) is faster than plain decoding by ``S = τ / (v + G·c)``. ``τ`` depends on the
-text and the head and not on the batch; ``v`` and ``c`` grow with it, so the best draft gets shorter and from some batch
-on plain decoding is fastest.
-"""
+A draft that is accepted for a mean acceptance length ``τ`` and takes ``v + G·c`` plain steps (``v``
+to verify it, ``c`` for each of its ``G`` draft steps) is faster than plain decoding by ``S = τ / (v
++ G·c)``. ``τ`` depends on the text and the head and not on the batch; ``v`` and ``c`` grow with it,
+so the best draft gets shorter and from some batch on plain decoding is fastest."""
 
 from __future__ import annotations
 
@@ -43,7 +42,9 @@ class Shape:
     num_draft_steps: int  #: ``G``, draft steps in a round; ``K`` for a chain.
     is_chain: bool  #: Only chains fit into a schedule.
     mean_acceptance_length: float  #: ``τ``, tokens per round, measured with this shape.
-    acceptance_per_position: tuple[float, ...] = ()  #: Share of rounds in which the token at each depth was accepted.
+    acceptance_per_position: tuple[
+        float, ...
+    ] = ()  #: Share of rounds in which the token at each depth was accepted.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,11 +57,13 @@ class Candidate:
     speedup: Spread  #: ``S``, paired by repeat.
 
     @classmethod
-    def of(cls, shape: Shape, *, plain: ArrayLike, verify: ArrayLike, draft: ArrayLike) -> Candidate:
+    def of(
+        cls, shape: Shape, *, plain: ArrayLike, verify: ArrayLike, draft: ArrayLike
+    ) -> Candidate:
         """The candidate from the seconds of a plain step, a verification and a draft step in every repeat.
 
-        Costs are ratios within a repeat: a machine that slows down for a while slows the plain step as well.
-        """
+        Costs are ratios within a repeat: a machine that slows down for a while slows the plain step
+        as well."""
         verify_cost = np.divide(verify, plain)
         draft_cost = np.divide(draft, plain)
         gains = shape.mean_acceptance_length / (verify_cost + shape.num_draft_steps * draft_cost)
@@ -109,22 +112,26 @@ def median_speedup(candidate: Candidate) -> float:
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     """The draft of the largest ``S``, or a shorter one that is as good; ``None``, plain decoding, if none pays off.
 
-    A draft is as good if it reaches the first quartile of the largest ``S``: such a difference is within the spread of
-    the repeats, and a shorter draft loses less when acceptance is lower. Plain decoding is the shortest, ``S = 1``.
-    """
+    A draft is as good if it reaches the first quartile of the largest ``S``: such a difference is
+    within the spread of the repeats, and a shorter draft loses less when acceptance is lower. Plain
+    decoding is the shortest, ``S = 1``."""
     bar = max(candidates, key=median_speedup).speedup.low if candidates else 0.0
     if bar <= 1.0:
         return None
     as_good = [candidate for candidate in candidates if median_speedup(candidate) >= bar]
-    return min(as_good, key=lambda candidate: (candidate.shape.num_draft_tokens, -median_speedup(candidate)))
+    return min(
+        as_good,
+        key=lambda candidate: (candidate.shape.num_draft_tokens, -median_speedup(candidate)),
+    )
 
 
 def schedule_of(lengths: Sequence[tuple[int, int]]) -> SpeculationSchedule | None:
     """Returns a schedule of the best chain at each measured batch size; ``None`` when drafting pays off at none.
 
-    An entry covers the sizes above the measured size before it, up to its own. Costs grow with the batch, so the best
-    length at the upper end is the cautious choice for the sizes between. Above the largest measured size the last entry
-    drafts nothing; without it, vLLM would continue with the last length.
+    An entry covers the sizes above the measured size before it, up to its own. Costs grow with the
+    batch, so the best length at the upper end is the cautious choice for the sizes between. Above
+    the largest measured size the last entry drafts nothing; without it, vLLM would continue with
+    the last length.
 
     Args:
         lengths: ``(batch, K)`` with ascending batches; 0 is plain decoding.
@@ -146,7 +153,9 @@ class BreakEven:
     """The acceptance above which a chain is faster than plain decoding."""
 
     mean_acceptance_length: float  #: ``τ`` at which ``S`` is 1: the cost of a round in plain steps.
-    needed: Rates | None  #: The rates that give it; ``None`` where even a chain accepted in full is slower.
+    needed: (
+        Rates | None
+    )  #: The rates that give it; ``None`` where even a chain accepted in full is slower.
     measured: Rates  #: The rates of the measured ``τ``.
 
 
@@ -168,7 +177,8 @@ class Check:
     batch: int  #: Rows decoded at once.
     shape: str  #: Name of the draft that was compared with plain decoding.
     speedup: float  #: Predicted ``S`` of a batch in which all rows are running.
-    #: Mean share of rows that are running: rows of one batch finish at different times when they speculate, and a batch
+    #: Mean share of rows that are running: rows of one batch finish at different times when they
+    # speculate, and a batch
     #: ends with its last row.
     rows_running: float
     measured: Spread  #: Ratio of decode times over all prompts, paired by repeat.
@@ -184,7 +194,9 @@ class Tuning:
     """All measurements and their consequences."""
 
     batches: tuple[BatchTuning, ...]  #: In ascending order.
-    checks: tuple[Check, ...]  #: Checks at the smallest and the largest batch size; empty without ``check``.
+    checks: tuple[
+        Check, ...
+    ]  #: Checks at the smallest and the largest batch size; empty without ``check``.
     num_prompts: int  #: Prompts that acceptance was measured on.
     max_new_tokens: int  #: New tokens of each prompt.
     repeats: int  #: Interleaved repeats.
@@ -193,19 +205,25 @@ class Tuning:
     def schedule(self) -> SpeculationSchedule | None:
         """The best chains by batch size; ``None`` when drafting pays off at none."""
         best = [(tuning.batch, tuning.best_chain) for tuning in self.batches]
-        return schedule_of([(batch, chain.shape.num_draft_tokens if chain else 0) for batch, chain in best])
+        return schedule_of(
+            [(batch, chain.shape.num_draft_tokens if chain else 0) for batch, chain in best]
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers; the first two are keys of vLLM's ``--speculative-config``."""
         schedule = self.schedule
         return {
-            "num_speculative_tokens_per_batch_size": None if schedule is None else schedule.to_lists(),
+            "num_speculative_tokens_per_batch_size": None
+            if schedule is None
+            else schedule.to_lists(),
             "num_speculative_tokens": None if schedule is None else schedule.max_length,
             "num_prompts": self.num_prompts,
             "max_new_tokens": self.max_new_tokens,
             "repeats": self.repeats,
             "batches": [_batch_to_json(tuning) for tuning in self.batches],
-            "checks": [dataclasses.asdict(check) | {"predicted": check.predicted} for check in self.checks],
+            "checks": [
+                dataclasses.asdict(check) | {"predicted": check.predicted} for check in self.checks
+            ],
         }
 
 
@@ -215,7 +233,9 @@ def _batch_to_json(tuning: BatchTuning) -> dict[str, Any]:
     return dataclasses.asdict(tuning) | {
         "best": best.shape.name if best else _PLAIN,
         "best_chain": best_chain.shape.name if best_chain else _PLAIN,
-        "break_even": {chain.shape.name: dataclasses.asdict(break_even(chain)) for chain in tuning.chains},
+        "break_even": {
+            chain.shape.name: dataclasses.asdict(break_even(chain)) for chain in tuning.chains
+        },
     }
 
 
@@ -236,8 +256,9 @@ def tune(
 ) -> Tuning:
     """Measures acceptance and costs of chains and trees, greedily and without stop tokens.
 
-    ``τ`` is measured with every shape separately. Computing it from the rates of the longest chain gave up to 6 % less,
-    because rounds of chains of different length begin at different tokens of the text.
+    ``τ`` is measured with every shape separately. Computing it from the rates of the longest chain
+    gave up to 6 % less, because rounds of chains of different length begin at different tokens of
+    the text.
 
     Args:
         target: The target.
@@ -249,12 +270,15 @@ def tune(
         max_new_tokens: New tokens per prompt; more than the longest chain.
         repeats: Number of repeats, of which costs are medians; the shapes take turns.
         rounds: Number of rounds over which each cost is averaged within a repeat.
-        check: Whether to compare the fastest draft with plain decoding at the smallest and the largest batch size.
+        check: Whether to compare the fastest draft with plain decoding at the smallest and the
+            largest batch size.
         on_progress: Called with the current step; :func:`num_steps` is their number.
-        on_result: Called with the acceptance of each shape and with the speedups at each batch size.
+        on_result: Called with the acceptance of each shape and with the speedups at each batch
+            size.
 
     Returns:
-        All measurements. Ctrl-C after the first batch size ends them, and the batch sizes measured until then remain.
+        All measurements. Ctrl-C after the first batch size ends them, and the batch sizes measured
+        until then remain.
 
     Raises:
         ValueError: There is nothing to measure, or a draft is longer than the text.
@@ -262,7 +286,9 @@ def tune(
     sizes = sorted(set(batches))
     lengths = sorted(set(chains))
     if not prompts or not sizes or sizes[0] < 1 or repeats < 1 or not (lengths or trees):
-        raise ValueError("tuning needs at least one prompt, one batch size of 1 or more, one draft and one repeat")
+        raise ValueError(
+            "tuning needs at least one prompt, one batch size of 1 or more, one draft and one repeat"
+        )
     for depth in (*lengths, *(tree.max_depth for tree in trees)):
         if not 1 <= depth < max_new_tokens:
             raise ValueError(
@@ -288,7 +314,10 @@ def tune(
     try:
         for size in sizes:
             tunings.append(bench.costs(shapes, size))
-            gains = ", ".join(f"{draft.shape.name} {median_speedup(draft):.2f}" for draft in tunings[-1].candidates)
+            gains = ", ".join(
+                f"{draft.shape.name} {median_speedup(draft):.2f}"
+                for draft in tunings[-1].candidates
+            )
             on_result(f"batch {size}: {gains} x plain decoding")
         if check:
             checked = tunings if len(tunings) == 1 else [tunings[0], tunings[-1]]
@@ -362,20 +391,26 @@ class _Bench(NamedTuple):
             contender = self.contenders[index]
             step = f"repeat {repeat} of {self.repeats}" if repeat else "compiling"
             self.on_progress(f"batch {size}, {contender.name}, {step}")
-            costs = step_costs(contender.decoder, batch, max_new_tokens=self.max_new_tokens, rounds=self.rounds)
+            costs = step_costs(
+                contender.decoder, batch, max_new_tokens=self.max_new_tokens, rounds=self.rounds
+            )
             seconds[repeat, index] = [costs.verify_seconds, costs.draft_seconds]
         verify, draft = seconds[1:].T
         candidates = [
             Candidate.of(shape, plain=verify[0], verify=verify[index], draft=draft[index])
             for index, shape in enumerate(shapes, 1)
         ]
-        return BatchTuning(batch=size, plain_step=Spread.of(verify[0]), candidates=tuple(candidates))
+        return BatchTuning(
+            batch=size, plain_step=Spread.of(verify[0]), candidates=tuple(candidates)
+        )
 
     def check(self, tuning: BatchTuning) -> Check:
         """Compares the fastest draft with plain decoding; both take turns."""
         self.on_progress(f"checking the prediction at batch {tuning.batch}")
         fastest = tuning.fastest
-        (contender,) = [contender for contender in self.contenders if contender.name == fastest.shape.name]
+        (contender,) = [
+            contender for contender in self.contenders if contender.name == fastest.shape.name
+        ]
         ratios = []
         running = 1.0
         for _ in range(self.repeats + 1):  # the first one compiles

@@ -70,7 +70,8 @@ class Answer:
         Raises:
             Refused: The server refuses the request within its answer.
             CutOff: A stream has no end.
-            ServerError: The answer is not JSON, has an error, is another model's, or cannot be read.
+            ServerError: The answer is not JSON, has an error, is another model's, or cannot be
+                read.
         """
         self._address = address
         self._model = model
@@ -85,17 +86,23 @@ class Answer:
         self.has_reasoning = False
         self.is_marked = False
         lines = [line.strip() for line in data.split(b"\n")]  # a text may hold other ends of lines
-        events = [line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")]
+        events = [
+            line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")
+        ]
         strange = [line for line in lines if line and not line.startswith((b"data:", *_NO_DATA))]
         if not events:
             self._add(parse_object(data, address))
             self.chunk_index = [0] * len(self.reports)  # it did not come in chunks
             if not self._reasons:
                 shown = excerpt(data.decode(errors="replace"), 80)
-                raise ServerError(f"{address} answered {shown}; expected choices with a finish_reason")
+                raise ServerError(
+                    f"{address} answered {shown}; expected choices with a finish_reason"
+                )
             return
         if strange:
-            raise ServerError(f"{address} answered {excerpt(strange[0].decode(errors='replace'), 80)!r} in a stream")
+            raise ServerError(
+                f"{address} answered {excerpt(strange[0].decode(errors='replace'), 80)!r} in a stream"
+            )
         for event in events:
             if event == b"[DONE]":
                 self.is_marked = True
@@ -122,12 +129,18 @@ class Answer:
     def _add(self, event: dict[str, Any]) -> None:
         error = event.get("error")
         if error:
-            kind = Refused if isinstance(error, dict) and error.get("code") in REFUSALS else ServerError
+            kind = (
+                Refused
+                if isinstance(error, dict) and error.get("code") in REFUSALS
+                else ServerError
+            )
             raise kind(f"{self._address} failed: {excerpt(json.dumps(error), 300)}")
         answered = event.get("model") or self._model
         if answered != self._model:
             shown = excerpt(str(answered), 80)
-            raise ServerError(f"{self._address} answered as {shown}, not as {self._model}; nothing can be compared")
+            raise ServerError(
+                f"{self._address} answered as {shown}, not as {self._model}; nothing can be compared"
+            )
         self.num_tokens = self._count(event, "usage", "completion_tokens", self.num_tokens)
         self.num_drafted = self._count(event, "timings", "draft_n", self.num_drafted)
         self.tokens += self._ids(self._field(event, "__verbose", {}), "tokens")
@@ -139,7 +152,9 @@ class Answer:
     def _add_choice(self, choice: dict[str, Any]) -> None:
         index = self._field(choice, "index", 0)
         message = self._field(choice, "delta", {}) or self._field(choice, "message", {})
-        self._texts[index].append(self._field(choice, "text", "") or self._field(message, "content", ""))
+        self._texts[index].append(
+            self._field(choice, "text", "") or self._field(message, "content", "")
+        )
         self.has_reasoning |= bool(message.get("reasoning_content") or message.get("reasoning"))
         reason = self._field(choice, "finish_reason", "")
         if reason:
@@ -157,7 +172,9 @@ class Answer:
             return [self._chat_report(entry) for entry in content]
         reports = []
         tokens = self._field(listed, "tokens", [])
-        columns = (_column(listed, name, len(tokens)) for name in ("token_logprobs", "top_logprobs"))
+        columns = (
+            _column(listed, name, len(tokens)) for name in ("token_logprobs", "top_logprobs")
+        )
         for token, log_prob, likely in zip(tokens, *columns, strict=True):
             entries = likely.items() if isinstance(likely, dict) else ()
             top = {self._token({"token": name}): _number(value) for name, value in entries}
@@ -169,7 +186,9 @@ class Answer:
         candidates = likely if isinstance(likely, list) else []
         if not all(isinstance(candidate, dict) for candidate in candidates):
             candidates = []
-        top = {self._token(candidate): _number(candidate.get("logprob")) for candidate in candidates}
+        top = {
+            self._token(candidate): _number(candidate.get("logprob")) for candidate in candidates
+        }
         return _report(self._token(entry), entry.get("logprob"), top)
 
     def _token(self, entry: Any) -> int:
@@ -186,7 +205,11 @@ class Answer:
             if named:
                 return int(named[1])
             text = text.encode(errors="surrogatepass")
-        if isinstance(data, list) and data and all(type(byte) is int and 0 <= byte < 256 for byte in data):
+        if (
+            isinstance(data, list)
+            and data
+            and all(type(byte) is int and 0 <= byte < 256 for byte in data)
+        ):
             text = bytes(data)
         if not isinstance(text, bytes):
             raise self._unreadable("a token", text, "a text")
@@ -199,7 +222,9 @@ class Answer:
             raise self._unreadable(name, ids, "token ids")
         return ids
 
-    def _count(self, event: dict[str, Any], name: str, field: str, default: int | None) -> int | None:
+    def _count(
+        self, event: dict[str, Any], name: str, field: str, default: int | None
+    ) -> int | None:
         """Returns a number in an object of an event."""
         number = self._field(event, name, {}).get(field)
         return number if type(number) is int else default
@@ -214,7 +239,9 @@ class Answer:
         return value
 
     def _unreadable(self, name: str, value: Any, expected: str) -> ServerError:
-        return ServerError(f"{self._address} answered {excerpt(repr(value), 80)} as {name}; expected {expected}")
+        return ServerError(
+            f"{self._address} answered {excerpt(repr(value), 80)} as {name}; expected {expected}"
+        )
 
 
 def _report(token: int, log_prob: Any, top: dict[int, float]) -> Report:

@@ -22,7 +22,8 @@ class Plan:
     Attributes:
         prompts: Texts or token ids.
         sampling: Temperature and warpers of the sampled answers.
-        num_requests: Number of short sampled answers, which share a few prompts so that texts repeat.
+        num_requests: Number of short sampled answers, which share a few prompts so that texts
+            repeat.
         short_tokens: Tokens of each of these: the first one, and as many as a usual draft has.
         num_long: Number of long sampled answers.
         max_new_tokens: Tokens of a long or greedy answer.
@@ -81,7 +82,12 @@ class Asker:
         return asker
 
     def complete(
-        self, name: str, prompts: Sequence[Prompt], fields: Callable[[int], Mapping[str, Any]], *, at_a_time: int = 0
+        self,
+        name: str,
+        prompts: Sequence[Prompt],
+        fields: Callable[[int], Mapping[str, Any]],
+        *,
+        at_a_time: int = 0,
     ) -> dict[int, Completion]:
         """Returns the answers to prompts, by number, without those that failed.
 
@@ -96,31 +102,51 @@ class Asker:
             return self._complete_batches(name, prompts, fields, size)
 
         def send(row: int) -> Completion:
-            return self.source.complete(prompts[row], num_reported=self.plan.num_reported, **fields(row))
+            return self.source.complete(
+                prompts[row], num_reported=self.plan.num_reported, **fields(row)
+            )
 
         return self.each(name, len(prompts), send, at_a_time=at_a_time)
 
     def _complete_batches(
-        self, name: str, prompts: Sequence[Prompt], fields: Callable[[int], Mapping[str, Any]], size: int
+        self,
+        name: str,
+        prompts: Sequence[Prompt],
+        fields: Callable[[int], Mapping[str, Any]],
+        size: int,
     ) -> dict[int, Completion]:
         """Returns the answers of a function that takes batches of prompts."""
-        batches = [range(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size)]
+        batches = [
+            range(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size)
+        ]
 
         def send(batch: int) -> list[Completion]:
             rows = batches[batch]
             return self.source.complete_batch(  # type: ignore[attr-defined]
-                [prompts[row] for row in rows], [fields(row) for row in rows], num_reported=self.plan.num_reported
+                [prompts[row] for row in rows],
+                [fields(row) for row in rows],
+                num_reported=self.plan.num_reported,
             )
 
         results = self.each(name, len(batches), send)
-        return {row: results[batch][row - batches[batch][0]] for batch in results for row in batches[batch]}
+        return {
+            row: results[batch][row - batches[batch][0]]
+            for batch in results
+            for row in batches[batch]
+        }
 
-    def score(self, name: str, answers: Sequence[tuple[Prompt, Completion]]) -> dict[int, list[Report]]:
+    def score(
+        self, name: str, answers: Sequence[tuple[Prompt, Completion]]
+    ) -> dict[int, list[Report]]:
         """Returns the reports of given answers behind their own prefixes, by number."""
         number = self.plan.num_reported
-        return self.each(name, len(answers), lambda row: self.source.score(*answers[row], num_reported=number))
+        return self.each(
+            name, len(answers), lambda row: self.source.score(*answers[row], num_reported=number)
+        )
 
-    def each(self, name: str, number: int, send: Callable[[int], Any], *, at_a_time: int = 0) -> dict[int, Any]:
+    def each(
+        self, name: str, number: int, send: Callable[[int], Any], *, at_a_time: int = 0
+    ) -> dict[int, Any]:
         """Returns the results of ``send`` for ``0 .. number - 1``, without those that failed."""
         results: dict[int, Any] = {}
         if self.stopped:

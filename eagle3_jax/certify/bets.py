@@ -1,9 +1,9 @@
 """Bets against a sampler, whose gains bound p-values, and the smallest error that they win against.
 
-A bet names another distribution for each token before it is seen. The product of the ratios of the two probabilities is
-the gain. Under a correct sampler its expectation is at most 1, so the gain exceeds ``1 / p`` with probability at most
-``p``, however few tokens there are (Ville's inequality). A mixture of bets is a bet.
-"""
+A bet names another distribution for each token before it is seen. The product of the ratios of the
+two probabilities is the gain. Under a correct sampler its expectation is at most 1, so the gain
+exceeds ``1 / p`` with probability at most ``p``, however few tokens there are (Ville's inequality).
+A mixture of bets is a bet."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ CONCENTRATIONS = (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 WILLINGNESS = (0.7, 0.9, 0.95, 1.02, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, math.inf)
 #: Shares of the redraws that come from the target's distribution in place of the residual.
 UNREDUCED = (0.1, 0.3, 1.0)
-VERIFIED = 0.8  # share of the positions that are bet to hold a draft; the token behind the last draft is free
-LIKELIEST = (1.0, 0.65)  # probabilities that the draft is the likeliest token; else it is any other, by its probability
+# share of the positions that are bet to hold a draft; the token behind the last draft is free
+VERIFIED = 0.8
+LIKELIEST = (
+    1.0,
+    0.65,
+)  # probabilities that the draft is the likeliest token; else it is any other, by its probability
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,17 +81,21 @@ class Error:
         return f"an acceptance {size:.0f} % too {'willing' if self.willing > 1 else 'reluctant'}"
 
 
-ERRORS = (*(Error(willing=factor) for factor in WILLINGNESS), *(Error(unreduced=share) for share in UNREDUCED))
+ERRORS = (
+    *(Error(willing=factor) for factor in WILLINGNESS),
+    *(Error(unreduced=share) for share in UNREDUCED),
+)
 
 
 def bet_on_one_token(probs: np.ndarray, cells: np.ndarray, texts: np.ndarray) -> Bet:
     """Bets that one token of each text's distribution, the draft, comes too often or too seldom.
 
-    A drafter that does not draw has the same draft behind the same text, so what a text's first tokens show of it makes
-    the bets on the later ones.
+    A drafter that does not draw has the same draft behind the same text, so what a text's first
+    tokens show of it makes the bets on the later ones.
 
     Args:
-        probs: ``[n C]`` the distributions; the last cell holds all tokens that were not reported, and no draft.
+        probs: ``[n C]`` the distributions; the last cell holds all tokens that were not reported,
+            and no draft.
         cells: ``[n]`` the cell of each token.
         texts: ``[n]`` the number of the text before it; -1 for a text that comes once.
     """
@@ -179,8 +187,8 @@ def smallest_distance(
 ) -> float | None:
     """Returns the first distance between draft and target at which accepting every sampled draft is found.
 
-    Drafts are sampled from the distributions ``p exp(σ z)``, normalized, with ``z`` normal and ``σ`` of that total
-    variation distance on average.
+    Drafts are sampled from the distributions ``p exp(σ z)``, normalized, with ``z`` normal and
+    ``σ`` of that total variation distance on average.
 
     Args:
         counts: ``[texts C]`` how often each token came.
@@ -202,20 +210,27 @@ def smallest_distance(
         if drafts is None:
             continue
         mixed = share * drafts + (1 - share) * probs
-        num_found = sum(bet_on_frequencies(rng.multinomial(sizes, mixed), probs).p_value < level for _ in range(runs))
+        num_found = sum(
+            bet_on_frequencies(rng.multinomial(sizes, mixed), probs).p_value < level
+            for _ in range(runs)
+        )
         if num_found >= POWER * runs:
             return distance
     return None
 
 
-def _tilted(probs: np.ndarray, directions: np.ndarray, weights: np.ndarray, distance: float) -> np.ndarray | None:
+def _tilted(
+    probs: np.ndarray, directions: np.ndarray, weights: np.ndarray, distance: float
+) -> np.ndarray | None:
     """Returns distributions at a mean distance from others; ``None`` if these are too sure to be so far from any."""
     low = 0.0
     high = 20.0
     tilted = probs
     for _ in range(40):
         scale = (low + high) / 2
-        logits = np.where(probs > 0, np.log(np.maximum(probs, 1e-300)) + scale * directions, -math.inf)
+        logits = np.where(
+            probs > 0, np.log(np.maximum(probs, 1e-300)) + scale * directions, -math.inf
+        )
         tilted = special.softmax(logits, axis=1)
         reached = float(weights @ (np.abs(tilted - probs).sum(axis=1) / 2))
         low = scale if reached < distance else low

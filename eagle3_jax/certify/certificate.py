@@ -56,7 +56,8 @@ class Finding:
 
     Attributes:
         name: The field.
-        outcome: ``passed``, ``failed``, ``refused`` (the server says that it does not take the field) or ``not run``.
+        outcome: ``passed``, ``failed``, ``refused`` (the server says that it does not take the
+            field) or ``not run``.
         detail: What was seen.
     """
 
@@ -106,7 +107,8 @@ class Certificate:
         is_partial: Whether it was interrupted.
         seconds: Duration.
         started: Date and time.
-        commit: Commit of this package, with ``+`` if files differ from it; empty outside a checkout.
+        commit: Commit of this package, with ``+`` if files differ from it; empty outside a
+            checkout.
         command: The command that repeats it.
         alpha: Probability that a correct server fails.
         version: Version of this package.
@@ -150,7 +152,9 @@ class Certificate:
         """The reason for the verdict, in one sentence without a full stop."""
         if self._proofs:
             worst = min(self._proofs, key=lambda test: test.p_value)
-            return f"{worst.name}: {worst.detail} (p = {worst.p_value:.1g}, {worst.tokens:,} tokens)"
+            return (
+                f"{worst.name}: {worst.detail} (p = {worst.p_value:.1g}, {worst.tokens:,} tokens)"
+            )
         if self._broken_fields:
             return "; ".join(f"{finding.name}: {finding.detail}" for finding in self._broken_fields)
         if self._doubts:
@@ -200,7 +204,9 @@ class Certificate:
         for test in self._failures if not doubts else []:
             control = controls.get(test.name)
             if control is None or not control.has_power:
-                doubts.append(f"{test.name} fails ({test.detail}), but too few tokens without drafts were compared")
+                doubts.append(
+                    f"{test.name} fails ({test.detail}), but too few tokens without drafts were compared"
+                )
             else:
                 doubts.append(
                     f"{test.name} fails ({test.detail}), but so do {control.tokens:,} tokens behind the same texts "
@@ -208,7 +214,9 @@ class Certificate:
                 )
         if not self._required.intersection(_SHOWN_BY.values()):
             doubts.append("no answer could be judged")
-        return doubts + [f"{entry.name}: {entry.detail}" for entry in self.requirements if not entry.is_met]
+        return doubts + [
+            f"{entry.name}: {entry.detail}" for entry in self.requirements if not entry.is_met
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values."""
@@ -220,7 +228,13 @@ class Certificate:
         judged = ["test", "result", "p", "tokens", "detail"]
         words = {True: "ok", False: "missing"}
         controls = [
-            [item.name, "clean" if item.is_clean else "not clean", f"{item.p_value:.2g}", f"{item.tokens:,}", ""]
+            [
+                item.name,
+                "clean" if item.is_clean else "not clean",
+                f"{item.p_value:.2g}",
+                f"{item.tokens:,}",
+                "",
+            ]
             for item in self.controls
         ]
         seen = [[entry.name, words[entry.is_met], entry.detail] for entry in self.requirements]
@@ -228,7 +242,11 @@ class Certificate:
         tables = [
             ("What must have been seen", ["requirement", "result", "detail"], seen),
             ("Tokens that drafts may reach", judged, [self._row(test) for test in self.tests]),
-            ("First tokens, which no draft reaches", judged, [self._row(test) for test in self.first_tokens]),
+            (
+                "First tokens, which no draft reaches",
+                judged,
+                [self._row(test) for test in self.first_tokens],
+            ),
             ("Tokens behind the same texts, without drafts", judged, controls),
             ("Fields of the request", ["field", "result", "detail"], fields),
         ]
@@ -241,11 +259,15 @@ class Certificate:
 
     def write(self, directory: Path) -> None:
         """Writes ``certificate.json`` and ``certificate.html`` into a new directory."""
-        template = string.Template(Path(__file__).with_name("certificate.html").read_text(encoding="utf-8"))
+        template = string.Template(
+            Path(__file__).with_name("certificate.html").read_text(encoding="utf-8")
+        )
         with whole_directory(directory) as partial:
             text = json.dumps(self.to_json(), indent=1, default=str)
             (partial / "certificate.json").write_text(text + "\n", encoding="utf-8")
-            (partial / "certificate.html").write_text(template.substitute(self._page()), encoding="utf-8")
+            (partial / "certificate.html").write_text(
+                template.substitute(self._page()), encoding="utf-8"
+            )
 
     def _page(self) -> dict[str, str]:
         """Returns the values of the page's template."""
@@ -254,7 +276,8 @@ class Certificate:
             "answers": f"{self.requests}" + (f", {self.lost} requests failed" if self.lost else ""),
             "seconds": f"{self.seconds:.0f}",
             "started": self.started,
-            "eagle3-jax": f"{self.version}" + (f", commit {self.commit[:10]}" if self.commit else ""),
+            "eagle3-jax": f"{self.version}"
+            + (f", commit {self.commit[:10]}" if self.commit else ""),
         }
         values = {
             "subject": str(self.facts.get("url") or self.facts.get("model")),
@@ -287,9 +310,10 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     for row in rows:
         cells = [html.escape(cell) for cell in row]
         style = ' class="failed"' if row[1] in ("failure", "missing", "failed", "not clean") else ""
-        lines.append(f'<tr{style}><th scope="row">{cells[0]}</th>' + "".join(f"<td>{cell}</td>" for cell in cells[1:]))
+        lines.append(
+            f'<tr{style}><th scope="row">{cells[0]}</th>'
+            + "".join(f"<td>{cell}</td>" for cell in cells[1:])
+        )
     region = f'<div class="scroll" tabindex="0" role="region" aria-label="{title}">'
     body = "\n".join(lines)
-    return (
-        f"<h2>{title}</h2>\n{region}<table>\n<thead><tr>{titles}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
-    )
+    return f"<h2>{title}</h2>\n{region}<table>\n<thead><tr>{titles}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"

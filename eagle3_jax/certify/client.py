@@ -27,22 +27,44 @@ _FIRST_WAIT = 0.5  # seconds; each further wait is twice as long
 _LONGEST_WAIT = 10.0  # seconds between two tries
 _PASSING = (429, 502, 503, 529)  # status codes of a server that is busy or restarts
 _KEY = re.compile(r"[!-~]+")  # what a header can carry
-_COUNTER = re.compile(r"^(?:vllm|llamacpp):spec_decode_(\w+?)_total(?:\{([^}]*)\})? ([\d.e+]+)$", re.MULTILINE)
-_SGLANG_ROUNDS = re.compile(r"^sglang:spec_verify_calls_total(?:\{[^}]*\})? ([\d.e+]+)$", re.MULTILINE)
+_COUNTER = re.compile(
+    r"^(?:vllm|llamacpp):spec_decode_(\w+?)_total(?:\{([^}]*)\})? ([\d.e+]+)$", re.MULTILINE
+)
+_SGLANG_ROUNDS = re.compile(
+    r"^sglang:spec_verify_calls_total(?:\{[^}]*\})? ([\d.e+]+)$", re.MULTILINE
+)
 _POSITION = re.compile(r'position="(\d+)"')
-_NEUTRAL = {"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # else a server's defaults count
+_NEUTRAL = {
+    "top_p": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}  # else a server's defaults count
 # Fields that are not OpenAI's own, in groups that a server refuses together.
 _SHAPE = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 _STREAM = {"stream_options": {"include_usage": True}}
 _LENGTH = {"ignore_eos": True, "min_tokens": 0}
 _SAMPLERS = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-_GROUPS: tuple[Collection[str], ...] = (_SHAPE, _STREAM, ("cache_salt",), _LENGTH, _SAMPLERS, ("max_tokens",))
-_LLAMA_CPP = {  # its stream has no ids; with ignore_eos it does not write the end of text, but still reports it
+_GROUPS: tuple[Collection[str], ...] = (
+    _SHAPE,
+    _STREAM,
+    ("cache_salt",),
+    _LENGTH,
+    _SAMPLERS,
+    ("max_tokens",),
+)
+# its stream has no ids; with ignore_eos it does not write the end of text, but still reports it
+_LLAMA_CPP = {
     "stream": False,
     "verbose": True,
     "return_tokens": True,
     "response_fields": ["tokens"],
-    "samplers": ["penalties", "temperature", "min_p", "top_k", "top_p"],  # else what the server was started with
+    "samplers": [
+        "penalties",
+        "temperature",
+        "min_p",
+        "top_k",
+        "top_p",
+    ],  # else what the server was started with
     "mirostat": 0,
     "dynatemp_range": 0.0,
 }
@@ -73,11 +95,13 @@ class Client:
         url: Its address, without ``/v1``.
         model: The model that it is asked for.
         api: ``completions`` or ``chat``.
-        facts: What it says about itself: model, version, build, longest text, method of speculation. And what was seen:
-            ``refused_fields``, which are not sent any more, and whether there was ``reasoning``.
-        scoring: How it scores given tokens: ``echo``, or ``prefixes``, one request for each, or ``none``; empty before
-            the first.
-        is_llama_cpp: Whether it is llama.cpp's server, which reports nothing about tokens behind drafts.
+        facts: What it says about itself: model, version, build, longest text, method of
+            speculation. And what was seen: ``refused_fields``, which are not sent any more, and
+            whether there was ``reasoning``.
+        scoring: How it scores given tokens: ``echo``, or ``prefixes``, one request for each, or
+            ``none``; empty before the first.
+        is_llama_cpp: Whether it is llama.cpp's server, which reports nothing about tokens behind
+            drafts.
     """
 
     def __init__(
@@ -96,8 +120,10 @@ class Client:
             url: Its address, with or without ``/v1``.
             model: Its name there. Default: the first that the server lists.
             key: The server's key.
-            timeout: Seconds for each request with its whole answer; a silence of the server may last as long again.
-            api: ``chat`` sends a text as the message of a user. Token ids cannot be sent, and nothing can be scored.
+            timeout: Seconds for each request with its whole answer; a silence of the server may
+                last as long again.
+            api: ``chat`` sends a text as the message of a user. Token ids cannot be sent, and
+                nothing can be scored.
             key_variable: The variable of the environment that the key comes from, for messages.
 
         Raises:
@@ -113,12 +139,16 @@ class Client:
         headers = {"Content-Type": "application/json"}
         if key:
             if not _KEY.fullmatch(key):
-                raise ServerError(f"the key in {key_variable} has a space, a line break or a letter that no key has")
+                raise ServerError(
+                    f"the key in {key_variable} has a space, a line break or a letter that no key has"
+                )
             headers["Authorization"] = f"Bearer {key}"
         # A proxy of the environment must not be asked for a server on this machine.
         context = ssl.create_default_context()  # the certificates of the system
         limits = httpx.Limits(max_connections=None)
-        self._http = httpx.Client(headers=headers, trust_env=False, timeout=timeout, limits=limits, verify=context)
+        self._http = httpx.Client(
+            headers=headers, trust_env=False, timeout=timeout, limits=limits, verify=context
+        )
         self._has_answered = False
         self._has_marks = False
         self._lock = threading.Lock()
@@ -128,21 +158,31 @@ class Client:
         self.model = self._find_model(model)
         self._ask_who_it_is()
         self.is_llama_cpp = "build_info" in self.facts
-        self._harmless: int | None = (self._tokenize("a") or [None])[-1] if self.is_llama_cpp else None
+        self._harmless: int | None = (
+            (self._tokenize("a") or [None])[-1] if self.is_llama_cpp else None
+        )
 
     def _find_model(self, model: str | None) -> str:
         """Returns the name of the model, and notes what the server says about it."""
         entry: dict[str, Any] = {}
         try:
             listed = self.get("/v1/models").get("data")
-            entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+            entries = (
+                [entry for entry in listed if isinstance(entry, dict)]
+                if isinstance(listed, list)
+                else []
+            )
             entries = [entry for entry in entries if isinstance(entry.get("id"), str)]
             if not entries:
-                raise ServerError(f"{self.url}/v1/models lists no model; is this a server with OpenAI's protocol?")
+                raise ServerError(
+                    f"{self.url}/v1/models lists no model; is this a server with OpenAI's protocol?"
+                )
             named = [entry for entry in entries if model in (None, entry["id"])]
             if not named:
                 served = excerpt(", ".join(entry["id"] for entry in entries), 200)
-                raise ServerError(f"{self.url} serves {served}, not {model}; name one of these with --model")
+                raise ServerError(
+                    f"{self.url} serves {served}, not {model}; name one of these with --model"
+                )
             entry = named[0]
         except _Missing as error:
             if model is None:
@@ -165,7 +205,9 @@ class Client:
                 values = self.get(path)
                 self._note(field, values.get(field))
                 settings = values.get("default_generation_settings")
-                self._note("max_model_len", settings.get("n_ctx") if isinstance(settings, dict) else None)
+                self._note(
+                    "max_model_len", settings.get("n_ctx") if isinstance(settings, dict) else None
+                )
 
     def _note(self, name: str, value: Any) -> None:
         if value and isinstance(value, str | int):
@@ -174,29 +216,35 @@ class Client:
     def counters(self) -> dict[str, Any]:
         """Returns the counters of speculation since the server started; empty where there are none.
 
-        vLLM has them, llama.cpp with ``--metrics``, and SGLang with ``--enable-metrics``, which counts rounds only.
-        """
+        vLLM has them, llama.cpp with ``--metrics``, and SGLang with ``--enable-metrics``, which
+        counts rounds only."""
         try:
             return parse_counters(self.send("/metrics").decode(errors="replace"))
         except ServerError:
             return {}
 
-    def complete(self, prompt: str | Sequence[int], *, num_reported: int, **fields: Any) -> Completion:
+    def complete(
+        self, prompt: str | Sequence[int], *, num_reported: int, **fields: Any
+    ) -> Completion:
         """Continues a prompt, streamed.
 
-        llama.cpp's answers are not streamed, and what it does not report is asked for behind each prefix.
+        llama.cpp's answers are not streamed, and what it does not report is asked for behind each
+        prefix.
 
         Args:
             prompt: Text or token ids.
             num_reported: Number of log-probabilities of each position.
-            fields: Further fields of the request: ``max_tokens``, ``temperature`` and others. They replace the neutral
-                values that are sent otherwise.
+            fields: Further fields of the request: ``max_tokens``, ``temperature`` and others. They
+                replace the neutral values that are sent otherwise.
 
         Raises:
             Refused: The server refuses a field or its value.
-            ServerError: The server fails, is slow, answers as another model, or leaves tokens unreported.
+            ServerError: The server fails, is slow, answers as another model, or leaves tokens
+                unreported.
         """
-        answer = self._ask(self._body(prompt, num_reported, {"stream": True} | _STREAM, fields), fields)
+        answer = self._ask(
+            self._body(prompt, num_reported, {"stream": True} | _STREAM, fields), fields
+        )
         reports = answer.reports
         chunk_index = answer.chunk_index
         if self.is_llama_cpp and self.api == "completions" and reports:
@@ -223,34 +271,49 @@ class Client:
         )
 
     def _complete_reports(
-        self, prompt: str | Sequence[int], tokens: list[int], reports: list[Report], num_reported: int
+        self,
+        prompt: str | Sequence[int],
+        tokens: list[int],
+        reports: list[Report],
+        num_reported: int,
     ) -> list[Report]:
         """Asks llama.cpp for the reports that it withholds.
 
-        They come from the keys and values that are cached, which may be those that speculation left.
-        """
+        They come from the keys and values that are cached, which may be those that speculation
+        left."""
         tokens = tokens or [report.token for report in reports]
         # Parts of characters have no entry, so it is not known whose entries the others are.
-        known = reports if len(reports) == len(tokens) else [Report(token, math.nan, {}) for token in tokens]
+        known = (
+            reports
+            if len(reports) == len(tokens)
+            else [Report(token, math.nan, {}) for token in tokens]
+        )
         if all(report.top for report in known):
             return known
         ids = self._tokenize(prompt)
         if ids is None:
-            raise ServerError(f"{self.url} reports nothing about drafted tokens, and has no /tokenize to ask for them")
+            raise ServerError(
+                f"{self.url} reports nothing about drafted tokens, and has no /tokenize to ask for them"
+            )
         return [
-            report if report.top else self._behind([*ids, *tokens[:position]], tokens[position], num_reported)
+            report
+            if report.top
+            else self._behind([*ids, *tokens[:position]], tokens[position], num_reported)
             for position, report in enumerate(known)
         ]
 
-    def score(self, prompt: str | Sequence[int], completion: Completion, *, num_reported: int) -> list[Report]:
+    def score(
+        self, prompt: str | Sequence[int], completion: Completion, *, num_reported: int
+    ) -> list[Report]:
         """Scores the tokens of an answer behind their own prefixes, without drafts.
 
-        A prompt is scored in one pass (``echo``). A server that has no such request is asked for the first token behind
-        each prefix, which no draft reaches. Neither reads what speculation left in a cache of prefixes.
+        A prompt is scored in one pass (``echo``). A server that has no such request is asked for
+        the first token behind each prefix, which no draft reaches. Neither reads what speculation
+        left in a cache of prefixes.
 
         Returns:
-            A report of each token. Its log-probability is not a number if only likelier tokens are reported there. No
-            report if the server reads the answer's text as other tokens.
+            A report of each token. Its log-probability is not a number if only likelier tokens are
+            reported there. No report if the server reads the answer's text as other tokens.
 
         Raises:
             Refused: The server only chats.
@@ -286,7 +349,8 @@ class Client:
     def _behind(self, prefix: Sequence[int], token: int, num_reported: int, **cache: Any) -> Report:
         """Returns the report of a token behind a prefix, where no draft reaches."""
         reports: list[Report] = []
-        # llama.cpp reports nothing about a part of a character, so another token is written instead of it.
+        # llama.cpp reports nothing about a part of a character, so another token is written instead
+        # of it.
         for written in (token, self._harmless) if self.is_llama_cpp else (None,):
             if not reports:
                 fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0}
@@ -295,7 +359,9 @@ class Client:
                 body = self._body(prefix, num_reported, {"stream": False}, fields | cache)
                 reports = self._ask(body, fields).reports
         if not reports:
-            raise ServerError(f"{self.url} reports nothing about the token behind a prefix; nothing can be compared")
+            raise ServerError(
+                f"{self.url} reports nothing about the token behind a prefix; nothing can be compared"
+            )
         return Report(token, reports[0].top.get(token, math.nan), reports[0].top)
 
     def _echo(self, prompt: str | Sequence[int], num_reported: int) -> list[Report]:
@@ -322,24 +388,35 @@ class Client:
             return None
         try:
             body = {"content": prompt, "add_special": True}
-            tokens = parse_object(self.send("/tokenize", body), f"{self.url}/tokenize").get("tokens")
+            tokens = parse_object(self.send("/tokenize", body), f"{self.url}/tokenize").get(
+                "tokens"
+            )
         except ServerError:
             return None
         is_readable = isinstance(tokens, list) and all(type(token) is int for token in tokens)
         return tokens or None if is_readable else None
 
     def _body(
-        self, prompt: str | Sequence[int], num_reported: int, manner: dict[str, Any], fields: dict[str, Any]
+        self,
+        prompt: str | Sequence[int],
+        num_reported: int,
+        manner: dict[str, Any],
+        fields: dict[str, Any],
     ) -> dict[str, Any]:
         """Returns a request with neutral values of all fields that are not given."""
         body: dict[str, Any] = {"model": self.model}
         if self.api == "completions":
-            body |= {"prompt": prompt if isinstance(prompt, str) else list(prompt), "logprobs": num_reported}
+            body |= {
+                "prompt": prompt if isinstance(prompt, str) else list(prompt),
+                "logprobs": num_reported,
+            }
         elif isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
             body |= {"messages": messages, "logprobs": True, "top_logprobs": num_reported}
         else:
-            raise ServerError("a chat takes texts, not token ids; give prompts as texts or use --api completions")
+            raise ServerError(
+                "a chat takes texts, not token ids; give prompts as texts or use --api completions"
+            )
         body |= _NEUTRAL | _SAMPLERS | manner
         if not self.is_llama_cpp:
             return body | _SHAPE | _LENGTH | fields
@@ -447,9 +524,13 @@ class Client:
             ) from None
         except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
             kind = _Passing if self._has_answered else ServerError
-            raise kind(f"no server answers at {self.url}{path} ({excerpt(str(error), 200)})") from None
+            raise kind(
+                f"no server answers at {self.url}{path} ({excerpt(str(error), 200)})"
+            ) from None
         except httpx.HTTPError as error:
-            raise ServerError(f"{self.url}{path} cannot be read ({excerpt(str(error), 200)})") from None
+            raise ServerError(
+                f"{self.url}{path} cannot be read ({excerpt(str(error), 200)})"
+            ) from None
         self._has_answered = True
         if not response.is_success:
             raise self._failure(path, response, data.decode(errors="replace"))
@@ -465,7 +546,9 @@ class Client:
         message = f"{self.url}{path} answered {status}: {text}"
         if 300 <= status < 400:
             address = excerpt(location, 200).partition("?")[0].removesuffix(path)
-            return ServerError(f"{self.url} redirects to {address}; give that address, the key is not sent on")
+            return ServerError(
+                f"{self.url} redirects to {address}; give that address, the key is not sent on"
+            )
         if status in (401, 403):
             return ServerError(
                 f"{self.url} wants a key: put it into the environment variable {self._key_variable}, or name another "
@@ -492,7 +575,9 @@ def _address(url: str) -> str:
     if not is_address:
         # A name and a password in it are not repeated.
         shown = excerpt(url.rpartition("@")[2], 200)
-        raise ServerError(f"{shown!r} is not the address of a server; expected something like http://localhost:8000")
+        raise ServerError(
+            f"{shown!r} is not the address of a server; expected something like http://localhost:8000"
+        )
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -524,4 +609,7 @@ def parse_counters(text: str) -> dict[str, Any]:
         counters["num_drafts"] += int(float(value))
     if not per_position:
         return dict(counters)
-    return {**counters, "num_accepted_tokens_per_pos": [count for _, count in sorted(per_position.items())]}
+    return {
+        **counters,
+        "num_accepted_tokens_per_pos": [count for _, count in sorted(per_position.items())],
+    }

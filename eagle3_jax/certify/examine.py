@@ -78,8 +78,11 @@ def certify(
     """
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     clock = time.perf_counter()
-    # Whether anything is reported, and prompts are scored, is seen before hundreds of requests are sent.
-    probe = source.complete(plan.prompts[0], num_reported=plan.num_reported, max_tokens=2, temperature=0.0)
+    # Whether anything is reported, and prompts are scored, is seen before hundreds of requests are
+    # sent.
+    probe = source.complete(
+        plan.prompts[0], num_reported=plan.num_reported, max_tokens=2, temperature=0.0
+    )
     if not probe.reports and plain is None:
         raise ServerError(
             "no log-probabilities are reported; name the same model without speculation with --plain-url, and texts "
@@ -103,8 +106,14 @@ def certify(
     lost = len(asker.failures)
     evidence.require("complete", not asker.stopped, asker.stopped or "every request was sent")
     share = lost / max(1, lost + asker.answered)
-    evidence.require("answered", share <= MOST_LOST, f"{lost} of {lost + asker.answered} requests failed")
-    request = {**vars(plan), "prompts": len(plan.prompts), "sampling": dataclasses.asdict(plan.sampling)}
+    evidence.require(
+        "answered", share <= MOST_LOST, f"{lost} of {lost + asker.answered} requests failed"
+    )
+    request = {
+        **vars(plan),
+        "prompts": len(plan.prompts),
+        "sampling": dataclasses.asdict(plan.sampling),
+    }
     state = git()
     return Certificate(
         requirements=evidence.requirements,
@@ -121,7 +130,9 @@ def certify(
         is_partial=bool(asker.stopped),
         seconds=time.perf_counter() - clock,
         started=started,
-        commit=f"{state['commit']}{'+' if state['dirty'] else ''}" if isinstance(state, dict) else "",
+        commit=f"{state['commit']}{'+' if state['dirty'] else ''}"
+        if isinstance(state, dict)
+        else "",
     )
 
 
@@ -153,7 +164,9 @@ def _with_kind_of_reports(source: Source, plan: Plan, probe: Completion) -> Plan
         ValueError: They do not determine the distribution.
     """
     number = min(len(report.top) for report in probe.reports)
-    is_whole = all(math.fsum(map(math.exp, report.top.values())) > 1 - _WHOLE for report in probe.reports)
+    is_whole = all(
+        math.fsum(map(math.exp, report.top.values())) > 1 - _WHOLE for report in probe.reports
+    )
     if 0 < number < plan.num_reported and not is_whole:
         raise ServerError(
             f"{number} log-probabilities are reported where {plan.num_reported} were asked for; ask for {number} "
@@ -165,8 +178,13 @@ def _with_kind_of_reports(source: Source, plan: Plan, probe: Completion) -> Plan
     if plan.sampling != plain:
         neutral = Samples(list(plan.prompts))
         warped = Samples(list(plan.prompts))
-        for samples, fields in ((neutral, {"temperature": 1.0, "seed": plan.seed}), (warped, plan.fields(0))):
-            answer = source.complete(plan.prompts[0], num_reported=plan.num_reported, max_tokens=1, **fields)
+        for samples, fields in (
+            (neutral, {"temperature": 1.0, "seed": plan.seed}),
+            (warped, plan.fields(0)),
+        ):
+            answer = source.complete(
+                plan.prompts[0], num_reported=plan.num_reported, max_tokens=1, **fields
+            )
             samples.answers.append((0, answer))
         processed = _difference(neutral, warped, plan)
         if processed is None:
@@ -174,7 +192,9 @@ def _with_kind_of_reports(source: Source, plan: Plan, probe: Completion) -> Plan
                 "the reported log-probabilities are neither those before temperature, top-k, top-p and min-p nor those "
                 "after; nothing can be judged at these settings"
             )
-        plan = dataclasses.replace(plan, sampling=dataclasses.replace(plan.sampling, processed=processed))
+        plan = dataclasses.replace(
+            plan, sampling=dataclasses.replace(plan.sampling, processed=processed)
+        )
     plan.sampling.check(plan.num_reported)
     return plan
 
@@ -224,7 +244,9 @@ def _measure_noise(asker: Asker, answers: Samples, evidence: _Evidence) -> None:
         detail = "no token was asked for twice"
     evidence.require("little noise", noise.is_small, detail)
     if noise.size > _COARSE and noise.is_small:
-        evidence.notes.append(f"The reports are coarse: tokens within {noise.size:.1g} nats count as ties.")
+        evidence.notes.append(
+            f"The reports are coarse: tokens within {noise.size:.1g} nats count as ties."
+        )
 
 
 def _require_reports(groups: Sequence[Samples], evidence: _Evidence) -> None:
@@ -233,7 +255,11 @@ def _require_reports(groups: Sequence[Samples], evidence: _Evidence) -> None:
     num_tokens = sum(group.num_tokens for group in groups)
     num_silent = sum(group.num_silent for group in groups)
     num_answers = num_silent + sum(len(group.answers) for group in groups)
-    is_met = num_tokens > 0 and num_unread <= MOST_UNREAD * num_tokens and num_silent <= MOST_UNREAD * num_answers
+    is_met = (
+        num_tokens > 0
+        and num_unread <= MOST_UNREAD * num_tokens
+        and num_silent <= MOST_UNREAD * num_answers
+    )
     detail = f"the reports of {num_unread} of {num_tokens:,} tokens cannot be read; {num_silent} answers have none"
     evidence.require("readable reports", is_met, detail)
 
@@ -242,7 +268,9 @@ def _judge_greedy(asker: Asker, greedy: Samples, evidence: _Evidence) -> None:
     evidence.tests += judge_own_reports(greedy)
     noise = evidence.noise
     if noise is None:
-        evidence.notes.append("A chat cannot be scored, so greedy tokens were compared with their own reports only.")
+        evidence.notes.append(
+            "A chat cannot be scored, so greedy tokens were compared with their own reports only."
+        )
         return
     if not noise.is_small:
         return
@@ -267,10 +295,14 @@ def _require_scores(
     num_scored = int((scores.index > 0).sum())
     num_tokens = sum(max(0, len(answer.reports) - 1) for _, answer in answers)
     is_met = num_scored >= max(fewest, (1 - MOST_UNREAD) * num_tokens)
-    evidence.require(name, is_met, f"{num_scored} of {num_tokens} tokens were scored, at least {fewest} must be")
+    evidence.require(
+        name, is_met, f"{num_scored} of {num_tokens} tokens were scored, at least {fewest} must be"
+    )
 
 
-def _judge_sampled(asker: Asker, samples: Samples, drafts: dict[str, Any], evidence: _Evidence) -> None:
+def _judge_sampled(
+    asker: Asker, samples: Samples, drafts: dict[str, Any], evidence: _Evidence
+) -> None:
     if not samples.answers:
         evidence.require("judged tokens", False, "no sampled answer has reports")
         return
@@ -311,21 +343,33 @@ def _repeat_seeds(asker: Asker, samples: Samples, evidence: _Evidence) -> None:
     number = min(SAME_SEEDS, plan.num_long, len(samples.answers))
     prompts = [samples.prompts[prompt] for prompt, _ in samples.answers[:number]]
     again = asker.complete(
-        "the same seeds", prompts, lambda row: plan.fields(row) | {"max_tokens": plan.max_new_tokens}
+        "the same seeds",
+        prompts,
+        lambda row: plan.fields(row) | {"max_tokens": plan.max_new_tokens},
     )
     same = sum(answer.tokens == samples.answers[row][1].tokens for row, answer in again.items())
     if again:
-        evidence.notes.append(f"The same seed wrote the same text in {same} of {len(again)} requests.")
+        evidence.notes.append(
+            f"The same seed wrote the same text in {same} of {len(again)} requests."
+        )
 
 
-def _require_samples(plan: Plan, samples: Samples, drafted: Draws, drafts: dict[str, Any], evidence: _Evidence) -> None:
+def _require_samples(
+    plan: Plan, samples: Samples, drafted: Draws, drafts: dict[str, Any], evidence: _Evidence
+) -> None:
     """Lists what sampled answers must have shown."""
     num_sampled = sum(max(0, len(answer.reports) - 1) for _, answer in samples.answers)
     judged = len(drafted.known())
-    detail = f"the reports determine the distribution of {judged:,} of {num_sampled:,} sampled tokens"
+    detail = (
+        f"the reports determine the distribution of {judged:,} of {num_sampled:,} sampled tokens"
+    )
     evidence.require("judged tokens", judged >= max(FEWEST, LEAST_JUDGED * num_sampled), detail)
     first = max((test.tokens for test in evidence.first_tokens), default=0)
-    evidence.require("first tokens", first >= FEWEST, f"{first} first tokens were judged, at least {FEWEST} must be")
+    evidence.require(
+        "first tokens",
+        first >= FEWEST,
+        f"{first} first tokens were judged, at least {FEWEST} must be",
+    )
     if not judged:
         return
     share = VERIFIED if plan.speculation == "none" else verified_share(drafts, num_sampled)
@@ -348,20 +392,32 @@ def _rise(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return {name: np.maximum(rise, 0).tolist() for name, rise in rises.items()}
 
 
-def _see_drafts(name: str, plan: Plan, answers: Samples, drafts: dict[str, Any], evidence: _Evidence) -> None:
+def _see_drafts(
+    name: str, plan: Plan, answers: Samples, drafts: dict[str, Any], evidence: _Evidence
+) -> None:
     """Lists that something must have been drafted for the answers that are judged, by any sign of it."""
-    signs = [f"{counter} rose by {rise:,}" for counter, rise in drafts.items() if rise and "draft" in counter]
-    counted = [answer.num_drafted for _, answer in answers.answers if answer.num_drafted is not None]
+    signs = [
+        f"{counter} rose by {rise:,}"
+        for counter, rise in drafts.items()
+        if rise and "draft" in counter
+    ]
+    counted = [
+        answer.num_drafted for _, answer in answers.answers if answer.num_drafted is not None
+    ]
     if sum(counted):
         signs.append(f"the answers tell of {sum(counted):,} drafted tokens")
     starts = sum(position == 0 for _, answer in answers.answers for position in answer.chunk_index)
     tokens = sum(len(answer.chunk_index) for _, answer in answers.answers)
-    if tokens > _CHUNK * starts and plan.speculation != "none":  # a slow reader may get two tokens at once
+    if (
+        tokens > _CHUNK * starts and plan.speculation != "none"
+    ):  # a slow reader may get two tokens at once
         signs.append(f"chunks have {tokens / starts:.2f} tokens on average")
     shown = "; ".join(signs)
     match plan.speculation:
         case "none":
-            evidence.require(f"no {name}", not signs, shown or "nothing was drafted, as it is to be")
+            evidence.require(
+                f"no {name}", not signs, shown or "nothing was drafted, as it is to be"
+            )
         case "assumed":
             evidence.require(name, True, shown or "assumed; nothing shows them")
         case _:
@@ -382,8 +438,13 @@ def _compare(asker: Asker, plain: Source, evidence: _Evidence) -> None:
     at_start = asker.source.counters()
     counts = []
     for first_seed, side in ((0, asker), (plan.num_requests, asker.for_source(plain))):
-        fields = [plan.fields(first_seed + row) | {"max_tokens": texts.TOKENS} for row in range(plan.num_requests)]
-        answers = side.complete("texts", [prompts[number] for number in numbers], fields.__getitem__)
+        fields = [
+            plan.fields(first_seed + row) | {"max_tokens": texts.TOKENS}
+            for row in range(plan.num_requests)
+        ]
+        answers = side.complete(
+            "texts", [prompts[number] for number in numbers], fields.__getitem__
+        )
         counts.append(Counter((numbers[row], answer.text) for row, answer in answers.items()))
     drafts = _rise(at_start, asker.source.counters())
     _see_drafts("drafts of sampled tokens", plan, Samples([]), drafts, evidence)
@@ -392,7 +453,11 @@ def _compare(asker: Asker, plain: Source, evidence: _Evidence) -> None:
     detail = f"χ² {comparison.statistic:.1f} on {comparison.degrees} degrees"
     name = f"texts of {texts.TOKENS} tokens"
     evidence.tests.append(Test(name, comparison.p_value, evidence.tokens, detail, True))
-    evidence.sees = [f"a shift of {100 * comparison.shift:.0f} % between texts of {texts.TOKENS} tokens"]
+    evidence.sees = [
+        f"a shift of {100 * comparison.shift:.0f} % between texts of {texts.TOKENS} tokens"
+    ]
     detail = f"{evidence.sees[0]} would have been found, one of {100 * MOST_SHIFTED:.0f} % must be"
     evidence.require("sight", comparison.shift <= MOST_SHIFTED, detail)
-    evidence.notes.append("No log-probabilities are reported, so texts of two servers were compared.")
+    evidence.notes.append(
+        "No log-probabilities are reported, so texts of two servers were compared."
+    )

@@ -1,8 +1,7 @@
 """A speculative sampler with errors to inject, which shows what a certificate sees.
 
-It draws from random distributions over a small vocabulary, as a chain of drafts does, and reports the target's
-distribution for each token as a server would.
-"""
+It draws from random distributions over a small vocabulary, as a chain of drafts does, and reports
+the target's distribution for each token as a server would."""
 
 from __future__ import annotations
 
@@ -28,7 +27,8 @@ class Fault:
     """What a sampler does wrong.
 
     Attributes:
-        likeliest: Whether the drafter proposes its likeliest token, as if it had a probability of 1; else it draws.
+        likeliest: Whether the drafter proposes its likeliest token, as if it had a probability of
+            1; else it draws.
         greedy_drafts: Proposes the likeliest token and judges it as if it had been sampled.
         typical: Accepts what is likelier than a threshold of Medusa's instead of ``min(1, p/q)``.
         draft_temperature: Temperature of the drafts, which are declared as sampled at 1.
@@ -118,7 +118,8 @@ class FaultySampler:
         draft_logits = logits + error * rng.standard_normal(shape)
         self.target = special.softmax(logits, axis=-1)
         self.first = (
-            sureness * np.eye(vocab_size)[np.arange(NUM_PROMPTS) % vocab_size] + (1 - sureness) * self.target[:, 0]
+            sureness * np.eye(vocab_size)[np.arange(NUM_PROMPTS) % vocab_size]
+            + (1 - sureness) * self.target[:, 0]
         )
         self.draft = special.softmax(draft_logits, axis=-1)
         self.draft_source = special.softmax(draft_logits / fault.draft_temperature, axis=-1)
@@ -165,7 +166,9 @@ class FaultySampler:
             lengths[rows] += counts
         return tokens[:, :max_new_tokens], chunk_index[:, :max_new_tokens]
 
-    def _round(self, prompts: np.ndarray, last: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    def _round(
+        self, prompts: np.ndarray, last: np.ndarray, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of one round ``[R K+1]`` and how many there are."""
         num_rows = len(prompts)
         emitted = np.full((num_rows, self._length + 1), -1)
@@ -200,9 +203,13 @@ class FaultySampler:
             return (judged > np.minimum(0.09, 0.3 * np.exp(-entropy))).astype(float)
         if math.isinf(self.fault.willing):
             return np.ones_like(judged)
-        return np.minimum(1.0, self.fault.willing * judged / np.maximum(self.draft[prompts, last], 1e-300))
+        return np.minimum(
+            1.0, self.fault.willing * judged / np.maximum(self.draft[prompts, last], 1e-300)
+        )
 
-    def emitted(self, prompts: np.ndarray, last: np.ndarray, before: np.ndarray, position: int) -> np.ndarray:
+    def emitted(
+        self, prompts: np.ndarray, last: np.ndarray, before: np.ndarray, position: int
+    ) -> np.ndarray:
         """Returns the exact distribution ``[n V]`` of the token at a position of a round.
 
         Args:
@@ -219,19 +226,24 @@ class FaultySampler:
         residual = _residual(p, self.draft[prompts, last])
         redrawn = (1 - self.fault.unreduced) * residual + self.fault.unreduced * p
         if not self.fault.shared_number:
-            return source * accepted + (source * (1 - accepted)).sum(axis=1, keepdims=True) * redrawn
-        # A number in [a, 1), with which the draft was refused, redraws the tokens whose interval it falls into.
+            return (
+                source * accepted + (source * (1 - accepted)).sum(axis=1, keepdims=True) * redrawn
+            )
+        # A number in [a, 1), with which the draft was refused, redraws the tokens whose interval it
+        # falls into.
         upper = residual.cumsum(axis=1)[:, None]
         lower = upper - residual[:, None]
         lengths = np.maximum(upper - np.maximum(lower, accepted[:, :, None]), 0)
         return source * accepted + (source[:, :, None] * lengths).sum(axis=1)
 
-    def fewest_tokens(self, *, num_tokens: int = 20_000, power: float = 0.95, seed: int = 0) -> float:
+    def fewest_tokens(
+        self, *, num_tokens: int = 20_000, power: float = 0.95, seed: int = 0
+    ) -> float:
         """Returns how many tokens behind the first one a test needs that knows the fault, at ``ALPHA``.
 
-        Such a test sums ``log(p'(x) / p(x))`` for the exact distribution ``p'`` of each position; the sum is taken as
-        normal. Where ``p'`` excludes tokens, the sum is compared with ``log(1 / ALPHA)``, which needs a few more.
-        """
+        Such a test sums ``log(p'(x) / p(x))`` for the exact distribution ``p'`` of each position;
+        the sum is taken as normal. Where ``p'`` excludes tokens, the sum is compared with ``log(1 /
+        ALPHA)``, which needs a few more."""
         prompts = np.arange(num_tokens // 32) % NUM_PROMPTS
         tokens, chunk_index = self.answer(prompts, 32, seed=seed)
         moments = np.zeros(4)
@@ -257,7 +269,9 @@ class FaultySampler:
         faulty_mean, faulty_variance, right_mean, right_variance = moments / count
         z_power = stats.norm.isf(1 - power)
         if np.isfinite(right_mean):
-            spread = stats.norm.isf(ALPHA) * math.sqrt(right_variance) + z_power * math.sqrt(faulty_variance)
+            spread = stats.norm.isf(ALPHA) * math.sqrt(right_variance) + z_power * math.sqrt(
+                faulty_variance
+            )
             return float((spread / (faulty_mean - right_mean)) ** 2)
         half = z_power * math.sqrt(faulty_variance) / (2 * faulty_mean)
         return float((half + math.sqrt(half**2 - math.log(ALPHA) / faulty_mean)) ** 2)
@@ -276,7 +290,11 @@ class FaultySampler:
         return nucleus / nucleus.sum(axis=1, keepdims=True)
 
     def reported(
-        self, prompts: np.ndarray, tokens: np.ndarray, chunk_index: np.ndarray, lengths: np.ndarray | None = None
+        self,
+        prompts: np.ndarray,
+        tokens: np.ndarray,
+        chunk_index: np.ndarray,
+        lengths: np.ndarray | None = None,
     ) -> Draws:
         """Returns tokens ``[R T]`` with the likeliest tokens of their positions, before the warpers.
 
@@ -288,7 +306,9 @@ class FaultySampler:
         """
         num_answers = len(tokens)
         lengths = np.full(num_answers, tokens.shape[1]) if lengths is None else lengths
-        p = np.concatenate([self.first[prompts][:, None], self.target[prompts[:, None], tokens[:, :-1]]], axis=1)
+        p = np.concatenate(
+            [self.first[prompts][:, None], self.target[prompts[:, None], tokens[:, :-1]]], axis=1
+        )
         p = p[np.arange(tokens.shape[1]) < lengths[:, None]]
         ids = np.argsort(-p, axis=1)[:, :NUM_REPORTED]
         return Draws.of_answers(
@@ -305,8 +325,8 @@ class FaultySampler:
 class FaultySource:
     """A sampler as what a certificate asks, without a network; subclasses do more wrong.
 
-    A prompt is ``[p]``, the number of a prompt, and tokens behind it. The first token of an answer is not drafted.
-    """
+    A prompt is ``[p]``, the number of a prompt, and tokens behind it. The first token of an answer
+    is not drafted."""
 
     def __init__(
         self,
@@ -324,7 +344,8 @@ class FaultySource:
             processed: Whether log-probabilities are reported after temperature and nucleus.
             noise: Standard deviation of the noise on logits, which is another one in each pass.
             round_to: Rounds a log-probability.
-            behind_drafts: Standard deviation of an error of the logits behind drafts, from which greedy tokens come.
+            behind_drafts: Standard deviation of an error of the logits behind drafts, from which
+                greedy tokens come.
         """
         self.sampler = sampler or FaultySampler()
         self._processed = processed
@@ -360,7 +381,11 @@ class FaultySource:
             reports.append(self.report(token, p, num_reported, is_drafted))
         text = "".join(f" {token}" for token in tokens)
         return Completion(
-            text=text, reports=reports, chunk_index=chunk_index, prompt_ids=list(prompt), finish_reason="length"
+            text=text,
+            reports=reports,
+            chunk_index=chunk_index,
+            prompt_ids=list(prompt),
+            finish_reason="length",
         )
 
     def distribution(self, number: int, before: Sequence[int]) -> np.ndarray:
@@ -368,11 +393,21 @@ class FaultySource:
         return self.sampler.target[number, before[-1]] if before else self.sampler.first[number]
 
     def sample(
-        self, number: int, before: list[int], max_tokens: int, seed: int, temperature: float, fields: dict[str, Any]
+        self,
+        number: int,
+        before: list[int],
+        max_tokens: int,
+        seed: int,
+        temperature: float,
+        fields: dict[str, Any],
     ) -> tuple[list[int], list[int]]:
         """Returns sampled tokens, and the position of each in its round."""
-        start = self.first_sampled(self.warped(self.distribution(number, before), temperature, fields), seed)
-        tokens, chunk_index = self.sampler.answer(np.array([number]), max_tokens, seed=self.seed(seed), start=start)
+        start = self.first_sampled(
+            self.warped(self.distribution(number, before), temperature, fields), seed
+        )
+        tokens, chunk_index = self.sampler.answer(
+            np.array([number]), max_tokens, seed=self.seed(seed), start=start
+        )
         return tokens[0].tolist(), chunk_index[0].tolist()
 
     def seed(self, seed: int) -> int:
@@ -392,15 +427,24 @@ class FaultySource:
         """Returns the first token of an answer, which is not drafted."""
         return int(np.random.default_rng([self.seed(seed), 7]).choice(len(p), p=p))
 
-    def greedy(self, number: int, before: list[int], max_tokens: int) -> tuple[list[int], list[int]]:
+    def greedy(
+        self, number: int, before: list[int], max_tokens: int
+    ) -> tuple[list[int], list[int]]:
         """Returns the likeliest tokens."""
         tokens: list[int] = []
         for _ in range(max_tokens):
-            tokens.append(int(self.reported(number, [*before, *tokens], bool(tokens), 0.0, {}).argmax()))
+            tokens.append(
+                int(self.reported(number, [*before, *tokens], bool(tokens), 0.0, {}).argmax())
+            )
         return tokens, [0, *(position % 4 for position in range(max_tokens - 1))]
 
     def reported(
-        self, number: int, before: list[int], is_drafted: bool, temperature: float, fields: dict[str, Any]
+        self,
+        number: int,
+        before: list[int],
+        is_drafted: bool,
+        temperature: float,
+        fields: dict[str, Any],
     ) -> np.ndarray:
         """Returns the distribution that is reported of a position."""
         p = self.distribution(number, before)
@@ -418,7 +462,9 @@ class FaultySource:
         top = {likely: self._round_to(float(log_probs[likely])) for likely in listed}
         return Report(token, top[token], top)
 
-    def score(self, prompt: Sequence[int], completion: Completion, *, num_reported: int) -> list[Report]:
+    def score(
+        self, prompt: Sequence[int], completion: Completion, *, num_reported: int
+    ) -> list[Report]:
         tokens = completion.tokens
         scored = []
         for index, token in enumerate(tokens):

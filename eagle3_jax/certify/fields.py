@@ -44,7 +44,9 @@ _SCHEMA = {
     "additionalProperties": False,
 }
 _PAIRS = [(f'"a":{a}', f'"b":"{b}"') for a in ("true", "false") for b in "xy"]
-_OBJECTS = ["{" + ",".join(order) + "}" for pair in _PAIRS for order in (pair, pair[::-1])]  # all of the schema
+_OBJECTS = [
+    "{" + ",".join(order) + "}" for pair in _PAIRS for order in (pair, pair[::-1])
+]  # all of the schema
 
 
 def examine_fields(asker: Asker) -> list[Finding]:
@@ -76,8 +78,8 @@ def examine_fields(asker: Asker) -> list[Finding]:
 class _Exam:
     """The examinations of all fields. Each returns a complaint, empty if there is none, and what was seen.
 
-    Each raises ``Refused`` where the server does not take the field, and ``ServerError`` where nothing can be said.
-    """
+    Each raises ``Refused`` where the server does not take the field, and ``ServerError`` where
+    nothing can be said."""
 
     def __init__(self, asker: Asker) -> None:
         self._asker = asker
@@ -99,7 +101,9 @@ class _Exam:
             "repetition_penalty": self._repetition_penalty,
         }
 
-    def _ask(self, name: str, requests: Sequence[tuple[Prompt, Mapping[str, Any]]]) -> list[Completion]:
+    def _ask(
+        self, name: str, requests: Sequence[tuple[Prompt, Mapping[str, Any]]]
+    ) -> list[Completion]:
         """Returns the answers to requests; if the first has none, the others are not sent.
 
         Raises:
@@ -108,7 +112,9 @@ class _Exam:
         """
         answers: list[Completion] = []
         for batch in (requests[:1], requests[1:]):
-            results = self._asker.each(f"field {name}", len(batch), functools.partial(self._send, batch))
+            results = self._asker.each(
+                f"field {name}", len(batch), functools.partial(self._send, batch)
+            )
             for result in results.values():
                 if isinstance(result, Refused):
                     raise result
@@ -117,7 +123,9 @@ class _Exam:
             answers += results.values()
         return answers
 
-    def _ask_for_tokens(self, name: str, requests: Sequence[tuple[Prompt, Mapping[str, Any]]]) -> list[Completion]:
+    def _ask_for_tokens(
+        self, name: str, requests: Sequence[tuple[Prompt, Mapping[str, Any]]]
+    ) -> list[Completion]:
         """Returns answers that tell their tokens, which are those that are reported.
 
         Raises:
@@ -129,10 +137,14 @@ class _Exam:
             raise ServerError("an answer has no log-probabilities, which would tell its tokens")
         return answers
 
-    def _send(self, requests: Sequence[tuple[Prompt, Mapping[str, Any]]], row: int) -> Completion | Refused:
+    def _send(
+        self, requests: Sequence[tuple[Prompt, Mapping[str, Any]]], row: int
+    ) -> Completion | Refused:
         prompt, fields = requests[row]
         try:
-            return self._asker.source.complete(prompt, num_reported=self._asker.plan.num_reported, **fields)
+            return self._asker.source.complete(
+                prompt, num_reported=self._asker.plan.num_reported, **fields
+            )
         except Refused as error:
             return error
 
@@ -172,7 +184,11 @@ class _Exam:
 
     def _bias(self, bias: dict[int, float]) -> Any:
         """Returns the value of ``logit_bias``."""
-        return list(map(list, bias.items())) if self._is_llama_cpp else {str(token): bias[token] for token in bias}
+        return (
+            list(map(list, bias.items()))
+            if self._is_llama_cpp
+            else {str(token): bias[token] for token in bias}
+        )
 
     def _logit_bias(self) -> tuple[str, str]:
         plain = self._plain[0].tokens
@@ -194,17 +210,26 @@ class _Exam:
         strange = [token for answer in answers[4:] for token in answer.tokens if token != forced]
         if strange:
             return f"{len(strange)} tokens were written in place of that with a bias of 100", ""
-        return "", f"{len(excluded)} tokens with -100 were not written, and only the token with 100 was"
+        return (
+            "",
+            f"{len(excluded)} tokens with -100 were not written, and only the token with 100 was",
+        )
 
     def _max_tokens(self) -> tuple[str, str]:
-        requests = [self._greedy(1, max_tokens=limit) + self._sampled(1, max_tokens=limit) for limit in _LIMITS]
+        requests = [
+            self._greedy(1, max_tokens=limit) + self._sampled(1, max_tokens=limit)
+            for limit in _LIMITS
+        ]
         is_exact = "ignore_eos" not in self._asker.source.facts.get("refused_fields", ())
         answers = self._ask_for_tokens("max_tokens", list(itertools.chain(*requests)))
         for limit, answer in zip(np.repeat(_LIMITS, 2), answers, strict=True):
             number = len(answer.tokens)
             if number > limit or (is_exact and number < limit):
                 return f"{number} tokens were written with max_tokens {limit}", ""
-        return "", f"{'exactly' if is_exact else 'at most'} {', '.join(map(str, _LIMITS))} tokens were written"
+        return (
+            "",
+            f"{'exactly' if is_exact else 'at most'} {', '.join(map(str, _LIMITS))} tokens were written",
+        )
 
     def _min_tokens(self) -> tuple[str, str]:
         if self._is_llama_cpp:
@@ -232,7 +257,10 @@ class _Exam:
         for (_, fields), answer in zip(requests, answers, strict=True):
             number = len(answer.tokens)
             if number != fields["max_tokens"]:
-                return f"an answer ended after {number} of {fields['max_tokens']} tokens ({answer.finish_reason})", ""
+                return (
+                    f"an answer ended after {number} of {fields['max_tokens']} tokens ({answer.finish_reason})",
+                    "",
+                )
         return "", f"{len(answers[0].tokens)} tokens, where {self._ended[0][2]} were without it"
 
     def _stop(self) -> tuple[str, str]:
@@ -262,10 +290,15 @@ class _Exam:
             included += text.endswith(stop)
         if forks == len(stops):
             raise ServerError("the greedy texts are not the same again")
-        return "", f"{len(stops) - forks} answers ended at their stop text, which {included} include; {forks} forked"
+        return (
+            "",
+            f"{len(stops) - forks} answers ended at their stop text, which {included} include; {forks} forked",
+        )
 
     def _n(self) -> tuple[str, str]:
-        requests = self._greedy(2, temperature=1.0, n=4)  # without seeds, which would be the same for all
+        requests = self._greedy(
+            2, temperature=1.0, n=4
+        )  # without seeds, which would be the same for all
         answers = self._ask("n", requests)
         wrong = [number for answer in answers if (number := 1 + len(answer.more_texts)) != 4]
         if wrong:
@@ -281,7 +314,9 @@ class _Exam:
         is_own = self._is_llama_cpp and self._asker.source.scoring != "none"
         schema = {"name": "pair", "strict": True, "schema": _SCHEMA}
         fields = (
-            {"json_schema": _SCHEMA} if is_own else {"response_format": {"type": "json_schema", "json_schema": schema}}
+            {"json_schema": _SCHEMA}
+            if is_own
+            else {"response_format": {"type": "json_schema", "json_schema": schema}}
         )
         return self._constrained("response_format", fields, "the JSON schema", _is_of_schema)
 
@@ -297,22 +332,39 @@ class _Exam:
     ) -> tuple[str, str]:
         """Examines sampled answers that a grammar constrains; one that is cut by its length may go on rightly."""
         _require_texts(self._plain)
-        answers = self._ask(name, self._sampled(8, max_tokens=2 * _TOKENS, ignore_eos=False, **fields))
-        wrong = [answer.text for answer in answers if not is_match(answer.text, answer.finish_reason == "stop")]
+        answers = self._ask(
+            name, self._sampled(8, max_tokens=2 * _TOKENS, ignore_eos=False, **fields)
+        )
+        wrong = [
+            answer.text
+            for answer in answers
+            if not is_match(answer.text, answer.finish_reason == "stop")
+        ]
         num_complete = sum(answer.finish_reason == "stop" for answer in answers)
         if wrong:
-            return f"{len(wrong)} of {len(answers)} answers do not match {rule}, such as {wrong[0][:40]!r}", ""
+            return (
+                f"{len(wrong)} of {len(answers)} answers do not match {rule}, such as {wrong[0][:40]!r}",
+                "",
+            )
         _require_texts(answers)
-        return "", f"{num_complete} answers match {rule}, and {len(answers) - num_complete} begin so"
+        return (
+            "",
+            f"{num_complete} answers match {rule}, and {len(answers) - num_complete} begin so",
+        )
 
     def _min_p(self) -> tuple[str, str]:
         answers = self._ask_for_tokens("min_p", self._sampled(32, max_tokens=32, min_p=_MIN_P))
         reports = [report for answer in answers for report in answer.reports if report.is_readable]
         largest = np.array([max(report.top.values()) for report in reports])
         limits = largest + math.log(_MIN_P) - CERTAIN
-        excluded = sum(report.log_prob < limit for report, limit in zip(reports, limits, strict=True))
+        excluded = sum(
+            report.log_prob < limit for report, limit in zip(reports, limits, strict=True)
+        )
         if excluded:
-            return f"{excluded} of {len(reports)} tokens are less likely than {_MIN_P} of the likeliest", ""
+            return (
+                f"{excluded} of {len(reports)} tokens are less likely than {_MIN_P} of the likeliest",
+                "",
+            )
         if not any(
             _LIKELY < value < limit
             for report, limit in zip(reports, limits, strict=True)
@@ -326,7 +378,10 @@ class _Exam:
         expected = len(inside) - math.fsum(inside)
         if expected < _FEWEST_EXCLUDED:
             raise ServerError(f"only {expected:.0f} tokens would be excluded")
-        return "", f"no token was written that it excludes; {expected:.0f} of {len(reports)} would have been without it"
+        return (
+            "",
+            f"no token was written that it excludes; {expected:.0f} of {len(reports)} would have been without it",
+        )
 
     def _penalty(self, name: str) -> tuple[str, str]:
         if self._is_llama_cpp:
@@ -340,7 +395,9 @@ class _Exam:
         misses, shown = count_misses(answers[:8], name, number)
         bet, nats = bet_on_penalties(answers[8:], name, number)
         if shown < _FEWEST_SHOWN and nats < _LEAST_NATS:
-            raise ServerError(f"too few repeated tokens: ignoring it would change {shown} greedy tokens")
+            raise ServerError(
+                f"too few repeated tokens: ignoring it would change {shown} greedy tokens"
+            )
         self._refuse_processed(name, list(zip(greedy + sampled, answers, strict=True)))
         if misses[""]:
             best = min(misses, key=lambda words: misses[words])
@@ -365,7 +422,9 @@ class _Exam:
         tests = judge(samples.draws(plan))
         return len(tests) * min((test.p_value for test in tests), default=1.0) > _MISFIT
 
-    def _refuse_processed(self, name: str, answers: list[tuple[tuple[Prompt, Mapping[str, Any]], Completion]]) -> None:
+    def _refuse_processed(
+        self, name: str, answers: list[tuple[tuple[Prompt, Mapping[str, Any]], Completion]]
+    ) -> None:
         """Refuses reports after penalties: those of a token that a penalty counts differ from those without it.
 
         Raises:
@@ -379,7 +438,9 @@ class _Exam:
                 if 0 < len(likely.keys() & set(before)) < len(likely):
                     neutral = ([*(ids or ()), *before], {"temperature": 0.0, "max_tokens": 1})
                     again = _likely(self._ask(name, [neutral])[0].reports[0].top)
-                    shifts = [likely[token] - again[token] for token in likely.keys() & again.keys()]
+                    shifts = [
+                        likely[token] - again[token] for token in likely.keys() & again.keys()
+                    ]
                     if len(shifts) < 2 or np.ptp(shifts) > _PENALIZED:
                         raise ServerError("the reports are those after penalties")
                     return

@@ -17,10 +17,10 @@ _LEAST = 10.0  # smallest expected count of a cell
 class Fit:
     """Counted outcomes compared with their exact distribution: p-values, and the empirical total variation distance.
 
-    ``impossible`` are the counted outcomes of probability 0, which make all p-values 0. ``statistic`` is Pearson's, on
-    ``degrees`` degrees of freedom. ``single_outcome`` is the p-value of the outcome that deviates most, for all
-    outcomes together, and ``farthest`` describes that outcome.
-    """
+    ``impossible`` are the counted outcomes of probability 0, which make all p-values 0.
+    ``statistic`` is Pearson's, on ``degrees`` degrees of freedom. ``single_outcome`` is the p-value
+    of the outcome that deviates most, for all outcomes together, and ``farthest`` describes that
+    outcome."""
 
     draws: int
     distance: float
@@ -65,14 +65,18 @@ def fit_counts(counts: np.ndarray, expected: np.ndarray) -> Fit:
     ranked = np.argsort(-masses, kind="stable")[: np.count_nonzero(masses)]
     observed = counts[ranked].astype(float)
     masses = masses[ranked]
-    # Binomial tails bound those of counts whose probabilities differ from draw to draw around the same mean.
-    tails = np.minimum(stats.binom.cdf(observed, draws, masses), stats.binom.sf(observed - 1, draws, masses))
+    # Binomial tails bound those of counts whose probabilities differ from draw to draw around the
+    # same mean.
+    tails = np.minimum(
+        stats.binom.cdf(observed, draws, masses), stats.binom.sf(observed - 1, draws, masses)
+    )
     index = int(tails.argmin())
     farthest = f"{ranked[index]} came {observed[index]:.0f} times in {draws}; expected {draws * masses[index]:.1f}"
     single_outcome = min(1.0, 2 * len(tails) * float(tails[index]))
     frequent = np.count_nonzero(draws * masses >= _LEAST)
     rare = draws * masses[frequent:].sum()
-    # The rare outcomes are one cell. If they are too few even together, they join the rarest of the frequent ones.
+    # The rare outcomes are one cell. If they are too few even together, they join the rarest of the
+    # frequent ones.
     starts = np.arange(max(1, frequent + (rare >= _LEAST)))
     observed = np.add.reduceat(observed, starts)
     expected = np.add.reduceat(masses, starts)
@@ -134,10 +138,10 @@ class Contrast:
 def smallest_deviation(tokens: int, degrees: int, *, alpha: float) -> float:
     """Returns the relative root mean square deviation of cell probabilities that is detected with 90 % power.
 
-    With ``p'(x | s) = p(x | s) (1 + ε(x, s))`` Pearson's statistic over the cells ``(s, x)`` is a noncentral chi-square
-    of noncentrality ``tokens · Σ p ε²``. If a stratum mixes several distributions, a deviation that they share is
-    detected at least as well. The test fails at the significance ``alpha``.
-    """
+    With ``p'(x | s) = p(x | s) (1 + ε(x, s))`` Pearson's statistic over the cells ``(s, x)`` is a
+    noncentral chi-square of noncentrality ``tokens · Σ p ε²``. If a stratum mixes several
+    distributions, a deviation that they share is detected at least as well. The test fails at the
+    significance ``alpha``."""
     if tokens == 0 or degrees == 0:
         return math.inf
     threshold = stats.chi2.isf(alpha, degrees)

@@ -14,7 +14,8 @@ from eagle3_jax.certify.examine import certify
 from eagle3_jax.certify.source import Completion, Refused, Report
 from eagle3_jax.certify.statistics import Sampling
 
-#: Tokens ``[T]``, and the log-probabilities ``[T V]`` of their positions before temperature and warpers.
+#: Tokens ``[T]``, and the log-probabilities ``[T V]`` of their positions before temperature and
+# warpers.
 Sampled = tuple[Any, Any]
 #: What a sampler returns for a prompt: all tokens at once, or the tokens of each round.
 Answer = Sampled | Iterable[Sampled]
@@ -39,13 +40,15 @@ def certify_sampler(
         print(certify_sampler(sampler, prompts=[[1, 2, 3], [4, 5]]).headline)
 
     Args:
-        sampler: Takes the ids of a prompt, a seed, settings (temperature 0 is greedy) and a number of tokens. It
-            returns tokens and the log-probabilities of their positions, or yields them round by round; the first token
-            comes alone then. With a batch it takes lists of prompts and seeds, and returns a list of such answers.
+        sampler: Takes the ids of a prompt, a seed, settings (temperature 0 is greedy) and a number
+            of tokens. It returns tokens and the log-probabilities of their positions, or yields
+            them round by round; the first token comes alone then. With a batch it takes lists of
+            prompts and seeds, and returns a list of such answers.
         prompts: Token ids.
         batch_size: Most prompts of a call; 1 for a sampler of one prompt.
         on_progress: Takes a line about each call.
-        options: Of :class:`Plan`. A function that does not yield rounds needs ``speculation="assumed"``.
+        options: Of :class:`Plan`. A function that does not yield rounds needs
+            ``speculation="assumed"``.
 
     Raises:
         ValueError: The sampler returns something else.
@@ -69,12 +72,18 @@ class Function:
         self.facts: dict[str, Any] = {"model": getattr(sampler, "__name__", type(sampler).__name__)}
         self.scoring = "prefixes"
 
-    def complete(self, prompt: str | Sequence[int], *, num_reported: int, **fields: Any) -> Completion:
+    def complete(
+        self, prompt: str | Sequence[int], *, num_reported: int, **fields: Any
+    ) -> Completion:
         """Calls the function for a prompt."""
         return self.complete_batch([prompt], [fields], num_reported=num_reported)[0]
 
     def complete_batch(
-        self, prompts: Sequence[str | Sequence[int]], fields: Sequence[Mapping[str, Any]], *, num_reported: int
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        fields: Sequence[Mapping[str, Any]],
+        *,
+        num_reported: int,
     ) -> list[Completion]:
         """Calls the function for prompts, whose fields differ in their seeds only."""
         if any(isinstance(prompt, str) for prompt in prompts):
@@ -88,9 +97,14 @@ class Function:
             answers = [self._sampler(ids[0], seeds[0], sampling, number)]
         else:
             answers = self._sampler(ids, seeds, sampling, number)
-        return [_completion(prompt, answer, number, num_reported) for prompt, answer in zip(ids, answers, strict=True)]
+        return [
+            _completion(prompt, answer, number, num_reported)
+            for prompt, answer in zip(ids, answers, strict=True)
+        ]
 
-    def score(self, prompt: str | Sequence[int], completion: Completion, *, num_reported: int) -> list[Report]:
+    def score(
+        self, prompt: str | Sequence[int], completion: Completion, *, num_reported: int
+    ) -> list[Report]:
         """Asks for the first token behind each prefix."""
         tokens = completion.tokens
         prefixes = [[*prompt, *tokens[:position]] for position in range(len(tokens))]
@@ -125,7 +139,10 @@ def _completion(prompt: list[int], answer: Answer, number: int, num_reported: in
                 f"the sampler returned {len(tokens)} tokens with log-probabilities of shape {values.shape}; expected a "
                 "row of log-probabilities of the whole vocabulary for each token"
             )
-        reports += [_report(int(token), row, num_reported) for token, row in zip(tokens, values, strict=True)]
+        reports += [
+            _report(int(token), row, num_reported)
+            for token, row in zip(tokens, values, strict=True)
+        ]
         chunk_index += range(len(tokens)) if len(rounds) > 1 else [0] * len(tokens)
     return Completion(
         text=" ".join(str(report.token) for report in reports[:number]),
@@ -140,4 +157,6 @@ def _report(token: int, log_probs: np.ndarray, num_reported: int) -> Report:
     """Returns the report of a token from the log-probabilities ``[V]`` of its position."""
     number = min(num_reported, len(log_probs))
     likeliest = np.argpartition(-log_probs, number - 1)[:number].tolist()
-    return Report(token, float(log_probs[token]), {key: float(log_probs[key]) for key in {*likeliest, token}})
+    return Report(
+        token, float(log_probs[token]), {key: float(log_probs[key]) for key in {*likeliest, token}}
+    )

@@ -29,8 +29,8 @@ class Scores:
     Attributes:
         index: ``[n]`` position of each token behind its prompt.
         gaps: ``[n]`` by how much a likelier token's log-probability is larger.
-        differences: ``[n]`` distance of its log-probability from the one reported while decoding, at least; not a
-            number where that is not told.
+        differences: ``[n]`` distance of its log-probability from the one reported while decoding,
+            at least; not a number where that is not told.
     """
 
     index: np.ndarray
@@ -50,7 +50,9 @@ def compare(reports: list[Report], scored: list[Report]) -> list[tuple[int, floa
             likely = forced.top.values()
             difference = abs(decoded.log_prob - forced.log_prob)
             log_prob = forced.log_prob
-            if math.isnan(log_prob):  # not among the reported ones, so at most as likely as the least of these
+            if math.isnan(
+                log_prob
+            ):  # not among the reported ones, so at most as likely as the least of these
                 log_prob = min(likely)
                 difference = max(0.0, decoded.log_prob - log_prob)
             values.append((index, max(likely) - log_prob, difference))
@@ -60,7 +62,11 @@ def compare(reports: list[Report], scored: list[Report]) -> list[tuple[int, floa
 def scores_of(asker: Asker, name: str, answers: list[tuple[Prompt, Completion]]) -> Scores:
     """Scores answers behind their own prefixes."""
     scored = asker.score(name, answers)
-    values = [value for row, reports in scored.items() for value in compare(answers[row][1].reports, reports)]
+    values = [
+        value
+        for row, reports in scored.items()
+        for value in compare(answers[row][1].reports, reports)
+    ]
     return Scores(*np.array(values).reshape(-1, 3).T)
 
 
@@ -82,7 +88,8 @@ class Noise:
 
     Attributes:
         scores: The tokens that were asked for twice.
-        size: Differences up to this one are put down to rounding, in nats; infinite if nothing was compared.
+        size: Differences up to this one are put down to rounding, in nats; infinite if nothing was
+            compared.
     """
 
     scores: Scores
@@ -109,13 +116,18 @@ def measure_noise(asker: Asker, answers: Samples) -> Noise:
         length = int(rng.integers(len(answer.reports))) if ids is not None else 0
         texts.append(answers.prompts[number] if ids is None else [*ids, *answer.tokens[:length]])
         text_ids = answer.prompt_ids if ids is None else [*ids, *answer.tokens[:length]]
-        rests.append(dataclasses.replace(answer, reports=answer.reports[length:], prompt_ids=text_ids))
+        rests.append(
+            dataclasses.replace(answer, reports=answer.reports[length:], prompt_ids=text_ids)
+        )
     fields = {"temperature": 0.0, "max_tokens": 1} | asker.source.apart()
     firsts = asker.complete("first tokens", texts, lambda row: fields)
     rows = [row for row, answer in firsts.items() if answer.reports]
     longer = [
         # In one pass a longer text costs no more.
-        (texts[row], rests[row] if has_echo and firsts[row].tokens == rests[row].tokens[:1] else firsts[row])
+        (
+            texts[row],
+            rests[row] if has_echo and firsts[row].tokens == rests[row].tokens[:1] else firsts[row],
+        )
         for row in rows
     ]
     scored = asker.score("first tokens again", longer)
@@ -130,7 +142,9 @@ def measure_noise(asker: Asker, answers: Samples) -> Noise:
     if not values:
         return Noise(scores, math.inf)
     reports = [report for _, answer in answers.answers for report in answer.reports]
-    coarseness = resolution(np.array([value for report in reports for value in report.top.values()]))
+    coarseness = resolution(
+        np.array([value for report in reports for value in report.top.values()])
+    )
     return Noise(scores, max(_LEAST_NOISE, _MARGIN * max(differences), 2 * coarseness))
 
 
@@ -160,7 +174,9 @@ def judge_first_greedy(scores: Scores, noise: Noise) -> list[Test]:
     """Judges greedy tokens that no draft reaches."""
     gaps = np.concatenate([scores.gaps[scores.index == 0], noise.scores.gaps])
     wrong = gaps[gaps > max(noise.size, CERTAIN)]
-    detail = f"{len(wrong)} are not the likeliest" + (f", by up to {wrong.max():.2g}" if len(wrong) else "")
+    detail = f"{len(wrong)} are not the likeliest" + (
+        f", by up to {wrong.max():.2g}" if len(wrong) else ""
+    )
     return [Test("greedy tokens, scored by force", 0.0 if len(wrong) else 1.0, len(gaps), detail)]
 
 
@@ -173,7 +189,9 @@ def judge_differences(scores: Scores, noise: Noise) -> list[Test]:
     count = int((differences > limit).sum())
     p_value = float(stats.binom.sf(count - 1, len(differences), _MOST_NOISY))
     detail = f"{count} differ by more than {limit:.1g}; at most {_MOST_NOISY:.0%} may"
-    return [Test("reported against forced log-probabilities", p_value, len(differences), detail, True)]
+    return [
+        Test("reported against forced log-probabilities", p_value, len(differences), detail, True)
+    ]
 
 
 def doubtful(scores: Scores, noise: Noise) -> float:

@@ -24,10 +24,13 @@ _STRENGTHS = {
 }
 
 
-def bet_on_penalties(answers: Sequence[Completion], name: str, num_reported: int) -> tuple[Bet, float]:
+def bet_on_penalties(
+    answers: Sequence[Completion], name: str, num_reported: int
+) -> tuple[Bet, float]:
     """Bets that a penalty of sampled answers counts otherwise than by the tokens of the answer.
 
-    Tokens beyond the likeliest ones are left out, and the others' distribution is normalized without them.
+    Tokens beyond the likeliest ones are left out, and the others' distribution is normalized
+    without them.
 
     Args:
         answers: Answers at temperature 1; their reports are without the penalty.
@@ -35,8 +38,8 @@ def bet_on_penalties(answers: Sequence[Completion], name: str, num_reported: int
         num_reported: Number of the likeliest tokens that are reported.
 
     Returns:
-        The mixture of the bets, with the best one, and the logarithm of the gain that is expected if a server ignored
-        the penalty.
+        The mixture of the bets, with the best one, and the logarithm of the gain that is expected
+        if a server ignored the penalty.
     """
     gains: dict[str, float] = defaultdict(float)
     nats = 0.0
@@ -46,11 +49,15 @@ def bet_on_penalties(answers: Sequence[Completion], name: str, num_reported: int
             gains[words] += float(special.log_softmax(log_probs - penalty)[cell] - right[cell])
         plain = special.log_softmax(log_probs)
         nats += float(np.exp(plain) @ (plain - right))
-    log_gain = float(np.logaddexp.reduce(list(gains.values()))) - math.log(len(gains)) if gains else 0.0
+    log_gain = (
+        float(np.logaddexp.reduce(list(gains.values()))) - math.log(len(gains)) if gains else 0.0
+    )
     return Bet(log_gain, max(gains, key=lambda words: gains[words], default="")), nats
 
 
-def count_misses(answers: Sequence[Completion], name: str, num_reported: int) -> tuple[dict[str, int], int]:
+def count_misses(
+    answers: Sequence[Completion], name: str, num_reported: int
+) -> tuple[dict[str, int], int]:
     """Counts greedy tokens that are not the likeliest behind a penalty.
 
     Args:
@@ -59,8 +66,8 @@ def count_misses(answers: Sequence[Completion], name: str, num_reported: int) ->
         num_reported: Number of the likeliest tokens that are reported.
 
     Returns:
-        Their number for each way to count, that of the right one by the empty text; and how many tokens would be wrong
-        if a server ignored the penalty.
+        Their number for each way to count, that of the right one by the empty text; and how many
+        tokens would be wrong if a server ignored the penalty.
     """
     misses: dict[str, int] = defaultdict(int)
     shown = 0
@@ -91,9 +98,15 @@ def _positions(
             penalties: dict[str, np.ndarray] = {}
             for words, tokens in _ways_to_count(answer, index).items():
                 counts = np.array([tokens.count(token) for token in ranked])
-                penalties[words] = PENALTIES[name] * (counts if name == "frequency_penalty" else counts > 0)
+                penalties[words] = PENALTIES[name] * (
+                    counts if name == "frequency_penalty" else counts > 0
+                )
             penalties |= {words: strength * penalties[""] for words, strength in _STRENGTHS.items()}
-            yield np.array([report.top[token] for token in ranked]), ranked.index(report.token), penalties
+            yield (
+                np.array([report.top[token] for token in ranked]),
+                ranked.index(report.token),
+                penalties,
+            )
 
 
 def _ways_to_count(answer: Completion, index: int) -> dict[str, list[int]]:
@@ -104,7 +117,9 @@ def _ways_to_count(answer: Completion, index: int) -> dict[str, list[int]]:
     return {
         "": tokens,
         "a token counted once a round": [
-            token for row, token in enumerate(tokens) if token not in tokens[row - chunk_index[row] : row]
+            token
+            for row, token in enumerate(tokens)
+            if token not in tokens[row - chunk_index[row] : row]
         ],
         "the last token of each round counted": [
             token for row, token in enumerate(tokens[:start]) if not chunk_index[row + 1]

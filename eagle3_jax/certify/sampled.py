@@ -17,11 +17,21 @@ from eagle3_jax.certify.source import ZERO, Completion
 from eagle3_jax.certify.statistics import Draws, Test, counts_behind_texts, judge
 
 REPEATED_PROMPTS = 4  # prompts that the short requests share, with unlike seeds
-DISTANCES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)  # between draft and target; the smallest that is seen is named
+DISTANCES = (
+    0.1,
+    0.15,
+    0.2,
+    0.25,
+    0.3,
+    0.4,
+    0.5,
+)  # between draft and target; the smallest that is seen is named
 _SURE = 0.9  # probability of a first token that makes the texts behind it repeat
 _CLEAR = 1e-5  # p-value of the drafted tokens that a control is compared with
 _SMALLEST_PART = 256  # tokens of a control
-_MOST_REPEATS = 4  # times that a control behind prompts may be longer than the tokens that it is compared with
+_MOST_REPEATS = (
+    4  # times that a control behind prompts may be longer than the tokens that it is compared with
+)
 
 
 @dataclasses.dataclass
@@ -45,7 +55,9 @@ class Samples:
             numbers: The number of each request's prompt.
             answers: The answers.
         """
-        self.answers += [(numbers[row], answer) for row, answer in answers.items() if answer.reports]
+        self.answers += [
+            (numbers[row], answer) for row, answer in answers.items() if answer.reports
+        ]
         self.num_silent += sum(not answer.reports for answer in answers.values())
 
     @property
@@ -56,7 +68,9 @@ class Samples:
     @property
     def num_unread(self) -> int:
         """The number of tokens whose report cannot be read."""
-        return sum(not report.is_readable for _, answer in self.answers for report in answer.reports)
+        return sum(
+            not report.is_readable for _, answer in self.answers for report in answer.reports
+        )
 
     def draws(self, plan: Plan) -> Draws:
         """Returns the tokens with the distributions that were reported."""
@@ -70,7 +84,9 @@ class Samples:
             # The token itself may be reported behind the likeliest ones.
             ranked = sorted(report.top.items(), key=lambda entry: -entry[1])[: plan.num_reported]
             ids[row, : len(ranked)] = [token for token, _ in ranked]
-            log_probs[row, : len(ranked)] = [value if value > ZERO else -math.inf for _, value in ranked]
+            log_probs[row, : len(ranked)] = [
+                value if value > ZERO else -math.inf for _, value in ranked
+            ]
         return Draws.of_answers(
             [answer.tokens for _, answer in self.answers],
             prompts=[prompt for prompt, _ in self.answers],
@@ -108,16 +124,18 @@ def ask_for_samples(asker: Asker) -> Samples:
 def _repeated_prompts(samples: Samples) -> list[Prompt]:
     """Returns prompts for the short answers: texts before a sure token that an unsure one follows.
 
-    The sure token is the first of an answer, which no draft reaches. The unsure one is then verified behind the same
-    text in nearly all answers. Where token ids are not told, these are the first prompts.
-    """
+    The sure token is the first of an answer, which no draft reaches. The unsure one is then
+    verified behind the same text in nearly all answers. Where token ids are not told, these are the
+    first prompts."""
     values: dict[tuple[int, ...], float] = {}
     for prompt, answer in samples.answers:
         ids = prompt_ids(samples.prompts[prompt], answer)
         if ids is None or not all(report.is_readable for report in answer.reports):
             continue
         for index in range(1, len(answer.reports) - 1):
-            sure, unsure = (np.exp(list(answer.reports[index + step].top.values())) for step in (0, 1))
+            sure, unsure = (
+                np.exp(list(answer.reports[index + step].top.values())) for step in (0, 1)
+            )
             if sure.max() >= _SURE:
                 values[(*ids, *answer.tokens[:index])] = float(special.entr(unsure).sum())
     chosen = sorted(values, key=lambda text: -values[text])[:REPEATED_PROMPTS]
@@ -131,11 +149,13 @@ def prompt_ids(prompt: Prompt, answer: Completion) -> list[int] | None:
     return list(ids) if ids is not None and all(token >= 0 for token in answer.tokens) else None
 
 
-def control(asker: Asker, samples: Samples, drafted: Draws, failures: Sequence[Test]) -> list[Control]:
+def control(
+    asker: Asker, samples: Samples, drafted: Draws, failures: Sequence[Test]
+) -> list[Control]:
     """Compares drafted tokens that fail with tokens behind the same texts that no draft reaches.
 
-    A part of the drafted tokens is chosen that still fails clearly. So reports that are wrong with and without drafts
-    would fail for as many tokens without drafts, too.
+    A part of the drafted tokens is chosen that still fails clearly. So reports that are wrong with
+    and without drafts would fail for as many tokens without drafts, too.
 
     Args:
         asker: Asks the source.
@@ -148,7 +168,9 @@ def control(asker: Asker, samples: Samples, drafted: Draws, failures: Sequence[T
     texts = [_text_before(samples, part, row) for row in range(len(part))]
     is_matched = all(text is not None for text in texts)
     prompts = [text for text in texts if text is not None]
-    if not is_matched:  # nothing can be continued, so the tokens are the first ones behind the prompts
+    if (
+        not is_matched
+    ):  # nothing can be continued, so the tokens are the first ones behind the prompts
         firsts = samples.draws(plan)
         ratio = _entropy(part) / max(_entropy(firsts[firsts.index == 0]), 1e-9)
         number = math.ceil(len(part) * min(max(1.0, ratio), _MOST_REPEATS))
@@ -165,7 +187,9 @@ def control(asker: Asker, samples: Samples, drafted: Draws, failures: Sequence[T
     undrafted = Samples([], [(row % len(plan.prompts), answers[row]) for row in rows]).draws(plan)
     if is_matched:
         part = part[np.array(rows)[undrafted.requests]]
-        undrafted = dataclasses.replace(part, probs=undrafted.probs, ids=undrafted.ids, tokens=undrafted.tokens)
+        undrafted = dataclasses.replace(
+            part, probs=undrafted.probs, ids=undrafted.ids, tokens=undrafted.tokens
+        )
     is_as_unsure = is_matched or _entropy(undrafted) * len(undrafted) >= _entropy(part) * len(part)
     results = judge(undrafted, seed=plan.seed + 1)
     p_value = min(1.0, len(results) * min((test.p_value for test in results), default=1.0))
@@ -175,7 +199,9 @@ def control(asker: Asker, samples: Samples, drafted: Draws, failures: Sequence[T
             test.name,
             p_value,
             len(undrafted),
-            has_power=bool(results) and is_as_unsure and drafted_p_values.get(test.name, 1.0) < _CLEAR,
+            has_power=bool(results)
+            and is_as_unsure
+            and drafted_p_values.get(test.name, 1.0) < _CLEAR,
         )
         for test in failures
     ]
@@ -209,7 +235,8 @@ def verified_share(counts: Mapping[str, Any], num_tokens: int) -> float:
     """Returns the share of the tokens that a draft was verified for: accepted ones, and one more in each round.
 
     Args:
-        counts: By how much the counters of speculation rose; where these tell nothing, drafts come for every round.
+        counts: By how much the counters of speculation rose; where these tell nothing, drafts come
+            for every round.
         num_tokens: Number of tokens behind the first ones.
     """
     rounds = counts.get("num_drafts")
@@ -218,7 +245,9 @@ def verified_share(counts: Mapping[str, Any], num_tokens: int) -> float:
     return min(VERIFIED, (rounds + counts.get("num_accepted_tokens", 0)) / max(1, num_tokens))
 
 
-def sight(draws: Draws, *, share: float, level: float, seed: int) -> tuple[Error | None, float | None]:
+def sight(
+    draws: Draws, *, share: float, level: float, seed: int
+) -> tuple[Error | None, float | None]:
     """Returns the smallest errors of acceptance that a run would have found with 90 % power.
 
     Args:
@@ -228,8 +257,9 @@ def sight(draws: Draws, *, share: float, level: float, seed: int) -> tuple[Error
         seed: Seed of the simulation.
 
     Returns:
-        The error of a drafter that proposes the likeliest token, and the distance between draft and target at which
-        accepting every sampled draft would have been found; ``None`` where none would have.
+        The error of a drafter that proposes the likeliest token, and the distance between draft and
+        target at which accepting every sampled draft would have been found; ``None`` where none
+        would have.
     """
     draws = draws.known()
     probs = np.nan_to_num(draws.probs)
@@ -244,7 +274,9 @@ def seen_in_words(error: Error | None, distance: float | None) -> list[str]:
     """Returns errors that would have been found, in words."""
     words = [] if error is None else [f"{error} where drafts are the likeliest tokens"]
     if distance is not None:
-        words.append(f"acceptance of every sampled draft where draft and target are {100 * distance:.0f} % apart")
+        words.append(
+            f"acceptance of every sampled draft where draft and target are {100 * distance:.0f} % apart"
+        )
     return words
 
 
@@ -253,7 +285,9 @@ def is_sharp(error: Error | None, distance: float | None) -> bool:
     return error is not None and error.willing <= 1.2 and distance is not None and distance <= 0.25
 
 
-def judge_samples(asker: Asker, samples: Samples) -> tuple[Draws, list[Test], list[Test], list[Control]]:
+def judge_samples(
+    asker: Asker, samples: Samples
+) -> tuple[Draws, list[Test], list[Test], list[Control]]:
     """Returns the tokens that drafts may reach, tests of them, tests of first tokens, and controls of what failed."""
     plan = asker.plan
     draws = samples.draws(plan)
@@ -264,5 +298,7 @@ def judge_samples(asker: Asker, samples: Samples) -> tuple[Draws, list[Test], li
     level = level_of(tests, first_tokens)
     failures = [test for test in tests if test.p_value < level]
     are_first_wrong = any(test.p_value < level for test in first_tokens)
-    controls = control(asker, samples, drafted, failures) if failures and not are_first_wrong else []
+    controls = (
+        control(asker, samples, drafted, failures) if failures and not are_first_wrong else []
+    )
     return drafted, tests, first_tokens, controls

@@ -24,9 +24,11 @@ class Report:
     """A token with the log-probabilities that are reported for its position.
 
     Attributes:
-        token: Its id; a negative number stands for the text of a token from a server that does not tell ids.
+        token: Its id; a negative number stands for the text of a token from a server that does not
+            tell ids.
         log_prob: Its log-probability; not a number where it is not told.
-        top: Log-probabilities of the likeliest tokens, and of this one; empty where they are not told.
+        top: Log-probabilities of the likeliest tokens, and of this one; empty where they are not
+            told.
     """
 
     token: int
@@ -37,7 +39,9 @@ class Report:
     def is_readable(self) -> bool:
         """Whether the token can be judged: every value is the logarithm of a probability."""
         values = [self.log_prob, *self.top.values()]
-        return bool(self.top) and all(value <= _LARGEST for value in values)  # false for what is not a number
+        return bool(self.top) and all(
+            value <= _LARGEST for value in values
+        )  # false for what is not a number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,19 +83,23 @@ class Source(Protocol):
 
     Attributes:
         facts: What it says about itself.
-        scoring: How it scores given tokens: ``echo`` in one pass, ``prefixes`` one request for each, or ``none``.
+        scoring: How it scores given tokens: ``echo`` in one pass, ``prefixes`` one request for
+            each, or ``none``.
     """
 
     facts: dict[str, Any]
     scoring: str
 
-    def complete(self, prompt: str | Sequence[int], *, num_reported: int, **fields: Any) -> Completion:
+    def complete(
+        self, prompt: str | Sequence[int], *, num_reported: int, **fields: Any
+    ) -> Completion:
         """Continues a prompt.
 
         Args:
             prompt: Text or token ids.
             num_reported: Number of log-probabilities of each position.
-            fields: Further fields of the request: ``max_tokens``, ``temperature``, ``seed`` and others.
+            fields: Further fields of the request: ``max_tokens``, ``temperature``, ``seed`` and
+                others.
 
         Raises:
             Refused: A field or its value is refused.
@@ -99,7 +107,9 @@ class Source(Protocol):
         """
         ...
 
-    def score(self, prompt: str | Sequence[int], completion: Completion, *, num_reported: int) -> list[Report]:
+    def score(
+        self, prompt: str | Sequence[int], completion: Completion, *, num_reported: int
+    ) -> list[Report]:
         """Reports the tokens of an answer behind their own prefixes, where no draft reaches."""
         ...
 

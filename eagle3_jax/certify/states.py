@@ -51,7 +51,10 @@ def examine_states(asker: Asker, noise: Noise | None) -> list[Test]:
         ("second turns", is_scored, _second_turns),
         ("greedy tokens behind a long text", is_scored, _long_text),
     )
-    tests = [examine(asker, name) if is_possible else Test(name, 1.0, 0, "") for name, is_possible, examine in states]
+    tests = [
+        examine(asker, name) if is_possible else Test(name, 1.0, 0, "")
+        for name, is_possible, examine in states
+    ]
     return [dataclasses.replace(test, is_controlled=True) for test in tests]
 
 
@@ -62,11 +65,17 @@ def _greedy(max_tokens: int) -> dict[str, Any]:
 def _again(asker: Asker, name: str) -> Test:
     """Sends greedy prompts one by one: one, another one, and the first again."""
     plan = asker.plan
-    numbers = [number % len(plan.prompts) for row in range(_AGAIN) for number in (row, row + 1, row)]
+    numbers = [
+        number % len(plan.prompts) for row in range(_AGAIN) for number in (row, row + 1, row)
+    ]
     fields = _greedy(plan.max_new_tokens)
-    answers = asker.complete("again", [plan.prompts[number] for number in numbers], lambda row: fields, at_a_time=1)
+    answers = asker.complete(
+        "again", [plan.prompts[number] for number in numbers], lambda row: fields, at_a_time=1
+    )
     rows = range(0, len(numbers), 3)
-    pairs = [(answers[row], answers[row + 2]) for row in rows if row in answers and row + 2 in answers]
+    pairs = [
+        (answers[row], answers[row + 2]) for row in rows if row in answers and row + 2 in answers
+    ]
     return _agreement(name, pairs)
 
 
@@ -122,7 +131,9 @@ def _second_turns(asker: Asker, name: str) -> Test:
         ids = prompt_ids(prompt, first)
         text: Prompt = f"{prompt}{first.text}" if ids is None else [*ids, *first.tokens]
         try:
-            return text, asker.source.complete(text, num_reported=plan.num_reported, **_greedy(_TURN_TOKENS))
+            return text, asker.source.complete(
+                text, num_reported=plan.num_reported, **_greedy(_TURN_TOKENS)
+            )
         except Refused:  # too long
             return None
 
@@ -146,7 +157,9 @@ def _unseeded(asker: Asker, name: str) -> Test:
     prompts = [asker.plan.prompts[0]] * _UNSEEDED
     fields = {"temperature": 1.0, "max_tokens": _UNSEEDED_TOKENS}
     answers = asker.complete("without a seed", prompts, lambda row: fields, at_a_time=1).values()
-    readable = [answer for answer in answers if all(report.is_readable for report in answer.reports)]
+    readable = [
+        answer for answer in answers if all(report.is_readable for report in answer.reports)
+    ]
     counts = Counter(tuple(answer.tokens) for answer in readable)
     repeated = [answer.log_prob for answer in readable if counts[tuple(answer.tokens)] > 1]
     p_value = min(1.0, math.comb(len(readable), 2) * math.exp(max(repeated))) if repeated else 1.0
@@ -165,7 +178,9 @@ def _long_text(asker: Asker, name: str) -> Test:
     while unit and answer is None and length >= _SHORTEST // 2:
         free = length - _BEHIND - _MARGIN
         text = (unit * math.ceil(free / len(unit)))[:free]
-        result = asker.each("long text", 1, lambda row, text=text: _send(asker, text), at_a_time=1).get(0)
+        result = asker.each(
+            "long text", 1, lambda row, text=text: _send(asker, text), at_a_time=1
+        ).get(0)
         if isinstance(result, Completion):
             answer = result
         elif not isinstance(result, Refused):  # slow, perhaps

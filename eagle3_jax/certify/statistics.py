@@ -1,8 +1,8 @@
 """Tests whether tokens follow the distributions that were reported for their positions.
 
-A token is sampled after everything before it is known. So under a correct sampler its place in the reported
-distribution is uniform on [0, 1] and independent of all earlier places, whatever the prompts and the drafts.
-"""
+A token is sampled after everything before it is known. So under a correct sampler its place in the
+reported distribution is uniform on [0, 1] and independent of all earlier places, whatever the
+prompts and the drafts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ PLACES = 20  # cells of the test of places
 PAIR_PLACES = 5  # cells of each place of a pair
 FEWEST = 200  # tokens below which a group is not judged on its own
 LAST_COUNTED = 6  # tokens are counted behind texts of at most this many tokens after the prompt
-_EDGE = 1e-4  # difference of log-probabilities at which rounding may decide what belongs to a nucleus
+_EDGE = (
+    1e-4  # difference of log-probabilities at which rounding may decide what belongs to a nucleus
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +50,15 @@ class Sampling:
         """Refuses a setting whose distribution the reports do not determine.
 
         Raises:
-            ValueError: A value is out of range, or reports before the warpers do not show where the nucleus ends.
+            ValueError: A value is out of range, or reports before the warpers do not show where the
+                nucleus ends.
         """
-        is_valid = 0 < self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1 and 0 <= self.min_p < 1
+        is_valid = (
+            0 < self.temperature < math.inf
+            and self.top_k >= 0
+            and 0 < self.top_p <= 1
+            and 0 <= self.min_p < 1
+        )
         if not is_valid:
             raise ValueError(
                 f"cannot sample with temperature {self.temperature}, top-k {self.top_k}, top-p {self.top_p}, min-p "
@@ -66,20 +74,26 @@ class Sampling:
                 "log-probabilities"
             )
 
-    def distributions(self, log_probs: np.ndarray, *, edge: float = _EDGE) -> tuple[np.ndarray, np.ndarray]:
+    def distributions(
+        self, log_probs: np.ndarray, *, edge: float = _EDGE
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the distributions that tokens are sampled from, and which of them the reports determine.
 
         Args:
-            log_probs: ``[n L]`` reported log-probabilities, the likeliest first; ``-inf`` where fewer were reported.
+            log_probs: ``[n L]`` reported log-probabilities, the likeliest first; ``-inf`` where
+                fewer were reported.
             edge: Difference of log-probabilities at which rounding may decide what is kept.
 
         Returns:
-            ``[n L+1]`` probabilities, the last of all tokens that were not reported: not a number where only the
-            proportions of the reported ones are known. And ``[n]``, False where rounding decides what is kept.
+            ``[n L+1]`` probabilities, the last of all tokens that were not reported: not a number
+            where only the proportions of the reported ones are known. And ``[n]``, False where
+            rounding decides what is kept.
         """
         is_determined = np.ones(len(log_probs), bool)
         probs = np.exp(log_probs)
-        is_exhausted = (log_probs <= ZERO).any(axis=1)  # no token beyond the reported ones has a probability
+        is_exhausted = (log_probs <= ZERO).any(
+            axis=1
+        )  # no token beyond the reported ones has a probability
         others = np.where(is_exhausted, 0.0, np.maximum(1 - probs.sum(axis=1), 0))
         if self.processed:
             return np.column_stack([probs, others]), is_determined
@@ -99,7 +113,8 @@ class Sampling:
         if self.top_p < 1:
             before = probs.cumsum(axis=1) - probs
             is_determined &= (np.abs(before - self.top_p) > edge).all(axis=1)
-            # A nucleus that does not end among the reported tokens holds all of these, in their proportions.
+            # A nucleus that does not end among the reported tokens holds all of these, in their
+            # proportions.
             others = np.where(probs.sum(axis=1) > self.top_p + edge, 0.0, math.nan)
             probs = _kept(probs, before < self.top_p)
         return np.column_stack([probs, others]), is_determined
@@ -128,16 +143,18 @@ class Draws:
     """Sampled tokens with the reported distributions of their positions.
 
     Attributes:
-        probs: ``[n C]`` probability of each reported token, and of all others together in the last column.
+        probs: ``[n C]`` probability of each reported token, and of all others together in the last
+            column.
         ids: ``[n C-1]`` the reported tokens.
         tokens: ``[n]`` the sampled tokens.
         prompts: ``[n]`` number of each token's prompt.
         requests: ``[n]`` number of its request.
         index: ``[n]`` its position behind the prompt, from 0.
         chunk_index: ``[n]`` its position in the chunk of tokens that came at once, from 0.
-        texts: ``[n]`` number of the text before it, from 0: the prompt and the tokens behind it; -1 where that is too
-            long.
-        coarseness: Distance of neighbouring log-probabilities in the reports, in nats; 0 if they lie on no grid.
+        texts: ``[n]`` number of the text before it, from 0: the prompt and the tokens behind it; -1
+            where that is too long.
+        coarseness: Distance of neighbouring log-probabilities in the reports, in nats; 0 if they
+            lie on no grid.
     """
 
     probs: np.ndarray
@@ -169,14 +186,18 @@ class Draws:
             prompts: Number of its prompt.
             requests: Number of its request.
             chunk_index: Position of each token of the answer in its chunk.
-            ids: ``[n L]`` the reported tokens of each position of all answers; -1 where fewer were reported.
-            log_probs: ``[n L]`` their log-probabilities, the likeliest first; not a number where nothing can be read.
+            ids: ``[n L]`` the reported tokens of each position of all answers; -1 where fewer were
+                reported.
+            log_probs: ``[n L]`` their log-probabilities, the likeliest first; not a number where
+                nothing can be read.
             sampling: How the tokens were sampled.
         """
         is_readable = np.logical_not(np.isnan(log_probs).any(axis=1))
         coarseness = resolution(log_probs[is_readable])
         edge = max(_EDGE, coarseness)
-        probs, is_determined = sampling.distributions(np.where(is_readable[:, None], log_probs, 0), edge=edge)
+        probs, is_determined = sampling.distributions(
+            np.where(is_readable[:, None], log_probs, 0), edge=edge
+        )
         lengths = [len(answer) for answer in answers]
         draws = cls(
             probs=probs,
@@ -199,7 +220,9 @@ class Draws:
         """The tokens that a mask ``[n]`` chooses."""
         columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         coarseness = columns.pop("coarseness")
-        return Draws(**{name: column[chosen] for name, column in columns.items()}, coarseness=coarseness)
+        return Draws(
+            **{name: column[chosen] for name, column in columns.items()}, coarseness=coarseness
+        )
 
     @functools.cached_property
     def cells(self) -> np.ndarray:
@@ -226,7 +249,8 @@ class Test:
         p_value: Probability of a deviation as large from a correct sampler.
         tokens: Number of tokens that were compared.
         detail: What was seen.
-        is_controlled: Whether the comparison is with tokens without drafts, so that its failure needs no control.
+        is_controlled: Whether the comparison is with tokens without drafts, so that its failure
+            needs no control.
     """
 
     __test__ = False  # not a test of pytest's
@@ -279,8 +303,8 @@ def judge(draws: Draws, *, seed: int = 0) -> list[Test]:
 def _is_excluded(draws: Draws) -> np.ndarray:
     """Returns which tokens the warpers exclude ``[n]``.
 
-    A token that is not reported may have rounded to the probability 0, unless a reported one has it already.
-    """
+    A token that is not reported may have rounded to the probability 0, unless a reported one has it
+    already."""
     is_reported = draws.cells < draws.ids.shape[1]
     is_exhausted = (draws.probs[:, :-1] == 0).any(axis=1)
     return (draws.masses == 0) & (is_reported | is_exhausted)
@@ -292,7 +316,9 @@ def _uniform(name: str, places: np.ndarray, num_cells: int = PLACES) -> Test:
         return Test(name, 1.0, 0, "too few tokens")
     counts = np.bincount((places * num_cells).astype(int), minlength=num_cells)
     fit = fit_counts(counts, np.full(num_cells, len(places) / num_cells))
-    return Test(name, fit.chi_square, len(places), f"χ² {fit.statistic:.1f} on {fit.degrees} degrees")
+    return Test(
+        name, fit.chi_square, len(places), f"χ² {fit.statistic:.1f} on {fit.degrees} degrees"
+    )
 
 
 def _likelihood(probs: np.ndarray, cells: np.ndarray) -> Test:
@@ -303,9 +329,7 @@ def _likelihood(probs: np.ndarray, cells: np.ndarray) -> Test:
     often = "often" if contrast.total > 0 else "seldom"
     likeliest = (cells == 0).mean() if tokens else 0
     expected = probs[:, 0].mean() if tokens else 0
-    detail = (
-        f"likely tokens too {often} by {abs(contrast.z):.1f} σ; the likeliest {likeliest:.1%}, expected {expected:.1%}"
-    )
+    detail = f"likely tokens too {often} by {abs(contrast.z):.1f} σ; the likeliest {likeliest:.1%}, expected {expected:.1%}"
     return Test("log-probabilities of the tokens", contrast.p_value, tokens, detail)
 
 
@@ -319,12 +343,17 @@ def _unreported(draws: Draws) -> Iterator[Test]:
     if not len(masses) or expected + rounding * len(masses) < 1:
         return
     count = int((draws.cells[can_be] == draws.ids.shape[1]).sum())
-    # A binomial bounds the tails of a sum of unlike Bernoulli variables with the same mean (Hoeffding, 1956).
+    # A binomial bounds the tails of a sum of unlike Bernoulli variables with the same mean
+    # (Hoeffding, 1956).
     least = max(0.0, expected / len(masses) - rounding)
     most = min(1.0, expected / len(masses) + rounding)
-    tail = min(stats.binom.cdf(count, len(masses), least), stats.binom.sf(count - 1, len(masses), most))
+    tail = min(
+        stats.binom.cdf(count, len(masses), least), stats.binom.sf(count - 1, len(masses), most)
+    )
     p_value = min(1.0, 2 * float(tail))
-    yield Test("tokens not among the reported", p_value, len(masses), f"{count}, expected {expected:.1f}")
+    yield Test(
+        "tokens not among the reported", p_value, len(masses), f"{count}, expected {expected:.1f}"
+    )
 
 
 def _pairs(draws: Draws, places: np.ndarray) -> Test:
@@ -351,17 +380,22 @@ def _contexts(draws: Draws, probs: np.ndarray) -> Test:
     counts = counts_behind_texts(draws, probs)
     bet = bet_on_frequencies(*counts)
     return Test(
-        "counts behind the same text", bet.p_value, int(counts[0].sum()), f"{len(counts[0])} texts; {bet.detail}"
+        "counts behind the same text",
+        bet.p_value,
+        int(counts[0].sum()),
+        f"{len(counts[0])} texts; {bet.detail}",
     )
 
 
 def counts_behind_texts(draws: Draws, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns for each text that came more than once the counts of the tokens behind it, and its distribution.
 
-    Both are ``[texts C]``. The distribution is that of the text's first token; the others' cells are found by ids.
-    """
+    Both are ``[texts C]``. The distribution is that of the text's first token; the others' cells
+    are found by ids."""
     chosen = np.flatnonzero(draws.texts >= 0)
-    _, first, number, size = np.unique(draws.texts[chosen], return_index=True, return_inverse=True, return_counts=True)
+    _, first, number, size = np.unique(
+        draws.texts[chosen], return_index=True, return_inverse=True, return_counts=True
+    )
     rows = chosen[first]
     is_token = draws.ids[rows[number]] == draws.tokens[chosen, None]
     cells = np.where(is_token.any(axis=1), is_token.argmax(axis=1), draws.ids.shape[1])

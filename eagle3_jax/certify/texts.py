@@ -38,7 +38,8 @@ class TextComparison:
     @property
     def shift(self) -> float:
         """The shift of probability between texts that is found with 90 % power."""
-        # Two equal samples have half of the noncentrality that one has against a known distribution.
+        # Two equal samples have half of the noncentrality that one has against a known
+        # distribution.
         return smallest_deviation(self.sample_size, self.degrees, alpha=ALPHA) / math.sqrt(2) / 2
 
 

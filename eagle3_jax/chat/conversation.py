@@ -18,21 +18,29 @@ def apply_chat_template(target: LoadedTarget, messages: Messages) -> list[int]:
 
     Args:
         target: A target with a chat template and a tokenizer.
-        messages: The turns, each with ``role`` (``system``, ``user`` or ``assistant``) and ``content``, a text.
+        messages: The turns, each with ``role`` (``system``, ``user`` or ``assistant``) and
+            ``content``, a text.
 
     Raises:
-        ValueError: The target lacks one of both, the messages have another form, or the template refuses them.
+        ValueError: The target lacks one of both, the messages have another form, or the template
+            refuses them.
     """
     if not isinstance(target, LoadedTarget):
-        raise ValueError(f"target is {shown(target)}; expected a LoadedTarget: load_target gives one")
+        raise ValueError(
+            f"target is {shown(target)}; expected a LoadedTarget: load_target gives one"
+        )
     template = target.chat_template
     tokenizer = target.tokenizer
     if tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer; give the prompt as token ids")
     if template is None:
         raise ValueError(f"{target.name} has no chat template; give the prompt as text")
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # the template has special tokens
-    return tokenized(template.render(messages), encode, positions=target.max_positions, holds=target.holds)
+    encode = lambda text: (
+        tokenizer.encode(text, add_special_tokens=False).ids
+    )  # the template has special tokens
+    return tokenized(
+        template.render(messages), encode, positions=target.max_positions, holds=target.holds
+    )
 
 
 class Chat:
@@ -46,8 +54,8 @@ class Chat:
         print(chat.send("And of Italy?").text)
 
     Attributes:
-        messages: The turns so far, each with ``role`` and ``content``: the system message if there is one, then
-            questions and answers. They may be changed between turns.
+        messages: The turns so far, each with ``role`` and ``content``: the system message if there
+            is one, then questions and answers. They may be changed between turns.
     """
 
     def __init__(
@@ -66,13 +74,17 @@ class Chat:
             system: The system message. Default: the template's own, if it has one.
             max_new_tokens: Maximum number of tokens of an answer.
             sampling: Scalars. Default: greedy.
-            seed: Random seed. A turn is decoded with it plus the number of messages before the turn.
+            seed: Random seed. A turn is decoded with it plus the number of messages before the
+                turn.
 
         Raises:
-            ValueError: The target has no chat template or no tokenizer, or the template takes no system message.
+            ValueError: The target has no chat template or no tokenizer, or the template takes no
+                system message.
         """
         self.decoder = decoder
-        self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[dict[str, str]] = (
+            [] if system is None else [{"role": "system", "content": system}]
+        )
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling}
         self._seed = seed
         self._begin("Why?")  # a template that refuses this conversation would refuse every turn
@@ -91,8 +103,9 @@ class Chat:
     def stream(self, text: str) -> Iterator[Chunk]:
         """Yields the answer to a question as it is written.
 
-        The part that has been yielded is the last turn of ``messages`` at any time. If the caller ends the loop early,
-        this part stays in the conversation. A question without any chunk is not kept.
+        The part that has been yielded is the last turn of ``messages`` at any time. If the caller
+        ends the loop early, this part stays in the conversation. A question without any chunk is
+        not kept.
 
         Raises:
             ValueError: The conversation no longer fits the target. The question is not kept.

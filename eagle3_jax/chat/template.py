@@ -1,8 +1,7 @@
 """Chat templates: the text of a conversation in the form that a model was trained on.
 
-A template is a program in the language of Jinja, and comes with the model. It runs in Jinja's sandbox, with the
-functions that transformers offers it.
-"""
+A template is a program in the language of Jinja, and comes with the model. It runs in Jinja's
+sandbox, with the functions that transformers offers it."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ class ChatTemplate:
 
     Attributes:
         source: The program.
-        special_tokens: The texts of special tokens by the names that templates give them, such as ``bos_token``.
+        special_tokens: The texts of special tokens by the names that templates give them, such as
+            ``bos_token``.
     """
 
     source: str
@@ -36,21 +36,27 @@ class ChatTemplate:
         """Reads the template from the fields of a ``tokenizer_config.json``; ``None`` if it has none.
 
         Args:
-            config: ``chat_template`` is a text, or a list of objects with ``name`` and ``template``; the one named
-                ``default`` is used. A field whose name ends in ``_token`` is a special token if its value is a text or
-                an object with the text as its ``content``.
+            config: ``chat_template`` is a text, or a list of objects with ``name`` and
+                ``template``; the one named ``default`` is used. A field whose name ends in
+                ``_token`` is a special token if its value is a text or an object with the text as
+                its ``content``.
 
         Raises:
-            ValueError: ``chat_template`` has another form, or no template in the list is named ``default``.
+            ValueError: ``chat_template`` has another form, or no template in the list is named
+                ``default``.
         """
         source = config.get("chat_template")
         if isinstance(source, list):
             named = (entry for entry in source if isinstance(entry, Mapping))
-            source = next((entry.get("template") for entry in named if entry.get("name") == "default"), source)
+            source = next(
+                (entry.get("template") for entry in named if entry.get("name") == "default"), source
+            )
         if not source:
             return None
         if not isinstance(source, str):
-            raise ValueError(f"chat_template is {shown(source)}; expected a text, or a list with a template 'default'")
+            raise ValueError(
+                f"chat_template is {shown(source)}; expected a text, or a list with a template 'default'"
+            )
         special_tokens = {}
         for name, value in config.items():
             text = value.get("content") if isinstance(value, Mapping) else value
@@ -62,11 +68,13 @@ class ChatTemplate:
         """Returns the text of a conversation.
 
         Args:
-            messages: The turns; each with ``role`` (``system``, ``user`` or ``assistant``) and ``content``, a text.
+            messages: The turns; each with ``role`` (``system``, ``user`` or ``assistant``) and
+                ``content``, a text.
             add_generation_prompt: Whether the text ends where the model's answer begins.
 
         Raises:
-            ValueError: The messages have another form, the template refuses them, or it is not valid; in one line.
+            ValueError: The messages have another form, the template refuses them, or it is not
+                valid; in one line.
         """
         check_messages(messages)
         try:
@@ -82,15 +90,17 @@ class ChatTemplate:
                 **self.special_tokens,
             )
         except Exception as error:  # a template can fail in any way
-            raise ValueError(f"the chat template does not take {shown(list(messages))}: {_reason(error)}") from None
+            raise ValueError(
+                f"the chat template does not take {shown(list(messages))}: {_reason(error)}"
+            ) from None
 
 
 def check_messages(messages: Any) -> None:
     """Checks that messages are the turns of a conversation.
 
     Args:
-        messages: A list of at least one object with ``role`` (``system``, ``user`` or ``assistant``) and ``content`` (a
-            text), and nothing else.
+        messages: A list of at least one object with ``role`` (``system``, ``user`` or
+            ``assistant``) and ``content`` (a text), and nothing else.
 
     Raises:
         ValueError: They are not; the message says which turn.
@@ -102,9 +112,13 @@ def check_messages(messages: Any) -> None:
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
             raise ValueError(f"message {number} is {shown(message)}; expected {form}")
         if message["role"] not in ROLES:
-            raise ValueError(f"message {number} has the role {shown(message['role'])}; expected {', '.join(ROLES)}")
+            raise ValueError(
+                f"message {number} has the role {shown(message['role'])}; expected {', '.join(ROLES)}"
+            )
         if not isinstance(message["content"], str):
-            raise ValueError(f"message {number} has the content {shown(message['content'])}; expected a text")
+            raise ValueError(
+                f"message {number} has the content {shown(message['content'])}; expected a text"
+            )
 
 
 def _reason(error: Exception) -> str:
@@ -135,7 +149,9 @@ def _compiled(source: str) -> Callable[..., str]:
         raise TemplateError(message)
 
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own filter escapes for HTML
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, **options
+        )  # Jinja's own filter escapes for HTML
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]

@@ -32,12 +32,15 @@ def _report(error: BaseException, words: Sequence[str]) -> int:
     try:
         sys.stdout.flush()
     except OSError:
-        # Discards the unwritten output; otherwise Python prints the error again when it flushes at exit.
+        # Discards the unwritten output; otherwise Python prints the error again when it flushes at
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     try:
         ending = _errors.explain(error)
     except ModuleNotFoundError as missing:  # a checkout with a Python that has no typer
-        print(f"error: the command line needs {missing.name}: pip install typer rich", file=sys.stderr)
+        print(
+            f"error: the command line needs {missing.name}: pip install typer rich", file=sys.stderr
+        )
         return 2
     if ending is None or (ending.message and "--traceback" in words):
         raise error

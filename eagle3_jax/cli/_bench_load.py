@@ -54,18 +54,25 @@ class LoadOptions:
     """Requests that come and go, in place of batches that start and end together."""
 
     concurrency: Annotated[
-        str | None, typer.Option(help="Keep this many requests running or waiting: '4', or several: '1,2,4'.")
+        str | None,
+        typer.Option(help="Keep this many requests running or waiting: '4', or several: '1,2,4'."),
     ] = None
     rate: Annotated[
-        str | None, typer.Option(help="Let requests arrive at random, this many a second: '2', or several: '0.5,2'.")
+        str | None,
+        typer.Option(
+            help="Let requests arrive at random, this many a second: '2', or several: '0.5,2'."
+        ),
     ] = None
     arrivals: Annotated[
-        Path | None, typer.Option(help="Let requests arrive at recorded times: a JSON list of seconds.")
+        Path | None,
+        typer.Option(help="Let requests arrive at recorded times: a JSON list of seconds."),
     ] = None
     slots: Annotated[
         int | None,
         typer.Option(
-            help="Rows of the batch under a load. Default: --concurrency, or 8 with other arrivals.", min=1, max=4096
+            help="Rows of the batch under a load. Default: --concurrency, or 8 with other arrivals.",
+            min=1,
+            max=4096,
         ),
     ] = None
     schedule: Annotated[
@@ -76,7 +83,9 @@ class LoadOptions:
     ] = None
     prefill_chunk: Annotated[
         int | None,
-        typer.Option(help="Under a load, also measure prompts that run in parts of this many tokens.", min=1),
+        typer.Option(
+            help="Under a load, also measure prompts that run in parts of this many tokens.", min=1
+        ),
     ] = None
 
     @property
@@ -86,10 +95,16 @@ class LoadOptions:
 
     def check(self) -> None:
         """Refuses options of a load without one."""
-        options = {"--slots": self.slots, "--schedule": self.schedule, "--prefill-chunk": self.prefill_chunk}
+        options = {
+            "--slots": self.slots,
+            "--schedule": self.schedule,
+            "--prefill-chunk": self.prefill_chunk,
+        }
         for option, value in options.items():
             if value is not None and not self.is_load:
-                raise Misuse(f"{option} {value} is measured under a load; add --concurrency or --rate")
+                raise Misuse(
+                    f"{option} {value} is measured under a load; add --concurrency or --rate"
+                )
 
     def loads(self, count: int) -> list[Load]:
         """Returns the loads in the order of the options.
@@ -101,7 +116,10 @@ class LoadOptions:
 
         loads = []
         if self.concurrency is not None:
-            loads += [Load(concurrency=users) for users in parse_numbers(self.concurrency, "--concurrency")]
+            loads += [
+                Load(concurrency=users)
+                for users in parse_numbers(self.concurrency, "--concurrency")
+            ]
         if self.rate is not None:
             loads += [Load(rate=rate) for rate in _rates(self.rate)]
         if self.arrivals is not None:
@@ -125,11 +143,15 @@ def _times(path: Path, count: int) -> tuple[float, ...]:
         times = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise Misuse(f"--arrivals {path}: {error}; {form}") from None
-    are_numbers = isinstance(times, list) and all(type(moment) in (int, float) and moment >= 0 for moment in times)
+    are_numbers = isinstance(times, list) and all(
+        type(moment) in (int, float) and moment >= 0 for moment in times
+    )
     if not are_numbers or times != sorted(times):
         raise Misuse(f"--arrivals {path} holds something else; {form}")
     if len(times) < count:
-        raise Misuse(f"--arrivals {path} has {len(times)} times for {count} prompts; lower --max-prompts")
+        raise Misuse(
+            f"--arrivals {path} has {len(times)} times for {count} prompts; lower --max-prompts"
+        )
     return tuple(map(float, times[:count]))
 
 
@@ -159,8 +181,12 @@ def engines_of(
         schedule = parse_schedule(options.schedule)
         heads = [head for head in models.drafters.values() if head is not None]
         if not heads:
-            raise Misuse("--schedule shortens the chains of a head, and there is none; choose another --drafter")
-        decoders["schedule"] = SpeculativeDecoder(models.target, heads[0], schedule=schedule, stop_tokens=())
+            raise Misuse(
+                "--schedule shortens the chains of a head, and there is none; choose another --drafter"
+            )
+        decoders["schedule"] = SpeculativeDecoder(
+            models.target, heads[0], schedule=schedule, stop_tokens=()
+        )
     chunks: dict[str, int | None] = {"": None}
     if options.prefill_chunk is not None:
         chunks[f", chunks of {options.prefill_chunk}"] = options.prefill_chunk
@@ -169,7 +195,11 @@ def engines_of(
         capacity = longest + decoder.loop.drafter.num_nodes
         for suffix, chunk in chunks.items():
             engines[name + suffix] = Engine(
-                decoder, slots=slots, capacity=capacity, sampling_mode=SamplingMode.GREEDY, chunk=chunk
+                decoder,
+                slots=slots,
+                capacity=capacity,
+                sampling_mode=SamplingMode.GREEDY,
+                chunk=chunk,
             )
     return engines
 
@@ -201,7 +231,10 @@ class LoadFindings:
         tables: list[Table] = []
         for load in dict.fromkeys(row["load"] for row in rows):
             of_load = [row for row in rows if row["load"] == load]
-            tables += [table_of(f"Speed, {load}", of_load, _SPEED), table_of(f"Times in ms, {load}", of_load, _TIMES)]
+            tables += [
+                table_of(f"Speed, {load}", of_load, _SPEED),
+                table_of(f"Times in ms, {load}", of_load, _TIMES),
+            ]
         size = f"{self.rows[0].num_requests} requests x {self.max_new_tokens} new tokens, {self.repeats} repeats"
         return Page(values, [f"{self.device}; greedy, {size}", *tables, "\n" + NOTES])
 
@@ -234,7 +267,14 @@ def measure_loads(
         steps = counted(now, len(engines) * (1 + len(loads) * repeats))
         try:
             rows.extend(
-                measure_load(engines, requests, loads, repeats=repeats, on_progress=steps.say, on_result=steps.tell)
+                measure_load(
+                    engines,
+                    requests,
+                    loads,
+                    repeats=repeats,
+                    on_progress=steps.say,
+                    on_result=steps.tell,
+                )
             )
         except KeyboardInterrupt:
             if not rows:

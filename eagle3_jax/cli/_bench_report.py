@@ -80,7 +80,9 @@ class Findings:
     """The result of the command."""
 
     device: str  #: Short name of the hardware.
-    about: dict[str, Any]  #: Environment of the run; see :func:`eagle3_jax.bench.environment.environment`.
+    about: dict[
+        str, Any
+    ]  #: Environment of the run; see :func:`eagle3_jax.bench.environment.environment`.
     reports: Sequence[Report]  #: One for each batch size.
     missing: Sequence[NotMeasured]  #: Contenders that were not measured at all.
     interruption: str  #: The part that was measured, in words, if Ctrl-C ended the measurement.
@@ -126,7 +128,9 @@ def check_directory(path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir() and any(path.iterdir()):
-        raise Misuse(f"--output {path} is not empty; give a new directory, so that nothing is overwritten")
+        raise Misuse(
+            f"--output {path} is not empty; give a new directory, so that nothing is overwritten"
+        )
     parent = path.absolute()
     while not parent.exists():
         parent = parent.parent
@@ -142,14 +146,19 @@ def write_report(findings: Findings | LoadFindings, directory: Path) -> None:
     failures = [f"**FAILED: {failure}**" for failure in findings.failures]
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / "bench.json", json.dumps(page.values, indent=1) + "\n")
-    write_text(directory / "bench.md", page_as_markdown(Page(None, ["# eagle3 bench", *failures, *page.text])))
+    write_text(
+        directory / "bench.md",
+        page_as_markdown(Page(None, ["# eagle3 bench", *failures, *page.text])),
+    )
 
 
 def headline(report: Report, *, device: str) -> str:
     """Returns the measurement and the hardware in one line."""
     size = f"{report.num_prompts} prompts x {report.max_new_tokens} new tokens, {report.repeats} repeats"
     line = f"{device}; batch {report.batch_size}, greedy, {size}; baseline: {report.baseline}"
-    rates = max((row.simulated_rates for row in report.rows if row.simulated_rates), key=len, default=None)
+    rates = max(
+        (row.simulated_rates for row in report.rows if row.simulated_rates), key=len, default=None
+    )
     if rates is None:
         return line
     return f"{line}; SIMULATED acceptance, share of rounds by depth: {cell_text('rates', rates)}"

@@ -81,20 +81,43 @@ class Option:
         try:
             value = self.kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not of the type {self.kind.__name__}") from None
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not of the type {self.kind.__name__}"
+            ) from None
         if self.least is not None and not self.least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is not a finite number of at least {self.least:g}")
+            raise argparse.ArgumentTypeError(
+                f"{text} is not a finite number of at least {self.least:g}"
+            )
         return value
 
 
 OPTIONS = (
     Option("--url", str, "Address of the server, such as http://localhost:8000.", is_required=True),
-    Option("--plain-url", str, "The same model without speculation, for a server that reports no log-probabilities."),
+    Option(
+        "--plain-url",
+        str,
+        "The same model without speculation, for a server that reports no log-probabilities.",
+    ),
     Option("--model", str, "Name of the model. Default: the first that it serves."),
     Option("--api", str, "What is asked for.", "completions", choices=("completions", "chat")),
-    Option("--api-key-env", str, "Variable of the environment that holds the server's key.", "EAGLE3_API_KEY"),
-    Option("--prompts", Path, "JSONL file of prompts ('prompt', 'prompt_ids'). Default: twelve short texts."),
-    Option("--speculation", str, "Whether drafts must be seen.", "seen", choices=("seen", "assumed", "none")),
+    Option(
+        "--api-key-env",
+        str,
+        "Variable of the environment that holds the server's key.",
+        "EAGLE3_API_KEY",
+    ),
+    Option(
+        "--prompts",
+        Path,
+        "JSONL file of prompts ('prompt', 'prompt_ids'). Default: twelve short texts.",
+    ),
+    Option(
+        "--speculation",
+        str,
+        "Whether drafts must be seen.",
+        "seen",
+        choices=("seen", "assumed", "none"),
+    ),
     Option("--requests", int, "Short sampled answers; 0 for none.", 2048, least=0),
     Option("--long-requests", int, "Long sampled answers; 0 for none.", 96, least=0),
     Option("--greedy-requests", int, "Greedy answers; 0 for none.", 16, least=0),
@@ -150,12 +173,16 @@ def run(values: dict[str, Any], words: Sequence[str]) -> Certificate:
     from eagle3_jax.certify import Client, Plan, Sampling, certify
 
     if not values["requests"] + values["long_requests"] + values["greedy_requests"]:
-        raise ValueError("--requests 0, --long-requests 0 and --greedy-requests 0 leave nothing to judge")
+        raise ValueError(
+            "--requests 0, --long-requests 0 and --greedy-requests 0 leave nothing to judge"
+        )
     output: Path | None = values["output"]
     if output is not None and output.exists():
         raise ValueError(f"--output {output} exists already; name a new directory")
     plan = Plan(
-        prompts=_read_prompts(values["prompts"]) if values["prompts"] is not None else DEFAULT_PROMPTS,
+        prompts=_read_prompts(values["prompts"])
+        if values["prompts"] is not None
+        else DEFAULT_PROMPTS,
         sampling=Sampling(values["temperature"], values["top_k"], values["top_p"]),
         num_requests=values["requests"],
         num_long=values["long_requests"],
@@ -249,7 +276,9 @@ def _table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
 def print_certificate(certificate: Certificate, *, as_json: bool) -> None:
     """Prints a certificate on the standard output."""
     width = os.get_terminal_size().columns if sys.stdout.isatty() else 120
-    text = json.dumps(certificate.to_json(), default=str) if as_json else text_of(certificate, width)
+    text = (
+        json.dumps(certificate.to_json(), default=str) if as_json else text_of(certificate, width)
+    )
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -264,7 +293,9 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line and returns the exit code."""
     parser = _Parser(
-        prog="python -m eagle3_jax.certify", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eagle3_jax.certify",
+        description=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for option in OPTIONS:
         if option.kind is bool:

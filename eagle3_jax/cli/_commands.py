@@ -11,7 +11,20 @@ import typer.main
 from typer.core import TyperCommand
 
 from eagle3_jax import __version__
-from eagle3_jax.cli import bench, certify, chat, convert, doctor, generate, inspect, oracle, plan, serve, train, tune
+from eagle3_jax.cli import (
+    bench,
+    certify,
+    chat,
+    convert,
+    doctor,
+    generate,
+    inspect,
+    oracle,
+    plan,
+    serve,
+    train,
+    tune,
+)
 from eagle3_jax.cli._errors import Misuse
 
 app = typer.Typer(
@@ -28,7 +41,9 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def _root(
-    traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error, for developers."),
+    traceback: bool = typer.Option(
+        False, "--traceback", help="Show the traceback of an error, for developers."
+    ),
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
     del traceback  # `run` looks for it
@@ -58,7 +73,9 @@ class _Command(TyperCommand):
             value = ctx.params.get(parameter.name)
             for number in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(number, int | float) and not 0 <= number < math.inf:
-                    raise Misuse(f"{parameter.opts[0]} is {number}; expected a finite number, at least 0")
+                    raise Misuse(
+                        f"{parameter.opts[0]} is {number}; expected a finite number, at least 0"
+                    )
         return super().invoke(ctx)
 
 

@@ -45,7 +45,9 @@ class DraftOptions:
     ] = None
     draft_sampling: Annotated[
         Literal["greedy", "probabilistic"] | None,
-        typer.Option(help="Draft the most likely tokens, or sample them at the temperature (no dynamic trees)."),
+        typer.Option(
+            help="Draft the most likely tokens, or sample them at the temperature (no dynamic trees)."
+        ),
     ] = None
     verifier: VerifierOption = None
     invariant: Annotated[
@@ -63,9 +65,14 @@ class SamplingOptions:
     """The choice of tokens."""
 
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0
-    top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 for all.", max=2**31 - 1)] = 0
+    top_k: Annotated[
+        int, typer.Option(help="Sample among the k most likely tokens; 0 for all.", max=2**31 - 1)
+    ] = 0
     top_p: Annotated[
-        float, typer.Option(help="Sample among the most likely tokens that together have this probability.")
+        float,
+        typer.Option(
+            help="Sample among the most likely tokens that together have this probability."
+        ),
     ] = 1.0
     seed: Annotated[int, typer.Option(help="Random seed.", min=0, max=2**32 - 1)] = 0
 
@@ -73,7 +80,8 @@ class SamplingOptions:
         """Returns the sampling parameters for the decoder.
 
         Args:
-            options: Values of a prompt, which replace those of the command line; other names are ignored.
+            options: Values of a prompt, which replace those of the command line; other names are
+                ignored.
 
         Raises:
             ValueError: A value is out of range.
@@ -128,17 +136,22 @@ def open_decoder(
     chosen = [f"{name} {value}" for name, value in shapes.items() if value is not None]
     named = chosen + ["--invariant"] * draft.invariant
     drafter = head.drafter if isinstance(head, LoadedDrafter) else head
-    # A drafter that proposes a block or all of its heads in one pass keeps its length: a shorter draft would need
-    # another network, or cost as much.
+    # A drafter that proposes a block or all of its heads in one pass keeps its length: a shorter
+    # draft would need another network, or cost as much.
     has_length = isinstance(drafter, Drafting) and not hasattr(drafter, "longest")
     if has_length and not chosen and not find_own("--drafter", models.drafter):
-        length = max(default_draft_length(batch, weights=models.weights), 0 if draft.draft_sampling is None else 1)
+        length = max(
+            default_draft_length(batch, weights=models.weights),
+            0 if draft.draft_sampling is None else 1,
+        )
         if not length:
             head = None
         elif length != default_draft_length():
             options["num_speculative_tokens"] = length
     verifier = read_verifier(draft.verifier)
     try:
-        return SpeculativeDecoder(target, head, **options, verifier=verifier, mesh=mesh, stop_tokens=stop_tokens)
+        return SpeculativeDecoder(
+            target, head, **options, verifier=verifier, mesh=mesh, stop_tokens=stop_tokens
+        )
     except ValueError as error:  # name the option that the library's message is about
         raise Misuse(": ".join(filter(None, (", ".join(named), str(error))))) from None

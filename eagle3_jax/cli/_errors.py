@@ -44,7 +44,8 @@ def explain(error: BaseException) -> Ending | None:
     """Returns the ending for an exception; ``None`` for a fault of the program, whose traceback must be shown."""
     import typer
 
-    # The parser behind typer has moved between packages; its exceptions are reached through the public ones.
+    # The parser behind typer has moved between packages; its exceptions are reached through the
+    # public ones.
     usage_error = typer.BadParameter.__mro__[1]
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
         return Ending(141)  # rich would end the program with 1
@@ -63,14 +64,20 @@ def explain(error: BaseException) -> Ending | None:
             package = (error.name or "").split(".")[0]
             if package not in _EXTRAS:
                 return None
-            return Ending(2, f"error: this needs {package}: pip install 'eagle3-jax[{_EXTRAS[package]}]'")
+            return Ending(
+                2, f"error: this needs {package}: pip install 'eagle3-jax[{_EXTRAS[package]}]'"
+            )
         case ValueError() | OverflowError():
             return Ending(2, f"error: {one_line(str(error))}")
         case OSError() if error.errno in _FULL:
-            return Ending(2, f"error: disk full: {error.filename or 'the output'} ({error.strerror})")
+            return Ending(
+                2, f"error: disk full: {error.filename or 'the output'} ({error.strerror})"
+            )
         case OSError():
             reason = error.strerror or str(error) or type(error).__name__
-            return Ending(2, f"error: {one_line(f'{error.filename}: {reason}' if error.filename else reason)}")
+            return Ending(
+                2, f"error: {one_line(f'{error.filename}: {reason}' if error.filename else reason)}"
+            )
     if type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError"):
         if re.search(r"RESOURCE_EXHAUSTED|out of memory", str(error), re.IGNORECASE):
             return Ending(1, f"error: the device is out of memory; {_SMALLER}")
@@ -87,8 +94,8 @@ def one_line(text: str) -> str:
 def end_on_signals() -> None:
     """Makes SIGTERM and SIGHUP raise ``SystemExit``, as Python makes Ctrl-C raise ``KeyboardInterrupt``.
 
-    Files and the terminal are then put in order. A signal that the shell ignores (``nohup``) stays ignored.
-    """
+    Files and the terminal are then put in order. A signal that the shell ignores (``nohup``) stays
+    ignored."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, _exit)

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 MeshOption = Annotated[
     str | None,
-    typer.Option("--mesh", help="Divide both models and the rows of a batch over all devices: 'model=4,data=2'."),
+    typer.Option(
+        "--mesh",
+        help="Divide both models and the rows of a batch over all devices: 'model=4,data=2'.",
+    ),
 ]
 DistributedOption = Annotated[
     str | None,
@@ -56,13 +59,17 @@ def join(distributed: str | None, mesh: str | None) -> bool:
             processes = int(numbers["processes"])
             process = int(numbers["process"])
             if process >= processes:
-                raise Misuse(f"--distributed {distributed}: process is {process}; expected 0 to {processes - 1}")
+                raise Misuse(
+                    f"--distributed {distributed}: process is {process}; expected 0 to {processes - 1}"
+                )
             jax.distributed.initialize(numbers["coordinator"], processes, process)
     except (ValueError, RuntimeError) as error:
         if isinstance(error, Misuse):
             raise
         hint = f"; expected {_FORM}" if numbers is None else ""
-        raise Misuse(f"--distributed {distributed}: {one_line(str(error)).rstrip('.')}{hint}") from None
+        raise Misuse(
+            f"--distributed {distributed}: {one_line(str(error)).rstrip('.')}{hint}"
+        ) from None
     first = jax.process_index() == 0
     # Libraries for collectives may print too (Gloo does); their output goes to the standard error.
     output = os.dup(1) if first else os.open(os.devnull, os.O_WRONLY)

@@ -66,7 +66,10 @@ VerifierOption = Annotated[
 _DTYPE = "Precision: float32, bfloat16, or mixed (bfloat16 products summed in float32)."
 DtypeOption = Annotated[
     str | None,
-    typer.Option("--dtype", help=f"{_DTYPE}  [default: bfloat16 on a GPU for weights stored in it, else float32]"),
+    typer.Option(
+        "--dtype",
+        help=f"{_DTYPE}  [default: bfloat16 on a GPU for weights stored in it, else float32]",
+    ),
 ]
 MeasuredDtypeOption = Annotated[
     str | None, typer.Option("--dtype", help=f"{_DTYPE}  [default: bfloat16 on a GPU, else mixed]")
@@ -104,8 +107,8 @@ class ModelOptions:
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command one option for every field of the dataclasses that it takes.
 
-    Typer reads a signature and has no groups, so the wrapper has a flat signature; the command gets the dataclasses.
-    """
+    Typer reads a signature and has no groups, so the wrapper has a flat signature; the command gets
+    the dataclasses."""
     options: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
@@ -121,7 +124,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def flat(**values: Any) -> None:
         for name, kind in groups.items():
-            values[name] = kind(**{field.name: values.pop(field.name) for field in dataclasses.fields(kind)})
+            values[name] = kind(
+                **{field.name: values.pop(field.name) for field in dataclasses.fields(kind)}
+            )
         command(**values)
 
     flat.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
@@ -153,7 +158,9 @@ _TREE_FORM = (
     f"medusa-63; or {_PATHS_FORM}"
 )
 _SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
-_SCHEDULE_FORM = f"[[first, last, K], ...] such as '[[1,4,5],[5,16,3]]', or a file with it under {_SCHEDULE_KEY}"
+_SCHEDULE_FORM = (
+    f"[[first, last, K], ...] such as '[[1,4,5],[5,16,3]]', or a file with it under {_SCHEDULE_KEY}"
+)
 
 
 def parse_tree(text: str) -> DynamicTree | StaticTree:
@@ -185,7 +192,9 @@ def _static_tree(text: str) -> StaticTree:
     if not isinstance(paths, list) or not all(isinstance(path, list) and path for path in paths):
         raise Misuse(f"--tree {shown(text)} holds no list of paths; expected {_PATHS_FORM}")
     if len(paths) > _MOST_PATHS or not all(map(_is_rank, itertools.chain(*paths))):
-        raise Misuse(f"--tree {shown(text)}: expected at most {_MOST_PATHS} paths of child ranks below {_MOST_PATHS}")
+        raise Misuse(
+            f"--tree {shown(text)}: expected at most {_MOST_PATHS} paths of child ranks below {_MOST_PATHS}"
+        )
     try:
         return StaticTree(tuple(map(tuple, paths)))
     except ValueError as error:
@@ -207,7 +216,9 @@ def parse_schedule(text: str) -> SpeculationSchedule:
     if isinstance(value, dict) and _SCHEDULE_KEY in value:
         value = value[_SCHEDULE_KEY]
         if value is None:
-            raise Misuse(f"--schedule {text}: drafting paid off at no batch size there; use --drafter none")
+            raise Misuse(
+                f"--schedule {text}: drafting paid off at no batch size there; use --drafter none"
+            )
     if not isinstance(value, list):
         raise Misuse(f"--schedule {shown(text)} holds no schedule; expected {_SCHEDULE_FORM}")
     try:
@@ -223,15 +234,23 @@ def _json_of(option: str, text: str, is_file: bool, form: str) -> Any:
         raise Misuse(f"{option} {shown(text)} is not JSON ({error}); expected {form}") from None
 
 
-def parse_numbers(text: str, option: str, *, least: int = 1, most: int = 100_000, or_none: bool = False) -> list[int]:
+def parse_numbers(
+    text: str, option: str, *, least: int = 1, most: int = 100_000, or_none: bool = False
+) -> list[int]:
     """Reads ``1-7``, ``1,3,5`` or ``1-3,8``, in ascending order, each once; with ``or_none`` also ``none``."""
     if or_none and text == "none":
         return []
     values: set[int] = set()
     for part in text.split(","):
         bounds = part.strip().split("-")
-        numbers = [int(bound) for bound in bounds if bound.isdecimal() and len(bound) <= _LONGEST_NUMBER]
-        if len(numbers) != len(bounds) or len(bounds) > 2 or not least <= numbers[0] <= numbers[-1] <= most:
+        numbers = [
+            int(bound) for bound in bounds if bound.isdecimal() and len(bound) <= _LONGEST_NUMBER
+        ]
+        if (
+            len(numbers) != len(bounds)
+            or len(bounds) > 2
+            or not least <= numbers[0] <= numbers[-1] <= most
+        ):
             raise Misuse(
                 f"{option} {text!r}: expected whole numbers from {least} to {most}, such as '1-7' or '1,3,5'"
                 + (", or 'none'" if or_none else "")
@@ -247,7 +266,9 @@ def parse_ids(text: str) -> list[int]:
     except ValueError:
         ids = None
     if not isinstance(ids, list):
-        raise Misuse(f"--prompt-ids {shown(text)} is not a JSON list of token ids; expected for example '[1, 2, 3]'")
+        raise Misuse(
+            f"--prompt-ids {shown(text)} is not a JSON list of token ids; expected for example '[1, 2, 3]'"
+        )
     return check_token_ids(ids, "--prompt-ids: ")
 
 
@@ -270,7 +291,9 @@ def check_writable(path: Path | None) -> None:
         raise Misuse(f"{path} cannot be written: no permission")
     try:
         # The name of the temporary file that will be written; it can also be too long.
-        tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".partial", dir=path.absolute().parent).cleanup()
+        tempfile.TemporaryDirectory(
+            prefix=f".{path.name}.", suffix=".partial", dir=path.absolute().parent
+        ).cleanup()
     except OSError as error:
         raise Misuse(f"{path} cannot be written: {error.strerror}") from None
 

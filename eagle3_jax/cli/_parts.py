@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from eagle3_jax.types import Drafter, Verifier
 
 PAGE = "docs/extending.md"
-_FORM = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)(=(?P<argument>.*))?", re.DOTALL)
+_FORM = re.compile(
+    r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)(=(?P<argument>.*))?",
+    re.DOTALL,
+)
 # Acceptance rules with a name: public names of the library, built without arguments.
 RULES = {"block": "BlockVerification", "typical": "TypicalAcceptance"}
 # Drafters that a command may choose for a target, in words.
@@ -31,7 +34,9 @@ _CHOICES = {
 }
 
 
-def read_target(source: str | None, dtype: str, mesh: Mesh | None = None, *, weights: str = "dense") -> LoadedTarget:
+def read_target(
+    source: str | None, dtype: str, mesh: Mesh | None = None, *, weights: str = "dense"
+) -> LoadedTarget:
     """Loads the target that ``--target`` names."""
     from eagle3_jax import LoadedTarget, load_target
 
@@ -42,7 +47,9 @@ def read_target(source: str | None, dtype: str, mesh: Mesh | None = None, *, wei
         raise Misuse(f"--weights {weights}: --target {source} makes its own; leave --weights out")
     loaded = part.call("--target", "an eagle3_jax.LoadedTarget", dtype=dtype)
     if not isinstance(loaded, LoadedTarget):
-        raise Misuse(f"--target {source} gave {type(loaded).__name__}; expected an eagle3_jax.LoadedTarget, see {PAGE}")
+        raise Misuse(
+            f"--target {source} gave {type(loaded).__name__}; expected an eagle3_jax.LoadedTarget, see {PAGE}"
+        )
     return loaded
 
 
@@ -53,15 +60,23 @@ def fetch_first(target: str | None, *drafters: str | None) -> None:
     """
     from eagle3_jax.files.published import PUBLISHED, cached_path, is_published
 
-    heads = [("--drafter", drafter) for drafter in drafters if not is_named(without_lookup(drafter or ""))]
+    heads = [
+        ("--drafter", drafter)
+        for drafter in drafters
+        if not is_named(without_lookup(drafter or ""))
+    ]
     for option, source in (("--target", target), *heads):
         if source == "":
-            raise Misuse(f"{option} is empty; name a directory or a hub id, or leave it out for the bundled one")
+            raise Misuse(
+                f"{option} is empty; name a directory or a hub id, or leave it out for the bundled one"
+            )
         if source is None or find_own(option, source) is not None:
             continue
         if option == "--target" and is_published(source) and not cached_path(source).is_file():
             model = PUBLISHED[source]
-            hint(f"{source} is {model.contents}, {model.licence}: {model.megabytes} MB are downloaded once")
+            hint(
+                f"{source} is {model.contents}, {model.licence}: {model.megabytes} MB are downloaded once"
+            )
         part = "target" if option == "--target" else "eagle3"
         locate(source if Path(source).exists() else without_lookup(source), part)
 
@@ -69,9 +84,8 @@ def fetch_first(target: str | None, *drafters: str | None) -> None:
 def chosen_models(models: ModelOptions, dtype: str | None) -> tuple[ModelOptions, str]:
     """Returns the models of `generate`, `chat` and `serve` with their drafter, and the precision.
 
-    The models are found or downloaded first. What a command line leaves open is chosen, and a user who named a target
-    is told about it.
-    """
+    The models are found or downloaded first. What a command line leaves open is chosen, and a user
+    who named a target is told about it."""
     fetch_first(models.target, models.drafter)
     if models.drafter is None:
         drafter = announced(default_drafter(models.target, models.weights), models.target)
@@ -82,13 +96,16 @@ def chosen_models(models: ModelOptions, dtype: str | None) -> tuple[ModelOptions
 def default_dtype(target: str | None, weights: str = "dense") -> str:
     """Returns the precision of `generate`, `chat` and `serve` for a command line without ``--dtype``.
 
-    Weights in bfloat16 stay so, except on CPUs: most have no products of bfloat16, so that float32 is faster there.
-    """
+    Weights in bfloat16 stay so, except on CPUs: most have no products of bfloat16, so that float32
+    is faster there."""
     import jax
 
     from eagle3_jax import conversion
 
-    if find_own("--target", target) is not None or conversion.read_target(locate(target, "target")).dtype != "bfloat16":
+    if (
+        find_own("--target", target) is not None
+        or conversion.read_target(locate(target, "target")).dtype != "bfloat16"
+    ):
         return "float32"
     if jax.default_backend() != "cpu":
         return "bfloat16"
@@ -103,9 +120,8 @@ def default_dtype(target: str | None, weights: str = "dense") -> str:
 def default_drafter(target: str | None, weights: str) -> str | None:
     """Returns the drafter of `generate`, `chat` and `serve` for a command line without ``--drafter``.
 
-    It is the one that is measured by default, except on CPUs: only with int8 weights is verifying four tokens about as
-    fast as one, and n-grams then help a head.
-    """
+    It is the one that is measured by default, except on CPUs: only with int8 weights is verifying
+    four tokens about as fast as one, and n-grams then help a head."""
     import jax
 
     drafter = measured_drafter(target)
@@ -119,9 +135,8 @@ def default_drafter(target: str | None, weights: str) -> str | None:
 def measured_drafter(target: str | None) -> str | None:
     """Returns the drafter of `bench` and `tune` for a command line without ``--drafter``.
 
-    ``None`` is the bundled head, which fits the bundled target only. A published model has a head, and other targets
-    get n-grams of the text.
-    """
+    ``None`` is the bundled head, which fits the bundled target only. A published model has a head,
+    and other targets get n-grams of the text."""
     from eagle3_jax.files.published import is_published
 
     return target if target is None or is_published(target) else "ngram"
@@ -144,16 +159,22 @@ def read_drafter(
     if source is not None and without_lookup(source) != source and not Path(source).exists():
         head = read_drafter(without_lookup(source), target=target, layer_ids=layer_ids)
         if not isinstance(head, LoadedDrafter):
-            raise Misuse(f"--drafter {source}: expected {LOOKUP_FIRST} and a head, such as {LOOKUP_FIRST}./head")
+            raise Misuse(
+                f"--drafter {source}: expected {LOOKUP_FIRST} and a head, such as {LOOKUP_FIRST}./head"
+            )
         return Fallback.of(NGram(min_ngram=2), head)
     part = None if is_named(source) else find_own("--drafter", source)
     if layer_ids is not None and (is_named(source) or part is not None):
-        raise Misuse(f"--layer-ids is about heads from files, and --drafter {source} has none; leave it out")
+        raise Misuse(
+            f"--layer-ids is about heads from files, and --drafter {source} has none; leave it out"
+        )
     if source is not None and is_named(source):
         return named_drafter(source, target)
     if part is not None:
         value: Any = part.value
-        if isinstance(value, LoadedDrafter) or (hasattr(value, "propose") and not isinstance(value, type)):
+        if isinstance(value, LoadedDrafter) or (
+            hasattr(value, "propose") and not isinstance(value, type)
+        ):
             return value
         return part.call("--drafter", "an eagle3_jax.LoadedDrafter or a drafter", target=target)
     return load_drafter(source, target=target, layer_ids=layer_ids)
@@ -186,7 +207,9 @@ class OwnPart(NamedTuple):
         """Calls the function with its argument and further ones by name."""
         if not callable(self.value) or isinstance(self.value, type):
             takes = ", ".join(["argument", *context])
-            raise Misuse(f"{option} {self.text}: expected a function of ({takes}) that returns {result}; see {PAGE}")
+            raise Misuse(
+                f"{option} {self.text}: expected a function of ({takes}) that returns {result}; see {PAGE}"
+            )
         return self.value(self.argument, **context)
 
 
@@ -213,7 +236,11 @@ def find_own(option: str, source: str | None) -> OwnPart | None:
     try:
         imported = importlib.import_module(module)
     except Exception as error:  # the user's module may fail in any way
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and error.name
+            and f"{module}.".startswith(f"{error.name}.")
+        ):
             raise Misuse(
                 f"{option} {source}: there is no module {error.name!r} in the current directory or among the installed "
                 f"packages; see {PAGE}"

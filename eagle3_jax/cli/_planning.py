@@ -16,7 +16,8 @@ from eagle3_jax.theory.sizes import Parameters, Sizes, head_sizes, sizes_of
 if TYPE_CHECKING:
     from eagle3_jax.conversion.fields import Fields
 
-# Published heads were built for this many positions, however long the sequences of their targets are.
+# Published heads were built for this many positions, however long the sequences of their targets
+# are.
 _USUAL_POSITIONS = 2048
 
 
@@ -57,7 +58,8 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
         bundled: Whether the target is the bundled one.
 
     Raises:
-        ValueError: The file is missing or lacks a field that a plan needs; the message gives the reason.
+        ValueError: The file is missing or lacks a field that a plan needs; the message gives the
+            reason.
     """
     if source == "none":
         return Head("none", None)
@@ -66,7 +68,10 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
     if source is None and not bundled:
         # Which layers it reads changes no size, and a shallow target has no default for them.
         usual = usual_head(target.config, aux_layers=(0, 1, 2))
-        return Head(f"usual head for {target.name}", dataclasses.replace(usual, max_positions=_USUAL_POSITIONS))
+        return Head(
+            f"usual head for {target.name}",
+            dataclasses.replace(usual, max_positions=_USUAL_POSITIONS),
+        )
     from eagle3_jax.conversion.heads import HEADS
 
     fields = _fields(source, "eagle3")
@@ -102,7 +107,9 @@ def _named(source: str, target: Target) -> Head:
         return Head(source, Sizes(name, target.config.width, is_parallel=True))
     layers = target.config.layers
     if number >= len(layers):
-        raise Misuse(f"--drafter {source}: {target.name} has {len(layers)} layers, so give 1 to {len(layers) - 1}")
+        raise Misuse(
+            f"--drafter {source}: {target.name} has {len(layers)} layers, so give 1 to {len(layers) - 1}"
+        )
     sizes = sizes_of(dataclasses.replace(target.config, layers=layers[:number]))
     return Head(source, dataclasses.replace(sizes, method="layer skip", owned=Parameters()))
 
@@ -124,7 +131,8 @@ def _method_of(fields: Fields) -> str:
     method = next((kind.name for kind in HEADS.values() if kind.recognise(signs)), None)
     if method is not None:
         return method
-    # Official files do not name their method: EAGLE-3's have a draft vocabulary, EAGLE-1's have one layer.
+    # Official files do not name their method: EAGLE-3's have a draft vocabulary, EAGLE-1's have one
+    # layer.
     if fields.get("draft_vocab_size") is not None:
         return "eagle3"
     if fields.get("num_hidden_layers") == 1:
@@ -140,5 +148,7 @@ def _fields(source: str | None, part: str) -> Fields:
 
     directory = locate(source, part, ("config.json",))
     if (directory / NATIVE_FILE).is_file():
-        raise Misuse(f"{directory} is in the native layout; give the checkpoint that it was converted from")
+        raise Misuse(
+            f"{directory} is in the native layout; give the checkpoint that it was converted from"
+        )
     return config_of(directory)

@@ -17,19 +17,26 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _WIDTH = 160  # characters of a line in a file or a pipe
-# Columns of words, which are aligned to the left like the first column. Columns of numbers are aligned to the right.
+# Columns of words, which are aligned to the left like the first column. Columns of numbers are
+# aligned to the right.
 _WORDS = {
     "method", "dtype", "reason", "per position", "conditional", "result", "detail", "note", "prediction", "measured",
 }  # fmt: skip
 _STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}
-# Columns in the order in which a narrow terminal leaves them out. A pipe and a file have all of them.
+# Columns in the order in which a narrow terminal leaves them out. A pipe and a file have all of
+# them.
 _OPTIONAL = (
     "compile", "total ratio", "total", "roofline", "95 %", "conditional", "commit", "draft rate", "prompts",
     "per position", "same", "dtype", "lossless", "operations", "TFLOPS", "GB/s", "bytes read", "verify limit",
     "limit", "tokens for 1", "conditional acceptance rate", "draft acceptance rate", "K=8", "K=7", "K=6",
 )  # fmt: skip
 # Size of the unit of a field, and the form of its values, by the end of its name.
-_UNITS = {"bytes": (1e9, "{:.2f} GB"), "flops": (1e9, "{:,.0f} G"), "share": (1, "{:.1%}"), "experts": (1, "{:.1%}")}
+_UNITS = {
+    "bytes": (1e9, "{:.2f} GB"),
+    "flops": (1e9, "{:,.0f} G"),
+    "share": (1, "{:.1%}"),
+    "experts": (1, "{:.1%}"),
+}
 # Form of a number by its least absolute value.
 _DIGITS = {1000: "{:,.0f}", 100: "{:.1f}", 0.1: "{:.2f}", 0.001: "{:.3f}", 0: "{:.1g}"}
 
@@ -76,7 +83,9 @@ def table_of(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str
         rows: Records of plain values, as in ``--json``.
         columns: The field of each column by its heading; a dotted name reads a nested record.
     """
-    cells = [[cell_text(field, _value_at(row, field)) for field in columns.values()] for row in rows]
+    cells = [
+        [cell_text(field, _value_at(row, field)) for field in columns.values()] for row in rows
+    ]
     return Table(title, list(columns), cells)
 
 
@@ -99,7 +108,11 @@ def cell_text(name: str, value: Any) -> str:
         case {"median": median, "low": low, "high": high}:
             return f"{_number(median)} ({_number(low)}-{_number(high)})"
         case {"value": mean, "low": low, "high": high}:
-            return _number(mean) if low is None else f"{_number(mean)} [{_number(low)}-{_number(high)}]"
+            return (
+                _number(mean)
+                if low is None
+                else f"{_number(mean)} [{_number(low)}-{_number(high)}]"
+            )
         case {"p50": {}, "p90": {}, "p99": {}}:
             return " ".join(f"{1e3 * interval['value']:.0f}" for interval in value.values())
         case {"p50": _, "p90": _, "p99": _}:
@@ -139,7 +152,10 @@ def fit_table(table: Table, width: int) -> Table:
     for name in _OPTIONAL:
         if sum(sizes.values()) > width:
             sizes.pop(name, None)
-    rows = [[cell for name, cell in zip(table.columns, row, strict=True) if name in sizes] for row in table.rows]
+    rows = [
+        [cell for name, cell in zip(table.columns, row, strict=True) if name in sizes]
+        for row in table.rows
+    ]
     return Table(table.title, list(sizes), rows)
 
 
@@ -154,7 +170,9 @@ def _print_table(console: Console, table: Table) -> None:
     for index, name in enumerate(fitted.columns):
         is_left = not has_names or index == 0 or name in _WORDS
         style = "" if has_names or index else "bold"
-        drawing.add_column(name, justify="left" if is_left else "right", style=style, overflow="fold")
+        drawing.add_column(
+            name, justify="left" if is_left else "right", style=style, overflow="fold"
+        )
     for row in fitted.rows:
         drawing.add_row(*(Text(str(cell), _STYLES.get(str(cell), "")) for cell in row))
     if table.title:

@@ -66,8 +66,8 @@ class _Counter:
 def counted(now: Activity, total: int) -> Activity:
     """Adds the number of the step and an estimate of the remaining time to every line.
 
-    Each ``say`` begins a step. The estimate assumes that the remaining steps take as long as the mean of the others.
-    """
+    Each ``say`` begins a step. The estimate assumes that the remaining steps take as long as the
+    mean of the others."""
     counter = _Counter(now, total, time.monotonic())
     return Activity(counter.say, counter.tell)
 
@@ -82,16 +82,32 @@ def progress_bar(
         text: Description.
         total: Number of steps.
         done: Steps that an earlier run has done.
-        with_output: Whether the command writes to the standard output meanwhile. The bar then appears only if that is
-            not the terminal, and disappears at the end.
+        with_output: Whether the command writes to the standard output meanwhile. The bar then
+            appears only if that is not the terminal, and disappears at the end.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console(stderr=True)
     off = not console.is_terminal or (with_output and (sys.stdout.isatty() or total == 1))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     # Rich would print a redirected standard output where the bar is: on the standard error.
-    redirect: dict[str, Any] = {"redirect_stdout": not with_output, "redirect_stderr": not with_output}
-    with Progress(*columns, console=console, disable=off, transient=with_output, **redirect) as progress:
+    redirect: dict[str, Any] = {
+        "redirect_stdout": not with_output,
+        "redirect_stderr": not with_output,
+    }
+    with Progress(
+        *columns, console=console, disable=off, transient=with_output, **redirect
+    ) as progress:
         yield progress, progress.add_task(text, total=total, completed=done)

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from eagle3_jax import Chunk, SpeculativeDecoder
 
 ACCEPTED = "bold green"
-_NOT_FINITE = "not_finite: the target's logits are NaN or all minus infinity; check its weights and --dtype"
+_NOT_FINITE = (
+    "not_finite: the target's logits are NaN or all minus infinity; check its weights and --dtype"
+)
 
-# Control characters as visible ones: a terminal would obey them, and an escape sequence can do anything.
+# Control characters as visible ones: a terminal would obey them, and an escape sequence can do
+# anything.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
 _VISIBLE |= {code: 0xFFFD for code in range(0x80, 0xA0)}
 
@@ -28,7 +31,8 @@ class Printed(NamedTuple):
 
     chunks: list[Chunk]  #: Its chunks.
     first_token: float  #: Time to the first token in seconds, without compilation.
-    warm_seconds: float  #: Time from the second round on, in seconds. Programs are compiled and loaded before it.
+    #: Time from the second round on, in seconds. Programs are compiled and loaded before it.
+    warm_seconds: float
     compiling: float  #: Time of compilation in seconds.
 
     @property
@@ -44,10 +48,15 @@ class Printed(NamedTuple):
     def ending(self, limit: int) -> str:
         """Returns the reason why the text ended, in words."""
         reason = self.chunks[-1].finish_reason.name.lower()
-        return {"not_finite": _NOT_FINITE, "length": f"stopped: reached --max-new-tokens {limit}"}.get(reason, reason)
+        return {
+            "not_finite": _NOT_FINITE,
+            "length": f"stopped: reached --max-new-tokens {limit}",
+        }.get(reason, reason)
 
 
-def print_stream(console: Console, prompt: str, stream: Iterator[Chunk], tokenizer: Tokenizer | None) -> Printed:
+def print_stream(
+    console: Console, prompt: str, stream: Iterator[Chunk], tokenizer: Tokenizer | None
+) -> Printed:
     """Prints a prompt and its continuation as it appears; token ids without a tokenizer."""
     import jax
 
@@ -67,7 +76,11 @@ def print_stream(console: Console, prompt: str, stream: Iterator[Chunk], tokeniz
         put(console, prompt, "dim")
         for chunk in itertools.chain(first, stream):
             for index, (token, piece) in enumerate(zip(chunk.tokens, chunk.pieces, strict=True)):
-                put(console, piece if tokenizer else f" {token}", ACCEPTED if index < chunk.num_accepted else "")
+                put(
+                    console,
+                    piece if tokenizer else f" {token}",
+                    ACCEPTED if index < chunk.num_accepted else "",
+                )
             console.file.flush()
             chunks.append(chunk)
     return Printed(chunks, first_token, time.perf_counter() - warm, clock.seconds)
@@ -77,7 +90,8 @@ def put(console: Console, text: str, style: str) -> None:
     """Prints exactly this text; in a terminal its control characters are replaced by visible ones."""
     from rich.segment import Segment, Segments
 
-    # A segment is written as it is; higher levels of rich turn tabs into spaces and drop control characters.
+    # A segment is written as it is; higher levels of rich turn tabs into spaces and drop control
+    # characters.
     visible = text.translate(_VISIBLE) if console.is_terminal else text
     console.print(Segments([Segment(visible, console.get_style(style))]), end="")
 
@@ -103,5 +117,7 @@ def describe_method(decoder: SpeculativeDecoder) -> list[str]:
         lines.append(f"note: {decoder.drafter.note}")
     if not decoder.lossless:
         rule = type(decoder.loop.verifier).__name__
-        lines.append(f"not lossless: drafts were accepted by {rule}; the text may differ from the target's own")
+        lines.append(
+            f"not lossless: drafts were accepted by {rule}; the text may differ from the target's own"
+        )
     return lines

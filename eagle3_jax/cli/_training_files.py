@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 CHECKPOINTS = "checkpoints"
 _PARTIAL = ".partial"
-DATA_RECORD = "data.json"  # the options of `eagle3 train data`, and how many shards there are when all are
+DATA_RECORD = (
+    "data.json"  # the options of `eagle3 train data`, and how many shards there are when all are
+)
 _RUN = "run.json"  # next to the checkpoints: the options of the run, and its draft vocabulary
 
 
@@ -37,7 +39,9 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
     path = directory / "train.npy"
     tokenizer = read_tokenizer(directory / "tokenizer.json")
     if tokenizer is None or not path.is_file():
-        raise Misuse(f"{directory} is not a corpus; write one with `eagle3 train corpus {directory}`")
+        raise Misuse(
+            f"{directory} is not a corpus; write one with `eagle3 train corpus {directory}`"
+        )
     try:
         tokens = np.load(path, mmap_mode="r")
         is_list = tokens.ndim == 1 and tokens.dtype.kind in "iu"
@@ -45,7 +49,9 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
     except (ValueError, EOFError, AttributeError):  # no array, a damaged one, or an archive
         fits = False
     if not fits:
-        raise Misuse(f"{path} is damaged, or holds no token ids of its tokenizer; write the corpus again")
+        raise Misuse(
+            f"{path} is damaged, or holds no token ids of its tokenizer; write the corpus again"
+        )
     return tokens, tokenizer
 
 
@@ -58,7 +64,8 @@ def begin_data(out: Path, options: Mapping[str, Any], shards: int) -> None:
     """Checks that `eagle3 train data` goes on with its first options, and records those of a new directory.
 
     Raises:
-        Misuse: The directory holds something else, or texts of other options. The message names them.
+        Misuse: The directory holds something else, or texts of other options. The message names
+            them.
     """
     from eagle3_jax.conversion.files import read_json
 
@@ -66,11 +73,15 @@ def begin_data(out: Path, options: Mapping[str, Any], shards: int) -> None:
     if out.exists() and not out.is_dir():
         raise Misuse(f"{out} is a file; name a directory")
     # A killed process leaves a partial directory. The next write of the same file removes it.
-    others = [path for path in out.glob("*") if path != record and not path.name.endswith(".partial")]
+    others = [
+        path for path in out.glob("*") if path != record and not path.name.endswith(".partial")
+    ]
     if record.is_file() and any(out.glob("texts-*.npz")):
         _refuse_other_options(out, "texts", read_json(record), options)
     elif others:
-        raise Misuse(f"{out} exists already and holds no texts of `eagle3 train data`; name a new directory")
+        raise Misuse(
+            f"{out} exists already and holds no texts of `eagle3 train data`; name a new directory"
+        )
     else:
         write_json(record, {"options": options, "shards": shards})
 
@@ -102,7 +113,8 @@ def read_texts(directory: Path) -> tuple[Texts, Texts]:
     """Reads the texts that `eagle3 train data` wrote: those to learn from, and those that are held out.
 
     Raises:
-        Misuse: The directory holds something else or is not finished, or one of the two groups is empty.
+        Misuse: The directory holds something else or is not finished, or one of the two groups is
+            empty.
     """
     texts = joined_texts(directory)
     is_held_out = texts.held_out(_data_record(directory)["options"]["--held-out"])
@@ -127,7 +139,9 @@ def _data_record(directory: Path) -> dict[str, Any]:
     contents = read_json(record)
     match contents:
         case {"options": {"--held-out": float()}, "shards": int(shards)}:
-            absent = [number for number in range(shards) if not shard_path(directory, number).is_file()]
+            absent = [
+                number for number in range(shards) if not shard_path(directory, number).is_file()
+            ]
         case _:
             raise Misuse(f"{record} is damaged; write the texts again")
     if absent:
@@ -160,7 +174,9 @@ def refuse_finished(out: Path) -> None:
         raise Misuse(f"{out} is a file; name a directory")
     names = {entry.name for entry in out.iterdir()} if out.is_dir() else set()
     if names and (CHECKPOINTS not in names or "config.json" in names):
-        raise Misuse(f"{out} exists already and holds more than the checkpoints of a run; name a new directory")
+        raise Misuse(
+            f"{out} exists already and holds more than the checkpoints of a run; name a new directory"
+        )
 
 
 def fingerprint(arrays: Any) -> str:
@@ -220,7 +236,9 @@ def same_run(out: Path, options: Mapping[str, Any], draft_to_target: Any = None)
         raise Misuse(f"{record} is damaged; name a new directory") from None
 
 
-def _refuse_other_options(out: Path, contents: str, record: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def _refuse_other_options(
+    out: Path, contents: str, record: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
     """Refuses to go on in a directory whose run was begun with other options, which its record has."""
     begun = record.get("options")
     if not isinstance(begun, dict):
@@ -263,12 +281,18 @@ def write_target(out: Path, data: Path, config: DecoderConfig, params: Any, *, d
         conversion.write_target(checkpoint, folder)
 
 
-def write_draft_model(out: Path, target: Path, config: DecoderConfig, params: Any, *, dtype: str) -> None:
+def write_draft_model(
+    out: Path, target: Path, config: DecoderConfig, params: Any, *, dtype: str
+) -> None:
     """Writes a draft model, with the family and the tokenizer of its target."""
     from eagle3_jax import conversion
 
     checkpoint = dataclasses.replace(
-        conversion.read_target(target), config=config, params=_stored(params, dtype), source=target, dtype=dtype
+        conversion.read_target(target),
+        config=config,
+        params=_stored(params, dtype),
+        source=target,
+        dtype=dtype,
     )
     with _finished(out) as folder:
         conversion.write_target(checkpoint, folder)

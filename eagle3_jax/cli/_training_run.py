@@ -61,13 +61,15 @@ class HeadOptimizerOptions(OptimizerOptions):
 class RunOptions:
     """Options of a run that do not change its result, and the stored type."""
 
-    store: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights that are written.")] = (
-        "bfloat16"
-    )
+    store: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Type of the weights that are written.")
+    ] = "bfloat16"
     save_every: Annotated[
         int,
         typer.Option(
-            help="Steps between checkpoints; an interrupted run continues from the last one.", min=1, max=_MOST_STEPS
+            help="Steps between checkpoints; an interrupted run continues from the last one.",
+            min=1,
+            max=_MOST_STEPS,
         ),
     ] = 100
     compilation_cache: CompilationCacheOption = None
@@ -75,7 +77,9 @@ class RunOptions:
 
 def named(group: Any) -> dict[str, Any]:
     """Returns the options of a group under their names on the command line."""
-    return {f"--{name.replace('_', '-')}": value for name, value in dataclasses.asdict(group).items()}
+    return {
+        f"--{name.replace('_', '-')}": value for name, value in dataclasses.asdict(group).items()
+    }
 
 
 def train(
@@ -120,21 +124,30 @@ def train(
                 after_step(state, metrics)
         except (KeyboardInterrupt, SystemExit):
             trainer.save(state)
-            typer.echo(f"interrupted at step {int(state.step)} of {total}; the same command continues there", err=True)
+            typer.echo(
+                f"interrupted at step {int(state.step)} of {total}; the same command continues there",
+                err=True,
+            )
             raise
     return state
 
 
 def _metrics(metrics: dict[str, float]) -> str:
     """Returns loss, accuracy and τ in one line; the accuracies of an unrolled head as one list."""
-    parts = [f"{name} {metrics[name]:.3f}" for name in ("loss", "accuracy", "simulated_tau") if name in metrics]
+    parts = [
+        f"{name} {metrics[name]:.3f}"
+        for name in ("loss", "accuracy", "simulated_tau")
+        if name in metrics
+    ]
     steps = [metrics[f"accuracy_{k}"] for k in range(len(metrics)) if f"accuracy_{k}" in metrics]
     if steps:
         parts.append("accuracy " + " ".join(f"{value:.2f}" for value in steps))
     return ", ".join(parts)
 
 
-def parse_stages(text: str, steps: int, read: Callable[[str], Any], message: str) -> list[tuple[int, Any]]:
+def parse_stages(
+    text: str, steps: int, read: Callable[[str], Any], message: str
+) -> list[tuple[int, Any]]:
     """Reads ``UNTIL:VALUE,...`` as pairs of last step and value; the last stage ends the run.
 
     Args:

@@ -61,7 +61,8 @@ class ModelOptions:
         ),
     ] = None
     drafter: Annotated[
-        list[str] | None, typer.Option(help=f"{DRAFTERS}; may be repeated. Default: the bundled head.")
+        list[str] | None,
+        typer.Option(help=f"{DRAFTERS}; may be repeated. Default: the bundled head."),
     ] = None
     dtype: MeasuredDtypeOption = None
     weights: WeightsOption = "dense"
@@ -69,7 +70,9 @@ class ModelOptions:
     def check(self) -> None:
         """Refuses options that exclude each other."""
         if self.shape is not None and self.weights != "dense":
-            raise Misuse(f"--weights {self.weights}: --shape makes dense weights; leave one of them out")
+            raise Misuse(
+                f"--weights {self.weights}: --shape makes dense weights; leave one of them out"
+            )
         if self.shape is not None and (self.target is not None or self.drafter):
             raise Misuse("--shape makes random weights; leave out --target and --drafter")
         if "none" in (self.drafter or []) and len(self.drafter or []) > 1:
@@ -102,7 +105,11 @@ class ModelOptions:
             if source == "ngram":
                 drafters[name] = None  # the lengths of --ngram are separate rows
             elif drafter is not None:
-                drafters[name] = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter, name=name)
+                drafters[name] = (
+                    drafter
+                    if isinstance(drafter, LoadedDrafter)
+                    else LoadedDrafter(drafter, name=name)
+                )
         return drafters
 
 
@@ -118,13 +125,19 @@ class PromptOptions:
         ),
     ] = None
     prompt_tokens: Annotated[
-        int | None, typer.Option(help="Exact length of every prompt: cut to its end, or repeated.", min=1)
+        int | None,
+        typer.Option(help="Exact length of every prompt: cut to its end, or repeated.", min=1),
     ] = None
-    tasks: Annotated[str | None, typer.Option(help="Only prompts of these categories: 'code,prose'.")] = None
+    tasks: Annotated[
+        str | None, typer.Option(help="Only prompts of these categories: 'code,prose'.")
+    ] = None
     max_prompts: Annotated[
-        int, typer.Option(help="Maximum number of prompts decoded in each repeat.", min=1, max=100_000)
+        int,
+        typer.Option(help="Maximum number of prompts decoded in each repeat.", min=1, max=100_000),
     ] = 8
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens per prompt.", min=2, max=100_000)] = 96
+    max_new_tokens: Annotated[
+        int, typer.Option(help="New tokens per prompt.", min=2, max=100_000)
+    ] = 96
 
     def read(self, target: LoadedTarget, *, default: str) -> list[Prompt]:
         """Returns prompts of all categories in turn, ordered by category.
@@ -149,13 +162,19 @@ class PromptOptions:
                 prompts += random_prompts(self.max_prompts, target.vocab_size, length)
                 continue
             announce_input(file)
-            prompts += read_prompts(Path(file), target, max_new_tokens=limit, length=self.prompt_tokens)
+            prompts += read_prompts(
+                Path(file), target, max_new_tokens=limit, length=self.prompt_tokens
+            )
         categories = list(dict.fromkeys(prompt.category for prompt in prompts))
-        tasks = categories if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
+        tasks = (
+            categories if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
+        )
         for name in tasks:
             if name not in categories:
                 known = ", ".join(categories)
-                raise Misuse(f"--tasks {self.tasks!r}: there are no prompts of {name!r}; there are {known}")
+                raise Misuse(
+                    f"--tasks {self.tasks!r}: there are no prompts of {name!r}; there are {known}"
+                )
         return in_turn([prompt for prompt in prompts if prompt.category in tasks], self.max_prompts)
 
 
@@ -171,19 +190,24 @@ def bench(
         typer.Option(help="Other software to measure on the same prompts, without a load."),
     ] = "transformers",
     repeats: Annotated[int, typer.Option(help="Measured passes.", min=1, max=10_000)] = 5,
-    batch_size: Annotated[str, typer.Option(help="Prompts decoded at once: '1', or several to sweep: '1,4,8'.")] = "1",
-    output: Annotated[Path | None, typer.Option(help="New directory for bench.json and bench.md.")] = None,
+    batch_size: Annotated[
+        str, typer.Option(help="Prompts decoded at once: '1', or several to sweep: '1,4,8'.")
+    ] = "1",
+    output: Annotated[
+        Path | None, typer.Option(help="New directory for bench.json and bench.md.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure drafts against plain decoding and transformers.
 
-    All take turns on the same prompts: plain decoding, chains, trees, prompt lookup and transformers. With
-    --concurrency, --rate or --arrivals the prompts are requests that come and go, and their waiting times are measured.
+    All take turns on the same prompts: plain decoding, chains, trees, prompt lookup and
+    transformers. With --concurrency, --rate or --arrivals the prompts are requests that come and
+    go, and their waiting times are measured.
 
     Ctrl-C ends the measurement; the repeats completed until then are reported.
 
-    Ends with exit code 1, after everything is written, if a measurement is faster than the memory can be read.
-    """
+    Ends with exit code 1, after everything is written, if a measurement is faster than the memory
+    can be read."""
     from eagle3_jax.bench.environment import hardware
     from eagle3_jax.bench.memory import allocate_on_demand
     from eagle3_jax.files.sources import bundled
@@ -195,14 +219,20 @@ def bench(
     if load.is_load and sizes != [1]:
         raise Misuse(f"--batch-size {batch_size}: under a load --slots is the number of rows")
     if models.shape is not None and [name for name in prompts.prompts or [] if name != "random"]:
-        raise Misuse("--shape has no tokenizer; leave --prompts out, and choose a length with --prompt-tokens")
+        raise Misuse(
+            "--shape has no tokenizer; leave --prompts out, and choose a length with --prompt-tokens"
+        )
     check_directory(output)
     load.loads(0)  # what is wrong with them is told before anything is loaded
     fetch_first(models.target, *(models.drafter or []))
     if not models.drafter and models.target is not None:
-        models = dataclasses.replace(models, drafter=[announced(measured_drafter(models.target), models.target)])
+        models = dataclasses.replace(
+            models, drafter=[announced(measured_drafter(models.target), models.target)]
+        )
     with spinner("loading") as now:
-        if rivals != "none" and models.shape is None and not load.is_load:  # PyTorch needs memory of the same GPU
+        if (
+            rivals != "none" and models.shape is None and not load.is_load
+        ):  # PyTorch needs memory of the same GPU
             allocate_on_demand()
         dtype = measured_dtype(models.dtype)
         loaded = models.read(dtype)
@@ -214,7 +244,9 @@ def bench(
             raise Misuse(
                 f"--batch-size {max(sizes)} needs as many prompts, and there are {len(chosen)}; see --max-prompts"
             )
-        about = _about(models, loaded, prompts.prompts or [], chosen) | {"simulated_acceptance": drafts.simulation}
+        about = _about(models, loaded, prompts.prompts or [], chosen) | {
+            "simulated_acceptance": drafts.simulation
+        }
         if load.is_load:
             findings = measure_loads(
                 field.of_library,
@@ -256,24 +288,39 @@ def _interruption(reports: Sequence[Report], sizes: Sequence[int], repeats: int)
     """Returns what was measured, in words, if that is less than everything."""
     if [report.repeats for report in reports] == [repeats] * len(sizes):
         return ""
-    done = ", ".join(f"{report.repeats} of {repeats} at batch {report.batch_size}" for report in reports)
+    done = ", ".join(
+        f"{report.repeats} of {repeats} at batch {report.batch_size}" for report in reports
+    )
     return f"repeats {done}"
 
 
 def _add_transformers(field: Field, models: ModelOptions, dtype: str) -> None:
     if models.shape is not None:
-        field.add_missing("transformers", "--shape has random weights, which no other software can load")
+        field.add_missing(
+            "transformers", "--shape has random weights, which no other software can load"
+        )
     elif find_own("--target", models.target) is not None:
-        field.add_missing("transformers", "--target is a part of yours, which no other software can load")
+        field.add_missing(
+            "transformers", "--target is a part of yours, which no other software can load"
+        )
     else:
         field.add_transformers(models.target, dtype=dtype)
 
 
 def _measure(
-    field: Field, prompts: Sequence[Prompt], sizes: list[int], max_new_tokens: int, repeats: int, now: Activity
+    field: Field,
+    prompts: Sequence[Prompt],
+    sizes: list[int],
+    max_new_tokens: int,
+    repeats: int,
+    now: Activity,
 ) -> list[Report]:
     """Measures at every batch size; Ctrl-C after the first repeat returns the reports that there are."""
-    passes = sum(size <= (contender.largest_batch or size) for contender in field.contenders for size in sizes)
+    passes = sum(
+        size <= (contender.largest_batch or size)
+        for contender in field.contenders
+        for size in sizes
+    )
     now = counted(now, passes * (1 + repeats))
     reports: list[Report] = []
     try:
@@ -288,7 +335,12 @@ def _measure(
 
 
 def _measure_batch(
-    field: Field, prompts: Sequence[Prompt], batch_size: int, max_new_tokens: int, repeats: int, now: Activity
+    field: Field,
+    prompts: Sequence[Prompt],
+    batch_size: int,
+    max_new_tokens: int,
+    repeats: int,
+    now: Activity,
 ) -> Report:
     import jax
 
@@ -309,17 +361,26 @@ def _measure_batch(
     )
 
 
-def _about(models: ModelOptions, loaded: Models, files: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, Any]:
+def _about(
+    models: ModelOptions, loaded: Models, files: Sequence[str], prompts: Sequence[Prompt]
+) -> dict[str, Any]:
     """Returns the environment of a run: versions, hardware, and hashes of the models and prompts."""
     from eagle3_jax.bench.environment import environment, sha256_of_prompts, source
 
     prompt_files = [name for name in files if name != "random"]
     about = environment(target=models.target, prompt_files=prompt_files)
     bundled_head = about.pop("drafter")
-    heads = [source(without_lookup(name), "eagle3") for name in models.drafter or [] if not is_named(name)]
+    heads = [
+        source(without_lookup(name), "eagle3")
+        for name in models.drafter or []
+        if not is_named(name)
+    ]
     about["drafters"] = heads if models.drafter else [bundled_head]
     if models.shape is not None:
-        about |= {"target": {"name": f"{models.shape}, random weights"}, "drafters": [{"name": "random weights"}]}
+        about |= {
+            "target": {"name": f"{models.shape}, random weights"},
+            "drafters": [{"name": "random weights"}],
+        }
     tokens = [prompt.tokens for prompt in prompts]
     measured = {
         "names": [prompt.name for prompt in prompts],
@@ -328,4 +389,8 @@ def _about(models: ModelOptions, loaded: Models, files: Sequence[str], prompts: 
         "sha256": sha256_of_prompts(tokens),
     }
     methods = ["NGram" if head is None else head.described for head in loaded.drafters.values()]
-    return about | {"prompts_measured": measured, "weights": models.weights, "drafter_methods": methods}
+    return about | {
+        "prompts_measured": measured,
+        "weights": models.weights,
+        "drafter_methods": methods,
+    }

@@ -33,7 +33,9 @@ def _parameter(option: Option) -> inspect.Parameter:
     elif default is None:
         kind = kind | None
     named = Annotated[kind, typer.Option(option.name, help=option.help, min=option.least)]
-    return inspect.Parameter(option.field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=named)
+    return inspect.Parameter(
+        option.field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=named
+    )
 
 
 certify.__doc__ = ABOUT

@@ -13,7 +13,13 @@ import typer
 
 from eagle3_jax.cli._decoding import DraftOptions, SamplingOptions, open_decoder
 from eagle3_jax.cli._errors import Misuse, one_line
-from eagle3_jax.cli._options import CompilationCacheOption, DtypeOption, ModelOptions, announce_input, grouped
+from eagle3_jax.cli._options import (
+    CompilationCacheOption,
+    DtypeOption,
+    ModelOptions,
+    announce_input,
+    grouped,
+)
 from eagle3_jax.cli._parts import chosen_models
 from eagle3_jax.cli._progress import spinner
 from eagle3_jax.cli._streaming import Printed, describe_method, print_stream, put
@@ -47,7 +53,8 @@ def chat(
     draft: DraftOptions,
     sampling: SamplingOptions,
     system: Annotated[
-        str | None, typer.Option(help="System message. Default: the chat template's own, if it has one.")
+        str | None,
+        typer.Option(help="System message. Default: the chat template's own, if it has one."),
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(help="Maximum number of tokens of an answer.", min=1, max=MOST_TOKENS)
@@ -57,9 +64,9 @@ def chat(
 ) -> None:
     """Talk with a model that has a chat template.
 
-    Answers appear as they are written, exactly as the target would write them, with the accepted draft tokens colored.
-    Every line of a pipe is a question; blank lines are skipped. At a terminal /help lists the commands.
-    """
+    Answers appear as they are written, exactly as the target would write them, with the accepted
+    draft tokens colored. Every line of a pipe is a question; blank lines are skipped. At a terminal
+    /help lists the commands."""
     at_terminal = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
     models, dtype = chosen_models(models, dtype)
     with spinner("loading"):
@@ -75,7 +82,12 @@ def chat(
                 "text with eagle3 generate"
             )
         begin = functools.partial(
-            Chat, decoder, system=system, max_new_tokens=max_new_tokens, sampling=params, seed=sampling.seed
+            Chat,
+            decoder,
+            system=system,
+            max_new_tokens=max_new_tokens,
+            sampling=params,
+            seed=sampling.seed,
         )
         conversation = begin()
     if at_terminal or not decoder.lossless:
@@ -126,12 +138,20 @@ def _answer(conversation: Chat, question: str, limit: int, *, at_terminal: bool)
     """Prints the answer to a question. At a terminal Ctrl-C ends it, and a refusal is printed."""
     console = _console()
     try:
-        printed = print_stream(console, "", conversation.stream(question), conversation.decoder.target.tokenizer)
+        printed = print_stream(
+            console, "", conversation.stream(question), conversation.decoder.target.tokenizer
+        )
     except (KeyboardInterrupt, ValueError) as error:
         if not at_terminal:
             raise
-        message = "\n[interrupted]" if isinstance(error, KeyboardInterrupt) else f"error: {one_line(str(error))}"
-        put(_console(), f"{message}\n\n", "dim")  # the interrupted console prints its last text again
+        message = (
+            "\n[interrupted]"
+            if isinstance(error, KeyboardInterrupt)
+            else f"error: {one_line(str(error))}"
+        )
+        put(
+            _console(), f"{message}\n\n", "dim"
+        )  # the interrupted console prints its last text again
         return
     put(console, "\n", "")
     if console.is_terminal:

@@ -13,7 +13,9 @@ EXAMPLE = "Example: eagle3 convert ./EAGLE3-LLaMA3.1-Instruct-8B ./head --target
 
 
 def convert(
-    src: Annotated[str, typer.Argument(help=f"{CHECKPOINT} of a checkpoint in any supported layout.")],
+    src: Annotated[
+        str, typer.Argument(help=f"{CHECKPOINT} of a checkpoint in any supported layout.")
+    ],
     dst: Annotated[Path, typer.Argument(help="Directory to create; it must not exist.")],
     *,
     to: Annotated[
@@ -24,7 +26,9 @@ def convert(
             "speculators, deepseek, mimo). Default: vllm, and for MTP modules deepseek.",
         ),
     ] = None,
-    target: Annotated[str | None, typer.Option(help=f"{CHECKPOINT} of the target that a head belongs to.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help=f"{CHECKPOINT} of the target that a head belongs to.")
+    ] = None,
     layer_ids: LayerIdsOption = None,
 ) -> None:
     """Rewrite a checkpoint in another layout; its own layout is recognized from its files.
@@ -35,5 +39,7 @@ def convert(
     from eagle3_jax.files.sources import locate
 
     config = None if target is None else conversion.read_target(locate(target, "target")).config
-    recognized, written = conversion.convert(locate(src, "target"), dst, to, target=config, layer_ids=layer_ids)
+    recognized, written = conversion.convert(
+        locate(src, "target"), dst, to, target=config, layer_ids=layer_ids
+    )
     typer.echo(f"read {src} ({recognized} layout), wrote {dst} ({written} layout)")

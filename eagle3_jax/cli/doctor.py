@@ -30,7 +30,9 @@ _CONTINUED = 32  # tokens that agreement adds to a prompt, at most
 
 def doctor(
     *,
-    target: Annotated[str | None, typer.Option(help=f"{CHECKPOINT} of the target. Default: the bundled one.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help=f"{CHECKPOINT} of the target. Default: the bundled one.")
+    ] = None,
     drafter: Annotated[
         str | None,
         typer.Option(
@@ -59,7 +61,9 @@ def doctor(
     is_alone = drafter is None and target is not None
     if is_alone and (prompts is not None or layer_ids is not None):
         option = "--layer-ids" if prompts is None else "--prompts"
-        raise Misuse(f"{option} is about a drafter, and --target was given without --drafter; add one, or leave it out")
+        raise Misuse(
+            f"{option} is about a drafter, and --target was given without --drafter; add one, or leave it out"
+        )
     if is_named(drafter):
         raise Misuse(
             f"--drafter {drafter} has no files to check; name a head or a draft model, or check --target alone"
@@ -70,7 +74,10 @@ def doctor(
     drafter_path = None if is_alone else locate(drafter, "eagle3")
     token_ids = None if prompts is None else _token_ids(prompts, target_path)
     diagnosis = diagnose(target_path, drafter_path, prompts=token_ids, layer_ids=layer_ids)
-    checks = [{"name": check.name, "status": str(check.status), "detail": check.detail} for check in diagnosis]
+    checks = [
+        {"name": check.name, "status": str(check.status), "detail": check.detail}
+        for check in diagnosis
+    ]
     problem = gpu_problem()
     if problem is not None:  # the head may fit all the same
         checks.append({"name": "device", "status": "warning", "detail": problem})
@@ -104,5 +111,7 @@ def _token_ids(file: Path, target: Path) -> list[list[int]]:
     prompts = in_turn(read_prompts(file, model, max_new_tokens=_CONTINUED), _MOST_PROMPTS)
     for prompt in prompts:
         if len(prompt.tokens) < 2:
-            raise Misuse(f"--prompts {file}: {prompt.name} has one token; acceptance is measured after two or more")
+            raise Misuse(
+                f"--prompts {file}: {prompt.name} has one token; acceptance is measured after two or more"
+            )
     return [prompt.tokens for prompt in prompts]

@@ -56,12 +56,20 @@ class PromptOptions:
     """The prompts and how much is added to them."""
 
     prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue; '-' reads it from the standard input.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="Text to continue; '-' reads it from the standard input.", show_default=False
+        ),
     ] = None
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask PROMPT as a question, through the target's chat template.")
+        bool,
+        typer.Option(
+            "--chat", help="Ask PROMPT as a question, through the target's chat template."
+        ),
     ] = False
-    prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue, as a JSON list: '[1, 2]'.")] = None
+    prompt_ids: Annotated[
+        str | None, typer.Option(help="Token ids to continue, as a JSON list: '[1, 2]'.")
+    ] = None
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -99,13 +107,18 @@ class PromptOptions:
 class OutputOptions(SamplingOptions):
     """The choice of tokens, where they end, and their probabilities."""
 
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after stop tokens.")] = False
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Continue after stop tokens.")
+    ] = False
     stop: Annotated[
-        list[str] | None, typer.Option(help="End the output before this text; may be repeated. With --json.")
+        list[str] | None,
+        typer.Option(help="End the output before this text; may be repeated. With --json."),
     ] = None
     logprobs: Annotated[
         int | None,
-        typer.Option(help="Report the log-probability of every new token and of this many likeliest. With --json."),
+        typer.Option(
+            help="Report the log-probability of every new token and of this many likeliest. With --json."
+        ),
     ] = None
 
 
@@ -114,13 +127,18 @@ class RunOptions:
     """Precision, batches, devices and output."""
 
     dtype: DtypeOption = None
-    batch_size: Annotated[int, typer.Option(help="Number of prompts of a file decoded at once with --json.", min=1)] = 1
+    batch_size: Annotated[
+        int, typer.Option(help="Number of prompts of a file decoded at once with --json.", min=1)
+    ] = 1
     mesh: MeshOption = None
     distributed: DistributedOption = None
     compilation_cache: CompilationCacheOption = None
     trace: Annotated[Path | None, typer.Option(help="Write every round to this JSON file.")] = None
     compare: Annotated[
-        bool, typer.Option("--compare", help="Decode up to eight prompts again, to measure the speed-up.")
+        bool,
+        typer.Option(
+            "--compare", help="Decode up to eight prompts again, to measure the speed-up."
+        ),
     ] = False
     as_json: JsonOption = False
 
@@ -136,15 +154,17 @@ def generate(
 ) -> None:
     """Continue prompts, exactly as the target would, in fewer steps.
 
-    With --json each prompt gives one line: prompt_ids, token_ids (new tokens only), text, finish_reason, lossless,
-    weights, drafter_method, seconds (without compilation; with --batch-size above 1 from the start of the first prompt
-    to the end of this one), stats, and with --logprobs logprobs: for each token its logprob and top, pairs of token id
-    and log-probability.
+    With --json each prompt gives one line: prompt_ids, token_ids (new tokens only), text,
+    finish_reason, lossless, weights, drafter_method, seconds (without compilation; with
+    --batch-size above 1 from the start of the first prompt to the end of this one), stats, and with
+    --logprobs logprobs: for each token its logprob and top, pairs of token id and log-probability.
     """
     check_writable(running.trace)
     requests = prompts.read()
     has_stops = bool(sampling.stop) or any("stop" in request.options for request in requests)
-    if (has_stops or sampling.logprobs is not None) and (not running.as_json or running.trace is not None):
+    if (has_stops or sampling.logprobs is not None) and (
+        not running.as_json or running.trace is not None
+    ):
         raise Misuse("stop texts and --logprobs work with --json and without --trace")
     keep_compiled_programs(running.compilation_cache)
     if not join(running.distributed, running.mesh) and running.trace is not None:
@@ -161,12 +181,18 @@ def generate(
     models, dtype = chosen_models(models, running.dtype)
     start = time.perf_counter()
     with spinner("loading", quiet=running.as_json):
-        decoder = open_decoder(models, draft, dtype, batch=batches[0], mesh=mesh, stop_tokens=stop_tokens)
+        decoder = open_decoder(
+            models, draft, dtype, batch=batches[0], mesh=mesh, stop_tokens=stop_tokens
+        )
     template = decoder.target.chat_template
     if prompts.chat and template is None:
-        raise Misuse(f"{decoder.target.name} has no chat template; leave --chat out to continue the text as it is")
+        raise Misuse(
+            f"{decoder.target.name} has no chat template; leave --chat out to continue the text as it is"
+        )
     loading = time.perf_counter() - start
-    job = Job(decoder, [_encoded(decoder, task) for task in tasks], batches, sampling.logprobs, running)
+    job = Job(
+        decoder, [_encoded(decoder, task) for task in tasks], batches, sampling.logprobs, running
+    )
     if running.as_json:
         _print_json(job)
         return
@@ -208,9 +234,8 @@ class Task(NamedTuple):
     def of(cls, request: Request, number: int, sampling: OutputOptions) -> Task:
         """Returns the task of a request, whose options replace those of the command line. It has no token ids yet.
 
-        The first prompt has the seed of the command line. Another one has a seed derived from it, because equal prompts
-        would otherwise give equal samples.
-        """
+        The first prompt has the seed of the command line. Another one has a seed derived from it,
+        because equal prompts would otherwise give equal samples."""
         import numpy as np
 
         options = request.options
@@ -237,7 +262,9 @@ def _encoded(decoder: SpeculativeDecoder, task: Task) -> Task:
     request = task.request
     with _named(request):
         messages = request.messages
-        prompt = request.prompt if messages is None else apply_chat_template(decoder.target, messages)
+        prompt = (
+            request.prompt if messages is None else apply_chat_template(decoder.target, messages)
+        )
         return task._replace(tokens=decoder.encode(prompt))
 
 
@@ -260,7 +287,9 @@ def _print_json(job: Job) -> None:
         write_json(job.running.trace, {"prompts": rounds})
 
 
-def _results(job: Job, rounds: list[dict[str, Any]] | None) -> Iterator[tuple[int, Generation, float]]:
+def _results(
+    job: Job, rounds: list[dict[str, Any]] | None
+) -> Iterator[tuple[int, Generation, float]]:
     """Yields the number, result and seconds of each prompt as it ends. Rounds are appended to ``rounds``."""
     import jax
     import numpy as np
@@ -288,7 +317,9 @@ def _results(job: Job, rounds: list[dict[str, Any]] | None) -> Iterator[tuple[in
             start = now()
             if rounds is None:
                 stops = [task.stops for task in tasks]
-                result = job.decoder.generate(prompts, **arguments, logprobs=job.logprobs, stop=stops)
+                result = job.decoder.generate(
+                    prompts, **arguments, logprobs=job.logprobs, stop=stops
+                )
             else:
                 traced = record(job.decoder, prompts, **arguments)
                 rounds += traced.prompts
@@ -342,7 +373,9 @@ def _print_text(job: Job, loading: float) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     streams = [_stream(console, job.decoder, task) for task in job.tasks]
-    legend = Text.assemble(("accepted draft tokens", ACCEPTED), " · the target's own tokens · ", ("prompt", "dim"))
+    legend = Text.assemble(
+        ("accepted draft tokens", ACCEPTED), " · the target's own tokens · ", ("prompt", "dim")
+    )
     print_page(Page(None, [legend, *_summary(streams, loading), *describe_method(job.decoder)]))
     if job.running.compare:
         print_page(Page(None, _comparison(job)))
@@ -358,7 +391,9 @@ def _stream(console: Console, decoder: SpeculativeDecoder, task: Task) -> Printe
     tokenizer = decoder.target.tokenizer
     request = task.request
     limit = request.max_new_tokens
-    stream = decoder.stream(task.tokens, max_new_tokens=limit, sampling=task.sampling, seed=task.seed)
+    stream = decoder.stream(
+        task.tokens, max_new_tokens=limit, sampling=task.sampling, seed=task.seed
+    )
     if isinstance(request.prompt, str):
         turns = [f"{message['role']}: {message['content']}\n" for message in request.messages or ()]
         prompt = "".join([*turns, "assistant: "]) if turns else request.prompt
@@ -384,7 +419,9 @@ def _summary(streams: Sequence[Printed], loading: float) -> list[str]:
     num_warm_tokens = sum(printed.num_warm_tokens for printed in streams)
     if num_warm_tokens:
         warm_seconds = sum(printed.warm_seconds for printed in streams if printed.num_warm_tokens)
-        speed += f", then {_speed(num_warm_tokens / warm_seconds)} tokens/s from the second round on"
+        speed += (
+            f", then {_speed(num_warm_tokens / warm_seconds)} tokens/s from the second round on"
+        )
     compiling = sum(printed.compiling for printed in streams)
     lines = [speed, f"before that: loading {loading:.1f} s, compilation {compiling:.1f} s"]
     stats = SpeculationStats.merge([printed.chunks[-1].stats for printed in streams])
@@ -417,8 +454,14 @@ def _comparison(job: Job) -> list[str]:
             repeats=_REPEATS,
         )
     if not comparison.is_plain and max(comparison.ratios) < 1:
-        cheaper = "" if job.decoder.target.weights == "int8" else "; on a CPU --weights int8 makes it cheaper"
-        hint(f"a verification costs more here than the drafts save{cheaper}; eagle3 tune finds the best draft length")
+        cheaper = (
+            ""
+            if job.decoder.target.weights == "int8"
+            else "; on a CPU --weights int8 makes it cheaper"
+        )
+        hint(
+            f"a verification costs more here than the drafts save{cheaper}; eagle3 tune finds the best draft length"
+        )
     return [
         speed_line(comparison),
         f"median of {_REPEATS} interleaved runs over {len(tasks)} prompt{'s' if len(tasks) > 1 else ''} at batch 1, "
@@ -441,7 +484,9 @@ def speed_line(comparison: Comparison) -> str:
         verdict = f"{ratio:.2f}x faster than plain decoding"
     else:
         verdict = f"{ratio:.2f}x the speed of plain decoding"
-    spread = f"{ours} vs {plain} tokens/s; {low:.2f}x to {high:.2f}x in {len(comparison.ratios)} runs"
+    spread = (
+        f"{ours} vs {plain} tokens/s; {low:.2f}x to {high:.2f}x in {len(comparison.ratios)} runs"
+    )
     if comparison.same_output is None:
         return f"{verdict} ({spread})"
     return f"{verdict} ({spread}), identical output: {'yes' if comparison.same_output else 'no'}"

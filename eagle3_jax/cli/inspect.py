@@ -16,11 +16,15 @@ EXAMPLE = "Example: eagle3 inspect ./EAGLE3-LLaMA3.1-Instruct-8B --json"
 
 def inspect(
     directory: Annotated[
-        str | None, typer.Argument(help=f"{CHECKPOINT} of a target or a head. Default: the bundled pair.")
+        str | None,
+        typer.Argument(help=f"{CHECKPOINT} of a target or a head. Default: the bundled pair."),
     ] = None,
     *,
     everything: Annotated[
-        bool, typer.Option("--all", help="Print every field of the configuration and the chat template, too.")
+        bool,
+        typer.Option(
+            "--all", help="Print every field of the configuration and the chat template, too."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

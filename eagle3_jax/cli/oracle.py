@@ -12,12 +12,14 @@ from eagle3_jax.cli._progress import spinner
 EXAMPLE = "Example: eagle3 oracle ./oracle && python ./oracle/check.py ./oracle"
 
 
-def oracle(out: Annotated[Path, typer.Argument(help="Directory to create; it must not exist.")]) -> None:
+def oracle(
+    out: Annotated[Path, typer.Argument(help="Directory to create; it must not exist.")],
+) -> None:
     """Write rounds of speculative decoding, with which any engine tests its own verification.
 
-    The folder has tiny models with the head of each method, rounds with all that decided them as NPZ files, a page that
-    defines every array and rule, and a program that checks an engine's verdicts by numpy alone.
-    """
+    The folder has tiny models with the head of each method, rounds with all that decided them as
+    NPZ files, a page that defines every array and rule, and a program that checks an engine's
+    verdicts by numpy alone."""
     from eagle3_jax.oracle import write_oracle
 
     with spinner("models") as now:

@@ -7,7 +7,13 @@ from typing import Annotated
 from typer import Option
 
 from eagle3_jax.cli._options import JsonOption
-from eagle3_jax.cli._plan_options import ContextOption, DeploymentOptions, DraftOptions, read_context, title_of
+from eagle3_jax.cli._plan_options import (
+    ContextOption,
+    DeploymentOptions,
+    DraftOptions,
+    read_context,
+    title_of,
+)
 from eagle3_jax.cli._printing import Page, print_page, table_of
 from eagle3_jax.theory.bounds import round_bound
 from eagle3_jax.theory.cost import cost_of
@@ -27,9 +33,13 @@ def cost(
     price_per_hour: Annotated[float, Option(help="Price of the whole machine, in any currency.")],
     tokens_per_second: Annotated[
         list[float] | None,
-        Option(help="Measured speed; repeat the option to compare several. Default: the roofline's bounds."),
+        Option(
+            help="Measured speed; repeat the option to compare several. Default: the roofline's bounds."
+        ),
     ] = None,
-    busy: Annotated[float, Option(help="Share of the paid hours in which the machine works.")] = 1.0,
+    busy: Annotated[
+        float, Option(help="Share of the paid hours in which the machine works.")
+    ] = 1.0,
     deployed: DeploymentOptions,
     draft: DraftOptions,
     context: ContextOption = None,
@@ -38,8 +48,8 @@ def cost(
 ) -> None:
     """Cost per million tokens, tokens per dollar.
 
-    Computed from measured speeds, or from the upper bound of the hardware. Only output tokens are counted.
-    """
+    Computed from measured speeds, or from the upper bound of the hardware. Only output tokens are
+    counted."""
     price = f"{price_per_hour:g} an hour, busy {busy:.0%} of the hours"
     if tokens_per_second:
         title = f"measured; {price}\n"
@@ -58,5 +68,7 @@ def cost(
     rows = [{"name": name, **cost_of(speed, **paid)._asdict()} for name, speed in speeds.items()]
     values = {**paid, "from_roofline": not tokens_per_second, "costs": rows}
     first = rows[0]["per_million_tokens"]
-    table = table_of("", [{**row, "relative": first / row["per_million_tokens"]} for row in rows], _COLUMNS)
+    table = table_of(
+        "", [{**row, "relative": first / row["per_million_tokens"]} for row in rows], _COLUMNS
+    )
     print_page(Page(values, [title, table]), as_json=as_json)

@@ -31,18 +31,24 @@ def memory(
     num_speculative_tokens: LengthOption = 5,
     batch_size: Annotated[int, Option(help="Sequences at once.", min=1)] = 8,
     context: Annotated[
-        int | None, Option(help="Tokens of each sequence. Default: 4096, or all positions of the target.", min=1)
+        int | None,
+        Option(
+            help="Tokens of each sequence. Default: 4096, or all positions of the target.", min=1
+        ),
     ] = None,
-    prefill_tokens: Annotated[int, Option(help="Maximum number of prompt tokens in one forward.", min=1)] = 8192,
+    prefill_tokens: Annotated[
+        int, Option(help="Maximum number of prompt tokens in one forward.", min=1)
+    ] = 8192,
     utilization: Annotated[float, Option(help="Share of the memory that may be used.")] = 0.9,
-    reserve_gb: Annotated[float, Option(help="Memory kept for context, graphs and workspaces.")] = 2.0,
+    reserve_gb: Annotated[
+        float, Option(help="Memory kept for context, graphs and workspaces.")
+    ] = 2.0,
     as_json: JsonOption = False,
 ) -> None:
     """Weights, both caches and activations on each GPU.
 
-    Reads config.json only; nothing else is read or downloaded. Ends with exit code 1 if it does not fit, and names the
-    number of GPUs or the type of weights with which it fits.
-    """
+    Reads config.json only; nothing else is read or downloaded. Ends with exit code 1 if it does not
+    fit, and names the number of GPUs or the type of weights with which it fits."""
     deployment = deployed.read()
     k = draft_length(num_speculative_tokens, deployment)
     context = read_context(context, 4096, deployment)
@@ -67,7 +73,9 @@ def memory(
     size = f"{batch_size} sequences of {context} tokens, K = {k}"
     text: list[str | Table] = [
         title_of(deployment, context, f"{size}; GB on each GPU"),
-        Table("", ["memory", "GB", "note"], _rows(deployment, plan, batch_size * (context + k + 1))),
+        Table(
+            "", ["memory", "GB", "note"], _rows(deployment, plan, batch_size * (context + k + 1))
+        ),
         _verdict(deployment, plan, utilization),
     ]
     if remedy is not None:
@@ -106,14 +114,21 @@ def _rows(deployment: Deployment, plan: MemoryPlan, tokens: int) -> list[list[st
     parts = [("target", plan.target_weights, f"{parameters}, {deployment.weights}")]
     caches = [("target's", plan.target_cache, target)]
     if head is not None:
-        parts.append(("head", plan.head_weights, f"{billions(head.owned.total)} billion; {head.method}"))
+        parts.append(
+            ("head", plan.head_weights, f"{billions(head.owned.total)} billion; {head.method}")
+        )
         caches.append(("head's", plan.head_cache, head))
     for name, size, model in caches:
-        per_token = f"{deployment.cache_bytes_per_token(model):,.0f} bytes a token, {tokens:,} tokens"
+        per_token = (
+            f"{deployment.cache_bytes_per_token(model):,.0f} bytes a token, {tokens:,} tokens"
+        )
         parts.append((f"{name} cache", size, per_token))
     if plan.states:
         parts.append(("states", plan.states, "of recurrent layers, whatever the length"))
-    parts += [("activations", plan.activations, "estimate"), ("reserve", plan.reserve, "--reserve-gb")]
+    parts += [
+        ("activations", plan.activations, "estimate"),
+        ("reserve", plan.reserve, "--reserve-gb"),
+    ]
     parts.append(("total", plan.total, ""))
     digits = 2 if plan.target_weights > 1e9 else 4
     return [[name, f"{size / 1e9:.{digits}f}", note] for name, size, note in parts]

@@ -23,7 +23,12 @@ EXAMPLE = (
     "--requests-per-second 5 --alpha 0.75 -K 4 --out rollout.md"
 )
 
-_OPTIONS = {"deployment", "traffic", "num_draft_tokens", "memory"}  # fields of a plan that describe its options
+_OPTIONS = {
+    "deployment",
+    "traffic",
+    "num_draft_tokens",
+    "memory",
+}  # fields of a plan that describe its options
 
 
 def rollout(
@@ -33,7 +38,9 @@ def rollout(
     requests_per_second: Annotated[float, Option(help="Average over a day.")] = 5.0,
     prompt_tokens: Annotated[int, Option(help="Mean length of a prompt.", min=1)] = 1024,
     output_tokens: Annotated[int, Option(help="Mean length of an answer.", min=1)] = 256,
-    concurrency: Annotated[int, Option(help="Sequences at once on a replica at the daily peak.", min=1)] = 16,
+    concurrency: Annotated[
+        int, Option(help="Sequences at once on a replica at the daily peak.", min=1)
+    ] = 16,
     verify_cost: Annotated[
         float | None,
         Option(help="v as measured at the peak; with --draft-cost it replaces the roofline's."),
@@ -44,8 +51,8 @@ def rollout(
 ) -> None:
     """A staged plan in Markdown, with gates.
 
-    Offline proof, shadow, 1, 10, 50 and 100 % of the traffic; gates, PromQL, alerts and the way back.
-    """
+    Offline proof, shadow, 1, 10, 50 and 100 % of the traffic; gates, PromQL, alerts and the way
+    back."""
     check_writable(out)
     if (verify_cost is None) != (draft_cost is None):
         raise Misuse("--verify-cost and --draft-cost are measured together; give both or neither")
@@ -56,10 +63,14 @@ def rollout(
         Traffic(requests_per_second, prompt_tokens, output_tokens, concurrency),
         num_draft_tokens=draft.num_speculative_tokens,
         conditional_acceptance_rate=draft.acceptance().conditional_acceptance_rate,
-        measured=None if verify_cost is None or draft_cost is None else MeasuredCosts(verify_cost, draft_cost),
+        measured=None
+        if verify_cost is None or draft_cost is None
+        else MeasuredCosts(verify_cost, draft_cost),
     )
     if as_json:
-        values = {name: value for name, value in dataclasses.asdict(plan).items() if name not in _OPTIONS}
+        values = {
+            name: value for name, value in dataclasses.asdict(plan).items() if name not in _OPTIONS
+        }
         text = json.dumps(finite(deployment_json(deployment) | values))
     else:
         source = deployed.target

@@ -21,7 +21,14 @@ from eagle3_jax.cli._plan_options import (
 )
 from eagle3_jax.cli._printing import Page, print_page, table_of
 from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS
-from eagle3_jax.theory.bounds import best_chain, check_claim, experts_read, largest_batch, paying_batches, round_bound
+from eagle3_jax.theory.bounds import (
+    best_chain,
+    check_claim,
+    experts_read,
+    largest_batch,
+    paying_batches,
+    round_bound,
+)
 from eagle3_jax.theory.memory import Deployment
 from eagle3_jax.theory.sizes import sizes_of
 
@@ -56,9 +63,12 @@ def roofline(
     deployed: DeploymentOptions,
     draft: DraftOptions,
     context: ContextOption = None,
-    batch_size: Annotated[int | None, Option(help="Sequences at once. Default: a table of 1 to 512.", min=1)] = None,
+    batch_size: Annotated[
+        int | None, Option(help="Sequences at once. Default: a table of 1 to 512.", min=1)
+    ] = None,
     claim: Annotated[
-        float | None, Option(help="Published tokens/s at --batch-size; prints whether they are possible.")
+        float | None,
+        Option(help="Published tokens/s at --batch-size; prints whether they are possible."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -76,8 +86,12 @@ def roofline(
         raise Misuse("--claim is about one accelerator; add --gpu or --bandwidth-gb-per-s")
     batches = [batch_size] if batch_size else _BATCHES
     accelerators = KNOWN_ACCELERATORS.values() if is_comparison else [deployment.accelerator]
-    deployments = [dataclasses.replace(deployment, accelerator=accelerator) for accelerator in accelerators]
-    results = [_bounds_of(placed, context=context, k=k, tau=tau, batches=batches) for placed in deployments]
+    deployments = [
+        dataclasses.replace(deployment, accelerator=accelerator) for accelerator in accelerators
+    ]
+    results = [
+        _bounds_of(placed, context=context, k=k, tau=tau, batches=batches) for placed in deployments
+    ]
     setting = f"context {context}, K = {k}, τ = {tau:.2f}"
     gpu = "each GPU" if is_comparison else deployment.accelerator.name
     text: list[str | Table] = [title_of(deployment, context, f"{setting}\n{_LIMITS}", gpu=gpu)]
@@ -88,11 +102,21 @@ def roofline(
         text += _nodes(results[0], deployment, alpha=draft.acceptance().conditional_acceptance_rate)
     if claim is not None:
         verdict = check_claim(
-            deployment, tokens_per_second=claim, batch=batches[0], context=context, num_draft_tokens=k
+            deployment,
+            tokens_per_second=claim,
+            batch=batches[0],
+            context=context,
+            num_draft_tokens=k,
         )
         results[0]["claim"] = dataclasses.asdict(verdict) | {"possible": verdict.possible}
-        needed = "at no batch" if verdict.batch_needed is None else f"from batch {verdict.batch_needed} on"
-        drafted = f" if all {k} draft tokens were always accepted and drafting took no time" if k else ""
+        needed = (
+            "at no batch"
+            if verdict.batch_needed is None
+            else f"from batch {verdict.batch_needed} on"
+        )
+        drafted = (
+            f" if all {k} draft tokens were always accepted and drafting took no time" if k else ""
+        )
         text.append(
             f"\n{'possible' if verdict.possible else 'IMPOSSIBLE'}: {claim:,.0f} tokens/s is "
             f"{verdict.share_of_bound:.2g}x the upper bound at batch {batch_size}, {verdict.bound:,.0f}{drafted}. "
@@ -105,13 +129,17 @@ def roofline(
     print_page(Page({"accelerators": results}, text), as_json=as_json)
 
 
-def _bounds_of(deployment: Deployment, *, context: int, k: int, tau: float, batches: Sequence[int]) -> dict[str, Any]:
+def _bounds_of(
+    deployment: Deployment, *, context: int, k: int, tau: float, batches: Sequence[int]
+) -> dict[str, Any]:
     """Returns the rooflines of one accelerator, its largest batch, and the batches where speculation pays off."""
     start = None
     end = None
     sizes = _NODES if sizes_of(deployment.target).read.experts else ()
     if deployment.head is not None:
-        start, end = paying_batches(deployment, context=context, num_draft_tokens=k, mean_acceptance_length=tau)
+        start, end = paying_batches(
+            deployment, context=context, num_draft_tokens=k, mean_acceptance_length=tau
+        )
     return {
         **deployment_json(deployment),
         "context": context,
@@ -120,12 +148,18 @@ def _bounds_of(deployment: Deployment, *, context: int, k: int, tau: float, batc
         "largest_batch": largest_batch(deployment, context=max(context, 1), num_draft_tokens=k),
         "pays_from_batch": start,
         "break_even_batch": end,
-        "bounds": [_bound_json(deployment, batch=batch, context=context, k=k, tau=tau) for batch in batches],
-        "nodes": [_nodes_json(deployment, size, batch=batches[0], context=context) for size in sizes],
+        "bounds": [
+            _bound_json(deployment, batch=batch, context=context, k=k, tau=tau) for batch in batches
+        ],
+        "nodes": [
+            _nodes_json(deployment, size, batch=batches[0], context=context) for size in sizes
+        ],
     }
 
 
-def _bound_json(deployment: Deployment, *, batch: int, context: int, k: int, tau: float) -> dict[str, Any]:
+def _bound_json(
+    deployment: Deployment, *, batch: int, context: int, k: int, tau: float
+) -> dict[str, Any]:
     bound = round_bound(deployment, batch=batch, context=context, num_draft_tokens=k)
     return dataclasses.asdict(bound) | {
         "verify_cost": bound.verify_cost,
@@ -169,9 +203,13 @@ def _batches(result: dict[str, Any], deployment: Deployment) -> list[str | Table
     """Returns a table with a row for every batch size on one accelerator."""
     largest = result["largest_batch"]
     rows = [{**bound, "fits": bound["batch"] <= largest} for bound in result["bounds"]]
-    notes = f"\n{deployment.accelerator.source}\nMemory holds {_batch_text(largest)} such sequences."
+    notes = (
+        f"\n{deployment.accelerator.source}\nMemory holds {_batch_text(largest)} such sequences."
+    )
     if deployment.head is not None:
-        notes += f"\nSpeculation pays {_paying(result['pays_from_batch'], result['break_even_batch'])}."
+        notes += (
+            f"\nSpeculation pays {_paying(result['pays_from_batch'], result['break_even_batch'])}."
+        )
     return [table_of("", rows, _BOUNDS), notes]
 
 
@@ -196,7 +234,9 @@ def _nodes(result: dict[str, Any], deployment: Deployment, *, alpha: float) -> l
     title = f"Verification at batch {batch} by nodes of the draft, root included: more nodes read more experts"
     notes = "As if tokens chose independently and evenly; neighbors choose alike, so a real forward reads fewer."
     if deployment.head is not None:
-        k = best_chain(deployment, batch=batch, context=result["context"], conditional_acceptance_rate=alpha)
+        k = best_chain(
+            deployment, batch=batch, context=result["context"], conditional_acceptance_rate=alpha
+        )
         advice = f"a chain of K = {k} gains most" if k else "no chain gains anything"
         notes += f"\nOn this roofline, at batch {batch} and α = {alpha:.2f}, {advice}; measure with `eagle3 tune`."
     return [table_of(title, result["nodes"], columns), notes]

@@ -31,20 +31,28 @@ def speedup(
     ] = 1.18,
     draft_cost: Annotated[float, Option(help="c: time of a draft pass in plain steps.")] = 0.144,
     desired: Annotated[
-        float | None, Option("--wanted", help="Speed-up to reach; prints the acceptance that it takes.")
+        float | None,
+        Option("--wanted", help="Speed-up to reach; prints the acceptance that it takes."),
     ] = None,
     traffic: Annotated[
-        str | None, Option(help="SHARE:ALPHA,...: shares of the output tokens and their conditional acceptance rates.")
+        str | None,
+        Option(
+            help="SHARE:ALPHA,...: shares of the output tokens and their conditional acceptance rates."
+        ),
     ] = None,
-    simulate: Annotated[int, Option(help="Number of requests to simulate, for the tail.", min=0, max=100_000)] = 0,
-    output_tokens: Annotated[int, Option(help="Output tokens of a simulated request.", min=2, max=100_000)] = 256,
+    simulate: Annotated[
+        int, Option(help="Number of requests to simulate, for the tail.", min=0, max=100_000)
+    ] = 0,
+    output_tokens: Annotated[
+        int, Option(help="Output tokens of a simulated request.", min=2, max=100_000)
+    ] = 256,
     seed: Annotated[int, Option(help="Random seed of the simulation.", min=0)] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Turn acceptance into speed-up and back: S = τ / (v + K·c).
 
-    τ = 1 + K·r for the draft acceptance rate r, and (1 - α^(K+1)) / (1 - α) for the conditional acceptance rate α.
-    """
+    τ = 1 + K·r for the draft acceptance rate r, and (1 - α^(K+1)) / (1 - α) for the conditional
+    acceptance rate α."""
     costs = {"verify_cost": verify_cost, "draft_cost": draft_cost}
     chain: dict[str, Any] = {"num_draft_tokens": draft.num_speculative_tokens, **costs}
     classes = _parse_traffic(traffic)
@@ -64,9 +72,13 @@ def speedup(
         rates = theory.rates_for_speedup(desired, **chain)
         result["wanted"] = {"speedup": desired, "rates": rates and dataclasses.asdict(rates)}
     if simulate:
-        average = theory.TrafficClass(share=1.0, conditional_acceptance_rate=acceptance.conditional_acceptance_rate)
+        average = theory.TrafficClass(
+            share=1.0, conditional_acceptance_rate=acceptance.conditional_acceptance_rate
+        )
         size = {"num_requests": simulate, "output_tokens": output_tokens, "seed": seed}
-        result["simulation"] = dataclasses.asdict(theory.simulate(classes or [average], **chain, **size))
+        result["simulation"] = dataclasses.asdict(
+            theory.simulate(classes or [average], **chain, **size)
+        )
     print_page(Page(result, _text(result)), as_json=as_json)
 
 
@@ -75,9 +87,13 @@ def _parse_traffic(text: str | None) -> list[theory.TrafficClass]:
     for part in [] if text is None else text.split(","):
         share, _, rate = part.partition(":")
         try:
-            classes.append(theory.TrafficClass(share=float(share), conditional_acceptance_rate=float(rate)))
+            classes.append(
+                theory.TrafficClass(share=float(share), conditional_acceptance_rate=float(rate))
+            )
         except ValueError:
-            raise Misuse(f"--traffic {text!r}: {part!r} is not SHARE:ALPHA, as in '0.7:0.7,0.3:0.4'") from None
+            raise Misuse(
+                f"--traffic {text!r}: {part!r} is not SHARE:ALPHA, as in '0.7:0.7,0.3:0.4'"
+            ) from None
     return classes
 
 
@@ -88,7 +104,10 @@ def _speedup_row(alpha: float, costs: dict[str, float]) -> dict[str, Any]:
     return {
         "conditional_acceptance_rate": alpha,
         "mean_acceptance_length": taus,
-        "speedup": [theory.speedup(tau, num_draft_tokens=k, **costs) for k, tau in zip(_CHAINS, taus, strict=True)],
+        "speedup": [
+            theory.speedup(tau, num_draft_tokens=k, **costs)
+            for k, tau in zip(_CHAINS, taus, strict=True)
+        ],
         "best_num_speculative_tokens": theory.best_chain_length(alpha, **repeated),
     }
 
@@ -96,7 +115,10 @@ def _speedup_row(alpha: float, costs: dict[str, float]) -> dict[str, Any]:
 def _text(result: dict[str, Any]) -> list[str | Table]:
     """Returns the acceptance, the table by α and K, and the tail if it was simulated."""
     k = result["num_speculative_tokens"]
-    rates = [["here", *_cells(result), f"{result['speedup']:.2f}"], ["break-even", *_cells(result["break_even"]), "1"]]
+    rates = [
+        ["here", *_cells(result), f"{result['speedup']:.2f}"],
+        ["break-even", *_cells(result["break_even"]), "1"],
+    ]
     if result["wanted"] is not None:
         goal = result["wanted"]
         rates.append(["--wanted", *_cells(goal["rates"]), f"{goal['speedup']:g}"])
@@ -105,12 +127,18 @@ def _text(result: dict[str, Any]) -> list[str | Table]:
     for row in result["table"]:
         pairs = zip(_CHAINS, row["mean_acceptance_length"], row["speedup"], strict=True)
         best = row["best_num_speculative_tokens"]
-        cells = [f"{tau:.2f} {gain:.2f}{'*' if length == best else ' '}" for length, tau, gain in pairs]
+        cells = [
+            f"{tau:.2f} {gain:.2f}{'*' if length == best else ' '}" for length, tau, gain in pairs
+        ]
         rows.append([f"{row['conditional_acceptance_rate']:.1f}", *cells])
     text: list[str | Table] = [
         f"K = {k}, v = {result['verify_cost']:g}, c = {result['draft_cost']:g}\n",
         Table("", columns, rates),
-        Table("τ and S by α (rows) and K (columns); * is the best K", ["α", *(f"K={k}" for k in _CHAINS)], rows),
+        Table(
+            "τ and S by α (rows) and K (columns); * is the best K",
+            ["α", *(f"K={k}" for k in _CHAINS)],
+            rows,
+        ),
     ]
     simulation = result["simulation"]
     if simulation is not None:

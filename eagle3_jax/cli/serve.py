@@ -28,26 +28,42 @@ Examples:
 class ServerOptions:
     """The address, and the work that the server accepts."""
 
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every one of this machine.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", max=65535)] = 8000
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0 is every one of this machine.")
+    ] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", max=65535)] = (
+        8000
+    )
     slots: Annotated[int, typer.Option(help="Requests that run at a time.", min=1, max=1024)] = 4
     capacity: Annotated[
-        int, typer.Option(help="Tokens per slot: prompt, new tokens and one draft.", min=16, max=2**20)
+        int,
+        typer.Option(help="Tokens per slot: prompt, new tokens and one draft.", min=16, max=2**20),
     ] = 1024
     max_queue: Annotated[
-        int, typer.Option(help="Requests that may wait for a slot; others get 503.", min=0, max=1_000_000)
+        int,
+        typer.Option(
+            help="Requests that may wait for a slot; others get 503.", min=0, max=1_000_000
+        ),
     ] = 256
     logprobs: Annotated[
         int | None,
-        typer.Option(help="Most log-probabilities of a position that a request may ask for. Default: none.", min=0),
+        typer.Option(
+            help="Most log-probabilities of a position that a request may ask for. Default: none.",
+            min=0,
+        ),
     ] = None
     chunk: Annotated[
         int | None,
-        typer.Option(help="Longest part of a prompt that runs between two rounds. Default: whole prompts.", min=1),
+        typer.Option(
+            help="Longest part of a prompt that runs between two rounds. Default: whole prompts.",
+            min=1,
+        ),
     ] = None
     sampling: Annotated[
         Literal["full", "greedy"],
-        typer.Option(help="Requests with any sampling, or with temperature 0 only, which is faster."),
+        typer.Option(
+            help="Requests with any sampling, or with temperature 0 only, which is faster."
+        ),
     ] = "full"
 
 
@@ -63,10 +79,9 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with OpenAI's completions and chat completions.
 
-    Requests share the rows of one batch, and each is answered as if it ran alone. Prints one line when all programs are
-    compiled. Ctrl-C or SIGTERM: new requests are refused, the running ones end, and then the server. A second signal
-    ends it at once.
-    """
+    Requests share the rows of one batch, and each is answered as if it ran alone. Prints one line
+    when all programs are compiled. Ctrl-C or SIGTERM: new requests are refused, the running ones
+    end, and then the server. A second signal ends it at once."""
     import prometheus_client  # noqa: F401  # a missing package is reported before any work
     import starlette  # noqa: F401
     import uvicorn  # noqa: F401
@@ -109,6 +124,8 @@ def _bind(host: str, port: int) -> socket.socket:
             listener.bind((host, port))
         except OSError as error:
             reason = error.strerror or str(error)
-            raise Misuse(f"--host {host} --port {port}: {reason.lower()}; choose another port, or 0 for any") from None
+            raise Misuse(
+                f"--host {host} --port {port}: {reason.lower()}; choose another port, or 0 for any"
+            ) from None
         stack.pop_all()
     return listener

@@ -59,8 +59,12 @@ app = typer.Typer(
 )
 
 
-app.command("data", epilog="Example: eagle3 train data smollm2 data chats.jsonl --rewrite")(grouped(data))
-app.command("head", epilog="Example: eagle3 train head smollm2 data head --freeze-output")(grouped(head))
+app.command("data", epilog="Example: eagle3 train data smollm2 data chats.jsonl --rewrite")(
+    grouped(data)
+)
+app.command("head", epilog="Example: eagle3 train head smollm2 data head --freeze-output")(
+    grouped(head)
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +84,9 @@ class TargetShape:
         """Returns the configuration of the target."""
         from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 
-        mixer = GroupedQuery(num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim)
+        mixer = GroupedQuery(
+            num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim
+        )
         return DecoderConfig(
             vocab_size=vocab_size,
             width=self.width,
@@ -94,18 +100,22 @@ class TargetShape:
 def corpus(
     out: Annotated[Path, typer.Argument(help="Directory to create.")],
     *,
-    stdlib: Annotated[Path | None, typer.Option(help="CPython's Lib. Default: that of this interpreter.")] = None,
-    docs: Annotated[Path | None, typer.Option(help="CPython's Doc. Default: the topics of pydoc.")] = None,
+    stdlib: Annotated[
+        Path | None, typer.Option(help="CPython's Lib. Default: that of this interpreter.")
+    ] = None,
+    docs: Annotated[
+        Path | None, typer.Option(help="CPython's Doc. Default: the topics of pydoc.")
+    ] = None,
     vocab_size: Annotated[
-        int, typer.Option(help="Vocabulary size of the byte-level BPE tokenizer.", min=257, max=65_536)
+        int,
+        typer.Option(help="Vocabulary size of the byte-level BPE tokenizer.", min=257, max=65_536),
     ] = 4096,
     seed: SeedOption = 0,
 ) -> None:
     """Gather CPython's sources and documentation, train a tokenizer and encode them.
 
-    Writes tokenizer.json, train.npy, heldout.npy, corpus.jsonl (every file with its hash and its part), and
-    train.jsonl: the documents to train on, for `eagle3 train data`.
-    """
+    Writes tokenizer.json, train.npy, heldout.npy, corpus.jsonl (every file with its hash and its
+    part), and train.jsonl: the documents to train on, for `eagle3 train data`."""
     import sysconfig
 
     import numpy as np
@@ -141,8 +151,12 @@ def corpus(
 @app.command("target", epilog="Example: eagle3 train target data target --steps 900")
 @grouped
 def target(
-    data: Annotated[Path, typer.Argument(metavar="CORPUS", help="Directory that `eagle3 train corpus` wrote.")],
-    out: Annotated[Path, typer.Argument(help="Directory to write; its checkpoints/ is where a run continues.")],
+    data: Annotated[
+        Path, typer.Argument(metavar="CORPUS", help="Directory that `eagle3 train corpus` wrote.")
+    ],
+    out: Annotated[
+        Path, typer.Argument(help="Directory to write; its checkpoints/ is where a run continues.")
+    ],
     *,
     steps: StepsOption = 900,
     phases: Annotated[
@@ -171,7 +185,12 @@ def target(
     check_trainable(model.param_shapes())
     schedule = optimizer.schedule(steps)
     batches = random_windows(tokens, _phases(phases, steps), seed)
-    options = {"CORPUS": fingerprint(np.asarray(tokens)), "--steps": steps, "--phases": phases, "--seed": seed}
+    options = {
+        "CORPUS": fingerprint(np.asarray(tokens)),
+        "--steps": steps,
+        "--phases": phases,
+        "--seed": seed,
+    }
     same_run(out, options | named(optimizer) | named(shape) | {"--dtype": dtype})
     trainer = Trainer(functools.partial(next_token_loss, model), schedule, out / "checkpoints")
     start = model.init(jax.random.key(seed))
@@ -188,7 +207,9 @@ def _phases(text: str, steps: int) -> tuple[Phase, ...]:
         return int(rows), int(length)
 
     message = f"--phases {text!r}: expected STEPS:ROWSxTOKENS,..., for example '800:16x256,8x512'"
-    phases = tuple(Phase(until, *shape) for until, shape in parse_stages(text, steps, read, message))
+    phases = tuple(
+        Phase(until, *shape) for until, shape in parse_stages(text, steps, read, message)
+    )
     if not all(1 <= phase.batch <= MOST_ROWS and phase.length >= 1 for phase in phases):
         raise Misuse(f"--phases {text!r}: expected 1 to {MOST_ROWS} rows, and at least one token")
     return phases

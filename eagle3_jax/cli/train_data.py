@@ -15,7 +15,13 @@ from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import CompilationCacheOption
 from eagle3_jax.cli._parts import fetch_first
 from eagle3_jax.cli._progress import progress_bar
-from eagle3_jax.cli._training_files import begin_data, fingerprint_of_file, joined_texts, shard_path, weights_of
+from eagle3_jax.cli._training_files import (
+    begin_data,
+    fingerprint_of_file,
+    joined_texts,
+    shard_path,
+    weights_of,
+)
 from eagle3_jax.cli._training_run import MOST_ROWS, DtypeOption, SeedOption, named
 from eagle3_jax.devices.compilation import keep_compiled_programs
 
@@ -38,7 +44,9 @@ _NEEDED = {
 _OPENING_TOKENS = 64
 
 Dropped = collections.Counter[str]
-Shard = Callable[[Dropped], Iterable["Text"]]  # makes the texts of one file, and counts those that are left out
+Shard = Callable[
+    [Dropped], Iterable["Text"]
+]  # makes the texts of one file, and counts those that are left out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,28 +54,41 @@ class WritingOptions:
     """Texts that the target writes itself."""
 
     rewrite: Annotated[
-        bool, typer.Option("--rewrite", help="Let the target write the answers in the files itself.")
+        bool,
+        typer.Option("--rewrite", help="Let the target write the answers in the files itself."),
     ] = False
     opening_tokens: Annotated[
         int | None,
         typer.Option(
-            help="With --rewrite: number of tokens of a 'text' that the target continues. Default: 64.", min=1
+            help="With --rewrite: number of tokens of a 'text' that the target continues. Default: 64.",
+            min=1,
         ),
     ] = None
     most: Annotated[
         int | None,
-        typer.Option(help="With --rewrite: maximum number of prompts, chosen at random. Default: all.", min=1),
+        typer.Option(
+            help="With --rewrite: maximum number of prompts, chosen at random. Default: all.", min=1
+        ),
     ] = None
     openings: Annotated[
-        Path | None, typer.Option(help="With --self: beginnings of questions, one per line, for half of the questions.")
+        Path | None,
+        typer.Option(
+            help="With --self: beginnings of questions, one per line, for half of the questions."
+        ),
     ] = None
     temperature: Annotated[
-        float | None, typer.Option(help="Temperature of answers that are not greedy. Default: 0.7.", min=0, max=1000)
+        float | None,
+        typer.Option(
+            help="Temperature of answers that are not greedy. Default: 0.7.", min=0, max=1000
+        ),
     ] = None
     greedy_share: Annotated[
-        float | None, typer.Option(help="Share of answers that are greedy. Default: 0.5.", min=0, max=1)
+        float | None,
+        typer.Option(help="Share of answers that are greedy. Default: 0.5.", min=0, max=1),
     ] = None
-    rows: Annotated[int | None, typer.Option(help="Texts written at once. Default: 32.", min=1, max=MOST_ROWS)] = None
+    rows: Annotated[
+        int | None, typer.Option(help="Texts written at once. Default: 32.", min=1, max=MOST_ROWS)
+    ] = None
 
     def check(self, conversations: int) -> None:
         """Refuses options without the option that they belong to.
@@ -76,28 +97,49 @@ class WritingOptions:
             conversations: The number of ``--self``.
         """
         has_self = conversations > 0
-        present = {"--rewrite": self.rewrite, "--self": has_self, "--rewrite or --self": self.rewrite or has_self}
+        present = {
+            "--rewrite": self.rewrite,
+            "--self": has_self,
+            "--rewrite or --self": self.rewrite or has_self,
+        }
         options = named(self)
         for field, needed in _NEEDED.items():
             if options[field] is not None and not present[needed]:
-                raise Misuse(f"{field} is an option of {needed}; give that as well, or leave {field} out")
+                raise Misuse(
+                    f"{field} is an option of {needed}; give that as well, or leave {field} out"
+                )
 
 
 def data(
     target: Annotated[str, typer.Argument(help="Directory, GGUF file or name of the target.")],
-    out: Annotated[Path, typer.Argument(metavar="DATA", help="Directory to write; the same command continues there.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DATA", help="Directory to write; the same command continues there."
+        ),
+    ],
     files: Annotated[
         list[Path] | None,
-        typer.Argument(help="JSONL with 'messages', 'prompt' and 'completion', or 'text' in each line."),
+        typer.Argument(
+            help="JSONL with 'messages', 'prompt' and 'completion', or 'text' in each line."
+        ),
     ] = None,
     *,
     conversations: Annotated[
-        int, typer.Option("--self", help="Number of conversations that the target writes, questions included.", min=0)
+        int,
+        typer.Option(
+            "--self",
+            help="Number of conversations that the target writes, questions included.",
+            min=0,
+        ),
     ] = 0,
     writing: WritingOptions,
     length: Annotated[int, typer.Option(help="Maximum number of tokens of a text.", min=2)] = 512,
     held_out: Annotated[
-        float, typer.Option(help="Share of the documents that are never learned, chosen by hash.", min=0, max=1)
+        float,
+        typer.Option(
+            help="Share of the documents that are never learned, chosen by hash.", min=0, max=1
+        ),
     ] = 0.02,
     dtype: DtypeOption = "float32",
     seed: SeedOption = 0,
@@ -105,9 +147,8 @@ def data(
 ) -> None:
     """Turn conversations into token ids, with a mask of the answers, which a head learns.
 
-    A head learns best from texts that the target wrote: --rewrite, --self. Texts go to files of 256, and an
-    interruption loses the file that is being written.
-    """
+    A head learns best from texts that the target wrote: --rewrite, --self. Texts go to files of
+    256, and an interruption loses the file that is being written."""
     from eagle3_jax import load_target
     from eagle3_jax.training.own_text import OwnTextConfig
     from eagle3_jax.training.texts import Texts
@@ -121,11 +162,17 @@ def data(
     if writing.rewrite and not paths:
         raise Misuse("--rewrite answers the prompts of files; give JSONL files")
     writing.check(conversations)
-    fingerprints = [fingerprint_of_file(path) for path in paths]  # a file that is absent is refused before any loading
+    fingerprints = [
+        fingerprint_of_file(path) for path in paths
+    ]  # a file that is absent is refused before any loading
     openings = () if writing.openings is None else _lines(writing.openings)
     fetch_first(target)
     loaded = load_target(target, dtype=dtype)
-    chosen = {"slots": writing.rows, "temperature": writing.temperature, "greedy_share": writing.greedy_share}
+    chosen = {
+        "slots": writing.rows,
+        "temperature": writing.temperature,
+        "greedy_share": writing.greedy_share,
+    }
     config = OwnTextConfig(
         length=length,
         seed=seed,
@@ -164,7 +211,11 @@ def data(
 
 
 def _shards_of_files(
-    target: LoadedTarget, paths: list[Path], config: OwnTextConfig, writing: WritingOptions, dropped: Dropped
+    target: LoadedTarget,
+    paths: list[Path],
+    config: OwnTextConfig,
+    writing: WritingOptions,
+    dropped: Dropped,
 ) -> list[Shard]:
     """Returns the shards of the documents of files."""
     import numpy as np
@@ -174,11 +225,14 @@ def _shards_of_files(
     if not paths:
         return []
     if not writing.rewrite:
-        # Reading takes seconds, so all documents are in one file. They are read before anything is written.
+        # Reading takes seconds, so all documents are in one file. They are read before anything is
+        # written.
         texts = list(read_documents(paths, target, length=config.length, dropped=dropped))
         return [lambda dropped: texts]
     opening = writing.opening_tokens or _OPENING_TOKENS
-    prompts = read_prompts_to_answer(paths, target, length=config.length, dropped=dropped, opening=opening)
+    prompts = read_prompts_to_answer(
+        paths, target, length=config.length, dropped=dropped, opening=opening
+    )
     if writing.most is not None and writing.most < len(prompts):
         order = np.random.default_rng(config.seed).permutation(len(prompts))
         prompts = [prompts[index] for index in order[: writing.most]]
@@ -190,7 +244,11 @@ def _shards_of_files(
 
 
 def _answered(
-    target: LoadedTarget, prompts: list[tuple[list[int], int]], config: OwnTextConfig, first: int, dropped: Dropped
+    target: LoadedTarget,
+    prompts: list[tuple[list[int], int]],
+    config: OwnTextConfig,
+    first: int,
+    dropped: Dropped,
 ) -> Iterator[Text]:
     """Yields prompts with the answers that the target writes."""
     from eagle3_jax.training.own_text import answers
@@ -204,13 +262,17 @@ def _answered(
             dropped["loop"] += 1
 
 
-def _shards_of_conversations(target: LoadedTarget, count: int, config: OwnTextConfig) -> list[Shard]:
+def _shards_of_conversations(
+    target: LoadedTarget, count: int, config: OwnTextConfig
+) -> list[Shard]:
     """Returns the shards of conversations that the target writes."""
     from eagle3_jax.training.own_text import Conversations
 
     shards = []
     for first in range(0, count, _TEXTS_OF_A_SHARD):
-        conversations = Conversations(target, config, min(_TEXTS_OF_A_SHARD, count - first), first=first)
+        conversations = Conversations(
+            target, config, min(_TEXTS_OF_A_SHARD, count - first), first=first
+        )
         shards.append(functools.partial(_counted, conversations))
     return shards
 

@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from eagle3_jax.training.texts import Texts
 
 _MOST_DEPTH = 64  # of an unroll, every step of which is compiled
-# Parameters whose columns are draft tokens: of most methods, of Medusa, and of the Markov head of DSpark.
+# Parameters whose columns are draft tokens: of most methods, of Medusa, and of the Markov head of
+# DSpark.
 _OUTPUTS = frozenset({"head", "outputs", "after"})
 
 
@@ -57,44 +58,76 @@ _OUTPUTS = frozenset({"head", "outputs", "after"})
 class HeadShape:
     """The method of a head, its shape, and its training objective."""
 
-    method: Annotated[str, typer.Option(help="Drafting method; an unknown name lists them.")] = "eagle3"
+    method: Annotated[str, typer.Option(help="Drafting method; an unknown name lists them.")] = (
+        "eagle3"
+    )
     draft_vocab_size: Annotated[
         int | None,
-        typer.Option(help="Draft vocabulary size. Default: a third for eagle3 and p-eagle, else all tokens.", min=1),
+        typer.Option(
+            help="Draft vocabulary size. Default: a third for eagle3 and p-eagle, else all tokens.",
+            min=1,
+        ),
     ] = None
     layers: Annotated[
-        int | None, typer.Option(help="Number of layers. Default: the usual number of the method.", min=1, max=10_000)
+        int | None,
+        typer.Option(
+            help="Number of layers. Default: the usual number of the method.", min=1, max=10_000
+        ),
     ] = None
-    width: Annotated[int | None, typer.Option(help="Width of a draft model. Default: half of the target's.", min=1)] = (
-        None
-    )
-    mlp_width: Annotated[int | None, typer.Option(help="Inner width of the MLPs. Default: the target's.", min=1)] = None
+    width: Annotated[
+        int | None,
+        typer.Option(help="Width of a draft model. Default: half of the target's.", min=1),
+    ] = None
+    mlp_width: Annotated[
+        int | None, typer.Option(help="Inner width of the MLPs. Default: the target's.", min=1)
+    ] = None
     unroll: Annotated[
         str | None,
-        typer.Option(help="Number of draft positions to learn, as UNTIL:POSITIONS,...; the last one holds to the end."),
+        typer.Option(
+            help="Number of draft positions to learn, as UNTIL:POSITIONS,...; the last one holds to the end."
+        ),
     ] = None
     noise: Annotated[
-        float | None, typer.Option(help="Noise on the features, as a share of their size. Default: none.", min=0, max=1)
+        float | None,
+        typer.Option(
+            help="Noise on the features, as a share of their size. Default: none.", min=0, max=1
+        ),
     ] = None
     freeze_output: Annotated[
-        bool, typer.Option("--freeze-output", help="Keep the target's output matrix instead of training it.")
+        bool,
+        typer.Option(
+            "--freeze-output", help="Keep the target's output matrix instead of training it."
+        ),
     ] = False
 
 
 def head(
     target: Annotated[str, typer.Argument(help="Directory, GGUF file or name of the target.")],
-    data: Annotated[Path, typer.Argument(metavar="DATA", help="Directory that `eagle3 train data` wrote.")],
-    out: Annotated[Path, typer.Argument(help="Directory to write; its checkpoints/ is where a run continues.")],
+    data: Annotated[
+        Path, typer.Argument(metavar="DATA", help="Directory that `eagle3 train data` wrote.")
+    ],
+    out: Annotated[
+        Path, typer.Argument(help="Directory to write; its checkpoints/ is where a run continues.")
+    ],
     *,
     shape: HeadShape,
     steps: StepsOption = 1100,
     batch: Annotated[
         int,
-        typer.Option(help="Rows per step for the longest texts; more rows for shorter texts.", min=1, max=MOST_ROWS),
+        typer.Option(
+            help="Rows per step for the longest texts; more rows for shorter texts.",
+            min=1,
+            max=MOST_ROWS,
+        ),
     ] = 8,
-    init: Annotated[Path | None, typer.Option(help="Head of the same target and method to start from.")] = None,
+    init: Annotated[
+        Path | None, typer.Option(help="Head of the same target and method to start from.")
+    ] = None,
     online: Annotated[
-        bool, typer.Option("--online", help="Run the target in every step. Default: store its features in DATA.")
+        bool,
+        typer.Option(
+            "--online", help="Run the target in every step. Default: store its features in DATA."
+        ),
     ] = False,
     evaluate_every: Annotated[
         int, typer.Option(help="Steps between evaluations on held-out texts; 0: none.", min=0)
@@ -106,8 +139,8 @@ def head(
 ) -> None:
     """Train a draft head with the objective of its method and write it in the layout of its method.
 
-    Evaluations are in OUT/checkpoints/log.jsonl: tokens per round (tau) on held-out texts, by decoding and in one pass.
-    """
+    Evaluations are in OUT/checkpoints/log.jsonl: tokens per round (tau) on held-out texts, by
+    decoding and in one pass."""
     import jax
     import jax.numpy as jnp
 
@@ -163,16 +196,26 @@ def head(
         "--unroll": unroll,
         "--steps": steps,
         "--batch": batch,
-        "--init": None if begun_from is None else fingerprint([begun_from.head, begun_from.draft_to_target]),
+        "--init": None
+        if begun_from is None
+        else fingerprint([begun_from.head, begun_from.draft_to_target]),
         "--seed": seed,
         **named(optimizer),
         "--dtype": dtype,
     }
-    draft_to_target = same_run(out, run_options, None if size is None else select_draft_vocabulary(counts, size))
+    draft_to_target = same_run(
+        out, run_options, None if size is None else select_draft_vocabulary(counts, size)
+    )
     if draft_to_target is not None:
         unseen = int((counts[draft_to_target] == 0).sum())
-        note = f"; {unseen:,} of its {len(draft_to_target):,} tokens occur in no text" if unseen else ""
-        typer.echo(f"the draft vocabulary covers {coverage(counts, draft_to_target):.1%} of what is learned{note}")
+        note = (
+            f"; {unseen:,} of its {len(draft_to_target):,} tokens occur in no text"
+            if unseen
+            else ""
+        )
+        typer.echo(
+            f"the draft vocabulary covers {coverage(counts, draft_to_target):.1%} of what is learned{note}"
+        )
 
     layers = getattr(drafter, "aux_layers", ())
     folder = data / "features" / "-".join([weights.removeprefix("sha256 "), *map(str, layers)])
@@ -192,8 +235,13 @@ def head(
     evaluation = Evaluation(loaded, drafter, frozen, held_out, features_held_out, depths[-1][1])
     log = Log(out / CHECKPOINTS / "log.jsonl", evaluation, fixed, evaluate_every, steps)
     state = None
-    for until, depth in depths:  # short drafts first: they are cheap, and the deeper ones build on them
-        loss = functools.partial(_loss, recipe, drafter, model, dataclasses.replace(options, depth=depth))
+    for (
+        until,
+        depth,
+    ) in depths:  # short drafts first: they are cheap, and the deeper ones build on them
+        loss = functools.partial(
+            _loss, recipe, drafter, model, dataclasses.replace(options, depth=depth)
+        )
         trainer = Trainer(loss, schedule, out / CHECKPOINTS)
         state = train(
             trainer,
@@ -212,15 +260,22 @@ def head(
         write_draft_model(out, locate(target, "target"), config, params, dtype=running.store)
     else:
         depth = model.config.num_layers
-        write_head(out, config, params, draft_to_target, dtype=running.store, num_target_layers=depth)
+        write_head(
+            out, config, params, draft_to_target, dtype=running.store, num_target_layers=depth
+        )
     typer.echo(f"wrote {out}")
 
 
-def _features(target: LoadedTarget, texts: Texts, layers: tuple[int, ...], directory: Path) -> Features:
+def _features(
+    target: LoadedTarget, texts: Texts, layers: tuple[int, ...], directory: Path
+) -> Features:
     """Returns the target's features at each token of the texts, computed if they are not stored."""
     from eagle3_jax.training.features import TEXTS_OF_A_PART, stored_features
 
-    with progress_bar("running the target over the texts", -(-len(texts) // TEXTS_OF_A_PART)) as (progress, task):
+    with progress_bar("running the target over the texts", -(-len(texts) // TEXTS_OF_A_PART)) as (
+        progress,
+        task,
+    ):
         for features in stored_features(target, texts, layers, directory):
             if features is not None:
                 return features
@@ -228,7 +283,9 @@ def _features(target: LoadedTarget, texts: Texts, layers: tuple[int, ...], direc
     raise AssertionError("the last value is the features")
 
 
-def _loss(recipe: Recipe, drafter: Any, model: Any, options: HeadOptions, params: Params, inputs: Any) -> Any:
+def _loss(
+    recipe: Recipe, drafter: Any, model: Any, options: HeadOptions, params: Params, inputs: Any
+) -> Any:
     """Returns the loss of a head, some parameters of which may be fixed, and its metrics."""
     rows, frozen, fixed = inputs
     return recipe.loss(drafter, model, {**params, **fixed}, frozen, rows, options)
@@ -255,7 +312,11 @@ class Log(NamedTuple):
         before = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         lines = [earlier for earlier in before if json.loads(earlier)["step"] < step]
         write_text(self.path, "".join(f"{text}\n" for text in [*lines, json.dumps(line)]))
-        read = f", read off {len(self.evaluation.texts):,} held-out texts {measured['tau']:.2f}" if measured else ""
+        read = (
+            f", read off {len(self.evaluation.texts):,} held-out texts {measured['tau']:.2f}"
+            if measured
+            else ""
+        )
         typer.echo(f"step {step}: tau {line['tau_decoded']:.2f} by decoding{read}")
 
 
@@ -269,7 +330,8 @@ def _head_to_continue(init: Path, method: str, config: Any, target: LoadedTarget
         target: The target of the run.
 
     Raises:
-        ValueError: The head does not fit the target, or has another method or shape than the new one.
+        ValueError: The head does not fit the target, or has another method or shape than the new
+            one.
     """
     import numpy as np
 
@@ -280,19 +342,27 @@ def _head_to_continue(init: Path, method: str, config: Any, target: LoadedTarget
     model: Any = target.model
     read = read_head(init, model.config)
     if type(config) is not HEADS[read.method].classes[0]:
-        raise Misuse(f"--init {init} is a head of the method {read.method}, and --method is {method}; give the same")
+        raise Misuse(
+            f"--init {init} is a head of the method {read.method}, and --method is {method}; give the same"
+        )
     # The draft vocabulary may be another: only output matrices depend on it.
     before = {**dataclasses.asdict(read.config), "draft_vocab_size": None}
     after = {**dataclasses.asdict(config), "draft_vocab_size": None}
     differing = [
-        f"{name} is {shown(before[name])} and not {shown(after[name])}" for name in after if before[name] != after[name]
+        f"{name} is {shown(before[name])} and not {shown(after[name])}"
+        for name in after
+        if before[name] != after[name]
     ]
     if differing:
-        raise Misuse(f"--init {init} is another head than the options describe: {'; '.join(differing)}")
+        raise Misuse(
+            f"--init {init} is another head than the options describe: {'; '.join(differing)}"
+        )
     if read.embedding is not None:
         shared = np.asarray(model.tables(target.params).embedding)
         if not np.array_equal(read.embedding.astype(shared.dtype), shared):
-            raise Misuse(f"--init {init} has its own embedding, which cannot be trained; give a head without one")
+            raise Misuse(
+                f"--init {init} has its own embedding, which cannot be trained; give a head without one"
+            )
     return read
 
 
@@ -301,7 +371,8 @@ def _continued(read: HeadCheckpoint, start: Params, draft_to_target: Any) -> Par
 
     Args:
         read: The head.
-        start: First parameters of a run without ``--init``. They supply the output matrices if the vocabularies differ.
+        start: First parameters of a run without ``--init``. They supply the output matrices if the
+            vocabularies differ.
         draft_to_target: ``[W]``, the draft vocabulary of the run; ``None`` for all tokens.
     """
     import jax
@@ -324,7 +395,9 @@ def _continued(read: HeadCheckpoint, start: Params, draft_to_target: Any) -> Par
 
 def _unrolls(text: str, steps: int) -> list[tuple[int, int]]:
     """Returns the phases of the training-time test as ``(last step, depth)``."""
-    depths = parse_stages(text, steps, int, f"--unroll {text!r}: expected UNTIL:STEPS,..., for example '300:2,5'")
+    depths = parse_stages(
+        text, steps, int, f"--unroll {text!r}: expected UNTIL:STEPS,..., for example '300:2,5'"
+    )
     if not all(1 <= depth <= _MOST_DEPTH for _, depth in depths):
         raise Misuse(f"--unroll {text!r}: expected 1 to {_MOST_DEPTH} steps")
     return depths

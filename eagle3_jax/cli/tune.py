@@ -23,7 +23,13 @@ from eagle3_jax.cli._options import (
     parse_tree,
     write_json,
 )
-from eagle3_jax.cli._parts import announced, fetch_first, measured_drafter, read_drafter, read_target
+from eagle3_jax.cli._parts import (
+    announced,
+    fetch_first,
+    measured_drafter,
+    read_drafter,
+    read_target,
+)
 from eagle3_jax.cli._printing import Page, cell_text, print_page, table_of
 from eagle3_jax.cli._progress import counted, spinner
 from eagle3_jax.devices.compilation import keep_compiled_programs
@@ -44,35 +50,55 @@ def tune(
     dtype: MeasuredDtypeOption = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="JSONL file of prompts like yours. Default: the code prompts of the bundled pair."),
+        typer.Option(
+            help="JSONL file of prompts like yours. Default: the code prompts of the bundled pair."
+        ),
     ] = None,
     max_prompts: Annotated[
-        int, typer.Option(help="Maximum number of prompts that acceptance is measured on.", min=1, max=100_000)
+        int,
+        typer.Option(
+            help="Maximum number of prompts that acceptance is measured on.", min=1, max=100_000
+        ),
     ] = 8,
-    batch_sizes: Annotated[str, typer.Option(help="Rows decoded at once: '1,4,16' or '1-4'.")] = "1,4,16",
+    batch_sizes: Annotated[
+        str, typer.Option(help="Rows decoded at once: '1,4,16' or '1-4'.")
+    ] = "1,4,16",
     chains: Annotated[str, typer.Option(help="Chain lengths K: '1-7' or '1,3,5'.")] = "1-5",
     tree: Annotated[
         list[str] | None,
-        typer.Option(help="A tree to measure too: num_nodes=60,max_depth=8,top_k=10; may be repeated."),
+        typer.Option(
+            help="A tree to measure too: num_nodes=60,max_depth=8,top_k=10; may be repeated."
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens per prompt.", min=2, max=100_000)] = 64,
-    repeats: Annotated[int, typer.Option(help="Interleaved measurements of every cost.", min=1, max=10_000)] = 5,
-    check: Annotated[bool, typer.Option(help="Compare the fastest draft with plain decoding at the end.")] = True,
-    output: Annotated[Path | None, typer.Option(help="Write schedule and measurements to this JSON file.")] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="New tokens per prompt.", min=2, max=100_000)
+    ] = 64,
+    repeats: Annotated[
+        int, typer.Option(help="Interleaved measurements of every cost.", min=1, max=10_000)
+    ] = 5,
+    check: Annotated[
+        bool, typer.Option(help="Compare the fastest draft with plain decoding at the end.")
+    ] = True,
+    output: Annotated[
+        Path | None, typer.Option(help="Write schedule and measurements to this JSON file.")
+    ] = None,
     compilation_cache: CompilationCacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Choose the best K for every batch size by measurement.
 
-    Prints a schedule in vLLM's form, num_speculative_tokens_per_batch_size, which `eagle3 generate --schedule` takes
-    too, the acceptance at which each choice breaks even, and a check of the prediction.
+    Prints a schedule in vLLM's form, num_speculative_tokens_per_batch_size, which `eagle3 generate
+    --schedule` takes too, the acceptance at which each choice breaks even, and a check of the
+    prediction.
 
     Ctrl-C ends the measurement; the batch sizes measured until then are reported.
     """
     sizes = parse_numbers(batch_sizes, "--batch-sizes", most=4096)
     lengths = parse_numbers(chains, "--chains")
     if models.drafter == "none":
-        raise Misuse("--drafter none drafts nothing, so there is nothing to tune; name another drafter")
+        raise Misuse(
+            "--drafter none drafts nothing, so there is nothing to tune; name another drafter"
+        )
     check_writable(output)
     keep_compiled_programs(compilation_cache)
 
@@ -84,19 +110,29 @@ def tune(
 
     trees = [parse_tree(text) for text in tree or []]
     fetch_first(models.target, models.drafter)
-    drafter = announced(measured_drafter(models.target), models.target) if models.drafter is None else models.drafter
+    drafter = (
+        announced(measured_drafter(models.target), models.target)
+        if models.drafter is None
+        else models.drafter
+    )
     with spinner("loading") as now:
         dtype = measured_dtype(dtype)
         loaded = read_target(models.target, dtype, weights=models.weights)
         if prompts is not None:
             announce_input(prompts)
-        known = read_prompts(prompts or bundled("prompts.jsonl"), loaded, max_new_tokens=max_new_tokens)
-        chosen = in_turn([prompt for prompt in known if prompts or prompt.category == "code"], max_prompts)
+        known = read_prompts(
+            prompts or bundled("prompts.jsonl"), loaded, max_new_tokens=max_new_tokens
+        )
+        chosen = in_turn(
+            [prompt for prompt in known if prompts or prompt.category == "code"], max_prompts
+        )
         head = read_drafter(drafter, target=loaded, layer_ids=models.layer_ids)
         assert head is not None
         batches = len(set(sizes))
         shapes = len(set(lengths)) + len(trees)
-        now = counted(now, tuning.num_steps(shapes=shapes, batches=batches, repeats=repeats, check=check))
+        now = counted(
+            now, tuning.num_steps(shapes=shapes, batches=batches, repeats=repeats, check=check)
+        )
         result = tuning.tune(
             loaded,
             head,
@@ -111,7 +147,12 @@ def tune(
             on_result=now.tell,
         )
     method = head.described if isinstance(head, LoadedDrafter) else type(head).__name__
-    about = {"hardware": hardware(), "dtype": dtype, "weights": models.weights, "drafter_method": method}
+    about = {
+        "hardware": hardware(),
+        "dtype": dtype,
+        "weights": models.weights,
+        "drafter_method": method,
+    }
     values = about | result.to_json()
     if output is not None:
         write_json(output, values)
@@ -130,14 +171,20 @@ the difference is smaller than that between repeats."""
 
 def _text(result: Tuning, values: dict[str, Any]) -> list[str | Table]:
     """Returns the speed-ups, the break-evens, the checks, and the schedule to copy."""
-    precision = values["dtype"] if values["weights"] == "dense" else f"{values['dtype']}, {values['weights']}"
+    precision = (
+        values["dtype"]
+        if values["weights"] == "dense"
+        else f"{values['dtype']}, {values['weights']}"
+    )
     prompts = f"{result.num_prompts} prompt{'s' if result.num_prompts > 1 else ''}"
     size = f"{prompts} x {result.max_new_tokens} new tokens, {result.repeats} interleaved repeats"
     return [
         f"{values['drafter_method']}; {values['hardware']}; {precision}, greedy; {size}\n",
         _speedups(result),
         "\n" + _NOTES,
-        table_of("Acceptance at which the best chain breaks even", _break_evens(values), _BREAK_EVEN),
+        table_of(
+            "Acceptance at which the best chain breaks even", _break_evens(values), _BREAK_EVEN
+        ),
         table_of("Check of the prediction", values["checks"], _CHECKS),
         *_schedule(result),
     ]
@@ -181,7 +228,9 @@ def _break_evens(values: dict[str, Any]) -> list[dict[str, Any]]:
         levels = tuned["break_even"]
         chain = tuned["best_chain"] if tuned["best_chain"] in levels else next(iter(levels))
         step = tuned["plain_step"]["median"]
-        rows.append({"batch": tuned["batch"], "plain_step_seconds": step, "chain": chain, **levels[chain]})
+        rows.append(
+            {"batch": tuned["batch"], "plain_step_seconds": step, "chain": chain, **levels[chain]}
+        )
     return rows
 
 
@@ -189,9 +238,14 @@ def _schedule(result: Tuning) -> list[str]:
     """Returns the schedule in the forms of vLLM and of ``eagle3 generate``."""
     schedule = result.schedule
     if schedule is None:
-        return ["\nNo chain pays off at any of these batch sizes: decode plainly. There is no schedule."]
+        return [
+            "\nNo chain pays off at any of these batch sizes: decode plainly. There is no schedule."
+        ]
     entries = schedule.to_lists()
-    keys = {"num_speculative_tokens": schedule.max_length, "num_speculative_tokens_per_batch_size": entries}
+    keys = {
+        "num_speculative_tokens": schedule.max_length,
+        "num_speculative_tokens_per_batch_size": entries,
+    }
     lines = [
         "\nschedule of chains (for vLLM's --speculative-config, next to method and model):",
         json.dumps(keys),
@@ -200,5 +254,7 @@ def _schedule(result: Tuning) -> list[str]:
     for tuned in result.batches:
         if tuned.best is not None and not tuned.best.shape.is_chain:
             tree = tuned.best.shape.name
-            lines.append(f"At batch {tuned.batch} the {tree} is faster; a schedule, like vLLM, holds chains only.")
+            lines.append(
+                f"At batch {tuned.batch} the {tree} is faster; a schedule, like vLLM, holds chains only."
+            )
     return lines

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from eagle3_jax.files.writing import cache_directory
 
-# Room for thousands of programs of the shipped pair, or hundreds of large models with their GPU kernels.
+# Room for thousands of programs of the shipped pair, or hundreds of large models with their GPU
+# kernels.
 MOST_BYTES = 2 * 2**30
 
 
@@ -17,8 +18,8 @@ def keep_compiled_programs(directory: str | None) -> None:
     """Makes JAX store compiled programs on disk and reuse those of earlier commands.
 
     Args:
-        directory: A directory, or ``none`` for no cache. ``None`` is the directory in JAX's own configuration, or else
-            the user's cache directory.
+        directory: A directory, or ``none`` for no cache. ``None`` is the directory in JAX's own
+            configuration, or else the user's cache directory.
 
     Raises:
         ValueError: The directory cannot be written.
@@ -40,7 +41,9 @@ def keep_compiled_programs(directory: str | None) -> None:
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         if directory is None:
             return
-        raise ValueError(f"--compilation-cache {directory}: cannot be written; give another directory or 'none'")
+        raise ValueError(
+            f"--compilation-cache {directory}: cannot be written; give another directory or 'none'"
+        )
     # JAX compiles a damaged entry again, so the user need not act on the warning.
     warnings.filterwarnings("ignore", message=".*persistent compilation cache")
     if jax.config.jax_compilation_cache_max_size == -1:  # type: ignore[attr-defined]
@@ -54,9 +57,8 @@ def keep_compiled_programs(directory: str | None) -> None:
 def _make_prunable(folder: Path) -> None:
     """Gives every program a file for the time of its last use, which JAX writes only when it prunes.
 
-    JAX before 0.12 writes nothing to a directory in which such a file is missing. An empty file counts as the oldest;
-    the next use of the program writes the time.
-    """
+    JAX before 0.12 writes nothing to a directory in which such a file is missing. An empty file
+    counts as the oldest; the next use of the program writes the time."""
     with contextlib.suppress(OSError):  # another user's file, in a shared directory
         for program in folder.glob("*-cache"):
             used = program.with_name(program.name.removesuffix("-cache") + "-atime")

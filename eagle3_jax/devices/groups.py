@@ -13,8 +13,9 @@ from eagle3_jax.devices.sharding import DATA
 In = TypeVar("In")
 Out = TypeVar("Out")
 
-# Limits of one forward, per device. 8,192 tokens keep the matrix products busy. Each group allocates its own caches,
-# which are then copied; 16,384 slots bound them. Below 256 tokens a forward would read all weights for little work.
+# Limits of one forward, per device. 8,192 tokens keep the matrix products busy. Each group
+# allocates its own caches, which are then copied; 16,384 slots bound them. Below 256 tokens a
+# forward would read all weights for little work.
 TOKENS = 8192
 SLOTS = 16384
 FEWEST_TOKENS = 256
@@ -23,8 +24,8 @@ FEWEST_TOKENS = 256
 def rows_per_group(batch: int, tokens: int, capacity: int) -> int:
     """Returns how many rows go through one forward: the whole batch if it has at most :data:`TOKENS` tokens per device.
 
-    A larger batch is split into equal groups within the limits above. The result divides ``batch``, and the data axis
-    of a mesh divides the result.
+    A larger batch is split into equal groups within the limits above. The result divides ``batch``,
+    and the data axis of a mesh divides the result.
 
     Args:
         batch: ``B``, rows.
@@ -46,12 +47,14 @@ def map_groups(run: Callable[[In], Out], rows: In, size: int) -> Out:
         rows: A pytree whose leaves are ``[B ...]``, as are those of the result.
         size: Rows per group; a divisor of ``B``.
     """
-    # Leaves are reshaped instead of trees, because building a tree checks the annotated shapes of its class.
+    # Leaves are reshaped instead of trees, because building a tree checks the annotated shapes of
+    # its class.
     leaves, rows_treedef = jax.tree.flatten(rows)
     groups = len(leaves[0]) // size
     if groups == 1:
         return run(rows)
-    # Group g has rows g, g + groups, ...: a device of a mesh holds consecutive rows, so every group uses all devices.
+    # Group g has rows g, g + groups, ...: a device of a mesh holds consecutive rows, so every group
+    # uses all devices.
     grouped = [leaf.reshape(size, groups, *leaf.shape[1:]) for leaf in leaves]
 
     out_treedef: Any = None

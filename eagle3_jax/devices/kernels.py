@@ -34,9 +34,9 @@ def argmax(x: Float[Array, "*B V"]) -> Int[Array, "*B"]:
 def largest(x: Float[Array, "*B V"]) -> Largest:
     """Returns the largest element and its lowest index. If an element is NaN, the index is arbitrary on CPUs.
 
-    XLA's CPU backend scans for it element by element. Finding the maximum, and then the lowest index that holds it,
-    takes a fifth of the time (60 rows of 4,096: 244 instead of 1,212 microseconds).
-    """
+    XLA's CPU backend scans for it element by element. Finding the maximum, and then the lowest
+    index that holds it, takes a fifth of the time (60 rows of 4,096: 244 instead of 1,212
+    microseconds)."""
 
     def in_two_passes(x: Float[Array, "*B V"]) -> Largest:
         value = jnp.max(x, axis=-1)
@@ -63,7 +63,9 @@ def _largest_of_pieces(x: Float[Array, "*B V"]) -> Largest:
     split = padded.reshape(*x.shape[:-1], pieces, -1)
     indices = lax.broadcasted_iota(jnp.int32, padded.shape, x.ndim - 1).reshape(split.shape)
 
-    def larger(left_pair: tuple[Array, Array], right_pair: tuple[Array, Array]) -> tuple[Array, Array]:
+    def larger(
+        left_pair: tuple[Array, Array], right_pair: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
         value, index = left_pair
         right_value, right_index = right_pair
         is_nan = value != value
@@ -88,10 +90,11 @@ def uniforms(keys: Key[Array, " B"], count: int) -> Float[Array, "B count"]:
 def draw(p: Float[Array, "*B V"], uniforms: Float[Array, "*B U"]) -> Int[Array, "*B"]:
     """Samples a token from ``p``. A token without mass is never sampled.
 
-    The token id is found digit by digit in base 64, most significant first. Each digit inverts the cumulative
-    distribution of at most 64 sums at its own uniform. One cumulative sum over a whole vocabulary would be wrong: at
-    128,256 tokens float32 moves up to 0.4 % of the mass to other tokens, and a parallel scan is not monotonic, so it
-    can return tokens without mass. Here the total variation distance from ``p`` stays below 2e-6.
+    The token id is found digit by digit in base 64, most significant first. Each digit inverts the
+    cumulative distribution of at most 64 sums at its own uniform. One cumulative sum over a whole
+    vocabulary would be wrong: at 128,256 tokens float32 moves up to 0.4 % of the mass to other
+    tokens, and a parallel scan is not monotonic, so it can return tokens without mass. Here the
+    total variation distance from ``p`` stays below 2e-6.
 
     Args:
         p: ``[... V]``, the distribution; it need not sum to one.
@@ -108,7 +111,9 @@ def draw(p: Float[Array, "*B V"], uniforms: Float[Array, "*B U"]) -> Int[Array, 
     *lower, masses = _sum_groups(p)
     token = _invert_cumulative(masses, uniforms[..., 0])
     for digit, masses in enumerate(reversed(lower), 1):
-        siblings = jnp.take_along_axis(_split_groups(masses), token[..., None, None], axis=-2)[..., 0, :]
+        siblings = jnp.take_along_axis(_split_groups(masses), token[..., None, None], axis=-2)[
+            ..., 0, :
+        ]
         token = token * _BASE + _invert_cumulative(siblings, uniforms[..., digit])
     return token
 
@@ -136,12 +141,15 @@ def _split_groups(masses: Float[Array, "*B n"]) -> Float[Array, "*B groups 64"]:
     return padded.reshape(*masses.shape[:-1], -1, _BASE)
 
 
-def _invert_cumulative(masses: Float[Array, "*B n"], uniform: Float[Array, "*B"]) -> Int[Array, "*B"]:
+def _invert_cumulative(
+    masses: Float[Array, "*B n"], uniform: Float[Array, "*B"]
+) -> Int[Array, "*B"]:
     """Returns the first index whose cumulative mass exceeds the uniform's share of the total.
 
     The index always has mass.
     """
-    # Rounding in a parallel scan can lift the sum at an index without mass above its neighbors' sums.
+    # Rounding in a parallel scan can lift the sum at an index without mass above its neighbors'
+    # sums.
     cumulative = jnp.where(masses > 0, jnp.cumsum(masses, axis=-1), 0.0)
     passed = cumulative > uniform[..., None] * jnp.max(cumulative, axis=-1, keepdims=True)
     return jnp.argmax(passed, axis=-1).astype(jnp.int32)
@@ -152,16 +160,19 @@ def scatter_tokens(
 ) -> Float[Array, "B C S H"]:
     """Writes each token to its slot. The slots of a row must differ; slots beyond the capacity are dropped."""
     if slots.size == 1:
-        # XLA turns a single write into a slice update, fuses it into every reader of the buffer, and copies the buffer
-        # for each. A second write, which is dropped, prevents that.
+        # XLA turns a single write into a slice update, fuses it into every reader of the buffer,
+        # and copies the buffer for each. A second write, which is dropped, prevents that.
         slots = jnp.concatenate([slots, slots + buffer.shape[2]], axis=1)
         new = jnp.concatenate([new, new], axis=2)
-    # `unique_indices`: otherwise a GPU under deterministic operations makes the writes one after the other.
+    # `unique_indices`: otherwise a GPU under deterministic operations makes the writes one after
+    # the other.
     new = new.astype(buffer.dtype)
 
     def write_by_head(buffer: Array, slots: Array, new: Array) -> Array:
         # Row by row and head by head, so that a device which holds some heads writes only those.
-        write = lambda buffer, slots, new: buffer.at[slots].set(new, mode="drop", unique_indices=True)
+        write = lambda buffer, slots, new: buffer.at[slots].set(
+            new, mode="drop", unique_indices=True
+        )
         return jax.vmap(jax.vmap(write, (0, None, 0)))(buffer, slots, new)
 
     def write_together(buffer: Array, slots: Array, new: Array) -> Array:
@@ -175,11 +186,16 @@ def scatter_tokens(
     return lax.platform_dependent(buffer, slots, new, tpu=write_together, default=write_by_head)
 
 
-def gather_tokens(buffer: Float[Array, "B C S H"], slots: Int[Array, "B T"]) -> Float[Array, "B C T H"]:
+def gather_tokens(
+    buffer: Float[Array, "B C S H"], slots: Int[Array, "B T"]
+) -> Float[Array, "B C T H"]:
     """Reads the token in each slot. Slots must be within the capacity."""
-    if not jax.sharding.get_abstract_mesh().empty:  # a mesh would gather the buffers for what follows
+    if (
+        not jax.sharding.get_abstract_mesh().empty
+    ):  # a mesh would gather the buffers for what follows
         return jnp.take_along_axis(buffer, slots[:, None, :, None], axis=2)
-    # One index for each head, too: for tokens of all heads at once TPUs transpose the buffers (64 MiB each at batch 8).
+    # One index for each head, too: for tokens of all heads at once TPUs transpose the buffers (64
+    # MiB each at batch 8).
     rows = jnp.arange(buffer.shape[0])[:, None, None]
     heads = jnp.arange(buffer.shape[1])[:, None]
     return buffer[rows, heads, slots[:, None]]
@@ -192,22 +208,28 @@ _MOST_BLOCKS = 16
 def ordered_sum(x: Float[Array, "*rows D"]) -> Float[Array, "*rows 1"]:
     """Returns the sum over the last axis; on CPUs the order of additions depends only on the length of a row.
 
-    XLA's CPU backend chooses the order of a reduction by its whole shape, so a row would have different bits in a batch
-    of another size. Here blocks of 64 numbers are added one after the other, then the 64 sums in pairs. Zeros at the
-    end change nothing. Other backends choose the order.
-    """
+    XLA's CPU backend chooses the order of a reduction by its whole shape, so a row would have
+    different bits in a batch of another size. Here blocks of 64 numbers are added one after the
+    other, then the 64 sums in pairs. Zeros at the end change nothing. Other backends choose the
+    order."""
     in_order = functools.partial(_fold, operation=jnp.add, neutral=0.0)
-    return lax.platform_dependent(x, cpu=in_order, default=lambda x: jnp.sum(x, axis=-1, keepdims=True))
+    return lax.platform_dependent(
+        x, cpu=in_order, default=lambda x: jnp.sum(x, axis=-1, keepdims=True)
+    )
 
 
 def max_before_exp(x: Float[Array, "*rows S"]) -> Float[Array, "*rows 1"]:
     """Returns the maximum over the last axis, for scores of which exponentials are taken next.
 
-    XLA's CPU backend fuses a reduction of 4,096 numbers or more with the exponential that follows, and that exponential
-    rounds otherwise. A query would have different bits in a larger block. Comparisons in pairs are not fused.
-    """
-    in_order = functools.partial(_fold, operation=jnp.maximum, neutral=float(jnp.finfo(x.dtype).min))
-    return lax.platform_dependent(x, cpu=in_order, default=lambda x: jnp.max(x, axis=-1, keepdims=True))
+    XLA's CPU backend fuses a reduction of 4,096 numbers or more with the exponential that follows,
+    and that exponential rounds otherwise. A query would have different bits in a larger block.
+    Comparisons in pairs are not fused."""
+    in_order = functools.partial(
+        _fold, operation=jnp.maximum, neutral=float(jnp.finfo(x.dtype).min)
+    )
+    return lax.platform_dependent(
+        x, cpu=in_order, default=lambda x: jnp.max(x, axis=-1, keepdims=True)
+    )
 
 
 def _fold(
@@ -226,7 +248,9 @@ def _fold(
         padding = [(0, 0)] * (blocks.ndim - 2) + [(0, missing), (0, 0)]
         groups = pad(blocks, padding).reshape(*x.shape[:-1], -1, count, _LANES)
         blocks = functools.reduce(operation, [groups[..., index, :] for index in range(count)])
-    lanes = lax.optimization_barrier(blocks[..., 0, :])  # else one fusion would repeat the operations for every lane
+    lanes = lax.optimization_barrier(
+        blocks[..., 0, :]
+    )  # else one fusion would repeat the operations for every lane
     while lanes.shape[-1] > 1:
         half = lanes.shape[-1] // 2
         lanes = operation(lanes[..., :half], lanes[..., half:])

@@ -1,9 +1,9 @@
 """Sharding over a mesh of devices, by names of array axes.
 
-A mesh has two axes. ``data`` divides rows of the batch. ``model`` divides layers: key heads with their query heads,
-columns of an MLP, experts, the vocabulary. The programs are those of one device. XLA's partitioner (GSPMD) derives from
-the shardings of their arguments where to compute and what to communicate.
-"""
+A mesh has two axes. ``data`` divides rows of the batch. ``model`` divides layers: key heads with
+their query heads, columns of an MLP, experts, the vocabulary. The programs are those of one device.
+XLA's partitioner (GSPMD) derives from the shardings of their arguments where to compute and what to
+communicate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Axis(NamedTuple):
     parts: int  #: Number of pieces that must stay whole, such as key heads of several columns each.
 
 
-# For each axis of an array its name, or None if it is never divided. Axes left out at the end are not divided.
+# For each axis of an array its name, or None if it is never divided. Axes left out at the end are
+# not divided.
 Axes = tuple[Axis | None, ...]
 
 
@@ -40,7 +41,8 @@ class AxisRule(NamedTuple):
 
     mesh_axis: str  #: ``data`` or ``model``.
     parts: str  #: The parts of the named axis, in words.
-    required: bool = True  #: Whether a mesh must divide it. If False, every device may hold the whole axis instead.
+    #: Whether a mesh must divide it. If False, every device may hold the whole axis instead.
+    required: bool = True
 
 
 ROWS = "rows"
@@ -67,11 +69,15 @@ def parse_mesh(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, _, size = (piece.strip() for piece in part.partition("="))
         if name not in MESH_AXES:
-            raise ValueError(f"mesh {text!r}: {name!r} is no axis; the axes are {' and '.join(MESH_AXES)}, {_FORM}")
+            raise ValueError(
+                f"mesh {text!r}: {name!r} is no axis; the axes are {' and '.join(MESH_AXES)}, {_FORM}"
+            )
         if name in sizes:
             raise ValueError(f"mesh {text!r} names {name} twice; give each axis once, {_FORM}")
         if not size.isascii() or not size.isdecimal() or len(size) > 6 or int(size) < 1:
-            raise ValueError(f"mesh {text!r}: the size of {name} is {size!r}; expected a number from 1, {_FORM}")
+            raise ValueError(
+                f"mesh {text!r}: the size of {name} is {size!r}; expected a number from 1, {_FORM}"
+            )
         sizes[name] = int(size)
     return dict.fromkeys(MESH_AXES, 1) | sizes
 
@@ -80,7 +86,10 @@ _FORM = "as in model=4,data=2"
 
 
 def make_mesh(
-    sizes: str | Mapping[str, int] | None = None, *, devices: Sequence[jax.Device] | None = None, **axes: int
+    sizes: str | Mapping[str, int] | None = None,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    **axes: int,
 ) -> Mesh:
     """Makes a mesh: ``make_mesh("model=4,data=2")`` or ``make_mesh(model=4, data=2)``.
 
@@ -90,14 +99,17 @@ def make_mesh(
         axes: Sizes by axis.
 
     Raises:
-        ValueError: The text is malformed, an axis is unknown, or the sizes do not match the number of devices.
+        ValueError: The text is malformed, an axis is unknown, or the sizes do not match the number
+            of devices.
     """
     if isinstance(sizes, str):
         sizes = parse_mesh(sizes)
     axes = {**(sizes or {}), **axes}
     for name, size in axes.items():
         if name not in MESH_AXES or isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"a mesh of {name}={size!r}; expected numbers from 1 for {' and '.join(MESH_AXES)}")
+            raise ValueError(
+                f"a mesh of {name}={size!r}; expected numbers from 1 for {' and '.join(MESH_AXES)}"
+            )
     shape = tuple(axes.get(name, 1) for name in MESH_AXES)
     devices = jax.devices() if devices is None else list(devices)
     if math.prod(shape) != len(devices):
@@ -107,7 +119,9 @@ def make_mesh(
             f"and there {'is' if len(devices) == 1 else 'are'} {len(devices)} ({kind}); "
             "give sizes whose product is that"
         )
-    return jax.make_mesh(shape, MESH_AXES, devices=devices, axis_types=(AxisType.Auto,) * len(shape))
+    return jax.make_mesh(
+        shape, MESH_AXES, devices=devices, axis_types=(AxisType.Auto,) * len(shape)
+    )
 
 
 def as_mesh(mesh: Mesh) -> Mesh:
@@ -118,7 +132,9 @@ def as_mesh(mesh: Mesh) -> Mesh:
     """
     names = tuple(mesh.axis_names)
     if not set(names) <= set(MESH_AXES):
-        raise ValueError(f"a mesh with the axes {', '.join(map(str, names))}; expected {' and '.join(MESH_AXES)}")
+        raise ValueError(
+            f"a mesh with the axes {', '.join(map(str, names))}; expected {' and '.join(MESH_AXES)}"
+        )
     missing = [name for name in MESH_AXES if name not in names]
     devices = mesh.devices.reshape(*mesh.devices.shape, *[1] * len(missing))
     order = [(*names, *missing).index(name) for name in MESH_AXES]
@@ -135,13 +151,16 @@ def param_shardings(mesh: Mesh | AbstractMesh, part: Any, params: Any) -> Any:
 
     Args:
         mesh: A mesh of ``data`` and ``model``.
-        part: The target or drafter. Its method ``param_axes()`` gives the :data:`Axes` of each parameter, in the
-            nesting of ``params``. Without that method every device holds all parameters.
-        params: Arrays, or their ``jax.ShapeDtypeStruct``; ``None`` if there are none. A node with a method
-            ``divided``, such as an FP8 kernel, is one parameter and gives the shardings of its leaves.
+        part: The target or drafter. Its method ``param_axes()`` gives the :data:`Axes` of each
+            parameter, in the nesting of ``params``. Without that method every device holds all
+            parameters.
+        params: Arrays, or their ``jax.ShapeDtypeStruct``; ``None`` if there are none. A node with a
+            method ``divided``, such as an FP8 kernel, is one parameter and gives the shardings of
+            its leaves.
 
     Raises:
-        ValueError: The mesh does not divide an axis that it must divide; the message says which sizes would.
+        ValueError: The mesh does not divide an axis that it must divide; the message says which
+            sizes would.
     """
     if not hasattr(part, "param_axes"):
         return jax.tree.map(lambda leaf: NamedSharding(mesh, PartitionSpec()), params)
@@ -175,8 +194,8 @@ def _mesh_axis(mesh: Mesh | AbstractMesh, axis: Axis) -> str | None:
 def row_shardings(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
     """Returns a ``NamedSharding`` for every leaf of prompts, a state or a round: ``data`` divides the rows.
 
-    A node with an attribute ``axes``, such as :class:`eagle3_jax.cache.KeyValues`, names the axes of its leaves. An
-    axis that the mesh does not divide evenly stays whole.
+    A node with an attribute ``axes``, such as :class:`eagle3_jax.cache.KeyValues`, names the axes
+    of its leaves. An axis that the mesh does not divide evenly stays whole.
 
     Args:
         mesh: A mesh of ``data`` and ``model``.
@@ -222,7 +241,11 @@ def on_rows(tree: Any) -> Any:
     Without a mesh it returns them unchanged.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return tree if DATA not in mesh.axis_names else jax.lax.with_sharding_constraint(tree, row_shardings(mesh, tree))
+    return (
+        tree
+        if DATA not in mesh.axis_names
+        else jax.lax.with_sharding_constraint(tree, row_shardings(mesh, tree))
+    )
 
 
 def on_a_mesh() -> bool:
@@ -268,7 +291,9 @@ def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
         return jax.device_put(leaf, sharding)
     # Every process has the whole array and puts the shards of its own devices.
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(_put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
+        return jax.random.wrap_key_data(
+            _put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf)
+        )
     return put_shards(np.asarray(leaf), leaf.dtype, sharding)
 
 
@@ -287,12 +312,15 @@ def put_shards(leaf: Any, dtype: Any, sharding: NamedSharding) -> jax.Array:
     """Copies a host array to devices in another dtype; each device gets only its shard, which is converted for it.
 
     Args:
-        leaf: A numpy array. Only those parts of a mapped file are read that a device of this process gets.
+        leaf: A numpy array. Only those parts of a mapped file are read that a device of this
+            process gets.
         dtype: Dtype on the devices.
         sharding: The devices and their shards.
     """
     indices = sharding.addressable_devices_indices_map(leaf.shape)
-    shards = [put_array(np.asarray(leaf[index]), dtype, device) for device, index in indices.items()]
+    shards = [
+        put_array(np.asarray(leaf[index]), dtype, device) for device, index in indices.items()
+    ]
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
 

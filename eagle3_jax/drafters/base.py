@@ -14,32 +14,44 @@ from eagle3_jax.devices.sharding import VOCAB, Axis
 from eagle3_jax.drafters.grow import DraftInputs, grow_chain, grow_dynamic_tree, sample_chain
 from eagle3_jax.drafters.static_tree import grow_static_tree, sample_static_tree
 from eagle3_jax.models.config import LayerConfig, check_head
-from eagle3_jax.models.functional import Params, bind, init_params, param_axes, param_products, param_shapes
+from eagle3_jax.models.functional import (
+    Params,
+    bind,
+    init_params,
+    param_axes,
+    param_products,
+    param_shapes,
+)
 from eagle3_jax.models.layers import FLOAT32, Precision, product, product_by_table
 from eagle3_jax.topology import Chain, DynamicTree, StaticTree, Topology, default_draft_length
 from eagle3_jax.types import Draft, DraftSampling, EmbeddingTables
 
 
-def grow(topology: Topology, draft_sampling: DraftSampling, inputs: DraftInputs) -> tuple[Draft, Any]:
+def grow(
+    topology: Topology, draft_sampling: DraftSampling, inputs: DraftInputs
+) -> tuple[Draft, Any]:
     """Grows a draft of any shape.
 
     Returns:
-        The draft, with ``probs`` if its tokens were sampled, and the network's memory after the last level run.
+        The draft, with ``probs`` if its tokens were sampled, and the network's memory after the
+        last level run.
     """
     sampled = draft_sampling is DraftSampling.PROBABILISTIC
     if isinstance(topology, Chain):
         return sample_chain(topology, inputs) if sampled else grow_chain(topology, inputs)
     if isinstance(topology, StaticTree):
-        return sample_static_tree(topology, inputs) if sampled else grow_static_tree(topology, inputs)
+        return (
+            sample_static_tree(topology, inputs) if sampled else grow_static_tree(topology, inputs)
+        )
     return grow_dynamic_tree(topology, inputs)
 
 
 class ShapedDrafter:
     """A drafter whose draft has a topology: sizes and checks.
 
-    A dataclass that derives from it has the fields ``topology`` and ``draft_sampling``. Without a topology the draft is
-    a chain of the default length, which is looked up when it is used: reading a file starts no device.
-    """
+    A dataclass that derives from it has the fields ``topology`` and ``draft_sampling``. Without a
+    topology the draft is a chain of the default length, which is looked up when it is used: reading
+    a file starts no device."""
 
     topology: Topology | None
     draft_sampling: DraftSampling
@@ -71,7 +83,9 @@ class ShapedDrafter:
             ranks = [rank for path in topology.paths for rank in path]
             width = 1 + max(ranks)
         if width > vocab_size:
-            raise ValueError(f"the tree draws {width} children from a draft vocabulary of {vocab_size}; lower top_k")
+            raise ValueError(
+                f"the tree draws {width} children from a draft vocabulary of {vocab_size}; lower top_k"
+            )
         if topology.max_depth >= max_positions:
             raise ValueError(
                 f"a draft of {topology.max_depth} levels is above the limit of the head, which has {max_positions} "
@@ -98,14 +112,19 @@ class ShapedDrafter:
         """Whether every draft is a chain."""
         return isinstance(self.shape, Chain)
 
-    def with_topology(self, topology: Topology | None, draft_sampling: DraftSampling | str | None) -> ShapedDrafter:
+    def with_topology(
+        self, topology: Topology | None, draft_sampling: DraftSampling | str | None
+    ) -> ShapedDrafter:
         """Returns the drafter with another topology or way of choosing tokens; ``None`` keeps the present one.
 
         Raises:
-            ValueError: The draft would be a dynamic tree with sampled tokens, or wider than the draft vocabulary.
+            ValueError: The draft would be a dynamic tree with sampled tokens, or wider than the
+                draft vocabulary.
         """
         sampling = self.draft_sampling if draft_sampling is None else draft_sampling
-        return dataclasses.replace(self, topology=topology or self.topology, draft_sampling=sampling)  # type: ignore[type-var]
+        return dataclasses.replace(
+            self, topology=topology or self.topology, draft_sampling=sampling
+        )  # type: ignore[type-var]
 
     def grow(self, inputs: DraftInputs) -> tuple[Draft, Any]:
         """Grows a draft of this shape; see :func:`grow`."""
@@ -122,16 +141,21 @@ class NetworkDrafter(ShapedDrafter):
     network: ClassVar[type[nnx.Module]]
     borrows_output: ClassVar[bool] = False
 
-    #: Configuration of the network. It has at least ``vocab_size``, ``draft_vocab_size``, ``target_width``,
+    #: Configuration of the network. It has at least ``vocab_size``, ``draft_vocab_size``,
+    # ``target_width``,
     #: ``aux_layers`` and ``max_positions``.
     config: Any
-    topology: Topology | None = None  #: The shape of a draft; by default a chain of the default length.
+    topology: Topology | None = (
+        None  #: The shape of a draft; by default a chain of the default length.
+    )
     precision: Precision = FLOAT32  #: Types of the network's products and activations.
     #: Whether the tokens of a chain or a static tree are the most likely ones or sampled.
     draft_sampling: DraftSampling = DraftSampling.GREEDY
 
     def __post_init__(self) -> None:
-        self.settle_shape(vocab_size=self.config.draft_vocab_size, max_positions=self.config.max_positions)
+        self.settle_shape(
+            vocab_size=self.config.draft_vocab_size, max_positions=self.config.max_positions
+        )
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -178,8 +202,8 @@ class NetworkDrafter(ShapedDrafter):
             draft_to_target: ``[W]``, target id of each draft id; ``None`` if these are the same.
 
         Returns:
-            ``head``, ``embedding [V D]``, ``draft_to_target [W]`` if given, and ``output [D V]`` if the drafter uses
-            the target's output matrix and that is not the transposed embedding.
+            ``head``, ``embedding [V D]``, ``draft_to_target [W]`` if given, and ``output [D V]`` if
+            the drafter uses the target's output matrix and that is not the transposed embedding.
         """
         params = {"head": head, "embedding": tables.embedding if embedding is None else embedding}
         if draft_to_target is not None:
@@ -211,7 +235,9 @@ class FinalStateConfig:
     vocab_size: int  #: ``V``.
     width: int  #: ``D``.
     layers: tuple[LayerConfig, ...]  #: The head's own layers.
-    num_target_layers: int  #: ``L`` of the target, whose state after the final norm is feature ``L + 1``.
+    num_target_layers: (
+        int  #: ``L`` of the target, whose state after the final norm is feature ``L + 1``.
+    )
     max_positions: int = 2048  #: Longest sequence that the head was built for.
     norm_eps: float = 1e-6  #: Added to the mean square in RMSNorm.
 

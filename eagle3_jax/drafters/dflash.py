@@ -1,27 +1,33 @@
 """Block drafters on one backbone: DFlash, DSpark and JetSpec.
 
-A small network of Qwen3 layers reads a block ``[x_n, mask, mask, ...]`` after the committed tokens ``x_0 .. x_{n-1}``
-and predicts all of its positions in one pass. It reads committed tokens only through the target's features: at every
-position ``c_i = norm(fc(f_i))``, from which each layer computes keys and values. Those of the block itself are dropped.
+A small network of Qwen3 layers reads a block ``[x_n, mask, mask, ...]`` after the committed tokens
+``x_0 .. x_{n-1}`` and predicts all of its positions in one pass. It reads committed tokens only
+through the target's features: at every position ``c_i = norm(fc(f_i))``, from which each layer
+computes keys and values. Those of the block itself are dropped.
 
 ========  =======================================================================================================
-DFlash    Mask row ``k`` predicts its own position: ``q_k = softmax(logits_k)``, independently of the other rows
-          (arXiv 2602.06036). Every row attends to the whole block, so another block length changes all predictions.
-JetSpec   The same, but a row attends only to the rows before it (``causal``; arXiv 2606.18394). So a shorter block
+DFlash    Mask row ``k`` predicts its own position: ``q_k = softmax(logits_k)``, independently of
+the other rows
+          (arXiv 2602.06036). Every row attends to the whole block, so another block length changes
+          all predictions.
+JetSpec   The same, but a row attends only to the rows before it (``causal``; arXiv 2606.18394). So
+a shorter block
           is a prefix of a longer one.
-DSpark    ``q_k = softmax(logits_k + W2 W1[d_{k-1}])``: a first-order bias by the token before (arXiv 2607.05147).
-          Mostly the anchor row predicts as well (``from_anchor``: row ``k`` predicts the next position, ``K`` rows).
-          A confidence ``sigmoid(w [h_k; W1[d_{k-1}]] + b)`` estimates the probability of acceptance.
+DSpark    ``q_k = softmax(logits_k + W2 W1[d_{k-1}])``: a first-order bias by the token before
+(arXiv 2607.05147).
+          Mostly the anchor row predicts as well (``from_anchor``: row ``k`` predicts the next
+          position, ``K`` rows). A confidence ``sigmoid(w [h_k; W1[d_{k-1}]] + b)`` estimates the
+          probability of acceptance.
 ========  =======================================================================================================
 
-A tree needs no further pass: the score of a child is its probability at its level (DDTree, arXiv 2604.12989). With
-DSpark it includes the bias by the parent's token. With ``top_k = num_nodes - 1`` a dynamic tree has the most likely
-prefixes of all.
+A tree needs no further pass: the score of a child is its probability at its level (DDTree, arXiv
+2604.12989). With DSpark it includes the bias by the parent's token. With ``top_k = num_nodes - 1``
+a dynamic tree has the most likely prefixes of all.
 
-Weaknesses: independent distributions propose tokens that do not fit together, more so the flatter they are; DSpark's
-bias is a remedy. A head drafts well only for the block length that it was trained on. It depends on the right target
-layers, because features are its only view of committed tokens.
-"""
+Weaknesses: independent distributions propose tokens that do not fit together, more so the flatter
+they are; DSpark's bias is a remedy. A head drafts well only for the block length that it was
+trained on. It depends on the right target layers, because features are its only view of committed
+tokens."""
 
 from __future__ import annotations
 
@@ -55,9 +61,9 @@ class Markov:
 
     Attributes:
         rank: ``R``, rank of the two factors ``W1`` and ``W2``.
-        type: ``vanilla``: the bias is ``W2 m`` with ``m = W1[u]``. ``gated``: ``W2 (sigmoid(G [h; m] + g) * m)``.
-            ``rnn``: ``W2 tanh(c)``, with a state along the block, ``s' = sigmoid(a) s + (1 - sigmoid(a)) tanh(b)``
-            and ``[a; b; c] = J [s; m; h] + j``.
+        type: ``vanilla``: the bias is ``W2 m`` with ``m = W1[u]``. ``gated``: ``W2 (sigmoid(G [h;
+            m] + g) * m)``. ``rnn``: ``W2 tanh(c)``, with a state along the block, ``s' = sigmoid(a)
+            s + (1 - sigmoid(a)) tanh(b)`` and ``[a; b; c] = J [s; m; h] + j``.
     """
 
     rank: int
@@ -80,12 +86,15 @@ class DFlashConfig:
         aux_layers: ``A`` target layers whose entering residual stream is fused, ascending.
         block_size: ``B``, rows of a block in training.
         mask_token: Id of the mask token. Its row of the embedding is an input like any other.
-        causal: Whether a row attends only to the rows before it (JetSpec), instead of the whole block.
-        from_anchor: Whether the row of ``x_n`` predicts too, and each row predicts the position after its own (DSpark).
+        causal: Whether a row attends only to the rows before it (JetSpec), instead of the whole
+            block.
+        from_anchor: Whether the row of ``x_n`` predicts too, and each row predicts the position
+            after its own (DSpark).
         markov: The bias by the token before; ``None`` for none.
-        confidence: Input of the confidence: the row's ``hidden`` state, or that and the ``markov`` embedding of the
-            token before; ``None`` for a network without confidence.
-        own_output: Whether the network has an output projection; otherwise it uses that of the target.
+        confidence: Input of the confidence: the row's ``hidden`` state, or that and the ``markov``
+            embedding of the token before; ``None`` for a network without confidence.
+        own_output: Whether the network has an output projection; otherwise it uses that of the
+            target.
         max_positions: Longest sequence that it was built for.
         norm_eps: Added to the mean square in RMSNorm.
     """
@@ -119,11 +128,17 @@ class DFlashConfig:
                 "the layers differ or have a sliding window; the layers of a block drafter are equal, without a window"
             )
         if not 0 <= self.mask_token < self.vocab_size:
-            raise ValueError(f"mask_token is {self.mask_token}; expected a token id from 0 to {self.vocab_size - 1}")
+            raise ValueError(
+                f"mask_token is {self.mask_token}; expected a token id from 0 to {self.vocab_size - 1}"
+            )
         if self.block_size < 2 - self.from_anchor:
-            raise ValueError(f"block_size is {self.block_size}; expected room for a token to predict")
+            raise ValueError(
+                f"block_size is {self.block_size}; expected room for a token to predict"
+            )
         if self.confidence == "markov" and self.markov is None:
-            raise ValueError("the confidence reads the markov embedding, but there is none; set markov")
+            raise ValueError(
+                "the confidence reads the markov embedding, but there is none; set markov"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -144,7 +159,9 @@ class MarkovBias(nnx.Module):
         rank = config.markov.rank
         options = {"precision": precision, "rngs": rngs}
         self.type = config.markov.type
-        self.before = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, rank), jnp.float32) * 0.01)
+        self.before = nnx.Param(
+            jax.random.normal(rngs.params(), (config.vocab_size, rank), jnp.float32) * 0.01
+        )
         vocab = Axis(VOCAB, config.draft_vocab_size)
         self.after = Linear(rank, config.draft_vocab_size, axes=(None, vocab), **options)
         if self.type == "gated":
@@ -188,7 +205,9 @@ class DFlashHead(nnx.Module):
         options = {"precision": precision, "rngs": rngs}
         self.fc = Linear(len(config.aux_layers) * config.target_width, width, **options)
         self.feature_norm = RMSNorm(width, eps)
-        self.blocks = nnx.List([Block(layer, width=width, norm_eps=eps, **options) for layer in config.layers])
+        self.blocks = nnx.List(
+            [Block(layer, width=width, norm_eps=eps, **options) for layer in config.layers]
+        )
         self.norm = RMSNorm(width, eps)
         if config.own_output:
             vocab = Axis(VOCAB, config.draft_vocab_size)
@@ -196,18 +215,27 @@ class DFlashHead(nnx.Module):
         if config.markov is not None:
             self.markov = MarkovBias(config, **options)
         if config.confidence is not None:
-            rank = config.markov.rank if config.confidence == "markov" and config.markov is not None else 0
+            rank = (
+                config.markov.rank
+                if config.confidence == "markov" and config.markov is not None
+                else 0
+            )
             self.confidence = Linear(width + rank, 1, bias=True, **options)
         self.config = config
 
-    def context(self, features: Float[Array, "B T A Dt"], positions: Int[Array, "B T"]) -> tuple[KeyValue, ...]:
+    def context(
+        self, features: Float[Array, "B T A Dt"], positions: Int[Array, "B T"]
+    ) -> tuple[KeyValue, ...]:
         """Returns keys and values of committed tokens for every layer, all from the same fused features."""
         fused = self.feature_norm(self.fc(features.reshape(*features.shape[:2], -1)))
         attentions: list[Any] = [block.attention for block in self.blocks]
         return tuple(attention.project(fused, positions)[1] for attention in attentions)
 
     def __call__(
-        self, embedded: Float[Array, "B T D"], positions: Int[Array, "B T"], contexts: Sequence[AttentionContext]
+        self,
+        embedded: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        contexts: Sequence[AttentionContext],
     ) -> Float[Array, "B T D"]:
         """Returns the rows of the block after the last norm: the input of logits, bias and confidence."""
         x = embedded
@@ -215,9 +243,13 @@ class DFlashHead(nnx.Module):
             x, _ = call_cached(block, x, positions, context)
         return self.norm(x)
 
-    def survival(self, hidden: Float[Array, "B k D"], before: Int[Array, "B k"]) -> Float[Array, "B k"]:
+    def survival(
+        self, hidden: Float[Array, "B k D"], before: Int[Array, "B k"]
+    ) -> Float[Array, "B k"]:
         """Returns the logit of the probability that a row's prediction is accepted, given the token ``before``."""
-        inputs = [hidden, self.markov.embed(before)] if self.config.confidence == "markov" else [hidden]
+        inputs = (
+            [hidden, self.markov.embed(before)] if self.config.confidence == "markov" else [hidden]
+        )
         logits = self.confidence(jnp.concatenate(inputs, axis=-1))
         return logits[..., 0].astype(jnp.float32)
 
@@ -237,7 +269,8 @@ class DFlashDrafter(NetworkDrafter):
         config: Configuration of the network.
         topology: The shape of a draft. Default: a chain of the whole block.
         precision: Types of the network's products and activations.
-        draft_sampling: Whether the tokens of a chain or a static tree are the most likely ones or sampled.
+        draft_sampling: Whether the tokens of a chain or a static tree are the most likely ones or
+            sampled.
     """
 
     network: ClassVar[type[nnx.Module]] = DFlashHead
@@ -276,12 +309,16 @@ class DFlashDrafter(NetworkDrafter):
         positions = cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
         context = self.bind(params).context(seen.features, positions)
         layers: tuple[KeyValues, ...] = cache.layers  # type: ignore[assignment]
-        written = tuple(layer.write(kv, cache.length) for layer, kv in zip(layers, context, strict=True))
+        written = tuple(
+            layer.write(kv, cache.length) for layer, kv in zip(layers, context, strict=True)
+        )
         committed = cache.commit(written, seen.length)
         root = jnp.where(seen.length > 0, seen.next_token, state.root)
         return DFlashState(cache=committed, root=root)
 
-    def propose(self, params: Params, state: DFlashState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+    def propose(
+        self, params: Params, state: DFlashState, keys: Key[Array, " B"], sampling: SamplingParams
+    ) -> Draft:
         """Runs the block once, then chooses tokens level by level from its logits."""
         head = self.bind(params)
         hidden = self.read_block(params, head, state)
@@ -309,7 +346,9 @@ class DFlashDrafter(NetworkDrafter):
         draft, _ = self.grow(inputs)
         return draft
 
-    def read_block(self, params: Params, head: DFlashHead, state: DFlashState) -> Float[Array, "B K D"]:
+    def read_block(
+        self, params: Params, head: DFlashHead, state: DFlashState
+    ) -> Float[Array, "B K D"]:
         """Runs a block after the committed tokens and returns the rows that predict the ``K`` tokens after the root."""
         config = self.config
         cache = state.cache
@@ -326,7 +365,9 @@ class DFlashDrafter(NetworkDrafter):
         contexts = [BlockContext((segment,), mask) for segment in segments]
         return head(embedded, positions, contexts)[:, -self.max_depth :]
 
-    def logits(self, params: Params, head: DFlashHead, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+    def logits(
+        self, params: Params, head: DFlashHead, hidden: Float[Array, "B T D"]
+    ) -> Float[Array, "B T W"]:
         """Returns the logits of the block's rows in float32, without the bias."""
         if self.config.own_output:
             return head.head(hidden).astype(jnp.float32)

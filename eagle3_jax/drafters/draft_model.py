@@ -1,18 +1,20 @@
 """A draft model: a smaller language model with the same vocabulary drafts token by token.
 
-Leviathan et al. (2023, arXiv 2211.17192) and Chen et al. (2023, arXiv 2302.01318). Row ``i`` of its input is the token
-``x_i`` at position ``i``, without the shift of heads that read features. It does not use the target's features:
+Leviathan et al. (2023, arXiv 2211.17192) and Chen et al. (2023, arXiv 2302.01318). Row ``i`` of its
+input is the token ``x_i`` at position ``i``, without the shift of heads that read features. It does
+not use the target's features:
 
     ``q_k = softmax(draft(x_0 .. x_n, d_1 .. d_(k-1)) / T)``
 
-A draft takes the most likely token of ``q_k``, a sample (``draft_sampling``), or the most likely few as a tree. Every
-``q_k`` depends on the tokens drafted before it, so drafts are not parallel: ``K`` tokens need ``K`` runs of the model.
-The first of them also reads the tokens that the last round committed.
+A draft takes the most likely token of ``q_k``, a sample (``draft_sampling``), or the most likely
+few as a tree. Every ``q_k`` depends on the tokens drafted before it, so drafts are not parallel:
+``K`` tokens need ``K`` runs of the model. The first of them also reads the tokens that the last
+round committed.
 
-Layer skip (self-speculation) is the same drafter with the target's own parameters: its first ``E`` layers, its final
-norm and its output matrix. Only a prefix of the layers can be used, as in LayerSkip (Elhoushi et al., 2024,
-arXiv 2404.16710). Draft & Verify (Zhang et al., 2023, arXiv 2309.08168) searches for a set of sub-layers instead.
-"""
+Layer skip (self-speculation) is the same drafter with the target's own parameters: its first ``E``
+layers, its final norm and its output matrix. Only a prefix of the layers can be used, as in
+LayerSkip (Elhoushi et al., 2024, arXiv 2404.16710). Draft & Verify (Zhang et al., 2023, arXiv
+2309.08168) searches for a set of sub-layers instead."""
 
 from __future__ import annotations
 
@@ -40,9 +42,10 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
     """The draft model's state after the committed tokens.
 
     Attributes:
-        cache: The draft model's keys and values for every committed token and the root. It is complete after a round,
-            whatever part of a draft was accepted.
-        final: ``[B D]``, the draft model's final state at the root, from which the first draft token follows.
+        cache: The draft model's keys and values for every committed token and the root. It is
+            complete after a round, whatever part of a draft was accepted.
+        final: ``[B D]``, the draft model's final state at the root, from which the first draft
+            token follows.
         root: ``[B]``, the last token chosen by the target.
     """
 
@@ -58,7 +61,8 @@ class DraftModel(ShapedDrafter):
     Attributes:
         model: The draft model, of any family and size with the target's vocabulary.
         topology: The shape of a draft. Default: a chain of the default length.
-        draft_sampling: Whether the tokens of a chain or a static tree are the most likely ones or sampled.
+        draft_sampling: Whether the tokens of a chain or a static tree are the most likely ones or
+            sampled.
     """
 
     model: DecoderTarget
@@ -91,10 +95,12 @@ class DraftModel(ShapedDrafter):
         """See :class:`eagle3_jax.types.Drafter`.
 
         Raises:
-            ValueError: The model has a cache from which tokens cannot be removed by lowering its length.
+            ValueError: The model has a cache from which tokens cannot be removed by lowering its
+                length.
         """
         del params
-        # `capacity` covers the nodes that are verified. The model may run on more nodes of a tree than that.
+        # `capacity` covers the nodes that are verified. The model may run on more nodes of a tree
+        # than that.
         more = max(0, self.shape.num_expanded - self.num_nodes)
         cache = self.model.init_cache(batch, capacity + more)
         for layer in cache.layers:
@@ -110,9 +116,8 @@ class DraftModel(ShapedDrafter):
     def observe(self, params: Params, state: DraftModelState, seen: Observation) -> DraftModelState:
         """Runs the model on the committed tokens and ``next_token``.
 
-        Accepted draft tokens run again, because the last one was sampled and never ran. The root of the last round is
-        the first committed token; it runs again in its own slot.
-        """
+        Accepted draft tokens run again, because the last one was sampled and never ran. The root of
+        the last round is the first committed token; it runs again in its own slot."""
         observed = seen.length > 0
         fed = seen.tokens.shape[1] + 1
         index = jnp.arange(fed, dtype=jnp.int32)[None, :]
@@ -122,7 +127,9 @@ class DraftModel(ShapedDrafter):
         length = state.cache.length
         length_before_root = jnp.where(observed, jnp.maximum(length - 1, 0), length)
         before = Cache(layers=state.cache.layers, length=length_before_root)
-        output = self.model(params, tokens, before.length[:, None] + index, causal_mask(fed), before)
+        output = self.model(
+            params, tokens, before.length[:, None] + index, causal_mask(fed), before
+        )
         newest = jnp.take_along_axis(output.final, seen.length[:, None, None], axis=1)[:, 0]
         cache = before.commit(output.written, jnp.where(observed, seen.length + 1, 0))
         final = jnp.where(observed[:, None], newest, state.final)
@@ -130,7 +137,11 @@ class DraftModel(ShapedDrafter):
         return DraftModelState(cache=cache, final=final, root=root)
 
     def propose(
-        self, params: Params, state: DraftModelState, keys: Key[Array, " B"], sampling: SamplingParams
+        self,
+        params: Params,
+        state: DraftModelState,
+        keys: Key[Array, " B"],
+        sampling: SamplingParams,
     ) -> Draft:
         """Drafts a tree or a chain, level by level."""
         length = state.cache.length
@@ -145,7 +156,9 @@ class DraftModel(ShapedDrafter):
             return Level(self.model.unembed(params, output.final), carry, (cache, positions))
 
         no_positions = jnp.zeros((*length.shape, 0), jnp.int32)
-        first = Level(self.model.unembed(params, state.final[:, None]), (), (state.cache, no_positions))
+        first = Level(
+            self.model.unembed(params, state.final[:, None]), (), (state.cache, no_positions)
+        )
         inputs = DraftInputs(state.root, first, run, None, self.model.vocab_size, keys, sampling)
         draft, (cache, _) = self.grow(inputs)
         # Returning the cache with the guesses avoids a copy of it.
@@ -179,7 +192,9 @@ def draft_model(draft: LoadedTarget, target: LoadedTarget) -> LoadedDrafter:
     return LoadedDrafter(DraftModel(draft.model), draft.params, draft.name, "draft model")  # type: ignore[arg-type]
 
 
-def first_vocab_difference(draft_vocab: Mapping[str, int], target_vocab: Mapping[str, int]) -> str | None:
+def first_vocab_difference(
+    draft_vocab: Mapping[str, int], target_vocab: Mapping[str, int]
+) -> str | None:
     """Describes the first token by which two vocabularies differ; returns ``None`` if they are the same.
 
     Args:
@@ -199,8 +214,9 @@ def first_vocab_difference(draft_vocab: Mapping[str, int], target_vocab: Mapping
 def layer_skip(target: LoadedTarget, num_layers: int) -> LoadedDrafter:
     """Returns the first layers of a target as its draft model. No weights are copied or added.
 
-    The drafter has its own cache, although the target's first layers have the same keys and values. A drafted token
-    costs ``num_layers / L`` of a target step, and a round ``K · num_layers / L + 1`` target steps.
+    The drafter has its own cache, although the target's first layers have the same keys and values.
+    A drafted token costs ``num_layers / L`` of a target step, and a round ``K · num_layers / L +
+    1`` target steps.
 
     Args:
         target: The target, a :class:`~eagle3_jax.models.decoder.DecoderTarget`.
@@ -211,7 +227,9 @@ def layer_skip(target: LoadedTarget, num_layers: int) -> LoadedDrafter:
     """
     model = target.model
     if not isinstance(model, DecoderTarget):
-        raise ValueError(f"{type(model).__name__} is not a target whose layers can be skipped; give a draft model")
+        raise ValueError(
+            f"{type(model).__name__} is not a target whose layers can be skipped; give a draft model"
+        )
     if not 1 <= num_layers < model.config.num_layers:
         raise ValueError(
             f"layer skip of {num_layers} layers: {target.name} has {model.config.num_layers}, so give 1 to "

@@ -1,21 +1,21 @@
 """EAGLE-1 and EAGLE-2: a head that predicts the target's next final state (Li et al., 2024, arXiv 2401.15077).
 
-The head reads, at each position ``t``, the target's final state ``f_t`` (after the final norm: what the output matrix
-reads) and the *next* token ``x_{t+1}``::
+The head reads, at each position ``t``, the target's final state ``f_t`` (after the final norm: what
+the output matrix reads) and the *next* token ``x_{t+1}``::
 
     f'_{t+1} = layers(fc([embedding(x_{t+1}); f_t]))        q = softmax(f'_{t+1} · target's output matrix)
 
-Its output imitates the state ``f_{t+1}``, so no norm follows, the logits are the target's own of it, and it is fed back
-in place of ``f``. The first layer has no input norm.
+Its output imitates the state ``f_{t+1}``, so no norm follows, the logits are the target's own of
+it, and it is fed back in place of ``f``. The first layer has no input norm.
 
-EAGLE-2 (Li et al., 2024, arXiv 2406.16858) is the same head with a dynamic tree, EAGLE-1 the static tree
-:data:`eagle3_jax.topology.PUBLISHED_TREES`, at a temperature with siblings sampled without replacement
-(``draft_sampling=PROBABILISTIC``). ``q`` depends on the tokens sampled before it.
+EAGLE-2 (Li et al., 2024, arXiv 2406.16858) is the same head with a dynamic tree, EAGLE-1 the static
+tree :data:`eagle3_jax.topology.PUBLISHED_TREES`, at a temperature with siblings sampled without
+replacement (``draft_sampling=PROBABILISTIC``). ``q`` depends on the tokens sampled before it.
 
-Three things weaken it. It must predict a state of the target's whole width, and its errors add up along the draft. It
-reads one layer of features, the last. It is trained on true states alone, which it never sees after the first draft
-token. EAGLE-3 gives up the first two and trains on its own output.
-"""
+Three things weaken it. It must predict a state of the target's whole width, and its errors add up
+along the draft. It reads one layer of features, the last. It is trained on true states alone, which
+it never sees after the first draft token. EAGLE-3 gives up the first two and trains on its own
+output."""
 
 from __future__ import annotations
 
@@ -83,9 +83,8 @@ class Eagle1Head(nnx.Module):
 class Eagle1Drafter(Eagle3Drafter):
     """Drafts a chain or a tree with an EAGLE-1 head, by EAGLE-3's ``observe`` and ``propose``.
 
-    Parameters: ``head`` (the network), ``embedding [V D]`` (its own or the target's) and the target's output matrix
-    (:meth:`~eagle3_jax.drafters.base.NetworkDrafter.assemble`).
-    """
+    Parameters: ``head`` (the network), ``embedding [V D]`` (its own or the target's) and the
+    target's output matrix (:meth:`~eagle3_jax.drafters.base.NetworkDrafter.assemble`)."""
 
     network: ClassVar[type[nnx.Module]] = Eagle1Head
     borrows_output: ClassVar[bool] = True

@@ -1,17 +1,17 @@
 """EAGLE-3: a one-layer head that drafts from fused target features (Li et al., 2025, arXiv 2503.01840).
 
-The head reads, at each position ``t``, the target's features ``f_t`` of three layers and the *next* token ``x_{t+1}``,
-and predicts ``x_{t+2}``::
+The head reads, at each position ``t``, the target's features ``f_t`` of three layers and the *next*
+token ``x_{t+1}``, and predicts ``x_{t+2}``::
 
     g_t = fc([f_t of a low, a middle and a high layer])                        fuse
     a_t = layer([norm(embedding(x_{t+1})); norm(g_t)]) + g_t                   first layer, twice as wide an input
     q   = softmax(output(norm(a_t)))                                           distribution of x_{t+2}
 
-Further draft tokens use the head's own output ``a`` in place of ``g``. Training does the same ("training-time test"),
-so the head has seen its own errors.
+Further draft tokens use the head's own output ``a`` in place of ``g``. Training does the same
+("training-time test"), so the head has seen its own errors.
 
-``observe`` runs the head on newly committed tokens, whose features are known. ``propose`` grows the draft from there.
-"""
+``observe`` runs the head on newly committed tokens, whose features are known. ``propose`` grows the
+draft from there."""
 
 from __future__ import annotations
 
@@ -49,7 +49,12 @@ class FirstLayer(nnx.Module):
         self.embedding_norm = RMSNorm(width, eps)
         self.feature_norm = RMSNorm(width, eps)
         self.attention = Attention(
-            grouped(layer), d_in=2 * width, width=width, norm_eps=eps, precision=precision, rngs=rngs
+            grouped(layer),
+            d_in=2 * width,
+            width=width,
+            norm_eps=eps,
+            precision=precision,
+            rngs=rngs,
         )
         self.mlp_norm = RMSNorm(width, eps)
         self.mlp = SwiGLU(width, gated(layer), precision=precision, rngs=rngs)
@@ -90,7 +95,9 @@ class Eagle3Head(nnx.Module):
         self.upper_layers = nnx.List([block(layer) for layer in config.layers[1:]])
         self.norm = RMSNorm(width, eps)
         vocab = Axis(VOCAB, config.draft_vocab_size)
-        self.head = Linear(width, config.draft_vocab_size, axes=(None, vocab), precision=precision, rngs=rngs)
+        self.head = Linear(
+            width, config.draft_vocab_size, axes=(None, vocab), precision=precision, rngs=rngs
+        )
 
     def fuse(self, features: Float[Array, "B T A Dt"]) -> Float[Array, "B T D"]:
         """Returns ``fc`` of the concatenated features, low layer first."""
@@ -147,14 +154,15 @@ class FeedbackState(struct.PyTreeNode, kw_only=True):
 class Eagle3Drafter(NetworkDrafter):
     """Drafts a chain or a tree with an EAGLE-3 head.
 
-    Parameters are a dictionary: ``head`` (the network), ``embedding [V D]`` (mostly the target's own array) and
-    ``draft_to_target [W]`` (absolute ids).
+    Parameters are a dictionary: ``head`` (the network), ``embedding [V D]`` (mostly the target's
+    own array) and ``draft_to_target [W]`` (absolute ids).
 
     EAGLE-1 and MTP derive from this class and replace the network. A network has
 
     * ``fuse(features [B T A Dt]) -> [B T D]``;
     * ``__call__(embedded, stream, positions, contexts) -> (output [B T D], written)``;
-    * ``logits(output) -> [B T W]``, unless ``borrows_output`` says to use the target's output matrix.
+    * ``logits(output) -> [B T W]``, unless ``borrows_output`` says to use the target's output
+      matrix.
     """
 
     network: ClassVar[type[nnx.Module]] = Eagle3Head
@@ -166,7 +174,8 @@ class Eagle3Drafter(NetworkDrafter):
         del params
         config = self.config
         dtype = self.precision.activations
-        # The capacity has room for every verified node; the head may run on more nodes of a tree than that.
+        # The capacity has room for every verified node; the head may run on more nodes of a tree
+        # than that.
         capacity += max(0, self.shape.num_expanded - self.num_nodes)
         cache = empty_cache(config.layers, batch=batch, capacity=capacity, dtype=dtype)
         output = jnp.zeros((batch, config.width), dtype)
@@ -181,7 +190,9 @@ class Eagle3Drafter(NetworkDrafter):
         is_last = indices(count)[None, :] == seen.length[:, None] - 1
         next_tokens = jnp.where(is_last, seen.next_token[:, None], next_tokens)
         positions = state.cache.length[:, None] + indices(count)[None, :]
-        past = attention_contexts(self.config.layers, causal_mask(count), positions, state.cache, is_chain=True)
+        past = attention_contexts(
+            self.config.layers, causal_mask(count), positions, state.cache, is_chain=True
+        )
         embedded = self.embed(params, next_tokens, positions)
         fused = head.fuse(seen.features)
         output, written = head(embedded, fused, positions, past)
@@ -193,18 +204,23 @@ class Eagle3Drafter(NetworkDrafter):
         root = jnp.where(has_new, seen.next_token, state.root)
         return FeedbackState(cache=cache, output=output, root=root)
 
-    def propose(self, params: Params, state: FeedbackState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+    def propose(
+        self, params: Params, state: FeedbackState, keys: Key[Array, " B"], sampling: SamplingParams
+    ) -> Draft:
         """Grows a draft by feeding the head its own output. Verification makes any draft exact."""
         head = self.bind(params)
         length = state.cache.length
 
         def run(tokens, output, depth, mask, memory):
-            # All nodes of a level share one rotary position: that of the pair, one before the token's.
+            # All nodes of a level share one rotary position: that of the pair, one before the
+            # token's.
             positions = jnp.broadcast_to(length[:, None] + depth, tokens.shape)
             layers, earlier_positions = memory
             draft_positions = jnp.concatenate([earlier_positions, positions], axis=1)
             cache = Cache(layers=layers, length=length)
-            past = attention_contexts(self.config.layers, mask, draft_positions, cache, is_chain=self.is_chain)
+            past = attention_contexts(
+                self.config.layers, mask, draft_positions, cache, is_chain=self.is_chain
+            )
             embedded = self.embed(params, tokens, positions)
             output, written = head(embedded, output, positions, past)
             layers = tuple(KeyValues(keys=kv.keys, values=kv.values) for kv in written)
@@ -225,16 +241,21 @@ class Eagle3Drafter(NetworkDrafter):
             sampling=sampling,
         )
         draft, (layers, _) = self.grow(inputs)
-        # Guesses are after the committed slots, whose number has not changed. Returning this cache saves a copy.
+        # Guesses are after the committed slots, whose number has not changed. Returning this cache
+        # saves a copy.
         cache = Cache(layers=layers, length=length)
         return draft.replace(state=state.replace(cache=cache))
 
-    def embed(self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def embed(
+        self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
         """Returns embeddings of the tokens that follow the features at these positions."""
         del positions
         return embed(params["embedding"], tokens, self.precision)
 
-    def logits(self, params: Params, head: Any, output: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+    def logits(
+        self, params: Params, head: Any, output: Float[Array, "B T D"]
+    ) -> Float[Array, "B T W"]:
         """Returns draft logits in float32 from the network's output."""
         if self.borrows_output:
             return self.target_logits(params, output)

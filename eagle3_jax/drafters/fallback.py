@@ -1,12 +1,13 @@
 """Two drafters as one: the continuation that the text itself offers, and a draft head where the text offers none.
 
-Prompt lookup costs nothing and is right where the output repeats itself. A head drafts everywhere. Both observe every
-committed token, so each can draft in any round. A row takes the first drafter's draft if that has a token, else the
-second's. If every row has a draft of the first, the second does not run, which at batch 1 saves its whole cost.
+Prompt lookup costs nothing and is right where the output repeats itself. A head drafts everywhere.
+Both observe every committed token, so each can draft in any round. A row takes the first drafter's
+draft if that has a token, else the second's. If every row has a draft of the first, the second does
+not run, which at batch 1 saves its whole cost.
 
-The choice depends on the text alone, never on a sampled token. So each row's draft has the distribution that its own
-drafter declares, and verification stays exact. A draft without ``probs`` is a point mass on each token.
-"""
+The choice depends on the text alone, never on a sampled token. So each row's draft has the
+distribution that its own drafter declares, and verification stays exact. A draft without ``probs``
+is a point mass on each token."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ class Fallback:
         check_part(self.second, "drafter")
         if isinstance(self.first, ShapedDrafter):
             name = type(self.first).__name__
-            raise ValueError(f"first is {name}, which has parameters; expected a drafter of the text, such as NGram()")
+            raise ValueError(
+                f"first is {name}, which has parameters; expected a drafter of the text, such as NGram()"
+            )
 
     @classmethod
     def of(cls, first: Drafter[Any], second: LoadedDrafter) -> LoadedDrafter:
@@ -90,7 +93,9 @@ class Fallback:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.second, name)
 
-    def with_topology(self, topology: Topology | None, draft_sampling: DraftSampling | None) -> Fallback:
+    def with_topology(
+        self, topology: Topology | None, draft_sampling: DraftSampling | None
+    ) -> Fallback:
         """Returns the drafter with another topology of ``second``; ``first`` drafts a chain as long as that is deep.
 
         Raises:
@@ -111,7 +116,9 @@ class Fallback:
         second = self.second.observe(params, state[1], self._seen_by(self.second, seen))
         return first, second
 
-    def propose(self, params: Any, state: tuple[Any, Any], keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+    def propose(
+        self, params: Any, state: tuple[Any, Any], keys: Key[Array, " B"], sampling: SamplingParams
+    ) -> Draft:
         """Drafts with ``first``, and with ``second`` if some row needs it."""
         # The choice must not depend on the random numbers of `second`.
         keys_of_first = jax.vmap(jax.random.fold_in, (0, None))(keys, 0)
@@ -120,12 +127,17 @@ class Fallback:
 
         def draft_second(state: Any) -> tuple[tuple[Any, ...], Any]:
             draft = self.second.propose(params, state, keys, sampling)
-            after = state if draft.state is None else checked_state(self.second, state, draft.state, "propose")
+            after = (
+                state
+                if draft.state is None
+                else checked_state(self.second, state, draft.state, "propose")
+            )
             return (draft.tokens, draft.parents, draft.valid, draft.probs), after
 
         shapes = jax.eval_shape(lambda: draft_second(state[1])[0])
         no_draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        # A loop of at most one turn: XLA updates its carry in place, where the branches of a `cond` copy the caches.
+        # A loop of at most one turn: XLA updates its carry in place, where the branches of a `cond`
+        # copy the caches.
         start = (~jnp.all(has_draft), no_draft, state[1])
         turn = lambda carry: (jnp.bool_(False), *draft_second(carry[2]))
         _, fields, after = lax.while_loop(lambda carry: carry[0], turn, start)
@@ -134,13 +146,16 @@ class Fallback:
         probs = [draft.probs for draft in drafts if draft.probs is not None]
         if probs:
             vocab_size = probs[0].shape[-1]
-            drafts = tuple(draft.replace(probs=_distribution(draft, vocab_size)) for draft in drafts)
+            drafts = tuple(
+                draft.replace(probs=_distribution(draft, vocab_size)) for draft in drafts
+            )
 
         def choose(first: Array, second: Array) -> Array:
             return jnp.where(has_draft.reshape(-1, *[1] * (first.ndim - 1)), first, second)
 
         draft = jax.tree.map(choose, *drafts)
-        # The root is the same in both. From `first`, it needs no draft of `second`, which `Silent` then never runs.
+        # The root is the same in both. From `first`, it needs no draft of `second`, which `Silent`
+        # then never runs.
         root = first_draft.tokens[:, :1]
         tokens = jnp.concatenate([root, draft.tokens[:, 1:]], axis=1)
         first_state = state[0] if first_draft.state is None else first_draft.state
@@ -152,7 +167,9 @@ class Fallback:
             seen = seen.replace(likeliest=seen.likeliest[..., : _num_likeliest(drafter)])
         if drafter.aux_layers == self.aux_layers:
             return seen
-        index = jnp.asarray([self.aux_layers.index(layer) for layer in drafter.aux_layers], jnp.int32)
+        index = jnp.asarray(
+            [self.aux_layers.index(layer) for layer in drafter.aux_layers], jnp.int32
+        )
         return seen.replace(features=seen.features[:, :, index])
 
     def _padded(self, draft: Draft) -> Draft:

@@ -1,7 +1,7 @@
 """Grows a draft from a network that is run level by level: a chain, or EAGLE-2's dynamic tree.
 
-Static trees are in ``static_tree.py``. Any draft is verified exactly; how it grows only decides how much is accepted.
-"""
+Static trees are in ``static_tree.py``. Any draft is verified exactly; how it grows only decides how
+much is accepted."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ class Level(NamedTuple):
     """The draft network's output for the nodes of one level.
 
     Attributes:
-        logits: ``[B k W]`` over the draft vocabulary, for the children of each node; ``[B 1 W]`` if the children of all
-            nodes have the same distribution.
-        carry: Pytree of ``[B k ...]``, what each node passes to its children (for EAGLE-3 the head's output).
-        memory: The network's memory of all levels run so far (for EAGLE-3 keys, values and positions).
+        logits: ``[B k W]`` over the draft vocabulary, for the children of each node; ``[B 1 W]`` if
+            the children of all nodes have the same distribution.
+        carry: Pytree of ``[B k ...]``, what each node passes to its children (for EAGLE-3 the
+            head's output).
+        memory: The network's memory of all levels run so far (for EAGLE-3 keys, values and
+            positions).
     """
 
     logits: Float[Array, " B #k W"]
@@ -35,8 +37,8 @@ class Level(NamedTuple):
     memory: Any
 
 
-# Runs the network on one level. Arguments: target token ids [B k], carry of their parents, depth below the root minus
-# 1, attention mask over all nodes run so far including these [B k M], memory.
+# Runs the network on one level. Arguments: target token ids [B k], carry of their parents, depth
+# below the root minus 1, attention mask over all nodes run so far including these [B k M], memory.
 RunLevel = Callable[[Int[Array, "B k"], Any, int, Bool[Array, "B k M"], Any], Level]
 
 
@@ -46,7 +48,9 @@ class DraftInputs(NamedTuple):
     root: Int[Array, " B"]  #: ``[B]``, the last committed token.
     first: Level  #: Logits and carry at the root, ``k = 1``.
     run: RunLevel  #: Runs the network on one level.
-    draft_to_target: Int[Array, " W"] | None  #: ``[W]``, target id of each draft id; ``None`` if these are the same.
+    draft_to_target: (
+        Int[Array, " W"] | None
+    )  #: ``[W]``, target id of each draft id; ``None`` if these are the same.
     vocab_size: int  #: ``V``.
     keys: Key[Array, " B"]  #: ``[B]``, the keys of this round.
     sampling: SamplingParams  #: One value per row.
@@ -77,7 +81,8 @@ def grow_chain(chain: Chain, inputs: DraftInputs) -> tuple[Draft, Any]:
     """Drafts a chain greedily: the argmax at every step.
 
     Returns:
-        A draft without ``probs`` (every proposal is a point mass), and the memory after the last level that was run.
+        A draft without ``probs`` (every proposal is a point mass), and the memory after the last
+        level that was run.
     """
     level = inputs.first
     tokens = []
@@ -91,12 +96,13 @@ def grow_chain(chain: Chain, inputs: DraftInputs) -> tuple[Draft, Any]:
 def sample_chain(chain: Chain, inputs: DraftInputs) -> tuple[Draft, Any]:
     """Drafts a chain by sampling each token from ``q = softmax(draft logits / temperature)``.
 
-    Leviathan et al. (2023), algorithm 1. Top-k and top-p shape only the target's distribution, as in vLLM: any ``q`` is
-    exact if the token was sampled from it. A row of temperature 0 drafts the argmax, with a point mass as ``q``.
+    Leviathan et al. (2023), algorithm 1. Top-k and top-p shape only the target's distribution, as
+    in vLLM: any ``q`` is exact if the token was sampled from it. A row of temperature 0 drafts the
+    argmax, with a point mass as ``q``.
 
     Returns:
-        A draft with ``probs`` (``q`` over the target's ids; zeros at the root), and the memory after the last level
-        that was run.
+        A draft with ``probs`` (``q`` over the target's ids; zeros at the root), and the memory
+        after the last level that was run.
     """
     first = inputs.first
     depth = chain.num_speculative_tokens
@@ -119,7 +125,9 @@ def sample_chain(chain: Chain, inputs: DraftInputs) -> tuple[Draft, Any]:
     return draft.replace(probs=jnp.stack(probs, axis=1)), level.memory
 
 
-def _run_next(chain: Chain, inputs: DraftInputs, level: Level, tokens: list[Int[Array, " B"]]) -> Level:
+def _run_next(
+    chain: Chain, inputs: DraftInputs, level: Level, tokens: list[Int[Array, " B"]]
+) -> Level:
     """Runs the network on the newest token of a chain. The level after the last token is not needed."""
     count = len(tokens)
     if count == chain.num_speculative_tokens:
@@ -140,8 +148,8 @@ def _join_chain(inputs: DraftInputs, tokens: list[Int[Array, " B"]]) -> Draft:
 def grow_dynamic_tree(topology: DynamicTree, inputs: DraftInputs) -> tuple[Draft, Any]:
     """Drafts EAGLE-2's tree (section 4): expands by cumulative draft log-probability, then keeps the best candidates.
 
-    Candidates are numbered as the official code numbers them: the ``k`` children of the root, then level by level
-    the ``k x k`` children of the expanded nodes, row by row.
+    Candidates are numbered as the official code numbers them: the ``k`` children of the root, then
+    level by level the ``k x k`` children of the expanded nodes, row by row.
 
     Returns:
         A draft without ``probs``, and the memory after the last level that was run.
@@ -175,13 +183,16 @@ def grow_dynamic_tree(topology: DynamicTree, inputs: DraftInputs) -> tuple[Draft
         expanded = best // width
         tokens = jnp.take_along_axis(children, best, axis=1)
         number = width + depth * width**2 + best
-        carry = jax.tree.map(lambda leaf, expanded=expanded: take_nodes(leaf, expanded), level.carry)
+        carry = jax.tree.map(
+            lambda leaf, expanded=expanded: take_nodes(leaf, expanded), level.carry
+        )
         mask = jnp.concatenate([take_nodes(mask, expanded), itself], axis=-1)
         memory = level.memory
 
     candidate_parents = jnp.concatenate(pool_parents, axis=1)
     candidate_scores = jnp.concatenate(pool_scores, axis=1)
-    # The choice contains every ancestor: scores never rise along a path, and ties go to the lower index, the parent's.
+    # The choice contains every ancestor: scores never rise along a path, and ties go to the lower
+    # index, the parent's.
     _, chosen = lax.top_k(candidate_scores, topology.num_nodes - 1)
     chosen = jnp.sort(chosen, axis=1)
     chosen_parents = jnp.take_along_axis(candidate_parents, chosen, axis=1)
@@ -193,10 +204,12 @@ def grow_dynamic_tree(topology: DynamicTree, inputs: DraftInputs) -> tuple[Draft
     return inputs.add_root(tokens, parents), memory
 
 
-def _top_logprobs(logits: Float[Array, "*B W"], count: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
+def _top_logprobs(
+    logits: Float[Array, "*B W"], count: int
+) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
     """Returns log-probabilities and ids of the ``count`` most likely tokens."""
-    # Without the barriers XLA takes the maximum from a sort of all tokens. There are two of them because XLA's CPU
-    # backend crashes on a mesh if one covers the pair.
+    # Without the barriers XLA takes the maximum from a sort of all tokens. There are two of them
+    # because XLA's CPU backend crashes on a mesh if one covers the pair.
     best, ids = map(lax.optimization_barrier, lax.top_k(logits, count))
     weights = jnp.exp(logits - best[..., :1])
     total = jnp.sum(weights, axis=-1, keepdims=True)

@@ -1,15 +1,15 @@
 """Medusa: several heads on the target's last state, each for one position ahead (Cai et al., 2024, arXiv 2401.10774).
 
-Head ``k`` (from 0) reads ``h_t``, the target's state after its final norm at the last token that it has run. It
-predicts ``x_{t+2+k}``; ``x_{t+1}`` comes from the target itself::
+Head ``k`` (from 0) reads ``h_t``, the target's state after its final norm at the last token that it
+has run. It predicts ``x_{t+2+k}``; ``x_{t+1}`` comes from the target itself::
 
     z <- z + SiLU(W_l z + b_l), l = 0 .. L-1, from z = h_t;     logits_k = O_k z
 
-There is no cache and no embedding; the state is one vector per row. Every ``q_k`` is a function of ``h_t``, so the
-drafter is parallel: the distribution of a sampled chain is a product, and all nodes of a tree level have the same
-candidates. That is also its weakness. A head knows neither the chosen ``x_{t+1}`` nor the proposals of the heads before
-it, so acceptance falls fast with depth. With temperature it falls faster than that of drafters that read tokens.
-"""
+There is no cache and no embedding; the state is one vector per row. Every ``q_k`` is a function of
+``h_t``, so the drafter is parallel: the distribution of a sampled chain is a product, and all nodes
+of a tree level have the same candidates. That is also its weakness. A head knows neither the chosen
+``x_{t+1}`` nor the proposals of the heads before it, so acceptance falls fast with depth. With
+temperature it falls faster than that of drafters that read tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class MedusaConfig:
         vocab_size: ``V``, the target's.
         draft_vocab_size: ``W``, number of target tokens that the heads can propose.
         target_width: ``D``, width of the target and of the heads.
-        num_target_layers: Number of layers of the target. The heads read the state after its final norm.
+        num_target_layers: Number of layers of the target. The heads read the state after its final
+            norm.
         num_heads: ``K``, the largest number of tokens in a draft.
         num_layers: ``L``, residual blocks of each head.
         bias: Whether the blocks have a bias.
@@ -56,7 +57,9 @@ class MedusaConfig:
     shared_output: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes(self, "vocab_size", "target_width", "num_target_layers", "num_heads", "num_layers")
+        check_sizes(
+            self, "vocab_size", "target_width", "num_target_layers", "num_heads", "num_layers"
+        )
         check_drafting(self)
 
     @property
@@ -81,7 +84,10 @@ class ResidualBlocks(nnx.Module):
     def __init__(self, config: MedusaConfig, *, precision: Precision, rngs: nnx.Rngs):
         width = config.target_width
         self.layers = nnx.List(
-            [Linear(width, width, bias=config.bias, precision=precision, rngs=rngs) for _ in range(config.num_layers)]
+            [
+                Linear(width, width, bias=config.bias, precision=precision, rngs=rngs)
+                for _ in range(config.num_layers)
+            ]
         )
 
     def __call__(self, z: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
@@ -130,12 +136,11 @@ class MedusaState(struct.PyTreeNode, kw_only=True):
 class MedusaDrafter(NetworkDrafter):
     """Drafts a chain of the most likely or of sampled tokens, or a tree. A shorter draft does not use the last heads.
 
-    The trees of the paper are static (:mod:`eagle3_jax.topology`). A dynamic tree takes the largest products of the
-    heads' probabilities.
+    The trees of the paper are static (:mod:`eagle3_jax.topology`). A dynamic tree takes the largest
+    products of the heads' probabilities.
 
-    Parameters are a dictionary: ``head`` (the network) and, if the heads propose only a part of the vocabulary,
-    ``draft_to_target [W]``. The default topology is a chain of all heads.
-    """
+    Parameters are a dictionary: ``head`` (the network) and, if the heads propose only a part of the
+    vocabulary, ``draft_to_target [W]``. The default topology is a chain of all heads."""
 
     network: ClassVar[type[nnx.Module]] = MedusaHeads
 
@@ -173,7 +178,9 @@ class MedusaDrafter(NetworkDrafter):
         root = jnp.where(observed, seen.next_token, state.root)
         return MedusaState(hidden=hidden, root=root)
 
-    def propose(self, params: Params, state: MedusaState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+    def propose(
+        self, params: Params, state: MedusaState, keys: Key[Array, " B"], sampling: SamplingParams
+    ) -> Draft:
         """Computes the logits of all levels, then grows the draft."""
         logits = self.bind(params)(state.hidden, self.max_depth)
         ids = params.get("draft_to_target")

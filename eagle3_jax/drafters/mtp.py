@@ -1,20 +1,21 @@
 """Multi-token prediction as DeepSeek-V3 has it: one more block, trained with the model (arXiv 2412.19437, section 2.2).
 
-At each position ``t`` it reads the target's final state ``g_t`` (after the final norm) and the *next* token
-``x_{t+1}``::
+At each position ``t`` it reads the target's final state ``g_t`` (after the final norm) and the
+*next* token ``x_{t+1}``::
 
     z_t = W [norm_e(embedding(x_{t+1})); norm_h(g_t)]
     g'_{t+1} = norm(block(z_t))                              q = softmax(g'_{t+1} · output matrix)
 
-The block is a whole decoder layer with its input norm. Its normed output replaces ``g`` in the next step, so one module
-drafts any number of tokens. DeepSeek trained it on the first of them alone; the acceptance of the second and third
-token grows with training on its own output (``training/methods.py``). The embedding and the output matrix are the
-target's, unless the file has others. At position 0 the embedding counts as zero (``zero_first``), as in DeepSeek's and
-Xiaomi's modules; speculators trains without that. ``q`` depends on the tokens sampled before it.
+The block is a whole decoder layer with its input norm. Its normed output replaces ``g`` in the next
+step, so one module drafts any number of tokens. DeepSeek trained it on the first of them alone; the
+acceptance of the second and third token grows with training on its own output
+(``training/methods.py``). The embedding and the output matrix are the target's, unless the file has
+others. At position 0 the embedding counts as zero (``zero_first``), as in DeepSeek's and Xiaomi's
+modules; speculators trains without that. ``q`` depends on the tokens sampled before it.
 
-Two things weaken it. It reads the last state alone, of a target that was not trained for it (DeepSeek trains both
-together). And each further step is further from what the module has seen in training.
-"""
+Two things weaken it. It reads the last state alone, of a target that was not trained for it
+(DeepSeek trains both together). And each further step is further from what the module has seen in
+training."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ class MTPConfig(FinalStateConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.layers) != 1:
-            raise ValueError(f"the module has {len(self.layers)} layers; expected 1 (it is fed back, not stacked)")
+            raise ValueError(
+                f"the module has {len(self.layers)} layers; expected 1 (it is fed back, not stacked)"
+            )
 
 
 class MTPModule(nnx.Module):
@@ -63,11 +66,15 @@ class MTPModule(nnx.Module):
         self.embedding_norm = RMSNorm(width, eps)
         self.feature_norm = RMSNorm(width, eps)
         self.fc = Linear(2 * width, width, precision=precision, rngs=rngs)
-        self.block = Block(config.layers[0], width=width, norm_eps=eps, precision=precision, rngs=rngs)
+        self.block = Block(
+            config.layers[0], width=width, norm_eps=eps, precision=precision, rngs=rngs
+        )
         self.norm = RMSNorm(width, eps)
         if config.own_output:
             vocab = Axis(VOCAB, config.vocab_size)
-            self.head = Linear(width, config.vocab_size, axes=(None, vocab), precision=precision, rngs=rngs)
+            self.head = Linear(
+                width, config.vocab_size, axes=(None, vocab), precision=precision, rngs=rngs
+            )
 
     def fuse(self, features: Float[Array, "B T 1 D"]) -> Float[Array, "B T D"]:
         """Returns the target's state unchanged: every step reads it with the embedding."""
@@ -81,7 +88,9 @@ class MTPModule(nnx.Module):
         contexts: Sequence[AttentionContext],
     ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
         """Runs one step: from the target's normed state, or the module's, to its next state, keys and values."""
-        embedding_and_state = jnp.concatenate([self.embedding_norm(embedded), self.feature_norm(stream)], axis=-1)
+        embedding_and_state = jnp.concatenate(
+            [self.embedding_norm(embedded), self.feature_norm(stream)], axis=-1
+        )
         x, kv = call_cached(self.block, self.fc(embedding_and_state), positions, contexts[0])
         return self.norm(x), (kv,)
 
@@ -94,23 +103,26 @@ class MTPModule(nnx.Module):
 class MTPDrafter(Eagle3Drafter):
     """Drafts a chain or a tree with an MTP module, by EAGLE-3's ``observe`` and ``propose``.
 
-    Parameters: ``head`` (the network), ``embedding [V D]`` (its own or the target's) and the target's output matrix
-    (:meth:`~eagle3_jax.drafters.base.NetworkDrafter.assemble`).
-    """
+    Parameters: ``head`` (the network), ``embedding [V D]`` (its own or the target's) and the
+    target's output matrix (:meth:`~eagle3_jax.drafters.base.NetworkDrafter.assemble`)."""
 
     network: ClassVar[type[nnx.Module]] = MTPModule
     borrows_output: ClassVar[bool] = True
 
     config: MTPConfig
 
-    def embed(self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def embed(
+        self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
         """Returns embeddings of the tokens; zero at position 0 if ``zero_first``."""
         embedded = embed(params["embedding"], tokens, self.precision)
         if not self.config.zero_first:
             return embedded
         return jnp.where(positions[..., None] == 0, 0, embedded)
 
-    def logits(self, params: Params, head: Any, output: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def logits(
+        self, params: Params, head: Any, output: Float[Array, "B T D"]
+    ) -> Float[Array, "B T V"]:
         """Returns logits in float32, from the target's output matrix or the module's."""
         if self.config.own_output:
             return head.logits(output)

@@ -16,7 +16,8 @@ from eagle3_jax.types import Draft, SamplingParams
 class NGram(TextDrafter):
     """Finds the longest suffix of ``max_ngram`` down to ``min_ngram`` tokens that occurred before, and continues it.
 
-    It has no parameters and needs no training. It is useful for output that repeats the prompt or itself.
+    It has no parameters and needs no training. It is useful for output that repeats the prompt or
+    itself.
 
     Attributes:
         num_speculative_tokens: ``K``, tokens of a draft. Default: the default length for one row.
@@ -32,9 +33,13 @@ class NGram(TextDrafter):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.min_ngram <= self.max_ngram:
-            raise ValueError(f"n-grams of {self.min_ngram} to {self.max_ngram} tokens; expected 1 <= min <= max")
+            raise ValueError(
+                f"n-grams of {self.min_ngram} to {self.max_ngram} tokens; expected 1 <= min <= max"
+            )
 
-    def propose(self, params: Any, state: TextState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+    def propose(
+        self, params: Any, state: TextState, keys: Key[Array, " B"], sampling: SamplingParams
+    ) -> Draft:
         """Continues the best earlier occurrence. Nodes after the last known token are invalid."""
         del params, keys, sampling
         batch, capacity = state.tokens.shape

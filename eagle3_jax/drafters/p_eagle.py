@@ -1,8 +1,9 @@
 """P-EAGLE: an EAGLE-3 head that drafts all its tokens in one forward (AWS, 2026, arXiv 2602.01469).
 
-The head is EAGLE-3's with several layers. It reads the target's features ``f_t`` with the *next* token ``x_{t+1}``, as
-EAGLE-3 does. For further tokens EAGLE-3 reads the token just drafted and its own output. P-EAGLE reads a mask token
-``m`` and a learned state ``h`` instead. With ``n`` positions known and ``x_n`` just chosen, one forward over the rows
+The head is EAGLE-3's with several layers. It reads the target's features ``f_t`` with the *next*
+token ``x_{t+1}``, as EAGLE-3 does. For further tokens EAGLE-3 reads the token just drafted and its
+own output. P-EAGLE reads a mask token ``m`` and a learned state ``h`` instead. With ``n`` positions
+known and ``x_n`` just chosen, one forward over the rows
 
 =========  ==============  ==================  =============
 row        token           features            position
@@ -13,15 +14,15 @@ mask 1     ``m``           ``fc(h)``           ``n``
 mask K-1   ``m``           ``fc(h)``           ``n + K - 2``
 =========  ==============  ==================  =============
 
-gives the distributions of the ``K`` next tokens, row by row. Each row attends to the committed pairs, the true pair and
-the mask rows before it. The true pair runs when it is observed, with all other new pairs, and its output is kept in the
-state. The mask rows run when a draft is proposed, and find the true pair in the cache.
+gives the distributions of the ``K`` next tokens, row by row. Each row attends to the committed
+pairs, the true pair and the mask rows before it. The true pair runs when it is observed, with all
+other new pairs, and its output is kept in the state. The mask rows run when a draft is proposed,
+and find the true pair in the cache.
 
-No distribution depends on a token of the same draft. So sampling each token alone is sampling from their product, and a
-tree costs no more forwards than a chain. For the same reason the tokens of a draft can be inconsistent: acceptance
-falls faster with depth and with temperature than EAGLE-3's. A draft may be longer than the head was trained for, but
-the further tokens are rarely accepted.
-"""
+No distribution depends on a token of the same draft. So sampling each token alone is sampling from
+their product, and a tree costs no more forwards than a chain. For the same reason the tokens of a
+draft can be inconsistent: acceptance falls faster with depth and with temperature than EAGLE-3's. A
+draft may be longer than the head was trained for, but the further tokens are rarely accepted."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class PEagleConfig(Eagle3Config):
     """A P-EAGLE head.
 
     Attributes:
-        mask_token_id: ``m``, a token that no text contains; its embedding replaces that of the unknown token.
+        mask_token_id: ``m``, a token that no text contains; its embedding replaces that of the
+            unknown token.
     """
 
     mask_token_id: int
@@ -82,15 +84,16 @@ class PEagleHead(Eagle3Head):
 class PEagleDrafter(Eagle3Drafter):
     """Drafts a chain or a tree with a P-EAGLE head; it observes as EAGLE-3 does and feeds nothing back.
 
-    Parameters are a dictionary: ``head`` (the network), ``embedding [V D]`` (mostly the head's own) and
-    ``draft_to_target [W]`` (absolute ids).
-    """
+    Parameters are a dictionary: ``head`` (the network), ``embedding [V D]`` (mostly the head's own)
+    and ``draft_to_target [W]`` (absolute ids)."""
 
     network: ClassVar[type[nnx.Module]] = PEagleHead
 
     config: PEagleConfig
 
-    def propose(self, params: Params, state: FeedbackState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+    def propose(
+        self, params: Params, state: FeedbackState, keys: Key[Array, " B"], sampling: SamplingParams
+    ) -> Draft:
         """Runs the mask rows after the committed pairs and drafts from all distributions at once."""
         head = self.bind(params)
         cache = state.cache
@@ -110,6 +113,8 @@ class PEagleDrafter(Eagle3Drafter):
             cache = Cache(layers=layers, length=cache.length)
         logits = head.logits(outputs)
         draft_to_target = params.get("draft_to_target")
-        inputs = parallel_inputs(state.root, logits, draft_to_target, self.config.vocab_size, keys, sampling)
+        inputs = parallel_inputs(
+            state.root, logits, draft_to_target, self.config.vocab_size, keys, sampling
+        )
         draft, _ = self.grow(inputs)
         return draft.replace(state=state.replace(cache=cache))

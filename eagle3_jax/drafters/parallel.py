@@ -18,11 +18,11 @@ def parallel_inputs(
 ) -> DraftInputs:
     """Prepares a draft from ``K`` distributions that depend only on the committed tokens.
 
-    Level ``k`` of the draft follows ``q_k = softmax(logits[k - 1])`` under every node of the level before, so the
-    probability of a path is the product over its levels. The tokens of a chain or a static tree are the most likely
-    ones, or they are sampled independently of the levels before, siblings without replacement. A dynamic tree takes the
-    prefixes with the largest products among those that expand the ``top_k`` best of each level. The network does not
-    run again.
+    Level ``k`` of the draft follows ``q_k = softmax(logits[k - 1])`` under every node of the level
+    before, so the probability of a path is the product over its levels. The tokens of a chain or a
+    static tree are the most likely ones, or they are sampled independently of the levels before,
+    siblings without replacement. A dynamic tree takes the prefixes with the largest products among
+    those that expand the ``top_k`` best of each level. The network does not run again.
 
     Args:
         root: ``[B]``, the last committed token.
@@ -39,7 +39,9 @@ def parallel_inputs(
     def run(tokens, carry, depth, mask, memory):
         del tokens, mask
         if depth + 1 >= logits.shape[1]:
-            raise ValueError(f"a draft of {depth + 2} levels needs as many logits; there are {logits.shape[1]}")
+            raise ValueError(
+                f"a draft of {depth + 2} levels needs as many logits; there are {logits.shape[1]}"
+            )
         return Level(logits[:, depth + 1, None], carry, memory)
 
     first = Level(logits[:, :1], carry=(), memory=())

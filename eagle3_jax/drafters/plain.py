@@ -26,9 +26,9 @@ class PlainState(struct.PyTreeNode, kw_only=True):
 class Plain:
     """Proposes nothing: a round is one target step.
 
-    With ``num_nodes`` above 1, the other nodes of the block are padding that is never accepted. The target then runs in
-    the same shapes as with a drafter of that size, so its logits are bit for bit those of verification. This is the
-    shape-matched baseline.
+    With ``num_nodes`` above 1, the other nodes of the block are padding that is never accepted. The
+    target then runs in the same shapes as with a drafter of that size, so its logits are bit for
+    bit those of verification. This is the shape-matched baseline.
 
     Attributes:
         num_nodes: Tokens of the target's block, root included.
@@ -57,7 +57,9 @@ class Plain:
         del params
         return PlainState(root=jnp.where(seen.length > 0, seen.next_token, state.root))
 
-    def propose(self, params: Any, state: PlainState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+    def propose(
+        self, params: Any, state: PlainState, keys: Key[Array, " B"], sampling: SamplingParams
+    ) -> Draft:
         """Returns the root and padding."""
         del params, keys, sampling
         shape = (state.root.shape[0], self.num_nodes)
@@ -73,8 +75,8 @@ class Plain:
 class Silent:
     """Plain decoding that keeps the state of another drafter, so that it can draft again at any time.
 
-    A schedule uses it at batch sizes without drafts. A draft head must still observe the target's features, because its
-    cache could not be filled later.
+    A schedule uses it at batch sizes without drafts. A draft head must still observe the target's
+    features, because its cache could not be filled later.
 
     Attributes:
         drafter: The drafter whose state is kept.
@@ -98,7 +100,11 @@ class Silent:
         """Updates the other drafter's state."""
         return self.drafter.observe(params, state, seen)
 
-    def propose(self, params: Any, state: Any, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+    def propose(
+        self, params: Any, state: Any, keys: Key[Array, " B"], sampling: SamplingParams
+    ) -> Draft:
         """Returns only the root of the other drafter's draft; the compiler removes the work for the other nodes."""
         root = self.drafter.propose(params, state, keys, sampling).tokens[:, :1]
-        return Draft(tokens=root, parents=jnp.full_like(root, -1), valid=jnp.ones_like(root, jnp.bool_))
+        return Draft(
+            tokens=root, parents=jnp.full_like(root, -1), valid=jnp.ones_like(root, jnp.bool_)
+        )

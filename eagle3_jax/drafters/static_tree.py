@@ -16,10 +16,12 @@ from eagle3_jax.sampling import argmax, draw, num_digits, probabilities, uniform
 from eagle3_jax.topology import StaticTree
 from eagle3_jax.types import Draft, SamplingMode
 
-# Chooses the tokens of one level. Arguments: logits of the nodes that were run ([B k W], or [B 1 W] if all share one
-# distribution), and for each child the index of its parent among those nodes, its rank, and its own node ([c] each).
-# Result: draft ids [B c].
-ChooseChildren = Callable[[Float[Array, "B k W"], np.ndarray, np.ndarray, np.ndarray], Int[Array, "B c"]]
+# Chooses the tokens of one level. Arguments: logits of the nodes that were run ([B k W], or [B 1 W]
+# if all share one distribution), and for each child the index of its parent among those nodes, its
+# rank, and its own node ([c] each). Result: draft ids [B c].
+ChooseChildren = Callable[
+    [Float[Array, "B k W"], np.ndarray, np.ndarray, np.ndarray], Int[Array, "B c"]
+]
 
 
 def grow_static_tree(tree: StaticTree, inputs: DraftInputs) -> tuple[Draft, Any]:
@@ -29,7 +31,9 @@ def grow_static_tree(tree: StaticTree, inputs: DraftInputs) -> tuple[Draft, Any]
         A draft without ``probs``, and the memory after the last level that was run.
     """
 
-    def choose_by_rank(logits: Array, slots: np.ndarray, ranks: np.ndarray, children: np.ndarray) -> Array:
+    def choose_by_rank(
+        logits: Array, slots: np.ndarray, ranks: np.ndarray, children: np.ndarray
+    ) -> Array:
         del children
         ids = lax.top_k(logits, int(ranks.max()) + 1)[1]
         return ids[:, slots if ids.shape[1] > 1 else 0, ranks]
@@ -40,14 +44,14 @@ def grow_static_tree(tree: StaticTree, inputs: DraftInputs) -> tuple[Draft, Any]
 def sample_static_tree(tree: StaticTree, inputs: DraftInputs) -> tuple[Draft, Any]:
     """Drafts a static tree by sampling the children of each node one after the other, without replacement.
 
-    This is EAGLE-1's tree at a temperature (Li et al., 2024, arXiv 2401.15077). The first child follows
-    ``q = softmax(draft logits / temperature)``; each further child follows ``q`` without its elder siblings,
-    renormalized. Each node declares the distribution that it was sampled from, so SpecInfer's rule
-    (:func:`eagle3_jax.verify`) is exact: after a rejected sibling the next one is a fresh sample from a distribution
-    that was known before.
+    This is EAGLE-1's tree at a temperature (Li et al., 2024, arXiv 2401.15077). The first child
+    follows ``q = softmax(draft logits / temperature)``; each further child follows ``q`` without
+    its elder siblings, renormalized. Each node declares the distribution that it was sampled from,
+    so SpecInfer's rule (:func:`eagle3_jax.verify`) is exact: after a rejected sibling the next one
+    is a fresh sample from a distribution that was known before.
 
-    Ranks give the order in which siblings are sampled, not their likelihood. A row of temperature 0 drafts the most
-    likely tokens in that order, each a point mass.
+    Ranks give the order in which siblings are sampled, not their likelihood. A row of temperature 0
+    drafts the most likely tokens in that order, each a point mass.
 
     Returns:
         A draft with ``probs``, and the memory after the last level that was run.
@@ -60,12 +64,15 @@ def sample_static_tree(tree: StaticTree, inputs: DraftInputs) -> tuple[Draft, An
     rows = jnp.arange(batch)[:, None]
     probs = jnp.zeros((batch, size, inputs.vocab_size), jnp.float32)
 
-    def sample_without_replacement(logits: Array, slots: np.ndarray, ranks: np.ndarray, children: np.ndarray) -> Array:
+    def sample_without_replacement(
+        logits: Array, slots: np.ndarray, ranks: np.ndarray, children: np.ndarray
+    ) -> Array:
         nonlocal probs
         if logits.shape[1] == 1:
             logits = jnp.broadcast_to(logits, (batch, slots.max() + 1, logits.shape[-1]))
         ids = jnp.zeros((batch, children.size), jnp.int32)
-        # Children of equal order, the number of their elder siblings, have different parents and are sampled together.
+        # Children of equal order, the number of their elder siblings, have different parents and
+        # are sampled together.
         order = np.sum((slots[:, None] == slots) & (ranks[:, None] > ranks), axis=1)
         for current in range(order.max() + 1):
             (selected,) = np.nonzero(order == current)
@@ -82,7 +89,9 @@ def sample_static_tree(tree: StaticTree, inputs: DraftInputs) -> tuple[Draft, An
     return draft.replace(probs=probs), memory
 
 
-def _grow_by_levels(tree: StaticTree, inputs: DraftInputs, choose: ChooseChildren) -> tuple[Draft, Any]:
+def _grow_by_levels(
+    tree: StaticTree, inputs: DraftInputs, choose: ChooseChildren
+) -> tuple[Draft, Any]:
     """Runs the network on the nodes that have children, level by level.
 
     Returns:

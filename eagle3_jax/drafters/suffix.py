@@ -1,17 +1,17 @@
 """Suffix decoding: proposes the tokens that most often followed the last tokens of the text (Oliaro et al., 2024).
 
-SuffixDecoding (arXiv 2411.04975) keeps a suffix tree with counts. Here every match is found in the text itself, on the
-device: a slot matches the last ``m`` tokens if the ``m`` tokens up to it equal them. For each length ``m``, a draft
-begins at all matches. Every step takes the token that follows most of the matches and drops those that disagree:
+SuffixDecoding (arXiv 2411.04975) keeps a suffix tree with counts. Here every match is found in the
+text itself, on the device: a slot matches the last ``m`` tokens if the ``m`` tokens up to it equal
+them. For each length ``m``, a draft begins at all matches. Every step takes the token that follows
+most of the matches and drops those that disagree:
 
     ``P(d_1 .. d_k | m) = matches that agree with d_1 .. d_k / matches of m tokens``
 
-The sum of ``P`` over a draft is the expected number of accepted tokens. The draft of the length with the largest sum is
-proposed. A draft may end where ``P`` falls below ``min_probability``. It is a function of the text, so any draft length
-is exact. By default it does not end early: a round verifies a block of one size, so a shorter draft saves nothing.
-Texts of other requests, which the paper's second tree holds, are ignored: otherwise a row would depend on its
-neighbours.
-"""
+The sum of ``P`` over a draft is the expected number of accepted tokens. The draft of the length
+with the largest sum is proposed. A draft may end where ``P`` falls below ``min_probability``. It is
+a function of the text, so any draft length is exact. By default it does not end early: a round
+verifies a block of one size, so a shorter draft saves nothing. Texts of other requests, which the
+paper's second tree holds, are ignored: otherwise a row would depend on its neighbours."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ class Suffix(TextDrafter):
     Attributes:
         num_speculative_tokens: ``K``, tokens of a draft. Default: the default length for one row.
         max_suffix: Longest suffix tried, in tokens.
-        max_matches: Maximum number of matches that are counted: the longest, and of equally long ones the latest.
-        min_probability: Share of the matches that must agree with a draft; the draft ends where fewer do.
+        max_matches: Maximum number of matches that are counted: the longest, and of equally long
+            ones the latest.
+        min_probability: Share of the matches that must agree with a draft; the draft ends where
+            fewer do.
     """
 
     max_suffix: int = 24
@@ -50,12 +52,16 @@ class Suffix(TextDrafter):
         if not 0 <= self.min_probability <= 1:
             raise ValueError(f"min_probability is {self.min_probability}; expected 0 to 1")
 
-    def propose(self, params: Any, state: TextState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+    def propose(
+        self, params: Any, state: TextState, keys: Key[Array, " B"], sampling: SamplingParams
+    ) -> Draft:
         """Drafts by majority. If a draft ends early, its remaining nodes are invalid."""
         del params, keys, sampling
         run = state.count_matches(self.max_suffix)
         proposed, valid = jax.vmap(self._draft_row)(state.tokens, state.length, run)
-        node = jnp.broadcast_to(jnp.arange(self.num_nodes, dtype=jnp.int32), (state.length.shape[0], self.num_nodes))
+        node = jnp.broadcast_to(
+            jnp.arange(self.num_nodes, dtype=jnp.int32), (state.length.shape[0], self.num_nodes)
+        )
         tokens = jnp.concatenate([state.root, proposed], axis=1)
         parents = node - 1
         valid = jnp.concatenate([jnp.ones_like(valid[:, :1]), valid], axis=1)
@@ -73,7 +79,8 @@ class Suffix(TextDrafter):
         """
         capacity = tokens.shape[0]
         depth = self.num_speculative_tokens
-        # M suffixes, the longest first. C matches, the longest first, of equally long ones the latest.
+        # M suffixes, the longest first. C matches, the longest first, of equally long ones the
+        # latest.
         suffix = jnp.arange(self.max_suffix, 0, -1, dtype=jnp.int32)
         rank = jnp.where(run > 0, run * capacity + jnp.arange(capacity, dtype=jnp.int32), -1)
         best, slot = lax.top_k(rank, min(self.max_matches, capacity))
@@ -89,13 +96,19 @@ class Suffix(TextDrafter):
         for index in range(depth):
             same = next_tokens[:, None, index] == next_tokens[None, :, index]
             same = same & known[:, None, index] & known[None, :, index]
-            count = jnp.where(agreeing, agreeing.astype(jnp.float32) @ same.astype(jnp.float32), 0.0)
-            chosen = jnp.argmax(count, axis=1)  # the first of equal counts: the longest match, then the latest
+            count = jnp.where(
+                agreeing, agreeing.astype(jnp.float32) @ same.astype(jnp.float32), 0.0
+            )
+            chosen = jnp.argmax(
+                count, axis=1
+            )  # the first of equal counts: the longest match, then the latest
             share = jnp.max(count, axis=1) / jnp.maximum(total, 1.0)
             valid &= (share > 0) & (share >= self.min_probability)
             score += jnp.where(valid, share, 0.0)
             drafted.append(next_tokens[chosen, index])
             valid_by_depth.append(valid)
             agreeing &= same[chosen]
-        winner = jnp.argmax(jnp.round(score, 4))  # of sums that are equal up to rounding, that of the longest suffix
+        winner = jnp.argmax(
+            jnp.round(score, 4)
+        )  # of sums that are equal up to rounding, that of the longest suffix
         return jnp.stack(drafted, axis=1)[winner], jnp.stack(valid_by_depth, axis=1)[winner]

@@ -54,7 +54,9 @@ class TextDrafter:
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens < 1:
-            raise ValueError(f"num_speculative_tokens is {self.num_speculative_tokens}; expected at least 1")
+            raise ValueError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}; expected at least 1"
+            )
 
     @property
     def num_nodes(self) -> int:
@@ -66,25 +68,36 @@ class TextDrafter:
         """``G``."""
         return self.num_speculative_tokens
 
-    def with_topology(self, topology: Topology | None, draft_sampling: DraftSampling | str | None) -> TextDrafter:
+    def with_topology(
+        self, topology: Topology | None, draft_sampling: DraftSampling | str | None
+    ) -> TextDrafter:
         """Returns the drafter with another number of tokens.
 
         Raises:
             ValueError: ``topology`` is a tree, or ``draft_sampling`` is probabilistic.
         """
         name = type(self).__name__
-        if draft_sampling is not None and DraftSampling(draft_sampling) is DraftSampling.PROBABILISTIC:
-            raise ValueError(f"{name} has no distribution to draw from; leave draft_sampling out or load a draft head")
+        if (
+            draft_sampling is not None
+            and DraftSampling(draft_sampling) is DraftSampling.PROBABILISTIC
+        ):
+            raise ValueError(
+                f"{name} has no distribution to draw from; leave draft_sampling out or load a draft head"
+            )
         if topology is None:
             return self
         if not isinstance(topology, Chain):
-            raise ValueError(f"{name} cannot draft a tree; leave the option out or choose another drafter")
+            raise ValueError(
+                f"{name} cannot draft a tree; leave the option out or choose another drafter"
+            )
         return dataclasses.replace(self, num_speculative_tokens=topology.num_speculative_tokens)
 
     def init(self, params: Any, batch: int, capacity: int) -> TextState:
         """See :class:`eagle3_jax.types.Drafter`."""
         del params
-        return TextState(tokens=jnp.zeros((batch, capacity), jnp.int32), length=jnp.zeros((batch,), jnp.int32))
+        return TextState(
+            tokens=jnp.zeros((batch, capacity), jnp.int32), length=jnp.zeros((batch,), jnp.int32)
+        )
 
     def observe(self, params: Any, state: TextState, seen: Observation) -> TextState:
         """Appends the committed tokens. The last known token is the root, so the first new token replaces it."""

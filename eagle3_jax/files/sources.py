@@ -19,7 +19,15 @@ if TYPE_CHECKING:
 NATIVE_FILE = "eagle3_jax.json"
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # The files that are fetched from the hub: configuration and tokenizer, chat template, weights.
-FETCHED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors", "*.bin", "medusa_lm_head.pt")
+FETCHED = (
+    "*.json",
+    "*.jinja",
+    "tokenizer.model",
+    "merges.txt",
+    "*.safetensors",
+    "*.bin",
+    "medusa_lm_head.pt",
+)
 #: The form of each named drafter: its name, or ``name=E`` with a whole number.
 NAMED = {"ngram": "ngram", "suffix": "suffix", "layer-skip": "layer-skip=E", "none": "none"}
 FORMS = ", ".join(map(repr, NAMED.values()))
@@ -46,7 +54,9 @@ def within(directory: Path) -> Path:
     if not files or NATIVE_FILE in names or any(name.endswith(_OTHER_WEIGHTS) for name in names):
         return directory
     if len(files) > 1:
-        raise ValueError(f"{directory} holds {len(files)} GGUF files ({', '.join(files[:3])}); give the path of one")
+        raise ValueError(
+            f"{directory} holds {len(files)} GGUF files ({', '.join(files[:3])}); give the path of one"
+        )
     return directory / files[0]
 
 
@@ -56,7 +66,8 @@ def locate(source: str | Path | None, part: str, fetched: tuple[str, ...] = FETC
     Published models and hub ids are downloaded once. The heads of published models are bundled.
 
     Args:
-        source: Directory, GGUF file, short name of :data:`~eagle3_jax.files.published.PUBLISHED`, or hub id.
+        source: Directory, GGUF file, short name of :data:`~eagle3_jax.files.published.PUBLISHED`,
+            or hub id.
         part: ``target`` or ``eagle3``.
         fetched: Patterns of the files to download for a hub id.
 
@@ -97,7 +108,9 @@ def locate(source: str | Path | None, part: str, fetched: tuple[str, ...] = FETC
         return Path(snapshot_download(text, allow_patterns=list(fetched)))
     except Exception as error:  # the hub's errors have no common type that is public
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{source} is no local directory and could not be downloaded: {reason}") from None
+        raise ValueError(
+            f"{source} is no local directory and could not be downloaded: {reason}"
+        ) from None
 
 
 def did_you_mean(name: str, suggestions: Mapping[str, str]) -> str:
@@ -118,11 +131,19 @@ def _suggestions(path: Path, part: str) -> dict[str, str]:
 
     is_target = part == "target"
     known = known_name(path.name, KNOWN_MODELS)  # which only `eagle3 plan` takes
-    suggestions = {name: f"the hub id of {name}" if name == known else name for name in KNOWN_MODELS if is_target}
+    suggestions = {
+        name: f"the hub id of {name}" if name == known else name
+        for name in KNOWN_MODELS
+        if is_target
+    }
     with contextlib.suppress(OSError, ValueError):
-        neighbors = [entry for entry in path.parent.iterdir() if entry.suffix == ".gguf" or entry.is_dir()]
+        neighbors = [
+            entry for entry in path.parent.iterdir() if entry.suffix == ".gguf" or entry.is_dir()
+        ]
         suggestions |= {entry.name: str(entry) for entry in neighbors}
-    return suggestions | {name: name for name in (PUBLISHED if is_target else [*PUBLISHED, *NAMED.values()])}
+    return suggestions | {
+        name: name for name in (PUBLISHED if is_target else [*PUBLISHED, *NAMED.values()])
+    }
 
 
 def is_named(source: str | None) -> bool:
@@ -139,7 +160,8 @@ def named_drafter(source: str, target: LoadedTarget) -> LoadedDrafter | Drafter[
     """Returns the drafter with a name, for which :func:`is_named` is true; ``None`` for plain decoding.
 
     Raises:
-        ValueError: The number is missing, malformed or unsuitable for the target, or the name takes no number.
+        ValueError: The number is missing, malformed or unsuitable for the target, or the name takes
+            no number.
     """
     from eagle3_jax.drafters.draft_model import layer_skip
     from eagle3_jax.drafters.ngram import NGram
@@ -157,5 +179,7 @@ def parts_of(source: str) -> tuple[str, int]:
     form = NAMED[name]
     takes = form != name
     if takes != bool(sign) or (takes and not (number.isdecimal() and len(number) < 10)):
-        raise ValueError(f"drafter {source!r}: expected {form}{', such as ' + name + '=4' if takes else ''}")
+        raise ValueError(
+            f"drafter {source!r}: expected {form}{', such as ' + name + '=4' if takes else ''}"
+        )
     return name, int(number or 0)

@@ -21,4 +21,6 @@ def git() -> dict[str, Any] | str:
 
 def _git(*arguments: str) -> str:
     command = ("git", "-C", str(ROOT), *arguments)
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=True
+    ).stdout.strip()

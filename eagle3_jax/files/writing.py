@@ -1,8 +1,7 @@
 """Files and directories that appear under their name only when they are complete.
 
-A write goes to a locked directory next to the final name. If the process is killed, that directory remains without its
-lock, and the next write of the same name removes it.
-"""
+A write goes to a locked directory next to the final name. If the process is killed, that directory
+remains without its lock, and the next write of the same name removes it."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ from pathlib import Path
 
 # The messages of the system, safetensors (Rust), TensorStore (C++) and numpy for a full disk.
 _DISK_FULL = re.compile(
-    r"No space left|os error 28|os_error_code='28'|quota exceeded|File too large|requested and \d", re.IGNORECASE
+    r"No space left|os error 28|os_error_code='28'|quota exceeded|File too large|requested and \d",
+    re.IGNORECASE,
 )
 
 
@@ -36,7 +36,8 @@ def whole_directory(final: str | os.PathLike[str]) -> Iterator[Path]:
         final: A path that does not exist yet; missing parents are created.
 
     Raises:
-        WriteError: The path exists already, it cannot be created, or the disk is full. Nothing is left then.
+        WriteError: The path exists already, it cannot be created, or the disk is full. Nothing is
+            left then.
     """
     final = Path(final).absolute()
     if final.exists() or final.is_symlink():
@@ -45,7 +46,9 @@ def whole_directory(final: str | os.PathLike[str]) -> Iterator[Path]:
         yield temporary
         _apply_umask(temporary)
         if final.exists():
-            raise WriteError(f"{final} appeared while it was being written; nothing was changed there")
+            raise WriteError(
+                f"{final} appeared while it was being written; nothing was changed there"
+            )
         temporary.rename(final)
 
 
@@ -56,7 +59,8 @@ def whole_file(final: str | os.PathLike[str]) -> Iterator[Path]:
     A link is followed. A device or a pipe, such as ``/dev/stdout``, is written to directly.
 
     Raises:
-        WriteError: The file cannot be created, or the disk is full. An existing file remains unchanged then.
+        WriteError: The file cannot be created, or the disk is full. An existing file remains
+            unchanged then.
     """
     final = Path(os.path.realpath(final))
     if final.exists() and not final.is_file():
@@ -75,7 +79,9 @@ def disk_full_named(final: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:  # safetensors, Orbax and numpy raise different types
         if not _DISK_FULL.search(str(error)):
             raise
-        raise WriteError(f"disk full: {final}; nothing was left there. Free some space, or write elsewhere") from None
+        raise WriteError(
+            f"disk full: {final}; nothing was left there. Free some space, or write elsewhere"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -85,7 +91,9 @@ def orbax_quiet() -> Iterator[None]:
     hook = sys.unraisablehook
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
-    sys.unraisablehook = lambda late: None if "Event loop is closed" in str(late.exc_value) else hook(late)
+    sys.unraisablehook = lambda late: (
+        None if "Event loop is closed" in str(late.exc_value) else hook(late)
+    )
     try:
         yield
     except BaseException:
@@ -143,13 +151,18 @@ def _sibling(final: Path) -> Iterator[Path]:
             final.parent.mkdir(parents=True, exist_ok=True)
             for path in final.parent.iterdir():
                 if path.name.startswith(prefix) and path.name.endswith(suffix):
-                    with contextlib.suppress(OSError), _locked(path):  # an error means that its writer is alive
+                    with (
+                        contextlib.suppress(OSError),
+                        _locked(path),
+                    ):  # an error means that its writer is alive
                         remove_tree(path)
             temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=final.parent))
         except OSError as error:
             if _DISK_FULL.search(str(error)):
                 raise
-            reason = f"{final} cannot be created ({error.strerror}); give a place that can be written"
+            reason = (
+                f"{final} cannot be created ({error.strerror}); give a place that can be written"
+            )
             raise WriteError(reason) from None
         stack.callback(remove_tree, temporary)
         with contextlib.suppress(OSError):  # some file systems have no locks

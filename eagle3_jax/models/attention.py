@@ -14,8 +14,9 @@ from eagle3_jax.cache import KeyValue
 from eagle3_jax.devices.kernels import max_before_exp, ordered_sum
 from eagle3_jax.models.layers import matmul_precision
 
-# A long prompt is processed in blocks of queries, so that at most 2^27 attention scores (512 MiB in float32) exist at
-# once. A block has at least 64 queries. Up to 128 tokens, as in every round, nothing is split.
+# A long prompt is processed in blocks of queries, so that at most 2^27 attention scores (512 MiB in
+# float32) exist at once. A block has at least 64 queries. Up to 128 tokens, as in every round,
+# nothing is split.
 _SCORES = 2**27
 _SHORT = 128
 _FEWEST = 64
@@ -37,7 +38,8 @@ class Scoring(NamedTuple):
     """How a model computes attention scores from the products ``q kᵀ``."""
 
     scale: float | None = None  #: Factor of ``q kᵀ``; ``H ** -0.5`` when ``None``.
-    #: Scores become ``softcap * tanh(score / softcap)`` before the mask (Gemma 2); ``None`` for no cap.
+    #: Scores become ``softcap * tanh(score / softcap)`` before the mask (Gemma 2); ``None`` for no
+    # cap.
     softcap: float | None = None
     #: ``[heads]``, one more logit in the softmax of each head, without a value (gpt-oss).
     sinks: Float[Array, " heads"] | None = None
@@ -62,8 +64,10 @@ def attention(
 
     Args:
         queries: ``[B T heads H]``, rotated.
-        segments: Runs of keys and values with masks, such as a cache, the block itself, or levels of a draft tree.
-        diagonals: Runs of ``T`` keys and values; query ``t`` attends only to key ``t`` (the training-time test).
+        segments: Runs of keys and values with masks, such as a cache, the block itself, or levels
+            of a draft tree.
+        diagonals: Runs of ``T`` keys and values; query ``t`` attends only to key ``t`` (the
+            training-time test).
         scoring: Scale, cap and sinks of the scores.
 
     Returns:
@@ -79,7 +83,12 @@ def attention(
     out = jnp.zeros((batch, kv_heads, heads // kv_heads, fed, values.shape[-1]), jnp.float32)
     num_blocks = -(-fed // block)
     add = functools.partial(
-        _add_block, block=block, queries=queries, segments=segments, diagonals=diagonals, scoring=scoring
+        _add_block,
+        block=block,
+        queries=queries,
+        segments=segments,
+        diagonals=diagonals,
+        scoring=scoring,
     )
     return _merge_heads(lax.fori_loop(0, num_blocks, add, out), queries)
 
@@ -105,7 +114,9 @@ def _add_block(
     return lax.dynamic_update_slice_in_dim(out, attended, start, axis=3)
 
 
-def _merge_heads(out: Float[Array, "B C groups T Hv"], queries: Float[Array, "B T heads H"]) -> Array:
+def _merge_heads(
+    out: Float[Array, "B C groups T Hv"], queries: Float[Array, "B T heads H"]
+) -> Array:
     """Returns ``[B T heads·Hv]`` in the type of the queries."""
     return out.astype(queries.dtype).transpose(0, 3, 1, 2, 4).reshape(*queries.shape[:2], -1)
 
@@ -121,30 +132,38 @@ def _query_block_size(queries: Float[Array, "B T heads H"], segments: Sequence[S
 
 
 def _attend(
-    queries: Float[Array, "B T heads H"], segments: Sequence[Segment], diagonals: Sequence[KeyValue], scoring: Scoring
+    queries: Float[Array, "B T heads H"],
+    segments: Sequence[Segment],
+    diagonals: Sequence[KeyValue],
+    scoring: Scoring,
 ) -> Float[Array, "B C groups T Hv"]:
     """Computes :func:`attention` for all queries at once, in float32."""
     batch, fed, heads, head_dim = queries.shape
     any_kv = segments[0].kv if segments else diagonals[0]
     kv_heads = any_kv.keys.shape[1]
     groups = heads // kv_heads
-    # The query heads of a group and the tokens form one axis: XLA's CPU products want one free axis on each side.
+    # The query heads of a group and the tokens form one axis: XLA's CPU products want one free axis
+    # on each side.
     rows = queries.reshape(batch, fed, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
     folded = rows.reshape(batch, kv_heads, groups * fed, head_dim)
     precision = matmul_precision(queries.dtype)
-    contract = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
+    contract = functools.partial(
+        jnp.einsum, preferred_element_type=jnp.float32, precision=precision
+    )
     scores = []
     for segment in segments:
         score = contract("bcqh,bcsh->bcqs", folded, segment.kv.keys)
         score = scoring.score(score.reshape(batch, kv_heads, groups, fed, -1), head_dim)
-        # A finite minimum, not -inf: a padded query without any key in sight must not turn into NaN.
+        # A finite minimum, not -inf: a padded query without any key in sight must not turn into
+        # NaN.
         scores.append(jnp.where(segment.mask[:, None, None], score, jnp.finfo(jnp.float32).min))
     for kv in diagonals:
         products = (rows * kv.keys[:, :, None]).astype(jnp.float32)
         score = jnp.sum(products, axis=-1, keepdims=True)
         scores.append(scoring.score(score, head_dim))
-    # One softmax over all runs without joining them: the largest score of all, the sum of all, and the division after
-    # the values are summed. On short contexts, joining and splitting would cost more than the products.
+    # One softmax over all runs without joining them: the largest score of all, the sum of all, and
+    # the division after the values are summed. On short contexts, joining and splitting would cost
+    # more than the products.
     maxima = [max_before_exp(lax.stop_gradient(score)) for score in scores]
     largest = functools.reduce(jnp.maximum, maxima)
     if scoring.sinks is not None:

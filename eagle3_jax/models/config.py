@@ -26,7 +26,9 @@ def check_range(config: Any, least: int | float, most: int | float, *names: str)
     for name in names:
         value = getattr(config, name)
         if value is not None and not least <= value <= most:
-            raise ValueError(f"{name} is {str(value)[:40]}; expected a number from {least:g} to {most:g}")
+            raise ValueError(
+                f"{name} is {str(value)[:40]}; expected a number from {least:g} to {most:g}"
+            )
 
 
 def check_sizes(config: Any, *names: str) -> None:
@@ -40,9 +42,9 @@ def check_sizes(config: Any, *names: str) -> None:
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
-# The statistics and weights of a norm of queries and keys. per-head: statistics of each head, one weight vector for all
-# heads (Qwen3). own-weights: statistics of each head, weights for each head (Cohere). whole: statistics of all heads
-# together, weights for each head (OLMo-2).
+# The statistics and weights of a norm of queries and keys. per-head: statistics of each head, one
+# weight vector for all heads (Qwen3). own-weights: statistics of each head, weights for each head
+# (Cohere). whole: statistics of all heads together, weights for each head (OLMo-2).
 QKNorm = Literal["per-head", "own-weights", "whole"]
 
 
@@ -51,23 +53,42 @@ class RopeConfig:
     """Rotary position embedding (Su et al., 2021) and its published context extensions."""
 
     theta: float = 10_000.0  #: Base of the geometric progression of wavelengths.
-    #: ``default``, ``linear`` (position interpolation), ``llama3``, ``yarn`` (Peng et al., 2023) or ``longrope`` (Ding
-    #: et al., 2024). With ``longrope``, only texts of up to ``original_max_positions`` tokens are computed.
+    #: ``default``, ``linear`` (position interpolation), ``llama3``, ``yarn`` (Peng et al., 2023) or
+    # ``longrope`` (Ding
+    #: et al., 2024). With ``longrope``, only texts of up to ``original_max_positions`` tokens are
+    # computed.
     type: RopeType = "default"
     factor: float = 1.0  #: Factor by which the context is extended.
     #: Context length before the extension (``llama3``, ``yarn`` and ``longrope``).
     original_max_positions: int | None = None
-    low_freq_factor: float = 1.0  #: ``llama3``: wavelengths above ``original / low_freq_factor`` are fully stretched.
-    high_freq_factor: float = 4.0  #: ``llama3``: wavelengths below ``original / high_freq_factor`` do not change.
-    beta_fast: float = 32.0  #: ``yarn``: a dimension with more rotations than this in the context does not change.
-    beta_slow: float = 1.0  #: ``yarn``: a dimension with fewer rotations than this is fully interpolated.
+    low_freq_factor: float = (
+        1.0  #: ``llama3``: wavelengths above ``original / low_freq_factor`` are fully stretched.
+    )
+    high_freq_factor: float = (
+        4.0  #: ``llama3``: wavelengths below ``original / high_freq_factor`` do not change.
+    )
+    beta_fast: float = (
+        32.0  #: ``yarn``: a dimension with more rotations than this in the context does not change.
+    )
+    beta_slow: float = (
+        1.0  #: ``yarn``: a dimension with fewer rotations than this is fully interpolated.
+    )
     #: ``yarn``, ``longrope``: scale of cosine and sine; ``None`` derives it from ``factor``.
     attention_factor: float | None = None
-    mscale: float | None = None  #: ``yarn``: numerator exponent of the derived attention factor (DeepSeek's variant).
-    mscale_all_dim: float | None = None  #: ``yarn``: denominator exponent of the derived attention factor.
-    truncate: bool = True  #: ``yarn``: whether the correction range is rounded outwards to whole dimensions.
-    partial: float = 1.0  #: Share of a head's channels that rotate, the first ones; the others do not change.
-    interleaved: bool = False  #: Whether channels ``2i`` and ``2i+1`` are a pair, instead of ``i`` and ``i + dim/2``.
+    mscale: float | None = (
+        None  #: ``yarn``: numerator exponent of the derived attention factor (DeepSeek's variant).
+    )
+    mscale_all_dim: float | None = (
+        None  #: ``yarn``: denominator exponent of the derived attention factor.
+    )
+    truncate: bool = (
+        True  #: ``yarn``: whether the correction range is rounded outwards to whole dimensions.
+    )
+    partial: float = (
+        1.0  #: Share of a head's channels that rotate, the first ones; the others do not change.
+    )
+    #: Whether channels ``2i`` and ``2i+1`` are a pair, instead of ``i`` and ``i + dim/2``.
+    interleaved: bool = False
     #: ``longrope``: factor of the wavelength of each channel pair.
     short_factor: tuple[float, ...] = ()
     #: ``longrope``: the same factors for texts that are longer than ``original_max_positions``.
@@ -83,7 +104,16 @@ class RopeConfig:
         check_range(self, 1.0, 1e30, "theta")
         check_range(self, 1e-6, 1.0, "partial")
         check_range(self, 1, MOST, "original_max_positions")
-        check_range(self, 1e-6, 1e6, "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+        check_range(
+            self,
+            1e-6,
+            1e6,
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "beta_fast",
+            "beta_slow",
+        )
         check_range(self, 1e-6, 1e6, "attention_factor")
         check_range(self, 0.0, 1e6, "mscale", "mscale_all_dim")
         if self.type == "llama3" and self.low_freq_factor > self.high_freq_factor:
@@ -94,7 +124,9 @@ class RopeConfig:
         if self.type == "yarn" and self.theta == 1.0:
             raise ValueError("rope type 'yarn' needs a theta above 1; its logarithm divides")
         if self.type == "longrope" and self.original_max_positions == 1:
-            raise ValueError("rope type 'longrope' needs original_max_positions above 1; their logarithm divides")
+            raise ValueError(
+                "rope type 'longrope' needs original_max_positions above 1; their logarithm divides"
+            )
         if not all(1e-6 <= factor <= 1e6 for factor in (*self.short_factor, *self.long_factor)):
             raise ValueError("short_factor or long_factor has a number outside 1e-06 to 1e+06")
 
@@ -121,21 +153,30 @@ class GroupedQuery:
     num_kv_heads: int  #: ``C``, key and value heads; divides ``num_heads``.
     head_dim: int  #: ``H``; independent of ``width // num_heads``.
     rope: RopeConfig | None = RopeConfig()  #: Rotary embedding; ``None`` for none.
-    window: int | None = None  #: Tokens that a token attends to, itself included; ``None`` for all before it.
+    window: int | None = (
+        None  #: Tokens that a token attends to, itself included; ``None`` for all before it.
+    )
     qkv_bias: bool = False  #: Whether the q, k and v projections have a bias.
     o_bias: bool = False  #: Whether the output projection has a bias.
-    qk_norm: bool = False  #: Whether queries and keys are normalised before rotation, by the model's kind of norm.
+    #: Whether queries and keys are normalised before rotation, by the model's kind of norm.
+    qk_norm: bool = False
     #: Growth of queries with their position (Ministral 3, Llama 4); ``None`` for none.
     query_scaling: QueryScaling | None = None
-    #: Length of a chunk of positions; a token attends to the earlier tokens of its chunk. ``None``: no chunks.
+    #: Length of a chunk of positions; a token attends to the earlier tokens of its chunk. ``None``:
+    # no chunks.
     chunk: int | None = None
     #: Whether queries and keys are divided by their root mean square *after* rotation (Llama 4).
     qk_l2_norm: bool = False
-    sinks: bool = False  #: Whether each head has one more logit in its softmax, without a value (gpt-oss).
-    #: Whether the projection of the queries also gives a gate of their shape. Its sigmoid multiplies the output of
+    sinks: bool = (
+        False  #: Whether each head has one more logit in its softmax, without a value (gpt-oss).
+    )
+    #: Whether the projection of the queries also gives a gate of their shape. Its sigmoid
+    # multiplies the output of
     #: attention (Qwen3-Next).
     output_gate: bool = False
-    softcap: float | None = None  #: Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); ``None`` for no cap.
+    softcap: float | None = (
+        None  #: Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); ``None`` for no cap.
+    )
     scale: float | None = None  #: Factor of the scores; ``H ** -0.5`` when ``None``.
     qk_norm_kind: QKNorm = "per-head"  #: Statistics and weights of the norm of queries and keys.
 
@@ -147,20 +188,30 @@ class GroupedQuery:
                 "grouped-query attention shares each key head between a whole number of query heads"
             )
         if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs a positive even number")
+            raise ValueError(
+                f"head_dim is {self.head_dim}; rotary embedding needs a positive even number"
+            )
         check_range(self, 1, MOST, "head_dim", "window", "chunk")
         check_range(self, 1e-6, 1e6, "softcap", "scale")
         pairs = 0 if self.rope is None else int(self.head_dim * self.rope.partial) // 2
         rope = self.rope
-        if rope is not None and rope.type == "longrope" and {len(rope.short_factor), len(rope.long_factor)} != {pairs}:
+        if (
+            rope is not None
+            and rope.type == "longrope"
+            and {len(rope.short_factor), len(rope.long_factor)} != {pairs}
+        ):
             raise ValueError(
                 f"short_factor has {len(rope.short_factor)} and long_factor {len(rope.long_factor)} numbers; "
                 f"expected {pairs} each, one for a pair of rotating channels"
             )
         if self.window is not None and self.chunk is not None:
-            raise ValueError(f"a window of {self.window} and chunks of {self.chunk} exclude each other")
+            raise ValueError(
+                f"a window of {self.window} and chunks of {self.chunk} exclude each other"
+            )
         if self.qk_norm and self.qk_l2_norm:
-            raise ValueError("qk_norm and qk_l2_norm exclude each other; queries and keys are normalised once")
+            raise ValueError(
+                "qk_norm and qk_l2_norm exclude each other; queries and keys are normalised once"
+            )
         if self.qk_norm_kind != "per-head" and not self.qk_norm:
             raise ValueError(f"qk_norm_kind is {self.qk_norm_kind!r} without qk_norm; set qk_norm")
 
@@ -176,24 +227,41 @@ class Latent:
 
     num_heads: int  #: Number of heads.
     q_rank: int | None  #: Width of the queries' latent; ``None`` if queries are projected directly.
-    #: ``r``, width of the latent that keys and values share. The cache holds it and the ``rope_dim`` channels of a
+    #: ``r``, width of the latent that keys and values share. The cache holds it and the
+    # ``rope_dim`` channels of a
     #: rotated key that all heads share.
     kv_rank: int
     nope_dim: int  #: Channels of a head's query and key that do not rotate.
     rope_dim: int  #: ``dr``, channels of a head's query and key that rotate.
     value_dim: int  #: Channels of a head's value.
-    rope: RopeConfig = RopeConfig(interleaved=True)  #: Rotary embedding of the ``rope_dim`` channels.
-    scale: float | None = None  #: Factor of the scores; ``(nope_dim + rope_dim) ** -0.5`` when ``None``.
+    rope: RopeConfig = RopeConfig(
+        interleaved=True
+    )  #: Rotary embedding of the ``rope_dim`` channels.
+    scale: float | None = (
+        None  #: Factor of the scores; ``(nope_dim + rope_dim) ** -0.5`` when ``None``.
+    )
     bias: bool = False  #: Whether the projections to the latents and the output have a bias.
-    #: Number of keys that the index of the published model chooses. Texts of at most this length need no index; longer
+    #: Number of keys that the index of the published model chooses. Texts of at most this length
+    # need no index; longer
     #: texts are refused. ``None``: the model has no index.
     index_topk: int | None = None
 
     def __post_init__(self) -> None:
-        check_sizes(self, "num_heads", "q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim", "index_topk")
+        check_sizes(
+            self,
+            "num_heads",
+            "q_rank",
+            "kv_rank",
+            "nope_dim",
+            "rope_dim",
+            "value_dim",
+            "index_topk",
+        )
         check_range(self, 1e-6, 1e6, "scale")
         if self.rope_dim % 2:
-            raise ValueError(f"rope_dim is {self.rope_dim}; rotary embedding needs a positive even number")
+            raise ValueError(
+                f"rope_dim is {self.rope_dim}; rotary embedding needs a positive even number"
+            )
 
     @property
     def channels(self) -> int:
@@ -240,13 +308,15 @@ class GatedMLP:
 
     def __post_init__(self) -> None:
         if not 1 <= self.width <= MOST:
-            raise ValueError(f"mlp width is {str(self.width)[:40]}; expected a whole number from 1 to {MOST:g}")
+            raise ValueError(
+                f"mlp width is {str(self.width)[:40]}; expected a whole number from 1 to {MOST:g}"
+            )
 
 
-# How a router turns logits into experts and weights. softmax: over all experts, then the k largest. sigmoid: of each
-# logit; a correction is added to choose groups and then k experts, and does not enter the weights. softmax-of-chosen:
-# over the k largest logits. sigmoid-of-input: of the k largest logits; it multiplies the input of an expert instead of
-# its output.
+# How a router turns logits into experts and weights. softmax: over all experts, then the k largest.
+# sigmoid: of each logit; a correction is added to choose groups and then k experts, and does not
+# enter the weights. softmax-of-chosen: over the k largest logits. sigmoid-of-input: of the k
+# largest logits; it multiplies the input of an expert instead of its output.
 Router = Literal["softmax", "sigmoid", "softmax-of-chosen", "sigmoid-of-input"]
 
 
@@ -258,14 +328,21 @@ class Experts:
     per_token: int  #: ``k``, number of experts per token.
     width: int  #: Inner width of an expert.
     router: Router  #: How the experts of a token and their weights follow from its logits.
-    normalise: bool = True  #: Whether the weights of a token are divided by their sum (``softmax``, ``sigmoid``).
+    normalise: bool = (
+        True  #: Whether the weights of a token are divided by their sum (``softmax``, ``sigmoid``).
+    )
     scaling: float = 1.0  #: Factor of the weights after that.
     groups: int = 1  #: Groups of neighbouring experts; whole groups are chosen first (``sigmoid``).
     kept_groups: int = 1  #: Number of groups that are chosen.
-    shared_width: int = 0  #: Inner width of an additional MLP that every token goes through; 0 for none.
-    shared_gate: bool = False  #: Whether the sigmoid of one number per token multiplies that MLP's output.
+    shared_width: int = (
+        0  #: Inner width of an additional MLP that every token goes through; 0 for none.
+    )
+    shared_gate: bool = (
+        False  #: Whether the sigmoid of one number per token multiplies that MLP's output.
+    )
     bias: bool = False  #: Whether router and experts have biases.
-    #: Clamped gates (gpt-oss): ``(up + 1) * gate * sigmoid(1.702 * gate)`` with ``gate <= limit`` and
+    #: Clamped gates (gpt-oss): ``(up + 1) * gate * sigmoid(1.702 * gate)`` with ``gate <= limit``
+    # and
     #: ``|up| <= limit``. With ``None``, ``silu(gate) * up``.
     limit: float | None = None
 
@@ -274,7 +351,9 @@ class Experts:
         check_range(self, 0, MOST, "shared_width")
         check_range(self, 1e-6, 1e6, "scaling", "limit")
         if self.per_token > self.num_experts:
-            raise ValueError(f"{self.per_token} experts per token of {self.num_experts}; expected at most as many")
+            raise ValueError(
+                f"{self.per_token} experts per token of {self.num_experts}; expected at most as many"
+            )
         if self.num_experts % self.groups or self.kept_groups > self.groups:
             raise ValueError(
                 f"{self.num_experts} experts in {self.groups} groups of which {self.kept_groups} are kept; expected "
@@ -294,14 +373,14 @@ class Experts:
 Mixer = GroupedQuery | Latent | GatedDelta
 MLP = GatedMLP | Experts
 
-# How a norm multiplies y = x / sqrt(mean(x²) + eps) by its weight w. plain: w · y in the type of x. float32: w · y
-# before the cast to that type. zero-centred: (1 + w) · y before the cast. layer: the mean of x is subtracted first,
-# then as float32; it is a LayerNorm without bias.
+# How a norm multiplies y = x / sqrt(mean(x²) + eps) by its weight w. plain: w · y in the type of x.
+# float32: w · y before the cast to that type. zero-centred: (1 + w) · y before the cast. layer: the
+# mean of x is subtracted first, then as float32; it is a LayerNorm without bias.
 NormKind = Literal["plain", "float32", "zero-centred", "layer"]
 
-# Which tensors of a block are normalised. before: the inputs of mixer and MLP (Llama). after: their outputs, before the
-# residual sum (OLMo-2). around: inputs and outputs (Gemma 2). parallel: one norm, whose output is the input of both
-# mixer and MLP (Cohere).
+# Which tensors of a block are normalised. before: the inputs of mixer and MLP (Llama). after: their
+# outputs, before the residual sum (OLMo-2). around: inputs and outputs (Gemma 2). parallel: one
+# norm, whose output is the input of both mixer and MLP (Cohere).
 NormPlaces = Literal["before", "after", "around", "parallel"]
 
 
@@ -312,7 +391,8 @@ class LayerConfig:
     mixer: Mixer  #: The part that moves information between positions.
     mlp: MLP  #: The part that treats every position separately.
     norms: NormPlaces = "before"  #: Which tensors are normalised.
-    #: Factor of the outputs of mixer and MLP before they are added to the residual stream (Granite).
+    #: Factor of the outputs of mixer and MLP before they are added to the residual stream
+    # (Granite).
     residual_scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -326,7 +406,9 @@ def uniform(num_layers: int, mixer: Mixer, mlp: MLP) -> tuple[LayerConfig, ...]:
         ValueError: ``num_layers`` is not from 1 to ``MOST_LAYERS``.
     """
     if not 1 <= num_layers <= MOST_LAYERS:
-        raise ValueError(f"num_layers is {str(num_layers)[:40]}; expected a whole number from 1 to {MOST_LAYERS}")
+        raise ValueError(
+            f"num_layers is {str(num_layers)[:40]}; expected a whole number from 1 to {MOST_LAYERS}"
+        )
     return (LayerConfig(mixer=mixer, mlp=mlp),) * num_layers
 
 
@@ -363,7 +445,8 @@ class DecoderConfig:
     norm_eps: float = 1e-6  #: Added to the mean square in RMSNorm.
     tie_embeddings: bool = False  #: Whether the output projection is the transposed embedding.
     norm_kind: NormKind = "plain"  #: How every norm of the model multiplies by its weight.
-    #: Factor of the embedding at the start of the residual stream. Draft heads that borrow the embedding read it
+    #: Factor of the embedding at the start of the residual stream. Draft heads that borrow the
+    # embedding read it
     #: without the factor, as in vLLM and SGLang.
     embedding_scale: float = 1.0
     logit_scale: float = 1.0  #: Factor of the logits.
@@ -387,15 +470,18 @@ class Eagle3Config:
     Attributes:
         vocab_size: ``V``, the target's.
         width: ``D``, width of the head's residual stream.
-        layers: The head's layers, mostly one. The input of the first is the token embedding and the features, joined
-            to ``2D``. A layer may have a window: without one, a head trained on short texts drafts worse on long ones.
+        layers: The head's layers, mostly one. The input of the first is the token embedding and the
+            features, joined to ``2D``. A layer may have a window: without one, a head trained on
+            short texts drafts worse on long ones.
         draft_vocab_size: ``W``, number of target tokens that the head can propose.
         target_width: Width of the target's features.
         aux_layers: ``A`` target layers whose entering residual stream is fused, ascending.
         max_positions: Longest sequence that the head was built for.
         norm_eps: Added to the mean square in RMSNorm.
-        norm_before_residual: Whether the residual stream starts from the normalised fused features (speculators heads).
-        norm_output: Whether the output is fed back after the final norm (EAGLE-3.1) instead of before it.
+        norm_before_residual: Whether the residual stream starts from the normalised fused features
+            (speculators heads).
+        norm_output: Whether the output is fed back after the final norm (EAGLE-3.1) instead of
+            before it.
         fc_norm: Whether each feature chunk is normalised before fusion (EAGLE-3.1).
         norm_before_fc: Whether the concatenated features are normalised before fusion.
     """
@@ -417,7 +503,9 @@ class Eagle3Config:
         check_head(self)
         check_drafting(self)
         if self.fc_norm and self.norm_before_fc:
-            raise ValueError("fc_norm and norm_before_fc exclude each other; a head normalises its features once")
+            raise ValueError(
+                "fc_norm and norm_before_fc exclude each other; a head normalises its features once"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -440,11 +528,13 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     return layers
 
 
-def usual_layers(target: DecoderConfig, mlp_width: int | None = None, count: int = 1) -> tuple[LayerConfig, ...]:
+def usual_layers(
+    target: DecoderConfig, mlp_width: int | None = None, count: int = 1
+) -> tuple[LayerConfig, ...]:
     """Returns layers as most published heads have them: the target's sizes, and rotary base 10,000.
 
-    If the target has no grouped-query attention, the heads have 128 channels, or there is one head. If it has no dense
-    MLP, the inner width is four times its width.
+    If the target has no grouped-query attention, the heads have 128 channels, or there is one head.
+    If it has no dense MLP, the inner width is four times its width.
 
     Args:
         target: The target.
@@ -460,7 +550,9 @@ def usual_layers(target: DecoderConfig, mlp_width: int | None = None, count: int
         heads = width // 128 if width % 128 == 0 else 1
         mixer = GroupedQuery(num_heads=heads, num_kv_heads=heads, head_dim=width // heads)
     mlp = mlps[0] if mlps else GatedMLP(width=4 * width)
-    plain = GroupedQuery(num_heads=mixer.num_heads, num_kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim)
+    plain = GroupedQuery(
+        num_heads=mixer.num_heads, num_kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim
+    )
     return uniform(count, plain, GatedMLP(width=mlp_width or mlp.width))
 
 
@@ -498,7 +590,8 @@ def check_drafting(config: Any) -> None:
     """Checks ``draft_vocab_size`` and ``aux_layers``.
 
     Raises:
-        ValueError: The draft vocabulary is larger than the target's, or the layers are not in ascending order.
+        ValueError: The draft vocabulary is larger than the target's, or the layers are not in
+            ascending order.
     """
     if not 1 <= config.draft_vocab_size <= config.vocab_size:
         raise ValueError(
@@ -506,14 +599,17 @@ def check_drafting(config: Any) -> None:
         )
     layers = config.aux_layers
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0:
-        raise ValueError(f"aux_layers are {layers}; expected distinct layers in ascending order, as in (2, 16, 29)")
+        raise ValueError(
+            f"aux_layers are {layers}; expected distinct layers in ascending order, as in (2, 16, 29)"
+        )
 
 
 def check_head(config: Any) -> None:
     """Checks the layers of a draft head.
 
     Raises:
-        ValueError: As :func:`check_stack`; or the first layer has norms other than ``before``, or a residual factor.
+        ValueError: As :func:`check_stack`; or the first layer has norms other than ``before``, or a
+            residual factor.
     """
     check_stack(config)
     first = config.layers[0] if config.layers else None

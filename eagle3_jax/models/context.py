@@ -27,8 +27,11 @@ class Span(NamedTuple):
     Positions, not slots: siblings of a tree are in different slots at the same position.
     """
 
-    window: int | None = None  #: Number of most recent positions, the token's own included; ``None`` for all.
-    #: Positions are divided into chunks of this size and a token attends to its own chunk; ``None`` for all.
+    window: int | None = (
+        None  #: Number of most recent positions, the token's own included; ``None`` for all.
+    )
+    #: Positions are divided into chunks of this size and a token attends to its own chunk; ``None``
+    # for all.
     chunk: int | None = None
 
     @property
@@ -37,7 +40,10 @@ class Span(NamedTuple):
         return self.window is None and self.chunk is None
 
     def limit(
-        self, mask: Bool[Array, "#B T S"], key_positions: Int[Array, "B S"], query_positions: Int[Array, "B T"]
+        self,
+        mask: Bool[Array, "#B T S"],
+        key_positions: Int[Array, "B S"],
+        query_positions: Int[Array, "B T"],
     ) -> Bool[Array, "#B T S"]:
         """Returns an attention mask without the keys that are outside the range of their query."""
         if self.is_unlimited:
@@ -63,12 +69,12 @@ def cache_mask(
     Every query attends to the committed slots. Slots of the new block follow ``mask``.
 
     Args:
-        mask: ``mask[b, t, m]``: query ``t`` attends to token ``m`` of the block. The queries may be the last ``T`` of
-            the ``M`` tokens.
+        mask: ``mask[b, t, m]``: query ``t`` attends to token ``m`` of the block. The queries may be
+            the last ``T`` of the ``M`` tokens.
         length: ``[B]``, committed slots of each row.
         capacity: ``S``.
-        positions: ``[B M]``, absolute positions of the block; needed for a limited span. A committed slot holds the
-            token at the position of its number.
+        positions: ``[B M]``, absolute positions of the block; needed for a limited span. A
+            committed slot holds the token at the position of its number.
         span: The range of positions that the layer attends to.
     """
     batch = length.shape[0]
@@ -117,7 +123,8 @@ class BlockContext(NamedTuple):
 
     Attributes:
         past: Earlier keys and values with their masks.
-        mask: ``[B T T]``, which tokens of the block each token attends to; ``None`` for itself alone.
+        mask: ``[B T T]``, which tokens of the block each token attends to; ``None`` for itself
+            alone.
         at_index: Earlier keys and values; each token attends to the one at its index in the block.
     """
 
@@ -154,16 +161,18 @@ class ForKernel(NamedTuple):
 class CacheContext(NamedTuple):
     """Attention with a cache: the block is written after the committed slots, and all slots are one run of tokens.
 
-    So a token attends to the tokens before it in the same slots, summed in the same order, whether they were committed
-    earlier or are in its block. A chain is verified with the sums of plain decoding.
-    """
+    So a token attends to the tokens before it in the same slots, summed in the same order, whether
+    they were committed earlier or are in its block. A chain is verified with the sums of plain
+    decoding."""
 
     layer: KeyValues | LatentKeys  #: The layer's cache.
     length: Int[Array, " B"]  #: ``[B]``, the slot that the block begins at.
     visible: Bool[Array, "B T S"]  #: ``[B T S]``, from :func:`cache_mask`.
     #: For arrays that :mod:`eagle3_jax.models.flash` supports; ``None`` to leave attention to XLA.
     kernel: ForKernel | None = None
-    invariant: bool = False  #: Whether the bits of a token depend on nothing but the tokens before it.
+    invariant: bool = (
+        False  #: Whether the bits of a token depend on nothing but the tokens before it.
+    )
 
     def attend(
         self, queries: Float[Array, "B T heads H"], kv: KeyValue, scoring: Scoring = Scoring()
@@ -176,8 +185,15 @@ class CacheContext(NamedTuple):
         if self.kernel is None or not flash.is_supported(queries, written):
             return by_xla(queries, written), written
         scale = scoring.factor(queries.shape[-1])
-        options = {"scale": scale, "softcap": scoring.softcap, "sinks": scoring.sinks, **self.kernel._asdict()}
-        by_kernel = jax.custom_jvp(lambda queries, kv: flash.flash_attention(queries, kv, **options))
+        options = {
+            "scale": scale,
+            "softcap": scoring.softcap,
+            "sinks": scoring.sinks,
+            **self.kernel._asdict(),
+        }
+        by_kernel = jax.custom_jvp(
+            lambda queries, kv: flash.flash_attention(queries, kv, **options)
+        )
         by_kernel.defjvp(functools.partial(jax.jvp, by_xla))
         return by_kernel(queries, written), written
 
@@ -200,9 +216,10 @@ class RecurrentContext(NamedTuple):
     """The state that the tokens of a block follow, in a recurrent layer.
 
     Attributes:
-        layer: The state at the start of the block; ``None`` if the block is a text from its first token on.
-        parents: ``[B T]``, the node of the block that each token follows; -1 if it follows ``layer``. It is not read
-            for a text, whose tokens are in order.
+        layer: The state at the start of the block; ``None`` if the block is a text from its first
+            token on.
+        parents: ``[B T]``, the node of the block that each token follows; -1 if it follows
+            ``layer``. It is not read for a text, whose tokens are in order.
         real: ``[B T]``, False at padding of a text, which leaves the state unchanged.
     """
 
@@ -211,7 +228,9 @@ class RecurrentContext(NamedTuple):
     real: Bool[Array, "#B T"]
 
 
-def empty_cache(layers: Sequence[LayerConfig], *, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
+def empty_cache(
+    layers: Sequence[LayerConfig], *, batch: int, capacity: int, dtype: DTypeLike
+) -> Cache:
     """Returns an empty cache for each layer, for ``batch`` rows of ``capacity`` slots."""
     caches = tuple(_empty_layer(layer.mixer, batch, capacity, dtype) for layer in layers)
     return Cache.of(caches, batch=batch)
@@ -221,7 +240,9 @@ def _empty_layer(mixer: Mixer, batch: int, capacity: int, dtype: DTypeLike) -> L
     options: dict[str, Any] = {"batch": batch, "dtype": dtype}
     if isinstance(mixer, GroupedQuery):
         heads = mixer.num_kv_heads
-        return KeyValues.allocate(capacity=capacity, num_kv_heads=heads, head_dim=mixer.head_dim, **options)
+        return KeyValues.allocate(
+            capacity=capacity, num_kv_heads=heads, head_dim=mixer.head_dim, **options
+        )
     if isinstance(mixer, Latent):
         return LatentKeys.allocate(capacity=capacity, channels=mixer.channels, **options)
     if isinstance(mixer, GatedDelta):
@@ -232,7 +253,9 @@ def _empty_layer(mixer: Mixer, batch: int, capacity: int, dtype: DTypeLike) -> L
 def spans_of(layers: Sequence[LayerConfig]) -> list[Span]:
     """Returns the range of positions that each layer attends to."""
     return [
-        Span(layer.mixer.window, layer.mixer.chunk) if isinstance(layer.mixer, GroupedQuery) else Span()
+        Span(layer.mixer.window, layer.mixer.chunk)
+        if isinstance(layer.mixer, GroupedQuery)
+        else Span()
         for layer in layers
     ]
 
@@ -251,13 +274,17 @@ def attention_contexts(
 
     Args:
         layers: The layers of the model.
-        mask: ``[B T M]``, which tokens of the block each token attends to. With a cache the ``T`` tokens may be the
-            last of ``M``: the earlier ones are already written after the committed slots, as levels of a draft tree.
+        mask: ``[B T M]``, which tokens of the block each token attends to. With a cache the ``T``
+            tokens may be the last of ``M``: the earlier ones are already written after the
+            committed slots, as levels of a draft tree.
         positions: ``[B M]``, absolute positions of the block.
-        cache: The cache of the same layers. Without one the block of a recurrent layer is a text, in order.
-        length: ``[B]``, number of real tokens of such a text. Default: the tokens that attend to themselves.
+        cache: The cache of the same layers. Without one the block of a recurrent layer is a text,
+            in order.
+        length: ``[B]``, number of real tokens of such a text. Default: the tokens that attend to
+            themselves.
         is_chain: Whether every token attends to all tokens of the block before it.
-        invariant: Whether the bits of a token depend on nothing but the tokens before it; for chains after a cache.
+        invariant: Whether the bits of a token depend on nothing but the tokens before it; for
+            chains after a cache.
 
     Raises:
         ValueError: The block of a recurrent layer is not given as a whole.
@@ -294,9 +321,12 @@ def _with_cache(
     invariant: bool,
 ) -> list[AttentionContext]:
     """Returns one context per layer for a block after the committed slots. Recurrent layers do not use theirs."""
-    capacity = next((layer.capacity for layer in cache.layers if isinstance(layer, KeyValues | LatentKeys)), 0)
+    capacity = next(
+        (layer.capacity for layer in cache.layers if isinstance(layer, KeyValues | LatentKeys)), 0
+    )
     visible = {
-        span: cache_mask(mask, cache.length, capacity, positions=positions, span=span) for span in dict.fromkeys(spans)
+        span: cache_mask(mask, cache.length, capacity, positions=positions, span=span)
+        for span in dict.fromkeys(spans)
     }
     size = mask.shape[-1]
     earlier_levels = size - mask.shape[-2]

@@ -26,7 +26,12 @@ from eagle3_jax.models.config import (
     LayerConfig,
     NormKind,
 )
-from eagle3_jax.models.context import AttentionContext, RecurrentContext, attention_contexts, empty_cache
+from eagle3_jax.models.context import (
+    AttentionContext,
+    RecurrentContext,
+    attention_contexts,
+    empty_cache,
+)
 from eagle3_jax.models.delta import GatedDeltaNet
 from eagle3_jax.models.experts import ExpertMLP
 from eagle3_jax.models.functional import (
@@ -71,9 +76,9 @@ _SLOTS = 64
 class Block(nnx.Module):
     """Residual block, by default ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
 
-    :data:`~eagle3_jax.models.config.NormPlaces` decides which of the four norms it has, and whether MLP and attention
-    have the same input. Without ``input_norm`` the input of attention is ``x`` itself.
-    """
+    :data:`~eagle3_jax.models.config.NormPlaces` decides which of the four norms it has, and whether
+    MLP and attention have the same input. Without ``input_norm`` the input of attention is ``x``
+    itself."""
 
     def __init__(
         self,
@@ -88,10 +93,14 @@ class Block(nnx.Module):
     ):
         norms: dict[str, Any] = {"norm_eps": norm_eps, "norm_kind": norm_kind}
         options: dict[str, Any] = {"precision": precision, "rngs": rngs}
-        new_norm = functools.partial(RMSNorm, width, norm_eps, norm_kind, invariant=precision.invariant)
+        new_norm = functools.partial(
+            RMSNorm, width, norm_eps, norm_kind, invariant=precision.invariant
+        )
         norm = lambda *kinds: new_norm() if config.norms in kinds else None
         self.attention_norm = norm("before", "around", "parallel") if input_norm else None
-        self.attention = MIXERS[type(config.mixer)](config.mixer, d_in=width, width=width, **norms, **options)
+        self.attention = MIXERS[type(config.mixer)](
+            config.mixer, d_in=width, width=width, **norms, **options
+        )
         self.attention_post_norm = norm("after", "around")
         self.mlp_norm = norm("before", "around")
         self.mlp = MLPS[type(config.mlp)](width, config.mlp, **options)
@@ -101,7 +110,10 @@ class Block(nnx.Module):
         self.invariant = precision.invariant
 
     def __call__(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], context: AttentionContext | RecurrentContext
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        context: AttentionContext | RecurrentContext,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Returns the residual stream after the block, and the layer's entry of ``TargetOutput.written``."""
         normalised = _normalise(self.attention_norm, x)
@@ -109,7 +121,9 @@ class Block(nnx.Module):
         attended = _normalise(self.attention_post_norm, attended)
         between = x + scaled(attended, self.residual_scale)
         if self.invariant:
-            between = lax.optimization_barrier(between)  # else the norm reads it rounded, and the sum below may not
+            between = lax.optimization_barrier(
+                between
+            )  # else the norm reads it rounded, and the sum below may not
         mlp_input = normalised if self.parallel else _normalise(self.mlp_norm, between)
         mlp_output = _normalise(self.mlp_post_norm, self.mlp(mlp_input))
         return between + scaled(mlp_output, self.residual_scale), written
@@ -128,15 +142,24 @@ class Decoder(nnx.Module):
         self.precision = precision
         shape = (config.vocab_size, config.width)
         vocab = Axis(VOCAB, config.vocab_size)
-        # Every lookup in a divided table needs an all-reduce, so it is divided only if it is the output matrix as well.
-        metadata: dict[str, Any] = {"axes": (vocab, None), "product": OUTPUT} if config.tie_embeddings else {}
+        # Every lookup in a divided table needs an all-reduce, so it is divided only if it is the
+        # output matrix as well.
+        metadata: dict[str, Any] = (
+            {"axes": (vocab, None), "product": OUTPUT} if config.tie_embeddings else {}
+        )
         self.embedding = normal_param(rngs, shape, 0.02, **metadata)
         options: dict[str, Any] = {"precision": precision, "rngs": rngs}
         norms: dict[str, Any] = {"norm_eps": config.norm_eps, "norm_kind": config.norm_kind}
-        self.blocks = nnx.List([Block(layer, width=config.width, **norms, **options) for layer in config.layers])
-        self.norm = RMSNorm(config.width, config.norm_eps, config.norm_kind, invariant=precision.invariant)
+        self.blocks = nnx.List(
+            [Block(layer, width=config.width, **norms, **options) for layer in config.layers]
+        )
+        self.norm = RMSNorm(
+            config.width, config.norm_eps, config.norm_kind, invariant=precision.invariant
+        )
         if not config.tie_embeddings:
-            self.head = Linear(config.width, config.vocab_size, axes=(None, vocab), product=OUTPUT, **options)
+            self.head = Linear(
+                config.width, config.vocab_size, axes=(None, vocab), product=OUTPUT, **options
+            )
 
     def __call__(
         self,
@@ -148,7 +171,9 @@ class Decoder(nnx.Module):
         """Runs the layers; see :class:`eagle3_jax.types.TargetModel`. ``contexts`` has an entry for each layer."""
         x = embed(self.embedding[...], tokens, self.precision)
         if self.config.embedding_scale != 1.0:
-            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as in the PyTorch models
+            x = x * jnp.asarray(
+                self.config.embedding_scale, x.dtype
+            )  # rounded first, as in the PyTorch models
         streams = [x]
         written = []
         for block, context in zip(self.blocks, contexts, strict=True):
@@ -159,7 +184,9 @@ class Decoder(nnx.Module):
         final = self.norm(x)
         streams.append(final)
         empty = jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype)
-        features = jnp.stack([streams[layer] for layer in aux_layers], axis=2) if aux_layers else empty
+        features = (
+            jnp.stack([streams[layer] for layer in aux_layers], axis=2) if aux_layers else empty
+        )
         return TargetOutput(final=final, features=features, written=tuple(written))
 
     def unembed(self, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
@@ -184,7 +211,8 @@ class DecoderTarget:
     precision: Precision = FLOAT32
 
     def __post_init__(self) -> None:
-        # A configuration of many layers is hashed once here, instead of at every call of a compiled function.
+        # A configuration of many layers is hashed once here, instead of at every call of a compiled
+        # function.
         object.__setattr__(self, "_hash", hash((self.config, self.precision)))
 
     def __hash__(self) -> int:
@@ -212,8 +240,8 @@ class DecoderTarget:
     def invariant(self, weights: str = "dense") -> DecoderTarget:
         """Returns the same target with bits of a token that depend on nothing but the tokens before it.
 
-        They do not depend on the number of tokens that are run together, the batch, or the capacity of the cache. Every
-        block is then a chain.
+        They do not depend on the number of tokens that are run together, the batch, or the capacity
+        of the cache. Every block is then a chain.
 
         Args:
             weights: How kernels are stored, as ``models.quantised.WEIGHTS`` names it.
@@ -223,7 +251,9 @@ class DecoderTarget:
         """
         if problem := self._without_invariance(weights):
             raise ValueError(f"invariant was given, but {problem}; leave it out")
-        return dataclasses.replace(self, precision=dataclasses.replace(self.precision, invariant=True))
+        return dataclasses.replace(
+            self, precision=dataclasses.replace(self.precision, invariant=True)
+        )
 
     def _without_invariance(self, weights: str) -> str:
         """Returns why :meth:`invariant` cannot be had; empty if it can."""
@@ -237,12 +267,18 @@ class DecoderTarget:
             return "the target has layer norms, not RMS norms"
         backend = jax.default_backend()
         if backend == "cpu":
-            return "" if weights in ("dense", "int8") else f"weights are {weights}, not dense or int8"
+            return (
+                "" if weights in ("dense", "int8") else f"weights are {weights}, not dense or int8"
+            )
         if backend != "gpu":
             return f"the device is a {backend.upper()}, not a CPU or an NVIDIA GPU"
         if weights != "dense" or self.precision.name != "bfloat16":
             return f"weights are {weights} in {self.precision.name}, and on a GPU it takes dense ones in bfloat16"
-        heads = {layer.mixer.head_dim for layer in self.config.layers if isinstance(layer.mixer, GroupedQuery)}
+        heads = {
+            layer.mixer.head_dim
+            for layer in self.config.layers
+            if isinstance(layer.mixer, GroupedQuery)
+        }
         if not flash.is_enabled() or not all(map(flash.fits, heads)):
             return "the attention kernel is off, or does not support the size of its heads"
         return ""
@@ -287,13 +323,21 @@ class DecoderTarget:
         is_prompt = cache is None
         invariant = self.precision.invariant
         if invariant and is_prompt:
-            # A prompt attends as later tokens do: to the slots of a cache. Without the barrier XLA spends minutes of
-            # compilation on folding attention over an empty cache.
+            # A prompt attends as later tokens do: to the slots of a cache. Without the barrier XLA
+            # spends minutes of compilation on folding attention over an empty cache.
             cache = lax.optimization_barrier(self.init_cache(*tokens.shape))
         elif invariant and not is_chain:
-            raise ValueError("the draft is a tree; an invariant target takes chains, whose tokens are in order")
+            raise ValueError(
+                "the draft is a tree; an invariant target takes chains, whose tokens are in order"
+            )
         per_layer = attention_contexts(
-            self.config.layers, mask, positions, cache, length, is_chain=is_chain or invariant, invariant=invariant
+            self.config.layers,
+            mask,
+            positions,
+            cache,
+            length,
+            is_chain=is_chain or invariant,
+            invariant=invariant,
         )
         if positions.shape != tokens.shape:
             positions = positions[:, positions.shape[1] - tokens.shape[1] :]
@@ -301,7 +345,10 @@ class DecoderTarget:
         output = decoder(tokens, positions, per_layer, aux_layers)
         if not (invariant and is_prompt):
             return output
-        of_prompt = [KeyValue(*(buffer[:, :, : tokens.shape[1]] for buffer in layer)) for layer in output.written]
+        of_prompt = [
+            KeyValue(*(buffer[:, :, : tokens.shape[1]] for buffer in layer))
+            for layer in output.written
+        ]
         return output.replace(written=tuple(of_prompt))
 
     def unembed(self, params: Params, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:

@@ -13,7 +13,14 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.devices.sharding import HEADS, Axis
 from eagle3_jax.models.config import GatedDelta, NormKind
 from eagle3_jax.models.context import RecurrentContext
-from eagle3_jax.models.layers import Linear, Precision, RMSNorm, keep_fused, matmul_precision, normal_param
+from eagle3_jax.models.layers import (
+    Linear,
+    Precision,
+    RMSNorm,
+    keep_fused,
+    matmul_precision,
+    normal_param,
+)
 from eagle3_jax.models.recurrent import Recurrent, Updates, at_least_two, update_state
 
 CHUNK = 64  # tokens of a text in one triangular system
@@ -31,18 +38,19 @@ class Heads(NamedTuple):
 class GatedDeltaNet(nnx.Module):
     """A gated delta net (Yang et al., 2024, arXiv 2412.06464).
 
-    Each value head has a state ``S`` of ``dk × dv``. A token first subtracts the value that the decayed state has for
-    its key, then adds its own:
+    Each value head has a state ``S`` of ``dk × dv``. A token first subtracts the value that the
+    decayed state has for its key, then adds its own:
 
         ``S_t = α_t S_(t-1) + k_t (β_t (v_t - α_t S_(t-1)ᵀ k_t))ᵀ``, ``o_t = S_tᵀ q_t``
 
-    with ``α_t = exp(-exp(a_log) softplus(a_t + dt_bias))`` and ``β_t = sigmoid(b_t)``. Queries, keys and values go
-    through a depthwise causal convolution and SiLU. The output ``o`` is normalised, then multiplied by ``silu(z)``.
+    with ``α_t = exp(-exp(a_log) softplus(a_t + dt_bias))`` and ``β_t = sigmoid(b_t)``. Queries,
+    keys and values go through a depthwise causal convolution and SiLU. The output ``o`` is
+    normalised, then multiplied by ``silu(z)``.
 
-    ``q``, ``k``, ``v`` and ``z`` are one product with columns by key head, ``[Hk, dk + dk + r dv + r dv]``. ``b`` and
-    ``a`` are another, ``[Hk, r + r]``. The channels of the convolution are ``[Hk, dk + dk + r dv]``. So a mesh that
-    divides the key heads divides all of them, and the states.
-    """
+    ``q``, ``k``, ``v`` and ``z`` are one product with columns by key head, ``[Hk, dk + dk + r dv +
+    r dv]``. ``b`` and ``a`` are another, ``[Hk, r + r]``. The channels of the convolution are
+    ``[Hk, dk + dk + r dv]``. So a mesh that divides the key heads divides all of them, and the
+    states."""
 
     def __init__(
         self,
@@ -55,7 +63,9 @@ class GatedDeltaNet(nnx.Module):
         precision: Precision,
         rngs: nnx.Rngs,
     ):
-        del norm_kind  # that of the model's other norms; the weight of this norm is never centred at zero
+        del (
+            norm_kind
+        )  # that of the model's other norms; the weight of this norm is never centred at zero
         keys = config.num_key_heads * config.key_dim
         values = config.num_value_heads * config.value_dim
         axis = Axis(HEADS, config.num_key_heads)
@@ -64,7 +74,9 @@ class GatedDeltaNet(nnx.Module):
         self.ba = Linear(d_in, 2 * config.num_value_heads, axes=(None, axis), product="", **options)
         taps = (config.kernel, 1, 2 * keys + values)
         self.convolution = normal_param(rngs, taps, config.kernel**-0.5, axes=(None, None, axis))
-        rates = jax.random.uniform(rngs.params(), (config.num_value_heads,), jnp.float32, 0.01, 16.0)
+        rates = jax.random.uniform(
+            rngs.params(), (config.num_value_heads,), jnp.float32, 0.01, 16.0
+        )
         self.a_log = nnx.Param(jnp.log(rates), axes=(axis,))
         self.dt_bias = nnx.Param(jnp.ones((config.num_value_heads,), jnp.float32), axes=(axis,))
         self.norm = RMSNorm(config.value_dim, norm_eps)
@@ -76,8 +88,8 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Updates | Recurrent]:
         """Returns the layer's output ``[B T D]`` and the value for its cache.
 
-        That value is the update of the state by each node, or for a text, the state after its last token.
-        """
+        That value is the update of the state by each node, or for a text, the state after its last
+        token."""
         del positions
         config = self.config
         rows = x.shape[:2]
@@ -96,9 +108,13 @@ class GatedDeltaNet(nnx.Module):
         gated = out * jax.nn.silu(gate.reshape(out.shape).astype(jnp.float32))
         return self.o(gated.astype(x.dtype).reshape(*rows, -1)), written
 
-    def _rates(self, ba: Float[Array, "B T Hk 2 r"]) -> tuple[Float[Array, "B T Hk r"], Float[Array, "B T Hk r"]]:
+    def _rates(
+        self, ba: Float[Array, "B T Hk 2 r"]
+    ) -> tuple[Float[Array, "B T Hk r"], Float[Array, "B T Hk r"]]:
         """Returns ``β`` and ``log α``, in float32."""
-        by_key_head = lambda leaf: leaf[...].astype(jnp.float32).reshape(1, 1, self.config.num_key_heads, -1)
+        by_key_head = lambda leaf: (
+            leaf[...].astype(jnp.float32).reshape(1, 1, self.config.num_key_heads, -1)
+        )
         rate = jax.nn.softplus(ba[..., 1, :].astype(jnp.float32) + by_key_head(self.dt_bias))
         beta = jax.nn.sigmoid(ba[..., 0, :]).astype(jnp.float32)
         return beta, -jnp.exp(by_key_head(self.a_log)) * rate
@@ -106,9 +122,15 @@ class GatedDeltaNet(nnx.Module):
     def _heads(self, taps: list[Float[Array, "*any Hk c"]]) -> Heads:
         """Returns queries, keys and values for the inputs that the convolution reads, the oldest first."""
         config = self.config
-        weights = self.convolution[...].astype(jnp.float32).reshape(config.kernel, config.num_key_heads, -1)
+        weights = (
+            self.convolution[...]
+            .astype(jnp.float32)
+            .reshape(config.kernel, config.num_key_heads, -1)
+        )
         weights = [lax.broadcast_to_rank(weight, taps[0].ndim) for weight in weights]
-        mixed = sum(tap.astype(jnp.float32) * weight for tap, weight in zip(taps, weights, strict=True))
+        mixed = sum(
+            tap.astype(jnp.float32) * weight for tap, weight in zip(taps, weights, strict=True)
+        )
         mixed = jax.nn.silu(mixed.astype(taps[0].dtype)).astype(jnp.float32)  # type: ignore[union-attr]
         queries, keys, values = jnp.split(mixed, [config.key_dim, 2 * config.key_dim], axis=-1)
         queries = _unit(queries) * config.key_dim**-0.5
@@ -126,14 +148,16 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B T Hk r dv"], Updates]:
         """Runs a tree after the state ``start``, node by node. A node begins at the state and window of its parent.
 
-        All computations of a node are inside the scan, where shapes do not depend on the size of the block. So a node
-        of a tree is computed with the same sums as a single token.
+        All computations of a node are inside the scan, where shapes do not depend on the size of
+        the block. So a node of a tree is computed with the same sums as a single token.
 
         Returns:
             Outputs ``[B T Hk r dv]``, and the update of the state by each node.
         """
         size = inputs.shape[1]
-        steps = at_least_two(tuple(jnp.moveaxis(leaf, 1, 0) for leaf in (inputs, betas, decays, parents)))
+        steps = at_least_two(
+            tuple(jnp.moveaxis(leaf, 1, 0) for leaf in (inputs, betas, decays, parents))
+        )
         count = steps[0].shape[0]
         grouped = start.grouped
         slots = (_with_slots(start.window, count), _with_slots(grouped, count))
@@ -173,7 +197,8 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B T Hk r dv"], Recurrent]:
         """Runs a text from its first token on, chunk by chunk.
 
-        The real tokens of a row are next to each other. Padding neither decays a state nor adds to it.
+        The real tokens of a row are next to each other. Padding neither decays a state nor adds to
+        it.
 
         Returns:
             Outputs ``[B T Hk r dv]``, and the state after the last real token.
@@ -189,7 +214,9 @@ class GatedDeltaNet(nnx.Module):
         last_inputs = lambda run, end: lax.dynamic_slice_in_dim(run, end, taps, axis=0)
         window = jax.vmap(last_inputs)(padded, end)
         batch, _, _, *matrix = state.shape
-        return out, Recurrent(state=state.reshape(batch, -1, *matrix), window=jnp.moveaxis(window, 1, 2))
+        return out, Recurrent(
+            state=state.reshape(batch, -1, *matrix), window=jnp.moveaxis(window, 1, 2)
+        )
 
 
 def run_chunks(
@@ -201,8 +228,8 @@ def run_chunks(
 
         ``u_i = β_i (v_i - α_1..α_i S_0ᵀ k_i - Σ_(j<i) α_(j+1)..α_i (k_i · k_j) u_j)``
 
-    and one state goes from chunk to chunk. The result equals that of single tokens up to rounding, and takes
-    ``T / CHUNK`` dependent steps.
+    and one state goes from chunk to chunk. The result equals that of single tokens up to rounding,
+    and takes ``T / CHUNK`` dependent steps.
 
     Args:
         heads: ``[B T ...]``.
@@ -219,7 +246,9 @@ def run_chunks(
     # The log of α_1..α_i: the share of the state before the chunk that remains at token i.
     since = jnp.cumsum(logs, axis=2)
     before = jnp.tril(jnp.ones((length, length), jnp.bool_))
-    gaps = jnp.moveaxis(since[:, :, :, None] - since[:, :, None], (2, 3), (4, 5))  # [chunks B Hk r length length]
+    gaps = jnp.moveaxis(
+        since[:, :, :, None] - since[:, :, None], (2, 3), (4, 5)
+    )  # [chunks B Hk r length length]
     decay = jnp.where(before, jnp.exp(jnp.where(before, gaps, 0.0)), 0.0)  # α_(j+1)..α_i
     products = _einsum("nbihk,nbjhk->nbhij", keys, keys)[:, :, :, None]
     system = products * decay * by_head(betas)[..., None]
@@ -261,7 +290,9 @@ def _cut(leaf: Array, length: int) -> Array:
     return jnp.moveaxis(chunks, 1, 0)
 
 
-def _solve(system: Float[Array, "*any L L"], right: Float[Array, "*any L M"]) -> Float[Array, "*any L M"]:
+def _solve(
+    system: Float[Array, "*any L L"], right: Float[Array, "*any L M"]
+) -> Float[Array, "*any L M"]:
     """Returns ``(1 + strictly lower part of system)⁻¹ right``.
 
     It computes row after row by products, which a mesh can divide by heads.

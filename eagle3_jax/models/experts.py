@@ -34,7 +34,9 @@ class ExpertMLP(nnx.Module):
         self.gate_up = normal_param(rngs, (count, width, 2 * inner), width**-0.5, **kernel)
         self.down = normal_param(rngs, (count, inner, width), inner**-0.5, **kernel)
         if config.bias:
-            self.gate_up_bias = nnx.Param(jnp.zeros((count, 2 * inner), jnp.float32), axes=(axis, None))
+            self.gate_up_bias = nnx.Param(
+                jnp.zeros((count, 2 * inner), jnp.float32), axes=(axis, None)
+            )
             self.down_bias = nnx.Param(jnp.zeros((count, width), jnp.float32), axes=(axis, None))
         if config.shared_width:
             self.shared = SwiGLU(width, GatedMLP(width=config.shared_width), **options)
@@ -46,8 +48,9 @@ class ExpertMLP(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         if not on_a_mesh():
             return self._run_local(x)
-        # XLA's partitioner would gather the weights of all experts for a loop over them, and the tokens of all devices
-        # for a choice of experts. So every device runs its own experts here, and the results are added.
+        # XLA's partitioner would gather the weights of all experts for a loop over them, and the
+        # tokens of all devices for a choice of experts. So every device runs its own experts here,
+        # and the results are added.
         graph, state = nnx.split(self)
 
         def run_share(x: Array, state: Any) -> Array:
@@ -59,13 +62,17 @@ class ExpertMLP(nnx.Module):
         run = jax.shard_map(run_share, in_specs=(rows, parts), out_specs=rows, check_vma=False)
         return run(x, state)
 
-    def _run_local(self, x: Float[Array, "B T D"], first: Int[Array, ""] | int = 0) -> Float[Array, "B T D"]:
+    def _run_local(
+        self, x: Float[Array, "B T D"], first: Int[Array, ""] | int = 0
+    ) -> Float[Array, "B T D"]:
         """Runs the experts and the columns of the shared MLP on this device; expert 0 here has the id ``first``."""
         config = self.config
         tokens = x.reshape(-1, x.shape[-1])
         bias = None if self.router.bias is None else self.router.bias[...]
         logits = router_logits(tokens, self.router.kernel[...], bias, config, self.precision)
-        routing = route(logits, self.correction[...] if config.router == "sigmoid" else None, config)
+        routing = route(
+            logits, self.correction[...] if config.router == "sigmoid" else None, config
+        )
         biases = (self.gate_up_bias[...], self.down_bias[...]) if config.bias else (None, None)
         stack = Stack(self.gate_up[...], self.down[...], *biases)
         local = Routing(routing.chosen - first, routing.weights)

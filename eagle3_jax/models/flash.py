@@ -1,13 +1,13 @@
 """Attention over a cache as one GPU kernel: it reads the slots up to the end of the block once and writes no scores.
 
-XLA computes the scores of all slots of the cache in float32, writes them to memory and reads them again. For long
-caches, large batches and large trees that is most of the memory traffic of a round. The kernel here is
-FlashAttention-2 split over the slots (flash decoding), written in Pallas, which compiles it with Triton.
+XLA computes the scores of all slots of the cache in float32, writes them to memory and reads them
+again. For long caches, large batches and large trees that is most of the memory traffic of a round.
+The kernel here is FlashAttention-2 split over the slots (flash decoding), written in Pallas, which
+compiles it with Triton.
 
-Split and tile of a slot depend only on its number, and a tile without visible slots changes no bit of a query's
-result. So the sums of a token are the same whether the tokens before it were committed earlier or precede it in its
-block, as they are with XLA's attention.
-"""
+Split and tile of a slot depend only on its number, and a tile without visible slots changes no bit
+of a query's result. So the sums of a token are the same whether the tokens before it were committed
+earlier or precede it in its block, as they are with XLA's attention."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ _SPLITS = 16  # of the slots, where bits may not depend on the sizes of the arra
 _LONGEST = 128  # most tokens of a block; longer blocks are prompts
 _TOLERANCE = 0.05  # largest difference from the reference: several roundings of bfloat16
 _VARIABLE = "EAGLE3_ATTENTION"
-_override: contextvars.ContextVar[bool | None] = contextvars.ContextVar("attention by the kernel", default=None)
+_override: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
+    "attention by the kernel", default=None
+)
 
 
 @contextlib.contextmanager
@@ -54,8 +56,9 @@ def enabled(use: bool) -> Iterator[None]:
 def is_enabled() -> bool:
     """Returns whether attention is traced with the kernel: on NVIDIA GPUs of compute capability 8.0 and more.
 
-    At its first use on a device the kernel is compared once with a reference (:func:`agrees_with_reference`).
-    The environment variable ``EAGLE3_ATTENTION=xla`` turns the kernel off and takes precedence over :func:`enabled`.
+    At its first use on a device the kernel is compared once with a reference
+    (:func:`agrees_with_reference`). The environment variable ``EAGLE3_ATTENTION=xla`` turns the
+    kernel off and takes precedence over :func:`enabled`.
 
     Raises:
         ValueError: The variable has another value.
@@ -63,25 +66,36 @@ def is_enabled() -> bool:
     setting = os.environ.get(_VARIABLE)
     if setting:
         if setting != "xla":
-            raise ValueError(f"{_VARIABLE} is {setting!r}; expected xla, or no such variable for the default")
+            raise ValueError(
+                f"{_VARIABLE} is {setting!r}; expected xla, or no such variable for the default"
+            )
         return False
     use = _override.get()
     if use is not None:
         return use
     device = jax.devices()[0]
     is_nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA")
-    return is_nvidia and float(device.compute_capability) >= 8 and agrees_with_reference(flash_attention)
+    return (
+        is_nvidia
+        and float(device.compute_capability) >= 8
+        and agrees_with_reference(flash_attention)
+    )
 
 
 def is_supported(queries: Float[Array, "B T heads H"], kv: KeyValue) -> bool:
     """Returns whether the kernel supports these arrays.
 
-    They must be bfloat16 on one device, with at most 128 tokens and heads of 16, 32, 64, 128 or 256 channels.
-    """
+    They must be bfloat16 on one device, with at most 128 tokens and heads of 16, 32, 64, 128 or 256
+    channels."""
     arrays = (queries, kv.keys, kv.values)
     are_bfloat16 = all(array.dtype == jnp.bfloat16 for array in arrays)
     fit = all(fits(array.shape[-1]) for array in (kv.keys, kv.values))
-    return are_bfloat16 and fit and queries.shape[1] <= _LONGEST and jax.sharding.get_abstract_mesh().empty
+    return (
+        are_bfloat16
+        and fit
+        and queries.shape[1] <= _LONGEST
+        and jax.sharding.get_abstract_mesh().empty
+    )
 
 
 def fits(channels: int) -> bool:
@@ -107,15 +121,16 @@ def flash_attention(
     Args:
         queries: ``[B T heads H]``, rotated queries of the last ``T`` tokens of the block.
         kv: Buffers of ``S`` slots.
-        seen: Attention mask: ``[B T M]`` over the tokens of the block, where every query also attends to the committed
-            slots; or ``[B T S]`` over all slots; or ``None`` for a chain, where a query attends to all earlier tokens.
+        seen: Attention mask: ``[B T M]`` over the tokens of the block, where every query also
+            attends to the committed slots; or ``[B T S]`` over all slots; or ``None`` for a chain,
+            where a query attends to all earlier tokens.
         length: ``[B]``, number of committed slots. No slot at or beyond ``length + size`` is read.
         size: ``M``, number of tokens in the block.
         scale: Factor of the scores.
         softcap: Scores become ``softcap * tanh(score / softcap)``; ``None`` for no cap.
         sinks: ``[heads]``, one more logit in the softmax of each head, without a value.
-        invariant: Whether the bits of a query may depend on nothing but what it sees: not on ``B``, ``T`` or ``S``.
-            Sinks are then not supported.
+        invariant: Whether the bits of a query may depend on nothing but what it sees: not on ``B``,
+            ``T`` or ``S``. Sinks are then not supported.
         interpret: Whether to run the kernel with operations of JAX on any device, for tests.
 
     Returns:
@@ -131,7 +146,8 @@ def flash_attention(
     tiles = math.ceil(capacity / _TILE)
     splits = _SPLITS if invariant else min(math.ceil(_PROGRAMS / (batch * kv_heads * parts)), tiles)
 
-    # The indices of a program: head (of all rows of the batch), part of the queries, split of the slots.
+    # The indices of a program: head (of all rows of the batch), part of the queries, split of the
+    # slots.
     whole_head = lambda head, part, split: (head, 0, 0)
     in_specs = [
         pl.BlockSpec((None, rows, key_width), lambda head, part, split: (head, part, 0)),
@@ -169,7 +185,9 @@ def flash_attention(
     values_by_head = kv.values.reshape(batch * kv_heads, capacity, width)
     out, log_sums = run(queries_by_head, keys_by_head, values_by_head, length, *masks)
     if invariant:
-        return _join_by_kernel(out, log_sums, batch=batch, dtype=queries.dtype, group=group, interpret=interpret)
+        return _join_by_kernel(
+            out, log_sums, batch=batch, dtype=queries.dtype, group=group, interpret=interpret
+        )
 
     shape = (batch, kv_heads, tokens, group)
     log_sums = log_sums.reshape(*shape, splits)
@@ -235,7 +253,12 @@ def _join_by_kernel(
         ],
         out_specs=pl.BlockSpec(
             (None, None, None, width),
-            lambda head, query: (head // kv_heads, query // group, head % kv_heads * group + query % group, 0),
+            lambda head, query: (
+                head // kv_heads,
+                query // group,
+                head % kv_heads * group + query % group,
+                0,
+            ),
         ),
         out_shape=jax.ShapeDtypeStruct((batch, tokens, kv_heads * group, width), dtype),
         compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
@@ -260,17 +283,24 @@ def agrees_with_reference(attend: Callable[..., Array]) -> bool:
     Args:
         attend: The function to run. The answer is remembered.
     """
-    # JAX traces by thread. The caller is being traced, and this must run now, so it has a thread of its own.
+    # JAX traces by thread. The caller is being traced, and this must run now, so it has a thread of
+    # its own.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         try:
             difference = thread.submit(_largest_difference, attend).result()
         except Exception as error:  # of the compiler or the device, which have no common type
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            warnings.warn(f"the attention kernel failed ({reason[:200]}); attention is left to XLA", stacklevel=2)
+            warnings.warn(
+                f"the attention kernel failed ({reason[:200]}); attention is left to XLA",
+                stacklevel=2,
+            )
             return False
     is_right = difference < _TOLERANCE
     if not is_right:
-        warnings.warn(f"the attention kernel is off by {difference:.2g}; attention is left to XLA", stacklevel=2)
+        warnings.warn(
+            f"the attention kernel is off by {difference:.2g}; attention is left to XLA",
+            stacklevel=2,
+        )
     return is_right
 
 
@@ -281,7 +311,10 @@ def _largest_difference(attend: Callable[..., Array]) -> float:
     queries = normal(2, 3, 4, 64)
     kv = KeyValue(normal(2, 2, 80, 64), normal(2, 2, 80, 64))
     length = np.array([1, 70], np.int32)
-    in_float32 = [array.astype(jnp.float32) for array in (queries, kv.keys.swapaxes(1, 2), kv.values.swapaxes(1, 2))]
+    in_float32 = [
+        array.astype(jnp.float32)
+        for array in (queries, kv.keys.swapaxes(1, 2), kv.values.swapaxes(1, 2))
+    ]
     chain = np.tri(3, dtype=bool)
     siblings = chain.copy()
     siblings[2, 1] = False
@@ -291,9 +324,13 @@ def _largest_difference(attend: Callable[..., Array]) -> float:
         for row, end in enumerate(length):
             visible[row, :, :, :end] = True
             visible[row, :, :, end : end + 3] = mask
-        expected = jax.nn.dot_product_attention(*in_float32, mask=jnp.asarray(visible), implementation="xla")
+        expected = jax.nn.dot_product_attention(
+            *in_float32, mask=jnp.asarray(visible), implementation="xla"
+        )
         out = attend(queries, kv, kernel_mask, jnp.asarray(length), size=3, scale=64**-0.5)
-        differences.append(np.max(np.abs(np.asarray(out, np.float32) - expected.reshape(out.shape))))
+        differences.append(
+            np.max(np.abs(np.asarray(out, np.float32) - expected.reshape(out.shape)))
+        )
     return float(np.max(differences))  # NaN if one of them is
 
 
@@ -302,8 +339,9 @@ def _kernel(
     keys_ref: Any,  # [S, H]
     values_ref: Any,  # [S, Hv]
     length_ref: Any,  # []
-    # The mask [T, M] or [T, S], unless the block is a chain. Then the results: attention over the tiles of the split,
-    # [rows, Hv], and the log of the sum of the exponentials of its scores, [rows].
+    # The mask [T, M] or [T, S], unless the block is a chain. Then the results: attention over the
+    # tiles of the split, [rows, Hv], and the log of the sum of the exponentials of its scores,
+    # [rows].
     *mask_and_results: Any,
     splits: int,
     group: int,
@@ -326,7 +364,9 @@ def _kernel(
         if not masks:
             return slots[None, :] <= (length + size - tokens + token)[:, None]
         covered = masks[0].shape[1]
-        index = slots - length if covered == size else slots  # negative for committed slots, which are always seen
+        index = (
+            slots - length if covered == size else slots
+        )  # negative for committed slots, which are always seen
         inside = real[:, None] & ((index >= 0) & (index < covered))[None, :]
         seen = triton.load(masks[0].at[token[:, None], index[None, :]], mask=inside, other=0)
         return (seen != 0) | (index < 0)[None, :]
@@ -339,7 +379,9 @@ def _kernel(
         first = (index * splits + split) * _TILE
         slots = first + jnp.arange(_TILE, dtype=jnp.int32)
         inside = slots < capacity
-        load = lambda ref: triton.load(ref.at[pl.ds(first, _TILE), :], mask=inside[:, None], other=0)
+        load = lambda ref: triton.load(
+            ref.at[pl.ds(first, _TILE), :], mask=inside[:, None], other=0
+        )
         scores = triton.dot(queries, load(keys_ref), trans_b=True) * scale
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
@@ -359,6 +401,8 @@ def _kernel(
     )
     num_tiles = jnp.maximum(tiles - split + splits - 1, 0) // splits
     out, total, largest = lax.fori_loop(0, num_tiles, add_tile, start)
-    total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # a split after the end of the block has no tile
+    total = jnp.maximum(
+        total, jnp.finfo(jnp.float32).tiny
+    )  # a split after the end of the block has no tile
     triton.store(out_ref.at[all_rows, :], out / total[:, None], mask=real[:, None])
     triton.store(log_sums_ref.at[all_rows], largest + jnp.log(total), mask=real)

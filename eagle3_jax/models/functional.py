@@ -26,21 +26,22 @@ def param_shapes(build: Callable[..., nnx.Module], config: Any, precision: Any) 
 def param_axes(build: Callable[..., nnx.Module], config: Any, precision: Any) -> Params:
     """Returns the :data:`~eagle3_jax.devices.sharding.Axes` of every parameter, in the nesting of the parameters.
 
-    A parameter declares its axes where it is created. Every device holds all of a parameter without axes.
-    """
+    A parameter declares its axes where it is created. Every device holds all of a parameter without
+    axes."""
     return _metadata(build, config, precision, "axes", ())
 
 
 def param_products(build: Callable[..., nnx.Module], config: Any, precision: Any) -> Params:
     """Returns the kind of product that reads each parameter: ``layer``, ``output``, or an empty text for none.
 
-    A parameter declares its kind where it is created. Only parameters with a kind may be in eight bits
-    (:mod:`eagle3_jax.models.quantised`).
-    """
+    A parameter declares its kind where it is created. Only parameters with a kind may be in eight
+    bits (:mod:`eagle3_jax.models.quantised`)."""
     return _metadata(build, config, precision, "product", "")
 
 
-def _metadata(build: Callable[..., nnx.Module], config: Any, precision: Any, name: str, default: Any) -> Params:
+def _metadata(
+    build: Callable[..., nnx.Module], config: Any, precision: Any, name: str, default: Any
+) -> Params:
     """Returns the metadata ``name`` of every parameter, in the nesting of the parameters."""
     _, state = _abstract(build, config, precision)
     read = lambda variable: variable.replace(variable.get_metadata().get(name, default))
@@ -49,7 +50,9 @@ def _metadata(build: Callable[..., nnx.Module], config: Any, precision: Any, nam
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def init_params(build: Callable[..., nnx.Module], config: Any, precision: Any, key: jax.Array) -> Params:
+def init_params(
+    build: Callable[..., nnx.Module], config: Any, precision: Any, key: jax.Array
+) -> Params:
     """Returns random float32 parameters as a nested dictionary."""
     module = build(config, precision=precision, rngs=nnx.Rngs(params=key))
     return nnx.to_pure_dict(nnx.state(module))
@@ -80,7 +83,9 @@ def call_cached(module: nnx.Module, *args: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _apply(graphdef: Any, treedef: Any, static: tuple[Any, ...], state: Any, arrays: list[Any]) -> Any:
+def _apply(
+    graphdef: Any, treedef: Any, static: tuple[Any, ...], state: Any, arrays: list[Any]
+) -> Any:
     remaining = iter(arrays)
     leaves = [next(remaining) if leaf is None else leaf for leaf in static]
     args = jax.tree.unflatten(treedef, leaves)

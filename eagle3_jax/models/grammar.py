@@ -17,9 +17,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from eagle3_jax.loaded import LoadedTarget
 
-# No token spells these two characters. Each compiled expression is put between them, because of two bugs of
-# outlines-core 0.2.14. It forbids some tokens after a text that matches and can continue: "a" after "ab" in (ab)+. It
-# also compiles a search for matches that begin anywhere, which has 2^n states for a JSON string of up to n characters.
+# No token spells these two characters. Each compiled expression is put between them, because of two
+# bugs of outlines-core 0.2.14. It forbids some tokens after a text that matches and can continue:
+# "a" after "ab" in (ab)+. It also compiles a search for matches that begin anywhere, which has 2^n
+# states for a JSON string of up to n characters.
 _FIRST = "\U0010fffe"
 _LAST = "\U0010ffff"
 _PRIVATE = r"[\x{100000}-\x{10FFFF}]"  # no other character has their first byte
@@ -27,9 +28,11 @@ _PRIVATE_BYTE = _LAST.encode()[0]
 MOST_ENTRIES = 2**28  # a table of 1 GiB
 _ANCHORS = ("^", "$", r"\A", r"\z", r"\b", r"\B", r"\<", r"\>")
 _ESCAPE = r"\\[pP](?:\{[^}]*\}|.)|\\."
-# Pieces outside and inside a class: an escape, the beginning of a class with a literal "]", that of a group, a
-# repetition of a repetition, an operator of classes, or a character.
-_OUTSIDE = re.compile(rf"{_ESCAPE}|\[\^?\]?|\(\?(?:P?<[^>]*>|[^):]*.)|\{{,|[*+?}}][*+{{]|.", re.DOTALL)
+# Pieces outside and inside a class: an escape, the beginning of a class with a literal "]", that of
+# a group, a repetition of a repetition, an operator of classes, or a character.
+_OUTSIDE = re.compile(
+    rf"{_ESCAPE}|\[\^?\]?|\(\?(?:P?<[^>]*>|[^):]*.)|\{{,|[*+?}}][*+{{]|.", re.DOTALL
+)
 _INSIDE = re.compile(rf"{_ESCAPE}|\[\^?\]?|&&|--|~~|.", re.DOTALL)
 
 
@@ -44,8 +47,8 @@ class Row(NamedTuple):
 def pieces_of(pattern: str) -> list[tuple[str, int]]:
     """Returns the pieces of a regular expression without the anchors around it, each with its depth.
 
-    The depth is the number of character classes that contain the piece. The brackets of a class are inside it.
-    """
+    The depth is the number of character classes that contain the piece. The brackets of a class are
+    inside it."""
     pieces: list[tuple[str, int]] = []
     index = 0
     depth = 0
@@ -71,7 +74,9 @@ def bytes_of(pattern: str) -> set[int]:
     return {int(byte) for row in rows for byte in row.tokens}
 
 
-def compile_regex(pattern: str, target: LoadedTarget) -> tuple[Int[np.ndarray, "S C"], Int[np.ndarray, " V"]]:
+def compile_regex(
+    pattern: str, target: LoadedTarget
+) -> tuple[Int[np.ndarray, "S C"], Int[np.ndarray, " V"]]:
     """Returns the table and the columns of a :class:`~eagle3_jax.models.processors.TokenAutomaton`.
 
     State 0 is the first and the last state follows a stop token.
@@ -86,7 +91,9 @@ def compile_regex(pattern: str, target: LoadedTarget) -> tuple[Int[np.ndarray, "
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer; a regular expression needs one")
     if not target.stop_tokens:
-        raise ValueError(f"{target.name} has no stop token, so no output could end; set stop_tokens of the target")
+        raise ValueError(
+            f"{target.name} has no stop token, so no output could end; set stop_tokens of the target"
+        )
     spelled: dict[bytes, list[int]] = {}
     for token, spelling in token_bytes(target.tokenizer).items():
         writes = token not in target.stop_tokens and token < target.vocab_size
@@ -150,7 +157,8 @@ def _enclose(pattern: str) -> str:
     """Returns a regular expression without anchors around it, between two characters that it does not match.
 
     Raises:
-        ValueError: An anchor is inside the expression, it ignores white space, or a parenthesis is not opened.
+        ValueError: An anchor is inside the expression, it ignores white space, or a parenthesis is
+            not opened.
     """
     pieces = pieces_of(pattern)
     body = "".join(_exclude_private(piece, depth) for piece, depth in pieces)
@@ -160,7 +168,9 @@ def _enclose(pattern: str) -> str:
     if min(itertools.accumulate(steps), default=0) < 0:
         raise ValueError("a parenthesis is closed that is not opened")
     if "x" in flags:
-        raise ValueError("the flag x is not supported; write the expression without spaces and comments")
+        raise ValueError(
+            "the flag x is not supported; write the expression without spaces and comments"
+        )
     if flags.strip("i"):  # the flags s, R and u change what a dot or a class matches
         return f"(?:{''.join(piece for piece, _ in pieces)}){_LAST}"
     return f"{_FIRST}(?:{body}){_LAST}"
@@ -175,7 +185,9 @@ def _exclude_private(piece: str, depth: int) -> str:
     if depth:
         return piece
     if piece in _ANCHORS:
-        raise ValueError(f"{piece} is inside; anchors may only be around the expression, and are not needed there")
+        raise ValueError(
+            f"{piece} is inside; anchors may only be around the expression, and are not needed there"
+        )
     if piece in (r"\S", r"\W", r"\D") or piece[:2] in (r"\p", r"\P"):
         return f"[{piece}--{_PRIVATE}]"
     return rf"[^\n--{_PRIVATE}]" if piece == "." else piece
@@ -185,7 +197,8 @@ def merge_columns(rows: Callable[[], Iterable[np.ndarray]]) -> tuple[np.ndarray,
     """Returns the different columns of a table ``[S V]`` as ``[S C]``, and the number of each token's column, ``[V]``.
 
     Args:
-        rows: Returns the rows ``[V]`` of the table. It is called several times, so that a large table need not exist.
+        rows: Returns the rows ``[V]`` of the table. It is called several times, so that a large
+            table need not exist.
 
     Raises:
         ValueError: The merged table has more than ``MOST_ENTRIES``.
@@ -203,7 +216,9 @@ def merge_columns(rows: Callable[[], Iterable[np.ndarray]]) -> tuple[np.ndarray,
             "limit the lengths of its parts, or simplify it"
         )
     table = np.stack([row[first] for row in rows()])
-    assert all(np.array_equal(short[columns], row) for short, row in zip(table, rows(), strict=True))
+    assert all(
+        np.array_equal(short[columns], row) for short, row in zip(table, rows(), strict=True)
+    )
     return table, columns.astype(np.int32)
 
 
@@ -215,19 +230,31 @@ def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
     """
     decoder = str(tokenizer.decoder)
     if "ByteLevel" in decoder:
-        characters = sorted(ByteLevel.alphabet())  # those of printable bytes are the bytes themselves and come first
+        characters = sorted(
+            ByteLevel.alphabet()
+        )  # those of printable bytes are the bytes themselves and come first
         printable = [ord(character) for character in characters if ord(character) < 256]
         others = [byte for byte in range(256) if byte not in printable]
         alphabet = dict(zip(characters, printable + others, strict=True))
         spell = lambda text: bytes(alphabet[character] for character in text)
     elif "▁" in decoder:
         is_byte = lambda text: len(text) == 6 and text.startswith("<0x")
-        spell = lambda text: bytes([int(text[3:5], 16)]) if is_byte(text) else text.replace("▁", " ").encode()
+        spell = lambda text: (
+            bytes([int(text[3:5], 16)]) if is_byte(text) else text.replace("▁", " ").encode()
+        )
     else:
-        raise ValueError("the tokenizer is neither a byte-level BPE nor one of SentencePiece; build the table yourself")
+        raise ValueError(
+            "the tokenizer is neither a byte-level BPE nor one of SentencePiece; build the table yourself"
+        )
     added = tokenizer.get_added_tokens_decoder()
-    spelled = {token: spell(text) for text, token in tokenizer.get_vocab(False).items() if token not in added}
-    spelled |= {token: entry.content.encode() for token, entry in added.items() if not entry.special}
+    spelled = {
+        token: spell(text)
+        for text, token in tokenizer.get_vocab(False).items()
+        if token not in added
+    }
+    spelled |= {
+        token: entry.content.encode() for token, entry in added.items() if not entry.special
+    }
     return spelled
 
 

@@ -21,11 +21,11 @@ from eagle3_jax.models.rope import rotate, scale_queries
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions.
 
-    Queries, keys and values are one product, because few large products read weights faster than many small ones. Its
-    columns are ``[C, g + 2, H]``: the ``g`` query heads of a key head, the key head, its values. A mesh that divides
-    the key heads therefore divides the product, and nothing moves between devices. With an output gate the columns are
-    ``[C, 2 g + 2, H]``, the gates of the query heads last.
-    """
+    Queries, keys and values are one product, because few large products read weights faster than
+    many small ones. Its columns are ``[C, g + 2, H]``: the ``g`` query heads of a key head, the key
+    head, its values. A mesh that divides the key heads therefore divides the product, and nothing
+    moves between devices. With an output gate the columns are ``[C, 2 g + 2, H]``, the gates of the
+    query heads last."""
 
     def __init__(
         self,
@@ -46,7 +46,9 @@ class Attention(nnx.Module):
         self.qkv = Linear(d_in, columns, axes=(None, axis), bias=config.qkv_bias, **options)
         self.o = Linear(heads * size, width, axes=(axis, None), bias=config.o_bias, **options)
         if config.qk_norm:
-            norm = functools.partial(_norm_of_heads, eps=norm_eps, kind=norm_kind, invariant=precision.invariant)
+            norm = functools.partial(
+                _norm_of_heads, eps=norm_eps, kind=norm_kind, invariant=precision.invariant
+            )
             self.q_norm = norm(config, heads)
             self.k_norm = norm(config, config.num_kv_heads)
         if config.sinks:
@@ -96,7 +98,9 @@ class Attention(nnx.Module):
         return queries, kv, gate
 
 
-def _norm_of_heads(config: GroupedQuery, count: int, *, eps: float, kind: NormKind, invariant: bool) -> RMSNorm:
+def _norm_of_heads(
+    config: GroupedQuery, count: int, *, eps: float, kind: NormKind, invariant: bool
+) -> RMSNorm:
     """Returns the norm of the queries or keys of ``count`` heads."""
     channels = config.head_dim * count if config.qk_norm_kind == "whole" else config.head_dim
     heads = count if config.qk_norm_kind == "own-weights" else None

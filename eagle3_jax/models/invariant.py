@@ -1,10 +1,9 @@
 """Products and norms in which the bits of a row depend on that row alone, not on the other rows.
 
-Compilers choose the algorithm of a product, and the order of the sums in a norm, by the number of rows. So a token has
-other bits alone than in a block that verifies a draft, or in a batch. Here each has one algorithm. On NVIDIA GPUs it is
-a kernel, written in Pallas, whose tiles depend only on the weights. Elsewhere rows are multiplied :data:`ROWS` at a
-time.
-"""
+Compilers choose the algorithm of a product, and the order of the sums in a norm, by the number of
+rows. So a token has other bits alone than in a block that verifies a draft, or in a batch. Here
+each has one algorithm. On NVIDIA GPUs it is a kernel, written in Pallas, whose tiles depend only on
+the weights. Elsewhere rows are multiplied :data:`ROWS` at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +32,9 @@ class Tile(NamedTuple):
     inputs: int = 128
     warps: int = 4
     stages: int = 4
-    programs: int = 256  #: Intended number of programs: more than a GPU has multiprocessors (132 on an H200).
+    programs: int = (
+        256  #: Intended number of programs: more than a GPU has multiprocessors (132 on an H200).
+    )
 
 
 def product(
@@ -59,11 +60,16 @@ def _product_by_tiles(rows: Array, kernel: Array, dtype: DTypeLike, inputs: int)
     over = (((1,), (inputs,)), ((), ()))
     precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
     return in_tiles(
-        lambda tile: lax.dot_general(tile, kernel, over, preferred_element_type=dtype, precision=precision), rows
+        lambda tile: lax.dot_general(
+            tile, kernel, over, preferred_element_type=dtype, precision=precision
+        ),
+        rows,
     )
 
 
-def in_tiles(multiply: Callable[[Array], Array], rows: Float[Array, "M D_in"]) -> Float[Array, "M D_out"]:
+def in_tiles(
+    multiply: Callable[[Array], Array], rows: Float[Array, "M D_in"]
+) -> Float[Array, "M D_out"]:
     """Computes ``multiply(rows)`` for :data:`ROWS` rows at a time, so that the compiler sees one shape only."""
     count, width = rows.shape
     tiles = jnp.pad(rows, ((0, -count % ROWS), (0, 0))).reshape(-1, ROWS, width)
@@ -91,8 +97,8 @@ def product_by_kernel(
         dtype: Type of the result.
         inputs: Axis of the matrix that is summed over.
         tile: Sizes of a program.
-        splits: Parts that the inputs are divided into; their sums are added one after the other. Default: by the sizes
-            of the matrix, enough for all multiprocessors.
+        splits: Parts that the inputs are divided into; their sums are added one after the other.
+            Default: by the sizes of the matrix, enough for all multiprocessors.
         interpret: Whether to run the kernel with operations of JAX on any device, for tests.
     """
     count, width = rows.shape
@@ -106,9 +112,12 @@ def product_by_kernel(
     body = functools.partial(_product_kernel, tile=tile, steps=steps_of_split, **sizes)
     out = pl.pallas_call(
         body,
-        # Programs that read the same weights start one after the other, so that the L2 cache can serve all but one.
+        # Programs that read the same weights start one after the other, so that the L2 cache can
+        # serve all but one.
         grid=(math.ceil(count / tile.rows), columns, splits),
-        out_shape=jax.ShapeDtypeStruct((splits, count, outputs), jnp.float32 if splits > 1 else dtype),
+        out_shape=jax.ShapeDtypeStruct(
+            (splits, count, outputs), jnp.float32 if splits > 1 else dtype
+        ),
         compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="product",
@@ -148,8 +157,12 @@ def _product_kernel(
         mask = are_rows[:, None] & are_inputs[None, :]
         factors = triton.load(rows_ref.at[pl.ds(row, tile.rows), some_inputs], mask=mask, other=0)
         axes = (some_outputs, some_inputs) if by_output else (some_inputs, some_outputs)
-        first_axis, second_axis = (are_outputs, are_inputs) if by_output else (are_inputs, are_outputs)
-        options = {} if is_even else {"mask": first_axis[:, None] & second_axis[None, :], "other": 0}
+        first_axis, second_axis = (
+            (are_outputs, are_inputs) if by_output else (are_inputs, are_outputs)
+        )
+        options = (
+            {} if is_even else {"mask": first_axis[:, None] & second_axis[None, :], "other": 0}
+        )
         weights = triton.load(kernel_ref.at[axes], **options)
         return total + triton.dot(factors, weights, trans_b=by_output)
 
@@ -159,13 +172,15 @@ def _product_kernel(
     triton.store(out_ref.at[written], total.astype(out_ref.dtype), mask=mask)
 
 
-def norm(x: Float[Array, "*rows D"], scale: Array, eps: float, *, interpret: bool = False) -> Float[Array, "*rows D"]:
+def norm(
+    x: Float[Array, "*rows D"], scale: Array, eps: float, *, interpret: bool = False
+) -> Float[Array, "*rows D"]:
     """Computes an RMS norm of each row with one kernel for NVIDIA GPUs: ``x / sqrt(mean(x²) + eps)``, times ``scale``.
 
     Args:
         x: The rows.
-        scale: ``[1 ... 1 D]``, or ``[1 ... heads D]`` if the axis before the last of ``x`` is that of heads. In float32
-            it multiplies before rounding; in the type of ``x`` after it.
+        scale: ``[1 ... 1 D]``, or ``[1 ... heads D]`` if the axis before the last of ``x`` is that
+            of heads. In float32 it multiplies before rounding; in the type of ``x`` after it.
         eps: See the formula.
         interpret: Whether to run the kernel with operations of JAX on any device, for tests.
     """
@@ -184,7 +199,9 @@ def norm(x: Float[Array, "*rows D"], scale: Array, eps: float, *, interpret: boo
     return out.reshape(x.shape)
 
 
-def _norm_kernel(x_ref: Any, scale_ref: Any, out_ref: Any, *, width: int, padded: int, heads: int, eps: float) -> None:
+def _norm_kernel(
+    x_ref: Any, scale_ref: Any, out_ref: Any, *, width: int, padded: int, heads: int, eps: float
+) -> None:
     """Normalises one row."""
     row = pl.program_id(0)
     channels = jnp.arange(padded, dtype=jnp.int32)

@@ -18,7 +18,14 @@ from eagle3_jax.devices.kernels import ordered_sum
 from eagle3_jax.devices.sharding import MLP, Axes, Axis, put_array, put_shards
 from eagle3_jax.models import invariant
 from eagle3_jax.models.config import GatedMLP, NormKind
-from eagle3_jax.models.quantised import LAYER, Fp8Kernel, Int8Kernel, ToQuantise, dynamic_product, int8_product
+from eagle3_jax.models.quantised import (
+    LAYER,
+    Fp8Kernel,
+    Int8Kernel,
+    ToQuantise,
+    dynamic_product,
+    int8_product,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +41,14 @@ class Precision:
 
 FLOAT32 = Precision("float32", jnp.float32, jnp.float32)
 BFLOAT16 = Precision("bfloat16", jnp.bfloat16, jnp.bfloat16)
-# Half the bytes of float32, with float32 accumulation. On CPUs with bfloat16 dot products a block of 2 to 16 rows
-# costs about the same as one, so verification is nearly free there.
+# Half the bytes of float32, with float32 accumulation. On CPUs with bfloat16 dot products a block
+# of 2 to 16 rows costs about the same as one, so verification is nearly free there.
 MIXED = Precision("mixed", jnp.bfloat16, jnp.float32)
 PRECISIONS = {p.name: p for p in (FLOAT32, BFLOAT16, MIXED)}
 
 
-# Names of parameters that stay float32. They are small, and decide which experts process a token and how fast a state
-# decays.
+# Names of parameters that stay float32. They are small, and decide which experts process a token
+# and how fast a state decays.
 IN_FLOAT32 = frozenset({"router", "correction", "a_log", "dt_bias"})
 
 
@@ -63,11 +70,12 @@ def stored_type(path: tuple[Any, ...], ndim: int, precision: Precision) -> DType
 def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
     """Puts arrays on the device, each in its :func:`stored_type`.
 
-    They are put one after the other: besides memory-mapped files, the host holds at most two arrays at a time.
+    They are put one after the other: besides memory-mapped files, the host holds at most two arrays
+    at a time.
 
     Args:
-        params: Numpy arrays, or objects that ``np.asarray`` converts; for kernels to be stored in eight bits
-            :class:`~eagle3_jax.models.quantised.ToQuantise`.
+        params: Numpy arrays, or objects that ``np.asarray`` converts; for kernels to be stored in
+            eight bits :class:`~eagle3_jax.models.quantised.ToQuantise`.
         precision: The types.
         shardings: A sharding per array. Default: the default device.
     """
@@ -84,7 +92,9 @@ def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
     return jax.block_until_ready(arrays)
 
 
-def _put(path: tuple[Any, ...], leaf: Any, precision: Precision, sharding: NamedSharding | None) -> Any:
+def _put(
+    path: tuple[Any, ...], leaf: Any, precision: Precision, sharding: NamedSharding | None
+) -> Any:
     """Puts a parameter on the device: an array in its stored type, or a kernel in eight bits with its scales."""
     if not isinstance(leaf, ToQuantise):
         host = np.asarray(leaf)
@@ -93,28 +103,35 @@ def _put(path: tuple[Any, ...], leaf: Any, precision: Precision, sharding: Named
     kernel = leaf.kernel()
     if sharding is None:
         return jax.tree.map(jax.device_put, kernel)
-    return jax.tree.map(lambda part, shards: put_shards(part, part.dtype, shards), kernel, kernel.divided(sharding))
+    return jax.tree.map(
+        lambda part, shards: put_shards(part, part.dtype, shards), kernel, kernel.divided(sharding)
+    )
 
 
 def matmul_precision(dtype: DTypeLike) -> lax.Precision | None:
     """Returns the ``precision`` argument of products of this type: float32 keeps all its bits (docs/design.md, 12).
 
-    By default NVIDIA's tensor cores round them to TensorFloat-32 and TPUs to bfloat16. A precision set by the user
-    (``jax_default_matmul_precision``) takes precedence.
-    """
+    By default NVIDIA's tensor cores round them to TensorFloat-32 and TPUs to bfloat16. A precision
+    set by the user (``jax_default_matmul_precision``) takes precedence."""
     user_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     needs_highest = user_precision is None and jnp.dtype(dtype) == jnp.float32
     return lax.Precision.HIGHEST if needs_highest else None
 
 
-def contract(x: Array, kernel: Array, dtype: DTypeLike, *, axes: tuple[int, int] = (-1, 0)) -> Array:
+def contract(
+    x: Array, kernel: Array, dtype: DTypeLike, *, axes: tuple[int, int] = (-1, 0)
+) -> Array:
     """Returns the product over one axis of each operand, with sums in ``dtype``."""
     over = ((axes[0] % x.ndim,), (axes[1],))
     precision = matmul_precision(x.dtype)
-    return lax.dot_general(x, kernel, (over, ((), ())), preferred_element_type=dtype, precision=precision)
+    return lax.dot_general(
+        x, kernel, (over, ((), ())), preferred_element_type=dtype, precision=precision
+    )
 
 
-def _contract_as_two_rows(x: Array, kernel: Array, dtype: DTypeLike, *, axes: tuple[int, int]) -> Array:
+def _contract_as_two_rows(
+    x: Array, kernel: Array, dtype: DTypeLike, *, axes: tuple[int, int]
+) -> Array:
     """Returns the product of a single row with a kernel, computed for two equal rows."""
     pair = jnp.concatenate([x.reshape(1, -1)] * 2)
     out = contract(pair, kernel, dtype, axes=axes)
@@ -122,7 +139,9 @@ def _contract_as_two_rows(x: Array, kernel: Array, dtype: DTypeLike, *, axes: tu
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _product(x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLike, inputs: int = 0) -> Array:
+def _product(
+    x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLike, inputs: int = 0
+) -> Array:
     """The product over the last axis of ``x`` and axis ``inputs`` of the kernel, in the given types."""
     x = x.astype(operands)
     kernel = kernel.astype(operands)
@@ -131,8 +150,8 @@ def _product(x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLik
     has_one_row = x.size <= x.shape[-1]
     if not has_one_row:
         return as_given(x, kernel)
-    # XLA's CPU backend has no fast path for a single row with operands narrower than the sums (measured: seven times
-    # slower than two rows); TPUs run it on the vector unit.
+    # XLA's CPU backend has no fast path for a single row with operands narrower than the sums
+    # (measured: seven times slower than two rows); TPUs run it on the vector unit.
     as_two_rows = functools.partial(_contract_as_two_rows, **options)
     cpu = as_two_rows if operands != activations else as_given
     return lax.platform_dependent(x, kernel, cpu=cpu, tpu=as_two_rows, default=as_given)
@@ -143,9 +162,14 @@ def _product_fwd(x: Array, kernel: Array, operands: DTypeLike, activations: DTyp
 
 
 def _product_bwd(
-    operands: DTypeLike, activations: DTypeLike, inputs: int, saved: tuple[Array, Array], grad: Array
+    operands: DTypeLike,
+    activations: DTypeLike,
+    inputs: int,
+    saved: tuple[Array, Array],
+    grad: Array,
 ) -> tuple[Array, Array]:
-    # JAX's own rule multiplies a float32 cotangent with a bfloat16 operand, for which products are slow.
+    # JAX's own rule multiplies a float32 cotangent with a bfloat16 operand, for which products are
+    # slow.
     x, kernel = saved
     rows = x.reshape(-1, x.shape[-1]).astype(operands)
     grads = grad.reshape(-1, grad.shape[-1]).astype(operands)
@@ -159,13 +183,15 @@ _product.defvjp(_product_fwd, _product_bwd)
 
 
 def product(
-    x: Float[Array, "*rows D_in"], kernel: Float[Array, "D_in D_out"] | Fp8Kernel | Int8Kernel, precision: Precision
+    x: Float[Array, "*rows D_in"],
+    kernel: Float[Array, "D_in D_out"] | Fp8Kernel | Int8Kernel,
+    precision: Precision,
 ) -> Float[Array, "*rows D_out"]:
     """Multiplies with weights under a named precision.
 
-    For an FP8 kernel with one scale per output, the scales are multiplied after the product, in float32. With scales
-    for blocks of inputs, the kernel is first converted to the type of the operands. For an int8 kernel the operands of
-    the precision do not matter: both factors are int8.
+    For an FP8 kernel with one scale per output, the scales are multiplied after the product, in
+    float32. With scales for blocks of inputs, the kernel is first converted to the type of the
+    operands. For an int8 kernel the operands of the precision do not matter: both factors are int8.
     """
     if isinstance(kernel, Int8Kernel):
         multiply = functools.partial(int8_product, kernel=kernel)
@@ -182,7 +208,9 @@ def product(
     elif kernel.per_channel:
         out = _product(x, kernel.values.T, precision.operands, jnp.float32) * kernel.scale[0]
     else:
-        out = _product(x, kernel.dense(precision.operands), precision.operands, precision.activations)
+        out = _product(
+            x, kernel.dense(precision.operands), precision.operands, precision.activations
+        )
     return out.astype(precision.activations)
 
 
@@ -191,8 +219,8 @@ def product_by_table(
 ) -> Float[Array, "*rows V"]:
     """Returns ``x @ table.T``: logits from an embedding table that is the output matrix too (tied embeddings).
 
-    The table is not transposed first: for one row in mixed precision XLA's CPU backend would then convert all of it to
-    float32 in every step (measured: 55 ms instead of 5 ms for 49,152 by 576).
+    The table is not transposed first: for one row in mixed precision XLA's CPU backend would then
+    convert all of it to float32 in every step (measured: 55 ms instead of 5 ms for 49,152 by 576).
     """
     if isinstance(table, Int8Kernel):
         return product(x, table, precision)
@@ -203,17 +231,22 @@ def product_by_table(
 
 def _invariant_product(x: Array, kernel: Array, precision: Precision, inputs: int = 0) -> Array:
     operands = precision.operands
-    return invariant.product(x.astype(operands), kernel.astype(operands), precision.activations, inputs=inputs)
+    return invariant.product(
+        x.astype(operands), kernel.astype(operands), precision.activations, inputs=inputs
+    )
 
 
 def product_by_head(
-    x: Float[Array, "B T heads D_in"], kernels: Float[Array, "heads D_in D_out"], precision: Precision
+    x: Float[Array, "B T heads D_in"],
+    kernels: Float[Array, "heads D_in D_out"],
+    precision: Precision,
 ) -> Float[Array, "B T heads D_out"]:
     """Multiplies each head with a kernel of its own, under a named precision."""
     batch, count, heads, _ = x.shape
     rows = x.reshape(batch * count, heads, -1)
     rows = rows.swapaxes(0, 1).astype(precision.operands)
-    # Not einsum, which may swap the operands: XLA's CPU backend multiplies bfloat16 only in this order.
+    # Not einsum, which may swap the operands: XLA's CPU backend multiplies bfloat16 only in this
+    # order.
     out = lax.dot_general(
         rows,
         kernels.astype(precision.operands),
@@ -229,7 +262,9 @@ def _rows(table: Array, tokens: Array) -> Array:
     """Returns ``table[tokens]``. On CPUs bfloat16 is read as integers; otherwise XLA would convert the whole table."""
     if table.dtype != jnp.bfloat16:
         return table[tokens]
-    return lax.platform_dependent(table, tokens, cpu=_rows_by_bits, default=lambda table, tokens: table[tokens])
+    return lax.platform_dependent(
+        table, tokens, cpu=_rows_by_bits, default=lambda table, tokens: table[tokens]
+    )
 
 
 def _rows_by_bits(table: Array, tokens: Array) -> Array:
@@ -265,7 +300,9 @@ def scaled(x: Float[Array, "*rows D"], factor: float) -> Float[Array, "*rows D"]
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-def normal_param(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, **metadata: Any) -> nnx.Param:
+def normal_param(
+    rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, **metadata: Any
+) -> nnx.Param:
     """Returns a parameter of random numbers with the standard deviation ``scale``."""
     return nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * scale, **metadata)
 
@@ -310,22 +347,27 @@ def keep_fused(y: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
 def keep_stream(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """Barrier after a layer, so that its kernels do not depend on who else reads the residual stream.
 
-    Without it XLA:GPU chooses the layers after which the stream is written, and the norms between them sum it in other
-    orders: a head that reads the features of layer 2 changes bits of later layers (docs/design.md, 15).
-    """
+    Without it XLA:GPU chooses the layers after which the stream is written, and the norms between
+    them sum it in other orders: a head that reads the features of layer 2 changes bits of later
+    layers (docs/design.md, 15)."""
     return lax.platform_dependent(x, cuda=lax.optimization_barrier, default=lambda x: x)
 
 
 class RMSNorm(nnx.Module):
     """``x / sqrt(mean(x²) + eps) · w`` (Zhang & Sennrich, 2019), computed in float32.
 
-    The model's :data:`~eagle3_jax.models.config.NormKind` says how ``w`` is applied, and whether the mean of ``x`` is
-    subtracted first. With ``heads`` every head has weights of its own. If ``invariant``, the bits of a row depend on
-    that row alone (``eagle3_jax.models.invariant``).
-    """
+    The model's :data:`~eagle3_jax.models.config.NormKind` says how ``w`` is applied, and whether
+    the mean of ``x`` is subtracted first. With ``heads`` every head has weights of its own. If
+    ``invariant``, the bits of a row depend on that row alone (``eagle3_jax.models.invariant``)."""
 
     def __init__(
-        self, width: int, eps: float, kind: NormKind = "plain", heads: int | None = None, *, invariant: bool = False
+        self,
+        width: int,
+        eps: float,
+        kind: NormKind = "plain",
+        heads: int | None = None,
+        *,
+        invariant: bool = False,
     ):
         initial = jnp.zeros if kind == "zero-centred" else jnp.ones
         self.scale = nnx.Param(initial((width,) if heads is None else (heads, width), jnp.float32))
@@ -365,8 +407,11 @@ def normalised(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"
     has_one_row = x.size <= x.shape[-1]
     if not has_one_row:
         return by_mean(y)
-    # XLA's GPU backend turns the norm of one row into one kernel only if no constant is applied to the sum.
-    return lax.platform_dependent(y, cuda=functools.partial(_normalise_by_sum, eps=eps), default=by_mean)
+    # XLA's GPU backend turns the norm of one row into one kernel only if no constant is applied to
+    # the sum.
+    return lax.platform_dependent(
+        y, cuda=functools.partial(_normalise_by_sum, eps=eps), default=by_mean
+    )
 
 
 def _normalise_by_mean(y: Float[Array, "*rows D"], *, eps: float) -> Float[Array, "*rows D"]:
@@ -397,5 +442,7 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         both = keep_fused(self.gate_up(x)).reshape(*x.shape[:-1], -1, 2)
-        activate = jax.nn.silu if self.activation == "silu" else jax.nn.gelu  # the latter by its tanh approximation
+        activate = (
+            jax.nn.silu if self.activation == "silu" else jax.nn.gelu
+        )  # the latter by its tanh approximation
         return self.down(activate(both[..., 0]) * both[..., 1])

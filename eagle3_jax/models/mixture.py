@@ -19,7 +19,8 @@ from eagle3_jax.models.routers import Routing
 # Rows of a run. CPUs loop over experts for at most _SHORTEST tokens.
 _SHORTEST = 8
 _LONGEST = 128
-_DENSE = 128  # up to as many tokens, accelerators run all experts in less time than it takes to sort the rows
+# up to as many tokens, accelerators run all experts in less time than it takes to sort the rows
+_DENSE = 128
 
 
 class Stack(NamedTuple):
@@ -36,13 +37,13 @@ def mixture(
 ) -> Float[Array, "T D"]:
     """Returns ``Σ w_e · expert_e(x)`` over the chosen experts in the stack.
 
-    The algorithm depends on the device and the number of tokens (docs/design.md, 18). All of them add the experts of a
-    token in ascending order, in float32.
+    The algorithm depends on the device and the number of tokens (docs/design.md, 18). All of them
+    add the experts of a token in ascending order, in float32.
 
     Args:
         x: ``[T D]``, input of the experts.
-        routing: Experts and weights of each token. Ids count from the first expert of the stack; an id outside the
-            stack adds nothing.
+        routing: Experts and weights of each token. Ids count from the first expert of the stack; an
+            id outside the stack adds nothing.
         stack: The experts' parameters.
         config: Number, router and gates of the experts.
         precision: Types of products and activations.
@@ -50,14 +51,26 @@ def mixture(
     tokens, per_token = routing.chosen.shape
     rows = _rows_per_run(tokens, per_token, config.num_experts)
     options = {"config": config, "precision": precision}
-    # gather_chosen does not quantise rows, so dynamic kernels use the other algorithms for any number of tokens.
+    # gather_chosen does not quantise rows, so dynamic kernels use the other algorithms for any
+    # number of tokens.
     is_dynamic = getattr(stack.gate_up, "dynamic", False)
     if routing.chosen.size < count_experts(stack) and not is_dynamic:
         default = gather_chosen
     else:
-        default = run_all if len(x) <= _DENSE else functools.partial(loop_over_runs, rows=rows, skip=False)
-    cpu = loop_over_experts if len(x) <= _SHORTEST else functools.partial(loop_over_runs, rows=rows, skip=True)
-    algorithms = {"cpu": functools.partial(cpu, **options), "default": functools.partial(default, **options)}
+        default = (
+            run_all
+            if len(x) <= _DENSE
+            else functools.partial(loop_over_runs, rows=rows, skip=False)
+        )
+    cpu = (
+        loop_over_experts
+        if len(x) <= _SHORTEST
+        else functools.partial(loop_over_runs, rows=rows, skip=True)
+    )
+    algorithms = {
+        "cpu": functools.partial(cpu, **options),
+        "default": functools.partial(default, **options),
+    }
     return lax.platform_dependent(x, routing, stack, **algorithms)
 
 
@@ -77,9 +90,8 @@ def loop_over_experts(
 ) -> Float[Array, "T D"]:
     """Sends all tokens through one expert after the other and skips experts that no token chose.
 
-    Weights are read from the stack within the branch; otherwise XLA would convert a whole stack of bfloat16 before the
-    loop on CPUs.
-    """
+    Weights are read from the stack within the branch; otherwise XLA would convert a whole stack of
+    bfloat16 before the loop on CPUs."""
 
     def step(out: Array, expert: Array) -> tuple[Array, None]:
         is_chosen = routing.chosen == expert
@@ -134,7 +146,9 @@ def loop_over_runs(
     most = min(experts, pairs) + (0 if tokens <= rows else pairs // rows)
     run = jnp.arange(most, dtype=jnp.int32)
     offset = jnp.arange(rows, dtype=jnp.int32)
-    of_run = jnp.minimum(jnp.searchsorted(run_stops, run, side="right").astype(jnp.int32), experts - 1)
+    of_run = jnp.minimum(
+        jnp.searchsorted(run_stops, run, side="right").astype(jnp.int32), experts - 1
+    )
     # Index among the sorted pairs, as if the runs of an expert began at run 0.
     index_at_run_0 = (starts + (runs - run_stops) * rows)[of_run, None]
     index = index_at_run_0 + run[:, None] * rows + offset[None, :]
@@ -166,12 +180,15 @@ def run_all(
     """Sends every token through every expert and keeps the outputs of the chosen experts."""
     tokens = jnp.arange(len(x), dtype=jnp.int32)[:, None]
     experts = count_experts(stack)
-    # An expert outside the stack gets the index after its end. A negative index would count from the end.
+    # An expert outside the stack gets the index after its end. A negative index would count from
+    # the end.
     chosen = jnp.where(routing.chosen < 0, experts, routing.chosen)
     inputs = jnp.broadcast_to(x, (experts, *x.shape))
     weights = routing.weights
     if config.router == "sigmoid-of-input":
-        by_expert = jnp.zeros((len(x), experts), weights.dtype).at[tokens, chosen].set(weights, mode="drop")
+        by_expert = (
+            jnp.zeros((len(x), experts), weights.dtype).at[tokens, chosen].set(weights, mode="drop")
+        )
         inputs = inputs * by_expert.T[:, :, None].astype(x.dtype)
         weights = jnp.ones_like(weights)
     multiply = functools.partial(product, precision=precision)
@@ -186,8 +203,8 @@ def gather_chosen(
 ) -> Float[Array, "T D"]:
     """Gathers the kernels of the chosen experts of every token.
 
-    Products are multiplications and sums, so that XLA fuses the gather with them and copies no kernel.
-    """
+    Products are multiplications and sums, so that XLA fuses the gather with them and copies no
+    kernel."""
     experts = count_experts(stack)
     in_stack = (routing.chosen >= 0) & (routing.chosen < experts)
     index = jnp.where(in_stack, routing.chosen, 0)
@@ -208,7 +225,11 @@ def _multiply_gathered(rows: Array, kernel: Any, precision: Precision) -> Array:
     scale: Array | None = None
     if isinstance(kernel, Fp8Kernel):  # scaled as `product` does: after the sum, or before
         scale = kernel.scale[..., 0, :] if kernel.per_channel else None
-        kernel = kernel.dense(precision.operands) if scale is None else kernel.unscaled(precision.operands)
+        kernel = (
+            kernel.dense(precision.operands)
+            if scale is None
+            else kernel.unscaled(precision.operands)
+        )
     rows = rows.astype(precision.operands).astype(jnp.float32)
     kernel = kernel.astype(precision.operands).astype(jnp.float32)
     out = jnp.sum(rows[..., None] * kernel, axis=-2)
@@ -226,7 +247,9 @@ def _kernels_of(stack: Stack, expert: Array) -> Stack:
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert, keepdims=False), stack)
 
 
-def _run_weighed(x: Array, weights: Array, kernels: Stack, config: Experts, precision: Precision) -> Array:
+def _run_weighed(
+    x: Array, weights: Array, kernels: Stack, config: Experts, precision: Precision
+) -> Array:
     """Returns an expert's output in float32, with the weights applied to its input or its output."""
     multiply = functools.partial(product, precision=precision)
     run_expert = functools.partial(_run_expert, limit=config.limit, multiply=multiply)

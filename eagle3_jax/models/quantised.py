@@ -22,8 +22,9 @@ LARGEST = 448.0  # of E4M3; a cast turns larger numbers into NaN
 INT8_LARGEST = 127.0  # the scale is symmetric, so -128 is not used
 
 WEIGHTS = ("dense", "fp8", "fp8-dynamic", "int8")
-# Values of a parameter's metadata ``product``: the kind of matrix that it is in products; empty if it is in none. FP8
-# is for layers only: the output matrix is small compared with them, and its rounding rounds the distribution itself.
+# Values of a parameter's metadata ``product``: the kind of matrix that it is in products; empty if
+# it is in none. FP8 is for layers only: the output matrix is small compared with them, and its
+# rounding rounds the distribution itself.
 LAYER = "layer"
 OUTPUT = "output"
 
@@ -47,7 +48,9 @@ class EightBitKernel(struct.PyTreeNode, kw_only=True):
     @property
     def nbytes(self) -> int:
         """Bytes of values and scales."""
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in (self.values, self.scale))
+        return sum(
+            math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in (self.values, self.scale)
+        )
 
     def __getitem__(self, index: Any) -> EightBitKernel:
         """Returns some kernels of a stack; ``...`` returns all of them."""
@@ -57,9 +60,8 @@ class EightBitKernel(struct.PyTreeNode, kw_only=True):
 class Fp8Kernel(EightBitKernel, kw_only=True):
     """A kernel ``W[..., i, o] = values[..., o, i] · scale[..., i // block, o]``, or a stack of them.
 
-    The values are stored transposed: NVIDIA's FP8 products contract the last axes of both operands, and CPUs read them
-    faster.
-    """
+    The values are stored transposed: NVIDIA's FP8 products contract the last axes of both operands,
+    and CPUs read them faster."""
 
     values: Any  #: ``[..., D_out, D_in]`` in E4M3.
     scale: Any  #: ``[..., G, D_out]`` in float32; ``G`` is 1 if every output has a single scale.
@@ -92,14 +94,16 @@ class Fp8Kernel(EightBitKernel, kw_only=True):
     def divided(self, sharding: NamedSharding) -> Fp8Kernel:
         """Returns the shardings of both leaves for a sharding of the kernel.
 
-        A scale is on the devices of its values. If the sharding divides a block of inputs, every device has all scales.
-        """
+        A scale is on the devices of its values. If the sharding divides a block of inputs, every
+        device has all scales."""
         *stack, inputs, outputs = _full_spec(sharding, self.ndim)
         groups = self.scale.shape[-2]
         size = 1 if inputs is None else sharding.mesh.shape[inputs]
         aligned = groups % size == 0 and (self.shape[-2] // size) % self.block == 0
         values = NamedSharding(sharding.mesh, PartitionSpec(*stack, outputs, inputs))
-        scale = NamedSharding(sharding.mesh, PartitionSpec(*stack, inputs if aligned else None, outputs))
+        scale = NamedSharding(
+            sharding.mesh, PartitionSpec(*stack, inputs if aligned else None, outputs)
+        )
         return dataclasses.replace(self, values=values, scale=scale)
 
 
@@ -116,16 +120,19 @@ def quantise(kernel: Any, *, dynamic: bool = False) -> Fp8Kernel:
     largest = np.abs(weights).max(axis=-1, keepdims=True)
     scale = np.where(largest > 0, largest / np.float32(LARGEST), np.float32(1)).astype(np.float32)
     values = np.clip(weights / scale, -LARGEST, LARGEST).astype(E4M3)
-    return Fp8Kernel(values=values, scale=np.swapaxes(scale, -1, -2), block=weights.shape[-1], dynamic=dynamic)
+    return Fp8Kernel(
+        values=values, scale=np.swapaxes(scale, -1, -2), block=weights.shape[-1], dynamic=dynamic
+    )
 
 
-def dynamic_product(x: Float[Array, "*rows D_in"], kernel: Fp8Kernel) -> Float[Array, "*rows D_out"]:
+def dynamic_product(
+    x: Float[Array, "*rows D_in"], kernel: Fp8Kernel
+) -> Float[Array, "*rows D_out"]:
     """Returns ``x @ W`` in float32, with both operands in E4M3.
 
-    Every row of ``x`` has its own scale. If the kernel has scales for blocks of inputs, so has every row. The operands
-    of the product are in E4M3 and the scales are applied after it, so GPUs with FP8 products use them. The result is
-    the float32 sum over rounded operands.
-    """
+    Every row of ``x`` has its own scale. If the kernel has scales for blocks of inputs, so has
+    every row. The operands of the product are in E4M3 and the scales are applied after it, so GPUs
+    with FP8 products use them. The result is the float32 sum over rounded operands."""
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     inputs = rows.shape[-1]
     groups = kernel.scale.shape[-2]
@@ -136,14 +143,17 @@ def dynamic_product(x: Float[Array, "*rows D_in"], kernel: Fp8Kernel) -> Float[A
         spare = ((0, 0), (0, groups * kernel.block - inputs))
         by_block = jnp.moveaxis(jnp.pad(rows, spare).reshape(-1, groups, kernel.block), 1, 0)
         of_block = jnp.moveaxis(jnp.pad(values, spare).reshape(-1, groups, kernel.block), 1, 0)
-        # Block after block, because computing all at once would need memory for the sums of every block.
+        # Block after block, because computing all at once would need memory for the sums of every
+        # block.
         zeros = jnp.zeros((rows.shape[0], values.shape[0]), jnp.float32)
         add = lambda total, block: (total + _scaled_product(*block), None)
         out, _ = lax.scan(add, zeros, (by_block, of_block, kernel.scale))
     return out.reshape(*x.shape[:-1], -1)
 
 
-def _scaled_product(rows: Float[Array, "T D"], values: Array, scale: Float[Array, " D_out"]) -> Float[Array, "T D_out"]:
+def _scaled_product(
+    rows: Float[Array, "T D"], values: Array, scale: Float[Array, " D_out"]
+) -> Float[Array, "T D_out"]:
     """Returns ``rows @ (scale · values)ᵀ`` with the rows quantised."""
     largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
     row_scale = jnp.where(largest > 0, largest / LARGEST, 1.0)
@@ -163,16 +173,19 @@ def _full_spec(sharding: NamedSharding, ndim: int) -> tuple[Any, ...]:
 class Int8Kernel(EightBitKernel, kw_only=True):
     """A kernel ``H W[..., i, o] = values[..., i, o] · scale[..., o]``, a stack of them, or a table of embeddings.
 
-    Products quantise the activations too, each row with a scale from its largest value (W8A8). A few activations are
-    far larger than the others, which would leave few bits for the rest of their row. So both factors are rotated first:
-    ``x W = (x H)(H W)`` for a symmetric orthogonal ``H``, blocks of a Hadamard matrix (QuaRot, arXiv 2404.00456). The
-    sums are integers.
-    """
+    Products quantise the activations too, each row with a scale from its largest value (W8A8). A
+    few activations are far larger than the others, which would leave few bits for the rest of their
+    row. So both factors are rotated first: ``x W = (x H)(H W)`` for a symmetric orthogonal ``H``,
+    blocks of a Hadamard matrix (QuaRot, arXiv 2404.00456). The sums are integers."""
 
     values: Any  #: ``[..., D_in, D_out]`` in int8; ``[V, D]`` for a table.
     scale: Any  #: ``[..., D_out]`` in float32; ``[V]`` for a table.
-    is_table: bool = struct.field(pytree_node=False, default=False)  #: Whether outputs are the first axis.
-    rotation: int = struct.field(pytree_node=False, default=1)  #: Size of the blocks of ``H``; 1 for no rotation.
+    is_table: bool = struct.field(
+        pytree_node=False, default=False
+    )  #: Whether outputs are the first axis.
+    rotation: int = struct.field(
+        pytree_node=False, default=1
+    )  #: Size of the blocks of ``H``; 1 for no rotation.
 
     dynamic: ClassVar[bool] = True  #: Products quantise the activations; see :class:`Fp8Kernel`.
 
@@ -184,7 +197,9 @@ class Int8Kernel(EightBitKernel, kw_only=True):
     @property
     def T(self) -> Int8Kernel:
         """The transposed matrix: of a table, the kernel."""
-        return dataclasses.replace(self, values=self.values.swapaxes(-1, -2), is_table=not self.is_table)
+        return dataclasses.replace(
+            self, values=self.values.swapaxes(-1, -2), is_table=not self.is_table
+        )
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "... D_in D_out"]:
         """Returns the dequantised matrix ``W``: computed in float32, then rounded to ``dtype``."""
@@ -208,7 +223,8 @@ def quantise_int8(kernel: Any, *, is_table: bool = False) -> Int8Kernel:
     The scale of an output is ``max |H W| / 127``. Values are rounded to nearest, ties to even.
 
     Args:
-        kernel: ``[..., D_in, D_out]`` or a table ``[V, D]``: a numpy array, or an object that ``np.asarray`` converts.
+        kernel: ``[..., D_in, D_out]`` or a table ``[V, D]``: a numpy array, or an object that
+            ``np.asarray`` converts.
         is_table: Whether outputs are the first axis.
     """
     return _quantise_int8(np.asarray(kernel).astype(np.float32, copy=False), is_table)
@@ -217,7 +233,9 @@ def quantise_int8(kernel: Any, *, is_table: bool = False) -> Int8Kernel:
 @functools.partial(jax.jit, static_argnames="is_table")  # numpy takes ten times as long
 def _quantise_int8(weights: Any, is_table: bool) -> Int8Kernel:
     by_output = weights if is_table else jnp.swapaxes(weights, -1, -2)
-    rotation = math.gcd(by_output.shape[-1], 64)  # the largest power of two that divides the inputs, at most 64
+    rotation = math.gcd(
+        by_output.shape[-1], 64
+    )  # the largest power of two that divides the inputs, at most 64
     by_output = rotated(by_output, rotation)
     largest = jnp.max(jnp.abs(by_output), axis=-1)
     scale = jnp.where(largest > 0, largest / INT8_LARGEST, 1.0)
@@ -229,9 +247,8 @@ def _quantise_int8(weights: Any, is_table: bool) -> Int8Kernel:
 def rotated(x: Float[Array, "*rows D"], size: int) -> Float[Array, "*rows D"]:
     """Returns ``x H`` over the last axis.
 
-    ``H`` is block diagonal. Its blocks are the Hadamard matrix of ``size``, divided by ``√size``, so it is its own
-    inverse. With ``size = 1`` it is the identity.
-    """
+    ``H`` is block diagonal. Its blocks are the Hadamard matrix of ``size``, divided by ``√size``,
+    so it is its own inverse. With ``size = 1`` it is the identity."""
     if size == 1:
         return x
     block = (hadamard(size) / math.sqrt(size)).astype(np.float32)
@@ -241,21 +258,25 @@ def rotated(x: Float[Array, "*rows D"], size: int) -> Float[Array, "*rows D"]:
 def int8_product(x: Float[Array, "*rows D_in"], kernel: Int8Kernel) -> Float[Array, "*rows D_out"]:
     """Returns ``x @ W`` in float32 with both factors in int8 and sums in int32.
 
-    The scale of a row of ``x H`` is its largest magnitude divided by 127. Its values are rounded to nearest.
-    """
+    The scale of a row of ``x H`` is its largest magnitude divided by 127. Its values are rounded to
+    nearest."""
     rows = rotated(x.reshape(-1, x.shape[-1]).astype(jnp.float32), kernel.rotation)
     largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
     row_scale = jnp.where(largest > 0, largest / INT8_LARGEST, 1.0)
     quantised_rows = jnp.round(rows / row_scale).astype(jnp.int8)
     axes = (((1,), (1 if kernel.is_table else 0,)), ((), ()))
-    sums_of = functools.partial(lax.dot_general, dimension_numbers=axes, preferred_element_type=jnp.int32)
+    sums_of = functools.partial(
+        lax.dot_general, dimension_numbers=axes, preferred_element_type=jnp.int32
+    )
     in_a_pair = lambda rows, values: sums_of(jnp.concatenate([rows, rows]), values)[:1]
-    # XLA's CPU backend multiplies a single row of int8 fifteen times slower than two (measured: 45 ms and 3 ms for an
-    # output matrix of 49,152 by 576).
-    # On NVIDIA GPUs a single row is a sum outside tensor cores, and two are a product. Sums of integers are exact, so
-    # the bits are the same.
+    # XLA's CPU backend multiplies a single row of int8 fifteen times slower than two (measured: 45
+    # ms and 3 ms for an output matrix of 49,152 by 576). On NVIDIA GPUs a single row is a sum
+    # outside tensor cores, and two are a product. Sums of integers are exact, so the bits are the
+    # same.
     paired = in_a_pair if len(rows) == 1 else sums_of
-    sums = lax.platform_dependent(quantised_rows, kernel.values, cpu=paired, cuda=paired, default=sums_of)
+    sums = lax.platform_dependent(
+        quantised_rows, kernel.values, cpu=paired, cuda=paired, default=sums_of
+    )
     out = sums.astype(jnp.float32) * row_scale * kernel.scale
     return out.reshape(*x.shape[:-1], -1)
 
@@ -264,7 +285,8 @@ def int8_product(x: Float[Array, "*rows D_in"], kernel: Int8Kernel) -> Float[Arr
 class ToQuantise:
     """A parameter that is quantised when it is put on the device, so that the host never holds all kernels."""
 
-    #: The array, or an object that ``np.asarray`` converts. If its ``kept_as`` names the same kind of kernel, its
+    #: The array, or an object that ``np.asarray`` converts. If its ``kept_as`` names the same kind
+    # of kernel, its
     #: ``stored_kernel()`` is used.
     source: Any
     weights: str  #: One of :data:`WEIGHTS`, except ``dense``.
@@ -283,11 +305,15 @@ class ToQuantise:
     def kernel_shape(self) -> Fp8Kernel | Int8Kernel:
         """Returns the ``jax.ShapeDtypeStruct`` of a kernel with one scale for each output."""
         if self.weights == "int8":
-            return jax.eval_shape(functools.partial(_quantise_int8, is_table=self.is_table), self.source)
+            return jax.eval_shape(
+                functools.partial(_quantise_int8, is_table=self.is_table), self.source
+            )
         *stack, inputs, outputs = self.source.shape
         values = jax.ShapeDtypeStruct((*stack, outputs, inputs), E4M3)
         scale = jax.ShapeDtypeStruct((*stack, 1, outputs), jnp.float32)
-        return Fp8Kernel(values=values, scale=scale, block=inputs, dynamic=self.weights == "fp8-dynamic")
+        return Fp8Kernel(
+            values=values, scale=scale, block=inputs, dynamic=self.weights == "fp8-dynamic"
+        )
 
 
 def check_weights(weights: str) -> None:
@@ -305,8 +331,8 @@ def quantised(params: Any, products: Any, weights: str) -> Any:
 
     Args:
         params: Arrays of the host, nested.
-        products: :data:`LAYER`, :data:`OUTPUT` or an empty text for each parameter, in the same nesting
-            (:meth:`eagle3_jax.models.decoder.DecoderTarget.param_products`).
+        products: :data:`LAYER`, :data:`OUTPUT` or an empty text for each parameter, in the same
+            nesting (:meth:`eagle3_jax.models.decoder.DecoderTarget.param_products`).
         weights: One of :data:`WEIGHTS`.
 
     Raises:
@@ -334,4 +360,6 @@ def eight_bit_shapes(shapes: Any, products: Any, weights: str) -> Any:
         weights: One of :data:`WEIGHTS`, except ``dense``.
     """
     marked = quantised(shapes, products, weights)
-    return jax.tree.map(lambda leaf: leaf.kernel_shape() if isinstance(leaf, ToQuantise) else leaf, marked)
+    return jax.tree.map(
+        lambda leaf: leaf.kernel_shape() if isinstance(leaf, ToQuantise) else leaf, marked
+    )

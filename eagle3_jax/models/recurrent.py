@@ -17,9 +17,8 @@ from eagle3_jax.devices.sharding import HEADS, ROWS
 class Updates(NamedTuple):
     """The update of the state by each token of a block, ``S' = decay S + key deltaᵀ``.
 
-    An update is a few vectors and a state is a matrix, so a block stores the updates of all its nodes. A commit applies
-    those of the accepted path again.
-    """
+    An update is a few vectors and a state is a matrix, so a block stores the updates of all its
+    nodes. A commit applies those of the accepted path again."""
 
     keys: Float[Array, "B T Hk dk"]  #: ``[B T Hk dk]``.
     deltas: Float[Array, "B T Hk r dv"]  #: ``[B T Hk r dv]``; ``r`` value heads share a key.
@@ -35,10 +34,12 @@ def update_state(
 ) -> Float[Array, "B Hk r dk dv"]:
     """Returns ``S' = decay S + key deltaᵀ``. Verification and commits both call it, so their sums are the same.
 
-    Both products are rounded before they are added. Otherwise XLA's CPU backend would fuse one of them with the sum. It
-    may choose another product in each program, even across ``optimization_barrier``.
-    """
-    zeros = (decays < 0).astype(jnp.int32)[..., None, None]  # a compiler cannot know that these are zeros
+    Both products are rounded before they are added. Otherwise XLA's CPU backend would fuse one of
+    them with the sum. It may choose another product in each program, even across
+    ``optimization_barrier``."""
+    zeros = (decays < 0).astype(jnp.int32)[
+        ..., None, None
+    ]  # a compiler cannot know that these are zeros
     decayed = _round(state * decays[..., None, None], zeros)
     added = _round(keys[:, :, None, :, None] * deltas[:, :, :, None, :], zeros)
     return decayed + added
@@ -61,15 +62,20 @@ def at_least_two(tree: tuple[Array, ...]) -> tuple[Array, ...]:
 class Recurrent(struct.PyTreeNode, kw_only=True):
     """The :class:`eagle3_jax.LayerCache` of a gated delta net.
 
-    A state cannot be truncated, because a token that was added to it cannot be removed. So a block does not change the
-    state; it returns the updates by its nodes (:class:`Updates`), and a commit applies those of the accepted path. The
-    new state is bit for bit that after feeding only the accepted tokens.
-    """
+    A state cannot be truncated, because a token that was added to it cannot be removed. So a block
+    does not change the state; it returns the updates by its nodes (:class:`Updates`), and a commit
+    applies those of the accepted path. The new state is bit for bit that after feeding only the
+    accepted tokens."""
 
-    axes: ClassVar[tuple[str, ...]] = (ROWS, HEADS)  # what a mesh divides (eagle3_jax.devices.sharding)
+    axes: ClassVar[tuple[str, ...]] = (
+        ROWS,
+        HEADS,
+    )  # what a mesh divides (eagle3_jax.devices.sharding)
 
     state: Float[Array, "B Hv dk dv"]  #: ``[B Hv dk dv]``, float32.
-    window: Float[Array, "B Hk P c"]  #: ``[B Hk P c]``, the last ``P`` inputs of the convolution, by key head.
+    window: Float[
+        Array, "B Hk P c"
+    ]  #: ``[B Hk P c]``, the last ``P`` inputs of the convolution, by key head.
 
     @classmethod
     def allocate(
@@ -124,9 +130,13 @@ class Recurrent(struct.PyTreeNode, kw_only=True):
         steps = jnp.arange(keys.shape[0], dtype=jnp.int32)
         commit_token = functools.partial(_commit_token, count=count)
         state = lax.scan(commit_token, self.grouped, (steps, keys, deltas, decays))[0]
-        return Recurrent(state=state.reshape(self.state.shape), window=self._move_window(path.inputs, count))
+        return Recurrent(
+            state=state.reshape(self.state.shape), window=self._move_window(path.inputs, count)
+        )
 
-    def _move_window(self, inputs: Float[Array, "B T Hk c"], count: Int[Array, " B"]) -> Float[Array, "B Hk P c"]:
+    def _move_window(
+        self, inputs: Float[Array, "B T Hk c"], count: Int[Array, " B"]
+    ) -> Float[Array, "B Hk P c"]:
         """Returns the window after ``count`` more tokens of each row."""
         size = self.window.shape[2]
         new = jnp.moveaxis(inputs, 1, 2).astype(self.window.dtype)
@@ -135,7 +145,9 @@ class Recurrent(struct.PyTreeNode, kw_only=True):
         return jax.vmap(last)(run, count)
 
 
-def _commit_token(state: Array, update: tuple[Array, ...], *, count: Int[Array, " B"]) -> tuple[Array, None]:
+def _commit_token(
+    state: Array, update: tuple[Array, ...], *, count: Int[Array, " B"]
+) -> tuple[Array, None]:
     """Applies an update in the rows that accepted its token."""
     index, key, delta, decay = update
     accepted = (index < count)[:, None, None, None, None]

@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies for a configuration, and the rotation.
 
-A pair is channels ``i`` and ``i + dim/2``, as in GPT-NeoX and Llama, or channels ``2i`` and ``2i+1`` (``interleaved``).
-"""
+A pair is channels ``i`` and ``i + dim/2``, as in GPT-NeoX and Llama, or channels ``2i`` and
+``2i+1`` (``interleaved``)."""
 
 from __future__ import annotations
 
@@ -63,11 +63,15 @@ def _longrope(config: RopeConfig, original: int, inv_freq: np.ndarray) -> tuple[
     return inv_freq / np.asarray(config.short_factor, np.float32), scale
 
 
-def _yarn(config: RopeConfig, original: int, head_dim: int, inv_freq: np.ndarray) -> tuple[np.ndarray, float]:
+def _yarn(
+    config: RopeConfig, original: int, head_dim: int, inv_freq: np.ndarray
+) -> tuple[np.ndarray, float]:
     """Interpolates by parts (NTK), with an attention temperature (Peng et al., 2023, section 3)."""
 
     def dimension_of(rotations: float) -> float:
-        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+        return (
+            head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+        )
 
     low = dimension_of(config.beta_fast)
     high = dimension_of(config.beta_slow)
@@ -122,9 +126,8 @@ def scale_queries(
 ) -> Float[Array, "B T heads H"]:
     """Returns queries times the factor of their position, in their own type.
 
-    If positions count from 0 (Ministral 3), the factor is rounded to that type before the product. If they count from 1
-    (Llama 4), the product is rounded.
-    """
+    If positions count from 0 (Ministral 3), the factor is rounded to that type before the product.
+    If they count from 1 (Llama 4), the product is rounded."""
     interval = (positions + config.offset) // config.floor
     factor = 1 + config.beta * jnp.log1p(interval.astype(jnp.float32))
     factor = factor[:, :, None, None]

@@ -19,8 +19,11 @@ _A_BLOCK = 64  # most tokens of a block; more are a prompt, which is computed on
 class Routing(NamedTuple):
     """The experts of each token."""
 
-    chosen: Int[Array, "T k"]  #: ``[T k]``, ids in ascending order, which is the order of all sums over experts.
-    #: ``[T k]``, factors of the experts' outputs, or of their inputs if the router is ``sigmoid-of-input``.
+    chosen: Int[
+        Array, "T k"
+    ]  #: ``[T k]``, ids in ascending order, which is the order of all sums over experts.
+    #: ``[T k]``, factors of the experts' outputs, or of their inputs if the router is
+    # ``sigmoid-of-input``.
     weights: Float[Array, "T k"]
 
 
@@ -33,10 +36,9 @@ def router_logits(
 ) -> Float[Array, "T E"]:
     """Returns ``x W + b``, summed in float32.
 
-    Operands have the model's type, or float32 with mixed precision and for all sigmoid routers. On CPUs the sums of a
-    token do not depend on the number of tokens. A choice is not continuous, so a block must choose exactly as single
-    tokens do.
-    """
+    Operands have the model's type, or float32 with mixed precision and for all sigmoid routers. On
+    CPUs the sums of a token do not depend on the number of tokens. A choice is not continuous, so a
+    block must choose exactly as single tokens do."""
     mixed = precision.operands != precision.activations
     operands = jnp.float32 if mixed or config.router == "sigmoid" else precision.operands
     rows = x.astype(operands)
@@ -56,12 +58,15 @@ def router_logits(
     return logits if config.router == "sigmoid" else logits.astype(precision.activations)
 
 
-def route(logits: Float[Array, "T E"], correction: Float[Array, " E"] | None, config: Experts) -> Routing:
+def route(
+    logits: Float[Array, "T E"], correction: Float[Array, " E"] | None, config: Experts
+) -> Routing:
     """Returns the ``k`` experts of every token and their weights. Of equal scores the first wins.
 
     Args:
         logits: ``[T E]``, from :func:`router_logits`.
-        correction: ``[E]``, added to the scores of a ``sigmoid`` router before the choice, and not to the weights.
+        correction: ``[E]``, added to the scores of a ``sigmoid`` router before the choice, and not
+            to the weights.
         config: Router, ``k`` and groups.
     """
     scores = logits.astype(jnp.float32)

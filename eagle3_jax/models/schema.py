@@ -1,8 +1,8 @@
 r"""Translates JSON schemas to regular expressions of the JSON texts that follow them.
 
-A schema is read as draft 2020-12. The expression may match fewer texts than the schema allows, never others. A part of
-a schema has one of the forms of ``_FORMS``. Every other combination of keywords is refused.
-"""
+A schema is read as draft 2020-12. The expression may match fewer texts than the schema allows,
+never others. A part of a schema has one of the forms of ``_FORMS``. Every other combination of
+keywords is refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ _DATE = (
     "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
     "|(?:[1-9][0-9](?:0[48]|[2468][048]|[13579][26])|(?:1[26]|[2468][048]|[3579][26])00)-02-29)"
 )
-_TIME = r"(?:[01][0-9]|2[0-3])(?::[0-5][0-9]){2}(?:\.[0-9]+)?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_TIME = (
+    r"(?:[01][0-9]|2[0-3])(?::[0-5][0-9]){2}(?:\.[0-9]+)?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
 _FORMATS = {
     "date": _DATE,
     "time": _TIME,
@@ -88,11 +90,13 @@ def schema_to_regex(schema: str | Mapping[str, Any], whitespace: str | None = No
         whitespace: A regular expression for the space between two JSON tokens. Default: ``[ ]?``.
 
     Raises:
-        ValueError: The schema is no JSON, or a part of it has none of the supported forms; the message names the
-            keyword and the place.
+        ValueError: The schema is no JSON, or a part of it has none of the supported forms; the
+            message names the keyword and the place.
     """
     try:
-        root = parse_json(schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False))
+        root = parse_json(
+            schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+        )
         return _Translator(root, _space(whitespace)).value(root, "#", ())
     except RecursionError:
         raise ValueError("the JSON schema is not supported: it is nested too deeply") from None
@@ -103,9 +107,13 @@ def schema_to_regex(schema: str | Mapping[str, Any], whitespace: str | None = No
 def _space(whitespace: str | None) -> str:
     if whitespace is None:
         return "[ ]?"
-    pattern = "".join(r"[ \t\n\r]" if piece == r"\s" else piece for piece, _ in pieces_of(whitespace))
+    pattern = "".join(
+        r"[ \t\n\r]" if piece == r"\s" else piece for piece, _ in pieces_of(whitespace)
+    )
     if wrong := bytes_of(pattern) - set(b" \t\n\r"):
-        raise ValueError(f"whitespace is {shown(whitespace)}, which matches {chr(min(wrong))!r}; expected [ \\t\\n\\r]")
+        raise ValueError(
+            f"whitespace is {shown(whitespace)}, which matches {chr(min(wrong))!r}; expected [ \\t\\n\\r]"
+        )
     return f"(?:{pattern})"
 
 
@@ -138,7 +146,9 @@ class _Translator:
             )
         for keyword, (kind, expected) in _VALUES.items():
             if not isinstance(schema.get(keyword, kind()), kind):
-                raise ValueError(f"{shown(pointer)} has the {keyword} {shown(schema[keyword])}; expected {expected}")
+                raise ValueError(
+                    f"{shown(pointer)} has the {keyword} {shown(schema[keyword])}; expected {expected}"
+                )
         noted = _NOTES | (_NOTES_OF_ROOT if pointer == "#" else set())
         keywords = [keyword for keyword in schema if keyword not in noted]
         if isinstance(schema.get("type"), list) and not {"enum", "const"} & set(keywords):
@@ -180,14 +190,19 @@ class _Translator:
     def _array(self, schema: Any, pointer: str, opened: tuple[str, ...]) -> str:
         prefix = schema.get("prefixItems", [])
         least, most = _limits(schema, "minItems", "maxItems", pointer)
-        parts = [self.value(part, f"{pointer}/prefixItems/{index}", opened) for index, part in enumerate(prefix)]
+        parts = [
+            self.value(part, f"{pointer}/prefixItems/{index}", opened)
+            for index, part in enumerate(prefix)
+        ]
         parts = parts[:most]
         items = schema.get("items", not prefix)
         text = ""
         count = len(parts)
         if items is False:
             if least > count:
-                raise ValueError(f"{shown(pointer)} has {count} items at most and minItems {least}; no list follows it")
+                raise ValueError(
+                    f"{shown(pointer)} has {count} items at most and minItems {least}; no list follows it"
+                )
         elif most is None or most > count:
             item = self.value(items, f"{pointer}/items", opened)
             most = None if most is None else most - count
@@ -206,7 +221,9 @@ class _Translator:
         properties = schema.get("properties", {})
         required = schema.get("required", [])
         if missing := [name for name in required if name not in list(properties)]:
-            raise ValueError(f"{shown(pointer)}: the property {shown(missing[0])} is required and not described")
+            raise ValueError(
+                f"{shown(pointer)}: the property {shown(missing[0])} is required and not described"
+            )
         more = schema.get("additionalProperties", "properties" not in schema)
         if properties and not isinstance(more, bool):
             raise ValueError(
@@ -229,7 +246,9 @@ class _Translator:
     def _members(self, texts: list[str], needed: list[bool]) -> str:
         """Returns the expression of an object's properties, in order: all that are needed, and any others."""
         if True not in needed:
-            alternatives = [self._joined(texts[first:], needed[first:]) for first in range(len(texts))]
+            alternatives = [
+                self._joined(texts[first:], needed[first:]) for first in range(len(texts))
+            ]
             return f"{_either(alternatives)}?"
         first = needed.index(True)
         earlier = "".join(f"(?:{text}{self._comma})?" for text in texts[:first])
@@ -245,7 +264,9 @@ class _Translator:
     def _values(self, schema: Any, pointer: str, opened: tuple[str, ...]) -> str:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         if "type" in schema:
-            values = [value for value in values if any(_has_type(value, kind) for kind in _kinds(schema))]
+            values = [
+                value for value in values if any(_has_type(value, kind) for kind in _kinds(schema))
+            ]
         if not values:
             raise ValueError(f"{shown(pointer)} allows no value; give one of its type")
         return _either([_literal(value) for value in values])
@@ -254,15 +275,24 @@ class _Translator:
         parts = schema["anyOf"]
         if not parts:
             raise ValueError(f"{shown(pointer)} has an empty anyOf; give a schema")
-        return _either([self.value(part, f"{pointer}/anyOf/{index}", opened) for index, part in enumerate(parts)])
+        return _either(
+            [
+                self.value(part, f"{pointer}/anyOf/{index}", opened)
+                for index, part in enumerate(parts)
+            ]
+        )
 
     def _reference(self, schema: Any, pointer: str, opened: tuple[str, ...]) -> str:
         target = schema["$ref"]
         part = self.root
         if not isinstance(target, str) or not f"{target}/".startswith("#/"):
-            raise ValueError(f"{shown(pointer)} has the $ref {shown(target)}; expected '#/' and a place in this schema")
+            raise ValueError(
+                f"{shown(pointer)} has the $ref {shown(target)}; expected '#/' and a place in this schema"
+            )
         if target in opened:
-            raise ValueError(f"{shown(pointer)}: {shown(target)} contains itself; write out as many levels as you need")
+            raise ValueError(
+                f"{shown(pointer)}: {shown(target)} contains itself; write out as many levels as you need"
+            )
         for name in unquote(target).split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
             if isinstance(part, list):
@@ -270,7 +300,9 @@ class _Translator:
             else:
                 children = part if isinstance(part, dict) else {}
             if name not in children:
-                raise ValueError(f"{shown(pointer)} has the $ref {shown(target)}, and there is no such place")
+                raise ValueError(
+                    f"{shown(pointer)} has the $ref {shown(target)}, and there is no such place"
+                )
             part = children[name]
         return self.value(part, target, (*opened, target))
 
@@ -297,17 +329,24 @@ def _form(keywords: Sequence[str], kinds: Sequence[str], pointer: str) -> str:
     for index, keyword in enumerate(keywords):
         form = _first_form({*keywords[: index + 1]}, kinds)
         if not form:
-            names = [f"'type' {', '.join(kinds)}" if name == "type" else repr(name) for name in keywords[:index]]
+            names = [
+                f"'type' {', '.join(kinds)}" if name == "type" else repr(name)
+                for name in keywords[:index]
+            ]
             together = f" together with {' and '.join(names)}" if names else ""
             advice = "write anyOf" if keyword == "oneOf" else "leave it out and check the output"
-            raise ValueError(f"{shown(pointer)}: {shown(keyword)} is not supported{together}; {advice}")
+            raise ValueError(
+                f"{shown(pointer)}: {shown(keyword)} is not supported{together}; {advice}"
+            )
     return form
 
 
 def _first_form(keywords: set[str], kinds: Sequence[str]) -> str:
     """Returns the first form of these types that allows all keywords; an empty text if there is none."""
     names = [name for name in _FORMS if not kinds or name in (*kinds, "values")]
-    fits = (name for name in names if any(keywords <= {*allowed.split()} for allowed in _FORMS[name]))
+    fits = (
+        name for name in names if any(keywords <= {*allowed.split()} for allowed in _FORMS[name])
+    )
     return next(fits, "")
 
 
@@ -334,7 +373,9 @@ def _has_type(value: Any, kind: str) -> bool:
     return isinstance(value, _TYPES[kind])
 
 
-def _limits(schema: Mapping[str, Any], least: str, most: str, pointer: str) -> tuple[int, int | None]:
+def _limits(
+    schema: Mapping[str, Any], least: str, most: str, pointer: str
+) -> tuple[int, int | None]:
     """Returns the values of two keywords, such as ``minItems`` and ``maxItems``; ``None`` for no upper limit."""
     for name in (least, most):
         value = schema.get(name, 0)
@@ -345,7 +386,9 @@ def _limits(schema: Mapping[str, Any], least: str, most: str, pointer: str) -> t
     low = schema.get(least, 0)
     high = schema.get(most)
     if high is not None and low > high:
-        raise ValueError(f"{shown(pointer)} has {least} {low} and {most} {high}; no value follows it")
+        raise ValueError(
+            f"{shown(pointer)} has {least} {low} and {most} {high}; no value follows it"
+        )
     return low, high
 
 
@@ -369,8 +412,8 @@ def _pattern(pattern: str, pointer: str) -> str:
     """Returns the expression of the strings that a pattern matches as a whole, without the quotes of a JSON text.
 
     Raises:
-        ValueError: The pattern matches a character that JSON writes with a backslash, or it is read differently by
-            ECMA-262 and by the crate regex.
+        ValueError: The pattern matches a character that JSON writes with a backslash, or it is read
+            differently by ECMA-262 and by the crate regex.
     """
     text = ""
     for piece, depth in pieces_of(pattern):
@@ -378,7 +421,9 @@ def _pattern(pattern: str, pointer: str) -> str:
         is_class = piece[0] == "[" and (depth > 1 or piece[-1] == "]")
         is_twice = not depth and len(piece) == 2 and piece[0] in "*+?}"
         if is_group or is_class or is_twice or piece in ("&&", "--", "~~", "{,"):
-            raise ValueError(f"{shown(pointer)}: {shown(piece)} in the pattern {shown(pattern)} is not supported")
+            raise ValueError(
+                f"{shown(pointer)}: {shown(piece)} in the pattern {shown(pattern)} is not supported"
+            )
         text += _PLAIN if (piece, depth) == (".", 0) else _CLASSES.get(piece, piece)
     try:
         escaped = bytes_of(f"^{text}$") & {*b'"\\', *range(32)}

@@ -1,8 +1,8 @@
 """Computes the verdicts of every case again, from the definitions of README.md, by numpy alone.
 
-python check.py FOLDER                          # the folder agrees with the definitions
-python check.py FOLDER --verdicts MINE.npz      # arrays of your engine do, named CASE.ARRAY, as block.next_token
-"""
+python check.py FOLDER                          # the folder agrees with the definitions python
+check.py FOLDER --verdicts MINE.npz      # arrays of your engine do, named CASE.ARRAY, as
+block.next_token"""
 
 import functools
 import json
@@ -17,7 +17,9 @@ RESULTS = ("p", "path", "num_accepted", "next_token", "text", "length", "cache_l
 
 def changed(case: dict, logits: np.ndarray, output: list, prompt: np.ndarray) -> np.ndarray:
     """Logits after grammar mask, biases, penalties and min-p; minus infinity everywhere below a forbidden token."""
-    automaton = np.vstack([case["automaton"], np.full(len(logits), -1)])  # the state -1 allows nothing
+    automaton = np.vstack(
+        [case["automaton"], np.full(len(logits), -1)]
+    )  # the state -1 allows nothing
     state = functools.reduce(lambda state, token: automaton[state, token], output, 0)
     z = np.where(automaton[state] >= 0, logits + case["bias"], -np.inf)
     counts = np.bincount(output, minlength=len(z))
@@ -60,7 +62,9 @@ def block_rule(row: dict, about: dict) -> tuple[list, np.ndarray]:
     """Block verification of a chain (Sun et al., 2024): the last token that passes ends the accepted prefix."""
     survival = np.ones(len(row["tokens"]))
     for node, token in enumerate(row["tokens"][1:], 1):
-        survival[node] = min(1.0, survival[node - 1] * row["p"][node - 1][token] / row["q"][node][token])
+        survival[node] = min(
+            1.0, survival[node - 1] * row["p"][node - 1][token] / row["q"][node][token]
+        )
     following = np.vstack([row["q"][1:], 0 * row["q"][:1]])
     masses = np.maximum(survival[:, None] * row["p"] - following, 0)
     total = masses.sum(axis=1)
@@ -94,7 +98,9 @@ def expected(case: dict) -> dict:
     out["text"] = case["text"].copy()
     out["length"][0] = case["prompt_length"] + 1  # the forward pass of the prompt gave a token
     for r, b in np.ndindex(case["num_accepted"].shape):
-        row = {name: case[name][r, b] for name in ("tokens", "parents", "valid", "accept", "choose")}
+        row = {
+            name: case[name][r, b] for name in ("tokens", "parents", "valid", "accept", "choose")
+        }
         known = case["length"][r, b]
         prompt, output = np.split(case["text"][b, :known], [case["prompt_length"][b]])
         texts = [[*output]]
@@ -102,10 +108,17 @@ def expected(case: dict) -> dict:
             texts.append([*texts[row["parents"][node]], token])
         logits = case["logits"][r, b].astype(float)
         settings = [case[name][b] for name in ("temperature", "top_k", "top_p")]
-        row["p"] = np.array([warped(changed(case, z, texts[n], prompt), *settings) for n, z in enumerate(logits)])
-        row["q"] = case["q"][r, b].astype(float) if "q" in case else np.eye(logits.shape[1])[row["tokens"]]
+        row["p"] = np.array(
+            [warped(changed(case, z, texts[n], prompt), *settings) for n, z in enumerate(logits)]
+        )
+        row["q"] = (
+            case["q"][r, b].astype(float) if "q" in case else np.eye(logits.shape[1])[row["tokens"]]
+        )
         path, masses = RULES[about["rule"]](row, about)
-        emitted = [*row["tokens"][path], np.argmax(np.cumsum(masses) > row["choose"] * masses.sum())]
+        emitted = [
+            *row["tokens"][path],
+            np.argmax(np.cumsum(masses) > row["choose"] * masses.sum()),
+        ]
         out["p"][r, b] = row["p"]
         out["path"][r, b, : len(path)] = path
         out["num_accepted"][r, b] = len(path)
@@ -122,13 +135,22 @@ def fault(array: np.ndarray, truth: np.ndarray | None) -> str:
     """Returns where an array differs first, in words; empty if it agrees."""
     if truth is None or array.shape != truth.shape:
         return "has another name or shape than in README.md"
-    wrong = [tuple(index) for index in np.argwhere(~np.isclose(array, truth, rtol=0, atol=TOLERANCE)).tolist()]
-    return f"{list(wrong[0])} is {array[wrong[0]]:.6g}, expected {truth[wrong[0]]:.6g}" if wrong else ""
+    wrong = [
+        tuple(index)
+        for index in np.argwhere(~np.isclose(array, truth, rtol=0, atol=TOLERANCE)).tolist()
+    ]
+    return (
+        f"{list(wrong[0])} is {array[wrong[0]]:.6g}, expected {truth[wrong[0]]:.6g}"
+        if wrong
+        else ""
+    )
 
 
 def main() -> int:
     """Prints a line for each case; returns 0 if something was compared and all of it agrees, 2 on misuse, else 1."""
-    if (len(sys.argv), *sys.argv[2:3]) not in ((2,), (4, "--verdicts")) or not Path(sys.argv[-1]).exists():
+    if (len(sys.argv), *sys.argv[2:3]) not in ((2,), (4, "--verdicts")) or not Path(
+        sys.argv[-1]
+    ).exists():
         return print(__doc__, file=sys.stderr) or 2
     engine = dict(np.load(sys.argv[3])) if sys.argv[3:] else {}
     lines = []
@@ -137,7 +159,9 @@ def main() -> int:
         verdicts = {name: engine.pop(name) for name in [*engine] if name.split(".")[0] == path.stem}
         arrays = verdicts if sys.argv[3:] else {name: case[name] for name in RESULTS}
         truth = expected(case) if arrays else {}
-        faults = {name: fault(array, truth.get(name.split(".")[-1])) for name, array in arrays.items()}
+        faults = {
+            name: fault(array, truth.get(name.split(".")[-1])) for name, array in arrays.items()
+        }
         listed = "; ".join(f"{name} {text}" for name, text in faults.items() if text)
         lines += [f"{path.stem}: {listed or 'agrees'}"] if arrays else []
     lines += [f"{name}: no such case" for name in engine]

@@ -1,8 +1,7 @@
 """Tiny models that mostly count upwards, with the head of each method, as Hugging Face directories.
 
-Weights are random, except for those that read the last token: the target then prefers the token after it, and so do the
-heads. So drafts are accepted and rejected without any training.
-"""
+Weights are random, except for those that read the last token: the target then prefers the token
+after it, and so do the heads. So drafts are accepted and rejected without any training."""
 
 from __future__ import annotations
 
@@ -29,9 +28,18 @@ _WIDTH = 32
 _DRAFT_VOCAB_SIZE = 48
 _MASK_TOKEN = VOCAB_SIZE - 1
 _LAYER = uniform(1, GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=_WIDTH), GatedMLP(width=64))
-_QWEN_LAYER = uniform(1, GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=_WIDTH, qk_norm=True), GatedMLP(width=64))
-_QWEN2_LAYER = uniform(1, GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=_WIDTH, qkv_bias=True), GatedMLP(width=64))
-_STACK: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "width": _WIDTH, "max_positions": 128, "norm_eps": 1e-5}
+_QWEN_LAYER = uniform(
+    1, GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=_WIDTH, qk_norm=True), GatedMLP(width=64)
+)
+_QWEN2_LAYER = uniform(
+    1, GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=_WIDTH, qkv_bias=True), GatedMLP(width=64)
+)
+_STACK: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "width": _WIDTH,
+    "max_positions": 128,
+    "norm_eps": 1e-5,
+}
 _TARGET = DecoderConfig(layers=_LAYER * 3, **_STACK)
 _DRAFT_MODEL = DecoderConfig(layers=_LAYER, **_STACK)
 _FEATURES: dict[str, Any] = {"target_width": _WIDTH, "aux_layers": (1, 2, 3)}
@@ -39,18 +47,31 @@ _LAST_STATE: dict[str, Any] = {"num_target_layers": _TARGET.num_layers}
 
 # The layout in which each head is written, and its description.
 _HEADS: dict[str, tuple[str, Any]] = {
-    "eagle3": ("vllm", Eagle3Config(layers=_LAYER, draft_vocab_size=_DRAFT_VOCAB_SIZE, **_FEATURES, **_STACK)),
+    "eagle3": (
+        "vllm",
+        Eagle3Config(layers=_LAYER, draft_vocab_size=_DRAFT_VOCAB_SIZE, **_FEATURES, **_STACK),
+    ),
     "eagle1": ("vllm", Eagle1Config(layers=_LAYER, **_LAST_STATE, **_STACK)),
     "medusa": (
         "vllm",
         MedusaConfig(
-            vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE, target_width=_WIDTH, num_heads=4, **_LAST_STATE
+            vocab_size=VOCAB_SIZE,
+            draft_vocab_size=VOCAB_SIZE,
+            target_width=_WIDTH,
+            num_heads=4,
+            **_LAST_STATE,
         ),
     ),
     "mtp": ("mimo", MTPConfig(layers=_QWEN2_LAYER, **_LAST_STATE, **_STACK)),
     "p-eagle": (
         "vllm",
-        PEagleConfig(layers=_LAYER * 2, draft_vocab_size=VOCAB_SIZE, mask_token_id=_MASK_TOKEN, **_FEATURES, **_STACK),
+        PEagleConfig(
+            layers=_LAYER * 2,
+            draft_vocab_size=VOCAB_SIZE,
+            mask_token_id=_MASK_TOKEN,
+            **_FEATURES,
+            **_STACK,
+        ),
     ),
     "dflash": (
         "vllm",
@@ -71,12 +92,19 @@ def write_models(directory: Path) -> None:
     from eagle3_jax.conversion import FAMILIES, TargetCheckpoint, write_target
 
     llama = FAMILIES["llama"]
-    for number, (name, config) in enumerate({"target": _TARGET, "draft_model": _DRAFT_MODEL}.items()):
+    for number, (name, config) in enumerate(
+        {"target": _TARGET, "draft_model": _DRAFT_MODEL}.items()
+    ):
         params = _random(DecoderTarget(config).param_shapes(), seed=number)
         params["embedding"] = _embedding()
         params["head"]["kernel"] = _count(1)
         checkpoint = TargetCheckpoint(
-            config=config, family=llama, params=params, stop_tokens=(), source=directory, dtype="float32"
+            config=config,
+            family=llama,
+            params=params,
+            stop_tokens=(),
+            source=directory,
+            dtype="float32",
         )
         write_target(checkpoint, directory / name)
     for method, (layout, config) in _HEADS.items():
@@ -133,10 +161,13 @@ def _read_last_token(method: str, head: dict[str, Any], ids: np.ndarray) -> None
     if method in ("eagle1", "mtp"):
         head["fc"]["kernel"] = np.concatenate([read, 0.3 * head["fc"]["kernel"][_WIDTH:]])
     elif method in ("eagle3", "p-eagle"):
-        # Attention reads the embedding: queries and keys find their own position, values pass it on.
+        # Attention reads the embedding: queries and keys find their own position, values pass it
+        # on.
         attention = head["first"]["attention"]
         passed = np.concatenate([read] * 4, axis=1)
-        attention["qkv"]["kernel"] = np.concatenate([passed, 0.1 * attention["qkv"]["kernel"][_WIDTH:]])
+        attention["qkv"]["kernel"] = np.concatenate(
+            [passed, 0.1 * attention["qkv"]["kernel"][_WIDTH:]]
+        )
         attention["o"]["kernel"] = np.concatenate([read, read]) / 2
         head["fc"]["kernel"] = 0.3 * head["fc"]["kernel"]
         head["head"]["kernel"] = np.ascontiguousarray(_count(1)[:, ids])

@@ -24,7 +24,14 @@ from eagle3_jax.drafters import NGram
 from eagle3_jax.files.writing import whole_directory
 from eagle3_jax.load import load_drafter, load_target
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
-from eagle3_jax.models.processors import LogitBias, LogitsProcessor, MinP, Penalty, TokenAutomaton, with_processors
+from eagle3_jax.models.processors import (
+    LogitBias,
+    LogitsProcessor,
+    MinP,
+    Penalty,
+    TokenAutomaton,
+    with_processors,
+)
 from eagle3_jax.oracle.models import VOCAB_SIZE, write_models
 from eagle3_jax.sampling import probabilities
 from eagle3_jax.topology import Chain, DynamicTree, StaticTree, Topology
@@ -102,7 +109,16 @@ class Case:
 
     def settings(self) -> dict[str, np.ndarray]:
         """Returns the settings as arrays."""
-        names = ("temperature", "top_k", "top_p", "min_p", "presence", "frequency", "repetition", "automaton")
+        names = (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "presence",
+            "frequency",
+            "repetition",
+            "automaton",
+        )
         arrays = {name: jnp.asarray(getattr(self, name)) for name in names}  # in 32 bits
         return jax.device_get({**arrays, "bias": LogitBias(self.bias).arrays(VOCAB_SIZE)})
 
@@ -133,17 +149,31 @@ CASES: dict[str, Case] = {
     "medusa_greedy": _greedy("medusa"),
     "mtp_greedy": _greedy("mtp"),
     "p_eagle_greedy": _greedy("p-eagle"),
-    "dflash_sampled": Case(describes="dflash, sampled", head="dflash", temperature=(8.0,) * 4, features=True),
-    "eagle3_sampled": Case(describes="eagle3, sampled", head="eagle3", temperature=_WARM, features=True),
+    "dflash_sampled": Case(
+        describes="dflash, sampled", head="dflash", temperature=(8.0,) * 4, features=True
+    ),
+    "eagle3_sampled": Case(
+        describes="eagle3, sampled", head="eagle3", temperature=_WARM, features=True
+    ),
     "ngram_greedy": _greedy("ngram"),
-    "temperature": Case(describes="four temperatures, one of them 0", temperature=(0.0, 0.6, 1.0, 1.5)),
+    "temperature": Case(
+        describes="four temperatures, one of them 0", temperature=(0.0, 0.6, 1.0, 1.5)
+    ),
     "top_k": Case(describes="top-k 1, 3, 10 and off", top_k=(1, 3, 10, 0), temperature=_WARM),
-    "top_p": Case(describes="top-p 0.2, 0.7, 0.95 and off", top_p=(0.2, 0.7, 0.95, 1.0), temperature=_WARM),
-    "top_k_top_p": Case(describes="top-k, then top-p", top_k=(5, 20, 0, 8), top_p=(0.8, 0.9, 0.6, 1.0)),
+    "top_p": Case(
+        describes="top-p 0.2, 0.7, 0.95 and off", top_p=(0.2, 0.7, 0.95, 1.0), temperature=_WARM
+    ),
+    "top_k_top_p": Case(
+        describes="top-k, then top-p", top_k=(5, 20, 0, 8), top_p=(0.8, 0.9, 0.6, 1.0)
+    ),
     "min_p": Case(describes="min-p", min_p=0.1),
-    "penalties": Case(describes="presence and frequency of the output", presence=0.8, frequency=0.7),
+    "penalties": Case(
+        describes="presence and frequency of the output", presence=0.8, frequency=0.7
+    ),
     "repetition": Case(describes="repetition of prompt and output", repetition=1.7),
-    "bias": Case(describes="biases, and a banned token", bias={1: 2.5, 7: -1.5, 12: 3.0, 54: -math.inf}),
+    "bias": Case(
+        describes="biases, and a banned token", bias={1: 2.5, 7: -1.5, 12: 3.0, 54: -math.inf}
+    ),
     "grammar": Case(describes="a grammar mask at each node", automaton=_NO_REPETITION),
     "all_settings": Case(
         describes="all settings together",
@@ -156,15 +186,32 @@ CASES: dict[str, Case] = {
         top_k=(0, 30, 0, 12),
         top_p=(1.0, 1.0, 0.9, 0.95),
     ),
-    "point_masses": Case(describes="likeliest drafts, one row greedy", sampled=False, temperature=(0.0, 0.7, 1.0, 2.0)),
+    "point_masses": Case(
+        describes="likeliest drafts, one row greedy",
+        sampled=False,
+        temperature=(0.0, 0.7, 1.0, 2.0),
+    ),
     "point_masses_tree": Case(
-        describes="likeliest drafts in a tree", head="eagle1", sampled=False, shape=_DYNAMIC, temperature=_WARM
+        describes="likeliest drafts in a tree",
+        head="eagle1",
+        sampled=False,
+        shape=_DYNAMIC,
+        temperature=_WARM,
     ),
     "siblings": Case(
-        describes="siblings sampled without replacement", head="eagle1", shape=_SIBLINGS, temperature=_WARM
+        describes="siblings sampled without replacement",
+        head="eagle1",
+        shape=_SIBLINGS,
+        temperature=_WARM,
     ),
     "block": Case(describes="block verification", verifier=BlockVerification(), temperature=_WARM),
-    "typical": Case(describes="typical acceptance", head="eagle1", verifier=_TYPICAL, shape=_DYNAMIC, sampled=False),
+    "typical": Case(
+        describes="typical acceptance",
+        head="eagle1",
+        verifier=_TYPICAL,
+        shape=_DYNAMIC,
+        sampled=False,
+    ),
 }
 
 
@@ -230,7 +277,9 @@ class _Recorder:
         sampling_mode: SamplingMode,
         max_depth: int,
     ) -> Verdict:
-        verdict = self.rule(draft, logits, sampling, keys, sampling_mode=sampling_mode, max_depth=max_depth)
+        verdict = self.rule(
+            draft, logits, sampling, keys, sampling_mode=sampling_mode, max_depth=max_depth
+        )
         accept, choose = verification_uniforms(keys, *logits.shape[1:])
         has_distribution = jnp.max(logits, axis=-1, keepdims=True) > -jnp.inf
         p = jnp.where(has_distribution, probabilities(logits, sampling), 0.0)
@@ -262,7 +311,9 @@ def _arrays(case: Case, target: LoadedTarget, drafter: LoadedDrafter) -> dict[st
     return {"about": np.array(json.dumps(about)), **arrays}
 
 
-def _decode(case: Case, target: LoadedTarget, drafter: LoadedDrafter) -> list[dict[str, np.ndarray]]:
+def _decode(
+    case: Case, target: LoadedTarget, drafter: LoadedDrafter
+) -> list[dict[str, np.ndarray]]:
     """Returns the arrays of each round."""
     shape: dict[str, Any] = {"tree": case.shape}
     if isinstance(case.shape, Chain):
@@ -270,7 +321,11 @@ def _decode(case: Case, target: LoadedTarget, drafter: LoadedDrafter) -> list[di
     decoder = SpeculativeDecoder(
         with_processors(target, *case.processors()),
         drafter,
-        draft_sampling=None if case.head == "ngram" else "probabilistic" if case.sampled else "greedy",
+        draft_sampling=None
+        if case.head == "ngram"
+        else "probabilistic"
+        if case.sampled
+        else "greedy",
         verifier=_Recorder(case.verifier),
         stop_tokens=(),
         **shape,
@@ -279,7 +334,9 @@ def _decode(case: Case, target: LoadedTarget, drafter: LoadedDrafter) -> list[di
     # Cases with and without top-k share a program.
     mode = SamplingMode.TRUNCATED if any(case.temperature) else SamplingMode.GREEDY
     loop = dataclasses.replace(decoder.loop, sampling_mode=mode)
-    state = decoder.prefill(_PROMPTS, max_new_tokens=most, sampling=case.sampling(), sampling_mode=mode)
+    state = decoder.prefill(
+        _PROMPTS, max_new_tokens=most, sampling=case.sampling(), sampling_mode=mode
+    )
     rounds = []
     for _ in range(_ROUNDS):
         latest = loops.step(loop, decoder.params, state)
@@ -313,10 +370,14 @@ def _plain_logits(target: LoadedTarget, arrays: dict[str, np.ndarray]) -> np.nda
     flat = texts.reshape(-1, _LONGEST)
     output = _forward(target.model, target.params, flat)
     final = np.asarray(output.final)[np.arange(len(flat)), last.ravel()]
-    return np.asarray(target.model.unembed(target.params, jnp.asarray(final))).reshape(*tokens.shape, -1)
+    return np.asarray(target.model.unembed(target.params, jnp.asarray(final))).reshape(
+        *tokens.shape, -1
+    )
 
 
-def _plain_features(target: LoadedTarget, aux_layers: tuple[int, ...], text: np.ndarray) -> np.ndarray:
+def _plain_features(
+    target: LoadedTarget, aux_layers: tuple[int, ...], text: np.ndarray
+) -> np.ndarray:
     padded = np.zeros((len(text), _LONGEST), np.int32)
     padded[:, : text.shape[1]] = text
     features = _forward(target.model, target.params, padded, aux_layers).features
@@ -324,7 +385,9 @@ def _plain_features(target: LoadedTarget, aux_layers: tuple[int, ...], text: np.
 
 
 @functools.partial(jax.jit, static_argnames=("model", "aux_layers"))
-def _forward(model: Any, params: Any, tokens: Int[Array, "B T"], aux_layers: tuple[int, ...] = ()) -> TargetOutput:
+def _forward(
+    model: Any, params: Any, tokens: Int[Array, "B T"], aux_layers: tuple[int, ...] = ()
+) -> TargetOutput:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     return model(params, tokens, positions, causal_mask(tokens.shape[1]), aux_layers=aux_layers)
 

@@ -34,7 +34,8 @@ def complete(
 
     Args:
         decoder: Target and drafter.
-        requests: Prompts with their limits, sampling and seeds. A limit beyond the target's positions ends there.
+        requests: Prompts with their limits, sampling and seeds. A limit beyond the target's
+            positions ends there.
         slots: Number of rows.
         logprobs: Record log-probabilities of new tokens and of this many likeliest ones.
         stops: Texts that end each answer, which is cut before them. Default: none.
@@ -67,7 +68,9 @@ def complete(
             request = requests[answer.number]
             reason = event.finish_reason
             answer.logprobs += event.logprobs or []
-            text = _add(decoder, answer, event.tokens, [] if stops is None else stops[answer.number])
+            text = _add(
+                decoder, answer, event.tokens, [] if stops is None else stops[answer.number]
+            )
             if text is not None:
                 engine.cancel(event.ticket)
                 reason = FinishReason.STOP
@@ -89,10 +92,16 @@ def complete(
 def _bounded(decoder: SpeculativeDecoder, request: Request) -> Request:
     """Returns the request with a limit that the target's positions allow."""
     room = decoder.target.max_positions - len(request.tokens)
-    return request if request.max_new_tokens <= room else dataclasses.replace(request, max_new_tokens=room)
+    return (
+        request
+        if request.max_new_tokens <= room
+        else dataclasses.replace(request, max_new_tokens=room)
+    )
 
 
-def _add(decoder: SpeculativeDecoder, answer: _Answer, tokens: Sequence[int], stops: Sequence[str]) -> str | None:
+def _add(
+    decoder: SpeculativeDecoder, answer: _Answer, tokens: Sequence[int], stops: Sequence[str]
+) -> str | None:
     """Adds new tokens to an answer, up to the one that completes a stop text. Then returns the text before that."""
     for token in tokens:
         answer.tokens.append(token)

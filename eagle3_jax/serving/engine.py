@@ -55,7 +55,8 @@ class Event:
 
     Attributes:
         ticket: The number of the request.
-        tokens: New tokens: the first one alone, and then those of each round. The last has the stop token.
+        tokens: New tokens: the first one alone, and then those of each round. The last has the stop
+            token.
         stats: Counters of the request so far.
         finish_reason: ``RUNNING`` until the last event.
         output: All new tokens; of the last event only.
@@ -88,8 +89,9 @@ class _Entry:
 class Engine:
     """Decodes requests in a fixed number of rows: an object of the host without threads, clock or files.
 
-    The tokens of a request are those that ``decoder.generate`` returns for it, regardless of the other rows. (With a
-    schedule this holds for greedy requests.) After the first request of each padded length nothing is compiled.
+    The tokens of a request are those that ``decoder.generate`` returns for it, regardless of the
+    other rows. (With a schedule this holds for greedy requests.) After the first request of each
+    padded length nothing is compiled.
 
     Example::
 
@@ -122,15 +124,19 @@ class Engine:
         Args:
             decoder: Target, drafter, stop tokens, and the rounds between two reads by the host.
             slots: ``B``, rows of the batch.
-            capacity: Tokens per row: prompt, new tokens and one draft (``num_nodes``, 1 without a drafter).
-            sampling_mode: The work that requests may need. Without top-k and top-p, ``TEMPERATURE`` saves their sort.
+            capacity: Tokens per row: prompt, new tokens and one draft (``num_nodes``, 1 without a
+                drafter).
+            sampling_mode: The work that requests may need. Without top-k and top-p, ``TEMPERATURE``
+                saves their sort.
             chunk: Longest part of a prompt that runs between two rounds. Default: whole prompts.
             logprobs: ``L``: record log-probabilities of new tokens and of the ``L`` likeliest ones.
-            prefill_rows: Most prompts of one padded length that are prefilled together. With 1 every bit of a request
-                depends on the request alone; more are faster where many wait.
+            prefill_rows: Most prompts of one padded length that are prefilled together. With 1
+                every bit of a request depends on the request alone; more are faster where many
+                wait.
 
         Raises:
-            ValueError: There is no slot, a chunk has no token, or the decoder's mesh does not divide the slots.
+            ValueError: There is no slot, a chunk has no token, or the decoder's mesh does not
+                divide the slots.
         """
         if slots < 1:
             raise ValueError(f"slots is {slots}; expected at least 1")
@@ -138,7 +144,9 @@ class Engine:
             raise ValueError(f"chunk is {chunk}; expected at least 1 token")
         parts = 1 if decoder.mesh is None else decoder.mesh.shape[DATA]
         if slots % parts:
-            raise ValueError(f"slots is {slots}; expected a multiple of {parts}, over which the mesh divides rows")
+            raise ValueError(
+                f"slots is {slots}; expected a multiple of {parts}, over which the mesh divides rows"
+            )
         drafter = decoder.loop.drafter
         positions = decoder.target.max_positions
         drafter_positions = getattr(drafter, "max_positions", None) or positions
@@ -155,14 +163,18 @@ class Engine:
         self._ended_stats = self._no_rounds  # of all requests without a row
         self._tickets = itertools.count()
         self._waiting: collections.deque[_Entry] = collections.deque()
-        self._partial: tuple[_Entry, GenerationState, int] | None = None  # a prompt in chunks, and its tokens that ran
+        self._partial: tuple[_Entry, GenerationState, int] | None = (
+            None  # a prompt in chunks, and its tokens that ran
+        )
         self._slots: dict[int, _Entry] = {}
         self._state: GenerationState | None = None
 
     @property
     def totals(self) -> SpeculationStats:
         """Counters of all rounds so far, those of cancelled requests included."""
-        return SpeculationStats.merge([self._ended_stats, *(entry.stats for entry in self._slots.values())])
+        return SpeculationStats.merge(
+            [self._ended_stats, *(entry.stats for entry in self._slots.values())]
+        )
 
     @property
     def idle(self) -> bool:
@@ -184,8 +196,8 @@ class Engine:
         """Checks that a request can run.
 
         Raises:
-            ValueError: The target does not accept the prompt, the prompt and its limit are longer than a row, or the
-                sampling is out of range or needs another mode.
+            ValueError: The target does not accept the prompt, the prompt and its limit are longer
+                than a row, or the sampling is out of range or needs another mode.
         """
         length = len(self.decoder.encode(request.tokens))
         if request.max_new_tokens < 1:
@@ -214,7 +226,9 @@ class Engine:
 
     def cancel(self, ticket: int) -> None:
         """Ends a request without a further event. Its slot is free at once."""
-        self._waiting = collections.deque(entry for entry in self._waiting if entry.ticket != ticket)
+        self._waiting = collections.deque(
+            entry for entry in self._waiting if entry.ticket != ticket
+        )
         if self._partial is not None and self._partial[0].ticket == ticket:
             self._partial = None
         for index, entry in list(self._slots.items()):
@@ -264,7 +278,9 @@ class Engine:
             return
         size_of = lambda entry: padded_prompt(len(entry.request.tokens))
         # Requests begin in order, so only those before the first one of another length are taken.
-        same_size = list(itertools.takewhile(lambda entry: size_of(entry) == size_of(first), self._waiting))
+        same_size = list(
+            itertools.takewhile(lambda entry: size_of(entry) == size_of(first), self._waiting)
+        )
         num_free = self.num_slots - len(self._slots)
         most = min(len(same_size), num_free, self._prefill_rows)
         count = 1 << (most.bit_length() - 1)  # a power of two, so that few programs are compiled
@@ -287,8 +303,8 @@ class Engine:
     def _prompts(self, entries: Sequence[_Entry]) -> Prompts:
         """Returns a batch of requests.
 
-        On a mesh that divides rows the last request is repeated up to a number of rows that it divides.
-        """
+        On a mesh that divides rows the last request is repeated up to a number of rows that it
+        divides."""
         requests = [entry.request for entry in entries]
         requests += [requests[-1]] * (-len(requests) % self._parts)
         _, prompts, _ = self.decoder.batch(
@@ -307,7 +323,9 @@ class Engine:
         if self._state is None:
             self._state = rows.ended_copies(new_rows, self.num_slots)
         free = [index for index in range(self.num_slots) if index not in self._slots]
-        targets = np.full(new_rows.length.shape[0], self.num_slots, np.int32)  # out of range: the row is dropped
+        targets = np.full(
+            new_rows.length.shape[0], self.num_slots, np.int32
+        )  # out of range: the row is dropped
         targets[: len(entries)] = free[: len(entries)]
         self._state = rows.insert(self._state, new_rows, targets)
         self._slots.update(zip(free, entries, strict=False))
@@ -338,7 +356,9 @@ class Engine:
                 output = entry.output
                 self._release(index)
             if is_first and count > 1:  # the prefill's token is a chunk of its own
-                events.append(Event(entry.ticket, new[:1], entry.stats, logprobs=scored and scored[:1]))
+                events.append(
+                    Event(entry.ticket, new[:1], entry.stats, logprobs=scored and scored[:1])
+                )
                 new = new[1:]
                 scored = scored and scored[1:]
             events.append(Event(entry.ticket, new, entry.stats, reason, output, scored))
@@ -358,7 +378,9 @@ class Engine:
 
 def sampling_of(requests: Iterable[Request]) -> SamplingParams:
     """Returns the sampling parameters of a batch of requests."""
-    return jax.tree.map(lambda *values: np.array(values), *(request.sampling for request in requests))
+    return jax.tree.map(
+        lambda *values: np.array(values), *(request.sampling for request in requests)
+    )
 
 
 def ended(events: Iterable[Event]) -> list[tuple[int, list[int]]]:

@@ -41,17 +41,23 @@ T = TypeVar("T")
 def run_lanes(decoders: Mapping[str, SpeculativeDecoder], request: Request) -> Iterator[Record]:
     """Decodes a request with each decoder, one after the other, and yields what happens as JSON.
 
-    Each round is one step of the iterator. The events are ``compiling`` and ``compiled`` of each lane; ``first``, the
-    ``round`` events and ``end`` of one lane after the other; ``probabilities`` of each speculative round; and ``done``.
-    Seconds are those of the lane's own work, without compilation and without the time between two steps.
+    Each round is one step of the iterator. The events are ``compiling`` and ``compiled`` of each
+    lane; ``first``, the ``round`` events and ``end`` of one lane after the other; ``probabilities``
+    of each speculative round; and ``done``. Seconds are those of the lane's own work, without
+    compilation and without the time between two steps.
 
     Args:
-        decoders: A decoder for each of the lanes ``"plain"`` and ``"speculative"``, with the same target.
+        decoders: A decoder for each of the lanes ``"plain"`` and ``"speculative"``, with the same
+            target.
         request: The prompt, its limit and its sampling; ``ignore_stop`` is not read.
     """
     for lane, decoder in decoders.items():
         yield {"event": "compiling", "lane": lane}
-        yield {"event": "compiled", "lane": lane, "seconds": round(_warm_up(decoder, request), _SECONDS)}
+        yield {
+            "event": "compiled",
+            "lane": lane,
+            "seconds": round(_warm_up(decoder, request), _SECONDS),
+        }
     outputs = []
     for lane, decoder in decoders.items():
         output = yield from _decode(lane, decoder, request)
@@ -70,11 +76,16 @@ def _warm_up(decoder: SpeculativeDecoder, request: Request) -> float:
 
 def _prefill(decoder: SpeculativeDecoder, request: Request) -> GenerationState:
     return decoder.prefill(
-        [request.tokens], max_new_tokens=request.max_new_tokens, sampling=request.sampling, seed=request.seed
+        [request.tokens],
+        max_new_tokens=request.max_new_tokens,
+        sampling=request.sampling,
+        seed=request.seed,
     )
 
 
-def _decode(lane: str, decoder: SpeculativeDecoder, request: Request) -> Generator[Record, None, list[int]]:
+def _decode(
+    lane: str, decoder: SpeculativeDecoder, request: Request
+) -> Generator[Record, None, list[int]]:
     """Decodes a request in one lane. It yields the first token, every round and the end, and returns the tokens."""
     pieces = Pieces(decoder.target.tokenizer)
     state, seconds = _timed(lambda: _prefill(decoder, request))
@@ -136,7 +147,9 @@ def _progress(state: GenerationState) -> tuple[int, FinishReason]:
     return int(length[0]), FinishReason(int(finish[0]))
 
 
-def _texts(pieces: Pieces, decoder: SpeculativeDecoder, new: list[int], finish: FinishReason) -> list[str]:
+def _texts(
+    pieces: Pieces, decoder: SpeculativeDecoder, new: list[int], finish: FinishReason
+) -> list[str]:
     """Returns the text that each new token completes; without a tokenizer its id."""
     if decoder.target.tokenizer is None:
         return [f"{token} " for token in new]
@@ -152,9 +165,9 @@ def label(decoder: SpeculativeDecoder, token: int) -> str:
 def _examine(decoder: SpeculativeDecoder, request: Request) -> Iterator[Record]:
     """Decodes the request again, and yields the probabilities of each round.
 
-    The rounds are those of the timed lane, because the programs, the prompt and the seed are the same. Before each
-    round the target's cache is copied, so that a second forward pass over the draft gives the target's logits.
-    """
+    The rounds are those of the timed lane, because the programs, the prompt and the seed are the
+    same. Before each round the target's cache is copied, so that a second forward pass over the
+    draft gives the target's logits."""
     state = _prefill(decoder, request)
     mode = sampling_mode_of(to_host(state.sampling))
     number = 0
@@ -165,7 +178,9 @@ def _examine(decoder: SpeculativeDecoder, request: Request) -> Iterator[Record]:
         state = latest.state
         nodes_of_draft = latest.draft.replace(probs=None)
         params = decoder.params.target
-        distributions = _distributions(loop, params, nodes_of_draft, latest.positions, cache, state.sampling)
+        distributions = _distributions(
+            loop, params, nodes_of_draft, latest.positions, cache, state.sampling
+        )
         valid, q, p, at_one = to_host((latest.draft.valid, latest.draft.probs, *distributions))
         shown = p if request.temperature > 0 else at_one
         nodes = np.flatnonzero(valid[0])  # `describe` numbers the nodes in the same way
@@ -190,7 +205,9 @@ def _distributions(
 ) -> tuple[Float[Array, "B N V"], Float[Array, "B N V"]]:
     """Returns the target's distributions after each node as a round computes them, and those of temperature 1."""
     size = draft.tokens.shape[1]
-    mask = causal_mask(size) if loop.is_chain else ancestor_mask(draft.parents, loop.drafter.max_depth)
+    mask = (
+        causal_mask(size) if loop.is_chain else ancestor_mask(draft.parents, loop.drafter.max_depth)
+    )
     output = loop.target(params, draft.tokens, positions, mask, cache, **loop.target_options)
     logits = loop.target.unembed(params, output.final)
     return probabilities(logits, sampling, loop.sampling_mode), jax.nn.softmax(logits)
@@ -211,7 +228,8 @@ def _values(
         record: The round.
         p: The distribution after each node that the acceptance rule compares with.
         q: The distribution that each node was sampled from; ``None`` for point masses.
-        shown: The target's distribution after each node that is shown: ``p``, or that of temperature 1.
+        shown: The target's distribution after each node that is shown: ``p``, or that of
+            temperature 1.
     """
     tokens = record["tokens"]
     parents = record["parents"]
@@ -220,7 +238,9 @@ def _values(
     chances = acceptance(tokens, parents, p=p, q=q) if is_exact else [None] * len(tokens)
     nodes = []
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        children = [child for child, parent_of_child in enumerate(parents) if parent_of_child == node]
+        children = [
+            child for child, parent_of_child in enumerate(parents) if parent_of_child == node
+        ]
         named = {tokens[child] for child in children}
         if node == last:
             named.add(record["next_token"])
@@ -243,8 +263,8 @@ def acceptance(
 ) -> list[float]:
     """Returns the probability that each node is accepted, if its parent is and its elder siblings are not.
 
-    That is ``min(1, p(x) / q(x))``. A rejected sibling has changed ``p`` to the normalized ``max(p - q, 0)``, as in
-    :func:`~eagle3_jax.acceptance.verify`. The entry of the root is 1.
+    That is ``min(1, p(x) / q(x))``. A rejected sibling has changed ``p`` to the normalized ``max(p
+    - q, 0)``, as in :func:`~eagle3_jax.acceptance.verify`. The entry of the root is 1.
 
     Args:
         tokens: ``[N]``, node 0 is the root.
@@ -257,7 +277,11 @@ def acceptance(
     for node in range(1, len(tokens)):
         parent = parents[node]
         token = tokens[node]
-        proposal = np.eye(1, remaining.shape[1], token)[0] if q is None else np.asarray(q[node], np.float64)
+        proposal = (
+            np.eye(1, remaining.shape[1], token)[0]
+            if q is None
+            else np.asarray(q[node], np.float64)
+        )
         ratio = remaining[parent, token] / proposal[token] if proposal[token] > 0 else 1.0
         chances.append(_rounded(min(1.0, ratio)))
         excess = np.maximum(remaining[parent] - proposal, 0.0)
@@ -274,9 +298,16 @@ def _bars(
 ) -> list[list[Any]]:
     """Returns id, text, ``p`` and ``q`` of the most likely tokens and of the named ones, the most likely first."""
     likely = [*np.argsort(-p)[:_NUM_BARS], *([] if q is None else np.argsort(-q)[:_NUM_BARS])]
-    tokens = named | {int(token) for token in likely if p[token] > 0 or (q is not None and q[token] > 0)}
+    tokens = named | {
+        int(token) for token in likely if p[token] > 0 or (q is not None and q[token] > 0)
+    }
     return [
-        [token, label(decoder, token), _rounded(p[token]), None if q is None else _rounded(q[token])]
+        [
+            token,
+            label(decoder, token),
+            _rounded(p[token]),
+            None if q is None else _rounded(q[token]),
+        ]
         for token in sorted(tokens, key=lambda token: (-p[token], token))
     ]
 

@@ -17,14 +17,58 @@ _LABELS = ("model_name", "engine")
 _FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
 )  # fmt: skip
-_BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-_REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_BETWEEN_TOKENS = (
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+_REQUEST = (
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+    1920,
+    7680,
+)
 
 
 class Metrics:
     """Counters, gauges and histograms in a registry of their own, so that a process can hold several servers."""
 
-    def __init__(self, model: str, *, max_depth: int, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+    def __init__(
+        self, model: str, *, max_depth: int, running: Callable[[], int], waiting: Callable[[], int]
+    ) -> None:
         """Registers all metrics, at zero.
 
         Args:
@@ -38,14 +82,25 @@ class Metrics:
         self._prompt_tokens = self._metric(Counter, "prompt_tokens", "Tokens of prompts.")
         self._generation_tokens = self._metric(Counter, "generation_tokens", "New tokens.")
         self._first_token = self._metric(
-            Histogram, "time_to_first_token_seconds", "Time to the first token.", buckets=_FIRST_TOKEN
+            Histogram,
+            "time_to_first_token_seconds",
+            "Time to the first token.",
+            buckets=_FIRST_TOKEN,
         )
         self._between_tokens = self._metric(
-            Histogram, "inter_token_latency_seconds", "Time between two chunks of a request.", buckets=_BETWEEN_TOKENS
+            Histogram,
+            "inter_token_latency_seconds",
+            "Time between two chunks of a request.",
+            buckets=_BETWEEN_TOKENS,
         )
-        self._latency = self._metric(Histogram, "e2e_request_latency_seconds", "Time of a request.", buckets=_REQUEST)
+        self._latency = self._metric(
+            Histogram, "e2e_request_latency_seconds", "Time of a request.", buckets=_REQUEST
+        )
         success = Counter(
-            "vllm:request_success", "Ended requests.", (*_LABELS, "finished_reason"), registry=self._registry
+            "vllm:request_success",
+            "Ended requests.",
+            (*_LABELS, "finished_reason"),
+            registry=self._registry,
         )
         reasons = ("stop", "length", "abort", "error")
         self._success = {reason: success.labels(*self._labels, reason) for reason in reasons}
@@ -63,10 +118,14 @@ class Metrics:
         ]
         self._counted = np.zeros(len(self._rounds), int)
         self._metric(Gauge, "num_requests_running", "Requests in slots.").set_function(running)
-        self._metric(Gauge, "num_requests_waiting", "Requests without a slot.").set_function(waiting)
+        self._metric(Gauge, "num_requests_waiting", "Requests without a slot.").set_function(
+            waiting
+        )
 
     def _metric(self, kind: type, name: str, text: str, **options: Any) -> Any:
-        return kind(f"vllm:{name}", text, _LABELS, registry=self._registry, **options).labels(*self._labels)
+        return kind(f"vllm:{name}", text, _LABELS, registry=self._registry, **options).labels(
+            *self._labels
+        )
 
     def count_rounds(self, totals: SpeculationStats) -> None:
         """Counts the drafts since the last call.

@@ -31,7 +31,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...] | None] = {
     "length_penalty": (1,), "stop_token_ids": ([],), "store": (False,), "parallel_tool_calls": None, "user": None,
     "request_id": None, "metadata": None,
 }  # fmt: skip
-FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CAPACITY: "length"}
+FINISH_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CAPACITY: "length",
+}
 
 
 class BadRequest(ValueError):
@@ -53,13 +57,15 @@ class CompletionRequest:
     """A request of a client.
 
     Attributes:
-        request: The prompt, its limit and its sampling. The limit is 0 if only the prompt is echoed.
+        request: The prompt, its limit and its sampling. The limit is 0 if only the prompt is
+            echoed.
         is_chat: Whether it is a chat completion.
         prompt_text: The prompt as text; ``None`` if it came as token ids.
         stops: Texts that end the answer.
         stream: Whether the answer comes in chunks.
         include_usage: Whether a last chunk has the usage.
-        logprobs: Number of likeliest tokens with log-probabilities at each position; ``None`` for no log-probabilities.
+        logprobs: Number of likeliest tokens with log-probabilities at each position; ``None`` for
+            no log-probabilities.
         echo: Whether the answer begins with the prompt.
         with_ids: Whether token ids are returned.
         tokens_as_ids: Whether tokens in log-probabilities are ids (``token_id:7``) and not texts.
@@ -123,7 +129,9 @@ def read_request(values: Mapping[str, Any], offer: Offer, *, is_chat: bool) -> C
     fields = _Fields(values)
     model = fields.take("model", str, offer.model)
     if model != offer.model:
-        raise BadRequest(f"model is {model!r:.80}; this server has {offer.model!r}", "model", status=404)
+        raise BadRequest(
+            f"model is {model!r:.80}; this server has {offer.model!r}", "model", status=404
+        )
     logprobs = _read_logprobs(fields, offer, is_chat=is_chat)
     stops = _read_stops(fields, offer)
     stream = fields.take("stream", bool, False)
@@ -134,7 +142,9 @@ def read_request(values: Mapping[str, Any], offer: Offer, *, is_chat: bool) -> C
     prompt_text, tokens = _read_prompt(fields, offer.decoder, is_chat=is_chat)
     request = Request(
         tokens=tokens,
-        max_new_tokens=_read_limit(fields, offer.room, len(tokens), least=0 if echo else 1, is_chat=is_chat),
+        max_new_tokens=_read_limit(
+            fields, offer.room, len(tokens), least=0 if echo else 1, is_chat=is_chat
+        ),
         temperature=fields.number("temperature", 1.0, least=0.0, most=_HOTTEST),
         top_k=min(max(0, fields.take("top_k", int, 0)), offer.decoder.target.vocab_size),
         top_p=fields.number("top_p", 1.0, least=1e-9, most=1.0),
@@ -218,7 +228,9 @@ def _read_stops(fields: _Fields, offer: Offer) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     are_texts = all(isinstance(text, str) and 0 < len(text) <= LONGEST_STOP for text in stops)
     if len(stops) > MOST_STOPS or not are_texts:
-        raise BadRequest(f"stop takes up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters", "stop")
+        raise BadRequest(
+            f"stop takes up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters", "stop"
+        )
     if stops and offer.decoder.target.tokenizer is None:
         raise BadRequest(f"{offer.model} has no tokenizer, so no text can end an answer", "stop")
     return stops
@@ -241,12 +253,16 @@ def _read_limit(fields: _Fields, room: int, num_prompt: int, *, least: int, is_c
     return limit
 
 
-def _read_prompt(fields: _Fields, decoder: SpeculativeDecoder, *, is_chat: bool) -> tuple[str | None, list[int]]:
+def _read_prompt(
+    fields: _Fields, decoder: SpeculativeDecoder, *, is_chat: bool
+) -> tuple[str | None, list[int]]:
     """Returns a prompt as text, if it is one, and the token ids of the prompt or of the conversation."""
     try:
         if is_chat:
             if decoder.target.chat_template is None:
-                raise BadRequest(f"{decoder.target.name} has no chat template; use /v1/completions", "messages")
+                raise BadRequest(
+                    f"{decoder.target.name} has no chat template; use /v1/completions", "messages"
+                )
             messages = [_flatten_content(message) for message in fields.take("messages", list, [])]
             return None, decoder.encode(apply_chat_template(decoder.target, messages))
         prompt = fields.take("prompt", (str, list), None)
@@ -255,7 +271,9 @@ def _read_prompt(fields: _Fields, decoder: SpeculativeDecoder, *, is_chat: bool)
         if isinstance(prompt, str):
             return prompt, decoder.encode(prompt)
         if prompt is None or not all(type(token) is int for token in prompt):
-            raise BadRequest("prompt is a text or a list of token ids; send one prompt in a request", "prompt")
+            raise BadRequest(
+                "prompt is a text or a list of token ids; send one prompt in a request", "prompt"
+            )
         return None, decoder.encode(prompt)
     except ValueError as error:
         raise BadRequest(str(error), "messages" if is_chat else "prompt") from None
@@ -266,7 +284,10 @@ def _flatten_content(message: Any) -> Any:
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return message
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in content
+    ]
     if not all(isinstance(text, str) for text in texts):
         raise BadRequest("content has a part that is no text", "messages")
     return {**message, "content": "".join(texts)}  # type: ignore[arg-type]
@@ -286,7 +307,11 @@ class Answer:
         self._request = completion_request
         self._tokenizer = tokenizer
         self._pieces = Pieces(tokenizer)
-        self._base = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": offer.model}
+        self._base = {
+            "id": f"{kind}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": offer.model,
+        }
         self._held = ""  # the end of the text, which may begin a stop text
         self._offset = 0  # characters of all tokens so far
         self._is_first = True
@@ -340,15 +365,25 @@ class Answer:
         return max(counts)
 
     def _choice(
-        self, text: str, tokens: list[int], pieces: list[str], scores: Sequence[TokenLogProb | None] | None
+        self,
+        text: str,
+        tokens: list[int],
+        pieces: list[str],
+        scores: Sequence[TokenLogProb | None] | None,
     ) -> dict[str, Any]:
         request = self._request
         logprobs = None
         if request.logprobs is not None and scores is not None:
             logprobs = (
-                self._chat_logprobs(tokens, scores) if request.is_chat else self._logprobs(tokens, pieces, scores)
+                self._chat_logprobs(tokens, scores)
+                if request.is_chat
+                else self._logprobs(tokens, pieces, scores)
             )
-        choice: dict[str, Any] = {"index": 0, "logprobs": logprobs, "finish_reason": self.finish_reason}
+        choice: dict[str, Any] = {
+            "index": 0,
+            "logprobs": logprobs,
+            "finish_reason": self.finish_reason,
+        }
         if request.is_chat:
             part = {"role": "assistant", "content": text} if self._is_first else {"content": text}
             choice["delta" if request.stream else "message"] = part
@@ -374,19 +409,28 @@ class Answer:
             self._offset += len(piece)
         return {
             "tokens": [self._name(token) for token in tokens],
-            "token_logprobs": [None if score is None else _finite(score.logprob) for score in scores],
+            "token_logprobs": [
+                None if score is None else _finite(score.logprob) for score in scores
+            ],
             "top_logprobs": likeliest,
             "text_offset": offsets,
         }
 
-    def _chat_logprobs(self, tokens: list[int], scores: Sequence[TokenLogProb | None]) -> dict[str, list[Any]]:
+    def _chat_logprobs(
+        self, tokens: list[int], scores: Sequence[TokenLogProb | None]
+    ) -> dict[str, list[Any]]:
         """Returns log-probabilities in the form of chat completions."""
         content = []
         for token, score in zip(tokens, scores, strict=True):
             assert score is not None  # only a prompt has a token without one
             entry = _chat_entry(self._name(token), _finite(score.logprob))
             likeliest = self._likeliest(score, None)
-            content.append({**entry, "top_logprobs": [_chat_entry(name, logprob) for name, logprob in likeliest]})
+            content.append(
+                {
+                    **entry,
+                    "top_logprobs": [_chat_entry(name, logprob) for name, logprob in likeliest],
+                }
+            )
         return {"content": content}
 
     def _likeliest(self, score: TokenLogProb, token: int | None) -> list[tuple[str, float]]:
@@ -439,7 +483,11 @@ def _join(first: Any, second: Any) -> Any:
 def _chat_entry(name: str, logprob: float) -> dict[str, Any]:
     """Returns a token in the form of chat completions. A part of a character has no bytes of its own."""
     is_complete = "\N{REPLACEMENT CHARACTER}" not in name
-    return {"token": name, "logprob": logprob, "bytes": list(name.encode()) if is_complete else None}
+    return {
+        "token": name,
+        "logprob": logprob,
+        "bytes": list(name.encode()) if is_complete else None,
+    }
 
 
 def _finite(logprob: float) -> float:

@@ -22,16 +22,22 @@ def ended_copies(rows: GenerationState, count: int) -> GenerationState:
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
-def insert(state: GenerationState, rows: GenerationState, indices: Int[Array | np.ndarray, " R"]) -> GenerationState:
+def insert(
+    state: GenerationState, rows: GenerationState, indices: Int[Array | np.ndarray, " R"]
+) -> GenerationState:
     """Returns the state with ``rows`` in place of its rows ``indices``. It consumes ``state``."""
-    return on_rows(jax.tree.map(lambda live, new: live.at[indices].set(new, mode="drop"), state, rows))
+    return on_rows(
+        jax.tree.map(lambda live, new: live.at[indices].set(new, mode="drop"), state, rows)
+    )
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def end(state: GenerationState, index: Int[Array, ""] | int) -> GenerationState:
     """Returns the state with one row ended. It consumes ``state``."""
     is_ended = jnp.arange(state.finish.shape[0]) == index
-    return on_rows(state.replace(finish=jnp.where(is_ended, int(FinishReason.LENGTH), state.finish)))
+    return on_rows(
+        state.replace(finish=jnp.where(is_ended, int(FinishReason.LENGTH), state.finish))
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("width",))
@@ -39,5 +45,9 @@ def written(state: GenerationState, starts: Int[Array | np.ndarray, " B"], *, wi
     """Returns each row's length, finish, tokens and log-probabilities from ``starts`` on, and counters."""
     slots = jnp.minimum(starts[:, None] + jnp.arange(width), state.tokens.shape[1] - 1)
     take = jax.vmap(lambda leaf, slots: leaf[slots])
-    scores = None if state.logprobs is None else jax.tree.map(lambda leaf: take(leaf, slots), state.logprobs)
+    scores = (
+        None
+        if state.logprobs is None
+        else jax.tree.map(lambda leaf: take(leaf, slots), state.logprobs)
+    )
     return state.length, state.finish, take(state.tokens, slots), scores, state.stats

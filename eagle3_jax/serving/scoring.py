@@ -32,7 +32,9 @@ def score(decoder: SpeculativeDecoder, tokens: list[int], count: int) -> list[To
 
 
 @functools.partial(jax.jit, static_argnames=("model", "count"))
-def _scores(model: TargetModel, params: Any, tokens: Int[Array | np.ndarray, "1 T"], *, count: int) -> LogProbs:
+def _scores(
+    model: TargetModel, params: Any, tokens: Int[Array | np.ndarray, "1 T"], *, count: int
+) -> LogProbs:
     """Returns the log-probability of the token after each position, and of the ``count`` likeliest ones."""
     tokens = jnp.asarray(tokens)
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]

@@ -87,7 +87,8 @@ class Server:
             slots: Requests that run at a time.
             capacity: Tokens per row: prompt, new tokens and one draft.
             max_queue: Requests that may wait for a slot.
-            logprobs: Most log-probabilities of a position that a request may ask for. Default: none are computed.
+            logprobs: Most log-probabilities of a position that a request may ask for. Default: none
+                are computed.
             chunk: Longest part of a prompt that runs between two rounds. Default: whole prompts.
             sampling_mode: The work that requests may need.
             on_ready: Called when all programs are compiled.
@@ -96,7 +97,12 @@ class Server:
             ValueError: See :class:`~eagle3_jax.serving.engine.Engine`.
         """
         self._engine = Engine(
-            decoder, slots=slots, capacity=capacity, sampling_mode=sampling_mode, chunk=chunk, logprobs=logprobs
+            decoder,
+            slots=slots,
+            capacity=capacity,
+            sampling_mode=sampling_mode,
+            chunk=chunk,
+            logprobs=logprobs,
         )
         self._offer = Offer(decoder, model or decoder.target.name, self._engine.room, logprobs)
         self._most_open = slots + max_queue
@@ -114,16 +120,23 @@ class Server:
             waiting=lambda: max(0, len(self._open) - self._engine.num_running),
         )
         viewer = Viewer(
-            self._offer, check=self._check, refuse=self._refuse, submit=lambda watch: self._worker.watch(watch)
+            self._offer,
+            check=self._check,
+            refuse=self._refuse,
+            submit=lambda watch: self._worker.watch(watch),
         )
         routes = [
             *viewer.routes,
             Route("/v1/completions", self._complete, methods=["POST"]),
             Route("/v1/chat/completions", self._complete, methods=["POST"]),
             Route("/v1/models", self._list_models),
-            Route("/version", lambda request: JSONResponse({"version": f"eagle3-jax {__version__}"})),
+            Route(
+                "/version", lambda request: JSONResponse({"version": f"eagle3-jax {__version__}"})
+            ),
             Route("/health", lambda request: self._refuse() or Response()),
-            Route("/metrics", lambda request: Response(self._metrics.text(), media_type=CONTENT_TYPE)),
+            Route(
+                "/metrics", lambda request: Response(self._metrics.text(), media_type=CONTENT_TYPE)
+            ),
         ]
         handlers: dict[Any, Any] = {
             BadRequest: lambda request, error: respond_error(error.status, str(error), error.param),
@@ -139,7 +152,11 @@ class Server:
             Exception: The engine failed.
         """
         config = uvicorn.Config(
-            self.app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_SECONDS_FOR_READERS
+            self.app,
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=_SECONDS_FOR_READERS,
         )
         self._http = DrainingServer(config, self.drain)
         self._http.run([listener])
@@ -165,7 +182,10 @@ class Server:
     async def _live(self, app: Starlette) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
         self._worker = Worker(
-            self._engine, on_ready=self._take_requests, on_events=self._deliver, on_failure=self._fail
+            self._engine,
+            on_ready=self._take_requests,
+            on_events=self._deliver,
+            on_failure=self._fail,
         )
         self._worker.start()
         try:
@@ -179,7 +199,9 @@ class Server:
             self._state = State.READY
             self._on_ready()
 
-    def _deliver(self, events: list[tuple[Ticket, Event | PromptEcho]], totals: SpeculationStats) -> None:
+    def _deliver(
+        self, events: list[tuple[Ticket, Event | PromptEcho]], totals: SpeculationStats
+    ) -> None:
         """Counts new tokens, and gives them to the handlers of their requests."""
         now = time.perf_counter()
         self._metrics.count_rounds(totals)
@@ -204,7 +226,9 @@ class Server:
         self.failure = error
         self._state = State.FAILED
         for ticket in list(self._open):
-            ticket.events.put_nowait(RuntimeError(f"the engine failed: {type(error).__name__}: {error}"))
+            ticket.events.put_nowait(
+                RuntimeError(f"the engine failed: {type(error).__name__}: {error}")
+            )
             self._close(ticket, "error")
         self._end_if_drained()
 
@@ -217,13 +241,22 @@ class Server:
             self._end_if_drained()
 
     async def _list_models(self, request: Request) -> Response:
-        model = {"id": self._offer.model, "object": "model", "created": self._started, "owned_by": "eagle3-jax"}
+        model = {
+            "id": self._offer.model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "eagle3-jax",
+        }
         model |= {"root": self._offer.model, "parent": None, "max_model_len": self._offer.room}
         return JSONResponse({"object": "list", "data": [model]})
 
     def _refuse(self) -> Response | None:
         """Returns the answer to every request, unless the server is ready."""
-        return None if self._state is State.READY else respond_error(503, f"the server {self._state.value}")
+        return (
+            None
+            if self._state is State.READY
+            else respond_error(503, f"the server {self._state.value}")
+        )
 
     async def _complete(self, request: Request) -> Response:
         body = await read_body(request)
@@ -233,7 +266,9 @@ class Server:
         if refusal is not None:
             return refusal
         if len(self._open) >= self._most_open:
-            return respond_error(503, f"the server has {len(self._open)} requests already; try again")
+            return respond_error(
+                503, f"the server has {len(self._open)} requests already; try again"
+            )
         ticket = Ticket(completion)
         self._open.add(ticket)
         self._worker.submit(ticket)
@@ -255,7 +290,9 @@ class Server:
             try:
                 self._engine.check(completion.request)
             except ValueError as error:
-                raise BadRequest(f"{error}; the server chose it with --sampling", "temperature") from None
+                raise BadRequest(
+                    f"{error}; the server chose it with --sampling", "temperature"
+                ) from None
 
     async def _choices(self, ticket: Ticket, answer: Answer) -> AsyncIterator[dict[str, Any]]:
         """Yields one choice per chunk: the prompt if it is echoed, the first token, and the tokens of each round."""
@@ -270,7 +307,9 @@ class Server:
             else:
                 choice = answer.add(event)
             if answer.finish_reason is not None:
-                self._close(ticket, answer.finish_reason)  # a stop text ends it before the engine does
+                self._close(
+                    ticket, answer.finish_reason
+                )  # a stop text ends it before the engine does
             yield choice
 
     async def _stream(self, ticket: Ticket, answer: Answer) -> AsyncIterator[bytes]:

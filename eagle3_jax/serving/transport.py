@@ -60,7 +60,8 @@ async def read_body(request: Request) -> bytes:
     """Returns a body of up to 1 MiB.
 
     Raises:
-        BadRequest: The body is larger. It is read up to 64 MiB and dropped, so that its sender reads the answer.
+        BadRequest: The body is larger. It is read up to 64 MiB and dropped, so that its sender
+            reads the answer.
     """
     parts = []
     size = 0

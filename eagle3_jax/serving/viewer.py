@@ -15,23 +15,48 @@ from eagle3_jax.bench.environment import hardware
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.serving.lanes import PLAIN, SPECULATIVE, Record, run_lanes
-from eagle3_jax.serving.protocol import BadRequest, CompletionRequest, Offer, parse_body, read_request
-from eagle3_jax.serving.transport import EventStream, error_body, event_bytes, read_body, respond_error
+from eagle3_jax.serving.protocol import (
+    BadRequest,
+    CompletionRequest,
+    Offer,
+    parse_body,
+    read_request,
+)
+from eagle3_jax.serving.transport import (
+    EventStream,
+    error_body,
+    event_bytes,
+    read_body,
+    respond_error,
+)
 from eagle3_jax.serving.worker import Watch
 from eagle3_jax.topology import Chain, DynamicTree
 
 PAGE = Path(__file__).parent / "page.html"
 SERVED = "as the server"
 _SHAPES = {f"chain of {length}": Chain(length) for length in (1, 2, 3, 4, 5, 6, 8)}
-_SHAPES |= {f"tree of {nodes}": DynamicTree(num_nodes=nodes, max_depth=4, top_k=4) for nodes in (8, 16, 32)}
-_FIELDS = {"prompt", "messages", "max_tokens", "temperature", "top_k", "top_p", "seed", "draft", "draft_sampling"}
+_SHAPES |= {
+    f"tree of {nodes}": DynamicTree(num_nodes=nodes, max_depth=4, top_k=4) for nodes in (8, 16, 32)
+}
+_FIELDS = {
+    "prompt",
+    "messages",
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
+    "draft",
+    "draft_sampling",
+}
 
 
 class Viewer:
     """The handlers of the page, for one viewer at a time.
 
     Attributes:
-        routes: The page at ``/``, and ``/watch``: facts about the server (GET) and a request in two lanes (POST).
+        routes: The page at ``/``, and ``/watch``: facts about the server (GET) and a request in two
+            lanes (POST).
     """
 
     def __init__(
@@ -84,7 +109,9 @@ class Viewer:
         if refusal is not None:
             return refusal
         if self._latest is not None and not self._latest.has_ended:
-            return respond_error(503, "another page is being answered, and the page is for one viewer; try again")
+            return respond_error(
+                503, "another page is being answered, and the page is for one viewer; try again"
+            )
         watch = Watch(steps)
         self._latest = watch
         self._submit(watch)
@@ -95,10 +122,14 @@ class Viewer:
         values = parse_body(body)
         unknown = sorted(set(values) - _FIELDS)
         if unknown:
-            raise BadRequest(f"{unknown[0]!r:.80} is not supported by the page; leave it out", unknown[0])
+            raise BadRequest(
+                f"{unknown[0]!r:.80} is not supported by the page; leave it out", unknown[0]
+            )
         draft = values.get("draft", SERVED)
         if not isinstance(draft, str) or draft not in self._shapes:
-            raise BadRequest(f"draft is {draft!r:.80}; expected one of {', '.join(self._shapes)}", "draft")
+            raise BadRequest(
+                f"draft is {draft!r:.80}; expected one of {', '.join(self._shapes)}", "draft"
+            )
         served = self._offer.decoder
         try:
             decoder = shaped(served, self._shapes[draft], values.get("draft_sampling"))
@@ -109,7 +140,10 @@ class Viewer:
         completion = read_request(fields, self._offer, is_chat=is_chat)
         self._check(completion)
         request = completion.request
-        facts = self._facts() | {"method": decoder.method, "rule": type(decoder.loop.verifier).__name__}
+        facts = self._facts() | {
+            "method": decoder.method,
+            "rule": type(decoder.loop.verifier).__name__,
+        }
         facts |= {"request": values, "temperature": request.temperature, "seed": request.seed}
         plain = SpeculativeDecoder(served.target, stop_tokens=served.stop_tokens)
         steps = run_lanes({PLAIN: plain, SPECULATIVE: decoder}, request)
@@ -126,7 +160,9 @@ def shaped(
     """
     if shape is None and draft_sampling is None:
         return served
-    drafter = dataclasses.replace(served.drafter, drafter=served.loop.drafter)  # with the served shape
+    drafter = dataclasses.replace(
+        served.drafter, drafter=served.loop.drafter
+    )  # with the served shape
     return SpeculativeDecoder(
         served.target,
         drafter,

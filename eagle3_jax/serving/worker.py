@@ -37,14 +37,17 @@ class Ticket:
 
     Attributes:
         completion: The request of the client.
-        events: The answer so far that its handler has not read: a slow reader never stops the engine.
+        events: The answer so far that its handler has not read: a slow reader never stops the
+            engine.
         arrival: Time at which the request came.
         latest: Time of the latest chunk; ``None`` before the first.
         number: The engine's number, which only its thread uses.
     """
 
     completion: CompletionRequest
-    events: asyncio.Queue[Event | PromptEcho | Exception] = dataclasses.field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[Event | PromptEcho | Exception] = dataclasses.field(
+        default_factory=asyncio.Queue
+    )
     arrival: float = dataclasses.field(default_factory=time.perf_counter)
     latest: float | None = None
     number: int | None = None
@@ -61,12 +64,15 @@ class Watch:
 
     Attributes:
         steps: The work; each step yields an event as JSON.
-        events: The events that its handler has not read: at the end ``None``, or the exception that ended the work.
+        events: The events that its handler has not read: at the end ``None``, or the exception that
+            ended the work.
         has_ended: Whether no more steps run.
     """
 
     steps: Iterator[dict[str, Any]]
-    events: asyncio.Queue[dict[str, Any] | Exception | None] = dataclasses.field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[dict[str, Any] | Exception | None] = dataclasses.field(
+        default_factory=asyncio.Queue
+    )
     has_ended: bool = False
 
     def cancel(self) -> None:
@@ -90,7 +96,8 @@ class Worker:
         Args:
             engine: The engine.
             on_ready: Called when all programs are compiled.
-            on_events: Takes the events of a tick or the scores of a prompt, and the counters of all rounds.
+            on_events: Takes the events of a tick or the scores of a prompt, and the counters of all
+                rounds.
             on_failure: Called when the engine has failed and the thread ends.
         """
         self._engine = engine
@@ -173,7 +180,9 @@ class Worker:
         if ticket.completion.echo:
             scores = None
             if is_scored:
-                scores = score(self._engine.decoder, ticket.request.tokens, self._engine.num_logprobs or 0)
+                scores = score(
+                    self._engine.decoder, ticket.request.tokens, self._engine.num_logprobs or 0
+                )
             self._notify(self._on_events, [(ticket, PromptEcho(scores))], self._engine.totals)
         if ticket.request.max_new_tokens > 0:
             ticket.number = self._engine.submit(ticket.request)

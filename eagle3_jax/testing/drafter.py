@@ -1,8 +1,8 @@
 """The contract of a drafter: :func:`check_drafter`.
 
-The loop keeps the output exact whatever a drafter proposes, with one exception that it cannot detect: ``probs`` that
-are not what the tokens were sampled from. A drafter that breaks another rule is exact and slow. Both show here.
-"""
+The loop keeps the output exact whatever a drafter proposes, with one exception that it cannot
+detect: ``probs`` that are not what the tokens were sampled from. A drafter that breaks another rule
+is exact and slow. Both show here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.testing.frequencies import DETECTED, Evidence
 from eagle3_jax.testing.report import PROTOCOL, Broken, ContractReport, NotRun, class_name, examine
-from eagle3_jax.testing.subject import Subject, has_low_precision, mix_rows, name_rows, require_protocol
+from eagle3_jax.testing.subject import (
+    Subject,
+    has_low_precision,
+    mix_rows,
+    name_rows,
+    require_protocol,
+)
 from eagle3_jax.testing.target import forward, reference_logits, require_greedy_output
 from eagle3_jax.tree import ancestor_mask, causal_mask, depths
 from eagle3_jax.types import Draft, Drafter, Observation, SamplingParams
@@ -55,22 +61,25 @@ def check_drafter(
 ) -> ContractReport:
     """Runs your own drafter through the contract that the loop relies on.
 
-    Nothing is printed: ``print(e3.check_drafter(MyDrafter(), target))`` shows the report. The statistical checks fail
-    a correct drafter once in a million runs; their lines say which deviation they would have detected. It compiles
-    about fifteen programs and decodes a few thousand short sequences, so a small target is the place to start.
+    Nothing is printed: ``print(e3.check_drafter(MyDrafter(), target))`` shows the report. The
+    statistical checks fail a correct drafter once in a million runs; their lines say which
+    deviation they would have detected. It compiles about fifteen programs and decodes a few
+    thousand short sequences, so a small target is the place to start.
 
-    **Limits.** Texts are 72 tokens long at most, in 4 rows, with a capacity of 96. Declared probabilities must add up
-    to 1 within 2e-5, so a ``q`` that is rounded to bfloat16 fails. With the default ``samples`` a node that is sampled
-    at a temperature 2 % off the declared one is detected with 90 % power, if the standard deviation of ``log q`` is
-    about 1 there and the node is always valid; the report has the number for your drafter. Deviations of about 0.2 %
-    (a ``q`` that is rounded and normalized again) need more than ten million samples.
+    **Limits.** Texts are 72 tokens long at most, in 4 rows, with a capacity of 96. Declared
+    probabilities must add up to 1 within 2e-5, so a ``q`` that is rounded to bfloat16 fails. With
+    the default ``samples`` a node that is sampled at a temperature 2 % off the declared one is
+    detected with 90 % power, if the standard deviation of ``log q`` is about 1 there and the node
+    is always valid; the report has the number for your drafter. Deviations of about 0.2 % (a ``q``
+    that is rounded and normalized again) need more than ten million samples.
 
     Args:
         drafter: An instance, with its parameters if it has any.
-        target: The target that it drafts for. The distribution is enumerated with the vocabulary cut to three tokens
-            (top-k), so any target in float32 will do.
+        target: The target that it drafts for. The distribution is enumerated with the vocabulary
+            cut to three tokens (top-k), so any target in float32 will do.
         checks: Names of :data:`DRAFTER_CHECKS`; all of them by default.
-        samples: Number of sampled drafts, and of sampled sequences; four times as many drafts after a long text.
+        samples: Number of sampled drafts, and of sampled sequences; four times as many drafts after
+            a long text.
         seed: Random seed.
 
     Raises:
@@ -78,7 +87,9 @@ def check_drafter(
     """
     loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter)
     subject = Subject(loaded.drafter, loaded.params, target, samples, seed=seed)
-    return examine(f"{class_name(loaded.drafter)} with {target.name}", subject, DRAFTER_CHECKS, checks)
+    return examine(
+        f"{class_name(loaded.drafter)} with {target.name}", subject, DRAFTER_CHECKS, checks
+    )
 
 
 # Inputs, states and drafts
@@ -89,11 +100,15 @@ def sample_observation(
 ) -> Observation:
     """Returns random tokens with the target's features, ``[ROWS size]``; ``length`` of each row are real."""
     random = subject.random(stream)
-    ids = random.integers(0, subject.target.vocab_size, 2)  # two ids, so that texts repeat themselves, for lookups
+    ids = random.integers(
+        0, subject.target.vocab_size, 2
+    )  # two ids, so that texts repeat themselves, for lookups
     tokens = random.choice(ids, (ROWS, size)).astype(np.int32)
     next_token = random.choice(ids, ROWS)
     positions = np.broadcast_to(np.arange(size, dtype=np.int32), tokens.shape)
-    output, _ = forward(subject, tokens, positions, causal_mask(size), aux_layers=subject.part.aux_layers)
+    output, _ = forward(
+        subject, tokens, positions, causal_mask(size), aux_layers=subject.part.aux_layers
+    )
     return Observation(
         tokens=jnp.asarray(tokens),
         features=output.features,
@@ -135,7 +150,9 @@ def compile_propose(subject: Subject) -> Any:
     return propose
 
 
-def observe(subject: Subject, *observations: Observation, state: Any = None, program: Any = None) -> Any:
+def observe(
+    subject: Subject, *observations: Observation, state: Any = None, program: Any = None
+) -> Any:
     """Returns the state after observations, from an empty one by default."""
     if state is None:
         state = subject.part.init(subject.params, ROWS, CAPACITY)
@@ -191,7 +208,9 @@ def sample_drafts(subject: Subject, state: Any, row: int, samples: int) -> Itera
 def computes_in_low_precision(subject: Subject) -> bool:
     """Whether the drafter or its target computes in less than 32 bits."""
     state = subject.once(state_after_prompt)
-    return has_low_precision(subject.params, state, subject.target.params, sample_observation(subject).features)
+    return has_low_precision(
+        subject.params, state, subject.target.params, sample_observation(subject).features
+    )
 
 
 # Comparisons
@@ -239,7 +258,10 @@ def proposes_from_its_state_only(subject: Subject) -> None:
     observed_anew = observe(subject, sample_observation(subject), program=compile_observe(subject))
     for draft, condition in (
         (propose(subject, state), "after a second call"),
-        (propose(subject, state, program=compile_propose(subject)), "when `propose` is traced anew"),
+        (
+            propose(subject, state, program=compile_propose(subject)),
+            "when `propose` is traced anew",
+        ),
         (propose(subject, observed_anew), "when `observe` is traced after it"),
     ):
         _require_equal(draft, expected, f"{condition}; something is kept outside the state")
@@ -272,21 +294,29 @@ def drafts_a_tree(subject: Subject) -> str:
             f"{root[rows[0]]} (the loop puts it there, but the drafter works from another)"
         )
     if (parents[:, 0] != -1).any() or not valid[:, 0].all():
-        raise Broken(f"node 0 has parents {parents[:, 0].tolist()} or is invalid; expected -1 and valid")
+        raise Broken(
+            f"node 0 has parents {parents[:, 0].tolist()} or is invalid; expected -1 and valid"
+        )
     for row, node in np.argwhere(valid & (nodes > 0) & ((parents < 0) | (parents >= nodes))):
         raise Broken(
             f"node {node} of row {row} has parent {parents[row, node]}; expected 0 to {node - 1} (it is cut off)"
         )
     if declares_chain(drafter) and (valid & (parents != nodes - 1)).any():
-        raise Broken(f"it declares a chain and has parents {parents[0].tolist()}; expected {(nodes - 1).tolist()}")
+        raise Broken(
+            f"it declares a chain and has parents {parents[0].tolist()}; expected {(nodes - 1).tolist()}"
+        )
     topological = np.clip(parents, 0, nodes - 1)  # padding may have any parent; the root's stays -1
     depth = np.asarray(depths(ancestor_mask(jnp.asarray(topological), len(nodes))))
     deepest = int(depth[valid].max())
     if deepest > drafter.max_depth:
-        raise Broken(f"it drafts {deepest} levels and says {drafter.max_depth}; deeper nodes are cut off")
+        raise Broken(
+            f"it drafts {deepest} levels and says {drafter.max_depth}; deeper nodes are cut off"
+        )
     last_id = subject.target.vocab_size - 1
     for row, node in np.argwhere(valid & ((tokens < 0) | (tokens > last_id))):
-        raise Broken(f"node {node} of row {row} is id {tokens[row, node]}; expected 0 to {last_id} (it is cut off)")
+        raise Broken(
+            f"node {node} of row {row} is id {tokens[row, node]}; expected 0 to {last_id} (it is cut off)"
+        )
     for row in range(ROWS if probs is None else 0):
         children = [(parents[row, node], tokens[row, node]) for node in np.flatnonzero(valid[row])]
         if len(set(children)) < len(children):
@@ -302,7 +332,9 @@ def has_independent_rows(subject: Subject) -> None:
         mixed = mix_rows(np.arange(ROWS) == row, observation, neighbours)
         draft = propose(subject, observe(subject, mixed))
         if row in differing_rows(draft, subject.once(draft_after_prompt)):
-            raise Broken(f"row {row} drafts something else when its neighbours were shown other tokens")
+            raise Broken(
+                f"row {row} drafts something else when its neighbours were shown other tokens"
+            )
 
 
 def ignores_empty_observations(subject: Subject) -> None:
@@ -312,7 +344,10 @@ def ignores_empty_observations(subject: Subject) -> None:
     more = sample_observation(subject, (2, 1, 2, 1), stream=3)
     for draft, expected in (
         (propose(subject, idle), subject.once(draft_after_prompt)),
-        (propose(subject, observe(subject, more, state=idle)), propose(subject, observe(subject, more, state=state))),
+        (
+            propose(subject, observe(subject, more, state=idle)),
+            propose(subject, observe(subject, more, state=state)),
+        ),
     ):
         _require_equal(draft, expected, "after an observation of length 0")
 
@@ -328,7 +363,9 @@ def ignores_padding(subject: Subject) -> str:
         features=jnp.where(padding[:, :, None, None], large, observation.features),
     )
     draft = propose(subject, observe(subject, changed))
-    _require_equal(draft, subject.once(draft_after_prompt), "when the content past the observed length changes")
+    _require_equal(
+        draft, subject.once(draft_after_prompt), "when the content past the observed length changes"
+    )
     return f"lengths {', '.join(map(str, LENGTHS))} of {SIZE}"
 
 
@@ -344,14 +381,18 @@ def observes_in_pieces(subject: Subject) -> str:
         length = sum(sizes)
         expected = propose(subject, observe(subject, text))
         if (rows := np.flatnonzero(expected.tokens[:, 0] != np.asarray(text.next_token))).size:
-            raise Broken(f"node 0 of {name_rows(rows.tolist())} is not the last token of a text of {length}")
+            raise Broken(
+                f"node 0 of {name_rows(rows.tolist())} is not the last token of a text of {length}"
+            )
         starts = itertools.accumulate(sizes, initial=0)
         pieces = [_cut(text, start, size) for start, size in zip(starts, sizes, strict=False)]
         draft = propose(subject, observe(subject, *pieces))
         rows = differing_rows(draft, expected, 2e-2 if low_precision else tolerance)
         if len(rows) > (ROWS // 2 if low_precision else 0):
             distinct = ", ".join(map(str, dict.fromkeys(sizes)))
-            raise Broken(f"{name_rows(rows)} drafts something else when {length} tokens come in pieces of {distinct}")
+            raise Broken(
+                f"{name_rows(rows)} drafts something else when {length} tokens come in pieces of {distinct}"
+            )
     return f"up to {long.tokens.shape[1]} tokens, at once and {SIZE} at a time, with a capacity of {CAPACITY}"
 
 
@@ -415,7 +456,9 @@ def samples_from_what_it_declares(subject: Subject) -> str:
 def _compare_with_declared(drafts: Iterable[HostDraft], event: str) -> Evidence:
     """Compares the tokens of every node with its declared distributions, separately by the token of its parent."""
     evidence = Evidence()
-    tracked: dict[int, list[int]] = {}  # by node, the most frequent tokens of its parent in the first drafts
+    tracked: dict[
+        int, list[int]
+    ] = {}  # by node, the most frequent tokens of its parent in the first drafts
     for draft in drafts:
         assert draft.probs is not None
         for node in range(1, draft.tokens.shape[1]):
@@ -431,7 +474,9 @@ def _compare_with_declared(drafts: Iterable[HostDraft], event: str) -> Evidence:
             for token in tracked.setdefault(node, [token for token, _ in ranked]):
                 chosen = parent_tokens == token
                 condition = "" if token < 0 else f" below id {token}"
-                evidence.count(f"{event} node {node}{condition}", tokens[chosen], probs[chosen].sum(0))
+                evidence.count(
+                    f"{event} node {node}{condition}", tokens[chosen], probs[chosen].sum(0)
+                )
     return evidence
 
 
@@ -443,7 +488,9 @@ def declares_before_sampling(subject: Subject) -> str:
         return "a tree: only chains are compared"
     known: dict[tuple, np.ndarray] = {}
     compared = 0
-    for draft in sample_drafts(subject, subject.once(state_after_prompt), 2, min(subject.samples, 1024)):
+    for draft in sample_drafts(
+        subject, subject.once(state_after_prompt), 2, min(subject.samples, 1024)
+    ):
         assert draft.probs is not None
         for row, index in np.argwhere(draft.valid[:, 1:]):
             node = index + 1
@@ -467,36 +514,53 @@ def keeps_greedy_output(subject: Subject) -> str:
     drafter = LoadedDrafter(subject.part, subject.params)
     stats = require_greedy_output(subject, drafter, prompts, [24, 7, 16, 1], "please report this")
     if stats.num_draft_tokens and not stats.num_accepted_tokens:
-        raise NotRun("the output is right, but no draft token was accepted, so refusals alone were compared")
+        raise NotRun(
+            "the output is right, but no draft token was accepted, so refusals alone were compared"
+        )
     return f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens accepted"
 
 
 def keeps_the_distribution(subject: Subject) -> str:
     """Sampled sequences of a vocabulary cut to three tokens have the target's distribution, enumerated."""
     if subject.once(computes_in_low_precision):
-        raise NotRun("it or its target computes in less than 32 bits, where rounding alone would show")
+        raise NotRun(
+            "it or its target computes in less than 32 bits, where rounding alone would show"
+        )
     candidates = _random_prompts(subject, (1, 3) * 4)
     enumerated = ((prompt, _sequence_distribution(subject, prompt)) for prompt in candidates)
     pairs = list(itertools.islice((pair for pair in enumerated if pair[1]), 2))
     if not pairs:
         raise NotRun("the target's third and fourth likeliest tokens are too close together")
     prompts = [prompt for prompt, _ in pairs] * 512
-    decoder = SpeculativeDecoder(subject.target, LoadedDrafter(subject.part, subject.params), stop_tokens=())
+    decoder = SpeculativeDecoder(
+        subject.target, LoadedDrafter(subject.part, subject.params), stop_tokens=()
+    )
     sampling = SamplingParams(temperature=1.0, top_k=TOP)
     evidence = Evidence()
     accepted = 0
     runs = max(1, subject.samples // len(prompts))
     for run in range(runs):
-        result = decoder.generate(prompts, max_new_tokens=HORIZON, sampling=sampling, seed=subject.seed + run)
+        result = decoder.generate(
+            prompts, max_new_tokens=HORIZON, sampling=sampling, seed=subject.seed + run
+        )
         accepted += int(result.stats.num_accepted_tokens)
         for index, (prompt, distribution) in enumerate(pairs):
             sequences = {tokens: number for number, tokens in enumerate(distribution)}
-            outcomes = [sequences.get(tuple(tokens), len(sequences)) for tokens in result.tokens[index :: len(pairs)]]
-            expected = len(outcomes) * np.array([*distribution.values(), 0.0])  # the last are all other sequences
-            evidence.count(f"the distribution of {HORIZON} tokens after {prompt}", np.array(outcomes), expected)
+            outcomes = [
+                sequences.get(tuple(tokens), len(sequences))
+                for tokens in result.tokens[index :: len(pairs)]
+            ]
+            expected = len(outcomes) * np.array(
+                [*distribution.values(), 0.0]
+            )  # the last are all other sequences
+            evidence.count(
+                f"the distribution of {HORIZON} tokens after {prompt}", np.array(outcomes), expected
+            )
     evidence.require_fits("the target")
     if accepted == 0:
-        raise NotRun("the distribution is right, but no draft token was accepted, so refusals alone were compared")
+        raise NotRun(
+            "the distribution is right, but no draft token was accepted, so refusals alone were compared"
+        )
     return (
         f"{runs * len(prompts)} sequences, {accepted} draft tokens accepted; a deviation of "
         f"{evidence.smallest_deviation():.1%} (rms over sequences) {DETECTED}"
@@ -516,7 +580,9 @@ def _sequence_distribution(subject: Subject, prompt: list[int]) -> dict[tuple[in
             likeliest = order[:TOP]
             if len(order) > TOP and scores[likeliest[-1]] - scores[order[TOP]] < _NEAR:
                 return {}
-            for token, weight in zip(likeliest.tolist(), special.softmax(scores[likeliest]), strict=True):
+            for token, weight in zip(
+                likeliest.tolist(), special.softmax(scores[likeliest]), strict=True
+            ):
                 longer[*tokens, token] = mass * float(weight)
         distribution = longer
     return distribution

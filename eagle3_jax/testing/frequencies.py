@@ -11,7 +11,14 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy import stats
 
-from eagle3_jax.certify.frequencies import ALPHA, POWER, Contrast, Fit, fit_counts, smallest_deviation
+from eagle3_jax.certify.frequencies import (
+    ALPHA,
+    POWER,
+    Contrast,
+    Fit,
+    fit_counts,
+    smallest_deviation,
+)
 from eagle3_jax.testing.report import Broken
 
 DETECTED = "would be detected with 90 % power"
@@ -29,7 +36,9 @@ class Evidence:
         self._counts: dict[str, Any] = defaultdict(int)
         self._expected: dict[str, Any] = defaultdict(int)
 
-    def count(self, name: str, outcomes: Int[np.ndarray, " n"], expected: Float[np.ndarray, " C"]) -> None:
+    def count(
+        self, name: str, outcomes: Int[np.ndarray, " n"], expected: Float[np.ndarray, " C"]
+    ) -> None:
         """Adds outcomes ``0 .. C - 1`` to the counts of a name, and their expected counts."""
         self._counts[name] += np.bincount(outcomes, minlength=len(expected))
         self._expected[name] += expected
@@ -37,7 +46,11 @@ class Evidence:
     @functools.cached_property
     def fits(self) -> dict[str, Fit]:
         """The fit of each name, when everything is counted."""
-        return {name: fit_counts(counts, self._expected[name]) for name, counts in self._counts.items() if counts.any()}
+        return {
+            name: fit_counts(counts, self._expected[name])
+            for name, counts in self._counts.items()
+            if counts.any()
+        }
 
     @property
     def level(self) -> float:
@@ -53,7 +66,9 @@ class Evidence:
 
     def require_contrasts(self) -> None:
         """Raises ``Broken`` if a sum is too far from zero; the message names the farthest one."""
-        fault, contrast = max(self.contrasts.items(), key=lambda entry: entry[1].is_normal * abs(entry[1].z))
+        fault, contrast = max(
+            self.contrasts.items(), key=lambda entry: entry[1].is_normal * abs(entry[1].z)
+        )
         if contrast.is_normal and contrast.p_value < self.level:
             fault = fault.format("often" if contrast.total > 0 else "seldom")
             raise Broken(f"{fault}, by {abs(contrast.z):.1f} standard deviations")
@@ -62,13 +77,22 @@ class Evidence:
         """Returns the deviation that every fit whose name ends with ``suffix`` would have detected."""
         level = self.level / 2  # the other half is that of single outcomes
         fits = [fit for name, fit in self.fits.items() if name.endswith(suffix) and fit.degrees]
-        return max((smallest_deviation(fit.draws, fit.degrees, alpha=level) for fit in fits), default=math.inf)
+        return max(
+            (smallest_deviation(fit.draws, fit.degrees, alpha=level) for fit in fits),
+            default=math.inf,
+        )
 
     def smallest_tilt(self, suffix: str = "") -> float:
         """Returns the tilt that every sum whose fault ends with ``suffix`` would have detected.
 
         A distribution ``p`` with the tilt ``ε`` is ``p(x) (1 + ε · score(x))``.
         """
-        chosen = [item for fault, item in self.contrasts.items() if fault.endswith(suffix) and item.is_normal]
+        chosen = [
+            item
+            for fault, item in self.contrasts.items()
+            if fault.endswith(suffix) and item.is_normal
+        ]
         deviations = float(stats.norm.isf(self.level / 2) + stats.norm.isf(1 - POWER))
-        return max((deviations / math.sqrt(contrast.variance) for contrast in chosen), default=math.inf)
+        return max(
+            (deviations / math.sqrt(contrast.variance) for contrast in chosen), default=math.inf
+        )

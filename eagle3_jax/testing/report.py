@@ -37,8 +37,8 @@ class Finding:
 
     Attributes:
         name: Name of the check.
-        verdict: ``not run`` if the check could not have detected anything, ``skipped`` if the part does not have the
-            optional feature that it checks.
+        verdict: ``not run`` if the check could not have detected anything, ``skipped`` if the part
+            does not have the optional feature that it checks.
         detail: The reason, or how much was compared.
     """
 
@@ -90,7 +90,10 @@ class ContractReport:
 
 
 def examine(
-    title: str, subject: Part, checks: Mapping[str, Callable[[Part], str | None]], chosen: Collection[str] | None
+    title: str,
+    subject: Part,
+    checks: Mapping[str, Callable[[Part], str | None]],
+    chosen: Collection[str] | None,
 ) -> ContractReport:
     """Runs the chosen checks (all when ``None``) in their order, and none of them after a broken protocol.
 
@@ -100,7 +103,9 @@ def examine(
     chosen = checks if chosen is None else chosen
     unknown = [name for name in chosen if name not in checks]
     if unknown:
-        raise ValueError(f"there is no check {unknown[0]!r}; expected some of {', '.join(map(repr, checks))}")
+        raise ValueError(
+            f"there is no check {unknown[0]!r}; expected some of {', '.join(map(repr, checks))}"
+        )
     findings: list[Finding] = []
     for name, check in checks.items():
         if name in chosen:
@@ -118,7 +123,11 @@ def _find(name: str, check: Callable[[Part], str | None], subject: Part) -> Find
     except Exception as error:
         # Any exception of the part is a finding, and the other checks go on.
         line = (str(error).strip().splitlines() or ["no message"])[0]
-        return Finding(name, "failed", line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}")
+        return Finding(
+            name,
+            "failed",
+            line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}",
+        )
 
 
 def class_name(part: object) -> str:

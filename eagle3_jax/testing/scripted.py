@@ -73,7 +73,12 @@ class FixedTree:
         positions = jnp.minimum(self.positions(state), script.shape[1] - 1)
         return jnp.take_along_axis(script, positions, axis=1)
 
-    def draft(self, state: RootState, tokens: Int[Array, "B N"], probs: Float[Array, "B N V"] | None = None) -> Draft:
+    def draft(
+        self,
+        state: RootState,
+        tokens: Int[Array, "B N"],
+        probs: Float[Array, "B N V"] | None = None,
+    ) -> Draft:
         """Returns a draft of these tokens, with the root in place of the first one."""
         return Draft(
             tokens=tokens.at[:, 0].set(state.root),

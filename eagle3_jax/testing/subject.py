@@ -24,10 +24,12 @@ class Subject:
     Attributes:
         part: The drafter, the target's model or the acceptance rule.
         params: Parameters of a drafter.
-        target: The target that is tested, or that a drafter drafts for; a :class:`~eagle3_jax.LoadedTarget`. ``None``
-            for acceptance rules, whose target is a table.
+        target: The target that is tested, or that a drafter drafts for; a
+            :class:`~eagle3_jax.LoadedTarget`. ``None`` for acceptance rules, whose target is a
+            table.
         samples: Number of samples of the statistical checks.
-        tolerance: Largest deviation of a logit, as a share of the largest logit; ``None``: by the target's precision.
+        tolerance: Largest deviation of a logit, as a share of the largest logit; ``None``: by the
+            target's precision.
         seed: Random seed of all inputs and keys.
     """
 
@@ -54,7 +56,9 @@ def require_protocol(subject: Subject, role: str) -> None:
     """Checks that a part is an instance with every member of its role, and the same static argument in every call."""
     check_part(subject.part, role)
     if hash(subject.part) != hash(subject.part) or subject.part != subject.part:
-        raise Broken("its hash changes, or it is not equal to itself, so every call would compile anew")
+        raise Broken(
+            "its hash changes, or it is not equal to itself, so every call would compile anew"
+        )
 
 
 def mix_rows(chosen: Bool[np.ndarray, " B"], first: Any, second: Any) -> Any:
@@ -76,4 +80,6 @@ def name_rows(rows: Collection[int]) -> str:
 def has_low_precision(*trees: Any) -> bool:
     """Whether an array has floating point numbers of less than 32 bits: the order of sums may then change a token."""
     leaves = jax.tree.leaves(trees)
-    return any(jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4 for leaf in leaves)
+    return any(
+        jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4 for leaf in leaves
+    )

@@ -17,7 +17,15 @@ from eagle3_jax.cache import Cache, LayerCache
 from eagle3_jax.checks import check_returned, check_rows, check_same
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.stats import SpeculationStats
-from eagle3_jax.testing.report import PROTOCOL, Broken, ContractReport, NotRun, Skipped, class_name, examine
+from eagle3_jax.testing.report import (
+    PROTOCOL,
+    Broken,
+    ContractReport,
+    NotRun,
+    Skipped,
+    class_name,
+    examine,
+)
 from eagle3_jax.testing.scripted import FixedTree, RootState
 from eagle3_jax.testing.subject import Subject, has_low_precision, mix_rows, require_protocol
 from eagle3_jax.tree import ancestor_mask, causal_mask, depths
@@ -26,7 +34,9 @@ from eagle3_jax.types import Draft, EmbeddingTables, SamplingParams, TargetOutpu
 ROWS = 3
 SIZE = 6  # tokens of a block
 LENGTHS = np.array([5, 1, 3])  # ragged prompts, fed as SIZE tokens
-WIDTH = 20  # tokens of a text: a prompt, a block and one after it, or a prompt and what is generated
+WIDTH = (
+    20  # tokens of a text: a prompt, a block and one after it, or a prompt and what is generated
+)
 CAPACITY = 128
 # of the check of long texts
 LONG_ROWS = 9
@@ -34,10 +44,13 @@ LONG_BLOCK = 16
 LONG_WIDTH = 96
 NEW = 12  # tokens that are generated
 
-# A tree for each row: paths that cross in the block's order, one node that is padding, and a path so deep and so late
-# in the block that a window of up to three positions shows whether it goes by positions or by slots.
+# A tree for each row: paths that cross in the block's order, one node that is padding, and a path
+# so deep and so late in the block that a window of up to three positions shows whether it goes by
+# positions or by slots.
 PARENTS = np.array([[-1, 0, 0, 2, 1, 3], [-1, 0, 1, 0, -1, 3], [-1, 0, 0, 2, 3, 4]], np.int32)
-PATHS = np.array([[0, 2, 3, 5, 0, 0], [0, 3, 5, 0, 0, 0], [0, 2, 3, 4, 5, 0]], np.int32)  # the committed nodes
+PATHS = np.array(
+    [[0, 2, 3, 5, 0, 0], [0, 3, 5, 0, 0, 0], [0, 2, 3, 4, 5, 0]], np.int32
+)  # the committed nodes
 COUNTS = ((4, 2, 5), (0, 2, 0), (3, 0, 1))  # how many of them are committed; 0 commits nothing
 
 
@@ -50,21 +63,23 @@ def check_target(
 ) -> ContractReport:
     """Runs your own target through the contract that the loop relies on.
 
-    Nothing is printed: ``print(e3.check_target(target))`` shows the report. Everything is compared with the target's
-    own logits for texts that are fed token by token, so a model that is wrong in the same way everywhere passes:
-    compare its logits with another implementation first. It compiles about twenty programs; random weights at a
-    small size are the place to start, as long as the output depends on the text.
+    Nothing is printed: ``print(e3.check_target(target))`` shows the report. Everything is compared
+    with the target's own logits for texts that are fed token by token, so a model that is wrong in
+    the same way everywhere passes: compare its logits with another implementation first. It
+    compiles about twenty programs; random weights at a small size are the place to start, as long
+    as the output depends on the text.
 
-    **Limits.** Most checks use 3 rows, texts of up to 20 tokens and blocks of 6. One check uses 9 rows, texts of 96
-    tokens (fewer if ``max_positions`` is smaller), prompts of up to 64 and blocks of 16. A fault that starts beyond
-    these sizes is not detected, nor is one that moves logits by less than ``tolerance``, nor one that is the same token
-    by token (such as a wrong angle at position 24, whatever the block).
+    **Limits.** Most checks use 3 rows, texts of up to 20 tokens and blocks of 6. One check uses 9
+    rows, texts of 96 tokens (fewer if ``max_positions`` is smaller), prompts of up to 64 and blocks
+    of 16. A fault that starts beyond these sizes is not detected, nor is one that moves logits by
+    less than ``tolerance``, nor one that is the same token by token (such as a wrong angle at
+    position 24, whatever the block).
 
     Args:
         target: The target with its parameters.
         checks: Names of :data:`TARGET_CHECKS`; all of them by default.
-        tolerance: Largest deviation of a logit, as a share of the largest logit. Default: 1e-4, and 3e-2 for a
-            target with parameters or a cache of less than 32 bits (6e-2 for long texts).
+        tolerance: Largest deviation of a logit, as a share of the largest logit. Default: 1e-4, and
+            3e-2 for a target with parameters or a cache of less than 32 bits (6e-2 for long texts).
         seed: Random seed.
 
     Raises:
@@ -85,7 +100,9 @@ class Round(NamedTuple):
     padding: Int[np.ndarray, "B P"]  # fed in place of the text after a prompt
     draft: Int[np.ndarray, "B N"]
     parents: Int[np.ndarray, "B N"]
-    nodes: Int[np.ndarray, "B N"] | None  # the committed nodes of a tree; None: a chain, committed in its order
+    nodes: (
+        Int[np.ndarray, "B N"] | None
+    )  # the committed nodes of a tree; None: a chain, committed in its order
     count: Int[np.ndarray, " B"]  # how many tokens are committed
     more: Int[np.ndarray, "B N"]  # the chain after the commit
 
@@ -118,7 +135,9 @@ def random_rounds(subject: Subject, *, tree: bool) -> Iterator[Round]:
     """Yields rounds with a tree or a chain as block, which commit :data:`COUNTS`."""
     chain = np.broadcast_to(np.arange(SIZE) - 1, (ROWS, SIZE))
     for index, count in enumerate(COUNTS):
-        padding, draft, more = (random_text(subject, 1 + 3 * index + part, SIZE) for part in range(3))
+        padding, draft, more = (
+            random_text(subject, 1 + 3 * index + part, SIZE) for part in range(3)
+        )
         yield Round(
             text=random_text(subject),
             length=LENGTHS,
@@ -202,12 +221,18 @@ def forward(
     output, logits = _forward(target.model, target.params, *arrays, aux_layers)
     layers = subject.once(count_layers)
     if not isinstance(output.written, tuple) or len(output.written) != layers:
-        raise Broken(f"`written` is no tuple with one part for each of the {layers} layers of the cache")
+        raise Broken(
+            f"`written` is no tuple with one part for each of the {layers} layers of the cache"
+        )
     return output, np.asarray(logits, np.float64)
 
 
 def prefill(
-    subject: Subject, tokens: Int[np.ndarray, "B T"], length: Any = LENGTHS, *, aux_layers: tuple[int, ...] = ()
+    subject: Subject,
+    tokens: Int[np.ndarray, "B T"],
+    length: Any = LENGTHS,
+    *,
+    aux_layers: tuple[int, ...] = (),
 ) -> tuple[TargetOutput, Float[np.ndarray, "B T V"], Cache]:
     """Returns the output and the logits of prompts with ``length`` real tokens each, and the cache after them."""
     size = tokens.shape[1]
@@ -249,7 +274,9 @@ def run_round(subject: Subject, inputs: Round) -> RoundLogits:
     parents = None if inputs.nodes is None else inputs.parents
     output, block_logits = feed_block(subject, cache, inputs.draft, parents)
     cache = _commit(cache, output.written, jnp.asarray(inputs.count, jnp.int32), inputs.nodes)
-    _require_length(cache, inputs.length + inputs.count, f"committing {inputs.count.tolist()} tokens")
+    _require_length(
+        cache, inputs.length + inputs.count, f"committing {inputs.count.tolist()} tokens"
+    )
     _, more_logits = feed_block(subject, cache, inputs.more)
     return RoundLogits(prompt_logits, block_logits, more_logits)
 
@@ -264,7 +291,14 @@ def reference_logits(subject: Subject, text: Int[np.ndarray, "B W"]) -> Float[np
 
 @functools.partial(jax.jit, static_argnums=(0, 7))
 def _forward(
-    model: Any, params: Any, tokens: Array, positions: Array, mask: Array, cache: Any, length: Any, layers: tuple
+    model: Any,
+    params: Any,
+    tokens: Array,
+    positions: Array,
+    mask: Array,
+    cache: Any,
+    length: Any,
+    layers: tuple,
 ) -> tuple[TargetOutput, Array]:
     """Returns the output and the logits of a block, with checks of their shapes and types."""
     batch, size = tokens.shape
@@ -304,7 +338,8 @@ def require_equal_logits(
     """Returns the largest deviation of the logits of the compared tokens, as a share of the largest logit.
 
     Raises:
-        Broken: It is more than the tolerance; the message is "token 2 of row 1", then the ``fault``.
+        Broken: It is more than the tolerance; the message is "token 2 of row 1", then the
+            ``fault``.
     """
     gap = np.abs(logits - expected).max(-1) / subject.once(largest_logit)
     gap = np.where(np.isfinite(gap), gap, np.inf)
@@ -320,7 +355,11 @@ def require_equal_logits(
 
 
 def require_equal_round(
-    subject: Subject, inputs: Round, logits: RoundLogits, expected: RoundLogits, faults: Sequence[str]
+    subject: Subject,
+    inputs: Round,
+    logits: RoundLogits,
+    expected: RoundLogits,
+    faults: Sequence[str],
 ) -> float:
     """Returns the largest deviation of the logits of a round; raises ``Broken`` with one of the three faults."""
     masks = (inputs.is_real, inputs.is_node, None)
@@ -341,7 +380,9 @@ def require_round(subject: Subject, inputs: Round, block: str) -> float:
     expected = RoundLogits(
         prompts=reference[:, : inputs.padding.shape[1]],
         block=_reference_of_paths(subject, inputs),
-        more=np.stack([row[start : start + size] for row, start in zip(reference, length, strict=True)]),
+        more=np.stack(
+            [row[start : start + size] for row, start in zip(reference, length, strict=True)]
+        ),
     )
     faults = (
         "of a prompt is not its text's",
@@ -359,7 +400,9 @@ def _reference_of_paths(subject: Subject, inputs: Round) -> Float[np.ndarray, "B
         if known[:, node].all():
             continue
         paths = [_path_to(parents, node) for parents in inputs.parents]
-        reference = reference_logits(subject, _append(inputs.text, inputs.length, _take(inputs.draft, paths)))
+        reference = reference_logits(
+            subject, _append(inputs.text, inputs.length, _take(inputs.draft, paths))
+        )
         for row, path in enumerate(paths):
             expected[row, path] = reference[row, inputs.length[row] + np.arange(len(path))]
             known[row, path] = True
@@ -367,7 +410,11 @@ def _reference_of_paths(subject: Subject, inputs: Round) -> Float[np.ndarray, "B
 
 
 def require_greedy_output(
-    subject: Subject, drafter: LoadedDrafter, prompts: list[list[int]], max_new_tokens: Any, description: str
+    subject: Subject,
+    drafter: LoadedDrafter,
+    prompts: list[list[int]],
+    max_new_tokens: Any,
+    description: str,
 ) -> SpeculationStats:
     """Checks that every token of a greedy output is, up to rounding, the likeliest one after the tokens before it.
 
@@ -385,7 +432,9 @@ def require_greedy_output(
     result = decoder.generate(prompts, max_new_tokens=max_new_tokens)
     texts = [prompt + tokens for prompt, tokens in zip(prompts, result.tokens, strict=True)]
     width = max(map(len, texts))
-    logits = reference_logits(subject, np.array([text + [0] * (width - len(text)) for text in texts], np.int32))
+    logits = reference_logits(
+        subject, np.array([text + [0] * (width - len(text)) for text in texts], np.int32)
+    )
     for row, prompt in enumerate(prompts):
         for index, token in enumerate(result.tokens[row]):
             scores = logits[row, len(prompt) + index - 1]
@@ -414,7 +463,9 @@ def _take(draft: np.ndarray, paths: Sequence[Any]) -> list[np.ndarray]:
     return [tokens[path] for tokens, path in zip(draft, paths, strict=True)]
 
 
-def _append(text: np.ndarray, length: np.ndarray, tokens: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+def _append(
+    text: np.ndarray, length: np.ndarray, tokens: Sequence[np.ndarray] | np.ndarray
+) -> np.ndarray:
     """Returns texts that continue with these tokens after ``length`` tokens of each row."""
     text = text.copy()
     for row, (start, more) in enumerate(zip(length, tokens, strict=True)):
@@ -443,10 +494,14 @@ def keeps_shapes(subject: Subject) -> str:
     for batch in (1, ROWS):
         empty = empty_cache(subject, batch)
         if not isinstance(empty, Cache):
-            raise Broken(f"init_cache returned {type(empty).__name__}; expected an eagle3_jax.Cache")
+            raise Broken(
+                f"init_cache returned {type(empty).__name__}; expected an eagle3_jax.Cache"
+            )
         for index, layer in enumerate(empty.layers):
             if not isinstance(layer, LayerCache):
-                raise Broken(f"layer {index} of the cache is {type(layer).__name__}; expected `fill` and `commit`")
+                raise Broken(
+                    f"layer {index} of the cache is {type(layer).__name__}; expected `fill` and `commit`"
+                )
         check_rows(subject.part, empty, batch, origin="init_cache gave cache")
         _require_length(empty, np.zeros(batch, int), "init_cache")
     text = random_text(subject, size=SIZE)
@@ -479,14 +534,18 @@ def depends_on_the_text(subject: Subject) -> str:
 def rounds_equal_tokens(subject: Subject, *, tree: bool) -> str:
     """Ragged prompts with different padding, a chain or a tree after them, and a chain after the committed tokens."""
     block = "a tree" if tree else "a chain"
-    deviations = [require_round(subject, inputs, block) for inputs in random_rounds(subject, tree=tree)]
+    deviations = [
+        require_round(subject, inputs, block) for inputs in random_rounds(subject, tree=tree)
+    ]
     return _describe_deviation(max(deviations))
 
 
 def has_independent_rows(subject: Subject) -> str:
     """A row is the same in a batch of one, and whatever its neighbours hold."""
     inputs, neighbours = itertools.islice(random_rounds(subject, tree=True), 2)
-    neighbours = neighbours._replace(text=random_text(subject, 10), length=SIZE - 1 - np.arange(ROWS))
+    neighbours = neighbours._replace(
+        text=random_text(subject, 10), length=SIZE - 1 - np.arange(ROWS)
+    )
     expected = run_round(subject, inputs)
     deviations = []
     for row in range(ROWS):
@@ -498,16 +557,17 @@ def has_independent_rows(subject: Subject) -> str:
             (single, "without them"),
         ):
             faults = [f"(row {row} of the batch) is another {condition}"] * 3
-            deviations.append(require_equal_round(subject, take_row(inputs), logits, take_row(expected), faults))
+            deviations.append(
+                require_equal_round(subject, take_row(inputs), logits, take_row(expected), faults)
+            )
     return _describe_deviation(max(deviations))
 
 
 def long_text_equals_tokens(subject: Subject) -> str:
     """Long prompts in many rows, a block of two branches after them, and a chain after one of the branches.
 
-    Below 32 bits the default tolerance is doubled: recurrent states round off more over a long text (Qwen3-Next in
-    bfloat16: 4 % of the largest logit).
-    """
+    Below 32 bits the default tolerance is doubled: recurrent states round off more over a long text
+    (Qwen3-Next in bfloat16: 4 % of the largest logit)."""
     if subject.tolerance is None and subject.once(computes_in_low_precision):
         subject = dataclasses.replace(subject, tolerance=2 * tolerance_of(subject))
     inputs = long_round(subject)
@@ -528,26 +588,38 @@ def gives_features(subject: Subject) -> str:
     prompt, *_ = prefill(subject, text, (SIZE,) * ROWS)
     final = np.asarray(prompt.final, np.float64)
     if features.shape[3] != final.shape[2]:
-        raise Broken(f"features have {features.shape[3]} numbers; expected {final.shape[2]}, as final states")
+        raise Broken(
+            f"features have {features.shape[3]} numbers; expected {final.shape[2]}, as final states"
+        )
     block, _ = feed_block(subject, empty_cache(subject), text, aux_layers=layers)
     largest = 0.0
     for variant, condition in (
-        (_features(subject, layers[::-1])[:, :, ::-1], "when the layers are requested in another order"),
+        (
+            _features(subject, layers[::-1])[:, :, ::-1],
+            "when the layers are requested in another order",
+        ),
         (np.asarray(block.features, np.float64), "in a block with a cache"),
-        (np.concatenate([features[:, :, :-1], final[:, :, None]], axis=2), "from the final state, which it should be,"),
+        (
+            np.concatenate([features[:, :, :-1], final[:, :, None]], axis=2),
+            "from the final state, which it should be,",
+        ),
     ):
         for index, layer in enumerate(layers):
             deviation = _deviation(variant[:, :, index], features[:, :, index])
             largest = max(largest, deviation)
             if not deviation <= tolerance_of(subject):
-                raise Broken(f"features of layer {layer} differ {condition}: by {deviation:.1g} of the largest value")
+                raise Broken(
+                    f"features of layer {layer} differ {condition}: by {deviation:.1g} of the largest value"
+                )
     return f"layers {', '.join(map(str, layers))}; off by {largest:.0e} at most"
 
 
 def _features(subject: Subject, layers: tuple[int, ...]) -> Float[np.ndarray, "B T A D"]:
     """Returns the features of a prefill, which a target may refuse to give."""
     try:
-        output, *_ = prefill(subject, random_text(subject, size=SIZE), (SIZE,) * ROWS, aux_layers=layers)
+        output, *_ = prefill(
+            subject, random_text(subject, size=SIZE), (SIZE,) * ROWS, aux_layers=layers
+        )
     except ValueError as refusal:
         raise Skipped(f"refused: {(str(refusal).splitlines() or [''])[0]}") from None
     return np.asarray(output.features, np.float64)
@@ -563,10 +635,17 @@ def lends_tables(subject: Subject) -> str:
     output, logits, _ = prefill(subject, text, (SIZE,) * ROWS)
     width = output.final.shape[-1]
     if not isinstance(tables, EmbeddingTables):
-        raise Broken(f"`tables` returned {type(tables).__name__}; expected eagle3_jax.EmbeddingTables")
-    for name, shape in (("embedding", (model.vocab_size, width)), ("unembedding", (width, model.vocab_size))):
+        raise Broken(
+            f"`tables` returned {type(tables).__name__}; expected eagle3_jax.EmbeddingTables"
+        )
+    for name, shape in (
+        ("embedding", (model.vocab_size, width)),
+        ("unembedding", (width, model.vocab_size)),
+    ):
         if np.shape(getattr(tables, name)) != shape:
-            raise Broken(f"its {name} has shape {list(np.shape(getattr(tables, name)))}; expected {list(shape)}")
+            raise Broken(
+                f"its {name} has shape {list(np.shape(getattr(tables, name)))}; expected {list(shape)}"
+            )
     product = np.asarray(output.final, np.float64) @ np.asarray(tables.unembedding, np.float64)
     factor, deviation = _scale_to(product, logits)
     tolerance = tolerance_of(subject)
@@ -574,7 +653,9 @@ def lends_tables(subject: Subject) -> str:
         # A cap on the logits keeps their order, which greedy drafts use.
         ranked = np.take_along_axis(logits, product.argsort(-1), axis=-1)
         if (np.diff(ranked, axis=-1) < -tolerance * subject.once(largest_logit)).any():
-            raise Broken(f"logits are off by {deviation:.1g} of the largest from the final state times its unembedding")
+            raise Broken(
+                f"logits are off by {deviation:.1g} of the largest from the final state times its unembedding"
+            )
     report = f"logits are {factor:.4g} times the product, off by {deviation:.0e}"
     num_layers = subject.once(count_layers)
     try:
@@ -583,7 +664,9 @@ def lends_tables(subject: Subject) -> str:
         return f"{report}; the embedding is not compared"
     factor, deviation = _scale_to(np.asarray(tables.embedding, np.float64)[text], inputs)
     if deviation > tolerance:
-        raise Broken(f"the input of layer 0 is off by {deviation:.1g} of its largest value from its embedding's rows")
+        raise Broken(
+            f"the input of layer 0 is off by {deviation:.1g} of its largest value from its embedding's rows"
+        )
     return f"{report}; the input of layer 0 is {factor:.4g} times the embedding, off by {deviation:.0e}"
 
 
@@ -612,7 +695,9 @@ def keeps_greedy_output(subject: Subject) -> str:
         ("a chain", (-1, 0, 1, 2), (0, 0, 0, 0)),
         ("a tree", (-1, 0, 0, 1, 2, 4), (0, 1, 0, 0, 0, 0)),
     ):
-        drafter = LoadedDrafter(_Scripted(parents, shifts, subject.target.vocab_size), jnp.asarray(script))
+        drafter = LoadedDrafter(
+            _Scripted(parents, shifts, subject.target.vocab_size), jnp.asarray(script)
+        )
         stats = require_greedy_output(subject, drafter, prompts, NEW, f"with {shape} drafted")
         accepted = int(stats.num_accepted_tokens)
         drafted = int(stats.num_draft_tokens)
@@ -629,7 +714,9 @@ class _Scripted(FixedTree):
     shifts: tuple[int, ...]
     vocab_size: int
 
-    def propose(self, params: Any, state: RootState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+    def propose(
+        self, params: Any, state: RootState, keys: Key[Array, " B"], sampling: SamplingParams
+    ) -> Draft:
         is_wrong = self.positions(state) % 4 == 3
         shift = jnp.array(self.shifts, jnp.int32)[None] + is_wrong.astype(jnp.int32)
         return self.draft(state, (self.scripted(params, state) + shift) % self.vocab_size)

@@ -17,46 +17,68 @@ from scipy import special
 from eagle3_jax.checks import check_verdict
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.testing.frequencies import DETECTED, Evidence
-from eagle3_jax.testing.report import PROTOCOL, Broken, ContractReport, NotRun, Skipped, class_name, examine
+from eagle3_jax.testing.report import (
+    PROTOCOL,
+    Broken,
+    ContractReport,
+    NotRun,
+    Skipped,
+    class_name,
+    examine,
+)
 from eagle3_jax.testing.subject import Subject, mix_rows, require_protocol
 from eagle3_jax.types import Draft, SamplingMode, SamplingParams, Verdict, Verifier
 
 ROWS = 768
 MAX_DEPTH = 12  # one more than any draft is deep
 ROOT = 0
-_SETTINGS = ((1.0, 0, 1.0), (0.7, 3, 1.0), (1.3, 0, 0.8), (0.0, 0, 1.0))  # a quarter of the rows is greedy
+_SETTINGS = (
+    (1.0, 0, 1.0),
+    (0.7, 3, 1.0),
+    (1.3, 0, 0.8),
+    (0.0, 0, 1.0),
+)  # a quarter of the rows is greedy
 _PLAIN_SETTINGS = tuple((temperature, 0, 1.0) for temperature, _, _ in _SETTINGS)
 _GREEDY = (0.0, 0, 1.0)
-# Ids of two digits where a draw goes digit by digit; truncation sorts, and 80 tokens take a CPU 15 times longer.
+# Ids of two digits where a draw goes digit by digit; truncation sorts, and 80 tokens take a CPU 15
+# times longer.
 _WIDE = 80
 _NARROW = 7
 
 
 def check_verifier(
-    verifier: Verifier, *, checks: Collection[str] | None = None, samples: int = 32768, seed: int = 0
+    verifier: Verifier,
+    *,
+    checks: Collection[str] | None = None,
+    samples: int = 32768,
+    seed: int = 0,
 ) -> ContractReport:
     """Runs your own acceptance rule through the contract that the loop relies on.
 
-    Nothing is printed: ``print(e3.check_verifier(MyRule()))`` shows the report. Drafts are chains of 12 nodes and trees
-    of 16, of the likeliest tokens and of sampled ones; only chains for a rule that says ``chains_only``. They are
-    verified with a ``max_depth`` of 12, with temperatures 0.7 to 1.3 over 80 tokens, and with top-k 3 and top-p 0.8
-    over 7 tokens. A quarter of the 768 rows of each batch has temperature 0.
+    Nothing is printed: ``print(e3.check_verifier(MyRule()))`` shows the report. Drafts are chains
+    of 12 nodes and trees of 16, of the likeliest tokens and of sampled ones; only chains for a rule
+    that says ``chains_only``. They are verified with a ``max_depth`` of 12, with temperatures 0.7
+    to 1.3 over 80 tokens, and with top-k 3 and top-p 0.8 over 7 tokens. A quarter of the 768 rows
+    of each batch has temperature 0.
 
-    A rule that says ``lossless=True`` must emit the target's distribution. Each statistical check fails a correct rule
-    once in a million runs. A rule that says ``lossless=False`` is measured, not judged.
+    A rule that says ``lossless=True`` must emit the target's distribution. Each statistical check
+    fails a correct rule once in a million runs. A rule that says ``lossless=False`` is measured,
+    not judged.
 
-    **Limits.** The report says what each statistical check detects with 90 % power. With the default ``samples``:
-    first tokens whose probabilities are 17 % off (root mean square, in one shape and setting), drafted tokens that are
-    0.8 % too frequent everywhere, all tokens sampled from ``p^1.013`` instead of ``p``, uniforms of 12 bits or fewer,
-    and 2.1 % of the rows with the uniforms of a row at a fixed distance. For ``chains_only`` the second and the third
-    are 1.0 % and ``p^1.017``. These deviations shrink with the square root of ``samples``; each bit of the uniforms
-    doubles ``samples``. No check sees a fault that needs more than 16 nodes, 768 rows or 80 tokens.
+    **Limits.** The report says what each statistical check detects with 90 % power. With the
+    default ``samples``: first tokens whose probabilities are 17 % off (root mean square, in one
+    shape and setting), drafted tokens that are 0.8 % too frequent everywhere, all tokens sampled
+    from ``p^1.013`` instead of ``p``, uniforms of 12 bits or fewer, and 2.1 % of the rows with the
+    uniforms of a row at a fixed distance. For ``chains_only`` the second and the third are 1.0 %
+    and ``p^1.017``. These deviations shrink with the square root of ``samples``; each bit of the
+    uniforms doubles ``samples``. No check sees a fault that needs more than 16 nodes, 768 rows or
+    80 tokens.
 
     Args:
         verifier: An instance.
         checks: Names of :data:`VERIFIER_CHECKS`; all of them by default.
-        samples: Number of drafts for each kind of draft (chain or tree, likeliest or sampled tokens). Half of them are
-            truncated. Rare tokens get four times as many.
+        samples: Number of drafts for each kind of draft (chain or tree, likeliest or sampled
+            tokens). Half of them are truncated. Rare tokens get four times as many.
         seed: Seed of the drafts, of the target and of the keys.
 
     Raises:
@@ -74,7 +96,9 @@ class Shape(NamedTuple):
 
     name: str
     parents: tuple[int, ...]
-    is_sampled: bool  # tokens are sampled and declare their distribution; otherwise they are the likeliest ones by rank
+    # tokens are sampled and declare their distribution; otherwise they are the likeliest ones by
+    # rank
+    is_sampled: bool
     sampling_mode: SamplingMode  # of the sampled batches that verify it
 
     @property
@@ -89,10 +113,30 @@ class Shape(NamedTuple):
 
 
 _CHAIN = tuple(range(-1, 11))
-_TREE = (-1, 0, 1, 1, 2, 2, 4, 0, 7, 7, 8, 3, 0, 10, 10, 13)  # late nodes at the root, so that each is often visited
+_TREE = (
+    -1,
+    0,
+    1,
+    1,
+    2,
+    2,
+    4,
+    0,
+    7,
+    7,
+    8,
+    3,
+    0,
+    10,
+    10,
+    13,
+)  # late nodes at the root, so that each is often visited
 SHAPES = tuple(
     Shape(name + suffix, parents, is_sampled, sampling_mode)
-    for sampling_mode, suffix in ((SamplingMode.TEMPERATURE, ""), (SamplingMode.TRUNCATED, " under truncation"))
+    for sampling_mode, suffix in (
+        (SamplingMode.TEMPERATURE, ""),
+        (SamplingMode.TRUNCATED, " under truncation"),
+    )
     for parents, is_sampled, name in (
         (_CHAIN, False, "a chain"),
         (_CHAIN, True, "a sampled chain"),
@@ -115,15 +159,19 @@ def batches_of(subject: Subject) -> list[tuple[Shape, bool]]:
     In a greedy batch drafts declare no distributions, so sampled ones would be the same there.
     """
     shapes = shapes_of(subject)
-    plain = [shape for shape in shapes if not shape.is_sampled and shape.sampling_mode is SamplingMode.TEMPERATURE]
+    plain = [
+        shape
+        for shape in shapes
+        if not shape.is_sampled and shape.sampling_mode is SamplingMode.TEMPERATURE
+    ]
     return [(shape, False) for shape in shapes] + [(shape, True) for shape in plain]
 
 
 def target_logits(subject: Subject) -> dict[int, Float[np.ndarray, "V V"]]:
     """Returns by ``V`` the target's logits after each token: nearly flat after some, nearly certain after others.
 
-    The target is a table: its distribution depends on the last token alone, so that of the output is known.
-    """
+    The target is a table: its distribution depends on the last token alone, so that of the output
+    is known."""
     narrow = (_random_table(subject, _NARROW, attempt) for attempt in itertools.count())
     is_far = lambda table: _distance_from_cut(table) >= 1e-4
     return {_WIDE: _random_table(subject, _WIDE), _NARROW: next(filter(is_far, narrow))}
@@ -157,7 +205,9 @@ def draft_distributions(subject: Subject) -> dict[int, Float[np.ndarray, "V V"]]
 def target_distributions(subject: Subject, shape: Shape) -> Float[np.ndarray, "S V V"]:
     """Returns for each setting the target's distribution after each token, computed without the library."""
     logits = subject.once(target_logits)[shape.vocabulary].astype(np.float64)
-    return np.stack([np.stack([warped(row, *setting) for row in logits]) for setting in shape.settings])
+    return np.stack(
+        [np.stack([warped(row, *setting) for row in logits]) for setting in shape.settings]
+    )
 
 
 def warped(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
@@ -226,7 +276,9 @@ class Decisions(NamedTuple):
     def differing_rows(self, expected: Decisions) -> list[int]:
         """Returns the rows in which another verdict was given."""
         same_path = (self.path == expected.path).all(-1)
-        same_tokens = (self.num_accepted == expected.num_accepted) & (self.next_token == expected.next_token)
+        same_tokens = (self.num_accepted == expected.num_accepted) & (
+            self.next_token == expected.next_token
+        )
         return np.flatnonzero(~(same_path & same_tokens)).tolist()
 
 
@@ -243,7 +295,9 @@ class Emitted(NamedTuple):
 def emit(decisions: Decisions) -> Emitted:
     """Returns the tokens that the rounds emit."""
     num_accepted = decisions.num_accepted
-    nodes = np.pad(decisions.path, ((0, 0), (1, 1)))  # node 0, the accepted ones, and room for the next token
+    nodes = np.pad(
+        decisions.path, ((0, 0), (1, 1))
+    )  # node 0, the accepted ones, and room for the next token
     row, depth = np.nonzero(np.arange(nodes.shape[1] - 1) <= num_accepted[:, None])
     node = nodes[row, depth]
     accepted = decisions.tokens[row, nodes[row, depth + 1]]
@@ -255,9 +309,13 @@ def compile_rule(subject: Subject) -> Any:
     """Traces the rule anew, its verdicts checked."""
 
     @functools.partial(jax.jit, static_argnums=4)
-    def decide(draft: Draft, logits: Any, sampling: SamplingParams, keys: Any, sampling_mode: SamplingMode) -> Verdict:
+    def decide(
+        draft: Draft, logits: Any, sampling: SamplingParams, keys: Any, sampling_mode: SamplingMode
+    ) -> Verdict:
         scores = logits[draft.tokens]
-        verdict = subject.part(draft, scores, sampling, keys, sampling_mode=sampling_mode, max_depth=MAX_DEPTH)
+        verdict = subject.part(
+            draft, scores, sampling, keys, sampling_mode=sampling_mode, max_depth=MAX_DEPTH
+        )
         check_verdict(subject.part, verdict, batch=ROWS, max_depth=MAX_DEPTH)
         return verdict
 
@@ -284,7 +342,8 @@ def decide(
         greedy: Whether the batch is greedy. Drafts of a greedy batch declare no distributions.
         draft: Drafts in place of those of ``run``.
         logits: Logits after each token in place of the target's.
-        temperature: Temperature of all rows, without truncation, in place of the settings of the shape.
+        temperature: Temperature of all rows, without truncation, in place of the settings of the
+            shape.
         program: The compiled rule; see :func:`compile_rule`.
     """
     draft = draft or sample_drafts(subject, shape, run)
@@ -304,7 +363,9 @@ def decide(
         row_keys(subject.seed + run, ROWS),
         SamplingMode.GREEDY if greedy else shape.sampling_mode,
     )
-    arrays = jax.device_get((draft.tokens, draft.valid, verdict.path, verdict.num_accepted, verdict.next_token))
+    arrays = jax.device_get(
+        (draft.tokens, draft.valid, verdict.path, verdict.num_accepted, verdict.next_token)
+    )
     return Decisions(*arrays)
 
 
@@ -326,7 +387,9 @@ def gives_verdicts(subject: Subject) -> str:
             path = decisions.path[row].tolist()
             count = int(decisions.num_accepted[row])
             if not 0 <= count <= len(path) or path[count:] != [-1] * (len(path) - count):
-                raise Broken(f"it accepts {count} tokens by the path {path}; expected as many nodes, and -1 after them")
+                raise Broken(
+                    f"it accepts {count} tokens by the path {path}; expected as many nodes, and -1 after them"
+                )
             parent = 0
             for node in path[:count]:
                 if not 0 < node < len(shape.parents) or shape.parents[node] != parent:
@@ -353,7 +416,9 @@ def decides_from_its_arguments(subject: Subject) -> None:
         (decide(subject, shape, program=compile_rule(subject)), "tracing it anew"),
     ):
         if rows := decisions.differing_rows(expected):
-            raise Broken(f"{event} gave other verdicts in {len(rows)} of {ROWS} rows; keys are all its randomness")
+            raise Broken(
+                f"{event} gave other verdicts in {len(rows)} of {ROWS} rows; keys are all its randomness"
+            )
 
 
 def has_independent_rows(subject: Subject) -> str:
@@ -364,7 +429,9 @@ def has_independent_rows(subject: Subject) -> str:
         differing = decide(subject, shape, draft=mixed).differing_rows(decide(subject, shape))
         rows = [row for row in differing if even[row]]
         if rows:
-            raise Broken(f"row {rows[0]} gets another verdict when its neighbours hold other drafts")
+            raise Broken(
+                f"row {rows[0]} gets another verdict when its neighbours hold other drafts"
+            )
     return _require_independent_uniforms(subject)
 
 
@@ -372,8 +439,12 @@ def _require_independent_uniforms(subject: Subject) -> str:
     """Compares the first tokens of rows with the same draft: their covariance, by the distance of the rows."""
     shape = shapes_of(subject)[0]
     rounds = 16
-    draft = jax.tree.map(lambda leaf: jnp.repeat(leaf[:1], ROWS, axis=0), sample_drafts(subject, shape, 0))
-    first = [decide(subject, shape, draft=draft, temperature=1.0, run=run).first for run in range(rounds)]
+    draft = jax.tree.map(
+        lambda leaf: jnp.repeat(leaf[:1], ROWS, axis=0), sample_drafts(subject, shape, 0)
+    )
+    first = [
+        decide(subject, shape, draft=draft, temperature=1.0, run=run).first for run in range(rounds)
+    ]
     scores = np.eye(shape.vocabulary)[np.array(first)]  # [rounds ROWS V]
     mean = scores.mean((0, 1))
     scores -= mean
@@ -387,8 +458,12 @@ def _require_independent_uniforms(subject: Subject) -> str:
     by_distance = np.fft.irfft(spectrum.sum((0, 2)), ROWS)
     for distance in range(1, ROWS // 2 + 1):
         times = 1 + (distance == ROWS // 2)  # half a batch apart every pair is counted twice
-        evidence.contrasts[fault.format(rows=f"rows {distance} apart")].add(by_distance[distance], times * variance)
-    evidence.contrasts[fault.format(rows="a row in successive rounds")].add(np.sum(scores[1:] * scores[:-1]), variance)
+        evidence.contrasts[fault.format(rows=f"rows {distance} apart")].add(
+            by_distance[distance], times * variance
+        )
+    evidence.contrasts[fault.format(rows="a row in successive rounds")].add(
+        np.sum(scores[1:] * scores[:-1]), variance
+    )
     evidence.require_contrasts()
     share = evidence.smallest_tilt() * variance / np.sum(scores**2)
     return f"{rounds * ROWS} first tokens of one draft; {share:.1%} of the rows with another row's uniforms {DETECTED}"
@@ -411,7 +486,9 @@ def is_greedy_at_temperature_zero(subject: Subject) -> str:
                 "the likeliest"
             )
     if not subject.part.lossless:
-        raise Skipped(f"not judged, for it says lossless=False; {1 - len(faults) / total:.1%} were the likeliest")
+        raise Skipped(
+            f"not judged, for it says lossless=False; {1 - len(faults) / total:.1%} were the likeliest"
+        )
     if faults:
         raise Broken(f"{len(faults)} of {total} tokens are not the likeliest: {faults[0]}")
     return f"{total} tokens"
@@ -425,10 +502,10 @@ _LIKELY = "over all drafts it writes likely tokens too {}"
 def keeps_the_distribution(subject: Subject) -> str:
     """Over many keys, every token is as frequent as in the target's distribution after the token before it.
 
-    A rule that is lossless writes each of a round's tokens from the target's distribution given those before it,
-    however many it accepts. So the tokens after each number of accepted ones are compared, pairs of tokens, and two
-    sums over all of them: of how often the tokens that the draft favours were written, and of how likely tokens were.
-    """
+    A rule that is lossless writes each of a round's tokens from the target's distribution given
+    those before it, however many it accepts. So the tokens after each number of accepted ones are
+    compared, pairs of tokens, and two sums over all of them: of how often the tokens that the draft
+    favours were written, and of how likely tokens were."""
     shapes = shapes_of(subject)
     runs = max(1, subject.samples // (2 * ROWS))
     evidence = Evidence()
@@ -447,7 +524,9 @@ def keeps_the_distribution(subject: Subject) -> str:
     evidence.require_fits("the target")
     evidence.require_contrasts()
     if not accepted:
-        raise NotRun("the distribution is right, but no draft token was accepted, so refusals alone were compared")
+        raise NotRun(
+            "the distribution is right, but no draft token was accepted, so refusals alone were compared"
+        )
     drafts = len(shapes) * runs * ROWS
     largest = max(len(shape.parents) for shape in shapes)
     return (
@@ -490,7 +569,11 @@ def _count_emitted(
 
 
 def _favoured_tokens(
-    subject: Subject, shape: Shape, decisions: Decisions, emitted: Emitted, probs: Float[np.ndarray, "E V"]
+    subject: Subject,
+    shape: Shape,
+    decisions: Decisions,
+    emitted: Emitted,
+    probs: Float[np.ndarray, "E V"],
 ) -> Bool[np.ndarray, "E V"]:
     """Returns the tokens to which the draft gives more probability than the target does, after each node."""
     is_child = decisions.valid[emitted.row] & (np.array(shape.parents) == emitted.node[:, None])
@@ -527,11 +610,15 @@ def keeps_rare_tokens(subject: Subject) -> str:
     evidence = Evidence()
     accepted = 0
     for run in range(runs):
-        first = decide(subject, ONE_TOKEN, draft=draft, logits=table, temperature=1.0, run=run).first
+        first = decide(
+            subject, ONE_TOKEN, draft=draft, logits=table, temperature=1.0, run=run
+        ).first
         is_accepted = first == rare
         accepted += int(is_accepted.sum())
         evidence.count(
-            "the number of accepted rare tokens", is_accepted.astype(int), ROWS * np.array([1 - share, share])
+            "the number of accepted rare tokens",
+            is_accepted.astype(int),
+            ROWS * np.array([1 - share, share]),
         )
         evidence.count("the frequency of rare tokens", first, ROWS * distribution)
     if not subject.part.lossless:

@@ -6,8 +6,9 @@ import dataclasses
 import difflib
 import math
 
-# Bits per weight of the matrices inside the layers. int4 carries a 16-bit scale for every 128 weights, mxfp4 one of 8
-# bits for every 32. The scales of fp8 and int8, one a row, are left out (a thousandth).
+# Bits per weight of the matrices inside the layers. int4 carries a 16-bit scale for every 128
+# weights, mxfp4 one of 8 bits for every 32. The scales of fp8 and int8, one a row, are left out (a
+# thousandth).
 WEIGHT_BITS = {
     "float32": 32.0,
     "bfloat16": 16.0,
@@ -25,11 +26,16 @@ class Accelerator:
     """Limits of an accelerator."""
 
     name: str  #: Name for tables and messages.
-    memory_bytes: float  #: Capacity. Vendors' gigabytes are taken as ``10**9``, which is on the safe side.
+    memory_bytes: (
+        float  #: Capacity. Vendors' gigabytes are taken as ``10**9``, which is on the safe side.
+    )
     bandwidth_bytes_per_second: float  #: Memory bandwidth.
-    #: Dense bfloat16 operations per second, summed in float32; without the doubling for sparse matrices.
+    #: Dense bfloat16 operations per second, summed in float32; without the doubling for sparse
+    # matrices.
     peak_flops: float
-    peak_flops_fp8: float | None  #: Dense FP8 operations per second; ``None`` where products are not computed in FP8.
+    peak_flops_fp8: (
+        float | None
+    )  #: Dense FP8 operations per second; ``None`` where products are not computed in FP8.
     source: str  #: Publication of the figures.
 
     def __post_init__(self) -> None:
@@ -43,9 +49,17 @@ _NVIDIA = "https://www.nvidia.com/en-us/data-center"
 _AMD = "https://www.amd.com/en/products/accelerators/instinct/mi300"
 _GOOGLE = "https://docs.cloud.google.com/tpu/docs"
 
-# Name, GB, TB/s, bfloat16 and FP8 TFLOPS, source. Many datasheets print peaks for 2:4 sparse matrices; these are dense.
+# Name, GB, TB/s, bfloat16 and FP8 TFLOPS, source. Many datasheets print peaks for 2:4 sparse
+# matrices; these are dense.
 _DATASHEETS: list[tuple[str, float, float, float, float | None, str]] = [
-    ("B200", 180.0, 8.0, 2250.0, 4500.0, f"NVIDIA DGX B200, an eighth of the system: {_NVIDIA}/dgx-b200/"),
+    (
+        "B200",
+        180.0,
+        8.0,
+        2250.0,
+        4500.0,
+        f"NVIDIA DGX B200, an eighth of the system: {_NVIDIA}/dgx-b200/",
+    ),
     ("H200", 141.0, 4.8, 989.0, 1979.0, f"NVIDIA H200 datasheet, SXM: {_NVIDIA}/h200/"),
     ("H100", 80.0, 3.35, 989.0, 1979.0, f"NVIDIA H100 datasheet, SXM5: {_NVIDIA}/h100/"),
     ("H100-NVL", 94.0, 3.9, 835.0, 1671.0, f"NVIDIA H100 datasheet, NVL: {_NVIDIA}/h100/"),
@@ -53,7 +67,14 @@ _DATASHEETS: list[tuple[str, float, float, float, float | None, str]] = [
     ("A100-80GB", 80.0, 2.039, 312.0, None, f"NVIDIA A100 datasheet, 80 GB SXM4: {_NVIDIA}/a100/"),
     ("A100-40GB", 40.0, 1.555, 312.0, None, f"NVIDIA A100 datasheet, 40 GB SXM4: {_NVIDIA}/a100/"),
     ("L40S", 48.0, 0.864, 362.0, 733.0, f"NVIDIA L40S datasheet: {_NVIDIA}/l40s/"),
-    ("L4", 24.0, 0.3, 121.0, 242.0, f"NVIDIA L4 datasheet, half of the sparse peaks: {_NVIDIA}/l4/"),
+    (
+        "L4",
+        24.0,
+        0.3,
+        121.0,
+        242.0,
+        f"NVIDIA L4 datasheet, half of the sparse peaks: {_NVIDIA}/l4/",
+    ),
     ("RTX-5090", 32.0, 1.792, 209.5, 419.0, "NVIDIA RTX Blackwell whitepaper, sums in float32"),
     ("RTX-4090", 24.0, 1.008, 165.2, 330.3, "NVIDIA Ada whitepaper, sums in float32"),
     ("RTX-3090", 24.0, 0.936, 71.0, None, "NVIDIA GA102 whitepaper, sums in float32"),
@@ -64,7 +85,9 @@ _DATASHEETS: list[tuple[str, float, float, float, float | None, str]] = [
     ("TPU-v6e", 32.0, 1.6, 918.0, None, f"Google Cloud documentation: {_GOOGLE}/v6e"),
 ]
 KNOWN_ACCELERATORS = {
-    name.lower(): Accelerator(name, gigabytes * 1e9, bandwidth * 1e12, peak * 1e12, fp8 and fp8 * 1e12, source)
+    name.lower(): Accelerator(
+        name, gigabytes * 1e9, bandwidth * 1e12, peak * 1e12, fp8 and fp8 * 1e12, source
+    )
     for name, gigabytes, bandwidth, peak, fp8, source in _DATASHEETS
 }
 
@@ -75,7 +98,14 @@ def accelerator_named(name: str) -> Accelerator:
     Raises:
         ValueError: No accelerator has this name.
     """
-    key = name.strip().lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").removesuffix("-sxm")
+    key = (
+        name.strip()
+        .lower()
+        .replace("_", "-")
+        .replace(" ", "-")
+        .removeprefix("nvidia-")
+        .removesuffix("-sxm")
+    )
     if key in KNOWN_ACCELERATORS:
         return KNOWN_ACCELERATORS[key]
     near = difflib.get_close_matches(key, KNOWN_ACCELERATORS, n=1)
@@ -87,7 +117,11 @@ def accelerator_named(name: str) -> Accelerator:
 
 
 def custom_accelerator(
-    *, gb_per_s: float, tflops: float | None = None, memory_gb: float | None = None, base: Accelerator | None = None
+    *,
+    gb_per_s: float,
+    tflops: float | None = None,
+    memory_gb: float | None = None,
+    base: Accelerator | None = None,
 ) -> Accelerator:
     """Returns an accelerator of some bandwidth, or a known one with measured figures instead of its datasheet's.
 

@@ -1,12 +1,12 @@
 """The roofline of a decoding step: the time that no implementation on this hardware can beat.
 
-A forward reads every weight once, for any number of tokens, and each sequence's keys and values. It computes two
-operations for every weight and token. It takes at least the longer of the two times (Williams et al., 2009, "the
-roofline model"). Verification of ``K + 1`` tokens reads what a plain step reads, which is why speculation pays off
-until arithmetic is the limit. Experts are the exception: more tokens go through more of them. Communication between
-accelerators, kernel launches and the host are left out; they only add time. Data that stays in an on-chip cache between
-steps is left out too; only models of some hundred megabytes can profit from it.
-"""
+A forward reads every weight once, for any number of tokens, and each sequence's keys and values. It
+computes two operations for every weight and token. It takes at least the longer of the two times
+(Williams et al., 2009, "the roofline model"). Verification of ``K + 1`` tokens reads what a plain
+step reads, which is why speculation pays off until arithmetic is the limit. Experts are the
+exception: more tokens go through more of them. Communication between accelerators, kernel launches
+and the host are left out; they only add time. Data that stays in an on-chip cache between steps is
+left out too; only models of some hundred megabytes can profit from it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Work:
     """Bytes and operations of one forward on each accelerator."""
 
     num_bytes: float  #: Read from and written to its memory.
-    layer_flops: float  #: Operations in the layers, which run in FP8 where weights are FP8 and the hardware can.
+    #: Operations in the layers, which run in FP8 where weights are FP8 and the hardware can.
+    layer_flops: float
     other_flops: float  #: Operations in attention and output projection, in bfloat16.
 
     def memory_seconds(self, deployment: Deployment) -> float:
@@ -39,7 +40,10 @@ class Work:
         """``operations / peak``; int8 and int4 weights are widened, their products are bfloat16."""
         accelerator = deployment.accelerator
         fp8_peak = accelerator.peak_flops_fp8 if deployment.weights == "fp8" else None
-        return self.layer_flops / (fp8_peak or accelerator.peak_flops) + self.other_flops / accelerator.peak_flops
+        return (
+            self.layer_flops / (fp8_peak or accelerator.peak_flops)
+            + self.other_flops / accelerator.peak_flops
+        )
 
     def seconds(self, deployment: Deployment) -> float:
         """Returns the longer of the two times."""
@@ -47,7 +51,11 @@ class Work:
 
     def limit(self, deployment: Deployment) -> str:
         """Returns ``memory`` or ``compute``, the one that takes longer."""
-        return "memory" if self.memory_seconds(deployment) >= self.compute_seconds(deployment) else "compute"
+        return (
+            "memory"
+            if self.memory_seconds(deployment) >= self.compute_seconds(deployment)
+            else "compute"
+        )
 
 
 def forward_work(
@@ -63,11 +71,12 @@ def forward_work(
 ) -> Work:
     """Counts bytes and operations of one forward on each accelerator.
 
-    ``bytes = weights + B·(context + tokens)·kv``. ``operations = 2·B·(tokens·layers + logits·V·D)`` in matrices and
-    ``4·B·tokens·(context + (tokens + 1)/2)·L·heads·H`` in attention: a token's query meets every earlier key and its
-    own, and as many values, two operations each. A layer with a window reads no more than its tokens see; a recurrent
-    layer reads and writes each sequence's state. Of experts ``E·(1 - (1 - k/E)^(B·tokens))`` a layer are read and every
-    token is multiplied with ``k``.
+    ``bytes = weights + B·(context + tokens)·kv``. ``operations = 2·B·(tokens·layers + logits·V·D)``
+    in matrices and ``4·B·tokens·(context + (tokens + 1)/2)·L·heads·H`` in attention: a token's
+    query meets every earlier key and its own, and as many values, two operations each. A layer with
+    a window reads no more than its tokens see; a recurrent layer reads and writes each sequence's
+    state. Of experts ``E·(1 - (1 - k/E)^(B·tokens))`` a layer are read and every token is
+    multiplied with ``k``.
 
     Args:
         deployment: Models and accelerators.
@@ -76,15 +85,18 @@ def forward_work(
         context: Earlier tokens of each sequence.
         tokens: New tokens of each sequence.
         logits: Number of new tokens that need logits.
-        fuse: Whether target features are fused, as in the first pass of an EAGLE-3 draft. Other drafters fuse in every
-            pass, with either value.
-        same_experts: Whether all tokens choose the same experts, in which case the fewest possible are read.
+        fuse: Whether target features are fused, as in the first pass of an EAGLE-3 draft. Other
+            drafters fuse in every pass, with either value.
+        same_experts: Whether all tokens choose the same experts, in which case the fewest possible
+            are read.
     """
     sizes = sizes_of(model)
     n = deployment.num_accelerators
     read = sizes.read
     fuse = fuse or not sizes.fuses_once
-    weights = deployment.streamed_bytes(model, tokens=1 if same_experts else batch * tokens, fuse=fuse)
+    weights = deployment.streamed_bytes(
+        model, tokens=1 if same_experts else batch * tokens, fuse=fuse
+    )
     matrices = read.query_output + read.key_value + read.mlp + (n * read.fusion if fuse else 0)
     keys = mixing = 0.0
     for equal in sizes.layers:
@@ -120,10 +132,10 @@ def keys_read(mixer: Mixer, context: int, tokens: int) -> int:
 def mixing_flops(mixer: Mixer, context: int, tokens: int) -> float:
     """Counts the operations of attention between new tokens and all tokens, or of a recurrent state.
 
-    In attention ``4·heads·H`` for every pair of a query and a key that it attends to: a product with the key and one
-    with the value. With latents ``2·heads·(2·r + dr)``, in the absorbed form. In a recurrent layer ``6·Hv·dk·dv`` for
-    every token: reading the state for its key, updating it, and reading it for its query.
-    """
+    In attention ``4·heads·H`` for every pair of a query and a key that it attends to: a product
+    with the key and one with the value. With latents ``2·heads·(2·r + dr)``, in the absorbed form.
+    In a recurrent layer ``6·Hv·dk·dv`` for every token: reading the state for its key, updating it,
+    and reading it for its query."""
     if isinstance(mixer, GatedDelta):
         return 6.0 * tokens * mixer.num_value_heads * mixer.key_dim * mixer.value_dim
     width = 2 * mixer.kv_rank + mixer.rope_dim if isinstance(mixer, Latent) else 2 * mixer.head_dim
@@ -153,7 +165,11 @@ class RoundBound:
     @property
     def draft_cost(self) -> float:
         """``c``: a draft pass over plain step, the mean of the ``K``; 0 when nothing is drafted."""
-        return self.draft_seconds / self.plain_seconds / self.num_draft_tokens if self.num_draft_tokens else 0.0
+        return (
+            self.draft_seconds / self.plain_seconds / self.num_draft_tokens
+            if self.num_draft_tokens
+            else 0.0
+        )
 
     @property
     def plain_tokens_per_second(self) -> float:
@@ -166,24 +182,33 @@ class RoundBound:
 
     def speedup(self, mean_acceptance_length: float) -> float:
         """``S = τ / (v + K·c)`` of the two bounds."""
-        return mean_acceptance_length * self.plain_seconds / (self.verify_seconds + self.draft_seconds)
+        return (
+            mean_acceptance_length * self.plain_seconds / (self.verify_seconds + self.draft_seconds)
+        )
 
 
 def round_bound(
-    deployment: Deployment, *, batch: int, context: int, num_draft_tokens: int, same_experts: bool = False
+    deployment: Deployment,
+    *,
+    batch: int,
+    context: int,
+    num_draft_tokens: int,
+    same_experts: bool = False,
 ) -> RoundBound:
     """Computes the roofline of a round: a forward of the target over ``K + 1`` tokens, ``K`` passes of the drafter.
 
-    The drafter's first pass takes in the up to ``K + 1`` tokens that the last round committed and fuses their features;
-    the others take one token each. A drafter that proposes the whole draft in one pass has only the first. It takes as
-    many rows, or a single one if the drafter has no layers that keep anything (Medusa).
+    The drafter's first pass takes in the up to ``K + 1`` tokens that the last round committed and
+    fuses their features; the others take one token each. A drafter that proposes the whole draft in
+    one pass has only the first. It takes as many rows, or a single one if the drafter has no layers
+    that keep anything (Medusa).
 
     Args:
         deployment: Models and accelerators.
         batch: Sequences at once.
         context: Earlier tokens of each sequence.
         num_draft_tokens: ``K``; 0 for plain decoding, in which case verification is the plain step.
-        same_experts: As in :func:`forward_work`. With experts, the result bounds every text only if this is true.
+        same_experts: As in :func:`forward_work`. With experts, the result bounds every text only if
+            this is true.
     """
     k = num_draft_tokens
     work = partial(forward_work, deployment, batch=batch, same_experts=same_experts)
@@ -221,10 +246,18 @@ def experts_read(deployment: Deployment, *, batch: int, nodes: int) -> float:
 
 
 def best_chain(
-    deployment: Deployment, *, batch: int, context: int, conditional_acceptance_rate: float, longest: int = 8
+    deployment: Deployment,
+    *,
+    batch: int,
+    context: int,
+    conditional_acceptance_rate: float,
+    longest: int = 8,
 ) -> int:
     """Returns the ``K`` of the largest speed-up on the roofline, up to ``longest``; 0 where none exceeds 1."""
-    bounds = [round_bound(deployment, batch=batch, context=context, num_draft_tokens=k) for k in range(1, longest + 1)]
+    bounds = [
+        round_bound(deployment, batch=batch, context=context, num_draft_tokens=k)
+        for k in range(1, longest + 1)
+    ]
     return best_chain_length(
         conditional_acceptance_rate,
         verify_costs=[bound.verify_cost for bound in bounds],
@@ -239,14 +272,14 @@ def paying_batches(
 
     It pays off where ``τ > v(B) + K·c(B)``.
 
-    It pays off from batch 1 for dense targets. With experts verification reads more of them than a plain step does,
-    until a batch reads most of them anyway. ``v`` grows with the batch from 1 towards ``K + 1`` as arithmetic becomes
-    the limit; long contexts delay that, since every sequence brings keys and values to be read. A real engine reaches
-    the end earlier.
+    It pays off from batch 1 for dense targets. With experts verification reads more of them than a
+    plain step does, until a batch reads most of them anyway. ``v`` grows with the batch from 1
+    towards ``K + 1`` as arithmetic becomes the limit; long contexts delay that, since every
+    sequence brings keys and values to be read. A real engine reaches the end earlier.
 
     Returns:
-        The smallest batch at which it pays off, or ``None``. The smallest larger one at which it no longer does: 1 if
-        it pays off at none, ``None`` if it does up to 65,536.
+        The smallest batch at which it pays off, or ``None``. The smallest larger one at which it no
+        longer does: 1 if it pays off at none, ``None`` if it does up to 65,536.
     """
     bound = partial(round_bound, deployment, context=context, num_draft_tokens=num_draft_tokens)
     speedup = lambda batch: bound(batch=batch).speedup(mean_acceptance_length)
@@ -264,7 +297,9 @@ def break_even_batch(
     return paying_batches(deployment, context=context, **draft)[1]
 
 
-def largest_batch(deployment: Deployment, *, context: int, num_draft_tokens: int, utilization: float = 0.9) -> int:
+def largest_batch(
+    deployment: Deployment, *, context: int, num_draft_tokens: int, utilization: float = 0.9
+) -> int:
     """Returns the most sequences of ``context`` tokens that fit into memory, from 0 to 65,536."""
     load = {"context": context, "num_draft_tokens": num_draft_tokens, "utilization": utilization}
     too_large = _first(lambda batch: not memory_plan(deployment, batch=batch, **load).fits)
@@ -289,7 +324,9 @@ class Claim:
 
     tokens_per_second: float  #: The claimed throughput, all sequences together.
     bound: float  #: Upper bound at this batch, every draft token accepted.
-    batch_needed: int | None  #: Smallest batch at which plain decoding could reach it; ``None`` if there is none.
+    batch_needed: (
+        int | None
+    )  #: Smallest batch at which plain decoding could reach it; ``None`` if there is none.
 
     @property
     def share_of_bound(self) -> float:
@@ -303,12 +340,17 @@ class Claim:
 
 
 def check_claim(
-    deployment: Deployment, *, tokens_per_second: float, batch: int, context: int, num_draft_tokens: int
+    deployment: Deployment,
+    *,
+    tokens_per_second: float,
+    batch: int,
+    context: int,
+    num_draft_tokens: int,
 ) -> Claim:
     """Compares a claimed throughput with the roofline at ``τ = K + 1``, which no drafter can exceed.
 
-    The time of drafting is left out, so that the verdict holds for every drafter. Only the experts that a single token
-    needs are counted, so that it holds for every text.
+    The time of drafting is left out, so that the verdict holds for every drafter. Only the experts
+    that a single token needs are counted, so that it holds for every text.
 
     Raises:
         ValueError: The claim is not positive.

@@ -6,11 +6,20 @@ import dataclasses
 import math
 from typing import Any
 
-from eagle3_jax.models.config import DecoderConfig, Eagle3Config, GatedDelta, GatedMLP, Latent, LayerConfig
+from eagle3_jax.models.config import (
+    DecoderConfig,
+    Eagle3Config,
+    GatedDelta,
+    GatedMLP,
+    Latent,
+    LayerConfig,
+)
 from eagle3_jax.theory.accelerators import CACHE_BYTES, WEIGHT_BITS, Accelerator
 from eagle3_jax.theory.sizes import EqualLayers, Model, Sizes, sizes_of
 
-_EXPERTS_ONLY = "mxfp4"  # gpt-oss is published in it: everything except the experts stays in bfloat16
+_EXPERTS_ONLY = (
+    "mxfp4"  # gpt-oss is published in it: everything except the experts stays in bfloat16
+)
 _MOST_ACCELERATORS = 1024  # upper end of the search for a number that fits
 
 
@@ -18,12 +27,12 @@ _MOST_ACCELERATORS = 1024  # upper end of the search for a number that fits
 class Deployment:
     """A target and a head on accelerators of one kind.
 
-    Tensor parallelism divides the layers' matrices, both embeddings and output projections, and the key/value heads of
-    both caches. Every accelerator holds norms, biases and the head's fusion in full, and a key/value head of its own
-    when there are fewer of those than accelerators. Quantized weights are those inside the target's layers; its
-    embedding, output projection and vectors keep 16 bits (32 in float32), as in published checkpoints. With FP8 all
-    kernels of a draft head have 8 bits too, as this library stores them; with the other types it keeps 16 bits.
-    """
+    Tensor parallelism divides the layers' matrices, both embeddings and output projections, and the
+    key/value heads of both caches. Every accelerator holds norms, biases and the head's fusion in
+    full, and a key/value head of its own when there are fewer of those than accelerators. Quantized
+    weights are those inside the target's layers; its embedding, output projection and vectors keep
+    16 bits (32 in float32), as in published checkpoints. With FP8 all kernels of a draft head have
+    8 bits too, as this library stores them; with the other types it keeps 16 bits."""
 
     target: DecoderConfig  #: Configuration of the target.
     head: Eagle3Config | Sizes | None  #: The drafter; ``None`` for plain decoding.
@@ -36,9 +45,13 @@ class Deployment:
 
     def __post_init__(self) -> None:
         if self.weights not in WEIGHT_BITS:
-            raise ValueError(f"weights {self.weights!r} are not known; use one of {', '.join(WEIGHT_BITS)}")
+            raise ValueError(
+                f"weights {self.weights!r} are not known; use one of {', '.join(WEIGHT_BITS)}"
+            )
         if self.cache not in CACHE_BYTES:
-            raise ValueError(f"cache type {self.cache!r} is not known; use one of {', '.join(CACHE_BYTES)}")
+            raise ValueError(
+                f"cache type {self.cache!r} is not known; use one of {', '.join(CACHE_BYTES)}"
+            )
         for name, model in ((self.target_name, self.target), (self.head_name, self.head)):
             for num_heads in attention_heads(model) if model else ():
                 if num_heads % self.num_accelerators:
@@ -70,12 +83,14 @@ class Deployment:
         tables = sizes.owned.embedding + sizes.owned.output - sizes.read.output
         return self.streamed_bytes(model) + self.plain_bytes * tables / self.num_accelerators
 
-    def streamed_bytes(self, model: Model, *, tokens: int | None = None, fuse: bool = True) -> float:
+    def streamed_bytes(
+        self, model: Model, *, tokens: int | None = None, fuse: bool = True
+    ) -> float:
         """Counts the weights that each accelerator reads in a forward: all but the embedding.
 
-        ``bits/8·(qo + mlp + r·kv + experts)/n + wide·(output/n + fusion + vectors)``. With FP8 the output projection
-        and the fusion of a head have one byte. ``r`` is the number of accelerators that share a key/value head, 1 when
-        there are enough heads.
+        ``bits/8·(qo + mlp + r·kv + experts)/n + wide·(output/n + fusion + vectors)``. With FP8 the
+        output projection and the fusion of a head have one byte. ``r`` is the number of
+        accelerators that share a key/value head, 1 when there are enough heads.
 
         Args:
             model: The target or the head.
@@ -86,7 +101,9 @@ class Deployment:
         read = sizes.read
         wide = self.plain_bytes
         is_fp8 = self.weights == "fp8"
-        bits = WEIGHT_BITS[self.weights] if is_fp8 or isinstance(model, DecoderConfig) else 8.0 * wide
+        bits = (
+            WEIGHT_BITS[self.weights] if is_fp8 or isinstance(model, DecoderConfig) else 8.0 * wide
+        )
         dense_bits = 8.0 * wide if self.weights == _EXPERTS_ONLY else bits
         kernel = 1 if is_fp8 and sizes.is_head else wide
         owned_output = min(sizes.owned.output, read.output)
@@ -101,9 +118,9 @@ class Deployment:
     def cache_bytes_per_token(self, model: Model) -> float:
         """Counts the bytes of a token's keys and values on each accelerator: ``Σ 2·C·H`` numbers, ``·r/n``.
 
-        A layer of latents has ``r + dr`` on every accelerator, a recurrent layer nothing. Layers with a window hold
-        the whole sequence like the others; an engine that frees what has left the window needs less.
-        """
+        A layer of latents has ``r + dr`` on every accelerator, a recurrent layer nothing. Layers
+        with a window hold the whole sequence like the others; an engine that frees what has left
+        the window needs less."""
         return sum(map(self.layer_cache_bytes, sizes_of(model).layers), 0.0)
 
     def layer_cache_bytes(self, equal: EqualLayers) -> float:
@@ -117,20 +134,29 @@ class Deployment:
         The ``K - 1`` inputs that convolutions look back at are in the type of the activations.
         """
         layers = sizes_of(model).layers
-        values = sum(4 * equal.state_values + self.plain_bytes * equal.window_values for equal in layers)
+        values = sum(
+            4 * equal.state_values + self.plain_bytes * equal.window_values for equal in layers
+        )
         return values / self.num_accelerators
 
     def _shared_by(self, equal: EqualLayers) -> float:
         """Number of accelerators that hold the same key/value head; a latent counts as one head."""
         mixer = equal.layer.mixer
-        heads = 1 if isinstance(mixer, Latent) else getattr(mixer, "num_kv_heads", self.num_accelerators)
+        heads = (
+            1
+            if isinstance(mixer, Latent)
+            else getattr(mixer, "num_kv_heads", self.num_accelerators)
+        )
         return max(1.0, self.num_accelerators / heads)
 
 
 def attention_heads(model: Model) -> set[int]:
     """Returns the numbers of heads that accelerators divide: query heads, or key heads of recurrent layers."""
     mixers = [equal.layer.mixer for equal in sizes_of(model).layers]
-    return {mixer.num_key_heads if isinstance(mixer, GatedDelta) else mixer.num_heads for mixer in mixers}
+    return {
+        mixer.num_key_heads if isinstance(mixer, GatedDelta) else mixer.num_heads
+        for mixer in mixers
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,7 +197,8 @@ class MemoryPlan:
         return remaining if math.isinf(remaining) else remaining // self.cache_bytes_per_token
 
 
-# Attention scores that a prefill makes at once, of all heads and rows (eagle3_jax.models.attention).
+# Attention scores that a prefill makes at once, of all heads and rows
+# (eagle3_jax.models.attention).
 SCORES = 2**27
 
 
@@ -180,13 +207,13 @@ def _activation_bytes(
 ) -> float:
     """Estimates the working memory of this library's largest forward on each accelerator, within a tenth.
 
-    ``T·wide·(4·D + (2·mlp + (heads + 2·C)·H)/n + A·D) + (4 + wide)·scores/n + 2·4·B·(K+1)·V/n``: for the ``T`` tokens
-    of the forward the residual stream and three vectors like it, the inner vectors of the widest layer, and the
-    features kept for the head; attention scores in float32 and as weights, ``heads·T·context`` of them, but no more
-    than ``SCORES`` of a prefill; for the verified tokens logits and probabilities in float32. A prefill keeps keys
-    and values of its tokens until the caches take them. One in several forwards
-    (``eagle3_jax/devices/groups.py``) also makes caches of up to ``2·T`` slots for each. Other engines differ.
-    """
+    ``T·wide·(4·D + (2·mlp + (heads + 2·C)·H)/n + A·D) + (4 + wide)·scores/n + 2·4·B·(K+1)·V/n``:
+    for the ``T`` tokens of the forward the residual stream and three vectors like it, the inner
+    vectors of the widest layer, and the features kept for the head; attention scores in float32 and
+    as weights, ``heads·T·context`` of them, but no more than ``SCORES`` of a prefill; for the
+    verified tokens logits and probabilities in float32. A prefill keeps keys and values of its
+    tokens until the caches take them. One in several forwards (``eagle3_jax/devices/groups.py``)
+    also makes caches of up to ``2·T`` slots for each. Other engines differ."""
     target = deployment.target
     n = deployment.num_accelerators
     verified = batch * (num_draft_tokens + 1)
@@ -195,7 +222,10 @@ def _activation_bytes(
     kinds = set(target.layers)
     inner_width = max(map(_inner_width, kinds))
     per_token = deployment.plain_bytes * (4 * target.width + inner_width / n + features)
-    heads = max((layer.mixer.num_heads for layer in kinds if not isinstance(layer.mixer, GatedDelta)), default=0)
+    heads = max(
+        (layer.mixer.num_heads for layer in kinds if not isinstance(layer.mixer, GatedDelta)),
+        default=0,
+    )
     scores_per_query = heads * context
     prefill_queries = min(prefill_tokens, SCORES / (scores_per_query or 1))
     scores = scores_per_query * max(verified, prefill_queries)
@@ -215,7 +245,9 @@ def _inner_width(layer: LayerConfig) -> int:
     """Returns the width of all inner vectors of a token in a layer."""
     mixer = layer.mixer
     mlp = layer.mlp
-    mlp_width = mlp.width if isinstance(mlp, GatedMLP) else mlp.per_token * mlp.width + mlp.shared_width
+    mlp_width = (
+        mlp.width if isinstance(mlp, GatedMLP) else mlp.per_token * mlp.width + mlp.shared_width
+    )
     inner = 2 * mlp_width
     if isinstance(mixer, Latent):  # query and output of each head, in the latent's space
         return inner + 2 * mixer.num_heads * (mixer.kv_rank + mixer.rope_dim)
@@ -223,7 +255,9 @@ def _inner_width(layer: LayerConfig) -> int:
         keys = mixer.num_key_heads * mixer.key_dim
         values = mixer.num_value_heads * mixer.value_dim
         return inner + 2 * (keys + values)
-    num_vectors = mixer.num_heads + 2 * mixer.num_kv_heads + (mixer.num_heads if mixer.output_gate else 0)
+    num_vectors = (
+        mixer.num_heads + 2 * mixer.num_kv_heads + (mixer.num_heads if mixer.output_gate else 0)
+    )
     return inner + num_vectors * mixer.head_dim
 
 
@@ -239,7 +273,8 @@ def memory_plan(
 ) -> MemoryPlan:
     """Plans the bytes on each accelerator while ``batch`` sequences are ``context`` tokens long.
 
-    The caches also hold the ``K + 1`` tokens under verification: ``B·(context + K + 1)`` tokens each.
+    The caches also hold the ``K + 1`` tokens under verification: ``B·(context + K + 1)`` tokens
+    each.
 
     Args:
         deployment: Models and accelerators.
@@ -247,14 +282,17 @@ def memory_plan(
         context: Tokens of a sequence, prompt and answer.
         num_draft_tokens: ``K``; 0 without a head.
         prefill_tokens: Maximum number of prompt tokens in a forward.
-        utilization: Share of the accelerator that the engine may take (vLLM's ``gpu_memory_utilization``).
+        utilization: Share of the accelerator that the engine may take (vLLM's
+            ``gpu_memory_utilization``).
         reserve_bytes: Bytes for everything that is not counted here.
 
     Raises:
         ValueError: The utilization is no share.
     """
     if not 0 < utilization <= 1:
-        raise ValueError(f"memory utilization is {utilization:g}; expected more than 0 and at most 1")
+        raise ValueError(
+            f"memory utilization is {utilization:g}; expected more than 0 and at most 1"
+        )
     target = deployment.target
     head = deployment.head
     tokens = batch * (context + num_draft_tokens + 1)
@@ -281,7 +319,9 @@ def remedy_of(deployment: Deployment, **load: Any) -> dict[str, Any]:
         load: The other arguments of :func:`memory_plan`.
     """
     heads = math.gcd(*(number for model in deployment.models for number in attention_heads(model)))
-    larger = [n for n in range(deployment.num_accelerators + 1, _MOST_ACCELERATORS + 1) if heads % n == 0]
+    larger = [
+        n for n in range(deployment.num_accelerators + 1, _MOST_ACCELERATORS + 1) if heads % n == 0
+    ]
     smaller = [name for name, bits in WEIGHT_BITS.items() if bits < WEIGHT_BITS[deployment.weights]]
     fits = lambda **change: memory_plan(dataclasses.replace(deployment, **change), **load).fits
     return {

@@ -13,7 +13,8 @@ from eagle3_jax.theory.bounds import best_chain, break_even_batch, round_bound
 from eagle3_jax.theory.memory import Deployment, MemoryPlan, memory_plan
 from eagle3_jax.theory.speedup import Rates, rates, round_cost, tau_from_conditional_rate
 
-#: Number of requests after which the share that is slower than the plain pool's 99th percentile is known to a quarter
+#: Number of requests after which the share that is slower than the plain pool's 99th percentile is
+# known to a quarter
 #: of a percent with 95 % confidence, ``n = z² p(1-p) / h²`` with ``p`` = 1 % and ``h`` = 0.25 %.
 REQUESTS_FOR_P99 = math.ceil(1.96**2 * 0.01 * (1 - 0.01) / 0.0025**2)
 _STAGES = ((0.01, 1.0), (0.1, 24.0), (0.5, 24.0), (1.0, 168.0))  # share of traffic, least hours
@@ -63,12 +64,19 @@ class RolloutPlan:
     expected: Rates  #: Rates that offline measurement must confirm.
     verify_cost: float  #: ``v`` at the daily peak.
     draft_cost: float  #: ``c`` at the daily peak.
-    measured: bool  #: Whether both costs were measured; otherwise they are the roofline's, the best case.
-    break_even_tau: float  #: ``v + K·c`` at the peak; with a smaller τ speculation slows the service down.
+    measured: (
+        bool  #: Whether both costs were measured; otherwise they are the roofline's, the best case.
+    )
+    break_even_tau: (
+        float  #: ``v + K·c`` at the peak; with a smaller τ speculation slows the service down.
+    )
     least_tau: float  #: The gate on τ, halfway from break-even to the expected τ.
-    #: The gate on the median time per output token over that of the plain pool, half of the predicted saving.
+    #: The gate on the median time per output token over that of the plain pool, half of the
+    # predicted saving.
     largest_time_ratio: float
-    predicted_speedup: float  #: ``S = τ / (v + K·c)`` at the peak; at most that, where costs are the roofline's.
+    predicted_speedup: (
+        float  #: ``S = τ / (v + K·c)`` at the peak; at most that, where costs are the roofline's.
+    )
     #: Batch at which speculation stops paying off on the roofline; ``None`` if there is none.
     break_even_batch: int | None
     obstacles: list[str]  #: Reasons not to start the rollout.
@@ -88,12 +96,18 @@ def draft_schedule(
 
     Each range reaches from a power of two to the next and takes the smaller ``K`` of both ends.
     """
-    options = {"conditional_acceptance_rate": conditional_acceptance_rate, "longest": most_draft_tokens}
+    options = {
+        "conditional_acceptance_rate": conditional_acceptance_rate,
+        "longest": most_draft_tokens,
+    }
     ranges: list[BatchRange] = []
     for power in range(largest.bit_length()):
         first = 2**power
         last = min(2 * first - 1, largest)
-        best = min(best_chain(deployment, batch=batch, context=context, **options) for batch in {first, last})
+        best = min(
+            best_chain(deployment, batch=batch, context=context, **options)
+            for batch in {first, last}
+        )
         start = ranges.pop().first if ranges and ranges[-1].num_draft_tokens == best else first
         ranges.append(BatchRange(start, last, best))
     return ranges
@@ -109,8 +123,8 @@ def plan_rollout(
 ) -> RolloutPlan:
     """Computes gates, schedule and durations.
 
-    A stage lasts until the speculative pool has served enough requests to judge a 99th percentile, and at least an
-    hour, a day, a day and a week: the mix of requests changes over them.
+    A stage lasts until the speculative pool has served enough requests to judge a 99th percentile,
+    and at least an hour, a day, a day and a week: the mix of requests changes over them.
 
     Args:
         deployment: Target, head and accelerators of one replica.
@@ -125,7 +139,9 @@ def plan_rollout(
     if deployment.head is None:
         raise ValueError("a rollout needs a head; leave --drafter out for the usual one")
     if traffic.requests_per_second <= 0:
-        raise ValueError(f"requests_per_second is {traffic.requests_per_second:g}; expected a positive number")
+        raise ValueError(
+            f"requests_per_second is {traffic.requests_per_second:g}; expected a positive number"
+        )
     k = num_draft_tokens
     alpha = conditional_acceptance_rate
     batch = traffic.concurrency
@@ -138,9 +154,13 @@ def plan_rollout(
     memory = memory_plan(deployment, batch=batch, context=longest, num_draft_tokens=k)
     obstacles = []
     if not memory.fits:
-        obstacles.append(f"memory: {memory.total / 1e9:.1f} GB needed, {memory.budget / 1e9:.1f} GB may be used")
+        obstacles.append(
+            f"memory: {memory.total / 1e9:.1f} GB needed, {memory.budget / 1e9:.1f} GB may be used"
+        )
     if tau <= even:
-        obstacles.append(f"speed: τ {tau:.2f} is below the {even:.2f} that a round costs at {batch} sequences")
+        obstacles.append(
+            f"speed: τ {tau:.2f} is below the {even:.2f} that a round costs at {batch} sequences"
+        )
     return RolloutPlan(
         deployment=deployment,
         traffic=traffic,
@@ -154,10 +174,16 @@ def plan_rollout(
         least_tau=(even + tau) / 2,
         largest_time_ratio=1.0 - (1.0 - even / tau) / 2,
         predicted_speedup=tau / even,
-        break_even_batch=break_even_batch(deployment, context=context, num_draft_tokens=k, mean_acceptance_length=tau),
+        break_even_batch=break_even_batch(
+            deployment, context=context, num_draft_tokens=k, mean_acceptance_length=tau
+        ),
         obstacles=obstacles,
         schedule=draft_schedule(
-            deployment, conditional_acceptance_rate=alpha, most_draft_tokens=k, context=context, largest=2 * batch
+            deployment,
+            conditional_acceptance_rate=alpha,
+            most_draft_tokens=k,
+            context=context,
+            largest=2 * batch,
         ),
         stages=[_stage(share, least_hours, traffic) for share, least_hours in _STAGES],
     )
@@ -185,7 +211,10 @@ def to_markdown(plan: RolloutPlan, *, target: str, head: str) -> str:
     settings = {"method": "eagle3", "model": head, "num_speculative_tokens": plan.num_draft_tokens}
     settings["num_speculative_tokens_per_batch_size"] = [list(part) for part in plan.schedule]
     obstacles = "".join(f"- **Do not start.** {text}\n" for text in plan.obstacles)
-    stages = [f"| {stage.share:.0%} | {stage.hours:g} h | {stage.requests:,.0f} |" for stage in plan.stages]
+    stages = [
+        f"| {stage.share:.0%} | {stage.hours:g} h | {stage.requests:,.0f} |"
+        for stage in plan.stages
+    ]
     template = Path(__file__).with_name("rollout.md").read_text(encoding="utf-8")
     return template.format(
         plan=plan,

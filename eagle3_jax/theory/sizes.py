@@ -18,13 +18,19 @@ ONE_PASS = ("num_heads", "mask_token_id", "block_size")
 class Parameters(NamedTuple):
     """Numbers of parameters by their use, which decides whether they are quantized, divided or read in every step."""
 
-    query_output: int = 0  #: Projections divided by query heads (queries, outputs, and what expands a latent).
-    key_value: int = 0  #: Projections that are divided by key heads, and those that lead to a latent.
+    query_output: int = (
+        0  #: Projections divided by query heads (queries, outputs, and what expands a latent).
+    )
+    key_value: int = (
+        0  #: Projections that are divided by key heads, and those that lead to a latent.
+    )
     mlp: int = 0  #: Gate, up and down projections that every token goes through.
-    #: The projection that fuses target features in a draft head, and its other matrices outside of layers.
+    #: The projection that fuses target features in a draft head, and its other matrices outside of
+    # layers.
     fusion: int = 0
     vectors: int = 0  #: Norms, biases and other small parameters.
-    embedding: int = 0  #: The embedding table; 0 if it is tied to the output projection or borrowed from another model.
+    #: The embedding table; 0 if it is tied to the output projection or borrowed from another model.
+    embedding: int = 0
     output: int = 0  #: The projection to logits.
     experts: int = 0  #: All experts together, of which a token goes through a few.
     routers: int = 0  #: Projections that choose experts, and gates of shared experts.
@@ -41,18 +47,20 @@ class EqualLayers(NamedTuple):
     layer: LayerConfig  #: Description of one layer.
     number: int  #: Number of layers.
     sizes: Parameters  #: Parameters.
-    #: Numbers that one token adds to the caches (a key and a value, or a latent). A layer with a window counts
+    #: Numbers that one token adds to the caches (a key and a value, or a latent). A layer with a
+    # window counts
     #: like any other, since its buffers are as long.
     cache_values_per_token: int
-    state_values: int  #: Numbers in the recurrent states of a sequence, in float32 and independent of its length.
+    #: Numbers in the recurrent states of a sequence, in float32 and independent of its length.
+    state_values: int
     window_values: int  #: Inputs that the convolutions of a recurrent layer look back at.
 
     def experts_read(self, tokens: int | None) -> float:
         """Counts the parameters of the experts that ``tokens`` tokens go through, or of all experts for ``None``.
 
-        It is the mean ``E·(1 - (1 - k/E)^tokens)`` for tokens that choose independently and evenly. Neighbors in a
-        text choose alike and experts are not equally popular, so a real forward reads fewer.
-        """
+        It is the mean ``E·(1 - (1 - k/E)^tokens)`` for tokens that choose independently and evenly.
+        Neighbors in a text choose alike and experts are not equally popular, so a real forward
+        reads fewer."""
         mlp = self.layer.mlp
         if tokens is None or not isinstance(mlp, Experts):
             return float(self.sizes.experts)
@@ -72,8 +80,11 @@ class Sizes:
     max_positions: int = MOST  #: Longest sequence that it was built for.
     is_parallel: bool = False  #: Whether one pass proposes the whole draft.
     fuses_once: bool = False  #: Whether only the first pass of a draft reads ``fusion``.
-    longest: int = MOST  #: Maximum number of draft tokens. The root of a draft takes a position too.
-    #: Whether it is a draft head, every kernel of which may be stored in FP8, its output matrix included.
+    longest: int = (
+        MOST  #: Maximum number of draft tokens. The root of a draft takes a position too.
+    )
+    #: Whether it is a draft head, every kernel of which may be stored in FP8, its output matrix
+    # included.
     is_head: bool = False
 
     @property
@@ -99,12 +110,22 @@ def sizes_of(model: Model) -> Sizes:
         return model
     if isinstance(model, Eagle3Config):
         return head_sizes(Eagle3Drafter(model), "EAGLE-3 head")
-    kinds = tuple(dict.fromkeys(model.layers))  # each kind of layer is traced once, however many layers there are
+    kinds = tuple(
+        dict.fromkeys(model.layers)
+    )  # each kind of layer is traced once, however many layers there are
     network = DecoderTarget(dataclasses.replace(model, layers=kinds))
     numbers = [model.layers.count(kind) for kind in kinds]
     layers, owned = _count(network.param_shapes(), network.param_axes(), kinds, numbers)
     positions = model.max_positions
-    return Sizes("draft model", model.width, layers, owned, owned, max_positions=positions, longest=positions - 1)
+    return Sizes(
+        "draft model",
+        model.width,
+        layers,
+        owned,
+        owned,
+        max_positions=positions,
+        longest=positions - 1,
+    )
 
 
 def parameters(model: Model) -> Parameters:
@@ -122,7 +143,9 @@ def head_sizes(drafter: Any, method: str, borrowed_output: int = 0) -> Sizes:
     """
     config = drafter.config
     kinds = getattr(drafter.config, "layers", ())
-    layers, owned = _count(drafter.param_shapes(), drafter.param_axes()["head"], kinds, [1] * len(kinds))
+    layers, owned = _count(
+        drafter.param_shapes(), drafter.param_axes()["head"], kinds, [1] * len(kinds)
+    )
     borrows = drafter.borrows_output and not getattr(config, "own_output", False)
     return Sizes(
         method=method,
@@ -152,7 +175,9 @@ def _count(
     for (path, leaf), named_axes in zip(leaves, leaf_axes, strict=True):
         names = [str(getattr(entry, "key", getattr(entry, "idx", entry))) for entry in path]
         index = _layer_index(names) if layers else None
-        if "qkv" in names and len(leaf.shape) == 2:  # one matrix, the last columns of which give keys and values
+        if (
+            "qkv" in names and len(leaf.shape) == 2
+        ):  # one matrix, the last columns of which give keys and values
             values = leaf.shape[0] * sum(cached[index or 0].values())
             counts[index] += {"query_output": leaf.size - values, "key_value": values}
         else:
@@ -207,6 +232,8 @@ def _cache_values(layer: LayerConfig) -> dict[str, int]:
 
     def buffers() -> dict[str, jax.Array]:
         (cache,) = empty_cache((layer,), batch=1, capacity=1, dtype="float32").layers
-        return {path[-1].name: buffer for path, buffer in jax.tree_util.tree_leaves_with_path(cache)}
+        return {
+            path[-1].name: buffer for path, buffer in jax.tree_util.tree_leaves_with_path(cache)
+        }
 
     return {name: math.prod(buffer.shape) for name, buffer in jax.eval_shape(buffers).items()}

@@ -1,14 +1,17 @@
 """Theory of the speed-up: tokens per round, cost of a round, break-even.
 
-Publications mean two quantities by "acceptance rate", and each has its own formula. For a chain of ``K`` drafted tokens
+Publications mean two quantities by "acceptance rate", and each has its own formula. For a chain of
+``K`` drafted tokens
 
-* the *draft acceptance rate* ``r`` is accepted over drafted tokens, and ``τ = 1 + K·r`` is an identity;
-* the *conditional acceptance rate* ``α`` is the probability that a token is accepted given that all before it were, and
-  ``τ = (1 - α^(K+1)) / (1 - α)`` if it is the same at every position (Leviathan et al., 2023, arXiv 2211.17192, eq. 1).
+* the *draft acceptance rate* ``r`` is accepted over drafted tokens, and ``τ = 1 + K·r`` is an
+  identity;
+* the *conditional acceptance rate* ``α`` is the probability that a token is accepted given that all
+  before it were, and ``τ = (1 - α^(K+1)) / (1 - α)`` if it is the same at every position (Leviathan
+  et al., 2023, arXiv 2211.17192, eq. 1).
 
-``τ`` is the mean acceptance length: tokens emitted per round, the bonus or correction included. A round costs
-``v + K·c`` plain steps, ``v`` for verification and ``c`` for each draft pass, so the speed-up is ``S = τ / (v + K·c)``.
-"""
+``τ`` is the mean acceptance length: tokens emitted per round, the bonus or correction included. A
+round costs ``v + K·c`` plain steps, ``v`` for verification and ``c`` for each draft pass, so the
+speed-up is ``S = τ / (v + K·c)``."""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ def tau_from_draft_rate(draft_acceptance_rate: float, num_draft_tokens: int) -> 
 def tau_from_conditional_rate(conditional_acceptance_rate: float, num_draft_tokens: int) -> float:
     """``τ = 1 + α + α² + … + α^K = (1 - α^(K+1)) / (1 - α)`` (Leviathan et al., 2023, eq. 1).
 
-    Position ``j`` is accepted with all before it with probability ``α^j``; the leading 1 is the token of every round.
-    """
+    Position ``j`` is accepted with all before it with probability ``α^j``; the leading 1 is the
+    token of every round."""
     _check_rate("conditional_acceptance_rate", conditional_acceptance_rate)
     return math.fsum(conditional_acceptance_rate**j for j in range(num_draft_tokens + 1))
 
@@ -58,10 +61,14 @@ def round_cost(num_draft_tokens: int, *, verify_cost: float, draft_cost: float) 
     return verify_cost + num_draft_tokens * draft_cost
 
 
-def speedup(mean_acceptance_length: float, *, num_draft_tokens: int, verify_cost: float, draft_cost: float) -> float:
+def speedup(
+    mean_acceptance_length: float, *, num_draft_tokens: int, verify_cost: float, draft_cost: float
+) -> float:
     """``S = τ / (v + K·c)``: tokens per round over its cost (Leviathan et al., 2023, theorem 3.8, where ``v = 1``)."""
     _check_tau(mean_acceptance_length, num_draft_tokens)
-    return mean_acceptance_length / round_cost(num_draft_tokens, verify_cost=verify_cost, draft_cost=draft_cost)
+    return mean_acceptance_length / round_cost(
+        num_draft_tokens, verify_cost=verify_cost, draft_cost=draft_cost
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +89,14 @@ def rates(mean_acceptance_length: float, num_draft_tokens: int) -> Rates:
     )
 
 
-def rates_for_speedup(gain: float, *, num_draft_tokens: int, verify_cost: float, draft_cost: float) -> Rates | None:
+def rates_for_speedup(
+    gain: float, *, num_draft_tokens: int, verify_cost: float, draft_cost: float
+) -> Rates | None:
     """Returns the rates at which ``S`` is ``gain``: ``τ = S·(v + K·c)``. Those of ``S = 1`` are the break-even.
 
     Returns:
-        ``None`` when even ``τ = K + 1``, everything accepted, is not enough. A ``τ`` below 1, which is always reached,
-        is given as 1.
+        ``None`` when even ``τ = K + 1``, everything accepted, is not enough. A ``τ`` below 1, which
+        is always reached, is given as 1.
     """
     if not 0 < gain < math.inf:
         raise ValueError(f"the wanted speed-up is {gain:g}; expected a positive number")
@@ -96,7 +105,10 @@ def rates_for_speedup(gain: float, *, num_draft_tokens: int, verify_cost: float,
 
 
 def best_chain_length(
-    conditional_acceptance_rate: float, *, verify_costs: Sequence[float], draft_costs: Sequence[float]
+    conditional_acceptance_rate: float,
+    *,
+    verify_costs: Sequence[float],
+    draft_costs: Sequence[float],
 ) -> int:
     """Returns the ``K`` of the largest ``S``, the smallest of equals; 0, plain decoding, when none exceeds 1.
 
@@ -105,22 +117,29 @@ def best_chain_length(
     gains = [1.0]
     for k, (verify_cost, draft_cost) in enumerate(zip(verify_costs, draft_costs, strict=True), 1):
         tau = tau_from_conditional_rate(conditional_acceptance_rate, k)
-        gains.append(speedup(tau, num_draft_tokens=k, verify_cost=verify_cost, draft_cost=draft_cost))
+        gains.append(
+            speedup(tau, num_draft_tokens=k, verify_cost=verify_cost, draft_cost=draft_cost)
+        )
     return gains.index(max(gains))
 
 
 def blended_tau(token_shares: Sequence[float], mean_acceptance_lengths: Sequence[float]) -> float:
     """Returns ``τ`` of mixed traffic, ``1 / Σ w_i/τ_i`` with shares ``w_i`` of the output tokens.
 
-    A class that writes ``w_i`` of the tokens needs ``w_i/τ_i`` rounds for each token. Tokens over rounds is the
-    harmonic mean: classes weigh by their rounds. An arithmetic mean of rates is too large.
+    A class that writes ``w_i`` of the tokens needs ``w_i/τ_i`` rounds for each token. Tokens over
+    rounds is the harmonic mean: classes weigh by their rounds. An arithmetic mean of rates is too
+    large.
 
     Raises:
         ValueError: The shares do not add up to 1.
     """
     if min(token_shares) <= 0 or abs(math.fsum(token_shares) - 1.0) > 1e-6:
-        raise ValueError(f"shares {', '.join(f'{w:g}' for w in token_shares)}; expected positive ones that sum to 1")
-    return 1.0 / math.fsum(w / tau for w, tau in zip(token_shares, mean_acceptance_lengths, strict=True))
+        raise ValueError(
+            f"shares {', '.join(f'{w:g}' for w in token_shares)}; expected positive ones that sum to 1"
+        )
+    return 1.0 / math.fsum(
+        w / tau for w, tau in zip(token_shares, mean_acceptance_lengths, strict=True)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,9 +182,9 @@ def simulate(
 ) -> Simulation:
     """Simulates requests round by round, with accepted counts sampled from the geometric distribution.
 
-    ``P(accepted = j) = α^j (1 - α)`` for ``j < K`` and ``α^K`` for ``j = K``; every round takes ``v + K·c``. A request
-    that accepts little is slow, and the mean acceptance length does not show it. Queueing and changing batches are not
-    simulated.
+    ``P(accepted = j) = α^j (1 - α)`` for ``j < K`` and ``α^K`` for ``j = K``; every round takes ``v
+    + K·c``. A request that accepts little is slow, and the mean acceptance length does not show it.
+    Queueing and changing batches are not simulated.
 
     Args:
         traffic: Kinds of requests.
@@ -181,7 +200,9 @@ def simulate(
     cost = round_cost(num_draft_tokens, verify_cost=verify_cost, draft_cost=draft_cost)
     alphas = [kind.conditional_acceptance_rate for kind in traffic]
     shares = [kind.share for kind in traffic]
-    blended_tau(shares, [tau_from_conditional_rate(alpha, num_draft_tokens) for alpha in alphas])  # checks both
+    blended_tau(
+        shares, [tau_from_conditional_rate(alpha, num_draft_tokens) for alpha in alphas]
+    )  # checks both
     generator = np.random.default_rng(seed)
     alpha = generator.choice(alphas, size=num_requests, p=shares)
     written = np.zeros(num_requests, np.int64)  # after the token of the prefill

@@ -26,18 +26,24 @@ class TTTBatch(struct.PyTreeNode, kw_only=True):
 
     tokens: Int[Array, "B T"]
     attention_mask: Bool[Array, "B T"]  #: False at padding.
-    #: True where the token *after the next* is worth learning: entry ``t + k`` supervises row ``t`` of step ``k``: its
-    #: label is ``x_{t+k+2}``. For an assistant turn at ``s .. e`` these are entries ``s - 1 .. e - 2``: its first
+    #: True where the token *after the next* is worth learning: entry ``t + k`` supervises row ``t``
+    # of step ``k``: its
+    #: label is ``x_{t+k+2}``. For an assistant turn at ``s .. e`` these are entries ``s - 1 .. e -
+    # 2``: its first
     #: token always comes from the target.
     loss_mask: Bool[Array, "B T"]
     #: Random key of objectives that add noise or sample rows; every batch has another.
     key: Key[Array, ""] | None = None
-    known: Known | None = None  #: The target's stored features and states; ``None``: the objective runs the target.
+    known: Known | None = (
+        None  #: The target's stored features and states; ``None``: the objective runs the target.
+    )
 
     @property
     def positions(self) -> Int[Array, "B T"]:
         """Position of each token, counted from the first column, padding or not."""
-        return jnp.broadcast_to(jnp.arange(self.tokens.shape[1], dtype=jnp.int32), self.tokens.shape)
+        return jnp.broadcast_to(
+            jnp.arange(self.tokens.shape[1], dtype=jnp.int32), self.tokens.shape
+        )
 
     @property
     def learns_next(self) -> Bool[Array, "B T"]:
@@ -55,7 +61,9 @@ class Frozen(TypedDict):
 
     target_params: Params  #: Parameters of the target.
     embedding: Float[Array, "V D"]  #: The head's token embedding, usually the target's.
-    draft_to_target: Int[Array, " W"] | None  #: Target id of every draft id; ``None`` if these are the same.
+    draft_to_target: (
+        Int[Array, " W"] | None
+    )  #: Target id of every draft id; ``None`` if these are the same.
 
 
 def final_states(target: DecoderTarget, params: Params, batch: TTTBatch) -> Float[Array, "B T D"]:
@@ -70,7 +78,11 @@ def draft_ids(frozen: Frozen, vocab_size: int) -> Int[Array, " V"]:
     ids = frozen["draft_to_target"]
     if ids is None:
         return jnp.arange(vocab_size, dtype=jnp.int32)
-    return jnp.full((vocab_size,), -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
+    return (
+        jnp.full((vocab_size,), -1, jnp.int32)
+        .at[ids]
+        .set(jnp.arange(ids.shape[0], dtype=jnp.int32))
+    )
 
 
 def extend(x: Array, count: int, fill: Array | int | float = 0) -> Array:
@@ -98,11 +110,12 @@ def share(values: Array, mask: Bool[Array, "*n"]) -> Float[Array, ""]:
 def greedy_tau(steps: Iterable[tuple[Array, Bool[Array, "*n"]]]) -> Float[Array, ""]:
     """Returns the tokens per target forward of a greedy chain of drafts.
 
-    They are 1 plus, for each draft position, the share of rows in which this draft and all before it hit.
+    They are 1 plus, for each draft position, the share of rows in which this draft and all before
+    it hit.
 
     Args:
-        steps: For each draft position, the rows in which it hits, and the rows that count. A row counts at a position
-            if it counts at all positions before.
+        steps: For each draft position, the rows in which it hits, and the rows that count. A row
+            counts at a position if it counts at all positions before.
     """
     tau = jnp.ones((), jnp.float32)
     alive = jnp.bool_(True)
@@ -119,8 +132,8 @@ def text_batches(
 ) -> tuple[Callable[[int], TTTBatch], int]:
     """Returns batches of texts as a function of the step only, so that an interrupted run continues with the same ones.
 
-    Each pass sees every text once. Texts of similar length share a batch. Batches have about as many tokens, so those
-    of shorter texts have more rows.
+    Each pass sees every text once. Texts of similar length share a batch. Batches have about as
+    many tokens, so those of shorter texts have more rows.
 
     Args:
         texts: The texts.
@@ -134,14 +147,18 @@ def text_batches(
     buckets = buckets_of(texts.length)
     rows = [max(1, batch * buckets[-1].length // bucket.length) for bucket in buckets]
     chunks = [
-        (index, offset) for index, bucket in enumerate(buckets) for offset in range(0, len(bucket.texts), rows[index])
+        (index, offset)
+        for index, bucket in enumerate(buckets)
+        for offset in range(0, len(bucket.texts), rows[index])
     ]
 
     @functools.lru_cache(maxsize=1)
     def orders(number: int) -> tuple[list[np.ndarray], np.ndarray]:
         """Returns the order of the texts of each bucket, and that of the chunks."""
         random = np.random.default_rng((seed, number))
-        return [random.permutation(bucket.texts) for bucket in buckets], random.permutation(len(chunks))
+        return [random.permutation(bucket.texts) for bucket in buckets], random.permutation(
+            len(chunks)
+        )
 
     def batch_at(step: int) -> TTTBatch:
         number, index = divmod(step, len(chunks))
@@ -149,7 +166,14 @@ def text_batches(
         bucket, offset = chunks[order_of_chunks[index]]
         chosen = order[bucket][offset : offset + rows[bucket]]
         key = jax.random.fold_in(jax.random.key(seed), step)
-        return batch_of(texts, chosen, length=buckets[bucket].length, count=rows[bucket], key=key, features=features)
+        return batch_of(
+            texts,
+            chosen,
+            length=buckets[bucket].length,
+            count=rows[bucket],
+            key=key,
+            features=features,
+        )
 
     return batch_at, len(chunks)
 

@@ -1,8 +1,8 @@
 """Text for the shipped pair: the standard library of an installed CPython, split into training and held-out files.
 
-A file is known by its name inside the corpus (``code/json/decoder.py``, ``docs/library/heapq.rst``). The held-out
-names are a fixed list that ships with the package, so that no head is trained on the files that it is measured with.
-"""
+A file is known by its name inside the corpus (``code/json/decoder.py``,
+``docs/library/heapq.rst``). The held-out names are a fixed list that ships with the package, so
+that no head is trained on the files that it is measured with."""
 
 from __future__ import annotations
 
@@ -21,8 +21,18 @@ from eagle3_jax.files.sources import bundled
 
 END_OF_TEXT = "<|endoftext|>"
 
-# Generated tables, other people's packages and the test suite teach a small model little about writing Python.
-SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "encodings", "msilib", "pydoc_data", "__pycache__"}
+# Generated tables, other people's packages and the test suite teach a small model little about
+# writing Python.
+SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "encodings",
+    "msilib",
+    "pydoc_data",
+    "__pycache__",
+}
 DOCS_FOLDERS = ("tutorial", "library", "reference", "howto", "faq")
 
 # Rebuilding the corpus keeps the parts that the manifest of the shipped pair names.
@@ -48,8 +58,8 @@ def read_corpus(stdlib: Path, docs: Path | None = None) -> list[Document]:
 
     Args:
         stdlib: ``Lib`` of a CPython installation (``sysconfig.get_path("stdlib")``).
-        docs: Folder of the documentation's reStructuredText (``Doc`` of a source tree, or ``_sources`` of a built
-            manual); without it the prose is that of ``pydoc_data``.
+        docs: Folder of the documentation's reStructuredText (``Doc`` of a source tree, or
+            ``_sources`` of a built manual); without it the prose is that of ``pydoc_data``.
     """
     prose = _topics(stdlib) if docs is None else _docs(docs)
     return sorted([*_code(stdlib), *prose], key=lambda document: document.name)
@@ -104,7 +114,9 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
     }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def encode(tokenizer: Tokenizer, documents: list[Document], seed: int) -> np.ndarray:

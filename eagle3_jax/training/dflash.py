@@ -1,14 +1,17 @@
 """Training of block drafters: many blocks of a sequence in one pass, each after the features before its anchor.
 
-A block starts at an anchor ``x_a``, a random token of the text that the target wrote. Its inputs are those of drafting,
-mask tokens after the anchor. It attends to the features of ``x_0 .. x_{a-1}`` and to itself, but to no other block. Its
-``k``-th prediction, of ``x_{a+k}``, weighs ``exp(-(k - 1) / gamma)``. With the target's distribution ``p`` after
-``x_{a+k-1}`` the objectives are:
+A block starts at an anchor ``x_a``, a random token of the text that the target wrote. Its inputs
+are those of drafting, mask tokens after the anchor. It attends to the features of ``x_0 ..
+x_{a-1}`` and to itself, but to no other block. Its ``k``-th prediction, of ``x_{a+k}``, weighs
+``exp(-(k - 1) / gamma)``. With the target's distribution ``p`` after ``x_{a+k-1}`` the objectives
+are:
 
-* DFlash (arXiv 2602.06036): ``CE(x_{a+k}, q)`` on the text itself; ``gamma`` 7, 5 and 4 for blocks of 16, 10 and 8.
-* DSpark (arXiv 2607.05147): ``0.1 CE(x_{a+k}, q) + 0.9 |p - q|_1``, with the bias after the tokens of the text. The
-  confidence has the loss ``BCE(c, sum_v min(p, q))``.
-* JetSpec (arXiv 2606.18394): ``T^2 KL(p_T, q_T)``, with the same weight at all positions, in causal blocks.
+* DFlash (arXiv 2602.06036): ``CE(x_{a+k}, q)`` on the text itself; ``gamma`` 7, 5 and 4 for blocks
+  of 16, 10 and 8.
+* DSpark (arXiv 2607.05147): ``0.1 CE(x_{a+k}, q) + 0.9 |p - q|_1``, with the bias after the tokens
+  of the text. The confidence has the loss ``BCE(c, sum_v min(p, q))``.
+* JetSpec (arXiv 2606.18394): ``T^2 KL(p_T, q_T)``, with the same weight at all positions, in causal
+  blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +29,16 @@ from eagle3_jax.models.context import BlockContext
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import embed
-from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, greedy_tau, share, take
+from eagle3_jax.training.batches import (
+    Frozen,
+    Loss,
+    TTTBatch,
+    draft_ids,
+    extend,
+    greedy_tau,
+    share,
+    take,
+)
 from eagle3_jax.training.ttt import Teacher, teacher_forward
 
 
@@ -56,8 +68,8 @@ def block_loss(
     A batch without a ``key`` takes the first anchors.
 
     Returns:
-        The loss; ``accuracy_k`` and ``acceptance_k`` of the prediction ``k + 1`` tokens after the anchor; and
-        ``simulated_tau``.
+        The loss; ``accuracy_k`` and ``acceptance_k`` of the prediction ``k + 1`` tokens after the
+        anchor; and ``simulated_tau``.
     """
     frozen = lax.stop_gradient(frozen)
     count = drafter.config.num_predicted
@@ -88,7 +100,9 @@ def block_loss(
     if objective.divergence:
         loss += objective.divergence * mean(_divergence(label.probs, logits, objective.temperature))
     if objective.confidence and survival is not None:
-        loss += objective.confidence * mean(jax.nn.softplus(survival) - lax.stop_gradient(overlap) * survival)
+        loss += objective.confidence * mean(
+            jax.nn.softplus(survival) - lax.stop_gradient(overlap) * survival
+        )
 
     hit = jnp.argmax(logits, axis=-1) == label.best
     metrics = {f"accuracy_{k}": share(hit[..., k], supervised[..., k]) for k in range(count)}
@@ -123,7 +137,9 @@ def run_blocks(
     count = drafter.config.num_predicted
     rows = config.block_size
     batch_size, num = anchors.shape
-    params = drafter.assemble(head_params, target.tables(frozen["target_params"]), embedding=frozen["embedding"])
+    params = drafter.assemble(
+        head_params, target.tables(frozen["target_params"]), embedding=frozen["embedding"]
+    )
     head: DFlashHead = drafter.bind(params)
     context = head.context(features, batch.positions)
 
@@ -170,7 +186,9 @@ def decay_of(config: DFlashConfig) -> float:
     return 7.0 if config.block_size >= 16 else 5.0 if config.block_size >= 10 else 4.0
 
 
-def _divergence(p: Float[Array, "*n W"], logits: Float[Array, "*n W"], temperature: float) -> Float[Array, "*n"]:
+def _divergence(
+    p: Float[Array, "*n W"], logits: Float[Array, "*n W"], temperature: float
+) -> Float[Array, "*n"]:
     log_p = jax.nn.log_softmax(jnp.log(jnp.maximum(p, jnp.finfo(jnp.float32).tiny)) / temperature)
     log_q = jax.nn.log_softmax(logits / temperature)
     return temperature**2 * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)

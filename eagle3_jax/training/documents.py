@@ -6,9 +6,9 @@ Each line of a JSONL file is one document, in one of three forms::
     {"prompt": "def f(x):", "completion": " return x"}
     {"text": "Once upon a time"}
 
-Messages go through the chat template of the target. A prompt and a text are encoded as they are, without a template.
-A document may have the labels ``id``, ``source``, ``name`` and ``category``, which change nothing.
-"""
+Messages go through the chat template of the target. A prompt and a text are encoded as they are,
+without a template. A document may have the labels ``id``, ``source``, ``name`` and ``category``,
+which change nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Document:
 
     where: str  #: File and line, for error messages.
     fields: Mapping[str, Any]  #: The fields of its form, without labels.
-    hash: int  #: :func:`~eagle3_jax.training.texts.document_hash` of its fields as JSON with sorted names.
+    #: :func:`~eagle3_jax.training.texts.document_hash` of its fields as JSON with sorted names.
+    hash: int
     target: LoadedTarget  #: The target, for its chat template and stop tokens.
     tokenizer: Tokenizer  #: The target's tokenizer.
 
@@ -46,9 +47,13 @@ class Document:
         if "messages" in self.fields:
             answers = self.fields["messages"][1:]  # a first turn answers nothing
             if not any(message["role"] == "assistant" for message in answers):
-                raise ValueError(f"{self.where}the assistant answers nothing; give an answer, or use --rewrite")
+                raise ValueError(
+                    f"{self.where}the assistant answers nothing; give an answer, or use --rewrite"
+                )
         elif set(self.fields) == {"prompt"}:
-            raise ValueError(f"{self.where}the prompt has no 'completion'; give one, or use --rewrite")
+            raise ValueError(
+                f"{self.where}the prompt has no 'completion'; give one, or use --rewrite"
+            )
 
     def texts(self) -> Iterator[Text]:
         """Yields one text, or several if the template changes the turns before an answer."""
@@ -69,7 +74,9 @@ class Document:
         known = 0
         if "completion" in self.fields:
             known = len(tokens)
-            tokens = tokens + self._continuation(self.fields["prompt"], tokens, self.fields["completion"])
+            tokens = tokens + self._continuation(
+                self.fields["prompt"], tokens, self.fields["completion"]
+            )
         stops = self.target.stop_tokens
         if stops and not {*tokens[-1:]} & {*stops}:
             tokens = [*tokens, stops[0]]
@@ -90,7 +97,9 @@ class Document:
                 learn = []
             answer = self._answer(self._turn(messages[: number + 1], context), message["content"])
             answer_tokens = self._continuation(context, context_tokens, answer)
-            learn = learn + [False] * (len(context_tokens) - len(learn)) + [True] * len(answer_tokens)
+            learn = (
+                learn + [False] * (len(context_tokens) - len(learn)) + [True] * len(answer_tokens)
+            )
             tokens = context_tokens + answer_tokens
         yield Text(tokens, learn, self.hash)
 
@@ -99,8 +108,9 @@ class Document:
         conversation = self._rendered(messages, answered=True)
         if conversation.startswith(context):
             return conversation.removeprefix(context)
-        # The template changes the turns before. This turn is still the last, unless its opening has changed as well:
-        # the template of DeepSeek R1 opens reasoning, and drops the reasoning of a turn that is over.
+        # The template changes the turns before. This turn is still the last, unless its opening has
+        # changed as well: the template of DeepSeek R1 opens reasoning, and drops the reasoning of a
+        # turn that is over.
         opening = context.removeprefix(self._rendered(messages[:-1], answered=True))
         start = conversation.rfind(messages[-1]["content"].strip())
         follows = start >= 0 and conversation[:start].rstrip().endswith(opening.rstrip())
@@ -110,17 +120,21 @@ class Document:
         """Returns the part of a rendered turn that the target writes: up to the first stop token after the content."""
         written = content if content in turn else content.strip()
         end = turn.find(written) + len(written) if written in turn else 0
-        stops = [self.tokenizer.decode([token], skip_special_tokens=False) for token in self.target.stop_tokens]
-        stop_ends = [turn.index(stop, end) + len(stop) for stop in stops if stop and stop in turn[end:]]
+        stops = [
+            self.tokenizer.decode([token], skip_special_tokens=False)
+            for token in self.target.stop_tokens
+        ]
+        stop_ends = [
+            turn.index(stop, end) + len(stop) for stop in stops if stop and stop in turn[end:]
+        ]
         return turn[: min(stop_ends, default=end)]
 
     def _continuation(self, context: str, context_tokens: list[int], text: str) -> list[int]:
         """Returns the token ids of a text after a context.
 
-        Some tokenizers put a space in front of everything that they encode. So both are encoded together, unless a
-        token would span the border. Then the text is encoded separately, because the target continues the tokens of the
-        context.
-        """
+        Some tokenizers put a space in front of everything that they encode. So both are encoded
+        together, unless a token would span the border. Then the text is encoded separately, because
+        the target continues the tokens of the context."""
         for special_tokens in (False, True):
             tokens = self.tokenizer.encode(context + text, add_special_tokens=special_tokens).ids
             if tokens[: len(context_tokens)] == context_tokens:
@@ -160,11 +174,11 @@ def read_documents(
 ) -> Iterator[Text]:
     """Reads the texts of documents, with a mask of the tokens that a head learns.
 
-    A head learns the answers of messages, each up to and including its stop token. An answer follows the token ids of
-    the conversation before it, as in serving. A conversation is one text while these ids begin with the text so far. If
-    the template changes earlier turns, for example drops their reasoning, the answer begins another text. Of a prompt
-    with a completion the head learns the completion, of a ``text`` all tokens; both end with the target's first stop
-    token.
+    A head learns the answers of messages, each up to and including its stop token. An answer
+    follows the token ids of the conversation before it, as in serving. A conversation is one text
+    while these ids begin with the text so far. If the template changes earlier turns, for example
+    drops their reasoning, the answer begins another text. Of a prompt with a completion the head
+    learns the completion, of a ``text`` all tokens; both end with the target's first stop token.
 
     Texts are cut at ``length``; only a ``text`` continues in further texts.
 
@@ -172,16 +186,18 @@ def read_documents(
         paths: JSONL files. All lines are checked before this function returns.
         target: The target, which gives tokenizer, chat template and stop tokens.
         length: Most tokens of a text.
-        dropped: Counts the texts that are left out while they are read, by the reason. ``duplicate``: an equal document
-            came before. ``no room``: no learnt token is within ``length``. ``nothing to learn``: the text has no learnt
-            token, perhaps because the template leaves the answer out.
+        dropped: Counts the texts that are left out while they are read, by the reason.
+            ``duplicate``: an equal document came before. ``no room``: no learnt token is within
+            ``length``. ``nothing to learn``: the text has no learnt token, perhaps because the
+            template leaves the answer out.
 
     Returns:
         Texts in the order of the documents. Each has a learnt token after its first.
 
     Raises:
-        ValueError: A line has another form or no answer, ``length`` is out of range, or no text is left. The template
-            is absent or refuses a conversation. A message about a line begins with file and line.
+        ValueError: A line has another form or no answer, ``length`` is out of range, or no text is
+            left. The template is absent or refuses a conversation. A message about a line begins
+            with file and line.
     """
     documents = _documents(paths, target, length, dropped)
     for document in documents:
@@ -190,27 +206,34 @@ def read_documents(
 
 
 def read_prompts_to_answer(
-    paths: Sequence[Path], target: LoadedTarget, *, length: int, dropped: Counter[str], opening: int = 64
+    paths: Sequence[Path],
+    target: LoadedTarget,
+    *,
+    length: int,
+    dropped: Counter[str],
+    opening: int = 64,
 ) -> list[tuple[list[int], int]]:
     """Reads the prompts of documents, for answers that the target writes itself.
 
-    Of messages the prompt ends where the first answer to the user begins, because later turns depend on that answer.
-    The conversation may end there, and a prompt needs no completion. A ``text`` is cut into pieces of ``length``
-    tokens, and the beginning of each is a prompt.
+    Of messages the prompt ends where the first answer to the user begins, because later turns
+    depend on that answer. The conversation may end there, and a prompt needs no completion. A
+    ``text`` is cut into pieces of ``length`` tokens, and the beginning of each is a prompt.
 
     Args:
         paths: JSONL files.
         target: The target, which gives tokenizer and chat template.
         length: Most tokens of a prompt with its answer.
-        dropped: Counts the documents that are left out, by the reason. ``duplicate``: an equal document or prompt came
-            before. ``no room``: the prompt has ``length`` tokens or more. ``nothing to learn``: the prompt is empty.
+        dropped: Counts the documents that are left out, by the reason. ``duplicate``: an equal
+            document or prompt came before. ``no room``: the prompt has ``length`` tokens or more.
+            ``nothing to learn``: the prompt is empty.
         opening: Number of tokens of a ``text`` that are the prompt.
 
     Returns:
         The token ids of each prompt and the hash of its document, in the order of the documents.
 
     Raises:
-        ValueError: As :func:`read_documents`; or a conversation has no user, or ``opening`` is less than 1.
+        ValueError: As :func:`read_documents`; or a conversation has no user, or ``opening`` is less
+            than 1.
     """
     if opening < 1:
         raise ValueError(f"opening is {opening}; expected at least 1 token")
@@ -230,12 +253,16 @@ def read_prompts_to_answer(
     return [(list(tokens), number) for tokens, number in prompts.items()]
 
 
-def _documents(paths: Sequence[Path], target: LoadedTarget, length: int, dropped: Counter[str]) -> list[Document]:
+def _documents(
+    paths: Sequence[Path], target: LoadedTarget, length: int, dropped: Counter[str]
+) -> list[Document]:
     """Returns the distinct documents of files."""
     if not 2 <= length <= target.max_positions:
         raise ValueError(f"length is {length}; expected 2 to the {target.holds} of {target.name}")
     if target.tokenizer is None:
-        raise ValueError(f"{target.name} has no tokenizer, which documents need; give a target with one")
+        raise ValueError(
+            f"{target.name} has no tokenizer, which documents need; give a target with one"
+        )
     documents: dict[int, Document] = {}
     for path in paths:
         for row in read_rows(path, _FORM):
@@ -270,7 +297,9 @@ def _hash_of(fields: Mapping[str, Any], where: str) -> int:
         return document_hash(canonical)
     except UnicodeEncodeError as error:
         character = canonical[error.start]
-        raise ValueError(f"{where}{character!r} is no character of UTF-8 by itself; give text in UTF-8") from None
+        raise ValueError(
+            f"{where}{character!r} is no character of UTF-8 by itself; give text in UTF-8"
+        ) from None
 
 
 def _texts(documents: list[Document], length: int, dropped: Counter[str]) -> Iterator[Text]:
@@ -279,9 +308,17 @@ def _texts(documents: list[Document], length: int, dropped: Counter[str]) -> Ite
     for document in documents:
         for text in document.texts():
             # A piece of one token is left out: no token before it predicts it.
-            starts = range(0, max(len(text.tokens) - 1, 1), length) if "text" in document.fields else (0,)
+            starts = (
+                range(0, max(len(text.tokens) - 1, 1), length)
+                if "text" in document.fields
+                else (0,)
+            )
             for start in starts:
-                piece = Text(text.tokens[start : start + length], text.learn[start : start + length], text.document)
+                piece = Text(
+                    text.tokens[start : start + length],
+                    text.learn[start : start + length],
+                    text.document,
+                )
                 if any(piece.learn[1:]):
                     empty = False
                     yield piece
@@ -293,4 +330,6 @@ def _texts(documents: list[Document], length: int, dropped: Counter[str]) -> Ite
 
 def _nothing_left(dropped: Counter[str]) -> ValueError:
     reasons = ", ".join(f"{reason} ({count})" for reason, count in dropped.items())
-    return ValueError(f"no document is left to learn from: {reasons}; give other documents or a larger length")
+    return ValueError(
+        f"no document is left to learn from: {reasons}; give other documents or a larger length"
+    )

@@ -1,12 +1,13 @@
 """Distilling a draft model from its target (DistillSpec, Zhou et al., 2023, arXiv 2310.08461).
 
-At every position ``t`` of a text that the target wrote, the small model ``q`` learns the target's distribution ``p``:
+At every position ``t`` of a text that the target wrote, the small model ``q`` learns the target's
+distribution ``p``:
 
     ``loss = mean_t KL(p(. | x_0 .. x_t) || q(. | x_0 .. x_t))``
 
-This is the forward divergence on text of the target, one of the combinations that the paper compares. The paper gains
-more from texts that the draft model writes itself while it learns, which is not implemented here.
-"""
+This is the forward divergence on text of the target, one of the combinations that the paper
+compares. The paper gains more from texts that the draft model writes itself while it learns, which
+is not implemented here."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from jaxtyping import Array, Float
 from eagle3_jax.drafters.draft_model import DraftModel
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, final_states, greedy_tau, later, share
+from eagle3_jax.training.batches import (
+    Frozen,
+    Loss,
+    TTTBatch,
+    final_states,
+    greedy_tau,
+    later,
+    share,
+)
 
 
 def distillation_loss(
@@ -31,12 +40,13 @@ def distillation_loss(
 ) -> Loss:
     """Returns the mean divergence over supervised positions, in nats; see :func:`.ttt_loss`.
 
-    Position ``t`` is supervised if the target wrote ``x_{t+1}`` and it is worth learning: entry ``t - 1`` of the
-    batch's ``loss_mask``.
+    Position ``t`` is supervised if the target wrote ``x_{t+1}`` and it is worth learning: entry ``t
+    - 1`` of the batch's ``loss_mask``.
 
     Returns:
-        The loss, and for each of ``depth`` draft positions ``k`` the share ``accuracy_k`` of positions ``t + k`` whose
-        argmax is the target's; ``acceptance_0``, the mean of ``Σ_v min(p_v, q_v)``; and ``simulated_tau``.
+        The loss, and for each of ``depth`` draft positions ``k`` the share ``accuracy_k`` of
+        positions ``t + k`` whose argmax is the target's; ``acceptance_0``, the mean of ``Σ_v
+        min(p_v, q_v)``; and ``simulated_tau``.
     """
     log_p = lax.stop_gradient(_logprobs(target, frozen["target_params"], batch))
     log_q = _logprobs(drafter.model, params, batch.replace(known=None))
@@ -48,7 +58,11 @@ def distillation_loss(
     overlap = jnp.sum(jnp.minimum(p, jnp.exp(lax.stop_gradient(log_q))), axis=-1)
     chain = [(later(hit, k), later(supervised, k)) for k in range(depth)]
     metrics = {f"accuracy_{k}": share(*step) for k, step in enumerate(chain)}
-    return loss, {**metrics, "acceptance_0": share(overlap, supervised), "simulated_tau": greedy_tau(chain)}
+    return loss, {
+        **metrics,
+        "acceptance_0": share(overlap, supervised),
+        "simulated_tau": greedy_tau(chain),
+    }
 
 
 def _logprobs(model: DecoderTarget, params: Params, batch: TTTBatch) -> Float[Array, "B T V"]:

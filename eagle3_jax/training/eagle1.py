@@ -1,16 +1,18 @@
 """Training of an EAGLE-1 head (Li et al., 2024, arXiv 2401.15077, section 3.2), and HASS's steps beyond the first.
 
-The head regresses the target's next final state, and learns the distribution that the target computes from it::
+The head regresses the target's next final state, and learns the distribution that the target
+computes from it::
 
     L = 1.0 · SmoothL1(f'_{t+1}, f_{t+1}) + 0.1 · CE(softmax(W f_{t+1}), softmax(W f'_{t+1}))
 
-``W`` is the target's output matrix, frozen. The regression is a mean over the width (beta 1). The true states ``f_t``
-that the head reads carry uniform noise of ±0.1, as in the paper; the official code scales that by 512 over the length.
+``W`` is the target's output matrix, frozen. The regression is a mean over the width (beta 1). The
+true states ``f_t`` that the head reads carry uniform noise of ±0.1, as in the paper; the official
+code scales that by 512 over the length.
 
-The paper trains one step. With more (``--unroll K``) the head also learns on its own output, all steps with the same
-weight: the alignment of HASS (Zhang et al., 2024, arXiv 2408.15766), by the rows and masks of
-:mod:`eagle3_jax.training.ttt`, with gradients through all steps and without HASS's loss on the ten likeliest tokens.
-"""
+The paper trains one step. With more (``--unroll K``) the head also learns on its own output, all
+steps with the same weight: the alignment of HASS (Zhang et al., 2024, arXiv 2408.15766), by the
+rows and masks of :mod:`eagle3_jax.training.ttt`, with gradients through all steps and without
+HASS's loss on the ten likeliest tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ def eagle1_loss(
     A batch without a ``key`` has no noise.
 
     Returns:
-        The loss and the metrics of :func:`.ttt_loss`, whose ``loss_k`` is the cross-entropy; and ``regression_k``.
+        The loss and the metrics of :func:`.ttt_loss`, whose ``loss_k`` is the cross-entropy; and
+        ``regression_k``.
     """
     frozen = lax.stop_gradient(frozen)
     teacher, states = teacher_forward(drafter, target, frozen, batch, num_steps)
@@ -66,9 +69,12 @@ def eagle1_loss(
     cross_entropy, metrics = loss_and_metrics(teacher, logits, batch, config)
     regression = jnp.zeros((), jnp.float32)
     for step, prediction in enumerate(predictions):
-        # No state follows the last one: rows without a label are left out, here as in the cross-entropy.
+        # No state follows the last one: rows without a label are left out, here as in the
+        # cross-entropy.
         label = jnp.roll(states[:, :, 0], -step - 1, axis=1)
-        distance = optax.huber_loss(prediction.astype(jnp.float32), label.astype(jnp.float32)).mean(axis=-1)
+        distance = optax.huber_loss(prediction.astype(jnp.float32), label.astype(jnp.float32)).mean(
+            axis=-1
+        )
         metrics[f"regression_{step}"] = share(distance, labelled_rows(batch, step))
         regression = regression + metrics[f"regression_{step}"]
     return REGRESSION * regression + CROSS_ENTROPY * cross_entropy, metrics

@@ -42,7 +42,9 @@ class Evaluation:
     features: Features | None
     num_steps: int
 
-    def in_one_pass(self, params: Params, most: int = 64, batch: int = 8) -> dict[str, float] | None:
+    def in_one_pass(
+        self, params: Params, most: int = 64, batch: int = 8
+    ) -> dict[str, float] | None:
         """Returns tokens per round and acceptance by depth, read off the texts (:mod:`eagle3_jax.training.rounds`).
 
         Args:
@@ -51,8 +53,8 @@ class Evaluation:
             batch: Texts per forward.
 
         Returns:
-            ``tau``, the number of ``rounds``, and ``accepted_k``: the share of rounds that accept the ``k``-th draft,
-            from 0. ``None`` for methods whose drafts are no unrolled chain.
+            ``tau``, the number of ``rounds``, and ``accepted_k``: the share of rounds that accept
+            the ``k``-th draft, from 0. ``None`` for methods whose drafts are no unrolled chain.
         """
         if not isinstance(self.drafter, Eagle3Drafter):
             return None
@@ -61,7 +63,9 @@ class Evaluation:
         for bucket in buckets_of(length):
             for offset in range(0, len(bucket.texts), batch):
                 chosen = bucket.texts[offset : offset + batch]
-                rows = batch_of(self.texts, chosen, length=bucket.length, count=batch, features=self.features)
+                rows = batch_of(
+                    self.texts, chosen, length=bucket.length, count=batch, features=self.features
+                )
                 hits = np.asarray(self._hits(params, self.frozen, rows))
                 for row, index in enumerate(chosen):
                     answer = np.flatnonzero(self.texts.learn[self.texts.span(index)])
@@ -69,7 +73,9 @@ class Evaluation:
                         accepted += accepted_in_rounds(hits[row], first, end)
         if not accepted:
             return None
-        reached = {f"accepted_{k}": float(np.mean(np.array(accepted) > k)) for k in range(self.num_steps)}
+        reached = {
+            f"accepted_{k}": float(np.mean(np.array(accepted) > k)) for k in range(self.num_steps)
+        }
         return {"tau": 1.0 + float(np.mean(accepted)), "rounds": len(accepted), **reached}
 
     def by_decoding(self, params: Params, most: int = 8, max_new_tokens: int = 64) -> float:
@@ -88,8 +94,12 @@ class Evaluation:
         drafter: Any = self.drafter
         if isinstance(self.drafter, NetworkDrafter):
             tables = self.target.model.tables(self.frozen["target_params"])  # type: ignore[attr-defined]
-            params = drafter.assemble(params, tables, draft_to_target=self.frozen["draft_to_target"])
-        decoder = SpeculativeDecoder(self.target, LoadedDrafter(drafter, params), num_speculative_tokens=self.num_steps)
+            params = drafter.assemble(
+                params, tables, draft_to_target=self.frozen["draft_to_target"]
+            )
+        decoder = SpeculativeDecoder(
+            self.target, LoadedDrafter(drafter, params), num_speculative_tokens=self.num_steps
+        )
         return decoder.generate(prompts, max_new_tokens=max_new_tokens).stats.mean_acceptance_length
 
     @functools.cached_property
@@ -100,7 +110,9 @@ class Evaluation:
         drafter = dataclasses.replace(self.drafter, topology=Chain(self.num_steps))
         _, features = teacher_forward(drafter, self.target.model, frozen, batch, 1)  # type: ignore[arg-type]
         ids = frozen["draft_to_target"]
-        return draft_hits(drafter, params, frozen["embedding"], features, batch, ids, self.num_steps)
+        return draft_hits(
+            drafter, params, frozen["embedding"], features, batch, ids, self.num_steps
+        )
 
 
 def _runs(indices: np.ndarray) -> list[tuple[int, int]]:

@@ -1,9 +1,8 @@
 """The target's features and states at every token of the texts, computed once and read in every pass of training.
 
-A head reads features of the target and learns its distributions. Both are the same in every pass, so they are stored. A
-token takes ``2 (A + 1) D + 8`` bytes for ``A`` layers of width ``D`` (4.6 KB for three layers of width 576). Training
-then needs no forward of the target.
-"""
+A head reads features of the target and learns its distributions. Both are the same in every pass,
+so they are stored. A token takes ``2 (A + 1) D + 8`` bytes for ``A`` layers of width ``D`` (4.6 KB
+for three layers of width 576). Training then needs no forward of the target."""
 
 from __future__ import annotations
 
@@ -64,7 +63,8 @@ class Features:
 
     Attributes:
         texts: The texts.
-        parts: For each group of ``TEXTS_OF_A_PART`` texts, the records of its tokens, memory-mapped.
+        parts: For each group of ``TEXTS_OF_A_PART`` texts, the records of its tokens,
+            memory-mapped.
     """
 
     texts: Texts
@@ -108,7 +108,8 @@ def stored_features(
         ``None`` after every part, and finally the features.
 
     Raises:
-        WriteError: The disk is full. The parts that were written are complete, and the next call uses them.
+        WriteError: The disk is full. The parts that were written are complete, and the next call
+            uses them.
     """
     record = _record(len(aux_layers), target.model.config.width)  # type: ignore[attr-defined]
     firsts = range(0, len(texts), TEXTS_OF_A_PART)
@@ -146,7 +147,9 @@ def _forward(
 ) -> dict[str, Array]:
     index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     seen = causal_mask(tokens.shape[1]) & (index < length[:, None])[:, None, :]
-    output = model(params, tokens, jnp.broadcast_to(index, tokens.shape), seen, aux_layers=aux_layers)
+    output = model(
+        params, tokens, jnp.broadcast_to(index, tokens.shape), seen, aux_layers=aux_layers
+    )
     logits = model.unembed(params, output.final)
     bits = lambda states: lax.bitcast_convert_type(states.astype(jnp.bfloat16), jnp.uint16)
     return {
@@ -163,14 +166,18 @@ def _compute_part(
     """Returns the records of the texts of a part, one after the other."""
     begin = texts.start[part.start]
     records = np.zeros(texts.length[part.start : part.stop].sum(), record)
-    for bucket in buckets_of(texts.length):  # those of all texts, so that all parts share their programs
+    for bucket in buckets_of(
+        texts.length
+    ):  # those of all texts, so that all parts share their programs
         count = max(1, _TOKENS_AT_ONCE // bucket.length)
         in_part = bucket.texts[(bucket.texts >= part.start) & (bucket.texts < part.stop)]
         for offset in range(0, len(in_part), count):
             rows = in_part[offset : offset + count]
             tokens, real = padded(texts, rows, bucket.length, count)
             length = jnp.asarray(real.sum(axis=1), jnp.int32)
-            output = _forward(target.model, target.params, jnp.asarray(tokens), length, aux_layers=aux_layers)
+            output = _forward(
+                target.model, target.params, jnp.asarray(tokens), length, aux_layers=aux_layers
+            )
             values = jax.device_get(output)
             for row, index in enumerate(rows):
                 size = int(texts.length[index])

@@ -38,12 +38,13 @@ def next_token_loss(
     return loss, {"accuracy": (jnp.argmax(logits, -1) == labels).mean()}
 
 
-def random_windows(data: np.ndarray, phases: tuple[Phase, ...], seed: int) -> Callable[[int], Int[Array, "B T"]]:
+def random_windows(
+    data: np.ndarray, phases: tuple[Phase, ...], seed: int
+) -> Callable[[int], Int[Array, "B T"]]:
     """Returns batches of random windows of one long token row, as a function of the step only.
 
-    Windows tile the row from a random offset, and each pass visits every tile once in a random order, so that no
-    text is seen twice before all has been seen once.
-    """
+    Windows tile the row from a random offset, and each pass visits every tile once in a random
+    order, so that no text is seen twice before all has been seen once."""
     for phase in phases:
         if 2 * phase.length + 1 > len(data):  # the offset costs up to one window
             raise ValueError(
@@ -52,7 +53,9 @@ def random_windows(data: np.ndarray, phases: tuple[Phase, ...], seed: int) -> Ca
     return functools.partial(_windows_at, data, phases, seed)
 
 
-def _windows_at(data: np.ndarray, phases: tuple[Phase, ...], seed: int, step: int) -> Int[Array, "B T"]:
+def _windows_at(
+    data: np.ndarray, phases: tuple[Phase, ...], seed: int, step: int
+) -> Int[Array, "B T"]:
     phase = next(phase for phase in phases if step < phase.until_step)
     start = max((earlier.until_step for earlier in phases if earlier.until_step <= step), default=0)
     tiles = (len(data) - 1) // phase.length - 1

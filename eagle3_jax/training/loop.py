@@ -40,11 +40,13 @@ class TrainState(struct.PyTreeNode, kw_only=True):
 class OptimizerConfig:
     """AdamW or Muon with warm-up and cosine decay to zero."""
 
-    #: ``adamw`` (Loshchilov & Hutter, 2019), or ``muon`` (Jordan et al., 2024), which orthogonalises the update of
+    #: ``adamw`` (Loshchilov & Hutter, 2019), or ``muon`` (Jordan et al., 2024), which
+    # orthogonalises the update of
     #: hidden matrices and leaves embeddings, norms and output projections to AdamW.
     method: str = "adamw"
     learning_rate: float = 3e-3  #: Peak learning rate.
-    #: ``muon``: peak learning rate of the parameters that AdamW updates; default: ``learning_rate``.
+    #: ``muon``: peak learning rate of the parameters that AdamW updates; default:
+    # ``learning_rate``.
     embedding_learning_rate: float | None = None
     num_steps: int = 1000  #: Length of the schedule, in steps.
     warmup_steps: int = 50  #: Steps of linear warm-up from zero.
@@ -63,19 +65,26 @@ class OptimizerConfig:
             if value is not None and not 1e-30 < value < 1e6:  # NaN is neither
                 raise ValueError(f"{name} is {value}; expected a positive number below 1e6")
         if not 0 <= self.weight_decay < 1e6:
-            raise ValueError(f"weight_decay is {self.weight_decay}; expected a number from 0 to 1e6")
+            raise ValueError(
+                f"weight_decay is {self.weight_decay}; expected a number from 0 to 1e6"
+            )
 
     def build(self) -> optax.GradientTransformation:
         """Returns the optimiser."""
-        schedule = lambda peak: optax.warmup_cosine_decay_schedule(0.0, peak, self.warmup_steps, self.num_steps)
+        schedule = lambda peak: optax.warmup_cosine_decay_schedule(
+            0.0, peak, self.warmup_steps, self.num_steps
+        )
         if self.method == "adamw":
-            update = optax.adamw(schedule(self.learning_rate), b1=0.9, b2=0.95, weight_decay=self.weight_decay)
+            update = optax.adamw(
+                schedule(self.learning_rate), b1=0.9, b2=0.95, weight_decay=self.weight_decay
+            )
         else:
             update = optax.contrib.muon(
                 schedule(self.learning_rate),
                 weight_decay=self.weight_decay,
                 adam_learning_rate=schedule(self.embedding_learning_rate or self.learning_rate),
-                consistent_rms=0.2,  # updates as large as AdamW's, so one learning rate serves both (Liu et al., 2025)
+                # updates as large as AdamW's, so one learning rate serves both (Liu et al., 2025)
+                consistent_rms=0.2,
                 muon_weight_dimension_numbers=_hidden_matrices,  # type: ignore[arg-type]
             )
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), update)
@@ -119,7 +128,8 @@ class Trainer:
 
     def start(self, params: Params) -> TrainState:
         """Returns the newest checkpoint if there is one, else a fresh state with ``params``."""
-        # A compiled init keeps the state's leaves of the same kind (strong types) as a restored one's.
+        # A compiled init keeps the state's leaves of the same kind (strong types) as a restored
+        # one's.
         opt_state = jax.jit(self._optimizer.init)(params)
         fresh = TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
         if self._checkpoints is None or self._checkpoints.latest_step() is None:
@@ -128,8 +138,11 @@ class Trainer:
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)
         try:
             with orbax_quiet():
-                restored: Any = self._checkpoints.restore(step, args=ocp.args.StandardRestore(abstract))
-        except Exception as error:  # Orbax and TensorStore report damage and other shapes by many types of exceptions
+                restored: Any = self._checkpoints.restore(
+                    step, args=ocp.args.StandardRestore(abstract)
+                )
+        # Orbax and TensorStore report damage and other shapes by many types of exceptions
+        except Exception as error:
             reason = " ".join(str(error).split())[:160]
             raise ValueError(
                 f"{self._directory / str(step)} is damaged, or of a model of another shape ({reason}); "
@@ -138,14 +151,20 @@ class Trainer:
         return restored
 
     def run(
-        self, state: TrainState, batch_at: Callable[[int], Batch], num_steps: int, save_every: int = 100
+        self,
+        state: TrainState,
+        batch_at: Callable[[int], Batch],
+        num_steps: int,
+        save_every: int = 100,
     ) -> Iterator[tuple[TrainState, dict[str, float]]]:
         """Runs until ``num_steps``, yielding the state and its metrics after every step.
 
-        ``batch_at`` maps a step to its batch, so that an interruption does not change the order of the data.
+        ``batch_at`` maps a step to its batch, so that an interruption does not change the order of
+        the data.
 
         Raises:
-            NotFinite: The loss or the gradient of a step is not a finite number. The step is not taken.
+            NotFinite: The loss or the gradient of a step is not a finite number. The step is not
+                taken.
         """
         for step in range(int(state.step), num_steps):
             after, metrics = self._step(state, batch_at(step))
@@ -156,13 +175,19 @@ class Trainer:
                     f"{values['grad_norm']:.3g}; {self._last_checkpoint()}. Lower the learning rate"
                 )
             state = after
-            if self._checkpoints is not None and ((step + 1) % save_every == 0 or step + 1 == num_steps):
+            if self._checkpoints is not None and (
+                (step + 1) % save_every == 0 or step + 1 == num_steps
+            ):
                 self.save(state)
             yield state, values
 
     def _last_checkpoint(self) -> str:
         step = None if self._checkpoints is None else self._checkpoints.latest_step()
-        return "there is no checkpoint" if step is None else f"the last checkpoint is {self._directory / str(step)}"
+        return (
+            "there is no checkpoint"
+            if step is None
+            else f"the last checkpoint is {self._directory / str(step)}"
+        )
 
     def save(self, state: TrainState) -> None:
         """Writes a checkpoint; it appears under its name only when complete.

@@ -58,13 +58,17 @@ class HeadOptions:
     width: int | None = None  #: Width of its residual stream.
     mlp_width: int | None = None  #: Inner width of its MLPs.
     draft_vocab_size: int | None = None  #: ``W``, number of the target's tokens that it can draft.
-    noise: float | None = None  #: Size of the noise on its features; see :class:`~eagle3_jax.training.ttt.TTTConfig`.
+    noise: float | None = (
+        None  #: Size of the noise on its features; see :class:`~eagle3_jax.training.ttt.TTTConfig`.
+    )
 
 
 # First parameters
 
 
-def initial_head(drafter: Any, target: LoadedTarget, draft_to_target: DraftVocabulary, key: jax.Array) -> Params:
+def initial_head(
+    drafter: Any, target: LoadedTarget, draft_to_target: DraftVocabulary, key: jax.Array
+) -> Params:
     """Returns random parameters, except for a final norm and an output projection, which are copies of the target's."""
     params = drafter.init_params(key)
     if "norm" in params:
@@ -81,10 +85,10 @@ def _from_last_layer(
 ) -> Params:
     """Returns an EAGLE-3 head whose layer starts as the target's last one, reading the highest feature.
 
-    The half of its attention that reads the embedding is random, and so is every parameter of another shape. A random
-    layer needs more steps: after 45 steps on 15,000 answer tokens of SmolLM2 0.15 of the first drafts were accepted on
-    held-out texts, and 0.18 with this start (``examples/text_curve.py``).
-    """
+    The half of its attention that reads the embedding is random, and so is every parameter of
+    another shape. A random layer needs more steps: after 45 steps on 15,000 answer tokens of
+    SmolLM2 0.15 of the first drafts were accepted on held-out texts, and 0.18 with this start
+    (``examples/text_curve.py``)."""
     params = initial_head(drafter, target, draft_to_target, key)
     config: DecoderConfig = target.model.config  # type: ignore[attr-defined]
     last_config = config.layers[-1]
@@ -100,7 +104,9 @@ def _from_last_layer(
         shape = getattr(source, "shape", ())
         if shape == fresh.shape:
             return jnp.asarray(source, jnp.float32)
-        if shape and (2 * shape[0], *shape[1:]) == fresh.shape:  # queries, keys and values read the embedding first
+        if (
+            shape and (2 * shape[0], *shape[1:]) == fresh.shape
+        ):  # queries, keys and values read the embedding first
             return fresh.at[shape[0] :].set(source)
         return fresh
 
@@ -124,7 +130,10 @@ def _copied_heads(
     del key
     kernel = _unembedding(target, draft_to_target)
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), drafter.param_shapes())
-    return {"blocks": zero["blocks"], "outputs": {head: {"kernel": kernel} for head in zero["outputs"]}}
+    return {
+        "blocks": zero["blocks"],
+        "outputs": {head: {"kernel": kernel} for head in zero["outputs"]},
+    }
 
 
 def _first_layers(
@@ -142,11 +151,14 @@ def _first_layers(
 # Configurations
 
 
-def official_head(target: DecoderConfig, draft_vocab_size: int, mlp_width: int | None = None) -> Eagle3Config:
+def official_head(
+    target: DecoderConfig, draft_vocab_size: int, mlp_width: int | None = None
+) -> Eagle3Config:
     """Returns the usual EAGLE-3 head with ``W`` draft tokens; the default inner width of its SwiGLU is the target's.
 
     Raises:
-        ValueError: The official layout cannot hold it (explicit head size), or the target has fewer than 8 layers.
+        ValueError: The official layout cannot hold it (explicit head size), or the target has fewer
+            than 8 layers.
     """
     head = usual_head(target, draft_vocab_size=draft_vocab_size, mlp_width=mlp_width)
     mixer = grouped(head.layers[0])
@@ -181,8 +193,8 @@ def _p_eagle(target: DecoderConfig, options: HeadOptions) -> PEagleConfig:
 def _medusa(target: DecoderConfig, options: HeadOptions) -> MedusaConfig:
     """Returns one head per learned position, with biases, as the authors' heads have.
 
-    With a reduced vocabulary they share one output projection, which makes them small; vLLM requires it.
-    """
+    With a reduced vocabulary they share one output projection, which makes them small; vLLM
+    requires it."""
     return MedusaConfig(
         vocab_size=target.vocab_size,
         draft_vocab_size=options.draft_vocab_size or target.vocab_size,
@@ -231,8 +243,8 @@ def _spark(target: DecoderConfig, options: HeadOptions) -> DFlashConfig:
 def spread_layers(num_layers: int) -> tuple[int, ...]:
     """Returns five layers from the second to the fourth last, as in published heads; fewer of a shallow target.
 
-    These are z-lab's ``round(1 + i (L - 4) / 4)`` plus 1, because a layer's output enters the next one.
-    """
+    These are z-lab's ``round(1 + i (L - 4) / 4)`` plus 1, because a layer's output enters the next
+    one."""
     outputs = [round(1 + i * (num_layers - 4) / 4) for i in range(5)]
     return tuple(sorted({min(max(output, 0), num_layers - 1) + 1 for output in outputs}))
 
@@ -251,17 +263,25 @@ def small_model(target: DecoderConfig, options: HeadOptions) -> DecoderConfig:
             f"{target.width}; lower them"
         )
     share = fractions.Fraction(width, target.width)
-    layers = tuple(_smaller_layer(layer, share, options.mlp_width) for layer in target.layers[:count])
+    layers = tuple(
+        _smaller_layer(layer, share, options.mlp_width) for layer in target.layers[:count]
+    )
     return dataclasses.replace(target, width=width, layers=layers)
 
 
-def _smaller_layer(layer: LayerConfig, share: fractions.Fraction, mlp_width: int | None) -> LayerConfig:
+def _smaller_layer(
+    layer: LayerConfig, share: fractions.Fraction, mlp_width: int | None
+) -> LayerConfig:
     """Returns a layer with a share of the heads and of the MLP's width, or with ``mlp_width``."""
     mixer = grouped(layer)
     heads = max(1, int(mixer.num_heads * share))
-    mixer = dataclasses.replace(mixer, num_heads=heads, num_kv_heads=math.gcd(heads, mixer.num_kv_heads))
+    mixer = dataclasses.replace(
+        mixer, num_heads=heads, num_kv_heads=math.gcd(heads, mixer.num_kv_heads)
+    )
     inner = mlp_width or max(1, int(gated(layer).width * share))
-    return dataclasses.replace(layer, mixer=mixer, mlp=dataclasses.replace(gated(layer), width=inner))
+    return dataclasses.replace(
+        layer, mixer=mixer, mlp=dataclasses.replace(gated(layer), width=inner)
+    )
 
 
 def _draft_model(config: DecoderConfig, *, precision: Precision = FLOAT32) -> DraftModel:
@@ -274,19 +294,26 @@ def _draft_model(config: DecoderConfig, *, precision: Precision = FLOAT32) -> Dr
 class Recipe(NamedTuple):
     """The training of heads of one method."""
 
-    choices: tuple[str, ...]  #: The fields of :class:`HeadOptions` that the method has in addition to ``depth``.
+    choices: tuple[
+        str, ...
+    ]  #: The fields of :class:`HeadOptions` that the method has in addition to ``depth``.
     #: Makes the head's configuration for a target; see :meth:`config`.
     shape: Callable[[DecoderConfig, HeadOptions], Any]
     drafter: Callable[..., Any]  #: Makes the drafter from a configuration and ``precision``.
-    #: The loss function: drafter, target's model, head's parameters, frozen arrays, batch, and the result of
+    #: The loss function: drafter, target's model, head's parameters, frozen arrays, batch, and the
+    # result of
     #: ``setting``. It is differentiable in the head's parameters only. Its metrics are those of
-    #: :func:`eagle3_jax.training.ttt.ttt_loss`: ``accuracy_k`` of each draft position and ``simulated_tau``.
+    #: :func:`eagle3_jax.training.ttt.ttt_loss`: ``accuracy_k`` of each draft position and
+    # ``simulated_tau``.
     objective: Callable[[Any, DecoderTarget, Params, Frozen, TTTBatch, Any], Loss]
     #: The last argument of ``objective``, from the options.
     setting: Callable[[HeadOptions], Any] = operator.attrgetter("depth")
-    #: The first parameters, from the drafter, the target, the draft vocabulary (``None`` for all) and a key.
+    #: The first parameters, from the drafter, the target, the draft vocabulary (``None`` for all)
+    # and a key.
     start: Callable[[Any, LoadedTarget, DraftVocabulary, jax.Array], Params] = initial_head
-    depths: str = "5"  #: Default phases ``UNTIL:DEPTH,...``, in the form of ``eagle3 train head --unroll``.
+    depths: str = (
+        "5"  #: Default phases ``UNTIL:DEPTH,...``, in the form of ``eagle3 train head --unroll``.
+    )
     reduced: bool = False  #: Whether the default draft vocabulary is a part of the target's.
 
     def draft_vocab_size(self, vocab_size: int) -> int | None:
@@ -307,11 +334,19 @@ class Recipe(NamedTuple):
         """
         for name, value in dataclasses.asdict(options).items():
             if value is not None and name not in ("depth", *self.choices):
-                raise ValueError(f"{name} is {value}, and this method has no choice of it; leave it out")
+                raise ValueError(
+                    f"{name} is {value}, and this method has no choice of it; leave it out"
+                )
         return self.shape(target, options)
 
     def loss(
-        self, drafter: Any, target: DecoderTarget, params: Params, frozen: Frozen, batch: TTTBatch, options: HeadOptions
+        self,
+        drafter: Any,
+        target: DecoderTarget,
+        params: Params,
+        frozen: Frozen,
+        batch: TTTBatch,
+        options: HeadOptions,
     ) -> Loss:
         """Returns the loss and its metrics."""
         return self.objective(drafter, target, params, frozen, batch, self.setting(options))
@@ -321,23 +356,37 @@ def _supervised(options: HeadOptions) -> TTTConfig:
     return TTTConfig(num_steps=options.depth, denominator="supervised", noise=options.noise or 0.0)
 
 
-def _block_recipe(shape: Callable[[DecoderConfig, HeadOptions], DFlashConfig], objective: BlockObjective) -> Recipe:
-    # The whole block is learned from the first step on, so the objective does not depend on the depth.
-    return Recipe(_LAYERS_MLP_VOCABULARY, shape, DFlashDrafter, block_loss, lambda options: objective, depths="7")
+def _block_recipe(
+    shape: Callable[[DecoderConfig, HeadOptions], DFlashConfig], objective: BlockObjective
+) -> Recipe:
+    # The whole block is learned from the first step on, so the objective does not depend on the
+    # depth.
+    return Recipe(
+        _LAYERS_MLP_VOCABULARY,
+        shape,
+        DFlashDrafter,
+        block_loss,
+        lambda options: objective,
+        depths="7",
+    )
 
 
 # The recipes by the name of ``eagle3 train head --method``.
 #
-# EAGLE-1: without a bias, because vLLM loads these heads without one, and the official heads for Llama 3 have none.
+# EAGLE-1: without a bias, because vLLM loads these heads without one, and the official heads for
+# Llama 3 have none.
 #
-# MTP: DeepSeek-V3 trains its modules together with the model, each on the text's next token (arXiv 2412.19437, equation
-# 25). Here the target is frozen. One module learns ``K`` steps, the input of each being its output of the step before,
-# on the target's distribution and with the same decay of 0.8 per step as EAGLE-3. FastMTP (arXiv 2509.18362) uses the
-# token and a decay of 0.6, and keeps the position and the mask of the first step in all steps.
+# MTP: DeepSeek-V3 trains its modules together with the model, each on the text's next token (arXiv
+# 2412.19437, equation 25). Here the target is frozen. One module learns ``K`` steps, the input of
+# each being its output of the step before, on the target's distribution and with the same decay of
+# 0.8 per step as EAGLE-3. FastMTP (arXiv 2509.18362) uses the token and a decay of 0.6, and keeps
+# the position and the mask of the first step in all steps.
 RECIPES: dict[str, Recipe] = {
     "eagle3": Recipe(
         ("mlp_width", "draft_vocab_size", "noise"),
-        lambda target, options: official_head(target, options.draft_vocab_size or target.vocab_size, options.mlp_width),
+        lambda target, options: official_head(
+            target, options.draft_vocab_size or target.vocab_size, options.mlp_width
+        ),
         Eagle3Drafter,
         ttt_loss,
         _supervised,
@@ -352,15 +401,29 @@ RECIPES: dict[str, Recipe] = {
         eagle1_loss,
         depths="1",
     ),
-    "medusa": Recipe(("num_layers", "draft_vocab_size"), _medusa, MedusaDrafter, medusa_loss, start=_copied_heads),
-    "mtp": Recipe(
-        ("mlp_width", "noise"), functools.partial(_on_final_state, MTPConfig), MTPDrafter, ttt_loss, _supervised
+    "medusa": Recipe(
+        ("num_layers", "draft_vocab_size"), _medusa, MedusaDrafter, medusa_loss, start=_copied_heads
     ),
-    "p-eagle": Recipe(_LAYERS_MLP_VOCABULARY, _p_eagle, PEagleDrafter, p_eagle_loss, depths="8", reduced=True),
+    "mtp": Recipe(
+        ("mlp_width", "noise"),
+        functools.partial(_on_final_state, MTPConfig),
+        MTPDrafter,
+        ttt_loss,
+        _supervised,
+    ),
+    "p-eagle": Recipe(
+        _LAYERS_MLP_VOCABULARY, _p_eagle, PEagleDrafter, p_eagle_loss, depths="8", reduced=True
+    ),
     "dflash": _block_recipe(_block, BlockObjective(text=1.0)),
     "dspark": _block_recipe(_spark, BlockObjective(text=0.1, distance=0.9, confidence=1.0)),
-    "jetspec": _block_recipe(functools.partial(_block, causal=True), BlockObjective(divergence=1.0, decays=False)),
+    "jetspec": _block_recipe(
+        functools.partial(_block, causal=True), BlockObjective(divergence=1.0, decays=False)
+    ),
     "draft-model": Recipe(
-        ("num_layers", "width", "mlp_width"), small_model, _draft_model, distillation_loss, start=_first_layers
+        ("num_layers", "width", "mlp_width"),
+        small_model,
+        _draft_model,
+        distillation_loss,
+        start=_first_layers,
     ),
 }

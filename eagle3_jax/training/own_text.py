@@ -1,10 +1,11 @@
 """Conversations that a chat model writes by itself, as training text for its draft head.
 
-The model continues its chat template from the beginning of a user's turn, and writes the turn. Then it continues the
-conversation from the beginning of the answer, and writes the answer (Magpie, arXiv 2406.08464). Nothing is downloaded.
+The model continues its chat template from the beginning of a user's turn, and writes the turn. Then
+it continues the conversation from the beginning of the answer, and writes the answer (Magpie, arXiv
+2406.08464). Nothing is downloaded.
 
-Tokens are sampled by temperature alone. Top-k and top-p sort the vocabulary. On a CPU that takes longer than the rest
-of a round: 32 rows of SmolLM2-135M take 325 ms without it and 760 ms with it.
+Tokens are sampled by temperature alone. Top-k and top-p sort the vocabulary. On a CPU that takes
+longer than the rest of a round: 32 rows of SmolLM2-135M take 325 ms without it and 760 ms with it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class OwnTextConfig:
     temperature: float = 0.7  #: Temperature of the sampled answers.
     greedy_share: float = 0.5  #: Share of the answers that are decoded greedily.
     seed: int = 0  #: Random seed, 0 or more.
-    #: Beginnings of users' turns. Half of the turns get one of them at random, and the model goes on.
+    #: Beginnings of users' turns. Half of the turns get one of them at random, and the model goes
+    # on.
     openings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -102,11 +104,12 @@ class _Plan(NamedTuple):
 class Conversations:
     """Conversations that a target writes: an iterable of :class:`Text`, in the order in which they end.
 
-    A text has the token ids of ``apply_chat_template`` for the user's turn and then those of the answer, stop token
-    included. The answer is learnt. The document is the user's turn.
+    A text has the token ids of ``apply_chat_template`` for the user's turn and then those of the
+    answer, stop token included. The answer is learnt. The document is the user's turn.
 
-    Conversation ``i`` depends on ``i`` and the seed only, so parts of a larger set can be written in any order. Only
-    whether a turn is a duplicate depends on the other conversations of the same part.
+    Conversation ``i`` depends on ``i`` and the seed only, so parts of a larger set can be written
+    in any order. Only whether a turn is a duplicate depends on the other conversations of the same
+    part.
 
     Example::
 
@@ -116,10 +119,10 @@ class Conversations:
         print(texts.dropped)
 
     Attributes:
-        dropped: Number of conversations that were dropped so far, by reason. ``too long``: the user's turn did not end
-            within ``user_length`` tokens, or left no room for an answer. ``too short``: the turn has fewer than 4
-            tokens, or no text. ``duplicate``: another conversation has the same turn. ``loop``: the answer repeats
-            itself at its end.
+        dropped: Number of conversations that were dropped so far, by reason. ``too long``: the
+            user's turn did not end within ``user_length`` tokens, or left no room for an answer.
+            ``too short``: the turn has fewer than 4 tokens, or no text. ``duplicate``: another
+            conversation has the same turn. ``loop``: the answer repeats itself at its end.
     """
 
     def __init__(self, target: LoadedTarget, config: OwnTextConfig, count: int, *, first: int = 0):
@@ -132,11 +135,14 @@ class Conversations:
             first: Number of the first of them.
 
         Raises:
-            ValueError: The target cannot write a user's turn (:func:`around_user`), a conversation does not fit into
-                ``length`` or the target, or an opening is as long as a whole turn.
+            ValueError: The target cannot write a user's turn (:func:`around_user`), a conversation
+                does not fit into ``length`` or the target, or an opening is as long as a whole
+                turn.
         """
         if count < 0 or first < 0:
-            raise ValueError(f"{count} conversations from number {first} were asked for; expected 0 or more of both")
+            raise ValueError(
+                f"{count} conversations from number {first} were asked for; expected 0 or more of both"
+            )
         self.dropped: collections.Counter[str] = collections.Counter()
         self._target = target
         self._config = config
@@ -145,7 +151,9 @@ class Conversations:
         self._stop_tokens = (*target.stop_tokens, end)
         assert target.tokenizer is not None
         self._tokenizer = target.tokenizer
-        self._openings = [self._tokenizer.encode(text, add_special_tokens=False).ids for text in config.openings]
+        self._openings = [
+            self._tokenizer.encode(text, add_special_tokens=False).ids for text in config.openings
+        ]
         for text, opening in zip(config.openings, self._openings, strict=True):
             if len(opening) >= config.user_length:
                 raise ValueError(
@@ -172,7 +180,9 @@ class Conversations:
                 plan = self._plan(number)
                 request = Request(
                     tokens=self._prefix + plan.opening,
-                    max_new_tokens=self._config.user_length - len(plan.opening) + 1,  # and the token that ends the turn
+                    max_new_tokens=self._config.user_length
+                    - len(plan.opening)
+                    + 1,  # and the token that ends the turn
                     temperature=self._config.user_temperature,
                     seed=plan.user_seed,
                 )
@@ -185,7 +195,9 @@ class Conversations:
                     question = self._question(plan.opening, tokens, known)
                     if question is not None:
                         room = self._config.length - len(question.tokens)
-                        request = Request(question.tokens, room, plan.temperature, seed=plan.answer_seed)
+                        request = Request(
+                            question.tokens, room, plan.temperature, seed=plan.answer_seed
+                        )
                         questions[engine.submit(request)] = question
                 else:
                     question = questions.pop(ticket)
@@ -239,17 +251,21 @@ def answers(
 
     Args:
         target: The target.
-        prompts: Token ids of prompts that end where an answer begins. They are read as rows become free.
+        prompts: Token ids of prompts that end where an answer begins. They are read as rows become
+            free.
         config: ``length``, ``slots``, ``temperature``, ``greedy_share`` and ``seed`` are used.
-        first: Number of the first prompt for its random numbers, if the prompts are a part of a larger set.
+        first: Number of the first prompt for its random numbers, if the prompts are a part of a
+            larger set.
 
     Yields:
-        The number of the prompt, from 0, and the token ids of its answer, stop token included, in the order in which
-        they end. There are none if the answer repeats itself at its end, or if the prompt has ``length`` tokens or
-        more. An answer depends on its prompt, its number and the seed only.
+        The number of the prompt, from 0, and the token ids of its answer, stop token included, in
+        the order in which they end. There are none if the answer repeats itself at its end, or if
+        the prompt has ``length`` tokens or more. An answer depends on its prompt, its number and
+        the seed only.
 
     Raises:
-        ValueError: ``length`` is more than the target holds, or a prompt is empty or has an id outside the vocabulary.
+        ValueError: ``length`` is more than the target holds, or a prompt is empty or has an id
+            outside the vocabulary.
     """
     engine = _engine(target, config, target.stop_tokens)
     waiting = enumerate(prompts)
@@ -261,7 +277,9 @@ def answers(
             if room < 1:
                 yield number, []
                 continue
-            temperature, seed = _answer_sampling(config, np.random.default_rng([config.seed, first + number]))
+            temperature, seed = _answer_sampling(
+                config, np.random.default_rng([config.seed, first + number])
+            )
             request = Request(prompt, max_new_tokens=room, temperature=temperature, seed=seed)
             numbers[engine.submit(request)] = number
         if engine.idle and not taken:
@@ -272,7 +290,9 @@ def answers(
 
 def _check_length(target: LoadedTarget, config: OwnTextConfig) -> None:
     if config.length > target.max_positions:
-        raise ValueError(f"length is {config.length}, and {target.name} holds {target.holds}; lower length")
+        raise ValueError(
+            f"length is {config.length}, and {target.name} holds {target.holds}; lower length"
+        )
 
 
 def _engine(target: LoadedTarget, config: OwnTextConfig, stop_tokens: tuple[int, ...]) -> Engine:
@@ -280,7 +300,11 @@ def _engine(target: LoadedTarget, config: OwnTextConfig, stop_tokens: tuple[int,
     decoder = SpeculativeDecoder(target, stop_tokens=stop_tokens)
     capacity = config.length + decoder.loop.drafter.num_nodes
     return Engine(
-        decoder, slots=config.slots, capacity=capacity, sampling_mode=SamplingMode.TEMPERATURE, prefill_rows=8
+        decoder,
+        slots=config.slots,
+        capacity=capacity,
+        sampling_mode=SamplingMode.TEMPERATURE,
+        prefill_rows=8,
     )
 
 

@@ -1,17 +1,18 @@
 """P-EAGLE's objective: every draft position of a text in one forward (AWS, 2026, arXiv 2602.01469).
 
-At depth 0 a row is a true pair: token ``x_{a+1}`` and ``fc(f_a)``, at position ``a``, as in EAGLE-3. At depth ``d`` its
-inputs are those of drafting after the anchor ``a``: the mask token and the learned state, at position ``a + d``. All
-depths of all anchors would be ``K`` times the text, so each depth keeps some rows of the depth before:
+At depth 0 a row is a true pair: token ``x_{a+1}`` and ``fc(f_a)``, at position ``a``, as in
+EAGLE-3. At depth ``d`` its inputs are those of drafting after the anchor ``a``: the mask token and
+the learned state, at position ``a + d``. All depths of all anchors would be ``K`` times the text,
+so each depth keeps some rows of the depth before:
 
 =================  ==================================================================================================
-depth 0            every position
-depth ``d``        ``⌊max(0, n - d) · max(r^d, r_min)⌋`` of the ``n`` supervised positions, sampled from those whose
+depth 0            every position depth ``d``        ``⌊max(0, n - d) · max(r^d, r_min)⌋`` of the
+``n`` supervised positions, sampled from those whose
                    predecessor was kept at depth ``d - 1``, so that chains have no gaps
-attention          all true pairs at ``j <= a``, and the mask rows of the same anchor up to the row's depth
-label              ``y_{a+d+1}``, the target's distribution after ``x_{a+d+1}``
-loss               mean of ``KL(p ‖ q)`` over all supervised rows of all depths
-=================  ==================================================================================================
+attention          all true pairs at ``j <= a``, and the mask rows of the same anchor up to the
+row's depth label              ``y_{a+d+1}``, the target's distribution after ``x_{a+d+1}`` loss
+mean of ``KL(p ‖ q)`` over all supervised rows of all depths =================
+==================================================================================================
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ LEAST = 0.2
 class Chains(struct.PyTreeNode, kw_only=True):
     """The rows of a forward. Those of depth 0 come first, in order: they are the text."""
 
-    anchors: Int[Array, "B S"]  #: Position of the last true pair before a row; at depth 0 that of the row.
+    anchors: Int[
+        Array, "B S"
+    ]  #: Position of the last true pair before a row; at depth 0 that of the row.
     present: Bool[Array, "B S"]  #: False at padding.
     depths: tuple[int, ...] = struct.field(pytree_node=False)  #: The ``S`` depths, ascending.
 
@@ -52,7 +55,9 @@ class Chains(struct.PyTreeNode, kw_only=True):
         return slice(self.depths.index(depth), len(self.depths) - self.depths[::-1].index(depth))
 
 
-def sample_chains(key: Key[Array, ""], valid: Bool[Array, "B T"], num_depths: int, ratio: float = RATIO) -> Chains:
+def sample_chains(
+    key: Key[Array, ""], valid: Bool[Array, "B T"], num_depths: int, ratio: float = RATIO
+) -> Chains:
     """Samples the rows that each depth keeps, from the supervised positions."""
     count_kept = lambda num_valid, depth: int(max(0, num_valid - depth) * max(ratio**depth, LEAST))
     batch, size = valid.shape
@@ -75,11 +80,15 @@ def sample_chains(key: Key[Array, ""], valid: Bool[Array, "B T"], num_depths: in
         depths += [depth] * room
         pool = valid & _scatter(jnp.where(taken, chosen + 1, size), True, size)
     return Chains(
-        anchors=jnp.concatenate(anchors, axis=1), present=jnp.concatenate(present, axis=1), depths=tuple(depths)
+        anchors=jnp.concatenate(anchors, axis=1),
+        present=jnp.concatenate(present, axis=1),
+        depths=tuple(depths),
     )
 
 
-def _scatter(index: Int[Array, "B n"], values: Bool[Array, "B n"] | bool, size: int) -> Bool[Array, "B T"]:
+def _scatter(
+    index: Int[Array, "B n"], values: Bool[Array, "B n"] | bool, size: int
+) -> Bool[Array, "B T"]:
     """Returns rows of ``size`` entries with the values at some indices, and False elsewhere."""
     rows = jnp.arange(len(index))[:, None]
     return jnp.zeros((len(index), size), jnp.bool_).at[rows, index].set(values, mode="drop")
@@ -134,8 +143,8 @@ def p_eagle_loss(
     The key of the batch chooses the rows; without a key they are always the same.
 
     Returns:
-        The loss, and for every depth ``k`` ``accuracy_k`` and ``acceptance_k`` of the sampled rows; and
-        ``simulated_tau``, at each depth over the chains that reach it.
+        The loss, and for every depth ``k`` ``accuracy_k`` and ``acceptance_k`` of the sampled rows;
+        and ``simulated_tau``, at each depth over the chains that reach it.
     """
     frozen = lax.stop_gradient(frozen)
     size = batch.tokens.shape[1]
@@ -149,7 +158,9 @@ def p_eagle_loss(
     label = Teacher(*(take(leaf, position + 1) for leaf in teacher))
     counted = chains.present & take(valid, position)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
-    divergence = jnp.sum(jax.scipy.special.xlogy(label.probs, label.probs) - label.probs * logprobs, axis=-1)
+    divergence = jnp.sum(
+        jax.scipy.special.xlogy(label.probs, label.probs) - label.probs * logprobs, axis=-1
+    )
     loss = share(divergence, counted)
 
     logprobs = lax.stop_gradient(logprobs)

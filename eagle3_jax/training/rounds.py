@@ -1,10 +1,10 @@
 """Tokens per round, read off texts in one pass and without decoding.
 
-The drafts of a chain of ``K`` are accepted up to the first that differs from the text. So the drafts at every position
-determine the rounds. The first round begins with the answer, and each next one after the token that the target added.
-On text that the target wrote greedily, these are exactly the rounds of decoding it. On sampled text their number is
-right on average, because a greedy draft is accepted as often as the target samples its token.
-"""
+The drafts of a chain of ``K`` are accepted up to the first that differs from the text. So the
+drafts at every position determine the rounds. The first round begins with the answer, and each next
+one after the token that the target added. On text that the target wrote greedily, these are exactly
+the rounds of decoding it. On sampled text their number is right on average, because a greedy draft
+is accepted as often as the target samples its token."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def accepted_in_rounds(hits: Bool[np.ndarray, "T K"], first: int, end: int) -> l
         end: Index after the last token of the answer.
 
     Returns:
-        For each round the number of accepted drafts, 0 to ``K``. Drafts past the end of the text are not counted.
+        For each round the number of accepted drafts, 0 to ``K``. Drafts past the end of the text
+        are not counted.
     """
     rounds = []
     root = first

@@ -21,7 +21,9 @@ class Text(NamedTuple):
 
     tokens: list[int]  #: Token ids.
     learn: list[bool]  #: For each token, whether the head learns to draft it.
-    document: int  #: The first 8 bytes of the SHA-256 of the document; equal documents are learnt or held out together.
+    #: The first 8 bytes of the SHA-256 of the document; equal documents are learnt or held out
+    # together.
+    document: int
 
 
 def document_hash(text: str) -> int:
@@ -79,7 +81,9 @@ class Texts:
     def chosen(self, mask: Bool[np.ndarray, " R"]) -> Texts:
         """Returns the texts for which the mask is True."""
         tokens = np.repeat(mask, self.length)
-        return Texts(self.tokens[tokens], self.learn[tokens], self.length[mask], self.document[mask])
+        return Texts(
+            self.tokens[tokens], self.learn[tokens], self.length[mask], self.document[mask]
+        )
 
     def prompts(self) -> list[tuple[int, bytes]]:
         """Returns the prompt of each text: its document, and the bytes of the token ids before the first learnt one."""
@@ -101,7 +105,10 @@ class Texts:
     def save(self, path: Path) -> None:
         """Writes an ``.npz`` file, which appears under its name only when it is complete."""
         with whole_file(path) as partial, open(partial, "wb") as file:
-            np.savez(file, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+            np.savez(
+                file,
+                **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
+            )
 
     @classmethod
     def load(cls, path: Path) -> Texts:
@@ -162,7 +169,10 @@ def buckets_of(length: Int[np.ndarray, " R"], most: int = 6, multiple: int = 16)
     quantiles = np.quantile(length, np.arange(1, most + 1) / most, method="higher")
     padded_lengths = np.unique(-(-quantiles.astype(np.int64) // multiple) * multiple)
     bucket = np.searchsorted(padded_lengths, length)
-    return [Bucket(int(size), np.flatnonzero(bucket == index)) for index, size in enumerate(padded_lengths)]
+    return [
+        Bucket(int(size), np.flatnonzero(bucket == index))
+        for index, size in enumerate(padded_lengths)
+    ]
 
 
 def padded(
@@ -174,7 +184,8 @@ def padded(
         texts: The texts.
         chosen: Indices of at most ``count`` texts.
         length: ``T``, tokens of a row.
-        count: ``B``. Rows without a text hold one token, because the attention of an empty row is undefined.
+        count: ``B``. Rows without a text hold one token, because the attention of an empty row is
+            undefined.
     """
     tokens = np.zeros((count, length), np.int32)
     real = np.zeros((count, length), np.bool_)

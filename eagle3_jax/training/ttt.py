@@ -1,17 +1,16 @@
 """The training-time test of EAGLE-3: a head learns on the inputs that it will meet while drafting.
 
-At inference the head reads the target's features only once and its own output afterwards. Training therefore unrolls
-the head ``K`` times (Li et al., 2025, arXiv 2503.01840, section 3.2; HASS, Zhang et al., 2024). At step ``k``, row
-``t`` is the draft that follows the verified prefix ``x_0 .. x_t`` and is ``k`` tokens deep:
+At inference the head reads the target's features only once and its own output afterwards. Training
+therefore unrolls the head ``K`` times (Li et al., 2025, arXiv 2503.01840, section 3.2; HASS, Zhang
+et al., 2024). At step ``k``, row ``t`` is the draft that follows the verified prefix ``x_0 .. x_t``
+and is ``k`` tokens deep:
 
 =================  =====================================================================
-token              ``x_{t+1+k}``, from the data and not from the head
-features           ``fc(f_t)`` at step 0, then the head's own output of step ``k - 1``
-rotary position    ``t + k``
-attention          keys of step 0 at ``j <= t``, keys of steps ``1 .. k`` at ``t`` only; within the window, if any
-label              ``y_{t+1+k}``, the target's distribution after ``x_{t+1+k}``
-=================  =====================================================================
-"""
+token              ``x_{t+1+k}``, from the data and not from the head features           ``fc(f_t)``
+at step 0, then the head's own output of step ``k - 1`` rotary position    ``t + k`` attention
+keys of step 0 at ``j <= t``, keys of steps ``1 .. k`` at ``t`` only; within the window, if any
+label              ``y_{t+1+k}``, the target's distribution after ``x_{t+1+k}`` =================
+====================================================================="""
 
 from __future__ import annotations
 
@@ -53,24 +52,30 @@ class TTTConfig:
 
     num_steps: int = 7  #: ``K``; the official code unrolls 7 steps, the paper 5.
     decay: float = 0.8  #: Step ``k`` weighs ``decay^k``.
-    #: Divisor of the sum over rows: ``all`` rows ``B·T``, masked or not, or the ``supervised`` ones. ``all`` also keeps
-    #: a flaw of the official code: supervised rows whose label is past the end of the sequence are pulled towards the
+    #: Divisor of the sum over rows: ``all`` rows ``B·T``, masked or not, or the ``supervised``
+    # ones. ``all`` also keeps
+    #: a flaw of the official code: supervised rows whose label is past the end of the sequence are
+    # pulled towards the
     #: uniform distribution. ``supervised`` leaves them out.
     denominator: Literal["all", "supervised"] = "all"
-    #: Standard deviation of Gaussian noise on each feature, as a part of the feature's root mean square. Without it a
-    #: head learns few texts by heart. It needs the key of the batch. (EAGLE-1, section 3.2, has uniform noise.)
+    #: Standard deviation of Gaussian noise on each feature, as a part of the feature's root mean
+    # square. Without it a
+    #: head learns few texts by heart. It needs the key of the batch. (EAGLE-1, section 3.2, has
+    # uniform noise.)
     noise: float = 0.0
 
 
 class Teacher(NamedTuple):
     """The target's distributions, restricted to the draft vocabulary.
 
-    They have ``S = T + K`` positions: after the last token the target's logits count as zero, as in the official code.
-    """
+    They have ``S = T + K`` positions: after the last token the target's logits count as zero, as in
+    the official code."""
 
     probs: Float[Array, "B S W"]  #: Softmax over the draft vocabulary.
     mass: Float[Array, "B S"]  #: Probability of the draft vocabulary under the full softmax.
-    best: Int[Array, "B S"]  #: Draft id of the most likely of all target tokens; -1 if the head cannot propose it.
+    best: Int[
+        Array, "B S"
+    ]  #: Draft id of the most likely of all target tokens; -1 if the head cannot propose it.
 
     @property
     def full_probs(self) -> Float[Array, "*rows W"]:
@@ -100,12 +105,13 @@ def ttt_loss(
         The loss, and for every step ``k``
 
         - ``loss_k``: its unweighted term of the loss;
-        - ``accuracy_k``: rows whose argmax is the target's, over supervised rows, as the official code counts;
-        - ``acceptance_k``: expected probability ``Σ_v min(p_v, q_v)`` that a sampled draft token is accepted, over
-          supervised rows that have a label (Leviathan et al., 2023);
+        - ``accuracy_k``: rows whose argmax is the target's, over supervised rows, as the official
+          code counts;
+        - ``acceptance_k``: expected probability ``Σ_v min(p_v, q_v)`` that a sampled draft token is
+          accepted, over supervised rows that have a label (Leviathan et al., 2023);
 
-        and ``simulated_tau``, tokens per target forward of a greedy chain of ``K`` drafts on this text. A target token
-        that is outside the draft vocabulary is a miss.
+        and ``simulated_tau``, tokens per target forward of a greedy chain of ``K`` drafts on this
+        text. A target token that is outside the draft vocabulary is a miss.
     """
     frozen = lax.stop_gradient(frozen)
     num_steps = config.num_steps
@@ -161,7 +167,9 @@ def teacher_forward(
     draft_to_target = frozen["draft_to_target"]
     to_draft = draft_ids(frozen, target.vocab_size)
     if batch.known is None:
-        output = target(params, batch.tokens, batch.positions, batch.seen, aux_layers=drafter.aux_layers)
+        output = target(
+            params, batch.tokens, batch.positions, batch.seen, aux_layers=drafter.aux_layers
+        )
         features = output.features
         logits = target.unembed(params, output.final)
         drafted = logits if draft_to_target is None else logits[..., draft_to_target]
@@ -169,7 +177,9 @@ def teacher_forward(
         log_norm_of_all = jax.nn.logsumexp(logits, axis=-1)
     else:
         features = jnp.asarray(batch.known.features, target.precision.activations)
-        drafted = _unembed_some(target, params, final_states(target, params, batch), draft_to_target)
+        drafted = _unembed_some(
+            target, params, final_states(target, params, batch), draft_to_target
+        )
         likeliest = jnp.asarray(batch.known.likeliest)
         log_norm_of_all = jnp.asarray(batch.known.log_norm)
     log_norm = jax.nn.logsumexp(drafted, axis=-1)
@@ -185,7 +195,10 @@ def teacher_forward(
 
 
 def _unembed_some(
-    target: DecoderTarget, params: Params, final: Float[Array, "B T D"], tokens: Int[Array, " W"] | None
+    target: DecoderTarget,
+    params: Params,
+    final: Float[Array, "B T D"],
+    tokens: Int[Array, " W"] | None,
 ) -> Float[Array, "B T W"]:
     """Returns the target's logits of some tokens, as if these were its vocabulary; ``None`` for all."""
     if tokens is not None and target.config.tie_embeddings:
@@ -196,7 +209,9 @@ def _unembed_some(
     return target.unembed(params, final)
 
 
-def borrowed_output(drafter: Eagle3Drafter, target: DecoderTarget, frozen: Frozen) -> Float[Array, "D V"] | None:
+def borrowed_output(
+    drafter: Eagle3Drafter, target: DecoderTarget, frozen: Frozen
+) -> Float[Array, "D V"] | None:
     """Returns the target's output matrix for heads that compute their logits with it; ``None`` for others."""
     return target.tables(frozen["target_params"]).unembedding if drafter.borrows_output else None
 
@@ -211,14 +226,20 @@ def unroll(
     output: Float[Array, "D V"] | None = None,
 ) -> list[Float[Array, "B T W"]]:
     """Returns the draft logits of every step, all rows at once; the table above says what each row attends to."""
-    params = {"head": head_params, "embedding": embedding} | ({} if output is None else {"output": output})
+    params = {"head": head_params, "embedding": embedding} | (
+        {} if output is None else {"output": output}
+    )
     head = drafter.bind(params)
     streams = unroll_head(drafter, params, features, batch, num_steps)
     return [drafter.logits(params, head, stream) for stream in streams]
 
 
 def unroll_head(
-    drafter: Eagle3Drafter, params: Params, features: Float[Array, "B T A Dt"], batch: TTTBatch, num_steps: int
+    drafter: Eagle3Drafter,
+    params: Params,
+    features: Float[Array, "B T A Dt"],
+    batch: TTTBatch,
+    num_steps: int,
 ) -> list[Float[Array, "B T D"]]:
     """Returns the head's output of every step, which is its input in the next step."""
     head = drafter.bind(params)
@@ -229,7 +250,9 @@ def unroll_head(
     written: list[tuple[KeyValue, ...]] = []
     for step in range(num_steps):
         spans = enumerate(spans_of(drafter.config.layers))
-        contexts = [_context([kv[layer] for kv in written], seen, positions, span) for layer, span in spans]
+        contexts = [
+            _context([kv[layer] for kv in written], seen, positions, span) for layer, span in spans
+        ]
         embedded = drafter.embed(params, later(batch.tokens, step + 1), positions + step)
         stream, kv = head(embedded, stream, positions + step, contexts)
         written.append(kv)
@@ -247,9 +270,9 @@ def _context(
 ) -> BlockContext:
     """Returns what a step attends to in a layer.
 
-    Step 0 is verified text with a causal mask. The keys of each later step are guesses, which only their own row sees.
-    Row ``t`` of step ``k`` has position ``t + k``, and so have its keys: a window moves with the steps.
-    """
+    Step 0 is verified text with a causal mask. The keys of each later step are guesses, which only
+    their own row sees. Row ``t`` of step ``k`` has position ``t + k``, and so have its keys: a
+    window moves with the steps."""
     step = len(written)
     seen = span.limit(seen, positions, positions + step)
     if not written:

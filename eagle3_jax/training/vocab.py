@@ -1,8 +1,8 @@
 """The draft vocabulary: the tokens that a head can propose, the most frequent ones of its training text.
 
-A smaller output projection makes drafting faster. Tokens outside the draft vocabulary are never drafted, which lowers
-acceptance and does not change the output (FR-Spec, Zhao et al., 2025; EAGLE-3, Li et al., 2025).
-"""
+A smaller output projection makes drafting faster. Tokens outside the draft vocabulary are never
+drafted, which lowers acceptance and does not change the output (FR-Spec, Zhao et al., 2025;
+EAGLE-3, Li et al., 2025)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ def select_draft_vocabulary(counts: Int[np.ndarray, " V"], size: int) -> Int[np.
         ValueError: ``size`` is not between 1 and ``V``.
     """
     if not 1 <= size <= len(counts):
-        raise ValueError(f"a draft vocabulary of {size} was asked for; expected 1 to the target's {len(counts)}")
-    # A stable sort keeps equal counts in the order of their ids; unused tokens are those with the lowest count.
+        raise ValueError(
+            f"a draft vocabulary of {size} was asked for; expected 1 to the target's {len(counts)}"
+        )
+    # A stable sort keeps equal counts in the order of their ids; unused tokens are those with the
+    # lowest count.
     ranked = np.argsort(-counts, kind="stable")
     return np.sort(ranked[:size]).astype(np.int32)
 

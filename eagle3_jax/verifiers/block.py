@@ -1,10 +1,9 @@
 """Block verification: decides about all tokens of a sampled chain together (Sun et al., 2024, arXiv 2403.10444).
 
-The token rule decides about each drafted token separately, and the first rejection ends the round. In the block rule, a
-token that is more likely under the target than under the drafter can compensate for an earlier token that is less
-likely. It is exact as well, and on average accepts at least as many tokens. No rule that knows only the distributions
-of a draft accepts more.
-"""
+The token rule decides about each drafted token separately, and the first rejection ends the round.
+In the block rule, a token that is more likely under the target than under the drafter can
+compensate for an earlier token that is less likely. It is exact as well, and on average accepts at
+least as many tokens. No rule that knows only the distributions of a draft accepts more."""
 
 from __future__ import annotations
 
@@ -30,18 +29,20 @@ def verify_block(
 ) -> Verdict:
     """Accepts a prefix of a sampled chain such that the output follows the target's distribution exactly.
 
-    Let ``P_0 = 1`` and ``P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i))``. The residual mass after ``i`` tokens is
-    ``m_i = Σ max(P_i p_{i+1} - q_{i+1}, 0)``. Token ``i`` passes with probability
+    Let ``P_0 = 1`` and ``P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i))``. The residual mass after ``i``
+    tokens is ``m_i = Σ max(P_i p_{i+1} - q_{i+1}, 0)``. Token ``i`` passes with probability
 
         ``h_i = m_i / (m_i + 1 - P_i)`` for ``i < L``, ``h_L = P_L``.
 
-    The *last* token ``τ`` that passes ends the accepted prefix, even if tokens before it failed. The next token is
-    sampled from ``max(P_τ p_{τ+1} - q_{τ+1}, 0)``, or from ``p_{L+1}`` if all were accepted. After the end of the
-    chain ``q`` is zero; then both formulas are the same. The chain ends before its first invalid node.
+    The *last* token ``τ`` that passes ends the accepted prefix, even if tokens before it failed.
+    The next token is sampled from ``max(P_τ p_{τ+1} - q_{τ+1}, 0)``, or from ``p_{L+1}`` if all
+    were accepted. After the end of the chain ``q`` is zero; then both formulas are the same. The
+    chain ends before its first invalid node.
 
     Args:
-        draft: A chain with ``probs``. For a draft without ``probs``, :func:`~eagle3_jax.acceptance.verify_points`
-            decides; for point masses its accepted counts have the same distribution.
+        draft: A chain with ``probs``. For a draft without ``probs``,
+            :func:`~eagle3_jax.acceptance.verify_points` decides; for point masses its accepted
+            counts have the same distribution.
         target_probs: ``[B N V]``, the target's distribution after each node, all warpers applied.
         accept: ``[B N]``, uniforms in [0, 1).
         choose: ``[B U]``, uniforms in [0, 1) for the next token.
@@ -64,7 +65,8 @@ def verify_block(
     count = jnp.max(jnp.where(passes, node, 0), axis=1)
     last = count[:, None, None]
     next_probs = jnp.take_along_axis(residual, last, axis=1)[:, 0]
-    # The residual can be zero only by rounding. Then the next token is sampled from the target's distribution.
+    # The residual can be zero only by rounding. Then the next token is sampled from the target's
+    # distribution.
     last_probs = jnp.take_along_axis(target_probs, last, axis=1)[:, 0]
     next_probs = jnp.where(jnp.sum(next_probs, axis=-1, keepdims=True) > 0, next_probs, last_probs)
     step = jnp.arange(1, max_depth + 1, dtype=jnp.int32)
@@ -72,7 +74,9 @@ def verify_block(
     return Verdict(path=path, num_accepted=count, next_token=draw(next_probs, choose))
 
 
-def _survivals(draft: Draft, target_probs: Float[Array, "B N V"], chained: Bool[Array, "B N"]) -> Float[Array, "B N"]:
+def _survivals(
+    draft: Draft, target_probs: Float[Array, "B N V"], chained: Bool[Array, "B N"]
+) -> Float[Array, "B N"]:
     """Returns ``P_i`` for every node: 1 at the root, and 0 after the end of the chain."""
     tokens: Int[Array, "B K 1"] = draft.tokens[:, 1:, None]
     probs_of_tokens = lambda probs: jnp.take_along_axis(probs, tokens, axis=2)[:, :, 0]
@@ -92,9 +96,9 @@ def _survivals(draft: Draft, target_probs: Float[Array, "B N V"], chained: Bool[
 class BlockVerification(Exact):
     """The block rule, as a :class:`~eagle3_jax.types.Verifier` of chains.
 
-    It accepts more than the token rule if at least two tokens are sampled (``draft_sampling`` probabilistic). For a
-    draft of point masses, or a greedy batch, it accepts the same tokens as the token rule.
-    """
+    It accepts more than the token rule if at least two tokens are sampled (``draft_sampling``
+    probabilistic). For a draft of point masses, or a greedy batch, it accepts the same tokens as
+    the token rule."""
 
     rule: ClassVar[Callable[..., Verdict]] = staticmethod(verify_block)
     chains_only = True  # the rule is defined for a single path

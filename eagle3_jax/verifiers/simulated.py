@@ -14,8 +14,9 @@ from eagle3_jax.sampling import argmax, probabilities, uniforms
 from eagle3_jax.tree import ancestor_mask, depths
 from eagle3_jax.types import Draft, SamplingMode, SamplingParams, Verdict
 
-# By pair and prompts: for each depth, the share of rounds that accept the draft token there and all tokens before it.
-# Their sums give the acceptance lengths that vLLM has published, 2.36 for K=2 to 3.54 for K=7.
+# By pair and prompts: for each depth, the share of rounds that accept the draft token there and all
+# tokens before it. Their sums give the acceptance lengths that vLLM has published, 2.36 for K=2 to
+# 3.54 for K=7.
 PUBLISHED_RATES = {
     "Llama-3.1-8B with its EAGLE-3 head on MT-Bench": (0.78, 0.58, 0.43, 0.29, 0.24, 0.14, 0.08),
 }
@@ -25,13 +26,13 @@ PUBLISHED_RATES = {
 class SimulatedAcceptance:
     """Accepts draft tokens at random with given rates, to measure speed without trained weights. It is not lossless.
 
-    The time of a round depends on the number of accepted tokens, not on which tokens they are. So a model of random
-    weights is as fast as the trained model at the same acceptance. vLLM calls this ``synthetic``. The output is
-    meaningless.
+    The time of a round depends on the number of accepted tokens, not on which tokens they are. So a
+    model of random weights is as fast as the trained model at the same acceptance. vLLM calls this
+    ``synthetic``. The output is meaningless.
 
     Attributes:
-        rates: For each depth, the share of rounds that accept the draft token there and all tokens before it; not
-            increasing.
+        rates: For each depth, the share of rounds that accept the draft token there and all tokens
+            before it; not increasing.
     """
 
     rates: tuple[float, ...]
@@ -56,7 +57,9 @@ class SimulatedAcceptance:
             ValueError: ``rate`` is not from 0 to 1.
         """
         if not 0 <= rate <= 1:
-            raise ValueError(f"the simulated conditional acceptance rate is {rate:g}; expected 0 to 1")
+            raise ValueError(
+                f"the simulated conditional acceptance rate is {rate:g}; expected 0 to 1"
+            )
         return cls(tuple(rate ** (depth + 1) for depth in range(max_depth)))
 
     @classmethod
@@ -95,7 +98,8 @@ class SimulatedAcceptance:
     ) -> Verdict:
         """See :class:`~eagle3_jax.types.Verifier`.
 
-        It runs the exact rule, at its full cost, with a target distribution that is certain of the accepted nodes.
+        It runs the exact rule, at its full cost, with a target distribution that is certain of the
+        accepted nodes.
 
         Raises:
             ValueError: There are fewer rates than depths.
@@ -118,7 +122,9 @@ class SimulatedAcceptance:
         accept, choose = verification_uniforms(keys, *probs.shape[1:])
         return verify(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
 
-    def _accepted_nodes(self, draft: Draft, dice: Float[Array, " B"], max_depth: int) -> Bool[Array, "B N"]:
+    def _accepted_nodes(
+        self, draft: Draft, dice: Float[Array, " B"], max_depth: int
+    ) -> Bool[Array, "B N"]:
         """Returns the nodes to accept: on the path to the deepest node, as many as the uniform of a row gives."""
         mask = ancestor_mask(draft.parents, max_depth)
         depth = depths(mask)

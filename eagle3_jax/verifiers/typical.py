@@ -19,17 +19,21 @@ from eagle3_jax.types import Draft, SamplingMode, SamplingParams, Verdict
 class TypicalAcceptance:
     """Medusa's rule: accepts a draft token ``x`` if ``p(x) > min(ε, δ · exp(-H(p)))``. It is not lossless.
 
-    ``p`` is the target's distribution for this token after all warpers, and ``H`` its entropy in nats. Of the paths
-    whose tokens are all accepted, the longest is chosen, and of several longest paths the most likely one under the
-    target. The distribution of the draft is not used, and acceptance is not random: the output has the tokens that the
-    drafter prefers among the acceptable ones. Rows of temperature 0 are decoded greedily, which is exact.
+    ``p`` is the target's distribution for this token after all warpers, and ``H`` its entropy in
+    nats. Of the paths whose tokens are all accepted, the longest is chosen, and of several longest
+    paths the most likely one under the target. The distribution of the draft is not used, and
+    acceptance is not random: the output has the tokens that the drafter prefers among the
+    acceptable ones. Rows of temperature 0 are decoded greedily, which is exact.
 
-    The token after the path is the target's most likely one at every temperature, as in the paper and its code. So a
-    sampled row has the same text with any seed, except for its first token, which the loop samples.
+    The token after the path is the target's most likely one at every temperature, as in the paper
+    and its code. So a sampled row has the same text with any seed, except for its first token,
+    which the loop samples.
 
     Attributes:
-        epsilon: ``ε`` in [0, 1), the hard threshold; ``posterior_threshold`` in the authors' code, there 0.09.
-        delta: ``δ``, at least 0, the factor of ``exp(-H)``; ``posterior_alpha`` there. The authors advise ``√ε``.
+        epsilon: ``ε`` in [0, 1), the hard threshold; ``posterior_threshold`` in the authors' code,
+            there 0.09.
+        delta: ``δ``, at least 0, the factor of ``exp(-H)``; ``posterior_alpha`` there. The authors
+            advise ``√ε``.
         draws_next: Whether to sample the token after the path from ``p`` instead.
     """
 
@@ -40,7 +44,9 @@ class TypicalAcceptance:
 
     def __post_init__(self) -> None:
         if not 0 <= self.epsilon < 1:
-            raise ValueError(f"epsilon is {self.epsilon}; expected a probability of at least 0 and below 1")
+            raise ValueError(
+                f"epsilon is {self.epsilon}; expected a probability of at least 0 and below 1"
+            )
         if not 0 <= self.delta < float("inf"):
             raise ValueError(f"delta is {self.delta}; expected a finite number of at least 0")
 
@@ -61,8 +67,14 @@ class TypicalAcceptance:
         entropy = jnp.sum(entr(probs), axis=-1)
         threshold = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
         parents = jnp.maximum(draft.parents, 0)
-        p = jax.vmap(lambda probs, parents, tokens: probs[parents, tokens])(probs, parents, draft.tokens)
-        accepted = draft.valid & (draft.parents >= 0) & (p > jnp.take_along_axis(threshold, parents, axis=1))
+        p = jax.vmap(lambda probs, parents, tokens: probs[parents, tokens])(
+            probs, parents, draft.tokens
+        )
+        accepted = (
+            draft.valid
+            & (draft.parents >= 0)
+            & (p > jnp.take_along_axis(threshold, parents, axis=1))
+        )
 
         ancestors = ancestor_mask(draft.parents, max_depth)
         node = jnp.arange(draft.tokens.shape[1])

@@ -14,8 +14,8 @@
 # %% [markdown]
 # # 01 · This machine
 #
-# This notebook checks whether this machine is ready for the other three notebooks. It runs in seconds, on a GPU or a
-# laptop CPU. It answers four questions:
+# This notebook checks whether this machine is ready for the other three notebooks. It runs in
+# seconds, on a GPU or a laptop CPU. It answers four questions:
 #
 # - Which numbers will be measured here, and which will come from a stand-in?
 # - Do float32 products have float32 precision?
@@ -37,14 +37,15 @@ here = machine.start()
 here.banner("vLLM", "price")
 
 # %% [markdown]
-# The box above is at the top of every notebook of this series. A *real* part is the one that the notebook is about. A
-# *stand-in* replaces a missing part: the shipped pair replaces weights, a CPU replaces a GPU, and the committed record of
-# an earlier run replaces vLLM.
+# The box above is at the top of every notebook of this series. A *real* part is the one that the
+# notebook is about. A *stand-in* replaces a missing part: the shipped pair replaces weights, a CPU
+# replaces a GPU, and the committed record of an earlier run replaces vLLM.
 #
 # ## Environment variables
 #
-# Set them before you start Jupyter or `make gpu-notebooks`. They have the meaning of the options of `pytest validation`.
-# A misspelled variable raises an error. Otherwise the notebooks would silently measure the shipped pair.
+# Set them before you start Jupyter or `make gpu-notebooks`. They have the meaning of the options of
+# `pytest validation`. A misspelled variable raises an error. Otherwise the notebooks would silently
+# measure the shipped pair.
 
 # %% tags=["hide-input"]
 import os
@@ -97,9 +98,10 @@ Markdown(to_markdown(["fact", "value"], facts))
 # %% [markdown]
 # ## Precision of float32 products
 #
-# NVIDIA's tensor cores multiply float32 as TensorFloat-32 by default, with ten bits of mantissa. Then greedy texts of two
-# engines differ even without tied logits. The validation sets `jax_default_matmul_precision = "highest"`. The cell
-# compares such a product with float64, and with operands rounded to TensorFloat-32.
+# NVIDIA's tensor cores multiply float32 as TensorFloat-32 by default, with ten bits of mantissa.
+# Then greedy texts of two engines differ even without tied logits. The validation sets
+# `jax_default_matmul_precision = "highest"`. The cell compares such a product with float64, and
+# with operands rounded to TensorFloat-32.
 
 # %%
 rng = np.random.default_rng(0)
@@ -135,9 +137,9 @@ assert rounded > 20 * highest, "the check does not distinguish TensorFloat-32 fr
 # %% [markdown]
 # ## Determinism of compiled programs
 #
-# Comparisons of bits use programs compiled with `validation.device.exact_options`. On a GPU these options disable the
-# choice of kernels by measured time. They also stop XLA from keeping excess precision of bfloat16 values. The cell
-# compiles a program twice and runs each twice.
+# Comparisons of bits use programs compiled with `validation.device.exact_options`. On a GPU these
+# options disable the choice of kernels by measured time. They also stop XLA from keeping excess
+# precision of bfloat16 values. The cell compiles a program twice and runs each twice.
 
 # %%
 print("options of the compiler:", device.exact_options())
@@ -159,10 +161,11 @@ print(f"4 runs of 2 compilations, {len(bits)} result")
 # %% [markdown]
 # ## Memory for two engines
 #
-# In a comparison, both engines hold target and head at the same time. JAX allocates memory on demand up to its share
-# (`XLA_CLIENT_MEM_FRACTION`). vLLM allocates its share at its start (`EAGLE3_VLLM_MEMORY`). The plan is for Llama-3.1-8B
-# with its EAGLE-3 head, batch 8, 2,048 tokens each, K = 5. On an unknown device the plan is for an H100 and an H200,
-# which are **not** this machine.
+# In a comparison, both engines hold target and head at the same time. JAX allocates memory on
+# demand up to its share (`XLA_CLIENT_MEM_FRACTION`). vLLM allocates its share at its start
+# (`EAGLE3_VLLM_MEMORY`). The plan is for Llama-3.1-8B with its EAGLE-3 head, batch 8, 2,048 tokens
+# each, K = 5. On an unknown device the plan is for an H100 and an H200, which are **not** this
+# machine.
 
 # %%
 NAME = "Llama-3.1-8B"
@@ -243,13 +246,14 @@ print(
 # %% [markdown]
 # ## Common mistakes
 #
-# **Checking determinism with one compilation.** One compiled program always repeats its result. In the next compilation
-# the autotuner can choose another kernel of equal speed, which adds in a different order. So the check above compiles
-# twice.
+# **Checking determinism with one compilation.** One compiled program always repeats its result. In
+# the next compilation the autotuner can choose another kernel of equal speed, which adds in a
+# different order. So the check above compiles twice.
 #
 # ## Exercises
 #
-# **1.** How many sequences of 4,096 tokens fit next to vLLM, in bfloat16, on the first device of the table?
+# **1.** How many sequences of 4,096 tokens fit next to vLLM, in bfloat16, on the first device of
+# the table?
 #
 # <details><summary>Answer</summary>
 #
@@ -261,8 +265,8 @@ print(
 #
 # <details><summary>Answer</summary>
 #
-# In bfloat16, two correct engines add in a different order. Their texts differ where two logits are approximately tied.
-# In float32 such ties are very rare, so a difference indicates a bug.
+# In bfloat16, two correct engines add in a different order. Their texts differ where two logits are
+# approximately tied. In float32 such ties are very rare, so a difference indicates a bug.
 #
 # </details>
 

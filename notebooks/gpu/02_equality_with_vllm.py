@@ -14,10 +14,10 @@
 # %% [markdown]
 # # 02 · Equality with vLLM: greedy, sampling, acceptance
 #
-# This notebook compares this library with vLLM in three ways: greedy tokens one by one, the distribution of sampled
-# tokens, and accepted draft tokens round by round. It uses the functions of levels L5, L6 and L8 of the
-# [validation](../../docs/validation.md). Without vLLM, it compares with this library's target or with the committed
-# record. Read [01](01_this_machine.ipynb) first.
+# This notebook compares this library with vLLM in three ways: greedy tokens one by one, the
+# distribution of sampled tokens, and accepted draft tokens round by round. It uses the functions of
+# levels L5, L6 and L8 of the [validation](../../docs/validation.md). Without vLLM, it compares with
+# this library's target or with the committed record. Read [01](01_this_machine.ipynb) first.
 
 # %% tags=["hide-input"]
 import sys
@@ -81,13 +81,14 @@ LIMIT = here.amount(cpu=24, gpu=128)
 # %% [markdown]
 # ## Greedy tokens: agreement and ties
 #
-# Two correct engines add the same bfloat16 products in a different order. If two logits are approximately tied, they can
-# choose different tokens, and the rest of the texts differs. So each engine scores the text of the *other* engine, token
-# by token, with teacher forcing. The scoring engine is the judge. A token is
+# Two correct engines add the same bfloat16 products in a different order. If two logits are
+# approximately tied, they can choose different tokens, and the rest of the texts differs. So each
+# engine scores the text of the *other* engine, token by token, with teacher forcing. The scoring
+# engine is the judge. A token is
 #
 # - **agreed** if it is the judge's most likely token;
-# - a **tie** if it is the judge's second choice and its logit is at most two bfloat16 units in the last place lower (1e-3
-#   in float32);
+# - a **tie** if it is the judge's second choice and its logit is at most two bfloat16 units in the
+#   last place lower (1e-3 in float32);
 # - a **disagreement** otherwise.
 
 
@@ -160,8 +161,9 @@ columns = [
 Markdown(f"bfloat16, ours on {here.device}\n\n" + to_markdown(columns, rows))
 
 # %% [markdown]
-# The last column compares whole texts. It does not distinguish ties from bugs. The plot shows every token that is not the
-# judge's choice, by its gap in bfloat16 units. A tie has at most two units. A gap of more than eight units is an error.
+# The last column compares whole texts. It does not distinguish ties from bugs. The plot shows every
+# token that is not the judge's choice, by its gap in bfloat16 units. A tie has at most two units. A
+# gap of more than eight units is an error.
 
 # %% tags=["hide-input"]
 figure, axes = plt.subplots()
@@ -178,10 +180,10 @@ axes.legend(fontsize="small")
 plt.show()
 
 # %% [markdown]
-# Rounding also changes the argmax of plain decoding at ties. The control measures this without a drafter. It feeds the
-# same text to the same target one token at a time and in blocks of six, the block size of verification, and counts
-# different argmaxes. The limit for speculation is the Poisson quantile of this rate at one in a million. In float32 no
-# disagreement is allowed.
+# Rounding also changes the argmax of plain decoding at ties. The control measures this without a
+# drafter. It feeds the same text to the same target one token at a time and in blocks of six, the
+# block size of verification, and counts different argmaxes. The limit for speculation is the
+# Poisson quantile of this rate at one in a million. In float32 no disagreement is allowed.
 
 # %%
 target = subject.pair("bfloat16")[0]
@@ -226,10 +228,11 @@ here.verdict(
 # %% [markdown]
 # ## Distribution of sampled tokens
 #
-# Every token at index *j* of a round must have the distribution *p*: the target's after temperature, top-k and top-p. This
-# holds **for any draft**. transformers computes *p* of every token with teacher forcing. The sum of the scores of all
-# tokens is compared with its exact mean and variance. With an exact sampler, every bar is a sample of a standard normal
-# distribution. *Entropy* detects a text with too likely tokens. *Directed* detects a shift towards the draft.
+# Every token at index *j* of a round must have the distribution *p*: the target's after
+# temperature, top-k and top-p. This holds **for any draft**. transformers computes *p* of every
+# token with teacher forcing. The sum of the scores of all tokens is compared with its exact mean
+# and variance. With an exact sampler, every bar is a sample of a standard normal distribution.
+# *Entropy* detects a text with too likely tokens. *Directed* detects a shift towards the draft.
 
 # %%
 pair = subject.pair("float32")
@@ -263,11 +266,11 @@ all_axes[0][0].legend(fontsize="small")
 plt.show()
 
 # %% [markdown]
-# The second token of an answer is the first one that comes from a round. For a tiny target its distribution can be
-# enumerated. Both engines sample this token thousands of times. Without vLLM, the rows of vLLM come from the committed
-# record. A row *as shipped* with p = 0 is expected: the CPU build of vLLM 0.32.0 samples wrongly under speculation. The
-# check then compares with a vLLM that is repaired in its process. On CUDA, a vLLM that samples wrongly fails this
-# notebook.
+# The second token of an answer is the first one that comes from a round. For a tiny target its
+# distribution can be enumerated. Both engines sample this token thousands of times. Without vLLM,
+# the rows of vLLM come from the committed record. A row *as shipped* with p = 0 is expected: the
+# CPU build of vLLM 0.32.0 samples wrongly under speculation. The check then compares with a vLLM
+# that is repaired in its process. On CUDA, a vLLM that samples wrongly fails this notebook.
 
 # %%
 SETTING = "T=1"
@@ -307,9 +310,10 @@ here.verdict(
 # %% [markdown]
 # ## Accepted draft tokens, round by round
 #
-# Verification corrects any draft, so a wrong port of a head still generates the correct text. Only its acceptance is
-# lower. So both engines run the same head in float32, and the cell compares every round of every request. Without vLLM, it
-# compares with a recorded run of vLLM with a tiny pair (`tests/golden`).
+# Verification corrects any draft, so a wrong port of a head still generates the correct text. Only
+# its acceptance is lower. So both engines run the same head in float32, and the cell compares every
+# round of every request. Without vLLM, it compares with a recorded run of vLLM with a tiny pair
+# (`tests/golden`).
 
 # %%
 BATCH = 8
@@ -396,8 +400,9 @@ acceptance_ribbons(
 )
 
 # %% [markdown]
-# If vLLM runs in its own process (`EAGLE3_VLLM_PYTHON`), the cell also compares the inputs and outputs of its head:
-# features of the target and draft logits. The table shows this comparison for the kinds of head in the committed record.
+# If vLLM runs in its own process (`EAGLE3_VLLM_PYTHON`), the cell also compares the inputs and
+# outputs of its head: features of the target and draft logits. The table shows this comparison for
+# the kinds of head in the committed record.
 
 # %%
 TOLERANCE = 1e-4  # rounding gives 1e-6, a wrong layer, norm or position 1e-1
@@ -431,8 +436,8 @@ Markdown(f"Record of {machine.described(here.record)}\n\n" + to_markdown(columns
 # %% [markdown]
 # ## Common mistakes
 #
-# A comparison is useful only if it detects errors. The cell injects three: a wrong token in a text, samples of another
-# temperature, and a head with features of the wrong layers.
+# A comparison is useful only if it detects errors. The cell injects three: a wrong token in a text,
+# samples of another temperature, and a head with features of the wrong layers.
 
 # %%
 broken = [list(output) for output in chain.outputs[:1]]
@@ -467,7 +472,8 @@ assert difference is not None and "round" in difference, "wrong layers were not 
 #
 # <details><summary>Answer</summary>
 #
-# This is rare. A rule that accepts every token within two units also accepts a bug that always chooses the third one.
+# This is rare. A rule that accepts every token within two units also accepts a bug that always
+# chooses the third one.
 #
 # </details>
 #
@@ -475,8 +481,8 @@ assert difference is not None and "round" in difference, "wrong layers were not 
 #
 # <details><summary>Answer</summary>
 #
-# No, it fails for a correct sampler. Accepted tokens have the distribution `min(p, q)` and corrected tokens the residual
-# `max(p - q, 0)`, both normalized. Only their mixture is *p*.
+# No, it fails for a correct sampler. Accepted tokens have the distribution `min(p, q)` and
+# corrected tokens the residual `max(p - q, 0)`, both normalized. Only their mixture is *p*.
 #
 # </details>
 #
@@ -484,20 +490,22 @@ assert difference is not None and "round" in difference, "wrong layers were not 
 #
 # <details><summary>Answer</summary>
 #
-# No. Both engines are deterministic, so equal heads give equal rounds. A mean can hide two errors that cancel.
+# No. Both engines are deterministic, so equal heads give equal rounds. A mean can hide two errors
+# that cancel.
 #
 # </details>
 #
 #
 # ## Checked claims
 #
-# - In bfloat16, no gap exceeds eight units, and rounding explains all disagreements. In float32 and in the committed
-#   record of L5 there is no disagreement.
+# - In bfloat16, no gap exceeds eight units, and rounding explains all disagreements. In float32 and
+#   in the committed record of L5 there is no disagreement.
 # - Speculation changes no more argmaxes than the same blocks without a drafter, within the limit.
-# - In every stratum, scores of sampled tokens are within ±5. Second tokens have the enumerated distribution.
+# - In every stratum, scores of sampled tokens are within ±5. Second tokens have the enumerated
+#   distribution.
 # - Tokens, accepted counts of every round and all counters equal those of vLLM.
-# - In the committed record, accepted counts are equal for all draft lengths. Features and draft logits of all kinds of
-#   head differ by less than 1e-4.
+# - In the committed record, accepted counts are equal for all draft lengths. Features and draft
+#   logits of all kinds of head differ by less than 1e-4.
 # - The comparisons detect a wrong token, a wrong temperature and features of wrong layers.
 #
 # **Next:** [03](03_speed_and_tuning.ipynb), speed.

@@ -14,9 +14,10 @@
 # %% [markdown]
 # # 03 · Speed, roofline, latency and tuning
 #
-# This notebook measures the speed-up of chains and trees with an interval, places every method on the roofline of this
-# device, measures latency, and chooses the draft length by batch size. It uses the functions of `eagle3_jax.bench`. Read
-# [01](01_this_machine.ipynb) first. The project's benchmark is on the page [Measured numbers](../../docs/numbers.md).
+# This notebook measures the speed-up of chains and trees with an interval, places every method on
+# the roofline of this device, measures latency, and chooses the draft length by batch size. It uses
+# the functions of `eagle3_jax.bench`. Read [01](01_this_machine.ipynb) first. The project's
+# benchmark is on the page [Measured numbers](../../docs/numbers.md).
 
 # %% tags=["hide-input"]
 import sys
@@ -72,10 +73,11 @@ from validation.subject import CONTEXT, some_prompts
 # %% [markdown]
 # ## Speed-up over plain decoding
 #
-# Plain decoding, an EAGLE-3 chain, an EAGLE-3 tree, prompt lookup and, if configured, vLLM are measured in turns. On a
-# GPU, the shipped pair is so small that only kernel launches would be measured. Without other weights, a model with the
-# shape of Llama-3.1-8B, random weights and simulated acceptance replaces it. The cost of a round is that of the real
-# model. The acceptance is an assumption.
+# Plain decoding, an EAGLE-3 chain, an EAGLE-3 tree, prompt lookup and, if configured, vLLM are
+# measured in turns. On a GPU, the shipped pair is so small that only kernel launches would be
+# measured. Without other weights, a model with the shape of Llama-3.1-8B, random weights and
+# simulated acceptance replaces it. The cost of a round is that of the real model. The acceptance is
+# an assumption.
 
 # %%
 K = here.draft_tokens(3)
@@ -168,10 +170,10 @@ here.verdict(
 )
 
 # %% [markdown]
-# The interval is a bootstrap over pairs of consecutive runs. `τ/(v+G·c)` is the prediction of the cost model from
-# separate measurements; `G` is the number of draft steps. `validation.speeds.faults` checks two things: no program was
-# compiled during a measurement, and no method exceeded the memory bandwidth of the device. The plot shows the parts of a
-# round.
+# The interval is a bootstrap over pairs of consecutive runs. `τ/(v+G·c)` is the prediction of the
+# cost model from separate measurements; `G` is the number of draft steps.
+# `validation.speeds.faults` checks two things: no program was compiled during a measurement, and no
+# method exceeded the memory bandwidth of the device. The plot shows the parts of a round.
 
 # %% tags=["hide-input"]
 timed = [row for row in report.rows if row.step_seconds is not None]
@@ -195,9 +197,9 @@ stacked_steps(
 # %% [markdown]
 # ## Roofline
 #
-# A forward pass reads every weight once, for any number of tokens. So verification has more operations per byte than a
-# plain step. The slope is the bandwidth **measured on this machine**. The plot has a flat part if the data sheet of
-# this device is known.
+# A forward pass reads every weight once, for any number of tokens. So verification has more
+# operations per byte than a plain step. The slope is the bandwidth **measured on this machine**.
+# The plot has a flat part if the data sheet of this device is known.
 
 # %%
 bandwidth = report.bytes_per_second
@@ -265,9 +267,9 @@ here.verdict("share of roofline", f"plain decoding reaches {plain_share:.0%} of 
 #
 # - **TTFT**, time to first token: the prefill. Speculation does not shorten it.
 # - **TPOT**, time per output token after the first: the mean over an answer.
-# - **chunk**: the time between two outputs of a stream. With speculation, a chunk has several tokens, so chunk waits of
-#   both methods are not comparable. Percentiles over single tokens are misleading, because all tokens of a chunk except
-#   the first one arrive without a wait.
+# - **chunk**: the time between two outputs of a stream. With speculation, a chunk has several
+#   tokens, so chunk waits of both methods are not comparable. Percentiles over single tokens are
+#   misleading, because all tokens of a chunk except the first one arrive without a wait.
 
 # %%
 waits = {"TTFT": "first_token", "TPOT": "per_token", "chunk": "chunk"}
@@ -297,9 +299,10 @@ Markdown(f"{title}\n\n" + to_markdown(["method", "wait", "p50 ms", "p90 ms", "p9
 # %% [markdown]
 # ## Draft length by batch size
 #
-# τ depends on the text and the head. The costs `v` and `c` depend on the batch size. `eagle3_jax.bench.tune.tune`
-# (`eagle3 tune`) measures all three, in turns, and chooses a draft length for every batch size. If two lengths differ by
-# less than the spread of the repeats, it chooses the shorter one.
+# τ depends on the text and the head. The costs `v` and `c` depend on the batch size.
+# `eagle3_jax.bench.tune.tune` (`eagle3 tune`) measures all three, in turns, and chooses a draft
+# length for every batch size. If two lengths differ by less than the spread of the repeats, it
+# chooses the shorter one.
 
 # %%
 BATCHES = here.amount(cpu=(1, 8), gpu=(1, 4, 16, 64, 128))
@@ -350,8 +353,9 @@ here.verdict("best K by batch", ", ".join(f"{batch}: {name}" for batch, name in 
 # %% [markdown]
 # ## Common mistakes
 #
-# **Not waiting for the device.** JAX returns before the device has finished. The cell times the same launch without and
-# with `block_until_ready`. The bandwidth check reports the impossible speed.
+# **Not waiting for the device.** JAX returns before the device has finished. The cell times the
+# same launch without and with `block_until_ready`. The bandwidth check reports the impossible
+# speed.
 
 # %%
 decoder = contenders[0].decoder
@@ -376,8 +380,8 @@ assert len(faults(broken)) == 2, "an impossible speed and a compilation were not
 #
 # <details><summary>Answer</summary>
 #
-# It computes logits of all nodes, attention for more queries, acceptance and commit. On a CPU the arithmetic itself takes
-# time. On a GPU kernel launches do.
+# It computes logits of all nodes, attention for more queries, acceptance and commit. On a CPU the
+# arithmetic itself takes time. On a GPU kernel launches do.
 #
 # </details>
 #
@@ -393,10 +397,11 @@ assert len(faults(broken)) == 2, "an impossible speed and a compilation were not
 # ## Checked claims
 #
 # - No program was compiled during a measurement, and no method exceeded the measured bandwidth.
-# - The break-even τ and the predicted speed-up follow from the same model. More nodes have more operations per byte.
+# - The break-even τ and the predicted speed-up follow from the same model. More nodes have more
+#   operations per byte.
 # - Percentiles are in order. Mixed traffic of the same mean rate has a longer tail.
-# - The schedule drafts nothing above the largest measured batch. The two definitions of "acceptance rate" give different
-#   values of τ.
+# - The schedule drafts nothing above the largest measured batch. The two definitions of "acceptance
+#   rate" give different values of τ.
 # - The checks report an impossible speed and a compilation during a measurement.
 #
 # **Next:** [04](04_cost_and_claims.ipynb), cost and published claims.

@@ -14,8 +14,9 @@
 # %% [markdown]
 # # 04 · Cost, rollout and published claims
 #
-# This notebook computes the cost of a million tokens from measured speeds, plans a staged rollout, and compares published
-# throughputs with the limits of the hardware. Read [03](03_speed_and_tuning.ipynb) first.
+# This notebook computes the cost of a million tokens from measured speeds, plans a staged rollout,
+# and compares published throughputs with the limits of the hardware. Read
+# [03](03_speed_and_tuning.ipynb) first.
 
 # %% tags=["hide-input"]
 import sys
@@ -59,8 +60,9 @@ from validation.subject import some_prompts
 # %% [markdown]
 # ## Cost of a million tokens
 #
-# The cost is `price / 3600 / speed · 10⁶`, with the price per hour and the speed in tokens per second. The speed includes
-# the prefill. It is measured at batch 1 and at larger batches, because servers run larger batches.
+# The cost is `price / 3600 / speed · 10⁶`, with the price per hour and the speed in tokens per
+# second. The speed includes the prefill. It is measured at batch 1 and at larger batches, because
+# servers run larger batches.
 
 # %%
 K = 3
@@ -124,13 +126,14 @@ here.verdict(
 )
 
 # %% [markdown]
-# The batch size has the largest effect: more rows share one reading of the weights. Speculation multiplies the speed by
-# the ratio at *your* batch size. This ratio can be below 1.
+# The batch size has the largest effect: more rows share one reading of the weights. Speculation
+# multiplies the speed by the ratio at *your* batch size. This ratio can be below 1.
 #
 # ## Rollout plan
 #
-# `eagle3_jax.theory.rollout` plans stages from traffic, acceptance and measured costs. Each stage has a duration, a
-# metric, and a limit for going back. The plan uses the costs of the largest batch above.
+# `eagle3_jax.theory.rollout` plans stages from traffic, acceptance and measured costs. Each stage
+# has a duration, a metric, and a limit for going back. The plan uses the costs of the largest batch
+# above.
 
 # %%
 measured = reports[BATCHES[-1]].rows[1]
@@ -181,9 +184,10 @@ Markdown("\n".join(line.replace("# ", "#### ", 1) if line.startswith("#") else l
 # %% [markdown]
 # ## Published throughputs
 #
-# Articles on EAGLE-3 report tokens per second for Llama-3.3-70B in FP8 "at batch 1 to 4". Every decoding step reads all
-# weights, so memory bandwidth is an upper bound. `check_claim` assumes the best case: batch 4, no context, free drafting,
-# and acceptance of all 5 draft tokens. The other rows are figures with a documented setup.
+# Articles on EAGLE-3 report tokens per second for Llama-3.3-70B in FP8 "at batch 1 to 4". Every
+# decoding step reads all weights, so memory bandwidth is an upper bound. `check_claim` assumes the
+# best case: batch 4, no context, free drafting, and acceptance of all 5 draft tokens. The other
+# rows are figures with a documented setup.
 
 
 # %%
@@ -263,17 +267,19 @@ for speed, cost in {1700.0: 0.229, 3800.0: 0.102, 6200.0: 0.063}.items():
 Markdown(to_markdown(columns, rows))
 
 # %% [markdown]
-# The column "batch needed" has the smallest batch size at which plain decoding can reach a figure. The articles' figures
-# are probably throughputs of a loaded server.
+# The column "batch needed" has the smallest batch size at which plain decoding can reach a figure.
+# The articles' figures are probably throughputs of a loaded server.
 #
 # ## Published acceptance rates
 #
-# For the draft acceptance rate, `τ = 1 + K·r` is an identity. For the conditional acceptance rate, `τ = (1 -
-# α^(K+1))/(1 - α)`. The table of one article fits neither formula. The same article reports an acceptance that falls from
-# 0.82 to 0.52 between batch 1 and 64. Acceptance depends on *p* and *q*. It does not depend on the batch size.
+# For the draft acceptance rate, `τ = 1 + K·r` is an identity. For the conditional acceptance rate,
+# `τ = (1 - α^(K+1))/(1 - α)`. The table of one article fits neither formula. The same article
+# reports an acceptance that falls from 0.82 to 0.52 between batch 1 and 64. Acceptance depends on
+# *p* and *q*. It does not depend on the batch size.
 
 # %%
-ARTICLE = [(3, 0.84, 2.4), (5, 0.82, 3.5), (8, 0.79, 5.0), (12, 0.74, 6.1)]  # K, rate, tokens per step
+# K, rate, tokens per step
+ARTICLE = [(3, 0.84, 2.4), (5, 0.82, 3.5), (8, 0.79, 5.0), (12, 0.74, 6.1)]
 PUBLISHED = {2: 2.36, 3: 2.79, 4: 3.08, 5: 3.32, 6: 3.46, 7: 3.54}  # vLLM, Llama-3.1-8B, MT-Bench
 rows = []
 for k, rate, claimed in ARTICLE:
@@ -290,8 +296,8 @@ Markdown(to_markdown(["K", "rate (article)", "tokens per step (article)", "1 + K
 # %% [markdown]
 # ## Common mistakes
 #
-# **Checking a claim at a different batch size or precision.** 6,200 tokens/s is possible at batch 32. In int4 the 70B
-# model reads fewer bytes, but 6,200 tokens/s is still impossible at batch 4.
+# **Checking a claim at a different batch size or precision.** 6,200 tokens/s is possible at batch
+# 32. In int4 the 70B model reads fewer bytes, but 6,200 tokens/s is still impossible at batch 4.
 
 # %%
 for weights, batch, possible in (("fp8", 32, True), ("int4", 4, False)):
@@ -316,7 +322,8 @@ for weights, batch, possible in (("fp8", 32, True), ("int4", 4, False)):
 #
 # <details><summary>Answer</summary>
 #
-# The draft acceptance rate `(2.79 - 1) / 3 = 0.60`, and the larger conditional acceptance rate. The cell computes both.
+# The draft acceptance rate `(2.79 - 1) / 3 = 0.60`, and the larger conditional acceptance rate. The
+# cell computes both.
 #
 # </details>
 
@@ -331,7 +338,11 @@ assert abs(cost_per_million_tokens(3.5 / 3600 / 0.5 * 1e6, 3.5) - 0.5) < 1e-12
 # ## Checked claims
 #
 # - Cost times speed equals the price. No program was compiled during a measurement.
-# - The break-even τ is `v + K·c`. If speculation pays off, the gate is below the measured τ. Stages grow to all traffic.
-# - Every throughput of the articles is impossible at its batch size. Every figure with a documented setup is possible.
-# - The article's acceptance table fits neither formula. Acceptance does not depend on the batch size.
-# - The articles' latencies are shorter than one reading of the weights. Their cost arithmetic is correct.
+# - The break-even τ is `v + K·c`. If speculation pays off, the gate is below the measured τ. Stages
+#   grow to all traffic.
+# - Every throughput of the articles is impossible at its batch size. Every figure with a documented
+#   setup is possible.
+# - The article's acceptance table fits neither formula. Acceptance does not depend on the batch
+#   size.
+# - The articles' latencies are shorter than one reading of the weights. Their cost arithmetic is
+#   correct.

@@ -42,15 +42,38 @@ def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
     _box(ax, 4.75, _LOW, "embedding\nof $x_{t+1}$", width=1.5, color=TARGET)
     _box(ax, 6.6, _LOW, "norm", width=1.0)
     _arrow(ax, (5.5, _LOW), (6.1, _LOW))
-    _box(ax, 8.3, (_MAIN + _LOW) / 2 + 0.4, f"attention\n{2 * width} → {width}", width=1.7, height=1.5)
+    _box(
+        ax,
+        8.3,
+        (_MAIN + _LOW) / 2 + 0.4,
+        f"attention\n{2 * width} → {width}",
+        width=1.7,
+        height=1.5,
+    )
     _arrow(ax, (6.5, _MAIN), (7.45, _MAIN - 0.15))
     _arrow(ax, (7.1, _LOW), (7.45, _LOW + 0.85))
-    ax.text(6.7, (_MAIN + _LOW) / 2 + 0.2, "concatenated", ha="center", va="center", fontsize=8, color=_INK)
+    ax.text(
+        6.7,
+        (_MAIN + _LOW) / 2 + 0.2,
+        "concatenated",
+        ha="center",
+        va="center",
+        fontsize=8,
+        color=_INK,
+    )
     _node(ax, 9.9, _MAIN, "+")
     _arrow(ax, (9.15, _MAIN - 0.2), (9.7, _MAIN))
     ax.plot([4.75, 4.75, 9.9], [_MAIN + 0.2, _ABOVE, _ABOVE], color=_INK, linewidth=1.2)
     _arrow(ax, (9.9, _ABOVE), (9.9, _MAIN + 0.2))
-    ax.text(7.3, _ABOVE + 0.08, "residual path, before the norm", ha="center", va="bottom", fontsize=8, color=_INK)
+    ax.text(
+        7.3,
+        _ABOVE + 0.08,
+        "residual path, before the norm",
+        ha="center",
+        va="bottom",
+        fontsize=8,
+        color=_INK,
+    )
     _box(ax, 11.2, _MAIN, "norm, MLP,\n+ residual", width=1.6)
     _arrow(ax, (10.1, _MAIN), (10.4, _MAIN))
     _box(ax, 13.0, _MAIN, "norm", width=0.9)
@@ -63,7 +86,13 @@ def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
     ax.plot([12.25, 12.25, 4.4, 4.4], [_MAIN, 4.6, 4.6, _MAIN + 0.55], **dashed)
     _arrow(ax, (4.4, _MAIN + 0.6), (4.62, _MAIN + 0.17), color=_GUESS)
     note = {"ha": "center", "fontsize": 8, "color": _GUESS}
-    ax.text(8.3, 4.72, "next draft step: own output before the final norm, without fc", va="bottom", **note)
+    ax.text(
+        8.3,
+        4.72,
+        "next draft step: own output before the final norm, without fc",
+        va="bottom",
+        **note,
+    )
     ax.plot([14.9, 14.9, 4.75], [_LOW - 0.45, -0.2, -0.2], **dashed)
     _arrow(ax, (4.75, -0.2), (4.75, _LOW - 0.45), color=_GUESS)
     ax.text(9.8, -0.34, "next draft step: the drafted token", va="top", **note)
@@ -82,7 +111,13 @@ def _target(ax: Axes, taps: tuple[int, ...], num_layers: int) -> None:
         ax.add_patch(_patch((0.0, y + 0.05 * step), 1.3, 0.9 * step, TARGET, alpha=0.16))
         if num_layers <= 16 or layer in taps:
             ax.text(
-                0.65, y + step / 2, str(layer), ha="center", va="center", fontsize=min(7, 110 / num_layers), color=_INK
+                0.65,
+                y + step / 2,
+                str(layer),
+                ha="center",
+                va="center",
+                fontsize=min(7, 110 / num_layers),
+                color=_INK,
             )
     for index, tap in enumerate(taps):
         y = low + tap * step
@@ -91,26 +126,61 @@ def _target(ax: Axes, taps: tuple[int, ...], num_layers: int) -> None:
         _arrow(ax, (2.0, y), (2.53, _MAIN + 0.36 * (index - (len(taps) - 1) / 2)), color=DRAFTER)
     ax.text(0.65, high + 0.1, "target", ha="center", va="bottom", fontsize=9, color=_INK)
     ax.text(0.65, low - 0.1, "embedding", ha="center", va="top", fontsize=8, color=_INK)
-    ax.text(2.1, high + 0.1, "$f_t$: input of\nthese layers", ha="center", va="bottom", fontsize=8, color=DRAFTER)
-
-
-def _patch(corner: tuple[float, float], width: float, height: float, color: str, alpha: float = 0.13):
-    from matplotlib.patches import FancyBboxPatch
-
-    return FancyBboxPatch(
-        corner, width, height, boxstyle="round,pad=0,rounding_size=0.08", facecolor=color, alpha=alpha, linewidth=0
+    ax.text(
+        2.1,
+        high + 0.1,
+        "$f_t$: input of\nthese layers",
+        ha="center",
+        va="bottom",
+        fontsize=8,
+        color=DRAFTER,
     )
 
 
-def _box(ax: Axes, x: float, y: float, text: str, *, width: float, height: float = 0.9, color: str = DRAFTER) -> None:
+def _patch(
+    corner: tuple[float, float], width: float, height: float, color: str, alpha: float = 0.13
+):
+    from matplotlib.patches import FancyBboxPatch
+
+    return FancyBboxPatch(
+        corner,
+        width,
+        height,
+        boxstyle="round,pad=0,rounding_size=0.08",
+        facecolor=color,
+        alpha=alpha,
+        linewidth=0,
+    )
+
+
+def _box(
+    ax: Axes,
+    x: float,
+    y: float,
+    text: str,
+    *,
+    width: float,
+    height: float = 0.9,
+    color: str = DRAFTER,
+) -> None:
     ax.add_patch(_patch((x - width / 2, y - height / 2), width, height, color, alpha=0.2))
     ax.text(x, y, text, ha="center", va="center", fontsize=8.5)
 
 
 def _node(ax: Axes, x: float, y: float, text: str) -> None:
-    ax.text(x, y, text, ha="center", va="center", fontsize=9, bbox={"boxstyle": "circle", "fc": "white", "ec": _INK})
+    ax.text(
+        x,
+        y,
+        text,
+        ha="center",
+        va="center",
+        fontsize=9,
+        bbox={"boxstyle": "circle", "fc": "white", "ec": _INK},
+    )
 
 
-def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color: str = _INK) -> None:
+def _arrow(
+    ax: Axes, start: tuple[float, float], end: tuple[float, float], color: str = _INK
+) -> None:
     style = {"arrowstyle": "-|>", "color": color, "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0}
     ax.annotate("", xy=end, xytext=start, arrowprops=style)

@@ -26,8 +26,8 @@ def distributions(
 ) -> Figure:
     """Draws ``p`` next to ``q`` for the most likely tokens; all others are the last group.
 
-    The filled part of a bar of ``p`` is ``min(p, q)``: its sum is the probability that a token sampled from ``q`` is
-    accepted. The rest of ``p`` is empty, or hatched as the residual.
+    The filled part of a bar of ``p`` is ``min(p, q)``: its sum is the probability that a token
+    sampled from ``q`` is accepted. The rest of ``p`` is empty, or hatched as the residual.
 
     Args:
         p: The target's distribution.
@@ -52,12 +52,31 @@ def distributions(
     groups_x = np.arange(len(names), dtype=float)
     target_x = groups_x - _WIDTH / 2
     right = groups_x + _WIDTH / 2
-    ax.bar(target_x, common, _WIDTH, color=TARGET, label=rf"$\min(p, q)$, sums to {common.sum():.3f}")
+    ax.bar(
+        target_x, common, _WIDTH, color=TARGET, label=rf"$\min(p, q)$, sums to {common.sum():.3f}"
+    )
     if residual:
         look = {"color": RESIDUAL + "33", "edgecolor": RESIDUAL, "hatch": "////", "linewidth": 0}
-        ax.bar(target_x, excess, _WIDTH, bottom=common, label=rf"$\max(p - q, 0)$, sums to {excess.sum():.3f}", **look)
-    ax.bar(target_x, total(p), _WIDTH, fill=False, edgecolor=TARGET, linewidth=1.2, label="$p$, the target")
-    ax.bar(right, total(q), _WIDTH, color=DRAFTER + "80", edgecolor=DRAFTER, label="$q$, the drafter")
+        ax.bar(
+            target_x,
+            excess,
+            _WIDTH,
+            bottom=common,
+            label=rf"$\max(p - q, 0)$, sums to {excess.sum():.3f}",
+            **look,
+        )
+    ax.bar(
+        target_x,
+        total(p),
+        _WIDTH,
+        fill=False,
+        edgecolor=TARGET,
+        linewidth=1.2,
+        label="$p$, the target",
+    )
+    ax.bar(
+        right, total(q), _WIDTH, color=DRAFTER + "80", edgecolor=DRAFTER, label="$q$, the drafter"
+    )
     turned = {"rotation": 40, "ha": "right"} if max(map(len, names)) > 4 else {}
     ax.set_xticks(groups_x, names, family="monospace", **turned)
     ax.tick_params(axis="x", length=0)

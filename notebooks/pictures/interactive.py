@@ -12,8 +12,9 @@ import uuid
 from string import Template
 from typing import Any
 
-# A page contains the library once, compressed: 2 MB instead of 5. `module` and `define` are hidden from it. Otherwise
-# it would register with the module loader of an old notebook page, and `Plotly` would be undefined.
+# A page contains the library once, compressed: 2 MB instead of 5. `module` and `define` are hidden
+# from it. Otherwise it would register with the module loader of an old notebook page, and `Plotly`
+# would be undefined.
 _LIBRARY = Template("""<script>
 if (!window.Plotly && !window.plotlyOnItsWay) {
   window.plotlyOnItsWay = true;
@@ -23,7 +24,8 @@ if (!window.Plotly && !window.plotlyOnItsWay) {
 }
 </script>""")
 
-# The outputs of a page run in any order, and decompression takes time, so a picture waits for the library.
+# The outputs of a page run in any order, and decompression takes time, so a picture waits for the
+# library.
 _PICTURE = Template("""<div id="$name" role="img" aria-label="$alt"
  style="background:#fff;color:#1f2328;width:100%;height:${height}px">
 <p class="waiting" style="padding:.6em .8em">$waiting</p></div>
@@ -43,7 +45,9 @@ _WAITING = "Interactive picture: needs JavaScript and the outputs of the cells a
 _HEIGHT = 450  # plotly's default
 
 
-_CARRIER: list[str] = []  # the cell of this kernel whose output contains the library; a page shows all cells
+_CARRIER: list[
+    str
+] = []  # the cell of this kernel whose output contains the library; a page shows all cells
 
 
 def _needs_library() -> bool:
@@ -77,11 +81,15 @@ class Interactive:
             library: Whether to include plotly.js; one picture of a page has to.
         """
         # "<" is escaped, because a token of a text can be "</script>" or "<!--".
-        figure = json.dumps(json.loads(self.figure.to_json()), separators=(",", ":")).replace("<", "\\u003c")
+        figure = json.dumps(json.loads(self.figure.to_json()), separators=(",", ":")).replace(
+            "<", "\\u003c"
+        )
         height = self.figure.layout.height or _HEIGHT
         alt = html.escape(self.figure.layout.title.text or "interactive plot")
         name = f"picture-{uuid.uuid4().hex}"
-        picture = _PICTURE.substitute(name=name, alt=alt, height=int(height), waiting=_WAITING, figure=figure)
+        picture = _PICTURE.substitute(
+            name=name, alt=alt, height=int(height), waiting=_WAITING, figure=figure
+        )
         return (_library() if library else "") + picture
 
 

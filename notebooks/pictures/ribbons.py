@@ -14,12 +14,16 @@ from pictures.times import Numbers
 _MARKERS = "osD^vP"
 
 
-def acceptance_ribbons(per_position: Mapping[str, Numbers], *, rounds: Mapping[str, int], title: str) -> Figure:
+def acceptance_ribbons(
+    per_position: Mapping[str, Numbers], *, rounds: Mapping[str, int], title: str
+) -> Figure:
     """Plots the share of rounds that accept the draft tokens up to each position.
 
     Args:
-        per_position: For each series, the shares at positions 1, 2, …, as ``SpeculationStats.acceptance_per_position``.
-        rounds: For each series, the number of rounds; the ribbon is the 95 % interval (Wilson, 1927).
+        per_position: For each series, the shares at positions 1, 2, …, as
+            ``SpeculationStats.acceptance_per_position``.
+        rounds: For each series, the number of rounds; the ribbon is the 95 % interval (Wilson,
+            1927).
         title: Title of the figure.
     """
     figure = Figure()

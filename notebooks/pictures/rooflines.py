@@ -10,7 +10,17 @@ from pictures.interactive import Interactive
 from pictures.style import SERIES
 
 _SYMBOLS = ("circle", "diamond", "square", "cross")
-_BUTTONS = ["zoom", "pan", "select", "lasso", "zoomin", "zoomout", "autoscale", "resetscale", "toimage"]
+_BUTTONS = [
+    "zoom",
+    "pan",
+    "select",
+    "lasso",
+    "zoomin",
+    "zoomout",
+    "autoscale",
+    "resetscale",
+    "toimage",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +32,9 @@ class Step:
     label: str = ""  #: Label of the point; empty for none.
 
 
-def roofline(steps: Sequence[Step], accelerators: Sequence[Accelerator], words: Sequence[Sequence[str]]) -> Interactive:
+def roofline(
+    steps: Sequence[Step], accelerators: Sequence[Accelerator], words: Sequence[Sequence[str]]
+) -> Interactive:
     """Plots attainable arithmetic over arithmetic intensity, in bfloat16.
 
     Args:
@@ -40,9 +52,15 @@ def roofline(steps: Sequence[Step], accelerators: Sequence[Accelerator], words: 
         peak = accelerator.peak_flops / 1e12
         slope = accelerator.bandwidth_bytes_per_second / 1e12
         line = [limits[0], peak / slope, limits[1]]
-        traces: list[dict] = [{"x": line, "y": [min(peak, slope * x) for x in line], "hovertext": None}]
+        traces: list[dict] = [
+            {"x": line, "y": [min(peak, slope * x) for x in line], "hovertext": None}
+        ]
         for group in groups:
-            members = [(step, text) for step, text in zip(steps, tooltips, strict=True) if step.group == group]
+            members = [
+                (step, text)
+                for step, text in zip(steps, tooltips, strict=True)
+                if step.group == group
+            ]
             xs = [step.intensity for step, _ in members]
             ys = [min(peak, slope * x) for x in xs]
             traces.append({"x": xs, "y": ys, "hovertext": [text for _, text in members]})
@@ -54,10 +72,17 @@ def roofline(steps: Sequence[Step], accelerators: Sequence[Accelerator], words: 
 
     roof, *points = series_of(accelerators[0], words[0])
     figure = go.Figure(
-        go.Scatter(**roof, mode="lines", line={"color": "#444", "width": 3}, name="roof", hoverinfo="skip")
+        go.Scatter(
+            **roof, mode="lines", line={"color": "#444", "width": 3}, name="roof", hoverinfo="skip"
+        )
     )
     for index, (group, series) in enumerate(zip(groups, points, strict=True)):
-        look = {"size": 13, "color": SERIES[index], "symbol": _SYMBOLS[index % 4], "line": {"width": 1}}
+        look = {
+            "size": 13,
+            "color": SERIES[index],
+            "symbol": _SYMBOLS[index % 4],
+            "line": {"width": 1},
+        }
         labels = [step.label for step in steps if step.group == group]
         figure.add_scatter(
             **series,
@@ -78,7 +103,11 @@ def roofline(steps: Sequence[Step], accelerators: Sequence[Accelerator], words: 
     figure.update_layout(
         title={"text": title(accelerators[0]), "x": 0.02, "font": {"size": 15}},
         xaxis={"title": "arithmetic intensity, operations per byte", **ticks},
-        yaxis={"title": "attainable, 10<sup>12</sup> operations per second", **ticks, "range": [-0.9, 3.7]},
+        yaxis={
+            "title": "attainable, 10<sup>12</sup> operations per second",
+            **ticks,
+            "range": [-0.9, 3.7],
+        },
         legend={"x": 0.98, "y": 0.04, "xanchor": "right", "yanchor": "bottom"},
         updatemenus=[{"buttons": buttons, "x": 1.0, "y": 1.18, "xanchor": "right"}],
         modebar={"remove": _BUTTONS},

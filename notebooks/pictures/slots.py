@@ -43,7 +43,15 @@ def slot_map(
 
     count, slots = status.shape
     edges = first - 0.5 + np.arange(slots + 1), np.arange(count + 1) - 0.5
-    ax.pcolormesh(*edges, status, cmap=ListedColormap(_FILL), vmin=-0.5, vmax=3.5, edgecolors="#d5dae0", linewidth=0.6)
+    ax.pcolormesh(
+        *edges,
+        status,
+        cmap=ListedColormap(_FILL),
+        vmin=-0.5,
+        vmax=3.5,
+        edgecolors="#d5dae0",
+        linewidth=0.6,
+    )
     for (row, slot), state in np.ndenumerate(status):
         if state == REFUSED:  # a mark in addition to the color
             ax.text(first + slot, row, "×", ha="center", va="center", color="white", fontsize=7)
@@ -57,8 +65,18 @@ def slot_map(
     for side in ax.spines.values():
         side.set_visible(False)
     if legend:
-        patches = [Patch(fc=fill, ec="#9aa0a6", label=name) for fill, name in zip(_FILL, _NAMES, strict=True)]
-        ax.legend(handles=patches, ncols=4, loc="lower left", bbox_to_anchor=(0, 1.0), fontsize=8, borderaxespad=0.1)
+        patches = [
+            Patch(fc=fill, ec="#9aa0a6", label=name)
+            for fill, name in zip(_FILL, _NAMES, strict=True)
+        ]
+        ax.legend(
+            handles=patches,
+            ncols=4,
+            loc="lower left",
+            bbox_to_anchor=(0, 1.0),
+            fontsize=8,
+            borderaxespad=0.1,
+        )
 
 
 def moved(path: Sequence[int], num_nodes: int, *, first: int, title: str = "") -> Figure:
@@ -80,8 +98,19 @@ def moved(path: Sequence[int], num_nodes: int, *, first: int, title: str = "") -
         else:
             _token(ax, first + node, 0, "×", "#ffffff", ink="#9aa0a6")
     for offset, node in enumerate(path):
-        ax.annotate("", (first + offset, 0.22), (first + node, 0.78), arrowprops={"arrowstyle": "-|>", "ec": "#57606a"})
-    ax.set(xlim=(first - 0.8, first + num_nodes - 0.2), ylim=(-0.5, 1.5), yticks=(1, 0), xlabel="slot", title=title)
+        ax.annotate(
+            "",
+            (first + offset, 0.22),
+            (first + node, 0.78),
+            arrowprops={"arrowstyle": "-|>", "ec": "#57606a"},
+        )
+    ax.set(
+        xlim=(first - 0.8, first + num_nodes - 0.2),
+        ylim=(-0.5, 1.5),
+        yticks=(1, 0),
+        xlabel="slot",
+        title=title,
+    )
     ax.set_yticklabels(("written", "committed"))
     ax.grid(visible=False)
     plt.close(fig)

@@ -17,7 +17,13 @@ PROMPT = "prompt"
 FIRST = "from the prefill"
 UNDRAFTED = "undrafted"
 # The line below a token, so that color is not the only mark.
-_MARKS = {ACCEPTED: "solid", CORRECTED: "dashed", BONUS: "double", UNDRAFTED: "dotted", FIRST: "dotted"}
+_MARKS = {
+    ACCEPTED: "solid",
+    CORRECTED: "dashed",
+    BONUS: "double",
+    UNDRAFTED: "dotted",
+    FIRST: "dotted",
+}
 _INK = {**COLOURS, FIRST: "#6b7280", UNDRAFTED: "#6b7280"}
 # characters per line, and font size in pixels, of an SVG
 _COLUMNS = 72
@@ -29,8 +35,10 @@ class Token:
     """One token of a strip."""
 
     piece: str  #: Its text.
-    #: ``"prompt"``, ``"from the prefill"``, ``"accepted"``, ``"corrected"`` (the target's choice after a rejection),
-    #: ``"bonus"`` (the target's choice after a completely accepted path) or ``"undrafted"`` (the round had no draft).
+    #: ``"prompt"``, ``"from the prefill"``, ``"accepted"``, ``"corrected"`` (the target's choice
+    # after a rejection),
+    #: ``"bonus"`` (the target's choice after a completely accepted path) or ``"undrafted"`` (the
+    # round had no draft).
     kind: str
     round: int  #: Number of the round that added the token, from 1; 0 before the first round.
 
@@ -49,10 +57,19 @@ def tokens_of(prompt: dict[str, Any], tokenizer: Tokenizer) -> list[Token]:
             tokens.append(Token(pieces.decode([round_["tokens"][0]])[0], FIRST, 0))
         accepted = [round_["tokens"][node] for node in round_["path"]]
         end = round_["path"][-1] if round_["path"] else 0
-        last = UNDRAFTED if len(round_["tokens"]) == 1 else CORRECTED if end in round_["parents"] else BONUS
+        last = (
+            UNDRAFTED
+            if len(round_["tokens"]) == 1
+            else CORRECTED
+            if end in round_["parents"]
+            else BONUS
+        )
         emitted = [*accepted, round_["next_token"]]
         kinds = [ACCEPTED] * len(accepted) + [last]
-        tokens += [Token(piece, kind, index) for piece, kind in zip(pieces.decode(emitted), kinds, strict=True)]
+        tokens += [
+            Token(piece, kind, index)
+            for piece, kind in zip(pieces.decode(emitted), kinds, strict=True)
+        ]
     return tokens
 
 
@@ -81,8 +98,8 @@ def svg(lanes: Sequence[tuple[str, TokenStrip]], *, seconds_per_round: float | N
 
     Args:
         lanes: Heading and strip of each.
-        seconds_per_round: Time between rounds in a repeating animation. Without animation support, all tokens are
-            visible. Default: no animation.
+        seconds_per_round: Time between rounds in a repeating animation. Without animation support,
+            all tokens are visible. Default: no animation.
     """
     rounds = max((token.round for _, strip in lanes for token in strip.tokens), default=0)
     pen = _Pen()
@@ -97,7 +114,9 @@ def svg(lanes: Sequence[tuple[str, TokenStrip]], *, seconds_per_round: float | N
                 kinds[token.kind] = None
         pen.gap()
     pen.legend(list(kinds))
-    caption = html.escape(next((strip.caption for _, strip in lanes if strip.caption), "tokens by origin"))
+    caption = html.escape(
+        next((strip.caption for _, strip in lanes if strip.caption), "tokens by origin")
+    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {pen.width:.0f} {pen.height:.0f}" '
         f'width="{pen.width:.0f}" font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" '
@@ -188,7 +207,9 @@ class _Pen:
             return words if text.strip() else ""
         ink = _INK[kind]
         under = self.y + 1.3 * size
-        dash = {"dashed": ' stroke-dasharray="4 2"', "dotted": ' stroke-dasharray="1 2"'}.get(_MARKS[kind], "")
+        dash = {"dashed": ' stroke-dasharray="4 2"', "dotted": ' stroke-dasharray="1 2"'}.get(
+            _MARKS[kind], ""
+        )
         return (
             f'<rect x="{x:.1f}" y="{self.y:.1f}" width="{width:.1f}" height="{1.3 * size:.1f}" fill="{ink}" '
             f'opacity="0.15"/><line x1="{x:.1f}" x2="{x + width - 1:.1f}" y1="{under:.1f}" y2="{under:.1f}" '

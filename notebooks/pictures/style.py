@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-# Status of a token. The colors are distinguishable with any color vision; pictures add a second mark.
+# Status of a token. The colors are distinguishable with any color vision; pictures add a second
+# mark.
 ACCEPTED = "accepted"
 CORRECTED = "corrected"
 BONUS = "bonus"
 REJECTED = "rejected"
 UNVISITED = "never visited"
-COLOURS = {ACCEPTED: "#2a9d74", CORRECTED: "#d97634", BONUS: "#3b82c4", REJECTED: "#c05a8e", UNVISITED: "#9aa0a6"}
+COLOURS = {
+    ACCEPTED: "#2a9d74",
+    CORRECTED: "#d97634",
+    BONUS: "#3b82c4",
+    REJECTED: "#c05a8e",
+    UNVISITED: "#9aa0a6",
+}
 
 # The target's and the drafter's distribution.
 TARGET = "#3b82c4"

@@ -11,7 +11,12 @@ from pictures.style import ACCEPTED, COLOURS, DRAFTER, RESIDUAL, SERIES, TARGET,
 
 Numbers = Sequence[float | int] | np.ndarray
 
-_PARTS = {"draft": DRAFTER, "verify": TARGET, "commit": COLOURS[ACCEPTED], "host": COLOURS[UNVISITED]}
+_PARTS = {
+    "draft": DRAFTER,
+    "verify": TARGET,
+    "commit": COLOURS[ACCEPTED],
+    "host": COLOURS[UNVISITED],
+}
 _HATCHES = {"draft": "//", "commit": "..", "host": "xx"}  # marks in addition to the colors
 _BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.2}  # a number
 _LABELLED = 0.07  # share of the longest bar: narrower parts have no number
@@ -22,7 +27,8 @@ def stacked_steps(names: Sequence[str], parts: Mapping[str, Numbers], *, title: 
 
     Args:
         names: Names of the bars.
-        parts: For each part (``draft``, ``verify``, ``commit``, ``host``), its milliseconds in every bar.
+        parts: For each part (``draft``, ``verify``, ``commit``, ``host``), its milliseconds in
+            every bar.
         title: Title of the figure.
     """
     figure = Figure(figsize=(7.2, 1.3 + 0.42 * len(names)))
@@ -41,7 +47,9 @@ def stacked_steps(names: Sequence[str], parts: Mapping[str, Numbers], *, title: 
                 axes.text(*at, ha="center", va="center", fontsize="small", bbox=_BEHIND)
         offsets = [end + time for end, time in zip(offsets, times, strict=True)]
     for index, total in enumerate(totals):
-        axes.annotate(f"{_short(total)} ms", (total, index), (5, 0), textcoords="offset points", va="center")
+        axes.annotate(
+            f"{_short(total)} ms", (total, index), (5, 0), textcoords="offset points", va="center"
+        )
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.16 * max(totals))
@@ -74,8 +82,12 @@ def twin(
     first = figure.add_subplot()
     second = first.twinx()
     places = range(len(x))
-    (left_line,) = first.plot(places, left_values, color=COLOURS[ACCEPTED], marker="o", label=labels[1])
-    (right_line,) = second.plot(places, right_values, color=DRAFTER, marker="s", linestyle="--", label=labels[2])
+    (left_line,) = first.plot(
+        places, left_values, color=COLOURS[ACCEPTED], marker="o", label=labels[1]
+    )
+    (right_line,) = second.plot(
+        places, right_values, color=DRAFTER, marker="s", linestyle="--", label=labels[2]
+    )
     low, high = zip(*right_range, strict=True)
     second.fill_between(places, low, high, color=DRAFTER, alpha=0.2, linewidth=0)
     first.set_ylim(0, 1.25 * max(left_values))

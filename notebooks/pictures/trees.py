@@ -33,9 +33,9 @@ _LONGEST = 14  # characters of a token that are shown next to its node
 def statuses(parents: Sequence[int], path: Sequence[int]) -> list[str]:
     """Classifies each node by the path that verification accepted.
 
-    Verification tries the children of a node in order. Children before the accepted one are rejected. If no child is
-    accepted, all of them are rejected. Children after the accepted one, and all nodes below a rejected one, are never
-    visited.
+    Verification tries the children of a node in order. Children before the accepted one are
+    rejected. If no child is accepted, all of them are rejected. Children after the accepted one,
+    and all nodes below a rejected one, are never visited.
 
     Args:
         parents: ``[N]``, -1 at the root.
@@ -70,9 +70,10 @@ def tree(
 
     Args:
         tokens: ``[N]``, texts.
-        parents: ``[N]``, -1 at the root; every parent comes before its children. The token that the target added can be
-            the last entry, as a child of the last accepted node.
-        status: ``[N]``, from :func:`statuses`; ``"corrected"`` or ``"bonus"`` for the token that the target added.
+        parents: ``[N]``, -1 at the root; every parent comes before its children. The token that the
+            target added can be the last entry, as a child of the last accepted node.
+        status: ``[N]``, from :func:`statuses`; ``"corrected"`` or ``"bonus"`` for the token that
+            the target added.
         title: Title of the figure.
     """
     import matplotlib.pyplot as plt
@@ -82,7 +83,11 @@ def tree(
     figure, axes = plt.subplots(figsize=(1.2 + 1.35 * (x.max() + 1), 1.0 + _ROW * (y.max() + 1)))
     for node, parent in enumerate(parents):
         if parent >= 0:
-            line = {"color": _INK[status[node]], "lw": 2.2 if draft.kept(node) else 0.8, "zorder": 1}
+            line = {
+                "color": _INK[status[node]],
+                "lw": 2.2 if draft.kept(node) else 0.8,
+                "zorder": 1,
+            }
             axes.plot([x[parent], x[node]], [y[parent], y[node]], **line)
     for kind in draft.kinds():
         nodes = [node for node, node_status in enumerate(status) if node_status == kind]
@@ -90,9 +95,17 @@ def tree(
         ink = _INK[kind]
         face = "white" if kind == UNVISITED else ink
         axes.scatter(
-            x[nodes], y[nodes], marker=marker, s=64 if kind == BONUS else 34, facecolor=face, edgecolor=ink, zorder=2
+            x[nodes],
+            y[nodes],
+            marker=marker,
+            s=64 if kind == BONUS else 34,
+            facecolor=face,
+            edgecolor=ink,
+            zorder=2,
         )
-        axes.scatter([], [], marker=marker, facecolor=face, edgecolor=ink, label=f"{kind} ({len(nodes)})")
+        axes.scatter(
+            [], [], marker=marker, facecolor=face, edgecolor=ink, label=f"{kind} ({len(nodes)})"
+        )
     for node in range(len(tokens)):
         axes.annotate(
             _shown(tokens[node]),
@@ -105,7 +118,12 @@ def tree(
             color="#1f2328" if draft.kept(node) else "#4b5563",
             zorder=3,
             parse_math=False,
-            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
+            bbox={
+                "boxstyle": "square,pad=0.1",
+                "facecolor": "white",
+                "edgecolor": "none",
+                "alpha": 0.75,
+            },
         )
     axes.set(
         title=title,
@@ -126,9 +144,9 @@ def interactive_rounds(rounds: Sequence[Mapping[str, Any]]) -> Interactive:
     """Draws several trees with a slider. A tooltip shows all values of a node.
 
     Args:
-        rounds: For each tree, the arguments of :func:`tree`, and if known, lists with a number or ``None`` for each
-            node: ``p`` and ``q``, its probability after its parent (target and drafter), and ``score``, its cumulative
-            log-probability under the drafter.
+        rounds: For each tree, the arguments of :func:`tree`, and if known, lists with a number or
+            ``None`` for each node: ``p`` and ``q``, its probability after its parent (target and
+            drafter), and ``score``, its cumulative log-probability under the drafter.
     """
     from plotly import graph_objects as go
 
@@ -142,19 +160,30 @@ def interactive_rounds(rounds: Sequence[Mapping[str, Any]]) -> Interactive:
     for index, draft in enumerate(trees):
         visible = [index == number // per_tree for number in range(per_tree * len(trees))]
         steps.append(
-            {"label": str(index + 1), "method": "update", "args": [{"visible": visible}, {"title.text": draft.title}]}
+            {
+                "label": str(index + 1),
+                "method": "update",
+                "args": [{"visible": visible}, {"title.text": draft.title}],
+            }
         )
         x, y = draft.places()
         leaves = max(leaves, float(y.max()))
         levels = max(levels, int(x.max()))
         for is_kept in (False, True):
-            edges = [(n, parent) for n, parent in enumerate(draft.parents) if parent >= 0 and draft.kept(n) == is_kept]
+            edges = [
+                (n, parent)
+                for n, parent in enumerate(draft.parents)
+                if parent >= 0 and draft.kept(n) == is_kept
+            ]
             traces.append(
                 go.Scatter(
                     x=[x_value for n, parent in edges for x_value in (x[parent], x[n], None)],
                     y=[y_value for n, parent in edges for y_value in (y[parent], y[n], None)],
                     mode="lines",
-                    line={"color": _INK[ACCEPTED] if is_kept else "#c9cdd2", "width": 3 if is_kept else 1},
+                    line={
+                        "color": _INK[ACCEPTED] if is_kept else "#c9cdd2",
+                        "width": 3 if is_kept else 1,
+                    },
                     hoverinfo="skip",
                     showlegend=False,
                     visible=index == 0,
@@ -168,7 +197,12 @@ def interactive_rounds(rounds: Sequence[Mapping[str, Any]]) -> Interactive:
                     y=y[nodes].tolist(),
                     mode="markers+text",
                     name=kind,
-                    marker={"symbol": _MARKS[kind][1], "color": _INK[kind], "size": 9, "line": {"width": 1.5}},
+                    marker={
+                        "symbol": _MARKS[kind][1],
+                        "color": _INK[kind],
+                        "size": 9,
+                        "line": {"width": 1.5},
+                    },
                     text=[f" {_safe(_shown(draft.tokens[node]))}" for node in nodes],
                     textposition="top right",
                     textfont={"family": "monospace", "size": 10},
@@ -180,20 +214,37 @@ def interactive_rounds(rounds: Sequence[Mapping[str, Any]]) -> Interactive:
             )
     figure = go.Figure(traces)
     figure.update_layout(
-        title={"text": trees[0].title, "x": 0.01, "y": 0.99, "yanchor": "top", "pad": {"t": 14}, "font": {"size": 15}},
+        title={
+            "text": trees[0].title,
+            "x": 0.01,
+            "y": 0.99,
+            "yanchor": "top",
+            "pad": {"t": 14},
+            "font": {"size": 15},
+        },
         template="plotly_white",
         height=int(270 + 18 * (leaves + 1)),
         margin={"l": 20, "r": 20, "t": 74, "b": 20},
-        xaxis={"range": [-0.2, levels + 1.0], "dtick": 1, "title": "level", "showgrid": False, "zeroline": False},
+        xaxis={
+            "range": [-0.2, levels + 1.0],
+            "dtick": 1,
+            "title": "level",
+            "showgrid": False,
+            "zeroline": False,
+        },
         yaxis={"range": [leaves + 1, -1], "visible": False},
         legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
         hoverlabel={"font": {"family": "monospace"}, "align": "left"},
-        sliders=[{"active": 0, "currentvalue": {"prefix": "round "}, "steps": steps, "pad": {"t": 45}}],
+        sliders=[
+            {"active": 0, "currentvalue": {"prefix": "round "}, "steps": steps, "pad": {"t": 45}}
+        ],
     )
     return Interactive(figure)
 
 
-def mask_map(mask: Any, labels: Sequence[str], *, title: str = "", depths: Sequence[int] | None = None) -> Figure:
+def mask_map(
+    mask: Any, labels: Sequence[str], *, title: str = "", depths: Sequence[int] | None = None
+) -> Figure:
     """Draws the ancestor mask: a dark square means that the node of the row attends to the node of the column.
 
     Args:
@@ -216,11 +267,19 @@ def mask_map(mask: Any, labels: Sequence[str], *, title: str = "", depths: Seque
     axes.grid(which="minor", color="white", linewidth=1, alpha=1)
     axes.tick_params(which="both", length=0)
     shown = [_shown(label) for label in labels]
-    rows = shown if depths is None else [f"{label}  {depth}" for label, depth in zip(shown, depths, strict=True)]
+    rows = (
+        shown
+        if depths is None
+        else [f"{label}  {depth}" for label, depth in zip(shown, depths, strict=True)]
+    )
     font = {"family": "monospace", "size": 7, "parse_math": False}
     axes.set_xticks(range(count), shown, rotation=90, **font)
     axes.set_yticks(range(count), rows, **font)
-    axes.set(title=title, xlabel="attended node", ylabel="node" if depths is None else "node and its level")
+    axes.set(
+        title=title,
+        xlabel="attended node",
+        ylabel="node" if depths is None else "node and its level",
+    )
     for spine in axes.spines.values():
         spine.set_visible(False)
     plt.close(figure)

@@ -20,7 +20,14 @@ from eagle3_jax.bench.roofline import least_bytes_per_second, step_bytes
 from eagle3_jax.bench.rounds import timed_rounds
 from eagle3_jax.bench.run import measure
 from eagle3_jax.bench.step_costs import _target_rounds, step_costs, target_seconds
-from eagle3_jax.bench.timing import CompileClock, Interval, Latency, Spread, geometric_mean, ratio_of_sums
+from eagle3_jax.bench.timing import (
+    CompileClock,
+    Interval,
+    Latency,
+    Spread,
+    geometric_mean,
+    ratio_of_sums,
+)
 from eagle3_jax.drafters import NGram
 from eagle3_jax.models.decoder import DecoderTarget
 
@@ -42,7 +49,11 @@ class Scripted(Contender):
 
 
 def timed(
-    name: str, seconds: list[float], tokens: tuple[int, ...] = (1, 2), stats: SpeculationStats | None = None, **options
+    name: str,
+    seconds: list[float],
+    tokens: tuple[int, ...] = (1, 2),
+    stats: SpeculationStats | None = None,
+    **options,
 ) -> Scripted:
     """A contender whose runs take exactly as long as the script says, and one second for the prefill."""
     script = iter(seconds)
@@ -85,11 +96,17 @@ def test_ratios_are_paired_by_repeat_and_taken_against_the_fastest_plain_run():
     slow = timed("plain slow", [9.0, 8.0, 8.0, 8.0], five, calls=calls)
     fast = timed("plain fast", [9.0, 2.0, 4.0, 1.0], five, dtype="b", calls=calls)
     ours = timed("ours", [9.0, 1.0, 1.0, 1.0], (*five[:4], 99), dtype="b", calls=calls)
-    report = measured(slow, fast, ours, max_new_tokens=5, repeats=3, baselines=["plain slow", "plain fast"])
-    assert calls == ["plain slow", "plain fast", "ours"] * 4  # in turn, and the first round is the warm-up
+    report = measured(
+        slow, fast, ours, max_new_tokens=5, repeats=3, baselines=["plain slow", "plain fast"]
+    )
+    assert (
+        calls == ["plain slow", "plain fast", "ours"] * 4
+    )  # in turn, and the first round is the warm-up
     assert report.baseline == "plain fast"
     rows = {row.name: row for row in report.rows}
-    assert rows["plain fast"].decode_tokens_per_second == Spread(2.0, 1.5, 3.0)  # 4 tokens in 2, 4 and 1 seconds
+    assert rows["plain fast"].decode_tokens_per_second == Spread(
+        2.0, 1.5, 3.0
+    )  # 4 tokens in 2, 4 and 1 seconds
     assert rows["ours"].ratio == Spread(2.0, 1.5, 3.0)  # 2/1, 4/1 and 1/1
     assert rows["plain slow"].ratio.median == 0.25
     assert rows["ours"].total_tokens_per_second.median == 2.5  # 5 tokens in 1 + 1 seconds
@@ -99,13 +116,20 @@ def test_ratios_are_paired_by_repeat_and_taken_against_the_fastest_plain_run():
 
 
 def test_a_batch_counts_the_tokens_of_all_its_rows():
-    plain = timed("plain", [9.0, 9.0, 2.0, 4.0], tuple(range(5)))  # two batches to warm up, then two
+    plain = timed(
+        "plain", [9.0, 9.0, 2.0, 4.0], tuple(range(5))
+    )  # two batches to warm up, then two
     report = measured(plain, prompts=[[1], [2], [3], [4]], max_new_tokens=5, batch_size=2)
     (row,) = report.rows
     assert len(plain.calls) == 4
-    assert row.decode_tokens_per_second.median == 16 / 6  # 4 rows of 4 tokens after the first, in 2 + 4 seconds
+    assert (
+        row.decode_tokens_per_second.median == 16 / 6
+    )  # 4 rows of 4 tokens after the first, in 2 + 4 seconds
     assert row.total_tokens_per_second.median == 20 / 8
-    assert (row.per_token.p50, row.per_token.p99) == (0.75, pytest.approx(0.995))  # 2 / 4 and 4 / 4 seconds
+    assert (row.per_token.p50, row.per_token.p99) == (
+        0.75,
+        pytest.approx(0.995),
+    )  # 2 / 4 and 4 / 4 seconds
     assert row.first_token == Latency(1.0, 1.0, 1.0)
     assert row.repeatable
     assert report.programs_after_warm_up == 0
@@ -115,7 +139,9 @@ def test_a_batch_counts_the_tokens_of_all_its_rows():
 
 def test_acceptance_is_summed_over_prompts_before_it_is_divided():
     stats = {1: counters(1, 2, 1, [1, 0]), 2: counters(9, 18, 0, [0, 0])}
-    uneven = Scripted("ours", lambda prompts: Run(1.0, 1.0, [[1, 2]], stats[prompts[0][0]]), drafts=True)
+    uneven = Scripted(
+        "ours", lambda prompts: Run(1.0, 1.0, [[1, 2]], stats[prompts[0][0]]), drafts=True
+    )
     report = measured(timed("plain", [1.0] * 4), uneven, prompts=[[1], [2]])
     assert report.rows[1].acceptance.mean_acceptance_length == 1.1  # not the mean of 2 and 1
 
@@ -130,7 +156,9 @@ def test_rates_by_task_come_from_the_rows_of_that_task():
     ours = Scripted("ours", answer, drafts=True)
     plain = timed("plain", [1.0] * 6)
     prompts = [[2], [1], [0], [2], [1], [1]]
-    report = measured(plain, ours, prompts=prompts, tasks=["code"] * 3 + ["prose"] * 3, batch_size=2)
+    report = measured(
+        plain, ours, prompts=prompts, tasks=["code"] * 3 + ["prose"] * 3, batch_size=2
+    )
     code, prose = report.rows[1].tasks
     assert (code.task, code.num_prompts, prose.task, prose.num_prompts) == ("code", 3, "prose", 3)
     assert code.acceptance.mean_acceptance_length == 1 + 2 * (2 + 1 + 0) / 6
@@ -179,7 +207,9 @@ def test_output_that_changes_and_programs_that_are_compiled_late_are_seen():
 
 def test_a_decoder_is_measured_on_what_it_would_generate(plain, decoder):
     prompts = [[1, 2, 3], [4, 5]]
-    report = measured(plain, DecoderContender("chain K=3", "float32", decoder), prompts=prompts, max_new_tokens=12)
+    report = measured(
+        plain, DecoderContender("chain K=3", "float32", decoder), prompts=prompts, max_new_tokens=12
+    )
     row = report.rows[1]
     stats = decoder.generate(prompts, max_new_tokens=12).stats
     assert row.acceptance.mean_acceptance_length == stats.mean_acceptance_length
@@ -188,7 +218,9 @@ def test_a_decoder_is_measured_on_what_it_would_generate(plain, decoder):
     assert row.lossless and row.same_texts == len(prompts)
     assert row.chunk.p50 > 0
     assert (report.rows[0].num_draft_steps, row.num_draft_steps) == (0, 3)
-    assert row.predicted_ratio == stats.mean_acceptance_length / (row.verify_cost + 3 * row.draft_cost)
+    assert row.predicted_ratio == stats.mean_acceptance_length / (
+        row.verify_cost + 3 * row.draft_cost
+    )
     json.dumps(report.to_json())
 
 
@@ -209,10 +241,12 @@ def test_a_method_above_the_roofline_is_found(target, plain, monkeypatch):
     quick = {"cost_rounds": 0, "streams": 0}
     report = measured(plain, magic, large=1, **quick)
     assert [row.name for row in report.too_fast] == ["magic"]
-    assert report.rows[1].bandwidth_share == pytest.approx(1e9 * step_bytes(target, rows=1, context=0) / 1e9)
-    assert least_bytes_per_second(target, tokens_per_second=12.0, tokens_per_round=3.0, rows=2) == 2 * step_bytes(
-        target, rows=2, context=0
+    assert report.rows[1].bandwidth_share == pytest.approx(
+        1e9 * step_bytes(target, rows=1, context=0) / 1e9
     )
+    assert least_bytes_per_second(
+        target, tokens_per_second=12.0, tokens_per_round=3.0, rows=2
+    ) == 2 * step_bytes(target, rows=2, context=0)
     assert measured(plain, **quick).rows[0].bandwidth_share is None
 
 
@@ -222,12 +256,21 @@ def test_costs_are_measured_for_every_shape(target, decoder):
         costs = step_costs(drafting, [[1, 2, 3]], max_new_tokens=8, rounds=2)
         assert costs.verify_seconds > 0 and costs.draft_seconds > 0 and 0 < costs.commit_seconds < 1
     assert step_costs(SpeculativeDecoder(target), [[1, 2, 3]], max_new_tokens=8).draft_seconds == 0
-    assert step_costs(SpeculativeDecoder(target, NGram()), [[1, 2, 3], [4]], max_new_tokens=8).draft_seconds > 0
+    assert (
+        step_costs(
+            SpeculativeDecoder(target, NGram()), [[1, 2, 3], [4]], max_new_tokens=8
+        ).draft_seconds
+        > 0
+    )
 
 
 def test_rounds_are_counted_as_the_decoder_counts_them(plain, decoder):
     prompts = [[1, 2, 3], [4, 5]]
-    options = {"max_new_tokens": 12, "tokens": 8, "compiler_options": {"xla_allow_excess_precision": False}}
+    options = {
+        "max_new_tokens": 12,
+        "tokens": 8,
+        "compiler_options": {"xla_allow_excess_precision": False},
+    }
     pace = timed_rounds(plain.decoder, prompts, **options)
     assert (pace.rounds, pace.tokens) == (8, 16)
     assert pace.seconds_per_round == pace.seconds / 8
@@ -235,9 +278,13 @@ def test_rounds_are_counted_as_the_decoder_counts_them(plain, decoder):
     stats = decoder.generate(prompts, max_new_tokens=9).stats  # the first token is the prefill's
     pace = timed_rounds(decoder, prompts, max_new_tokens=12, tokens=8)
     assert pace.tokens == 16
-    assert pace.rounds <= stats.num_drafts <= 2 * pace.rounds  # of both rows together, and of the slower one
+    assert (
+        pace.rounds <= stats.num_drafts <= 2 * pace.rounds
+    )  # of both rows together, and of the slower one
     with pytest.raises(Exception, match="xla_no_such_option"):
-        timed_rounds(plain.decoder, prompts, **options | {"compiler_options": {"xla_no_such_option": 1}})
+        timed_rounds(
+            plain.decoder, prompts, **options | {"compiler_options": {"xla_no_such_option": 1}}
+        )
 
 
 def test_the_target_alone_is_fed_other_tokens_in_every_round(plain, decoder):
@@ -247,7 +294,13 @@ def test_the_target_alone_is_fed_other_tokens_in_every_round(plain, decoder):
         cache = measured_decoder.prefill([[1, 2, 3]], max_new_tokens=8).cache
         tokens = jnp.ones((1, loop.drafter.num_nodes), jnp.int32)
         once, twice = (
-            _target_rounds(measured_decoder.params, jax.tree.map(jnp.copy, cache), tokens, loop=loop, rounds=rounds)[1]
+            _target_rounds(
+                measured_decoder.params,
+                jax.tree.map(jnp.copy, cache),
+                tokens,
+                loop=loop,
+                rounds=rounds,
+            )[1]
             for rounds in (1, 2)
         )
         assert float(jnp.abs(once - twice).max()) > 1e-3  # other tokens in the second round
@@ -264,7 +317,10 @@ def test_the_target_alone_is_told_whether_its_block_is_a_chain(target, decoder):
 
     model = Recording(target.model.config, target.model.precision)
     recording = dataclasses.replace(target, model=model)
-    for shape, is_chain in (({"num_speculative_tokens": 3}, True), ({"tree": tiny.STATIC_TREE}, False)):
+    for shape, is_chain in (
+        ({"num_speculative_tokens": 3}, True),
+        ({"tree": tiny.STATIC_TREE}, False),
+    ):
         drafting = SpeculativeDecoder(recording, decoder.drafter, stop_tokens=(), **shape)
         cache = drafting.prefill([[1, 2, 3]], max_new_tokens=8).cache
         tokens = jnp.ones((1, drafting.loop.drafter.num_nodes), jnp.int32)
@@ -278,9 +334,13 @@ def test_a_comparison_says_whether_the_output_is_the_same(target, decoder):
     greedy = compare_with_plain(decoder, [[1, 2, 3]], sampling=SamplingParams(), **arguments)
     assert greedy.same_output is True and not greedy.is_plain
     assert len(greedy.ratios) == 2 and min(greedy.ratios) > 0
-    sampled = compare_with_plain(decoder, [[1, 2, 3]], sampling=SamplingParams(temperature=1.0), **arguments)
+    sampled = compare_with_plain(
+        decoder, [[1, 2, 3]], sampling=SamplingParams(temperature=1.0), **arguments
+    )
     assert sampled.same_output is None
-    assert compare_with_plain(SpeculativeDecoder(target), [[1, 2]], sampling=SamplingParams(), **arguments).is_plain
+    assert compare_with_plain(
+        SpeculativeDecoder(target), [[1, 2]], sampling=SamplingParams(), **arguments
+    ).is_plain
 
 
 def test_overlapping_spans_are_counted_once():
@@ -305,7 +365,9 @@ def test_figures_and_their_intervals_by_hand():
     ratio = ratio_of_sums([2.0, 4.0], [1.0, 4.0])
     assert ratio == Interval(6 / 5, 1.0, 2.0)  # each extreme is a quarter of the resamples
     assert ratio_of_sums([3.0], [2.0]) == Interval(1.5)
-    times = np.array([1.0, 10.0, 100.0, 1000.0])  # prompts of very different length, all twice as fast: pairs
+    times = np.array(
+        [1.0, 10.0, 100.0, 1000.0]
+    )  # prompts of very different length, all twice as fast: pairs
     assert ratio_of_sums(2 * times, times) == Interval(2.0, 2.0, 2.0)
     mean = geometric_mean([1.0, 4.0])
     assert (mean.value, mean.low, mean.high) == (pytest.approx(2.0), 1.0, pytest.approx(4.0))

@@ -36,7 +36,9 @@ def table_rows(file: Path, name: str) -> list[dict[str, str]]:
     return rows
 
 
-def test_the_command_measures_every_method_and_writes_it_all(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_command_measures_every_method_and_writes_it_all(
+    capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_ids": [1, 17, 5, 42]}\n{"prompt_ids": [1, 2], "kind": "other"}\n')
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
@@ -67,7 +69,9 @@ def test_the_command_measures_every_method_and_writes_it_all(capsys, tmp_path: P
     assert speed["ratio"] == f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
     assert (speed["τ"], speed["same"], speed["lossless"]) == (f"{tau:.2f}", "2", "yes")
     assert speed["roofline"] == f"{row['bandwidth_share']:.1%}"
-    assert latency["TTFT p50 p90 p99"] == " ".join(f"{1e3 * value:.2f}" for value in row["first_token"].values())
+    assert latency["TTFT p50 p90 p99"] == " ".join(
+        f"{1e3 * value:.2f}" for value in row["first_token"].values()
+    )
     assert parts["draft step"] == f"{1e3 * row['step_seconds']['draft_seconds']:.2f} ms"
     assert (tasks["task"], tasks["τ"]) == ("all", f"{tau:.2f}")
 
@@ -90,13 +94,17 @@ def test_random_weights_with_simulated_acceptance_above_the_roofline_end_with_on
     for word in ("chain K=2 (simulated, not lossless)", "Not measured", "random weights", "3.00"):
         assert word in " ".join(captured.out.split()), word
     saved = json.loads((out / "bench.json").read_text())
-    assert table_rows(out / "bench.md", "chain K=2 (simulated, not lossless)")[0]["lossless"] == "no"
+    assert (
+        table_rows(out / "bench.md", "chain K=2 (simulated, not lossless)")[0]["lossless"] == "no"
+    )
     assert f"**FAILED: {saved['failures'][0]}**" in (out / "bench.md").read_text()
     assert saved["failures"] == [line.removeprefix("error: ") for line in errors]
     assert saved["about"]["prompts_measured"]["tokens"] == [7]
     assert [row["simulated_rates"] for row in saved["reports"][0]["rows"]] == [None, [1.0, 1.0]]
     assert saved["about"]["simulated_acceptance"] == "τ of 3"
-    assert "SIMULATED acceptance, share of rounds by depth: 1.00 1.00" in " ".join(captured.out.split())
+    assert "SIMULATED acceptance, share of rounds by depth: 1.00 1.00" in " ".join(
+        captured.out.split()
+    )
     progress = [line for line in captured.err.splitlines() if "tokens/s, repeat 1 of 1" in line]
     assert [line.split(": ")[1] for line in progress] == [
         "batch 1, plain float32", "batch 1, chain K=2 (simulated, not lossless)",
@@ -119,9 +127,20 @@ def test_a_shape_is_measured_in_few_ways_at_published_rates(monkeypatch: pytest.
         raise Misuse("this is enough")
 
     monkeypatch.setattr("eagle3_jax.cli.bench._measure_batch", measured)
-    for more in ((), ("--simulated-acceptance-rate", "0.5", "--chains", "2", "--tree", "none", "--ngram", "1")):
+    for more in (
+        (),
+        ("--simulated-acceptance-rate", "0.5", "--chains", "2", "--tree", "none", "--ngram", "1"),
+    ):
         assert run(["bench", "--shape", "llama-tiny", "--dtype", "float32", *more]) == 2
-    rates = [0.78, 0.58, 0.43, 0.29, 0.24, 0.14, 0.08]  # of vLLM's lengths for Llama-3.1-8B: 2.36 at K=2, 3.54 at K=7
+    rates = [
+        0.78,
+        0.58,
+        0.43,
+        0.29,
+        0.24,
+        0.14,
+        0.08,
+    ]  # of vLLM's lengths for Llama-3.1-8B: 2.36 at K=2, 3.54 at K=7
     assert [1 + sum(rates[:depth]) for depth in (2, 7)] == pytest.approx([2.36, 3.54])
     mark = " (simulated, not lossless)"
     rows = [[(row.name, row.simulated_rates) for row in field.contenders] for field in fields]
@@ -129,4 +148,8 @@ def test_a_shape_is_measured_in_few_ways_at_published_rates(monkeypatch: pytest.
         ("plain float32", None), (f"chain K=3{mark}", rates[:3]), (f"chain K=5{mark}", rates[:5]),
         (f"tree N=60 G=7{mark}", rates),
     ]  # fmt: skip
-    assert rows[1] == [("plain float32", None), (f"chain K=2{mark}", [0.5, 0.25]), ("n-gram K=1", None)]
+    assert rows[1] == [
+        ("plain float32", None),
+        (f"chain K=2{mark}", [0.5, 0.25]),
+        ("n-gram K=1", None),
+    ]

@@ -53,16 +53,22 @@ def failure(act: Callable[[], Any], kind: type[ServerError] = ServerError) -> st
     return message
 
 
-def test_an_answer_is_what_the_sampler_writes_and_its_reports_are_the_targets(server: FakeServer) -> None:
+def test_an_answer_is_what_the_sampler_writes_and_its_reports_are_the_targets(
+    server: FakeServer,
+) -> None:
     answer = Client(server.url).complete([1], **FIELDS)
     assert (answer.tokens, answer.chunk_index) == written(server)
-    assert answer.prompt_ids == [1] and answer.finish_reason == "length" and answer.num_drafted is None
+    assert (
+        answer.prompt_ids == [1] and answer.finish_reason == "length" and answer.num_drafted is None
+    )
     sampler = server.sampler
     distributions = [sampler.first[1], *sampler.target[1, answer.tokens[:-1]]]
     for report, distribution in zip(answer.reports, distributions, strict=True):
         expected = np.log(distribution)
         assert report.is_readable and report.log_prob == expected[report.token]
-        assert report.top == {token: expected[token] for token in report.top} and len(report.top) >= 20
+        assert (
+            report.top == {token: expected[token] for token in report.top} and len(report.top) >= 20
+        )
 
 
 def test_a_key_is_not_sent_to_another_host(server: FakeServer) -> None:
@@ -77,7 +83,9 @@ def test_a_key_is_not_sent_to_another_host(server: FakeServer) -> None:
         assert other_server.keys == [] and other_server.requests == []
 
 
-def test_a_proxy_of_the_environment_is_not_asked(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_of_the_environment_is_not_asked(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     assert Client(server.url).model == "fake"
@@ -95,7 +103,9 @@ def test_a_stream_that_drips_ends_with_the_time_of_the_request(server: FakeServe
 
 @pytest.mark.parametrize("status", [429, 502, 503, 529])
 @pytest.mark.parametrize("retry_after", ["0", "soon", None, email.utils.formatdate(0), "nan"])
-def test_a_busy_server_is_asked_again(server: FakeServer, status: int, retry_after: str | None) -> None:
+def test_a_busy_server_is_asked_again(
+    server: FakeServer, status: int, retry_after: str | None
+) -> None:
     server.manners.refusals = [status] * 5
     server.manners.retry_after = retry_after
     client = Client(server.url)
@@ -105,7 +115,8 @@ def test_a_busy_server_is_asked_again(server: FakeServer, status: int, retry_aft
 
 
 @pytest.mark.parametrize(
-    ("retry_after", "attempt", "seconds"), [("7", 0, 7.0), ("3600", 0, 10.0), ("-1", 3, 0.0), (None, 2, 0.08)]
+    ("retry_after", "attempt", "seconds"),
+    [("7", 0, 7.0), ("3600", 0, 10.0), ("-1", 3, 0.0), (None, 2, 0.08)],
 )
 def test_the_wait_is_what_the_server_wants_up_to_ten_seconds(
     retry_after: str | None, attempt: int, seconds: float
@@ -117,8 +128,12 @@ def test_a_date_to_try_again_is_read() -> None:
     assert 4 < client_module._wait(email.utils.formatdate(time.time() + 6, usegmt=True), 0) <= 6
 
 
-@pytest.mark.parametrize(("status", "kind"), [(400, Refused), (422, Refused), (500, ServerError), (418, ServerError)])
-def test_other_statuses_are_not_tried_again(server: FakeServer, status: int, kind: type[ServerError]) -> None:
+@pytest.mark.parametrize(
+    ("status", "kind"), [(400, Refused), (422, Refused), (500, ServerError), (418, ServerError)]
+)
+def test_other_statuses_are_not_tried_again(
+    server: FakeServer, status: int, kind: type[ServerError]
+) -> None:
     client = Client(server.url)
     client.complete([1], **FIELDS)
     server.manners.refusals = [status, status]
@@ -126,7 +141,9 @@ def test_other_statuses_are_not_tried_again(server: FakeServer, status: int, kin
     assert isinstance(kind(""), Refused) or server.manners.refusals == [status]
 
 
-def test_a_server_that_restarts_is_waited_for(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_restarts_is_waited_for(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client_module, "_FIRST_WAIT", 0.1)
     client = Client(server.url)
     server.restart(0.5)
@@ -135,14 +152,18 @@ def test_a_server_that_restarts_is_waited_for(server: FakeServer, monkeypatch: p
 
 def test_a_server_that_never_answered_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_FIRST_WAIT", math.inf)
-    assert "no server answers at http://127.0.0.1:9" in failure(lambda: Client("http://127.0.0.1:9"))
+    assert "no server answers at http://127.0.0.1:9" in failure(
+        lambda: Client("http://127.0.0.1:9")
+    )
 
 
 def test_a_cut_stream_is_asked_for_again(server: FakeServer) -> None:
     server.manners.cut_every = 2
     client = Client(server.url)
     for seed in range(4):
-        assert client.complete([1], **FIELDS | {"seed": seed}).tokens == written(server, seed=seed)[0]
+        assert (
+            client.complete([1], **FIELDS | {"seed": seed}).tokens == written(server, seed=seed)[0]
+        )
 
 
 def test_a_cut_stream_is_not_an_answer(server: FakeServer) -> None:
@@ -157,21 +178,32 @@ def test_a_stream_that_lost_its_mark_is_cut(server: FakeServer) -> None:
     client.complete([1], **FIELDS)
     server.manners.mangle = lambda data: data.removesuffix(b"data: [DONE]\n\n")
     assert "cut off a stream" in failure(lambda: client.complete([1], **FIELDS))
-    assert Client(server.url).complete([1], **FIELDS).tokens == written(server)[0]  # a server without such marks
+    assert (
+        Client(server.url).complete([1], **FIELDS).tokens == written(server)[0]
+    )  # a server without such marks
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"<html>\n<h1>Welcome</h1></html>", "does not answer in JSON but '<html> <h1>Welcome</h1></html>'"),
+        (
+            b"<html>\n<h1>Welcome</h1></html>",
+            "does not answer in JSON but '<html> <h1>Welcome</h1></html>'",
+        ),
         (b"", "does not answer in JSON but ''"),
         (b"[1, 2]", "answered [1, 2]; expected a JSON object"),
         (b"{}", "answered {}; expected choices with a finish_reason"),
         (b'{"choices": {}}', "answered {} as choices; expected list"),
         (b'{"choices": [7]}', "answered 7 as a choice; expected an object"),
         (b'{"choices": [{"text": 7}]}', "answered 7 as text; expected str"),
-        (b'{"choices": [{"text": "a", "logprobs": {"tokens": [7]}}]}', "answered 7 as a token; expected a text"),
-        (b'{"choices": [{"text": "a", "logprobs": {"content": ["a"]}}]}', "answered 'a' as a token"),
+        (
+            b'{"choices": [{"text": "a", "logprobs": {"tokens": [7]}}]}',
+            "answered 7 as a token; expected a text",
+        ),
+        (
+            b'{"choices": [{"text": "a", "logprobs": {"content": ["a"]}}]}',
+            "answered 'a' as a token",
+        ),
         (b'{"error": {"message": "out of memory"}}', 'failed: {"message": "out of memory"}'),
         (b"[" * 100_000, "does not answer in JSON"),
         (b"data: {\n\n", "does not answer in JSON"),
@@ -187,7 +219,20 @@ def test_what_is_no_answer_is_shown(server: FakeServer, data: bytes, message: st
 
 def mangled(data: bytes, rng: random.Random) -> bytes:
     """An answer with changed bytes, lines and values."""
-    values: list[Any] = [None, 7, -1e400, "a", [], {}, [None], math.nan, {"token": 5}, True, 10**30, [[["a"]]]]
+    values: list[Any] = [
+        None,
+        7,
+        -1e400,
+        "a",
+        [],
+        {},
+        [None],
+        math.nan,
+        {"token": 5},
+        True,
+        10**30,
+        [[["a"]]],
+    ]
 
     def change(value: Any) -> Any:
         if rng.random() < 0.03:
@@ -198,12 +243,16 @@ def mangled(data: bytes, rng: random.Random) -> bytes:
 
     if rng.random() < 0.3:
         position = rng.randrange(len(data))
-        return data[:position] + rng.randbytes(rng.randrange(4)) + data[position + rng.randrange(20) :]
+        return (
+            data[:position] + rng.randbytes(rng.randrange(4)) + data[position + rng.randrange(20) :]
+        )
     lines = data.split(b"\n\n")
     changed = []
     for line in lines:
         is_event = line.startswith(b"data: {")
-        changed.append(b"data: " + json.dumps(change(json.loads(line[6:]))).encode() if is_event else line)
+        changed.append(
+            b"data: " + json.dumps(change(json.loads(line[6:]))).encode() if is_event else line
+        )
     return b"\n\n".join(changed)
 
 
@@ -228,13 +277,20 @@ def test_no_mangled_answer_raises_anything_but_a_server_error(
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
 @pytest.mark.parametrize("kind", UNREADABLE)
-def test_what_cannot_be_read_is_counted_and_not_judged(server: FakeServer, kind: str, api: Any) -> None:
+def test_what_cannot_be_read_is_counted_and_not_judged(
+    server: FakeServer, kind: str, api: Any
+) -> None:
     server.manners.unreadable = kind
     answer = Client(server.url, api=api).complete("1", **FIELDS)
     tokens, chunk_index = written(server)
     assert answer.tokens == tokens
-    assert [report.is_readable for report in answer.reports] == [index == 0 for index in chunk_index]
-    assert all(report.is_readable or (math.isnan(report.log_prob) and not report.top) for report in answer.reports)
+    assert [report.is_readable for report in answer.reports] == [
+        index == 0 for index in chunk_index
+    ]
+    assert all(
+        report.is_readable or (math.isnan(report.log_prob) and not report.top)
+        for report in answer.reports
+    )
 
 
 def test_vllms_minus_infinity_stays(server: FakeServer) -> None:
@@ -267,17 +323,30 @@ def test_a_text_that_ends_early_has_all_its_reports(server: FakeServer) -> None:
     )
     server.manners.leaves_out = False
     answer = client.complete([1], stop=[stop], **FIELDS)
-    assert answer.finish_reason == "stop" and answer.tokens == tokens[: position + 1] and stop not in answer.text
+    assert (
+        answer.finish_reason == "stop"
+        and answer.tokens == tokens[: position + 1]
+        and stop not in answer.text
+    )
 
 
-def test_every_field_is_sent_at_its_neutral_value_and_the_callers_own_replace_them(server: FakeServer) -> None:
+def test_every_field_is_sent_at_its_neutral_value_and_the_callers_own_replace_them(
+    server: FakeServer,
+) -> None:
     client = Client(server.url)
     client.complete([1], **FIELDS)
     neutral = {"top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0}
-    neutral |= {"repetition_penalty": 1, "min_tokens": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    neutral |= {
+        "repetition_penalty": 1,
+        "min_tokens": 0,
+        "ignore_eos": True,
+        "stream_options": {"include_usage": True},
+    }
     assert neutral.items() <= server.requests[-1].items()
     client.complete([1], top_k=3, ignore_eos=False, presence_penalty=1.5, **FIELDS)
-    assert {"top_k": 3, "ignore_eos": False, "presence_penalty": 1.5}.items() <= server.requests[-1].items()
+    assert {"top_k": 3, "ignore_eos": False, "presence_penalty": 1.5}.items() <= server.requests[
+        -1
+    ].items()
     assert "refused_fields" not in client.facts
 
 
@@ -289,10 +358,15 @@ def test_fields_that_are_refused_are_left_out_and_named(server: FakeServer, api:
     assert len(answer.reports) == 12
     shape = {"return_token_ids", "return_tokens_as_token_ids"}
     samplers = {"top_k", "min_p", "repetition_penalty"}
-    assert client.facts["refused_fields"] == sorted(shape | samplers)  # not what is between these groups
+    assert client.facts["refused_fields"] == sorted(
+        shape | samplers
+    )  # not what is between these groups
     number = len(server.requests)
     client.complete("1", **FIELDS)
-    assert len(server.requests) == number + 1 and not server.manners.refused_fields & server.requests[-1].keys()
+    assert (
+        len(server.requests) == number + 1
+        and not server.manners.refused_fields & server.requests[-1].keys()
+    )
 
 
 def test_all_fields_that_are_not_openais_can_be_refused(server: FakeServer) -> None:
@@ -301,7 +375,9 @@ def test_all_fields_that_are_not_openais_can_be_refused(server: FakeServer) -> N
     client = Client(server.url, api="chat")
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         seeds = range(32)
-        answers = list(pool.map(lambda seed: client.complete("1", **FIELDS | {"seed": seed}), seeds))
+        answers = list(
+            pool.map(lambda seed: client.complete("1", **FIELDS | {"seed": seed}), seeds)
+        )
     assert set(client.facts["refused_fields"]) == server.manners.refused_fields
     assert server.requests[-1]["max_completion_tokens"] == 12
     for seed, answer in zip(seeds, answers, strict=True):
@@ -314,12 +390,16 @@ def test_all_fields_that_are_not_openais_can_be_refused(server: FakeServer) -> N
 def test_a_field_of_the_caller_is_never_left_out(server: FakeServer, name: str) -> None:
     server.manners.refused_fields = {name}
     client = Client(server.url)
-    assert f"unknown: {name}" in failure(lambda: client.complete([1], **FIELDS, **{name: 1}), Refused)
+    assert f"unknown: {name}" in failure(
+        lambda: client.complete([1], **FIELDS, **{name: 1}), Refused
+    )
     assert "refused_fields" not in client.facts
     assert all(name in request for request in server.requests)
 
 
-def test_a_request_that_is_refused_for_itself_leaves_fields_as_they_were(server: FakeServer) -> None:
+def test_a_request_that_is_refused_for_itself_leaves_fields_as_they_were(
+    server: FakeServer,
+) -> None:
     client = Client(server.url)
     client.complete([1], **FIELDS)
     server.manners.refused_fields = {"seed"}
@@ -337,7 +417,9 @@ def test_a_chat_reports_what_a_completion_does(server: FakeServer, names: str) -
     answer = client.complete("1", **FIELDS)
     assert server.requests[-1]["messages"] == [{"role": "user", "content": "1"}]
     assert answer.text == expected.text and answer.chunk_index == expected.chunk_index
-    assert [report.log_prob for report in answer.reports] == [report.log_prob for report in expected.reports]
+    assert [report.log_prob for report in answer.reports] == [
+        report.log_prob for report in expected.reports
+    ]
     ids: dict[int, int] = {}
     for report, expected_report in zip(answer.reports, expected.reports, strict=True):
         assert sorted(report.top.values()) == sorted(expected_report.top.values())
@@ -388,7 +470,9 @@ def test_a_key_that_is_wanted_or_refused_is_not_shown(server: FakeServer) -> Non
     server.manners.key = "sesame"
     message = "wants a key: put it into the environment variable MY_KEY, or name another with --api-key-env"
     assert message in failure(lambda: Client(server.url, key_variable="MY_KEY"))
-    shown = failure(lambda: Client(server.url, key="open-barley", key_variable="MY_KEY"))  # the server repeats it
+    shown = failure(
+        lambda: Client(server.url, key="open-barley", key_variable="MY_KEY")
+    )  # the server repeats it
     assert message in shown and "barley" not in shown
     client = Client(server.url, key="sesame")
     client.complete([1], **FIELDS)
@@ -397,7 +481,9 @@ def test_a_key_that_is_wanted_or_refused_is_not_shown(server: FakeServer) -> Non
     assert "sesame" not in failure(lambda: Client("http://user:sesame@localhost:8000"))
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://[::1", "http://a/?b=c", ""])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://x", "http://", "http://[::1", "http://a/?b=c", ""]
+)
 def test_what_is_no_address_is_one_line(url: str) -> None:
     assert "is not the address of a server" in failure(lambda: Client(url))
 
@@ -412,7 +498,9 @@ def test_several_answers_are_kept_apart(server: FakeServer) -> None:
 
 @pytest.mark.parametrize("echoes", [True, False])
 @pytest.mark.parametrize("refused", [set(), {"cache_salt"}])
-def test_scores_are_the_targets_and_read_no_shared_cache(server: FakeServer, echoes: bool, refused: set[str]) -> None:
+def test_scores_are_the_targets_and_read_no_shared_cache(
+    server: FakeServer, echoes: bool, refused: set[str]
+) -> None:
     server.manners.echoes = echoes
     server.manners.refused_fields = refused
     client = Client(server.url)
@@ -437,20 +525,33 @@ def test_an_answer_without_reports_behind_a_prefix_is_an_error(server: FakeServe
     )
 
 
-def test_llama_cpp_is_asked_for_what_it_withholds_and_told_all_of_its_samplers(server: FakeServer) -> None:
+def test_llama_cpp_is_asked_for_what_it_withholds_and_told_all_of_its_samplers(
+    server: FakeServer,
+) -> None:
     server.manners.form = "llama.cpp"
     client = Client(server.url)
-    assert client.facts == {"model": "fake", "max_model_len": 512, "version": "0.0.fake", "build_info": "b1-fake"}
+    assert client.facts == {
+        "model": "fake",
+        "max_model_len": 512,
+        "version": "0.0.fake",
+        "build_info": "b1-fake",
+    }
     answer = client.complete("1", repetition_penalty=1.2, **FIELDS)
     request = next(request for request in server.requests if "prompt" in request)
-    assert request["repeat_penalty"] == 1.2 and "penalties" in request["samplers"] and request["mirostat"] == 0
+    assert (
+        request["repeat_penalty"] == 1.2
+        and "penalties" in request["samplers"]
+        and request["mirostat"] == 0
+    )
     answer = client.complete("1", **FIELDS)
     tokens, chunk_index = written(server)
     assert answer.tokens == tokens and all(report.is_readable for report in answer.reports)
     assert answer.num_drafted == np.count_nonzero(chunk_index)
     server.requests.clear()
     assert client.score("1", answer, num_reported=20) == answer.reports
-    assert client.scoring == "echo" or all(request["cache_prompt"] is False for request in server.requests[1:])
+    assert client.scoring == "echo" or all(
+        request["cache_prompt"] is False for request in server.requests[1:]
+    )
 
 
 def test_the_counters_are_those_of_the_rounds(server: FakeServer) -> None:
@@ -463,7 +564,8 @@ def test_the_counters_are_those_of_the_rounds(server: FakeServer) -> None:
     counters = client.counters()
     assert counters["num_drafts"] == sum(chunk_index[1:].count(0) for chunk_index in chunk_indices)
     assert counters["num_accepted_tokens_per_pos"] == [
-        sum(chunk_index.count(position + 1) for chunk_index in chunk_indices) for position in range(3)
+        sum(chunk_index.count(position + 1) for chunk_index in chunk_indices)
+        for position in range(3)
     ]
 
 
@@ -475,8 +577,12 @@ def test_sglang_counts_rounds() -> None:
 def test_hundreds_of_threads_share_a_client(server: FakeServer) -> None:
     client = Client(server.url)
     with concurrent.futures.ThreadPoolExecutor(200) as pool:
-        answers = list(pool.map(lambda seed: client.complete([1], **FIELDS | {"seed": seed}), range(200)))
-    assert [answer.tokens for answer in answers] == [written(server, seed=seed)[0] for seed in range(200)]
+        answers = list(
+            pool.map(lambda seed: client.complete([1], **FIELDS | {"seed": seed}), range(200))
+        )
+    assert [answer.tokens for answer in answers] == [
+        written(server, seed=seed)[0] for seed in range(200)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -493,14 +599,19 @@ def test_hundreds_of_threads_share_a_client(server: FakeServer) -> None:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_a_field_that_is_ignored_changes_what_is_written(server: FakeServer, fields: dict[str, Any]) -> None:
+def test_a_field_that_is_ignored_changes_what_is_written(
+    server: FakeServer, fields: dict[str, Any]
+) -> None:
     """The server itself: tests of honest servers and of others rest on this."""
     client = Client(server.url)
     (name, *_) = fields
 
     def texts() -> list[str]:
         seeds = range(16)
-        return [client.complete([1], **FIELDS | {"seed": seed, "max_tokens": 12} | fields).text for seed in seeds]
+        return [
+            client.complete([1], **FIELDS | {"seed": seed, "max_tokens": 12} | fields).text
+            for seed in seeds
+        ]
 
     honest = texts()
     server.manners.ignored_fields = {name}
@@ -509,4 +620,6 @@ def test_a_field_that_is_ignored_changes_what_is_written(server: FakeServer, fie
     if name == "logit_bias":
         assert set(honest) == {" 9" * 12}
     if name == "min_tokens":
-        assert all(len(text.split()) == 12 for text in honest) and any(len(text.split()) < 12 for text in ignoring)
+        assert all(len(text.split()) == 12 for text in honest) and any(
+            len(text.split()) < 12 for text in ignoring
+        )

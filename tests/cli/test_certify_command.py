@@ -19,7 +19,14 @@ from eagle3_jax.certify.faulty import FAULTS, PROMPTS, FaultySampler
 from eagle3_jax.cli import run
 
 # Few requests, which promise nothing, but show what they show.
-PLAN = Plan(prompts=PROMPTS, num_requests=64, num_long=64, num_greedy=4, max_new_tokens=16, with_fields=False)
+PLAN = Plan(
+    prompts=PROMPTS,
+    num_requests=64,
+    num_long=64,
+    num_greedy=4,
+    max_new_tokens=16,
+    with_fields=False,
+)
 
 
 @pytest.fixture
@@ -49,7 +56,10 @@ def test_the_forms_of_other_servers_are_read(server: FakeServer, form: str) -> N
     prompts = ["0", "1", "2", "3"] if form == "texts" else PROMPTS
     certificate = result_of(server, dataclasses.replace(PLAN, prompts=prompts))
     if form == "texts":  # no text can be continued, so short answers are to other prompts
-        assert {test.name for test in certificate.tests} >= {"greedy tokens, scored by force", "pairs of places"}
+        assert {test.name for test in certificate.tests} >= {
+            "greedy tokens, scored by force",
+            "pairs of places",
+        }
         assert all(test.p_value > certificate.level for test in certificate.tests)
         return
     assert certificate.tests == expected.tests
@@ -63,12 +73,16 @@ def test_what_llama_cpp_withholds_behind_drafts_is_asked_for(server: FakeServer)
     certificate = result_of(server, dataclasses.replace(PLAN, prompts=["0", "1", "2", "3"]))
     assert certificate.facts["build_info"] == "b1-fake"
     actual = {test.name: test.p_value for test in certificate.tests}
-    assert actual == {name: p_value for name, p_value in expected.items() if "of a chunk" not in name}
+    assert actual == {
+        name: p_value for name, p_value in expected.items() if "of a chunk" not in name
+    }
 
 
 def test_a_server_that_leaves_tokens_out_is_not_certified(server: FakeServer) -> None:
     server.manners.leaves_out = True
-    with pytest.raises(ServerError, match="of the 16 tokens of an answer; the others cannot be judged"):
+    with pytest.raises(
+        ServerError, match="of the 16 tokens of an answer; the others cannot be judged"
+    ):
         result_of(server, dataclasses.replace(PLAN, num_greedy=0))
 
 
@@ -132,7 +146,9 @@ def test_a_server_without_reports_is_compared_with_a_plain_one(server: FakeServe
     assert certificate.verdict is Verdict.NOT_LOSSLESS
 
 
-def test_a_busy_server_is_asked_again_and_a_failing_one_is_judged_by_what_it_answered(server: FakeServer) -> None:
+def test_a_busy_server_is_asked_again_and_a_failing_one_is_judged_by_what_it_answered(
+    server: FakeServer,
+) -> None:
     server.manners.refusals = [429, 503, 429]
     assert result_of(server).lost == 0
     client = Client(server.url)
@@ -162,7 +178,17 @@ def test_another_model_in_between_is_refused(server: FakeServer) -> None:
 
 
 def command(server: FakeServer, *options: str, prompts: Path) -> list[str]:
-    words = ["certify", "--url", server.url, "--prompts", str(prompts), "--requests", "64", "--greedy-requests", "4"]
+    words = [
+        "certify",
+        "--url",
+        server.url,
+        "--prompts",
+        str(prompts),
+        "--requests",
+        "64",
+        "--greedy-requests",
+        "4",
+    ]
     return [*words, "--long-requests", "16", "--max-new-tokens", "16", "--sampling-only", *options]
 
 
@@ -183,7 +209,10 @@ def test_the_command_prints_the_verdict_first_and_writes_the_certificate(
     monkeypatch.setenv("EAGLE3_API_KEY", "sesame")
     server.manners.key = "sesame"
     output = tmp_path / "certificate"
-    assert run(command(server, "--output", str(output), "--greedy-requests", "16", prompts=prompts)) == 3
+    assert (
+        run(command(server, "--output", str(output), "--greedy-requests", "16", prompts=prompts))
+        == 3
+    )
     printed = capsys.readouterr().out
     assert printed.startswith("Inconclusive: first tokens: ") and "sight: " in printed
     record = json.loads((output / "certificate.json").read_text())
@@ -194,7 +223,16 @@ def test_the_command_prints_the_verdict_first_and_writes_the_certificate(
 
 
 def test_the_exit_code_is_the_verdict(server: FakeServer, prompts: Path) -> None:
-    greedy = ["--requests", "0", "--long-requests", "0", "--greedy-requests", "16", "--speculation", "assumed"]
+    greedy = [
+        "--requests",
+        "0",
+        "--long-requests",
+        "0",
+        "--greedy-requests",
+        "16",
+        "--speculation",
+        "assumed",
+    ]
     assert run(command(server, *greedy, "--json", prompts=prompts)) == 0
     server.manners.wrong_greedy = 3
     assert run(command(server, *greedy, "--json", prompts=prompts)) == 1
@@ -208,11 +246,18 @@ def test_the_exit_code_is_the_verdict(server: FakeServer, prompts: Path) -> None
         (["--speculation", "perhaps"], "'perhaps' is not one of 'seen', 'assumed', 'none'"),
         (["--top-k", "50", "--top-p", "0.9"], "do not show where the nucleus ends"),
         (["--model", "gpt"], "serves fake, not gpt"),
-        (["--greedy-requests", "0", "--requests", "0", "--long-requests", "0"], "leave nothing to judge"),
+        (
+            ["--greedy-requests", "0", "--requests", "0", "--long-requests", "0"],
+            "leave nothing to judge",
+        ),
     ],
 )
 def test_what_cannot_be_judged_is_refused(
-    server: FakeServer, prompts: Path, options: list[str], message: str, capsys: pytest.CaptureFixture
+    server: FakeServer,
+    prompts: Path,
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     assert run(command(server, *options, prompts=prompts)) == 2
     assert message in capsys.readouterr().err
@@ -228,7 +273,16 @@ runpy.run_module("eagle3_jax.certify", run_name="__main__")
 
 def test_the_command_needs_numpy_scipy_and_httpx_alone(server: FakeServer, prompts: Path) -> None:
     refused = "jax,jaxlib,flax,optax,orbax,ml_dtypes,safetensors,tokenizers,jinja2,jaxtyping,typer,rich,filelock"
-    words = command(server, "--requests", "0", "--long-requests", "0", "--greedy-requests", "16", prompts=prompts)[1:]
+    words = command(
+        server,
+        "--requests",
+        "0",
+        "--long-requests",
+        "0",
+        "--greedy-requests",
+        "16",
+        prompts=prompts,
+    )[1:]
     run_alone = [sys.executable, "-c", ALONE, refused, *words, "--speculation", "assumed"]
     done = subprocess.run(run_alone, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -250,7 +304,11 @@ def change(server: FakeServer, **manners: Any) -> None:
     ],
 )
 def test_a_server_that_cannot_be_judged_is_one_line(
-    server: FakeServer, prompts: Path, manners: dict[str, Any], message: str, capsys: pytest.CaptureFixture
+    server: FakeServer,
+    prompts: Path,
+    manners: dict[str, Any],
+    message: str,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     change(server, **manners)
     assert run(command(server, "--timeout", "0.5", prompts=prompts)) == 2
@@ -269,12 +327,23 @@ def test_no_server_is_one_line(url: str, capsys: pytest.CaptureFixture) -> None:
     ("content", "message"),
     [
         ("", "prompts.jsonl holds no lines"),
-        ('{"prompt": ""}', "prompts.jsonl line 1: expected an object with 'prompt' (a text) or 'prompt_ids'"),
-        ('{"prompt": "a", "temperature": 1}', "prompts.jsonl line 1: expected an object with 'prompt' (a text)"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "prompts.jsonl line 1: expected an object with 'prompt'"),
+        (
+            '{"prompt": ""}',
+            "prompts.jsonl line 1: expected an object with 'prompt' (a text) or 'prompt_ids'",
+        ),
+        (
+            '{"prompt": "a", "temperature": 1}',
+            "prompts.jsonl line 1: expected an object with 'prompt' (a text)",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a"}]}',
+            "prompts.jsonl line 1: expected an object with 'prompt'",
+        ),
     ],
 )
-def test_a_file_without_prompts_is_one_line(tmp_path: Path, refused: Any, content: str, message: str) -> None:
+def test_a_file_without_prompts_is_one_line(
+    tmp_path: Path, refused: Any, content: str, message: str
+) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(content)
     assert message in refused("certify", "--url", "http://127.0.0.1:9", "--prompts", file)

@@ -37,14 +37,20 @@ def examine(server: FakeServer, plan: Plan = PLAN) -> tuple[dict[str, str], dict
 def test_a_server_that_honours_all_fields_passes_with_few_requests(server: FakeServer) -> None:
     outcomes, details, asker = examine(server)
     assert NEVER in outcomes.items() and set(outcomes.values()) == {"passed", "not run"}, details
-    assert list(outcomes.values()).count("not run") == 1 and not asker.failures and not asker.stopped
+    assert (
+        list(outcomes.values()).count("not run") == 1 and not asker.failures and not asker.stopped
+    )
     assert len(server.requests) <= 160
 
 
 @pytest.mark.parametrize(
     ("error", "field", "words"),
     [
-        ({"ignored_fields": {"logit_bias"}}, "logit_bias", "tokens with a bias of -100 were written"),
+        (
+            {"ignored_fields": {"logit_bias"}},
+            "logit_bias",
+            "tokens with a bias of -100 were written",
+        ),
         ({"ignored_fields": {"min_tokens"}}, "min_tokens", "tokens were written with min_tokens"),
         ({"ignored_fields": {"ignore_eos"}}, "ignore_eos", "an answer ended after"),
         ({"ignored_fields": {"stop"}}, "stop", "goes on behind"),
@@ -55,13 +61,21 @@ def test_a_server_that_honours_all_fields_passes_with_few_requests(server: FakeS
         ({"ignored_fields": {"response_format"}}, "response_format", "8 of 8 answers do not match"),
         ({"constrained": "broken"}, "response_format", "8 of 8 answers do not match"),
         ({"constrained": "broken"}, "regex", "8 of 8 answers do not match"),
-        ({"ignored_fields": {"regex", "structured_outputs"}}, "regex", "8 of 8 answers do not match"),
+        (
+            {"ignored_fields": {"regex", "structured_outputs"}},
+            "regex",
+            "8 of 8 answers do not match",
+        ),
         ({"ignored_fields": {"min_p"}}, "min_p", "are less likely than 0.3 of the likeliest"),
         ({"penalized": 0.0}, "presence_penalty", "as if it were ignored"),
         ({"penalized": 0.0}, "frequency_penalty", "as if it were ignored"),
         ({"penalized": 0.5}, "frequency_penalty", "as if half of it counted"),
         ({"penalized": 2.0}, "presence_penalty", "as if it were doubled"),
-        ({"penalized_rounds": True}, "frequency_penalty", "as if the tokens of earlier rounds counted"),
+        (
+            {"penalized_rounds": True},
+            "frequency_penalty",
+            "as if the tokens of earlier rounds counted",
+        ),
     ],
 )
 def test_an_error_is_told_and_no_other_field_is_blamed(
@@ -70,15 +84,31 @@ def test_an_error_is_told_and_no_other_field_is_blamed(
     server.manners = dataclasses.replace(server.manners, **error)
     outcomes, details, _ = examine(server)
     assert outcomes[field] == "failed" and words in details[field], details
-    related = {"presence_penalty", "frequency_penalty"} if "penalty" in field else {"response_format", "regex", field}
+    related = (
+        {"presence_penalty", "frequency_penalty"}
+        if "penalty" in field
+        else {"response_format", "regex", field}
+    )
     related |= {"max_tokens"} if field == "ignore_eos" else set()
     assert {name for name, outcome in outcomes.items() if outcome == "failed"} <= related, details
 
 
 @pytest.mark.parametrize(
-    "field", ["logit_bias", "min_tokens", "stop", "n", "response_format", "min_p", "presence_penalty", "ignore_eos"]
+    "field",
+    [
+        "logit_bias",
+        "min_tokens",
+        "stop",
+        "n",
+        "response_format",
+        "min_p",
+        "presence_penalty",
+        "ignore_eos",
+    ],
 )
-def test_a_refused_field_is_refused_and_no_request_counts_as_failed(server: FakeServer, field: str) -> None:
+def test_a_refused_field_is_refused_and_no_request_counts_as_failed(
+    server: FakeServer, field: str
+) -> None:
     server.manners.refused_fields = {field}
     outcomes, details, asker = examine(server)
     assert outcomes[field] == "refused", details
@@ -86,18 +116,31 @@ def test_a_refused_field_is_refused_and_no_request_counts_as_failed(server: Fake
     assert asker.failures == [] and asker.stopped == ""
 
 
-def test_nothing_is_said_by_answers_without_texts_about_the_fields_that_change_texts(server: FakeServer) -> None:
+def test_nothing_is_said_by_answers_without_texts_about_the_fields_that_change_texts(
+    server: FakeServer,
+) -> None:
     server.manners.writes_texts = False
     outcomes, details, _ = examine(server)
     fields = {"stop", "n", "response_format", "regex"}
-    assert {name for name, outcome in outcomes.items() if outcome == "not run"} == {*fields, NEVER[0]}
+    assert {name for name, outcome in outcomes.items() if outcome == "not run"} == {
+        *fields,
+        NEVER[0],
+    }
     assert all(details[field] == "the answers have no texts" for field in fields), details
     assert "failed" not in outcomes.values(), details
     server.manners.ignored_fields = {"n"}
     assert examine(server)[1]["n"] == "1 answers came for n 4"  # which needs no texts
 
 
-TOKENS_SHOW = {"logit_bias", "max_tokens", "min_tokens", "ignore_eos", "min_p", "presence_penalty", "frequency_penalty"}
+TOKENS_SHOW = {
+    "logit_bias",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+}
 
 
 @pytest.mark.parametrize("fields", [TOKENS_SHOW, {"logit_bias"}, {"min_tokens"}])
@@ -108,11 +151,18 @@ def test_nothing_is_said_by_answers_without_reports_about_the_fields_that_tokens
 
     def complete_silently(self: Client, prompt: Any, **values: Any) -> Completion:
         answer = complete(self, prompt, **values)
-        return dataclasses.replace(answer, reports=[], chunk_index=[]) if fields & values.keys() else answer
+        return (
+            dataclasses.replace(answer, reports=[], chunk_index=[])
+            if fields & values.keys()
+            else answer
+        )
 
     monkeypatch.setattr(Client, "complete", complete_silently)
     outcomes, details, _ = examine(server)
-    assert {name for name, outcome in outcomes.items() if outcome == "not run"} == {*fields, NEVER[0]}, details
+    assert {name for name, outcome in outcomes.items() if outcome == "not run"} == {
+        *fields,
+        NEVER[0],
+    }, details
     assert "failed" not in outcomes.values(), details
 
 
@@ -127,17 +177,23 @@ def test_answers_that_are_cut_off_by_their_length_match_as_beginnings(server: Fa
     server.manners.constrained = "cut"
     outcomes, details, _ = examine(server)
     assert outcomes["response_format"] == outcomes["regex"] == "passed"
-    assert details["regex"].startswith("0 answers match") and details["regex"].endswith("and 8 begin so")
+    assert details["regex"].startswith("0 answers match") and details["regex"].endswith(
+        "and 8 begin so"
+    )
 
 
 def test_nothing_is_said_by_reports_after_the_fields(server: FakeServer) -> None:
     server.manners.processed = True
     outcomes, details, _ = examine(server)
     for field in ("min_p", "presence_penalty", "frequency_penalty"):
-        assert outcomes[field] == "not run" and details[field].startswith("the reports are those after"), details
+        assert outcomes[field] == "not run" and details[field].startswith(
+            "the reports are those after"
+        ), details
 
 
-def test_nothing_is_said_where_no_answer_ends(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_said_where_no_answer_ends(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fake_server.END", -1)
     outcomes, details, _ = examine(server)
     assert outcomes["min_tokens"] == outcomes["ignore_eos"] == "not run"
@@ -148,7 +204,11 @@ def test_nothing_is_said_where_no_answer_ends(server: FakeServer, monkeypatch: p
     ("fault", "outcome", "words"),
     [
         (CORRECT, "failed", "sampled answers are as if it were ignored"),
-        (FAULTS["every draft accepted"], "passed", "sampled tokens do not follow their reports without it either"),
+        (
+            FAULTS["every draft accepted"],
+            "passed",
+            "sampled tokens do not follow their reports without it either",
+        ),
     ],
 )
 def test_sampled_answers_are_blamed_for_a_penalty_only_if_they_are_right_without_it(
@@ -164,7 +224,10 @@ def test_sampled_answers_are_blamed_for_a_penalty_only_if_they_are_right_without
             return complete(prompt, **fields)
 
         client.complete = ignore  # type: ignore[method-assign]
-        findings = {finding.name: finding for finding in examine_fields(Asker(client, PLAN, lambda message: None))}
+        findings = {
+            finding.name: finding
+            for finding in examine_fields(Asker(client, PLAN, lambda message: None))
+        }
     finding = findings["frequency_penalty"]
     assert finding.outcome == outcome and words in finding.detail
 
@@ -187,7 +250,9 @@ def test_a_server_that_fails_for_a_field_loses_no_other(server: FakeServer) -> N
 
     client.complete = fail  # type: ignore[method-assign]
     asker = Asker(client, PLAN, lambda message: None)
-    outcomes = {finding.name: (finding.outcome, finding.detail) for finding in examine_fields(asker)}
+    outcomes = {
+        finding.name: (finding.outcome, finding.detail) for finding in examine_fields(asker)
+    }
     assert outcomes.pop("n") == ("not run", "it is broken")
     assert asker.failures == ["it is broken"] and not asker.stopped
     assert {outcome for outcome, _ in outcomes.values()} == {"passed", "not run"}
@@ -199,13 +264,15 @@ def test_an_interrupted_run_asks_nothing_more(server: FakeServer) -> None:
     number = len(server.requests)
     findings = examine_fields(asker)
     assert len(server.requests) == number
-    assert {(finding.outcome, finding.detail) for finding in findings if finding.name != NEVER[0]} == {
-        ("not run", "interrupted")
-    }
+    assert {
+        (finding.outcome, finding.detail) for finding in findings if finding.name != NEVER[0]
+    } == {("not run", "interrupted")}
 
 
 def test_texts_in_place_of_ids_cannot_be_biased(server: FakeServer) -> None:
     server.manners.form = "texts"
     outcomes, details, _ = examine(server)
     assert (outcomes["logit_bias"], details["logit_bias"]) == ("not run", "token ids are not told")
-    assert outcomes["stop"] == outcomes["max_tokens"] == "passed" and "failed" not in outcomes.values(), details
+    assert (
+        outcomes["stop"] == outcomes["max_tokens"] == "passed" and "failed" not in outcomes.values()
+    ), details

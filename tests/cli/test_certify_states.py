@@ -65,7 +65,9 @@ def test_a_server_without_states_passes_with_few_requests(server: FakeServer) ->
         ({"fixed_seed": 7}, UNSEEDED),
     ],
 )
-def test_an_error_in_one_state_fails_its_test_alone(server: FakeServer, error: dict[str, Any], name: str) -> None:
+def test_an_error_in_one_state_fails_its_test_alone(
+    server: FakeServer, error: dict[str, Any], name: str
+) -> None:
     server.manners = dataclasses.replace(server.manners, **error)
     tests = examine(server)
     failed = {test.name for test in tests.values() if test.p_value < 1e-9}
@@ -81,7 +83,11 @@ def test_a_fork_at_a_tie_is_not_an_error(server: FakeServer) -> None:
 
 
 def test_chats_are_compared_with_themselves_only(server: FakeServer) -> None:
-    asker = Asker(Client(server.url, api="chat"), dataclasses.replace(PLAN, prompts=["0", "1"]), lambda message: None)
+    asker = Asker(
+        Client(server.url, api="chat"),
+        dataclasses.replace(PLAN, prompts=["0", "1"]),
+        lambda message: None,
+    )
     tests = examine_states(asker, None)
     assert [test.name for test in tests if test.tokens] == [UNSEEDED, AGAIN, AT_ONCE]
     assert not asker.failures
@@ -100,7 +106,9 @@ def test_texts_are_continued_as_texts_where_ids_are_not_told(server: FakeServer)
 
 def test_answers_without_texts_are_compared_by_their_tokens(server: FakeServer) -> None:
     server.manners.writes_texts = False
-    assert examine(server)[UNSEEDED] == Test(UNSEEDED, 1.0, 128, "8 requests wrote 8 texts", is_controlled=True)
+    assert examine(server)[UNSEEDED] == Test(
+        UNSEEDED, 1.0, 128, "8 requests wrote 8 texts", is_controlled=True
+    )
     server.manners.fixed_seed = 7
     assert examine(server)[UNSEEDED].p_value < 1e-9
 

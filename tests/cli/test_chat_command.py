@@ -63,21 +63,41 @@ def test_each_line_of_a_pipe_is_a_turn_and_answers_are_plain_text(piped, folder:
 def test_the_options_of_a_command_line_are_those_of_the_conversation(piped, folder: Path) -> None:
     sampling = e3.SamplingParams(temperature=1.0, top_k=40)
     texts = expected(folder, "Why?", "So?", sampling=sampling, seed=3, max_new_tokens=9)
-    options = ("--target", folder, "--drafter", "none", "--max-new-tokens", 9, "--temperature", 1, "--top-k", 40)
+    options = (
+        "--target",
+        folder,
+        "--drafter",
+        "none",
+        "--max-new-tokens",
+        9,
+        "--temperature",
+        1,
+        "--top-k",
+        40,
+    )
     code, out, err = piped("Why?\nSo?", *options, "--seed", 3)
     assert (code, out, err) == (0, "".join(f"{text}\n" for text in texts), "")
 
 
-def test_without_lines_there_is_nothing_but_that_a_rule_is_not_lossless(piped, folder: Path) -> None:
+def test_without_lines_there_is_nothing_but_that_a_rule_is_not_lossless(
+    piped, folder: Path
+) -> None:
     assert piped("", "--target", folder) == (0, "", "")
     code, out, err = piped("", "--target", folder, "--verifier", "typical")
-    assert (code, out) == (0, "") and "not lossless: drafts were accepted by TypicalAcceptance" in err
+    assert (code, out) == (
+        0,
+        "",
+    ) and "not lossless: drafts were accepted by TypicalAcceptance" in err
 
 
 @pytest.mark.parametrize(
     ("options", "lines", "named"),
     [
-        ((), "Why?\n", "the bundled target has no chat template; name a model that has one with --target"),
+        (
+            (),
+            "Why?\n",
+            "the bundled target has no chat template; name a model that has one with --target",
+        ),
         (("--system", "No."), "", "the chat template does not take "),
         (("--temperature", "-1"), "", "--temperature is -1"),
         (("--top-p", "2"), "", "top_p is 2"),
@@ -86,7 +106,16 @@ def test_without_lines_there_is_nothing_but_that_a_rule_is_not_lossless(piped, f
         (("--max-new-tokens", "0"), "", "--max-new-tokens"),
         ((), "x" * 3000, "the conversation has 3014 tokens with this question"),
     ],
-    ids=["no template", "system", "temperature", "top-p", "drafter", "tree", "no tokens", "too long"],
+    ids=[
+        "no template",
+        "system",
+        "temperature",
+        "top-p",
+        "drafter",
+        "tree",
+        "no tokens",
+        "too long",
+    ],
 )
 def test_it_refuses_in_one_line(
     refused, monkeypatch, folder: Path, options: tuple[str, ...], lines: str, named: str
@@ -103,7 +132,9 @@ def test_generate_asks_a_prompt_as_a_question(cli, refused, folder: Path, tmp_pa
     (text,) = expected(folder, "Why?")
     question = ("generate", "--chat", "Why?", "--target", folder, *SHORT)
     code, out, _ = cli(*question)
-    assert code == 0 and out.startswith(f"user: Why?\nassistant: {text}\n[stopped: reached --max-new-tokens 6]\n")
+    assert code == 0 and out.startswith(
+        f"user: Why?\nassistant: {text}\n[stopped: reached --max-new-tokens 6]\n"
+    )
     assert "drafter: none" in out  # on a CPU, where no drafter is named
     row = json.loads(cli(*question, "--json")[1])
     messages = [{"role": "user", "content": "Why?"}]
@@ -118,7 +149,9 @@ def test_generate_asks_a_prompt_as_a_question(cli, refused, folder: Path, tmp_pa
     file.write_text(json.dumps({"messages": [messages[0] | {"content": "No."}]}))
     assert f"{file} line 1: the chat template does not take " in refused(*from_file)
     file.write_text(json.dumps({"messages": messages}))
-    assert f"{file} line 1: the bundled target has no chat template" in refused("generate", "--prompts", file)
+    assert f"{file} line 1: the bundled target has no chat template" in refused(
+        "generate", "--prompts", file
+    )
     assert "no chat template; leave --chat out" in refused("generate", "--chat", "Why?")
     assert "--chat asks a PROMPT" in refused("generate", "--chat", "--prompts", file)
 
@@ -177,7 +210,8 @@ def test_a_conversation_at_a_terminal(folder: Path) -> None:
     os.killpg(chat.process.pid, signal.SIGINT)
     lines = chat.wait()
     assert lines[-2:] == ["[interrupted]", ">"]
-    # At the prompt it ends the line. A signal between the prompt and its reading would be answered after the next key.
+    # At the prompt it ends the line. A signal between the prompt and its reading would be answered
+    # after the next key.
     time.sleep(0.5)
     os.killpg(chat.process.pid, signal.SIGINT)
     assert chat.wait()[-2:] == ["(Ctrl-D ends)", ">"]

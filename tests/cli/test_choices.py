@@ -25,14 +25,25 @@ TARGET = ("--target", OFFICIAL / "target")
         (("generate", "x", *TARGET, "--drafter", "ngrams"), "did you mean ngram?"),
         (("chat", *TARGET, "--drafter", "layerskip=2"), "did you mean layer-skip=E?"),
         (("serve", *TARGET, "--port", 0, "--drafter", "absent"), "absent is not a directory"),
-        (("bench", *TARGET, "--dtype", "float32", "--drafter", "ngram+absent"), "absent is not a directory"),
+        (
+            ("bench", *TARGET, "--dtype", "float32", "--drafter", "ngram+absent"),
+            "absent is not a directory",
+        ),
         (("tune", *TARGET, "--dtype", "float32", "--drafter", "sufix"), "did you mean suffix?"),
-        (("train", "data", OFFICIAL / "target", "texts", "absent.jsonl"), "absent.jsonl: No such file"),
-        (("train", "head", OFFICIAL / "target", "texts", "head"), "texts holds no texts to learn from"),
+        (
+            ("train", "data", OFFICIAL / "target", "texts", "absent.jsonl"),
+            "absent.jsonl: No such file",
+        ),
+        (
+            ("train", "head", OFFICIAL / "target", "texts", "head"),
+            "texts holds no texts to learn from",
+        ),
     ],
     ids=lambda value: " ".join(map(str, value[:2])) if isinstance(value, tuple) else "",
 )
-def test_a_wrong_name_is_refused_before_a_model_is_loaded(refused, tmp_path, monkeypatch, arguments, named) -> None:
+def test_a_wrong_name_is_refused_before_a_model_is_loaded(
+    refused, tmp_path, monkeypatch, arguments, named
+) -> None:
     def load(*_: object, **options: object) -> None:
         raise AssertionError("a model was loaded")
 
@@ -47,7 +58,11 @@ def test_a_similar_checkpoint_next_to_a_wrong_path_is_suggested(refused, tmp_pat
 
 
 def test_targets_without_a_drafter_are_measured_with_ngrams() -> None:
-    assert [measured_drafter(target) for target in (None, "smollm2", "a target")] == [None, "smollm2", "ngram"]
+    assert [measured_drafter(target) for target in (None, "smollm2", "a target")] == [
+        None,
+        "smollm2",
+        "ngram",
+    ]
 
 
 def test_weights_in_bfloat16_stay_so_except_on_cpus(tmp_path, monkeypatch) -> None:
@@ -75,7 +90,9 @@ def test_the_doctor_examines_a_target_alone(cli, refused, tmp_path) -> None:
     assert code == 1
     assert checks["tokenizer and chat template"] == "failure"
     assert checks["stop tokens"] == "warning"
-    assert "add one, or leave it out" in refused("doctor", "--target", target, "--prompts", "x.jsonl")
+    assert "add one, or leave it out" in refused(
+        "doctor", "--target", target, "--prompts", "x.jsonl"
+    )
     assert "no files to check" in refused("doctor", "--drafter", "ngram")
 
 
@@ -97,10 +114,15 @@ def test_the_doctor_measures_acceptance_on_prompts(cli, refused, tmp_path, monke
     assert "has one token" in refused("doctor", *pair, "--prompts", file)
 
 
-def test_inspect_shows_template_and_stop_tokens_and_the_configuration_on_request(cli, tmp_path) -> None:
+def test_inspect_shows_template_and_stop_tokens_and_the_configuration_on_request(
+    cli, tmp_path
+) -> None:
     target = write_chat_target(tmp_path / "target")
     _, out, _ = cli("inspect", target)
-    lines = dict(line.split(None, 2)[::2] if line[:4] in ("chat", "stop") else (line, "") for line in out.splitlines())
+    lines = dict(
+        line.split(None, 2)[::2] if line[:4] in ("chat", "stop") else (line, "")
+        for line in out.splitlines()
+    )
     assert lines["chat"].endswith("characters; --all prints it")
     assert "'" in lines["stop"]
     assert "config.hidden_size" in out
@@ -113,8 +135,13 @@ def test_inspect_shows_template_and_stop_tokens_and_the_configuration_on_request
 
 def test_convert_recognizes_the_layout_and_writes_that_of_vllm(cli, tmp_path) -> None:
     head = Head().write(tmp_path / "head", "eagle")
-    code, out, _ = cli("convert", head, tmp_path / "out", "--target", write_llama(tmp_path / "target"))
-    assert (code, out) == (0, f"read {head} (eagle layout), wrote {tmp_path / 'out'} (vllm layout)\n")
+    code, out, _ = cli(
+        "convert", head, tmp_path / "out", "--target", write_llama(tmp_path / "target")
+    )
+    assert (code, out) == (
+        0,
+        f"read {head} (eagle layout), wrote {tmp_path / 'out'} (vllm layout)\n",
+    )
     assert json.loads(cli("inspect", tmp_path / "out", "--json")[1])["dialect"] == "vllm"
 
 
@@ -122,7 +149,11 @@ def test_generate_prints_its_summary_before_it_compares(cli, monkeypatch) -> Non
     monkeypatch.setattr("eagle3_jax.cli.generate._comparison", lambda job: ["compared"])
     options = ("--max-new-tokens", 12, "--compare", "--compilation-cache", "none", "--ignore-eos")
     lines = cli("generate", "--prompt-ids", "[1, 2]", *TARGET, *options)[1].splitlines()
-    speed = next(number for number, line in enumerate(lines) if line.startswith("12 tokens; first token after "))
+    speed = next(
+        number
+        for number, line in enumerate(lines)
+        if line.startswith("12 tokens; first token after ")
+    )
     assert lines[speed].endswith(" tokens/s from the second round on")
     assert lines[speed + 1].startswith("before that: loading ")
     assert lines.index("compared") == len(lines) - 1

@@ -42,14 +42,27 @@ def test_the_help_of_the_program_lists_the_commands(cli):
     for arguments in ((), ("--help",)):
         code, out, _ = cli(*arguments)
         assert code == 0
-        for command in ("generate", "convert", "inspect", "doctor", "train", "bench", "tune", "plan"):
+        for command in (
+            "generate",
+            "convert",
+            "inspect",
+            "doctor",
+            "train",
+            "bench",
+            "tune",
+            "plan",
+        ):
             assert re.search(rf"^  {command} ", out, re.MULTILINE)
 
 
 def test_json_is_one_object_per_prompt_with_the_promised_fields(cli, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt_ids": [1, 17, 5, 42], "max_new_tokens": 5}\n\n{"prompt_ids": [9, 3]}\n')
-    code, out, err = cli("generate", *PAIR, "--prompts", prompts, "--max-new-tokens", 7, "--ignore-eos", "--json")
+    prompts.write_text(
+        '{"prompt_ids": [1, 17, 5, 42], "max_new_tokens": 5}\n\n{"prompt_ids": [9, 3]}\n'
+    )
+    code, out, err = cli(
+        "generate", *PAIR, "--prompts", prompts, "--max-new-tokens", 7, "--ignore-eos", "--json"
+    )
     assert (code, err) == (0, "")
     rows = [json.loads(line) for line in out.splitlines()]
     assert [row["prompt_ids"] for row in rows] == [[1, 17, 5, 42], [9, 3]]
@@ -69,23 +82,37 @@ def test_json_is_one_object_per_prompt_with_the_promised_fields(cli, tmp_path):
             "mean_acceptance_length", "draft_acceptance_rate",
         }  # fmt: skip
         assert sum(stats["num_accepted_tokens_per_pos"]) == stats["num_accepted_tokens"]
-        assert stats["mean_acceptance_length"] == 1 + stats["num_accepted_tokens"] / stats["num_drafts"]
+        assert (
+            stats["mean_acceptance_length"]
+            == 1 + stats["num_accepted_tokens"] / stats["num_drafts"]
+        )
 
 
 @pytest.mark.parametrize(("option", "reason"), [((), "stop"), (("--ignore-eos",), "length")])
 def test_it_says_why_it_stopped(cli, option, reason):
     code, out, _ = cli(
-        "generate", *PAIR, "--prompt-ids", "[1, 17, 5, 42, 33, 9, 71, 8]", "--max-new-tokens", 8, *option, "--json"
+        "generate",
+        *PAIR,
+        "--prompt-ids",
+        "[1, 17, 5, 42, 33, 9, 71, 8]",
+        "--max-new-tokens",
+        8,
+        *option,
+        "--json",
     )
     row = json.loads(out)
     assert (code, row["finish_reason"]) == (0, reason)
     # The recorded official run continues 94 36 51 2 1 ..., and 2 ends a text.
-    assert row["token_ids"] == ([94, 36, 51, 2] if reason == "stop" else [94, 36, 51, 2, 1, 16, 37, 67])
+    assert row["token_ids"] == (
+        [94, 36, 51, 2] if reason == "stop" else [94, 36, 51, 2, 1, 16, 37, 67]
+    )
 
 
 def test_drafters_and_batches_do_not_change_greedy_output(cli, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt_ids": row}) + "\n" for row in ([1, 17, 5, 42], [3], [8, 8, 8])))
+    prompts.write_text(
+        "".join(json.dumps({"prompt_ids": row}) + "\n" for row in ([1, 17, 5, 42], [3], [8, 8, 8]))
+    )
     outputs = []
     head = OFFICIAL / "eagle3"
     for options in (
@@ -105,7 +132,17 @@ def test_drafters_and_batches_do_not_change_greedy_output(cli, tmp_path):
 
 
 def test_json_has_log_probabilities_and_ends_at_a_stop_text(cli):
-    options = ("generate", "def add(a, b):", "--max-new-tokens", 24, "--json", "--stop", "retu", "--logprobs", 1)
+    options = (
+        "generate",
+        "def add(a, b):",
+        "--max-new-tokens",
+        24,
+        "--json",
+        "--stop",
+        "retu",
+        "--logprobs",
+        1,
+    )
     code, out, _ = cli(*options)
     row = json.loads(out)
     assert code == 0 and row["finish_reason"] == "stop" and "retu" not in row["text"]
@@ -122,7 +159,17 @@ def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp
     ]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = ("generate", "--prompts", file, "--drafter", "none", "--max-new-tokens", 12, "--temperature", 0.7)
+    options = (
+        "generate",
+        "--prompts",
+        file,
+        "--drafter",
+        "none",
+        "--max-new-tokens",
+        12,
+        "--temperature",
+        0.7,
+    )
     decoder = e3.SpeculativeDecoder(e3.load_target())
     expected = []
     for line in lines:
@@ -130,7 +177,11 @@ def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp
         sampling = e3.SamplingParams(**{"temperature": 0.7} | changes)
         limit = line.get("max_new_tokens", 12)
         result = decoder.generate(
-            line["prompt"], max_new_tokens=limit, sampling=sampling, seed=line.get("seed", 0), stop=line.get("stop", ())
+            line["prompt"],
+            max_new_tokens=limit,
+            sampling=sampling,
+            seed=line.get("seed", 0),
+            stop=line.get("stop", ()),
         )
         expected.append((result.tokens[0], result.texts[0]))
     for batch_size in (3, 2, 1):
@@ -142,7 +193,9 @@ def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp
     del lines[0]["stop"]
     file.write_text(json.dumps(lines[0]) + "\n")
     code, out, _ = cli(*options, "--compare")
-    assert code == 0 and (expected[0][1] or "") in out and "no comparison with plain decoding" in out
+    assert (
+        code == 0 and (expected[0][1] or "") in out and "no comparison with plain decoding" in out
+    )
     for line, message in (
         ({"temperature": "1"}, "temperature is '1'; expected a number"),
         ({"temperature": -1}, "temperature is -1; expected 0 (greedy) or more"),
@@ -154,7 +207,11 @@ def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp
     ):
         file.write_text(json.dumps({"prompt": "x"} | line) + "\n")
         code, out, err = cli(*options, "--json")
-        assert (code, out, err.count("\n")) == (2, "", 1) and "prompts.jsonl line 1: " in err and message in err
+        assert (
+            (code, out, err.count("\n")) == (2, "", 1)
+            and "prompts.jsonl line 1: " in err
+            and message in err
+        )
 
 
 def test_equal_prompts_are_sampled_apart_and_reproducibly(cli, tmp_path):
@@ -164,14 +221,18 @@ def test_equal_prompts_are_sampled_apart_and_reproducibly(cli, tmp_path):
         "generate", *PAIR[:2], "--drafter", "none", "--prompts", prompts, "--max-new-tokens", 12, "--ignore-eos",
         "--temperature", 1, "--json",
     )  # fmt: skip
-    runs = [[json.loads(line)["token_ids"] for line in cli(*arguments)[1].splitlines()] for _ in range(2)]
+    runs = [
+        [json.loads(line)["token_ids"] for line in cli(*arguments)[1].splitlines()]
+        for _ in range(2)
+    ]
     assert runs[0] == runs[1]
     assert runs[0][0] != runs[0][1]
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize(
-    ("name", "head"), [("trace_eagle3_greedy_fp32.json", "eagle3"), ("trace_sharp_60_7_10.json", "eagle3_sharp")]
+    ("name", "head"),
+    [("trace_eagle3_greedy_fp32.json", "eagle3"), ("trace_sharp_60_7_10.json", "eagle3_sharp")],
 )
 def test_the_trace_of_a_tree_equals_the_official_one(cli, tmp_path, name, head):
     golden = json.loads((OFFICIAL / name).read_text())
@@ -184,13 +245,22 @@ def test_the_trace_of_a_tree_equals_the_official_one(cli, tmp_path, name, head):
     assert [entry.name for entry in tmp_path.iterdir()] == ["trace.json"]
     (prompt,) = json.loads(path.read_text())["prompts"]
     assert prompt["prompt_ids"] == golden["prompt"]
-    assert json.loads(out)["token_ids"] == golden["output"][len(golden["prompt"]) :][: golden["max_new_tokens"]]
-    assert len(prompt["rounds"]) >= len(golden["rounds"]) - 1  # the official loop overshoots its limit
+    assert (
+        json.loads(out)["token_ids"]
+        == golden["output"][len(golden["prompt"]) :][: golden["max_new_tokens"]]
+    )
+    assert (
+        len(prompt["rounds"]) >= len(golden["rounds"]) - 1
+    )  # the official loop overshoots its limit
     for ours, theirs in zip(prompt["rounds"], golden["rounds"], strict=False):
         assert set(ours) == {"tokens", "parents", "positions", "path", "num_accepted", "next_token"}
         assert ours["tokens"] == theirs["draft_tokens"]
-        assert ours["parents"] == [deepest_ancestor(row, node) for node, row in enumerate(theirs["tree_mask"])]
-        assert ours["positions"] == [theirs["input_len"] + level for level in theirs["tree_position_ids"]]
+        assert ours["parents"] == [
+            deepest_ancestor(row, node) for node, row in enumerate(theirs["tree_mask"])
+        ]
+        assert ours["positions"] == [
+            theirs["input_len"] + level for level in theirs["tree_position_ids"]
+        ]
         assert ours["num_accepted"] == theirs["accept"] == len(ours["path"])
         assert ours["path"] == theirs["retrieve_indices"][theirs["best"]][1 : 1 + theirs["accept"]]
 
@@ -205,7 +275,9 @@ def deepest_ancestor(mask: str, node: int) -> int:
 
 def test_convert_writes_a_head_that_generates_the_same(cli, refused, tmp_path):
     out = tmp_path / "converted"
-    code, _, err = cli("convert", OFFICIAL / "eagle3", out, "--to", "eagle", "--target", OFFICIAL / "target")
+    code, _, err = cli(
+        "convert", OFFICIAL / "eagle3", out, "--to", "eagle", "--target", OFFICIAL / "target"
+    )
     assert (code, err) == (0, "")
     results = [
         json.loads(cli("generate", *PAIR[:2], "--drafter", head, *PROMPT, "--json")[1])
@@ -214,7 +286,9 @@ def test_convert_writes_a_head_that_generates_the_same(cli, refused, tmp_path):
     assert results[0]["token_ids"] == results[1]["token_ids"]
     assert results[0]["stats"] == results[1]["stats"]
     before = sorted(path.name for path in out.iterdir())
-    assert str(out) in refused("convert", OFFICIAL / "eagle3", out, "--to", "eagle", "--target", OFFICIAL / "target")
+    assert str(out) in refused(
+        "convert", OFFICIAL / "eagle3", out, "--to", "eagle", "--target", OFFICIAL / "target"
+    )
     assert sorted(path.name for path in out.iterdir()) == before
     assert "sglang" in refused("convert", OFFICIAL / "eagle3", tmp_path / "x", "--to", "keras")
 
@@ -235,9 +309,14 @@ def test_a_pair_is_trained_from_sources_alone(cli, refused, tmp_path):
     head = tmp_path / "head"
     stdlib.mkdir()
     for name in ("bisect", "ast", "cmd"):
-        (stdlib / f"{name}.py").write_text("".join(f"def {name}{i}(x):\n    return x + {i}\n" for i in range(60)))
+        (stdlib / f"{name}.py").write_text(
+            "".join(f"def {name}{i}(x):\n    return x + {i}\n" for i in range(60))
+        )
     assert cli("train", "corpus", data, "--stdlib", stdlib, "--vocab-size", 280)[0] == 0
-    parts = {row["name"]: row["part"] for row in map(json.loads, (data / "corpus.jsonl").read_text().splitlines())}
+    parts = {
+        row["name"]: row["part"]
+        for row in map(json.loads, (data / "corpus.jsonl").read_text().splitlines())
+    }
     assert parts == {"code/ast.py": "train", "code/bisect.py": "held-out", "code/cmd.py": "train"}
     assert str(data) in refused("train", "corpus", data, "--stdlib", stdlib)
 
@@ -247,17 +326,33 @@ def test_a_pair_is_trained_from_sources_alone(cli, refused, tmp_path):
     )  # fmt: skip
     code, _, err = cli("train", "target", data, target, "--steps", 2, *shape)
     assert (code, err) == (0, "")
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in target.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in target.iterdir()
+    }
     assert str(target) in refused("train", "target", data, target, "--steps", 2, *shape)
 
-    writing = ("--rewrite", "--opening-tokens", 4, "--length", 24, "--rows", 2, "--held-out", 0.5, "--dtype", "float32")
+    writing = (
+        "--rewrite",
+        "--opening-tokens",
+        4,
+        "--length",
+        24,
+        "--rows",
+        2,
+        "--held-out",
+        0.5,
+        "--dtype",
+        "float32",
+    )
     assert cli("train", "data", target, texts, data / "train.jsonl", *writing)[0] == 0
     options = (
         "--steps", 2, "--batch", 2, "--draft-vocab-size", 64, "--unroll", "1:1,2", "--warmup-steps", 1,
         "--dtype", "float32",
     )  # fmt: skip
     assert cli("train", "head", target, texts, head, *options)[0] == 0
-    code, out, err = cli("generate", "def f", "--target", target, "--drafter", head, "--max-new-tokens", 6, "--json")
+    code, out, err = cli(
+        "generate", "def f", "--target", target, "--drafter", head, "--max-new-tokens", 6, "--json"
+    )
     assert (code, err) == (0, "")
     row = json.loads(out)
     assert row["stats"]["num_drafts"] > 0

@@ -16,21 +16,38 @@ from eagle3_jax import conversion
 
 ROOT = Path(__file__).parent.parent.parent
 OFFICIAL = Path(__file__).parent.parent / "golden" / "official"
-HEAVY = ("jax", "flax", "numpy", "transformers", "torch", "orbax", "optax", "tokenizers", "jinja2", "matplotlib")
+HEAVY = (
+    "jax",
+    "flax",
+    "numpy",
+    "transformers",
+    "torch",
+    "orbax",
+    "optax",
+    "tokenizers",
+    "jinja2",
+    "matplotlib",
+)
 
 
 def fresh(code: str, **environment: str) -> list[str]:
     """The lines that a new interpreter prints last on running this."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XDG_"))}
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XDG_"))
+    }
     variables |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment}
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout.splitlines()
 
 
 def loaded_by(code: str) -> set[str]:
-    lines = fresh(f"{code}\nimport sys, json\nprint(json.dumps([name for name in {HEAVY} if name in sys.modules]))")
+    lines = fresh(
+        f"{code}\nimport sys, json\nprint(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
+    )
     return set(json.loads(lines[-1]))
 
 
@@ -42,7 +59,14 @@ def command(*arguments: str) -> str:
 
 
 def test_help_and_misuse_load_nothing_heavy():
-    lines = ("--version", "generate --help", "chat --help", "bench --help", "train head --help", "plan speedup")
+    lines = (
+        "--version",
+        "generate --help",
+        "chat --help",
+        "bench --help",
+        "train head --help",
+        "plan speedup",
+    )
     misuse = "with contextlib.redirect_stderr(io.StringIO()):\n    assert run(['generate']) == 2"
     commands = "\n".join(command(*line.split()) for line in lines)
     assert loaded_by(f"import contextlib, io\nimport eagle3_jax\n{commands}\n{misuse}") == set()
@@ -88,7 +112,9 @@ print(json.dumps([seen.count("cache_misses"), seen.count("cache_hits"), jax.conf
 
 def compiled_by(*arguments: str, **environment: str) -> tuple[int, int, str | None]:
     """How many programs were compiled, how many taken from the cache, and where that is."""
-    return tuple(json.loads(fresh(COUNTED.format(arguments=[*GENERATE, *arguments]), **environment)[-1]))
+    return tuple(
+        json.loads(fresh(COUNTED.format(arguments=[*GENERATE, *arguments]), **environment)[-1])
+    )
 
 
 def test_a_second_run_compiles_nothing(tmp_path):
@@ -101,7 +127,8 @@ def test_a_second_run_compiles_nothing(tmp_path):
     assert any(name.startswith("jit_generate") for name in files)
     assert compiled_by("--compilation-cache", where) == (0, misses, where)
     assert sorted(path.name for path in Path(where).iterdir()) == files
-    # What an interrupted run left is compiled again, in silence: `fresh` refuses anything on the standard error.
+    # What an interrupted run left is compiled again, in silence: `fresh` refuses anything on the
+    # standard error.
     for path in Path(where).glob("jit_generate*"):
         path.write_bytes(path.read_bytes()[:100])
     compiled_by(XDG_CACHE_HOME=str(home))
@@ -128,10 +155,15 @@ print(jax.config.jax_compilation_cache_max_size, jax.config.jax_compilation_cach
         # Without the time of its last use, JAX before 0.12 would write nothing into this directory.
         assert program.with_name("jit_f-1-atime").exists()
     else:
-        variables = {"JAX_COMPILATION_CACHE_MAX_SIZE": limit, "JAX_COMPILATION_CACHE_DIR": directory}
+        variables = {
+            "JAX_COMPILATION_CACHE_MAX_SIZE": limit,
+            "JAX_COMPILATION_CACHE_DIR": directory,
+        }
         assert fresh(code, XDG_CACHE_HOME=home, **variables) == [f"{limit} {directory}"]
     (tmp_path / "file").touch()
-    assert fresh(code, XDG_CACHE_HOME=str(tmp_path / "file"))[0].endswith(" None")  # it works without one
+    assert fresh(code, XDG_CACHE_HOME=str(tmp_path / "file"))[0].endswith(
+        " None"
+    )  # it works without one
 
 
 def test_the_default_directory_follows_the_standard(monkeypatch, tmp_path):

@@ -32,7 +32,11 @@ def test_the_environment_has_versions_and_hashes_and_nothing_private(tmp_path: P
 
 def test_a_hash_changes_with_any_content_and_any_name(tmp_path: Path) -> None:
     hashes = []
-    for name, text in (("model.safetensors", "weights"), ("model.safetensors", "weightz"), ("other.bin", "weightz")):
+    for name, text in (
+        ("model.safetensors", "weights"),
+        ("model.safetensors", "weightz"),
+        ("other.bin", "weightz"),
+    ):
         folder = tmp_path / str(len(hashes))
         folder.mkdir()
         (folder / "config.json").write_text("{}")

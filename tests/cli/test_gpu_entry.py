@@ -45,7 +45,11 @@ def test_a_jax_for_cpus_on_a_machine_with_a_gpu_is_reported_with_the_package_to_
     with monkeypatch.context() as installed:
         installed.setattr(gpu, "_PLUGINS", ("json",))
         problem = gpu.gpu_problem()
-        assert problem is not None and "installed and does not start" in problem and COMMAND not in problem
+        assert (
+            problem is not None
+            and "installed and does not start" in problem
+            and COMMAND not in problem
+        )
     jax.config.update("jax_platforms", "cpu")  # set by the user on purpose
     assert gpu.gpu_problem() is None
     problem = gpu.gpu_problem(required=True)
@@ -60,7 +64,9 @@ def test_the_benchmark_refuses_and_the_doctor_warns(path_with_gpu: str) -> None:
 
     def eagle3(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "eagle3_jax", *arguments]
-        return subprocess.run(command, env=surroundings, cwd=ROOT, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, env=surroundings, cwd=ROOT, capture_output=True, text=True, check=False
+        )
 
     done = eagle3("bench", "--rivals", "none")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
@@ -73,7 +79,12 @@ def test_make_installs_a_jax_with_cuda_where_a_gpu_is_used(path_with_gpu: str) -
     def makes(*arguments: str, **environment: str) -> str:
         command = ["make", "-n", "VENV=build/no-such-venv", *arguments]
         return subprocess.run(
-            command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True
+            command,
+            cwd=ROOT,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
 
     assert "-e '.[validation,cuda]'" in makes("validation", "VALIDATION_FLAGS=--gpu --quick")
@@ -87,11 +98,16 @@ def test_make_installs_a_jax_with_cuda_where_a_gpu_is_used(path_with_gpu: str) -
 def python(code: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
 
 def test_without_typer_the_command_line_says_so_in_one_line() -> None:
     done = python(
         "import sys; sys.modules['typer'] = None; import eagle3_jax.cli; sys.exit(eagle3_jax.cli.run(['bench']))"
     )
-    assert (done.returncode, done.stderr) == (2, "error: the command line needs typer: pip install typer rich\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: the command line needs typer: pip install typer rich\n",
+    )

@@ -67,13 +67,18 @@ def run(load: Load, limits: list[int]) -> Any:
 
 def test_a_queue_before_two_rows_has_the_times_of_a_queue() -> None:
     result = run(Load(times=(0.0, 0.0, 0.5, 10.0)), [4, 6, 5, 2])
-    # Rows: 0 runs from 0 to 2, 1 from 0 to 3, and 2 waits for the row of 0 and runs from 2 to 5. 3 arrives when all is
-    # idle, at 10, and ends at 11.
+    # Rows: 0 runs from 0 to 2, 1 from 0 to 3, and 2 waits for the row of 0 and runs from 2 to 5. 3
+    # arrives when all is idle, at 10, and ends at 11.
     assert [timeline.first_token for timeline in result.timelines] == [1.0, 1.0, 2.5, 1.0]
     assert [timeline.seconds for timeline in result.timelines] == [2.0, 3.0, 4.5, 1.0]
     assert [timeline.gaps for timeline in result.timelines] == [[1.0], [1.0, 1.0], [1.0, 1.0], []]
     assert [timeline.per_token for timeline in result.timelines] == [0.5, 0.5, 2 / 3, None]
-    assert [timeline.output for timeline in result.timelines] == [[7] * 4, [7] * 6, [7] * 5, [7] * 2]
+    assert [timeline.output for timeline in result.timelines] == [
+        [7] * 4,
+        [7] * 6,
+        [7] * 5,
+        [7] * 2,
+    ]
     assert result.seconds == 11.0
     assert result.tokens_per_second == 17 / 11
     assert result.rows_running == pytest.approx((2 + 2 + 2 + 1 + 1 + 1) / 6)
@@ -88,7 +93,9 @@ def test_a_closed_loop_keeps_its_number_of_users() -> None:
     single = run(Load(concurrency=1), [4, 4, 4])
     assert [timeline.arrival for timeline in single.timelines] == [0.0, 2.0, 4.0]
     assert single.rows_running == 1.0
-    full = run(Load(concurrency=3), [4, 4, 4, 4])  # three users, two rows: the third waits, and the fourth comes at 2
+    full = run(
+        Load(concurrency=3), [4, 4, 4, 4]
+    )  # three users, two rows: the third waits, and the fourth comes at 2
     assert [timeline.arrival for timeline in full.timelines] == [0.0, 0.0, 0.0, 2.0]
     assert [timeline.first_token for timeline in full.timelines] == [1.0, 1.0, 3.0, 1.0]
 
@@ -131,13 +138,19 @@ def test_the_command_measures_requests_that_come_and_go(cli: Any, tmp_path: Any)
         "n-gram K=2, chunks of 2",
     ]
     for row in rows:
-        assert (row["load"], row["num_requests"], row["programs_after_warm_up"]) == ("recorded arrivals", 3, 0)
+        assert (row["load"], row["num_requests"], row["programs_after_warm_up"]) == (
+            "recorded arrivals",
+            3,
+            0,
+        )
         assert row["same_texts"] == 3
         assert 0 < row["first_token"]["p50"]["value"] <= row["total"]["p50"]["value"]
     assert rows[0]["mean_acceptance_length"] is None
 
 
-def test_ctrl_c_leaves_the_loads_that_were_measured(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_the_loads_that_were_measured(
+    cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(engines: Any, requests: Any, loads: Any, **options: Any) -> Any:
         runs = [run(Load(concurrency=1), [4, 6])]
         for name in engines:
@@ -146,8 +159,21 @@ def test_ctrl_c_leaves_the_loads_that_were_measured(cli: Any, monkeypatch: pytes
 
     monkeypatch.setattr(loads_of_bench, "measure_load", interrupted)
     target = tiny.GOLDEN / "official" / "target"
-    options = ("--target", target, "--drafter", "none", "--dtype", "float32", "--prompts", "random", "--slots", 2)
-    code, out, err = cli("bench", *options, "--prompt-tokens", 4, "--max-new-tokens", 4, "--rate", "1,2", "--json")
+    options = (
+        "--target",
+        target,
+        "--drafter",
+        "none",
+        "--dtype",
+        "float32",
+        "--prompts",
+        "random",
+        "--slots",
+        2,
+    )
+    code, out, err = cli(
+        "bench", *options, "--prompt-tokens", 4, "--max-new-tokens", 4, "--rate", "1,2", "--json"
+    )
     assert (code, err.splitlines()[-1]) == (130, "interrupted: measured 1 requests/s")
     assert [row["load"] for row in json.loads(out)["rows"]] == ["1 requests/s"]
 
@@ -159,14 +185,25 @@ def test_ctrl_c_leaves_the_loads_that_were_measured(cli: Any, monkeypatch: pytes
         (("--rate", "1,x"), "--rate '1,x': expected positive numbers"),
         (("--concurrency", "0"), "--concurrency '0': expected whole numbers from 1"),
         (("--slots", "4"), "--slots 4 is measured under a load; add --concurrency or --rate"),
-        (("--rate", "1", "--batch-size", "4"), "--batch-size 4: under a load --slots is the number of rows"),
-        (("--prefill-chunk", "8"), "--prefill-chunk 8 is measured under a load; add --concurrency or --rate"),
+        (
+            ("--rate", "1", "--batch-size", "4"),
+            "--batch-size 4: under a load --slots is the number of rows",
+        ),
+        (
+            ("--prefill-chunk", "8"),
+            "--prefill-chunk 8 is measured under a load; add --concurrency or --rate",
+        ),
         (("--schedule", "[[1,2,3]]"), "--schedule [[1,2,3]] is measured under a load"),
         (("--arrivals", "missing.json"), "--arrivals missing.json: "),
-        (("--rate", "1", "--drafter", "none", "--schedule", "[[1,2,3]]"), "--schedule shortens the chains of a head"),
+        (
+            ("--rate", "1", "--drafter", "none", "--schedule", "[[1,2,3]]"),
+            "--schedule shortens the chains of a head",
+        ),
     ],
 )
-def test_a_load_that_makes_no_sense_is_refused(cli: Any, options: tuple[str, ...], message: str) -> None:
+def test_a_load_that_makes_no_sense_is_refused(
+    cli: Any, options: tuple[str, ...], message: str
+) -> None:
     code, out, err = cli("bench", *options, "--dtype", "float32", "--max-prompts", 1)
     assert (code, out) == (2, "")
     assert message in err.splitlines()[-1]

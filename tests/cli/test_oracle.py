@@ -17,21 +17,34 @@ from eagle3_jax.oracle import write_oracle
 
 CHECK = Path(__file__).parent.parent.parent / "eagle3_jax" / "oracle" / "check.py"
 SOURCE = CHECK.read_text(encoding="utf-8")
-# For each error: a case that must show it, and the statement of `check.py` that makes an engine have it.
+# For each error: a case that must show it, and the statement of `check.py` that makes an engine
+# have it.
 _COMMITTED_ONLY = ("z, texts[n], prompt)", "z, texts[0], prompt)")
 _FIRST_FAILURE = "np.argmin([True, *passes[1:], False]) - 1"
 _ACCEPTED = 'if row["accept"][node] * row["q"][node][token] < target[token]'
 FAULTS = {
     "everything is accepted": ("temperature", (_ACCEPTED, "if True")),
-    "the residual is not reduced": ("siblings", ('np.maximum(target - row["q"][node], 0)', "target")),
+    "the residual is not reduced": (
+        "siblings",
+        ('np.maximum(target - row["q"][node], 0)', "target"),
+    ),
     "q is taken for a point mass": ("top_p", ('if "q" in case else', 'if "Q" in case else')),
-    "a rejected draft stays in the cache": ("eagle3_greedy", ('out["length"] - 1', 'out["length"]')),
+    "a rejected draft stays in the cache": (
+        "eagle3_greedy",
+        ('out["length"] - 1', 'out["length"]'),
+    ),
     "a penalty is counted once a round": ("penalties", _COMMITTED_ONLY),
     "the mask of the root is used for all nodes": ("grammar", _COMMITTED_ONLY),
     "min-p is dropped": ("min_p", ('z.max() + np.log(case["min_p"])', "-np.inf")),
-    "top-p keeps a token too many": ("top_p", ("before >= top_p", "before - weights[order] >= top_p")),
+    "top-p keeps a token too many": (
+        "top_p",
+        ("before >= top_p", "before - weights[order] >= top_p"),
+    ),
     "the block ends at the first failure": ("block", ("*np.flatnonzero(passes)", _FIRST_FAILURE)),
-    "log-probabilities are of changed logits": ("repetition", ("scores = logits", "scores = np.log(row['p'])")),
+    "log-probabilities are of changed logits": (
+        "repetition",
+        ("scores = logits", "scores = np.log(row['p'])"),
+    ),
 }
 
 
@@ -47,7 +60,9 @@ def check(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[s
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def verdicts(folder: Path, name: str, statement: tuple[str, str] = ("", "")) -> dict[str, np.ndarray]:
+def verdicts(
+    folder: Path, name: str, statement: tuple[str, str] = ("", "")
+) -> dict[str, np.ndarray]:
     """Returns the results of an engine that has a statement replaced."""
     assert statement[0] in SOURCE
     engine = types.ModuleType("engine")
@@ -65,11 +80,16 @@ def test_our_verdicts_keep_the_definitions(folder: Path, tmp_path: Path) -> None
     assert all(line.endswith(": agrees") for line in lines)
     np.savez(tmp_path / "mine.npz", **verdicts(folder, "siblings"))
     done = check(folder, "--verdicts", tmp_path / "mine.npz")
-    assert (done.returncode, done.stdout) == (0, "siblings: agrees\n")  # of the other cases nothing was compared
+    assert (done.returncode, done.stdout) == (
+        0,
+        "siblings: agrees\n",
+    )  # of the other cases nothing was compared
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_injected_error_is_found_and_its_case_named(folder: Path, tmp_path: Path, fault: str) -> None:
+def test_an_injected_error_is_found_and_its_case_named(
+    folder: Path, tmp_path: Path, fault: str
+) -> None:
     name, statement = FAULTS[fault]
     np.savez(tmp_path / "mine.npz", **verdicts(folder, name, statement))
     done = check(folder, "--verdicts", tmp_path / "mine.npz")
@@ -86,7 +106,9 @@ def test_an_array_of_no_case_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["."], ["oracle", "--verdicts", "nothing.npz"]])
-def test_nothing_to_compare_is_no_agreement(folder: Path, tmp_path: Path, arguments: list[str]) -> None:
+def test_nothing_to_compare_is_no_agreement(
+    folder: Path, tmp_path: Path, arguments: list[str]
+) -> None:
     np.savez(tmp_path / "nothing.npz")
     (tmp_path / "oracle").symlink_to(folder)
     command = [sys.executable, CHECK, *arguments]
@@ -94,7 +116,9 @@ def test_nothing_to_compare_is_no_agreement(folder: Path, tmp_path: Path, argume
     assert (done.returncode, done.stdout) == (1, "nothing to compare\n")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--verdict", "mine.npz"], ["--verdicts"], ["--verdicts", "nowhere"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--verdict", "mine.npz"], ["--verdicts"], ["--verdicts", "nowhere"]]
+)
 def test_other_arguments_are_refused(folder: Path, arguments: list[str]) -> None:
     command = [sys.executable, CHECK, *([folder, *arguments] if arguments else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -117,7 +141,9 @@ def test_every_array_is_listed_in_its_file_and_defined_on_the_page(folder: Path)
 def test_drafts_are_accepted_and_rejected_and_no_decision_is_near_a_tie(folder: Path) -> None:
     for path in (folder / "cases").iterdir():
         case = dict(np.load(path))
-        assert 0 < case["num_accepted"].sum() < case["num_accepted"].size * case["path"].shape[2], path.stem
+        assert 0 < case["num_accepted"].sum() < case["num_accepted"].size * case["path"].shape[2], (
+            path.stem
+        )
         for offset in (-1e-5, 1e-5):
             shifted = {name: case[name] + offset for name in ("accept", "choose")}
             engine = types.ModuleType("engine")
@@ -136,13 +162,21 @@ def test_the_program_needs_numpy_alone_and_is_short() -> None:
     assert {name.split(".")[0] for name in modules} - sys.stdlib_module_names == {"numpy"}
 
 
-def test_the_folder_is_small_and_two_runs_write_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+def test_the_folder_is_small_and_two_runs_write_the_same_bytes(
+    folder: Path, tmp_path: Path
+) -> None:
     write_oracle(tmp_path / "again")
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     assert sum((folder / path).stat().st_size for path in files) < 5_000_000
-    assert [path for path in files if (folder / path).read_bytes() != (tmp_path / "again" / path).read_bytes()] == []
+    assert [
+        path
+        for path in files
+        if (folder / path).read_bytes() != (tmp_path / "again" / path).read_bytes()
+    ] == []
 
 
-def test_a_directory_that_exists_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_exists_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["oracle", str(folder)]) == 2
     assert "exists already; give a new directory" in capsys.readouterr().err

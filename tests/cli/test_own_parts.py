@@ -17,8 +17,29 @@ from eagle3_jax.files.sources import bundled
 
 GOLDEN = tiny.GOLDEN / "official"
 PAIR = ("--target", str(GOLDEN / "target"), "--drafter", str(GOLDEN / "eagle3"))
-ONE_PROMPT = ("--prompts", "random", "--prompt-tokens", "4", "--max-prompts", "1", "--max-new-tokens", "4")
-BENCH = (*ONE_PROMPT, "--dtype", "float32", "--repeats", "1", "--tree", "none", "--ngram", "none", "--rivals", "none")
+ONE_PROMPT = (
+    "--prompts",
+    "random",
+    "--prompt-tokens",
+    "4",
+    "--max-prompts",
+    "1",
+    "--max-new-tokens",
+    "4",
+)
+BENCH = (
+    *ONE_PROMPT,
+    "--dtype",
+    "float32",
+    "--repeats",
+    "1",
+    "--tree",
+    "none",
+    "--ngram",
+    "none",
+    "--rivals",
+    "none",
+)
 PROMPT = ("--prompt-ids", "[1, 17, 5, 42]", "--max-new-tokens", "4", "--ignore-eos")
 
 MODULE = '''
@@ -87,7 +108,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "own_parts", raising=False)
 
 
-@pytest.mark.parametrize(("source", "length"), [("guesses", 2), ("guessing", 3), ("build", 4), ("build=1", 1)])
+@pytest.mark.parametrize(
+    ("source", "length"), [("guesses", 2), ("guessing", 3), ("build", 4), ("build=1", 1)]
+)
 def test_a_drafter_comes_from_a_module(cli, source: str, length: int) -> None:
     options = ("--target", str(GOLDEN / "target"), "--drafter", f"own_parts:{source}")
     code, out, err = cli("generate", *options, *PROMPT, "--json")
@@ -100,27 +123,56 @@ def test_a_drafter_comes_from_a_module(cli, source: str, length: int) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--drafter", "missing:part"), "missing:part: there is no module 'missing' in the current directory"),
+        (
+            ("--drafter", "missing:part"),
+            "missing:part: there is no module 'missing' in the current directory",
+        ),
         (("--drafter", "own_parts:missing"), "own_parts has no 'missing'; see docs/extending.md"),
         (("--drafter", "own_parts:number"), "expected a function of (argument, target)"),
         (("--drafter", "own_parts:broken"), "list is no drafter: it has no num_nodes, max_depth"),
-        (("--drafter", "none", "--target", "own_parts:number"), "expected a function of (argument, dtype)"),
-        (("--drafter", "none", "--target", "own_parts:nothing"), "gave dict; expected an eagle3_jax.LoadedTarget"),
-        (("--verifier", "loose"), "--verifier loose: expected 'block', 'typical', or one of your own"),
-        (("--verifier", "own_parts:number"), "int is no verifier: it has no lossless, __call__; see docs/extending.md"),
-        (("--verifier", "own_parts:narrow"), "Narrow is called without sampling_mode, max_depth, which"),
-        (("--verifier", "own_parts:shapeless"), "Shapeless gave path as int32[1, 2]; expected int32[1, 3]"),
+        (
+            ("--drafter", "none", "--target", "own_parts:number"),
+            "expected a function of (argument, dtype)",
+        ),
+        (
+            ("--drafter", "none", "--target", "own_parts:nothing"),
+            "gave dict; expected an eagle3_jax.LoadedTarget",
+        ),
+        (
+            ("--verifier", "loose"),
+            "--verifier loose: expected 'block', 'typical', or one of your own",
+        ),
+        (
+            ("--verifier", "own_parts:number"),
+            "int is no verifier: it has no lossless, __call__; see docs/extending.md",
+        ),
+        (
+            ("--verifier", "own_parts:narrow"),
+            "Narrow is called without sampling_mode, max_depth, which",
+        ),
+        (
+            ("--verifier", "own_parts:shapeless"),
+            "Shapeless gave path as int32[1, 2]; expected int32[1, 3]",
+        ),
     ],
 )
-def test_what_is_no_part_is_refused_in_one_line(refused, options: tuple[str, ...], says: str) -> None:
+def test_what_is_no_part_is_refused_in_one_line(
+    refused, options: tuple[str, ...], says: str
+) -> None:
     with tiny.unchecked():
         assert says in refused("generate", *PAIR, *PROMPT, "--json", *options)
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("import a_module_of_theirs", "No module named 'a_module_of_theirs'"), ("x = (", "SyntaxError")]
+    ("text", "says"),
+    [
+        ("import a_module_of_theirs", "No module named 'a_module_of_theirs'"),
+        ("x = (", "SyntaxError"),
+    ],
 )
-def test_a_module_that_cannot_be_imported_is_refused_with_its_own_words(refused, text: str, says: str) -> None:
+def test_a_module_that_cannot_be_imported_is_refused_with_its_own_words(
+    refused, text: str, says: str
+) -> None:
     Path("own_parts.py").write_text(text + "\n")
     line = refused("generate", *PAIR, *PROMPT, "--json", "--drafter", "own_parts:x")
     assert says in line and "python -c 'import own_parts'" in line
@@ -128,7 +180,9 @@ def test_a_module_that_cannot_be_imported_is_refused_with_its_own_words(refused,
 
 def test_a_rule_that_is_not_lossless_says_so_in_every_result(cli) -> None:
     for tracing in ((), ("--trace", "rounds.json")):
-        code, out, err = cli("generate", *PAIR, *PROMPT, "--json", "--verifier", "own_parts:loose", *tracing)
+        code, out, err = cli(
+            "generate", *PAIR, *PROMPT, "--json", "--verifier", "own_parts:loose", *tracing
+        )
         assert code == 0, err
         assert json.loads(out)["lossless"] is False
     code, out, err = cli("generate", *PAIR, *PROMPT, "--verifier", "own_parts:loose")
@@ -147,7 +201,14 @@ def test_a_rule_that_is_not_lossless_says_so_in_every_result(cli) -> None:
             {"plain float32": True, "own_parts:plain": True},
         ),
         (
-            ("--target", f"own_parts:read={GOLDEN / 'target'}", "--chains", "none", "--drafter", "own_parts:plain"),
+            (
+                "--target",
+                f"own_parts:read={GOLDEN / 'target'}",
+                "--chains",
+                "none",
+                "--drafter",
+                "own_parts:plain",
+            ),
             {"plain float32": True, "own_parts:plain": True},
         ),
     ],
@@ -155,7 +216,9 @@ def test_a_rule_that_is_not_lossless_says_so_in_every_result(cli) -> None:
 )
 def test_bench_names_and_labels(cli, options: tuple[str, ...], rows: dict[str, bool]) -> None:
     code, out, err = cli("bench", *options, *BENCH, "--json")
-    assert code in (0, 1), err  # 1: a time below the bound of the memory, which these few tokens can have
+    assert code in (0, 1), (
+        err
+    )  # 1: a time below the bound of the memory, which these few tokens can have
     assert {row["name"]: row["lossless"] for row in json.loads(out)["reports"][0]["rows"]} == rows
 
 
@@ -170,14 +233,21 @@ MEMBERS = dict.fromkeys(("vocab_size", "init_cache", "unembed", "__call__"))
             "Part is no target: it has no init_cache; see",
         ),
         (
-            MEMBERS | {"__call__": lambda self, params, tokens, positions, mask, cache=None, aux_layers=(): None},
+            MEMBERS
+            | {
+                "__call__": lambda self, params, tokens, positions, mask, cache=None, aux_layers=(): (
+                    None
+                )
+            },
             "Part is called without length, which every target is given",
         ),
     ],
 )
 def test_what_is_no_target_is_refused(members: dict[str, object], says: str) -> None:
     with tiny.unchecked(), pytest.raises(ValueError, match=says):
-        SpeculativeDecoder(dataclasses.replace(tiny.target(), model=type("Part", (), members)()), NGram(2))
+        SpeculativeDecoder(
+            dataclasses.replace(tiny.target(), model=type("Part", (), members)()), NGram(2)
+        )
 
 
 def test_lookup_first_and_a_head_draft_as_one(cli, refused, tmp_path):
@@ -192,8 +262,14 @@ def test_lookup_first_and_a_head_draft_as_one(cli, refused, tmp_path):
     assert rows[2]["drafter_method"].startswith("NGram, else EAGLE-3 head")
     target = e3.load_target(dtype="float32")
     expected = e3.Fallback.of(e3.drafters.NGram(min_ngram=2), e3.load_drafter(target=target))
-    result = e3.SpeculativeDecoder(target, expected).generate("x = 1\ny = 1\nx = 1\n", max_new_tokens=30)
+    result = e3.SpeculativeDecoder(target, expected).generate(
+        "x = 1\ny = 1\nx = 1\n", max_new_tokens=30
+    )
     assert rows[2]["stats"] == result.stats.to_json()
     for wrong in ("ngram+none", "ngram+suffix"):
-        assert f"--drafter {wrong}: expected ngram+ and a head" in refused("generate", "x", "--drafter", wrong)
-    assert "is not a directory" in refused("generate", "x", "--drafter", f"ngram+{tmp_path / 'absent'}")
+        assert f"--drafter {wrong}: expected ngram+ and a head" in refused(
+            "generate", "x", "--drafter", wrong
+        )
+    assert "is not a directory" in refused(
+        "generate", "x", "--drafter", f"ngram+{tmp_path / 'absent'}"
+    )

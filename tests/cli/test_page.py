@@ -38,7 +38,9 @@ PROMPT = "def add(a, b):\n"
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serving(decoder(), slots=4, capacity=64, logprobs=20) as address:  # the programs of test_serve.py
+    with serving(
+        decoder(), slots=4, capacity=64, logprobs=20
+    ) as address:  # the programs of test_serve.py
         yield address
 
 
@@ -73,11 +75,20 @@ def test_both_lanes_write_the_text_of_generate_in_turns(url: str) -> None:
     (plain,) = select(events, "end", "plain")
     (drafted,) = select(events, "end", "speculative")
     assert (plain["tokens"], plain["passes"]) == (20, 19)
-    assert (drafted["tokens"], drafted["tau"]) == (20, round(float(expected.stats.mean_acceptance_length), 4))
+    assert (drafted["tokens"], drafted["tau"]) == (
+        20,
+        round(float(expected.stats.mean_acceptance_length), 4),
+    )
     rounds = select(events, "round", "speculative")
     assert drafted["passes"] == len(rounds) == len(select(events, "probabilities"))
-    assert sum(len(round_["path"]) for round_ in rounds) == drafted["accepted"] == expected.stats.num_accepted_tokens
-    assert drafted["seconds"] == pytest.approx(sum(round_["seconds"] for round_ in rounds), abs=1e-3)
+    assert (
+        sum(len(round_["path"]) for round_ in rounds)
+        == drafted["accepted"]
+        == expected.stats.num_accepted_tokens
+    )
+    assert drafted["seconds"] == pytest.approx(
+        sum(round_["seconds"] for round_ in rounds), abs=1e-3
+    )
 
 
 LONGEST = 48
@@ -131,15 +142,24 @@ def test_probabilities_are_those_of_one_forward_pass_and_of_the_draft(
     temperature = fields.get("temperature", 0.0)
     top_k = fields.get("top_k", 0)
     sampling = e3.SamplingParams(temperature=temperature, top_k=top_k)
-    options = {"max_new_tokens": fields["max_tokens"], "sampling": sampling, "seed": fields.get("seed", 0)}
+    options = {
+        "max_new_tokens": fields["max_tokens"],
+        "sampling": sampling,
+        "seed": fields.get("seed", 0),
+    }
     text = checked.encode(PROMPT)
     rounds = select(events, "round", "speculative")
     examined = select(events, "probabilities")
     assert len(rounds) >= 3
-    for round_, values, latest in zip(rounds, examined, checked.rounds(PROMPT, **options), strict=True):
+    for round_, values, latest in zip(
+        rounds, examined, checked.rounds(PROMPT, **options), strict=True
+    ):
         tokens = round_["tokens"]
         parents = round_["parents"]
-        assert tokens == latest.draft.tokens[0].tolist() and parents == latest.draft.parents[0].tolist()
+        assert (
+            tokens == latest.draft.tokens[0].tolist()
+            and parents == latest.draft.parents[0].tolist()
+        )
         paths = [[*text, tokens[0]]]
         for node in range(1, len(tokens)):
             paths.append([*paths[parents[node]], tokens[node]])
@@ -154,7 +174,9 @@ def test_probabilities_are_those_of_one_forward_pass_and_of_the_draft(
             likely = {token for token in np.argsort(-p[node])[:3].tolist() if p[node, token] > 0.01}
             assert likely <= {token for token, *_ in entry["bars"]}
             if node > 0:
-                check_chance(entry, node, tokens, parents, p[parents[node]], q, is_greedy=temperature == 0)
+                check_chance(
+                    entry, node, tokens, parents, p[parents[node]], q, is_greedy=temperature == 0
+                )
         text += [tokens[node] for node in [0, *round_["path"]]]
 
 
@@ -183,14 +205,23 @@ def check_chance(
 
 def test_the_probability_of_acceptance_is_how_often_the_rule_accepts() -> None:
     """Two sampled siblings, each from a distribution of its own, and a child below the first."""
-    p = np.array([[0.1, 0.2, 0.3, 0.25, 0.15], [0.3, 0.3, 0.2, 0.1, 0.1], [0.2] * 5, [0.2] * 5], np.float32)
+    p = np.array(
+        [[0.1, 0.2, 0.3, 0.25, 0.15], [0.3, 0.3, 0.2, 0.1, 0.1], [0.2] * 5, [0.2] * 5], np.float32
+    )
     q = np.array(
-        [[0.2] * 5, [0.1, 0.1, 0.5, 0.2, 0.1], [0.1, 0.1, 0.1, 0.6, 0.1], [0.1, 0.6, 0.1, 0.1, 0.1]], np.float32
+        [
+            [0.2] * 5,
+            [0.1, 0.1, 0.5, 0.2, 0.1],
+            [0.1, 0.1, 0.1, 0.6, 0.1],
+            [0.1, 0.6, 0.1, 0.1, 0.1],
+        ],
+        np.float32,
     )
     parents = [-1, 0, 0, 1]
     tokens = [0, 2, 3, 1]
     chances = acceptance(tokens, parents, p=p, q=q)
-    # After the first sibling, p is the normalized max(p - q, 0): 0.5, 0.25 and 0.25 for tokens 1, 3 and 4.
+    # After the first sibling, p is the normalized max(p - q, 0): 0.5, 0.25 and 0.25 for tokens 1, 3
+    # and 4.
     assert chances == pytest.approx([1.0, 0.3 / 0.5, 0.25 / 0.6, 0.3 / 0.6], abs=1e-4)
     count = 40_000
     rows = lambda values: jnp.broadcast_to(jnp.asarray(values), (count, *np.shape(values)))
@@ -255,13 +286,17 @@ def is_refused(url: str, body: Answer) -> bool:
         ({"prompt": None}, "prompt", "prompt"),
     ],
 )
-def test_a_bad_request_of_the_page_is_refused(url: str, fields: dict[str, Any], param: str, message: str) -> None:
+def test_a_bad_request_of_the_page_is_refused(
+    url: str, fields: dict[str, Any], param: str, message: str
+) -> None:
     status, answer = post(url, {"prompt": PROMPT, "temperature": 0, **fields}, "/watch")
     assert status == 400, answer
     assert answer["error"]["param"] == param and message in answer["error"]["message"]
 
 
-def test_a_failure_of_the_page_is_no_failure_of_the_server(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_page_is_no_failure_of_the_server(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*arguments: Any) -> None:
         raise MemoryError("no room")
 
@@ -279,7 +314,11 @@ def test_a_server_without_drafter_and_tokenizer_has_two_equal_lanes() -> None:
         assert facts["drafts"] == ["as the server"] and facts["is_chat"] is False
         events = watch(address, prompt=[1, 2, 3], max_tokens=4)
     expected = plain.generate([[1, 2, 3]], max_new_tokens=4).tokens[0]
-    assert text_of(events, "speculative").split() == text_of(events, "plain").split() == list(map(str, expected))
+    assert (
+        text_of(events, "speculative").split()
+        == text_of(events, "plain").split()
+        == list(map(str, expected))
+    )
 
 
 def test_the_page_is_served_and_loads_nothing_from_elsewhere(url: str) -> None:
@@ -305,7 +344,9 @@ def test_a_viewer_sees_both_lanes_write_the_same_text(url: str) -> None:
             assert page.text_content(f"#{lane}-text") == PROMPT + expected
         assert page.inner_text("#figures tr:last-child td:last-child") == "yes"
         page.click(".round[data-round='0']")
-        assert page.locator("#tree .node").count() == 5  # the root, three drafted tokens and the target's
+        assert (
+            page.locator("#tree .node").count() == 5
+        )  # the root, three drafted tokens and the target's
         assert page.locator("#bars .of-p").count() >= 5
         page.select_option("#draft", "tree of 8")
         page.select_option("#draft-sampling", "probabilistic")
@@ -314,7 +355,9 @@ def test_a_viewer_sees_both_lanes_write_the_same_text(url: str) -> None:
         assert "tree" in page.inner_text("#status")
 
 
-def test_a_viewer_pauses_steps_and_stops_a_live_run(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_viewer_pauses_steps_and_stops_a_live_run(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With rounds of 50 ms, so that the run lives while the viewer clicks."""
     run_watch = Worker._run_watch
 

@@ -43,7 +43,10 @@ TOKENIZER = Tokenizer.from_file(str(bundled("target") / "tokenizer.json"))
 PAIR = ("--target", str(OFFICIAL / "target"), "--drafter", str(OFFICIAL / "eagle3"))
 QUESTION = {"question_id": 7, "category": "math", "turns": ["What is 1 + 1?", "And 2 + 2?"]}
 MANY = settings(
-    max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=250,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
@@ -76,18 +79,33 @@ def numeric_options() -> Iterator[Option]:
                     required[name] = ("x",) if is_argument else (names[name], "1")
             for name in names:
                 if {int, float} & set(leaves(hints[name])):
-                    words = [word for argument, words in required.items() if argument != name for word in words]
-                    yield Option((*prefix, command.name or command.callback.__name__), names[name], tuple(words))
+                    words = [
+                        word
+                        for argument, words in required.items()
+                        if argument != name
+                        for word in words
+                    ]
+                    yield Option(
+                        (*prefix, command.name or command.callback.__name__),
+                        names[name],
+                        tuple(words),
+                    )
 
 
 OPTIONS = list(numeric_options())
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: " ".join((*option.command, option.name)))
+@pytest.mark.parametrize(
+    "option", OPTIONS, ids=lambda option: " ".join((*option.command, option.name))
+)
 @pytest.mark.parametrize("value", ["-1", "nan"])
 def test_no_option_takes_what_is_no_finite_number_of_at_least_zero(option, value, refused):
     line = refused(*option.command, *option.required, option.name, value)
-    assert option.name.strip("-").split("-")[0] in line or "alpha" in option.name or "-K" in option.name
+    assert (
+        option.name.strip("-").split("-")[0] in line
+        or "alpha" in option.name
+        or "-K" in option.name
+    )
 
 
 # ---------------------------------------------------------------- lists, trees, schedules and ids
@@ -103,25 +121,38 @@ def parsed(parse, text, named: str):
     return None
 
 
-KEYS = st.sampled_from(["prompt", "prompt_ids", "max_new_tokens", "max_tokens", "name"]) | st.text(max_size=3)
+KEYS = st.sampled_from(["prompt", "prompt_ids", "max_new_tokens", "max_tokens", "name"]) | st.text(
+    max_size=3
+)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=2),
     max_leaves=5,
 )
-NUMBER = st.integers(-(10**13), 10**13).map(str) | st.sampled_from(["", "٣", "1e9", "nan", " 5", "9" * 5000])
+NUMBER = st.integers(-(10**13), 10**13).map(str) | st.sampled_from(
+    ["", "٣", "1e9", "nan", " 5", "9" * 5000]
+)
 TREES = st.lists(
-    st.tuples(st.sampled_from(["num_nodes", "max_depth", "top_k", "", "x"]), st.integers(-1, 70).map(str) | NUMBER),
+    st.tuples(
+        st.sampled_from(["num_nodes", "max_depth", "top_k", "", "x"]),
+        st.integers(-1, 70).map(str) | NUMBER,
+    ),
     max_size=4,
 ).map(lambda pairs: ",".join(f"{name}={value}" for name, value in pairs))
-SCHEDULES = st.lists(st.lists(st.integers(-1, 20) | st.integers(), max_size=4) | VALUES, max_size=3).map(json.dumps)
+SCHEDULES = st.lists(
+    st.lists(st.integers(-1, 20) | st.integers(), max_size=4) | VALUES, max_size=3
+).map(json.dumps)
 LISTS = st.lists(NUMBER | st.integers(0, 20).map(str), max_size=4).flatmap(
     lambda parts: st.sampled_from([",".join(parts), "-".join(parts)])
 )
 
 
 @MANY
-@given(tree=TREES | st.text(max_size=8), schedule=SCHEDULES | st.text(max_size=8), numbers=LISTS | st.text(max_size=8))
+@given(
+    tree=TREES | st.text(max_size=8),
+    schedule=SCHEDULES | st.text(max_size=8),
+    numbers=LISTS | st.text(max_size=8),
+)
 def test_any_value_of_an_option_is_what_it_says_or_one_clear_line(tree, schedule, numbers):
     shape = parsed(parse_tree, tree, "--tree ")
     assert shape is None or 2 <= shape.num_nodes <= 2**20 + 1
@@ -134,7 +165,8 @@ def test_any_value_of_an_option_is_what_it_says_or_one_clear_line(tree, schedule
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"), [("1-4", [1, 2, 3, 4]), ("1-3, 8,2", [1, 2, 3, 8]), ("0-3", None), ("3-1", None), ("1-", None)]
+    ("text", "numbers"),
+    [("1-4", [1, 2, 3, 4]), ("1-3, 8,2", [1, 2, 3, 8]), ("0-3", None), ("3-1", None), ("1-", None)],
 )
 def test_numbers_are_ranges_and_lists(text, numbers):
     assert parsed(lambda text: parse_numbers(text, "--chains"), text, "--chains ") == numbers
@@ -155,7 +187,9 @@ def requests_of(tmp_path: Path, content: str | bytes) -> list[Request]:
     return read_requests(path, 7)
 
 
-LINES = st.dictionaries(KEYS, VALUES | st.integers(1, 9) | st.lists(st.integers(0, 9)), max_size=3).map(json.dumps)
+LINES = st.dictionaries(
+    KEYS, VALUES | st.integers(1, 9) | st.lists(st.integers(0, 9)), max_size=3
+).map(json.dumps)
 FILES = st.binary(max_size=60) | st.lists(LINES | st.text(max_size=12), max_size=3).map(
     lambda lines: "\n".join(lines).encode("utf-8", "surrogatepass")
 )
@@ -171,7 +205,9 @@ def test_any_file_is_a_list_of_prompts_or_one_clear_line(tmp_path, content):
     rows = [json.loads(line) for line in content.decode("utf-8-sig").split("\n") if line.strip()]
     for row, request in zip(rows, requests, strict=True):
         assert request.prompt == row.get("prompt", row.get("prompt_ids"))
-        assert isinstance(request.prompt, str) or all(type(token) is int for token in request.prompt)
+        assert isinstance(request.prompt, str) or all(
+            type(token) is int for token in request.prompt
+        )
         assert request.max_new_tokens == row.get("max_new_tokens", 7)
         assert type(request.max_new_tokens) is int
         assert 1 <= request.max_new_tokens <= 10**9
@@ -180,15 +216,30 @@ def test_any_file_is_a_list_of_prompts_or_one_clear_line(tmp_path, content):
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ('{"prompt": "a", "max_tokens": 3}', "'max_tokens' is not known; did you mean 'max_new_tokens'?"),
-        ('{"text": "a"}', "'text' is not known; expected 'prompt', 'prompt_ids', 'messages', 'max_new_tokens'"),
+        (
+            '{"prompt": "a", "max_tokens": 3}',
+            "'max_tokens' is not known; did you mean 'max_new_tokens'?",
+        ),
+        (
+            '{"text": "a"}',
+            "'text' is not known; expected 'prompt', 'prompt_ids', 'messages', 'max_new_tokens'",
+        ),
         ('{"prompt": "a", "ignore_eos": 1}', "it is given for all prompts, with --ignore-eos"),
         ('{"prompt": "a", "prompt": "b"}', "'prompt' occurs twice"),
-        ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is True; expected a whole number from 1 to"),
+        (
+            '{"prompt": "a", "max_new_tokens": true}',
+            "max_new_tokens is True; expected a whole number from 1 to",
+        ),
         ('{"prompt": "a", "max_new_tokens": NaN}', "NaN is no number of JSON"),
         ('{"prompt": ' + "[" * 200_000 + "]" * 200_000 + "}", "nested too deeply"),
-        ('{"prompt": "a", "max_new_tokens": ' + "1" * 5000 + "}", "not JSON (a number has 5000 digits)"),
-        ('{"prompt": "a", "max_new_tokens": 1e999}', "max_new_tokens is inf; expected a whole number from 1 to"),
+        (
+            '{"prompt": "a", "max_new_tokens": ' + "1" * 5000 + "}",
+            "not JSON (a number has 5000 digits)",
+        ),
+        (
+            '{"prompt": "a", "max_new_tokens": 1e999}',
+            "max_new_tokens is inf; expected a whole number from 1 to",
+        ),
         ('{"prompt": "a", "max_new_tokens": ' + "1" * 4000 + "}", "max_new_tokens is 111"),
         ('{"' + "k" * 500 + '": 1, "' + "k" * 500 + '": 2}', "... occurs twice"),
         ('{"prompt_ids": [1.0]}', "prompt token 1.0 is not a token id"),
@@ -200,7 +251,9 @@ def test_any_file_is_a_list_of_prompts_or_one_clear_line(tmp_path, content):
 )
 def test_a_line_that_would_not_do_what_it_says_is_refused(tmp_path, line, named):
     with pytest.raises(ValueError, match=r"prompts\.jsonl ") as refusal:
-        requests_of(tmp_path, b'{"prompt": "fine"}\n' + (line if isinstance(line, bytes) else line.encode()))
+        requests_of(
+            tmp_path, b'{"prompt": "fine"}\n' + (line if isinstance(line, bytes) else line.encode())
+        )
     assert named in str(refusal.value)
     assert len(str(refusal.value)) < 600
 
@@ -232,7 +285,9 @@ def written(tmp_path: Path, *rows: object) -> Path:
     return path
 
 
-def test_every_format_is_read_and_questions_go_through_the_chat_template(tmp_path: Path, target: LoadedTarget) -> None:
+def test_every_format_is_read_and_questions_go_through_the_chat_template(
+    tmp_path: Path, target: LoadedTarget
+) -> None:
     path = written(
         tmp_path,
         QUESTION | {"reference": ["2\n#### 2", "4"]},
@@ -245,25 +300,39 @@ def test_every_format_is_read_and_questions_go_through_the_chat_template(tmp_pat
     assert turns == Prompt("7", "math", tokens, "What is 1 + 1?", "2\n#### 2", 9)
     name = "questions.jsonl line {}".format
     assert question == Prompt(name(2), "questions", tokens, "What is 1 + 1?", "#### 2", 9)
-    assert text == Prompt(name(3), "questions", TOKENIZER.encode("def f(x):").ids, "def f(x):", None, 5)
+    assert text == Prompt(
+        name(3), "questions", TOKENIZER.encode("def f(x):").ids, "def f(x):", None, 5
+    )
     assert ids == Prompt("three", "questions", [1, 2, 3], None, "abc", 9)
-    templated = dataclasses.replace(target, chat_template=ChatTemplate("Q: {{ messages[0].content }} A:"))
+    templated = dataclasses.replace(
+        target, chat_template=ChatTemplate("Q: {{ messages[0].content }} A:")
+    )
     question_ids = TOKENIZER.encode("Q: What is 1 + 1? A:").ids
     prompts = read_prompts(path, templated, max_new_tokens=9)
-    assert [prompt.tokens for prompt in prompts] == [question_ids, question_ids, text.tokens, ids.tokens]
+    assert [prompt.tokens for prompt in prompts] == [
+        question_ids,
+        question_ids,
+        text.tokens,
+        ids.tokens,
+    ]
     sized = read_prompts(path, templated, max_new_tokens=4, length=50)
     assert [len(prompt.tokens) for prompt in sized] == [50] * 4
     assert (question_ids * 50)[-50:] == sized[0].tokens
 
 
-def test_messages_are_requests_with_options_of_their_own(tmp_path: Path, target: LoadedTarget) -> None:
+def test_messages_are_requests_with_options_of_their_own(
+    tmp_path: Path, target: LoadedTarget
+) -> None:
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "why?"}]
     file = written(tmp_path, {"messages": messages, "seed": 3})
     assert read_requests(file, 7) == [Request("why?", 7, f"{file} line 1: ", {"seed": 3}, messages)]
     for wrong, says in (
         ([], r"messages are \[\]; expected a list of turns"),
         ([{"role": "user"}], "message 1 is .*expected a list of turns such as"),
-        ([*messages, {"role": "oracle", "content": ""}], "message 3 has the role 'oracle'; expected system, user, a"),
+        (
+            [*messages, {"role": "oracle", "content": ""}],
+            "message 3 has the role 'oracle'; expected system, user, a",
+        ),
     ):
         with pytest.raises(ValueError, match=rf"questions\.jsonl line 1: {says}"):
             read_requests(written(tmp_path, {"messages": wrong}), 7)
@@ -282,13 +351,18 @@ def test_messages_are_requests_with_options_of_their_own(tmp_path: Path, target:
         ({"turns": [], "question_id": 1, "category": "c"}, "'turns' must be a list"),
         ({"turns": ["x"], "category": "c"}, "a question with 'turns' needs 'question_id'"),
         (QUESTION | {"reference": 3}, "'reference' must be"),
-        ({"question": "1 + 1?", "max_tokens": 5}, "'max_tokens' is not known; did you mean 'max_new_tokens'"),
+        (
+            {"question": "1 + 1?", "max_tokens": 5},
+            "'max_tokens' is not known; did you mean 'max_new_tokens'",
+        ),
         ({"prompt_ids": [4096]}, "prompt token 4096"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt_ids": [1] * 510}, "the prompt has 510 tokens and is given 9 more"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, target: LoadedTarget, row: object, message: str) -> None:
+def test_a_bad_line_is_named(
+    tmp_path: Path, target: LoadedTarget, row: object, message: str
+) -> None:
     path = written(tmp_path, {"prompt": "x"}, row)
     with pytest.raises(ValueError, match=message) as caught:
         read_prompts(path, target, max_new_tokens=9)
@@ -307,14 +381,17 @@ def test_prompts_of_a_fixed_length_and_in_turn():
     assert {prompt.name for prompt in in_turn(every, 9)} == {prompt.name for prompt in every}
 
 
-# ---------------------------------------------------------------- the standard input, and texts that are none
+# ---------------------------------------------------------------- the standard input, and texts
+# that are none
 
 
 def pipe(monkeypatch, content: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
 
 
-def test_a_dash_is_the_standard_input_for_a_prompt_and_for_a_file_of_prompts(monkeypatch, capsys, refused, tmp_path):
+def test_a_dash_is_the_standard_input_for_a_prompt_and_for_a_file_of_prompts(
+    monkeypatch, capsys, refused, tmp_path
+):
     pipe(monkeypatch, b'{"prompt_ids": [1, 17]}\n')
     assert run(["generate", *PAIR, "--prompts", "-", "--max-new-tokens", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["prompt_ids"] == [1, 17]
@@ -322,19 +399,25 @@ def test_a_dash_is_the_standard_input_for_a_prompt_and_for_a_file_of_prompts(mon
     pipe(monkeypatch, "\ufeffdef f(x):\n".encode())
     target = ("--target", str(write_bytes_target(tmp_path / "bytes")), "--drafter", "none")
     assert run(["generate", "-", *target, "--max-new-tokens", "2", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["prompt_ids"]) == len("def f(x):\n")  # to the letter
+    assert len(json.loads(capsys.readouterr().out)["prompt_ids"]) == len(
+        "def f(x):\n"
+    )  # to the letter
 
     pipe(monkeypatch, b"\xff")
     assert "the standard input is not a text file in UTF-8 (byte 0)" in refused("generate", "-")
     pipe(monkeypatch, b'{"prompt_ids": []}')
-    assert "the standard input line 1: the prompt is empty" in refused("generate", *PAIR, "--prompts", "-")
+    assert "the standard input line 1: the prompt is empty" in refused(
+        "generate", *PAIR, "--prompts", "-"
+    )
     monkeypatch.setattr(sys, "stdin", None)
     assert "the standard input is closed" in refused("generate", "-")
     # What Python makes of an argument that is not UTF-8.
     assert "character 2 is '\\udcff'" in refused("generate", "a\udcffb")
 
 
-@pytest.mark.parametrize("text", ["def f(x): return x\n" * 550_000, "a" * 10_000_000, " " * 10_000_000])
+@pytest.mark.parametrize(
+    "text", ["def f(x): return x\n" * 550_000, "a" * 10_000_000, " " * 10_000_000]
+)
 def test_ten_megabytes_are_refused_by_their_beginning(text):
     seen = []
 
@@ -342,7 +425,9 @@ def test_ten_megabytes_are_refused_by_their_beginning(text):
         seen.append(len(part))
         return TOKENIZER.encode(part).ids
 
-    with pytest.raises(ValueError, match=r"the prompt has \d+ characters, far more tokens than the 512 positions"):
+    with pytest.raises(
+        ValueError, match=r"the prompt has \d+ characters, far more tokens than the 512 positions"
+    ):
         tokenized(text, encode, positions=512)
     assert sum(seen) < 200_000
 
@@ -359,7 +444,9 @@ def test_a_tokenizer_that_was_saved_with_a_length_cuts_and_pads_nothing(tmp_path
     tokenizer.enable_padding(length=64)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     text = "def fibonacci(number):"
-    assert read_tokenizer(tmp_path / "tokenizer.json").encode(text).ids == TOKENIZER.encode(text).ids
+    assert (
+        read_tokenizer(tmp_path / "tokenizer.json").encode(text).ids == TOKENIZER.encode(text).ids
+    )
     for content in ("{}", "", '{"model": {"type": "BPE"}}', "[" * 100_000):
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer"):

@@ -58,7 +58,10 @@ def test_a_rollout_is_written_to_a_file(cli, tmp_path):
 def test_a_target_with_experts_says_what_verification_reads_of_them(cli):
     options = ("--target", "Qwen3-30B-A3B", "--gpu", "H200")
     line = json.loads(cli("plan", "roofline", *options, "--json")[1])["accelerators"][0]
-    assert (line["target_parameters"], line["target_active_parameters"]) == (30_532_122_624, 3_041_867_776)
+    assert (line["target_parameters"], line["target_active_parameters"]) == (
+        30_532_122_624,
+        3_041_867_776,
+    )
     assert [round(128 * row["experts"]) for row in line["nodes"]] == [8, 16, 29, 52, 82, 112, 125]
     assert line["pays_from_batch"] == 5
     _, out, _ = cli("plan", "roofline", *options)
@@ -69,13 +72,26 @@ def test_a_target_with_experts_says_what_verification_reads_of_them(cli):
 
 
 def test_memory_names_active_parameters_and_recurrent_states(cli):
-    _, out, _ = cli("plan", "memory", "--target", "Qwen3-Next-80B-A3B", "--gpu", "H200", "--weights", "fp8")
+    _, out, _ = cli(
+        "plan", "memory", "--target", "Qwen3-Next-80B-A3B", "--gpu", "H200", "--weights", "fp8"
+    )
     assert "79.674 billion, 3.564 of them active, fp8" in out
     assert re.search(r"states +0\.62 +of recurrent layers, whatever the length", out)
     _, out, _ = cli(
-        "plan", "memory", "--target", "gpt-oss-120b", "--gpu", "H100", "--weights", "mxfp4", "--batch-size", "4"
+        "plan",
+        "memory",
+        "--target",
+        "gpt-oss-120b",
+        "--gpu",
+        "H100",
+        "--weights",
+        "mxfp4",
+        "--batch-size",
+        "4",
     )
-    assert re.search(r"target +65\.19 ", out) and "states" not in out  # the published files are 65.2 GB
+    assert (
+        re.search(r"target +65\.19 ", out) and "states" not in out
+    )  # the published files are 65.2 GB
 
 
 def test_what_does_not_fit_ends_with_one_and_says_what_would_do(cli):
@@ -91,7 +107,12 @@ def test_what_does_not_fit_ends_with_one_and_says_what_would_do(cli):
 
 @pytest.mark.parametrize(
     ("name", "gpu"),
-    [("Llama-3.3-70B", "A100-40GB"), ("Llama-3.1-405B", "H200"), ("Vicuna-13B", "L4"), ("Qwen3-32B", "A100-40GB")],
+    [
+        ("Llama-3.3-70B", "A100-40GB"),
+        ("Llama-3.1-405B", "H200"),
+        ("Vicuna-13B", "L4"),
+        ("Qwen3-32B", "A100-40GB"),
+    ],
 )
 def test_a_remedy_is_the_smallest_change_that_fits(name, gpu):
     deployment = served(name, gpu, "bfloat16")
@@ -101,7 +122,11 @@ def test_a_remedy_is_the_smallest_change_that_fits(name, gpu):
     weights = ["fp8", "int8", "int4", "mxfp4"]
     for field, values in (("num_accelerators", numbers), ("weights", weights)):
         changed = [dataclasses.replace(deployment, **{field: value}) for value in values]
-        fits = [value for value, plan in zip(values, changed, strict=True) if memory_plan(plan, **load).fits]
+        fits = [
+            value
+            for value, plan in zip(values, changed, strict=True)
+            if memory_plan(plan, **load).fits
+        ]
         assert remedy_of(deployment, **load)[field] == (fits[0] if fits else None)
 
 
@@ -131,7 +156,10 @@ def test_a_head_with_its_targets_number_of_layers_has_one(tmp_path):
         ({"medusa_num_heads": 4}, "they must agree, so remove the wrong one"),
         ({"architectures": ["DFlashDraftModel"]}, "has no rope_theta; it changes the mathematics"),
         ({"speculators_model_type": "peagle"}, "names no mask token"),
-        ({"draft_vocab_size": None, "model_type": "gpt"}, "no draft head and no language model that is known"),
+        (
+            {"draft_vocab_size": None, "model_type": "gpt"},
+            "no draft head and no language model that is known",
+        ),
     ],
     ids=str,
 )

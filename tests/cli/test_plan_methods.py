@@ -15,7 +15,9 @@ from safetensors.numpy import load_file
 from eagle3_jax.cli import run
 
 EAGLE3, EAGLE31, P_EAGLE, EAGLE1, MTP, MEDUSA, DFLASH, JETSPEC, DSPARK, DRAFT_MODEL = CHECKPOINTS
-LAYER = 2 * 2 * 8 * 2  # bytes of a token's keys and values in a layer: 2 heads of 8 numbers, in bfloat16
+LAYER = (
+    2 * 2 * 8 * 2
+)  # bytes of a token's keys and values in a layer: 2 heads of 8 numbers, in bfloat16
 OUTPUT = 61 * 32
 # Layers with a cache, and parameters of the target that a pass reads in addition to the drafter's.
 LAYERS = {MEDUSA: 0, DFLASH: 2, JETSPEC: 2, DSPARK: 2, DRAFT_MODEL: 2}
@@ -29,7 +31,18 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan(capsys: Any, page: str, target: Path, drafter: object, *options: str) -> dict[str, Any]:
-    arguments = ["plan", page, "--target", str(target), "--drafter", str(drafter), "-K", "3", "--gpu", "H100"]
+    arguments = [
+        "plan",
+        page,
+        "--target",
+        str(target),
+        "--drafter",
+        str(drafter),
+        "-K",
+        "3",
+        "--gpu",
+        "H100",
+    ]
     assert run([*arguments, *options, "--json"]) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
 
@@ -37,7 +50,9 @@ def plan(capsys: Any, page: str, target: Path, drafter: object, *options: str) -
 def stored(directory: Path, *, without: tuple[str, ...]) -> int:
     """Counts the numbers in a file."""
     tensors = load_file(directory / "model.safetensors")
-    return sum(math.prod(tensor.shape) for name, tensor in tensors.items() if not name.endswith(without))
+    return sum(
+        math.prod(tensor.shape) for name, tensor in tensors.items() if not name.endswith(without)
+    )
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -46,7 +61,9 @@ def test_sizes_are_those_of_the_file(tmp_path: Path, target: Path, capsys: Any, 
     tables = () if name == DRAFT_MODEL else ("embed_tokens.weight", "d2t", "t2d")
     numbers = stored(drafter, without=tables)
     memory = plan(capsys, "memory", target, drafter)
-    assert memory["drafter_method"] == name.split(" (")[0].replace("EAGLE-3.1", "EAGLE-3")  # of one size
+    assert memory["drafter_method"] == name.split(" (")[0].replace(
+        "EAGLE-3.1", "EAGLE-3"
+    )  # of one size
     assert memory["drafter_parameters"] == numbers
     assert memory["bytes"]["head_weights"] == 2 * numbers
     assert memory["drafter_cache_bytes_per_token"] == LAYER * LAYERS.get(name, 1)
@@ -56,15 +73,24 @@ def test_sizes_are_those_of_the_file(tmp_path: Path, target: Path, capsys: Any, 
     k = 3
     passes = [k + 1] if name in ONE_PASS else [k + 1, *[1] * (k - 1)]
     before = [context, *[context + k + 1] * (len(passes) - 1)]
-    cached = sum(old + new for old, new in zip(before, passes, strict=True)) * LAYER * LAYERS.get(name, 1)
+    cached = (
+        sum(old + new for old, new in zip(before, passes, strict=True))
+        * LAYER
+        * LAYERS.get(name, 1)
+    )
     fused_once = 2 * 32 * 96 * (len(passes) - 1) if name in (EAGLE3, EAGLE31) else 0
-    (line,) = plan(capsys, "roofline", target, drafter, "--batch-size", "1", "--context", "16")["accelerators"]
+    (line,) = plan(capsys, "roofline", target, drafter, "--batch-size", "1", "--context", "16")[
+        "accelerators"
+    ]
     assert line["bounds"][0]["draft_bytes"] == len(passes) * 2 * read - fused_once + cached
 
 
 def test_what_has_no_files_adds_no_weights(target: Path, capsys: Any) -> None:
     skipped = plan(capsys, "memory", target, "layer-skip=3")
-    assert (skipped["drafter_parameters"], skipped["drafter_cache_bytes_per_token"]) == (0, 3 * LAYER)
+    assert (skipped["drafter_parameters"], skipped["drafter_cache_bytes_per_token"]) == (
+        0,
+        3 * LAYER,
+    )
     assert skipped["bytes"]["head_weights"] == 0
     (line,) = plan(capsys, "roofline", target, "layer-skip=3", "--batch-size", "1")["accelerators"]
     layers = 3 * (2 * 32 * (32 + 16) + 3 * 32 * 24 + 2 * 32)

@@ -34,7 +34,9 @@ def interrupting(monkeypatch: pytest.MonkeyPatch, where: object, name: str, call
 
 
 def test_a_step_is_counted_when_it_begins_and_the_rest_is_estimated_from_the_mean(monkeypatch):
-    seconds: Iterator[float] = iter([0.0, 60.0, 60.0, 90.0, 150.0])  # the start, and each line after the first
+    seconds: Iterator[float] = iter(
+        [0.0, 60.0, 60.0, 90.0, 150.0]
+    )  # the start, and each line after the first
     monkeypatch.setattr(_progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     lines: list[str] = []
     now = counted(Activity(lines.append, lines.append), 4)
@@ -54,9 +56,7 @@ def test_a_step_is_counted_when_it_begins_and_the_rest_is_estimated_from_the_mea
 
 def test_an_interrupted_benchmark_reports_the_completed_repeats(cli, monkeypatch, tmp_path):
     out = tmp_path / "out"
-    options = (
-        "--prompts random --max-prompts 1 --prompt-tokens 5 --max-new-tokens 3 --chains 1 --tree none --ngram none"
-    )
+    options = "--prompts random --max-prompts 1 --prompt-tokens 5 --max-new-tokens 3 --chains 1 --tree none --ngram none"
     quick = ("bench", *PAIR, *options.split(), "--rivals", "none", "--repeats", 3, "--output", out)
     # In the second repeat, when the second contender has decoded and its costs are being measured.
     interrupting(monkeypatch, bench_run, "step_costs", calls=6)
@@ -64,9 +64,14 @@ def test_an_interrupted_benchmark_reports_the_completed_repeats(cli, monkeypatch
     assert code == 130
     assert "interrupted: measured repeats 1 of 3 at batch 1" in err
     (report,) = json.loads((out / "bench.json").read_text())["reports"]
-    assert report["repeats"] == 1 and [row["name"] for row in report["rows"]] == ["plain float32", "chain K=1"]
+    assert report["repeats"] == 1 and [row["name"] for row in report["rows"]] == [
+        "plain float32",
+        "chain K=1",
+    ]
     steps = [PLACE.fullmatch(line) for line in err.splitlines() if PLACE.fullmatch(line)]
-    assert [(step[1], step[2]) for step in steps if step] == [(str(number), "8") for number in range(1, 6)]
+    assert [(step[1], step[2]) for step in steps if step] == [
+        (str(number), "8") for number in range(1, 6)
+    ]
 
 
 def test_an_interrupted_tuning_reports_the_batch_sizes_that_it_has(cli, monkeypatch, tmp_path):
@@ -79,5 +84,10 @@ def test_an_interrupted_tuning_reports_the_batch_sizes_that_it_has(cli, monkeypa
     assert [tuned["batch"] for tuned in json.loads(out)["batches"]] == [1]
     assert "interrupted: measured batch sizes 1 of 1,2" in err
     first, second = (PLACE.fullmatch(line) for line in err.splitlines()[:2])
-    assert first and first[3].startswith("K=1: τ ") and second and second[3].startswith("batch 1: K=1 ")
+    assert (
+        first
+        and first[3].startswith("K=1: τ ")
+        and second
+        and second[3].startswith("batch 1: K=1 ")
+    )
     assert second[1] == "5"  # acceptance, and two shapes twice at the first batch size

@@ -26,7 +26,9 @@ def target() -> LoadedTarget:
 
 def test_models_of_every_named_shape_have_the_sizes_that_planning_counts() -> None:
     for config in SHAPES.values():
-        config = dataclasses.replace(config, layers=config.layers[:2])  # the others are like these, and take a minute
+        config = dataclasses.replace(
+            config, layers=config.layers[:2]
+        )  # the others are like these, and take a minute
         leaves = tiny.jax.tree.leaves(DecoderTarget(config, BFLOAT16).param_shapes())
         assert sum(leaf.size for leaf in leaves) == parameters(config).total
 
@@ -39,7 +41,9 @@ def test_a_random_pair_decodes(name: str, precision: Precision, dtypes: set[str]
     target, drafter = random_pair(name.lower(), precision=precision)
     leaves = tiny.jax.tree.leaves((target.params, drafter.params["head"]))
     assert {str(leaf.dtype) for leaf in leaves} == dtypes
-    result = SpeculativeDecoder(target, drafter, num_speculative_tokens=2).generate([[1, 2, 3]], max_new_tokens=5)
+    result = SpeculativeDecoder(target, drafter, num_speculative_tokens=2).generate(
+        [[1, 2, 3]], max_new_tokens=5
+    )
     assert len(result.tokens[0]) == 5
 
 
@@ -59,7 +63,9 @@ def test_random_weights_in_eight_bits_are_those_of_a_quantised_model(weights: st
     kernel = target.params["blocks"][1]["mlp"]["down"]["kernel"].dense("float32")
     reference = dense.params["blocks"][1]["mlp"]["down"]["kernel"]
     assert float(kernel.std()) == pytest.approx(float(reference.astype("float32").std()), rel=0.1)
-    result = SpeculativeDecoder(target, drafter, num_speculative_tokens=2).generate([[1, 2, 3]], max_new_tokens=5)
+    result = SpeculativeDecoder(target, drafter, num_speculative_tokens=2).generate(
+        [[1, 2, 3]], max_new_tokens=5
+    )
     assert len(result.tokens[0]) == 5 and target.weights == weights
     with pytest.raises(ValueError, match="weights 'int4' are not known"):
         random_pair("llama-tiny", weights="int4")
@@ -67,10 +73,16 @@ def test_random_weights_in_eight_bits_are_those_of_a_quantised_model(weights: st
 
 def test_the_memory_of_a_model_is_that_of_its_weights_and_caches_and_fits_or_not() -> None:
     config = shape_named("Llama-3.1-8B")
-    weights = 2 * (8.03e9 + 3 * 4096**2 + 4096 * 32_000)  # and the head's layer, a few hundred million
+    weights = 2 * (
+        8.03e9 + 3 * 4096**2 + 4096 * 32_000
+    )  # and the head's layer, a few hundred million
     assert weights < bytes_needed(config, batch=1, capacity=1024) < 1.2 * weights
-    more = bytes_needed(config, batch=1, capacity=2048) - bytes_needed(config, batch=1, capacity=1024)
-    assert more == pytest.approx(1.1 * 1024 * 33 * 2 * 8 * 128 * 2, rel=1e-6)  # 32 layers and the head's
+    more = bytes_needed(config, batch=1, capacity=2048) - bytes_needed(
+        config, batch=1, capacity=1024
+    )
+    assert more == pytest.approx(
+        1.1 * 1024 * 33 * 2 * 8 * 128 * 2, rel=1e-6
+    )  # 32 layers and the head's
     stats = {"bytes_limit": 8 * 2**30, "bytes_in_use": 3 * 2**30}
     assert why_not(5 * 2**30, stats) is None
     assert why_not(6 * 2**30, stats) == "it needs 6.0 GiB and the device has 5.0 GiB left"
@@ -78,22 +90,29 @@ def test_the_memory_of_a_model_is_that_of_its_weights_and_caches_and_fits_or_not
 
 
 def test_the_bytes_of_a_step_are_weights_and_caches(target: LoadedTarget) -> None:
-    # 12 layers of attention (256 x (256 + 128 + 128) + 256 x 256) and SwiGLU (3 x 256 x 704) with two norms each, a
-    # norm, and the output projection; the embedding is looked up, not read.
+    # 12 layers of attention (256 x (256 + 128 + 128) + 256 x 256) and SwiGLU (3 x 256 x 704) with
+    # two norms each, a norm, and the output projection; the embedding is looked up, not read.
     weights = 4 * (12 * (256 * 512 + 256 * 256 + 3 * 256 * 704 + 2 * 256) + 256 + 256 * 4096)
     assert step_bytes(target, rows=1, context=0) == weights
     assert step_bytes(target, rows=3, context=10) == weights + 3 * 10 * 12 * 2 * 2 * 64 * 4
     layer = LayerConfig(
         mixer=tiny.layers(1)[0].mixer,
-        mlp=Experts(num_experts=4, per_token=1, width=6, router="softmax", shared_width=5, bias=True),
+        mlp=Experts(
+            num_experts=4, per_token=1, width=6, router="softmax", shared_width=5, bias=True
+        ),
     )
     routed = tiny.target(13, layers=(layer,))
     width = routed.model.config.width
     unread = 3 * 4 * (3 * width * 6 + 2 * 6 + width)  # three experts with their biases, in float32
-    all_bytes = sum(leaf.nbytes for leaf in tiny.jax.tree.leaves(routed.params)) - routed.params["embedding"].nbytes
+    all_bytes = (
+        sum(leaf.nbytes for leaf in tiny.jax.tree.leaves(routed.params))
+        - routed.params["embedding"].nbytes
+    )
     assert step_bytes(routed, rows=1, context=0) == all_bytes - unread
     tied = tiny.target(13, tie_embeddings=True)
-    assert step_bytes(tied, rows=1, context=0) == sum(leaf.nbytes for leaf in tiny.jax.tree.leaves(tied.params))
+    assert step_bytes(tied, rows=1, context=0) == sum(
+        leaf.nbytes for leaf in tiny.jax.tree.leaves(tied.params)
+    )
 
 
 def test_bandwidth_is_that_of_some_memory(target: LoadedTarget) -> None:
@@ -108,7 +127,11 @@ def test_a_launch_moves_the_array_several_times(monkeypatch: pytest.MonkeyPatch)
     size = 2**20
     passes = roofline.passes_of(size)
     assert passes > 8
-    assert roofline.bandwidths(size) == {"sum": passes * size, "copy": passes * 2 * size, "product": passes * size}
+    assert roofline.bandwidths(size) == {
+        "sum": passes * size,
+        "copy": passes * 2 * size,
+        "product": passes * size,
+    }
     assert roofline.passes_of(2**40) > 1
 
 

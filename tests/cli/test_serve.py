@@ -37,7 +37,14 @@ pytest.importorskip("prometheus_client")
 
 from eagle3_jax.serving.local import serving
 
-PROMPTS = ["def add(a, b):\n", "import", "class Queue:\n", "x = [", '"""Reads a file line by line, and ', "for"]
+PROMPTS = [
+    "def add(a, b):\n",
+    "import",
+    "class Queue:\n",
+    "x = [",
+    '"""Reads a file line by line, and ',
+    "for",
+]
 TEMPLATE = e3.ChatTemplate("{% for message in messages %}{{ message.content }}\n{% endfor %}")
 Answer = dict[str, Any]
 
@@ -62,7 +69,13 @@ def url() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def small() -> Iterator[str]:
     """One slot, no queue, greedy only, no log-probabilities, and a target without tokenizer and chat template."""
-    options = {"slots": 1, "capacity": 400, "max_queue": 0, "chunk": 24, "sampling_mode": SamplingMode.GREEDY}
+    options = {
+        "slots": 1,
+        "capacity": 400,
+        "max_queue": 0,
+        "chunk": 24,
+        "sampling_mode": SamplingMode.GREEDY,
+    }
     with serving(tiny_decoder(), **options) as address:
         yield address
 
@@ -121,9 +134,15 @@ def counters_at_rest(url: str) -> dict[str, float]:
 def generated(fields: Answer, **options: Any) -> e3.Generation:
     """Returns what `generate` writes for the fields of a request."""
     sampling = e3.SamplingParams(
-        temperature=fields["temperature"], top_k=fields.get("top_k", 0), top_p=fields.get("top_p", 1.0)
+        temperature=fields["temperature"],
+        top_k=fields.get("top_k", 0),
+        top_p=fields.get("top_p", 1.0),
     )
-    options |= {"max_new_tokens": fields["max_tokens"], "sampling": sampling, "seed": fields.get("seed", 0)}
+    options |= {
+        "max_new_tokens": fields["max_tokens"],
+        "sampling": sampling,
+        "seed": fields.get("seed", 0),
+    }
     return decoder().generate(fields["prompt"], **options).rows[0]
 
 
@@ -160,7 +179,11 @@ def test_every_text_is_that_of_generate(url: str, streams: bool) -> None:
         assert choice["finish_reason"] == expected.finish_reason.name.lower()
         num_prompt = len(expected.prompt_tokens)
         num_new = len(expected.tokens)
-        usage = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+        usage = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+        }
         assert choice["usage"] == usage
 
 
@@ -176,7 +199,13 @@ def test_a_prompt_of_token_ids_and_the_defaults_of_openai(url: str) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_log_probabilities_are_those_of_generate(url: str, streams: bool) -> None:
-    fields = {"prompt": "def add(a, b):\n", "max_tokens": 12, "temperature": 0.8, "seed": 3, "logprobs": 2}
+    fields = {
+        "prompt": "def add(a, b):\n",
+        "max_tokens": 12,
+        "temperature": 0.8,
+        "seed": 3,
+        "logprobs": 2,
+    }
     fields["return_tokens_as_token_ids"] = True
     choices = [complete(url, **fields)]
     if streams:
@@ -188,12 +217,21 @@ def test_log_probabilities_are_those_of_generate(url: str, streams: bool) -> Non
     assert columns["tokens"] == [f"token_id:{token}" for token in expected.tokens]
     assert expected.logprobs is not None
     for token, logprob, top, score in zip(
-        expected.tokens, columns["token_logprobs"], columns["top_logprobs"], expected.logprobs, strict=True
+        expected.tokens,
+        columns["token_logprobs"],
+        columns["top_logprobs"],
+        expected.logprobs,
+        strict=True,
     ):
         assert logprob == pytest.approx(score.logprob, abs=1e-4)
         likeliest = dict(score.top) | {token: score.logprob}
-        assert top == pytest.approx({f"token_id:{key}": value for key, value in likeliest.items()}, abs=1e-4)
-    texts = [decoder().target.tokenizer.decode(expected.tokens[:count]) for count in range(len(expected.tokens))]
+        assert top == pytest.approx(
+            {f"token_id:{key}": value for key, value in likeliest.items()}, abs=1e-4
+        )
+    texts = [
+        decoder().target.tokenizer.decode(expected.tokens[:count])
+        for count in range(len(expected.tokens))
+    ]
     assert columns["text_offset"] == [len(text) for text in texts]
 
 
@@ -214,7 +252,9 @@ def test_an_echo_scores_the_prompt_as_one_forward_of_the_target_does(url: str, l
     logprobs = choice["logprobs"]
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
     for position, token in enumerate([*tokens, *written][1:]):
-        assert logprobs["token_logprobs"][position + 1] == pytest.approx(scores[position, token], abs=1e-3)
+        assert logprobs["token_logprobs"][position + 1] == pytest.approx(
+            scores[position, token], abs=1e-3
+        )
         top = logprobs["top_logprobs"][position + 1]
         likeliest = {f"token_id:{index}" for index in np.argsort(-scores[position])[:3]}
         assert set(top) == likeliest | {f"token_id:{token}"}
@@ -242,18 +282,26 @@ def test_a_stop_text_across_chunks_ends_the_text_before_it(url: str) -> None:
         if text.index(stop) != border - 2:
             continue
         tried += 1
-        complete_at = [count for count in range(len(tokens) + 1) if stop in tokenizer.decode(tokens[:count])]
-        streamed = [event["choices"][0] for event in events_of(url, fields | {"stop": ["\0", stop]})]
+        complete_at = [
+            count for count in range(len(tokens) + 1) if stop in tokenizer.decode(tokens[:count])
+        ]
+        streamed = [
+            event["choices"][0] for event in events_of(url, fields | {"stop": ["\0", stop]})
+        ]
         assert "".join(choice["text"] for choice in streamed) == text[: border - 2]
         choice = complete(url, **fields, stop=stop)
-        assert (choice["text"], choice["token_ids"]) == (text[: border - 2], tokens[: complete_at[0]])
+        assert (choice["text"], choice["token_ids"]) == (
+            text[: border - 2],
+            tokens[: complete_at[0]],
+        )
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
         assert choice["usage"]["completion_tokens"] == complete_at[0]
     assert tried >= 2
 
 
 def test_metrics_are_the_counters_of_generate(url: str) -> None:
-    # Of a request that a stop text ended, a round may still run; the rounds before those of this request are counted.
+    # Of a request that a stop text ended, a round may still run; the rounds before those of this
+    # request are counted.
     complete(url, prompt="def", max_tokens=1, temperature=0)
     before = counters_at_rest(url)
     stats = []
@@ -270,17 +318,26 @@ def test_metrics_are_the_counters_of_generate(url: str) -> None:
         assert gains[f'spec_decode_num_accepted_tokens_per_pos_totalposition="{position}"'] == count
     assert gains["generation_tokens_total"] == sum(len(row.tokens) for row in stats)
     assert gains["prompt_tokens_total"] == sum(len(row.prompt_tokens) for row in stats)
-    ended = {reason: gains[f'request_success_totalfinished_reason="{reason}"'] for reason in ("stop", "length")}
+    ended = {
+        reason: gains[f'request_success_totalfinished_reason="{reason}"']
+        for reason in ("stop", "length")
+    }
     reasons = [row.finish_reason.name.lower() for row in stats]
     assert ended == {"stop": reasons.count("stop"), "length": reasons.count("length")}
-    assert gains["time_to_first_token_seconds_count"] == gains["e2e_request_latency_seconds_count"] == len(stats)
+    assert (
+        gains["time_to_first_token_seconds_count"]
+        == gains["e2e_request_latency_seconds_count"]
+        == len(stats)
+    )
     assert after["num_requests_running"] == after["num_requests_waiting"] == 0
 
 
 def test_the_page_names_the_metrics_that_exist(url: str) -> None:
     page = Path(__file__).parents[2] / "docs" / "serving.md"
     named = set(re.findall(r"vllm:\w+", page.read_text(encoding="utf-8")))
-    exist = set(re.findall(r"^# TYPE (vllm:\w+?)(?:_total|_created)? ", get(f"{url}/metrics"), re.M))
+    exist = set(
+        re.findall(r"^# TYPE (vllm:\w+?)(?:_total|_created)? ", get(f"{url}/metrics"), re.M)
+    )
     assert named == exist
 
 
@@ -299,7 +356,13 @@ def leave(url: str, body: Answer) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_client_that_leaves_frees_its_slot_and_its_rounds_count(url: str, streams: bool) -> None:
     before = counters_at_rest(url)
-    body = {"prompt": "def", "max_tokens": 50, "stream": streams, "temperature": 0, "ignore_eos": True}
+    body = {
+        "prompt": "def",
+        "max_tokens": 50,
+        "stream": streams,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     for _ in range(6):  # more than there are slots
         leave(url, body)
     after = counters_at_rest(url)
@@ -319,7 +382,11 @@ def test_a_slow_reader_does_not_hold_up_the_others(url: str) -> None:
     fields = requests()[4]
     assert complete(url, **fields)["text"] == generated(fields).text
     lines = connection.getresponse().read().decode()
-    texts = [json.loads(line[6:])["choices"][0]["text"] for line in lines.split("\n\n") if '"choices"' in line]
+    texts = [
+        json.loads(line[6:])["choices"][0]["text"]
+        for line in lines.split("\n\n")
+        if '"choices"' in line
+    ]
     unstopped = e3.SpeculativeDecoder(decoder().target, stop_tokens=())
     assert "".join(texts) == unstopped.generate("def", max_new_tokens=50).texts[0]
 
@@ -332,7 +399,9 @@ def test_two_hundred_requests_at_once_are_answered_or_refused(url: str) -> None:
     texts = [answer["choices"][0]["text"] for status, answer in answers if status == 200]
     assert texts == [expected] * len(texts) and len(texts) >= 68
     errors = [answer["error"] for status, answer in answers if status != 200]
-    assert all(error["code"] == 503 and error["type"] == "ServiceUnavailableError" for error in errors)
+    assert all(
+        error["code"] == 503 and error["type"] == "ServiceUnavailableError" for error in errors
+    )
 
 
 BAD = [
@@ -372,7 +441,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("body", "param", "status"), BAD)
-def test_a_bad_request_is_refused_with_its_field(url: str, body: Any, param: str | None, status: int) -> None:
+def test_a_bad_request_is_refused_with_its_field(
+    url: str, body: Any, param: str | None, status: int
+) -> None:
     actual, answer = post(url, body)
     assert actual == status
     assert answer["error"]["param"] == param and answer["error"]["code"] == status
@@ -380,8 +451,22 @@ def test_a_bad_request_is_refused_with_its_field(url: str, body: Any, param: str
 
 
 def test_values_that_change_nothing_pass(url: str) -> None:
-    neutral = {"n": 1, "repetition_penalty": 1.0, "logprobs": None, "stop": None, "presence_penalty": 0, "user": "me"}
-    neutral |= {"min_p": 0.0, "logit_bias": {}, "best_of": 1, "suffix": None, "tools": [], "model": "eagle3"}
+    neutral = {
+        "n": 1,
+        "repetition_penalty": 1.0,
+        "logprobs": None,
+        "stop": None,
+        "presence_penalty": 0,
+        "user": "me",
+    }
+    neutral |= {
+        "min_p": 0.0,
+        "logit_bias": {},
+        "best_of": 1,
+        "suffix": None,
+        "tools": [],
+        "model": "eagle3",
+    }
     neutral["model"] = json.loads(get(f"{url}/v1/models"))["data"][0]["id"]
     fields = requests()[2]
     assert complete(url, **fields, **neutral)["text"] == generated(fields).text
@@ -423,7 +508,12 @@ def test_the_server_is_certified(url: str) -> None:
     assert "The same seed wrote the same text in 4 of 4 requests." in certificate.notes
 
 
-QUESTION = [{"role": "user", "content": [{"type": "text", "text": "def add"}, {"type": "text", "text": "(a, b):"}]}]
+QUESTION = [
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "def add"}, {"type": "text", "text": "(a, b):"}],
+    }
+]
 CHAT = "/v1/chat/completions"
 
 
@@ -451,7 +541,9 @@ def test_log_probabilities_of_a_chat_have_their_own_form(url: str) -> None:
     status, answer = post(url, body, CHAT)
     assert status == 200
     content = answer["choices"][0]["logprobs"]["content"]
-    assert "".join(entry["token"] for entry in content) == answer["choices"][0]["message"]["content"]
+    assert (
+        "".join(entry["token"] for entry in content) == answer["choices"][0]["message"]["content"]
+    )
     assert [len(entry["top_logprobs"]) for entry in content] == [2, 2, 2]
     assert all(bytes(entry["bytes"]).decode() == entry["token"] for entry in content)
     completed = complete(url, prompt="def add(a, b):\n", logprobs=2, **fields)
@@ -476,9 +568,21 @@ def test_a_prompt_in_chunks_to_a_target_without_tokenizer(small: str) -> None:
             CHAT,
             "start it with --logprob",
         ),
-        ({"messages": QUESTION, "temperature": 0}, CHAT, "has no chat template; use /v1/completions"),
-        ({"prompt": [1], "temperature": 0, "logprobs": 1}, "/v1/completions", "start it with --logprobs 1"),
-        ({"prompt": [1], "temperature": 1}, "/v1/completions", "the server chose it with --sampling"),
+        (
+            {"messages": QUESTION, "temperature": 0},
+            CHAT,
+            "has no chat template; use /v1/completions",
+        ),
+        (
+            {"prompt": [1], "temperature": 0, "logprobs": 1},
+            "/v1/completions",
+            "start it with --logprobs 1",
+        ),
+        (
+            {"prompt": [1], "temperature": 1},
+            "/v1/completions",
+            "the server chose it with --sampling",
+        ),
         ({"prompt": "x", "temperature": 0}, "/v1/completions", "has no tokenizer"),
         ({"prompt": [1], "temperature": 0, "stop": "x"}, "/v1/completions", "has no tokenizer"),
     ],
@@ -492,7 +596,10 @@ def test_a_server_says_what_it_cannot_do(small: str, body: Answer, path: str, me
     ("body", "message"),
     [
         ({"messages": [{"role": "judge", "content": "x"}]}, "has the role 'judge'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "has a part that is no text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "has a part that is no text",
+        ),
         ({"messages": QUESTION, "echo": True}, "'echo' is not supported"),
     ],
 )
@@ -509,7 +616,9 @@ def test_a_full_server_says_when_to_come_back(small: str) -> None:
     assert statuses[0] == 200 and statuses[-1] == 503
 
 
-def test_a_failing_engine_fails_its_requests_and_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_engine_fails_its_requests_and_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ticks = Engine._begin_group
 
     def fail(engine: Engine) -> None:
@@ -528,7 +637,9 @@ def test_a_failing_engine_fails_its_requests_and_ends_the_server(monkeypatch: py
     with pytest.raises(ArithmeticError, match="lost the device"):
         ask()
     assert [status for status, _ in statuses] == [200, 500]
-    assert "the engine failed: ArithmeticError: lost the device" in statuses[1][1]["error"]["message"]
+    assert (
+        "the engine failed: ArithmeticError: lost the device" in statuses[1][1]["error"]["message"]
+    )
 
 
 # The command
@@ -537,8 +648,19 @@ def test_a_failing_engine_fails_its_requests_and_ends_the_server(monkeypatch: py
 @contextlib.contextmanager
 def serving_command(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Yields a process of the command with a small target, and its host and port, when it is ready."""
-    (folder / "mine.py").write_text("import tiny\n\ndef target(argument, *, dtype):\n    return tiny.target(13)\n")
-    words = [sys.executable, "-m", "eagle3_jax", "serve", "--target", "mine:target", "--drafter", "none"]
+    (folder / "mine.py").write_text(
+        "import tiny\n\ndef target(argument, *, dtype):\n    return tiny.target(13)\n"
+    )
+    words = [
+        sys.executable,
+        "-m",
+        "eagle3_jax",
+        "serve",
+        "--target",
+        "mine:target",
+        "--drafter",
+        "none",
+    ]
     words += ["--port", "0", "--capacity", "512", "--slots", "1", "--chunk", "32"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -592,7 +714,9 @@ def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture) -> None:
     assert "address already in use; choose another port" in error and error.count("\n") == 1
 
 
-def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_a_missing_package_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert run(["serve"]) == 2
     assert "pip install 'eagle3-jax[serve]'" in capsys.readouterr().err

@@ -31,9 +31,17 @@ EAGLE3 = (sys.executable, "-m", "eagle3_jax")
 
 
 def environment(**more: str) -> dict[str, str]:
-    variables = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("NO_COLOR", "COLUMNS", "LINES")
+    }
     compiled = str(Path(tempfile.gettempdir()) / "eagle3-jax-tests-compiled")
-    variables |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": compiled}
+    variables |= {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": compiled,
+    }
     return variables | {"TERM": "xterm-256color"} | more
 
 
@@ -94,7 +102,9 @@ def test_the_prompt_stays_on_the_screen(target):
     assert lines[1].startswith("    return '\N{SNOWMAN}'\N{SYMBOL FOR CARRIAGE RETURN} + x")
     assert "[stopped: reached --max-new-tokens 6]" in lines
     assert b"measuring against plain decoding" in wide.seen
-    assert not any("measuring" in line or "compiling" in line for line in lines)  # they disappear when they are done
+    assert not any(
+        "measuring" in line or "compiling" in line for line in lines
+    )  # they disappear when they are done
     assert not wide.screen.cursor.hidden
 
 
@@ -104,13 +114,18 @@ def test_lines_of_json_go_to_the_standard_output_while_a_bar_is_shown(tmp_path):
     options = ("generate", *PAIR, "--prompts", str(prompts), "--max-new-tokens", "4", "--json")
     piped = InTerminal(*options, pipe=True)
     screen = piped.finish()
-    assert [json.loads(line)["prompt_ids"] for line in piped.output.splitlines()] == [[1, 17], [9, 3]]
+    assert [json.loads(line)["prompt_ids"] for line in piped.output.splitlines()] == [
+        [1, 17],
+        [9, 3],
+    ]
     assert not any("token_ids" in line for line in screen)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_a_terminal_leaves_a_cursor_and_no_traceback(number):
-    started = InTerminal("generate", *PAIR, "--prompt-ids", "[1, 17]", "--max-new-tokens", "300", "--ignore-eos")
+    started = InTerminal(
+        "generate", *PAIR, "--prompt-ids", "[1, 17]", "--max-new-tokens", "300", "--ignore-eos"
+    )
     started.read(until=b"\x1b[?25l")  # the spinner has hidden the cursor
     os.killpg(started.process.pid, number)
     lines = started.finish()
@@ -120,13 +135,18 @@ def test_a_signal_in_a_terminal_leaves_a_cursor_and_no_traceback(number):
     assert started.screen.cursor.x == 0
 
 
-# ---------------------------------------------------------------- outputs that do not take everything
+# ---------------------------------------------------------------- outputs that do not take
+# everything
 
 
 @pytest.mark.parametrize(
     ("redirection", "code", "error"),
     [
-        ("plan speedup --json > /dev/full", 2, "error: disk full: the output (No space left on device)\n"),
+        (
+            "plan speedup --json > /dev/full",
+            2,
+            "error: disk full: the output (No space left on device)\n",
+        ),
         ("plan speedup >&-", 0, ""),
         ("plan nothing 2> /dev/full", 2, ""),
     ],
@@ -139,7 +159,9 @@ def test_an_output_that_is_full_or_closed_is_one_line_at_most(redirection, code,
 
 def test_characters_that_the_encoding_of_the_output_lacks_are_escaped():
     command = [*EAGLE3, "plan", "speedup"]
-    result = subprocess.run(command, env=environment(PYTHONIOENCODING="ascii"), capture_output=True, check=False)
+    result = subprocess.run(
+        command, env=environment(PYTHONIOENCODING="ascii"), capture_output=True, check=False
+    )
     assert (result.returncode, result.stderr) == (0, b"") and b"\\u03c4" in result.stdout
 
 
@@ -168,8 +190,12 @@ def printed(capfd):
     return call
 
 
-@pytest.mark.parametrize("prompt", ["a\tb\r\nc", "\N{SNOWMAN} \N{GRINNING FACE}", "[bold]x[/bold] \x1b[2J"])
-def test_the_text_in_a_pipe_is_the_prompt_and_the_text_of_json_to_the_letter(printed, target, prompt):
+@pytest.mark.parametrize(
+    "prompt", ["a\tb\r\nc", "\N{SNOWMAN} \N{GRINNING FACE}", "[bold]x[/bold] \x1b[2J"]
+)
+def test_the_text_in_a_pipe_is_the_prompt_and_the_text_of_json_to_the_letter(
+    printed, target, prompt
+):
     options = (prompt, "--target", target, "--drafter", "ngram", "--max-new-tokens", "24")
     row = json.loads(printed(*options, "--json"))
     shown = printed(*options)
@@ -180,18 +206,32 @@ def test_the_text_in_a_pipe_is_the_prompt_and_the_text_of_json_to_the_letter(pri
 def test_every_figure_follows_from_the_json(printed, target, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "aaaaaa"}\n{"prompt": "abcabcabc", "max_new_tokens": 9}\n')
-    options = ("--prompts", str(prompts), *("--target", target, "--drafter", "ngram", "--max-new-tokens", "20"))
+    options = (
+        "--prompts",
+        str(prompts),
+        *("--target", target, "--drafter", "ngram", "--max-new-tokens", "20"),
+    )
     rows = [json.loads(line)["stats"] for line in printed(*options, "--json").splitlines()]
     shown = printed(*options, "--compare")
     drafts, drafted, accepted = (
-        sum(row[name] for row in rows) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        sum(row[name] for row in rows)
+        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     )
     tau = 1 + accepted / drafts
-    assert f"τ = {tau:.2f} tokens per round (1 + accepted / drafts: {accepted} accepted in {drafts} drafts)" in shown
+    assert (
+        f"τ = {tau:.2f} tokens per round (1 + accepted / drafts: {accepted} accepted in {drafts} drafts)"
+        in shown
+    )
     assert f"{accepted / drafted:.0%} of the drafted tokens accepted" in shown
     depths = zip(*(row["num_accepted_tokens_per_pos"] for row in rows), strict=True)
-    assert "accepted at depth 1, 2, ...: " + " ".join(f"{sum(depth) / drafts:.2f}" for depth in depths) in shown
-    speeds = re.search(r"([\d.]+)x[^(]* plain decoding \(([\d.]+) vs ([\d.]+) tokens/s;.* identical output: yes", shown)
+    assert (
+        "accepted at depth 1, 2, ...: " + " ".join(f"{sum(depth) / drafts:.2f}" for depth in depths)
+        in shown
+    )
+    speeds = re.search(
+        r"([\d.]+)x[^(]* plain decoding \(([\d.]+) vs ([\d.]+) tokens/s;.* identical output: yes",
+        shown,
+    )
     ratio, ours, plain = map(float, speeds.groups())
     assert ratio == pytest.approx(ours / plain, abs=0.00501)
 
@@ -202,11 +242,14 @@ def comparison(ours: Sequence[float], plain: Sequence[float]) -> str:
     from eagle3_jax.cli.generate import speed_line
 
     ratios = tuple(speed / baseline for speed, baseline in zip(ours, plain, strict=True))
-    return speed_line(Comparison(Spread.of(ours), Spread.of(plain), ratios, is_plain=False, same_output=True))
+    return speed_line(
+        Comparison(Spread.of(ours), Spread.of(plain), ratios, is_plain=False, same_output=True)
+    )
 
 
 def test_the_ratio_is_that_of_the_two_printed_speeds():
-    # By repeat the ratios are 1.19, 0.60 and 1.67, whose median is not the ratio of the two medians, 334.4 and 340.7.
+    # By repeat the ratios are 1.19, 0.60 and 1.67, whose median is not the ratio of the two
+    # medians, 334.4 and 340.7.
     noise = comparison([334.4, 280.0, 569.2], [281.0, 466.7, 340.7])
     assert noise == (
         "0.98x, no measurable difference from plain decoding (334.4 vs 340.7 tokens/s; 0.60x to 1.67x in 3 runs), "
@@ -225,8 +268,23 @@ def test_a_table_loses_columns_in_a_narrow_terminal_and_no_cell(width):
     from eagle3_jax.bench.tables import Table
     from eagle3_jax.cli._printing import fit_table
 
-    columns = ["method", "dtype", "tokens/s", "ratio", "95 %", "τ", "total", "total ratio", "roofline", "compile"]
-    table = Table("Speed", columns, [["chain K=3", "float32", "123.4", "1.40 (1.38-1.42)", *["[1.30-1.50]"] * 6]])
+    columns = [
+        "method",
+        "dtype",
+        "tokens/s",
+        "ratio",
+        "95 %",
+        "τ",
+        "total",
+        "total ratio",
+        "roofline",
+        "compile",
+    ]
+    table = Table(
+        "Speed",
+        columns,
+        [["chain K=3", "float32", "123.4", "1.40 (1.38-1.42)", *["[1.30-1.50]"] * 6]],
+    )
     shown = fit_table(table, width)
     assert sum(2 + len(str(cell)) for cell in shown.rows[0]) <= width
     assert {"method", "tokens/s", "ratio", "τ"} <= set(shown.columns)

@@ -10,14 +10,23 @@ from deployments import SMALL, SMALL_HEAD, served
 
 from eagle3_jax.devices import groups
 from eagle3_jax.models import attention
-from eagle3_jax.models.config import DecoderConfig, Experts, GatedDelta, GatedMLP, GroupedQuery, Latent, LayerConfig
+from eagle3_jax.models.config import (
+    DecoderConfig,
+    Experts,
+    GatedDelta,
+    GatedMLP,
+    GroupedQuery,
+    Latent,
+    LayerConfig,
+)
 from eagle3_jax.theory.accelerators import custom_accelerator
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import SCORES, Deployment, memory_plan
 from eagle3_jax.theory.sizes import Parameters, parameters, sizes_of
 from validation.aot.record import PATH, load
 
-# Parameters that the published checkpoints hold (the safetensors index on the hub; a tied table counted once).
+# Parameters that the published checkpoints hold (the safetensors index on the hub; a tied table
+# counted once).
 PUBLISHED = {
     "Llama-3.2-1B": 1_235_814_400,
     "Llama-3.2-3B": 3_212_749_824,
@@ -39,8 +48,9 @@ PUBLISHED = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
-# Published sizes of models whose files hold more than the model (a module that drafts, a vision tower), in billions:
-# all parameters, and the active ones, some with the embedding, of which a token reads one row.
+# Published sizes of models whose files hold more than the model (a module that drafts, a vision
+# tower), in billions: all parameters, and the active ones, some with the embedding, of which a
+# token reads one row.
 ROUNDED = {
     "Qwen3-30B-A3B": (30.5, 3.3, "and embedding"),
     "Qwen3-235B-A22B": (235, 22, "and embedding"),
@@ -81,11 +91,14 @@ D = 9  # width of the residual stream
 PLAIN = GroupedQuery(num_heads=6, num_kv_heads=2, head_dim=4)
 LATENT = Latent(num_heads=3, q_rank=7, kv_rank=5, nope_dim=4, rope_dim=2, value_dim=6)
 DELTA = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, kernel=3)
-SHARED = Experts(num_experts=4, per_token=1, width=3, router="sigmoid", shared_width=7, shared_gate=True)
+SHARED = Experts(
+    num_experts=4, per_token=1, width=3, router="sigmoid", shared_width=7, shared_gate=True
+)
 ATTENDS = {"query_output": 2 * D * 24, "key_value": D * 16}
 MULTIPLIES = {"mlp": 3 * D * 10}
 
-# A layer, its parameters without the two norms of the block, and its numbers per token, of states and of windows.
+# A layer, its parameters without the two norms of the block, and its numbers per token, of states
+# and of windows.
 LAYERS = {
     "plain": (PLAIN, GatedMLP(width=10), ATTENDS | MULTIPLIES, (16, 0, 0)),
     "biases": (
@@ -98,7 +111,11 @@ LAYERS = {
         LATENT,
         GatedMLP(width=10),
         MULTIPLIES
-        | {"query_output": 7 * 3 * 6 + 3 * (4 + 6) * 5 + 3 * 6 * D, "key_value": D * (7 + 7), "vectors": 7 + 5},
+        | {
+            "query_output": 7 * 3 * 6 + 3 * (4 + 6) * 5 + 3 * 6 * D,
+            "key_value": D * (7 + 7),
+            "vectors": 7 + 5,
+        },
         (7, 0, 0),
     ),
     "recurrence": (
@@ -135,34 +152,57 @@ def test_bytes_of_a_70b_target_in_fp8_and_of_its_head():
     target = deployment.target
     head = deployment.head
     assert head is not None
-    # fc 3·8192², q 16384·8192, k and v 2·16384·1024, o 8192², mlp 3·8192·28672, norms 4·8192, lm_head 32000·8192.
+    # fc 3·8192², q 16384·8192, k and v 2·16384·1024, o 8192², mlp 3·8192·28672, norms 4·8192,
+    # lm_head 32000·8192.
     assert parameters(head).total == 1_403_027_456
-    assert deployment.weight_bytes(target) / 1e9 == pytest.approx(72.66, abs=0.01)  # layers FP8, tables bfloat16
+    assert deployment.weight_bytes(target) / 1e9 == pytest.approx(
+        72.66, abs=0.01
+    )  # layers FP8, tables bfloat16
     assert deployment.streamed_bytes(target) / 1e9 == pytest.approx(70.555, abs=0.001)
-    assert deployment.weight_bytes(head) / 1e9 == pytest.approx(1.403, abs=0.001)  # all of its kernels in FP8
+    assert deployment.weight_bytes(head) / 1e9 == pytest.approx(
+        1.403, abs=0.001
+    )  # all of its kernels in FP8
     assert served(weights="int8").weight_bytes(head) / 1e9 == pytest.approx(2.806, abs=0.001)
     assert deployment.cache_bytes_per_token(target) == 327_680  # 2·80·8·128 numbers of 2 bytes
     assert deployment.cache_bytes_per_token(head) == 4096  # 1.25 %: not nothing, as an article says
 
 
 def test_every_part_of_the_plan_by_hand():
-    deployment = Deployment(target=SMALL, head=SMALL_HEAD, accelerator=custom_accelerator(gb_per_s=1.0, memory_gb=1.0))
+    deployment = Deployment(
+        target=SMALL, head=SMALL_HEAD, accelerator=custom_accelerator(gb_per_s=1.0, memory_gb=1.0)
+    )
     plan = memory_plan(
-        deployment, batch=2, context=10, num_draft_tokens=1, prefill_tokens=1, utilization=0.5, reserve_bytes=7.0
+        deployment,
+        batch=2,
+        context=10,
+        num_draft_tokens=1,
+        prefill_tokens=1,
+        utilization=0.5,
+        reserve_bytes=7.0,
     )
     assert plan.target_weights == 2 * (144 + 12 + 40 + 40)
     # fusion 3·4·4, q 8·4, k and v 2·8·2, o 4·4, mlp 96, norms 4·4, lm_head 5·4
     assert plan.head_weights == 2 * (48 + 32 + 32 + 16 + 96 + 16 + 20)
-    assert (plan.target_cache, plan.head_cache) == (2 * 12 * 8, 2 * 12 * 8)  # 2·1·1·2 numbers of 2 bytes a token
-    # four tokens: 2·(4·4 + 2·8 + (2 + 2)·2 + 3·4) each, and 2·4·10 for logits and probabilities; scores of two heads
-    # and ten keys of 4 + 2 bytes each; one token of a prefill and caches of two, of 8 bytes for either model
+    assert (plan.target_cache, plan.head_cache) == (
+        2 * 12 * 8,
+        2 * 12 * 8,
+    )  # 2·1·1·2 numbers of 2 bytes a token
+    # four tokens: 2·(4·4 + 2·8 + (2 + 2)·2 + 3·4) each, and 2·4·10 for logits and probabilities;
+    # scores of two heads and ten keys of 4 + 2 bytes each; one token of a prefill and caches of
+    # two, of 8 bytes for either model
     assert plan.activations == 4 * (2 * (16 + 16 + 8 + 12) + 80) + 4 * 2 * 10 * 6 + 3 * 16
     assert (plan.reserve, plan.budget) == (7.0, 0.5e9)
     assert plan.fits
     assert plan.cache_capacity_tokens == (0.5e9 - plan.without_caches) // 16
-    windowed = dataclasses.replace(SMALL.layers[0], mixer=dataclasses.replace(SMALL.layers[0].mixer, window=4))
-    deployment = dataclasses.replace(deployment, target=dataclasses.replace(SMALL, layers=(windowed,)))
-    assert deployment.cache_bytes_per_token(deployment.target) == 8  # buffers hold the whole sequence
+    windowed = dataclasses.replace(
+        SMALL.layers[0], mixer=dataclasses.replace(SMALL.layers[0].mixer, window=4)
+    )
+    deployment = dataclasses.replace(
+        deployment, target=dataclasses.replace(SMALL, layers=(windowed,))
+    )
+    assert (
+        deployment.cache_bytes_per_token(deployment.target) == 8
+    )  # buffers hold the whole sequence
 
 
 COMPILED = load(PATH.with_name("aot-memory.json"))
@@ -185,7 +225,8 @@ def test_a_plan_is_within_a_tenth_of_what_was_compiled_for_an_h200(name):
         utilization=1.0,
         reserve_bytes=0.0,
     )
-    # The table that the head shares with its target is one array, and two arguments of a compiled program.
+    # The table that the head shares with its target is one array, and two arguments of a compiled
+    # program.
     shared = 0 if plain else 2 * 128_256 * 4096
     assert plan.total == pytest.approx(row.deep.memory["peak"] - shared, rel=0.1)
 
@@ -202,12 +243,21 @@ def test_tensor_parallelism_divides_all_but_vectors_fusion_and_scarce_key_heads(
     head = single.head
     assert head is not None
     vectors = 2 * parameters(target).vectors
-    assert eight.weight_bytes(target) - vectors == pytest.approx((single.weight_bytes(target) - vectors) / 8)
+    assert eight.weight_bytes(target) - vectors == pytest.approx(
+        (single.weight_bytes(target) - vectors) / 8
+    )
     undivided = parameters(head).fusion + 2 * parameters(head).vectors
-    assert eight.weight_bytes(head) - undivided == pytest.approx((single.weight_bytes(head) - undivided) / 8)
+    assert eight.weight_bytes(head) - undivided == pytest.approx(
+        (single.weight_bytes(head) - undivided) / 8
+    )
     assert eight.cache_bytes_per_token(target) == single.cache_bytes_per_token(target) / 8
-    assert sixteen.cache_bytes_per_token(target) == eight.cache_bytes_per_token(target)  # 8 key heads, each twice
-    assert 16 * sixteen.weight_bytes(target) > 8 * eight.weight_bytes(target) + parameters(target).key_value / 2
+    assert sixteen.cache_bytes_per_token(target) == eight.cache_bytes_per_token(
+        target
+    )  # 8 key heads, each twice
+    assert (
+        16 * sixteen.weight_bytes(target)
+        > 8 * eight.weight_bytes(target) + parameters(target).key_value / 2
+    )
 
 
 def test_quantised_weights_leave_the_tables_alone():

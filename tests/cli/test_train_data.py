@@ -38,18 +38,24 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asked(*questions: str, answer: str | None = None) -> list[dict[str, Any]]:
     answered = [] if answer is None else [{"role": "assistant", "content": answer}]
-    return [{"messages": [{"role": "user", "content": question}, *answered]} for question in questions]
+    return [
+        {"messages": [{"role": "user", "content": question}, *answered]} for question in questions
+    ]
 
 
 def written(path: Path, *rows: dict[str, Any] | str) -> Path:
-    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    path.write_text(
+        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    )
     return path
 
 
 def rows_of(texts: Texts) -> list[tuple[list[int], list[bool], int]]:
     """Token ids, mask and document of each text."""
     borders = np.cumsum(texts.length)[:-1]
-    parts = zip(np.split(texts.tokens, borders), np.split(texts.learn, borders), texts.document, strict=True)
+    parts = zip(
+        np.split(texts.tokens, borders), np.split(texts.learn, borders), texts.document, strict=True
+    )
     return [(tokens.tolist(), learn.tolist(), int(document)) for tokens, learn, document in parts]
 
 
@@ -121,19 +127,29 @@ def test_the_target_answers_the_prompts_of_files(cli, target, tmp_path, small_sh
         answer = decoder.generate(prompt, max_new_tokens=60 - len(prompt)).tokens[0]
         expected.append((prompt + answer, [False] * len(prompt) + [True] * len(answer)))
     assert sorted((tokens, learn) for tokens, learn, _ in rows_of(texts)) == sorted(expected)
-    assert numbers(printed) == [5, int(texts.learn.sum()), int((texts.document < 0.02 * 2.0**64).sum())]
+    assert numbers(printed) == [
+        5,
+        int(texts.learn.sum()),
+        int((texts.document < 0.02 * 2.0**64).sum()),
+    ]
     assert len(list((tmp_path / "data").glob("texts-*.npz"))) == 3
 
-    code, printed, _ = cli("train", "data", target, tmp_path / "fewer", file, *REWRITING, "--most", 3)
+    code, printed, _ = cli(
+        "train", "data", target, tmp_path / "fewer", file, *REWRITING, "--most", 3
+    )
     assert code == 0 and numbers(printed)[0] == 3
     fewer = {tuple(tokens) for tokens, _, _ in rows_of(joined_texts(tmp_path / "fewer"))}
     prompts = {tuple(tokens[: learn.index(True)]) for tokens, learn in expected}
-    assert {next(prompt for prompt in prompts if row[: len(prompt)] == prompt) for row in fewer} < prompts
+    assert {
+        next(prompt for prompt in prompts if row[: len(prompt)] == prompt) for row in fewer
+    } < prompts
 
 
 def test_every_piece_of_a_long_text_is_kept(cli, target, tmp_path, small_shards):
     """The pieces have one document, and are in several files."""
-    file = written(tmp_path / "own.jsonl", {"text": "".join(chr(99 + index * 7 % 23) for index in range(200))})
+    file = written(
+        tmp_path / "own.jsonl", {"text": "".join(chr(99 + index * 7 % 23) for index in range(200))}
+    )
     options = ("--rewrite", "--length", 40, "--opening-tokens", 8, "--rows", 2)
     code, printed, _ = cli("train", "data", target, tmp_path / "data", file, *options)
     assert code == 0 and numbers(printed)[0] == 5
@@ -143,7 +159,18 @@ def test_every_piece_of_a_long_text_is_kept(cli, target, tmp_path, small_shards)
 def test_the_target_writes_conversations_alone(cli, target, tmp_path, small_shards):
     openings = tmp_path / "openings.txt"
     openings.write_text(f"\n{OPENING}\n")
-    options = ("--self", 9, "--openings", openings, "--length", 140, "--rows", 3, "--temperature", 2)
+    options = (
+        "--self",
+        9,
+        "--openings",
+        openings,
+        "--length",
+        140,
+        "--rows",
+        3,
+        "--temperature",
+        2,
+    )
     code, printed, _ = cli("train", "data", target, tmp_path / "data", *options)
     assert code == 0
     texts = joined_texts(tmp_path / "data")
@@ -168,8 +195,14 @@ def test_the_target_writes_conversations_alone(cli, target, tmp_path, small_shar
 def test_a_question_that_is_in_two_files_counts_once(tmp_path):
     question = [5, 6, 7]
     rows = [
-        [Text([*question, 1], [False, False, False, True], 10), Text([*question, 2], [False, False, False, True], 11)],
-        [Text([*question, 3, 4], [False, False, False, True, True], 10), Text([8, 9], [False, True], 2**63)],
+        [
+            Text([*question, 1], [False, False, False, True], 10),
+            Text([*question, 2], [False, False, False, True], 11),
+        ],
+        [
+            Text([*question, 3, 4], [False, False, False, True, True], 10),
+            Text([8, 9], [False, True], 2**63),
+        ],
     ]
     for number, texts in enumerate(rows):
         Texts.of(texts).save(tmp_path / f"texts-0000{number}.npz")
@@ -259,7 +292,10 @@ def test_a_full_disk_leaves_whole_files_alone(cli, target, tmp_path, small_shard
     with monkeypatch.context() as patch:
         patch.setattr(np, "savez", full)
         code, _, err = cli("train", "data", target, out, file, *REWRITING)
-    assert (code, err.count("\n")) == (2, 1) and f"error: disk full: {out / 'texts-00001.npz'}; " in err
+    assert (code, err.count("\n")) == (
+        2,
+        1,
+    ) and f"error: disk full: {out / 'texts-00001.npz'}; " in err
     assert sorted(contents(out)) == ["data.json", "texts-00000.npz"]
     code, printed, _ = cli("train", "data", target, out, file, *REWRITING)
     assert code == 0 and numbers(printed)[0] == 3
@@ -285,28 +321,70 @@ ANSWERED = asked("why not", answer="so")[0]
     ("lines", "options", "says"),
     [
         (None, (), "there is nothing to write; give JSONL files, or --self N"),
-        (None, ("--rewrite", "--self", 2), "--rewrite answers the prompts of files; give JSONL files"),
-        ([GOOD], ("--most", 2), "--most is an option of --rewrite; give that as well, or leave --most out"),
-        ([GOOD], ("--opening-tokens", 8), "--opening-tokens is an option of --rewrite; give that as well"),
-        ([GOOD], ("--openings", "absent.txt"), "--openings is an option of --self; give that as well"),
-        ([GOOD], ("--temperature", 1), "--temperature is an option of --rewrite or --self; give that as well"),
+        (
+            None,
+            ("--rewrite", "--self", 2),
+            "--rewrite answers the prompts of files; give JSONL files",
+        ),
+        (
+            [GOOD],
+            ("--most", 2),
+            "--most is an option of --rewrite; give that as well, or leave --most out",
+        ),
+        (
+            [GOOD],
+            ("--opening-tokens", 8),
+            "--opening-tokens is an option of --rewrite; give that as well",
+        ),
+        (
+            [GOOD],
+            ("--openings", "absent.txt"),
+            "--openings is an option of --self; give that as well",
+        ),
+        (
+            [GOOD],
+            ("--temperature", 1),
+            "--temperature is an option of --rewrite or --self; give that as well",
+        ),
         ([GOOD], ("--greedy-share", 1), "--greedy-share is an option of --rewrite or --self"),
         ([GOOD], ("--rows", 2), "--rows is an option of --rewrite or --self"),
         ([GOOD, "{"], (), "own.jsonl line 2: not JSON"),
         ([GOOD, {"text": 5}], ("--rewrite",), "own.jsonl line 2: 'text' is 5; expected a text"),
-        ([GOOD, QUESTION], (), "own.jsonl line 2: the assistant answers nothing; give an answer, or use --rewrite"),
-        ([GOOD], ("--length", POSITIONS + 1), f"length is {POSITIONS + 1}; expected 2 to the {POSITIONS} positions"),
-        (None, ("--self", 2, "--length", POSITIONS + 1), f"holds {POSITIONS} positions; lower length"),
-        (None, ("--self", 2, "--length", 50), "length is 50; expected at least 103 for a user's turn"),
+        (
+            [GOOD, QUESTION],
+            (),
+            "own.jsonl line 2: the assistant answers nothing; give an answer, or use --rewrite",
+        ),
+        (
+            [GOOD],
+            ("--length", POSITIONS + 1),
+            f"length is {POSITIONS + 1}; expected 2 to the {POSITIONS} positions",
+        ),
+        (
+            None,
+            ("--self", 2, "--length", POSITIONS + 1),
+            f"holds {POSITIONS} positions; lower length",
+        ),
+        (
+            None,
+            ("--self", 2, "--length", 50),
+            "length is 50; expected at least 103 for a user's turn",
+        ),
         (None, ("--self", 2, "--openings", "absent.txt"), "absent.txt: No such file or directory"),
         ([GOOD], ("--length", 1), "--length"),
         ([GOOD], ("--held-out", 2), "--held-out"),
-        ([{"text": "e"}], ("--rewrite", "--length", 2, "--opening-tokens", 9, "--temperature", "nan"), "--temperature"),
+        (
+            [{"text": "e"}],
+            ("--rewrite", "--length", 2, "--opening-tokens", 9, "--temperature", "nan"),
+            "--temperature",
+        ),
     ],
 )
 def test_nothing_is_left_of_what_cannot_be_begun(refused, target, tmp_path, lines, options, says):
     files = [] if lines is None else [written(tmp_path / "own.jsonl", *lines)]
-    assert says in refused("train", "data", target, tmp_path / "data", *files, "--length", 120, *options)
+    assert says in refused(
+        "train", "data", target, tmp_path / "data", *files, "--length", 120, *options
+    )
     assert not (tmp_path / "data").exists()
 
 
@@ -321,7 +399,10 @@ def test_a_template_that_does_not_serve_is_named(refused, tmp_path, template, sa
     target = write_chat_target(tmp_path / "target", template=template)
     file = written(tmp_path / "own.jsonl", GOOD, ANSWERED)
     for options in ((), ("--rewrite",)):
-        assert re.search(says, refused("train", "data", target, tmp_path / "data", file, "--length", 60, *options))
+        assert re.search(
+            says,
+            refused("train", "data", target, tmp_path / "data", file, "--length", 60, *options),
+        )
         assert not (tmp_path / "data").exists()
     line = refused("train", "data", target, tmp_path / "data", "--self", 2, "--length", 120)
     assert "chat template" in line
@@ -342,7 +423,9 @@ def archive(path: Path) -> Path:
     ],
     ids=["absent", "archive", "empty"],
 )
-def test_files_that_hold_no_documents_are_refused(refused, target, tmp_path, make: Callable[[Path], Path], says):
+def test_files_that_hold_no_documents_are_refused(
+    refused, target, tmp_path, make: Callable[[Path], Path], says
+):
     file = make(tmp_path / "own.npz")
     assert says in refused("train", "data", target, tmp_path / "data", file, "--length", 60)
     assert not (tmp_path / "data").exists()
@@ -350,7 +433,18 @@ def test_files_that_hold_no_documents_are_refused(refused, target, tmp_path, mak
 
 def test_openings_withprinted_are_refused(refused, target, tmp_path):
     empty = written(tmp_path / "openings.txt", " ", "")
-    line = refused("train", "data", target, tmp_path / "data", "--self", 2, "--openings", empty, "--length", 120)
+    line = refused(
+        "train",
+        "data",
+        target,
+        tmp_path / "data",
+        "--self",
+        2,
+        "--openings",
+        empty,
+        "--length",
+        120,
+    )
     assert "openings.txt has no line with text" in line
     assert not (tmp_path / "data").exists()
 
@@ -358,7 +452,9 @@ def test_openings_withprinted_are_refused(refused, target, tmp_path):
 def test_a_directory_of_something_else_stays_as_it_is(refused, target, tmp_path):
     file = written(tmp_path / "own.jsonl", GOOD)
     before = file.read_bytes()
-    assert f"{file} is a file; name a directory" in refused("train", "data", target, file, file, "--length", 60)
+    assert f"{file} is a file; name a directory" in refused(
+        "train", "data", target, file, file, "--length", 60
+    )
     assert file.read_bytes() == before
     directory = tmp_path / "other"
     directory.mkdir()

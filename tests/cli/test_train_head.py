@@ -28,7 +28,15 @@ pytestmark = pytest.mark.usefixtures("optax_promotion")
 SHAPE = ("--batch", 2, "--unroll", 2, "--dtype", "float32", "--store", "float32")
 HEAD = (*SHAPE, "--draft-vocab-size", 32)
 ONE_STEP = ("--steps", 1, "--warmup-steps", 0)
-STILL = (*ONE_STEP, "--learning-rate", 1e-25, "--embedding-learning-rate", 1e-25, "--evaluate-every", 0)
+STILL = (
+    *ONE_STEP,
+    "--learning-rate",
+    1e-25,
+    "--embedding-learning-rate",
+    1e-25,
+    "--evaluate-every",
+    0,
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,22 +58,36 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     head = folder / "head"
     learning = ("--steps", 60, "--warmup-steps", 1, "--learning-rate", 0.02, "--evaluate-every", 0)
     with jax.numpy_dtype_promotion("standard"):
-        assert run([str(argument) for argument in ("train", "head", target, data, head, *HEAD, *learning)]) == 0
+        assert (
+            run(
+                [
+                    str(argument)
+                    for argument in ("train", "head", target, data, head, *HEAD, *learning)
+                ]
+            )
+            == 0
+        )
     return SimpleNamespace(target=target, data=data, head=head)
 
 
-def test_a_wrong_init_is_refused_before_the_target_is_loaded(refused, files, tmp_path, monkeypatch) -> None:
+def test_a_wrong_init_is_refused_before_the_target_is_loaded(
+    refused, files, tmp_path, monkeypatch
+) -> None:
     def load(*_: object, **options: object) -> None:
         raise AssertionError("the target was loaded")
 
     monkeypatch.setattr(e3, "load_target", load)
     absent = tmp_path / "absent"
-    line = refused("train", "head", files.target, files.data, tmp_path / "out", *HEAD, "--init", absent)
+    line = refused(
+        "train", "head", files.target, files.data, tmp_path / "out", *HEAD, "--init", absent
+    )
     assert f"{absent} does not exist" in line
 
 
 def logged(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "checkpoints" / "log.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (out / "checkpoints" / "log.jsonl").read_text().splitlines()
+    ]
 
 
 def weights(head: Path) -> dict[str, np.ndarray]:
@@ -78,7 +100,16 @@ def weights(head: Path) -> dict[str, np.ndarray]:
 def test_a_head_continues_from_another_one(cli, files, tmp_path):
     first_losses = []
     for name, options in (("fresh", ()), ("continued", ("--init", files.head))):
-        arguments = (files.target, files.data, tmp_path / name, *HEAD, *ONE_STEP, "--evaluate-every", 1, *options)
+        arguments = (
+            files.target,
+            files.data,
+            tmp_path / name,
+            *HEAD,
+            *ONE_STEP,
+            "--evaluate-every",
+            1,
+            *options,
+        )
         assert cli("train", "head", *arguments)[0] == 0
         first_losses.append(logged(tmp_path / name)[0]["loss"])
     assert first_losses[1] < 0.9 * first_losses[0]  # equal if the other head were not read
@@ -86,7 +117,17 @@ def test_a_head_continues_from_another_one(cli, files, tmp_path):
 
 def test_another_draft_vocabulary_keeps_all_but_the_output_matrix(cli, files, tmp_path):
     out = tmp_path / "out"
-    arguments = (files.target, files.data, out, *SHAPE, "--draft-vocab-size", 24, *STILL, "--init", files.head)
+    arguments = (
+        files.target,
+        files.data,
+        out,
+        *SHAPE,
+        "--draft-vocab-size",
+        24,
+        *STILL,
+        "--init",
+        files.head,
+    )
     assert cli("train", "head", *arguments)[0] == 0
     before = weights(files.head)
     after = weights(out)
@@ -94,7 +135,10 @@ def test_another_draft_vocabulary_keeps_all_but_the_output_matrix(cli, files, tm
     for name in before.keys() - {"lm_head.weight", "d2t", "t2d"}:
         assert np.array_equal(before[name], after[name]), name
     ids = after["d2t"] + np.arange(24)
-    assert np.array_equal(after["lm_head.weight"], load_file(files.target / "model.safetensors")["lm_head.weight"][ids])
+    assert np.array_equal(
+        after["lm_head.weight"],
+        load_file(files.target / "model.safetensors")["lm_head.weight"][ids],
+    )
 
 
 @pytest.mark.parametrize("method", [method for method in RECIPES if method != "draft-model"])
@@ -113,20 +157,29 @@ def test_heads_of_every_method_can_be_continued(files, tmp_path, method):
 
     read = _head_to_continue(tmp_path / "head", method, config, target)
     start = recipe.start(drafter, target, ids, keys[1])
-    assert same_params(jax.tree.map(np.asarray, _continued(read, start, ids)), jax.tree.map(np.asarray, params))
+    assert same_params(
+        jax.tree.map(np.asarray, _continued(read, start, ids)), jax.tree.map(np.asarray, params)
+    )
     if not reduced:
         return
     # With other draft tokens all that has a column for each of them begins anew.
     other_tokens = np.arange(30, 50, dtype=np.int32)
     fresh = recipe.start(drafter, target, other_tokens, keys[1])
-    smaller = recipe.drafter(recipe.config(model.config, dataclasses.replace(options, draft_vocab_size=19)))
-    columns = jax.tree.map(
-        lambda before, after: before.shape != after.shape, drafter.param_shapes(), smaller.param_shapes()
+    smaller = recipe.drafter(
+        recipe.config(model.config, dataclasses.replace(options, draft_vocab_size=19))
     )
-    expected = jax.tree.map(lambda is_new, before, after: after if is_new else before, columns, params, fresh)
+    columns = jax.tree.map(
+        lambda before, after: before.shape != after.shape,
+        drafter.param_shapes(),
+        smaller.param_shapes(),
+    )
+    expected = jax.tree.map(
+        lambda is_new, before, after: after if is_new else before, columns, params, fresh
+    )
     assert any(jax.tree.leaves(columns))
     assert same_params(
-        jax.tree.map(np.asarray, _continued(read, fresh, other_tokens)), jax.tree.map(np.asarray, expected)
+        jax.tree.map(np.asarray, _continued(read, fresh, other_tokens)),
+        jax.tree.map(np.asarray, expected),
     )
 
 
@@ -139,11 +192,21 @@ def test_a_head_that_the_run_cannot_continue_is_refused(refused, files, tmp_path
         (files.target, tmp_path / "absent", HEAD, "absent"),
         (files.target, files.target, HEAD, "is a language model, not a draft head"),
         (files.target, own_embedding, HEAD, "has its own embedding, which cannot be trained"),
-        (files.target, files.head, (*HEAD, "--mlp-width", 8), "is another head than the options describe: layers is "),
+        (
+            files.target,
+            files.head,
+            (*HEAD, "--mlp-width", 8),
+            "is another head than the options describe: layers is ",
+        ),
         (wider, files.head, HEAD, "reads features of width 16 but the target has 32"),
         (files.target, files.head, (*HEAD, "--method", "p-eagle"), other_method.format("p-eagle")),
         (files.target, files.head, (*SHAPE, "--method", "eagle1"), other_method.format("eagle1")),
-        (files.target, files.head, (*SHAPE, "--method", "draft-model"), other_method.format("draft-model")),
+        (
+            files.target,
+            files.head,
+            (*SHAPE, "--method", "draft-model"),
+            other_method.format("draft-model"),
+        ),
     ):
         arguments = (target, files.data, tmp_path / "out", *options, *ONE_STEP)
         assert says in refused("train", "head", *arguments, "--init", init)
@@ -180,7 +243,9 @@ def test_a_frozen_output_matrix_is_the_targets(cli, files, tmp_path):
     assert head["lm_head.weight"].dtype == np.float32
     assert head["lm_head.weight"].tobytes() == table[ids].tobytes()
     learned = weights(files.head)
-    assert not np.array_equal(learned["lm_head.weight"], table[learned["d2t"] + np.arange(32)]), "unless it is frozen"
+    assert not np.array_equal(learned["lm_head.weight"], table[learned["d2t"] + np.arange(32)]), (
+        "unless it is frozen"
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,8 +259,14 @@ def test_a_frozen_output_matrix_is_the_targets(cli, files, tmp_path):
             ("--method", "eagle1", "--freeze-output"),
             "--freeze-output: a head of the method eagle1 has no output matrix",
         ),
-        (("--method", "eagle1", "--noise", 0.1), "noise is 0.1, and this method has no choice of it; leave it out"),
-        (("--method", "dflash", "--noise", 0.1), "noise is 0.1, and this method has no choice of it; leave it out"),
+        (
+            ("--method", "eagle1", "--noise", 0.1),
+            "noise is 0.1, and this method has no choice of it; leave it out",
+        ),
+        (
+            ("--method", "dflash", "--noise", 0.1),
+            "noise is 0.1, and this method has no choice of it; leave it out",
+        ),
         (("--optimizer", "sgd"), "optimizer 'sgd' is not known; use 'adamw' or 'muon'"),
         (("--warmup-steps", 5), "5 warm-up steps of 1 steps; expected fewer"),
         (("--method", "eagle9"), "--method 'eagle9' is not known; use one of eagle3, "),
@@ -211,15 +282,30 @@ def test_a_draft_model_is_written_with_the_tokenizer_of_its_target(cli, tmp_path
     target = write_chat_target(tmp_path / "target", layers=2)
     documents = tmp_path / "own.jsonl"
     documents.write_text(
-        "".join(json.dumps({"prompt": f"one {letter}", "completion": "two"}) + "\n" for letter in "cdefghij")
+        "".join(
+            json.dumps({"prompt": f"one {letter}", "completion": "two"}) + "\n"
+            for letter in "cdefghij"
+        )
     )
     data = tmp_path / "data"
     assert cli("train", "data", target, data, documents, "--held-out", 0.5, "--length", 20)[0] == 0
     out = tmp_path / "out"
-    arguments = (target, data, out, *SHAPE, *ONE_STEP, "--method", "draft-model", "--evaluate-every", 0)
+    arguments = (
+        target,
+        data,
+        out,
+        *SHAPE,
+        *ONE_STEP,
+        "--method",
+        "draft-model",
+        "--evaluate-every",
+        0,
+    )
     assert cli("train", "head", *arguments)[0] == 0
     assert (out / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
-    assert e3.load_drafter(out, target=e3.load_target(target)).drafter.model.config.width == 8  # half of the target's
+    assert (
+        e3.load_drafter(out, target=e3.load_target(target)).drafter.model.config.width == 8
+    )  # half of the target's
 
 
 # ---------------------------------------------------------------- features
@@ -228,7 +314,16 @@ def test_a_draft_model_is_written_with_the_tokenizer_of_its_target(cli, tmp_path
 def test_features_that_are_stored_give_the_loss_that_the_target_gives(cli, files, tmp_path):
     losses = []
     for name, options in (("stored", ()), ("online", ("--online",))):
-        arguments = (files.target, files.data, tmp_path / name, *HEAD, *ONE_STEP, "--evaluate-every", 1, *options)
+        arguments = (
+            files.target,
+            files.data,
+            tmp_path / name,
+            *HEAD,
+            *ONE_STEP,
+            "--evaluate-every",
+            1,
+            *options,
+        )
         assert cli("train", "head", *arguments)[0] == 0
         losses.append(logged(tmp_path / name)[0]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=0.01)  # bfloat16 has 8 bits
@@ -238,7 +333,17 @@ def test_features_that_are_stored_give_the_loss_that_the_target_gives(cli, files
 def test_a_full_disk_leaves_whole_parts_of_features(cli, refused, files, tmp_path, monkeypatch):
     monkeypatch.setattr(features, "TEXTS_OF_A_PART", 4)
     data = written_texts(tmp_path / "data")
-    arguments = ("train", "head", files.target, data, tmp_path / "out", *HEAD, *ONE_STEP, "--evaluate-every", 0)
+    arguments = (
+        "train",
+        "head",
+        files.target,
+        data,
+        tmp_path / "out",
+        *HEAD,
+        *ONE_STEP,
+        "--evaluate-every",
+        0,
+    )
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
         assert f"disk full: {data / 'features'}" in cli(*arguments)[2]
@@ -271,21 +376,37 @@ def test_a_full_disk_leaves_whole_parts_of_features(cli, refused, files, tmp_pat
 def test_the_log_says_how_the_head_decodes(cli, files, tmp_path, monkeypatch):
     unbroken = tmp_path / "unbroken"
     out = tmp_path / "out"
-    options = (*HEAD, "--steps", 3, "--warmup-steps", 1, "--evaluate-every", 1, "--init", files.head)
+    options = (
+        *HEAD,
+        "--steps",
+        3,
+        "--warmup-steps",
+        1,
+        "--evaluate-every",
+        1,
+        "--init",
+        files.head,
+    )
     assert cli("train", "head", files.target, files.data, unbroken, *options)[0] == 0
     lines = logged(unbroken)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["held_out_tau"] >= 1 and line["held_out_rounds"] > 0 for line in lines)
 
     target = e3.load_target(files.target)
-    decoder = e3.SpeculativeDecoder(target, e3.load_drafter(unbroken, target=target), num_speculative_tokens=2)
+    decoder = e3.SpeculativeDecoder(
+        target, e3.load_drafter(unbroken, target=target), num_speculative_tokens=2
+    )
     _, held_out = read_texts(files.data)
     assert len(held_out) == 1
     prompt = held_out.tokens[: np.argmax(held_out.learn)].tolist()
     assert lines[-1]["tau_decoded"] > 1
-    assert lines[-1]["tau_decoded"] == decoder.generate([prompt], max_new_tokens=64).stats.mean_acceptance_length
+    assert (
+        lines[-1]["tau_decoded"]
+        == decoder.generate([prompt], max_new_tokens=64).stats.mean_acceptance_length
+    )
 
-    # A run that was killed without a checkpoint repeats its steps, and its log has each of them once.
+    # A run that was killed without a checkpoint repeats its steps, and its log has each of them
+    # once.
     with monkeypatch.context() as patch:
         kill_after(patch, 2)
         patch.setattr("eagle3_jax.training.loop.Trainer.save", lambda *_: None)

@@ -29,10 +29,18 @@ PAIR = ("--target", str(GOLDEN / "target"), "--drafter", str(GOLDEN / "eagle3"))
 
 
 def chain(k: int, tau: float) -> Shape:
-    return Shape(name=f"K={k}", num_draft_tokens=k, num_draft_steps=k, is_chain=True, mean_acceptance_length=tau)
+    return Shape(
+        name=f"K={k}",
+        num_draft_tokens=k,
+        num_draft_steps=k,
+        is_chain=True,
+        mean_acceptance_length=tau,
+    )
 
 
-def gains(k: int, median: float, low: float | None = None, *, shape: Shape | None = None) -> Candidate:
+def gains(
+    k: int, median: float, low: float | None = None, *, shape: Shape | None = None
+) -> Candidate:
     spread = Spread(median, median if low is None else low, median)
     return Candidate(shape=shape or chain(k, 2.0), verify_cost=1.0, draft_cost=0.1, speedup=spread)
 
@@ -42,8 +50,11 @@ def at(batch: int, *candidates: Candidate) -> BatchTuning:
 
 
 def test_costs_are_ratios_within_a_repeat_and_the_gain_is_tau_over_them():
-    # The machine is half as fast in the second repeat; v is 1.5, 1.5 and 1.25 plain steps, c 0.25 in all three.
-    candidate = Candidate.of(chain(2, 2.2), plain=[4.0, 8.0, 4.0], verify=[6.0, 12.0, 5.0], draft=[1.0, 2.0, 1.0])
+    # The machine is half as fast in the second repeat; v is 1.5, 1.5 and 1.25 plain steps, c 0.25
+    # in all three.
+    candidate = Candidate.of(
+        chain(2, 2.2), plain=[4.0, 8.0, 4.0], verify=[6.0, 12.0, 5.0], draft=[1.0, 2.0, 1.0]
+    )
     assert (candidate.verify_cost, candidate.draft_cost) == (1.5, 0.25)
     assert candidate.speedup.median == pytest.approx(2.2 / 2.0)  # v + 2 c
     assert candidate.speedup.high == pytest.approx((2.2 / 2.0 + 2.2 / 1.75) / 2)
@@ -58,7 +69,13 @@ def test_the_largest_gain_wins_unless_a_shorter_draft_or_none_is_as_good():
 
 
 def test_a_tree_can_win_and_the_schedule_still_takes_the_best_chain():
-    tree = Shape(name="tree", num_draft_tokens=9, num_draft_steps=3, is_chain=False, mean_acceptance_length=3.0)
+    tree = Shape(
+        name="tree",
+        num_draft_tokens=9,
+        num_draft_steps=3,
+        is_chain=False,
+        mean_acceptance_length=3.0,
+    )
     tuned = at(1, gains(2, 1.4, 1.35), gains(0, 1.8, 1.7, shape=tree))
     assert tuned.best.shape is tree
     assert tuned.best_chain.shape.name == "K=2"
@@ -94,10 +111,15 @@ def test_break_even_is_the_cost_of_a_round_under_three_names():
     level = break_even(Candidate.of(chain(3, 2.5), **costs))
     assert level.mean_acceptance_length == pytest.approx(1.8)  # 1.5 + 3 * 0.1
     assert level.needed.draft_acceptance_rate == pytest.approx(0.8 / 3)
-    assert level.needed.conditional_acceptance_rate == pytest.approx(conditional_rate_from_tau(1.8, 3))
+    assert level.needed.conditional_acceptance_rate == pytest.approx(
+        conditional_rate_from_tau(1.8, 3)
+    )
     assert level.measured.draft_acceptance_rate == draft_rate_from_tau(2.5, 3) == 0.5
     assert Candidate.of(chain(3, 1.8), **costs).speedup.median == pytest.approx(1.0)
-    assert break_even(Candidate.of(chain(1, 1.9), plain=[1.0], verify=[2.5], draft=[0.1])).needed is None
+    assert (
+        break_even(Candidate.of(chain(1, 1.9), plain=[1.0], verify=[2.5], draft=[0.1])).needed
+        is None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +132,15 @@ def test_acceptance_is_that_of_each_shape_and_costs_are_positive(target):
     prompts = [[1, 2, 3], [4, 5]]
     tree = DynamicTree(num_nodes=4, max_depth=2, top_k=2)
     result = tuning.tune(
-        target, head, prompts, batches=[3], chains=[2], trees=[tree], max_new_tokens=9, repeats=1, rounds=2
+        target,
+        head,
+        prompts,
+        batches=[3],
+        chains=[2],
+        trees=[tree],
+        max_new_tokens=9,
+        repeats=1,
+        rounds=2,
     )
     (at_three,) = result.batches
     k2, tree4 = at_three.candidates
@@ -118,7 +148,11 @@ def test_acceptance_is_that_of_each_shape_and_costs_are_positive(target):
     stats = direct.generate(prompts, max_new_tokens=9).stats
     assert k2.shape.mean_acceptance_length == stats.mean_acceptance_length
     assert k2.shape.acceptance_per_position == tuple(stats.acceptance_per_position)
-    assert (tree4.shape.is_chain, tree4.shape.num_draft_tokens, tree4.shape.num_draft_steps) == (False, 3, 2)
+    assert (tree4.shape.is_chain, tree4.shape.num_draft_tokens, tree4.shape.num_draft_steps) == (
+        False,
+        3,
+        2,
+    )
     assert min(k2.verify_cost, k2.draft_cost, tree4.verify_cost, tree4.draft_cost) > 0
     (check,) = result.checks
     assert check.batch == at_three.batch == 3
@@ -148,16 +182,24 @@ def prompts(tmp_path):
 def test_the_command_writes_what_generate_reads(capsys, tmp_path, prompts, monkeypatch):
     output = tmp_path / "tuned.json"
     cache = ("--compilation-cache", "none")
-    # The random head of this pair is never worth its cost, so the costs are not left to the machine.
+    # The random head of this pair is never worth its cost, so the costs are not left to the
+    # machine.
     monkeypatch.setattr(tuning, "step_costs", lambda *_, **__: StepCosts(1.0, 0.0, 0.0))
-    monkeypatch.setattr(tuning.Candidate, "of", lambda shape, **_: gains(0, 2.0 / shape.num_draft_tokens, shape=shape))
+    monkeypatch.setattr(
+        tuning.Candidate,
+        "of",
+        lambda shape, **_: gains(0, 2.0 / shape.num_draft_tokens, shape=shape),
+    )
     arguments = [
         "tune", *PAIR, "--dtype", "float32", "--prompts", prompts, "--batch-sizes", "2", "--chains", "1",
         "--max-new-tokens", "6", "--repeats", "1", "--no-check", "--output", str(output), *cache,
     ]  # fmt: skip
     assert run(arguments) == 0
     out = capsys.readouterr().out
-    assert '{"num_speculative_tokens": 1, "num_speculative_tokens_per_batch_size": [[1, 2, 1], [3, 512, 0]]}' in out
+    assert (
+        '{"num_speculative_tokens": 1, "num_speculative_tokens_per_batch_size": [[1, 2, 1], [3, 512, 0]]}'
+        in out
+    )
     assert "eagle3 generate --schedule '[[1,2,1],[3,512,0]]'" in out
     for words in ("S = τ / (v + G·c)", "conditional acceptance rate", "jax"):
         assert words in out
@@ -165,7 +207,17 @@ def test_the_command_writes_what_generate_reads(capsys, tmp_path, prompts, monke
     assert written["num_speculative_tokens_per_batch_size"] == [[1, 2, 1], [3, 512, 0]]
 
     def generated(*options: str) -> list[dict]:
-        base = ["generate", *PAIR, "--prompts", prompts, "--max-new-tokens", "7", "--ignore-eos", "--json", *cache]
+        base = [
+            "generate",
+            *PAIR,
+            "--prompts",
+            prompts,
+            "--max-new-tokens",
+            "7",
+            "--ignore-eos",
+            "--json",
+            *cache,
+        ]
         assert run([*base, "--batch-size", "2", *options]) == 0
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 

@@ -53,13 +53,19 @@ def make_cache(directory: Path, *snapshots: str) -> None:
 
 MISTAKES = {
     "a Git LFS pointer": Mistake(
-        "target", leave_pointer, r"model\.safetensors is a Git LFS pointer .*; run `git lfs pull` in .*/target$"
+        "target",
+        leave_pointer,
+        r"model\.safetensors is a Git LFS pointer .*; run `git lfs pull` in .*/target$",
     ),
     "an adapter": Mistake(
-        "target", turn_into_adapter, r"is a LoRA adapter \(adapter_config\.json\) of org/base; merge it into that model"
+        "target",
+        turn_into_adapter,
+        r"is a LoRA adapter \(adapter_config\.json\) of org/base; merge it into that model",
     ),
     "the layout of Mistral": Mistake(
-        "target", turn_into_publisher_layout, r"holds consolidated\.safetensors, a layout of its publisher; give the Hu"
+        "target",
+        turn_into_publisher_layout,
+        r"holds consolidated\.safetensors, a layout of its publisher; give the Hu",
     ),
     "a cache": Mistake(
         "models--org--name",
@@ -72,7 +78,9 @@ MISTAKES = {
         r"cache; give one of its 2 snapshots, in .*--name/snapshots$",
     ),
     "an absent directory": Mistake("absent", lambda _: None, r"absent does not exist; give "),
-    "a file": Mistake("target/model.safetensors", lambda _: None, r"model\.safetensors is a file; give "),
+    "a file": Mistake(
+        "target/model.safetensors", lambda _: None, r"model\.safetensors is a file; give "
+    ),
 }
 
 
@@ -88,11 +96,15 @@ def test_a_path_that_is_no_checkpoint_is_refused_with_the_remedy(tmp_path: Path,
 def test_a_tokenizer_that_was_not_fetched_is_refused(tmp_path: Path) -> None:
     directory = write_llama(tmp_path / "target")
     (directory / "tokenizer.json").write_text(POINTER)
-    refused(e3.load_target, directory, r"tokenizer\.json is a Git LFS pointer and not the file itself")
+    refused(
+        e3.load_target, directory, r"tokenizer\.json is a Git LFS pointer and not the file itself"
+    )
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "language_model.model.", "_orig_mod.model."])
-def test_layers_under_another_prefix_are_read_if_it_is_the_only_prefix(tmp_path: Path, prefix: str) -> None:
+def test_layers_under_another_prefix_are_read_if_it_is_the_only_prefix(
+    tmp_path: Path, prefix: str
+) -> None:
     """``AutoModel`` saves without ``model.``; wrappers of PyTorch and of images add their own prefixes."""
     truth = conversion.read_target(write_llama(tmp_path / "target"))
     directory = write_llama(tmp_path / "renamed")
@@ -100,22 +112,31 @@ def test_layers_under_another_prefix_are_read_if_it_is_the_only_prefix(tmp_path:
     outer = prefix.removesuffix("model.")
     tensors = {}
     for name, value in load_file(weights).items():
-        tensors[outer + name if name == "lm_head.weight" else prefix + name.removeprefix("model.")] = value
+        tensors[
+            outer + name if name == "lm_head.weight" else prefix + name.removeprefix("model.")
+        ] = value
     save_file(tensors, weights)
     assert same_params(conversion.read_target(directory).params, truth.params)
 
     encoder = {f"vision_tower.layers.{layer}.weight": np.zeros(2, np.float32) for layer in range(2)}
     save_file({**tensors, **encoder}, weights)
     prefixes = " and ".join(sorted((f"{prefix}layers.0", "vision_tower.layers.0")))
-    with pytest.raises(CheckpointError, match=re.escape(f"its layers are named {prefixes}; expected model.layers.0 ")):
+    with pytest.raises(
+        CheckpointError,
+        match=re.escape(f"its layers are named {prefixes}; expected model.layers.0 "),
+    ):
         conversion.read_target(directory)
     if outer:
         save_file({**tensors, "lm_head.weight": np.zeros(2, np.float32)}, weights)
-        with pytest.raises(CheckpointError, match=r"mean the same tensor lm_head\.weight; remove one"):
+        with pytest.raises(
+            CheckpointError, match=r"mean the same tensor lm_head\.weight; remove one"
+        ):
             conversion.read_target(directory)
 
 
-def test_a_pickle_without_torch_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_without_torch_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = write_llama(tmp_path / "target")
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -143,5 +164,7 @@ def test_a_conversion_copies_tokenizer_files(tmp_path: Path) -> None:
 
 
 def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'gguf' is not known; use one of jax, .*eagle, sglang"):
+    with pytest.raises(
+        CheckpointError, match=r"'gguf' is not known; use one of jax, .*eagle, sglang"
+    ):
         conversion.convert(write_llama(tmp_path / "target"), tmp_path / "out", "gguf")

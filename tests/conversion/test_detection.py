@@ -11,7 +11,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import TARGET, Head, edit_config, edit_tensors, refused, write_checkpoint, write_llama
+from checkpoints import (
+    TARGET,
+    Head,
+    edit_config,
+    edit_tensors,
+    refused,
+    write_checkpoint,
+    write_llama,
+)
 from heads_on_disk import CHECKPOINTS
 
 from eagle3_jax import LoadedTarget, SpeculativeDecoder, conversion, load_drafter, load_target
@@ -34,15 +42,23 @@ def target(directory: Path) -> LoadedTarget:
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_a_loaded_drafter_is_described_by_its_method(tmp_path: Path, target: LoadedTarget, name: str) -> None:
+def test_a_loaded_drafter_is_described_by_its_method(
+    tmp_path: Path, target: LoadedTarget, name: str
+) -> None:
     directory = CHECKPOINTS[name](tmp_path / "drafter")
     decoder = SpeculativeDecoder(target, load_drafter(directory, target=target))
-    length = {DFLASH: 4, JETSPEC: 4, DSPARK: 5}.get(name, 3)  # all rows of a block, all heads of Medusa, the default
+    length = {DFLASH: 4, JETSPEC: 4, DSPARK: 5}.get(
+        name, 3
+    )  # all rows of a block, all heads of Medusa, the default
     assert decoder.method == f"{name}, chain K={length}, greedy draft sampling"
-    assert re.fullmatch("every row sees its whole block.*" if name in (DFLASH, DSPARK) else "", decoder.drafter.note)
+    assert re.fullmatch(
+        "every row sees its whole block.*" if name in (DFLASH, DSPARK) else "", decoder.drafter.note
+    )
     description = conversion.describe(directory)
     assert description.loadable
-    assert {DRAFT_MODEL: "may be given as the drafter", DFLASH: "draft 4 tokens"}.get(name, "") in description.note
+    assert {DRAFT_MODEL: "may be given as the drafter", DFLASH: "draft 4 tokens"}.get(
+        name, ""
+    ) in description.note
 
 
 def test_a_drafter_without_files_is_described_by_its_method(target: LoadedTarget) -> None:
@@ -56,10 +72,17 @@ def test_a_drafter_without_files_is_described_by_its_method(target: LoadedTarget
         assert SpeculativeDecoder(target, named_drafter(name, target)).method == method
     tree = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
     decoder = SpeculativeDecoder(target, named_drafter("layer-skip=2", target), tree=tree)
-    assert decoder.method == "layer skip (2 of 8 layers), tree of 9 nodes, 3 deep, greedy draft sampling"
+    assert (
+        decoder.method
+        == "layer skip (2 of 8 layers), tree of 9 nodes, 3 deep, greedy draft sampling"
+    )
 
 
-BLOCK = {"dflash_config": {"mask_token_id": 57, "target_layer_ids": [1, 2, 3]}, "block_size": 4, "rope_theta": 1e4}
+BLOCK = {
+    "dflash_config": {"mask_token_id": 57, "target_layer_ids": [1, 2, 3]},
+    "block_size": 4,
+    "rope_theta": 1e4,
+}
 # The head, fields that make it look like another one, and the refusal.
 MIXTURES: dict[str, tuple[str, dict[str, Any], str]] = {
     "Medusa heads with a wrong number": (MEDUSA, {"num_heads": 4}, "number of Medusa heads is 4; the file holds 3"),
@@ -101,14 +124,20 @@ def test_a_target_of_another_vocabulary_or_width_is_refused(tmp_path: Path, name
     if name != DRAFT_MODEL:
         cases.append(({"width": 48, "layers": wide}, "features of width 32 but the target has 48"))
     for changes, message in cases:
-        other_target = load_target(write_llama(tmp_path / "other", dataclasses.replace(TARGET, **changes)))
+        other_target = load_target(
+            write_llama(tmp_path / "other", dataclasses.replace(TARGET, **changes))
+        )
         with pytest.raises(ValueError, match=message):
             load_drafter(drafter, target=other_target)
 
 
 OPTIONS = {
     (MEDUSA, "--num-speculative-tokens", "4"): "needs as many Medusa heads and there are 3",
-    (MEDUSA, "--tree", "medusa-63"): "--tree medusa-63: a draft of 4 tokens needs as many Medusa heads",
+    (
+        MEDUSA,
+        "--tree",
+        "medusa-63",
+    ): "--tree medusa-63: a draft of 4 tokens needs as many Medusa heads",
     (DFLASH, "--num-speculative-tokens", "5"): "a block of 5 predicts 4 tokens",
     ("ngram", "--draft-sampling", "probabilistic"): "NGram has no distribution to draw from",
 }
@@ -135,13 +164,17 @@ def test_a_description_needs_no_target() -> None:
 
 
 def test_targets_heads_and_other_models_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is a language model, not a draft head; give it as the target"):
+    with pytest.raises(
+        CheckpointError, match="is a language model, not a draft head; give it as the target"
+    ):
         conversion.read_head(write_llama(tmp_path / "other"), TARGET)
     description = conversion.describe(tmp_path / "other")
     assert description.kind == "target: Llama" and description.loadable
     conversion.convert(Head().write(tmp_path / "head"), tmp_path / "native", "jax", TARGET)
     for name in ("head", "native"):
-        with pytest.raises(CheckpointError, match="is an EAGLE-3 head, not a target; give it as the drafter"):
+        with pytest.raises(
+            CheckpointError, match="is an EAGLE-3 head, not a target; give it as the drafter"
+        ):
             conversion.read_target(tmp_path / name)
     patches = {"patches.weight": np.ones(3, np.float32)}
     with pytest.raises(CheckpointError, match="neither a target nor a draft head"):
@@ -156,7 +189,9 @@ def test_a_description_counts_stored_parameters(tmp_path: Path, layout: str) -> 
         conversion.convert(directory, tmp_path / "native", "jax", TARGET)
         directory = tmp_path / "native"
     description = conversion.describe(directory)
-    num_floats = sum(value.size for name, value in head.tensors().items() if name not in ("d2t", "t2d"))
+    num_floats = sum(
+        value.size for name, value in head.tensors().items() if name not in ("d2t", "t2d")
+    )
     expected = {
         "kind": "draft head: EAGLE-3",
         "loadable": True,

@@ -12,7 +12,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 from block_heads import BlockHead
-from checkpoints import TARGET, edit_config, edit_tensors, refused, round_trip, same_head, same_params, write_checkpoint
+from checkpoints import (
+    TARGET,
+    edit_config,
+    edit_tensors,
+    refused,
+    round_trip,
+    same_head,
+    same_params,
+    write_checkpoint,
+)
 from safetensors.numpy import load_file
 
 from eagle3_jax import conversion
@@ -42,7 +51,9 @@ NOT_EXPRESSIBLE = {
 
 @pytest.mark.parametrize("to", ["jax", "vllm", "speculators"])
 @pytest.mark.parametrize("name", HALVES)
-def test_a_head_round_trips_bit_equal_or_its_setting_is_refused(tmp_path: Path, name: str, to: str) -> None:
+def test_a_head_round_trips_bit_equal_or_its_setting_is_refused(
+    tmp_path: Path, name: str, to: str
+) -> None:
     head = HALVES[name]
     directory = head.write(tmp_path / "head")
     source = conversion.read_head(directory, TARGET)
@@ -64,7 +75,9 @@ def test_both_dialects_give_the_same_head(tmp_path: Path, name: str) -> None:
 
 
 def test_settings_with_different_defaults_in_engines_are_always_written(tmp_path: Path) -> None:
-    conversion.convert(HEADS["DSpark"].write(tmp_path / "head"), tmp_path / "spec", "speculators", TARGET)
+    conversion.convert(
+        HEADS["DSpark"].write(tmp_path / "head"), tmp_path / "spec", "speculators", TARGET
+    )
     values = json.loads((tmp_path / "spec" / "config.json").read_text())
     assert values["sample_from_anchor"] is values["sliding_window_non_causal"] is True
     assert values["aux_hidden_state_layer_ids"] == [2, 4, 7]
@@ -80,17 +93,24 @@ def test_a_speculators_head_of_full_layers_sees_its_whole_block(tmp_path: Path) 
     head = conversion.read_head(BlockHead().write(tmp_path / "head", "speculators"), TARGET)
     assert not head.config.causal
     assert re.fullmatch(
-        "every row sees its whole block: draft 4 tokens, .*; .* vLLM would serve .* causally", head.note
+        "every row sees its whole block: draft 4 tokens, .*; .* vLLM would serve .* causally",
+        head.note,
     )
     edit_config(tmp_path / "head", sliding_window_non_causal=True)
     assert "vLLM" not in conversion.read_head(tmp_path / "head", TARGET).note
-    assert conversion.read_head(BlockHead(causal=True).write(tmp_path / "causal"), TARGET).note == ""
+    assert (
+        conversion.read_head(BlockHead(causal=True).write(tmp_path / "causal"), TARGET).note == ""
+    )
 
 
 def test_names_of_other_tools_are_understood(tmp_path: Path) -> None:
     head = BlockHead(layers=1)
     first = conversion.read_head(head.write(tmp_path / "first"), TARGET)
-    aliases = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc.", "layers.0.": "midlayer."}
+    aliases = {
+        "fc.": "encoder.fc.",
+        "hidden_norm.": "encoder.output_norm_enc.",
+        "layers.0.": "midlayer.",
+    }
     tensors = {}
     for name, value in head.tensors().items():
         prefix = next((prefix for prefix in aliases if name.startswith(prefix)), "")
@@ -98,60 +118,95 @@ def test_names_of_other_tools_are_understood(tmp_path: Path) -> None:
     second = write_checkpoint(tmp_path / "second", head.config(), tensors)
     assert same_head(first, conversion.read_head(second, TARGET))
     edit_tensors(second, fc__weight=tensors["encoder.fc.weight"])
-    refused(lambda path: conversion.read_head(path, TARGET), second, "which mean the same tensor fc.weight")
+    refused(
+        lambda path: conversion.read_head(path, TARGET),
+        second,
+        "which mean the same tensor fc.weight",
+    )
 
 
 MATRIX = np.ones((32, 64), np.float32)
 SPARK = HEADS["DSpark"]
 
 
-def case(message: str, head: BlockHead = BlockHead(), dialect: str = "vllm", **changes: Any) -> tuple[Any, ...]:
+def case(
+    message: str, head: BlockHead = BlockHead(), dialect: str = "vllm", **changes: Any
+) -> tuple[Any, ...]:
     """Returns a case of a refusal. Changes that are arrays, or have ``__`` for a dot in their name, are of tensors."""
-    tensors = {name: value for name, value in changes.items() if "__" in name or isinstance(value, np.ndarray)}
+    tensors = {
+        name: value
+        for name, value in changes.items()
+        if "__" in name or isinstance(value, np.ndarray)
+    }
     fields = {name: changes[name] for name in changes.keys() - tensors.keys()}
     return head, dialect, fields, tensors, message
 
 
 AMBIGUOUS = {
-    name: value for name, value in BlockHead().config().items() if name not in ("layer_types", "dflash_config")
+    name: value
+    for name, value in BlockHead().config().items()
+    if name not in ("layer_types", "dflash_config")
 }
 REFUSALS = {
     "no layer ids": case("no target_layer_ids", dflash_config={"mask_token_id": 60}),
     "layer ids that disagree": case(
         r"\(\+1\) is \(2, 4, 7\) and .* must agree", eagle_aux_hidden_state_layer_ids=[1, 3, 6]
     ),
-    "layers that the target does not have": case("reads auxiliary layer 10", BlockHead(ids=(1, 3, 9))),
+    "layers that the target does not have": case(
+        "reads auxiliary layer 10", BlockHead(ids=(1, 3, 9))
+    ),
     "no mask token": case("names no mask token", dflash_config={"target_layer_ids": [1, 3, 6]}),
     "mask tokens that disagree": case("mask_token_id is 60 and pard_token is 7", pard_token=7),
     "no block size": case("no block_size", block_size=None),
     "no rope_theta": case("has no rope_theta; it changes the mathematics", rope_theta=None),
-    "a window": case("only full attention", layer_types=["sliding_attention"] * 2, sliding_window=8),
+    "a window": case(
+        "only full attention", layer_types=["sliding_attention"] * 2, sliding_window=8
+    ),
     "values that are scaled": case("attention_value_scale is 0.5", attention_value_scale=0.5),
     "a setting in two places": case(
-        "causal is False and causal in dflash_config is True; they must agree", BlockHead(causal=True), causal=False
+        "causal is False and causal in dflash_config is True; they must agree",
+        BlockHead(causal=True),
+        causal=False,
     ),
     "quantised": case("quantization_config is {}; give the head before", quantization_config={}),
     "a state for masks": case("unexpected mask_hidden", mask_hidden=MATRIX),
-    "a layer too many": case("num_hidden_layers is 1; the file holds 2", num_hidden_layers=1, layer_types=None),
-    "a reduced vocabulary without lm_head": case("without own_output", BlockHead(draft_vocab=40), lm_head__weight=None),
+    "a layer too many": case(
+        "num_hidden_layers is 1; the file holds 2", num_hidden_layers=1, layer_types=None
+    ),
+    "a reduced vocabulary without lm_head": case(
+        "without own_output", BlockHead(draft_vocab=40), lm_head__weight=None
+    ),
     "a reduced vocabulary without d2t": case("has no d2t", BlockHead(draft_vocab=40), d2t__=None),
     "another width without an embedding": case(
         "no embed_tokens", BlockHead(width=48, heads=6, head_dim=8), target_hidden_size=32
     ),
     "DFlash2": case("a DFlash2 drafter", candidate_selector__hidden_projection__weight=MATRIX),
-    "DFlash2 by its name": case("a DFlash2 drafter", dialect="speculators", speculators_model_type="dflash2"),
+    "DFlash2 by its name": case(
+        "a DFlash2 drafter", dialect="speculators", speculators_model_type="dflash2"
+    ),
     "Domino": case("a 'domino' drafter", dflash_config={"projector_type": "domino"}),
     "XPress": case("a 'xpress' drafter", dialect="speculators", speculators_model_type="xpress"),
     "a bias without its size": case("no markov_rank", SPARK, markov_rank=None),
-    "an absent confidence": case("misses confidence_head.proj.weight", SPARK, confidence_head__proj__weight=None),
-    "a confidence without its flag": case("unexpected confidence_head", SPARK, enable_confidence_head=None),
-    "a confidence without the bias": case("confidence reads the markov embedding", SPARK, markov_rank=0),
+    "an absent confidence": case(
+        "misses confidence_head.proj.weight", SPARK, confidence_head__proj__weight=None
+    ),
+    "a confidence without its flag": case(
+        "unexpected confidence_head", SPARK, enable_confidence_head=None
+    ),
+    "a confidence without the bias": case(
+        "confidence reads the markov embedding", SPARK, markov_rank=0
+    ),
     "an anchor without its flag": case(
-        "no sample_from_anchor, whose default differs", SPARK, "speculators", sample_from_anchor=None
+        "no sample_from_anchor, whose default differs",
+        SPARK,
+        "speculators",
+        sample_from_anchor=None,
     ),
     "contradicting flags of the anchor": case("are both True", SPARK, dspark_bonus_anchor=True),
     "causality without its flag": case(
-        "does not say whether the block is causal", dialect="speculators", transformer_layer_config=AMBIGUOUS
+        "does not say whether the block is causal",
+        dialect="speculators",
+        transformer_layer_config=AMBIGUOUS,
     ),
 }
 
@@ -168,4 +223,8 @@ def test_a_contradicting_head_is_refused_in_one_line(tmp_path: Path, name: str) 
 def test_a_separate_mask_embedding_is_refused(tmp_path: Path) -> None:
     directory = BlockHead().write(tmp_path / "head")
     (directory / "mask_embedding.pt").write_bytes(b"")
-    refused(lambda path: conversion.read_head(path, TARGET), directory, "a separate mask embedding is not supported")
+    refused(
+        lambda path: conversion.read_head(path, TARGET),
+        directory,
+        "a separate mask embedding is not supported",
+    )

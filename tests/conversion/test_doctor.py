@@ -87,11 +87,18 @@ def test_a_list_of_left_layers_is_recognised_by_the_default_of_the_target(tmp_pa
     head = Head().write(tmp_path / "head")
     edit_config(head, eagle_aux_hidden_state_layer_ids=[1, 3, 4])
     usual = "[1, 3, 4]: one more of each is [2, 4, 5], the usual choice for 8 layers"
-    expect(examined(target, head)["head"], "failure", usual, "--layer-ids leaving or --layer-ids entering")
+    expect(
+        examined(target, head)["head"],
+        "failure",
+        usual,
+        "--layer-ids leaving or --layer-ids entering",
+    )
     leaving = examined(target, head, layer_ids="leaving")["auxiliary layers"]
     expect(leaving, "ok", "(2, 4, 5), the default of this target: (1, 3, 4) in config.json")
     entering = examined(target, head, layer_ids="entering")["auxiliary layers"]
-    expect(entering, "warning", "(1, 3, 4)", "starts with 1", "(2, 4, 5), the default of this target")
+    expect(
+        entering, "warning", "(1, 3, 4)", "starts with 1", "(2, 4, 5), the default of this target"
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +114,9 @@ def test_a_list_of_left_layers_is_recognised_by_the_default_of_the_target(tmp_pa
         ((0.6,), "medusa", None),
     ],
 )
-def test_the_pattern_of_rates_suggests_the_cause(rates: tuple[float, ...], method: str, cause: str | None) -> None:
+def test_the_pattern_of_rates_suggests_the_cause(
+    rates: tuple[float, ...], method: str, cause: str | None
+) -> None:
     agreement = Agreement(rates=rates, counts=(100, 60, 30)[: len(rates)])
     suspected = suspected_cause(agreement, HEADS[method].suspects)
     assert (suspected is None) == (cause is None)
@@ -136,9 +145,18 @@ METHOD_CHECKS = {
     "EAGLE-3.1 head (vllm layout)": ("norm flags", "fc_norm True"),
     "P-EAGLE head (sglang layout)": ("mask token", "id 57"),
     "EAGLE-1/2 head (eagle layout)": ("fc bias", "cannot go there"),
-    "MTP head (deepseek layout)": ("order of the halves", "the embedding first, as the deepseek layout"),
-    "Medusa head (vllm layout)": ("heads", "at most 3 tokens; published trees that fit: medusa-vicuna-33b-stage1"),
-    "DFlash head (vllm layout)": ("block", "block of 5 rows, each sees the whole block: only K = 4 was trained"),
+    "MTP head (deepseek layout)": (
+        "order of the halves",
+        "the embedding first, as the deepseek layout",
+    ),
+    "Medusa head (vllm layout)": (
+        "heads",
+        "at most 3 tokens; published trees that fit: medusa-vicuna-33b-stage1",
+    ),
+    "DFlash head (vllm layout)": (
+        "block",
+        "block of 5 rows, each sees the whole block: only K = 4 was trained",
+    ),
     "JetSpec head (vllm layout)": ("block", "any K up to 4"),
     "DSpark head (vllm layout)": ("confidence", "a head of its own"),
     "draft model": ("size", "2 layers of width 32, target 8"),
@@ -146,7 +164,9 @@ METHOD_CHECKS = {
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_the_doctor_examines_every_method(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_examines_every_method(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     agreement = Agreement(rates=(0.19, 0.1), counts=(100, 19))
     monkeypatch.setattr("eagle3_jax.conversion.doctor.forced_agreement", lambda *_: agreement)
     checks = examined(write_llama(tmp_path / "target"), CHECKPOINTS[name](tmp_path / "drafter"))
@@ -162,15 +182,21 @@ def test_the_doctor_examines_every_method(tmp_path: Path, name: str, monkeypatch
 def test_agreement_is_measured_as_far_as_a_drafter_reaches(tmp_path: Path) -> None:
     head = CHECKPOINTS["Medusa head (vllm layout)"](tmp_path / "drafter")
     agreement = examined(write_llama(tmp_path / "target"), head)["agreement"]
-    assert re.search(r"conditional acceptance [\d./ ]+ at draft positions 0 to 2 ", agreement.detail)
+    assert re.search(
+        r"conditional acceptance [\d./ ]+ at draft positions 0 to 2 ", agreement.detail
+    )
     assert agreement.status == "warning"  # random weights, and random prompts
 
 
-def test_all_rows_of_a_block_are_measured_and_the_target_always_agrees_with_itself(tmp_path: Path) -> None:
+def test_all_rows_of_a_block_are_measured_and_the_target_always_agrees_with_itself(
+    tmp_path: Path,
+) -> None:
     target = conversion.read_target(write_llama(tmp_path / "target"))
     agreement = forced_agreement(target, target, [[1, 2, 3]], num_cuts=3)
     assert agreement == Agreement(rates=(1.0, 1.0, 1.0), counts=(3, 3, 3))
-    block = conversion.read_head(CHECKPOINTS["DFlash head (vllm layout)"](tmp_path / "head"), target.config)
+    block = conversion.read_head(
+        CHECKPOINTS["DFlash head (vllm layout)"](tmp_path / "head"), target.config
+    )
     assert len(forced_agreement(target, block, [[1, 2, 3]], num_cuts=3).rates) == 4
 
 
@@ -209,7 +235,9 @@ def test_inspect_alone_describes_the_bundled_pair(capsys: Any) -> None:
     assert all(kind in out for kind in kinds)
 
 
-def test_doctor_alone_examines_the_bundled_pair(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_alone_examines_the_bundled_pair(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The measurement takes seconds and is tested elsewhere.
     agreement = Agreement(rates=(0.7, 0.7, 0.6), counts=(20, 14, 10))
     monkeypatch.setattr("eagle3_jax.conversion.doctor.forced_agreement", lambda *_: agreement)

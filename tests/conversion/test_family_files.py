@@ -57,12 +57,16 @@ def published(saved: Any) -> Any:
 
     def publish(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         directory = saved(name)
-        return json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
+        return json.loads((directory / "config.json").read_text()), load_file(
+            directory / "model.safetensors"
+        )
 
     return publish
 
 
-def read_from(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> conversion.TargetCheckpoint:
+def read_from(
+    directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]
+) -> conversion.TargetCheckpoint:
     """Writes a target, and reads it."""
     return conversion.read_target(write_checkpoint(directory, config, tensors))
 
@@ -83,7 +87,12 @@ def multimodal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import transformers
 
     text = build(RECIPES["llama4, norms"])
-    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    vision = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     vision |= {"image_size": 28, "patch_size": 14, "vision_output_dim": 32}
     vision |= {"projector_input_dim": 32, "projector_output_dim": 32}
     config = transformers.Llama4Config(text_config=text.config, vision_config=vision)
@@ -94,7 +103,9 @@ def multimodal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_language_model_of_a_model_of_images_is_read(saved: Any, tmp_path: Path, multimodal: Path) -> None:
+def test_the_language_model_of_a_model_of_images_is_read(
+    saved: Any, tmp_path: Path, multimodal: Path
+) -> None:
     target = conversion.read_target(multimodal)
     assert same_target(target, conversion.read_target(saved("llama4, norms")))
     assert target.family == FAMILIES["llama4_text"]
@@ -107,8 +118,14 @@ def test_the_language_model_of_a_model_of_images_is_read(saved: Any, tmp_path: P
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "no text": ({"text_config": None}, "has no text_config; it describes the language model"),
-    "another text": ({"text_config": {"model_type": "qwen2"}}, "model_type is 'qwen2'; expected 'llama4_text' in a"),
-    "tied and not": ({"tie_word_embeddings": True}, "tie_word_embeddings is true but lm_head.weight differs from"),
+    "another text": (
+        {"text_config": {"model_type": "qwen2"}},
+        "model_type is 'qwen2'; expected 'llama4_text' in a",
+    ),
+    "tied and not": (
+        {"tie_word_embeddings": True},
+        "tie_word_embeddings is true but lm_head.weight differs from",
+    ),
 }
 
 
@@ -139,7 +156,9 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 @pytest.mark.parametrize("name", ["mistral3", "kimi_k25"])
-def test_a_language_model_is_read_under_every_prefix_that_was_written(saved: Any, tmp_path: Path, name: str) -> None:
+def test_a_language_model_is_read_under_every_prefix_that_was_written(
+    saved: Any, tmp_path: Path, name: str
+) -> None:
     source = saved(name)
     target = conversion.read_target(source)
     config = json.loads((source / "config.json").read_text())
@@ -165,19 +184,32 @@ def test_the_family_of_a_language_model_is_that_of_its_text(saved: Any, tmp_path
     conversion.convert(directory, tmp_path / "text", "vllm")
     assert same_target(conversion.read_target(tmp_path / "text"), target)
     edit_config(directory, text_config={**text, "model_type": "mistral4"})
-    with pytest.raises(CheckpointError, match="model_type is 'mistral4'; expected 'deepseek_v3' or 'kimi_k2' in a mod"):
+    with pytest.raises(
+        CheckpointError,
+        match="model_type is 'mistral4'; expected 'deepseek_v3' or 'kimi_k2' in a mod",
+    ):
         conversion.read_target(directory)
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_a_description_names_the_parts_of_a_model_of_images_that_are_left_out(saved: Any, name: str) -> None:
+def test_a_description_names_the_parts_of_a_model_of_images_that_are_left_out(
+    saved: Any, name: str
+) -> None:
     directory = saved(name)
     kind = WRAPPED[name].model_type
     parts = dict.fromkeys(("mistral3", "gemma3"), "multi_modal_projector and vision_tower")
     parts["kimi_k25"] = "mm_projector and vision_tower"
-    left_out = [key for key in load_file(directory / "model.safetensors") if "language_model" not in key]
+    left_out = [
+        key for key in load_file(directory / "model.safetensors") if "language_model" not in key
+    ]
     description = conversion.describe(directory)
-    assert description.kind.removeprefix("target: ") in ("Ministral 3", "Mistral", "DeepSeek V3", "Qwen3", "Gemma 3")
+    assert description.kind.removeprefix("target: ") in (
+        "Ministral 3",
+        "Mistral",
+        "DeepSeek V3",
+        "Qwen3",
+        "Gemma 3",
+    )
     ignored = f"the {len(left_out)} tensors of {parts.get(kind, 'visual')} are ignored; "
     assert description.note.startswith(f"only the language model of this {kind} is read; {ignored}")
 
@@ -202,13 +234,19 @@ def test_a_language_model_in_fp8_is_decoded_by_its_scales(saved: Any, tmp_path: 
     fp8 = quantised.RECIPES["fp8 tensor"]
 
     def quantise(name: str, weights: np.ndarray) -> Any:
-        return fp8.quantise(name, weights) if name.startswith("language_model.") else ({name: weights}, weights)
+        return (
+            fp8.quantise(name, weights)
+            if name.startswith("language_model.")
+            else ({name: weights}, weights)
+        )
 
     skipped = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
     recipe = quantised.Recipe(quantise, fp8.config | {"modules_to_not_convert": skipped})
     source = saved("mistral3")
     dense = quantised.quantise(source, tmp_path / "fp8", recipe)
-    plain = write_checkpoint(tmp_path / "dense", json.loads((source / "config.json").read_text()), dense)
+    plain = write_checkpoint(
+        tmp_path / "dense", json.loads((source / "config.json").read_text()), dense
+    )
     checkpoint = conversion.read_target(tmp_path / "fp8")
     dense_checkpoint = conversion.read_target(plain)
     assert checkpoint.config == dense_checkpoint.config
@@ -228,13 +266,19 @@ def test_a_language_model_in_fp8_is_decoded_by_its_scales(saved: Any, tmp_path: 
         np.testing.assert_allclose(logits[0], true_logits, atol=1e-4)
 
 
-MIXTURE = Experts(num_experts=3, per_token=2, width=4, router="softmax", shared_width=6, shared_gate=True)
+MIXTURE = Experts(
+    num_experts=3, per_token=2, width=4, router="softmax", shared_width=6, shared_gate=True
+)
 GATED = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=6, output_gate=True, qkv_bias=True)
 CONFIG = DecoderConfig(vocab_size=7, width=5, layers=(LayerConfig(mixer=GATED, mlp=MIXTURE),))
 
 
-@pytest.mark.parametrize(("transpose", "in_halves"), [(False, False), (False, True), (True, False), (True, True)])
-def test_stacked_experts_and_gates_of_attention_are_reordered(transpose: bool, in_halves: bool) -> None:
+@pytest.mark.parametrize(
+    ("transpose", "in_halves"), [(False, False), (False, True), (True, False), (True, True)]
+)
+def test_stacked_experts_and_gates_of_attention_are_reordered(
+    transpose: bool, in_halves: bool
+) -> None:
     """All entries are different, so the test sees where each entry goes."""
     shapes = DecoderTarget(CONFIG).param_shapes()
     kernels = functools.partial(blocks.stacked, transpose=transpose, in_halves=in_halves)
@@ -266,7 +310,9 @@ def test_stacked_experts_and_gates_of_attention_are_reordered(transpose: bool, i
     np.testing.assert_array_equal(np.asarray(mlp["gate_up"])[..., ::2], gates)
     np.testing.assert_array_equal(np.asarray(mlp["gate_up"])[..., 1::2], ups)
     down = tensors[f"{name}mlp.experts.down_proj"]
-    np.testing.assert_array_equal(np.asarray(mlp["down"]), down.swapaxes(1, 2) if transpose else down)
+    np.testing.assert_array_equal(
+        np.asarray(mlp["down"]), down.swapaxes(1, 2) if transpose else down
+    )
 
     written_tensors = write_params(rules, params, shapes, where="here")
     assert written_tensors.keys() == tensors.keys()
@@ -280,9 +326,14 @@ def shape_of(shapes: Any, path: str) -> tuple[int, ...]:
 
 def test_a_table_that_omits_a_piece_of_a_tensor_is_an_error() -> None:
     shapes = DecoderTarget(CONFIG).param_shapes()
-    shorten = lambda rule: rule if rule.cut == COMPLETE else rule._replace(cut=rule.cut._replace(slots=3))
+    shorten = lambda rule: (
+        rule if rule.cut == COMPLETE else rule._replace(cut=rule.cut._replace(slots=3))
+    )
     rules = list(map(shorten, blocks.decoder(CONFIG)))
-    tensors = {rule.source: np.zeros(rule.stored_shape(shape_of(shapes, rule.path)), np.float32) for rule in rules}
+    tensors = {
+        rule.source: np.zeros(rule.stored_shape(shape_of(shapes, rule.path)), np.float32)
+        for rule in rules
+    }
     message = r"the rule table and the model differ: \['model\.layers\.0\.self_attn\.q_"
     with pytest.raises(AssertionError, match=message):
         read_params(rules, tensors, shapes, where="here")
@@ -302,9 +353,15 @@ def test_kimi_k2_is_deepseek_v3_under_another_name(published: Any, tmp_path: Pat
     assert conversion.describe(tmp_path / "back").kind == "target: Kimi K2"
 
 
-def test_a_layer_that_drafts_is_left_out_and_another_layer_is_not(published: Any, tmp_path: Path) -> None:
+def test_a_layer_that_drafts_is_left_out_and_another_layer_is_not(
+    published: Any, tmp_path: Path
+) -> None:
     config, tensors = published("deepseek_v3")
-    more = {name.replace("layers.3.", "layers.4."): value for name, value in tensors.items() if "layers.3." in name}
+    more = {
+        name.replace("layers.3.", "layers.4."): value
+        for name, value in tensors.items()
+        if "layers.3." in name
+    }
     drafts = {**more, "model.layers.4.eh_proj.weight": np.zeros((32, 64), np.float32)}
     ours = read_from(tmp_path / "without", config, tensors)
     assert same_target(ours, read_from(tmp_path / "with", config, tensors | drafts))
@@ -314,7 +371,9 @@ def test_a_layer_that_drafts_is_left_out_and_another_layer_is_not(published: Any
         read_from(tmp_path / "three", {**config, "num_hidden_layers": 3}, tensors)
 
 
-def test_the_older_notation_of_a_published_file_is_equivalent(published: Any, tmp_path: Path) -> None:
+def test_the_older_notation_of_a_published_file_is_equivalent(
+    published: Any, tmp_path: Path
+) -> None:
     """``rope_scaling`` with ``type``, a separate ``rope_theta``, ``first_k_dense_replace``, no ``rope_interleave``."""
     config, tensors = published("deepseek_v3")
     parameters = dict(config["rope_parameters"])
@@ -324,7 +383,12 @@ def test_the_older_notation_of_a_published_file_is_equivalent(published: Any, tm
     del old["rope_interleave"]
     ours = read_from(tmp_path / "new", config, tensors)
     assert same_target(ours, read_from(tmp_path / "old", old, tensors))
-    assert [type(layer.mlp) for layer in ours.config.layers] == [GatedMLP, Experts, Experts, Experts]
+    assert [type(layer.mlp) for layer in ours.config.layers] == [
+        GatedMLP,
+        Experts,
+        Experts,
+        Experts,
+    ]
     (mixer,) = {layer.mixer for layer in ours.config.layers}
     assert isinstance(mixer, Latent)
     assert mixer.rope.interleaved
@@ -332,10 +396,14 @@ def test_the_older_notation_of_a_published_file_is_equivalent(published: Any, tm
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
-def test_a_target_with_an_index_is_limited_to_the_keys_of_the_index(published: Any, tmp_path: Path, name: str) -> None:
+def test_a_target_with_an_index_is_limited_to_the_keys_of_the_index(
+    published: Any, tmp_path: Path, name: str
+) -> None:
     config, tensors = published(name)
     assert any("indexer" in tensor for tensor in tensors)
-    target = e3.load_target(write_checkpoint(tmp_path / "target", {**config, "index_topk": 16}, tensors))
+    target = e3.load_target(
+        write_checkpoint(tmp_path / "target", {**config, "index_topk": 16}, tensors)
+    )
     decoder = e3.SpeculativeDecoder(target, stop_tokens=())
     assert target.max_positions == 16
     if name == "deepseek_v32":
@@ -360,17 +428,33 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_key_value_heads": 2},
         "num_key_value_heads is 2; num_attention_heads is 4, and each head",
     ),
-    "odd rotation": ("deepseek_v3", {"qk_rope_head_dim": 7}, "rope_dim is 7; rotary embedding needs a positive even"),
+    "odd rotation": (
+        "deepseek_v3",
+        {"qk_rope_head_dim": 7},
+        "rope_dim is 7; rotary embedding needs a positive even",
+    ),
     "another extension": (
         "deepseek_v3",
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
         "rope type 'linear' of latent attention; expected default or yarn",
     ),
-    "another score": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
+    "another score": (
+        "deepseek_v3",
+        {"scoring_func": "softmax"},
+        "scoring_func is 'softmax'; only 'sigmoid'",
+    ),
     "biases": ("glm_moe_dsa", {"mlp_bias": True}, "mlp_bias is True; only False is supported"),
-    "a kind of layer": ("qwen3_next", {"layer_types": ["mamba"] * 4}, "layer_types has 'mamba'; expected linear_att"),
+    "a kind of layer": (
+        "qwen3_next",
+        {"layer_types": ["mamba"] * 4},
+        "layer_types has 'mamba'; expected linear_att",
+    ),
     "no kernel": ("qwen3_next", {"linear_conv_kernel_dim": None}, "has no linear_conv_kernel_dim"),
-    "no gate": ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate is False; only True is supported"),
+    "no gate": (
+        "qwen3_5_text",
+        {"attn_output_gate": False},
+        "attn_output_gate is False; only True is supported",
+    ),
     "heads that do not divide": (
         "qwen3_5_text",
         {"linear_num_value_heads": 3},
@@ -398,7 +482,12 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "windows of a Ministral in a model of images": (
         "mistral3, of mistral",
-        {"text_config": {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2}},
+        {
+            "text_config": {
+                "sliding_window": 5,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            }
+        },
         "layer_types is .* sliding_window is 5 in every layer",
     ),
     "windows in a model of images": (
@@ -406,7 +495,11 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"text_config": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}},
         "sliding_window is 5; only full attention is supported",
     ),
-    "no base of the rotation": ("qwen3_vl", {"text_config": {"rope_parameters": None}}, "has no rope_theta"),
+    "no base of the rotation": (
+        "qwen3_vl",
+        {"text_config": {"rope_parameters": None}},
+        "has no rope_theta",
+    ),
     "capped logits in a model of images": (
         "gemma3, images",
         {"text_config": {"final_logit_softcapping": 6.0}},
@@ -416,7 +509,10 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         "phi3, longrope",
         {
             "original_max_position_embeddings": None,
-            "rope_parameters": {**RECIPES["phi3, longrope"].fields["rope_parameters"], ORIGINAL: 128},
+            "rope_parameters": {
+                **RECIPES["phi3, longrope"].fields["rope_parameters"],
+                ORIGINAL: 128,
+            },
         },
         "has no original_max_position_embeddings",
     ),
@@ -444,7 +540,9 @@ def test_attention_in_both_directions_is_refused(name: str) -> None:
         if "text_config" in values:
             changed.append(values | {"text_config": values["text_config"] | {"is_causal": value}})
         for config in changed:
-            with pytest.raises(CheckpointError, match=f"is_causal is {value}; only causal attention is supported"):
+            with pytest.raises(
+                CheckpointError, match=f"is_causal is {value}; only causal attention is supported"
+            ):
                 read_config(Fields(config, "config.json"))
     read_config(Fields(values | {"is_causal": True}, "config.json"))
 
@@ -453,11 +551,17 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, ORIGINAL: 16}
 lengths = lambda mixer: (mixer.rope.original_max_positions, mixer.query_scaling.floor)
 truncation = lambda mixer: mixer.rope.truncate
 interleaving = lambda mixer: mixer.rope.interleaved
-# A recipe, changes of its fields, a part of the mixer that is read, and its value. transformers reads the same.
+# A recipe, changes of its fields, a part of the mixer that is read, and its value. transformers
+# reads the same.
 READINGS: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any], Any]] = {
     "a length next to the rope parameters": ("ministral3", {ORIGINAL: 8}, lengths, (8, 8)),
     "an absent truncation": ("llama", {"rope_parameters": YARN}, truncation, True),
-    "a null truncation": ("llama", {"rope_parameters": {**YARN, "truncate": None}}, truncation, False),
+    "a null truncation": (
+        "llama",
+        {"rope_parameters": {**YARN, "truncate": None}},
+        truncation,
+        False,
+    ),
     "no truncation": ("llama", {"rope_parameters": {**YARN, "truncate": False}}, truncation, False),
     "an absent interleaving": ("deepseek_v3", {}, interleaving, True),
     "a null interleaving": ("deepseek_v3", {"rope_interleave": None}, interleaving, False),
@@ -473,7 +577,9 @@ def test_a_field_is_read_as_transformers_reads_it(name: str) -> None:
 
 
 @pytest.mark.parametrize(("outer", "text", "expected"), [(5, None, 5), (None, 7, 7), (5, 7, 5)])
-def test_stop_tokens_outside_of_text_config_have_priority(outer: int | None, text: int | None, expected: int) -> None:
+def test_stop_tokens_outside_of_text_config_have_priority(
+    outer: int | None, text: int | None, expected: int
+) -> None:
     """As in transformers, without a ``generation_config.json``."""
     values = values_of("mistral3")
     values |= {"eos_token_id": outer, "text_config": values["text_config"] | {"eos_token_id": text}}
@@ -504,7 +610,9 @@ def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     stacked = dict(tensors)
     for layer in range(4):
         source = f"model.layers.{layer}.mlp.experts"
-        pop = lambda expert, part, source=source: stacked.pop(f"{source}.{expert}.{part}_proj.weight")
+        pop = lambda expert, part, source=source: stacked.pop(
+            f"{source}.{expert}.{part}_proj.weight"
+        )
         gate_up = [np.concatenate([pop(expert, "gate"), pop(expert, "up")]) for expert in range(8)]
         down = [pop(expert, "down") for expert in range(8)]
         stacked[f"{source}.gate_up_proj"] = np.stack(gate_up)
@@ -517,9 +625,17 @@ def test_the_language_model_of_a_qwen_with_images_is_read(tmp_path: Path, name: 
     params, tensors = written(name)
     if "moe" in name:
         tensors = fused(tensors)
-    inside = {key.replace("model.", "model.language_model.", 1): value for key, value in tensors.items()}
-    left_out = dict.fromkeys(("model.visual.patch_embed.proj.weight", "mtp.fc.weight"), np.zeros((2, 2), np.float32))
-    values = {"model_type": name.removesuffix("_text"), "text_config": values_of(name), "vision_config": {}}
+    inside = {
+        key.replace("model.", "model.language_model.", 1): value for key, value in tensors.items()
+    }
+    left_out = dict.fromkeys(
+        ("model.visual.patch_embed.proj.weight", "mtp.fc.weight"), np.zeros((2, 2), np.float32)
+    )
+    values = {
+        "model_type": name.removesuffix("_text"),
+        "text_config": values_of(name),
+        "vision_config": {},
+    }
     directory = write_checkpoint(tmp_path / "target", values, inside | left_out)
     assert_read(directory, params, name)
     assert conversion.describe(directory).kind == f"target: {FAMILIES[name].label}"
@@ -528,8 +644,12 @@ def test_the_language_model_of_a_qwen_with_images_is_read(tmp_path: Path, name: 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
 def test_a_module_that_drafts_is_left_out(tmp_path: Path, name: str) -> None:
     params, tensors = written(name)
-    module = dict.fromkeys(("mtp.layers.0.mlp.gate.weight", "mtp.fc.weight"), np.ones((2, 2), np.float32))
-    assert_read(write_checkpoint(tmp_path / "target", values_of(name), tensors | module), params, name)
+    module = dict.fromkeys(
+        ("mtp.layers.0.mlp.gate.weight", "mtp.fc.weight"), np.ones((2, 2), np.float32)
+    )
+    assert_read(
+        write_checkpoint(tmp_path / "target", values_of(name), tensors | module), params, name
+    )
 
 
 def test_every_fourth_layer_attends_by_default() -> None:
@@ -538,5 +658,7 @@ def test_every_fourth_layer_attends_by_default() -> None:
     for interval, full_layers in ((None, (3, 7)), (3, (2, 5))):
         config = read_config(Fields(values | {"full_attention_interval": interval}, "here"))
         mixers = {index: layer.mixer for index, layer in enumerate(config.layers)}
-        ropes = {index: mixer.rope for index, mixer in mixers.items() if isinstance(mixer, GroupedQuery)}
+        ropes = {
+            index: mixer.rope for index, mixer in mixers.items() if isinstance(mixer, GroupedQuery)
+        }
         assert ropes == dict.fromkeys(full_layers, RopeConfig(theta=1e7, partial=0.25))

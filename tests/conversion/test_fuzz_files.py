@@ -42,14 +42,30 @@ fuzz = settings(
     suppress_health_check=list(HealthCheck),
 )
 
-EXTREMES = [0, -1, 1, 2, 10**9, 10**12, 10**400, -(2**63), 1e-300, 1e300, 0.5, -0.0, float("nan"), float("inf")]
+EXTREMES = [
+    0,
+    -1,
+    1,
+    2,
+    10**9,
+    10**12,
+    10**400,
+    -(2**63),
+    1e-300,
+    1e300,
+    0.5,
+    -0.0,
+    float("nan"),
+    float("inf"),
+]
 NAMES = ["llama", "qwen3", "yarn", "llama3", "linear", "full_attention"]
 WORDS = [*NAMES, "", "\x1b[2J", "\ud800", "\0", "../x", "x" * 300]
 SHORT_TEXTS = st.text(max_size=5)
 NUMBERS = st.none() | st.booleans() | st.integers() | st.sampled_from(EXTREMES)
 LEAVES = NUMBERS | st.sampled_from(WORDS) | SHORT_TEXTS
 VALUES = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(SHORT_TEXTS, inner, max_size=3)
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(SHORT_TEXTS, inner, max_size=3),
 )
 
 
@@ -103,7 +119,9 @@ def damaged_bytes(draw: st.DrawFn, data: bytes) -> bytes:
     return draw(st.sampled_from([b"", b"", b"\xef\xbb\xbf", b"\xff\xfe", b" "])) + bytes(changed)
 
 
-def judge(read: Callable[[], Any], kinds: type[Exception] | tuple[type[Exception], ...] = CheckpointError) -> Any:
+def judge(
+    read: Callable[[], Any], kinds: type[Exception] | tuple[type[Exception], ...] = CheckpointError
+) -> Any:
     """Returns the result of reading; ``None`` after a refusal in one printable line. Both take less than 2 seconds."""
     start = time.process_time()
     try:
@@ -133,7 +151,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fuzz")
     sharded = write_llama(folder / "sharded")
     weights = (sharded / "model.safetensors").rename(sharded / "a.safetensors")
-    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(load_file(weights), weights.name)}
+    index = {
+        "metadata": {"total_size": 1},
+        "weight_map": dict.fromkeys(load_file(weights), weights.name),
+    }
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
     conversion.convert(write_llama(folder / "target"), folder / "native-target", "jax")
     conversion.convert(Head().write(folder / "head"), folder / "native-head", "jax", TARGET)
@@ -166,7 +187,11 @@ def target_values(data: st.DataObject, values: dict[str, Any]) -> dict[str, Any]
 
 def head_values(data: st.DataObject, values: dict[str, Any]) -> dict[str, Any]:
     if data.draw(st.booleans()):
-        values = {"speculators_model_type": "eagle3", "draft_vocab_size": 40, "transformer_layer_config": values}
+        values = {
+            "speculators_model_type": "eagle3",
+            "draft_vocab_size": 40,
+            "transformer_layer_config": values,
+        }
     return values | {"eagle_config": {"use_aux_hidden_state": True, "layer_ids": [2, 4, 5]}}
 
 
@@ -174,15 +199,31 @@ def head_values(data: st.DataObject, values: dict[str, Any]) -> dict[str, Any]:
 DESCRIPTIONS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[str, ...]]] = {
     "target/config.json": (
         target_values,
-        ("head_dim", "attention_bias", "layer_types", "rope_parameters", "tie_word_embeddings", "quantization_config"),
+        (
+            "head_dim",
+            "attention_bias",
+            "layer_types",
+            "rope_parameters",
+            "tie_word_embeddings",
+            "quantization_config",
+        ),
     ),
     "head/config.json": (
         head_values,
-        ("eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "target_hidden_size", "norm_output", "fc_norm"),
+        (
+            "eagle_aux_hidden_state_layer_ids",
+            "num_aux_hidden_states",
+            "target_hidden_size",
+            "norm_output",
+            "fc_norm",
+        ),
     ),
     "native-target/eagle3_jax.json": (lambda _, values: values, ()),
     "native-head/eagle3_jax.json": (lambda _, values: values, ()),
-    "target/generation_config.json": (lambda *_: {"bos_token_id": 1, "eos_token_id": [2, 3]}, ("eos_token_id",)),
+    "target/generation_config.json": (
+        lambda *_: {"bos_token_id": 1, "eos_token_id": [2, 3]},
+        ("eos_token_id",),
+    ),
     "sharded/model.safetensors.index.json": (lambda _, values: values, ("weight_map",)),
 }
 
@@ -203,11 +244,16 @@ def test_json(folder: Path, name: str, data: st.DataObject) -> None:
             checkpoint = judge(lambda: conversion.read_target(directory))
             if checkpoint is not None:
                 assert assert_finite(checkpoint.config)
-                assert all(0 <= token < checkpoint.config.vocab_size for token in checkpoint.stop_tokens)
+                assert all(
+                    0 <= token < checkpoint.config.vocab_size for token in checkpoint.stop_tokens
+                )
         judge(lambda: conversion.describe(directory))
         if name == "head/config.json":
             target_of_plan = read_target("llama-3.1-8b")
-            judge(lambda: read_head(str(directory), target_of_plan, bundled=False), (Misuse, ValueError))
+            judge(
+                lambda: read_head(str(directory), target_of_plan, bundled=False),
+                (Misuse, ValueError),
+            )
 
 
 @fuzz
@@ -255,5 +301,8 @@ def test_commands_on_damaged_directories(folder: Path, data: st.DataObject) -> N
     path = folder / data.draw(st.sampled_from(["target", "head"])) / "config.json"
     values = json.loads(path.read_bytes())
     with holding(path, data.draw(damaged_json(values))) as directory:
-        for command in (["inspect", str(directory), "--json"], ["plan", "memory", "--target", str(directory)]):
+        for command in (
+            ["inspect", str(directory), "--json"],
+            ["plan", "memory", "--target", str(directory)],
+        ):
             assert run(command) in (0, 1, 2)

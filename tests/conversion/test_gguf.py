@@ -36,7 +36,8 @@ _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-# Models of each family that a file can express. Gemma's second scale is that of its heads, and gpt-oss has one limit.
+# Models of each family that a file can express. Gemma's second scale is that of its heads, and
+# gpt-oss has one limit.
 MODELS = {
     "llama": RECIPES["llama"],
     "llama, tied": LLAMAS["llama, heads of 80, tied"],
@@ -87,8 +88,12 @@ def test_older_files_of_deepseek_have_one_tensor_of_keys_and_values(
     saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = saved("deepseek_v3")
-    monkeypatch.setattr(gguf_files, "translated", functools.partial(_with_one_tensor, gguf_files.translated))
-    read = conversion.read_target(gguf_files.write(directory, tmp_path / "m.gguf", more=_older_keys))
+    monkeypatch.setattr(
+        gguf_files, "translated", functools.partial(_with_one_tensor, gguf_files.translated)
+    )
+    read = conversion.read_target(
+        gguf_files.write(directory, tmp_path / "m.gguf", more=_older_keys)
+    )
     assert same_target(read, conversion.read_target(directory))
 
 
@@ -97,7 +102,10 @@ def _with_one_tensor(translated: Any, config: dict[str, Any], tensors: gguf_file
         if not re.search(r"attn_[kv]_b\.weight", name):
             yield name, value
     for layer in range(config["num_hidden_layers"]):
-        yield f"blk.{layer}.attn_kv_b.weight", tensors[f"model.layers.{layer}.self_attn.kv_b_proj.weight"]
+        yield (
+            f"blk.{layer}.attn_kv_b.weight",
+            tensors[f"model.layers.{layer}.self_attn.kv_b_proj.weight"],
+        )
 
 
 def _older_keys(writer: gguf.GGUFWriter) -> None:
@@ -126,11 +134,23 @@ def test_a_number_that_the_tensors_contradict_is_refused_quickly(
     refused(conversion.read_target, path, rf"\.{key} is 1000000000; {message}")
 
 
-TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.MXFP4]
+TYPES = [
+    Type.F32,
+    Type.F16,
+    Type.BF16,
+    Type.Q4_0,
+    Type.Q4_1,
+    Type.Q5_0,
+    Type.Q5_1,
+    Type.Q8_0,
+    Type.MXFP4,
+]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_file_is_read_as_the_checkpoint_that_it_was_made_from(saved: Any, tmp_path: Path, name: str) -> None:
+def test_a_file_is_read_as_the_checkpoint_that_it_was_made_from(
+    saved: Any, tmp_path: Path, name: str
+) -> None:
     directory = saved(name)
     read = conversion.read_target(gguf_files.write(directory, tmp_path / "m.gguf"))
     truth = conversion.read_target(directory)
@@ -139,11 +159,17 @@ def test_a_file_is_read_as_the_checkpoint_that_it_was_made_from(saved: Any, tmp_
 
 
 @pytest.mark.parametrize("type", TYPES[1:], ids=lambda type: type.name)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "qwen3_moe", "gpt_oss, wide", "deepseek_v3", "cohere"])
-def test_weights_of_every_type_are_the_rounded_weights(saved: Any, tmp_path: Path, name: str, type: Type) -> None:
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "phi3", "qwen3_moe", "gpt_oss, wide", "deepseek_v3", "cohere"]
+)
+def test_weights_of_every_type_are_the_rounded_weights(
+    saved: Any, tmp_path: Path, name: str, type: Type
+) -> None:
     """The truth is computed from the Hugging Face weights, in the layout of each kind of architecture."""
     directory = saved(name)
-    read = conversion.read_target(gguf_files.write(directory, tmp_path / "m.gguf", everywhere(type)))
+    read = conversion.read_target(
+        gguf_files.write(directory, tmp_path / "m.gguf", everywhere(type))
+    )
     gguf_files.round_to(directory, everywhere(type))
     assert same_target(read, conversion.read_target(directory))
     plain = {Type.F16: "float16", Type.BF16: "bfloat16"}
@@ -154,7 +180,12 @@ def test_weights_of_every_type_are_the_rounded_weights(saved: Any, tmp_path: Pat
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama whose rows are complete blocks of every type."""
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     directory = tmp_path_factory.mktemp("wide")
     build(Recipe("llama", {**sizes, "num_key_value_heads": 2}, 0)).save_pretrained(directory)
     return directory
@@ -166,7 +197,13 @@ def _random_blocks(rows: np.ndarray, type: Type) -> np.ndarray:
     random = np.random.default_rng(0)
     shape = (rows.shape[0], rows.shape[1] // numbers, size)
     blocks = random.integers(0, 256, shape, np.uint8)
-    offsets = {Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}
+    offsets = {
+        Type.Q2_K: (80, 82),
+        Type.Q3_K: (108,),
+        Type.Q4_K: (0, 2),
+        Type.Q5_K: (0, 2),
+        Type.Q6_K: (208,),
+    }
     for offset in offsets[type]:
         scale = random.normal(0, 0.01, blocks.shape[:2]).astype(np.float16)
         blocks[..., offset : offset + 2] = scale[..., None].view(np.uint8)
@@ -181,19 +218,27 @@ def test_a_tensor_of_every_type_has_the_numbers_of_the_package_gguf(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type: Type
 ) -> None:
     quantize = gguf.quants.quantize
-    random_or_quantized = lambda rows, type: (_random_blocks if type in K_QUANTS else quantize)(rows, type)
+    random_or_quantized = lambda rows, type: (_random_blocks if type in K_QUANTS else quantize)(
+        rows, type
+    )
     monkeypatch.setattr(gguf.quants, "quantize", random_or_quantized)
     path = gguf_files.write(wide, tmp_path / "m.gguf", everywhere(type))
     target = conversion.read_target(path)
     tensors = gguf.GGUFReader(path).tensors
-    truth = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in tensors}
+    truth = {
+        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in tensors
+    }
     assert sum(tensor.tensor_type == type for tensor in tensors) >= 9
     block = target.params["blocks"][0]
     bits = lambda value: np.asarray(value, np.float32).view(np.uint32)
     assert (bits(target.params["embedding"]) == bits(truth["token_embd.weight"])).all()
-    assert (bits(block["attention"]["o"]["kernel"]) == bits(truth["blk.0.attn_output.weight"].T)).all()
+    assert (
+        bits(block["attention"]["o"]["kernel"]) == bits(truth["blk.0.attn_output.weight"].T)
+    ).all()
     assert (bits(block["mlp"]["down"]["kernel"]) == bits(truth["blk.0.ffn_down.weight"].T)).all()
-    gate_up = np.stack([truth[f"blk.0.ffn_{name}.weight"].T for name in ("gate", "up")], -1).reshape(256, -1)
+    gate_up = np.stack(
+        [truth[f"blk.0.ffn_{name}.weight"].T for name in ("gate", "up")], -1
+    ).reshape(256, -1)
     assert (bits(block["mlp"]["gate_up"]["kernel"]) == bits(gate_up)).all()
     pairs = truth["blk.0.attn_k.weight"].reshape(2, 32, 2, 256)
     key = pairs.swapaxes(1, 2).reshape(2, 64, 256)  # by key head

@@ -45,7 +45,9 @@ def _tokens(directory: Path, writer: gguf.GGUFWriter) -> None:
     writer.add_token_list([*sorted(vocab, key=vocab.__getitem__)[:-1], "he"])
     writer.add_token_merges(["h e"])
     writer.add_add_bos_token(True)
-    writer.add_chat_template("{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    writer.add_chat_template(
+        "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    )
 
 
 Edit = Callable[[gguf.GGUFWriter], Any]
@@ -55,7 +57,9 @@ Edit = Callable[[gguf.GGUFWriter], Any]
 def write(directory: Path, tmp_path: Path) -> Any:
     """Writes a GGUF file of the Llama; ``edit`` changes it before it is written."""
 
-    def write_file(edit: Edit = lambda writer: None, type: Type = Type.Q8_0, name: str = "m.gguf") -> Path:
+    def write_file(
+        edit: Edit = lambda writer: None, type: Type = Type.Q8_0, name: str = "m.gguf"
+    ) -> Path:
         return gguf_files.write(directory, tmp_path / name, everywhere(type), edit)
 
     return write_file
@@ -96,7 +100,9 @@ def test_a_file_is_loaded_as_target_and_drafter_and_converted_to_other_layouts(
     assert e3.load_drafter(path, target=target).described.startswith("draft model")
 
 
-def test_transformers_reads_a_converted_file_with_its_tokenizer(tmp_path: Path, directory: Path) -> None:
+def test_transformers_reads_a_converted_file_with_its_tokenizer(
+    tmp_path: Path, directory: Path
+) -> None:
     pytest.importorskip("torch")
     import transformers
 
@@ -110,7 +116,9 @@ def test_transformers_reads_a_converted_file_with_its_tokenizer(tmp_path: Path, 
     for tensor in gguf.GGUFReader(path).tensors:
         if tensor.name.endswith(("ffn_down.weight", "token_embd.weight", "output.weight")):
             name = layer_name(ARCHITECTURES["llama"], tensor.name)
-            assert np.array_equal(read[name], gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+            assert np.array_equal(
+                read[name], gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            )
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     ours: Any = e3.load_target(path).tokenizer
     ids = ours.encode("hello").ids
@@ -120,7 +128,9 @@ def test_transformers_reads_a_converted_file_with_its_tokenizer(tmp_path: Path, 
     assert theirs.apply_chat_template(messages, tokenize=False) == f"{theirs.bos_token}hi"
 
 
-def test_a_directory_with_a_single_gguf_file_means_that_file(write: Any, tmp_path: Path, directory: Path) -> None:
+def test_a_directory_with_a_single_gguf_file_means_that_file(
+    write: Any, tmp_path: Path, directory: Path
+) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     path = write(name="folder/model.gguf")
@@ -138,14 +148,20 @@ def test_a_directory_with_a_single_gguf_file_means_that_file(write: Any, tmp_pat
         (folder / name).write_bytes((directory / name).read_bytes())
     assert locate(folder, "target") == folder
     assert conversion.read_target(folder).source == folder
-    with pytest.raises(ValueError, match=r"nowhere/m\.gguf does not exist; give the path of a GGUF file$"):
+    with pytest.raises(
+        ValueError, match=r"nowhere/m\.gguf does not exist; give the path of a GGUF file$"
+    ):
         locate("nowhere/m.gguf", "target")
 
 
-def test_without_the_package_the_extra_is_named(write: Any, monkeypatch: pytest.MonkeyPatch, refused: Any) -> None:
+def test_without_the_package_the_extra_is_named(
+    write: Any, monkeypatch: pytest.MonkeyPatch, refused: Any
+) -> None:
     path = write()
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert "reading a GGUF file needs gguf: pip install 'eagle3-jax[gguf]'" in refused("inspect", path)
+    assert "reading a GGUF file needs gguf: pip install 'eagle3-jax[gguf]'" in refused(
+        "inspect", path
+    )
 
 
 def _key(name: str, value: Any, kind: gguf.GGUFValueType) -> Edit:
@@ -236,13 +252,19 @@ def test_a_missing_tensor_is_refused(write: Any, monkeypatch: pytest.MonkeyPatch
         ("blk.1.ffn_up.weight", r"misses model\.layers\.1\.mlp\.up_proj\.weight"),
         ("token_embd.weight", r"misses token_embd\.weight; fetch the file again"),
     ):
-        without = lambda config, tensors, name=name: (pair for pair in translated(config, tensors) if pair[0] != name)
+        without = lambda config, tensors, name=name: (
+            pair for pair in translated(config, tensors) if pair[0] != name
+        )
         monkeypatch.setattr(gguf_files, "translated", without)
         refused(conversion.read_target, write(), message)
 
 
 def test_a_part_is_recognised_by_its_name(write: Any) -> None:
-    refused(conversion.read_target, write(name="m-00002-of-00003.gguf"), r"is one of several parts of a model")
+    refused(
+        conversion.read_target,
+        write(name="m-00002-of-00003.gguf"),
+        r"is one of several parts of a model",
+    )
     conversion.read_target(write(name="m-00001-of-00001.gguf"))
 
 
@@ -251,18 +273,30 @@ def test_a_truncated_file_and_another_format_are_refused(write: Any, tmp_path: P
     path = tmp_path / "cut.gguf"
     for size in (*range(0, 1500, 37), len(content) // 2, len(content) - 1):
         path.write_bytes(content[:size])
-        message = r"does not begin as a GGUF file does" if size < 4 else r"is truncated or damaged \(it ends "
+        message = (
+            r"does not begin as a GGUF file does"
+            if size < 4
+            else r"is truncated or damaged \(it ends "
+        )
         refused(conversion.read_target, path, message)
     for start, message in (
-        (b"version https://git-lfs.github.com/spec/v1", r"is a Git LFS pointer and not the file itself"),
-        (b"GGUF" + struct.pack(">I", 3), r"in the byte order of other machines; convert the original"),
+        (
+            b"version https://git-lfs.github.com/spec/v1",
+            r"is a Git LFS pointer and not the file itself",
+        ),
+        (
+            b"GGUF" + struct.pack(">I", 3),
+            r"in the byte order of other machines; convert the original",
+        ),
         (b"GGUF" + struct.pack("<I", 1), r"of version 1; expected 2 or 3"),
     ):
         path.write_bytes(start + content[len(start) :])
         refused(conversion.read_target, path, message)
 
 
-def test_a_header_with_any_byte_changed_is_read_or_refused(write: Any, tmp_path: Path, directory: Path) -> None:
+def test_a_header_with_any_byte_changed_is_read_or_refused(
+    write: Any, tmp_path: Path, directory: Path
+) -> None:
     content = write(functools.partial(_tokens, directory), Type.F32).read_bytes()
     random = np.random.default_rng(0)
     path = tmp_path / "changed.gguf"

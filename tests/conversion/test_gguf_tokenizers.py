@@ -15,7 +15,16 @@ pytest.importorskip("gguf")
 import gguf
 from checkpoints import edit_config, write_llama
 from gguf_files import everywhere, write
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError
@@ -48,7 +57,9 @@ def _published() -> dict[str, tuple[Any, list[Any], bool]]:
 
     The patterns are those of transformers.
     """
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as splits
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+        GGUF_PRE_TOKENIZER_SPLITS as splits,
+    )
 
     digits = [pre_tokenizers.Digits(individual_digits=True)]
     words = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"""
@@ -92,7 +103,9 @@ def _fields(tokenizer: Tokenizer, pre: str, padded: int = 0) -> dict[str, Any]:
     """Returns a byte-level tokenizer as llama.cpp's converter writes it, for an embedding of ``padded`` rows."""
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     tokens = sorted(vocab, key=vocab.__getitem__)
-    kinds = [Control if token in SPECIAL else User if token == "<think>" else Normal for token in tokens]
+    kinds = [
+        Control if token in SPECIAL else User if token == "<think>" else Normal for token in tokens
+    ]
     spare = [f"[PAD{index}]" for index in range(len(tokens), padded)]
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     return {
@@ -128,11 +141,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-NAMES = ("gpt-2", "smollm", "refact", "command-r", "qwen2", "deepseek-v3", "llama-bpe", "dbrx", "tekken", "gpt-4o")
+NAMES = (
+    "gpt-2",
+    "smollm",
+    "refact",
+    "command-r",
+    "qwen2",
+    "deepseek-v3",
+    "llama-bpe",
+    "dbrx",
+    "tekken",
+    "gpt-4o",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_byte_level_tokenizer_is_the_one_that_the_file_was_made_from(written: Any, name: str) -> None:
+def test_a_byte_level_tokenizer_is_the_one_that_the_file_was_made_from(
+    written: Any, name: str
+) -> None:
     truth = _trained(name)
     ours: Any = tokenizer_of(written(**_fields(truth, name, padded=1000), add_bos_token=False))
     for text in TEXTS:
@@ -159,7 +185,8 @@ def test_different_rules_split_these_texts_differently() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pre", "flag", "adds"), [("llama-bpe", None, True), ("qwen2", None, False), ("qwen2", True, True)]
+    ("pre", "flag", "adds"),
+    [("llama-bpe", None, True), ("qwen2", None, False), ("qwen2", True, True)],
 )
 def test_the_flag_of_the_file_or_its_rule_adds_the_first_token(
     written: Any, pre: str, flag: bool | None, adds: bool
@@ -206,7 +233,9 @@ def _sentencepiece(text: str, ids: dict[str, int], scores: list[float]) -> list[
         symbols[index : index + 2] = [symbols[index] + symbols[index + 1]]
     encoded = []
     for symbol in symbols:
-        encoded += [ids[symbol]] if symbol in ids else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
+        encoded += (
+            [ids[symbol]] if symbol in ids else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
+        )
     return encoded
 
 
@@ -261,17 +290,24 @@ def _without(name: str) -> Any:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "an unknown rule": (
-        lambda writer: writer.kv_data[0].update({"tokenizer.ggml.pre": gguf.gguf_writer.GGUFValue("poro", 8)}),
+        lambda writer: writer.kv_data[0].update(
+            {"tokenizer.ggml.pre": gguf.gguf_writer.GGUFValue("poro", 8)}
+        ),
         r"tokenizer\.ggml\.pre is 'poro'; the rules that are known for splitting a text are gpt-2, smollm, ",
     ),
     "no rule": (_without("pre"), r"tokenizer\.ggml\.pre is None; the rules that are known"),
     "no merges": (_without("merges"), r"has no tokenizer\.ggml\.merges; fetch the file again"),
     "no tokens": (_without("tokens"), r"has no tokenizer\.ggml\.tokens; fetch the file again"),
     "another kind": (
-        lambda writer: writer.kv_data[0].update({"tokenizer.ggml.model": gguf.gguf_writer.GGUFValue("t5", 8)}),
+        lambda writer: writer.kv_data[0].update(
+            {"tokenizer.ggml.model": gguf.gguf_writer.GGUFValue("t5", 8)}
+        ),
         r"tokenizer\.ggml\.model is 't5'; tokenizers that are read are gpt2 and llama\. Give the safetensors",
     ),
-    "another separator": (lambda writer: writer.add_add_sep_token(True), r"add_sep_token is True; only false is supp"),
+    "another separator": (
+        lambda writer: writer.add_add_sep_token(True),
+        r"add_sep_token is True; only false is supp",
+    ),
     "a beginning that is none": (
         lambda writer: (_without("bos_token_id")(writer), writer.add_add_bos_token(True)),
         r"says that texts have the token 'bos', and tokenizer\.ggml\.bos_token_id is None",

@@ -57,7 +57,9 @@ HEADS = {
     "a window": Head(windows=(3,)),
     "a window in one layer": Head(layers=2, windows=(None, 2), qk_norm=True),
     "four auxiliary layers": Head(aux=(1, 3, 5, 8)),
-    "own embedding, other width": Head(width=48, heads=3, kv_heads=1, head_dim=16, own_embedding=True),
+    "own embedding, other width": Head(
+        width=48, heads=3, kv_heads=1, head_dim=16, own_embedding=True
+    ),
     "own embedding": Head(own_embedding=True),
 }
 HALVES = {name: dataclasses.replace(head, dtype=ml_dtypes.bfloat16) for name, head in HEADS.items()}
@@ -93,7 +95,9 @@ def test_a_head_drafts_as_its_independent_torch_twin(tmp_path: Path, name: str) 
     head = HEADS[name]
     checkpoint = conversion.read_head(head.write(tmp_path / "head"), TARGET)
     if head.draft_vocab < 61:  # draft ids are absolute in memory
-        np.testing.assert_array_equal(checkpoint.draft_to_target, np.flatnonzero(head.tensors()["t2d"]))
+        np.testing.assert_array_equal(
+            checkpoint.draft_to_target, np.flatnonzero(head.tensors()["t2d"])
+        )
     random = np.random.default_rng(3)
     length = 9
     depth = 4
@@ -104,16 +108,24 @@ def test_a_head_drafts_as_its_independent_torch_twin(tmp_path: Path, name: str) 
         embedding = random.normal(size=(61, head.width)).astype(np.float32)
     truth = torch_draft(head, embedding, features, tokens[1:], depth)
 
-    arrays = {"head": checkpoint.head, "embedding": embedding, "draft_to_target": checkpoint.draft_to_target}
+    arrays = {
+        "head": checkpoint.head,
+        "embedding": embedding,
+        "draft_to_target": checkpoint.draft_to_target,
+    }
     params = jax.tree.map(jnp.asarray, arrays)
     drafter = Eagle3Drafter(checkpoint.config, Chain(depth))
-    logits, drafted = logits_and_draft(drafter, params, features[None], tokens[None].astype(np.int32))
+    logits, drafted = logits_and_draft(
+        drafter, params, features[None], tokens[None].astype(np.int32)
+    )
     assert_close(logits[0], truth.logits)
     assert drafted[0, 1:].tolist() == truth.tokens
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def logits_and_draft(drafter: Eagle3Drafter, params: Any, features: jax.Array, tokens: jax.Array) -> Any:
+def logits_and_draft(
+    drafter: Eagle3Drafter, params: Any, features: jax.Array, tokens: jax.Array
+) -> Any:
     """Returns logits at every pair of a feature and the token after it, and the draft after the last pair."""
     length = features.shape[1]
     network = bind(Eagle3Head, drafter.config, FLOAT32, params["head"])
@@ -121,7 +133,9 @@ def logits_and_draft(drafter: Eagle3Drafter, params: Any, features: jax.Array, t
     past = attention_contexts(drafter.config.layers, causal_mask(length), positions)
     output, _ = network(params["embedding"][tokens[:, 1:]], network.fuse(features), positions, past)
     lengths = jnp.full((1,), length)
-    seen = Observation(tokens=tokens[:, :-1], features=features, length=lengths, next_token=tokens[:, -1])
+    seen = Observation(
+        tokens=tokens[:, :-1], features=features, length=lengths, next_token=tokens[:, -1]
+    )
     state = drafter.observe(params, drafter.init(params, 1, 16), seen)
     keys = jax.random.split(jax.random.key(0), 1)
     return network.logits(output), drafter.propose(params, state, keys, SamplingParams()).tokens
@@ -129,7 +143,9 @@ def logits_and_draft(drafter: Eagle3Drafter, params: Any, features: jax.Array, t
 
 @pytest.mark.parametrize("to", ["jax", "eagle", "sglang", "vllm"])
 @pytest.mark.parametrize("name", HALVES)
-def test_a_head_round_trips_bit_equal_or_its_setting_is_refused(tmp_path: Path, name: str, to: str) -> None:
+def test_a_head_round_trips_bit_equal_or_its_setting_is_refused(
+    tmp_path: Path, name: str, to: str
+) -> None:
     directory = HALVES[name].write(tmp_path / "head")
     assert conversion.read_head(directory, TARGET).dtype == "bfloat16"
     round_trip(directory, to, TARGET, NOT_EXPRESSIBLE[to].get(name))
@@ -137,7 +153,8 @@ def test_a_head_round_trips_bit_equal_or_its_setting_is_refused(tmp_path: Path, 
 
 @pytest.mark.parametrize("dialect", ["eagle", "sglang", "speculators", "modelopt"])
 @pytest.mark.parametrize(
-    "name", ["official", "norm_before_residual", "qk_norm", "own embedding, other width", "a window"]
+    "name",
+    ["official", "norm_before_residual", "qk_norm", "own embedding, other width", "a window"],
 )
 def test_every_dialect_gives_the_same_head(tmp_path: Path, name: str, dialect: str) -> None:
     head = HEADS[name]
@@ -175,10 +192,14 @@ def test_sglang_names_of_further_layers_are_understood(tmp_path: Path) -> None:
     head = Head(layers=2)
     tensors = {}
     for name, value in head.tensors().items():
-        renamed = name.replace("layers.1.", "additional_layers.0.").replace("0.input_layernorm", "0.hidden_norm")
+        renamed = name.replace("layers.1.", "additional_layers.0.").replace(
+            "0.input_layernorm", "0.hidden_norm"
+        )
         tensors[renamed if name in ("lm_head.weight", "d2t", "t2d") else f"model.{renamed}"] = value
     first = conversion.read_head(head.write(tmp_path / "first"), TARGET)
-    second = conversion.read_head(write_checkpoint(tmp_path / "second", head.config(), tensors), TARGET)
+    second = conversion.read_head(
+        write_checkpoint(tmp_path / "second", head.config(), tensors), TARGET
+    )
     assert same_params(first.head, second.head)
 
 
@@ -187,28 +208,72 @@ OFFSETS = TENSORS["d2t"]
 MASK = TENSORS["t2d"]
 SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention"]}
 HEAD_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no d2t": ({}, {"d2t": None}, "no d2t, but its draft vocabulary of 40 is smaller than the target's 61"),
-    "d2t out of range": ({}, {"d2t": np.append(OFFSETS[:-1], 40)}, "draft id 39 to target id 79, out of range"),
+    "no d2t": (
+        {},
+        {"d2t": None},
+        "no d2t, but its draft vocabulary of 40 is smaller than the target's 61",
+    ),
+    "d2t out of range": (
+        {},
+        {"d2t": np.append(OFFSETS[:-1], 40)},
+        "draft id 39 to target id 79, out of range",
+    ),
     "absolute d2t": ({}, {"d2t": OFFSETS + np.arange(40)}, "d2t must hold offsets"),
-    "d2t of floats": ({}, {"d2t": OFFSETS.astype(np.float32)}, r"d2t is float32\[40\]; expected whole numbers"),
-    "d2t duplicates": ({}, {"d2t": np.insert(OFFSETS[2:], 0, [OFFSETS[0], OFFSETS[0] - 1])}, "d2t has duplicates"),
+    "d2t of floats": (
+        {},
+        {"d2t": OFFSETS.astype(np.float32)},
+        r"d2t is float32\[40\]; expected whole numbers",
+    ),
+    "d2t duplicates": (
+        {},
+        {"d2t": np.insert(OFFSETS[2:], 0, [OFFSETS[0], OFFSETS[0] - 1])},
+        "d2t has duplicates",
+    ),
     "t2d contradicts": ({}, {"t2d": MASK[::-1]}, "which t2d does not mark"),
     "no lm_head": ({}, {"lm_head__weight": None}, r"misses lm_head\.weight"),
     "unexpected": ({}, {"fc__bias": np.ones(32, np.float32)}, r"unexpected fc\.bias"),
-    "both names": ({}, {"layers__0__hidden_norm__weight": np.ones(32, np.float32)}, "mean the same tensor"),
-    "deep aux": ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, {}, "auxiliary layer 9 but the target has 8"),
+    "both names": (
+        {},
+        {"layers__0__hidden_norm__weight": np.ones(32, np.float32)},
+        "mean the same tensor",
+    ),
+    "deep aux": (
+        {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]},
+        {},
+        "auxiliary layer 9 but the target has 8",
+    ),
     "double aux": ({"eagle_aux_hidden_state_layer_ids": [2, 2, 5]}, {}, "expected distinct layers"),
     "contradicting aux": (
         {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "eagle_config": {"layer_ids": [2, 3, 4]}},
         {},
         "they must agree",
     ),
-    "no features": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state is false"),
-    "no last norm": ({"eagle_config": {"use_last_layernorm": False}}, {}, "use_last_layernorm is False"),
+    "no features": (
+        {"eagle_config": {"use_aux_hidden_state": False}},
+        {},
+        "use_aux_hidden_state is false",
+    ),
+    "no last norm": (
+        {"eagle_config": {"use_last_layernorm": False}},
+        {},
+        "use_last_layernorm is False",
+    ),
     "a window of no size": ({"layer_types": ["sliding_attention"]}, {}, "has no sliding_window"),
-    "a window of no layer": ({"sliding_window": 5}, {}, "sliding_window is 5; no layer_types say which of"),
-    "a window that is off": ({**SLIDING, "use_sliding_window": False}, {}, "no sliding_window is switched on"),
-    "attention in both directions": ({"is_causal": False}, {}, "is_causal is False; only causal attention"),
+    "a window of no layer": (
+        {"sliding_window": 5},
+        {},
+        "sliding_window is 5; no layer_types say which of",
+    ),
+    "a window that is off": (
+        {**SLIDING, "use_sliding_window": False},
+        {},
+        "no sliding_window is switched on",
+    ),
+    "attention in both directions": (
+        {"is_causal": False},
+        {},
+        "is_causal is False; only causal attention",
+    ),
     "architecture": ({"model_type": "deepseek_v3"}, {}, "model_type is 'deepseek_v3'"),
     "latent attention": (
         {"model_type": "kimi_k2", "architectures": ["Eagle3DeepseekV2ForCausalLM"]},
@@ -217,7 +282,11 @@ HEAD_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "qwen3 without head_dim": ({"model_type": "qwen3"}, {}, "has no head_dim"),
     "two input norms": ({"fc_norm": True, "norm_before_fc": True}, {}, "exclude each other"),
-    "embedding shape": ({}, {"embed_tokens__weight": np.ones((60, 32), np.float32)}, r"shape \[60, 32\]"),
+    "embedding shape": (
+        {},
+        {"embed_tokens__weight": np.ones((60, 32), np.float32)},
+        r"shape \[60, 32\]",
+    ),
 }
 
 
@@ -242,7 +311,9 @@ def test_a_full_draft_vocabulary_must_not_be_reordered(tmp_path: Path) -> None:
 def test_a_head_of_another_width_needs_its_own_embedding(tmp_path: Path) -> None:
     directory = HEADS["own embedding, other width"].write(tmp_path / "head")
     edit_tensors(directory, embed_tokens__weight=None)
-    with pytest.raises(CheckpointError, match=r"no embed_tokens\.weight, but its width 48 differs from"):
+    with pytest.raises(
+        CheckpointError, match=r"no embed_tokens\.weight, but its width 48 differs from"
+    ):
         conversion.read_head(directory, TARGET)
 
 
@@ -271,7 +342,10 @@ NOT_OFFICIAL: dict[str, tuple[Head, dict[str, Any], DecoderConfig, str]] = {
     ),
     "another rope": (
         Head(),
-        {"rope_theta": 500.0, "rope_scaling": {name: LLAMA3[name] for name in LLAMA3 if name != "rope_theta"}},
+        {
+            "rope_theta": 500.0,
+            "rope_scaling": {name: LLAMA3[name] for name in LLAMA3 if name != "rope_theta"},
+        },
         TARGET,
         "rope type 'llama3'",
     ),
@@ -288,7 +362,9 @@ def test_the_official_layout_refuses_other_settings(tmp_path: Path, name: str) -
 
 
 def test_windows_of_two_sizes_have_no_field(tmp_path: Path) -> None:
-    checkpoint = conversion.read_head(Head(layers=2, windows=(3, 3)).write(tmp_path / "head"), TARGET)
+    checkpoint = conversion.read_head(
+        Head(layers=2, windows=(3, 3)).write(tmp_path / "head"), TARGET
+    )
     first, second = checkpoint.config.layers
     config = dataclasses.replace(checkpoint.config, layers=(first, with_window(second, 7)))
     conversion.write_native(dataclasses.replace(checkpoint, config=config), tmp_path / "native")

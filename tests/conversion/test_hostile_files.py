@@ -57,23 +57,53 @@ def write_index(directory: Path, shard: str) -> None:
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "a billion layers": (set_fields(num_hidden_layers=10**9), "the file holds 8 layers"),
-    "a size above all devices": (set_fields(hidden_size=10**12), "hidden_size is 1000000000000; expected"),
+    "a size above all devices": (
+        set_fields(hidden_size=10**12),
+        "hidden_size is 1000000000000; expected",
+    ),
     "a size of other tensors": (set_fields(hidden_size=10**9), "has shape"),
-    "a flag as a size": (set_fields(vocab_size=True), "vocab_size is True; expected a whole number"),
-    "a number that is none": (set_fields(rope_theta=float("nan")), "rope_theta is nan; expected a finite number"),
-    "an unknown stop token": (set_fields(eos_token_id=61), "eos_token_id is 61; expected token ids from 0 to 60"),
-    "JSON nested 200,000 deep": (write_config('{"a":' * 200_000 + "1" + "}" * 200_000), "not valid JSON"),
-    "a number of 10,000 digits": (write_config('{"vocab_size": 1' + "0" * 10_000 + "}"), "not valid JSON"),
+    "a flag as a size": (
+        set_fields(vocab_size=True),
+        "vocab_size is True; expected a whole number",
+    ),
+    "a number that is none": (
+        set_fields(rope_theta=float("nan")),
+        "rope_theta is nan; expected a finite number",
+    ),
+    "an unknown stop token": (
+        set_fields(eos_token_id=61),
+        "eos_token_id is 61; expected token ids from 0 to 60",
+    ),
+    "JSON nested 200,000 deep": (
+        write_config('{"a":' * 200_000 + "1" + "}" * 200_000),
+        "not valid JSON",
+    ),
+    "a number of 10,000 digits": (
+        write_config('{"vocab_size": 1' + "0" * 10_000 + "}"),
+        "not valid JSON",
+    ),
     "a pipe": (replace_config_by_pipe, "has no config.json"),
     "whole numbers": (set_tensors(lm_head__weight=np.zeros((61, 32), np.int32)), "stored as int32"),
-    "terminal codes in a name": (set_tensors(**{"\x1b[2Jx": np.zeros(1, np.float32)}), r"unexpected \\x1b\[2Jx"),
-    "no weights": (lambda directory: (directory / "model.safetensors").unlink(), "not a checkpoint: it holds no weigh"),
+    "terminal codes in a name": (
+        set_tensors(**{"\x1b[2Jx": np.zeros(1, np.float32)}),
+        r"unexpected \\x1b\[2Jx",
+    ),
+    "no weights": (
+        lambda directory: (directory / "model.safetensors").unlink(),
+        "not a checkpoint: it holds no weigh",
+    ),
     "weights of another name": (
         lambda path: (path / "model.safetensors").rename(path / "weights.safetensors"),
         "holds weights.safetensors but neither",
     ),
-    "a shard without its tensor": (lambda path: write_index(path, "one.safetensors"), "does not hold more"),
-    "a shard of another directory": (lambda path: write_index(path, "../two.safetensors"), "without directories"),
+    "a shard without its tensor": (
+        lambda path: write_index(path, "one.safetensors"),
+        "does not hold more",
+    ),
+    "a shard of another directory": (
+        lambda path: write_index(path, "../two.safetensors"),
+        "without directories",
+    ),
 }
 
 
@@ -88,7 +118,11 @@ def test_a_tensor_in_two_shards_is_refused(target: Path) -> None:
     tensors = load_file(target / "model.safetensors")
     save_file({"lm_head.weight": tensors["lm_head.weight"]}, target / "two.safetensors")
     write_index(target, "two.safetensors")
-    refused(conversion.read_target, target, "two.safetensors holds lm_head.weight, which .* lists in one.safetensors")
+    refused(
+        conversion.read_target,
+        target,
+        "two.safetensors holds lm_head.weight, which .* lists in one.safetensors",
+    )
 
 
 def test_a_description_of_hostile_text_is_printable_and_json(target: Path, capsys: Any) -> None:
@@ -96,7 +130,9 @@ def test_a_description_of_hostile_text_is_printable_and_json(target: Path, capsy
     assert run(["inspect", str(target)]) == 0
     assert "\x1b[2J" not in capsys.readouterr().out
     assert run(["inspect", str(target), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["config"]["limit"] is None
+    assert (
+        json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["config"]["limit"] is None
+    )
 
 
 def test_a_byte_order_mark_is_read(target: Path) -> None:
@@ -105,7 +141,9 @@ def test_a_byte_order_mark_is_read(target: Path) -> None:
     assert conversion.read_target(target).config == truth
 
 
-def test_a_file_without_permission_is_refused(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_permission_is_refused(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def is_file(path: Path) -> bool:
         if path.name == "config.json":
             raise PermissionError(13, "Permission denied", str(path))
@@ -157,14 +195,17 @@ def test_truncated_native_arrays_are_refused(tmp_path: Path) -> None:
     assert num_refusals
 
 
-# The Rust code of the package tokenizers cuts a prefix of four letters from a token of one, and panics.
+# The Rust code of the package tokenizers cuts a prefix of four letters from a token of one, and
+# panics.
 PANIC = """{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]],
     "continuing_subword_prefix": "####", "dropout": null, "unk_token": null, "end_of_word_suffix": null}}"""
 
 
 def test_a_tokenizer_that_panics_is_refused(target: Path) -> None:
     (target / "tokenizer.json").write_text(PANIC)
-    refused(e3.load_target, target, r"tokenizer\.json is not a tokenizer \(.*; fetch the file again")
+    refused(
+        e3.load_target, target, r"tokenizer\.json is not a tokenizer \(.*; fetch the file again"
+    )
 
 
 @pytest.mark.parametrize("source", ["", "a" * 5000, "a\0b", "/nowhere", "./nowhere", "~/x"])
@@ -175,14 +216,34 @@ def test_an_absent_source_is_refused(source: str) -> None:
 
 
 @pytest.mark.torch
-def test_exactly_the_files_that_are_read_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exactly_the_files_that_are_read_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The hub's filter is the truth. Newer versions of transformers write the chat template to a separate file."""
     import huggingface_hub as hub
     from huggingface_hub.utils import filter_repo_objects
 
-    weights = ("model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
-    read = {*TOKENIZER_FILES, *weights, "config.json", "generation_config.json", "model.safetensors.index.json"}
-    unread = {"README.md", "optimizer.pt", "model.gguf", "consolidated.00.pth", "tf_model.h5", "original/params.pth"}
+    weights = (
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "pytorch_model.bin",
+        "medusa_lm_head.pt",
+    )
+    read = {
+        *TOKENIZER_FILES,
+        *weights,
+        "config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+    }
+    unread = {
+        "README.md",
+        "optimizer.pt",
+        "model.gguf",
+        "consolidated.00.pth",
+        "tf_model.h5",
+        "original/params.pth",
+    }
     download = Mock(return_value=str(tmp_path))
     monkeypatch.setattr(hub, "snapshot_download", download)
     assert locate("org/name", "target") == tmp_path

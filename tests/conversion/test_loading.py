@@ -1,7 +1,7 @@
 """Loading parameters from a file: bits are preserved in every type, and memory is neither doubled nor the file's.
 
-An accelerator gets arrays in the order of the file and reorders their axes itself. The tests run that path on a CPU.
-"""
+An accelerator gets arrays in the order of the file and reorders their axes itself. The tests run
+that path on a CPU."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ WIDTH = 40
 INNER = 56
 LAYERS = 2
 MIXER = GroupedQuery(num_heads=QUERIES, num_kv_heads=KEYS, head_dim=SIZE)
-CONFIG = dataclasses.replace(TARGET, width=WIDTH, vocab_size=72, layers=uniform(LAYERS, MIXER, GatedMLP(width=INNER)))
-# Unusual numbers: subnormal ones, the largest, ties between two neighbours in bfloat16, zeros and infinity.
+CONFIG = dataclasses.replace(
+    TARGET, width=WIDTH, vocab_size=72, layers=uniform(LAYERS, MIXER, GatedMLP(width=INNER))
+)
+# Unusual numbers: subnormal ones, the largest, ties between two neighbours in bfloat16, zeros and
+# infinity.
 UNUSUAL = (1e-40, -1e-41, 3.4e38, 1.00390625, 1.01171875, 0.0, -0.0, np.inf, 6e-8)
 
 
@@ -74,10 +77,17 @@ def expected(tensors: dict[str, np.ndarray], precision: str) -> dict[str, np.nda
         vectors[f"{block}.mlp_norm.scale"] = f"{layer}.post_attention_layernorm"
         columns[f"{block}.attention.qkv.kernel"] = qkv
         columns[f"{block}.attention.o.kernel"] = rows(f"{layer}.self_attn.o_proj")
-        columns[f"{block}.mlp.gate_up.kernel"] = [row for pair in zip(gates, ups, strict=True) for row in pair]
+        columns[f"{block}.mlp.gate_up.kernel"] = [
+            row for pair in zip(gates, ups, strict=True) for row in pair
+        ]
         columns[f"{block}.mlp.down.kernel"] = rows(f"{layer}.mlp.down_proj")
-    arrays = {path: np.stack(list(matrix), axis=-1).astype(matrix_type) for path, matrix in columns.items()}
-    return arrays | {path: tensors[f"{name}.weight"].astype(vector_type) for path, name in vectors.items()}
+    arrays = {
+        path: np.stack(list(matrix), axis=-1).astype(matrix_type)
+        for path, matrix in columns.items()
+    }
+    return arrays | {
+        path: tensors[f"{name}.weight"].astype(vector_type) for path, name in vectors.items()
+    }
 
 
 def bits(array: Any) -> tuple[str, tuple[int, ...], bytes]:
@@ -94,7 +104,9 @@ def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "mixed"])
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_parameters_have_the_bits_of_the_file(tmp_path: Path, platform: str, stored: Any, precision: str) -> None:
+def test_parameters_have_the_bits_of_the_file(
+    tmp_path: Path, platform: str, stored: Any, precision: str
+) -> None:
     tensors = write(tmp_path, stored)
     for mesh in (None, make_mesh(devices=jax.devices()[:1])):
         with np.errstate(over="ignore"):
@@ -116,7 +128,9 @@ def test_every_number_of_a_small_type_is_exact_in_a_wider_type(platform: str, st
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (1, 3), (3, 1), (2, 3, 4)])
-def test_arrays_with_axes_in_any_order_are_placed_exactly(platform: str, shape: tuple[int, ...]) -> None:
+def test_arrays_with_axes_in_any_order_are_placed_exactly(
+    platform: str, shape: tuple[int, ...]
+) -> None:
     del platform
     array = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     for view in (array, array.T, array.swapaxes(0, -1) if shape else array):
@@ -139,7 +153,9 @@ def test_loading_compiles_a_program_for_every_shape(tmp_path: Path, platform: st
 def test_the_host_holds_no_second_copy_of_an_array(tmp_path: Path, platform: str) -> None:
     """tracemalloc counts the allocations of numpy: the largest array, which is joined from two, and no more."""
     del platform
-    layers = uniform(3, GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=64), GatedMLP(width=4096))
+    layers = uniform(
+        3, GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=64), GatedMLP(width=4096)
+    )
     write(tmp_path, ml_dtypes.bfloat16, dataclasses.replace(CONFIG, width=256, layers=layers))
     e3.load_target(tmp_path, dtype="bfloat16")  # the first call also allocates other memory
     tracemalloc.start()
@@ -147,7 +163,9 @@ def test_the_host_holds_no_second_copy_of_an_array(tmp_path: Path, platform: str
     after, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(target.params))
-    assert 0.9 * largest < peak - after < 1.5 * largest  # memory of the first call may be freed in between
+    assert (
+        0.9 * largest < peak - after < 1.5 * largest
+    )  # memory of the first call may be freed in between
 
 
 def test_parameters_are_not_the_files_own_memory(tmp_path: Path) -> None:

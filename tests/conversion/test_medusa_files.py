@@ -33,8 +33,12 @@ def read(path: Path) -> Any:
     return conversion.read_head(path, TARGET)
 
 
-def official(path: Path, suffix: str = "safetensors", *, config: dict | None = None, **heads: Any) -> Path:
-    return medusa_torch.write_official(path, medusa_torch.random_heads(16, 13, **heads), suffix=suffix, **config or {})
+def official(
+    path: Path, suffix: str = "safetensors", *, config: dict | None = None, **heads: Any
+) -> Path:
+    return medusa_torch.write_official(
+        path, medusa_torch.random_heads(16, 13, **heads), suffix=suffix, **config or {}
+    )
 
 
 def vllm(path: Path, *, tensors: dict[str, Any] | None = None, **config: Any) -> Path:
@@ -43,11 +47,15 @@ def vllm(path: Path, *, tensors: dict[str, Any] | None = None, **config: Any) ->
     for name, value in medusa_torch.tensors_of(medusa_torch.random_heads(16, 13)).items():
         head, layer, *names = name.split(".")
         is_block = names[0] == "linear"
-        stored[f"blocks.{head}.layers.{layer}.{names[1]}" if is_block else f"lm_heads.{head}.weight"] = value
+        stored[
+            f"blocks.{head}.layers.{layer}.{names[1]}" if is_block else f"lm_heads.{head}.weight"
+        ] = value
     stored |= tensors or {}
     fields = VLLM | config
     stored = {name: value for name, value in stored.items() if value is not None}
-    return write_checkpoint(path, {name: value for name, value in fields.items() if value is not None}, stored)
+    return write_checkpoint(
+        path, {name: value for name, value in fields.items() if value is not None}, stored
+    )
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
@@ -58,7 +66,12 @@ def test_the_authors_files_are_read_and_draft_as_torch_does(tmp_path: Path, suff
     target = tiny.target(13)
     loaded = load_drafter(path, target=target)
     config = loaded.drafter.config
-    assert (config.num_heads, config.num_layers, config.bias, config.aux_layers) == (3, 1, True, (3,))
+    assert (config.num_heads, config.num_layers, config.bias, config.aux_layers) == (
+        3,
+        1,
+        True,
+        (3,),
+    )
     state = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
     ours = np.asarray(loaded.drafter.bind(loaded.params)(jnp.array(state), 3))
     truth = medusa_torch.logits_of(heads, state)
@@ -70,7 +83,11 @@ def test_repeated_blocks_are_read_and_different_blocks_are_ambiguous(tmp_path: P
     assert read(repeated).config.num_layers == 2
     conversion.convert(repeated, tmp_path / "again", "medusa", TARGET)
     assert same_params(read(tmp_path / "again").head, read(repeated).head)
-    refused(read, official(tmp_path / "two", layers=2), "head 0 has 2 different blocks under the authors' names")
+    refused(
+        read,
+        official(tmp_path / "two", layers=2),
+        "head 0 has 2 different blocks under the authors' names",
+    )
 
 
 ROUND_TRIPS = {
@@ -81,9 +98,14 @@ ROUND_TRIPS = {
     ),
     "one output for all": lambda path: vllm(path, original_lm_head=True, tensors=SHARED),
     "one output for a part of the vocabulary": lambda path: vllm(
-        path, original_lm_head=True, truncated_vocab_size=5, tensors=SHARED | {"token_map": np.array([7, 0, 2, 12, 5])}
+        path,
+        original_lm_head=True,
+        truncated_vocab_size=5,
+        tensors=SHARED | {"token_map": np.array([7, 0, 2, 12, 5])},
     ),
-    "half precision": lambda path: vllm(path, tensors={"lm_heads.1.weight": np.ones((13, 16), np.float16)}),
+    "half precision": lambda path: vllm(
+        path, tensors={"lm_heads.1.weight": np.ones((13, 16), np.float16)}
+    ),
 }
 SHARED = {f"lm_heads.{k}.weight": None for k in (1, 2)}
 NOT_EXPRESSIBLE = {
@@ -100,7 +122,9 @@ def test_heads_are_written_and_read_again_bit_for_bit(tmp_path: Path, name: str,
     round_trip(path, to, TARGET, NOT_EXPRESSIBLE.get((name, to)))
     assert conversion.identify(path) == "medusa"
     table = read(path).draft_to_target
-    assert (None if table is None else table.tolist()) == ([7, 0, 2, 12, 5] if "part" in name else None)
+    assert (None if table is None else table.tolist()) == (
+        [7, 0, 2, 12, 5] if "part" in name else None
+    )
 
 
 def test_written_files_have_the_names_and_fields_that_other_programs_read(tmp_path: Path) -> None:
@@ -113,7 +137,8 @@ def test_written_files_have_the_names_and_fields_that_other_programs_read(tmp_pa
     assert not (tmp_path / "official/model.safetensors").exists()
     names = load_file(tmp_path / "official/medusa_lm_head.safetensors").keys()
     assert names == load_file(path / "medusa_lm_head.safetensors").keys()
-    # vLLM reads every name with "num" and "heads" as the number of heads, and in the same way that of layers.
+    # vLLM reads every name with "num" and "heads" as the number of heads, and in the same way that
+    # of layers.
     values = json.loads((tmp_path / "vllm/config.json").read_text())
     assert [name for name in values if "num" in name and "heads" in name] == ["num_heads"]
     assert [name for name in values if "num" in name and "layers" in name] == ["num_hidden_layers"]
@@ -129,7 +154,9 @@ def test_full_outputs_with_a_token_map_are_cut_to_its_rows(tmp_path: Path) -> No
     full = load_file(tmp_path / "heads/model.safetensors")["lm_heads.2.weight"]
     assert head.config.draft_vocab_size == 3
     assert np.array_equal(head.head["outputs"][2]["kernel"], full[table].T)
-    with pytest.raises(CheckpointError, match="a draft vocabulary of heads that do not share their output"):
+    with pytest.raises(
+        CheckpointError, match="a draft vocabulary of heads that do not share their output"
+    ):
         conversion.convert(tmp_path / "heads", tmp_path / "out", "vllm", TARGET)
 
 
@@ -143,7 +170,10 @@ REFUSED = {
         lambda p: vllm(p, num_heads=2),
         "number of Medusa heads is 2; the file holds 3",
     ),
-    "no number of heads": (lambda p: official(p, config={"medusa_num_heads": None}), "says nowhere how many heads"),
+    "no number of heads": (
+        lambda p: official(p, config={"medusa_num_heads": None}),
+        "says nowhere how many heads",
+    ),
     "absent biases": (
         lambda p: vllm(p, tensors={f"blocks.{k}.layers.0.bias": None for k in range(3)}),
         "medusa_fc_bias is true and the file holds none",
@@ -151,7 +181,10 @@ REFUSED = {
     "biases without their flag": (lambda p: vllm(p, medusa_fc_bias=None), "which vLLM would drop"),
     "a scale": (lambda p: vllm(p, logit_scale=0.5), "logit_scale is 0.5; only 1"),
     "no map": (lambda p: vllm(p, truncated_vocab_size=5), "there is no token_map"),
-    "a map of everything": (lambda p: vllm(p, tensors={"token_map": np.arange(13)}), "which vLLM would ignore"),
+    "a map of everything": (
+        lambda p: vllm(p, tensors={"token_map": np.arange(13)}),
+        "which vLLM would ignore",
+    ),
     "a map of other tokens": (
         lambda p: vllm(p, truncated_vocab_size=2, tensors={"token_map": np.array([4, 13])}),
         "no list of different target ids",

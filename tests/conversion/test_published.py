@@ -74,13 +74,19 @@ def test_another_file_than_the_published_one_is_refused(
     assert not list((tmp_path / "cache").rglob("*.gguf"))
 
 
-def test_without_a_network_one_line_names_the_remedy(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_one_line_names_the_remedy(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PIP_FIND_LINKS")
-    with pytest.raises(ValueError, match=r"^tiny could not be downloaded.*give the path of the \.gguf file.*$"):
+    with pytest.raises(
+        ValueError, match=r"^tiny could not be downloaded.*give the path of the \.gguf file.*$"
+    ):
         locate("tiny", "target")
 
 
-def test_a_directory_of_that_name_has_priority(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_that_name_has_priority(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     assert locate("tiny", "target") == Path("tiny")
@@ -93,7 +99,12 @@ def test_the_head_of_a_published_model_ships_with_the_package() -> None:
     mixer = GroupedQuery(num_heads=9, num_kv_heads=3, head_dim=64, rope=RopeConfig(theta=1e5))
     layers = uniform(30, mixer, GatedMLP(width=1536))
     target = DecoderConfig(
-        vocab_size=49_152, width=576, layers=layers, max_positions=8192, norm_eps=1e-5, tie_embeddings=True
+        vocab_size=49_152,
+        width=576,
+        layers=layers,
+        max_positions=8192,
+        norm_eps=1e-5,
+        tie_embeddings=True,
     )
     for name in PUBLISHED:
         head = read_head(locate(name, "eagle3"), target)

@@ -26,10 +26,17 @@ LLAMA: dict[str, Any] = {
 
 
 def ids(*layers: int, **more: Any) -> dict[str, Any]:
-    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers), "use_aux_hidden_state": True, **more}}
+    return {
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(layers),
+            "use_aux_hidden_state": True,
+            **more,
+        }
+    }
 
 
-# The relevant fields of published config.json files: SpecForge's configs, and heads of NVIDIA and lmsys.
+# The relevant fields of published config.json files: SpecForge's configs, and heads of NVIDIA and
+# lmsys.
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "SpecForge, DeepSeek-V3": (
         "DeepSeek-V3",
@@ -60,7 +67,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
          "max_position_embeddings": 131_072},
     ),
 }  # fmt: skip
-# The meaning of the numbers without a choice of the user (None: an error), with `entering` and with `leaving`.
+# The meaning of the numbers without a choice of the user (None: an error), with `entering` and with
+# `leaving`.
 MEANINGS = {
     "SpecForge, DeepSeek-V3": (None, (1, 29, 57), (2, 30, 58)),
     "NVIDIA, gpt-oss-120b, v3": ((24, 30, 36), (24, 30, 36), None),
@@ -73,7 +81,12 @@ def test_a_published_configuration_is_an_eagle3_head_of_its_target(name: str) ->
     target, fields = PUBLISHED[name]
     values = LLAMA | fields
     head_dim = values["hidden_size"] // values["num_attention_heads"]
-    values = {"head_dim": head_dim, "fc_norm": False, "norm_output": False, "norm_before_fc": False} | values
+    values = {
+        "head_dim": head_dim,
+        "fc_norm": False,
+        "norm_output": False,
+        "norm_before_fc": False,
+    } | values
     config = eagle3.planned(Fields(values, "config.json"), KNOWN_MODELS[target])
     assert type(config) is Eagle3Config
     assert config.width == config.target_width == KNOWN_MODELS[target].width
@@ -102,7 +115,11 @@ def test_the_user_chooses_the_meaning_of_ambiguous_layer_numbers(name: str) -> N
     context = {"dialect": "sglang", "num_target_layers": depth, "where": "config.json"}
     for convention, layers in zip((None, "entering", "leaving"), MEANINGS[name], strict=True):
         if layers is None:
-            message = "say which with --layer-ids leaving" if convention is None else "say --layer-ids entering"
+            message = (
+                "say which with --layer-ids leaving"
+                if convention is None
+                else "say --layer-ids entering"
+            )
             with pytest.raises(CheckpointError, match=rf"^.*{message}.*$"):  # one line
                 resolve(named, convention, **context)
         else:
@@ -117,8 +134,12 @@ def open_head(tmp_path: Path) -> Path:
     return Head(aux=(1, 3, 4)).write(tmp_path / "head", "sglang")
 
 
-def test_a_head_with_ambiguous_numbers_is_read_as_the_user_chooses(open_head: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"one more of each is \[2, 4, 5\], the usual choice for 8 layers"):
+def test_a_head_with_ambiguous_numbers_is_read_as_the_user_chooses(
+    open_head: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"one more of each is \[2, 4, 5\], the usual choice for 8 layers"
+    ):
         conversion.read_head(open_head, TARGET)
     leaving = conversion.read_head(open_head, TARGET, layer_ids="leaving")
     assert leaving.note == "layers [1, 3, 4] are read as those left, as was said"
@@ -126,7 +147,10 @@ def test_a_head_with_ambiguous_numbers_is_read_as_the_user_chooses(open_head: Pa
     with pytest.raises(ValueError, match="say which"):
         e3.load_drafter(open_head, target=target)
     for convention, layers in (("leaving", (2, 4, 5)), ("entering", (1, 3, 4))):
-        assert conversion.read_head(open_head, TARGET, layer_ids=convention).config.aux_layers == layers
+        assert (
+            conversion.read_head(open_head, TARGET, layer_ids=convention).config.aux_layers
+            == layers
+        )
         loaded = e3.load_drafter(open_head, target=target, layer_ids=convention)
         assert loaded.drafter.aux_layers == layers
     conversion.convert(open_head, tmp_path / "native", "jax", target=TARGET, layer_ids="leaving")
@@ -141,7 +165,10 @@ def test_numbers_without_evidence_are_read_as_entered_with_a_note(tmp_path: Path
     assert checkpoint.config.aux_layers == (1, 5, 6)
     assert re.search("read as those entered, .*--layer-ids", checkpoint.note)
     assert conversion.read_head(Head().write(tmp_path / "usual"), TARGET).note == ""
-    errors = {"leaving": "names no auxiliary layers", "sideways": "expected 'entering' or 'leaving'"}
+    errors = {
+        "leaving": "names no auxiliary layers",
+        "sideways": "expected 'entering' or 'leaving'",
+    }
     for convention, message in errors.items():
         with pytest.raises(CheckpointError, match=message):
             conversion.read_head(tmp_path / "usual", TARGET, layer_ids=convention)
@@ -162,5 +189,14 @@ def test_the_command_line_requires_and_accepts_the_choice(
         "generate", "--target", target, "--drafter", "ngram", *prompt, "--layer-ids", "leaving"
     )
     out = tmp_path / "out"
-    assert cli("convert", open_head, out, "--to", "vllm", "--target", target, "--layer-ids", "leaving")[0] == 0
-    assert json.loads((out / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert (
+        cli(
+            "convert", open_head, out, "--to", "vllm", "--target", target, "--layer-ids", "leaving"
+        )[0]
+        == 0
+    )
+    assert json.loads((out / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [
+        2,
+        4,
+        5,
+    ]

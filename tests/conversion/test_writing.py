@@ -45,7 +45,9 @@ def names(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", ["jax", "vllm"])
-def test_a_conversion_onto_a_full_disk_is_refused_and_leaves_nothing(tmp_path: Path, capsys: Any, layout: str) -> None:
+def test_a_conversion_onto_a_full_disk_is_refused_and_leaves_nothing(
+    tmp_path: Path, capsys: Any, layout: str
+) -> None:
     with files_of_at_most(50_000):
         code = run(["convert", str(TARGET), str(tmp_path / "out"), "--to", layout])
     out, err = capsys.readouterr()
@@ -65,8 +67,13 @@ def test_a_conversion_onto_a_full_disk_is_refused_and_leaves_nothing(tmp_path: P
     ],
     ids=lambda error: type(error).__name__ + str(error)[:12],
 )
-def test_the_messages_of_all_libraries_for_a_full_disk_are_recognised(tmp_path: Path, error: Exception) -> None:
-    with pytest.raises(WriteError, match=rf"^disk full: {tmp_path / 'out'}; "), whole_directory(tmp_path / "out"):
+def test_the_messages_of_all_libraries_for_a_full_disk_are_recognised(
+    tmp_path: Path, error: Exception
+) -> None:
+    with (
+        pytest.raises(WriteError, match=rf"^disk full: {tmp_path / 'out'}; "),
+        whole_directory(tmp_path / "out"),
+    ):
         raise error
     assert names(tmp_path) == []
 
@@ -77,9 +84,13 @@ def test_another_error_is_passed_on_and_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_disk_that_is_too_small_is_refused_before_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small_is_refused_before_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
-    with pytest.raises(CheckpointError, match=r"^disk full: .* needs [0-9,]+ bytes and 10 are free"):
+    with pytest.raises(
+        CheckpointError, match=r"^disk full: .* needs [0-9,]+ bytes and 10 are free"
+    ):
         conversion.convert(TARGET, tmp_path / "out", "jax")
     assert names(tmp_path) == []
 
@@ -144,7 +155,8 @@ def test_a_file_is_replaced_through_links_and_a_pipe_stays_a_pipe(tmp_path: Path
     assert names(tmp_path) == ["file", "link", "pipe"]
 
 
-# ---------------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------------------
+# training
 
 
 def trainer_in(directory: Path) -> Trainer:
@@ -180,7 +192,9 @@ def test_a_full_disk_leaves_the_previous_checkpoint_complete(tmp_path: Path) -> 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path)
     trainer.save(trainer.start(parameters()))
-    with pytest.raises(ValueError, match=rf"^{tmp_path / '0'} is damaged, or of a model of another shape \("):
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path / '0'} is damaged, or of a model of another shape \("
+    ):
         trainer_in(tmp_path).start({"other": jnp.zeros((3,), jnp.float32)})
 
 

@@ -68,7 +68,9 @@ def test_imports_point_downward() -> None:
         for imported, node in imports(tree):
             if is_method and imported.startswith("eagle3_jax.drafters"):
                 assert imported.rpartition(".")[2] in SHARED, f"{module} imports {imported}"
-            if not imported.startswith("eagle3_jax") or imported.startswith("eagle3_jax.conversion"):
+            if not imported.startswith("eagle3_jax") or imported.startswith(
+                "eagle3_jax.conversion"
+            ):
                 continue
             if ast.unparse(node) == "from eagle3_jax import __version__":
                 continue
@@ -76,7 +78,9 @@ def test_imports_point_downward() -> None:
             if not lower:  # the whole public API
                 assert module.split(".")[0] == "cli", f"{module} imports the whole package"
                 continue
-            assert layer_of(lower) <= layer_of(module), f"{module} imports {lower}, which is a layer above it"
+            assert layer_of(lower) <= layer_of(module), (
+                f"{module} imports {lower}, which is a layer above it"
+            )
 
 
 def test_conversion_is_imported_by_loading_and_the_command_line_inside_functions() -> None:
@@ -85,13 +89,15 @@ def test_conversion_is_imported_by_loading_and_the_command_line_inside_functions
         for imported, node in imports(tree):
             if imported.startswith("eagle3_jax.conversion"):
                 assert name_of(path).split(".")[0] in MAY_IMPORT_CONVERSION, name_of(path)
-                assert id(node) not in at_top, f"{name_of(path)}: import conversion inside the function that needs it"
+                assert id(node) not in at_top, (
+                    f"{name_of(path)}: import conversion inside the function that needs it"
+                )
 
 
 def test_the_library_needs_no_torch_prints_nothing_and_reads_no_environment_variable() -> None:
-    # These modules may read variables: the place of caches (docs/design.md, 9), the
-    # share of a GPU's memory that JAX takes, a switch for GPUs on which the kernel fails (docs/design.md, 21), and a
-    # server's key.
+    # These modules may read variables: the place of caches (docs/design.md, 9), the share of a
+    # GPU's memory that JAX takes, a switch for GPUs on which the kernel fails (docs/design.md, 21),
+    # and a server's key.
     reads = ("files.writing", "bench.memory", "models.flash", "cli._certifying")
     for path, tree in TREES.items():
         layer = name_of(path).split(".")[0]
@@ -106,7 +112,9 @@ def test_the_library_needs_no_torch_prints_nothing_and_reads_no_environment_vari
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not may_print:
                 assert node.func.id != "print", f"{name_of(path)}:{node.lineno} prints"
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv"):
-                assert name_of(path) in reads, f"{name_of(path)}:{node.lineno} reads the environment"
+                assert name_of(path) in reads, (
+                    f"{name_of(path)}:{node.lineno} reads the environment"
+                )
 
 
 def test_imports_have_no_circle() -> None:
@@ -120,6 +128,8 @@ def test_imports_have_no_circle() -> None:
     imported = {}
     for name, path in modules.items():
         tree = ast.parse(path.read_text())
-        imported[name] = {module for module, _ in imports(tree) if module in modules and module != name}
+        imported[name] = {
+            module for module, _ in imports(tree) if module in modules and module != name
+        }
     graph = graphlib.TopologicalSorter(imported)
     graph.prepare()  # a CycleError names the modules

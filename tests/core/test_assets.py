@@ -12,20 +12,30 @@ from eagle3_jax.training.corpus import HELD_OUT
 
 
 def prompts(kind: str) -> list[str]:
-    rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in bundled("prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return [row["prompt"] for row in rows if row["kind"] == kind]
 
 
 def test_it_drafts_and_writes_what_the_target_writes(shipped: e3.LoadedTarget) -> None:
     drafter = e3.load_drafter(target=shipped)
     code = prompts("code")[:4]
-    drafted = tiny.check_same_text(shipped, drafter, code, max_new_tokens=48, num_speculative_tokens=5)
-    assert drafted.stats.mean_acceptance_length > 1.5  # far below what is reported, far above a head that does not fit
+    drafted = tiny.check_same_text(
+        shipped, drafter, code, max_new_tokens=48, num_speculative_tokens=5
+    )
+    assert (
+        drafted.stats.mean_acceptance_length > 1.5
+    )  # far below what is reported, far above a head that does not fit
 
 
 def test_prompts_come_from_held_out_files_alone() -> None:
     assert len(HELD_OUT) == 33
-    rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in bundled("prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert {row["name"].rpartition(":")[0] for row in rows} <= HELD_OUT
 
 

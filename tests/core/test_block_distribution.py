@@ -16,7 +16,17 @@ import test_exact_distribution
 import test_verify
 import tiny
 from oracle import Tree
-from test_exact_distribution import CHAIN, VOCABULARY, Distribution, Drafts, P, Q, deterministic, distribution, sampled
+from test_exact_distribution import (
+    CHAIN,
+    VOCABULARY,
+    Distribution,
+    Drafts,
+    P,
+    Q,
+    deterministic,
+    distribution,
+    sampled,
+)
 
 from eagle3_jax import BlockVerification, Exact
 from eagle3_jax.acceptance import verify
@@ -57,19 +67,22 @@ def test_blocks_have_exactly_the_autoregressive_distribution_with(name: str) -> 
     horizon = 4
     # The token rule decides point masses. It has the same distribution and other boxes.
     cells = oracle.cells if name == "a deterministic chain" else oracle.block_cells
-    rounds = test_exact_distribution.distribution_of_the_code(p, drafts, horizon, verify_block, cells)
+    rounds = test_exact_distribution.distribution_of_the_code(
+        p, drafts, horizon, verify_block, cells
+    )
     for stops in ((), (1,)):
         emitted = oracle.distribution_of_rounds(rounds, horizon, stops)
-        distance = oracle.total_variation(emitted, oracle.autoregressive_distribution(p, horizon, stops))
+        distance = oracle.total_variation(
+            emitted, oracle.autoregressive_distribution(p, horizon, stops)
+        )
         assert distance == 0, f"{name}, stops {stops}: total variation {float(distance):.3g}"
 
 
 def mean_accepted(p: Distribution, q: Distribution, length: int, rule: str) -> Fraction:
     """Returns the mean number of draft tokens accepted in the first round, ``Σ_i Pr(τ >= i)``, in closed form.
 
-    Token ``i`` is reached and accepted with mass ``Π min(p, q)`` by the token rule, and with ``q(d_1..d_i) P_i`` by the
-    block rule.
-    """
+    Token ``i`` is reached and accepted with mass ``Π min(p, q)`` by the token rule, and with
+    ``q(d_1..d_i) P_i`` by the block rule."""
     # For each prefix: its mass under q, and the share of it that survives.
     mean = Fraction(0)
     above = {(): (Fraction(1), Fraction(1))}
@@ -107,8 +120,13 @@ def test_blocks_accept_more_on_average_and_never_less() -> None:
 @pytest.mark.parametrize("parents", [(-1, 0), CHAIN])
 def test_the_library_accepts_as_much_as_the_rules_say(parents: tuple[int, ...]) -> None:
     mean_lengths = {}
-    for name, rule, cells in (("token", verify, oracle.cells), ("block", verify_block, oracle.block_cells)):
-        emitted = test_exact_distribution.distribution_of_the_code(P, sampled(Q, parents), 1, rule, cells)(())
+    for name, rule, cells in (
+        ("token", verify, oracle.cells),
+        ("block", verify_block, oracle.block_cells),
+    ):
+        emitted = test_exact_distribution.distribution_of_the_code(
+            P, sampled(Q, parents), 1, rule, cells
+        )(())
         mean_lengths[name] = sum(mass * (len(tokens) - 1) for tokens, mass in emitted.items())
         assert mean_lengths[name] == mean_accepted(P, Q, len(parents) - 1, name)
     assert (
@@ -122,17 +140,27 @@ def test_one_drafted_token_is_decided_bit_for_bit_as_by_the_token_rule() -> None
     rng = np.random.default_rng(0)
     rows = 512
     vocabulary = 7
-    p, q = (np.stack([test_verify.random_distribution(rng, vocabulary) for _ in range(2 * rows)]) for _ in range(2))
+    p, q = (
+        np.stack([test_verify.random_distribution(rng, vocabulary) for _ in range(2 * rows)])
+        for _ in range(2)
+    )
     p = p.reshape(rows, 2, vocabulary).astype(np.float32)
     q = q.reshape(rows, 2, vocabulary).astype(np.float32)
     tokens = np.array(
-        [[0, rng.choice(vocabulary, p=weights / weights.sum())] for weights in q[:, 1].astype(float)], np.int32
+        [
+            [0, rng.choice(vocabulary, p=weights / weights.sum())]
+            for weights in q[:, 1].astype(float)
+        ],
+        np.int32,
     )
     draft = tiny.draft_of(tokens, [-1, 0], probs=q)
     dice = dict(
-        accept=jnp.asarray(rng.random((rows, 2)), jnp.float32), choose=jnp.asarray(rng.random((rows, 1)), jnp.float32)
+        accept=jnp.asarray(rng.random((rows, 2)), jnp.float32),
+        choose=jnp.asarray(rng.random((rows, 1)), jnp.float32),
     )
-    ours, theirs = (rule(draft, jnp.asarray(p), max_depth=1, **dice) for rule in (verify_block, verify))
+    ours, theirs = (
+        rule(draft, jnp.asarray(p), max_depth=1, **dice) for rule in (verify_block, verify)
+    )
     assert np.array_equal(ours.num_accepted, theirs.num_accepted)
     assert 0 < float(ours.num_accepted.mean()) < 1
     assert np.array_equal(ours.next_token, theirs.next_token)
@@ -144,15 +172,20 @@ def test_equal_distributions_are_accepted_whole_whatever_the_dice() -> None:
     rows = 256
     vocabulary = 1000
     nodes = 6
-    node_distributions = np.stack([test_verify.random_distribution(rng, vocabulary) for _ in range(nodes)]).astype(
-        np.float32
+    node_distributions = np.stack(
+        [test_verify.random_distribution(rng, vocabulary) for _ in range(nodes)]
+    ).astype(np.float32)
+    tokens = np.stack(
+        [rng.choice(vocabulary, rows, p=q / q.sum()) for q in node_distributions.astype(float)],
+        axis=1,
     )
-    tokens = np.stack([rng.choice(vocabulary, rows, p=q / q.sum()) for q in node_distributions.astype(float)], axis=1)
     probs = jnp.broadcast_to(jnp.asarray(node_distributions), (rows, nodes, vocabulary))
     draft = tiny.draft_of(tokens, range(-1, nodes - 1), probs=probs)
     highest = jnp.full((rows, nodes), 1 - 2.0**-24)
     target_probs = jnp.concatenate([probs[:, 1:], probs[:, :1]], axis=1)
-    verdict = verify_block(draft, target_probs, accept=highest, choose=jnp.full((rows, 2), 0.5), max_depth=nodes - 1)
+    verdict = verify_block(
+        draft, target_probs, accept=highest, choose=jnp.full((rows, 2), 0.5), max_depth=nodes - 1
+    )
     assert (np.asarray(verdict.num_accepted) == nodes - 1).all()
 
 
@@ -163,7 +196,11 @@ def test_a_token_without_target_mass_is_neither_accepted_nor_sampled(uniform: fl
     draft = tiny.draft_of([[0, 0, 0]], [-1, 0, 1], probs=[[q, q, q]])
     probs = jnp.asarray(np.stack([p, p, p]))[None]
     verdict = verify_block(
-        draft, probs, accept=jnp.full((1, 3), uniform), choose=jnp.full((1, 1), uniform), max_depth=2
+        draft,
+        probs,
+        accept=jnp.full((1, 3), uniform),
+        choose=jnp.full((1, 1), uniform),
+        max_depth=2,
     )
     assert int(verdict.num_accepted[0]) == 0
     assert int(verdict.next_token[0]) in (1, 2)

@@ -36,12 +36,16 @@ class Spoilt(tiny.Scripted):
     def propose(self, *arguments: Any) -> Draft:
         draft = super().propose(*arguments)
         # A wrong sibling comes before the right path.
-        return self.change(draft.replace(tokens=draft.tokens.at[:, 1].add(int(not self.is_chain)) % VOCABULARY))
+        return self.change(
+            draft.replace(tokens=draft.tokens.at[:, 1].add(int(not self.is_chain)) % VOCABULARY)
+        )
 
 
 def with_parents(parents: dict[int, int]) -> Callable[[Draft], Draft]:
     """Changes the parents of some nodes."""
-    return with_field(parents=lambda d: d.parents.at[:, jnp.array([*parents])].set(jnp.array([*parents.values()])))
+    return with_field(
+        parents=lambda d: d.parents.at[:, jnp.array([*parents])].set(jnp.array([*parents.values()]))
+    )
 
 
 SPOILT = {
@@ -51,13 +55,17 @@ SPOILT = {
         change=with_field(tokens=lambda d: (d.tokens.at[:, 0].add(1)) % VOCABULARY)
     ),
     "a root that has a parent and is padding": Spoilt(
-        change=with_field(parents=lambda d: d.parents.at[:, 0].set(2), valid=lambda d: d.valid.at[:, 0].set(False))
+        change=with_field(
+            parents=lambda d: d.parents.at[:, 0].set(2), valid=lambda d: d.valid.at[:, 0].set(False)
+        )
     ),
     "ids outside the vocabulary": Spoilt(
         change=with_field(tokens=lambda d: d.tokens.at[:, 1].set(VOCABULARY + 7).at[:, 4].set(-3))
     ),
     "a parent behind its child": Spoilt(change=with_parents({2: 3})),
-    "a circle of parents, and one past the last node": Spoilt(change=with_parents({3: 4, 4: 3, 5: 2**31 - 1})),
+    "a circle of parents, and one past the last node": Spoilt(
+        change=with_parents({3: 4, 4: 3, 5: 2**31 - 1})
+    ),
     "a tree that says it is a chain": Spoilt((-1, 0, 1, 1, 3, 4), says=5, is_chain=True),
 }
 
@@ -76,12 +84,21 @@ class Bare:
 
 
 NOT_DRAFTERS = {
-    "a class instead of an instance": (NGram, r"the class NGram; give an instance, NGram\(\.\.\.\)"),
-    "something else": (Bare(), "Bare is no drafter: it has no max_depth, aux_layers, init, observe, propose"),
+    "a class instead of an instance": (
+        NGram,
+        r"the class NGram; give an instance, NGram\(\.\.\.\)",
+    ),
+    "something else": (
+        Bare(),
+        "Bare is no drafter: it has no max_depth, aux_layers, init, observe, propose",
+    ),
     "no hash": (Unhashable(), "Unhashable has no hash.*frozen dataclass.*arrays in params"),
     "no nodes": (replaced(num_nodes=0), r"num_nodes is 0; expected a whole number"),
     "layers in a list": (replaced(aux_layers=[1, 2]), r"aux_layers is \[1, 2\]; expected a tuple"),
-    "a chain longer than it is deep": (replaced(is_chain=True, num_nodes=4), "chain of 4 nodes.*max_depth is 2"),
+    "a chain longer than it is deep": (
+        replaced(is_chain=True, num_nodes=4),
+        "chain of 4 nodes.*max_depth is 2",
+    ),
 }
 
 
@@ -135,7 +152,8 @@ def test_an_ordinary_class_that_keeps_the_contract_drafts() -> None:
         SpeculativeDecoder(TARGET).generate([[1, 2], [3]], max_new_tokens=9).tokens
     )
     with pytest.raises(
-        ValueError, match="Ordinary cannot draft a chain of another size: it has no method `with_topology`"
+        ValueError,
+        match="Ordinary cannot draft a chain of another size: it has no method `with_topology`",
     ):
         SpeculativeDecoder(TARGET, Ordinary(), num_speculative_tokens=4)
 

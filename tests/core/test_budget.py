@@ -1,12 +1,12 @@
 """The code stays readable: limits on its size, and on what a statement holds.
 
-They fall with every change, except one that adds a capability, as the server, certificates and the oracle did.
+They fall with every change, except one that adds a capability, as the server, certificates and the
+oracle did.
 
-The weight of a statement is its number of expression nodes, without annotations. So neither line lengths nor types
-change it, and splitting a statement hardly changes the total. A packing assigns several values in one statement
-(``a, b = x, y``). A vague name is a variable or a parameter that names no thing (``one``, ``found``, ``given``). See
-``docs/design.md``, 22.
-"""
+The weight of a statement is its number of expression nodes, without annotations. So neither line
+lengths nor types change it, and splitting a statement hardly changes the total. A packing assigns
+several values in one statement (``a, b = x, y``). A vague name is a variable or a parameter that
+names no thing (``one``, ``found``, ``given``). See ``docs/design.md``, 22."""
 
 from __future__ import annotations
 
@@ -18,7 +18,17 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-READING_PATH = ("types", "state", "loop", "acceptance", "tree", "cache", "sampling", "drafters/eagle3", "drafters/grow")
+READING_PATH = (
+    "types",
+    "state",
+    "loop",
+    "acceptance",
+    "tree",
+    "cache",
+    "sampling",
+    "drafters/eagle3",
+    "drafters/grow",
+)
 VAGUE_NAMES = """
     one other own found given asked wanted whole rest said told kept made each place how what of alike apart alone mine
     beside going left ends
@@ -64,7 +74,9 @@ class Reader:
         for name, field in ast.iter_fields(node):
             for child in field if isinstance(field, list) else [field]:
                 if isinstance(child, ast.AST) and name not in ("annotation", "returns"):
-                    weight += isinstance(child, ast.expr) + self.read(child, in_function=in_function)
+                    weight += isinstance(child, ast.expr) + self.read(
+                        child, in_function=in_function
+                    )
         is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if in_function and isinstance(node, SIMPLE) and not is_docstring:
             self.weights.append(weight)
@@ -83,7 +95,8 @@ def is_packing(node: ast.AST) -> bool:
         isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Tuple)
         and isinstance(node.value, ast.Tuple)
-        and {*map(ast.unparse, node.targets[0].elts)} != {*map(ast.unparse, node.value.elts)}  # a swap
+        and {*map(ast.unparse, node.targets[0].elts)}
+        != {*map(ast.unparse, node.value.elts)}  # a swap
     )
 
 
@@ -96,7 +109,11 @@ def name_bound_by(node: ast.AST) -> str:
 def files_of(folder: str) -> list[Path]:
     """Python files of a folder; ``eagle3_jax/conversion`` is a link to a folder of its own."""
     files = (ROOT / folder).rglob("*.py")
-    return [file for file in files if "_build" not in file.parts and (ROOT / folder / "conversion") not in file.parents]
+    return [
+        file
+        for file in files
+        if "_build" not in file.parts and (ROOT / folder / "conversion") not in file.parents
+    ]
 
 
 @pytest.mark.parametrize("folder", LIMITS)
@@ -113,7 +130,11 @@ def check(folder: str, counts: Counts, limits: Counts) -> None:
 
 def test_the_algorithm_is_read_in_nine_files() -> None:
     files = [ROOT / "eagle3_jax" / f"{name}.py" for name in READING_PATH]
-    check("the reading path", Reader(files).counts, Counts(weight=4_490, median_weight=8, packings=0, vague_names=0))
+    check(
+        "the reading path",
+        Reader(files).counts,
+        Counts(weight=4_490, median_weight=8, packings=0, vague_names=0),
+    )
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     places = [readme.index(f"`{name.split('/')[-1]}.py`") for name in READING_PATH]
     assert places == sorted(places), "the README names these files in reading order"
@@ -121,7 +142,9 @@ def test_the_algorithm_is_read_in_nine_files() -> None:
 
 def test_the_file_for_students_is_short() -> None:
     counts = Reader([ROOT / "examples" / "nano_eagle3.py"]).counts
-    check("nano_eagle3.py", counts, Counts(weight=2_110, median_weight=8, packings=0, vague_names=0))
+    check(
+        "nano_eagle3.py", counts, Counts(weight=2_110, median_weight=8, packings=0, vague_names=0)
+    )
 
 
 def test_the_root_of_the_package_has_seventeen_files() -> None:

@@ -19,19 +19,32 @@ SIZE = 2
 def block(seed: int, fed: int) -> tuple[KeyValue, ...]:
     rng = np.random.default_rng(seed)
     draw = lambda size: jnp.array(rng.normal(size=(BATCH, HEADS, fed, size)), jnp.float32)
-    return tuple(KeyValue(draw(SIZE), draw(SIZE - 1)) for _ in range(LAYERS))  # values may be narrower, as in MLA
+    return tuple(
+        KeyValue(draw(SIZE), draw(SIZE - 1)) for _ in range(LAYERS)
+    )  # values may be narrower, as in MLA
 
 
 def empty() -> Cache:
     layer = KeyValues.allocate(
-        batch=BATCH, capacity=CAPACITY, num_kv_heads=HEADS, head_dim=SIZE, value_dim=SIZE - 1, dtype=jnp.float32
+        batch=BATCH,
+        capacity=CAPACITY,
+        num_kv_heads=HEADS,
+        head_dim=SIZE,
+        value_dim=SIZE - 1,
+        dtype=jnp.float32,
     )
     return Cache.of((layer,) * LAYERS, batch=BATCH)
 
 
-def commit(cache: Cache, new: tuple[KeyValue, ...], count: list[int], nodes: np.ndarray | None = None) -> Cache:
-    written = tuple(layer.write(block, cache.length) for layer, block in zip(cache.layers, new, strict=True))
-    return cache.commit(written, jnp.array(count, jnp.int32), None if nodes is None else jnp.array(nodes, jnp.int32))
+def commit(
+    cache: Cache, new: tuple[KeyValue, ...], count: list[int], nodes: np.ndarray | None = None
+) -> Cache:
+    written = tuple(
+        layer.write(block, cache.length) for layer, block in zip(cache.layers, new, strict=True)
+    )
+    return cache.commit(
+        written, jnp.array(count, jnp.int32), None if nodes is None else jnp.array(nodes, jnp.int32)
+    )
 
 
 def test_commits_append_the_chosen_tokens_of_each_row_in_order() -> None:
@@ -50,7 +63,9 @@ def test_commits_append_the_chosen_tokens_of_each_row_in_order() -> None:
                 rows[row].append([np.asarray(leaf)[row, :, node] for leaf in jax.tree.leaves(new)])
     assert cache.length.tolist() == [len(tokens) for tokens in rows]
     for row, tokens in enumerate(rows):
-        for leaf, expected in zip(jax.tree.leaves(cache.layers), zip(*tokens, strict=True), strict=True):
+        for leaf, expected in zip(
+            jax.tree.leaves(cache.layers), zip(*tokens, strict=True), strict=True
+        ):
             assert np.array_equal(leaf[row, :, : len(tokens)], np.stack(expected, axis=1))
 
 
@@ -73,7 +88,11 @@ def test_a_block_sees_what_is_committed_and_of_itself_what_its_mask_says() -> No
         for row, length in enumerate((3, 2, 1, 0)):
             row_mask = block_mask[row % len(block_mask)]
             for token in range(4):
-                expected = [True] * length + row_mask[token].tolist() + [False] * (CAPACITY - length - 4)
+                expected = (
+                    [True] * length + row_mask[token].tolist() + [False] * (CAPACITY - length - 4)
+                )
                 assert seen[row, token].tolist() == expected
         # A level of a tree asks for the last tokens of a block alone.
-        assert np.array_equal(cache_mask(jnp.asarray(block_mask[:, 2:]), cache.length, CAPACITY), seen[:, 2:])
+        assert np.array_equal(
+            cache_mask(jnp.asarray(block_mask[:, 2:]), cache.length, CAPACITY), seen[:, 2:]
+        )

@@ -10,7 +10,13 @@ import pytest
 from scipy import stats
 
 from eagle3_jax.certify import Draws, Sampling, Test, judge
-from eagle3_jax.certify.bets import ERRORS, VERIFIED, bet_on_one_token, dirichlet_gain, smallest_error
+from eagle3_jax.certify.bets import (
+    ERRORS,
+    VERIFIED,
+    bet_on_one_token,
+    dirichlet_gain,
+    smallest_error,
+)
 from eagle3_jax.certify.faulty import FAULTS, Fault, FaultySampler
 from eagle3_jax.certify.frequencies import ALPHA, fit_counts
 from eagle3_jax.certify.statistics import number_texts, resolution
@@ -18,11 +24,15 @@ from eagle3_jax.certify.statistics import number_texts, resolution
 LEVEL = ALPHA / 20
 REPORTED = np.log([[0.4, 0.3, 0.2]])  # two more tokens have 0.06 and 0.04
 UNKNOWN = math.nan
-# Probabilities of the three reported tokens and of all others; only proportions are known where the others are not.
+# Probabilities of the three reported tokens and of all others; only proportions are known where the
+# others are not.
 KNOWN: dict[str, tuple[Sampling, list[float]]] = {
     "the others are one cell": (Sampling(), [0.4, 0.3, 0.2, 0.1]),
     "another temperature": (Sampling(temperature=0.5), [16 / 29, 9 / 29, 4 / 29, UNKNOWN]),
-    "top-k of reported tokens": (Sampling(temperature=2.0, top_k=2), [2 / (2 + 3**0.5), 3**0.5 / (2 + 3**0.5), 0, 0]),
+    "top-k of reported tokens": (
+        Sampling(temperature=2.0, top_k=2),
+        [2 / (2 + 3**0.5), 3**0.5 / (2 + 3**0.5), 0, 0],
+    ),
     "top-k of more tokens": (Sampling(top_k=10), [4 / 9, 3 / 9, 2 / 9, UNKNOWN]),
     "a nucleus of reported tokens": (Sampling(top_p=0.6), [4 / 7, 3 / 7, 0, 0]),
     "a nucleus that ends among the others": (Sampling(top_p=0.95), [4 / 9, 3 / 9, 2 / 9, UNKNOWN]),
@@ -64,7 +74,9 @@ def test_no_tokens_give_no_tests() -> None:
     ],
 )
 def test_settings_that_the_reports_do_not_determine_are_refused(sampling: Sampling) -> None:
-    with pytest.raises(ValueError, match=r"expected a temperature above 0|do not show where the nucleus ends"):
+    with pytest.raises(
+        ValueError, match=r"expected a temperature above 0|do not show where the nucleus ends"
+    ):
         sampling.check(20)
 
 
@@ -108,7 +120,9 @@ def test_a_correct_sampler_gives_p_values_that_are_uniform_or_larger() -> None:
 
 
 @pytest.mark.parametrize("texts", [[-1, -1], [0, 0]], ids=["each text once", "the same text twice"])
-def test_a_bet_on_one_token_gains_nothing_on_average_from_a_correct_sampler(texts: list[int]) -> None:
+def test_a_bet_on_one_token_gains_nothing_on_average_from_a_correct_sampler(
+    texts: list[int],
+) -> None:
     p = np.array([0.5, 0.3, 0.2])
     average = 0.0
     for cells in itertools.product(range(3), repeat=2):
@@ -117,7 +131,9 @@ def test_a_bet_on_one_token_gains_nothing_on_average_from_a_correct_sampler(text
     assert average == pytest.approx(1)
 
 
-@pytest.mark.parametrize("name", ["one random number to accept and to redraw", "likeliest draft, 20 % too willing"])
+@pytest.mark.parametrize(
+    "name", ["one random number to accept and to redraw", "likeliest draft, 20 % too willing"]
+)
 def test_the_exact_distribution_of_a_fault_is_that_of_its_tokens(name: str) -> None:
     """A total variation distance of 0.02 would be found."""
     sampler = FaultySampler(FAULTS[name])
@@ -132,7 +148,9 @@ def test_the_exact_distribution_of_a_fault_is_that_of_its_tokens(name: str) -> N
 
 def test_the_fewest_tokens_of_an_error_are_those_of_a_coin() -> None:
     """Of two tokens the draft has 1/2 and comes with 0.55: (6.4 σ / shift)² = (6.4 · 0.5 / 0.05)² tokens."""
-    sampler = FaultySampler(Fault(likeliest=True, willing=1.1), vocab_size=2, num_speculative_tokens=40)
+    sampler = FaultySampler(
+        Fault(likeliest=True, willing=1.1), vocab_size=2, num_speculative_tokens=40
+    )
     sampler.target[:] = 0.5
     assert sampler.fewest_tokens() == pytest.approx((6.4 * 0.5 / 0.05) ** 2, rel=0.05)
 
@@ -157,8 +175,12 @@ def test_an_injected_error_is_found(name: str, requests: int) -> None:
     assert min(test.p_value for test in judged(wrong)) < LEVEL
 
 
-@pytest.mark.parametrize("error", ["20 % too willing", "redrawn from p", "residual mixed with 30 % of p"])
-def test_an_error_with_the_likeliest_draft_is_found_with_four_times_the_fewest_tokens(error: str) -> None:
+@pytest.mark.parametrize(
+    "error", ["20 % too willing", "redrawn from p", "residual mixed with 30 % of p"]
+)
+def test_an_error_with_the_likeliest_draft_is_found_with_four_times_the_fewest_tokens(
+    error: str,
+) -> None:
     sampler = FaultySampler(FAULTS[f"likeliest draft, {error}"])
     requests = round(4 * sampler.fewest_tokens() / 3)
     assert min(test.p_value for test in judged(sampler.draws(requests, 4, seed=3))) < LEVEL

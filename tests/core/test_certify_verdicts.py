@@ -11,8 +11,24 @@ import numpy as np
 import pytest
 from scipy import special
 
-from eagle3_jax.certify import Certificate, Completion, Plan, Report, Sampling, ServerError, Verdict, certify
-from eagle3_jax.certify.faulty import FAULTS, PROMPTS, FaultySampler, FaultySource, noisy, to_bfloat16
+from eagle3_jax.certify import (
+    Certificate,
+    Completion,
+    Plan,
+    Report,
+    Sampling,
+    ServerError,
+    Verdict,
+    certify,
+)
+from eagle3_jax.certify.faulty import (
+    FAULTS,
+    PROMPTS,
+    FaultySampler,
+    FaultySource,
+    noisy,
+    to_bfloat16,
+)
 
 PLAN = Plan(prompts=PROMPTS, concurrency=1, with_fields=False)
 LARGE = {"vocab_size": 200}  # twenty reported tokens leave a quarter of the probability
@@ -30,7 +46,10 @@ def test_a_correct_server_is_lossless_and_the_verdict_names_what_it_would_have_s
     certificate = verdict_on(FaultySource(FaultySampler(**LARGE)))
     assert certificate.verdict is Verdict.LOSSLESS, certificate.reason
     assert "would have found an acceptance 20 % too willing" in certificate.reason
-    assert "acceptance of every sampled draft where draft and target are 15 % apart" in certificate.reason
+    assert (
+        "acceptance of every sampled draft where draft and target are 15 % apart"
+        in certificate.reason
+    )
     assert all(entry.is_met for entry in certificate.requirements)
 
 
@@ -43,19 +62,28 @@ def test_accepting_every_draft_is_found(seed: int) -> None:
 
 
 def test_too_few_requests_promise_nothing() -> None:
-    certificate = verdict_on(FaultySource(), dataclasses.replace(PLAN, num_requests=256, num_long=16))
+    certificate = verdict_on(
+        FaultySource(), dataclasses.replace(PLAN, num_requests=256, num_long=16)
+    )
     assert certificate.verdict is Verdict.INCONCLUSIVE
     assert "sight" in unmet(certificate) and "ask for more requests" in certificate.reason
 
 
 def test_wrong_logits_behind_drafts_do_not_raise_the_limit_of_noise() -> None:
-    certificate = verdict_on(FaultySource(behind_drafts=3.0), dataclasses.replace(PLAN, num_requests=0, num_long=0))
+    certificate = verdict_on(
+        FaultySource(behind_drafts=3.0), dataclasses.replace(PLAN, num_requests=0, num_long=0)
+    )
     assert certificate.verdict is Verdict.NOT_LOSSLESS
-    assert "greedy tokens, scored by force" in certificate.reason and "noise 0.0001" in certificate.reason
+    assert (
+        "greedy tokens, scored by force" in certificate.reason
+        and "noise 0.0001" in certificate.reason
+    )
 
 
 def test_differences_that_rounding_might_explain_are_inconclusive() -> None:
-    certificate = verdict_on(FaultySource(behind_drafts=0.1), dataclasses.replace(PLAN, num_requests=0, num_long=0))
+    certificate = verdict_on(
+        FaultySource(behind_drafts=0.1), dataclasses.replace(PLAN, num_requests=0, num_long=0)
+    )
     assert certificate.verdict is Verdict.INCONCLUSIVE
     assert "greedy scores" in unmet(certificate) and "stale keys and values" in certificate.reason
 
@@ -64,7 +92,11 @@ class Unread(FaultySource):
     """Reports drafted tokens in a way that cannot be read, and accepts unlikely drafts."""
 
     def report(self, token: int, p: np.ndarray, num_reported: int, is_drafted: bool) -> Report:
-        return Report(token, math.nan, {}) if is_drafted else super().report(token, p, num_reported, is_drafted)
+        return (
+            Report(token, math.nan, {})
+            if is_drafted
+            else super().report(token, p, num_reported, is_drafted)
+        )
 
 
 def test_reports_that_cannot_be_read_are_no_agreement() -> None:
@@ -77,7 +109,13 @@ class RedrawsTheLikeliest(FaultySource):
     """Redraws by arg-max at top-p 0.9."""
 
     def sample(
-        self, number: int, before: list[int], max_tokens: int, seed: int, temperature: float, fields: dict[str, Any]
+        self,
+        number: int,
+        before: list[int],
+        max_tokens: int,
+        seed: int,
+        temperature: float,
+        fields: dict[str, Any],
     ) -> tuple[list[int], list[int]]:
         tokens, chunk_index = super().sample(number, before, max_tokens, seed, temperature, fields)
         for index in range(1, max_tokens):
@@ -126,7 +164,9 @@ def test_repeated_seeds_are_not_certified() -> None:
 class OfflineReports(FaultySource):
     """Reports something else than it samples from, with drafts and without."""
 
-    def reported(self, number: int, before: list[int], is_drafted: bool, temperature: float, fields: Any) -> np.ndarray:
+    def reported(
+        self, number: int, before: list[int], is_drafted: bool, temperature: float, fields: Any
+    ) -> np.ndarray:
         return special.softmax(np.log(self.distribution(number, before)) / 0.8)
 
 
@@ -169,7 +209,11 @@ class SilentWhileSampling(FaultySource):
 
     def complete(self, prompt: Sequence[int], **fields: Any) -> Completion:
         answer = super().complete(prompt, **fields)
-        return dataclasses.replace(answer, reports=[], chunk_index=[]) if fields["temperature"] else answer
+        return (
+            dataclasses.replace(answer, reports=[], chunk_index=[])
+            if fields["temperature"]
+            else answer
+        )
 
 
 def test_answers_without_reports_are_no_agreement() -> None:
@@ -224,7 +268,11 @@ class Stale(FaultySource):
     """Decodes and reports sampled tokens by keys of which scoring knows nothing."""
 
     def scored(self, number: int, before: list[int]) -> np.ndarray:
-        return self.sampler.target[number, (before[-1] + 1) % 64] if before else self.sampler.first[number]
+        return (
+            self.sampler.target[number, (before[-1] + 1) % 64]
+            if before
+            else self.sampler.first[number]
+        )
 
 
 def test_likely_tokens_that_scoring_does_not_list_are_differences() -> None:
@@ -235,7 +283,9 @@ def test_likely_tokens_that_scoring_does_not_list_are_differences() -> None:
 class ScoresHalf(FaultySource):
     """Scores every second answer."""
 
-    def score(self, prompt: Sequence[int], completion: Completion, *, num_reported: int) -> list[Report]:
+    def score(
+        self, prompt: Sequence[int], completion: Completion, *, num_reported: int
+    ) -> list[Report]:
         reports = super().score(prompt, completion, num_reported=num_reported)
         self._scored = getattr(self, "_scored", 0) + 1
         return reports if self._scored % 2 else []
@@ -265,7 +315,9 @@ def test_a_failed_test_without_a_control_is_inconclusive() -> None:
 class MisreportsEachText(FaultySource):
     """Samples rightly, and reports another distribution behind each token, with drafts and without."""
 
-    def reported(self, number: int, before: list[int], is_drafted: bool, temperature: float, fields: Any) -> np.ndarray:
+    def reported(
+        self, number: int, before: list[int], is_drafted: bool, temperature: float, fields: Any
+    ) -> np.ndarray:
         p = self.distribution(number, before)
         return noisy(p, 0.3, seed=100 * number + before[-1]) if before else p
 

@@ -124,7 +124,8 @@ TEMPLATES = {
         "{% endif %}{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
     ),
-    # No published one, but what published ones use: the tag of training, breaks, JSON, blocks on lines of their own.
+    # No published one, but what published ones use: the tag of training, breaks, JSON, blocks on
+    # lines of their own.
     "everything": """\
     {% for message in messages %}
         {% if loop.index > 3 %}
@@ -147,7 +148,11 @@ QUESTION = {"role": "user", "content": " Why is <b>2 > 1</b>?\n"}
 CONVERSATIONS = {
     "a question": [QUESTION],
     "with a system message": [{"role": "system", "content": "Be “brief”."}, QUESTION],
-    "of two turns": [QUESTION, {"role": "assistant", "content": " Because. "}, {"role": "user", "content": "Really?"}],
+    "of two turns": [
+        QUESTION,
+        {"role": "assistant", "content": " Because. "},
+        {"role": "user", "content": "Really?"},
+    ],
     "of two questions": [QUESTION, {"role": "user", "content": "Really?"}],
     "of the assistant": [{"role": "assistant", "content": "Hello."}],
 }
@@ -156,7 +161,9 @@ CONVERSATIONS = {
 def with_bos() -> Tokenizer:
     """Returns the bundled tokenizer with the tokens of the templates; by default it puts ``<s>`` in front."""
     tokenizer = Tokenizer.from_file(str(bundled("target") / "tokenizer.json"))
-    tokenizer.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>"])
+    tokenizer.add_special_tokens(
+        ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>"]
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
     )
@@ -181,15 +188,22 @@ def test_a_template_renders_as_in_transformers(name: str, shipped: e3.LoadedTarg
     for messages in CONVERSATIONS.values():
         for prompt in (True, False):
             try:
-                text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+                text = theirs.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=prompt
+                )
             except TemplateError as error:
                 refused += 1
-                with pytest.raises(ValueError, match=f"the chat template does not take .*: {re.escape(str(error))}$"):
+                with pytest.raises(
+                    ValueError,
+                    match=f"the chat template does not take .*: {re.escape(str(error))}$",
+                ):
                     ours.render(messages, add_generation_prompt=prompt)
                 continue
             assert ours.render(messages, add_generation_prompt=prompt) == text
             if prompt:
-                ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+                ids = theirs.apply_chat_template(
+                    messages, add_generation_prompt=True, return_dict=False
+                )
                 assert apply_chat_template(target, messages) == ids
                 assert ids[:2] != tokenizer.encode("").ids * 2
     assert refused == {"Mistral": 4, "Gemma": 6}.get(name, 0)
@@ -235,7 +249,9 @@ def test_a_directory_has_the_template_that_transformers_finds(
 
     shutil.copy(bundled("target") / "tokenizer.json", tmp_path)
     for name, content in files.items():
-        (tmp_path / name).write_bytes((content if isinstance(content, str) else json.dumps(content)).encode())
+        (tmp_path / name).write_bytes(
+            (content if isinstance(content, str) else json.dumps(content)).encode()
+        )
     ours = ChatTemplate.from_config(tokenizer_config_of(tmp_path))
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert ours is not None
@@ -246,10 +262,14 @@ def test_a_directory_has_the_template_that_transformers_finds(
 def test_a_file_of_processors_is_read_and_a_damaged_one_refused(tmp_path: Path) -> None:
     assert tokenizer_config_of(tmp_path) == {}
     (tmp_path / "chat_template.json").write_text('{"chat_template": "json"}')
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "field", "bos_token": "<s>"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"chat_template": "field", "bos_token": "<s>"}'
+    )
     assert tokenizer_config_of(tmp_path) == {"chat_template": "json", "bos_token": "<s>"}
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(CheckpointError, match=r"chat_template\.jinja is not a text file in UTF-8 \(byte 0\)"):
+    with pytest.raises(
+        CheckpointError, match=r"chat_template\.jinja is not a text file in UTF-8 \(byte 0\)"
+    ):
         tokenizer_config_of(tmp_path)
 
 
@@ -260,15 +280,20 @@ def test_a_target_is_loaded_with_its_template(tmp_path: Path, shipped: e3.Loaded
     assert load_target(folder).chat_template == ChatTemplate("{{ messages[0].content }}")
 
 
-@pytest.mark.parametrize("absent", [{}, {"chat_template": None}, {"chat_template": ""}, {"chat_template": []}])
+@pytest.mark.parametrize(
+    "absent", [{}, {"chat_template": None}, {"chat_template": ""}, {"chat_template": []}]
+)
 def test_a_configuration_without_a_template_gives_none(absent: dict[str, Any]) -> None:
     assert ChatTemplate.from_config(absent | {"bos_token": "<s>"}) is None
 
 
-@pytest.mark.parametrize("wrong", [5, {"default": "x"}, [{"name": "rag", "template": "x"}], ["default"]])
+@pytest.mark.parametrize(
+    "wrong", [5, {"default": "x"}, [{"name": "rag", "template": "x"}], ["default"]]
+)
 def test_a_template_of_another_form_is_refused(wrong: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"^chat_template is .*; expected a text, or a list with a template 'default'$"
+        ValueError,
+        match=r"^chat_template is .*; expected a text, or a list with a template 'default'$",
     ):
         ChatTemplate.from_config({"chat_template": wrong})
 
@@ -304,9 +329,15 @@ def test_a_template_that_fails_is_one_line(source: str, says: str) -> None:
         ([QUESTION, "Why?"], "message 2 is 'Why\\?'; expected a list"),
         ([{"role": "user"}], "message 1 is {'role': 'user'}; expected"),
         ([QUESTION | {"name": "Ann"}], "message 1 is .*'name'.*; expected"),
-        ([QUESTION | {"role": "tool"}], "message 1 has the role 'tool'; expected system, user, assistant"),
+        (
+            [QUESTION | {"role": "tool"}],
+            "message 1 has the role 'tool'; expected system, user, assistant",
+        ),
         ([QUESTION | {"role": ["user"]}], r"message 1 has the role \['user'\]; expected"),
-        ([QUESTION | {"content": [{"type": "text", "text": "a"}]}], r"message 1 has the content \[.*expected a text"),
+        (
+            [QUESTION | {"content": [{"type": "text", "text": "a"}]}],
+            r"message 1 has the content \[.*expected a text",
+        ),
     ],
 )
 def test_messages_of_another_form_are_refused(messages: Any, says: str) -> None:
@@ -316,14 +347,21 @@ def test_messages_of_another_form_are_refused(messages: Any, says: str) -> None:
 
 
 def test_a_target_without_a_template_or_a_tokenizer_is_refused(shipped: e3.LoadedTarget) -> None:
-    with pytest.raises(ValueError, match="the bundled target has no chat template; give the prompt as text"):
+    with pytest.raises(
+        ValueError, match="the bundled target has no chat template; give the prompt as text"
+    ):
         apply_chat_template(shipped, [QUESTION])
     with pytest.raises(ValueError, match="the bundled target has no chat template"):
         Chat(e3.SpeculativeDecoder(shipped))
-    with tiny.unchecked(), pytest.raises(ValueError, match="target is 'llama'; expected a LoadedTarget: load_target"):
+    with (
+        tiny.unchecked(),
+        pytest.raises(ValueError, match="target is 'llama'; expected a LoadedTarget: load_target"),
+    ):
         apply_chat_template("llama", [QUESTION])  # type: ignore[arg-type]
     bare = dataclasses.replace(shipped, chat_template=ChatTemplate("x"), tokenizer=None)
-    with pytest.raises(ValueError, match="the bundled target has no tokenizer; give the prompt as token ids"):
+    with pytest.raises(
+        ValueError, match="the bundled target has no tokenizer; give the prompt as token ids"
+    ):
         apply_chat_template(bare, [QUESTION])
 
 
@@ -372,7 +410,9 @@ def test_each_turn_is_a_generation_of_the_rendered_tokens(
         assert chat.messages == messages
 
 
-def test_an_answer_that_is_cut_stays_as_far_as_it_was_written(decoder: e3.SpeculativeDecoder) -> None:
+def test_an_answer_that_is_cut_stays_as_far_as_it_was_written(
+    decoder: e3.SpeculativeDecoder,
+) -> None:
     chat = Chat(decoder, max_new_tokens=12)
     interrupted = chat.stream("Why?")
     written = "".join(next(interrupted).text for _ in range(3))
@@ -382,7 +422,9 @@ def test_an_answer_that_is_cut_stays_as_far_as_it_was_written(decoder: e3.Specul
     cut = chat.stream("And then?")
     next(cut)
     cut.close()
-    first = decoder.generate(apply_chat_template(decoder.target, asked("Why?", written, "And then?")), max_new_tokens=1)
+    first = decoder.generate(
+        apply_chat_template(decoder.target, asked("Why?", written, "And then?")), max_new_tokens=1
+    )
     assert chat.messages == asked("Why?", written, "And then?", first.texts[0] or "")
     chat.stream("Never read")
     assert len(chat.messages) == 4
@@ -398,18 +440,24 @@ def test_a_turn_that_does_not_fit_is_refused_and_not_kept(decoder: e3.Speculativ
     before = list(chat.messages)
     for send in (chat.send, chat.stream):
         with pytest.raises(
-            ValueError, match=rf"the conversation has \d+ tokens with this question, .*{most} positions"
+            ValueError,
+            match=rf"the conversation has \d+ tokens with this question, .*{most} positions",
         ):
             send("x" * (most - 100))
         with pytest.raises(ValueError, match="far more tokens than"):
             send("x" * (100 * most))
-        with tiny.unchecked(), pytest.raises(ValueError, match=r"message 3 has the content 5; expected a text"):
+        with (
+            tiny.unchecked(),
+            pytest.raises(ValueError, match=r"message 3 has the content 5; expected a text"),
+        ):
             send(5)  # type: ignore[arg-type]
     assert chat.messages == before
     assert chat.send("So?").tokens
 
 
-def test_a_template_that_takes_no_system_message_refuses_it_at_once(decoder: e3.SpeculativeDecoder) -> None:
+def test_a_template_that_takes_no_system_message_refuses_it_at_once(
+    decoder: e3.SpeculativeDecoder,
+) -> None:
     target = dataclasses.replace(decoder.target, chat_template=ChatTemplate(TEMPLATES["Gemma"]))
     with pytest.raises(ValueError, match=r"does not take .*: System role not supported"):
         Chat(e3.SpeculativeDecoder(target), system="Be kind.")

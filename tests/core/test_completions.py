@@ -11,15 +11,25 @@ from eagle3_jax.serving.completions import complete
 from eagle3_jax.serving.engine import Request
 
 
-def test_stop_texts_log_probabilities_and_counters_are_those_of_the_prompt_alone(shipped: e3.LoadedTarget) -> None:
-    decoder = e3.SpeculativeDecoder(shipped, e3.load_drafter(target=shipped), num_speculative_tokens=3)
+def test_stop_texts_log_probabilities_and_counters_are_those_of_the_prompt_alone(
+    shipped: e3.LoadedTarget,
+) -> None:
+    decoder = e3.SpeculativeDecoder(
+        shipped, e3.load_drafter(target=shipped), num_speculative_tokens=3
+    )
     texts = ["def add(a, b):\n", "import", "class Queue:\n", "x = [", "for"]
     stops = [["return"], [], ["self", "\n\n"], ["1"], []]
     temperatures = [0.0, 0.9, 0.0, 0.9, 0.0]
     limits = [8 + 4 * number for number in range(len(texts))]
     sampling = e3.SamplingParams(temperature=np.array(temperatures))
     seeds = list(range(len(texts)))
-    options = {"max_new_tokens": limits, "sampling": sampling, "seed": seeds, "logprobs": 1, "stop": stops}
+    options = {
+        "max_new_tokens": limits,
+        "sampling": sampling,
+        "seed": seeds,
+        "logprobs": 1,
+        "stop": stops,
+    }
     expected = decoder.generate(texts, **options).rows
     requests = [
         Request(decoder.encode(text), limit, temperature=temperature, seed=seed)
@@ -31,7 +41,10 @@ def test_stop_texts_log_probabilities_and_counters_are_those_of_the_prompt_alone
     for number, row in enumerate(expected):
         result = results[number]
         assert (result.tokens, result.text) == (row.tokens, row.text)
-        assert (result.prompt_tokens, result.finish_reason) == (row.prompt_tokens, row.finish_reason)
+        assert (result.prompt_tokens, result.finish_reason) == (
+            row.prompt_tokens,
+            row.finish_reason,
+        )
         assert result.stats.to_json() == row.stats.to_json()
         assert result.logprobs is not None and row.logprobs is not None
         ours = [score.logprob for score in result.logprobs]
@@ -44,5 +57,13 @@ def test_a_limit_beyond_the_last_position_ends_there() -> None:
     prompt = [1, 2, 3]
     requests = [Request(prompt, most), Request(prompt, 5), Request(prompt, most - len(prompt))]
     results = dict(complete(decoder, requests, slots=2))
-    assert [results[number].finish_reason.name for number in range(3)] == ["CAPACITY", "LENGTH", "LENGTH"]
-    assert results[0].tokens == decoder.generate(prompt, max_new_tokens=most).tokens[0] == results[2].tokens
+    assert [results[number].finish_reason.name for number in range(3)] == [
+        "CAPACITY",
+        "LENGTH",
+        "LENGTH",
+    ]
+    assert (
+        results[0].tokens
+        == decoder.generate(prompt, max_new_tokens=most).tokens[0]
+        == results[2].tokens
+    )

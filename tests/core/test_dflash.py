@@ -47,7 +47,9 @@ def test_a_block_is_that_of_its_independent_twin_after_every_rollback(name: str)
         state = drafter.observe(params, state, seen)
         network = drafter.bind(params)
         hidden = drafter.read_block(params, network, state)
-        draft = drafter.propose(params, state, jax.random.split(jax.random.key(0), 2), SamplingParams())
+        draft = drafter.propose(
+            params, state, jax.random.split(jax.random.key(0), 2), SamplingParams()
+        )
         sure = network.survival(hidden, draft.tokens[:, :-1]) if head.confidence else None
         return state, hidden, drafter.logits(params, network, hidden), draft.tokens, sure
 
@@ -56,7 +58,9 @@ def test_a_block_is_that_of_its_independent_twin_after_every_rollback(name: str)
         state, hidden, logits, drafted, sure = step(state, seen)
         for row in range(2):
             root = int(tokens[row, known[row]])
-            truth = run_block(head, EMBEDDING, OUTPUT, features[row, : known[row]], root, head.predicted)
+            truth = run_block(
+                head, EMBEDDING, OUTPUT, features[row, : known[row]], root, head.predicted
+            )
             np.testing.assert_allclose(hidden[row], truth.hidden, atol=1e-5)
             np.testing.assert_allclose(logits[row], truth.logits, atol=1e-4)
             chain = greedy_chain(head, truth, root)
@@ -86,7 +90,10 @@ def drafted(
 
     seen = tiny.seen_of(np.zeros((2, 7)), features, length, roots)
     count = drafter.max_depth
-    blocks = [run_block(head, EMBEDDING, OUTPUT, features[row, : length[row]], roots[row], count) for row in range(2)]
+    blocks = [
+        run_block(head, EMBEDDING, OUTPUT, features[row, : length[row]], roots[row], count)
+        for row in range(2)
+    ]
     return *run(params, seen), blocks, roots
 
 
@@ -99,7 +106,9 @@ def log_probability(head: BlockHead, block: Any, root: int, path: tuple[int, ...
 TREES = {
     "DFlash": BlockHead(draft_vocab=6, block=4, layers=1, seed=2),
     "DSpark": BlockHead(draft_vocab=6, block=3, layers=1, rank=4, from_anchor=True, seed=2),
-    "DSpark, recurrent": BlockHead(draft_vocab=6, block=3, layers=1, rank=4, markov="rnn", from_anchor=True, seed=2),
+    "DSpark, recurrent": BlockHead(
+        draft_vocab=6, block=3, layers=1, rank=4, markov="rnn", from_anchor=True, seed=2
+    ),
 }
 
 
@@ -137,7 +146,9 @@ def test_a_static_tree_takes_tokens_by_rank_after_their_parents(name: str) -> No
 def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
     """Returns the tokens from below the root to every node."""
     node_paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(draft.tokens[row, 1:].tolist(), draft.parents[row, 1:].tolist(), strict=True):
+    for token, parent in zip(
+        draft.tokens[row, 1:].tolist(), draft.parents[row, 1:].tolist(), strict=True
+    ):
         node_paths.append((*node_paths[parent], token))
     return set(node_paths[1:])
 
@@ -160,7 +171,9 @@ def test_a_causal_block_drafts_the_same_tokens_at_any_length_and_another_one_doe
     def same(causal: bool) -> bool:
         head = BlockHead(causal=causal, block=6, layers=1)
         drafter, params = loaded_head(head.write)
-        short, long = (drafted(head, drafter.with_topology(Chain(count), None), params)[1] for count in (2, 5))
+        short, long = (
+            drafted(head, drafter.with_topology(Chain(count), None), params)[1] for count in (2, 5)
+        )
         return np.allclose(short, long[:, :2], atol=1e-4)
 
     assert same(True)

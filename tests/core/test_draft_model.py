@@ -30,23 +30,32 @@ TREE = StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)))
 
 def logits_after(model: LoadedTarget, texts: list[list[int]]) -> np.ndarray:
     """Returns ``[texts V]``: the logits after each text, without a cache."""
-    padded = tiny.padded([*texts, *[[]] * (32 - len(texts))], 48)  # one program for any number of texts
+    padded = tiny.padded(
+        [*texts, *[[]] * (32 - len(texts))], 48
+    )  # one program for any number of texts
     last = [len(text) - 1 for text in texts]
     logits, _ = tiny.forward(model.model, model.params, jnp.array(padded))
     return np.asarray(logits)[range(len(texts)), last]
 
 
-def rounds_of(target: LoadedTarget, drafter: LoadedDrafter) -> list[tuple[list[list[int]], np.ndarray, np.ndarray]]:
+def rounds_of(
+    target: LoadedTarget, drafter: LoadedDrafter
+) -> list[tuple[list[list[int]], np.ndarray, np.ndarray]]:
     """Returns for each round: the rows' texts (empty once a row has ended), their drafts, and accepted counts."""
     loop, params = tiny.bind(target, drafter)
     state = loops.prefill(loop, params, tiny.prompts(PROMPTS, limit=20), capacity=64)
     seen = []
     while bool(state.running.any()):
-        texts = [row[:length].tolist() for row, length in zip(np.asarray(state.tokens), state.length, strict=True)]
+        texts = [
+            row[:length].tolist()
+            for row, length in zip(np.asarray(state.tokens), state.length, strict=True)
+        ]
         texts = [text if runs else [] for text, runs in zip(texts, state.running, strict=True)]
         latest = loops.step(loop, params, state)
         state = latest.state
-        seen.append((texts, np.asarray(latest.draft.tokens), np.asarray(latest.verdict.num_accepted)))
+        seen.append(
+            (texts, np.asarray(latest.draft.tokens), np.asarray(latest.verdict.num_accepted))
+        )
     return seen
 
 
@@ -78,7 +87,9 @@ def test_each_node_is_the_token_of_its_rank_after_its_path(topology: Topology) -
         order = np.argsort(-logits_after(small, paths), axis=-1, kind="stable")
         assert all(order[index, rank] == token for index, (rank, token) in enumerate(ranked_tokens))
         accepted |= {int(count) for text, count in zip(texts, counts, strict=True) if text}
-    assert {0, topology.max_depth} <= accepted, "no round followed a full acceptance and one without any"
+    assert {0, topology.max_depth} <= accepted, (
+        "no round followed a full acceptance and one without any"
+    )
 
 
 def after(loaded: LoadedDrafter, text: list[int]) -> DraftModelState:
@@ -86,7 +97,9 @@ def after(loaded: LoadedDrafter, text: list[int]) -> DraftModelState:
     known = jnp.array([text[:-1]])
     features = jnp.zeros((*known.shape, 0, 16))
     seen = tiny.seen_of(known, features, [len(text) - 1], [text[-1]])
-    return jax.jit(loaded.drafter.observe)(loaded.params, loaded.drafter.init(loaded.params, 1, 32), seen)
+    return jax.jit(loaded.drafter.observe)(
+        loaded.params, loaded.drafter.init(loaded.params, 1, 32), seen
+    )
 
 
 def test_layer_skip_drafts_from_the_stream_that_leaves_a_layer_and_copies_nothing() -> None:
@@ -97,7 +110,9 @@ def test_layer_skip_drafts_from_the_stream_that_leaves_a_layer_and_copies_nothin
     tokens = jnp.array([text])
     positions = jnp.arange(len(text))[None]
     mask = causal_mask(len(text))
-    stream = np.asarray(TARGET.model(TARGET.params, tokens, positions, mask, aux_layers=(2,)).features[0, -1, 0])
+    stream = np.asarray(
+        TARGET.model(TARGET.params, tokens, positions, mask, aux_layers=(2,)).features[0, -1, 0]
+    )
     root_mean_square = np.sqrt(np.mean(np.square(stream)) + 1e-6)
     scale = np.asarray(TARGET.params["norm"]["scale"])
     normed = stream / root_mean_square * scale
@@ -111,14 +126,18 @@ def test_a_sampled_chain_declares_the_softmax_of_the_draft_model() -> None:
     text = PROMPTS[1][:4]
     state = after(drafter, text)
     sampling = tiny.per_row(tiny.SamplingParams(temperature=0.7), 1)
-    draft = jax.jit(drafter.drafter.propose)(drafter.params, state, jax.random.split(jax.random.key(0), 1), sampling)
+    draft = jax.jit(drafter.drafter.propose)(
+        drafter.params, state, jax.random.split(jax.random.key(0), 1), sampling
+    )
     for node in (1, 2):
         scores = logits_after(small, [[*text, *draft.tokens[0, 1:node].tolist()]])[0] / 0.7
         assert np.allclose(draft.probs[0, node], softmax(scores), atol=1e-5)
 
 
 def with_words(model: LoadedTarget, words: list[str]) -> LoadedTarget:
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[0])
+    )
     return dataclasses.replace(model, tokenizer=tokenizer, name="some model")
 
 
@@ -126,12 +145,16 @@ def test_what_cannot_draft_is_refused_in_one_line() -> None:
     words = [f"word{index}" for index in range(13)]
     target = with_words(TARGET, words)
     draft_model(with_words(tiny.target(13), words), target)
-    with pytest.raises(ValueError, match="vocabulary of 11 tokens and some model one of 13; a draft"):
+    with pytest.raises(
+        ValueError, match="vocabulary of 11 tokens and some model one of 13; a draft"
+    ):
         draft_model(tiny.target(11), target)
     with pytest.raises(ValueError, match="the token 'word4' is id 5 there and id 4 here"):
         draft_model(with_words(tiny.target(13), [*words[:4], "other", *words[4:12]]), target)
     for size in (0, 3, 4):
-        with pytest.raises(ValueError, match=f"layer skip of {size} layers: some model has 3, so give 1 to 2"):
+        with pytest.raises(
+            ValueError, match=f"layer skip of {size} layers: some model has 3, so give 1 to 2"
+        ):
             layer_skip(target, size)
 
 
@@ -158,7 +181,9 @@ def test_a_directory_with_a_language_model_is_loaded_as_a_draft_model(tmp_path: 
         prompt, max_new_tokens=17
     )
     assert result.stats.num_accepted_tokens == result.stats.num_draft_tokens > 0
-    with pytest.raises(ValueError, match=r"official/target has a vocabulary of .* one of 512; a draft model needs"):
+    with pytest.raises(
+        ValueError, match=r"official/target has a vocabulary of .* one of 512; a draft model needs"
+    ):
         load_drafter(tiny.GOLDEN / "official/target", target=target)
 
 

@@ -22,7 +22,12 @@ from eagle3_jax import check_drafter
 from eagle3_jax.decode import LoadedDrafter
 from eagle3_jax.drafters import Fallback, Markov, NGram, Plain, Suffix, layer_skip
 from eagle3_jax.testing import DRAFTER_CHECKS
-from eagle3_jax.testing.drafter import draft_after_prompt, observe, sample_observation, state_after_prompt
+from eagle3_jax.testing.drafter import (
+    draft_after_prompt,
+    observe,
+    sample_observation,
+    state_after_prompt,
+)
 from eagle3_jax.testing.scripted import FixedTree, RootState
 from eagle3_jax.testing.subject import Subject
 from eagle3_jax.topology import Chain, DynamicTree
@@ -38,41 +43,59 @@ ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
     "n-grams": lambda: LoadedDrafter(NGram(3)),
     "suffixes": lambda: LoadedDrafter(Suffix(3)),
     "EAGLE-3 chain": lambda: tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7),
-    "EAGLE-3 sampled chain": lambda: tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7, draft_sampling=PROBABILISTIC),
+    "EAGLE-3 sampled chain": lambda: tiny.eagle3(
+        TARGET, Chain(3), draft_vocab_size=7, draft_sampling=PROBABILISTIC
+    ),
     "EAGLE-3 dynamic tree": lambda: tiny.eagle3(TARGET, TREE),
     "EAGLE-3 static tree": lambda: tiny.eagle3(TARGET, tiny.STATIC_TREE),
     "draft model chain": lambda: tiny.draft_model(TARGET, Chain(3)),
-    "draft model sampled chain": lambda: tiny.draft_model(TARGET, Chain(3), draft_sampling=PROBABILISTIC),
+    "draft model sampled chain": lambda: tiny.draft_model(
+        TARGET, Chain(3), draft_sampling=PROBABILISTIC
+    ),
     "draft model dynamic tree": lambda: tiny.draft_model(TARGET, TREE),
     "layer skip": lambda: layer_skip(TARGET, 1),
     "EAGLE-2 dynamic tree": lambda: tiny.eagle1(TARGET, TREE),
-    "EAGLE-1 drawn tree": lambda: tiny.eagle1(TARGET, tiny.STATIC_TREE, num_layers=2, draft_sampling=PROBABILISTIC),
+    "EAGLE-1 drawn tree": lambda: tiny.eagle1(
+        TARGET, tiny.STATIC_TREE, num_layers=2, draft_sampling=PROBABILISTIC
+    ),
     "MTP chain": lambda: tiny.mtp(TARGET, Chain(3), own_output=True),
     "DFlash chain": lambda: tiny.dflash(TARGET, Chain(3), draft_vocab_size=7),
     "DSpark sampled chain": lambda: tiny.dflash(
         TARGET, draft_sampling=PROBABILISTIC, block_size=3, from_anchor=True, markov=Markov(rank=4)
     ),
     "DSpark dynamic tree": lambda: tiny.dflash(TARGET, TREE, markov=Markov(rank=4)),
-    "EAGLE-3.1 chain": lambda: tiny.eagle3(TARGET, Chain(2), norm_output=True, fc_norm=True, num_layers=2),
+    "EAGLE-3.1 chain": lambda: tiny.eagle3(
+        TARGET, Chain(2), norm_output=True, fc_norm=True, num_layers=2
+    ),
     "Medusa chain": lambda: tiny.medusa(TARGET, Chain(3), shared_output=True, draft_vocab_size=7),
     "Medusa sampled chain": lambda: tiny.medusa(TARGET, Chain(3), draft_sampling=PROBABILISTIC),
     "Medusa dynamic tree": lambda: tiny.medusa(TARGET, TREE),
     "Medusa static tree": lambda: tiny.medusa(TARGET, tiny.STATIC_TREE),
-    "EAGLE-3 under a window": lambda: tiny.eagle3(TARGET, tiny.STATIC_TREE, layers=tiny.layers(1, window=3)),
+    "EAGLE-3 under a window": lambda: tiny.eagle3(
+        TARGET, tiny.STATIC_TREE, layers=tiny.layers(1, window=3)
+    ),
     "P-EAGLE chain": lambda: tiny.p_eagle(TARGET, Chain(3), draft_vocab_size=7),
     "P-EAGLE sampled chain": lambda: tiny.p_eagle(TARGET, Chain(3), draft_sampling=PROBABILISTIC),
     "P-EAGLE dynamic tree": lambda: tiny.p_eagle(TARGET, TREE),
-    "n-grams, else an EAGLE-3 chain": lambda: Fallback.of(RARE, tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7)),
+    "n-grams, else an EAGLE-3 chain": lambda: Fallback.of(
+        RARE, tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7)
+    ),
     "n-grams, else a sampled EAGLE-3 chain": lambda: Fallback.of(
         RARE, tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7, draft_sampling=PROBABILISTIC)
     ),
     "n-grams, else an EAGLE-3 dynamic tree": lambda: Fallback.of(RARE, tiny.eagle3(TARGET, TREE)),
 }
 DISTRIBUTION = "sampled output has the target's distribution"
-ENOUGH = {"draws from what it declares": 32768}  # samples with which every fault of BROKEN is detected
-COSTLY = {"greedy output is the target's", DISTRIBUTION}  # test_greedy and test_long_distribution cover every method
+ENOUGH = {
+    "draws from what it declares": 32768
+}  # samples with which every fault of BROKEN is detected
+COSTLY = {
+    "greedy output is the target's",
+    DISTRIBUTION,
+}  # test_greedy and test_long_distribution cover every method
 SAMPLED_TREE = LoadedDrafter(
-    tiny.Sampled((-1, 0, 0, 1)), jnp.array(np.random.default_rng(0).dirichlet(np.ones(13), 13), jnp.float32)
+    tiny.Sampled((-1, 0, 0, 1)),
+    jnp.array(np.random.default_rng(0).dirichlet(np.ones(13), 13), jnp.float32),
 )
 
 
@@ -102,10 +125,15 @@ def test_checks_compare_drafts_that_are_not_empty(name: str) -> None:
 @pytest.mark.parametrize("name", ["EAGLE-3 chain", "EAGLE-3 dynamic tree"])
 def test_an_observation_of_no_tokens_leaves_every_bit_of_a_row_as_it_is(name: str) -> None:
     before = subject(name).once(state_after_prompt)
-    after = observe(subject(name), sample_observation(subject(name), (0, 2, 0, 1), stream=1), state=before)
+    after = observe(
+        subject(name), sample_observation(subject(name), (0, 2, 0, 1), stream=1), state=before
+    )
     for row in (0, 2):
         assert tiny.same_bits(
-            *([leaf[row] for leaf in jax.tree.leaves(tiny.known(state))] for state in (before, after))
+            *(
+                [leaf[row] for leaf in jax.tree.leaves(tiny.known(state))]
+                for state in (before, after)
+            )
         )
 
 
@@ -114,7 +142,9 @@ def test_a_greedy_row_of_a_sampling_drafter_declares_point_masses() -> None:
     assert draft.probs[0, 1:].max(-1).tolist() == [1.0] * (draft.tokens.shape[1] - 1)
 
 
-@pytest.mark.parametrize("drafter", [LoadedDrafter(NGram(3)), SAMPLED_TREE], ids=["n-grams", "a sampled tree"])
+@pytest.mark.parametrize(
+    "drafter", [LoadedDrafter(NGram(3)), SAMPLED_TREE], ids=["n-grams", "a sampled tree"]
+)
 def test_a_drafter_that_is_right_passes_every_check(drafter: LoadedDrafter) -> None:
     report = check_drafter(drafter, TARGET, samples=4096)
     assert report.ok, str(report)
@@ -135,7 +165,9 @@ class Remembering(Ordinary):
     def propose(self, *arguments: Any) -> Draft:
         self.calls += 1
         draft = Ordinary.propose(self, *arguments)
-        return dataclasses.replace(draft, tokens=draft.tokens.at[:, 1:].add(self.calls) % VOCABULARY)
+        return dataclasses.replace(
+            draft, tokens=draft.tokens.at[:, 1:].add(self.calls) % VOCABULARY
+        )
 
 
 class Hasty(Ordinary):
@@ -154,7 +186,9 @@ class Hasty(Ordinary):
 class Sampling(FixedTree):
     """Samples each node below the root from a fixed distribution, and declares one."""
 
-    distribution: Callable[[Any], Any]  #: The sampled distributions, by the number of observed tokens, ``[B]``.
+    distribution: Callable[
+        [Any], Any
+    ]  #: The sampled distributions, by the number of observed tokens, ``[B]``.
     declared: Any  #: The declared distributions.
 
     # its arrays have no hash
@@ -182,7 +216,9 @@ class Peeking(FixedTree):
     """Samples uniformly, and declares a distribution that depends on the sampled token."""
 
     def propose(self, params: Any, state: RootState, keys: Any, sampling: SamplingParams) -> Draft:
-        tokens = jax.vmap(lambda key: jax.random.randint(key, (self.num_nodes,), 0, VOCABULARY))(keys)
+        tokens = jax.vmap(lambda key: jax.random.randint(key, (self.num_nodes,), 0, VOCABULARY))(
+            keys
+        )
         return self.draft(state, tokens, jnp.where((tokens % 2 == 0)[:, :, None], UNIFORM, SKEWED))
 
 
@@ -190,8 +226,12 @@ UNIFORM = jnp.full((VOCABULARY,), 1 / VOCABULARY, jnp.float32)
 SKEWED = jnp.array(np.r_[np.full(6, 1.4), np.full(7, 0.6)] / (6 * 1.4 + 7 * 0.6), jnp.float32)
 
 
-PROBS = jax.nn.softmax(jnp.asarray(np.random.default_rng(0).normal(0, 1.5, (4, VOCABULARY)), jnp.float32), axis=-1)
-NEAR = jax.nn.softmax(jnp.asarray(np.random.default_rng(11).normal(0, 1.5, VOCABULARY), jnp.float32))
+PROBS = jax.nn.softmax(
+    jnp.asarray(np.random.default_rng(0).normal(0, 1.5, (4, VOCABULARY)), jnp.float32), axis=-1
+)
+NEAR = jax.nn.softmax(
+    jnp.asarray(np.random.default_rng(11).normal(0, 1.5, VOCABULARY), jnp.float32)
+)
 COOLER = jax.nn.softmax(jnp.log(PROBS) / jnp.array([[1.0], [1.0], [1.0], [0.97]]), axis=-1)
 
 
@@ -283,7 +323,9 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
 def test_a_drafter_is_found_out_for(name: str) -> None:
     drafter, check, message = BROKEN[name]
     with tiny.unchecked():
-        report = check_drafter(drafter, TARGET, checks=["keeps the protocol", check], samples=ENOUGH.get(check, 8192))
+        report = check_drafter(
+            drafter, TARGET, checks=["keeps the protocol", check], samples=ENOUGH.get(check, 8192)
+        )
     (failure,) = report.failures
     assert failure.name == check
     assert re.search(message, failure.detail), failure.detail

@@ -1,8 +1,8 @@
 """The distribution of one draw at the sizes of real vocabularies, found without statistics.
 
-A draw is a step function of each of its uniforms, and a uniform is one of 2^24 values. Bisection finds every step
-through the library's own ``draw``, and the widths of the steps are the distribution of that code.
-"""
+A draw is a step function of each of its uniforms, and a uniform is one of 2^24 values. Bisection
+finds every step through the library's own ``draw``, and the widths of the steps are the
+distribution of that code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def distribution_of_draw(p: np.ndarray) -> np.ndarray:
     """Returns ``[V]`` in float64: the probability of each token if every uniform takes all its values equally often."""
     digits = num_digits(p.size)
     # Compiled here and now: a program of an earlier call would not know what has changed since.
-    draws = jax.jit(lambda p, uniforms: jax.vmap(draw, in_axes=(None, 0))(p, uniforms), compiler_options=OPTIMISED)
+    draws = jax.jit(
+        lambda p, uniforms: jax.vmap(draw, in_axes=(None, 0))(p, uniforms),
+        compiler_options=OPTIMISED,
+    )
     mass = np.array([1.0])
     reached = np.zeros((1, 0), int)  # for every prefix of digits the numerators that lead there
     for digit in range(digits):
@@ -83,9 +86,12 @@ def check_distribution_of_draw(name: str, size: int) -> float:
     exact = p.astype(np.float64) / p.astype(np.float64).sum()
     assert sampled.sum() == pytest.approx(1.0, abs=1e-12)
     assert not sampled[p == 0].any(), "a token without mass can be sampled"
-    # Float32 sums and 24 bits end where a token has less than 2^-22 of the mass of its 64 neighbours.
+    # Float32 sums and 24 bits end where a token has less than 2^-22 of the mass of its 64
+    # neighbours.
     reachable = p > 0 if name != "nearly certain" else p > 2.0**-22
-    assert (sampled[reachable] > 0).all(), f"{int((sampled[reachable] == 0).sum())} tokens can never be sampled"
+    assert (sampled[reachable] > 0).all(), (
+        f"{int((sampled[reachable] == 0).sum())} tokens can never be sampled"
+    )
     distance = float(np.abs(sampled - exact).sum() / 2)
     assert distance < TOLERANCE, f"{name}, {size} tokens: total variation {distance:.2g}"
     return distance
@@ -140,15 +146,22 @@ def test_a_sampled_chain_is_sampled_from_the_distribution_that_it_declares() -> 
     )
     draft, _ = sample_chain(Chain(1), inputs)
     q = draft.probs[:, 1]
-    assert np.array_equal(draw(q, uniforms(row_keys(5, batch), num_digits(size))), draft.tokens[:, 1])
+    assert np.array_equal(
+        draw(q, uniforms(row_keys(5, batch), num_digits(size))), draft.tokens[:, 1]
+    )
     exact = np.exp(logits.astype(np.float64) / temperature)
     assert np.abs(q[0] - exact / exact.sum()).sum() / 2 < TOLERANCE
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1e-30, 2e-38, 1.0])
 @pytest.mark.parametrize("best", [3e38, 1e30, -1e30, np.inf])
-def test_no_logit_and_no_temperature_gives_a_distribution_that_is_none(temperature: float, best: float) -> None:
+def test_no_logit_and_no_temperature_gives_a_distribution_that_is_none(
+    temperature: float, best: float
+) -> None:
     logits = jnp.asarray([[[best, best, -3e38, -np.inf]]], jnp.float32)
-    for top_k, top_p, sampling_mode in ((0, 1.0, SamplingMode.TEMPERATURE), (2, 0.99, SamplingMode.TRUNCATED)):
+    for top_k, top_p, sampling_mode in (
+        (0, 1.0, SamplingMode.TEMPERATURE),
+        (2, 0.99, SamplingMode.TRUNCATED),
+    ):
         sampling = tiny.sampling_of([(temperature, top_k, top_p)])
         assert probabilities(logits, sampling, sampling_mode)[0, 0].tolist() == [0.5, 0.5, 0.0, 0.0]

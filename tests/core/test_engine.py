@@ -18,7 +18,14 @@ from eagle3_jax.serving import rows as rows_of_engine
 from eagle3_jax.serving.engine import Engine, Event, Request, ended
 from eagle3_jax.types import SamplingMode
 
-TEXTS = ["def add(a, b):\n", "import", "class Queue:\n", "x = [", '"""Reads a file line by line, and ', "for"]
+TEXTS = [
+    "def add(a, b):\n",
+    "import",
+    "class Queue:\n",
+    "x = [",
+    '"""Reads a file line by line, and ',
+    "for",
+]
 
 
 def requests_of(decoder: e3.SpeculativeDecoder) -> list[Request]:
@@ -38,14 +45,21 @@ def requests_of(decoder: e3.SpeculativeDecoder) -> list[Request]:
 
 def alone(decoder: e3.SpeculativeDecoder, request: Request) -> list[int]:
     result = decoder.generate(
-        request.tokens, max_new_tokens=request.max_new_tokens, sampling=request.sampling, seed=request.seed
+        request.tokens,
+        max_new_tokens=request.max_new_tokens,
+        sampling=request.sampling,
+        seed=request.seed,
     )
     return result.tokens[0]
 
 
 @pytest.mark.parametrize("way", ["plain", "chain"])
 def test_each_request_has_the_tokens_that_it_has_alone(way: str, shipped: e3.LoadedTarget) -> None:
-    options = {} if way == "plain" else {"drafter": e3.load_drafter(target=shipped), "num_speculative_tokens": 3}
+    options = (
+        {}
+        if way == "plain"
+        else {"drafter": e3.load_drafter(target=shipped), "num_speculative_tokens": 3}
+    )
     decoder = e3.SpeculativeDecoder(shipped, rounds_per_check=2, **options)
     requests = requests_of(decoder)
     engine = Engine(decoder, slots=3, capacity=128)
@@ -62,17 +76,25 @@ def test_each_request_has_the_tokens_that_it_has_alone(way: str, shipped: e3.Loa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 61}, "prompt has 3 tokens and is given 61 more, and a row of the engine holds 63"),
+        (
+            {"max_new_tokens": 61},
+            "prompt has 3 tokens and is given 61 more, and a row of the engine holds 63",
+        ),
         ({"tokens": []}, "the prompt is empty"),
         ({"tokens": [13]}, "prompt token 13 is not a token id"),
-        ({"top_k": 5}, "sampling_mode is 'temperature', and these sampling parameters need 'truncated'"),
+        (
+            {"top_k": 5},
+            "sampling_mode is 'temperature', and these sampling parameters need 'truncated'",
+        ),
     ],
 )
 def test_a_request_that_no_row_can_take_is_refused(options: dict[str, Any], message: str) -> None:
     decoder = e3.SpeculativeDecoder(tiny.target(13))
     engine = Engine(decoder, slots=2, capacity=64, sampling_mode=SamplingMode.TEMPERATURE)
     with pytest.raises(ValueError, match=message):
-        engine.submit(Request(**({"tokens": [1, 2, 3], "max_new_tokens": 4, "temperature": 1.0} | options)))
+        engine.submit(
+            Request(**({"tokens": [1, 2, 3], "max_new_tokens": 4, "temperature": 1.0} | options))
+        )
     assert engine.idle
 
 
@@ -140,19 +162,29 @@ def test_events_are_the_tokens_once_and_in_order(chain: e3.SpeculativeDecoder) -
         tokens = [token for event in own_events for token in event.tokens]
         assert tokens == own_events[-1].output == alone(decoder, request)
         assert len(own_events[0].tokens) == 1
-        assert [event.finish_reason is e3.FinishReason.RUNNING for event in own_events] == [True] * (
-            len(own_events) - 1
-        ) + [False]
+        assert [event.finish_reason is e3.FinishReason.RUNNING for event in own_events] == [
+            True
+        ] * (len(own_events) - 1) + [False]
         scored = [score for event in own_events for score in event.logprobs or ()]
-        options = {"max_new_tokens": request.max_new_tokens, "sampling": request.sampling, "seed": request.seed}
+        options = {
+            "max_new_tokens": request.max_new_tokens,
+            "sampling": request.sampling,
+            "seed": request.seed,
+        }
         expected = decoder.generate(request.tokens, **options, logprobs=2).rows[0].logprobs
-        assert [score.logprob for score in scored] == pytest.approx([score.logprob for score in expected], abs=1e-4)
+        assert [score.logprob for score in scored] == pytest.approx(
+            [score.logprob for score in expected], abs=1e-4
+        )
         stats = own_events[-1].stats
         assert stats is not None and int(stats.num_accepted_tokens) <= len(tokens)
-    assert engine.totals == e3.SpeculationStats.merge(event.stats for event in events if event.output is not None)
+    assert engine.totals == e3.SpeculationStats.merge(
+        event.stats for event in events if event.output is not None
+    )
 
 
-def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone(chain: e3.SpeculativeDecoder) -> None:
+def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone(
+    chain: e3.SpeculativeDecoder,
+) -> None:
     decoder = chain
     requests = requests_of(decoder)
     expected = [alone(decoder, request) for request in requests]
@@ -168,8 +200,12 @@ def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone(chain: e
     remaining = [ticket for ticket in tickets if ticket not in (tickets[4], running)]
     assert [outputs[ticket] for ticket in remaining] == [expected[ticket] for ticket in remaining]
     assert engine.free == 2
-    completed = e3.SpeculationStats.merge(event.stats for event in events if event.output is not None)
-    assert 0 < completed.num_drafts < engine.totals.num_drafts  # the rounds of the cancelled request count
+    completed = e3.SpeculationStats.merge(
+        event.stats for event in events if event.output is not None
+    )
+    assert (
+        0 < completed.num_drafts < engine.totals.num_drafts
+    )  # the rounds of the cancelled request count
 
 
 def test_requests_begin_in_order(chain: e3.SpeculativeDecoder) -> None:
@@ -179,19 +215,30 @@ def test_requests_begin_in_order(chain: e3.SpeculativeDecoder) -> None:
 
 
 def test_ignored_stop_tokens_do_not_end_a_request(shipped: e3.LoadedTarget) -> None:
-    written = e3.SpeculativeDecoder(shipped, stop_tokens=()).generate("import", max_new_tokens=12).tokens[0]
+    written = (
+        e3.SpeculativeDecoder(shipped, stop_tokens=())
+        .generate("import", max_new_tokens=12)
+        .tokens[0]
+    )
     decoder = e3.SpeculativeDecoder(shipped, stop_tokens=(written[4],))
     prompt = decoder.encode("import")
     requests = [Request(prompt, 12, ignore_stop=True), Request(prompt, 12)]
-    assert Engine(decoder, slots=2, capacity=64).run(requests) == [written, written[: written.index(written[4]) + 1]]
+    assert Engine(decoder, slots=2, capacity=64).run(requests) == [
+        written,
+        written[: written.index(written[4]) + 1],
+    ]
 
 
-def test_a_request_has_the_same_bits_in_every_slot_and_company(chain: e3.SpeculativeDecoder) -> None:
+def test_a_request_has_the_same_bits_in_every_slot_and_company(
+    chain: e3.SpeculativeDecoder,
+) -> None:
     """Keys and values of the target after a request alone, and next to others, in another slot."""
     request = Request(chain.encode("def add(a, b):\n"), 20)
 
     def keys_of(engine: Engine, ticket: int) -> list[np.ndarray]:
-        while all(slot.ticket != ticket or len(slot.output) < 12 for slot in engine._slots.values()):
+        while all(
+            slot.ticket != ticket or len(slot.output) < 12 for slot in engine._slots.values()
+        ):
             engine.tick()
         (index,) = (index for index, slot in engine._slots.items() if slot.ticket == ticket)
         assert engine._state is not None

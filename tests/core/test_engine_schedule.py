@@ -8,7 +8,13 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import tiny
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import eagle3_jax as e3
 from eagle3_jax.serving.engine import Engine, Request
@@ -39,7 +45,9 @@ class Schedule(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         mode = SamplingMode.GREEDY
-        self.engine = Engine(decoder(), slots=SLOTS, capacity=64, sampling_mode=mode, chunk=self.chunk)
+        self.engine = Engine(
+            decoder(), slots=SLOTS, capacity=64, sampling_mode=mode, chunk=self.chunk
+        )
         self.expected: dict[int, list[int]] = {}
         self.tokens: dict[int, list[int]] = {}
         self.stats: dict[int, e3.SpeculationStats] = {}
@@ -124,7 +132,9 @@ class ScheduleOfChunks(Schedule):
 
 @pytest.mark.parametrize("machine", [Schedule, ScheduleOfChunks])
 def test_every_order_of_requests_is_answered(machine: type[Schedule]) -> None:
-    phases = [hypothesis.Phase.generate]  # a counterexample has 25 steps at most, and shrinking it takes minutes
+    phases = [
+        hypothesis.Phase.generate
+    ]  # a counterexample has 25 steps at most, and shrinking it takes minutes
     settings = hypothesis.settings(
         max_examples=15, stateful_step_count=25, deadline=None, derandomize=True, phases=phases
     )

@@ -27,7 +27,9 @@ PROBABILISTIC = DraftSampling.PROBABILISTIC
 @pytest.mark.parametrize(
     ("shape", "draft_sampling"), [(Chain(3), "greedy"), (Chain(1), PROBABILISTIC), (TREE, "greedy")]
 )
-def test_every_row_gets_the_first_draft_that_there_is(shape: Topology, draft_sampling: DraftSampling) -> None:
+def test_every_row_gets_the_first_draft_that_there_is(
+    shape: Topology, draft_sampling: DraftSampling
+) -> None:
     """The longer draft decides the size; drafts of the first declare point masses."""
     head = tiny.eagle3(TARGET, shape, draft_sampling=draft_sampling)
     both = Fallback.of(FIRST, head)
@@ -77,7 +79,9 @@ def test_the_second_runs_only_if_a_row_has_no_draft_of_the_first(batch: int) -> 
     num_asked = 0
     num_skipped = 0
     while bool(state.running.all()):
-        texts = [row[:length].tolist() for row, length in zip(state.tokens, state.length, strict=True)]
+        texts = [
+            row[:length].tolist() for row, length in zip(state.tokens, state.length, strict=True)
+        ]
         is_needed = not all(looked_up(text, FIRST) for text in texts)
         num_asked = num_asked + is_needed
         num_skipped = num_skipped + (not is_needed)
@@ -91,7 +95,9 @@ def test_the_second_runs_only_if_a_row_has_no_draft_of_the_first(batch: int) -> 
 def test_a_schedule_that_drafts_nothing_never_runs_the_second(is_silent: bool) -> None:
     head = tiny.eagle3(TARGET)
     both = Fallback(FIRST, head.drafter)
-    loop, params = tiny.bind(TARGET, LoadedDrafter(Silent(both) if is_silent else both, head.params))
+    loop, params = tiny.bind(
+        TARGET, LoadedDrafter(Silent(both) if is_silent else both, head.params)
+    )
     state = loops.prefill(loop, params, tiny.prompts([[1, 2, 3]], limit=8), capacity=24)
     with tiny.unchecked():
         program = loops.step.lower(loop, params, state).compile().as_text()

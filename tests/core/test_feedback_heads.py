@@ -55,20 +55,24 @@ HEADS: dict[str, Eagle1 | MTP] = {
 
 
 # The others differ in what is read from files.
-@pytest.mark.parametrize("name", [name for name in HEADS if not re.search("bias|target|rope", name)])
+@pytest.mark.parametrize(
+    "name", [name for name in HEADS if not re.search("bias|target|rope", name)]
+)
 def test_a_head_drafts_as_its_torch_twin_round_after_round(name: str) -> None:
     """Logits of the first pairs, and the chain of every round: accepted, refused and never drafted tokens in between.
 
-    The twin computes everything anew each time, so a guess that stayed in the cache, a position that is off or a
-    state that was fed back and not replaced by the true one would show in the rounds after the first.
-    """
+    The twin computes everything anew each time, so a guess that stayed in the cache, a position
+    that is off or a state that was fed back and not replaced by the true one would show in the
+    rounds after the first."""
     head = HEADS[name]
     random = np.random.default_rng(3)
     text = random.integers(0, 61, 24)
     fed = (9, 1, DEPTH + 1, 2)
     features = random.normal(size=(24, 32)).astype(np.float32)
     drafter, params = loaded_head(head.write, Chain(DEPTH))
-    tensors = {name.removeprefix("model.layers.8."): value for name, value in head.tensors().items()}
+    tensors = {
+        name.removeprefix("model.layers.8."): value for name, value in head.tensors().items()
+    }
     names = ("embed_tokens.weight", "shared_head.head.weight")
     tables = [tensors.get(name, table) for name, table in zip(names, target_tables(), strict=True)]
 
@@ -89,7 +93,9 @@ def test_a_head_drafts_as_its_torch_twin_round_after_round(name: str) -> None:
     ours = first(params, following, jnp.asarray(features[None, :length]))
     assert_close(ours[0], truth(fed[0]).logits)
     state = drafter.init(params, 1, 32)
-    for (known,), seen in tiny.ragged_rounds(text[None], features[None, :, None], [[count] for count in fed]):
+    for (known,), seen in tiny.ragged_rounds(
+        text[None], features[None, :, None], [[count] for count in fed]
+    ):
         draft = tiny.next_draft(drafter, params, state, seen)
         state = draft.state
         assert draft.tokens[0, 1:].tolist() == truth(known).tokens, f"after {known} tokens"
@@ -100,7 +106,10 @@ EXPORTS = {
     "EAGLE-1 with another rope": {"vllm": "a bias in fc"},
     "EAGLE-1 of two layers": {"vllm": "a bias in fc"},
     "EAGLE-1 for Qwen2": {"vllm": "a bias in fc"},
-    "EAGLE-1 with the target's embedding": {"eagle": "embedding of its own", "vllm": "a bias in fc"},
+    "EAGLE-1 with the target's embedding": {
+        "eagle": "embedding of its own",
+        "vllm": "a bias in fc",
+    },
     "MTP": {"speculators": "zero_first True"},
     "MTP with its own tables": {"speculators": "zero_first True"},
     "MTP with another rope": {"speculators": "zero_first True"},
@@ -111,8 +120,12 @@ HALVES = {name: dataclasses.replace(head, dtype=ml_dtypes.bfloat16) for name, he
 LAYOUTS = {"EAGLE-1": ("jax", "eagle", "vllm"), "MTP": ("jax", "deepseek", "speculators")}
 
 
-@pytest.mark.parametrize(("name", "to"), [(name, to) for name in HALVES for to in LAYOUTS[name.split()[0]]])
-def test_a_head_round_trips_bit_equal_or_is_refused_by_what_is_missing(tmp_path: Path, name: str, to: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "to"), [(name, to) for name in HALVES for to in LAYOUTS[name.split()[0]]]
+)
+def test_a_head_round_trips_bit_equal_or_is_refused_by_what_is_missing(
+    tmp_path: Path, name: str, to: str
+) -> None:
     directory = HALVES[name].write(tmp_path / "head")
     assert conversion.read_head(directory, TARGET).dtype == "bfloat16"
     round_trip(directory, to, TARGET, EXPORTS.get(name, {}).get(to))
@@ -128,17 +141,24 @@ def test_a_module_is_written_for_mimo_with_biases_of_zeros(tmp_path: Path, name:
     assert again.config.layers[0].mixer.qkv_bias
     assert not np.asarray(again.head["block"]["attention"]["qkv"].pop("bias")).any()
     layers = (dataclasses.replace(source.config.layers[0], mixer=again.config.layers[0].mixer),)
-    assert same_head(dataclasses.replace(source, config=dataclasses.replace(source.config, layers=layers)), again)
+    assert same_head(
+        dataclasses.replace(source, config=dataclasses.replace(source.config, layers=layers)), again
+    )
 
 
 def test_a_mimo_module_keeps_its_biases_and_its_order(tmp_path: Path) -> None:
     """DeepSeek's order survives a round trip through MiMo's, and MiMo's own file is written unchanged."""
     qwen2 = MTP(qkv_bias=True, own_embedding=True, own_output=True)
-    directory = write_checkpoint(tmp_path / "head", qwen2.config() | {"model_type": "qwen2"}, qwen2.tensors())
+    directory = write_checkpoint(
+        tmp_path / "head", qwen2.config() | {"model_type": "qwen2"}, qwen2.tensors()
+    )
     conversion.convert(directory, tmp_path / "mimo", "mimo", TARGET)
     conversion.convert(tmp_path / "mimo", tmp_path / "back", "deepseek", TARGET)
     conversion.convert(tmp_path / "mimo", tmp_path / "again", "mimo", TARGET)
-    stored = [conversion.tensors.read_tensors(tmp_path / name) for name in ("head", "back", "mimo", "again")]
+    stored = [
+        conversion.tensors.read_tensors(tmp_path / name)
+        for name in ("head", "back", "mimo", "again")
+    ]
     assert same_params(dict(stored[0]), dict(stored[1]))
     assert same_params(dict(stored[2]), dict(stored[3]))
     deepseek = stored[0]["model.layers.8.eh_proj.weight"]
@@ -162,8 +182,14 @@ def test_a_speculators_module_does_not_zero_the_first_embedding(tmp_path: Path) 
             name = name.replace(old, new)
         tensors[name] = value
     tensors |= {f"mtp_layers.0.self_attn.{key}_norm.weight": np.ones(8, np.float32) for key in "qk"}
-    outer = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
-    directory = write_checkpoint(tmp_path / "head", outer | {"transformer_layer_config": config}, tensors)
+    outer = {
+        "architectures": ["MTPDraftModel"],
+        "speculators_model_type": "mtp",
+        "num_nextn_predict_layers": 1,
+    }
+    directory = write_checkpoint(
+        tmp_path / "head", outer | {"transformer_layer_config": config}, tensors
+    )
     checkpoint = conversion.read_head(directory, TARGET)
     assert checkpoint.dialect == "speculators"
     assert checkpoint.config.zero_first is False
@@ -181,8 +207,17 @@ def test_exports_say_what_engines_read(tmp_path: Path) -> None:
     conversion.convert(head, tmp_path / "vllm", "vllm", TARGET)
     values = json.loads((tmp_path / "vllm/config.json").read_text())
     # vLLM takes true for a bias of attention.
-    assert values.items() >= {"architectures": ["EagleLlamaForCausalLM"], "bias": False, "num_hidden_layers": 1}.items()
-    biased = edited(HEADS["EAGLE-1"].write(tmp_path / "biased"), {}, {"fc__bias": np.zeros(32, np.float32)})
+    assert (
+        values.items()
+        >= {
+            "architectures": ["EagleLlamaForCausalLM"],
+            "bias": False,
+            "num_hidden_layers": 1,
+        }.items()
+    )
+    biased = edited(
+        HEADS["EAGLE-1"].write(tmp_path / "biased"), {}, {"fc__bias": np.zeros(32, np.float32)}
+    )
     conversion.convert(biased, tmp_path / "zero", "vllm", TARGET)
     assert "fc.bias" not in conversion.tensors.read_tensors(tmp_path / "zero")
 
@@ -215,7 +250,9 @@ REFUSALS: dict[str, tuple[Eagle1 | MTP, dict[str, Any], dict[str, Any], str]] = 
 def test_what_does_not_add_up_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
     head, fields, tensors, message = REFUSALS[name]
     directory = head.write(tmp_path / "head")
-    refused(lambda path: conversion.read_head(path, TARGET), edited(directory, fields, tensors), message)
+    refused(
+        lambda path: conversion.read_head(path, TARGET), edited(directory, fields, tensors), message
+    )
 
 
 def test_a_head_is_what_it_is_whatever_it_is_called(tmp_path: Path) -> None:
@@ -231,6 +268,11 @@ def test_a_head_needs_its_target_and_only_a_whole_model_is_none(tmp_path: Path) 
     with pytest.raises(conversion.TargetNeededError, match="how deep its target is"):
         conversion.read_head(Eagle1().write(tmp_path / "head"))
     assert conversion.read_head(MTP().write(tmp_path / "mtp")).config.num_target_layers == 8
-    tensors = MTP().tensors() | {"model.layers.0.input_layernorm.weight": ONES, "model.norm.weight": ONES}
-    directory = write_checkpoint(tmp_path / "whole", MTP().config() | {"model_type": "deepseek_v3"}, tensors)
+    tensors = MTP().tensors() | {
+        "model.layers.0.input_layernorm.weight": ONES,
+        "model.norm.weight": ONES,
+    }
+    directory = write_checkpoint(
+        tmp_path / "whole", MTP().config() | {"model_type": "deepseek_v3"}, tensors
+    )
     assert conversion.identify(directory) == "target"

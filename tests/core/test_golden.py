@@ -1,7 +1,7 @@
 """Every integer of runs recorded from the official EAGLE code and from vLLM; see ``golden/``.
 
-A drafter that is merely plausible still decodes losslessly; only traces of the official code show that it is EAGLE-3.
-"""
+A drafter that is merely plausible still decodes losslessly; only traces of the official code show
+that it is EAGLE-3."""
 
 from __future__ import annotations
 
@@ -46,20 +46,31 @@ def check_official_trace(head: str, trace: str, rounds: int | None = None) -> No
     target, drafter = pair("official", head)
     recorded = tiny.golden_trace(f"official/{trace}.json")
     assert (
-        DynamicTree(num_nodes=recorded["total_token"], max_depth=recorded["depth"] + 1, top_k=recorded["top_k"]) == TREE
+        DynamicTree(
+            num_nodes=recorded["total_token"],
+            max_depth=recorded["depth"] + 1,
+            top_k=recorded["top_k"],
+        )
+        == TREE
     )
     decoder = SpeculativeDecoder(target, drafter, tree=TREE, stop_tokens=())
     # The official code keeps the last token that the target chose to itself.
     new_tokens = len(recorded["output"]) - len(recorded["prompt"]) + 1
     played = 0
     for ours, theirs in zip(
-        decoder.rounds(recorded["prompt"], max_new_tokens=new_tokens), recorded["rounds"], strict=False
+        decoder.rounds(recorded["prompt"], max_new_tokens=new_tokens),
+        recorded["rounds"],
+        strict=False,
     ):
         assert ours.draft.tokens[0].tolist() == theirs["draft_tokens"], f"tokens of round {played}"
         parents = theirs.get("parents") or parents_of(theirs["tree_mask"])
         assert ours.draft.parents[0].tolist() == parents, f"parents of round {played}"
-        assert (np.asarray(ours.positions[0]) - theirs["input_len"]).tolist() == theirs["tree_position_ids"]
-        assert int(ours.verdict.num_accepted[0]) == theirs["accept"], f"acceptance in round {played}"
+        assert (np.asarray(ours.positions[0]) - theirs["input_len"]).tolist() == theirs[
+            "tree_position_ids"
+        ]
+        assert int(ours.verdict.num_accepted[0]) == theirs["accept"], (
+            f"acceptance in round {played}"
+        )
         played += 1
         if played == rounds:
             return
@@ -92,7 +103,9 @@ def test_the_first_drafted_tree_equals_the_official_code() -> None:
     recorded = tiny.golden_trace("official/trace_sharp_60_7_10.json")
     decoder = SpeculativeDecoder(target, head, tree=TREE)
     state = decoder.prefill(recorded["prompt"])
-    draft = jax.jit(decoder.loop.drafter.propose)(head.params, state.drafter, state.keys, state.sampling)
+    draft = jax.jit(decoder.loop.drafter.propose)(
+        head.params, state.drafter, state.keys, state.sampling
+    )
     assert draft.tokens[0].tolist() == recorded["rounds"][0]["draft_tokens"]
     assert draft.parents[0].tolist() == parents_of(recorded["rounds"][0]["tree_mask"])
 
@@ -111,17 +124,25 @@ def check_vllm_counters(requests: int = 4) -> None:
     drafted = recorded["num_speculative_tokens"]
     for start in range(0, requests, 4):
         batch = recorded["requests"][start : start + 4]
-        result = decoder.generate([request["prompt"] for request in batch], max_new_tokens=recorded["max_new_tokens"])
+        result = decoder.generate(
+            [request["prompt"] for request in batch], max_new_tokens=recorded["max_new_tokens"]
+        )
         assert result.tokens == [request["output"] for request in batch]
         for row, request in zip(result.rows, batch, strict=True):
             assert int(row.stats.num_accepted_tokens) == sum(request["per_step_accepted"])
             assert int(row.stats.num_draft_tokens) == sum(request["per_step_drafted"])
             assert int(row.stats.num_drafts) == len(request["per_step_drafted"])
-            reached = [sum(count > position for count in request["per_step_accepted"]) for position in range(drafted)]
+            reached = [
+                sum(count > position for count in request["per_step_accepted"])
+                for position in range(drafted)
+            ]
             assert row.stats.num_accepted_tokens_per_pos.tolist() == reached
         results.append(result.stats)
     if requests == len(recorded["requests"]):
-        counters = {f"spec_decode_{name}": value for name, value in SpeculationStats.merge(results).to_json().items()}
+        counters = {
+            f"spec_decode_{name}": value
+            for name, value in SpeculationStats.merge(results).to_json().items()
+        }
         assert {name: counters[name] for name in recorded["metrics"]} == recorded["metrics"]
 
 

@@ -85,14 +85,20 @@ DRAFTERS = {
 
 @pytest.mark.parametrize("sampling", [e3.SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_outputs_match_a_regular_expression(shipped: e3.LoadedTarget, drafter: str, sampling: Any) -> None:
+def test_outputs_match_a_regular_expression(
+    shipped: e3.LoadedTarget, drafter: str, sampling: Any
+) -> None:
     pattern = r"    return [a-z]{1,8}( [+*] [a-z0-9]{1,8}){0,3}\n"
     changed = e3.with_processors(shipped, e3.TokenAutomaton.from_regex(pattern, shipped))
     tree = e3.DynamicTree(num_nodes=12, max_depth=4, top_k=4) if "tree" in drafter else None
     head = DRAFTERS[drafter](shipped)
-    result = e3.SpeculativeDecoder(changed, head, tree=tree).generate(PROMPTS, max_new_tokens=48, sampling=sampling)
+    result = e3.SpeculativeDecoder(changed, head, tree=tree).generate(
+        PROMPTS, max_new_tokens=48, sampling=sampling
+    )
     for row in result.rows:
-        assert row.finish_reason is e3.FinishReason.STOP and re.fullmatch(pattern, row.text or ""), row.text
+        assert row.finish_reason is e3.FinishReason.STOP and re.fullmatch(
+            pattern, row.text or ""
+        ), row.text
     assert result.stats.num_accepted_tokens > 0
     if sampling is not SAMPLED:
         plain = e3.SpeculativeDecoder(changed).generate(PROMPTS, max_new_tokens=48)
@@ -104,7 +110,11 @@ def test_outputs_follow_a_json_schema(shipped: e3.LoadedTarget) -> None:
     result = e3.SpeculativeDecoder(changed, e3.drafters.NGram(4)).generate(
         PROMPTS * 4, max_new_tokens=100, sampling=SAMPLED, seed=range(12)
     )
-    values = [json.loads(row.text or "") for row in result.rows if row.finish_reason is e3.FinishReason.STOP]
+    values = [
+        json.loads(row.text or "")
+        for row in result.rows
+        if row.finish_reason is e3.FinishReason.STOP
+    ]
     assert len(values) > 6
     for value in values:
         jsonschema.validate(value, SCHEMA)
@@ -121,8 +131,12 @@ def test_the_bytes_of_tokens_are_those_of_the_decoder(shipped: e3.LoadedTarget) 
     assert set(spelled) == set(range(1, 4096))  # token 0 ends a text
 
     words = ["<unk>", "▁", "▁a", "b", "<0xC3>", "<0xA9>"]
-    llama = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], byte_fallback=True))
-    llama.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    llama = Tokenizer(
+        models.BPE({word: index for index, word in enumerate(words)}, [], byte_fallback=True)
+    )
+    llama.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     llama.add_special_tokens([AddedToken("<unk>", special=True)])
     llama.add_tokens(["<tool>"])
     spelled = grammar.token_bytes(llama)
@@ -171,7 +185,9 @@ INNER = (
 )
 
 
-@pytest.mark.parametrize(("pattern", "message"), [*PATTERNS, *((pattern, "anchors may only be") for pattern in INNER)])
+@pytest.mark.parametrize(
+    ("pattern", "message"), [*PATTERNS, *((pattern, "anchors may only be") for pattern in INNER)]
+)
 def test_a_bad_pattern_is_refused_in_one_line(pattern: Any, message: str) -> None:
     with tiny.unchecked(), pytest.raises(ValueError, match=message) as caught:
         e3.TokenAutomaton.from_regex(pattern, small())
@@ -183,13 +199,18 @@ NO_GRAMMAR = (
         lambda: e3.with_processors(tiny.target(13), e3.TokenAutomaton.from_regex("a", small())),
         "of 8 tokens .* one of 13",
     ),
-    (lambda: e3.TokenAutomaton(np.zeros((1, 1), np.int32), columns=np.array([0, 1])).arrays(2), "not all from 0 to 0"),
+    (
+        lambda: e3.TokenAutomaton(np.zeros((1, 1), np.int32), columns=np.array([0, 1])).arrays(2),
+        "not all from 0 to 0",
+    ),
     (lambda: e3.TokenAutomaton.from_regex("a", small(stop_tokens=())), "has no stop token"),
     (lambda: e3.TokenAutomaton.from_regex("a", tiny.target(8)), "has no tokenizer"),
 )
 
 
-@pytest.mark.parametrize(("make", "message"), NO_GRAMMAR, ids=[message for _, message in NO_GRAMMAR])
+@pytest.mark.parametrize(
+    ("make", "message"), NO_GRAMMAR, ids=[message for _, message in NO_GRAMMAR]
+)
 def test_a_target_that_has_no_grammar_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
@@ -197,7 +218,9 @@ def test_a_target_that_has_no_grammar_is_refused(make: Any, message: str) -> Non
 
 def test_limits_and_a_missing_package_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "MOST_ENTRIES", 8)
-    with pytest.raises(ValueError, match="has 3 states and 3 different columns, more than 8 entries"):
+    with pytest.raises(
+        ValueError, match="has 3 states and 3 different columns, more than 8 entries"
+    ):
         e3.TokenAutomaton.from_regex("a", small())
     monkeypatch.setitem(sys.modules, "outlines_core", None)
     with pytest.raises(ValueError, match=r"pip install 'eagle3-jax\[grammar\]'"):

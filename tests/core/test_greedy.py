@@ -34,8 +34,12 @@ def continuation(prompt: tuple[int, ...], new_tokens: int, width: int = 48) -> l
 
 
 def expected(stops: tuple[int, ...] = ()) -> list[list[int]]:
-    rows = [continuation(tuple(prompt), limit) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
-    lengths = [next((i + 1 for i, token in enumerate(row) if token in stops), len(row)) for row in rows]
+    rows = [
+        continuation(tuple(prompt), limit) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)
+    ]
+    lengths = [
+        next((i + 1 for i, token in enumerate(row) if token in stops), len(row)) for row in rows
+    ]
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
@@ -51,21 +55,30 @@ DRAFTERS = {
     "n-grams": lambda: LoadedDrafter(NGram(4)),
     "suffixes": lambda: LoadedDrafter(Suffix(4)),
     "a draft model of one layer": lambda: tiny.draft_model(TARGET, Chain(3)),
-    "a draft model's dynamic tree": lambda: tiny.draft_model(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)),
+    "a draft model's dynamic tree": lambda: tiny.draft_model(
+        TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)
+    ),
     "n-grams that never match": lambda: LoadedDrafter(NGram(4, max_ngram=40, min_ngram=40)),
     "a perfect drafter": lambda: scripted(0),
     "a drafter that is always wrong": lambda: scripted(1),
     "a random chain": lambda: tiny.eagle3(TARGET, Chain(5)),
-    "a random chain of a reduced vocabulary": lambda: tiny.eagle3(TARGET, Chain(3), draft_vocab_size=6),
+    "a random chain of a reduced vocabulary": lambda: tiny.eagle3(
+        TARGET, Chain(3), draft_vocab_size=6
+    ),
     "a head of two layers that feeds its norm back": lambda: tiny.eagle3(
         TARGET, Chain(3), num_layers=2, norm_output=True, fc_norm=True
     ),
-    "a random dynamic tree": lambda: tiny.eagle3(TARGET, DynamicTree(num_nodes=16, max_depth=4, top_k=4)),
+    "a random dynamic tree": lambda: tiny.eagle3(
+        TARGET, DynamicTree(num_nodes=16, max_depth=4, top_k=4)
+    ),
     "EAGLE-1's tree": lambda: tiny.eagle1(TARGET, PUBLISHED_TREES["eagle-25"]),
     "an MTP chain of 1": lambda: tiny.mtp(TARGET, Chain(1)),
     "a random block": lambda: tiny.dflash(TARGET, causal=True),
     "a random tree of a block": lambda: tiny.dflash(
-        TARGET, DynamicTree(num_nodes=16, max_depth=4, top_k=4), from_anchor=True, markov=Markov(rank=4, type="rnn")
+        TARGET,
+        DynamicTree(num_nodes=16, max_depth=4, top_k=4),
+        from_anchor=True,
+        markov=Markov(rank=4, type="rnn"),
     ),
     "a random static tree": lambda: tiny.eagle3(TARGET, tiny.STATIC_TREE),
     "the first of four Medusa heads": lambda: tiny.medusa(TARGET, Chain(1)),
@@ -102,7 +115,9 @@ def test_greedy_output_equals_autoregression_with(name: str) -> None:
         assert accepted > 0, "a comparison in which nothing was accepted would show nothing"
 
 
-@pytest.mark.parametrize("name", ["a perfect drafter", "a random dynamic tree", "n-grams", "a tree of Medusa heads"])
+@pytest.mark.parametrize(
+    "name", ["a perfect drafter", "a random dynamic tree", "n-grams", "a tree of Medusa heads"]
+)
 def test_greedy_output_ends_at_a_stop_token_inside_a_block_with(name: str) -> None:
     check_greedy_output(name, stops=(3, 9))
 
@@ -147,13 +162,19 @@ def test_greedy_output_equals_transformers_with(drafter: str, batch: int) -> Non
     assert written == rows
 
 
-def finished_state(target: LoadedTarget, drafter: LoadedDrafter, prompt: list[int]) -> loops.GenerationState:
+def finished_state(
+    target: LoadedTarget, drafter: LoadedDrafter, prompt: list[int]
+) -> loops.GenerationState:
     loop, params = tiny.bind(target, drafter)
-    return loops.run(loop, params, loops.prefill(loop, params, tiny.prompts([prompt], limit=24), capacity=64))
+    return loops.run(
+        loop, params, loops.prefill(loop, params, tiny.prompts([prompt], limit=24), capacity=64)
+    )
 
 
 @pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16], ids=lambda p: p.name)
-def test_shape_matched_plain_decoding_equals_rounds_of_refused_drafts_bit_for_bit(precision: Precision) -> None:
+def test_shape_matched_plain_decoding_equals_rounds_of_refused_drafts_bit_for_bit(
+    precision: Precision,
+) -> None:
     """Equal shapes give equal bits of every key and value, in every layer."""
     target = tiny.target(13, precision=precision)
     prompt = PROMPTS[0]
@@ -165,13 +186,19 @@ def test_shape_matched_plain_decoding_equals_rounds_of_refused_drafts_bit_for_bi
 
 
 @pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16, MIXED], ids=lambda p: p.name)
-def test_accepted_drafts_leave_the_numbers_of_plain_decoding_bit_for_bit(precision: Precision) -> None:
+def test_accepted_drafts_leave_the_numbers_of_plain_decoding_bit_for_bit(
+    precision: Precision,
+) -> None:
     """A token verified in a block reads the tokens before it from the same slots as plain decoding."""
     target = tiny.target(13, precision=precision)
     prompt = PROMPTS[0]
     plain = finished_state(target, LoadedDrafter(Plain(num_nodes=5)), prompt)
     right = finished_state(target, LoadedDrafter(tiny.Scripted(), plain.tokens), prompt)
     # The script may end before the last draft does.
-    assert 0 < int(right.stats.num_draft_tokens.sum()) - int(right.stats.num_accepted_tokens.sum()) + 1 <= 4
+    assert (
+        0
+        < int(right.stats.num_draft_tokens.sum()) - int(right.stats.num_accepted_tokens.sum()) + 1
+        <= 4
+    )
     assert np.array_equal(plain.tokens, right.tokens)
     assert tiny.same_bits(tiny.known(right.cache), tiny.known(plain.cache))

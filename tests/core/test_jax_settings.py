@@ -1,8 +1,7 @@
 """Generations under settings that a program makes for all of JAX: 64-bit types, and no rank promotion.
 
-Under ``jax_enable_x64`` the default of counts, sums and indices is int64; the loop carries int32. The output has to
-equal that of the command line without these settings.
-"""
+Under ``jax_enable_x64`` the default of counts, sums and indices is int64; the loop carries int32.
+The output has to equal that of the command line without these settings."""
 
 from __future__ import annotations
 
@@ -34,7 +33,9 @@ from eagle3_jax.types import SamplingMode
 
 PROMPTS = [[1, 2, 3, 1, 2], [4, 5], [6]]
 # A greedy row, a sampled one and one that truncates: together they need the whole program.
-MIXED = SamplingParams(temperature=np.array([0.0, 1.0, 0.8]), top_k=np.array([0, 0, 9]), top_p=np.array([1, 1, 0.9]))
+MIXED = SamplingParams(
+    temperature=np.array([0.0, 1.0, 0.8]), top_k=np.array([0, 0, 9]), top_p=np.array([1, 1, 0.9])
+)
 SAMPLED = "EAGLE-3 sampled chain"
 # Options of a decoder, and its drafter.
 OPTIONS = {
@@ -60,7 +61,9 @@ def decoder(name: str) -> SpeculativeDecoder:
     return SpeculativeDecoder(TARGET, drafter_of(drafter), **options)
 
 
-def check_traced(loop: loops.SpeculativeLoop, params: loops.LoopParams, sampling: SamplingParams | None = None) -> None:
+def check_traced(
+    loop: loops.SpeculativeLoop, params: loops.LoopParams, sampling: SamplingParams | None = None
+) -> None:
     with strict():
         batch = tiny.prompts(PROMPTS, limit=8, sampling=sampling)
         generate = lambda params, batch: jax.tree.leaves(loop.generate(params, batch, 64))
@@ -71,7 +74,9 @@ def check_traced(loop: loops.SpeculativeLoop, params: loops.LoopParams, sampling
 @pytest.mark.parametrize("name", [*DRAFTERS, "a sampled tree", *OPTIONS])
 def test_a_sampled_batch_is_traced_under_64_bits_for(name: str) -> None:
     traced = decoder(name)
-    check_traced(dataclasses.replace(traced.loop, sampling_mode=SamplingMode.TRUNCATED), traced.params, MIXED)
+    check_traced(
+        dataclasses.replace(traced.loop, sampling_mode=SamplingMode.TRUNCATED), traced.params, MIXED
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

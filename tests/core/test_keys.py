@@ -1,9 +1,9 @@
 """The ledger of random keys: a run uses each random key for one decision only.
 
-The acceptance rule gives the right output distribution only if no two decisions share random numbers. Frequencies show
-shared numbers only where they change a frequency. So these tests record every random number that a run draws, with the
-key that it was derived from and the history of that key.
-"""
+The acceptance rule gives the right output distribution only if no two decisions share random
+numbers. Frequencies show shared numbers only where they change a frequency. So these tests record
+every random number that a run draws, with the key that it was derived from and the history of that
+key."""
 
 from __future__ import annotations
 
@@ -41,17 +41,27 @@ WORLD = test_long_distribution.WIDE
 PROBABILISTIC = DraftSampling.PROBABILISTIC
 DIGITS = num_digits(80)
 
-# For each function that draws: what it decides, which numbers are folded into the row's key, and how many uniforms it
-# draws. `n` is the length of the row, its last token included; K is the number of drafted tokens, N of nodes with the
-# root, U of digits of an id and W of digits of a draft id.
+# For each function that draws: what it decides, which numbers are folded into the row's key, and
+# how many uniforms it draws. `n` is the length of the row, its last token included; K is the number
+# of drafted tokens, N of nodes with the root, U of digits of an id and W of digits of a draft id.
 LEDGER = {
     "loop._choose_first": ("the first token", "n, 1", "U"),
     "drafters.grow.sample_chain": ("the drafted tokens of a chain", "n, 0", "K * W"),
-    "drafters.static_tree.sample_static_tree": ("the drafted tokens of a static tree", "n, 0", "(N - 1) * W"),
-    "acceptance.verification_uniforms": ("which nodes are accepted, and the next token", "n, 1", "N + U"),
+    "drafters.static_tree.sample_static_tree": (
+        "the drafted tokens of a static tree",
+        "n, 0",
+        "(N - 1) * W",
+    ),
+    "acceptance.verification_uniforms": (
+        "which nodes are accepted, and the next token",
+        "n, 1",
+        "N + U",
+    ),
     "verifiers.simulated.__call__": ("how many tokens simulated acceptance takes", "n, 1, 0", "1"),
 }
-Use = tuple[str, tuple[int, ...], int]  # the function, the row and the numbers folded into its key, the uniforms
+Use = tuple[
+    str, tuple[int, ...], int
+]  # the function, the row and the numbers folded into its key, the uniforms
 
 
 def use(who: str, row: int, length: int, sizes: dict[str, int]) -> Use:
@@ -82,12 +92,17 @@ class Ledger:
         before = -1
         while len(known) > before:
             before = len(known)
-            known |= {new: (*known[old], int(data)) for old, data, new in self.folds if old in known}
+            known |= {
+                new: (*known[old], int(data)) for old, data, new in self.folds if old in known
+            }
         return [(who, known.get(key, ()), count) for who, count, key in self.draws]
 
     def __str__(self) -> str:
         title = f"{'row, folds':12} {'uniforms':>8}  for"
-        rows = [f"{', '.join(map(str, history)):12} {count:8}  {who}" for who, history, count in sorted(self.uses)]
+        rows = [
+            f"{', '.join(map(str, history)):12} {count:8}  {who}"
+            for who, history, count in sorted(self.uses)
+        ]
         return "\n".join([title, *rows])
 
 
@@ -125,7 +140,17 @@ def recorded(keys: jax.Array) -> Iterator[Ledger]:
 
         return noted
 
-    samplers = ("uniform", "normal", "categorical", "gumbel", "bernoulli", "randint", "choice", "exponential", "split")
+    samplers = (
+        "uniform",
+        "normal",
+        "categorical",
+        "gumbel",
+        "bernoulli",
+        "randint",
+        "choice",
+        "exponential",
+        "split",
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.random, "fold_in", folding)
         patch.setattr(jax.random, "bits", drawing)
@@ -153,14 +178,26 @@ def sampled_chain(**options: Any) -> LoadedDrafter:
     return WORLD.drafter(Chain(3), draft_sampling=PROBABILISTIC, **options)
 
 
-# A drafter, options of the decoder, functions that draw in addition to the verifier, and sizes that override the
-# drafter's.
-CASES: dict[str, tuple[Callable[[], LoadedDrafter], dict[str, Any], tuple[str, ...], dict[str, int]]] = {
+# A drafter, options of the decoder, functions that draw in addition to the verifier, and sizes that
+# override the drafter's.
+CASES: dict[
+    str, tuple[Callable[[], LoadedDrafter], dict[str, Any], tuple[str, ...], dict[str, int]]
+] = {
     "plain decoding": (lambda: LoadedDrafter(Plain()), {}, (), {}),
     "the likeliest tokens": (lambda: WORLD.drafter(Chain(3)), {}, (), {}),
     "a sampled chain": (sampled_chain, {}, (CHAIN,), {}),
-    "a sampled chain of 50 tokens": (lambda: sampled_chain(ids=tuple(range(50))), {}, (CHAIN,), {"W": 1}),
-    "a sampled tree": (lambda: WORLD.drafter(tiny.STATIC_TREE, draft_sampling=PROBABILISTIC), {}, (TREE,), {}),
+    "a sampled chain of 50 tokens": (
+        lambda: sampled_chain(ids=tuple(range(50))),
+        {},
+        (CHAIN,),
+        {"W": 1},
+    ),
+    "a sampled tree": (
+        lambda: WORLD.drafter(tiny.STATIC_TREE, draft_sampling=PROBABILISTIC),
+        {},
+        (TREE,),
+        {},
+    ),
     "block verification": (sampled_chain, {"verifier": BlockVerification()}, (CHAIN,), {}),
     "simulated acceptance": (
         sampled_chain,
@@ -168,7 +205,12 @@ CASES: dict[str, tuple[Callable[[], LoadedDrafter], dict[str, Any], tuple[str, .
         (CHAIN, "verifiers.simulated.__call__"),
         {},
     ),
-    "typical acceptance": (sampled_chain, {"verifier": TypicalAcceptance(draws_next=True)}, (CHAIN,), {}),
+    "typical acceptance": (
+        sampled_chain,
+        {"verifier": TypicalAcceptance(draws_next=True)},
+        (CHAIN,),
+        {},
+    ),
     "a schedule": (
         sampled_chain,
         {"schedule": SpeculationSchedule(((1, 1, 3), (2, 4, 2)))},
@@ -184,15 +226,25 @@ def test_every_key_is_used_once_and_as_documented_with(name: str) -> None:
     drafter, options, drawing, sizes = CASES[name]
     decoder = SpeculativeDecoder(WORLD.target, drafter(), stop_tokens=(), **options)
     loop = dataclasses.replace(decoder.loop, sampling_mode=SamplingMode.TEMPERATURE)
-    sizes = {"N": loop.drafter.num_nodes, "K": loop.drafter.max_depth, "U": DIGITS, "W": DIGITS} | sizes
+    sizes = {
+        "N": loop.drafter.num_nodes,
+        "K": loop.drafter.max_depth,
+        "U": DIGITS,
+        "W": DIGITS,
+    } | sizes
     batch = tiny.prompts(PROMPTS, limit=99, sampling=SamplingParams(temperature=0.9), seed=7)
     steps: dict[Any, Any] = {}
     with recorded(batch.keys) as ledger:
         state = jax.jit(functools.partial(loop.prefill, capacity=64))(decoder.params, batch)
-        expected = [use("loop._choose_first", row, len(prompt), sizes) for row, prompt in enumerate(PROMPTS)]
+        expected = [
+            use("loop._choose_first", row, len(prompt), sizes) for row, prompt in enumerate(PROMPTS)
+        ]
         for _ in range(ROUNDS):
             for row, length in enumerate(np.asarray(state.length).tolist()):
-                expected += [use(who, row, length, sizes) for who in ("acceptance.verification_uniforms", *drawing)]
+                expected += [
+                    use(who, row, length, sizes)
+                    for who in ("acceptance.verification_uniforms", *drawing)
+                ]
             stage = loop.at(state)  # of a schedule; otherwise the loop itself
             step = lambda params, state, stage=stage: stage.step(params, state).state
             compiled = steps.setdefault(stage, jax.jit(step))
@@ -208,7 +260,9 @@ def judged(name: str, ledger: Ledger, expected: list[Use]) -> None:
     assert sorted(ledger.uses) == sorted(expected), f"{name}: not the documented keys\n{ledger}"
 
 
-@pytest.mark.parametrize("name", [name for name in ALL_DRAFTERS if "sampled" in name or "drawn" in name])
+@pytest.mark.parametrize(
+    "name", [name for name in ALL_DRAFTERS if "sampled" in name or "drawn" in name]
+)
 def test_every_drafter_draws_once_from_the_key_that_it_is_given(name: str) -> None:
     loaded = drafter_of(name)
     keys = row_keys(7, 2)
@@ -225,7 +279,12 @@ def test_every_drafter_draws_once_from_the_key_that_it_is_given(name: str) -> No
 
 
 def test_the_ledger_is_the_one_in_the_documentation() -> None:
-    page = (Path(__file__).parent.parent.parent / "docs" / "algorithm.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent.parent / "docs" / "algorithm.md").read_text(
+        encoding="utf-8"
+    )
     table = [line for line in page.splitlines() if line.startswith("|")]
     rows = [line for line in table if any(f"`{who}`" in line for who in LEDGER)]
-    assert rows == [f"| {decision} | `{who}` | {folds} | {count} |" for who, (decision, folds, count) in LEDGER.items()]
+    assert rows == [
+        f"| {decision} | `{who}` | {folds} | {count} |"
+        for who, (decision, folds, count) in LEDGER.items()
+    ]

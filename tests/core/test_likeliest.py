@@ -57,7 +57,9 @@ def test_every_verified_node_has_the_targets_most_likely_tokens(in_a_fallback: b
     for row, text in enumerate(texts[:2]):
         for node, path in enumerate(paths):
             context = [*text, int(roots[row]), *path]
-            logits = np.asarray(tiny.forward(TARGET.model, TARGET.params, jnp.asarray([context]))[0])[0, -1]
+            logits = np.asarray(
+                tiny.forward(TARGET.model, TARGET.params, jnp.asarray([context]))[0]
+            )[0, -1]
             assert drafted[row, node] == context[-1]
             assert likeliest[row, node].tolist() == np.argsort(-logits)[:3].tolist()
 

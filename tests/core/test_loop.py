@@ -31,9 +31,15 @@ def host_calls(jaxpr: Any) -> set[str]:
     """Returns the primitives that call the host, in a jaxpr and everything inside it."""
     primitives = set()
     for equation in jaxpr.eqns:
-        if "callback" in equation.primitive.name or equation.primitive.name in ("infeed", "outfeed", "debug_print"):
+        if "callback" in equation.primitive.name or equation.primitive.name in (
+            "infeed",
+            "outfeed",
+            "debug_print",
+        ):
             primitives.add(equation.primitive.name)
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 primitives |= host_calls(inner)
@@ -52,7 +58,9 @@ class Chatty(NGram):
 def program_of(drafter: LoadedDrafter) -> Any:
     loop, params = tiny.bind(TARGET, drafter)
     batch = tiny.prompts(PROMPTS, limit=8)
-    return jax.make_jaxpr(lambda params, batch: loops.generate(loop, params, batch, capacity=40))(params, batch).jaxpr
+    return jax.make_jaxpr(lambda params, batch: loops.generate(loop, params, batch, capacity=40))(
+        params, batch
+    ).jaxpr
 
 
 def test_a_generation_is_one_program_without_the_host() -> None:
@@ -83,7 +91,9 @@ def test_prompts_of_one_bucket_share_one_program() -> None:
     decoder.generate([4] * 16, max_new_tokens=3, seed=5)
     assert loops.generate._cache_size() == programs
     decoder.generate([4] * 17, max_new_tokens=3)
-    assert loops.generate._cache_size() == programs + 1, "the bucket after it is a new program: the count can tell"
+    assert loops.generate._cache_size() == programs + 1, (
+        "the bucket after it is a new program: the count can tell"
+    )
 
 
 def test_short_prompts_are_padded_to_a_power_of_two_and_long_ones_to_whole_buckets() -> None:
@@ -116,7 +126,8 @@ def test_caches_are_updated_in_place(function: Any) -> None:
     caches = sum(leaf.nbytes for leaf in jax.tree.leaves((state.cache, state.drafter)))
     aliased, temporary = memory(function, state, loop, params)
     assert aliased >= caches
-    # Attention scores span the capacity (heads x nodes floats a slot, as much for weights); the caches are not copied.
+    # Attention scores span the capacity (heads x nodes floats a slot, as much for weights); the
+    # caches are not copied.
     scores = 4 * len(PROMPTS) * 4096 * 4 * TREE.num_nodes
     assert temporary < 4 * scores
     method = getattr(SpeculativeLoop, function.__name__)
@@ -138,7 +149,9 @@ def test_no_cache_is_copied_inside_the_loop(name: str, batch: int) -> None:
     state = loops.prefill(loop, params, tiny.prompts(PROMPTS[:1] * batch, limit=8), capacity=1024)
     program = lowered(loops.run, loop, params, state).compile().as_text()
     buffer = ",".join(map(str, state.cache.layers[0].keys.shape))
-    assert re.search(rf"f32\[{buffer}\]\S* parameter\(", program), "the buffers are called something else"
+    assert re.search(rf"f32\[{buffer}\]\S* parameter\(", program), (
+        "the buffers are called something else"
+    )
     assert re.findall(rf"f32\[{buffer}\]\S* copy\(", program) == []
 
 
@@ -153,7 +166,9 @@ def test_every_row_has_stop_tokens_of_its_own() -> None:
     stop_lists = [(3, 9), (3,), (9,), ()]
     stops = [stop_lists[row % len(stop_lists)] for row in range(len(test_greedy.PROMPTS))]
     padded = jnp.asarray([(*row, -1, -1)[:2] for row in stops], jnp.int32)
-    outcome = loops.generate(loop, params, batch.replace(stop_tokens=padded), capacity=48 + loop.drafter.num_nodes)
+    outcome = loops.generate(
+        loop, params, batch.replace(stop_tokens=padded), capacity=48 + loop.drafter.num_nodes
+    )
     expected = [test_greedy.expected(row)[index] for index, row in enumerate(stops)]
     assert tiny.outputs(outcome, batch) == expected
     assert expected not in [test_greedy.expected(row) for row in stop_lists]
@@ -180,7 +195,11 @@ def test_a_row_ends_where_the_target_has_no_more_positions(limit: int) -> None:
     target = tiny.target(13, max_positions=20)
     prompt = [5, 6] * 8
     with tiny.unchecked():
-        row = SpeculativeDecoder(target, tiny.eagle3(target, TREE)).generate(prompt, max_new_tokens=limit).rows[0]
+        row = (
+            SpeculativeDecoder(target, tiny.eagle3(target, TREE))
+            .generate(prompt, max_new_tokens=limit)
+            .rows[0]
+        )
     assert row.finish_reason is FinishReason.CAPACITY
     assert len(row.tokens) == 4
     assert row.tokens == SpeculativeDecoder(TARGET).generate(prompt, max_new_tokens=4).tokens[0]
@@ -195,7 +214,9 @@ def test_caches_hold_exactly_what_has_been_run_after_every_round() -> None:
         assert np.array_equal(state.cache.length, length - 1)
         assert np.array_equal(state.drafter.cache.length, length - 1)
         for row in np.flatnonzero(~np.asarray(state.running)):
-            assert finished_at.setdefault(int(row), int(length[row])) == length[row], "a finished row moved"
+            assert finished_at.setdefault(int(row), int(length[row])) == length[row], (
+                "a finished row moved"
+            )
     assert len(finished_at) == len(PROMPTS)
 
 
@@ -205,7 +226,9 @@ SAMPLING = SamplingParams(temperature=0.9, top_k=6, top_p=0.95)
 SAMPLED_CHAIN = tiny.eagle3(TARGET, Chain(3), draft_sampling=DraftSampling.PROBABILISTIC)
 
 
-@pytest.mark.parametrize("drafter", [tiny.eagle3(TARGET, TREE), SAMPLED_CHAIN], ids=["tree", "sampled chain"])
+@pytest.mark.parametrize(
+    "drafter", [tiny.eagle3(TARGET, TREE), SAMPLED_CHAIN], ids=["tree", "sampled chain"]
+)
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLING], ids=["greedy", "sampled"])
 def test_a_row_does_not_depend_on_its_neighbours_or_on_the_batch_size(
     sampling: SamplingParams, drafter: LoadedDrafter
@@ -213,7 +236,9 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_the_batch_size(
     decoder = SpeculativeDecoder(TARGET, drafter)
     together = decoder.generate(PROMPTS, max_new_tokens=12, sampling=sampling, seed=3).tokens
     single = decoder.generate(PROMPTS[0], max_new_tokens=12, sampling=sampling, seed=3).tokens[0]
-    others = decoder.generate([PROMPTS[0], [1], [2] * 9, [3]], max_new_tokens=12, sampling=sampling, seed=3).tokens
+    others = decoder.generate(
+        [PROMPTS[0], [1], [2] * 9, [3]], max_new_tokens=12, sampling=sampling, seed=3
+    ).tokens
     assert together[0] == single == others[0]
 
 
@@ -238,13 +263,17 @@ def test_a_greedy_batch_pays_nothing_for_a_drafter_that_can_sample() -> None:
 def test_rounds_between_two_checks_change_nothing() -> None:
     head = tiny.eagle3(TARGET, TREE)
     often = SpeculativeDecoder(TARGET, head).generate(PROMPTS, max_new_tokens=9)
-    seldom = SpeculativeDecoder(TARGET, head, rounds_per_check=4).generate(PROMPTS, max_new_tokens=9)
+    seldom = SpeculativeDecoder(TARGET, head, rounds_per_check=4).generate(
+        PROMPTS, max_new_tokens=9
+    )
     assert often.tokens == seldom.tokens
     assert often.stats.to_json() == seldom.stats.to_json()
 
 
 def test_a_row_put_into_a_live_batch_goes_on_as_if_alone() -> None:
-    loop, params = tiny.bind(TARGET, tiny.eagle3(TARGET, TREE), sampling_mode=SamplingMode.TRUNCATED)
+    loop, params = tiny.bind(
+        TARGET, tiny.eagle3(TARGET, TREE), sampling_mode=SamplingMode.TRUNCATED
+    )
     batch = tiny.prompts(PROMPTS, limit=10, sampling=SAMPLING, width=12)
     undisturbed = loops.generate(loop, params, batch, capacity=48)
     newcomer = tiny.prompts([[7, 7, 1]], limit=10, sampling=SAMPLING, seed=8, width=12)
@@ -271,7 +300,9 @@ def test_a_stream_writes_what_generate_writes(sampling: SamplingParams) -> None:
     result = decoder.generate(PROMPTS[0], **options)
     chunks = list(decoder.stream(PROMPTS[0], **options))
     assert [token for chunk in chunks for token in chunk.tokens] == result.tokens[0]
-    assert [chunk.finish_reason for chunk in chunks[:-1]] == [FinishReason.RUNNING] * (len(chunks) - 1)
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [FinishReason.RUNNING] * (
+        len(chunks) - 1
+    )
     assert chunks[-1].finish_reason is result.rows[0].finish_reason
     assert chunks[-1].stats.to_json() == result.stats.to_json()
 
@@ -281,16 +312,22 @@ def test_counters_count_what_was_accepted_before_a_limit_cut_it() -> None:
     batch = tiny.prompts(test_greedy.PROMPTS, limit=[3] * len(test_greedy.PROMPTS))
     outcome = loops.generate(loop, params, batch, capacity=64)
     assert len(tiny.outputs(outcome, batch)[0]) == 3
-    # One token from the prefill, then one round that accepts all four drafts, of which the limit leaves two.
+    # One token from the prefill, then one round that accepts all four drafts, of which the limit
+    # leaves two.
     assert outcome.stats.num_accepted_tokens.tolist() == [4] * len(test_greedy.PROMPTS)
-    assert outcome.stats.num_accepted_tokens_per_pos.tolist() == [[1, 1, 1, 1]] * len(test_greedy.PROMPTS)
+    assert outcome.stats.num_accepted_tokens_per_pos.tolist() == [[1, 1, 1, 1]] * len(
+        test_greedy.PROMPTS
+    )
 
 
 def test_merged_statistics_sum_counters_and_never_average_rates() -> None:
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
     counters = (10, 20, 15, [9, 6]), (1, 2, 0, [0, 0])
     merged = SpeculationStats.merge(
-        [SpeculationStats(**dict(zip(names, map(np.array, values), strict=True))) for values in counters]
+        [
+            SpeculationStats(**dict(zip(names, map(np.array, values), strict=True)))
+            for values in counters
+        ]
     )
     assert merged.to_json()["num_drafts"] == 11
     assert merged.mean_acceptance_length == pytest.approx(1 + 15 / 11)
@@ -301,7 +338,10 @@ def test_merged_statistics_sum_counters_and_never_average_rates() -> None:
 
 def test_seeds_decide_and_decide_alone() -> None:
     decoder = SpeculativeDecoder(TARGET, Plain())
-    outputs = [decoder.generate(PROMPTS, max_new_tokens=12, sampling=SAMPLING, seed=seed).tokens for seed in (0, 0, 1)]
+    outputs = [
+        decoder.generate(PROMPTS, max_new_tokens=12, sampling=SAMPLING, seed=seed).tokens
+        for seed in (0, 0, 1)
+    ]
     assert outputs[0] == outputs[1] != outputs[2]
     keys = jax.random.key_data(row_keys(0, 4))
     assert np.array_equal(keys[:2], jax.random.key_data(row_keys(0, 2)))
@@ -311,11 +351,15 @@ def test_seeds_decide_and_decide_alone() -> None:
 def test_drafting_by_sampling_is_chosen_where_there_is_something_to_draw_from() -> None:
     head = tiny.eagle3(TARGET, TREE)
     sampled = DraftSampling.PROBABILISTIC
-    chosen = SpeculativeDecoder(TARGET, head, num_speculative_tokens=2, draft_sampling=sampled).loop.drafter
+    chosen = SpeculativeDecoder(
+        TARGET, head, num_speculative_tokens=2, draft_sampling=sampled
+    ).loop.drafter
     assert chosen.topology == Chain(2)
     assert chosen.draft_sampling == sampled
     assert SpeculativeDecoder(TARGET, LoadedDrafter(chosen, head.params)).loop.drafter is chosen
-    back = SpeculativeDecoder(TARGET, LoadedDrafter(chosen), tree=TREE, draft_sampling=DraftSampling.GREEDY)
+    back = SpeculativeDecoder(
+        TARGET, LoadedDrafter(chosen), tree=TREE, draft_sampling=DraftSampling.GREEDY
+    )
     assert back.loop.drafter.topology == TREE
     assert back.loop.drafter.draft_sampling == DraftSampling.GREEDY
 
@@ -325,10 +369,22 @@ class TellingTarget(type(tiny.target(13).model)):  # type: ignore[misc]
 
     received: ClassVar[list[bool]] = []
 
-    def __call__(self, params, tokens, positions, mask, cache=None, aux_layers=(), length=None, is_chain=False):
+    def __call__(
+        self,
+        params,
+        tokens,
+        positions,
+        mask,
+        cache=None,
+        aux_layers=(),
+        length=None,
+        is_chain=False,
+    ):
         if cache is not None:
             self.received.append(is_chain)
-        return super().__call__(params, tokens, positions, mask, cache, aux_layers, length, is_chain)
+        return super().__call__(
+            params, tokens, positions, mask, cache, aux_layers, length, is_chain
+        )
 
 
 @pytest.mark.parametrize("topology", [Chain(2), DynamicTree(num_nodes=4, max_depth=2, top_k=2)])
@@ -336,7 +392,9 @@ def test_a_target_is_told_whether_its_block_is_a_chain(topology: Chain | Dynamic
     loaded = tiny.target(13)
     model = TellingTarget(loaded.model.config, loaded.model.precision)
     TellingTarget.received.clear()
-    loop, params = tiny.bind(dataclasses.replace(loaded, model=model), tiny.eagle3(loaded, topology))
+    loop, params = tiny.bind(
+        dataclasses.replace(loaded, model=model), tiny.eagle3(loaded, topology)
+    )
     state = loops.prefill(loop, params, tiny.prompts([[1, 2, 3]], limit=8), capacity=24)
     loops.step(loop, params, state)
     assert TellingTarget.received == [isinstance(topology, Chain)]

@@ -31,7 +31,9 @@ def test_the_network_is_that_of_its_independent_torch_twin(layers: int, bias: bo
         kernel = {"kernel": tensors[f"{name}.weight"].T}
         return kernel | ({"bias": tensors[f"{name}.bias"]} if f"{name}.bias" in tensors else {})
 
-    blocks = {k: {"layers": {n: linear(f"{k}.{n}.linear") for n in range(layers)}} for k in range(3)}
+    blocks = {
+        k: {"layers": {n: linear(f"{k}.{n}.linear") for n in range(layers)}} for k in range(3)
+    }
     outputs = {k: linear(f"{k}.{layers}") for k in range(3)}
     head = {"blocks": blocks, "outputs": outputs}
     drafter = MedusaDrafter(config)
@@ -43,7 +45,9 @@ def test_the_network_is_that_of_its_independent_torch_twin(layers: int, bias: bo
         assert np.abs(difference).max() < 1e-5 * np.abs(truth).max()
 
 
-def read_off(head: dict, shared: bool, ids: np.ndarray, text: list[int], paths: list[tuple[int, ...]]) -> list[int]:
+def read_off(
+    head: dict, shared: bool, ids: np.ndarray, text: list[int], paths: list[tuple[int, ...]]
+) -> list[int]:
     """Returns the tokens of a tree after a text that ends with the root: one forward pass of the target, then numpy."""
     known = jnp.zeros((1, 48), jnp.int32).at[0, : len(text)].set(jnp.array(text))
     hidden = np.asarray(tiny.forward(TARGET.model, TARGET.params, known)[1][0, len(text) - 2])
@@ -67,10 +71,14 @@ def read_off(head: dict, shared: bool, ids: np.ndarray, text: list[int], paths: 
     ],
     ids=["a chain shorter than the heads", "a tree of a part of the vocabulary"],
 )
-def test_every_round_drafts_from_the_state_behind_the_last_committed_token(topology, variant) -> None:
+def test_every_round_drafts_from_the_state_behind_the_last_committed_token(
+    topology, variant
+) -> None:
     heads = tiny.medusa(TARGET, topology, seed=3, **variant)
     table = np.asarray(heads.params.get("draft_to_target", np.arange(13)))
-    paths = [(0,) * depth for depth in (1, 2)] if isinstance(topology, Chain) else list(topology.paths)
+    paths = (
+        [(0,) * depth for depth in (1, 2)] if isinstance(topology, Chain) else list(topology.paths)
+    )
     loop, params = tiny.bind(TARGET, heads)
     state = loops.prefill(loop, params, tiny.prompts(PROMPTS, limit=20), capacity=48)
     lengths = []
@@ -82,10 +90,14 @@ def test_every_round_drafts_from_the_state_behind_the_last_committed_token(topol
         after = loops.step(loop, params, state)
         state = after.state
         for row, text in enumerate(texts):
-            expected = read_off(heads.params["head"], variant.get("shared_output", False), table, text, paths)
+            expected = read_off(
+                heads.params["head"], variant.get("shared_output", False), table, text, paths
+            )
             assert after.draft.tokens[row].tolist() == [text[-1], *expected]
     steps = np.diff(np.array(lengths), axis=0)
-    assert steps.max() > 1 or not isinstance(topology, StaticTree), "nothing was accepted, so nothing was rolled back"
+    assert steps.max() > 1 or not isinstance(topology, StaticTree), (
+        "nothing was accepted, so nothing was rolled back"
+    )
 
 
 # The authors' own order, which is that in which they added nodes.

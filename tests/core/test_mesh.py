@@ -39,7 +39,9 @@ def run_on_eight_devices(script: str, *names: str) -> dict[str, Any]:
     cache = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
     cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     command = [sys.executable, HERE / script, *names]
-    done = subprocess.run(command, env=environment(8) | cache, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment(8) | cache, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -59,14 +61,19 @@ def test_a_step_adds_twice_a_layer_and_moves_nothing_large(results: dict[str, An
     steps = results["steps"]
     layers = 2 * (2 + 2 + 1)
     for name, step in steps.items():
-        assert not step["moves"].keys() & {"collective-permute", "all-to-all", "reduce-scatter"}, name
+        assert not step["moves"].keys() & {"collective-permute", "all-to-all", "reduce-scatter"}, (
+            name
+        )
         assert step["largest"] < step["keys"], name
-    # The largest logit and the lowest id that has it, of three drafted tokens and of the verification.
+    # The largest logit and the lowest id that has it, of three drafted tokens and of the
+    # verification.
     assert steps["chain"]["moves"] == {"all-reduce": layers + 2 * 4}
-    # In addition: the sums of two levels of draft probabilities. A greedy verification looks for its largest logits.
+    # In addition: the sums of two levels of draft probabilities. A greedy verification looks for
+    # its largest logits.
     assert steps["tree"]["moves"]["all-reduce"] == layers + 2 + 2
     assert steps["tree, sampled"]["moves"]["all-reduce"] == layers + 2
-    # Every lookup in a table that is divided is one more: two levels, what was accepted, the target's own.
+    # Every lookup in a table that is divided is one more: two levels, what was accepted, the
+    # target's own.
     assert steps["chain, tied"]["moves"]["all-reduce"] == layers + 2 * 4 + 4
     # Rows do not need each other.
     for name in ("n-gram, data=8", "chain, data=8"):
@@ -83,16 +90,36 @@ def test_a_prefill_in_parts_moves_what_a_prefill_moves(results: dict[str, Any]) 
 def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:
     """The two key heads of the bundled pair are divided over two devices in each of two processes."""
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("def f(x):\n", "class Stack:\n")))
-    command = ["generate", "--prompts", prompts, "--json", "--batch-size", "2", "--max-new-tokens", "8"]
-    code, single_process, _ = cli(*command, "--trace", tmp_path / "alone.json", "--compilation-cache", "none")
+    prompts.write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in ("def f(x):\n", "class Stack:\n"))
+    )
+    command = [
+        "generate",
+        "--prompts",
+        prompts,
+        "--json",
+        "--batch-size",
+        "2",
+        "--max-new-tokens",
+        "8",
+    ]
+    code, single_process, _ = cli(
+        *command, "--trace", tmp_path / "alone.json", "--compilation-cache", "none"
+    )
     assert code == 0
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = []
     for index in range(2):
-        options = ["--mesh", "model=2,data=2", "--trace", tmp_path / f"{index}.json", "--compilation-cache", "none"]
+        options = [
+            "--mesh",
+            "model=2,data=2",
+            "--trace",
+            tmp_path / f"{index}.json",
+            "--compilation-cache",
+            "none",
+        ]
         options += ["--distributed", f"coordinator=127.0.0.1:{port},processes=2,process={index}"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         arguments = [sys.executable, "-m", "eagle3_jax", *map(str, [*command, *options])]
@@ -109,13 +136,24 @@ def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mesh", "model=2"], "--mesh model=2: a mesh of model=2,data=1 needs 2 devices and there is 1 (CPU)"),
+        (
+            ["--mesh", "model=2"],
+            "--mesh model=2: a mesh of model=2,data=1 needs 2 devices and there is 1 (CPU)",
+        ),
         (["--distributed", "auto"], "--distributed was given without --mesh"),
-        (["--distributed", "auto", "--mesh", "model=1"], "expected 'auto', or 'coordinator=HOST:PORT,processes=2"),
-        (["--distributed", "coordinator=a:1,processes=2,process=2", "--mesh", "model=1"], "expected 0 to 1"),
+        (
+            ["--distributed", "auto", "--mesh", "model=1"],
+            "expected 'auto', or 'coordinator=HOST:PORT,processes=2",
+        ),
+        (
+            ["--distributed", "coordinator=a:1,processes=2,process=2", "--mesh", "model=1"],
+            "expected 0 to 1",
+        ),
     ],
 )
-def test_the_command_line_says_in_one_line_what_is_wrong(options: list[str], message: str, refused: Any) -> None:
+def test_the_command_line_says_in_one_line_what_is_wrong(
+    options: list[str], message: str, refused: Any
+) -> None:
     assert message in refused("generate", "x", *options)
 
 
@@ -126,18 +164,24 @@ def test_a_target_that_names_no_axes_is_held_whole_and_its_rows_are_divided() ->
     assert all(sharding.spec == PartitionSpec() for sharding in shardings)
     cache = target.model.init_cache(8, 16)
     with tiny.unchecked():  # a tree of shardings where arrays are announced
-        assert {sharding.spec[0] for sharding in jax.tree.leaves(row_shardings(mesh, cache))} == {"data"}
+        assert {sharding.spec[0] for sharding in jax.tree.leaves(row_shardings(mesh, cache))} == {
+            "data"
+        }
 
 
 def test_what_is_shared_stays_one_array() -> None:
     target = tiny.target()
-    decoder = e3.SpeculativeDecoder(target, tiny.eagle3(target), mesh=make_mesh(devices=jax.devices()[:1]))
+    decoder = e3.SpeculativeDecoder(
+        target, tiny.eagle3(target), mesh=make_mesh(devices=jax.devices()[:1])
+    )
     assert decoder.params.target["embedding"] is decoder.params.drafter["embedding"]
 
 
 def test_the_host_holds_one_array_at_a_time(tmp_path: Path) -> None:
     """Tracemalloc counts the arrays of numpy; arrays of JAX are counted only if they share numpy's memory."""
-    layers = uniform(12, GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=64), GatedMLP(width=512))
+    layers = uniform(
+        12, GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=64), GatedMLP(width=512)
+    )
     config = dataclasses.replace(TARGET, width=256, layers=layers)
     mesh = make_mesh(devices=jax.devices()[:1])
     directory = write_llama(tmp_path / "target", config)

@@ -35,9 +35,18 @@ def check_equal(directory: Path, shape: str, temperature: float, prompts: list[l
     config = config._replace(head_theta=of_head.theta)
     for seed, prompt in enumerate(prompts):
         with tiny.unchecked():
-            request = {"max_new_tokens": 48, "sampling": e3.SamplingParams(temperature=temperature), "seed": seed}
+            request = {
+                "max_new_tokens": 48,
+                "sampling": e3.SamplingParams(temperature=temperature),
+                "seed": seed,
+            }
             row = decoder.generate(prompt, **request).rows[0]
-        options = {"config": config, "shape": small, "max_new_tokens": 48, "temperature": temperature}
+        options = {
+            "config": config,
+            "shape": small,
+            "max_new_tokens": 48,
+            "temperature": temperature,
+        }
         with jax.numpy_dtype_promotion("standard"):
             state = nano.generate(w, head, jnp.array(prompt), seed, **options)
         assert np.asarray(state.text)[len(prompt) : int(state.length)].tolist() == row.tokens

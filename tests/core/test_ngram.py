@@ -38,7 +38,9 @@ def propose(drafter: NGram | Suffix, rows: list[list[int]], capacity: int = 24) 
 
 @pytest.mark.parametrize("earliest", [False, True])
 @pytest.mark.parametrize("sizes", [(4, 1), (3, 2), (1, 1), (5, 5)])
-def test_it_proposes_what_followed_the_longest_match(sizes: tuple[int, int], earliest: bool) -> None:
+def test_it_proposes_what_followed_the_longest_match(
+    sizes: tuple[int, int], earliest: bool
+) -> None:
     drafter = NGram(4, max_ngram=sizes[0], min_ngram=sizes[1], earliest=earliest)
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, 3, size=rng.integers(2, 20)).tolist() for _ in range(200)]

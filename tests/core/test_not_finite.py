@@ -39,7 +39,9 @@ class Poisoned:
 
     def __call__(self, params: Any, tokens: Any, *arguments: Any, **options: Any) -> TargetOutput:
         output = self.inner(params, tokens, *arguments, **options)
-        return output.replace(final=jnp.where((tokens == self.token)[..., None], jnp.nan, output.final))
+        return output.replace(
+            final=jnp.where((tokens == self.token)[..., None], jnp.nan, output.final)
+        )
 
     def unembed(self, params: Any, final: Any) -> Any:
         bad = jnp.isnan(final[..., :1])
@@ -58,13 +60,18 @@ DRAFTERS = {
     "the last id": (AlwaysLast(chain_parents(2)), {}),
     "a sampled chain": (tiny.eagle3(CLEAN, Chain(3)), {"draft_sampling": "probabilistic"}),
     "a dynamic tree": (tiny.eagle3(CLEAN, DynamicTree(num_nodes=6, max_depth=3, top_k=2)), {}),
-    "the block rule": (tiny.eagle3(CLEAN), {"verifier": BlockVerification(), "draft_sampling": "probabilistic"}),
+    "the block rule": (
+        tiny.eagle3(CLEAN),
+        {"verifier": BlockVerification(), "draft_sampling": "probabilistic"},
+    ),
 }
 
 
 def poisoned(name: str, token: int, value: float) -> SpeculativeDecoder:
     drafter, options = DRAFTERS[name]
-    return SpeculativeDecoder(dataclasses.replace(CLEAN, model=Poisoned(CLEAN.model, token, value)), drafter, **options)
+    return SpeculativeDecoder(
+        dataclasses.replace(CLEAN, model=Poisoned(CLEAN.model, token, value)), drafter, **options
+    )
 
 
 def cut(text: list[int], token: int) -> list[int]:
@@ -72,7 +79,9 @@ def cut(text: list[int], token: int) -> list[int]:
     return text[: text.index(token) + 1] if token in text else text
 
 
-@pytest.mark.parametrize(("name", "value"), [*((name, np.nan) for name in DRAFTERS), ("a dynamic tree", -np.inf)])
+@pytest.mark.parametrize(
+    ("name", "value"), [*((name, np.nan) for name in DRAFTERS), ("a dynamic tree", -np.inf)]
+)
 def test_a_greedy_row_ends_where_there_is_no_distribution(name: str, value: float) -> None:
     """A prompt without a distribution after it gets no token."""
     last_tokens = (PROMPTS[0][-1], PROMPTS[1][-1])
@@ -104,7 +113,11 @@ def test_a_sampled_row_writes_nothing_after_it(name: str) -> None:
 
 
 def test_the_command_line_says_so(tmp_path: Path, cli: Any) -> None:
-    target = edited(write_llama(tmp_path / "target"), {}, {"model__norm__weight": np.full(32, np.nan, np.float32)})
+    target = edited(
+        write_llama(tmp_path / "target"),
+        {},
+        {"model__norm__weight": np.full(32, np.nan, np.float32)},
+    )
     arguments = ("generate", "--target", target, "--drafter", "none", "--prompt-ids", "[1, 2]")
     code, out, _ = cli(*arguments, "--json")
     assert code == 0
@@ -112,4 +125,7 @@ def test_the_command_line_says_so(tmp_path: Path, cli: Any) -> None:
     assert row.items() >= {"finish_reason": "not_finite", "token_ids": []}.items()
     code, out, _ = cli(*arguments)
     assert code == 0
-    assert "[not_finite: the target's logits are NaN or all minus infinity; check its weights and --dtype]" in out
+    assert (
+        "[not_finite: the target's logits are NaN or all minus infinity; check its weights and --dtype]"
+        in out
+    )

@@ -39,7 +39,12 @@ MASK_TOKEN = 57
 HEADS = {
     "four layers": Head(layers=4, own_embedding=True),
     "every option": Head(
-        layers=2, norm_before_residual=True, norm_before_fc=True, qk_norm=True, windows=(3, None), aux=(1, 3, 5, 8)
+        layers=2,
+        norm_before_residual=True,
+        norm_before_fc=True,
+        qk_norm=True,
+        windows=(3, None),
+        aux=(1, 3, 5, 8),
     ),
     "EAGLE-3.1's norms": Head(layers=3, fc_norm=True, norm_output=True, draft_vocab=61),
 }
@@ -48,7 +53,11 @@ HALVES = {name: dataclasses.replace(head, dtype=ml_dtypes.bfloat16) for name, he
 
 def mask_hidden(head: Head) -> np.ndarray:
     random = np.random.default_rng(11)
-    return random.normal(size=(1, 1, len(head.aux) * head.target_width)).astype(np.float32).astype(head.dtype)
+    return (
+        random.normal(size=(1, 1, len(head.aux) * head.target_width))
+        .astype(np.float32)
+        .astype(head.dtype)
+    )
 
 
 def write(head: Head, directory: Path, dialect: str = "sglang", mask: str = "ptd_token_id") -> Path:
@@ -84,13 +93,17 @@ def test_drafts_are_those_of_one_forward_over_context_and_masks(name: str) -> No
         full_rows[:, network.chosen] = softmax
         return full_rows.numpy()
 
-    drafter, params = loaded_head(functools.partial(write, head), Chain(depth), DraftSampling.PROBABILISTIC)
+    drafter, params = loaded_head(
+        functools.partial(write, head), Chain(depth), DraftSampling.PROBABILISTIC
+    )
     state = drafter.init(params, 2, 20)
     for known, seen in tiny.ragged_rounds(tokens, features, ((7, 4), (1, 3), (3, 0))):
         draft = tiny.next_draft(drafter, params, state, seen, 1.0)
         state = draft.state
         for row in (0, 1):
-            np.testing.assert_allclose(draft.probs[row, 1:], one_forward(row, int(known[row])), atol=1e-5)
+            np.testing.assert_allclose(
+                draft.probs[row, 1:], one_forward(row, int(known[row])), atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("to", ["jax", "vllm", "speculators"])
@@ -136,7 +149,9 @@ def test_files_say_what_vllm_and_speculators_read(tmp_path: Path) -> None:
     assert "PEagle" not in values["architectures"][0]  # vLLM has no such class
     conversion.convert(directory, tmp_path / "spec", "speculators", TARGET)
     values = json.loads((tmp_path / "spec/config.json").read_text())
-    assert values.items() >= {"mask_token_id": MASK_TOKEN, "speculators_model_type": "peagle"}.items()
+    assert (
+        values.items() >= {"mask_token_id": MASK_TOKEN, "speculators_model_type": "peagle"}.items()
+    )
     layers = {"num_aux_hidden_states": 4, "layer_types": ["sliding_attention", "full_attention"]}
     assert values["transformer_layer_config"].items() >= layers.items()
     assert "model_type" not in values
@@ -145,9 +160,21 @@ def test_files_say_what_vllm_and_speculators_read(tmp_path: Path) -> None:
 
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no state": ({}, {"mask_hidden": None}, "misses mask_hidden"),
-    "no mask token": ({"ptd_token_id": None}, {}, r"names no mask token \(mask_token_id, pard_token, ptd_token_id\)"),
-    "a mask token out of range": ({"ptd_token_id": 61}, {}, "mask_token_id is 61; expected a token of the vocabulary"),
-    "two mask tokens": ({"mask_token_id": 3}, {}, r"mask_token_id is 3 and ptd_token_id is 57; they must agree"),
+    "no mask token": (
+        {"ptd_token_id": None},
+        {},
+        r"names no mask token \(mask_token_id, pard_token, ptd_token_id\)",
+    ),
+    "a mask token out of range": (
+        {"ptd_token_id": 61},
+        {},
+        "mask_token_id is 61; expected a token of the vocabulary",
+    ),
+    "two mask tokens": (
+        {"mask_token_id": 3},
+        {},
+        r"mask_token_id is 3 and ptd_token_id is 57; they must agree",
+    ),
     "a state of another width": (
         {},
         {"mask_hidden": np.ones((1, 1, 32), np.float32)},
@@ -161,4 +188,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_what_does_not_add_up_is_refused(tmp_path: Path, name: str) -> None:
     fields, tensors, message = REFUSALS[name]
     directory = write(Head(layers=2), tmp_path / "head")
-    refused(lambda path: conversion.read_head(path, TARGET), edited(directory, fields, tensors), message)
+    refused(
+        lambda path: conversion.read_head(path, TARGET), edited(directory, fields, tensors), message
+    )

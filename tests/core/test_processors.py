@@ -35,13 +35,19 @@ TABLE = np.array([[1, 0, -1, 2], [-1, 2, 2, -1], [0, -1, 1, 2]], np.int32)  # th
 Logits = list[float]
 
 
-def penalised(logits: Logits, tokens: list[int], repetition: float, presence: float, frequency: float) -> Logits:
+def penalised(
+    logits: Logits, tokens: list[int], repetition: float, presence: float, frequency: float
+) -> Logits:
     """Applies a penalty with a dictionary of counts."""
     counts = Counter(tokens)
     changed = []
     for token, logit in enumerate(logits):
         if token in counts:
-            logit = (logit / repetition if logit > 0 else logit * repetition) - presence - frequency * counts[token]
+            logit = (
+                (logit / repetition if logit > 0 else logit * repetition)
+                - presence
+                - frequency * counts[token]
+            )
         changed.append(logit)
     return changed
 
@@ -57,11 +63,13 @@ def allowed(logits: Logits, tokens: list[int], start: int) -> Logits:
 def at_least(logits: Logits, share: float) -> Logits:
     weights = [math.exp(logit) for logit in logits]
     return [
-        logit if weight >= share * max(weights) else -math.inf for logit, weight in zip(logits, weights, strict=True)
+        logit if weight >= share * max(weights) else -math.inf
+        for logit, weight in zip(logits, weights, strict=True)
     ]
 
 
-# Each: the processors, and the changed logits from the logits, the prompt and what was written after it.
+# Each: the processors, and the changed logits from the logits, the prompt and what was written
+# after it.
 CASES: dict[str, tuple[tuple[Any, ...], Callable[[Logits, list[int], list[int]], Logits]]] = {
     "a ban and a bias": (
         (LogitBias({1: -math.inf, 3: 1.5}),),
@@ -76,10 +84,15 @@ CASES: dict[str, tuple[tuple[Any, ...], Callable[[Logits, list[int], list[int]],
         (Penalty(presence=0.5, frequency=0.7),),
         lambda logits, prompt, text: penalised(logits, text, 1, 0.5, 0.7),
     ),
-    "an automaton": ((TokenAutomaton(TABLE, start=1),), lambda logits, prompt, text: allowed(logits, text, 1)),
+    "an automaton": (
+        (TokenAutomaton(TABLE, start=1),),
+        lambda logits, prompt, text: allowed(logits, text, 1),
+    ),
     "an automaton, then a penalty and min-p": (
         (TokenAutomaton(TABLE), Penalty(frequency=1.0), MinP(0.2)),
-        lambda logits, prompt, text: at_least(penalised(allowed(logits, text, 0), text, 1, 0, 1.0), 0.2),
+        lambda logits, prompt, text: at_least(
+            penalised(allowed(logits, text, 0), text, 1, 0, 1.0), 0.2
+        ),
     ),
 }
 ALL = "an automaton, then a penalty and min-p"
@@ -108,7 +121,9 @@ def test_sampled_texts_have_the_changed_distribution(name: str, drafter: str) ->
     texts = [tuple(row) for row in tiny.outputs(outcome, batch)]
     for index, prompt in enumerate(PROMPTS):
         counts = Counter(texts[index * 2048 : (index + 1) * 2048])
-        p_value, report = test_sampling_distribution.chi_square(counts, exact_distribution(name, tuple(prompt)))
+        p_value, report = test_sampling_distribution.chi_square(
+            counts, exact_distribution(name, tuple(prompt))
+        )
         assert p_value > test_sampling_distribution.ALPHA, f"{name}, {drafter}, {prompt}: {report}"
     assert drafter == "plain decoding" or int(outcome.stats.num_accepted_tokens.sum()) > 0
 
@@ -156,7 +171,9 @@ def test_other_numbers_need_no_other_program() -> None:
     assert run(first) != run(second)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"])
+@pytest.mark.parametrize(
+    "dtype", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+)
 @pytest.mark.parametrize("states", [3, 101, 128])
 def test_an_automaton_may_have_a_table_of_any_integers(dtype: str, states: int) -> None:
     """All states but the first follow each other; an unsigned table cannot forbid a token."""
@@ -164,7 +181,9 @@ def test_an_automaton_may_have_a_table_of_any_integers(dtype: str, states: int) 
     table[0, 0] = 0 if dtype.startswith("u") else -1
     start = states - 2
     ours, columns = map(np.asarray, TokenAutomaton(table.astype(dtype), start=start).arrays(V))
-    number = [(state - start) % states for state in range(states)]  # of each state once the first is 0
+    number = [
+        (state - start) % states for state in range(states)
+    ]  # of each state once the first is 0
     for state, row in enumerate(table):
         expected = [number[after] if after >= 0 else -1 for after in row]
         assert ours[number[state], columns].tolist() == expected
@@ -172,7 +191,14 @@ def test_an_automaton_may_have_a_table_of_any_integers(dtype: str, states: int) 
 
 def test_a_bias_may_have_numbers_of_numpy() -> None:
     with tiny.unchecked():
-        bias = LogitBias({np.int64(1): np.float32(1.5), np.uint8(2): 3, 3: np.float64(-math.inf), 0: np.array(-2)})
+        bias = LogitBias(
+            {
+                np.int64(1): np.float32(1.5),
+                np.uint8(2): 3,
+                3: np.float64(-math.inf),
+                0: np.array(-2),
+            }
+        )
         assert bias.arrays(4).tolist() == [-2.0, 1.5, 3.0, -math.inf]
 
 
@@ -192,13 +218,22 @@ WRONG: tuple[tuple[Callable[[], Any], str], ...] = (
     (lambda: Penalty(repetition=1e300), "repetition is 1e.300; expected a number of float32"),
     (lambda: Penalty(repetition=1e-300), "expected repetition above 0"),
     (lambda: Penalty(frequency=-math.inf), "presence and frequency finite"),
-    (lambda: TokenAutomaton(TABLE, start=True), "starts in the state True; expected a whole number"),
+    (
+        lambda: TokenAutomaton(TABLE, start=True),
+        "starts in the state True; expected a whole number",
+    ),
     (lambda: TokenAutomaton(TABLE, start=3), "starts in the state 3"),
-    (lambda: TokenAutomaton(TABLE.astype(np.uint32)), "names the states 0 to 4294967295; expected 0 to 2"),
+    (
+        lambda: TokenAutomaton(TABLE.astype(np.uint32)),
+        "names the states 0 to 4294967295; expected 0 to 2",
+    ),
     (lambda: TokenAutomaton(TABLE + 1), "names the states 0 to 3; expected 0 to 2"),
     (lambda: TokenAutomaton(TABLE.astype(bool)), "is bool.3, 4.; expected integers"),
     (lambda: TokenAutomaton(TABLE[0]), "is int32.4.; expected integers"),
-    (lambda: TokenAutomaton(TABLE, columns=np.zeros(4)), "columns are float64.4.; expected integers .V."),
+    (
+        lambda: TokenAutomaton(TABLE, columns=np.zeros(4)),
+        "columns are float64.4.; expected integers .V.",
+    ),
 )
 
 
@@ -211,7 +246,9 @@ def test_a_wrong_number_is_one_line(make: Callable[[], Any], message: str) -> No
 
 @pytest.mark.parametrize("drafter", [NGram(3), "tree"])
 def test_greedy_texts_with_a_draft_are_those_without(drafter: Any) -> None:
-    target = with_processors(tiny.target(13), Penalty(repetition=1.3, frequency=0.4, prompt=True), LogitBias({4: -9.0}))
+    target = with_processors(
+        tiny.target(13), Penalty(repetition=1.3, frequency=0.4, prompt=True), LogitBias({4: -9.0})
+    )
     tree = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
     head = tiny.eagle3(tiny.target(13), tree) if drafter == "tree" else drafter
     prompts = [[1, 2, 3], [4], [5, 6, 5, 6, 5]]

@@ -1,8 +1,8 @@
 """Every drafting method compared with recorded runs of vLLM: tokens, and what each round of each request accepted.
 
-The heads are trained, so that what is accepted depends on every position, norm and layer. ``validation/drafters.py``
-recorded the runs, and ``pytest validation`` compares them with a vLLM that is running.
-"""
+The heads are trained, so that what is accepted depends on every position, norm and layer.
+``validation/drafters.py`` recorded the runs, and ``pytest validation`` compares them with a vLLM
+that is running."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ import pytest
 from eagle3_jax import SpeculativeDecoder
 from eagle3_jax.decode import LoadedTarget
 from eagle3_jax.load import load_target
-from validation.drafters import METHODS, NEW_TOKENS, PROMPTS, TARGET, mean_acceptance_length, recorded
+from validation.drafters import (
+    METHODS,
+    NEW_TOKENS,
+    PROMPTS,
+    TARGET,
+    mean_acceptance_length,
+    recorded,
+)
 from validation.parity import Parity, play, stats_of
 
 # Without those that differ from another only in the length of a draft or in the layout of the file.

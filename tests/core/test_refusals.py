@@ -1,7 +1,7 @@
 """Wrong numbers, requests and combinations of parts raise an error of one line.
 
-Drafters and targets that break their contract are in ``test_boundary``, logits processors in ``test_processors``, files
-in ``tests/conversion`` and words of the command line in ``tests/cli``.
+Drafters and targets that break their contract are in ``test_boundary``, logits processors in
+``test_processors``, files in ``tests/conversion`` and words of the command line in ``tests/cli``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ import tiny
 from jax.sharding import AbstractMesh
 
 import eagle3_jax as e3
-from eagle3_jax.devices.sharding import MESH_AXES, check_rows, make_mesh, param_shardings, parse_mesh
+from eagle3_jax.devices.sharding import (
+    MESH_AXES,
+    check_rows,
+    make_mesh,
+    param_shardings,
+    parse_mesh,
+)
 from eagle3_jax.drafters import Fallback, NGram, Suffix
 from eagle3_jax.files.sources import named_drafter
 from eagle3_jax.models.config import Eagle3Config, GroupedQuery, RopeConfig
@@ -60,16 +66,24 @@ METHODS: Refusals = [
     (lambda: Fallback(NGram(3), HEAD), "LoadedDrafter is no drafter"),
     (lambda: tiny.dflash(TARGET, Chain(5)), "a block of 5 predicts 4 tokens"),
     (lambda: tiny.dflash(TARGET, Chain(6), from_anchor=True), "a block of 5 predicts 5 tokens"),
-    (lambda: tiny.dflash(TARGET, DynamicTree(num_nodes=9, max_depth=5, top_k=2), causal=True), "at most 4"),
     (
-        lambda: tiny.dflash(TARGET, DynamicTree(num_nodes=9, max_depth=2, top_k=7), draft_vocab_size=6),
+        lambda: tiny.dflash(TARGET, DynamicTree(num_nodes=9, max_depth=5, top_k=2), causal=True),
+        "at most 4",
+    ),
+    (
+        lambda: tiny.dflash(
+            TARGET, DynamicTree(num_nodes=9, max_depth=2, top_k=7), draft_vocab_size=6
+        ),
         "7 children from a draft vocab",
     ),
     (
         lambda: tiny.medusa(TARGET, PUBLISHED_TREES["medusa-63"], draft_vocab_size=7),
         "draws 10 children from a draft vocabulary of 7",
     ),
-    (lambda: named_drafter("layer-skip=half", TARGET), "expected layer-skip=E, such as layer-skip=4"),
+    (
+        lambda: named_drafter("layer-skip=half", TARGET),
+        "expected layer-skip=E, such as layer-skip=4",
+    ),
     (lambda: named_drafter("ngram=3", TARGET), "drafter 'ngram=3': expected ngram$"),
 ]
 RULES: Refusals = [
@@ -93,7 +107,10 @@ SCHEDULES: Refusals = [
     (lambda: e3.SpeculationSchedule.from_lists([[1, 4, 2.5]]), "three whole numbers"),
 ]
 DECODERS: Refusals = [
-    (lambda arguments=arguments, options=options: e3.SpeculativeDecoder(*arguments, **options), message)
+    (
+        lambda arguments=arguments, options=options: e3.SpeculativeDecoder(*arguments, **options),
+        message,
+    )
     for arguments, options, message in (
         (("llama",), {}, r"target is 'llama'; expected .* load_target\('llama'\)"),
         ((TARGET, "head"), {}, r"drafter is 'head'; .* load_drafter\('head', target=target\)"),
@@ -103,9 +120,17 @@ DECODERS: Refusals = [
         ((TARGET, HEAD), {"schedule": SCHEDULE, "num_speculative_tokens": 3}, "more than one"),
         ((TARGET, NGram(3)), {"tree": tiny.STATIC_TREE}, "NGram cannot draft a tree"),
         ((TARGET, NGram(3)), {"draft_sampling": "probabilistic"}, "NGram has no distribution"),
-        ((TARGET, NGram(3)), {"draft_sampling": "nonsense"}, "expected 'greedy' or 'probabilistic'"),
+        (
+            (TARGET, NGram(3)),
+            {"draft_sampling": "nonsense"},
+            "expected 'greedy' or 'probabilistic'",
+        ),
         ((TARGET, tiny.eagle3(TARGET, TREE)), {"draft_sampling": "probabilistic"}, "draft a chain"),
-        ((TARGET, tiny.medusa(TARGET)), {"num_speculative_tokens": 5}, "5 tokens needs as many Medusa heads"),
+        (
+            (TARGET, tiny.medusa(TARGET)),
+            {"num_speculative_tokens": 5},
+            "5 tokens needs as many Medusa heads",
+        ),
     )
 ]
 REQUESTS: Refusals = [
@@ -133,7 +158,10 @@ REQUESTS: Refusals = [
         *(
             (THREE, {"sampling": e3.SamplingParams(**sampling)}, message)
             for sampling, message in (
-                ({"temperature": np.array([0.5, 0.5], np.float32)}, r"temperature has shape \(2,\) for 3 rows"),
+                (
+                    {"temperature": np.array([0.5, 0.5], np.float32)},
+                    r"temperature has shape \(2,\) for 3 rows",
+                ),
                 ({"temperature": float("inf")}, "temperature is inf; expected 0 .* finite"),
                 ({"top_p": float("nan")}, "top_p is nan"),
                 ({"top_k": -(10**12)}, "top_k is -1"),
@@ -148,16 +176,25 @@ REQUESTS += [
         "sampling is {}; expected SamplingParams",
     ),
     (
-        lambda: PLAIN.step(PLAIN.prefill([1], max_new_tokens=3).replace(sampling=e3.SamplingParams(temperature=-1.0))),
+        lambda: PLAIN.step(
+            PLAIN.prefill([1], max_new_tokens=3).replace(
+                sampling=e3.SamplingParams(temperature=-1.0)
+            )
+        ),
         "temperature is -1",
     ),
     (lambda: draw(jnp.ones(65), jnp.zeros(1)), r"1 uniforms for a draw from 65 tokens; expected 2"),
     (lambda: row_keys(2**32, 2), r"seed is .*; expected a whole number from 0 to 4294967295"),
     (lambda: row_keys([1, -1], 2), r"seed is .*; expected a whole number from 0 to 4294967295"),
     (lambda: Engine(PLAIN, slots=0, capacity=64), "slots is 0"),
-    (lambda: PLAIN.prefill([1, 2, 3], max_new_tokens=20, capacity=20), "capacity is 20; expected at least 24"),
     (
-        lambda: PLAIN.prefill([1], sampling=e3.SamplingParams(temperature=1.0), sampling_mode=SamplingMode.GREEDY),
+        lambda: PLAIN.prefill([1, 2, 3], max_new_tokens=20, capacity=20),
+        "capacity is 20; expected at least 24",
+    ),
+    (
+        lambda: PLAIN.prefill(
+            [1], sampling=e3.SamplingParams(temperature=1.0), sampling_mode=SamplingMode.GREEDY
+        ),
         "sampling_mode is 'greedy'",
     ),
 ]
@@ -181,18 +218,27 @@ class FloatState(LogitBias):
 
 PARTS: Refusals = [
     (lambda: RopeConfig(partial=1.5), "partial is 1.5"),
-    (lambda: RopeConfig(type="longrope", original_max_positions=1), "needs original_max_positions above 1"),
+    (
+        lambda: RopeConfig(type="longrope", original_max_positions=1),
+        "needs original_max_positions above 1",
+    ),
     (lambda: query_heads(window=3, chunk=4), "exclude each other"),
     (lambda: query_heads(qk_norm=True, qk_l2_norm=True), "normalised once"),
     (lambda: query_heads(qk_norm_kind="whole"), "set qk_norm"),
     (lambda: query_heads(softcap=0.0), "softcap is 0"),
     (eagle3_with_norms_after, "first layer has norms 'after'"),
-    (lambda: with_processors(TARGET, FloatState({})), "has a state of float32; expected bool, uint8 or int32"),
+    (
+        lambda: with_processors(TARGET, FloatState({})),
+        "has a state of float32; expected bool, uint8 or int32",
+    ),
     (lambda: with_processors(TARGET, NGram(3)), "NGram.* is no logits processor"),
 ]
 MESHES: Refusals = [
     (lambda: parse_mesh("model=4,pipe=2"), "'pipe' is no axis; the axes are data and model"),
-    (lambda: parse_mesh("model=four"), "the size of model is 'four'; expected a number from 1, as in model=4,data=2"),
+    (
+        lambda: parse_mesh("model=four"),
+        "the size of model is 'four'; expected a number from 1, as in model=4,data=2",
+    ),
     (lambda: parse_mesh("model=2,model=2"), "names model twice"),
     (
         lambda: make_mesh("model=4,data=2", devices=jax.devices()[:1]),

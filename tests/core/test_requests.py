@@ -30,7 +30,9 @@ DRAFTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("sampling", [e3.SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_log_probabilities_are_those_of_a_forced_scoring(draft: str, sampling: e3.SamplingParams) -> None:
+def test_log_probabilities_are_those_of_a_forced_scoring(
+    draft: str, sampling: e3.SamplingParams
+) -> None:
     decoder = e3.SpeculativeDecoder(TARGET, **DRAFTS[draft])
     result = decoder.generate(PROMPTS, max_new_tokens=[20, 9, 14], sampling=sampling, logprobs=3)
     texts = tiny.padded([row.prompt_tokens + row.tokens for row in result.rows])
@@ -73,10 +75,14 @@ def test_a_stream_gives_the_log_probabilities_of_generate() -> None:
 
 def test_a_seed_of_its_own_gives_a_prompt_the_same_text_in_every_batch() -> None:
     decoder = e3.SpeculativeDecoder(TARGET, tiny.eagle3(TARGET))
-    run = lambda prompts, seed: decoder.generate(prompts, max_new_tokens=16, sampling=SAMPLED, seed=seed).tokens
+    run = lambda prompts, seed: (
+        decoder.generate(prompts, max_new_tokens=16, sampling=SAMPLED, seed=seed).tokens
+    )
     together = run(PROMPTS, [7, 8, 9])
     assert run(PROMPTS[::-1], [9, 8, 7]) == together[::-1]
-    assert [run([prompt], seed)[0] for prompt, seed in zip(PROMPTS, (7, 8, 9), strict=True)] == together
+    assert [
+        run([prompt], seed)[0] for prompt, seed in zip(PROMPTS, (7, 8, 9), strict=True)
+    ] == together
     first, second = run([PROMPTS[0]] * 2, [1, 2])
     assert first != second
 

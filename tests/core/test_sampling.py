@@ -27,15 +27,21 @@ def logits(seed: int = 0, tied: bool = False) -> np.ndarray:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("mode", [SamplingMode.TEMPERATURE, SamplingMode.TRUNCATED])
-def test_probabilities_are_those_of_the_oracle_for_all_settings_in_one_batch(mode: SamplingMode, tied: bool) -> None:
+def test_probabilities_are_those_of_the_oracle_for_all_settings_in_one_batch(
+    mode: SamplingMode, tied: bool
+) -> None:
     """Without truncation a sampled row has neither top-k nor top-p; a greedy row ignores both."""
-    is_read = lambda setting: mode is SamplingMode.TRUNCATED or setting[0] == 0 or setting[1:] == (0, 1.0)
+    is_read = lambda setting: (
+        mode is SamplingMode.TRUNCATED or setting[0] == 0 or setting[1:] == (0, 1.0)
+    )
     settings = list(filter(is_read, SETTINGS))
     values = logits(tied=tied)[: len(settings)]
     ours = np.asarray(probabilities(jnp.array(values), tiny.sampling_of(settings), mode))
     for row, setting in enumerate(settings):
         for node in range(3):
-            np.testing.assert_allclose(ours[row, node], oracle.warped(values[row, node].tolist(), *setting), atol=2e-6)
+            np.testing.assert_allclose(
+                ours[row, node], oracle.warped(values[row, node].tolist(), *setting), atol=2e-6
+            )
 
 
 @pytest.mark.torch
@@ -55,7 +61,9 @@ def test_probabilities_are_those_of_transformers(tied: bool) -> None:
         if top_p < 1:
             scores = warpers.TopPLogitsWarper(top_p)(None, scores)
         theirs = torch.softmax(scores, -1).numpy()
-        if tied and top_p < 1:  # which of several equal tokens falls at the edge of top-p is their sort's choice
+        if (
+            tied and top_p < 1
+        ):  # which of several equal tokens falls at the edge of top-p is their sort's choice
             np.testing.assert_allclose(np.sort(ours[row]), np.sort(theirs), atol=2e-6)
         else:
             np.testing.assert_allclose(ours[row], theirs, atol=2e-6)
@@ -82,4 +90,6 @@ def test_the_largest_of_pieces_is_the_largest(size: int, monkeypatch: pytest.Mon
     np.testing.assert_array_equal(largest.index, rows.argmax(axis=-1))
     np.testing.assert_array_equal(largest.value, rows.max(axis=-1))
     real = np.delete(rows, 3, axis=0)  # CPUs do not say where a NaN is
-    np.testing.assert_array_equal(kernels.largest(jnp.asarray(real)), (real.max(axis=-1), real.argmax(axis=-1)))
+    np.testing.assert_array_equal(
+        kernels.largest(jnp.asarray(real)), (real.max(axis=-1), real.argmax(axis=-1))
+    )

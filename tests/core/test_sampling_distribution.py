@@ -1,10 +1,10 @@
 """Level 2: whole sequences from the compiled loop follow the distribution of the target alone.
 
-The exact autoregressive distribution comes from running the target on every prefix. Pearson's chi-square compares it
-with what the loop wrote, at a significance of one in a million per assertion and with fixed seeds, so a failure is a
-bug. One batch mixes greedy and sampled rows, all warpers, and prompts of different lengths. So few sequences show only
-what moves their probabilities by a tenth or more; ``test_long_distribution`` sees smaller bugs.
-"""
+The exact autoregressive distribution comes from running the target on every prefix. Pearson's
+chi-square compares it with what the loop wrote, at a significance of one in a million per assertion
+and with fixed seeds, so a failure is a bug. One batch mixes greedy and sampled rows, all warpers,
+and prompts of different lengths. So few sequences show only what moves their probabilities by a
+tenth or more; ``test_long_distribution`` sees smaller bugs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ TARGET = tiny.target(VOCABULARY)
 def sampled(parents: tuple[int, ...]) -> LoadedDrafter:
     table = np.random.default_rng(3).dirichlet(np.ones(VOCABULARY), VOCABULARY)
     table[1, 2] = 0.0  # a token that is never proposed, and so can only come from the residual
-    return LoadedDrafter(tiny.Sampled(parents), jnp.array(table / table.sum(1, keepdims=True), jnp.float32))
+    return LoadedDrafter(
+        tiny.Sampled(parents), jnp.array(table / table.sum(1, keepdims=True), jnp.float32)
+    )
 
 
 DRAFTERS = {
@@ -64,7 +66,9 @@ DRAFTERS = {
     "n-grams, else a sampled EAGLE-3 chain": lambda: Fallback.of(
         NGram(2, min_ngram=2), DRAFTERS["a sampled EAGLE-3 chain"]()
     ),
-    "an EAGLE-3 dynamic tree": lambda: tiny.eagle3(TARGET, DynamicTree(num_nodes=7, max_depth=3, top_k=2)),
+    "an EAGLE-3 dynamic tree": lambda: tiny.eagle3(
+        TARGET, DynamicTree(num_nodes=7, max_depth=3, top_k=2)
+    ),
     "an EAGLE-3 static tree": lambda: tiny.eagle3(TARGET, tiny.STATIC_TREE, draft_vocab_size=3),
     "a sampled chain": lambda: sampled((-1, 0, 1, 2)),
     "a sampled tree": lambda: sampled((-1, 0, 0, 1, 1, 2)),
@@ -88,7 +92,9 @@ def exact_distribution(
     setting: tuple[float, int, float], prompt: list[int], stops: tuple[int, ...]
 ) -> oracle.TextDistribution:
     known = logits_after(tuple(prompt))
-    return oracle.autoregressive_distribution(lambda prefix: oracle.warped(known[prefix], *setting), HORIZON, stops)
+    return oracle.autoregressive_distribution(
+        lambda prefix: oracle.warped(known[prefix], *setting), HORIZON, stops
+    )
 
 
 def chi_square(counts: Counter, distribution: oracle.TextDistribution) -> tuple[float, str]:
@@ -109,7 +115,9 @@ def chi_square(counts: Counter, distribution: oracle.TextDistribution) -> tuple[
             expected[-2:] = [sum(expected[-2:])]
     statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
     p_value = float(chi2.sf(statistic, len(expected) - 1)) if len(expected) > 1 else 1.0
-    distance = oracle.total_variation({cell: count / total for cell, count in counts.items()}, distribution)
+    distance = oracle.total_variation(
+        {cell: count / total for cell, count in counts.items()}, distribution
+    )
     slack = math.sqrt((len(distribution) * math.log(2) + math.log(1 / ALPHA)) / (2 * total))
     return p_value, (
         f"chi-square {statistic:.1f} on {len(expected) - 1} degrees, p {p_value:.2g}; "
@@ -130,7 +138,9 @@ def check_sampling_distribution(name: str, *, runs: int, stops: tuple[int, ...] 
         for setting, tokens in zip(owners, tiny.outputs(outcome, batch), strict=True):
             counts[setting][tuple(tokens)] += 1
     for index, setting in enumerate(SETTINGS):
-        p_value, report = chi_square(counts[setting], exact_distribution(setting, PROMPTS[index % len(PROMPTS)], stops))
+        p_value, report = chi_square(
+            counts[setting], exact_distribution(setting, PROMPTS[index % len(PROMPTS)], stops)
+        )
         assert p_value > ALPHA, f"{name}, temperature, top-k, top-p = {setting}: {report}"
 
 
@@ -158,20 +168,34 @@ def test_rows_do_not_repeat_each_others_randomness() -> None:
     assert repeated < chance + 6 * math.sqrt(chance) + 1
 
 
-ALONE = {"top-k alone": (1.0, 2, 1.0), "top-p alone": (1.0, 0, 0.8), "top-k and top-p": (1.3, 3, 0.75)}
+ALONE = {
+    "top-k alone": (1.0, 2, 1.0),
+    "top-p alone": (1.0, 0, 0.8),
+    "top-k and top-p": (1.3, 3, 0.75),
+}
 
 
 @pytest.mark.parametrize(
     ("name", "drafter"),
-    [("top-k alone", "plain decoding"), ("top-p alone", "plain decoding"), ("top-k and top-p", "a sampled chain")],
+    [
+        ("top-k alone", "plain decoding"),
+        ("top-p alone", "plain decoding"),
+        ("top-k and top-p", "a sampled chain"),
+    ],
 )
-def test_a_batch_that_truncates_in_one_way_only_follows_the_target_distribution(name: str, drafter: str) -> None:
+def test_a_batch_that_truncates_in_one_way_only_follows_the_target_distribution(
+    name: str, drafter: str
+) -> None:
     """The decoder chooses the sampling mode from the batch; here every row truncates in the same way."""
     temperature, top_k, top_p = ALONE[name]
     decoder = SpeculativeDecoder(TARGET, DRAFTERS[drafter](), stop_tokens=())
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    rows = decoder.generate([PROMPTS[1]] * 3000, max_new_tokens=HORIZON, sampling=sampling, seed=5).tokens
-    p_value, report = chi_square(Counter(map(tuple, rows)), exact_distribution(ALONE[name], PROMPTS[1], ()))
+    rows = decoder.generate(
+        [PROMPTS[1]] * 3000, max_new_tokens=HORIZON, sampling=sampling, seed=5
+    ).tokens
+    p_value, report = chi_square(
+        Counter(map(tuple, rows)), exact_distribution(ALONE[name], PROMPTS[1], ())
+    )
     assert p_value > ALPHA, f"{drafter}, {name}: {report}"
 
 

@@ -37,9 +37,12 @@ def drafter(request, target):
 
 
 @pytest.mark.parametrize(
-    ("batch", "length"), [(1, 5), (4, 5), (5, 3), (8, 3), (9, 3), (12, 1), (16, 1), (17, 0), (99, 0)]
+    ("batch", "length"),
+    [(1, 5), (4, 5), (5, 3), (8, 3), (9, 3), (12, 1), (16, 1), (17, 0), (99, 0)],
 )
-def test_a_gap_carries_the_length_before_it_and_nothing_is_drafted_above_the_last_entry(batch, length):
+def test_a_gap_carries_the_length_before_it_and_nothing_is_drafted_above_the_last_entry(
+    batch, length
+):
     schedule = SpeculationSchedule.from_lists([[1, 4, 5], [5, 8, 3], [12, 16, 1]])
     assert schedule.length_at(batch) == length
 
@@ -94,7 +97,9 @@ def test_the_length_of_every_round_is_what_the_schedule_says(target):
 def test_the_head_takes_in_every_token_while_it_is_silent(target):
     """After plain rounds the head has the same state, and so the same draft, as if it had drafted in every round."""
     always = SpeculativeDecoder(target, tiny.eagle3(target), num_speculative_tokens=4)
-    late = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SpeculationSchedule(((1, 1, 4), (2, 9, 0))))
+    late = SpeculativeDecoder(
+        target, tiny.eagle3(target), schedule=SpeculationSchedule(((1, 1, 4), (2, 9, 0)))
+    )
     prompts = [[1, 2, 3], [7, 8]]
     limits = [30, 6]
     drafts = {}
@@ -122,15 +127,27 @@ def test_a_stage_is_compiled_once_when_rows_come_and_go(target):
 def test_a_traced_state_has_no_stage(target):
     decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
     state = decoder.prefill(PROMPTS, max_new_tokens=LIMITS)
-    with pytest.raises(ValueError, match=r"not known while a program is traced; call `decoder.step\(state\)`"):
+    with pytest.raises(
+        ValueError, match=r"not known while a program is traced; call `decoder.step\(state\)`"
+    ):
         loops.step(decoder.loop, decoder.params, state)
 
 
 def test_the_default_length_is_three_or_fewer_on_cpus_and_five_elsewhere() -> None:
-    assert [default_draft_length(batch, "cpu") for batch in (1, 2, 3, 4, 5, 32, 33)] == [3, 3, 2, 2, 1, 1, 0]
+    assert [default_draft_length(batch, "cpu") for batch in (1, 2, 3, 4, 5, 32, 33)] == [
+        3,
+        3,
+        2,
+        2,
+        1,
+        1,
+        0,
+    ]
     in_int8 = [default_draft_length(batch, "cpu", "int8") for batch in (1, 2, 3, 4, 5)]
     assert in_int8 == [3, 3, 1, 1, 0]
-    assert [default_draft_length(batch, platform) for batch in (1, 33) for platform in ("gpu", "tpu")] == [5] * 4
+    assert [
+        default_draft_length(batch, platform) for batch in (1, 33) for platform in ("gpu", "tpu")
+    ] == [5] * 4
     assert default_draft_length() == default_draft_length(1, jax.default_backend())
 
 
@@ -155,7 +172,9 @@ def test_unasked_a_decoder_drafts_the_default_length_of_one_row(
     if hasattr(head.drafter, "topology"):
         head = dataclasses.replace(head, drafter=dataclasses.replace(head.drafter, topology=None))
     drafter = SpeculativeDecoder(target, head).loop.drafter
-    assert drafter.max_depth == drafter.num_nodes - 1 == (own_length or {"cpu": 3, "gpu": 5}[platform])
+    assert (
+        drafter.max_depth == drafter.num_nodes - 1 == (own_length or {"cpu": 3, "gpu": 5}[platform])
+    )
     assert drafter.is_chain
     explicit = SpeculativeDecoder(target, head, num_speculative_tokens=2).loop.drafter
     assert explicit.max_depth == 2

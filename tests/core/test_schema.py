@@ -26,10 +26,26 @@ STEPS = 40
 
 def target() -> e3.LoadedTarget:
     """Returns a target whose tokens are all bytes, some longer texts, and a stop token."""
-    words = [*sorted(ByteLevel.alphabet()), '{"', '":', '",', '"}', '\\"', "tr", "ull", "00", "aa", "]]", ",Ġ", "<e>"]
+    words = [
+        *sorted(ByteLevel.alphabet()),
+        '{"',
+        '":',
+        '",',
+        '"}',
+        '\\"',
+        "tr",
+        "ull",
+        "00",
+        "aa",
+        "]]",
+        ",Ġ",
+        "<e>",
+    ]
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
     tokenizer.decoder = decoders.ByteLevel()
-    return dataclasses.replace(tiny.target(len(words)), tokenizer=tokenizer, stop_tokens=(len(words) - 1,))
+    return dataclasses.replace(
+        tiny.target(len(words)), tokenizer=tokenizer, stop_tokens=(len(words) - 1,)
+    )
 
 
 TARGET = target()
@@ -87,13 +103,26 @@ class Automaton:
         raise AssertionError
 
 
-NAMES = {"type": "object", "properties": {'q"': {}, "b\\s": {"type": "null"}, "é\n/~ .*": {"const": 1}}}
-OPTIONAL = {name: {"type": kind} for name, kind in (("a", "null"), ("b", "boolean"), ("c", "integer"), ("d", "number"))}
+NAMES = {
+    "type": "object",
+    "properties": {'q"': {}, "b\\s": {"type": "null"}, "é\n/~ .*": {"const": 1}},
+}
+OPTIONAL = {
+    name: {"type": kind}
+    for name, kind in (("a", "null"), ("b", "boolean"), ("c", "integer"), ("d", "number"))
+}
 TUPLE = {"type": "array", "prefixItems": [{"type": "null"}, {"type": "boolean"}]}
-TREE = {"leaf": {"type": "integer"}, "node": {"type": "array", "items": {"$ref": "#/$defs/leaf"}, "maxItems": 2}}
+TREE = {
+    "leaf": {"type": "integer"},
+    "node": {"type": "array", "items": {"$ref": "#/$defs/leaf"}, "maxItems": 2},
+}
 # Each: a schema, documents that follow it and are written, and documents that are not.
 SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
-    ({}, ["0", "-1.5e+3", '"a"', "null", '{"a":[1, 2], "b": true}', "[ ]"], ["", "01", "1.", "'a'", '{"a"}', "[1,]"]),
+    (
+        {},
+        ["0", "-1.5e+3", '"a"', "null", '{"a":[1, 2], "b": true}', "[ ]"],
+        ["", "01", "1.", "'a'", '{"a"}', "[1,]"],
+    ),
     ({"anyOf": [True]}, ["false"], ["False"]),
     ({"type": "null", "title": "x", "default": 1}, ["null"], ["none"]),
     ({"type": "boolean"}, ["true", "false"], ["0"]),
@@ -104,13 +133,33 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
     ({"type": "string", "maxLength": 1000}, [json.dumps("a" * 1000)], [json.dumps("a" * 1001)]),
     ({"minLength": 1}, ['"a"'], ['""', "1"]),
     ({"type": "string", "pattern": r"^[a-z]{2}\d+$"}, ['"ab12"'], ['"ab"', '"ab٣"', '"xab12"']),
-    ({"type": "string", "pattern": r"\w*[$^]\$(?:a|.)[^\D]"}, ['"a_$$é1"', '"^$a2"'], ['"é$$a1"', '"$$\\"1"', "$$a1"]),
+    (
+        {"type": "string", "pattern": r"\w*[$^]\$(?:a|.)[^\D]"},
+        ['"a_$$é1"', '"^$a2"'],
+        ['"é$$a1"', '"$$\\"1"', "$$a1"],
+    ),
     ({"type": "string", "pattern": "a|b"}, ['"a"', '"b"'], ['"a', 'b"', '"ab"']),
     ({"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2023-02-29"', '"2023-04-31"']),
-    ({"type": "string", "format": "time"}, ['"23:59:59Z"', '"00:00:00.25+01:30"'], ['"24:00:00Z"', '"00:00:00"']),
-    ({"type": "string", "format": "date-time"}, ['"2000-02-29T12:00:00-08:00"'], ['"2000-02-29 12:00:00Z"']),
-    ({"type": "string", "format": "uuid"}, ['"123e4567-e89b-12d3-A456-426614174000"'], ['"123e4567"']),
-    ({"enum": ["a b", "é", '"\\\n', 1.5, None, True, {"a": [1]}, "\ud800", "\U0010fffe"]}, ['"a b"', "null"], ['"a"']),
+    (
+        {"type": "string", "format": "time"},
+        ['"23:59:59Z"', '"00:00:00.25+01:30"'],
+        ['"24:00:00Z"', '"00:00:00"'],
+    ),
+    (
+        {"type": "string", "format": "date-time"},
+        ['"2000-02-29T12:00:00-08:00"'],
+        ['"2000-02-29 12:00:00Z"'],
+    ),
+    (
+        {"type": "string", "format": "uuid"},
+        ['"123e4567-e89b-12d3-A456-426614174000"'],
+        ['"123e4567"'],
+    ),
+    (
+        {"enum": ["a b", "é", '"\\\n', 1.5, None, True, {"a": [1]}, "\ud800", "\U0010fffe"]},
+        ['"a b"', "null"],
+        ['"a"'],
+    ),
     ({"enum": [1, 1.0, 2.5, True, "a"], "type": "integer"}, ["1", "1.0"], ["2.5", "true"]),
     ({"enum": [1, True, "a", None], "type": ["string", "null"]}, ['"a"', "null"], ["1"]),
     ({"const": "a.", "type": "string", "description": "x"}, ['"a."'], ['"ab"']),
@@ -118,26 +167,58 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
     ({"type": ["integer", "string", "null"], "maxLength": 1}, ["12", '"a"', "null"], ['"ab"']),
     ({"type": ["null"]}, ["null"], []),
     (
-        {"$ref": "#/$defs/node", "$defs": TREE, "$schema": "https://json-schema.org/draft/2020-12/schema"},
+        {
+            "$ref": "#/$defs/node",
+            "$defs": TREE,
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+        },
         ["[1]"],
         ["1"],
     ),
-    ({"$defs": {"a/b ": {"type": "null"}}, "anyOf": [{"$ref": "#/$defs/a~1b%20"}, {"const": 0}]}, ["null", "0"], []),
+    (
+        {"$defs": {"a/b ": {"type": "null"}}, "anyOf": [{"$ref": "#/$defs/a~1b%20"}, {"const": 0}]},
+        ["null", "0"],
+        [],
+    ),
     ({"type": "array"}, ["[]", '[1, "a",[ [] ]]'], ["[1 2]"]),
     ({"type": "array", "items": {"type": "null"}, "minItems": 2}, ["[null,null]"], ["[null]"]),
-    ({"type": "array", "items": {"type": "null"}, "maxItems": 1}, ["[]", "[null]"], ["[null,null]"]),
-    ({"type": "array", "items": {"type": "null"}, "minItems": 1, "maxItems": 2}, ["[null]"], ["[]", "[null,]"]),
+    (
+        {"type": "array", "items": {"type": "null"}, "maxItems": 1},
+        ["[]", "[null]"],
+        ["[null,null]"],
+    ),
+    (
+        {"type": "array", "items": {"type": "null"}, "minItems": 1, "maxItems": 2},
+        ["[null]"],
+        ["[]", "[null,]"],
+    ),
     ({"type": "array", "maxItems": 0}, ["[]", "[ ]"], ["[1]"]),
     ({"type": "array", "items": False}, ["[]"], ["[1]"]),
     (TUPLE, ["[]", "[null]", "[null, true]"], ["[true]", "[null,true,1]"]),
     (TUPLE | {"minItems": 2}, ["[null,true]"], ["[null]"]),
     (TUPLE | {"maxItems": 1}, ["[]", "[null]"], ["[null,true]"]),
-    (TUPLE | {"items": {"const": 7}, "minItems": 1, "maxItems": 4}, ["[null]", "[null,true,7,7]"], ["[]", "[null,7]"]),
-    (TUPLE | {"items": {"const": 7}, "minItems": 3}, ["[null,true,7]", "[null,true,7,7]"], ["[null,true]"]),
+    (
+        TUPLE | {"items": {"const": 7}, "minItems": 1, "maxItems": 4},
+        ["[null]", "[null,true,7,7]"],
+        ["[]", "[null,7]"],
+    ),
+    (
+        TUPLE | {"items": {"const": 7}, "minItems": 3},
+        ["[null,true,7]", "[null,true,7,7]"],
+        ["[null,true]"],
+    ),
     ({"type": "object"}, ["{}", '{"a": 1,"b":{"c":[]}}'], ['{"a"}', "{,}"]),
-    ({"type": "object", "properties": {"a": {}}}, ["{}", '{"a":0}', '{"a":[true]}'], ["0", '{"b":0}', '{"a":0']),
+    (
+        {"type": "object", "properties": {"a": {}}},
+        ["{}", '{"a":0}', '{"a":[true]}'],
+        ["0", '{"b":0}', '{"a":0'],
+    ),
     ({"properties": {"a": True}, "required": ["a"]}, ['{"a":"x"}'], ["{}"]),
-    ({"type": "object", "additionalProperties": {"type": "null"}}, ['{"a":null, "b":null}'], ['{"a":1}']),
+    (
+        {"type": "object", "additionalProperties": {"type": "null"}},
+        ['{"a":null, "b":null}'],
+        ['{"a":1}'],
+    ),
     ({"type": "object", "additionalProperties": False}, ["{}"], ['{"a":1}']),
     (
         {"type": "object", "properties": OPTIONAL},
@@ -145,17 +226,30 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
         ['{"d":1,"b":true}', '{,"d":1}'],
     ),
     (
-        {"type": "object", "properties": OPTIONAL, "required": ["c"], "additionalProperties": False},
+        {
+            "type": "object",
+            "properties": OPTIONAL,
+            "required": ["c"],
+            "additionalProperties": False,
+        },
         ['{"c":1}', '{"a":null,"c":1}', '{"b":true,"c":1,"d":1}'],
         ['{"a":null}', "{}", '{"c":1,}', '{"a":null"c":1}'],
     ),
-    (NAMES, [json.dumps({'q"': 1, "b\\s": None, "é\n/~ .*": 1}, ensure_ascii=False)], ['{"q"":1}', '{"b\\s":null}']),
+    (
+        NAMES,
+        [json.dumps({'q"': 1, "b\\s": None, "é\n/~ .*": 1}, ensure_ascii=False)],
+        ['{"q"":1}', '{"b\\s":null}'],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("schema", "written", "others"), SCHEMAS, ids=[json.dumps(row[0])[:60] for row in SCHEMAS])
+@pytest.mark.parametrize(
+    ("schema", "written", "others"), SCHEMAS, ids=[json.dumps(row[0])[:60] for row in SCHEMAS]
+)
 def test_texts_follow_the_schema(schema: Any, written: list[str], others: list[str]) -> None:
-    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    validator = jsonschema.Draft202012Validator(
+        schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+    )
     automaton = Automaton.of(schema)
     rng = np.random.default_rng(0)
     texts = {automaton.walk(rng) for _ in range(30)}
@@ -167,7 +261,9 @@ def test_texts_follow_the_schema(schema: Any, written: list[str], others: list[s
 
 def test_the_format_date_writes_the_days_of_the_calendar() -> None:
     pattern = re.compile(schema_to_regex({"type": "string", "format": "date"}))
-    for year, month, day in itertools.product((1000, 1900, 1999, 2000, 2004, 2100, 2110, 9996), range(14), range(33)):
+    for year, month, day in itertools.product(
+        (1000, 1900, 1999, 2000, 2004, 2100, 2110, 9996), range(14), range(33)
+    ):
         try:
             text = datetime.date(year, month, day).isoformat()
         except ValueError:
@@ -206,14 +302,23 @@ PARTS: list[tuple[Any, str]] = [
     ({"type": "integer", "maximum": 3}, "'maximum' is not supported together with 'type' integer"),
     ({"type": "number", "multipleOf": 3}, "'multipleOf' is not supported"),
     ({"type": "null", "minLength": 3}, "'minLength' is not supported together with 'type' null"),
-    ({"type": "string", "minLength": 3, "pattern": "a"}, "'pattern' is not supported .* 'type' string and 'minLength'"),
+    (
+        {"type": "string", "minLength": 3, "pattern": "a"},
+        "'pattern' is not supported .* 'type' string and 'minLength'",
+    ),
     ({"pattern": "a", "maxLength": 3}, "'maxLength' is not supported together with 'pattern'"),
     ({"format": "date", "maxLength": 3}, "'maxLength' is not supported together with 'format'"),
     ({"format": "date", "pattern": "a"}, "'pattern' is not supported together with 'format'"),
     ({"enum": ["a"], "minLength": 3}, "'minLength' is not supported together with 'enum'"),
     ({"enum": ["a"], "const": "a"}, "'const' is not supported together with 'enum'"),
-    ({"type": ["string", "null"], "enum": ["a"], "maxLength": 1}, "'maxLength' is .* 'type' string, null and 'enum'"),
-    ({"anyOf": [{}], "type": "object"}, "'anyOf' is not supported together with 'type' object; leave it"),
+    (
+        {"type": ["string", "null"], "enum": ["a"], "maxLength": 1},
+        "'maxLength' is .* 'type' string, null and 'enum'",
+    ),
+    (
+        {"anyOf": [{}], "type": "object"},
+        "'anyOf' is not supported together with 'type' object; leave it",
+    ),
     ({"anyOf": [{}], "properties": {}}, "'properties' is not supported together with 'anyOf'"),
     ({"oneOf": [{}]}, "'oneOf' is not supported; write anyOf"),
     ({"allOf": [{}]}, "'allOf' is not supported"),
@@ -222,7 +327,10 @@ PARTS: list[tuple[Any, str]] = [
     ({"$id": "x", "type": "null"}, "'.id' is not supported"),
     ({"type": "array", "uniqueItems": True}, "'uniqueItems' is not supported"),
     ({"type": "object", "patternProperties": {}}, "'patternProperties' is not supported"),
-    ({"type": ["array", "null"], "minimum": 1}, "'minimum' is not supported together with 'type' array"),
+    (
+        {"type": ["array", "null"], "minimum": 1},
+        "'minimum' is not supported together with 'type' array",
+    ),
     ({"enum": []}, "allows no value"),
     ({"enum": [1, True], "type": "string"}, "allows no value"),
     ({"enum": "ab"}, "has the enum 'ab'; expected a list"),
@@ -234,21 +342,42 @@ PARTS: list[tuple[Any, str]] = [
     ({"$ref": "#x"}, "has the .ref '#x'; expected '#/'"),
     ({"$ref": "#"}, "'#' contains itself"),
     ({"type": "object", "required": ["x"]}, "the property 'x' is required and not described"),
-    ({"type": "object", "properties": {}, "required": "x"}, "has the required 'x'; expected a list"),
+    (
+        {"type": "object", "properties": {}, "required": "x"},
+        "has the required 'x'; expected a list",
+    ),
     ({"type": "object", "properties": []}, "has the properties .*; expected an object"),
-    ({"properties": {"x": {}}, "additionalProperties": {"type": "null"}}, "'additionalProperties' is a schema"),
+    (
+        {"properties": {"x": {}}, "additionalProperties": {"type": "null"}},
+        "'additionalProperties' is a schema",
+    ),
     ({"type": "array", "items": [{}]}, "expected an object or true"),
     ({"type": "array", "prefixItems": {}}, "has the prefixItems .*; expected a list"),
-    ({"prefixItems": [{}], "minItems": 2}, "has 1 items at most and minItems 2; no list follows it"),
-    ({"type": "array", "minItems": 2, "maxItems": 1}, "has minItems 2 and maxItems 1; no value follows it"),
-    ({"type": "string", "minLength": True}, "has minLength True; expected a whole number from 0 to 10000"),
+    (
+        {"prefixItems": [{}], "minItems": 2},
+        "has 1 items at most and minItems 2; no list follows it",
+    ),
+    (
+        {"type": "array", "minItems": 2, "maxItems": 1},
+        "has minItems 2 and maxItems 1; no value follows it",
+    ),
+    (
+        {"type": "string", "minLength": True},
+        "has minLength True; expected a whole number from 0 to 10000",
+    ),
     ({"type": "string", "minLength": -1}, "has minLength -1"),
     ({"type": "string", "maxLength": 10**30}, "has maxLength 10*; expected a whole number"),
     ({"type": "string", "maxLength": "3"}, "has maxLength '3'"),
-    ({"type": "string", "format": "email"}, "has the format 'email'; expected one of date, time, date-time, uuid"),
+    (
+        {"type": "string", "format": "email"},
+        "has the format 'email'; expected one of date, time, date-time, uuid",
+    ),
     ({"type": "string", "format": ["date"]}, "has the format .*; expected one of"),
     ({"type": "string", "pattern": 3}, "has the pattern 3; expected a text"),
-    ({"type": "string", "pattern": "[^a]"}, r"the pattern '\[.a\]' matches '.*', which JSON writes with a backslash"),
+    (
+        {"type": "string", "pattern": "[^a]"},
+        r"the pattern '\[.a\]' matches '.*', which JSON writes with a backslash",
+    ),
     ({"type": "string", "pattern": 'a"'}, "matches '\"', which JSON"),
     ({"type": "string", "pattern": r"\\"}, r"matches '\\\\', which JSON"),
     ({"type": "string", "pattern": r"\x22"}, "matches '\"', which JSON"),

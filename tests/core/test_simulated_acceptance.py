@@ -28,7 +28,9 @@ def test_rates_of_a_length_have_the_least_variance_and_conditional_ones_multiply
 def test_exactly_the_length_asked_for_is_accepted_in_every_round(target, shape, temperature):
     tree = DynamicTree(num_nodes=9, max_depth=4, top_k=2)
     options = {"num_speculative_tokens": 4} if shape == "chain" else {"tree": tree}
-    decoder = SpeculativeDecoder(target, tiny.eagle3(target), verifier=SimulatedAcceptance.of_length(4, 4), **options)
+    decoder = SpeculativeDecoder(
+        target, tiny.eagle3(target), verifier=SimulatedAcceptance.of_length(4, 4), **options
+    )
     sampling = SamplingParams(temperature=temperature)
     for played in decoder.rounds(PROMPTS, max_new_tokens=40, sampling=sampling):
         assert np.asarray(played.verdict.num_accepted).tolist() == [3, 3, 3]
@@ -50,7 +52,9 @@ def test_conditional_rates_come_out_at_every_depth(target):
 def test_the_last_token_of_a_round_is_still_the_targets(target):
     """Only acceptance is simulated: if nothing is accepted, the output is the target's own text."""
     none = SimulatedAcceptance.of_length(1, 3)
-    result = tiny.check_same_text(target, tiny.eagle3(target), PROMPTS, max_new_tokens=20, verifier=none)
+    result = tiny.check_same_text(
+        target, tiny.eagle3(target), PROMPTS, max_new_tokens=20, verifier=none
+    )
     assert result.lossless is False
 
 

@@ -34,7 +34,9 @@ def step_to_the_end(decoder: SpeculativeDecoder, state) -> np.ndarray:
 def test_a_state_that_was_consumed_says_so(decoder: SpeculativeDecoder) -> None:
     state = decoder.prefill(PROMPTS, max_new_tokens=9)
     latest = decoder.step(state)
-    with pytest.raises(ValueError, match=r"consumed by the step before.*state = decoder\.step\(state\)\.state"):
+    with pytest.raises(
+        ValueError, match=r"consumed by the step before.*state = decoder\.step\(state\)\.state"
+    ):
         decoder.step(state)
     # An array of it in a fresh state is consumed, too.
     with pytest.raises(ValueError, match="consumed"):
@@ -42,17 +44,23 @@ def test_a_state_that_was_consumed_says_so(decoder: SpeculativeDecoder) -> None:
     decoder.step(latest.state)
 
 
-def test_what_a_step_returned_is_not_read_back(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_step_returned_is_not_read_back(
+    decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sampling mode is read from the device once for new sampling parameters, and in no later round."""
     read = []
     original = decode.sampling_mode_of
-    monkeypatch.setattr(decode, "sampling_mode_of", lambda sampling: read.append(sampling) or original(sampling))
+    monkeypatch.setattr(
+        decode, "sampling_mode_of", lambda sampling: read.append(sampling) or original(sampling)
+    )
     state = decoder.prefill(PROMPTS, max_new_tokens=9)
     read.clear()
     for _ in range(3):
         state = decoder.step(state).state
     assert len(read) == 1
-    warm = state.replace(sampling=SamplingParams(temperature=jnp.full((3,), 5.0, jnp.float32), top_k=0, top_p=1.0))
+    warm = state.replace(
+        sampling=SamplingParams(temperature=jnp.full((3,), 5.0, jnp.float32), top_k=0, top_p=1.0)
+    )
     latest = decoder.step(warm).state
     assert len(read) == 2
     assert float(latest.sampling.temperature[0]) == 5.0
@@ -60,7 +68,9 @@ def test_what_a_step_returned_is_not_read_back(decoder: SpeculativeDecoder, monk
 
 def test_scalars_replace_the_sampling_of_every_row(decoder: SpeculativeDecoder) -> None:
     """Scalars, arrays and the options of the prefill give the same tokens."""
-    expected = step_to_the_end(decoder, decoder.prefill(PROMPTS, max_new_tokens=9, sampling=SAMPLED, seed=1))
+    expected = step_to_the_end(
+        decoder, decoder.prefill(PROMPTS, max_new_tokens=9, sampling=SAMPLED, seed=1)
+    )
     state = decoder.prefill(PROMPTS, max_new_tokens=9, sampling=SAMPLED, seed=1)
     assert np.array_equal(expected, step_to_the_end(decoder, state.replace(sampling=SAMPLED)))
     mixed = decoder.prefill(PROMPTS, max_new_tokens=9, sampling=SAMPLED, seed=1)
@@ -70,7 +80,9 @@ def test_scalars_replace_the_sampling_of_every_row(decoder: SpeculativeDecoder) 
 
 def test_a_top_k_beyond_every_integer_keeps_all_tokens(decoder: SpeculativeDecoder) -> None:
     options = {"max_new_tokens": 5, "seed": 3}
-    huge = decoder.generate(PROMPTS, sampling=SamplingParams(temperature=0.8, top_k=10**12), **options)
+    huge = decoder.generate(
+        PROMPTS, sampling=SamplingParams(temperature=0.8, top_k=10**12), **options
+    )
     assert huge.tokens == decoder.generate(PROMPTS, sampling=SAMPLED, **options).tokens
 
 
@@ -88,7 +100,8 @@ def test_every_way_of_decoding_gives_the_text_of_the_target() -> None:
     limits = [4, 7, 9]
     plain = SpeculativeDecoder(TARGET)
     expected = [
-        plain.generate(prompt, max_new_tokens=limit).tokens[0] for prompt, limit in zip(PROMPTS, limits, strict=True)
+        plain.generate(prompt, max_new_tokens=limit).tokens[0]
+        for prompt, limit in zip(PROMPTS, limits, strict=True)
     ]
     schedule = SpeculationSchedule(((1, 2, 3), (3, 3, 2)))
     for decoder in (plain, SpeculativeDecoder(TARGET, tiny.eagle3(TARGET), schedule=schedule)):
@@ -96,7 +109,9 @@ def test_every_way_of_decoding_gives_the_text_of_the_target() -> None:
         assert generated.tokens == expected
         *_, last = decoder.rounds(PROMPTS, max_new_tokens=limits)
         counters = [row.stats for row in generated.rows]
-        assert tiny.same_bits(last.state.stats, jax.tree.map(lambda *rows: np.stack(rows), *counters))
+        assert tiny.same_bits(
+            last.state.stats, jax.tree.map(lambda *rows: np.stack(rows), *counters)
+        )
         by_rounds = np.asarray(last.state.tokens)
         by_steps = step_to_the_end(decoder, decoder.prefill(PROMPTS, max_new_tokens=limits))
         for row, (prompt, text) in enumerate(zip(PROMPTS, expected, strict=True)):

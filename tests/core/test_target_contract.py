@@ -35,7 +35,10 @@ from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import EmbeddingTables
 
 ALL_TARGETS: dict[str, Callable[[], LoadedTarget]] = {
-    **{name: functools.partial(random_targets.of_family, recipe) for name, recipe in families.RECIPES.items()},
+    **{
+        name: functools.partial(random_targets.of_family, recipe)
+        for name, recipe in families.RECIPES.items()
+    },
     "llama, bfloat16": lambda: tiny.target(13, precision=BFLOAT16, layers=tiny.layers(1)),
     "a window, and no rotation": lambda: tiny.target(
         13, layers=tiny.layers(1, window=3) + tiny.layers(1, rope=None, qk_norm=True)
@@ -81,9 +84,12 @@ def test_every_target_keeps_the_contract(name: str, check: str) -> None:
 @pytest.mark.parametrize("precision", ["bfloat16", "mixed", "fp8", "int8"])
 def test_a_family_keeps_the_contract_in(precision: str, name: str) -> None:
     target = random_targets.in_precision(families.RECIPES[name], precision)
-    # Where two experts are nearly tied, rounding decides which of them answers: logits of qwen3_moe in bfloat16 differ
-    # by up to 0.2 of the largest, and by 0.006 if every token has all experts. In float32 all texts are compared above.
-    routed = name not in FEW_ROUNDED and any(isinstance(layer.mlp, Experts) for layer in target.model.config.layers)
+    # Where two experts are nearly tied, rounding decides which of them answers: logits of qwen3_moe
+    # in bfloat16 differ by up to 0.2 of the largest, and by 0.006 if every token has all experts.
+    # In float32 all texts are compared above.
+    routed = name not in FEW_ROUNDED and any(
+        isinstance(layer.mlp, Experts) for layer in target.model.config.layers
+    )
     report = check_target(target, checks=TARGET_CHECKS.keys() - ({LONG} if routed else set()))
     assert report.ok, str(report)
 
@@ -91,7 +97,9 @@ def test_a_family_keeps_the_contract_in(precision: str, name: str) -> None:
 def test_a_report_has_the_largest_deviations() -> None:
     report = check_target(ALL_TARGETS["a table"]())
     assert report.ok
-    assert str(report).startswith("TableTarget, target\n  passed   keeps the protocol: a vocabulary of 13\n")
+    assert str(report).startswith(
+        "TableTarget, target\n  passed   keeps the protocol: a vocabulary of 13\n"
+    )
     assert "skipped  lends its tables: it has no `tables`" in str(report)
     assert "tree equals its own path: logits off by 0e+00 of the largest one" in str(report)
     assert str(report).endswith(f"{len(TARGET_CHECKS) - 1} passed, 0 failed, 0 not run, 1 skipped")
@@ -103,7 +111,9 @@ def replaced(**members: Any) -> LoadedTarget:
     return LoadedTarget(model, model.init(0), model.vocab_size, 512)
 
 
-def answering(change: Callable[[Array], Array] = lambda final: final, **changes: Callable[[dict], Any]) -> LoadedTarget:
+def answering(
+    change: Callable[[Array], Array] = lambda final: final, **changes: Callable[[dict], Any]
+) -> LoadedTarget:
     """Returns a recurrent target that runs with changed arguments, or returns changed final states."""
 
     def call(self, params, tokens, positions, mask, cache=None, aux_layers=(), length=None):
@@ -140,7 +150,9 @@ def keeping(layer: type[Recurrent]) -> LoadedTarget:
 
 
 def states_of_the_node_before(self, params, x, mask, start):
-    return RecurrentTarget.states(self, params, x, jnp.broadcast_to(causal_mask(x.shape[1]), mask.shape), start)
+    return RecurrentTarget.states(
+        self, params, x, jnp.broadcast_to(causal_mask(x.shape[1]), mask.shape), start
+    )
 
 
 CALLS = itertools.count()
@@ -211,7 +223,9 @@ def test_a_target_that_reads_one_token_only_is_not_a_pass() -> None:
     """Its output is the same for any slots, masks and states, so no check could detect a fault."""
     model = recurrent.target().model
     params = {**model.init(0), "o": jnp.zeros((8, 8)), "ro": jnp.zeros((8, 8))}
-    report = check_target(LoadedTarget(model, params, 13, 512), checks=["a token depends on those before it"])
+    report = check_target(
+        LoadedTarget(model, params, 13, 512), checks=["a token depends on those before it"]
+    )
     assert report.findings[0].verdict == "not run" and not report.ok
 
 
@@ -222,9 +236,14 @@ def test_features_may_be_refused() -> None:
         return ()
 
     target = answering(aux_layers=refuse)
-    report = check_target(target, checks=["features are those of the layers asked for", "lends its tables"])
+    report = check_target(
+        target, checks=["features are those of the layers asked for", "lends its tables"]
+    )
     assert report.ok
-    assert report.findings[0].verdict == "skipped" and "refused: it has no features" in report.findings[0].detail
+    assert (
+        report.findings[0].verdict == "skipped"
+        and "refused: it has no features" in report.findings[0].detail
+    )
     assert "the embedding is not compared" in report.findings[1].detail
 
 
@@ -241,7 +260,10 @@ PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [4], [0, 1, 0, 1, 0], [2, 2], [3, 0, 3, 0]]
 LIMITS = [30, 11, 24, 5, 17]
 DRAFTS = {
     "a chain": {"drafter": NGram(3)},
-    "a schedule": {"drafter": NGram(), "schedule": SpeculationSchedule(((1, 2, 5), (3, 4, 2), (5, 6, 0)))},
+    "a schedule": {
+        "drafter": NGram(),
+        "schedule": SpeculationSchedule(((1, 2, 5), (3, 4, 2), (5, 6, 0))),
+    },
     "a table's chain": {"drafter": "table", "num_speculative_tokens": 3},
     "a table's tree": {"drafter": "table", "tree": tiny.STATIC_TREE},
     "blocks that are padded": {"drafter": Plain(4)},
@@ -251,7 +273,9 @@ DRAFTS = {
 def recurrent_decoder(name: str) -> SpeculativeDecoder:
     options = dict(DRAFTS[name])
     if options["drafter"] == "table":
-        options["drafter"] = tables.drafter(np.random.default_rng(1).normal(0, 1.5, (25, 5)), 2, Chain(3))
+        options["drafter"] = tables.drafter(
+            np.random.default_rng(1).normal(0, 1.5, (25, 5)), 2, Chain(3)
+        )
     return SpeculativeDecoder(RECURRENT, stop_tokens=(), **options)
 
 
@@ -259,7 +283,10 @@ def recurrent_decoder(name: str) -> SpeculativeDecoder:
 def test_a_recurrence_writes_its_own_text_with(name: str) -> None:
     """States that cannot be rolled back: ragged prompts, ragged limits, rows that leave, drafts refused half-way."""
     result = recurrent_decoder(name).generate(PROMPTS, max_new_tokens=LIMITS)
-    assert result.tokens == SpeculativeDecoder(RECURRENT).generate(PROMPTS, max_new_tokens=LIMITS).tokens
+    assert (
+        result.tokens
+        == SpeculativeDecoder(RECURRENT).generate(PROMPTS, max_new_tokens=LIMITS).tokens
+    )
     if name != "blocks that are padded":
         assert result.stats.num_accepted_tokens > 0
     if name.startswith("a table"):
@@ -271,7 +298,13 @@ def test_rounds_by_hand_leave_the_state_of_the_text(name: str) -> None:
     """After every round the recurrent state is, to rounding, that of a fresh prefill of the text without its root."""
     positions = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32), (3, 24))
     model = RECURRENT.model
-    fresh = jax.jit(lambda text, n: model(RECURRENT.params, text, positions, causal_mask(24), length=n).written[1])
+    fresh = jax.jit(
+        lambda text, n: model(RECURRENT.params, text, positions, causal_mask(24), length=n).written[
+            1
+        ]
+    )
     for decoded in recurrent_decoder(name).rounds(PROMPTS[:3], max_new_tokens=8):
         state = decoded.state
-        assert np.allclose(state.cache.layers[1].state, fresh(state.tokens[:, :24], state.length - 1), atol=1e-5)
+        assert np.allclose(
+            state.cache.layers[1].state, fresh(state.tokens[:, :24], state.length - 1), atol=1e-5
+        )

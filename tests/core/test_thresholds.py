@@ -1,11 +1,11 @@
 """Level 1 at the vocabulary of Llama 3: every acceptance rule next to its formula in float64.
 
-Enumeration and frequencies (``test_exact_distribution``, ``test_long_distribution``) use small vocabularies, where no
-probability is as small as most are in practice. Here, at 128,256 tokens, bisection through the library's own rules
-finds the uniform below which each node is accepted. A uniform has 2^24 values, so such a threshold is a count. The
-distribution that the next token is sampled from is compared token by token; ``test_draw_distribution`` checks the draw
-itself. The float32 inputs are exact for the formulas.
-"""
+Enumeration and frequencies (``test_exact_distribution``, ``test_long_distribution``) use small
+vocabularies, where no probability is as small as most are in practice. Here, at 128,256 tokens,
+bisection through the library's own rules finds the uniform below which each node is accepted. A
+uniform has 2^24 values, so such a threshold is a count. The distribution that the next token is
+sampled from is compared token by token; ``test_draw_distribution`` checks the draw itself. The
+float32 inputs are exact for the formulas."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from eagle3_jax.verifiers.block import verify_block
 SIZE = 128_256
 NEAR = 64
 REFUSING = 1 - 2.0**-24  # the largest uniform
-# The largest deviation of a threshold, times the probability that its decision is reached: a share of the output.
+# The largest deviation of a threshold, times the probability that its decision is reached: a share
+# of the output.
 TOLERANCE = 1e-6
 
 
@@ -37,7 +38,8 @@ TOLERANCE = 1e-6
 class Decisions:
     """The decisions of a rule on a draft of one node or two."""
 
-    #: For each node: the uniform below which it is accepted if the other is refused, and the probability of this case.
+    #: For each node: the uniform below which it is accepted if the other is refused, and the
+    # probability of this case.
     accept: list[tuple[float, float]]
     next_token: np.ndarray  #: ``[V]``, weights of the next token if all nodes are refused.
     refused: float  #: The probability that all nodes are refused.
@@ -110,11 +112,14 @@ def cases(chain: bool) -> Iterator[tuple[str, np.ndarray, np.ndarray, list[int]]
     drafts = distributions(rng)
     for target_name, p in targets.items():
         for draft_name, q in ({"nearly the target": nearly(p, rng)} | drafts).items():
-            # Tokens that can be refused: the most likely draft, a likely one and a rare one. Then any token.
+            # Tokens that can be refused: the most likely draft, a likely one and a rare one. Then
+            # any token.
             fewer = np.where((p < q) | (p == q).all(), q, 0.0).astype(np.float64)
             rare = np.flatnonzero((p < q) & (q < 1e-4))
             first = [int(fewer.argmax()), int(rng.choice(SIZE, p=fewer / fewer.sum()))]
-            first += [int(rng.choice(tokens)) for tokens in (rare, np.flatnonzero(q)) if tokens.size]
+            first += [
+                int(rng.choice(tokens)) for tokens in (rare, np.flatnonzero(q)) if tokens.size
+            ]
             for index, token in enumerate(first):
                 after = targets[rng.choice(list(targets))]
                 if chain:
@@ -123,7 +128,11 @@ def cases(chain: bool) -> Iterator[tuple[str, np.ndarray, np.ndarray, list[int]]
                 else:  # sampled without replacement
                     remaining = np.where(np.arange(SIZE) == token, 0.0, q).astype(np.float64)
                     second = (remaining / remaining.sum()).astype(np.float32)
-                below = [int(rng.choice(SIZE, p=second / second.sum(dtype=np.float64)))] if index % 2 == 0 else []
+                below = (
+                    [int(rng.choice(SIZE, p=second / second.sum(dtype=np.float64)))]
+                    if index % 2 == 0
+                    else []
+                )
                 name = f"{target_name}, drafted by {draft_name}"
                 yield name, np.stack([p, after, p]), np.stack([q, q, second]), [token, *below]
 
@@ -153,8 +162,13 @@ def compiled(name: str) -> Callable:
         def decide_one(accept):
             probs = None if rule is verify_points else q[None]
             draft = Draft(tokens=tokens, parents=tree, valid=valid, probs=probs)
-            with swapped(draw, lambda draw, p, choose: p), tiny.unchecked():  # the verdict holds weights for a token
-                verdict = rule(draft, p[None], accept=accept[None], choose=jnp.zeros((1, 1)), max_depth=2)
+            with (
+                swapped(draw, lambda draw, p, choose: p),
+                tiny.unchecked(),
+            ):  # the verdict holds weights for a token
+                verdict = rule(
+                    draft, p[None], accept=accept[None], choose=jnp.zeros((1, 1)), max_depth=2
+                )
             return verdict.path[0], verdict.next_token[0]
 
         return jax.vmap(decide_one)(accept)
@@ -186,16 +200,24 @@ def check_thresholds(name: str, num_cases: int | None = None) -> None:
         is_certain = shares >= REFUSING
         if formula is token_rule and is_certain[0]:  # its sibling is never reached
             shares[1:] = 0.0
-        if formula is block_rule and is_certain[-1]:  # the last token of a chain accepts the whole chain
+        if (
+            formula is block_rule and is_certain[-1]
+        ):  # the last token of a chain accepts the whole chain
             shares[:] = 1.0
         error = reached * np.abs(count_inside(accepted, shares) / VALUES - shares)
-        assert error.max() < TOLERANCE, f"{name}: {case}: thresholds {shares}, off by {error} of the output"
+        assert error.max() < TOLERANCE, (
+            f"{name}: {case}: thresholds {shares}, off by {error} of the output"
+        )
         if is_certain.any() or not expected.next_token.any():
             continue
-        weights = np.asarray(decide(*inputs, np.full((1, 3), REFUSING, np.float32))[1][0], np.float64)
+        weights = np.asarray(
+            decide(*inputs, np.full((1, 3), REFUSING, np.float32))[1][0], np.float64
+        )
         difference = weights / weights.sum() - expected.next_token / expected.next_token.sum()
         distance = expected.refused * np.abs(difference).sum() / 2
-        assert distance < TOLERANCE, f"{name}: {case}: the next token is off by {distance:.2g} of the output"
+        assert distance < TOLERANCE, (
+            f"{name}: {case}: the next token is off by {distance:.2g} of the output"
+        )
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -31,7 +31,9 @@ def test_every_node_sees_itself_and_its_ancestors() -> None:
         for node in range(10):
             assert set(np.flatnonzero(mask[row, node])) == {0, *oracle.path_to(parents, node)}
     levels = np.asarray(depths(jnp.array(mask)))
-    assert levels.tolist() == [[len(oracle.path_to(row, node)) for node in range(10)] for row in draft.parents.tolist()]
+    assert levels.tolist() == [
+        [len(oracle.path_to(row, node)) for node in range(10)] for row in draft.parents.tolist()
+    ]
 
 
 def test_a_static_tree_is_numbered_by_level_then_parent_then_rank() -> None:
@@ -81,7 +83,13 @@ def _grown(tree, mixing, embedding, ids) -> Draft:
     root = jnp.arange(3, 3 + BATCH, dtype=jnp.int32)
     first = Level(network.logits(start), start, ())
     inputs = DraftInputs(
-        root, first, run, ids, 3 * DRAFT_VOCABULARY, row_keys(0, BATCH), per_row(SamplingParams(), BATCH)
+        root,
+        first,
+        run,
+        ids,
+        3 * DRAFT_VOCABULARY,
+        row_keys(0, BATCH),
+        per_row(SamplingParams(), BATCH),
     )
     return grow(tree, DraftSampling.GREEDY, inputs)[0]
 
@@ -93,12 +101,18 @@ def top(scores: list[float], count: int) -> list[int]:
     return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
 
 
-def grown_by_the_paper(network: Network, row: int, tree: DynamicTree, ids: np.ndarray) -> tuple[list[int], list[int]]:
+def grown_by_the_paper(
+    network: Network, row: int, tree: DynamicTree, ids: np.ndarray
+) -> tuple[list[int], list[int]]:
     """Grows a tree as EAGLE-2 does: expands the best ``k`` nodes of each level, then keeps the best of all."""
-    pool: list[tuple[float, int, int]] = []  # score, token, index of the parent in the pool (-1 the root)
+    pool: list[
+        tuple[float, int, int]
+    ] = []  # score, token, index of the parent in the pool (-1 the root)
     carry = network.embedding[row]
     scores = log_softmax(network.logits(carry).astype(np.float64))
-    pool += [(scores[draft_id], int(ids[draft_id]), -1) for draft_id in top(scores.tolist(), tree.top_k)]
+    pool += [
+        (scores[draft_id], int(ids[draft_id]), -1) for draft_id in top(scores.tolist(), tree.top_k)
+    ]
     frontier = [(index, token, carry) for index, (_, token, _) in enumerate(pool)]
     for _ in range(tree.max_depth - 1):
         level = []
@@ -131,7 +145,9 @@ TREES = [(5, 3, 2), (4, 3, 1), (3, 1, 4), (13, 3, 3), (21, 2, 4)]
 
 
 @pytest.mark.parametrize(("num_nodes", "max_depth", "top_k"), TREES)
-def test_a_dynamic_tree_grows_as_eagle_2_describes(num_nodes: int, max_depth: int, top_k: int) -> None:
+def test_a_dynamic_tree_grows_as_eagle_2_describes(
+    num_nodes: int, max_depth: int, top_k: int
+) -> None:
     """Of equal scores the candidate with the lower index is taken."""
     tree = DynamicTree(num_nodes=num_nodes, max_depth=max_depth, top_k=top_k)
     rng = np.random.default_rng(0)

@@ -15,11 +15,15 @@ from eagle3_jax.types import SamplingMode
 VOCAB = 7
 TREES = {
     "a chain": StaticTree(((0,), (0, 0), (0, 0, 0))),
-    "a tree": StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (1, 0, 1))),
+    "a tree": StaticTree(
+        ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (1, 0, 1))
+    ),
 }
 
 
-def path_by_path(tree: StaticTree, tokens, valid, logits, temperature, epsilon, delta) -> tuple[list[int], int]:
+def path_by_path(
+    tree: StaticTree, tokens, valid, logits, temperature, epsilon, delta
+) -> tuple[list[int], int]:
     """Applies section 2.3.1 of the paper: of all paths the longest accepted prefix wins, then the likeliest."""
     node_of = {path: node for node, path in enumerate(tree.paths, 1)} | {(): 0}
     best: tuple[int, float, list[int]] = (0, 0.0, [])
@@ -70,7 +74,12 @@ def test_it_keeps_the_path_that_the_paper_keeps(name: str) -> None:
     keys = jax.random.split(jax.random.key(0), rows)
     verdict = jax.jit(
         lambda draft, logits: rule(
-            draft, logits, sampling, keys, sampling_mode=SamplingMode.TEMPERATURE, max_depth=tree.max_depth
+            draft,
+            logits,
+            sampling,
+            keys,
+            sampling_mode=SamplingMode.TEMPERATURE,
+            max_depth=tree.max_depth,
         )
     )(draft, jnp.array(logits))
     lengths = set()
@@ -91,7 +100,14 @@ def test_a_greedy_batch_is_decided_as_the_exact_rule_decides_it() -> None:
     keys = jax.random.split(jax.random.key(0), 100)
     decide = jax.jit(
         lambda draft, logits: [
-            rule(draft, logits, SamplingParams(), keys, sampling_mode=SamplingMode.GREEDY, max_depth=3)
+            rule(
+                draft,
+                logits,
+                SamplingParams(),
+                keys,
+                sampling_mode=SamplingMode.GREEDY,
+                max_depth=3,
+            )
             for rule in (TypicalAcceptance(), Exact())
         ]
     )

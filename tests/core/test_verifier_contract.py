@@ -60,16 +60,27 @@ class Altered:
         vars(self).update(members)
 
     def __call__(
-        self, draft: Draft, logits: Any, sampling: Any, keys: Any, *, sampling_mode: Any, max_depth: int
+        self,
+        draft: Draft,
+        logits: Any,
+        sampling: Any,
+        keys: Any,
+        *,
+        sampling_mode: Any,
+        max_depth: int,
     ) -> Verdict:
         if sampling_mode is SamplingMode.GREEDY:
-            return Exact()(draft, logits, sampling, keys, sampling_mode=sampling_mode, max_depth=max_depth)
+            return Exact()(
+                draft, logits, sampling, keys, sampling_mode=sampling_mode, max_depth=max_depth
+            )
         accept, choose = verification_uniforms(self.keys(keys), logits.shape[1], logits.shape[2])
         probs = probabilities(logits, self.sampling(sampling), self.sampling_mode(sampling_mode))
         changed = lambda p, uniforms: draw(self.sampled(p), uniforms)
         patch = unittest.mock.patch.object
         with patch(acceptance, "draw", changed):
-            return verify(draft, probs, accept=self.accept(accept), choose=choose, max_depth=max_depth)
+            return verify(
+                draft, probs, accept=self.accept(accept), choose=choose, max_depth=max_depth
+            )
 
 
 def skip_a_node(verdict: Verdict, draft: Draft) -> Verdict:
@@ -171,7 +182,16 @@ class OneLook:
 
     lossless = True
 
-    def __call__(self, draft: Draft, logits: Any, sampling: Any, keys: Any, *, sampling_mode: Any, max_depth: int):
+    def __call__(
+        self,
+        draft: Draft,
+        logits: Any,
+        sampling: Any,
+        keys: Any,
+        *,
+        sampling_mode: Any,
+        max_depth: int,
+    ):
         p = probabilities(logits, sampling, sampling_mode)
         digits = uniforms(keys, p.shape[1] * num_digits(p.shape[2])).reshape(*p.shape[:2], -1)
         return verify_greedy(draft, draw(p, digits), max_depth=max_depth)
@@ -199,7 +219,9 @@ def test_a_lossy_rule_is_measured_and_not_judged(rule: Any) -> None:
 def test_a_rule_is_found_out_for(name: str) -> None:
     rule, check, message = BROKEN[name]
     with tiny.unchecked():
-        report = check_verifier(rule, checks=["keeps the protocol", check], samples=ENOUGH.get(check, 1024))
+        report = check_verifier(
+            rule, checks=["keeps the protocol", check], samples=ENOUGH.get(check, 1024)
+        )
     (failure,) = report.failures
     assert failure.name == check
     assert re.search(message, failure.detail), failure.detail
@@ -211,5 +233,7 @@ def test_a_rule_that_accepts_nothing_is_not_a_pass() -> None:
             root = jnp.arange(draft.tokens.shape[1]) == 0
             return Exact()(draft.replace(valid=draft.valid & root), *arguments, **options)
 
-    (finding,) = check_verifier(Refusing(lambda verdict, draft: verdict), checks=[DISTRIBUTION], samples=1024).findings
+    (finding,) = check_verifier(
+        Refusing(lambda verdict, draft: verdict), checks=[DISTRIBUTION], samples=1024
+    ).findings
     assert finding.verdict == "not run" and "refusals alone" in finding.detail

@@ -25,7 +25,9 @@ def decide(p: np.ndarray, q: np.ndarray, token: int, *, accept: Any, choose: Any
     column = lambda uniforms: jnp.broadcast_to(jnp.asarray(uniforms, jnp.float32), (GRID,))[:, None]
     draft = tiny.draft_of(repeat(np.array([0, token])), [-1, 0], probs=repeat(np.stack([q, q])))
     probs = repeat(np.stack([p, p]).astype(np.float32))
-    return verify(draft, probs, accept=jnp.tile(column(accept), 2), choose=column(choose), max_depth=1)
+    return verify(
+        draft, probs, accept=jnp.tile(column(accept), 2), choose=column(choose), max_depth=1
+    )
 
 
 def random_distribution(rng: np.random.Generator, size: int, zeros: int = 0) -> np.ndarray:
@@ -35,7 +37,9 @@ def random_distribution(rng: np.random.Generator, size: int, zeros: int = 0) -> 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_draft_is_accepted_as_often_as_the_ratio_of_target_to_draft_probability(seed: int) -> None:
+def test_a_draft_is_accepted_as_often_as_the_ratio_of_target_to_draft_probability(
+    seed: int,
+) -> None:
     rng = np.random.default_rng(seed)
     p = random_distribution(rng, 8, zeros=seed % 3)
     q = random_distribution(rng, 8, zeros=seed // 3)
@@ -73,16 +77,22 @@ def test_a_token_without_target_mass_is_never_accepted_nor_sampled(uniform: floa
 def test_a_sibling_without_mass_is_refused_where_its_elders_round_above_one(uniform: float) -> None:
     """These three float32 numbers add up to 1.0000001, so the computed remainder for the fourth is negative."""
     elders = np.array([0.5851066708564758, 0.32412686944007874, 0.09076649695634842], np.float32)
-    accept = jnp.array([[0.0, 2.0, 2.0, 2.0, uniform]], jnp.float32)  # no elder is taken, however its share rounds
+    accept = jnp.array(
+        [[0.0, 2.0, 2.0, 2.0, uniform]], jnp.float32
+    )  # no elder is taken, however its share rounds
     draft = tiny.draft_of([[0, 0, 1, 2, 3]], [-1, 0, 0, 0, 0])
     probs = jnp.broadcast_to(jnp.array([*elders, 0.0], jnp.float32), (1, 5, 4))
     assert float(1.0 - jnp.sum(probs[0, 0])) < 0
-    verdict = verify(draft, probs, accept=accept, choose=jnp.full((1, 1), 0.5, jnp.float32), max_depth=1)
+    verdict = verify(
+        draft, probs, accept=accept, choose=jnp.full((1, 1), 0.5, jnp.float32), max_depth=1
+    )
     assert int(verdict.next_token[0]) != 3
     assert int(verdict.num_accepted[0]) == 0
 
 
-@pytest.mark.parametrize("p", [[0.0, 0.0, 1.0, 0.0], [0.0, 0.3, 0.0, 0.7], [1e-38, 0.0, 1e-38, 0.0], [0.25] * 4])
+@pytest.mark.parametrize(
+    "p", [[0.0, 0.0, 1.0, 0.0], [0.0, 0.3, 0.0, 0.7], [1e-38, 0.0, 1e-38, 0.0], [0.25] * 4]
+)
 def test_a_draw_never_lands_on_a_token_without_mass(p: list[float]) -> None:
     uniforms = jnp.array([0.0, 1e-30, 0.5, 1.0 - 2.0**-24])
     tokens = draw(jnp.broadcast_to(jnp.array(p), (4, 4)), uniforms[:, None])
@@ -101,9 +111,18 @@ def test_equal_target_and_draft_always_accept() -> None:
 
 
 def test_an_empty_residual_accepts_instead_of_dividing_by_zero() -> None:
-    p = np.array([0.0, 1.0, 0.0])  # q a little above p at the only token p has: nothing is left to correct with
+    p = np.array(
+        [0.0, 1.0, 0.0]
+    )  # q a little above p at the only token p has: nothing is left to correct with
     edge = 1.0 - 2.0**-24
-    assert int(decide(p, np.array([0.0, 1.0 + 1e-6, 0.0]), 1, accept=edge, choose=edge).num_accepted.min()) == 1
+    assert (
+        int(
+            decide(
+                p, np.array([0.0, 1.0 + 1e-6, 0.0]), 1, accept=edge, choose=edge
+            ).num_accepted.min()
+        )
+        == 1
+    )
 
 
 def test_a_residual_without_mass_is_the_target_itself() -> None:
@@ -113,7 +132,9 @@ def test_a_residual_without_mass_is_the_target_itself() -> None:
     assert np.array_equal(weights, p)
 
 
-def random_trees(count: int, num_nodes: int, vocab_size: int, seed: int) -> tuple[Draft, np.random.Generator]:
+def random_trees(
+    count: int, num_nodes: int, vocab_size: int, seed: int
+) -> tuple[Draft, np.random.Generator]:
     """Returns random trees in topological order, whose siblings have different tokens."""
     rng = np.random.default_rng(seed)
     tokens = np.zeros((count, num_nodes), np.int32)
@@ -134,11 +155,16 @@ def random_trees(count: int, num_nodes: int, vocab_size: int, seed: int) -> tupl
 def decisions(verdict: Verdict) -> list[tuple[list[int], int]]:
     paths = np.asarray(verdict.path)
     tokens = np.asarray(verdict.next_token)
-    return [([int(n) for n in path if n >= 0], int(token)) for path, token in zip(paths, tokens, strict=True)]
+    return [
+        ([int(n) for n in path if n >= 0], int(token))
+        for path, token in zip(paths, tokens, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_greedy_verification_is_the_rule_on_point_masses_and_the_official_evaluation(seed: int) -> None:
+def test_greedy_verification_is_the_rule_on_point_masses_and_the_official_evaluation(
+    seed: int,
+) -> None:
     draft, rng = random_trees(64, 9, 4, seed)
     target_tokens = rng.integers(0, 4, (64, 9)).astype(np.int32)
     greedy = verify_greedy(draft, jnp.array(target_tokens), max_depth=8)
@@ -147,21 +173,34 @@ def test_greedy_verification_is_the_rule_on_point_masses_and_the_official_evalua
     assert decisions(greedy) == expected
     point_masses = jax.nn.one_hot(jnp.array(target_tokens), 4)
     dice = jnp.array(rng.random((64, 9)), jnp.float32)
-    assert decisions(verify(draft, point_masses, accept=dice, choose=dice[:, :1], max_depth=8)) == expected
+    assert (
+        decisions(verify(draft, point_masses, accept=dice, choose=dice[:, :1], max_depth=8))
+        == expected
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_sampled_verification_of_a_deterministic_tree_is_the_official_evaluation(seed: int) -> None:
     draft, rng = random_trees(64, 9, 4, seed)
     probs = np.stack(
-        [[random_distribution(rng, 4, zeros=int(rng.integers(0, 2))) for _ in range(9)] for _ in range(64)]
+        [
+            [random_distribution(rng, 4, zeros=int(rng.integers(0, 2))) for _ in range(9)]
+            for _ in range(64)
+        ]
     )
     dice = rng.random((64, 9))
     choose = rng.random(64)
     accept = jnp.array(dice, jnp.float32)
     last = jnp.array(choose, jnp.float32)[:, None]
     verdict = verify(draft, jnp.array(probs, jnp.float32), accept=accept, choose=last, max_depth=8)
-    rows = zip(draft.tokens.tolist(), draft.parents.tolist(), probs.tolist(), dice.tolist(), choose, strict=True)
+    rows = zip(
+        draft.tokens.tolist(),
+        draft.parents.tolist(),
+        probs.tolist(),
+        dice.tolist(),
+        choose,
+        strict=True,
+    )
     assert decisions(verdict) == [oracle.posterior_sampled(*row) for row in rows]
 
 
@@ -174,7 +213,9 @@ def test_nodes_marked_invalid_are_never_accepted(greedy: bool) -> None:
         verdict = verify_greedy(draft, target_tokens, max_depth=8)
     else:
         dice = jnp.zeros((64, 9))
-        verdict = verify(draft, jax.nn.one_hot(target_tokens, 4), accept=dice, choose=dice[:, :1], max_depth=8)
+        verdict = verify(
+            draft, jax.nn.one_hot(target_tokens, 4), accept=dice, choose=dice[:, :1], max_depth=8
+        )
     assert int(verdict.num_accepted.max()) > 0
     for row, (path, _) in enumerate(decisions(verdict)):
         assert all(bool(draft.valid[row, node]) for node in path)
@@ -187,10 +228,14 @@ def test_point_masses_are_decided_at_once_as_one_by_one(seed: int) -> None:
     nodes = 8
     vocabulary = 5
     rng = np.random.default_rng(seed)
-    parents = np.array([[-1, *(rng.integers(0, node) for node in range(1, nodes))] for _ in range(rows)], np.int32)
+    parents = np.array(
+        [[-1, *(rng.integers(0, node) for node in range(1, nodes))] for _ in range(rows)], np.int32
+    )
     tokens = rng.integers(0, vocabulary, (rows, nodes)).astype(np.int32)
     valid = (rng.random((rows, nodes)) < 0.8) | (np.arange(nodes) == 0)
-    weights = rng.gamma(0.7, size=(rows, nodes, vocabulary)) * (rng.random((rows, nodes, vocabulary)) < 0.8)
+    weights = rng.gamma(0.7, size=(rows, nodes, vocabulary)) * (
+        rng.random((rows, nodes, vocabulary)) < 0.8
+    )
     weights[..., 0] += 1e-3
     probs = jnp.asarray(weights / weights.sum(axis=-1, keepdims=True), jnp.float32)
     accept = jnp.asarray(rng.random((rows, nodes)), jnp.float32)

@@ -15,10 +15,14 @@ NAMES = r"`(--[\w-]+|vllm:\w+|[A-Z_0-9]+=\d|\w*(?:speculative|spec_decode|accept
 
 def test_claims_are_in_the_words_of_their_sources() -> None:
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in PAGE.splitlines()]
-    attributed = [row for row in rows if len(row) == 4 and row[2].startswith("**") and row[1] != "–"]
+    attributed = [
+        row for row in rows if len(row) == 4 and row[2].startswith("**") and row[1] != "–"
+    ]
     for claim, names, _, _ in attributed:
         sources = ["\n".join(ARTICLES[name]["quotations"]) for name in names.split(", ")]
         words = [*re.findall(r"“([^”]+)”", claim), *re.findall(NAMES, claim)]
         assert words, f"nothing is quoted: {claim}"
-        assert [quotation for quotation in words if not any(quotation in source for source in sources)] == []
+        assert [
+            quotation for quotation in words if not any(quotation in source for source in sources)
+        ] == []
     assert {name for row in attributed for name in row[1].split(", ")} == set(ARTICLES)

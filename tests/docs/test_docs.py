@@ -1,8 +1,7 @@
 """Programs and commands of the pages run, use public names and type-check.
 
-A block of ``bash`` runs on the bundled pair, unless its first line is ``# not run here: REASON``. A block of ``text``
-is not run. The options of every command are looked up.
-"""
+A block of ``bash`` runs on the bundled pair, unless its first line is ``# not run here: REASON``. A
+block of ``text`` is not run. The options of every command are looked up."""
 
 from __future__ import annotations
 
@@ -56,7 +55,9 @@ def text_of(page: str) -> str:
 
 
 def blocks_of(page: str, language: str) -> list[re.Match[str]]:
-    return list(re.finditer(rf"^( *)```{language}\n(.*?)^\1```", text_of(page), re.MULTILINE | re.DOTALL))
+    return list(
+        re.finditer(rf"^( *)```{language}\n(.*?)^\1```", text_of(page), re.MULTILINE | re.DOTALL)
+    )
 
 
 def code_of(block: re.Match[str]) -> str:
@@ -78,7 +79,11 @@ def commands_in(block: re.Match[str], page: str) -> Iterator[list[str]]:
 def commands_to_run(page: str) -> list[list[str]]:
     """The commands of a page's own blocks; what follows a rule is a page that a command printed."""
     end = (text_of(page) + "\n---\n\n").index("\n---\n\n")
-    blocks = [block for block in blocks_of(page, "bash") if block.start() < end and not block[2].startswith(NOT_RUN)]
+    blocks = [
+        block
+        for block in blocks_of(page, "bash")
+        if block.start() < end and not block[2].startswith(NOT_RUN)
+    ]
     return [words for block in blocks for words in commands_in(block, page)]
 
 
@@ -100,7 +105,9 @@ def test_the_blocks_of_a_page_run_in_order(
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)  # where a page writes files
-    Path("mine.py").write_text("\n".join(code_of(block) for block in blocks if block[2].startswith("# mine.py")))
+    Path("mine.py").write_text(
+        "\n".join(code_of(block) for block in blocks if block[2].startswith("# mine.py"))
+    )
     Path("eagle3_jax").symlink_to(ROOT / "eagle3_jax")  # for paths as from a checkout
     Path("TARGET").symlink_to(bundled("target"))
     Path("HEAD").symlink_to(bundled("eagle3"))
@@ -116,7 +123,9 @@ def test_the_blocks_of_a_page_run_in_order(
             printed += out
         assert all(shown in printed for shown in SHOWN.get(page, ()))
         for program, *arguments in commands_to_run(page):
-            assert program == "eagle3", f"{program} does not run in a test; begin its block with {NOT_RUN!r}"
+            assert program == "eagle3", (
+                f"{program} does not run in a test; begin its block with {NOT_RUN!r}"
+            )
             assert run(arguments) == 0, shlex.join(arguments)
 
 
@@ -141,7 +150,12 @@ def test_the_blocks_of_a_page_run_in_a_process_of_their_own(page: str, tmp_path:
     program_path.write_text(program_of(page))
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, program_path], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, program_path],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == IN_A_PROCESS[page]
@@ -150,10 +164,20 @@ def test_the_blocks_of_a_page_run_in_a_process_of_their_own(page: str, tmp_path:
 def everything_to_type() -> Iterator[tuple[str, list[str]]]:
     """Every command of the pages, with its page."""
     for page in PAGES:
-        yield from ((page, words) for block in blocks_of(page, "bash") for words in commands_in(block, page))
-        lines = [line for block in blocks_of(page, "text") for line in code_of(block).replace("\\\n", " ").splitlines()]
+        yield from (
+            (page, words) for block in blocks_of(page, "bash") for words in commands_in(block, page)
+        )
+        lines = [
+            line
+            for block in blocks_of(page, "text")
+            for line in code_of(block).replace("\\\n", " ").splitlines()
+        ]
         lines += re.findall(r"`(eagle3 [^`\n]+ [^`\n]+)`", text_of(page))
-        yield from ((page, shlex.split(line, comments=True)) for line in lines if line.startswith(("eagle3 ", "make ")))
+        yield from (
+            (page, shlex.split(line, comments=True))
+            for line in lines
+            if line.startswith(("eagle3 ", "make "))
+        )
 
 
 def test_every_command_on_the_pages_can_be_typed() -> None:
@@ -178,7 +202,9 @@ def test_every_command_on_the_pages_can_be_typed() -> None:
 
 def wrong_with_make(words: list[str]) -> str | None:
     names = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    return next((f"no target {word}" for word in words if "=" not in word and word not in names), None)
+    return next(
+        (f"no target {word}" for word in words if "=" not in word and word not in names), None
+    )
 
 
 def wrong_with_ours(words: list[str]) -> str | None:
@@ -190,9 +216,17 @@ def wrong_with_ours(words: list[str]) -> str | None:
             return f"no command {words[:1]}; there are {', '.join(command.commands)}"
         command = command.commands[words[0]]
         words = words[1:]
-    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    known = {
+        option
+        for parameter in command.params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }
     written = {word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)}
-    required = {parameter.opts[0] for parameter in command.params if parameter.required and parameter.opts[0][0] == "-"}
+    required = {
+        parameter.opts[0]
+        for parameter in command.params
+        if parameter.required and parameter.opts[0][0] == "-"
+    }
     problems = [f"no option {option}" for option in written - known - {"--help", "-h"}]
     problems += [f"{option} is required" for option in required - written if words]
     return next(iter(problems), None)
@@ -203,7 +237,10 @@ def wrong_with_vllms(words: list[str]) -> str | None:
     unknown = [word for word in words if word.startswith("-") and word not in VLLM[name]]
     if unknown:
         return f"vLLM {VLLM['version']} has no {unknown[0]}"
-    if "--dataset-name" in words and words[words.index("--dataset-name") + 1] not in VLLM["datasets"]:
+    if (
+        "--dataset-name" in words
+        and words[words.index("--dataset-name") + 1] not in VLLM["datasets"]
+    ):
         return "no such data set"
     if "--speculative-config" in words:
         settings = json.loads(words[words.index("--speculative-config") + 1])
@@ -224,7 +261,9 @@ def test_every_metric_and_key_of_vllm_is_one_that_it_has() -> None:
 
 
 def test_the_rollout_page_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    (command,) = (words for words in commands_to_run("deploying.md") if words[1:3] == ["plan", "rollout"])
+    (command,) = (
+        words for words in commands_to_run("deploying.md") if words[1:3] == ["plan", "rollout"]
+    )
     assert run(command[1:]) == 0
     plan = capsys.readouterr().out
     inside = False
@@ -240,7 +279,9 @@ REFERENCE = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS / "api"
 
 def is_public(module: str, name: str) -> bool:
     """Returns whether the reference documents a name, its whole module or the module that defines it."""
-    value = getattr(importlib.import_module(module), name, None) or importlib.import_module(f"{module}.{name}")
+    value = getattr(importlib.import_module(module), name, None) or importlib.import_module(
+        f"{module}.{name}"
+    )
     if getattr(eagle3_jax, name, None) is value:
         return name in eagle3_jax.__all__
     homes = {module, getattr(value, "__module__", module)}
@@ -255,7 +296,9 @@ def test_what_pages_and_notebooks_import_is_in_the_reference() -> None:
         (node.module, alias.name)
         for program in programs
         for node in ast.walk(ast.parse(program))
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("eagle3_jax.")
+        if isinstance(node, ast.ImportFrom)
+        and node.module
+        and node.module.startswith("eagle3_jax.")
         for alias in node.names
     }
     assert len(seen) > 50

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.torch
 FOLDER = Path(first_cell.__file__).parent
 USED = re.compile(r"^\w+ = checked\(\s*(\w+), (\w+), (\w+),?\s*\)$", re.MULTILINE)
 
-# The exercises by notebook, and wrong functions that a reader may write: a body, or a part of the answer and its
-# replacement.
+# The exercises by notebook, and wrong functions that a reader may write: a body, or a part of the
+# answer and its replacement.
 WRONG: dict[str, dict[str, list[str | tuple[str, str]]]] = {
     "00": {
         "mean_acceptance_length": [
@@ -117,7 +117,10 @@ WRONG: dict[str, dict[str, list[str | tuple[str, str]]]] = {
     },
     "05": {
         "keep_best": [
-            ('np.sort(np.argsort(-np.asarray(scores), kind="stable")[:count])', "np.argsort(-scores)[:count]"),
+            (
+                'np.sort(np.argsort(-np.asarray(scores), kind="stable")[:count])',
+                "np.argsort(-scores)[:count]",
+            ),
             ("np.array([number[int(parents[entry])] for entry in chosen])", "parents[chosen]"),
             """
             chosen = np.sort(np.argsort(scores, kind="stable")[:count])
@@ -147,7 +150,10 @@ WRONG: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             (" and tokens[node] == choice[current]", ""),
         ],
         "generate": [
-            ("[*(int(tokens[node]) for node in path), int(choice[end])]", "[int(tokens[node]) for node in path]"),
+            (
+                "[*(int(tokens[node]) for node in path), int(choice[end])]",
+                "[int(tokens[node]) for node in path]",
+            ),
             ("pair.commit([0, *path])", "pair.commit(path)"),
             (
                 "pair.commit([0, *path])\n        pair.observe(added)",
@@ -194,10 +200,14 @@ class Exercise:
         self.name = name
         self.uses = {use[0]: use for use in USED.findall(self.source)}
         nodes = ast.parse(self.source).body
-        self.definitions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        self.definitions = {
+            node.name: node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
         assignments = [node for node in nodes if isinstance(node, ast.Assign)]
         names = [ast.unparse(node.targets[0]) for node in assignments]
-        self.constants = {name: node for name, node in zip(names, assignments, strict=True) if name.isupper()}
+        self.constants = {
+            name: node for name, node in zip(names, assignments, strict=True) if name.isupper()
+        }
         self.scope: dict[str, Any] = {}
         self.run(*(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)))
         _, answer, check = self.uses[name]
@@ -276,6 +286,8 @@ def test_a_check_accepts_the_answer_and_rejects_wrong_functions(
 
 def test_every_exercise_has_wrong_functions() -> None:
     exercises = [
-        (path.name[:2], use[0]) for path in sorted(FOLDER.glob("[0-9]*.py")) for use in USED.findall(path.read_text())
+        (path.name[:2], use[0])
+        for path in sorted(FOLDER.glob("[0-9]*.py"))
+        for use in USED.findall(path.read_text())
     ]
     assert sorted(exercises) == sorted(EXERCISES)

@@ -20,7 +20,9 @@ def test_every_kind_of_head_is_complete(name: str) -> None:
     assert set(kind.layouts) <= set(LAYOUTS)
     _, drafter = kind.classes
     assert {part.__name__ for part in kind.classes} <= set(drafters.__all__)
-    assert any(type(drafter_of(row).drafter) is drafter for row in ALL_DRAFTERS), f"{name} has no row in the contract"
+    assert any(type(drafter_of(row).drafter) is drafter for row in ALL_DRAFTERS), (
+        f"{name} has no row in the contract"
+    )
     assert name in RECIPES, f"{name} cannot be trained"
     assert any(path.startswith(kind.label) for path in CHECKPOINTS), f"no tiny checkpoint of {name}"
 

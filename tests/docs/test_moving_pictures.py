@@ -38,7 +38,9 @@ def show(page: Any, picture: Moving, *, width: int = 1280, scheme: str = "light"
 
 
 def move(page: Any, name: str, value: float) -> None:
-    script = "(slider, value) => { slider.value = value; slider.dispatchEvent(new Event('input')); }"
+    script = (
+        "(slider, value) => { slider.value = value; slider.dispatchEvent(new Event('input')); }"
+    )
     page.locator(f"input[name={name}]").evaluate(script, value)
 
 
@@ -47,9 +49,12 @@ def number(page: Any, name: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "error"), [(1, 1, 1), (0.5, 1, 1), (1, 0.7, 1), (2, 0.85, 0.5), (1, 1, 0), (0.2, 0.1, 2)]
+    ("temperature", "top_p", "error"),
+    [(1, 1, 1), (0.5, 1, 1), (1, 0.7, 1), (2, 0.85, 0.5), (1, 1, 0), (0.2, 0.1, 2)],
 )
-def test_accepted_part_and_residual_are_p(page: Any, temperature: float, top_p: float, error: float) -> None:
+def test_accepted_part_and_residual_are_p(
+    page: Any, temperature: float, top_p: float, error: float
+) -> None:
     show(page, Moving("acceptance", {"labels": LABELS, "target": TARGET, "drafter": DRAFTER}))
     for name, value in (("temperature", temperature), ("top_p", top_p), ("error", error)):
         move(page, name, value)
@@ -68,7 +73,11 @@ def test_accepted_part_and_residual_are_p(page: Any, temperature: float, top_p: 
     np.testing.assert_allclose(read("accepted") + read("residual"), p, atol=1e-12)
     accepted = np.minimum(p, q).sum()
     assert number(page, "accepted") == pytest.approx(accepted, abs=6e-4)
-    assert number(page, "residual") == number(page, "rejected") == pytest.approx(1 - accepted, abs=6e-4)
+    assert (
+        number(page, "residual")
+        == number(page, "rejected")
+        == pytest.approx(1 - accepted, abs=6e-4)
+    )
     assert number(page, "sum") == 1
 
 
@@ -94,9 +103,12 @@ def test_tokens_sampled_by_the_rule_approach_p(page: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tau", "v", "c", "length"), [(2.4, 1.2, 0.1, 3), (1.2, 3.0, 0.2, 5), (4.0, 1.0, 0.0, 3), (2.0, 1.0, 0.5, 1)]
+    ("tau", "v", "c", "length"),
+    [(2.4, 1.2, 0.1, 3), (1.2, 3.0, 0.2, 5), (4.0, 1.0, 0.0, 3), (2.0, 1.0, 0.5, 1)],
 )
-def test_the_speed_up_is_that_of_the_formula(page: Any, tau: float, v: float, c: float, length: int) -> None:
+def test_the_speed_up_is_that_of_the_formula(
+    page: Any, tau: float, v: float, c: float, length: int
+) -> None:
     show(page, Moving("speedup", {"tau": 2.4, "v": 1.2, "c": 0.1, "K": 3}))
     for name, value in (("K", length), ("tau", tau), ("v", v), ("c", c)):
         move(page, name, value)
@@ -125,7 +137,9 @@ TREE = {
         ([9, 4, 6, 9, 8, 9, 9, 9, 9], []),
     ],
 )
-def test_a_round_accepts_and_commits_the_path(page: Any, choices: list[int], path: list[int]) -> None:
+def test_a_round_accepts_and_commits_the_path(
+    page: Any, choices: list[int], path: list[int]
+) -> None:
     show(page, Moving("draft_tree", {**TREE, "choice_ids": choices}))
     root = page.locator(".e3-draft_tree")
     names = [root.get_attribute("data-step")]
@@ -134,10 +148,19 @@ def test_a_round_accepts_and_commits_the_path(page: Any, choices: list[int], pat
         names.append(root.get_attribute("data-step"))
         if names[-1] == "mask":
             cells = page.locator("rect[data-row]").all()
-            seen = np.array([cell.get_attribute("data-seen") == "true" for cell in cells]).reshape(9, 9)
+            seen = np.array([cell.get_attribute("data-seen") == "true" for cell in cells]).reshape(
+                9, 9
+            )
             expected = ancestor_mask(jnp.array(PARENTS)[None], 3)[0]
             np.testing.assert_array_equal(seen, expected)
-    assert names == ["start", *["propose"] * 3, "mask", "verify", *["accept"] * (len(path) + 1), "commit"]
+    assert names == [
+        "start",
+        *["propose"] * 3,
+        "mask",
+        "verify",
+        *["accept"] * (len(path) + 1),
+        "commit",
+    ]
     groups = page.locator("g[data-node]").all()
     shown = {int(g.get_attribute("data-node")): g.get_attribute("data-status") for g in groups}
     assert [shown[node] for node in range(9)] == statuses(PARENTS, path)
@@ -156,12 +179,22 @@ def test_a_round_accepts_and_commits_the_path(page: Any, choices: list[int], pat
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["acceptance", "speedup", "draft_tree"])
 def test_a_picture_fits_a_phone_and_is_legible(page: Any, name: str, scheme: str) -> None:
-    values = {"labels": LABELS, "target": TARGET, "drafter": DRAFTER, "tau": 2.4, "v": 1.2, "c": 0.1, "K": 3}
+    values = {
+        "labels": LABELS,
+        "target": TARGET,
+        "drafter": DRAFTER,
+        "tau": 2.4,
+        "v": 1.2,
+        "c": 0.1,
+        "K": 3,
+    }
     values |= {**TREE, "choice_ids": [1, 4, 9, 9, 8, 9, 9, 9, 9]}
     show(page, Moving(name, values), width=390, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     style = f"getComputedStyle(document.querySelector('.e3-{name}'))"
-    luminance = lambda color: np.dot([0.21, 0.72, 0.07], [int(part) for part in color[4:-1].split(",")[:3]])
+    luminance = lambda color: np.dot(
+        [0.21, 0.72, 0.07], [int(part) for part in color[4:-1].split(",")[:3]]
+    )
     ink = luminance(page.evaluate(f"{style}.color"))
     paper = luminance(page.evaluate(f"{style}.backgroundColor"))
     assert (ink < paper) == (scheme == "light")

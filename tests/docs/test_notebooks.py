@@ -51,7 +51,9 @@ def test_the_pair_is_what_the_source_says_without_outputs(source: Path) -> None:
 @pytest.mark.parametrize("source", SOURCES, ids=IDS)
 def test_another_environment_is_told_what_to_install(source: Path) -> None:
     """The first code cell, where the package cannot be imported: one line, no traceback."""
-    first = next(cell["source"] for cell in jupytext.read(source).cells if cell["cell_type"] == "code")
+    first = next(
+        cell["source"] for cell in jupytext.read(source).cells if cell["cell_type"] == "code"
+    )
     command = [sys.executable, "-E", "-S", "-c", first]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=source.parent)
     assert done.returncode == 1
@@ -66,14 +68,21 @@ def test_another_environment_is_told_what_to_install(source: Path) -> None:
         ("assert 1 == 2, 'the claim'", "the claim"),
         ("import sys\nprint('a warning', file=sys.stderr)", "wrote to stderr: a warning"),
         # As XLA logs, past Python's stderr.
-        ("import os\nprint('fine', os.write(2, b'W0000 00:00:1 cuda_timer.cc:88] Delay kernel timed out\\n'))", None),
+        (
+            "import os\nprint('fine', os.write(2, b'W0000 00:00:1 cuda_timer.cc:88] Delay kernel timed out\\n'))",
+            None,
+        ),
     ],
 )
-def test_errors_and_warnings_of_a_notebook_are_fatal(code: str, problem: str | None, tmp_path: Path) -> None:
+def test_errors_and_warnings_of_a_notebook_are_fatal(
+    code: str, problem: str | None, tmp_path: Path
+) -> None:
     def runner(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, FOLDER / "run.py", *map(str, arguments)]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT
+        )
 
     source = tmp_path / "99_of_a_test.py"
     source.write_text(f"# %% [markdown]\n# # 99\n\n# %%\n{code}\n")
@@ -103,7 +112,10 @@ def test_errors_and_warnings_of_a_notebook_are_fatal(code: str, problem: str | N
         ({"EAGLE3_VLLM_PYTHON": __file__, "EAGLE3_VLLM_URL": "http://a"}, "two vLLMs"),
         ({"EAGLE3_PRICE_PER_HOUR": "nan"}, "a price above 0"),
         ({"EAGLE3_PRICE_PER_HOUR": "three"}, "a price above 0"),
-        ({"EAGLE3_TARGET": "/nowhere/target", "EAGLE3_DRAFTER": "/nowhere/head"}, "/nowhere/target"),
+        (
+            {"EAGLE3_TARGET": "/nowhere/target", "EAGLE3_DRAFTER": "/nowhere/head"},
+            "/nowhere/target",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_one_line(environ: dict[str, str], message: str) -> None:
@@ -121,16 +133,27 @@ def test_the_report_starts_with_the_verdicts_and_names_stand_ins(tmp_path: Path)
     here = Machine(Configuration(), choose(Setting()), on_gpu=False, has_gpu=False)
     banner = here.banner("vLLM", "price")
     assert [part.name for part in banner.missing] == ["device", "pair", "vLLM", "price"]
-    for words in ("no GPU: CPU: ", "the shipped pair", "committed record of 20", "EAGLE3_PRICE_PER_HOUR", "stand-in"):
+    for words in (
+        "no GPU: CPU: ",
+        "the shipped pair",
+        "committed record of 20",
+        "EAGLE3_PRICE_PER_HOUR",
+        "stand-in",
+    ):
         assert words in html.unescape(banner._repr_html_())
-    results = [here.verdict("greedy", "no <b> disagreement"), here.verdict("cost", "half", needs="price")]
+    results = [
+        here.verdict("greedy", "no <b> disagreement"),
+        here.verdict("cost", "half", needs="price"),
+    ]
     cells = [nbformat.v4.new_markdown_cell("# 01 \u00b7 A notebook, see [02](02_other.ipynb)")]
     for result in (here.banner(), *results):
         output = nbformat.v4.new_output("display_data", {"text/html": result._repr_html_()})
         cells.append(nbformat.v4.new_code_cell("show_me()", outputs=[output]))
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "01_one.ipynb")
     text = report.page(tmp_path, expected=["01_one", "02_other"])
-    assert text.count("rehearsal with stand-ins") == 4, "in the table of verdicts, and where they were found"
+    assert text.count("rehearsal with stand-ins") == 4, (
+        "in the table of verdicts, and where they were found"
+    )
     table = text.index("no &lt;b&gt; disagreement")
     assert table < text.index("2 of 2 parts are stand-ins") < text.index("show_me")
     assert text.count("no result: see notebook") == 5, "verdicts that no notebook found"
@@ -142,7 +165,9 @@ def test_attention_by_xla_is_allowed() -> None:
 
 
 def test_every_variable_is_documented_and_no_other() -> None:
-    assert set(re.findall(r"EAGLE3_[A-Z_]+", (FOLDER / "gpu/README.md").read_text("utf-8"))) == set(machine.VARIABLES)
+    assert set(re.findall(r"EAGLE3_[A-Z_]+", (FOLDER / "gpu/README.md").read_text("utf-8"))) == set(
+        machine.VARIABLES
+    )
 
 
 # ---------------------------------------------------------------- pictures
@@ -162,7 +187,9 @@ def test_the_kinds_of_a_strip_are_counted_as_the_loop_counts_them() -> None:
     """``num_accepted_tokens`` accepted, and one of the target's own for every round."""
     target = e3.load_target()
     tree = e3.DynamicTree(num_nodes=8, max_depth=4, top_k=2)
-    decoder = e3.SpeculativeDecoder(target, e3.load_drafter(target=target), stop_tokens=(), tree=tree)
+    decoder = e3.SpeculativeDecoder(
+        target, e3.load_drafter(target=target), stop_tokens=(), tree=tree
+    )
     prompt = "def read_config(filename, encoding=None):\n"
     trace = record(decoder, [prompt], max_new_tokens=[40], sampling=e3.SamplingParams(), seed=0)
     kinds = [token.kind for token in tokens_of(trace.prompts[0], decoder.target.tokenizer)]

@@ -38,7 +38,9 @@ def test_the_runs_are_small_complete_and_of_the_chat_model() -> None:
         assert start["model"] == "smollm2" and start["lossless"] is True
         (done,) = events_of(number, "done")
         assert done["same_text"] or start["temperature"] > 0
-        assert len(events_of(number, "probabilities")) == len(events_of(number, "round", "speculative"))
+        assert len(events_of(number, "probabilities")) == len(
+            events_of(number, "round", "speculative")
+        )
         assert saved["title"]
     titles = " ".join(saved["title"] for saved in SAVED)
     assert "chain" in titles and "tree" in titles and "temperature" in titles
@@ -61,7 +63,10 @@ def test_a_recorded_run_is_shown_and_replayed_without_a_server(address: str) -> 
         page.click("#pause")
         assert len(page.text_content("#speculative-text")) < 20
         rounds = events_of(0, "round", "speculative")
-        texts = ["".join(text for text in event["texts"]) for event in events_of(0, "first", "speculative") + rounds]
+        texts = [
+            "".join(text for text in event["texts"])
+            for event in events_of(0, "first", "speculative") + rounds
+        ]
         for count in range(1, 4):
             page.click("#step")
             page.wait_for_selector(f"#speculative-text > :nth-child({count})")
@@ -93,7 +98,10 @@ def test_a_click_on_a_round_shows_its_draft_and_its_probabilities(address: str) 
                 assert styles == pytest.approx(widths, abs=1e-3)
                 named = page.locator("#bars .word.named")
                 assert named.count() == 1
-                assert named.get_attribute("title").replace("␣", " ").replace("⏎", "\n") == round_["labels"][node]
+                assert (
+                    named.get_attribute("title").replace("␣", " ").replace("⏎", "\n")
+                    == round_["labels"][node]
+                )
             if round_["path"]:
                 kinds = page.locator(f".round[data-round='{index}'] .token").evaluate_all(
                     "tokens => tokens.map(token => getComputedStyle(token).borderBottomStyle)"
@@ -112,7 +120,8 @@ def test_the_page_fits_a_telephone_and_follows_the_color_scheme(address: str, sc
             "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
         )
         brightness = [
-            sum(map(int, color.removeprefix("rgb(").removesuffix(")").split(","))) for color in (background, ink)
+            sum(map(int, color.removeprefix("rgb(").removesuffix(")").split(",")))
+            for color in (background, ink)
         ]
         assert (brightness[0] > 600 > 200 > brightness[1]) == (scheme == "light")
         assert (brightness[1] > 600 > 200 > brightness[0]) == (scheme == "dark")

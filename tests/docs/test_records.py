@@ -30,7 +30,9 @@ def page(name: str) -> str:
 @pytest.mark.parametrize("page", write_tables.tables())
 def test_the_tables_of_a_page_are_their_records(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert text == write_tables.filled(text, write_tables.tables()[page]), "run python docs/recorded/write_tables.py"
+    assert text == write_tables.filled(text, write_tables.tables()[page]), (
+        "run python docs/recorded/write_tables.py"
+    )
 
 
 def test_what_a_certificate_would_have_found_is_quoted_whole() -> None:
@@ -38,7 +40,9 @@ def test_what_a_certificate_would_have_found_is_quoted_whole() -> None:
         "an acceptance 20 % too willing where drafts are likely",
         "acceptance where draft and target are 25 % apart",
     ]
-    assert certificates.reason({"verdict": "lossless", "sees": sees}) == "20 % too willing; 25 % apart"
+    assert (
+        certificates.reason({"verdict": "lossless", "sees": sees}) == "20 % too willing; 25 % apart"
+    )
 
 
 def check_quoted(name: str, *quotations: str) -> None:
@@ -47,8 +51,12 @@ def check_quoted(name: str, *quotations: str) -> None:
 
 
 def test_the_readme_quotes_the_h100() -> None:
-    (chain,) = (row for report, row in gpu.rows() if (report["batch_size"], row["name"]) == (1, "chain K=5"))
-    plain_steps = {name: gpu.FIGURES[name]["round_in_bases"]["median"] for name in ("chain", "verify 6")}
+    (chain,) = (
+        row for report, row in gpu.rows() if (report["batch_size"], row["name"]) == (1, "chain K=5")
+    )
+    plain_steps = {
+        name: gpu.FIGURES[name]["round_in_bases"]["median"] for name in ("chain", "verify 6")
+    }
     check_quoted(
         "README.md",
         f"On one {gpu.RECORD['device']} in bfloat16",
@@ -57,7 +65,9 @@ def test_the_readme_quotes_the_h100() -> None:
         f"a round of K=5 takes {plain_steps['chain']:.2f} plain steps",
         f"a verification of 6 tokens {plain_steps['verify 6']:.2f} (random weights)",
     )
-    copied = next(fact["tb_per_second"] for fact in gpu.RECORD["facts"] if fact["name"] == "bandwidth, copy")
+    copied = next(
+        fact["tb_per_second"] for fact in gpu.RECORD["facts"] if fact["name"] == "bandwidth, copy"
+    )
     read = gpu.FIGURES["step_bytes"] / gpu.FIGURES["plain"]["seconds_per_round"]["median"] / 1e12
     check_quoted("docs/gpu.md", f"A plain step reads {read / copied:.0%} of what a copy moves")
 
@@ -66,15 +76,26 @@ def test_the_page_quotes_the_h200() -> None:
     measured = gpu.H200["h200"]
     programs = [measured["bits"][f"programs of the {part}"] for part in ("prefill", "rounds")]
     assert {(result["values"], len(result["by other kernels"])) for result in programs} == {(25, 0)}
-    comparisons = [result for name, result in measured["bits"].items() if not name.startswith(("programs", "clocks"))]
-    assert all(not result["texts that part"] and not result["arrays that differ"] for result in comparisons)
+    comparisons = [
+        result
+        for name, result in measured["bits"].items()
+        if not name.startswith(("programs", "clocks"))
+    ]
+    assert all(
+        not result["texts that part"] and not result["arrays that differ"] for result in comparisons
+    )
     ((texts, values),) = {(result["texts"], result["values"]) for result in comparisons}
     read = [measured["weights"]["step_bytes"][kind] for kind in ("fp8", "int8")]
-    seconds = [measured["weights"][f"{kind}, plain"]["seconds_per_round"]["median"] for kind in ("fp8", "int8")]
+    seconds = [
+        measured["weights"][f"{kind}, plain"]["seconds_per_round"]["median"]
+        for kind in ("fp8", "int8")
+    ]
     copied = measured["weights"]["copy_bytes_per_second"]
     (share,) = {f"{count / time / copied:.0%}" for count, time in zip(read, seconds, strict=True)}
     quick = gpu.H200["validation"]
-    assert {name for name, level in quick["levels"].items() if level["verdict"] == "passed (quick)"} == {"L3", "L4"}
+    assert {
+        name for name, level in quick["levels"].items() if level["verdict"] == "passed (quick)"
+    } == {"L3", "L4"}
     assert not quick["failed"]
     exact, rounded = (
         next(check["numbers"] for check in quick["passed"] if check["name"].startswith(name))
@@ -93,10 +114,15 @@ def test_the_numbers_quote_the_chat_model() -> None:
     figures = chat_model.RECORD["rounds"]["figures"]
     milliseconds = lambda name: figures[name]["milliseconds"]
     prefills = [f"int8, prefill of {count}" for count in chat_model.PREFILLS]
-    ratios = [f"{milliseconds(name) / milliseconds(f'{name}, products alone'):.2f}" for name in prefills]
+    ratios = [
+        f"{milliseconds(name) / milliseconds(f'{name}, products alone'):.2f}" for name in prefills
+    ]
     divergence = chat_model.RECORD["divergence"]
     texts = chat_model.RECORD["texts"]
-    starts = {(row["weights"], row["compiled_programs"]): row for row in chat_model.RECORD["start"]["rows"]}
+    starts = {
+        (row["weights"], row["compiled_programs"]): row
+        for row in chat_model.RECORD["start"]["rows"]
+    }
     cold = starts["int8", "cold"]
     warm_seconds = starts["int8", "warm"]["first_character_seconds"]
     check_quoted(
@@ -104,7 +130,9 @@ def test_the_numbers_quote_the_chat_model() -> None:
         f"four rows in `int8`** spends {figures['int8, 4 rows']['outside_products']:.0%} outside products",
         f"A prefill takes {' and '.join(ratios)} times its products.",
         f"over {divergence['tokens']:,} tokens of greedy answers to {divergence['prompts']} prompts",
-        "mean {mean_nats:.4f}, median {median_nats:.4f}, 99th percentile {p99_nats:.3f}.".format(**divergence),
+        "mean {mean_nats:.4f}, median {median_nats:.4f}, 99th percentile {p99_nats:.3f}.".format(
+            **divergence
+        ),
         f"likeliest token is the same for {divergence['same_likeliest_token']:.1%}.",
         f"Of the answers of 32 tokens, {divergence['equal_texts']} are equal.",
         f"the likeliest one of transformers: {texts['equal']} of {texts['prompts']} equal.",
@@ -132,8 +160,14 @@ def test_the_page_of_the_validation_quotes_its_record() -> None:
     (rounded,) = run.checks("L5", "the pair agrees with vllm in bfloat16")
     heads = run.checks("L8", "a head of every variation")
     largest_difference = max(abs(check.numbers["draft_logits_apart"]) for check in heads)
-    sampled = [check.numbers for check in run.checks("L6", "sampled tokens follow") if check.numbers["τ at T=1"] > 1]
-    sequences, tokens = (run.total("L2", words, "tests") for words in ("sequences follow", "millions of tokens"))
+    sampled = [
+        check.numbers
+        for check in run.checks("L6", "sampled tokens follow")
+        if check.numbers["τ at T=1"] > 1
+    ]
+    sequences, tokens = (
+        run.total("L2", words, "tests") for words in ("sequences follow", "millions of tokens")
+    )
     check_quoted(
         "docs/validation.md",
         f"{total('distinct_positions'):,} distinct positions in float32 ({total('tokens_scored'):,} scorings)",
@@ -159,7 +193,9 @@ def acceptance(draft: str, kind: str = "code") -> dict[str, Any]:
 
 
 def test_the_gain_of_sampled_drafts_is_its_record() -> None:
-    likeliest, sampled = (acceptance(f"chain K=4, {way}")["mean_acceptance_length"] for way in ("likeliest", "drawn"))
+    likeliest, sampled = (
+        acceptance(f"chain K=4, {way}")["mean_acceptance_length"] for way in ("likeliest", "drawn")
+    )
     for name in ("docs/command_line.md", "docs/choosing.md"):
         check_quoted(name, f"from {likeliest:.2f} to {sampled:.2f}")
 
@@ -172,13 +208,17 @@ def test_choosing_quotes_its_records() -> None:
     tree = lengths["tree N=8 G=4"]
     large = speeds.SMALL.rows["tree N=60 G=8"]
     head, ngram, both = (
-        speeds.CHAT.rows[name] for name in ("smollm2 chain K=3", "n-gram K=4", "ngram+smollm2 chain K=3")
+        speeds.CHAT.rows[name]
+        for name in ("smollm2 chain K=3", "n-gram K=4", "ngram+smollm2 chain K=3")
     )
     of_task = {part["task"]: part["ratio"]["value"] for part in ngram["tasks"]}
     shares = [f"{share:.2f}"[1:] for share in acceptance("chain K=5")["acceptance_per_position"]]
     check_quoted(
         "docs/choosing.md",
-        *(f"{k}: ({tau(name):.2f}, {row['verify_cost']:.2f}, {row['draft_cost']:.3f})" for k, name, row in chains),
+        *(
+            f"{k}: ({tau(name):.2f}, {row['verify_cost']:.2f}, {row['draft_cost']:.3f})"
+            for k, name, row in chains
+        ),
         f"a tree of 8 nodes has τ {tau('tree N=8 G=4'):.2f} and costs {tree['verify_cost']:.2f} plain steps: "
         f"{ratio(tree)} times plain decoding, less than a chain of three",
         f"costs the small pair {large['verify_cost']:.2f} plain steps: [{ratio(large)}]",
@@ -201,7 +241,9 @@ def test_the_algorithm_quotes_the_run_of_its_pictures() -> None:
         f"The filled parts are accepted: {run['accepted_with_probability']:.2f} of the mass",
         f"Of its {run['tree_nodes']} nodes, the root included, {run['tree_accepted']} were accepted",
     )
-    assert (run["tree_added"] == "bonus") == ("the target added a bonus token" in page("docs/algorithm.md"))
+    assert (run["tree_added"] == "bonus") == (
+        "the target added a bonus token" in page("docs/algorithm.md")
+    )
 
 
 def test_the_example_measures_what_the_tables_show(tmp_path: Path) -> None:
@@ -212,6 +254,8 @@ def test_the_example_measures_what_the_tables_show(tmp_path: Path) -> None:
     assert [(row["method"], row["draft"]) for row in record["rows"]] == [
         ("ngram", "K=2"), ("eagle3", "K=2"), ("eagle3", "tree N=3 G=2"),
     ]  # fmt: skip
-    assert [(row["method"], "cannot draft a tree" in row["reason"]) for row in record["missing"]] == [("ngram", True)]
+    assert [
+        (row["method"], "cannot draft a tree" in row["reason"]) for row in record["missing"]
+    ] == [("ngram", True)]
     assert all(row["lossless"] and row["same_texts"] for row in record["rows"])
     assert "| method | parameters | K=2 | tree N=3 G=2 |" in methods.what_was_measured(record)

@@ -36,7 +36,9 @@ BANNED = {
     r"not nearly": "say the fact alone",
 }
 # Parts of names in snake case.
-BANNED_PARTS = re.compile(r"(?<![a-z])(laws?|drawn|beside|planted|somebody|nobody|whoever)(?![a-z])", re.IGNORECASE)
+BANNED_PARTS = re.compile(
+    r"(?<![a-z])(laws?|drawn|beside|planted|somebody|nobody|whoever)(?![a-z])", re.IGNORECASE
+)
 CODE = ("eagle3_jax", "conversion", "validation", "examples", "tests", "docs", "notebooks")
 # The number of words that a folder still has. It may only fall.
 REMAINING: dict[str, int] = {}
@@ -46,8 +48,14 @@ CHECKED = re.compile("|".join(rf"\b(?:{pattern})\b" for pattern in BANNED), re.I
 
 def pages() -> Iterator[Path]:
     built = ("_build", "notebooks", "repository")
-    yield from (path for path in (ROOT / "docs").rglob("*.md") if path.relative_to(ROOT / "docs").parts[0] not in built)
-    yield from (ROOT / f"{name}README.md" for name in ("", "notebooks/", "notebooks/gpu/", "validation/"))
+    yield from (
+        path
+        for path in (ROOT / "docs").rglob("*.md")
+        if path.relative_to(ROOT / "docs").parts[0] not in built
+    )
+    yield from (
+        ROOT / f"{name}README.md" for name in ("", "notebooks/", "notebooks/gpu/", "validation/")
+    )
     yield from (ROOT / "notebooks").rglob("[0-9]*.ipynb")
 
 
@@ -56,7 +64,9 @@ def read(path: Path) -> str:
     if path.suffix == ".md":
         return prose_of(path.read_text(encoding="utf-8"))
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    return "\n\n".join(prose_of("".join(cell["source"])) for cell in cells if cell["cell_type"] == "markdown")
+    return "\n\n".join(
+        prose_of("".join(cell["source"])) for cell in cells if cell["cell_type"] == "markdown"
+    )
 
 
 def find_banned_words(text: str) -> list[str]:
@@ -67,10 +77,15 @@ def find_banned_words(text: str) -> list[str]:
 
 def test_a_banned_word_is_found_and_an_allowed_one_is_not() -> None:
     assert find_banned_words("It hangs\non the machine, beside a law.") != []
-    assert find_banned_words("The law of total variance; `V` stands for the vocabulary; besides.") == []
+    assert (
+        find_banned_words("The law of total variance; `V` stands for the vocabulary; besides.")
+        == []
+    )
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in sorted(pages())])
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in sorted(pages())]
+)
 def test_a_page_uses_plain_words(path: Path) -> None:
     assert find_banned_words(read(path)) == []
 
@@ -90,19 +105,27 @@ def read_code(source: str) -> Iterator[tuple[int, str]]:
     if not CHECKED.search(source) and not BANNED_PARTS.search(source):
         return
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
             for words in find_banned_words(without_code(ast.get_docstring(node) or "")):
                 yield node.body[0].lineno, words
     names = set()
     comment = ""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.NAME and BANNED_PARTS.search(token.string) and token.string not in names:
+        if (
+            token.type == tokenize.NAME
+            and BANNED_PARTS.search(token.string)
+            and token.string not in names
+        ):
             names.add(token.string)
             yield token.start[0], token.string
         elif token.type == tokenize.COMMENT:  # a sentence may continue on the next line
             comment += " " + token.string.lstrip("#: ")
         elif token.type not in (tokenize.NL, tokenize.INDENT, tokenize.DEDENT) and comment:
-            yield from ((token.start[0], words) for words in find_banned_words(without_code(comment)))
+            yield from (
+                (token.start[0], words) for words in find_banned_words(without_code(comment))
+            )
             comment = ""
 
 
@@ -112,12 +135,21 @@ def without_code(text: str) -> str:
 
 def test_a_banned_word_of_code_is_found_and_an_allowed_one_is_not() -> None:
     source = "'The `law` of one.'\nthe_law = lawful = 1  # drawn\n# It hangs\n# on it.\ndef f():\n    'Nobody.'\n"
-    assert [words for _, words in read_code(source)] == ["Nobody.", "the_law", "drawn", "It hangs on it."]
+    assert [words for _, words in read_code(source)] == [
+        "Nobody.",
+        "the_law",
+        "drawn",
+        "It hangs on it.",
+    ]
 
 
 @pytest.mark.parametrize("folder", CODE)
 def test_code_uses_plain_words(folder: str) -> None:
-    paths = [path for path in (ROOT / folder).rglob("*.py") if ROOT / "eagle3_jax" / "conversion" not in path.parents]
+    paths = [
+        path
+        for path in (ROOT / folder).rglob("*.py")
+        if ROOT / "eagle3_jax" / "conversion" not in path.parents
+    ]
     problems = [
         f"{path.relative_to(ROOT)}:{line}: {words}"
         for path in sorted(paths)

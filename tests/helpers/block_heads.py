@@ -53,12 +53,17 @@ class BlockHead(StoredHead):
             out["markov_head.markov_w1.weight"] = 3 * draw(self.vocab, rank)
             out["markov_head.markov_w2.weight"] = 3 * draw(self.draft_vocab, rank)
         if self.markov == "gated":
-            out |= {"markov_head.gate_proj.weight": draw(rank, width + rank), "markov_head.gate_proj.bias": draw(rank)}
+            out |= {
+                "markov_head.gate_proj.weight": draw(rank, width + rank),
+                "markov_head.gate_proj.bias": draw(rank),
+            }
         if self.markov == "rnn":
             out["markov_head.joint_proj.weight"] = draw(3 * rank, 2 * rank + width)
             out["markov_head.joint_proj.bias"] = draw(3 * rank)
         if self.confidence:
-            out["confidence_head.proj.weight"] = draw(1, width + (rank if self.confidence == "markov" else 0))
+            out["confidence_head.proj.weight"] = draw(
+                1, width + (rank if self.confidence == "markov" else 0)
+            )
             out["confidence_head.proj.bias"] = draw(1)
         if self.own_embedding:
             out["embed_tokens.weight"] = draw(self.vocab, width)
@@ -122,11 +127,19 @@ class Block(NamedTuple):
 
 @functools.cache
 def weights(head: BlockHead) -> dict[str, np.ndarray]:
-    return {name.removesuffix(".weight"): value.astype(np.float64) for name, value in head.tensors().items()}
+    return {
+        name.removesuffix(".weight"): value.astype(np.float64)
+        for name, value in head.tensors().items()
+    }
 
 
 def run_block(
-    head: BlockHead, embedding: np.ndarray, output: np.ndarray, features: np.ndarray, root: int, count: int
+    head: BlockHead,
+    embedding: np.ndarray,
+    output: np.ndarray,
+    features: np.ndarray,
+    root: int,
+    count: int,
 ) -> Block:
     """Runs a block of ``count`` predictions after ``features [n A Dt]`` of the tokens before the root."""
     w = weights(head)
@@ -158,21 +171,34 @@ def run_block(
         a = rms(x, f"{name}.input_layernorm")
         attn = f"{name}.self_attn"
         q = turned(rms(heads(a, f"{attn}.q_proj"), f"{attn}.q_norm"), known)
-        keys = [turned(rms(heads(y, f"{attn}.k_proj"), f"{attn}.k_norm"), at) for y, at in ((context, 0), (a, known))]
+        keys = [
+            turned(rms(heads(y, f"{attn}.k_proj"), f"{attn}.k_norm"), at)
+            for y, at in ((context, 0), (a, known))
+        ]
         k = np.concatenate(keys).repeat(head.heads // head.kv_heads, 1)
-        v = np.concatenate([heads(y, f"{attn}.v_proj") for y in (context, a)]).repeat(head.heads // head.kv_heads, 1)
+        v = np.concatenate([heads(y, f"{attn}.v_proj") for y in (context, a)]).repeat(
+            head.heads // head.kv_heads, 1
+        )
         score = np.einsum("qhd,khd->hqk", q, k) / head.head_dim**0.5
         if head.causal:
-            score[:, *np.nonzero(np.arange(known + rows) > known + np.arange(rows)[:, None])] = -np.inf
-        x = x + linear(np.einsum("hqk,khd->qhd", softmax(score, -1), v).reshape(rows, -1), f"{attn}.o_proj")
+            score[
+                :, *np.nonzero(np.arange(known + rows) > known + np.arange(rows)[:, None])
+            ] = -np.inf
+        x = x + linear(
+            np.einsum("hqk,khd->qhd", softmax(score, -1), v).reshape(rows, -1), f"{attn}.o_proj"
+        )
         y = rms(x, f"{name}.post_attention_layernorm")
         gate = linear(y, f"{name}.mlp.gate_proj")
-        x = x + linear(gate * expit(gate) * linear(y, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
+        x = x + linear(
+            gate * expit(gate) * linear(y, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj"
+        )
     hidden = rms(x, "norm")[-count:]
     return Block(hidden, hidden @ (w["lm_head"] if "lm_head" in w else output.astype(np.float64)).T)
 
 
-def biased(head: BlockHead, block: Block, root: int, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def biased(
+    head: BlockHead, block: Block, root: int, tokens: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
     """Logits ``[K W]`` and confidences ``[K]`` of a chain of target ids, each given those before it."""
     w = weights(head)
     before = [root, *tokens][: len(block.logits)]
@@ -183,12 +209,20 @@ def biased(head: BlockHead, block: Block, root: int, tokens: list[int]) -> tuple
         read = m = w["markov_head.markov_w1"][token] if head.rank else np.zeros(0)
         if head.confidence:
             seen = np.concatenate([h, m]) if head.confidence == "markov" else h
-            confidence.append(float(w["confidence_head.proj"][0] @ seen + w["confidence_head.proj.bias"][0]))
+            confidence.append(
+                float(w["confidence_head.proj"][0] @ seen + w["confidence_head.proj.bias"][0])
+            )
         if head.markov == "gated":
-            gate = w["markov_head.gate_proj"] @ np.concatenate([h, m]) + w["markov_head.gate_proj.bias"]
+            gate = (
+                w["markov_head.gate_proj"] @ np.concatenate([h, m])
+                + w["markov_head.gate_proj.bias"]
+            )
             read = expit(gate) * m
         elif head.markov == "rnn":
-            joint = w["markov_head.joint_proj"] @ np.concatenate([state, m, h]) + w["markov_head.joint_proj.bias"]
+            joint = (
+                w["markov_head.joint_proj"] @ np.concatenate([state, m, h])
+                + w["markov_head.joint_proj.bias"]
+            )
             gate, candidate, out = np.split(joint, 3)
             state = expit(gate) * state + (1 - expit(gate)) * np.tanh(candidate)
             read = np.tanh(out)
@@ -198,7 +232,9 @@ def biased(head: BlockHead, block: Block, root: int, tokens: list[int]) -> tuple
 
 def chosen_ids(head: BlockHead) -> np.ndarray:
     """Returns the target id of each draft id."""
-    return head.tensors().get("d2t", np.zeros(head.draft_vocab, np.int64)) + np.arange(head.draft_vocab)
+    return head.tensors().get("d2t", np.zeros(head.draft_vocab, np.int64)) + np.arange(
+        head.draft_vocab
+    )
 
 
 def greedy_chain(head: BlockHead, block: Block, root: int) -> list[int]:

@@ -16,7 +16,8 @@ _PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-sta
 def browsing(*, width: int = 1280, height: int = 900, scheme: str = "light") -> Iterator[Any]:
     """Yields a page of playwright. An error of its script fails the test."""
     sync_api = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed; pip install 'eagle3-jax[dev]' has it"
+        "playwright.sync_api",
+        reason="playwright is not installed; pip install 'eagle3-jax[dev]' has it",
     )
     program = next(filter(None, map(shutil.which, _PROGRAMS)), None)
     if program is None:
@@ -28,7 +29,9 @@ def browsing(*, width: int = 1280, height: int = 900, scheme: str = "light") -> 
         page.on("pageerror", lambda error: errors.append(error))
 
         def listen(message: Any) -> None:
-            is_refusal = message.text.startswith("Failed to load resource")  # the status code of an answer
+            is_refusal = message.text.startswith(
+                "Failed to load resource"
+            )  # the status code of an answer
             if message.type == "error" and not is_refusal:
                 errors.append(message.text)
 

@@ -44,11 +44,15 @@ def assert_close(ours: Any, truth: np.ndarray) -> None:
     assert np.abs(np.asarray(ours) - truth).max() <= 1e-4 * np.abs(truth).max()
 
 
-def write_checkpoint(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
+def write_checkpoint(
+    directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]
+) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     stored = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
-    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})  # for transformers
+    save_file(
+        stored, directory / "model.safetensors", metadata={"format": "pt"}
+    )  # for transformers
     return directory
 
 
@@ -99,12 +103,18 @@ def same_params(first: Any, second: Any) -> bool:
 def same_target(first: Any, second: Any) -> bool:
     """Returns whether two targets are equal, bit for bit."""
     ours, theirs = (dict(rules.flatten(target.params)) for target in (first, second))
-    return first.config == second.config and all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+    return first.config == second.config and all(
+        np.array_equal(ours[name], theirs[name]) for name in theirs
+    )
 
 
 def same_head(first: Any, second: Any) -> bool:
     """Returns whether two heads are equal, bit for bit."""
-    parts = lambda head: {"head": head.head, "ids": head.draft_to_target, "embedding": head.embedding}
+    parts = lambda head: {
+        "head": head.head,
+        "ids": head.draft_to_target,
+        "embedding": head.embedding,
+    }
     present = lambda head: {name: part for name, part in parts(head).items() if part is not None}
     return first.config == second.config and same_params(present(first), present(second))
 
@@ -157,10 +167,15 @@ def drawing(random: np.random.Generator, dtype: Any = np.float32) -> Draw:
     return draw
 
 
-def draft_vocabulary(random: np.random.Generator, vocab: int, draft_vocab: int) -> dict[str, np.ndarray]:
+def draft_vocabulary(
+    random: np.random.Generator, vocab: int, draft_vocab: int
+) -> dict[str, np.ndarray]:
     """Returns ``d2t`` and ``t2d`` of random tokens."""
     chosen = np.sort(random.permutation(vocab)[:draft_vocab])
-    return {"d2t": chosen.astype(np.int64) - np.arange(draft_vocab), "t2d": np.isin(np.arange(vocab), chosen)}
+    return {
+        "d2t": chosen.astype(np.int64) - np.arange(draft_vocab),
+        "t2d": np.isin(np.arange(vocab), chosen),
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,9 +213,15 @@ class StoredHead:
         fed = fed or width
         shapes = {"q": (queries, fed), "k": (keys, fed), "v": (keys, fed), "o": (width, queries)}
         out = {f"{name}.{norm}.weight": draw(width, around=1) for norm in norms}
-        out |= {f"{name}.self_attn.{key}_proj.weight": draw(*shape) for key, shape in shapes.items()}
+        out |= {
+            f"{name}.self_attn.{key}_proj.weight": draw(*shape) for key, shape in shapes.items()
+        }
         out |= {f"{name}.self_attn.{key}_proj.bias": draw(shapes[key][0]) for key in bias}
-        out |= {f"{name}.self_attn.{key}_norm.weight": draw(self.head_dim, around=1) for key in "qk" if qk_norm}
+        out |= {
+            f"{name}.self_attn.{key}_norm.weight": draw(self.head_dim, around=1)
+            for key in "qk"
+            if qk_norm
+        }
         out |= {f"{name}.mlp.{key}_proj.weight": draw(self.inner, width) for key in ("gate", "up")}
         return out | {f"{name}.mlp.down_proj.weight": draw(width, self.inner)}
 
@@ -233,7 +254,10 @@ def write_llama(directory: Path, config: DecoderConfig = TARGET, seed: int = 0) 
         head_dim=mixer.head_dim,
         inner=config.layers[0].mlp.width,
     )
-    tensors = {"model.embed_tokens.weight": draw(config.vocab_size, width), "model.norm.weight": draw(width, around=1)}
+    tensors = {
+        "model.embed_tokens.weight": draw(config.vocab_size, width),
+        "model.norm.weight": draw(width, around=1),
+    }
     for layer in range(config.num_layers):
         tensors |= sizes.block_tensors(draw, f"model.layers.{layer}", norms=NORMS)
     tensors["lm_head.weight"] = draw(config.vocab_size, width)
@@ -254,7 +278,9 @@ def target_tables() -> list[np.ndarray]:
 
 
 def loaded_head(
-    write: Callable[[Path], Path], topology: Topology | None = None, draft_sampling: DraftSampling | None = None
+    write: Callable[[Path], Path],
+    topology: Topology | None = None,
+    draft_sampling: DraftSampling | None = None,
 ) -> tuple[Any, Any]:
     """Returns the drafter for :func:`loaded_target` that is loaded from files, and its parameters."""
     with tempfile.TemporaryDirectory() as folder:
@@ -284,9 +310,14 @@ class Head(StoredHead):
         draw = drawing(random, self.dtype)
         width = self.width
         chunks = len(self.aux)
-        out = {"fc.weight": draw(width, chunks * self.target_width), "norm.weight": draw(width, around=1)}
+        out = {
+            "fc.weight": draw(width, chunks * self.target_width),
+            "norm.weight": draw(width, around=1),
+        }
         options: dict[str, Any] = {"bias": "qkvo" if self.bias else "", "qk_norm": self.qk_norm}
-        out |= self.block_tensors(draw, "midlayer", norms=(*NORMS, "hidden_norm"), fed=2 * width, **options)
+        out |= self.block_tensors(
+            draw, "midlayer", norms=(*NORMS, "hidden_norm"), fed=2 * width, **options
+        )
         for layer in range(1, self.layers):
             out |= self.block_tensors(draw, f"layers.{layer}", norms=NORMS, **options)
         if self.fc_norm:
@@ -315,8 +346,13 @@ class Head(StoredHead):
         if self.theta != 10_000.0:
             values["rope_theta"] = self.theta
         if self.windows:
-            values["layer_types"] = ["sliding_attention" if window else "full_attention" for window in self.windows]
-            values |= {"sliding_window": max(window for window in self.windows if window), "use_sliding_window": True}
+            values["layer_types"] = [
+                "sliding_attention" if window else "full_attention" for window in self.windows
+            ]
+            values |= {
+                "sliding_window": max(window for window in self.windows if window),
+                "use_sliding_window": True,
+            }
         if self.bias:
             values["attention_bias"] = True
         if self.own_embedding or self.target_width != self.width:
@@ -343,7 +379,13 @@ class Head(StoredHead):
             }
             tensors = {name: value for name, value in layered.items() if name != "t2d"}
         elif dialect == "speculators":
-            outer = ("draft_vocab_size", "norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
+            outer = (
+                "draft_vocab_size",
+                "norm_before_residual",
+                "norm_output",
+                "fc_norm",
+                "norm_before_fc",
+            )
             top = {name: config.pop(name) for name in outer if name in config}
             config.pop("eagle_aux_hidden_state_layer_ids", None)
             top["target_hidden_size"] = config.pop("target_hidden_size", None)
@@ -395,7 +437,9 @@ class TorchLayers:
         torch = self.torch
         head = self.head
         count = x.shape[0]
-        q, k, v = (self.linear(x, f"{name}.{key}_proj").view(count, -1, head.head_dim) for key in "qkv")
+        q, k, v = (
+            self.linear(x, f"{name}.{key}_proj").view(count, -1, head.head_dim) for key in "qkv"
+        )
         if f"{name}.q_norm" in self.w:
             q = self.rms(q, f"{name}.q_norm")
             k = self.rms(k, f"{name}.k_norm")
@@ -426,16 +470,26 @@ class TorchHead(TorchLayers):
     def __init__(self, head: Head, embedding: np.ndarray):
         import torch
 
-        raw = {name: torch.from_numpy(np.asarray(v, np.float32)) for name, v in head.tensors().items() if name != "t2d"}
-        super().__init__(head, {name.replace("midlayer.", "layers.0."): value for name, value in raw.items()})
-        self.chosen = self.w.get("d2t", torch.zeros(head.draft_vocab)).long() + torch.arange(head.draft_vocab)
+        raw = {
+            name: torch.from_numpy(np.asarray(v, np.float32))
+            for name, v in head.tensors().items()
+            if name != "t2d"
+        }
+        super().__init__(
+            head, {name.replace("midlayer.", "layers.0."): value for name, value in raw.items()}
+        )
+        self.chosen = self.w.get("d2t", torch.zeros(head.draft_vocab)).long() + torch.arange(
+            head.draft_vocab
+        )
         self.table = torch.from_numpy(np.array(embedding, np.float32))
 
     def fuse(self, features: np.ndarray) -> Any:
         """Fuses ``features [T A Dt]``."""
         chunks = self.torch.from_numpy(features)
         if self.head.fc_norm:
-            chunks = self.torch.stack([self.rms(chunks[:, i], f"fc_norm.{i}") for i in range(len(self.head.aux))], 1)
+            chunks = self.torch.stack(
+                [self.rms(chunks[:, i], f"fc_norm.{i}") for i in range(len(self.head.aux))], 1
+            )
         flat = chunks.flatten(1)
         return self.linear(self.rms(flat, "input_norm") if self.head.norm_before_fc else flat, "fc")
 
@@ -443,8 +497,12 @@ class TorchHead(TorchLayers):
         """Runs the layers on a sequence from position 0; each row sees itself and the rows before it."""
         first, *others = self.head.windows or (None,) * self.head.layers
         normed = self.rms(stream, "layers.0.hidden_norm")
-        both = self.torch.cat([self.rms(self.table[tokens], "layers.0.input_layernorm"), normed], -1)
-        x = self.block(normed if self.head.norm_before_residual else stream, "layers.0", fed=both, window=first)
+        both = self.torch.cat(
+            [self.rms(self.table[tokens], "layers.0.input_layernorm"), normed], -1
+        )
+        x = self.block(
+            normed if self.head.norm_before_residual else stream, "layers.0", fed=both, window=first
+        )
         for layer, window in enumerate(others, 1):
             x = self.block(x, f"layers.{layer}", window=window)
         return x
@@ -489,9 +547,13 @@ def draft_greedily(
     return Drafted(logits[0].numpy(), drafts)
 
 
-def torch_draft(head: Head, embedding: np.ndarray, features: np.ndarray, tokens: np.ndarray, depth: int) -> Drafted:
+def torch_draft(
+    head: Head, embedding: np.ndarray, features: np.ndarray, tokens: np.ndarray, depth: int
+) -> Drafted:
     """Drafts with an EAGLE-3 head after ``features [T A Dt]`` at positions 0..T-1 and the ``tokens`` after them."""
     network = TorchHead(head, embedding)
     options = {"feed_back": lambda output: network.rms(output, "norm")} if head.norm_output else {}
     stream = network.fuse(features)
-    return draft_greedily(network.run, network.logits, tokens, stream, depth, chosen=network.chosen, **options)
+    return draft_greedily(
+        network.run, network.logits, tokens, stream, depth, chosen=network.chosen, **options
+    )

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from eagle3_jax.models.config import DecoderConfig, Eagle3Config, GatedMLP, GroupedQuery, uniform, usual_head
+from eagle3_jax.models.config import (
+    DecoderConfig,
+    Eagle3Config,
+    GatedMLP,
+    GroupedQuery,
+    uniform,
+    usual_head,
+)
 from eagle3_jax.theory.accelerators import accelerator_named
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import Deployment

@@ -28,7 +28,13 @@ UNREADABLE: dict[str, dict[str, Any]] = {  # what is reported in place of a toke
     "text": {"logprob": "-1", "top": {1: "-1"}},
     "empty": {"logprob": 0.0, "top": {}},
 }
-_NEUTRAL = {"top_k": -1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+_NEUTRAL = {
+    "top_k": -1,
+    "min_p": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+}
 
 
 @dataclasses.dataclass
@@ -42,9 +48,10 @@ class Manners:
         reports: Whether it reports log-probabilities.
         most_reported: Most log-probabilities of a position.
         echoes: Whether it scores prompts.
-        form: ``completions`` (ids as texts), ``texts`` (texts alone), ``content`` (as in chats) or ``llama.cpp``, which
-            reports nothing about drafted tokens.
-        chat_tokens: How chats name tokens, by a text that all share and ``ids`` or ``bytes``; or by ``texts`` alone.
+        form: ``completions`` (ids as texts), ``texts`` (texts alone), ``content`` (as in chats) or
+            ``llama.cpp``, which reports nothing about drafted tokens.
+        chat_tokens: How chats name tokens, by a text that all share and ``ids`` or ``bytes``; or by
+            ``texts`` alone.
         writes_texts: Whether answers have texts, as a server without a tokenizer has not.
         leaves_out: Whether tokens behind drafts are missing in the report.
         unreadable: What is reported of drafted tokens, of ``UNREADABLE``; empty for their numbers.
@@ -61,18 +68,22 @@ class Manners:
         refused_fields: Fields that it refuses requests for.
         ignored_fields: Fields that it does not read.
         wrong_greedy: Position whose greedy token is the second likeliest.
-        wrong_when: When it is: ``always``, ``again`` (at every second time of its prompt), ``crowded`` (another request
-            is answered at the same time) or ``long`` (the prompt has more than 256 tokens).
-        stale_prefixes: Whether a prompt that extends an answer is read as if its last token were another.
+        wrong_when: When it is: ``always``, ``again`` (at every second time of its prompt),
+            ``crowded`` (another request is answered at the same time) or ``long`` (the prompt has
+            more than 256 tokens).
+        stale_prefixes: Whether a prompt that extends an answer is read as if its last token were
+            another.
         penalized: Share of the penalties that it applies.
         penalized_rounds: Whether penalties count the tokens of earlier rounds only.
         processed: Whether it reports log-probabilities after all that changes them.
         overshoot: Tokens that it writes beyond ``max_tokens``.
-        stop_delay: Characters that it writes behind a stop text, or, if below 0, leaves out before it.
-        constrained: How it writes what a grammar constrains: ``right``, ``broken``, ``cut`` off by the length, or
-            ``empty``.
+        stop_delay: Characters that it writes behind a stop text, or, if below 0, leaves out before
+            it.
+        constrained: How it writes what a grammar constrains: ``right``, ``broken``, ``cut`` off by
+            the length, or ``empty``.
         fixed_seed: Seed that it uses in place of the request's.
-        shift: What it adds to log-probabilities of every eighth token that are scored by force, behind the first.
+        shift: What it adds to log-probabilities of every eighth token that are scored by force,
+            behind the first.
     """
 
     refusals: list[int] = dataclasses.field(default_factory=list)
@@ -141,7 +152,9 @@ class FakeServer(http.server.ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def start(self) -> None:
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     def stop(self) -> None:
         self.shutdown()
@@ -187,7 +200,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         manners = self.server.manners
         if self._has_no_key():
-            self._answer(401, {"error": {"message": f"no key but {self.headers.get('Authorization')}"}})
+            self._answer(
+                401, {"error": {"message": f"no key but {self.headers.get('Authorization')}"}}
+            )
         elif manners.redirect:
             self._send(302, b"", Location=manners.redirect + self.path)
         elif self.path == "/v1/models" and manners.lists_models:
@@ -208,26 +223,36 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.server.requests.append(body)
         is_chat = self.path == "/v1/chat/completions"
         if self._has_no_key():
-            self._answer(401, {"error": {"message": f"no key but {self.headers.get('Authorization')}"}})
+            self._answer(
+                401, {"error": {"message": f"no key but {self.headers.get('Authorization')}"}}
+            )
         elif manners.redirect:
             self._send(302, b"", Location=manners.redirect + self.path)
         elif self.path == "/tokenize" and manners.form == "llama.cpp":
             text = body["content"]
-            self._answer(200, {"tokens": [int(word) for word in text.split() if word.isdecimal()] or [5]})
+            self._answer(
+                200, {"tokens": [int(word) for word in text.split() if word.isdecimal()] or [5]}
+            )
         elif not is_chat and (self.path != "/v1/completions" or not manners.completes):
             self._answer(404, {"error": {"message": "not found"}})
         elif manners.refusals:
-            retry_after = {} if manners.retry_after is None else {"Retry-After": manners.retry_after}
+            retry_after = (
+                {} if manners.retry_after is None else {"Retry-After": manners.retry_after}
+            )
             self._answer(manners.refusals.pop(0), {"error": {"message": "busy"}}, **retry_after)
         elif manners.refused_fields & body.keys():
-            self._answer(400, {"error": {"message": f"unknown: {min(manners.refused_fields & body.keys())}"}})
+            self._answer(
+                400, {"error": {"message": f"unknown: {min(manners.refused_fields & body.keys())}"}}
+            )
         elif body.get("echo") and not manners.echoes:
             self._answer(400, {"error": {"message": "echo is not supported"}})
         else:
             self.server.pending += 1
             time.sleep(manners.seconds)
             self.server.answered += 1
-            self._complete({name: body[name] for name in body if name not in manners.ignored_fields}, is_chat)
+            self._complete(
+                {name: body[name] for name in body if name not in manners.ignored_fields}, is_chat
+            )
             self.server.pending -= 1
 
     def _has_no_key(self) -> bool:
@@ -244,28 +269,44 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             ids = prompt
         number = body.get("top_logprobs", 0) if is_chat else body.get("logprobs") or 0
         self.is_wrong = self._has_reason_to_err(ids)
-        self.is_stale = manners.stale_prefixes and not body.get("cache_salt") and self._extends_an_answer(ids)
+        self.is_stale = (
+            manners.stale_prefixes and not body.get("cache_salt") and self._extends_an_answer(ids)
+        )
         answers = [self._write(ids, body, index) for index in range(body.get("n", 1))]
         self.server.seen[str(ids)] += not body.get("echo")
-        self.server.written |= {(*ids, *answer.tokens) for answer in answers if any(answer.chunk_index)}
+        self.server.written |= {
+            (*ids, *answer.tokens) for answer in answers if any(answer.chunk_index)
+        }
         chunks: list[list[dict[str, Any]]] = []
         for index, answer in enumerate(answers):
             entries = self._entries(ids, answer, number, body)
             if body.get("echo"):
                 entries = self._echoed(ids, answer.tokens, number)
-            starts = [position for position, index_in_chunk in enumerate(answer.chunk_index) if index_in_chunk == 0]
+            starts = [
+                position
+                for position, index_in_chunk in enumerate(answer.chunk_index)
+                if index_in_chunk == 0
+            ]
             if not body.get("stream") or manners.form == "llama.cpp":
                 starts = [0]
-            rows = [entries[start:stop] for start, stop in zip(starts, [*starts[1:], None], strict=True)]
+            rows = [
+                entries[start:stop] for start, stop in zip(starts, [*starts[1:], None], strict=True)
+            ]
             texts = self._texts(answer, rows)
             if manners.leaves_out:
                 rows = [row[:1] for row in rows]
-            of_choice = [self._choice(index, row, text, body) for row, text in zip(rows, texts, strict=True)]
+            of_choice = [
+                self._choice(index, row, text, body) for row, text in zip(rows, texts, strict=True)
+            ]
             of_choice[-1]["finish_reason"] = answer.finish_reason
             if manners.form not in ("texts", "llama.cpp") and body.get("return_token_ids"):
                 of_choice[0]["prompt_token_ids"] = ids
             chunks.append(of_choice)
-        usage = {"completion_tokens": sum(len(answer.tokens) for answer in answers)} if manners.counts else {}
+        usage = (
+            {"completion_tokens": sum(len(answer.tokens) for answer in answers)}
+            if manners.counts
+            else {}
+        )
         if body.get("stream") and manners.form != "llama.cpp":
             rounds = itertools.zip_longest(*chunks)  # the choices' chunks take turns
             events = [self._event([choice]) for row in rounds for choice in row if choice]
@@ -273,7 +314,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 events.append(self._event([]) | {"usage": usage})
             self._stream(events)
             return
-        event = self._event([choice for of_choice in chunks for choice in of_choice]) | {"usage": usage}
+        event = self._event([choice for of_choice in chunks for choice in of_choice]) | {
+            "usage": usage
+        }
         if manners.form == "llama.cpp":
             drafted = int(np.count_nonzero(answers[0].chunk_index))
             event |= {"__verbose": {"tokens": answers[0].tokens}, "timings": {"draft_n": drafted}}
@@ -307,7 +350,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _write(self, ids: list[int], body: dict[str, Any], index: int) -> _Written:
         """Returns an answer, ended as the request says."""
         tokens, chunk_index = self._tokens(ids, body, index)
-        if body.keys() & {"response_format", "json_schema", "structured_outputs", "regex", "grammar"}:
+        if body.keys() & {
+            "response_format",
+            "json_schema",
+            "structured_outputs",
+            "regex",
+            "grammar",
+        }:
             return self._constrained(tokens, chunk_index, body, index)
         delay = self.server.manners.stop_delay
         stops = body.get("stop") or []
@@ -315,7 +364,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         text = ""
         for position, token in enumerate(tokens):
             length = position + 1
-            if token == END and not body.get("ignore_eos") and self.server.manners.form != "llama.cpp":
+            if (
+                token == END
+                and not body.get("ignore_eos")
+                and self.server.manners.form != "llama.cpp"
+            ):
                 return _Written(text, tokens[:length], chunk_index[:length], "stop")
             text += f" {token}"
             starts = [text.index(stop) for stop in stops if stop in text]
@@ -326,13 +379,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 return _Written(text[:end], tokens[:length], chunk_index[:length], "stop")
         return _Written(text, tokens, chunk_index, "length")
 
-    def _constrained(self, tokens: list[int], chunk_index: list[int], body: dict[str, Any], index: int) -> _Written:
+    def _constrained(
+        self, tokens: list[int], chunk_index: list[int], body: dict[str, Any], index: int
+    ) -> _Written:
         """Returns an answer that a grammar constrains; its tokens are not those of its text."""
         rng = np.random.default_rng(body.get("seed", 0) + index)
         is_object = body.keys() & {"response_format", "json_schema"}
         values = (["true", "false"][rng.integers(2)], "xy"[rng.integers(2)])
         digits = "".join(map(str, rng.integers(0, 10, 16)))
-        number = "-".join(digits[start : start + 3] for start in range(0, 12, 3)) + f"-{digits[12:]}"
+        number = (
+            "-".join(digits[start : start + 3] for start in range(0, 12, 3)) + f"-{digits[12:]}"
+        )
         text = '{{"a": {}, "b": "{}"}}'.format(*values) if is_object else number
         if self.server.manners.constrained == "broken":
             text = text[:5] + text[7:]
@@ -341,7 +398,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return _Written(text, tokens, chunk_index, "length")
         return _Written(text, tokens, chunk_index, "stop")
 
-    def _tokens(self, ids: list[int], body: dict[str, Any], index: int) -> tuple[list[int], list[int]]:
+    def _tokens(
+        self, ids: list[int], body: dict[str, Any], index: int
+    ) -> tuple[list[int], list[int]]:
         """Returns tokens to the limit, and the position of each in its chunk: by rounds, or one by one."""
         manners = self.server.manners
         sampler = self.server.sampler
@@ -350,7 +409,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         seed = int(body.get("seed", np.random.default_rng().integers(2**31))) + index
         seed = seed if manners.fixed_seed is None else manners.fixed_seed
         sampling = sampler.sampling
-        is_usual = (body.get("temperature", 1), body.get("top_p", 1)) == (sampling.temperature, sampling.top_p)
+        is_usual = (body.get("temperature", 1), body.get("top_p", 1)) == (
+            sampling.temperature,
+            sampling.top_p,
+        )
         is_usual &= all(body.get(name, value) == value for name, value in _NEUTRAL.items())
         if is_usual and not body.get("logit_bias") and not body.get("min_tokens"):
             start = None  # the first token of an answer comes from the prompt
@@ -378,15 +440,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 tokens.append(int(np.argsort(-p)[rank]))
         return tokens, chunk_index
 
-    def _sampled_from(self, ids: list[int], tokens: list[int], body: dict[str, Any], in_chunk: int) -> np.ndarray:
+    def _sampled_from(
+        self, ids: list[int], tokens: list[int], body: dict[str, Any], in_chunk: int
+    ) -> np.ndarray:
         """Returns the distribution of the next token after all that changes it, in vLLM's order."""
         manners = self.server.manners
         logits = np.log(self._distribution(ids[0], [*ids[1:], *tokens]))
         counted = tokens[: len(tokens) - in_chunk] if manners.penalized_rounds else tokens
         counts = np.bincount(counted, minlength=len(logits))
         repetition = body.get("repetition_penalty", 1)
-        logits = np.where(counts > 0, np.where(logits > 0, logits / repetition, logits * repetition), logits)
-        penalties = body.get("frequency_penalty", 0) * counts + body.get("presence_penalty", 0) * (counts > 0)
+        logits = np.where(
+            counts > 0, np.where(logits > 0, logits / repetition, logits * repetition), logits
+        )
+        penalties = body.get("frequency_penalty", 0) * counts + body.get("presence_penalty", 0) * (
+            counts > 0
+        )
         logits = logits - manners.penalized * penalties
         bias = body.get("logit_bias") or {}
         for token, value in bias.items() if isinstance(bias, dict) else bias:
@@ -406,19 +474,28 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _distribution(self, prompt: int, before: list[int]) -> np.ndarray:
         sampler = self.server.sampler
-        return sampler.target[prompt, before[-1] - self.is_stale] if before else sampler.first[prompt]
+        return (
+            sampler.target[prompt, before[-1] - self.is_stale] if before else sampler.first[prompt]
+        )
 
-    def _entry(self, prompt: int, before: list[int], token: int, number: int, shift: float = 0.0) -> dict[str, Any]:
+    def _entry(
+        self, prompt: int, before: list[int], token: int, number: int, shift: float = 0.0
+    ) -> dict[str, Any]:
         """Returns a token with the likeliest tokens of its position."""
         distribution = np.log(self._distribution(prompt, before)) + shift
-        listed = {*np.argsort(-distribution)[: min(number, self.server.manners.most_reported)].tolist(), token}
+        listed = {
+            *np.argsort(-distribution)[: min(number, self.server.manners.most_reported)].tolist(),
+            token,
+        }
         return {
             "id": token,
             "logprob": float(distribution[token]),
             "top": {likely: float(distribution[likely]) for likely in listed},
         }
 
-    def _entries(self, ids: list[int], answer: _Written, number: int, body: dict[str, Any]) -> list[dict[str, Any]]:
+    def _entries(
+        self, ids: list[int], answer: _Written, number: int, body: dict[str, Any]
+    ) -> list[dict[str, Any]]:
         manners = self.server.manners
         unreadable = "empty" if manners.form == "llama.cpp" else manners.unreadable
         entries = []
@@ -428,7 +505,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 before = answer.tokens[:position]
                 p = self._sampled_from(ids, before, body, answer.chunk_index[position])
                 listed = {*np.flatnonzero(p).tolist(), token}
-                entry |= {"logprob": math.log(p[token]), "top": {likely: math.log(p[likely]) for likely in listed}}
+                entry |= {
+                    "logprob": math.log(p[token]),
+                    "top": {likely: math.log(p[likely]) for likely in listed},
+                }
             if unreadable and answer.chunk_index[position] > 0:
                 entry = {"id": token} | UNREADABLE[unreadable]
             entries.append(entry)
@@ -438,11 +518,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         tokens = [*ids[1:], *answer]
         shift = self.server.manners.shift
         return [
-            self._entry(ids[0], tokens[:index], token, number, shift if index and token % 8 == 0 else 0.0)
+            self._entry(
+                ids[0], tokens[:index], token, number, shift if index and token % 8 == 0 else 0.0
+            )
             for index, token in enumerate(tokens)
         ]
 
-    def _choice(self, index: int, entries: list[dict[str, Any]], text: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _choice(
+        self, index: int, entries: list[dict[str, Any]], text: str, body: dict[str, Any]
+    ) -> dict[str, Any]:
         manners = self.server.manners
         text = text if manners.writes_texts else ""
         is_chat = "messages" in body
@@ -455,7 +539,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if manners.reports and body.get("logprobs"):
             is_list = is_chat or manners.form in ("content", "llama.cpp")
             as_ids = manners.form == "completions" and body.get("return_tokens_as_token_ids")
-            choice["logprobs"] = self._listed(entries) if is_list else _columns(entries, "token_id:" if as_ids else " ")
+            choice["logprobs"] = (
+                self._listed(entries)
+                if is_list
+                else _columns(entries, "token_id:" if as_ids else " ")
+            )
         return choice
 
     def _listed(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -466,7 +554,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if "logprob" in entry:
                 values["logprob"] = entry["logprob"]
                 top = entry["top"]
-                values["top_logprobs"] = top and [self._named(key) | {"logprob": top[key]} for key in top]
+                values["top_logprobs"] = top and [
+                    self._named(key) | {"logprob": top[key]} for key in top
+                ]
             listed.append(values)
         return {"content": listed}
 
@@ -474,7 +564,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         names = self.server.manners.chat_tokens
         if names == "texts":
             return {"token": f" {token}"}
-        return {"token": "x", "id": token} if names == "ids" else {"token": "x", "bytes": list(f" {token}".encode())}
+        return (
+            {"token": "x", "id": token}
+            if names == "ids"
+            else {"token": "x", "bytes": list(f" {token}".encode())}
+        )
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         models = self.server.manners.models
@@ -484,18 +578,33 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         rounds = self.server.rounds
         length = self.server.sampler._length
         accepted = [sum(count > position + 1 for count in rounds) for position in range(length)]
-        counts = {"drafts": len(rounds), "draft_tokens": length * len(rounds), "accepted_tokens": sum(accepted)}
-        lines = [f'vllm:spec_decode_num_{name}_total{{engine="0"}} {count}.0' for name, count in counts.items()]
+        counts = {
+            "drafts": len(rounds),
+            "draft_tokens": length * len(rounds),
+            "accepted_tokens": sum(accepted),
+        }
+        lines = [
+            f'vllm:spec_decode_num_{name}_total{{engine="0"}} {count}.0'
+            for name, count in counts.items()
+        ]
         name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-        lines += [f'{name}{{engine="0",position="{position}"}} {count}.0' for position, count in enumerate(accepted)]
+        lines += [
+            f'{name}{{engine="0",position="{position}"}} {count}.0'
+            for position, count in enumerate(accepted)
+        ]
         return "\n".join([*lines, ""])
 
     def _stream(self, events: list[dict[str, Any]]) -> None:
         """Writes events; the end of the connection is that of the stream."""
-        data = b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events) + b"data: [DONE]\n\n"
+        data = (
+            b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events)
+            + b"data: [DONE]\n\n"
+        )
         cut_every = self.server.manners.cut_every
         if cut_every and self.server.answered % cut_every == 0:
-            data = data[: data.index(b"\n\n", len(data) // 2) + 2] if len(events) > 2 else b"data: {"
+            data = (
+                data[: data.index(b"\n\n", len(data) // 2) + 2] if len(events) > 2 else b"data: {"
+            )
         self._send(200, data)
 
     def _answer(self, status: int, values: dict[str, Any], **headers: str) -> None:
@@ -524,5 +633,7 @@ def _columns(entries: list[dict[str, Any]], mark: str) -> dict[str, Any]:
     return {
         "tokens": [f"{mark}{entry['id']}" for entry in entries],
         "token_logprobs": [entry.get("logprob") for entry in entries],
-        "top_logprobs": [top if top is None else {f"{mark}{key}": top[key] for key in top} for top in tops],
+        "top_logprobs": [
+            top if top is None else {f"{mark}{key}": top[key] for key in top} for top in tops
+        ],
     }

@@ -244,7 +244,12 @@ RECIPES = {
 
 
 # What published Llamas differ in: heads, ties and rotations.
-_SMALL_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+_SMALL_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 LLAMAS = {
     "llama, one key head": Recipe("llama", {"num_key_value_heads": 1, "head_dim": 16}, 0),
     "llama, heads of 80, tied": Recipe("llama", {"head_dim": 80, "tie_word_embeddings": True}, 0),
@@ -284,7 +289,8 @@ WRAPPED = {
         {"text_config": _text("ministral3"), "vision_config": _PIXTRAL, "tie_word_embeddings": False},
         2,
     ),
-    "mistral3, of mistral": Recipe(  # its top level says that the embedding is tied, and its text_config says no
+    # its top level says that the embedding is tied, and its text_config says no
+    "mistral3, of mistral": Recipe(
         "mistral3",
         {
             "text_config": _text("mistral", sliding_window=None, tie_word_embeddings=False),
@@ -336,7 +342,8 @@ class Truth(NamedTuple):
 
     tokens: np.ndarray  #: ``[T]``, a text of all prompts' words.
     logits: np.ndarray  #: ``[T V]``.
-    #: ``[L+2 T D]``, the residual stream entering every layer, leaving the last, and after the final norm.
+    #: ``[L+2 T D]``, the residual stream entering every layer, leaving the last, and after the
+    # final norm.
     entering: np.ndarray
 
 
@@ -366,9 +373,13 @@ def truth(name: str) -> Truth:
 class Choices(NamedTuple):
     """The tokens that transformers would write after each prefix of a text."""
 
-    tokens: list[int]  #: The most probable token after the prompt, and after every token of the text but its last.
+    tokens: list[
+        int
+    ]  #: The most probable token after the prompt, and after every token of the text but its last.
     margin: float  #: The smallest distance between the two largest logits of those.
-    routed: float  #: The smallest distance, in any layer, between the last expert chosen and the first that is not.
+    #: The smallest distance, in any layer, between the last expert chosen and the first that is
+    # not.
+    routed: float
 
 
 def choices(model: Any, prompt: Sequence[int], text: Sequence[int]) -> Choices:
@@ -385,7 +396,9 @@ def choices(model: Any, prompt: Sequence[int], text: Sequence[int]) -> Choices:
         return topk(scores, k, *args, **kwargs)
 
     with torch.no_grad(), mock.patch.object(torch, "topk", watched):
-        logits = model(torch.tensor([[*prompt, *text]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logits = model(torch.tensor([[*prompt, *text]]), use_cache=False).logits[
+            0, len(prompt) - 1 : -1
+        ]
     best, second = logits.topk(2).values.unbind(-1)
     return Choices(logits.argmax(-1).tolist(), float((best - second).min()), min(gaps))
 

@@ -1,7 +1,7 @@
 """GGUF files written from Hugging Face checkpoints as llama.cpp's converter writes them, with its own names of tensors.
 
-The transformations are those of llama.cpp's ``conversion`` package; the names come from the package ``gguf``.
-"""
+The transformations are those of llama.cpp's ``conversion`` package; the names come from the package
+``gguf``."""
 
 from __future__ import annotations
 
@@ -39,9 +39,18 @@ Tensors = dict[str, np.ndarray]
 Choose = Callable[[str, np.ndarray], Type]
 
 
-# Tensors of more than one axis that stay in float32, by llama.cpp's names and by ours: small ones, and two whose rows
-# have another order in the file.
-_IN_FLOAT32 = ("norm", "bias", "gate_inp", "mlp.gate.", "mlp.router.", "attn_k_b.", "attn_v_b.", "kv_b_proj.")
+# Tensors of more than one axis that stay in float32, by llama.cpp's names and by ours: small ones,
+# and two whose rows have another order in the file.
+_IN_FLOAT32 = (
+    "norm",
+    "bias",
+    "gate_inp",
+    "mlp.gate.",
+    "mlp.router.",
+    "attn_k_b.",
+    "attn_v_b.",
+    "kv_b_proj.",
+)
 
 
 def everywhere(matrix_type: Type) -> Choose:
@@ -81,7 +90,9 @@ def translated(config: dict[str, Any], tensors: Tensors) -> Iterator[tuple[str, 
         stem = name.rpartition(".")[0]
         parts = name.split(".")
         if architecture in PERMUTED and parts[-2] in ("q_proj", "k_proj"):
-            heads = config["num_attention_heads" if parts[-2] == "q_proj" else "num_key_value_heads"]
+            heads = config[
+                "num_attention_heads" if parts[-2] == "q_proj" else "num_key_value_heads"
+            ]
             value = permuted(value, heads)
         if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             value = value + np.float32(1)
@@ -167,7 +178,13 @@ _YARN = {
     "beta_fast": "rope_scaling_yarn_beta_fast",
     "beta_slow": "rope_scaling_yarn_beta_slow",
 }
-_WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "cohere2", "phi3")  # their converters write the window
+_WINDOWED = (
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "cohere2",
+    "phi3",
+)  # their converters write the window
 
 
 def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -204,7 +221,9 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
     if kind == "phi3":
         old = config["original_max_position_embeddings"]
-        writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 1.0) * width) // heads)
+        writer.add_rope_dimension_count(
+            int(rope.get("partial_rotary_factor", 1.0) * width) // heads
+        )
         writer.add_rope_scaling_orig_ctx_len(old)
         if rope["rope_type"] == "longrope":
             extension = math.log(config["max_position_embeddings"] / old) / math.log(old)
@@ -213,7 +232,9 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if kind in ("qwen3_moe", "gpt_oss", "deepseek_v3"):
-        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
+        writer.add_expert_feed_forward_length(
+            config.get("moe_intermediate_size") or config["intermediate_size"]
+        )
     if kind == "deepseek_v3":
         writer.add_key_length(config["kv_lora_rank"] + config["qk_rope_head_dim"])
         writer.add_value_length(config["kv_lora_rank"])
@@ -258,7 +279,10 @@ def write(
 def read(directory: Path) -> Tensors:
     """Reads all tensors in float32, without a tied projection."""
     config = json.loads((directory / "config.json").read_text())
-    tensors = {name: value.astype(np.float32) for name, value in load_file(directory / "model.safetensors").items()}
+    tensors = {
+        name: value.astype(np.float32)
+        for name, value in load_file(directory / "model.safetensors").items()
+    }
     if config["tie_word_embeddings"]:
         tensors.pop("lm_head.weight", None)
     return tensors

@@ -29,7 +29,12 @@ def write_medusa(directory: Path, heads: int = 3) -> Path:
     tensors = {f"blocks.{head}.layers.0.weight": draw(32, 32) for head in range(heads)}
     tensors |= {f"lm_heads.{head}.weight": draw(61, 32) for head in range(heads)}
     sizes = {"hidden_size": 32, "vocab_size": 61, "truncated_vocab_size": 61, "num_heads": heads}
-    config = {"architectures": ["MedusaModel"], "model_type": "medusa", **sizes, "num_hidden_layers": 1}
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        **sizes,
+        "num_hidden_layers": 1,
+    }
     return write_checkpoint(directory, config, tensors)
 
 
@@ -43,7 +48,9 @@ _PARTS = (TARGET.layers[0].mixer, TARGET.layers[0].mlp)
 # By what they are called where they are found.
 CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "EAGLE-3 head (eagle layout)": Head().write,
-    "EAGLE-3.1 head (vllm layout)": lambda path: _as_vllm(Head(fc_norm=True, norm_output=True).write(path, "sglang")),
+    "EAGLE-3.1 head (vllm layout)": lambda path: _as_vllm(
+        Head(fc_norm=True, norm_output=True).write(path, "sglang")
+    ),
     "P-EAGLE head (sglang layout)": write_p_eagle,
     "EAGLE-1/2 head (eagle layout)": Eagle1().write,
     "MTP head (deepseek layout)": MTP().write,

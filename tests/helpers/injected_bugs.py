@@ -1,9 +1,9 @@
 """The injected bugs, and the check of this suite that must catch each.
 
-Each bug is a function: it gets the original function of the library and its arguments. Bugs that change the output are
-caught by the exact output distribution and by greedy equality. Bugs that only lower acceptance leave the output
-lossless; recorded rounds of the official code and of vLLM, and numpy, catch those.
-"""
+Each bug is a function: it gets the original function of the library and its arguments. Bugs that
+change the output are caught by the exact output distribution and by greedy equality. Bugs that only
+lower acceptance leave the output lossless; recorded rounds of the official code and of vLLM, and
+numpy, catch those."""
 
 from __future__ import annotations
 
@@ -49,19 +49,24 @@ Eagle3Head = Eagle3Drafter.network
 propose_from_table = tables.TableDrafter.propose
 
 
-# ------------------------------------------------------------------------------------------------ checks
+# ------------------------------------------------------------------------------------------------
+# checks
 
 
 def caught_by(check: Callable, *default: Any, **options: Any) -> Callable[..., Mutant]:
     """Returns a function that makes a mutant for this check, from a function, a bug and arguments of the check."""
-    return lambda function, bug, *args: Mutant(function, bug, check, args or default, tuple(options.items()))
+    return lambda function, bug, *args: Mutant(
+        function, bug, check, args or default, tuple(options.items())
+    )
 
 
 exact_distribution = caught_by(
-    test_exact_distribution.test_speculation_has_exactly_the_autoregressive_distribution_with, "a sampled chain"
+    test_exact_distribution.test_speculation_has_exactly_the_autoregressive_distribution_with,
+    "a sampled chain",
 )
 block_distribution = caught_by(
-    test_block_distribution.test_blocks_have_exactly_the_autoregressive_distribution_with, "a sampled chain"
+    test_block_distribution.test_blocks_have_exactly_the_autoregressive_distribution_with,
+    "a sampled chain",
 )
 at_once = caught_by(test_verify.test_point_masses_are_decided_at_once_as_one_by_one, 0)
 # Bugs that only the small probabilities of a real vocabulary show.
@@ -69,7 +74,9 @@ thresholds = caught_by(test_thresholds.check_thresholds, "the token rule", 28)
 sampling_distribution = caught_by(test_sampling_distribution.check_sampling_distribution, runs=3)
 long_distribution = caught_by(test_long_distribution.check_long_distribution, rows=2048, runs=1)
 # Bugs of half a percent or less, which three million tokens show.
-subtle = caught_by(test_long_distribution.check_long_distribution, "plain decoding", rows=8192, runs=16)
+subtle = caught_by(
+    test_long_distribution.check_long_distribution, "plain decoding", rows=8192, runs=16
+)
 ledger = caught_by(test_keys.test_every_key_is_used_once_and_as_documented_with)
 greedy = caught_by(test_greedy.check_greedy_output, "a random dynamic tree")
 deep_accepts = caught_by(
@@ -91,7 +98,8 @@ def mtp_rounds(function: Callable, bug: Callable) -> Mutant:
     return Mutant(function, bug, check)
 
 
-# ------------------------------------------------------------------------------------------------ the acceptance rule
+# ------------------------------------------------------------------------------------------------
+# the acceptance rule
 
 
 def of_token(probs: jax.Array, draft: Any) -> jax.Array:
@@ -118,7 +126,9 @@ def accept_without_ratio(verify, draft, probs, *, accept, **options):
 def ignore_elder_siblings(verify_points, draft, probs, *, accept, **options):
     p = of_token(at_parent(probs, draft), draft)
     node = jnp.arange(accept.shape[1])
-    elder = (draft.parents[:, :, None] == draft.parents[:, None, :]) & (node[None, :] < node[:, None])
+    elder = (draft.parents[:, :, None] == draft.parents[:, None, :]) & (
+        node[None, :] < node[:, None]
+    )
     remaining = 1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)
     return verify_points(draft, probs, accept=accept / remaining, **options)
 
@@ -134,16 +144,23 @@ def accept_equality(verify, draft, probs, *, accept, **options):
 RULE = {
     "the bonus is sampled from the draft": exact_distribution(verify, draw_bonus_from_draft),
     "a refusal draws again from the target": exact_distribution(residual, keep_target),
-    "a sampled draft is accepted like a point mass": exact_distribution(verify, accept_without_ratio),
+    "a sampled draft is accepted like a point mass": exact_distribution(
+        verify, accept_without_ratio
+    ),
     "the second sibling sees the whole target again": exact_distribution(
         verify_points, ignore_elder_siblings, "a tree of deterministic siblings"
     ),
     "the path goes through every sibling that is taken": at_once(
         acceptance._elder_siblings, lambda elder, draft: jnp.zeros_like(elder(draft))
     ),
-    "padding can be accepted": exact_distribution(acceptance.follow_accepted, accept_padding, "nothing drafted"),
+    "padding can be accepted": exact_distribution(
+        acceptance.follow_accepted, accept_padding, "nothing drafted"
+    ),
     "acceptance is not strict": Mutant(
-        verify, accept_equality, test_verify.test_a_token_without_target_mass_is_never_accepted_nor_sampled, (0.0,)
+        verify,
+        accept_equality,
+        test_verify.test_a_token_without_target_mass_is_never_accepted_nor_sampled,
+        (0.0,),
     ),
     "a draw takes one uniform for all digits": Mutant(
         draw,
@@ -158,7 +175,8 @@ RULE = {
 }
 
 
-# ------------------------------------------------------------------------------------------------ block verification
+# ------------------------------------------------------------------------------------------------
+# block verification
 
 
 def end_at_first_failure(verify_block, draft, probs, *, accept, choose, max_depth):
@@ -166,25 +184,33 @@ def end_at_first_failure(verify_block, draft, probs, *, accept, choose, max_dept
     verdict = verify_block(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
     token_verdict = verify(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
     fewer = token_verdict.num_accepted < verdict.num_accepted
-    return jax.tree.map(lambda a, b: jnp.where(fewer.reshape(-1, *[1] * (a.ndim - 1)), b, a), verdict, token_verdict)
+    return jax.tree.map(
+        lambda a, b: jnp.where(fewer.reshape(-1, *[1] * (a.ndim - 1)), b, a), verdict, token_verdict
+    )
 
 
 def draw_padding(verify_block, draft, probs, **dice):
     """Tokens after the end of a block count as sampled in the residual."""
     after = jnp.where(draft.valid[:, 1:, None], 0.0, draft.probs[:, 1:])
-    return verify_block(draft, probs.at[:, :-1].set(jnp.maximum(probs[:, :-1] - after, 0.0)), **dice)
+    return verify_block(
+        draft, probs.at[:, :-1].set(jnp.maximum(probs[:, :-1] - after, 0.0)), **dice
+    )
 
 
 BLOCK = {
     "a block ends at its first failure": block_distribution(verify_block, end_at_first_failure),
     "the residual of a block forgets what has survived": block_distribution(
-        block._survivals, lambda survivals, *arguments: jnp.minimum(jnp.ceil(survivals(*arguments)), 1.0)
+        block._survivals,
+        lambda survivals, *arguments: jnp.minimum(jnp.ceil(survivals(*arguments)), 1.0),
     ),
-    "the padding of a block counts as sampled": block_distribution(verify_block, draw_padding, "a chain cut short"),
+    "the padding of a block counts as sampled": block_distribution(
+        verify_block, draw_padding, "a chain cut short"
+    ),
 }
 
 
-# ------------------------------------------------------------------------------------------------ draws and keys
+# ------------------------------------------------------------------------------------------------
+# draws and keys
 
 
 def first_only(values: jax.Array) -> jax.Array:
@@ -199,7 +225,9 @@ def share_uniform(uniforms, keys, count):
 def declare_at_draft_ids(propose, self, params, *arguments):
     draft = propose(self, params, *arguments)
     ids = params[1]
-    return draft.replace(probs=jnp.zeros_like(draft.probs).at[..., : ids.size].set(draft.probs[..., ids]))
+    return draft.replace(
+        probs=jnp.zeros_like(draft.probs).at[..., : ids.size].set(draft.probs[..., ids])
+    )
 
 
 def declare_eldest(propose, *arguments):
@@ -210,7 +238,10 @@ def declare_eldest(propose, *arguments):
 
 def truncate_first(probabilities, logits, sampling_, *sampling_mode):
     """Applies top-k and top-p to the logits at temperature one, then the temperature."""
-    columns = [jnp.broadcast_to(jnp.asarray(x), logits.shape[:1]) for x in (sampling_.top_k, sampling_.top_p)]
+    columns = [
+        jnp.broadcast_to(jnp.asarray(x), logits.shape[:1])
+        for x in (sampling_.top_k, sampling_.top_p)
+    ]
     truncated = sampling._truncate(logits.astype(jnp.float32), *columns)
     plain = sampling_.replace(top_k=jnp.zeros_like(columns[0]), top_p=jnp.ones_like(columns[1]))
     return probabilities(truncated, plain, *sampling_mode)
@@ -228,7 +259,9 @@ LIKELIEST = "a chain of the likeliest tokens"
 CHAIN = "a chain of sampled tokens"
 STATIC = "a static tree of sampled tokens"
 DRAWS = {
-    "a draft is declared at its draft ids": long_distribution(propose_from_table, declare_at_draft_ids, CHAIN),
+    "a draft is declared at its draft ids": long_distribution(
+        propose_from_table, declare_at_draft_ids, CHAIN
+    ),
     "all depths of a draft share one uniform": long_distribution(
         propose_from_table, during(uniforms, share_uniform), CHAIN
     ),
@@ -238,12 +271,18 @@ DRAWS = {
     "drafting and verifying share their randomness": long_distribution(
         keys_at, lambda keys_at, keys, position, purpose: keys_at(keys, position, 1), CHAIN
     ),
-    "top-p comes before temperature": sampling_distribution(probabilities, truncate_first, "an EAGLE-3 chain of 1"),
+    "top-p comes before temperature": sampling_distribution(
+        probabilities, truncate_first, "an EAGLE-3 chain of 1"
+    ),
     "keys repeat every eight positions": long_distribution(
-        keys_at, lambda keys_at, keys, position, purpose: keys_at(keys, position % 8, purpose), LIKELIEST
+        keys_at,
+        lambda keys_at, keys, position, purpose: keys_at(keys, position % 8, purpose),
+        LIKELIEST,
     ),
     "two rows share a key": long_distribution(
-        row_keys, lambda row_keys, seed, batch: row_keys(seed, batch)[jnp.arange(batch) // 2], LIKELIEST
+        row_keys,
+        lambda row_keys, seed, batch: row_keys(seed, batch)[jnp.arange(batch) // 2],
+        LIKELIEST,
     ),
     "the first token is sampled with the key of the first verification": ledger(
         SpeculativeLoop._prefill, during(keys_at, next_key), "plain decoding"
@@ -252,23 +291,30 @@ DRAWS = {
     # Which rows need which work.
     "a batch with top-p alone is not truncated": Mutant(
         sampling_mode_of,
-        lambda sampling_mode_of, rows: sampling_mode_of(rows.replace(top_p=jnp.ones_like(rows.top_p))),
+        lambda sampling_mode_of, rows: sampling_mode_of(
+            rows.replace(top_p=jnp.ones_like(rows.top_p))
+        ),
         test_sampling_distribution.test_a_batch_that_truncates_in_one_way_only_follows_the_target_distribution,
         ("top-p alone", "plain decoding"),
     ),
 }
 
 
-# ------------------------------------------------------------------------------------------------ loop, cache, schedule
+# ------------------------------------------------------------------------------------------------
+# loop, cache, schedule
 
 
-def see_siblings(call, self, params, tokens, positions, mask, cache=None, aux_layers=(), length=None):
+def see_siblings(
+    call, self, params, tokens, positions, mask, cache=None, aux_layers=(), length=None
+):
     if cache is not None:
         mask = jnp.broadcast_to(jnp.tril(jnp.ones(mask.shape[-2:], jnp.bool_)), mask.shape)
     return call(self, params, tokens, positions, mask, cache, aux_layers, length)
 
 
-def number_nodes(call, self, params, tokens, positions, mask, cache=None, aux_layers=(), length=None):
+def number_nodes(
+    call, self, params, tokens, positions, mask, cache=None, aux_layers=(), length=None
+):
     if cache is not None:
         positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     return call(self, params, tokens, positions, mask, cache, aux_layers, length)
@@ -305,7 +351,9 @@ def advance_by_shortest_row(call, self, draft, *arguments, **named):
 
 def count_one_place_more(count, self, draft, verdict, active):
     more = count(self, draft, verdict.replace(num_accepted=verdict.num_accepted + 1), active)
-    return count(self, draft, verdict, active).replace(num_accepted_tokens_per_pos=more.num_accepted_tokens_per_pos)
+    return count(self, draft, verdict, active).replace(
+        num_accepted_tokens_per_pos=more.num_accepted_tokens_per_pos
+    )
 
 
 def leave_no_room(call, self, *arguments):
@@ -334,13 +382,16 @@ LOOP = {
     ),
     "a recurrent layer commits a path in block order": long_distribution(
         Recurrent.commit,
-        lambda commit, self, written, length, count, nodes=None: commit(self, written, length, count, None),
+        lambda commit, self, written, length, count, nodes=None: commit(
+            self, written, length, count, None
+        ),
         "a static tree of sampled tokens for a recurrent target",
     ),
 }
 
 
-# ------------------------------------------------------------------------------------------------ draft heads
+# ------------------------------------------------------------------------------------------------
+# draft heads
 
 
 def leave_tokens_in_place(observe, self, params, state, seen):
@@ -354,7 +405,11 @@ def keep_accepted_drafts(observe, self, params, state, seen):
     def stale(fuse, head, features):
         fused = fuse(head, features)
         fed = features.shape[1]
-        return fused if fed > 8 else jnp.where(jnp.arange(fed)[None, :, None] > 0, state.output[:, None], fused)
+        return (
+            fused
+            if fed > 8
+            else jnp.where(jnp.arange(fed)[None, :, None] > 0, state.output[:, None], fused)
+        )
 
     with swapped(Eagle3Head.fuse, stale):
         return observe(self, params, state, seen)
@@ -369,11 +424,14 @@ HEADS = {
         Eagle1Config.aux_layers.fget, lambda aux_layers, self: (self.num_target_layers,)
     ),
     "an MTP module reads the embedding at position 0": mtp_rounds(
-        MTPDrafter.embed, lambda embed, self, params, tokens, positions: embed(self, params, tokens, positions + 1)
+        MTPDrafter.embed,
+        lambda embed, self, params, tokens, positions: embed(self, params, tokens, positions + 1),
     ),
     "auxiliary layers are off by one": vllm_trace(DecoderTarget.__call__, shift_layers),
     "input tokens are not shifted": vllm_trace(Eagle3Drafter.observe, leave_tokens_in_place),
-    "accepted drafts stay in the draft cache": vllm_trace(Eagle3Drafter.observe, keep_accepted_drafts),
+    "accepted drafts stay in the draft cache": vllm_trace(
+        Eagle3Drafter.observe, keep_accepted_drafts
+    ),
     "draft nodes see their siblings": official_draft(
         Eagle3Drafter.propose, during(context.attention_contexts, draft_nodes_see_siblings)
     ),
@@ -389,7 +447,8 @@ HEADS = {
 }
 
 
-# ------------------------------------------------------------------------------------------------ training
+# ------------------------------------------------------------------------------------------------
+# training
 
 
 def labels_of_first_step(shifted, values, start, size):

@@ -21,13 +21,24 @@ class ResBlock(nn.Module):
 
 
 def random_heads(
-    width: int, vocab: int, *, heads: int = 3, layers: int = 1, bias: bool = True, repeated: bool = False, seed: int = 0
+    width: int,
+    vocab: int,
+    *,
+    heads: int = 3,
+    layers: int = 1,
+    bias: bool = True,
+    repeated: bool = False,
+    seed: int = 0,
 ) -> nn.ModuleList:
     """Heads of distinct blocks, or of one block run several times (``repeated``), as the authors' code builds them."""
     torch.manual_seed(seed)
     modules = []
     for _ in range(heads):
-        blocks = [ResBlock(width, bias)] * layers if repeated else [ResBlock(width, bias) for _ in range(layers)]
+        blocks = (
+            [ResBlock(width, bias)] * layers
+            if repeated
+            else [ResBlock(width, bias) for _ in range(layers)]
+        )
         modules.append(nn.Sequential(*blocks, nn.Linear(width, vocab, bias=False)))
     return nn.ModuleList(modules)
 
@@ -44,7 +55,9 @@ def tensors_of(heads: nn.ModuleList) -> dict[str, np.ndarray]:
     return {name: value.detach().numpy() for name, value in heads.state_dict().items()}
 
 
-def write_official(directory: Path, heads: nn.ModuleList, *, suffix: str = "safetensors", **config: Any) -> Path:
+def write_official(
+    directory: Path, heads: nn.ModuleList, *, suffix: str = "safetensors", **config: Any
+) -> Path:
     """Writes a directory as FasterDecoding's training does."""
     from safetensors.torch import save_file
 
@@ -55,7 +68,9 @@ def write_official(directory: Path, heads: nn.ModuleList, *, suffix: str = "safe
         "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
         "transformers_version": "4.34.1",
     }
-    (directory / "config.json").write_text(json.dumps({k: v for k, v in {**values, **config}.items() if v is not None}))
+    (directory / "config.json").write_text(
+        json.dumps({k: v for k, v in {**values, **config}.items() if v is not None})
+    )
     state = {name: value.clone().contiguous() for name, value in heads.state_dict().items()}
     if suffix == "safetensors":
         save_file(state, directory / "medusa_lm_head.safetensors")

@@ -16,12 +16,16 @@ def write_llama(folder: Path, *, width: int, vocab_size: int = 96, layers: int =
     """Writes a random target."""
     mixer = GroupedQuery(num_heads=2, num_kv_heads=2, head_dim=width // 2)
     stack = uniform(layers, mixer, GatedMLP(width=32))
-    return checkpoints.write_llama(folder, DecoderConfig(vocab_size=vocab_size, width=width, layers=stack))
+    return checkpoints.write_llama(
+        folder, DecoderConfig(vocab_size=vocab_size, width=width, layers=stack)
+    )
 
 
 def write_bytes_target(folder: Path) -> Path:
     """Writes a random target whose tokens are bytes, so most of its output is no text; it has no stop token."""
-    checkpoints.edit_config(write_llama(folder, width=32, vocab_size=256, layers=2), eos_token_id=None)
+    checkpoints.edit_config(
+        write_llama(folder, width=32, vocab_size=256, layers=2), eos_token_id=None
+    )
     bytes_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
@@ -56,7 +60,9 @@ def bytes_tokenizer(*merged: tuple[str, str]) -> Tokenizer:
     """Returns a tokenizer whose tokens are single bytes and these pairs of them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*alphabet, *map("".join, merged)]
-    tokenizer = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, list(merged)))
+    tokenizer = Tokenizer(
+        models.BPE({piece: index for index, piece in enumerate(pieces)}, list(merged))
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -32,14 +32,15 @@ def replaced(function: Callable, bug: Callable) -> Iterator[None]:
 def swapped(function: Callable, bug: Callable) -> Iterator[None]:
     """Replaces a function without clearing compiled programs, for a bug inside another one.
 
-    Only the code of the function object changes. So every module that imported it sees the bug, and decorators and the
-    checks of shapes and types around it stay.
-    """
+    Only the code of the function object changes. So every module that imported it sees the bug, and
+    decorators and the checks of shapes and types around it stay."""
     inner: Any = inspect.unwrap(function)
     code = inner.__code__
     defaults = inner.__defaults__
     options = inner.__kwdefaults__
-    original = types.FunctionType(code, inner.__globals__, inner.__name__, defaults, inner.__closure__)
+    original = types.FunctionType(
+        code, inner.__globals__, inner.__name__, defaults, inner.__closure__
+    )
     original.__kwdefaults__ = options
 
     def call(*arguments: Any, _bug: Any = None, **named: Any) -> Any:
@@ -65,11 +66,15 @@ def inject_bug(function: Callable, old: str, new: str) -> contextlib.AbstractCon
     inner: Any = inspect.unwrap(function)
     source = textwrap.dedent(inspect.getsource(inner))
     source = source[source.index("def ") :]
-    assert source.count(old) == 1, f"{old!r} is not (once) in {inner.__qualname__}; the mutant has gone stale"
+    assert source.count(old) == 1, (
+        f"{old!r} is not (once) in {inner.__qualname__}; the mutant has gone stale"
+    )
     scope = dict(inner.__globals__)
     code = "from __future__ import annotations\n" + source.replace(old, new)
     exec(compile(code, inner.__code__.co_filename, "exec"), scope)
-    return replaced(function, lambda original, *arguments, **named: scope[inner.__name__](*arguments, **named))
+    return replaced(
+        function, lambda original, *arguments, **named: scope[inner.__name__](*arguments, **named)
+    )
 
 
 def during(inner: Callable, bug: Callable) -> Callable:
@@ -87,7 +92,8 @@ class Mutant:
     """A bug and the check that must notice it."""
 
     function: Callable  #: The function of the library that the bug replaces.
-    #: Called with the original function and its arguments; or two pieces of source for :func:`inject_bug`.
+    #: Called with the original function and its arguments; or two pieces of source for
+    # :func:`inject_bug`.
     bug: Callable | tuple[str, str]
     check: Callable  #: Must fail with the bug and pass without.
     args: tuple = ()  #: Its arguments.

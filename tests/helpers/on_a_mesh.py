@@ -1,8 +1,7 @@
 """Runs generations on a mesh of eight devices in a separate process; prints one JSON object for ``test_mesh.py``.
 
-In float32, and with seeds at which no two logits nearly tie: a product that is summed on several devices differs in its
-last bits from the same one on one device.
-"""
+In float32, and with seeds at which no two logits nearly tie: a product that is summed on several
+devices differs in its last bits from the same one on one device."""
 
 from __future__ import annotations
 
@@ -33,7 +32,9 @@ LAYERS = 2
 CHAIN = {"num_speculative_tokens": 3}
 TREE = {"tree": e3.DynamicTree(num_nodes=8, max_depth=3, top_k=4)}
 SAMPLED = CHAIN | {"draft_sampling": e3.DraftSampling.PROBABILISTIC}
-SCHEDULE = {"schedule": e3.SpeculationSchedule(((1, 2, 3), (3, 6, 2)))}  # none is drafted while more than six rows run
+SCHEDULE = {
+    "schedule": e3.SpeculationSchedule(((1, 2, 3), (3, 6, 2)))
+}  # none is drafted while more than six rows run
 WARM = e3.SamplingParams(temperature=1.0)
 NUCLEUS = e3.SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
 PROMPTS = tiny.random_prompts(8, 60, seed=3)
@@ -51,15 +52,21 @@ def pair(**options: Any) -> tuple[LoadedTarget, LoadedDrafter]:
 
 
 def stack(count: int) -> tuple[LayerConfig, ...]:
-    return uniform(count, GroupedQuery(num_heads=16, num_kv_heads=8, head_dim=4), GatedMLP(width=24))
+    return uniform(
+        count, GroupedQuery(num_heads=16, num_kv_heads=8, head_dim=4), GatedMLP(width=24)
+    )
 
 
 def mesh_of(text: str) -> jax.sharding.Mesh:
     return make_mesh(text, devices=jax.devices()[: math.prod(parse_mesh(text).values())])
 
 
-def generated(models: Any, text: str | None, sampling: Any = None, **options: Any) -> list[list[int]]:
-    decoder = e3.SpeculativeDecoder(*models, mesh=None if text is None else mesh_of(text), **options)
+def generated(
+    models: Any, text: str | None, sampling: Any = None, **options: Any
+) -> list[list[int]]:
+    decoder = e3.SpeculativeDecoder(
+        *models, mesh=None if text is None else mesh_of(text), **options
+    )
     return decoder.generate(PROMPTS, max_new_tokens=LIMITS, sampling=sampling, seed=7).tokens
 
 
@@ -76,7 +83,10 @@ def driven(models: Any, text: str, **options: Any) -> list[list[int]]:
     shardings = row_shardings(mesh_of(text), state)
     while state.running.any():
         for leaf, sharding in zip(*map(jax.tree.leaves, (state, shardings)), strict=True):
-            assert leaf.size == 0 or leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.sharding, sharding)
+            assert leaf.size == 0 or leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (
+                leaf.sharding,
+                sharding,
+            )
         state = decoder.step(state).state
     rows = zip(PROMPTS, state.tokens.tolist(), state.length.tolist(), strict=True)
     return [tokens[len(prompt) : length] for prompt, tokens, length in rows]
@@ -86,7 +96,9 @@ def pooled(models: Any, text: str, **options: Any) -> list[list[int]]:
     """Generates in four rows that are given to other prompts as they end."""
     decoder = e3.SpeculativeDecoder(*models, mesh=mesh_of(text), **CHAIN)
     requests = [Request(prompt, limit) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
-    return Engine(decoder, slots=4, capacity=64, sampling_mode=SamplingMode.GREEDY, **options).run(requests)
+    return Engine(decoder, slots=4, capacity=64, sampling_mode=SamplingMode.GREEDY, **options).run(
+        requests
+    )
 
 
 def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mapping[str, Any]:
@@ -94,7 +106,9 @@ def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mappi
     mesh = mesh_of(text)
     sampling_mode = SamplingMode.GREEDY if sampling is None else SamplingMode.TRUNCATED
     decoder = e3.SpeculativeDecoder(*models, mesh=mesh, **options)
-    loop = loops.SpeculativeLoop(decoder.loop.target, decoder.loop.drafter, sampling_mode=sampling_mode)
+    loop = loops.SpeculativeLoop(
+        decoder.loop.target, decoder.loop.drafter, sampling_mode=sampling_mode
+    )
     batch = tiny.prompts(PROMPTS, limit=20, width=16)
     state = jax.eval_shape(lambda params: loop.prefill(params, batch, 128), decoder.params)
     on_mesh = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -116,16 +130,28 @@ def prefilled(models: Any, text: str, rows_per_group: int) -> Mapping[str, Any]:
     jax.clear_caches()  # compiled programs do not depend on the limits that are set here
     mesh = mesh_of(text)
     fed = 192
-    limits = (rows_per_group * fed // mesh.shape["data"], 1) if rows_per_group < len(PROMPTS) else (10**9, 10**9)
-    with mock.patch.object(groups, "TOKENS", limits[0]), mock.patch.object(attention, "_SCORES", limits[1]):
+    limits = (
+        (rows_per_group * fed // mesh.shape["data"], 1)
+        if rows_per_group < len(PROMPTS)
+        else (10**9, 10**9)
+    )
+    with (
+        mock.patch.object(groups, "TOKENS", limits[0]),
+        mock.patch.object(attention, "_SCORES", limits[1]),
+    ):
         decoder = e3.SpeculativeDecoder(*models, mesh=mesh, **CHAIN)
         batch = tiny.prompts(PROMPTS, limit=20, width=fed)
         batch = jax.device_put(batch, row_shardings(mesh, batch))
         with jax.set_mesh(mesh):
-            compiled = loops.prefill.lower(decoder.loop, decoder.params, batch, capacity=256).compile()
+            compiled = loops.prefill.lower(
+                decoder.loop, decoder.params, batch, capacity=256
+            ).compile()
             state = compiled(decoder.params, batch)
     moves = MOVES.findall(compiled.as_text())
-    return {"moves": collections.Counter(kind for _, kind in moves), "tokens": state.tokens.tolist()}
+    return {
+        "moves": collections.Counter(kind for _, kind in moves),
+        "tokens": state.tokens.tolist(),
+    }
 
 
 if __name__ == "__main__":

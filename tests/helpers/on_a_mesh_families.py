@@ -16,23 +16,49 @@ import random_targets
 import tiny
 from on_a_mesh import CHAIN, TREE, generated, moved, stack
 
-from eagle3_jax.models.config import Experts, GatedDelta, GatedMLP, GroupedQuery, Latent, LayerConfig
+from eagle3_jax.models.config import (
+    Experts,
+    GatedDelta,
+    GatedMLP,
+    GroupedQuery,
+    Latent,
+    LayerConfig,
+)
 
 MESH = "model=4,data=2"
 HALVES = "model=2,data=4"  # what divides the two key heads of every recipe
-SOFTMAX = Experts(num_experts=8, per_token=3, width=6, router="softmax", shared_width=8, shared_gate=True)
-SIGMOID = Experts(
-    num_experts=8, per_token=3, width=6, router="sigmoid", groups=4, kept_groups=2, scaling=2.5, shared_width=8
+SOFTMAX = Experts(
+    num_experts=8, per_token=3, width=6, router="softmax", shared_width=8, shared_gate=True
 )
-CLAMPED = Experts(num_experts=8, per_token=3, width=6, router="softmax-of-chosen", bias=True, limit=1.5)
+SIGMOID = Experts(
+    num_experts=8,
+    per_token=3,
+    width=6,
+    router="sigmoid",
+    groups=4,
+    kept_groups=2,
+    scaling=2.5,
+    shared_width=8,
+)
+CLAMPED = Experts(
+    num_experts=8, per_token=3, width=6, router="softmax-of-chosen", bias=True, limit=1.5
+)
 GROUPED = GroupedQuery(num_heads=8, num_kv_heads=4, head_dim=4, output_gate=True)
-SINKS = GroupedQuery(num_heads=8, num_kv_heads=4, head_dim=4, sinks=True, qkv_bias=True, o_bias=True, window=7)
+SINKS = GroupedQuery(
+    num_heads=8, num_kv_heads=4, head_dim=4, sinks=True, qkv_bias=True, o_bias=True, window=7
+)
 LATENT = Latent(num_heads=4, q_rank=6, kv_rank=8, nope_dim=4, rope_dim=4, value_dim=6)
 DELTA = GatedDelta(num_key_heads=4, num_value_heads=8, key_dim=4, value_dim=4)
 TARGETS = {
     "experts": (LayerConfig(mixer=SINKS, mlp=CLAMPED), LayerConfig(mixer=SINKS, mlp=CLAMPED)),
-    "latent attention": (LayerConfig(mixer=LATENT, mlp=GatedMLP(width=24)), LayerConfig(mixer=LATENT, mlp=SIGMOID)),
-    "recurrent layers": (LayerConfig(mixer=DELTA, mlp=SOFTMAX), LayerConfig(mixer=GROUPED, mlp=SOFTMAX)),
+    "latent attention": (
+        LayerConfig(mixer=LATENT, mlp=GatedMLP(width=24)),
+        LayerConfig(mixer=LATENT, mlp=SIGMOID),
+    ),
+    "recurrent layers": (
+        LayerConfig(mixer=DELTA, mlp=SOFTMAX),
+        LayerConfig(mixer=GROUPED, mlp=SOFTMAX),
+    ),
 }
 
 
@@ -46,7 +72,9 @@ def pair(layers: tuple[LayerConfig, ...]) -> Any:
             return leaf + 0.3 * jax.random.normal(jax.random.key(len(leaf)), leaf.shape)
         return leaf
 
-    target = dataclasses.replace(target, params=jax.tree_util.tree_map_with_path(unlike, target.params))
+    target = dataclasses.replace(
+        target, params=jax.tree_util.tree_map_with_path(unlike, target.params)
+    )
     return target, tiny.eagle3(target, draft_vocab_size=32, layers=stack(1))
 
 
@@ -61,7 +89,10 @@ def same(models: Any, mesh: str) -> dict[str, bool]:
     on_one_device = generated(models, None, **CHAIN)
     assert len({token for row in on_one_device for token in row}) > 9
     drafts = {"chain": CHAIN, "tree": TREE}
-    return {name: generated(models, mesh, **options) == on_one_device for name, options in drafts.items()}
+    return {
+        name: generated(models, mesh, **options) == on_one_device
+        for name, options in drafts.items()
+    }
 
 
 def of_family(name: str) -> dict[str, bool]:
@@ -73,4 +104,9 @@ def of_family(name: str) -> dict[str, bool]:
 
 if __name__ == "__main__":
     named = sys.argv[1:]
-    print(json.dumps({name: of_family(name) for name in named} or {name: of_kind(TARGETS[name]) for name in TARGETS}))
+    print(
+        json.dumps(
+            {name: of_family(name) for name in named}
+            or {name: of_kind(TARGETS[name]) for name in TARGETS}
+        )
+    )

@@ -43,7 +43,9 @@ def residual(p: Sequence[Fraction], q: Sequence[Fraction]) -> list[Fraction]:
 def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
     """Yields every decision of the published rule on a draft, with the exact uniforms that lead to it."""
 
-    def visit(node: int, current: int, want: Sequence[Fraction], mass: Fraction, box: dict) -> Iterator[Cell]:
+    def visit(
+        node: int, current: int, want: Sequence[Fraction], mass: Fraction, box: dict
+    ) -> Iterator[Cell]:
         if node == len(tree.tokens):
             low = Fraction(0)
             for weight in want:
@@ -57,7 +59,9 @@ def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
             q = tree.q[node]
             bound = min(Fraction(1), want[token] / q[token])
             if bound > 0:
-                yield from visit(node + 1, node, p[node], mass * bound, {**box, node: (Fraction(0), bound)})
+                yield from visit(
+                    node + 1, node, p[node], mass * bound, {**box, node: (Fraction(0), bound)}
+                )
             if bound < 1:
                 remaining = residual(want, q)
                 refused = {**box, node: (bound, Fraction(1))}
@@ -66,7 +70,9 @@ def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
     yield from visit(1, 0, p[0], Fraction(1), {})
 
 
-def block_survivals(tree: Tree, p: Sequence[Sequence[Fraction]]) -> tuple[list[Fraction], list[Fraction]]:
+def block_survivals(
+    tree: Tree, p: Sequence[Sequence[Fraction]]
+) -> tuple[list[Fraction], list[Fraction]]:
     """Returns ``P_i`` and ``h_i`` (root: 1) of a chain that ends before its padding (Sun et al., 2024, algorithm 2)."""
     length = tree.valid.index(False) - 1 if False in tree.valid else len(tree.tokens) - 1
     survival = [Fraction(1)]
@@ -76,7 +82,9 @@ def block_survivals(tree: Tree, p: Sequence[Sequence[Fraction]]) -> tuple[list[F
         ratio = p[i - 1][token] / tree.q[i][token]
         survival.append(min(Fraction(1), survival[-1] * ratio))
     for i in range(1, length):
-        mass = sum(max(survival[i] * a - b, Fraction(0)) for a, b in zip(p[i], tree.q[i + 1], strict=True))
+        mass = sum(
+            max(survival[i] * a - b, Fraction(0)) for a, b in zip(p[i], tree.q[i + 1], strict=True)
+        )
         refused = mass + 1 - survival[i]
         passes.append(mass / refused if refused else Fraction(1))
     return survival, [*passes, survival[-1]] if length else [Fraction(1)]
@@ -96,7 +104,10 @@ def block_cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
             continue
         count = max((node for node, passed in enumerate(outcome, 1) if passed), default=0)
         drafted = tree.q[count + 1] if count < last else [Fraction(0)] * len(p[0])
-        remaining = [max(survival[count] * a - b, Fraction(0)) for a, b in zip(p[count], drafted, strict=True)]
+        remaining = [
+            max(survival[count] * a - b, Fraction(0))
+            for a, b in zip(p[count], drafted, strict=True)
+        ]
         low = Fraction(0)
         for weight in remaining:
             if weight:
@@ -179,7 +190,11 @@ def posterior_greedy(
 
 
 def posterior_sampled(
-    tokens: Sequence[int], parents: Sequence[int], p: Sequence[Sequence[float]], accept: Sequence[float], choose: float
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    p: Sequence[Sequence[float]],
+    accept: Sequence[float],
+    choose: float,
 ) -> tuple[list[int], int]:
     """EAGLE's sampling ``evaluate_posterior``: zero each refused sibling and renormalise."""
     node = 0

@@ -41,16 +41,22 @@ def replaced(**members: Any) -> Any:
 
 def proposing(change: Callable[[Draft], Any], **members: Any) -> Any:
     """Returns an :class:`Ordinary` drafter whose drafts are changed."""
-    return replaced(propose=lambda self, *arguments: change(Ordinary.propose(self, *arguments)), **members)
+    return replaced(
+        propose=lambda self, *arguments: change(Ordinary.propose(self, *arguments)), **members
+    )
 
 
 def observing(change: Callable[[dict, dict, Observation], dict], **members: Any) -> Any:
     """Returns an :class:`Ordinary` drafter with changed states; ``change`` gets old state, new state, observation."""
     return replaced(
-        observe=lambda self, params, state, seen: change(state, Ordinary.observe(self, params, state, seen), seen),
+        observe=lambda self, params, state, seen: change(
+            state, Ordinary.observe(self, params, state, seen), seen
+        ),
         **members,
     )
 
 
 def with_field(**fields: Callable[[Draft], Any]) -> Callable[[Draft], Draft]:
-    return lambda draft: dataclasses.replace(draft, **{name: new(draft) for name, new in fields.items()})
+    return lambda draft: dataclasses.replace(
+        draft, **{name: new(draft) for name, new in fields.items()}
+    )

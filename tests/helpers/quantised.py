@@ -46,7 +46,9 @@ def to_e4m3(x: np.ndarray) -> np.ndarray:
     return np.clip(x, -448, 448).astype(E4M3)
 
 
-def by_block(weights: np.ndarray, power_of_two: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def by_block(
+    weights: np.ndarray, power_of_two: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns values, a scale for each block, and the weights that they represent."""
     rows, columns = (-(-size // BLOCK) for size in weights.shape)
     scale = np.empty((rows, columns), np.float32)
@@ -79,32 +81,46 @@ def _fp8_tensor(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], 
     scale = (np.abs(weights).max() / np.float32(448)).astype(ml_dtypes.bfloat16)
     values = to_e4m3(weights / np.float32(scale))
     stem = name.removesuffix(".weight")
-    scales = {f"{name}_scale_inv": np.array(scale), f"{stem}.activation_scale": np.array(1, ml_dtypes.bfloat16)}
+    scales = {
+        f"{name}_scale_inv": np.array(scale),
+        f"{stem}.activation_scale": np.array(1, ml_dtypes.bfloat16),
+    }
     return {name: values, **scales}, values.astype(np.float32) * np.float32(scale)
 
 
 def _scaled(
-    top: float, cast: Callable[[np.ndarray], np.ndarray], granularity: str, *, has_input_scale: bool = False
+    top: float,
+    cast: Callable[[np.ndarray], np.ndarray],
+    granularity: str,
+    *,
+    has_input_scale: bool = False,
 ) -> Quantise:
     """Returns the scheme ``W = q s`` of compressed-tensors.
 
     Args:
         top: Largest value of the stored type.
         cast: Rounds values to the stored type.
-        granularity: A scale for each ``"output"``, one ``"tensor"`` of one element, or one ``"scalar"``.
+        granularity: A scale for each ``"output"``, one ``"tensor"`` of one element, or one
+            ``"scalar"``.
         has_input_scale: Whether the file also holds a scale of the inputs.
     """
 
     def quantise(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
         axes = 1 if granularity == "output" else None
-        scale = (np.abs(weights).max(axis=axes, keepdims=True) / top).astype(ml_dtypes.bfloat16).astype(np.float32)
+        scale = (
+            (np.abs(weights).max(axis=axes, keepdims=True) / top)
+            .astype(ml_dtypes.bfloat16)
+            .astype(np.float32)
+        )
         values = cast(weights / scale)
         shape = {"scalar": (), "tensor": (1,), "output": scale.shape}[granularity]
         stored = scale.reshape(shape)
         stem = name.removesuffix(".weight")
         stored = stored if "q_proj" in name else stored.astype(ml_dtypes.bfloat16)
         extra = {f"{stem}.input_scale": np.ones(1, np.float32)} if has_input_scale else {}
-        return {name: values, f"{stem}.weight_scale": stored, **extra}, values.astype(np.float32) * scale
+        return {name: values, f"{stem}.weight_scale": stored, **extra}, values.astype(
+            np.float32
+        ) * scale
 
     return quantise
 
@@ -118,7 +134,11 @@ def _packed(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.n
     words = (fields << (4 * np.arange(8, dtype=np.uint32))).sum(-1, dtype=np.uint32).view(np.int32)
     stem = name.removesuffix(".weight")
     shape = np.array(weights.shape, np.int64)
-    stored = {f"{stem}.weight_packed": words, f"{stem}.weight_scale": scale, f"{stem}.weight_shape": shape}
+    stored = {
+        f"{stem}.weight_packed": words,
+        f"{stem}.weight_scale": scale,
+        f"{stem}.weight_shape": shape,
+    }
     return stored, (values * scale[..., None]).reshape(weights.shape).astype(np.float32)
 
 
@@ -153,7 +173,12 @@ def int8(x: np.ndarray) -> np.ndarray:
 def group(weights: dict[str, Any], form: str, **fields: Any) -> dict[str, Any]:
     """Returns the configuration that LLM Compressor writes."""
     weights = {"symmetric": True, "dynamic": False, **weights}
-    modules = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    modules = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+    }
     return {
         "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
         "ignore": ["lm_head"], "config_groups": {"group_0": modules}, "kv_cache_scheme": None, **fields,
@@ -208,7 +233,9 @@ def quantise(source: Path, directory: Path, recipe: Recipe) -> dict[str, np.ndar
 
 
 def layers(inner: int) -> Any:
-    return uniform(LAYERS, GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=8), GatedMLP(width=inner))
+    return uniform(
+        LAYERS, GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=8), GatedMLP(width=inner)
+    )
 
 
 def plain(directory: Path, inner: int = 24) -> Path:

@@ -27,7 +27,10 @@ def of_family(recipe: families.Recipe, vocab_size: int = 13, **options: Any) -> 
         vocab_size: Size of the vocabulary.
         options: Further options of ``tiny.target``.
     """
-    fields = Fields(families.BASE | recipe.fields | {"vocab_size": vocab_size, "rms_norm_eps": 1e-6}, recipe.model_type)
+    fields = Fields(
+        families.BASE | recipe.fields | {"vocab_size": vocab_size, "rms_norm_eps": 1e-6},
+        recipe.model_type,
+    )
     config = FAMILIES[recipe.model_type].read_config(fields)
     target = tiny.target(**vars(config) | {"layers": config.layers[-2:]} | options)
     keys = iter(jax.random.split(jax.random.key(1), 64))
@@ -39,7 +42,9 @@ def of_family(recipe: families.Recipe, vocab_size: int = 13, **options: Any) -> 
             return leaf
         return (leaf + 0.3 * jax.random.normal(next(keys), leaf.shape)).astype(leaf.dtype)
 
-    return dataclasses.replace(target, params=jax.tree_util.tree_map_with_path(grown, target.params))
+    return dataclasses.replace(
+        target, params=jax.tree_util.tree_map_with_path(grown, target.params)
+    )
 
 
 def in_eight_bits(target: LoadedTarget, weights: str) -> LoadedTarget:
@@ -48,7 +53,13 @@ def in_eight_bits(target: LoadedTarget, weights: str) -> LoadedTarget:
     return dataclasses.replace(target, params=cast(params, FLOAT32), weights=weights)
 
 
-PRECISIONS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "mixed": MIXED, "fp8": FLOAT32, "int8": FLOAT32}
+PRECISIONS = {
+    "float32": FLOAT32,
+    "bfloat16": BFLOAT16,
+    "mixed": MIXED,
+    "fp8": FLOAT32,
+    "int8": FLOAT32,
+}
 
 
 def in_precision(recipe: families.Recipe, precision: str, **options: Any) -> LoadedTarget:
@@ -58,4 +69,6 @@ def in_precision(recipe: families.Recipe, precision: str, **options: Any) -> Loa
     if precision in ("fp8", "int8"):
         return in_eight_bits(target, precision)
     stored = lambda path, leaf: leaf.astype(stored_type(path, leaf.ndim, dtypes))
-    return dataclasses.replace(target, params=jax.tree_util.tree_map_with_path(stored, target.params))
+    return dataclasses.replace(
+        target, params=jax.tree_util.tree_map_with_path(stored, target.params)
+    )

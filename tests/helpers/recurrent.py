@@ -1,8 +1,7 @@
 """A target with a recurrent state, which cannot be rolled back, after a layer of attention.
 
-The second layer is a gated linear recurrence, ``S = a S + k v^T``, as in Mamba-2 and gated delta networks. It keeps a
-state for every node of a draft and chooses one at the commit.
-"""
+The second layer is a gated linear recurrence, ``S = a S + k v^T``, as in Mamba-2 and gated delta
+networks. It keeps a state for every node of a draft and chooses one at the commit."""
 
 from __future__ import annotations
 
@@ -55,9 +54,14 @@ class RecurrentTarget:
     def init(self, seed: int) -> dict[str, Array]:
         """Returns random parameters under which every token affects the output."""
         rng = np.random.default_rng(seed)
-        shapes = {name: (self.width, self.width) for name in ("q", "k", "v", "o", "rq", "rk", "rv", "ro")}
+        shapes = {
+            name: (self.width, self.width) for name in ("q", "k", "v", "o", "rq", "rk", "rv", "ro")
+        }
         params = {name: rng.normal(0, shape[0] ** -0.5, shape) for name, shape in shapes.items()}
-        params |= {"embedding": rng.normal(0, 1.5, (self.vocab_size, self.width)), "gate": rng.normal(0, 1, self.width)}
+        params |= {
+            "embedding": rng.normal(0, 1.5, (self.vocab_size, self.width)),
+            "gate": rng.normal(0, 1, self.width),
+        }
         return {name: jnp.asarray(value, jnp.float32) for name, value in params.items()}
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
@@ -84,7 +88,9 @@ class RecurrentTarget:
         mask = jnp.broadcast_to(mask, (batch, size, size))
         attention, recurrent = cache.layers if cache is not None else (None, self.empty(batch))
         embedded = params["embedding"][tokens]
-        angle = positions[:, :, None].astype(jnp.float32) * 0.7 ** jnp.arange(1, self.width + 1, dtype=jnp.float32)
+        angle = positions[:, :, None].astype(jnp.float32) * 0.7 ** jnp.arange(
+            1, self.width + 1, dtype=jnp.float32
+        )
         x = embedded + jnp.sin(angle)
         keys, values = (jnp.matmul(x, params[name])[:, None] for name in "kv")
         keys_values = KeyValue(keys, values)
@@ -94,7 +100,9 @@ class RecurrentTarget:
             seen = cache_mask(mask, cache.length, attention.capacity)
         scores = jnp.einsum("btd,bsd->bts", x @ params["q"], keys_values.keys[:, 0])
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-        first = embedded + jnp.einsum("bts,bsd->btd", weights, keys_values.values[:, 0]) @ params["o"]
+        first = (
+            embedded + jnp.einsum("bts,bsd->btd", weights, keys_values.values[:, 0]) @ params["o"]
+        )
 
         states = self.states(params, first, mask, recurrent.state)
         read = jnp.einsum("btk,btkm->btm", first @ params["rq"], states[:, 1:])
@@ -119,18 +127,24 @@ class RecurrentTarget:
         """Returns the states before the block and after each node: the parent's decayed state plus an update."""
         size = x.shape[1]
         others = mask & ~jnp.eye(size, dtype=bool)
-        parents = jnp.max(jnp.where(others, jnp.arange(1, size + 1), 0), axis=-1)  # 0 is the committed state
+        parents = jnp.max(
+            jnp.where(others, jnp.arange(1, size + 1), 0), axis=-1
+        )  # 0 is the committed state
         decay = jax.nn.sigmoid(x @ params["gate"])[:, :, None, None]
         added = jnp.einsum("btk,btm->btkm", x @ params["rk"], x @ params["rv"])
         before = jnp.concatenate([start[:, None], jnp.zeros_like(added)], axis=1)
 
         def visit(states: Array, node: Array) -> tuple[Array, None]:
-            of_parent = jnp.take_along_axis(states, parents[:, node][:, None, None, None], axis=1)[:, 0]
+            of_parent = jnp.take_along_axis(states, parents[:, node][:, None, None, None], axis=1)[
+                :, 0
+            ]
             return states.at[:, node + 1].set(decay[:, node] * of_parent + added[:, node]), None
 
         return jax.lax.scan(visit, before, jnp.arange(size))[0]
 
-    def unembed(self, params: dict[str, Array], final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+    def unembed(
+        self, params: dict[str, Array], final: Float[Array, "*rows D"]
+    ) -> Float[Array, "*rows V"]:
         return final @ params["embedding"].T
 
     def tables(self, params: dict[str, Array]) -> EmbeddingTables:

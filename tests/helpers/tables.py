@@ -1,8 +1,8 @@
 """A target and a drafter that are tables: the next token's distribution is known exactly, and a token is very cheap.
 
-The target reads its context through the cache, the mask and the positions that the loop gives it, so a wrong slot, a
-wrong ancestor or a wrong position gives it another context, and the distribution of the output changes.
-"""
+The target reads its context through the cache, the mask and the positions that the loop gives it,
+so a wrong slot, a wrong ancestor or a wrong position gives it another context, and the distribution
+of the output changes."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams, 
 class TableTarget:
     """The next token depends on the last ``order`` tokens; its parameters are the logits, ``[V^order V]``.
 
-    A context is the number whose digits in base ``V`` are its tokens, the newest one last; what stood before the text
-    counts as token 0.
-    """
+    A context is the number whose digits in base ``V`` are its tokens, the newest one last; what
+    stood before the text counts as token 0."""
 
     vocab_size: int  #: ``V``.
     order: int  #: Tokens of context.
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """Returns one layer whose keys are a token and its position."""
-        layer = KeyValues.allocate(batch=batch, capacity=capacity, num_kv_heads=1, head_dim=2, dtype=jnp.float32)
+        layer = KeyValues.allocate(
+            batch=batch, capacity=capacity, num_kv_heads=1, head_dim=2, dtype=jnp.float32
+        )
         return Cache.of((layer,), batch=batch)
 
     def __call__(
@@ -63,10 +64,16 @@ class TableTarget:
         for back in range(self.order):
             ancestors = (positions - back).astype(jnp.float32)
             is_ancestor = seen_by & (key_positions[:, None, :] == ancestors[:, :, None])
-            seen = jnp.sum(jnp.where(is_ancestor, token[:, None, :], 0.0), axis=-1).astype(jnp.int32)
+            seen = jnp.sum(jnp.where(is_ancestor, token[:, None, :], 0.0), axis=-1).astype(
+                jnp.int32
+            )
             row = row + seen * self.vocab_size**back
         final = params[jnp.clip(row, 0, params.shape[0] - 1)]
-        features = jnp.stack([final] * len(aux_layers), axis=2) if aux_layers else final[:, :, None][:, :, :0]
+        features = (
+            jnp.stack([final] * len(aux_layers), axis=2)
+            if aux_layers
+            else final[:, :, None][:, :, :0]
+        )
         return TargetOutput(final=final, features=features, written=(keys_values,))
 
     def unembed(self, params: Any, final: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
@@ -91,7 +98,9 @@ class TableDrafter(ShapedDrafter):
     vocab_size: int  #: ``V``.
     order: int  #: Tokens of context.
     topology: Topology = Chain(3)  #: Chain, dynamic tree or static tree.
-    draft_sampling: DraftSampling = DraftSampling.GREEDY  #: Whether the tokens of a chain or a static tree are sampled.
+    draft_sampling: DraftSampling = (
+        DraftSampling.GREEDY
+    )  #: Whether the tokens of a chain or a static tree are sampled.
 
     aux_layers = ()
 
@@ -99,13 +108,18 @@ class TableDrafter(ShapedDrafter):
         return Window(tokens=jnp.zeros((batch, self.order), jnp.int32))
 
     def observe(self, params: Any, state: Window, seen: Observation) -> Window:
-        # The oldest known token drops out for each one that comes in; the root of before is the first of `seen`.
-        known = jnp.concatenate([state.tokens[:, :-1], seen.tokens, seen.next_token[:, None]], axis=1)
+        # The oldest known token drops out for each one that comes in; the root of before is the
+        # first of `seen`.
+        known = jnp.concatenate(
+            [state.tokens[:, :-1], seen.tokens, seen.next_token[:, None]], axis=1
+        )
         columns = seen.length[:, None] + jnp.arange(self.order)[None, :]
         newest = jnp.take_along_axis(known, columns, axis=1).at[:, -1].set(seen.next_token)
         return Window(tokens=jnp.where(seen.length[:, None] > 0, newest, state.tokens))
 
-    def propose(self, params: Any, state: Window, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+    def propose(
+        self, params: Any, state: Window, keys: Key[Array, " B"], sampling: SamplingParams
+    ) -> Draft:
         table, ids = params
         size = table.shape[0]
         context = jnp.zeros(state.tokens.shape[:1], jnp.int32)
@@ -125,7 +139,9 @@ class TableDrafter(ShapedDrafter):
 
 def target(logits: np.ndarray, order: int) -> LoadedTarget:
     """Returns the target of a table ``[V^order V]`` of logits."""
-    return LoadedTarget(TableTarget(logits.shape[1], order), jnp.asarray(logits, jnp.float32), logits.shape[1], 512)
+    return LoadedTarget(
+        TableTarget(logits.shape[1], order), jnp.asarray(logits, jnp.float32), logits.shape[1], 512
+    )
 
 
 def drafter(

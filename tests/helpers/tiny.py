@@ -54,7 +54,9 @@ AUX_LAYERS = (0, 1, 2)
 def layers(count: int = 2, **mixer: Any) -> tuple[LayerConfig, ...]:
     """Returns layers of a few hundred parameters, with grouped queries."""
     return uniform(
-        count, GroupedQuery(**{"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, **mixer}), GatedMLP(width=24)
+        count,
+        GroupedQuery(**{"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, **mixer}),
+        GatedMLP(width=24),
     )
 
 
@@ -64,11 +66,15 @@ def config(vocab_size: int, num_layers: int = 2, **options: Any) -> DecoderConfi
     return DecoderConfig(vocab_size=vocab_size, **{**stack, **options})
 
 
-def target(vocab_size: int = 13, *, seed: int = 0, precision: Precision = FLOAT32, **options: Any) -> LoadedTarget:
+def target(
+    vocab_size: int = 13, *, seed: int = 0, precision: Precision = FLOAT32, **options: Any
+) -> LoadedTarget:
     """Returns a random target whose next token depends strongly on its context."""
     model = DecoderTarget(config(vocab_size, **options), precision)
     params = copied(_random_params(model, seed))
-    params["embedding"] = params["embedding"] * 50.0  # 0.02 as initialised: too faint to matter without training
+    params["embedding"] = (
+        params["embedding"] * 50.0
+    )  # 0.02 as initialised: too faint to matter without training
     return LoadedTarget(model, params, vocab_size, model.config.max_positions)
 
 
@@ -115,7 +121,9 @@ def in_blocks(
     def step(params: Any, cache: Cache, block: Array) -> tuple[Array, Cache]:
         at = cache.length[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
         output = model(params, block, at, causal_mask(size), cache, is_chain=True)
-        return model.unembed(params, output.final), cache.commit(output.written, jnp.full((batch,), size, jnp.int32))
+        return model.unembed(params, output.final), cache.commit(
+            output.written, jnp.full((batch,), size, jnp.int32)
+        )
 
     cache = prefill(params)
     logits = []
@@ -134,7 +142,9 @@ def eagle3(
     target: LoadedTarget, topology: Topology = Chain(3), *, num_layers: int = 1, **options: Any
 ) -> LoadedDrafter:
     """Returns a random EAGLE-3 head. Its draft ids are a random subset of the target's, in ascending order."""
-    return _of_features(target, Eagle3Drafter, Eagle3Config, topology, **{"layers": layers(num_layers), **options})
+    return _of_features(
+        target, Eagle3Drafter, Eagle3Config, topology, **{"layers": layers(num_layers), **options}
+    )
 
 
 def p_eagle(target: LoadedTarget, topology: Topology = Chain(3), **options: Any) -> LoadedDrafter:
@@ -143,9 +153,17 @@ def p_eagle(target: LoadedTarget, topology: Topology = Chain(3), **options: Any)
     return _of_features(target, PEagleDrafter, PEagleConfig, topology, **fields)
 
 
-def _of_features(target: LoadedTarget, drafter: Any, config: Any, topology: Topology, **options: Any) -> LoadedDrafter:
-    options = {"draft_vocab_size": target.vocab_size, "target_width": target.model.config.width, **options}
-    return _random_drafter(target, drafter, config, topology, aux_layers=AUX_LAYERS, ids_needed=True, **options)
+def _of_features(
+    target: LoadedTarget, drafter: Any, config: Any, topology: Topology, **options: Any
+) -> LoadedDrafter:
+    options = {
+        "draft_vocab_size": target.vocab_size,
+        "target_width": target.model.config.width,
+        **options,
+    }
+    return _random_drafter(
+        target, drafter, config, topology, aux_layers=AUX_LAYERS, ids_needed=True, **options
+    )
 
 
 def eagle1(
@@ -154,7 +172,13 @@ def eagle1(
     """Returns a random EAGLE-1 head for a target."""
     depth = target.model.config.num_layers
     return _random_drafter(
-        target, Eagle1Drafter, Eagle1Config, topology, layers=layers(num_layers), num_target_layers=depth, **options
+        target,
+        Eagle1Drafter,
+        Eagle1Config,
+        topology,
+        layers=layers(num_layers),
+        num_target_layers=depth,
+        **options,
     )
 
 
@@ -162,12 +186,22 @@ def mtp(target: LoadedTarget, topology: Topology = Chain(3), **options: Any) -> 
     """Returns a random MTP module for a target."""
     depth = target.model.config.num_layers
     return _random_drafter(
-        target, MTPDrafter, MTPConfig, topology, layers=layers(1), num_target_layers=depth, **options
+        target,
+        MTPDrafter,
+        MTPConfig,
+        topology,
+        layers=layers(1),
+        num_target_layers=depth,
+        **options,
     )
 
 
 def dflash(
-    target: LoadedTarget, topology: Topology | None = None, *, draft_vocab_size: int | None = None, **options: Any
+    target: LoadedTarget,
+    topology: Topology | None = None,
+    *,
+    draft_vocab_size: int | None = None,
+    **options: Any,
 ) -> LoadedDrafter:
     """Returns a random block drafter of one layer; its blocks have four tokens and the one before them."""
     size = draft_vocab_size or target.vocab_size
@@ -182,7 +216,9 @@ def dflash(
     }
     loaded = _random_drafter(target, DFlashDrafter, DFlashConfig, topology, **{**fields, **options})
     if loaded.drafter.config.markov is not None:
-        loaded.params["head"]["markov"]["before"] *= 200.0  # 0.01 as initialised: too faint to matter without training
+        loaded.params["head"]["markov"]["before"] *= (
+            200.0  # 0.01 as initialised: too faint to matter without training
+        )
     return loaded
 
 
@@ -196,7 +232,9 @@ def medusa(target: LoadedTarget, topology: Topology | None = None, **options: An
         "max_positions": None,
         "target_width": target.model.config.width,
     }
-    return _random_drafter(target, MedusaDrafter, MedusaConfig, topology, in_order=False, **{**fields, **options})
+    return _random_drafter(
+        target, MedusaDrafter, MedusaConfig, topology, in_order=False, **{**fields, **options}
+    )
 
 
 def _random_drafter(
@@ -212,17 +250,26 @@ def _random_drafter(
     **fields: Any,
 ) -> LoadedDrafter:
     """Returns a random drafter that shares the target's tables; a field that is ``None`` is left out."""
-    fields = {"vocab_size": target.vocab_size, "width": target.model.config.width, "max_positions": 512, **fields}
+    fields = {
+        "vocab_size": target.vocab_size,
+        "width": target.model.config.width,
+        "max_positions": 512,
+        **fields,
+    }
     shape = config(**{name: value for name, value in fields.items() if value is not None})
     topology_option = {} if topology is None else {"topology": topology}
-    method = drafter(shape, precision=target.model.precision, draft_sampling=draft_sampling, **topology_option)
+    method = drafter(
+        shape, precision=target.model.precision, draft_sampling=draft_sampling, **topology_option
+    )
     size = fields.get("draft_vocab_size", target.vocab_size)
     ids = None
     if ids_needed or size < target.vocab_size:
         chosen = np.random.default_rng(seed).permutation(target.vocab_size)[:size].astype(np.int32)
         ids = jnp.asarray(np.sort(chosen) if in_order else chosen)
     head = copied(_random_network(drafter, shape, target.model.precision, seed))
-    return LoadedDrafter(method, method.assemble(head, target.model.tables(target.params), draft_to_target=ids))
+    return LoadedDrafter(
+        method, method.assemble(head, target.model.tables(target.params), draft_to_target=ids)
+    )
 
 
 def draft_model(
@@ -235,10 +282,15 @@ def draft_model(
 ) -> LoadedDrafter:
     """Returns a random model of one layer that drafts for a target, with the options of :func:`target`."""
     small = random_target(
-        target.vocab_size, seed=seed, precision=target.model.precision, **{"num_layers": 1, **options}
+        target.vocab_size,
+        seed=seed,
+        precision=target.model.precision,
+        **{"num_layers": 1, **options},
     )
     loaded = drafters.draft_model(small, target)
-    return dataclasses.replace(loaded, drafter=loaded.drafter.with_topology(topology, draft_sampling))
+    return dataclasses.replace(
+        loaded, drafter=loaded.drafter.with_topology(topology, draft_sampling)
+    )
 
 
 def sampling_of(settings: Sequence[tuple[float, int, float]]) -> SamplingParams:
@@ -270,12 +322,16 @@ def seen_of(tokens: Any, features: Any, length: Any, next_token: Any) -> Observa
 
 
 @functools.partial(jax.jit, static_argnames=("drafter", "temperature"))
-def next_draft(drafter: Any, params: Any, state: Any, seen: Observation, temperature: float = 0.0) -> Draft:
+def next_draft(
+    drafter: Any, params: Any, state: Any, seen: Observation, temperature: float = 0.0
+) -> Draft:
     """Returns the draft after an observation, with the drafter's state after it."""
     batch = seen.length.shape[0]
     keys = jax.random.split(jax.random.key(0), batch)
     state = drafter.observe(params, state, seen)
-    return drafter.propose(params, state, keys, per_row(SamplingParams(temperature=temperature), batch))
+    return drafter.propose(
+        params, state, keys, per_row(SamplingParams(temperature=temperature), batch)
+    )
 
 
 def ragged_rounds(
@@ -325,17 +381,28 @@ def prompts(
     )
 
 
-def bind(target: LoadedTarget, drafter: LoadedDrafter, **options: Any) -> tuple[SpeculativeLoop, LoopParams]:
+def bind(
+    target: LoadedTarget, drafter: LoadedDrafter, **options: Any
+) -> tuple[SpeculativeLoop, LoopParams]:
     """Returns the loop of a pair and its parameters."""
-    return SpeculativeLoop(target.model, drafter.drafter, **options), LoopParams(target.params, drafter.params)
+    return SpeculativeLoop(target.model, drafter.drafter, **options), LoopParams(
+        target.params, drafter.params
+    )
 
 
 def check_same_text(
-    target: LoadedTarget, drafter: Any, prompts: Sequence[Any], *, max_new_tokens: Any, **options: Any
+    target: LoadedTarget,
+    drafter: Any,
+    prompts: Sequence[Any],
+    *,
+    max_new_tokens: Any,
+    **options: Any,
 ) -> GenerationResult:
     """Checks that the greedy text with a drafter is that without one, and returns the result with the drafter."""
     plain, drafted = (
-        SpeculativeDecoder(target, stop_tokens=(), **arguments).generate(prompts, max_new_tokens=max_new_tokens)
+        SpeculativeDecoder(target, stop_tokens=(), **arguments).generate(
+            prompts, max_new_tokens=max_new_tokens
+        )
         for arguments in ({}, {"drafter": drafter, **options})
     )
     assert drafted.tokens == plain.tokens
@@ -351,10 +418,14 @@ def outputs(outcome: loops.Outcome, batch: Prompts) -> list[list[int]]:
     return [tokens[row, start[row] : end[row]].tolist() for row in range(len(start))]
 
 
-def random_prompts(count: int, vocab_size: int, *, seed: int = 0, low: int = 1, high: int = 12) -> list[list[int]]:
+def random_prompts(
+    count: int, vocab_size: int, *, seed: int = 0, low: int = 1, high: int = 12
+) -> list[list[int]]:
     """Returns ragged rows of random token ids."""
     rng = np.random.default_rng(seed)
-    return [rng.integers(0, vocab_size, size=rng.integers(low, high)).tolist() for _ in range(count)]
+    return [
+        rng.integers(0, vocab_size, size=rng.integers(low, high)).tolist() for _ in range(count)
+    ]
 
 
 def golden_trace(name: str) -> dict[str, Any]:
@@ -366,12 +437,14 @@ def golden_trace(name: str) -> dict[str, Any]:
 class Sampled(FixedTree):
     """Samples every node from a table ``[V V]`` of ``q(. | parent's token)``, its parameters, and declares it.
 
-    The released drafters draw siblings without replacement, so this one alone takes independent ones through the loop.
-    """
+    The released drafters draw siblings without replacement, so this one alone takes independent
+    ones through the loop."""
 
     parents: tuple[int, ...] = (-1, 0, 1, 2)
 
-    def propose(self, params: Any, state: RootState, keys: Array, sampling: SamplingParams) -> Draft:
+    def propose(
+        self, params: Any, state: RootState, keys: Array, sampling: SamplingParams
+    ) -> Draft:
         tokens = [state.root]
         probs = [jnp.zeros((state.root.shape[0], params.shape[1]), jnp.float32)]
         for node, parent in enumerate(self.parents[1:], 1):
@@ -393,7 +466,9 @@ class Scripted(FixedTree):
     def with_topology(self, topology: Chain, draft_sampling: DraftSampling | None) -> Scripted:
         return dataclasses.replace(self, parents=chain_parents(topology.num_speculative_tokens))
 
-    def propose(self, params: Any, state: RootState, keys: Array, sampling: SamplingParams) -> Draft:
+    def propose(
+        self, params: Any, state: RootState, keys: Array, sampling: SamplingParams
+    ) -> Draft:
         return self.draft(state, (self.scripted(params, state) + self.shift) % self.vocab_size)
 
 

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoints import Drafted, Draw, StoredHead, TorchLayers, draft_greedily, drawing, write_checkpoint
+from checkpoints import (
+    Drafted,
+    Draw,
+    StoredHead,
+    TorchLayers,
+    draft_greedily,
+    drawing,
+    write_checkpoint,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,10 +56,16 @@ class Eagle1(FeedbackHead):
         for layer in range(self.layers):
             norms = ("post_attention_layernorm",) + ("input_layernorm",) * (layer > 0)
             out |= self.block_tensors(draw, f"layers.{layer}", norms=norms, bias=self.biased)
-        return out | ({"embed_tokens.weight": draw(self.vocab, self.width)} if self.own_embedding else {})
+        return out | (
+            {"embed_tokens.weight": draw(self.vocab, self.width)} if self.own_embedding else {}
+        )
 
     def config(self) -> dict[str, Any]:
-        return super().config() | ({} if self.bias else {"bias": False}) | ({"qkv_bias": True} if self.qkv_bias else {})
+        return (
+            super().config()
+            | ({} if self.bias else {"bias": False})
+            | ({"qkv_bias": True} if self.qkv_bias else {})
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +82,13 @@ class MTP(FeedbackHead):
     def tensors(self) -> dict[str, np.ndarray]:
         draw = self.draw()
         name = self.prefix
-        norms = ("enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm")
+        norms = (
+            "enorm",
+            "hnorm",
+            "shared_head.norm",
+            "input_layernorm",
+            "post_attention_layernorm",
+        )
         out = {f"{name}.eh_proj.weight": draw(self.width, 2 * self.width)}
         out |= self.block_tensors(draw, name, norms=norms, bias=self.biased)
         if self.own_embedding:
@@ -97,7 +117,9 @@ def network(head: Eagle1 | MTP, w: dict[str, Any]) -> Any:
     def mtp(embedded: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
         name = f"model.layers.{head.target_layers}"
         embedded = torch.cat([torch.zeros_like(embedded[:1]), embedded[1:]])
-        both = torch.cat([layers.rms(embedded, f"{name}.enorm"), layers.rms(stream, f"{name}.hnorm")], -1)
+        both = torch.cat(
+            [layers.rms(embedded, f"{name}.enorm"), layers.rms(stream, f"{name}.hnorm")], -1
+        )
         x = layers.block(layers.linear(both, f"{name}.eh_proj"), name)
         return layers.rms(x, f"{name}.shared_head.norm")
 
@@ -105,7 +127,11 @@ def network(head: Eagle1 | MTP, w: dict[str, Any]) -> Any:
 
 
 def drafted(
-    head: Eagle1 | MTP, tables: Sequence[np.ndarray], features: np.ndarray, tokens: np.ndarray, depth: int
+    head: Eagle1 | MTP,
+    tables: Sequence[np.ndarray],
+    features: np.ndarray,
+    tokens: np.ndarray,
+    depth: int,
 ) -> Drafted:
     """Drafts with a head.
 
@@ -118,9 +144,18 @@ def drafted(
     """
     import torch
 
-    weights = {name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in head.tensors().items()}
+    weights = {
+        name: torch.from_numpy(np.asarray(value, np.float32))
+        for name, value in head.tensors().items()
+    }
     run = network(head, weights)
-    table, matrix, stream = (torch.from_numpy(np.array(array, np.float32)) for array in (*tables, features))
+    table, matrix, stream = (
+        torch.from_numpy(np.array(array, np.float32)) for array in (*tables, features)
+    )
     return draft_greedily(
-        lambda ids, stream: run(table[ids], stream), lambda out: out @ matrix.T, tokens, stream, depth
+        lambda ids, stream: run(table[ids], stream),
+        lambda out: out @ matrix.T,
+        tokens,
+        stream,
+        depth,
     )

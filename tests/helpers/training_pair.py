@@ -48,12 +48,20 @@ def random_pair() -> Pair:
     drafter = Eagle3Drafter(head, Chain(STEPS))
     keys = jax.random.split(jax.random.key(0), 3)
     embedding = jax.random.normal(keys[2], (VOCAB, 12))
-    frozen = {"target_params": target.init(keys[0]), "embedding": embedding, "draft_to_target": DRAFT_TO_TARGET}
+    frozen = {
+        "target_params": target.init(keys[0]),
+        "embedding": embedding,
+        "draft_to_target": DRAFT_TO_TARGET,
+    }
     # Large weights, so that attention and argmaxes depend on what is seen.
-    return Pair(target, drafter, jax.tree.map(lambda leaf: 1.5 * leaf, drafter.init_params(keys[1])), frozen)
+    return Pair(
+        target, drafter, jax.tree.map(lambda leaf: 1.5 * leaf, drafter.init_params(keys[1])), frozen
+    )
 
 
-def make_batch(rows: int = 2, length: int = 6, *, seed: int = 0, padding: tuple[int, int] = (0, 0)) -> TTTBatch:
+def make_batch(
+    rows: int = 2, length: int = 6, *, seed: int = 0, padding: tuple[int, int] = (0, 0)
+) -> TTTBatch:
     """Returns random tokens; the last row is padded by ``padding`` tokens on the left and right."""
     tokens = jax.random.randint(jax.random.key(seed), (rows, length), 0, VOCAB)
     real = np.ones((rows, length), bool)
@@ -65,14 +73,19 @@ def make_batch(rows: int = 2, length: int = 6, *, seed: int = 0, padding: tuple[
 def frozen_of(target: LoadedTarget, draft_to_target: Any = None) -> Any:
     """Returns the arrays of a target that an objective reads and never trains."""
     params = target.params
-    return {"target_params": params, "embedding": params["embedding"], "draft_to_target": draft_to_target}
+    return {
+        "target_params": params,
+        "embedding": params["embedding"],
+        "draft_to_target": draft_to_target,
+    }
 
 
 def tau_of(hits: Sequence[Mapping[Any, bool]]) -> float:
     """Returns the tokens per round of greedy drafting, by its definition.
 
     Args:
-        hits: For each draft position, whether the draft of a row hits. A row that does not count is left out.
+        hits: For each draft position, whether the draft of a row hits. A row that does not count is
+            left out.
     """
     tau = 1.0
     for depth in range(len(hits)):

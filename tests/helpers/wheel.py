@@ -1,8 +1,8 @@
 """Builds the wheel, installs it alone into a fresh environment, and uses it there.
 
-``python tests/helpers/wheel.py`` (``make wheel-check``) needs what pip needs, so it is no test of the fast suite. It
-takes about a minute when pip has the packages at hand; ``--extras plot,convert`` also installs and uses PyTorch.
-"""
+``python tests/helpers/wheel.py`` (``make wheel-check``) needs what pip needs, so it is no test of
+the fast suite. It takes about a minute when pip has the packages at hand; ``--extras plot,convert``
+also installs and uses PyTorch."""
 
 from __future__ import annotations
 
@@ -55,13 +55,22 @@ class Environment:
         subprocess.run([sys.executable, "-m", "venv", folder / name], check=True)
 
     def pip(self, *arguments: object) -> None:
-        command = [self.bin / "python", "-m", "pip", "-q", "--disable-pip-version-check", *map(str, arguments)]
+        command = [
+            self.bin / "python",
+            "-m",
+            "pip",
+            "-q",
+            "--disable-pip-version-check",
+            *map(str, arguments),
+        ]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
 
     def run(self, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         command = [self.bin / program, *map(str, arguments)]
-        return subprocess.run(command, cwd=self.work, env=environment, capture_output=True, text=True)
+        return subprocess.run(
+            command, cwd=self.work, env=environment, capture_output=True, text=True
+        )
 
     def works(self, program: str, *arguments: object) -> str:
         done = self.run(program, *arguments)
@@ -80,17 +89,27 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     assert wheel.stat().st_size < LARGEST, wheel.stat().st_size
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     tracked = listed.stdout.split("\n")
-    # `conversion` is at the top of the repository and is installed as a part of the library, where no module of a
-    # user's own can stand in its way.
-    expected = {name for name in tracked if name.startswith("eagle3_jax/")} - {"eagle3_jax/conversion"}
+    # `conversion` is at the top of the repository and is installed as a part of the library, where
+    # no module of a user's own can stand in its way.
+    expected = {name for name in tracked if name.startswith("eagle3_jax/")} - {
+        "eagle3_jax/conversion"
+    }
     expected |= {f"eagle3_jax/{name}" for name in tracked if name.startswith("conversion/")}
     assert inside == expected, inside ^ expected
-    assert {"eagle3_jax/assets/target/model.safetensors", "eagle3_jax/assets/eagle3/config.json"} <= inside
+    assert {
+        "eagle3_jax/assets/target/model.safetensors",
+        "eagle3_jax/assets/eagle3/config.json",
+    } <= inside
     with tarfile.open(sdist) as archive:
         top = {Path(name).parts[1] for name in archive.getnames()}
-    promised = set(PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]) | {"pyproject.toml", "PKG-INFO"}
+    promised = set(PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]) | {
+        "pyproject.toml",
+        "PKG-INFO",
+    }
     assert promised <= top <= promised | {".gitignore"}, top ^ promised
 
 
@@ -100,7 +119,9 @@ def check_alone(fresh: Environment) -> None:
     # A user's own module of that name, in the directory that Python looks into first.
     (fresh.work / "conversion.py").write_text("raise ImportError('this is not the library')")
     fresh.works("python", "-c", "import eagle3_jax as e3; e3.load_drafter(target=e3.load_target())")
-    row = json.loads(fresh.works("eagle3", "generate", "def f(x):", "--max-new-tokens", "8", "--json"))
+    row = json.loads(
+        fresh.works("eagle3", "generate", "def f(x):", "--max-new-tokens", "8", "--json")
+    )
     assert row["token_ids"] and row["text"], row
     pair = [json.loads(line) for line in fresh.works("eagle3", "inspect", "--json").splitlines()]
     assert [model["loadable"] for model in pair] == [True, True]

@@ -31,14 +31,19 @@ def decoder() -> e3.SpeculativeDecoder:
 def test_rows_of_an_array_are_prompts(decoder: e3.SpeculativeDecoder, array: Any) -> None:
     expected = decoder.generate(PROMPTS, max_new_tokens=4)
     assert decoder.generate(array(PROMPTS), max_new_tokens=4).tokens == expected.tokens
-    assert decoder.generate([array(row) for row in PROMPTS], max_new_tokens=4).tokens == expected.tokens
+    assert (
+        decoder.generate([array(row) for row in PROMPTS], max_new_tokens=4).tokens
+        == expected.tokens
+    )
     single = decoder.generate(array(PROMPTS[1]), max_new_tokens=4)
     assert single.tokens == [expected.tokens[1]]
     assert single.rows[0].prompt_tokens == PROMPTS[1]
     assert type(single.rows[0].prompt_tokens[0]) is int
 
 
-@pytest.mark.parametrize("head", [HEAD, tiny.draft_model(TARGET)], ids=["a network", "a draft model"])
+@pytest.mark.parametrize(
+    "head", [HEAD, tiny.draft_model(TARGET)], ids=["a network", "a draft model"]
+)
 def test_draft_sampling_is_an_enum_or_its_word(head: LoadedDrafter) -> None:
     drafter: Any = head.drafter
     with tiny.unchecked():
@@ -57,7 +62,10 @@ def test_draft_sampling_is_an_enum_or_its_word(head: LoadedDrafter) -> None:
 
 def test_generate_and_a_trace_give_the_same_result() -> None:
     """``generate`` and a trace build the same result; its field ``lossless`` has no default."""
-    assert inspect.signature(GenerationResult).parameters["lossless"].default is inspect.Parameter.empty
+    assert (
+        inspect.signature(GenerationResult).parameters["lossless"].default
+        is inspect.Parameter.empty
+    )
     for rule in (None, e3.TypicalAcceptance()):
         decoder = e3.SpeculativeDecoder(TARGET, HEAD, verifier=rule)
         options = {"max_new_tokens": [4, 6], "sampling": SamplingParams(temperature=1.0), "seed": 3}
@@ -82,11 +90,15 @@ def test_the_rule_takes_one_sampling_for_all_rows(sampling_mode: SamplingMode) -
     keys = jax.random.split(jax.random.key(0), 3)
     scalars = SamplingParams(temperature=0.9, top_k=5, top_p=0.8)
     per_row = SamplingParams(
-        temperature=np.full(3, 0.9, np.float32), top_k=np.full(3, 5, np.int32), top_p=np.full(3, 0.8, np.float32)
+        temperature=np.full(3, 0.9, np.float32),
+        top_k=np.full(3, 5, np.int32),
+        top_p=np.full(3, 0.8, np.float32),
     )
     for rule in (e3.Exact(), e3.BlockVerification(), e3.TypicalAcceptance()):
         expected = rule(draft, logits, scalars, keys, sampling_mode=sampling_mode, max_depth=1)
-        assert tiny.same_bits(expected, rule(draft, logits, per_row, keys, sampling_mode=sampling_mode, max_depth=1))
+        assert tiny.same_bits(
+            expected, rule(draft, logits, per_row, keys, sampling_mode=sampling_mode, max_depth=1)
+        )
 
 
 def test_a_state_is_printed_in_a_line(decoder: e3.SpeculativeDecoder) -> None:

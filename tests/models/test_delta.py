@@ -47,7 +47,11 @@ def theirs() -> Any:
     with torch.no_grad():
         for name, value in layer.named_parameters():
             noise = torch.randn(value.shape, generator=generator)
-            value.copy_({"norm.weight": 1 + 0.3 * noise, "A_log": 0.5 * noise, "dt_bias": noise}.get(name, 0.4 * noise))
+            value.copy_(
+                {"norm.weight": 1 + 0.3 * noise, "A_log": 0.5 * noise, "dt_bias": noise}.get(
+                    name, 0.4 * noise
+                )
+            )
     return layer
 
 
@@ -61,7 +65,9 @@ def torch_reads(x: np.ndarray) -> np.ndarray:
 @functools.cache
 def ours() -> tuple[Any, Any]:
     """Returns the same layer of this library."""
-    layer = GatedDeltaNet(MIXER, d_in=WIDTH, width=WIDTH, norm_eps=EPS, precision=FLOAT32, rngs=nnx.Rngs(0))
+    layer = GatedDeltaNet(
+        MIXER, d_in=WIDTH, width=WIDTH, norm_eps=EPS, precision=FLOAT32, rngs=nnx.Rngs(0)
+    )
     weights = {name: value.detach().numpy() for name, value in theirs().named_parameters()}
     flat = weights["conv1d.weight"].T
     keys = MIXER.num_key_heads * MIXER.key_dim
@@ -120,8 +126,9 @@ def nearly(actual: np.ndarray, expected: np.ndarray) -> None:
 def test_a_text_is_read_as_transformers_reads_it(size: int) -> None:
     x = draw(size, BATCH, size, WIDTH)
     expected = torch_reads(x)
-    # Both are 3e-6 off sums in 64 bits at the root of their mean square. What is read is normalised, so where little is
-    # read the same rounding is more: of seven texts, the largest gaps are 2e-6 to 7e-6 of the largest value.
+    # Both are 3e-6 off sums in 64 bits at the root of their mean square. What is read is
+    # normalised, so where little is read the same rounding is more: of seven texts, the largest
+    # gaps are 2e-6 to 7e-6 of the largest value.
     nearly(run(x, causal_mask(size))[0], expected)
 
 
@@ -134,7 +141,9 @@ def test_tokens_one_by_one_are_the_text() -> None:
         read, written = run(x[:, token : token + 1], causal_mask(1), cache)
         cache = cache.commit((written,), ones)
         nearly(read[:, 0], torch_reads(x)[:, token])
-    for actual, expected in zip(*map(jax.tree.leaves, (state_of(cache), state_of(after(x)))), strict=True):
+    for actual, expected in zip(
+        *map(jax.tree.leaves, (state_of(cache), state_of(after(x)))), strict=True
+    ):
         nearly(actual, expected)
 
 
@@ -167,7 +176,9 @@ def test_a_committed_path_is_bit_for_bit_what_its_tokens_alone_leave() -> None:
         assert np.array_equal(tree[row, PATHS[row, :count]], chain[row, :count])
     assert same_bits(state_of(of_tree), state_of(of_chain))
     assert not np.array_equal(state_of(of_tree).state, state_of(cache).state)
-    assert same_bits(*(run(more, causal_mask(3), committed)[0] for committed in (of_tree, of_chain)))
+    assert same_bits(
+        *(run(more, causal_mask(3), committed)[0] for committed in (of_tree, of_chain))
+    )
 
 
 @pytest.mark.parametrize("size", [(2, 2, 2, 8, 4), (1, 4, 6, 64, 32), (3, 1, 3, 16, 16)], ids=str)
@@ -186,7 +197,9 @@ def test_a_node_computes_the_bits_of_a_token_alone(size: tuple[int, ...]) -> Non
     path = [0, 2, 4, 5]
     rng = np.random.default_rng(2)
     inputs = draw(3, batch, 7, heads, 2 * dk + group * dv)
-    betas, decays = (rng.uniform(low, 1, (batch, 7, heads, group)).astype(np.float32) for low in (0.0, 0.6))
+    betas, decays = (
+        rng.uniform(low, 1, (batch, 7, heads, group)).astype(np.float32) for low in (0.0, 0.6)
+    )
     start = Recurrent(
         state=jnp.asarray(draw(4, batch, heads * group, dk, dv)),
         window=jnp.asarray(draw(5, batch, heads, 3, 2 * dk + group * dv)),
@@ -214,8 +227,12 @@ def test_a_row_of_which_nothing_stays_keeps_its_bits() -> None:
     nodes = draw(1, BATCH, 7, WIDTH)
     _, written = run(nodes, ancestor_mask(jnp.asarray(PARENTS), 7), cache)
     for count, path in (([0, 3], PATHS), ([0, 3], None)):
-        moved = COMMIT(cache, (written,), jnp.asarray(count), None if path is None else jnp.asarray(path))
-        for leaf, before in zip(*map(jax.tree.leaves, (state_of(moved), state_of(cache))), strict=True):
+        moved = COMMIT(
+            cache, (written,), jnp.asarray(count), None if path is None else jnp.asarray(path)
+        )
+        for leaf, before in zip(
+            *map(jax.tree.leaves, (state_of(moved), state_of(cache))), strict=True
+        ):
             assert np.array_equal(leaf[0], before[0])
             assert not np.array_equal(leaf[1], before[1])
 
@@ -231,7 +248,9 @@ def test_padding_leaves_no_trace(size: int) -> None:
     assert same_bits(cache, after(x, length))
     for row, count in enumerate(length):
         unpadded = after(np.broadcast_to(x[row, :count], (BATCH, count, WIDTH)))
-        for actual, expected in zip(*map(jax.tree.leaves, (state_of(cache), state_of(unpadded))), strict=True):
+        for actual, expected in zip(
+            *map(jax.tree.leaves, (state_of(cache), state_of(unpadded))), strict=True
+        ):
             np.testing.assert_allclose(actual[row], expected[0], atol=1e-5)
 
 
@@ -241,8 +260,12 @@ def test_a_batch_for_training_hides_its_padding_by_the_mask() -> None:
     length = np.array([7, 2])
     real = np.arange(9)[None] < length[:, None]
     _, written = run(x, causal_mask(9) & real[:, None, :])
-    for actual, expected in zip(*map(jax.tree.leaves, (written, state_of(after(x, length)))), strict=True):
-        np.testing.assert_allclose(actual, expected, atol=1e-5)  # two programs, which may sum in another order
+    for actual, expected in zip(
+        *map(jax.tree.leaves, (written, state_of(after(x, length)))), strict=True
+    ):
+        np.testing.assert_allclose(
+            actual, expected, atol=1e-5
+        )  # two programs, which may sum in another order
 
 
 def test_a_text_holds_no_state_for_each_of_its_tokens() -> None:
@@ -268,5 +291,7 @@ def test_the_parent_is_the_last_other_token_seen() -> None:
 
 def test_tokens_behind_a_block_that_no_state_took_in_are_refused() -> None:
     mask = jnp.ones((BATCH, 2, 5), bool)
-    with pytest.raises(ValueError, match="the last 2 tokens of a block of 5 were given to a recurrent layer"):
+    with pytest.raises(
+        ValueError, match="the last 2 tokens of a block of 5 were given to a recurrent layer"
+    ):
         attention_contexts([LAYER], mask, jnp.zeros((BATCH, 5), jnp.int32), empty())

@@ -15,7 +15,8 @@ from eagle3_jax.topology import DynamicTree
 pytestmark = pytest.mark.bits
 
 DELTA = LayerConfig(
-    mixer=GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6), mlp=GatedMLP(width=24)
+    mixer=GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6),
+    mlp=GatedMLP(width=24),
 )
 ATTENTION = tiny.layers(1, head_dim=8, qk_norm=True, output_gate=True)
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [4], [0, 1, 0, 1, 0], [2, 2]]
@@ -31,10 +32,15 @@ def target() -> e3.LoadedTarget:
 
 def test_a_head_drafts_trees_and_the_text_is_the_target_s_own() -> None:
     """Ragged prompts and limits: drafts are refused half-way, and rows continue next to others that have ended."""
-    result = tiny.check_same_text(target(), tiny.eagle3(target(), TREE), PROMPTS, max_new_tokens=LIMITS)
+    result = tiny.check_same_text(
+        target(), tiny.eagle3(target(), TREE), PROMPTS, max_new_tokens=LIMITS
+    )
     assert 0 < result.stats.num_accepted_tokens < result.stats.num_draft_tokens
 
 
 def test_a_draft_model_with_such_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="the state of a recurrent layer has no length; give a model with attention"):
+    with pytest.raises(
+        ValueError,
+        match="the state of a recurrent layer has no length; give a model with attention",
+    ):
         DraftModel(target().model)  # type: ignore[arg-type]

@@ -26,9 +26,13 @@ from eagle3_jax.topology import Chain, DynamicTree
 PROMPTS = ([1, 17, 5, 42], [9, 3])
 TARGETS: dict[str, Callable[[Path], e3.LoadedTarget]] = {
     "fp8": lambda folder: e3.load_target(written(folder, "channel")[0], weights="fp8"),
-    "fp8-dynamic": lambda folder: e3.load_target(written(folder, "tensor")[0], weights="fp8-dynamic"),
+    "fp8-dynamic": lambda folder: e3.load_target(
+        written(folder, "tensor")[0], weights="fp8-dynamic"
+    ),
     "int8": lambda folder: e3.load_target(plain(folder / "target"), weights="int8"),
-    "int8, tied": lambda folder: random_targets.in_eight_bits(tiny.target(61, tie_embeddings=True), "int8"),
+    "int8, tied": lambda folder: random_targets.in_eight_bits(
+        tiny.target(61, tie_embeddings=True), "int8"
+    ),
 }
 
 
@@ -51,8 +55,12 @@ DRAFTERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("weights", "name"), [(weights, name) for weights in DRAFTERS for name in DRAFTERS[weights]])
-def test_a_drafter_has_the_weights_of_its_target_and_changes_nothing(tmp_path: Path, weights: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("weights", "name"), [(weights, name) for weights in DRAFTERS for name in DRAFTERS[weights]]
+)
+def test_a_drafter_has_the_weights_of_its_target_and_changes_nothing(
+    tmp_path: Path, weights: str, name: str
+) -> None:
     path = write_llama(tmp_path / "target")
     files = CHECKPOINTS[name](tmp_path / "drafter")
     target = e3.load_target(path, weights=weights)
@@ -73,7 +81,9 @@ def bytes_of(params: Any) -> int:
 
 def fp8(inputs: int, block: int) -> Fp8Kernel:
     values = jax.ShapeDtypeStruct((8, inputs), jnp.float8_e4m3fn)
-    return Fp8Kernel(values=values, scale=jax.ShapeDtypeStruct((inputs // block, 8), jnp.float32), block=block)
+    return Fp8Kernel(
+        values=values, scale=jax.ShapeDtypeStruct((inputs // block, 8), jnp.float32), block=block
+    )
 
 
 MESH = AbstractMesh((2, 2), ("data", "model"))
@@ -89,10 +99,17 @@ ROWS = PartitionSpec("model", None)
         (fp8(48, 16), ROWS, COLUMNS, PartitionSpec(None, None)),  # half of three blocks
         (quantise_int8(np.ones((8, 16), np.float32)), COLUMNS, COLUMNS, PartitionSpec("model")),
         (quantise_int8(np.ones((8, 16), np.float32)), ROWS, ROWS, PartitionSpec(None)),
-        (quantise_int8(np.ones((16, 8), np.float32), is_table=True), ROWS, ROWS, PartitionSpec("model")),
+        (
+            quantise_int8(np.ones((16, 8), np.float32), is_table=True),
+            ROWS,
+            ROWS,
+            PartitionSpec("model"),
+        ),
     ],
 )
-def test_scales_are_divided_as_their_values_are(kernel: Any, spec: Any, values: Any, scale: Any) -> None:
+def test_scales_are_divided_as_their_values_are(
+    kernel: Any, spec: Any, values: Any, scale: Any
+) -> None:
     divided = kernel.divided(NamedSharding(MESH, spec))
     assert divided.values.spec == values
     assert divided.scale.spec == scale

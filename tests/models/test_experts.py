@@ -31,7 +31,13 @@ BUILD = functools.partial(ExpertMLP, WIDTH)
 SOFTMAX = Experts(num_experts=COUNT, per_token=3, width=INNER, router="softmax")
 SIGMOID = Experts(num_experts=COUNT, per_token=3, width=INNER, router="sigmoid", scaling=2.5)
 CLAMPED = Experts(
-    num_experts=COUNT, per_token=3, width=INNER, router="softmax-of-chosen", bias=True, limit=1.5, normalise=False
+    num_experts=COUNT,
+    per_token=3,
+    width=INNER,
+    router="softmax-of-chosen",
+    bias=True,
+    limit=1.5,
+    normalise=False,
 )
 AT_INPUT = Experts(num_experts=COUNT, per_token=1, width=INNER, router="sigmoid-of-input")
 
@@ -41,7 +47,9 @@ def written_out(x: np.ndarray, routing: Routing, stack: Stack, config: Experts) 
     wide = lambda array: np.asarray(array, np.float64)
     out = np.zeros(x.shape)
     for token in range(len(x)):
-        for expert, weight in zip(np.asarray(routing.chosen[token]), wide(routing.weights[token]), strict=True):
+        for expert, weight in zip(
+            np.asarray(routing.chosen[token]), wide(routing.weights[token]), strict=True
+        ):
             if not 0 <= expert < len(stack.gate_up):
                 continue
             inputs = wide(x[token]) * (weight if config.router == "sigmoid-of-input" else 1)
@@ -98,17 +106,25 @@ def routings() -> dict[str, Routing]:
 @pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16], ids=lambda precision: precision.name)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    "config", [SOFTMAX, CLAMPED, dataclasses.replace(AT_INPUT, bias=True)], ids=lambda config: config.router
+    "config",
+    [SOFTMAX, CLAMPED, dataclasses.replace(AT_INPUT, bias=True)],
+    ids=lambda config: config.router,
 )
-def test_every_form_is_the_sum_written_out(form: str, config: Experts, precision: Precision) -> None:
-    x, stack = jax.tree.map(lambda leaf: jnp.asarray(leaf, precision.operands), (draw(9, 11, WIDTH), stack_of(config)))
+def test_every_form_is_the_sum_written_out(
+    form: str, config: Experts, precision: Precision
+) -> None:
+    x, stack = jax.tree.map(
+        lambda leaf: jnp.asarray(leaf, precision.operands), (draw(9, 11, WIDTH), stack_of(config))
+    )
     run = jax.jit(functools.partial(FORMS[form], config=config, precision=precision))
     for name, routing in routings().items():
         actual = run(x, routing, stack)
         expected = written_out(x, routing, stack, config)
         atol = 1e-5 if precision is FLOAT32 else 0.02 * np.abs(expected).max()
         assert actual.dtype == precision.activations
-        np.testing.assert_allclose(np.asarray(actual, np.float64), expected, atol=atol, err_msg=name)
+        np.testing.assert_allclose(
+            np.asarray(actual, np.float64), expected, atol=atol, err_msg=name
+        )
 
 
 def test_few_and_many_tokens_take_other_forms_and_get_the_same() -> None:
@@ -146,19 +162,25 @@ def test_all_of_the_experts_may_be_chosen() -> None:
     np.testing.assert_allclose(routing.weights, jax.nn.softmax(logits), atol=1e-6)
     unnormalised = route(jnp.asarray(logits), None, dataclasses.replace(SOFTMAX, normalise=False))
     np.testing.assert_allclose(
-        unnormalised.weights, np.take_along_axis(routing.weights, unnormalised.chosen, axis=1), atol=1e-6
+        unnormalised.weights,
+        np.take_along_axis(routing.weights, unnormalised.chosen, axis=1),
+        atol=1e-6,
     )
 
 
 def test_groups_that_are_not_kept_have_no_chance_however_low_the_others_are() -> None:
     """Every biased score is negative; a group counts with the sum of its two best scores."""
-    config = dataclasses.replace(SIGMOID, groups=4, kept_groups=1, per_token=2, normalise=False, scaling=1.0)
+    config = dataclasses.replace(
+        SIGMOID, groups=4, kept_groups=1, per_token=2, normalise=False, scaling=1.0
+    )
     logits = jnp.asarray([[3.0, -9.0, 1.0, 1.0, -9.0, -9.0, -9.0, -9.0]])
     routing = route(logits, jnp.full(COUNT, -5.0), config)
     np.testing.assert_array_equal(routing.chosen, [[2, 3]])
     # With another k the rest of the group stays the only choice.
     config = dataclasses.replace(config, groups=2, per_token=4)
-    np.testing.assert_array_equal(route(logits, jnp.full(COUNT, -5.0), config).chosen, [[0, 1, 2, 3]])
+    np.testing.assert_array_equal(
+        route(logits, jnp.full(COUNT, -5.0), config).chosen, [[0, 1, 2, 3]]
+    )
 
 
 def test_weights_of_nothing_but_zeros_are_zeros() -> None:
@@ -166,7 +188,9 @@ def test_weights_of_nothing_but_zeros_are_zeros() -> None:
     np.testing.assert_array_equal(routing.weights, np.zeros((1, 3)))
 
 
-@pytest.mark.parametrize("precision", [FLOAT32, MIXED, BFLOAT16], ids=lambda precision: precision.name)
+@pytest.mark.parametrize(
+    "precision", [FLOAT32, MIXED, BFLOAT16], ids=lambda precision: precision.name
+)
 def test_a_token_chooses_the_same_alone_and_among_others(precision: Precision) -> None:
     """The choice is equal bit for bit, at a width where sums of blocks differ in their last bits."""
     x = jnp.asarray(draw(15, 60, 2048)).astype(precision.activations)
@@ -189,7 +213,12 @@ def test_a_sigmoid_router_multiplies_in_float32_whatever_the_model_is() -> None:
     assert actual.dtype == jnp.float32
     expected = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
     np.testing.assert_allclose(actual, expected, atol=1e-4)
-    assert np.abs(np.asarray(router_logits(x, kernel, None, SOFTMAX, BFLOAT16), np.float64) - expected).max() > 1e-3
+    assert (
+        np.abs(
+            np.asarray(router_logits(x, kernel, None, SOFTMAX, BFLOAT16), np.float64) - expected
+        ).max()
+        > 1e-3
+    )
 
 
 def test_a_router_stays_float32_in_every_precision() -> None:

@@ -35,7 +35,14 @@ from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.conversion.families import FAMILIES
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.models.config import GatedMLP, GroupedQuery, QueryScaling, RopeConfig, grouped, uniform
+from eagle3_jax.models.config import (
+    GatedMLP,
+    GroupedQuery,
+    QueryScaling,
+    RopeConfig,
+    grouped,
+    uniform,
+)
 from eagle3_jax.topology import Chain, DynamicTree
 from eagle3_jax.tree import causal_mask
 
@@ -90,12 +97,20 @@ def test_logits_and_features_are_those_of_transformers(folder: Any, name: str) -
 
     logits, features = forward(target.params, jnp.asarray(expected.tokens, jnp.int32)[None])
     np.testing.assert_allclose(logits[0], expected.logits, atol=1e-4)
-    np.testing.assert_allclose(np.moveaxis(features[0], 1, 0), expected.entering, atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(
+        np.moveaxis(features[0], 1, 0), expected.entering, atol=1e-4, rtol=1e-4
+    )
 
 
-def test_greedy_text_is_that_of_transformers_plain_and_behind_any_draft(folder: Any, name: str) -> None:
+def test_greedy_text_is_that_of_transformers_plain_and_behind_any_draft(
+    folder: Any, name: str
+) -> None:
     target = e3.load_target(folder(name))
-    plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(PROMPTS, max_new_tokens=NEW_TOKENS).tokens
+    plain = (
+        e3.SpeculativeDecoder(target, stop_tokens=())
+        .generate(PROMPTS, max_new_tokens=NEW_TOKENS)
+        .tokens
+    )
     check_greedy(name, plain)
     drafter = tiny.eagle3(target, Chain(3), draft_vocab_size=60)
     for tree in (None, DynamicTree(num_nodes=8, max_depth=3, top_k=3)):
@@ -115,20 +130,26 @@ def test_what_came_in_goes_out_again(folder: Any, tmp_path: Path, name: str) -> 
     conversion.convert(folder(name), tmp_path / "native", "jax")
     conversion.convert(tmp_path / "native", tmp_path / "back", "vllm")
     source, native, back = (
-        conversion.read_target(path) for path in (folder(name), tmp_path / "native", tmp_path / "back")
+        conversion.read_target(path)
+        for path in (folder(name), tmp_path / "native", tmp_path / "back")
     )
     assert source.config == native.config == back.config
     assert source.family == native.family == back.family == FAMILIES[ALL[name].model_type]
     assert source.stop_tokens == native.stop_tokens == back.stop_tokens == (2,)
     assert source.dtype == native.dtype == back.dtype == "float32"
-    ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "back", folder(name)))
+    ours, theirs = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "back", folder(name))
+    )
     assert ours.keys() == theirs.keys()
     assert all(ours[key].tobytes() == theirs[key].tobytes() for key in theirs)
-    loaded = eager(AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager"))
+    loaded = eager(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
+    )
     assert type(loaded) is type(build(ALL[name]))
     with torch.no_grad():
         logits = loaded(torch.from_numpy(truth(name).tokens)[None], use_cache=False).logits[0]
-    # The files are equal byte for byte; PyTorch's sums depend on where in memory their operands lie.
+    # The files are equal byte for byte; PyTorch's sums depend on where in memory their operands
+    # lie.
     np.testing.assert_allclose(logits.numpy(), truth(name).logits, atol=1e-5)
     for path in (folder(name), tmp_path / "native"):
         description = conversion.describe(path)
@@ -147,22 +168,29 @@ def test_what_came_in_without_its_index_goes_out_as_a_native_checkpoint_alone(
     assert source.family == native.family
     assert jax.tree.all(jax.tree.map(np.array_equal, source.params, native.params))
     with pytest.raises(
-        CheckpointError, match="an index that chooses keys, which is not read and cannot be written; use --to jax"
+        CheckpointError,
+        match="an index that chooses keys, which is not read and cannot be written; use --to jax",
     ):
         conversion.convert(tmp_path / "native", tmp_path / "back", "vllm")
     assert not (tmp_path / "back").exists()
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_a_language_model_out_of_a_model_of_images_goes_out_alone(folder: Any, tmp_path: Path, name: str) -> None:
+def test_a_language_model_out_of_a_model_of_images_goes_out_alone(
+    folder: Any, tmp_path: Path, name: str
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     conversion.convert(folder(name), tmp_path / "alone", "vllm")
-    source, text_model = (conversion.read_target(path) for path in (folder(name), tmp_path / "alone"))
+    source, text_model = (
+        conversion.read_target(path) for path in (folder(name), tmp_path / "alone")
+    )
     assert source.config == text_model.config
     assert source.family == text_model.family
-    loaded = eager(AutoModelForCausalLM.from_pretrained(tmp_path / "alone", attn_implementation="eager"))
+    loaded = eager(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "alone", attn_implementation="eager")
+    )
     with torch.no_grad():
         logits = loaded(torch.from_numpy(truth(name).tokens)[None], use_cache=False).logits[0]
     np.testing.assert_allclose(logits.numpy(), truth(name).logits, atol=1e-5)
@@ -171,7 +199,11 @@ def test_a_language_model_out_of_a_model_of_images_goes_out_alone(folder: Any, t
 def test_every_family_has_a_recipe_and_windows_that_a_text_leaves() -> None:
     # Kimi K2 is DeepSeek V3 under another name, which transformers does not know.
     assert {recipe.model_type for recipe in RECIPES.values()} == FAMILIES.keys() - {"kimi_k2"}
-    windows = [recipe.fields["sliding_window"] for recipe in RECIPES.values() if recipe.fields.get("sliding_window")]
+    windows = [
+        recipe.fields["sliding_window"]
+        for recipe in RECIPES.values()
+        if recipe.fields.get("sliding_window")
+    ]
     assert windows
     assert max(windows) < len(truth("llama").tokens) < NEW_TOKENS < VOCAB
 
@@ -188,7 +220,12 @@ def test_the_doctor_names_the_family(folder: Any, tmp_path: Path) -> None:
 
 # As published, where files leave out what transformers knows.
 _SIZES = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
-_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 256_000, "rope_theta": 50_000.0}
+_HEADS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 256_000,
+    "rope_theta": 50_000.0,
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma2": {
         **_SIZES, **_HEADS, "head_dim": 256, "rms_norm_eps": 1e-6, "sliding_window": 4096, "query_pre_attn_scalar": 256,
@@ -209,7 +246,9 @@ def test_what_a_published_file_leaves_out_is_what_transformers_takes(name: str) 
     ours = FAMILIES[name].read_config(Fields(PUBLISHED[name], "config.json"))
     theirs = AutoConfig.for_model(name, **PUBLISHED[name])
     of_type = (
-        theirs.rope_parameters if name == "gemma3_text" else dict.fromkeys(theirs.layer_types, theirs.rope_parameters)
+        theirs.rope_parameters
+        if name == "gemma3_text"
+        else dict.fromkeys(theirs.layer_types, theirs.rope_parameters)
     )
     assert ours.vocab_size == theirs.vocab_size
     assert ours.tie_embeddings == theirs.tie_word_embeddings
@@ -233,15 +272,27 @@ def test_what_a_published_file_leaves_out_is_what_transformers_takes(name: str) 
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 5}
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "no family": ("llama", {"model_type": "gemma3n"}, "model_type is 'gemma3n'; the families of targets are llama, "),
+    "no family": (
+        "llama",
+        {"model_type": "gemma3n"},
+        "model_type is 'gemma3n'; the families of targets are llama, ",
+    ),
     "a window that is off": (
         "qwen3",
         {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 4},
         "layer_types has 'sliding_attention', but no sliding_window is switched on",
     ),
-    "no window": ("qwen2", {"use_sliding_window": True, "sliding_window": None}, "has no sliding_window"),
+    "no window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": None},
+        "has no sliding_window",
+    ),
     "no head size": ("qwen3", {"head_dim": None}, "has no head_dim"),
-    "no scaling of queries": ("ministral3", {"rope_parameters": None}, "has no original_max_position_embeddings"),
+    "no scaling of queries": (
+        "ministral3",
+        {"rope_parameters": None},
+        "has no original_max_position_embeddings",
+    ),
     "silent about weights": ("qwen3_moe", {"norm_topk_prob": None}, "has no norm_topk_prob"),
     "two numbers of experts": (
         "qwen3_moe",
@@ -258,7 +309,11 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"mlp_only_layers": []},
         r"misses model\.layers\.1\.mlp\.gate\.weight.* and holds unexpected model\.layers\.1\.mlp\.down_proj",
     ),
-    "another gate": ("gpt_oss", {"swiglu_alpha": 1.0}, r"swiglu_alpha is 1\.0; only 1\.702 is supported"),
+    "another gate": (
+        "gpt_oss",
+        {"swiglu_alpha": 1.0},
+        r"swiglu_alpha is 1\.0; only 1\.702 is supported",
+    ),
     "another score": (
         "glm4_moe",
         {"scoring_func": "softmax"},
@@ -280,17 +335,31 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"use_bidirectional_attention": True},
         "use_bidirectional_attention is True; only False is supported",
     ),
-    "another GELU": ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; only 'gelu_pytorch_tanh'"),
+    "another GELU": (
+        "gemma2",
+        {"hidden_activation": "gelu"},
+        "hidden_activation is 'gelu'; only 'gelu_pytorch_tanh'",
+    ),
     "one rotation for both kinds of layers": (
         "gemma3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
         "rope_parameters is .* expected an object for 'sliding_attention' and one for 'full_attention'",
     ),
-    "silent about a factor": ("granite", {"residual_multiplier": None}, "has no residual_multiplier"),
+    "silent about a factor": (
+        "granite",
+        {"residual_multiplier": None},
+        "has no residual_multiplier",
+    ),
     "factors of another model": (
         "phi3, longrope",
         {"partial_rotary_factor": 1.0, "rope_parameters": None, "rope_theta": 1e4}
-        | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 3}},
+        | {
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0] * 3,
+                "long_factor": [1.0] * 3,
+            }
+        },
         "short_factor has 3 and long_factor 3 numbers; expected 4 each, one for a pair of rotating channels",
     ),
     "an old name of longrope": (
@@ -303,8 +372,16 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
         "rope type 'longrope' is not supported; expected one of default, linear, llama3, yarn",
     ),
-    "one after the other": ("cohere", {"use_parallel_block": False}, "use_parallel_block is False; only True"),
-    "scaled logits": ("llama", {"logit_scale": 0.5}, r"logit_scale is 0\.5; only 1\.0 is supported"),
+    "one after the other": (
+        "cohere",
+        {"use_parallel_block": False},
+        "use_parallel_block is False; only True",
+    ),
+    "scaled logits": (
+        "llama",
+        {"logit_scale": 0.5},
+        r"logit_scale is 0\.5; only 1\.0 is supported",
+    ),
     "experts elsewhere": (
         "llama4, every second",
         {"moe_layers": [0, 2]},
@@ -314,18 +391,24 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_a_configuration_that_means_something_else_is_refused(folder: Any, tmp_path: Path, name: str) -> None:
+def test_a_configuration_that_means_something_else_is_refused(
+    folder: Any, tmp_path: Path, name: str
+) -> None:
     recipe, changes, says = REFUSALS[name]
     config = json.loads((folder(recipe) / "config.json").read_text())
     directory = tmp_path / "target"
     directory.mkdir()
-    (directory / "model.safetensors").write_bytes((folder(recipe) / "model.safetensors").read_bytes())
+    (directory / "model.safetensors").write_bytes(
+        (folder(recipe) / "model.safetensors").read_bytes()
+    )
     (directory / "config.json").write_text(json.dumps(config))
     edit_config(directory, **changes)
     refused(conversion.read_target, directory, says)
 
 
-def test_longrope_holds_the_texts_that_its_short_factors_are_for(folder: Any, tmp_path: Path) -> None:
+def test_longrope_holds_the_texts_that_its_short_factors_are_for(
+    folder: Any, tmp_path: Path
+) -> None:
     target = e3.load_target(folder("phi3, longrope"))
     assert target.holds == (
         "128 positions (beyond them its rotary embedding (longrope) has other factors, which are not computed here)"
@@ -337,18 +420,38 @@ def test_longrope_holds_the_texts_that_its_short_factors_are_for(folder: Any, tm
 YARN = RopeConfig(type="yarn", factor=8.0, original_max_positions=32)
 LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 NOT_EXPRESSIBLE = {
-    "llama, q and k norms": ("llama", {"qk_norm": True}, r"Llama cannot express layers\[0\]\.mixer\.qk_norm True"),
+    "llama, q and k norms": (
+        "llama",
+        {"qk_norm": True},
+        r"Llama cannot express layers\[0\]\.mixer\.qk_norm True",
+    ),
     "qwen2, no bias": ("qwen2", {}, r"Qwen2 cannot express layers\[0\]\.mixer\.qkv_bias False"),
-    "ministral3, no growth": ("ministral3", {}, "rope_parameters has no original_max_position_embeddings"),
+    "ministral3, no growth": (
+        "ministral3",
+        {},
+        "rope_parameters has no original_max_position_embeddings",
+    ),
     "ministral3, two bases": (
         "ministral3",
         {"rope": YARN, "query_scaling": QueryScaling(floor=8, beta=0.1)},
         r"Ministral 3 cannot express layers\[0\]\.mixer\.rope\.original_max_positions 32",
     ),
     "no rope": ("llama", {"rope": None}, "without rotary embedding"),
-    "gemma2, no norms around": ("gemma2", {"scale": 0.25, "softcap": 50.0}, r"Gemma 2 cannot express"),
-    "phi3, a bias": ("phi3", {"qkv_bias": True}, r"Phi-3, Phi-4 cannot express layers\[0\]\.mixer\.qkv_bias True"),
-    "qwen3_moe, no experts": ("qwen3_moe", {"qk_norm": True}, "a target without experts is of another family"),
+    "gemma2, no norms around": (
+        "gemma2",
+        {"scale": 0.25, "softcap": 50.0},
+        r"Gemma 2 cannot express",
+    ),
+    "phi3, a bias": (
+        "phi3",
+        {"qkv_bias": True},
+        r"Phi-3, Phi-4 cannot express layers\[0\]\.mixer\.qkv_bias True",
+    ),
+    "qwen3_moe, no experts": (
+        "qwen3_moe",
+        {"qk_norm": True},
+        "a target without experts is of another family",
+    ),
 }
 
 
@@ -370,7 +473,9 @@ def test_layers_of_two_windows_are_not_written_as_one(tmp_path: Path) -> None:
     two = tuple(
         layer
         for window in (5, 7)
-        for layer in uniform(4, GroupedQuery(**LAYER, qkv_bias=True, window=window), GatedMLP(width=24))
+        for layer in uniform(
+            4, GroupedQuery(**LAYER, qkv_bias=True, window=window), GatedMLP(width=24)
+        )
     )
     checkpoint = dataclasses.replace(
         source, family=FAMILIES["qwen2"], config=dataclasses.replace(source.config, layers=two)

@@ -36,8 +36,8 @@ def tree_mask(tokens: int) -> jax.Array:
     return jnp.asarray(mask)[None]
 
 
-# Batch, tokens, key heads, group, capacity, head size, value size. Several parts of queries, splits that outnumber the
-# tiles, capacities that no tile divides, values narrower than keys.
+# Batch, tokens, key heads, group, capacity, head size, value size. Several parts of queries, splits
+# that outnumber the tiles, capacities that no tile divides, values narrower than keys.
 SHAPES = {
     "one token": (2, 1, 2, 4, 200, 64, 64),
     "chain": (2, 6, 2, 3, 256, 32, 32),
@@ -53,11 +53,20 @@ SCORINGS = {
 
 
 def check_attention(
-    queries: jax.Array, kv: KeyValue, masks: tuple[Any, ...], length: jax.Array, size: int, scoring: Scoring = Scoring()
+    queries: jax.Array,
+    kv: KeyValue,
+    masks: tuple[Any, ...],
+    length: jax.Array,
+    size: int,
+    scoring: Scoring = Scoring(),
 ) -> None:
     """Compares with attention under the last of the masks; with the others the kernel has to give the same."""
     expected = attention(queries, (Segment(kv, masks[-1]),), (), scoring)
-    options = {"scale": scoring.factor(queries.shape[-1]), "softcap": scoring.softcap, "sinks": scoring.sinks}
+    options = {
+        "scale": scoring.factor(queries.shape[-1]),
+        "softcap": scoring.softcap,
+        "sinks": scoring.sinks,
+    }
     for mask in masks:
         actual = interpreted(queries, kv, mask, length, size=size, **options)
         np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6)
@@ -68,11 +77,19 @@ def test_it_is_attention(shape: tuple[int, ...]) -> None:
     """The mask is that of the block or of all slots; a chain needs none."""
     batch, tokens, kv_heads, group, capacity, size, width = shape
     queries = random(0, batch, tokens, kv_heads * group, size)
-    kv = KeyValue(random(1, batch, kv_heads, capacity, size), random(2, batch, kv_heads, capacity, width))
-    length = jnp.asarray(np.random.default_rng(0).integers(0, capacity - tokens + 1, batch), jnp.int32)
-    trees = jnp.concatenate([tree_mask(tokens), *[causal_mask(tokens)] * (batch - 1)])  # one for each row
+    kv = KeyValue(
+        random(1, batch, kv_heads, capacity, size), random(2, batch, kv_heads, capacity, width)
+    )
+    length = jnp.asarray(
+        np.random.default_rng(0).integers(0, capacity - tokens + 1, batch), jnp.int32
+    )
+    trees = jnp.concatenate(
+        [tree_mask(tokens), *[causal_mask(tokens)] * (batch - 1)]
+    )  # one for each row
     for mask, kernel_mask in ((trees, trees), (trees[:1], trees[:1]), (causal_mask(tokens), None)):
-        check_attention(queries, kv, (kernel_mask, cache_mask(mask, length, capacity)), length, tokens)
+        check_attention(
+            queries, kv, (kernel_mask, cache_mask(mask, length, capacity)), length, tokens
+        )
 
 
 def test_the_last_tokens_of_a_block_see_those_before_them() -> None:
@@ -86,7 +103,9 @@ def test_the_last_tokens_of_a_block_see_those_before_them() -> None:
 
 
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
-@pytest.mark.parametrize("span", [Span(), Span(window=20), Span(chunk=32)], ids=["all", "window", "chunk"])
+@pytest.mark.parametrize(
+    "span", [Span(), Span(window=20), Span(chunk=32)], ids=["all", "window", "chunk"]
+)
 def test_scales_caps_sinks_and_windows(scoring: Scoring, span: Span) -> None:
     queries = random(0, 2, 5, 8, 16)
     kv = KeyValue(random(1, 2, 2, 150, 16), random(2, 2, 2, 150, 16))
@@ -106,7 +125,8 @@ def test_a_token_has_the_same_bits_wherever_its_block_begins(dtype) -> None:
     def outputs(queries: jax.Array, kv: KeyValue, start: int) -> jax.Array:
         length = jnp.array([start], jnp.int32)
         by_mask, in_order = (
-            interpreted(queries, kv, mask, length, size=6, scale=0.25)[0] for mask in (causal_mask(6), None)
+            interpreted(queries, kv, mask, length, size=6, scale=0.25)[0]
+            for mask in (causal_mask(6), None)
         )
         np.testing.assert_array_equal(by_mask, in_order)
         return in_order
@@ -127,7 +147,8 @@ def test_it_reads_no_slot_from_the_end_on() -> None:
 
 def test_its_gradient_is_that_of_attention() -> None:
     layer = KeyValues(
-        keys=random(1, 1, 2, 64, 16, dtype=jnp.bfloat16), values=random(2, 1, 2, 64, 16, dtype=jnp.bfloat16)
+        keys=random(1, 1, 2, 64, 16, dtype=jnp.bfloat16),
+        values=random(2, 1, 2, 64, 16, dtype=jnp.bfloat16),
     )
     block = KeyValue(*(random(seed, 1, 2, 3, 16, dtype=jnp.bfloat16) for seed in (3, 4)))
     length = jnp.array([10], jnp.int32)
@@ -148,7 +169,9 @@ DRAFTS = {
 
 
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
-def test_generation_with_the_kernel_writes_the_same_tokens(draft, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_with_the_kernel_writes_the_same_tokens(
+    draft, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
 
     def counted(*args, **options):
@@ -158,11 +181,17 @@ def test_generation_with_the_kernel_writes_the_same_tokens(draft, monkeypatch: p
     target = e3.load_target(OFFICIAL / "target")
     drafter = None if draft is None else e3.load_drafter(OFFICIAL / "eagle3", target=target)
     prompts = [[1, 17, 5, 42, 33, 9, 71, 8], [3], [8] * 12]
-    generate = lambda: e3.SpeculativeDecoder(target, drafter, **draft or {}).generate(prompts, max_new_tokens=20).tokens
+    generate = lambda: (
+        e3.SpeculativeDecoder(target, drafter, **draft or {})
+        .generate(prompts, max_new_tokens=20)
+        .tokens
+    )
     expected = generate()
     assert not calls
     monkeypatch.setattr(flash, "flash_attention", counted)
-    monkeypatch.setattr(flash, "is_supported", lambda queries, kv: True)  # float32 has no near ties here
+    monkeypatch.setattr(
+        flash, "is_supported", lambda queries, kv: True
+    )  # float32 has no near ties here
     jax.clear_caches()
     with flash.enabled(True):
         assert generate() == expected
@@ -178,7 +207,9 @@ def test_which_arrays_the_kernel_takes() -> None:
     assert taken()
     assert not taken(tokens=129)  # a prompt
     assert not taken(size=96)
-    assert not taken(dtype=jnp.float32)  # in full precision its products are slow to compile and to run
+    assert not taken(
+        dtype=jnp.float32
+    )  # in full precision its products are slow to compile and to run
     mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
         assert not taken()
@@ -196,9 +227,13 @@ def test_which_arrays_the_kernel_takes() -> None:
 def test_the_kernel_is_on_for_gpus_on_which_it_is_right(
     platform: str, capability: str, agrees: bool, is_enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = types.SimpleNamespace(platform=platform, device_kind="NVIDIA H200", compute_capability=capability)
+    device = types.SimpleNamespace(
+        platform=platform, device_kind="NVIDIA H200", compute_capability=capability
+    )
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    monkeypatch.setattr(flash, "agrees_with_reference", lambda attend: agrees and attend is flash.flash_attention)
+    monkeypatch.setattr(
+        flash, "agrees_with_reference", lambda attend: agrees and attend is flash.flash_attention
+    )
     assert flash.is_enabled() == is_enabled
     monkeypatch.setenv("EAGLE3_ATTENTION", "xla")
     assert not flash.is_enabled()
@@ -238,7 +273,10 @@ def fail_to_compile(*arguments, **options):
     [
         (ignore_length, "the attention kernel is off by [0-9.e+]+; attention is left to XLA"),
         (attend_to_siblings, "the attention kernel is off by [0-9.e+]+; attention is left to XLA"),
-        (fail_to_compile, r"the attention kernel failed \(no such instruction\); attention is left to XLA"),
+        (
+            fail_to_compile,
+            r"the attention kernel failed \(no such instruction\); attention is left to XLA",
+        ),
     ],
 )
 def test_a_kernel_that_fails_or_differs_is_not_used(attend: Any, message: str) -> None:

@@ -35,38 +35,59 @@ def test_fp8_of_a_file_is_kept_bit_for_bit(tmp_path: Path, name: str) -> None:
     target = e3.load_target(stored, weights="fp8")
     tensors = read_tensors(stored)
     kernel = target.params["blocks"][1]["attention"]["o"]["kernel"]
-    assert np.asarray(kernel.values).tobytes() == tensors["model.layers.1.self_attn.o_proj.weight"].tobytes()
+    assert (
+        np.asarray(kernel.values).tobytes()
+        == tensors["model.layers.1.self_attn.o_proj.weight"].tobytes()
+    )
     for path, leaf in rules.flatten(conversion.read_target(dense).params):
         stored_leaf: Any = target.params
         for key in path.split("."):
             stored_leaf = stored_leaf[int(key) if key.isdecimal() else key]
-        assert isinstance(stored_leaf, Fp8Kernel) == (path.startswith("blocks") and path.endswith("kernel")), path
-        values = stored_leaf.dense(jnp.float32) if isinstance(stored_leaf, Fp8Kernel) else stored_leaf
-        assert np.asarray(values).tobytes() == np.ascontiguousarray(np.asarray(leaf)).tobytes(), path
+        assert isinstance(stored_leaf, Fp8Kernel) == (
+            path.startswith("blocks") and path.endswith("kernel")
+        ), path
+        values = (
+            stored_leaf.dense(jnp.float32) if isinstance(stored_leaf, Fp8Kernel) else stored_leaf
+        )
+        assert np.asarray(values).tobytes() == np.ascontiguousarray(np.asarray(leaf)).tobytes(), (
+            path
+        )
 
 
-def random_kernel(random: np.random.Generator, inputs: int, block: int, **options: Any) -> tuple[Fp8Kernel, np.ndarray]:
+def random_kernel(
+    random: np.random.Generator, inputs: int, block: int, **options: Any
+) -> tuple[Fp8Kernel, np.ndarray]:
     """Returns a kernel of 24 outputs, and its dense values in float64."""
     values = by_hand.to_e4m3(random.normal(0, 60, (24, inputs)))
     scale = random.uniform(0.001, 0.1, (-(-inputs // block), 24)).astype(np.float32)
     kernel = Fp8Kernel(values=jnp.asarray(values), scale=jnp.asarray(scale), block=block, **options)
-    return kernel, values.T.astype(np.float64) * np.repeat(scale, block, 0)[:inputs].astype(np.float64)
+    return kernel, values.T.astype(np.float64) * np.repeat(scale, block, 0)[:inputs].astype(
+        np.float64
+    )
 
 
 BLOCKS = pytest.mark.parametrize("block", [40, 16], ids=["channel", "block"])
 
 
-@pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16, MIXED], ids=lambda precision: precision.name)
+@pytest.mark.parametrize(
+    "precision", [FLOAT32, BFLOAT16, MIXED], ids=lambda precision: precision.name
+)
 @BLOCKS
 @pytest.mark.parametrize("rows", [1, 6])
-def test_a_product_is_that_of_the_kernel_it_stands_for(precision: Precision, block: int, rows: int) -> None:
+def test_a_product_is_that_of_the_kernel_it_stands_for(
+    precision: Precision, block: int, rows: int
+) -> None:
     random = np.random.default_rng(rows)
     kernel, dense = random_kernel(random, 40, block)
     x = jnp.asarray(random.normal(0, 1, (rows, 40)), precision.activations)
     operands = np.asarray(x.astype(precision.operands)).astype(np.float64)
     sizes = np.abs(operands) @ np.abs(dense)
-    error = np.abs(np.asarray(product(x, kernel, precision)).astype(np.float64) - operands @ dense) / sizes
-    # Of one rounding to bfloat16 at most where operands or results are: with scales for channels the kernel has none.
+    error = (
+        np.abs(np.asarray(product(x, kernel, precision)).astype(np.float64) - operands @ dense)
+        / sizes
+    )
+    # Of one rounding to bfloat16 at most where operands or results are: with scales for channels
+    # the kernel has none.
     exact = precision is FLOAT32 or (precision is MIXED and block == 40)
     assert error.max() < (1e-6 if exact else 2**-8)
     assert exact or error.max() > 1e-5
@@ -104,23 +125,35 @@ def test_experts_in_fp8_are_those_they_stand_for_in_every_form() -> None:
     def run_form(form: Any, stack: Stack, rows: int = tokens) -> np.ndarray:
         """Returns the output of the first tokens."""
         first_rows = jax.tree.map(lambda array: array[:rows], (x, routing))
-        return np.asarray(jax.jit(functools.partial(form, config=config, precision=FLOAT32))(*first_rows, stack))
+        return np.asarray(
+            jax.jit(functools.partial(form, config=config, precision=FLOAT32))(*first_rows, stack)
+        )
 
-    expected = run_form(run_all, Stack(*(jnp.asarray(array.dense(jnp.float32)) for array in kernels), None, None))
+    expected = run_form(
+        run_all, Stack(*(jnp.asarray(array.dense(jnp.float32)) for array in kernels), None, None)
+    )
     stack = Stack(*(jax.tree.map(jnp.asarray, array) for array in kernels), None, None)
     for form in (run_all, gather_chosen, functools.partial(loop_over_runs, rows=2, skip=True)):
         np.testing.assert_allclose(run_form(form, stack), expected, atol=1e-6)
-    dynamic = Stack(stack.gate_up.replace(dynamic=True), stack.down.replace(dynamic=True), None, None)
+    dynamic = Stack(
+        stack.gate_up.replace(dynamic=True), stack.down.replace(dynamic=True), None, None
+    )
     rounded = run_form(mixture, dynamic)
     np.testing.assert_allclose(run_form(mixture, dynamic, rows=1), rounded[:1], atol=1e-6)
     assert 1e-4 < np.abs(rounded - expected).max() < 0.2 * np.abs(expected).max()
 
 
 def test_router_and_gates_of_experts_are_not_rounded() -> None:
-    experts = Experts(num_experts=4, per_token=2, width=12, router="softmax", shared_width=8, shared_gate=True)
+    experts = Experts(
+        num_experts=4, per_token=2, width=12, router="softmax", shared_width=8, shared_gate=True
+    )
     layer = LayerConfig(mixer=layers(24)[0].mixer, mlp=experts)
     model = DecoderTarget(DecoderConfig(vocab_size=61, width=32, layers=(layer,), max_positions=64))
-    rounded = {path for path, product_kind in rules.flatten(model.param_products()) if product_kind == LAYER}
+    rounded = {
+        path
+        for path, product_kind in rules.flatten(model.param_products())
+        if product_kind == LAYER
+    }
     assert rounded == {
         "blocks.0.attention.qkv.kernel", "blocks.0.attention.o.kernel", "blocks.0.mlp.gate_up", "blocks.0.mlp.down",
         "blocks.0.mlp.shared.gate_up.kernel", "blocks.0.mlp.shared.down.kernel",
@@ -132,7 +165,9 @@ def test_rounding_on_load_is_to_the_nearest_value() -> None:
     every = np.unique(every[np.isfinite(every)])
     weights = np.random.default_rng(0).normal(0, 1, (3, 50, 20)).astype(np.float32)
     weights[1, :, 4] = 0
-    weights[2, 7, 5] = 1e30  # with a scale that is not its own it would overflow, and in E4M3 that is NaN
+    weights[2, 7, 5] = (
+        1e30  # with a scale that is not its own it would overflow, and in E4M3 that is NaN
+    )
     kernel = quantise(weights)
     scale = np.asarray(kernel.scale)
     assert scale.shape == (3, 1, 20)
@@ -155,12 +190,16 @@ def test_a_dense_target_is_rounded_where_products_read_it_and_nowhere_else(tmp_p
     assert dense.weights == "dense"
     assert fp8.weights == "fp8"
     for name in ("embedding", "head", "norm"):
-        assert same_params({name: jax.device_get(dense.params[name])}, {name: jax.device_get(fp8.params[name])})
+        assert same_params(
+            {name: jax.device_get(dense.params[name])}, {name: jax.device_get(fp8.params[name])}
+        )
     kernels = [leaf for leaf in jax.tree.leaves(fp8.params, is_leaf=_is_fp8) if _is_fp8(leaf)]
     assert len(kernels) == 4 * LAYERS
     model: Any = fp8.model
     expected = eight_bit_shapes(model.param_shapes(), model.param_products(), "fp8")
-    assert jax.tree.map(lambda leaf: leaf.shape, fp8.params) == jax.tree.map(lambda leaf: leaf.shape, expected)
+    assert jax.tree.map(lambda leaf: leaf.shape, fp8.params) == jax.tree.map(
+        lambda leaf: leaf.shape, expected
+    )
     fused = fp8.params["blocks"][0]["mlp"]["gate_up"]["kernel"]
     assert fused.nbytes == 32 * 48 + 4 * 48  # a byte a weight, and a scale for every output
 
@@ -176,7 +215,9 @@ def test_what_a_file_leaves_dense_stays_dense(tmp_path: Path) -> None:
     edit_tensors(stored, **{name: values, f"{name}_scale": None})
     blocks = e3.load_target(stored, weights="fp8").params["blocks"]
     assert _is_fp8(blocks[0]["attention"]["qkv"]["kernel"])
-    assert not _is_fp8(blocks[1]["attention"]["qkv"]["kernel"])  # queries, keys and values are one product
+    assert not _is_fp8(
+        blocks[1]["attention"]["qkv"]["kernel"]
+    )  # queries, keys and values are one product
     assert same_params(conversion.read_target(stored).params, conversion.read_target(dense).params)
 
 
@@ -186,12 +227,25 @@ def test_commands_say_how_a_target_is_stored(tmp_path: Path, cli: Any) -> None:
     described = json.loads(out)
     assert code == 0
     assert described["loadable"]
-    assert described["quantisation"] == f"int4 of compressed-tensors, a scale for {GROUP} inputs of an output"
+    assert (
+        described["quantisation"]
+        == f"int4 of compressed-tensors, a scale for {GROUP} inputs of an output"
+    )
     assert described["num_parameters"] == sum(
         leaf.size for _, leaf in rules.flatten(conversion.read_target(path).params)
     )
     assert "quantised: int4" in conversion.diagnose(path, tmp_path / "nowhere")[0].detail
-    command = ["generate", "--target", path, "--drafter", "none", "--prompt-ids", "[1, 2]", "--max-new-tokens", 3]
+    command = [
+        "generate",
+        "--target",
+        path,
+        "--drafter",
+        "none",
+        "--prompt-ids",
+        "[1, 2]",
+        "--max-new-tokens",
+        3,
+    ]
     code, out, _ = cli(*command, "--weights", "fp8", "--json")
     assert code == 0
     assert json.loads(out)["weights"] == "fp8"

@@ -34,7 +34,9 @@ def test_a_product_is_that_of_integers(rows: int, is_table: bool) -> None:
     random = np.random.default_rng(rows)
     inputs = 40
     outputs = 24
-    values = random.integers(-128, 128, (outputs, inputs) if is_table else (inputs, outputs)).astype(np.int8)
+    values = random.integers(
+        -128, 128, (outputs, inputs) if is_table else (inputs, outputs)
+    ).astype(np.int8)
     scale = random.uniform(0.001, 0.1, outputs).astype(np.float32)
     kernel = Int8Kernel(values=jnp.asarray(values), scale=jnp.asarray(scale), is_table=is_table)
     x = random.normal(0, 1, (rows, inputs)).astype(np.float32) * np.float32(30)
@@ -59,7 +61,9 @@ def test_a_rotated_kernel_is_nearest_to_the_rotated_matrix(inputs: int, is_table
     rotated = whole_rotation(inputs, kernel.rotation) @ weights
     scale = np.asarray(kernel.scale)
     values = np.asarray(kernel.values).T if is_table else np.asarray(kernel.values)
-    np.testing.assert_allclose(scale, np.where(rotated.any(0), np.abs(rotated).max(0) / 127, 1), rtol=1e-6)
+    np.testing.assert_allclose(
+        scale, np.where(rotated.any(0), np.abs(rotated).max(0) / 127, 1), rtol=1e-6
+    )
     assert np.abs(rotated / scale - values).max() <= 0.5 + 1e-4
     assert set(np.abs(values).max(0)) == {127, 0}
     dense = np.asarray(kernel.dense(jnp.float32))
@@ -80,7 +84,9 @@ def test_a_rotation_keeps_the_precision_of_rows_with_one_large_value() -> None:
     x[:, 17] = 80
     rotated = quantise_int8(weights)
     scale = np.abs(weights).max(0) / np.float32(127)
-    unrotated = Int8Kernel(values=jnp.asarray(np.rint(weights / scale), jnp.int8), scale=jnp.asarray(scale))
+    unrotated = Int8Kernel(
+        values=jnp.asarray(np.rint(weights / scale), jnp.int8), scale=jnp.asarray(scale)
+    )
     exact = x.astype(np.float64) @ weights.astype(np.float64)
 
     def error(kernel: Int8Kernel) -> float:
@@ -100,7 +106,9 @@ def test_values_and_scales_of_a_published_file_are_kept_bit_for_bit(tmp_path: Pa
     assert kernel.rotation == 1
     name = "model.layers.1.self_attn.o_proj.weight"
     np.testing.assert_array_equal(np.asarray(kernel.values), tensors[name].T)
-    np.testing.assert_array_equal(np.asarray(kernel.scale), tensors[f"{name}_scale"].astype(np.float32)[:, 0])
+    np.testing.assert_array_equal(
+        np.asarray(kernel.scale), tensors[f"{name}_scale"].astype(np.float32)[:, 0]
+    )
     assert not isinstance(target.params["head"]["kernel"], Int8Kernel)
     kernels = [leaf for leaf in jax.tree.leaves(target.params, is_leaf=is_int8) if is_int8(leaf)]
     assert len(kernels) == 4 * LAYERS
@@ -118,7 +126,12 @@ def test_layers_and_output_matrix_are_integers(tmp_path: Path) -> None:
     assert not is_int8(untied["embedding"])
     assert tied["embedding"].is_table
     for block in (*untied["blocks"].values(), *tied["blocks"].values()):
-        for part, name in (("attention", "qkv"), ("attention", "o"), ("mlp", "gate_up"), ("mlp", "down")):
+        for part, name in (
+            ("attention", "qkv"),
+            ("attention", "o"),
+            ("mlp", "gate_up"),
+            ("mlp", "down"),
+        ):
             assert is_int8(block[part][name]["kernel"]), (part, name)
 
 
@@ -128,20 +141,29 @@ def test_a_tied_table_gives_the_logits_of_its_transpose(precision: Any, rows: in
     random = np.random.default_rng(rows)
     table = jnp.asarray(random.normal(0, 1, (50, 32)), precision.operands)
     x = jnp.asarray(random.normal(0, 1, (rows, 32)), jnp.float32)
-    by_table, slopes = jax.value_and_grad(lambda x, table: product_by_table(x, table, precision).sum(), (0, 1))(
-        x, table
-    )
-    transposed, expected = jax.value_and_grad(lambda x, table: product(x, table.T, precision).sum(), (0, 1))(x, table)
+    by_table, slopes = jax.value_and_grad(
+        lambda x, table: product_by_table(x, table, precision).sum(), (0, 1)
+    )(x, table)
+    transposed, expected = jax.value_and_grad(
+        lambda x, table: product(x, table.T, precision).sum(), (0, 1)
+    )(x, table)
     np.testing.assert_allclose(by_table, transposed, rtol=1e-5)
     for slope, expected_slope in zip(slopes, expected, strict=True):
-        np.testing.assert_allclose(slope.astype(jnp.float32), expected_slope.astype(jnp.float32), rtol=1e-2, atol=1e-3)
+        np.testing.assert_allclose(
+            slope.astype(jnp.float32), expected_slope.astype(jnp.float32), rtol=1e-2, atol=1e-3
+        )
 
 
 def test_one_row_of_a_tied_table_converts_no_table_on_cpus() -> None:
     """In mixed precision XLA converted the table to float32 in every step, which took ten times the product's time."""
     table = jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
     row = jax.ShapeDtypeStruct((1, 1, 64), jnp.float32)
-    program = jax.jit(lambda x, table: product_by_table(x, table, MIXED)).lower(row, table).compile().as_text()
+    program = (
+        jax.jit(lambda x, table: product_by_table(x, table, MIXED))
+        .lower(row, table)
+        .compile()
+        .as_text()
+    )
     assert "f32[512,64]" not in program
     assert "f32[64,512]" not in program
 
@@ -149,11 +171,13 @@ def test_one_row_of_a_tied_table_converts_no_table_on_cpus() -> None:
 @pytest.mark.bits
 @pytest.mark.parametrize("capacity", [64, 128, 256])
 @pytest.mark.parametrize(("rows", "size"), [(1, 3), (1, 5), (2, 1), (6, 1), (4, 4)])
-def test_logits_have_the_same_bits_alone_in_blocks_and_in_batches(rows: int, size: int, capacity: int) -> None:
+def test_logits_have_the_same_bits_alone_in_blocks_and_in_batches(
+    rows: int, size: int, capacity: int
+) -> None:
     """On CPUs, one different bit would change a rounding of activations, and logits would be off by a tenth.
 
-    The number of attention scores crosses 4,096 at other sizes for each capacity: there XLA changes its exponentials.
-    """
+    The number of attention scores crosses 4,096 at other sizes for each capacity: there XLA changes
+    its exponentials."""
     target = deep_target()
     texts = np.random.default_rng(0).integers(0, 61, (6, 40 + 20)).astype(np.int32)
     single = logits_of(target, texts[:1], size=1, capacity=capacity)
@@ -169,7 +193,9 @@ def deep_target() -> e3.LoadedTarget:
     return random_targets.in_eight_bits(target, "int8")
 
 
-def logits_of(target: e3.LoadedTarget, texts: np.ndarray, *, size: int, capacity: int) -> np.ndarray:
+def logits_of(
+    target: e3.LoadedTarget, texts: np.ndarray, *, size: int, capacity: int
+) -> np.ndarray:
     """Logits of 15 tokens of every text, ``size`` tokens at a time after a prompt of 40."""
     model: Any = target.model
     logits, _ = tiny.in_blocks(model, target.params, texts, prompt=40, size=size, capacity=capacity)

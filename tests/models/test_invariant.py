@@ -18,7 +18,14 @@ from eagle3_jax.cache import KeyValue
 from eagle3_jax.drafters import NGram
 from eagle3_jax.models import flash, invariant
 from eagle3_jax.models.attention import Segment, attention
-from eagle3_jax.models.config import Experts, GatedMLP, GroupedQuery, LayerConfig, RopeConfig, uniform
+from eagle3_jax.models.config import (
+    Experts,
+    GatedMLP,
+    GroupedQuery,
+    LayerConfig,
+    RopeConfig,
+    uniform,
+)
 from eagle3_jax.models.context import cache_mask
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import PRECISIONS, RMSNorm
@@ -39,8 +46,12 @@ def random(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("inputs", [0, 1], ids=["kernel", "table"])
-@pytest.mark.parametrize(("count", "width", "outputs"), [(1, 40, 24), (5, 1030, 130), (70, 128, 64), (9, 512, 256)])
-def test_the_kernel_multiplies(count: int, width: int, outputs: int, inputs: int, dtype: Any) -> None:
+@pytest.mark.parametrize(
+    ("count", "width", "outputs"), [(1, 40, 24), (5, 1030, 130), (70, 128, 64), (9, 512, 256)]
+)
+def test_the_kernel_multiplies(
+    count: int, width: int, outputs: int, inputs: int, dtype: Any
+) -> None:
     """Sizes that no tile divides, several tiles of rows, and several splits of the inputs."""
     rows = random(0, count, width, dtype=dtype)
     kernel = random(1, width, outputs, dtype=dtype)
@@ -53,7 +64,9 @@ def test_the_kernel_multiplies(count: int, width: int, outputs: int, inputs: int
 def test_a_row_has_the_same_bits_among_any_rows() -> None:
     rows = random(0, 130, 600, dtype=jnp.bfloat16)
     kernel = random(1, 600, 100, dtype=jnp.bfloat16)
-    multiply = functools.partial(invariant.product_by_kernel, kernel=kernel, dtype=jnp.bfloat16, interpret=True)
+    multiply = functools.partial(
+        invariant.product_by_kernel, kernel=kernel, dtype=jnp.bfloat16, interpret=True
+    )
     together = multiply(rows)
     for start, end in ((0, 1), (5, 9), (60, 70), (129, 130)):
         np.testing.assert_array_equal(multiply(rows[start:end]), together[start:end])
@@ -70,7 +83,10 @@ def test_the_kernel_normalises(kind: Any, heads: int | None, dtype: Any) -> None
     actual = invariant.norm(x, norm.factor(x), 1e-5, interpret=True)
     tolerance = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(
-        np.asarray(actual, np.float32), np.asarray(norm(x), np.float32), rtol=2 * tolerance, atol=tolerance
+        np.asarray(actual, np.float32),
+        np.asarray(norm(x), np.float32),
+        rtol=2 * tolerance,
+        atol=tolerance,
     )
 
 
@@ -83,22 +99,33 @@ def test_the_kernel_attends(tokens: int) -> None:
     visible = cache_mask(causal_mask(tokens), length, 320)
     expected = attention(queries, (Segment(kv, visible),))
     for seen in (None, visible):
-        actual = flash.invariant_attention(queries, kv, seen, length, size=tokens, scale=32**-0.5, interpret=True)
+        actual = flash.invariant_attention(
+            queries, kv, seen, length, size=tokens, scale=32**-0.5, interpret=True
+        )
         np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6)
 
 
 def test_a_query_has_the_same_bits_in_any_block_batch_and_cache() -> None:
-    kv = KeyValue(random(1, 4, 2, 256, 16, dtype=jnp.bfloat16), random(2, 4, 2, 256, 16, dtype=jnp.bfloat16))
+    kv = KeyValue(
+        random(1, 4, 2, 256, 16, dtype=jnp.bfloat16), random(2, 4, 2, 256, 16, dtype=jnp.bfloat16)
+    )
     queries = random(0, 4, 12, 4, 16, dtype=jnp.bfloat16)
 
     def attended(rows: int, first: int, end: int, slots: int) -> np.ndarray:
         cut = KeyValue(*(buffer[:rows, :, :slots] for buffer in kv))
         length = jnp.full((rows,), 100 + first, jnp.int32)
         options = {"size": end - first, "scale": 0.25, "interpret": True}
-        return np.asarray(flash.invariant_attention(queries[:rows, first:end], cut, None, length, **options))
+        return np.asarray(
+            flash.invariant_attention(queries[:rows, first:end], cut, None, length, **options)
+        )
 
     together = attended(4, 0, 12, 256)
-    for rows, first, end, slots in ((1, 0, 1, 128), (1, 3, 9, 192), (2, 11, 12, 256), (4, 4, 10, 128)):
+    for rows, first, end, slots in (
+        (1, 0, 1, 128),
+        (1, 3, 9, 192),
+        (2, 11, 12, 256),
+        (4, 4, 10, 128),
+    ):
         np.testing.assert_array_equal(attended(rows, first, end, slots), together[:rows, first:end])
 
 
@@ -108,9 +135,8 @@ def test_a_query_has_the_same_bits_in_any_block_batch_and_cache() -> None:
 def target_of(dtype: str, kind: str) -> e3.LoadedTarget:
     """A random target, which without invariance has other bits in blocks or batches: seen for each of the cases below.
 
-    XLA has other kernels for one query head of a key head, and in bfloat16 for two; roundings to bfloat16 hide most of
-    it in small layers.
-    """
+    XLA has other kernels for one query head of a key head, and in bfloat16 for two; roundings to
+    bfloat16 hide most of it in small layers."""
     heads = {"one head": (2, 2), "pairs": (4, 2)}.get(kind, (6, 2))
     channels = 64 if kind == "pairs" else 32
     options: dict[str, Any] = {"rope": RopeConfig(theta=1e4)}
@@ -120,7 +146,9 @@ def target_of(dtype: str, kind: str) -> e3.LoadedTarget:
     precision = PRECISIONS["float32" if dtype == "int8" else dtype]
     layers = uniform(2, mixer, GatedMLP(width=704 if kind == "pairs" else 160))
     width = 256 if kind == "pairs" else 96
-    target = tiny.target(61, width=width, layers=layers, tie_embeddings=kind == "pairs", precision=precision)
+    target = tiny.target(
+        61, width=width, layers=layers, tie_embeddings=kind == "pairs", precision=precision
+    )
     return random_targets.in_eight_bits(target, "int8") if dtype == "int8" else target
 
 
@@ -128,8 +156,13 @@ def bits_of(
     target: e3.LoadedTarget, model: DecoderTarget, texts: np.ndarray, *, size: int, capacity: int
 ) -> list[np.ndarray]:
     """Logits of the last tokens of every text, ``size`` tokens at a time after a prompt; then all keys and values."""
-    logits, cache = tiny.in_blocks(model, target.params, texts, prompt=PROMPT, size=size, capacity=capacity)
-    return [logits, *(np.asarray(leaf)[:, :, : PROMPT + NEW] for leaf in jax.tree.leaves(cache.layers))]
+    logits, cache = tiny.in_blocks(
+        model, target.params, texts, prompt=PROMPT, size=size, capacity=capacity
+    )
+    return [
+        logits,
+        *(np.asarray(leaf)[:, :, : PROMPT + NEW] for leaf in jax.tree.leaves(cache.layers)),
+    ]
 
 
 @pytest.mark.bits
@@ -151,7 +184,9 @@ def test_bits_do_not_depend_on_blocks_batches_and_caches(dtype: str, kind: str) 
     for rows, size, capacity in SHAPES:
         together = bits_of(target, model, texts[:rows], size=size, capacity=capacity)
         for ours, theirs in zip(together, single, strict=True):
-            np.testing.assert_array_equal(ours[:1], theirs, err_msg=f"{rows} rows, {size} tokens, {capacity} slots")
+            np.testing.assert_array_equal(
+                ours[:1], theirs, err_msg=f"{rows} rows, {size} tokens, {capacity} slots"
+            )
 
 
 @pytest.mark.bits
@@ -168,7 +203,9 @@ def test_a_prompt_in_chunks_has_the_bits_of_the_whole(size: int) -> None:
     length = jnp.array([len(row) for row in rows], jnp.int32)
     for _ in range(-(-33 // size)):
         state = loops.extend(loop, decoder.params, state, length, size=size)
-    for ours, theirs in zip(jax.tree.leaves(state.cache.layers), jax.tree.leaves(unchunked.cache.layers), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(state.cache.layers), jax.tree.leaves(unchunked.cache.layers), strict=True
+    ):
         for row, end in enumerate((33, 20)):
             np.testing.assert_array_equal(ours[row, :, :end], theirs[row, :, :end])
     np.testing.assert_array_equal(state.tokens[:, :34], unchunked.tokens[:, :34])
@@ -201,14 +238,17 @@ EXPERTS = Experts(num_experts=4, per_token=2, width=8, router="softmax")
     [
         (
             LayerConfig(
-                mixer=tiny.layers(1)[0].mixer, mlp=Experts(num_experts=4, per_token=2, width=8, router="softmax")
+                mixer=tiny.layers(1)[0].mixer,
+                mlp=Experts(num_experts=4, per_token=2, width=8, router="softmax"),
             ),
             "Experts",
         ),
         (tiny.layers(1, sinks=True)[0], "without sinks"),
     ],
 )
-def test_layers_whose_rows_depend_on_each_other_are_refused(layer: LayerConfig, message: str) -> None:
+def test_layers_whose_rows_depend_on_each_other_are_refused(
+    layer: LayerConfig, message: str
+) -> None:
     target = tiny.target(layers=(layer, layer))
     with pytest.raises(ValueError, match=f"layer 0 has .*{message}"):
         e3.SpeculativeDecoder(target, invariant=True)
@@ -218,7 +258,9 @@ def test_trees_meshes_and_fp8_are_refused() -> None:
     target = tiny.target()
     head = tiny.eagle3(target)
     with pytest.raises(ValueError, match="with a tree"):
-        e3.SpeculativeDecoder(target, head, tree=e3.DynamicTree(num_nodes=4, max_depth=2, top_k=2), invariant=True)
+        e3.SpeculativeDecoder(
+            target, head, tree=e3.DynamicTree(num_nodes=4, max_depth=2, top_k=2), invariant=True
+        )
     with pytest.raises(ValueError, match="for a mesh"):
         e3.SpeculativeDecoder(target, mesh=e3.make_mesh("data=1"), invariant=True)
     with pytest.raises(ValueError, match="weights are fp8"):

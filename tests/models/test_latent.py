@@ -35,7 +35,9 @@ YARN = {"theta": 1e4, "type": "yarn", "factor": 8.0, "original_max_positions": 3
 
 
 def build(config: Any, *, precision: Any, rngs: Any) -> LatentAttention:
-    return LatentAttention(config, d_in=WIDTH, width=WIDTH, norm_eps=0.5, precision=precision, rngs=rngs)
+    return LatentAttention(
+        config, d_in=WIDTH, width=WIDTH, norm_eps=0.5, precision=precision, rngs=rngs
+    )
 
 
 @functools.cache
@@ -48,7 +50,9 @@ def small(config: Latent = SMALL) -> dict[str, Any]:
             params[name]["scale"] = 1 + 0.3 * jax.random.normal(jax.random.key(seed), shape)
     for seed, name in enumerate(("q_a", "kv_a", "o")):
         if "bias" in params.get(name, ()):
-            params[name]["bias"] = jax.random.normal(jax.random.key(seed), params[name]["bias"].shape)
+            params[name]["bias"] = jax.random.normal(
+                jax.random.key(seed), params[name]["bias"].shape
+            )
     return params
 
 
@@ -64,12 +68,18 @@ def rotated(rope: RopeConfig, x: np.ndarray, positions: np.ndarray) -> np.ndarra
     second = x[..., 1::2] if rope.interleaved else x[..., half:]
     angles = positions[:, :, None, None] * frequencies
     turned = (first + 1j * second) * scale * np.exp(1j * angles)
-    return np.stack([turned.real, turned.imag], axis=-1 if rope.interleaved else -2).reshape(x.shape)
+    return np.stack([turned.real, turned.imag], axis=-1 if rope.interleaved else -2).reshape(
+        x.shape
+    )
 
 
-def laid_out(config: Latent, params: Any, x: np.ndarray, positions: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def laid_out(
+    config: Latent, params: Any, x: np.ndarray, positions: np.ndarray, mask: np.ndarray
+) -> np.ndarray:
     """Computes the definition in float64, with keys and values of every head for every token."""
-    weight = lambda *path: np.asarray(functools.reduce(lambda node, name: node[name], path, params), np.float64)
+    weight = lambda *path: np.asarray(
+        functools.reduce(lambda node, name: node[name], path, params), np.float64
+    )
     bias = lambda name: np.asarray(params[name].get("bias", 0), np.float64)
     turned = lambda x: rotated(config.rope, x, positions)
     if config.q_rank is None:
@@ -104,7 +114,9 @@ VARIANTS = {
     "no rank of the queries": dataclasses.replace(SMALL, q_rank=None),
     "a scale of its own": dataclasses.replace(SMALL, scale=0.7),
     "biases": dataclasses.replace(SMALL, bias=True),
-    "yarn": dataclasses.replace(SMALL, rope=RopeConfig(**YARN, mscale_all_dim=0.5, interleaved=True)),
+    "yarn": dataclasses.replace(
+        SMALL, rope=RopeConfig(**YARN, mscale_all_dim=0.5, interleaved=True)
+    ),
 }
 
 
@@ -126,7 +138,9 @@ def test_narrow_products_come_near_the_definition(precision: Precision, fed: int
     ours = run(jnp.asarray(x, precision.activations), positions, mask[:, :, :fed])
     assert ours.dtype == precision.activations
     expected = laid_out(SMALL, small(), x, positions, mask[:, :, :fed])
-    np.testing.assert_allclose(np.asarray(ours, np.float64), expected, atol=0.03 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        np.asarray(ours, np.float64), expected, atol=0.03 * np.abs(expected).max()
+    )
 
 
 def test_the_cache_holds_one_latent_and_one_rotated_key_of_a_token() -> None:
@@ -136,7 +150,9 @@ def test_the_cache_holds_one_latent_and_one_rotated_key_of_a_token() -> None:
 
 
 def target(vocab_size: int = 13, *, seed: int = 0, **options: Any) -> LoadedTarget:
-    return tiny.target(vocab_size, seed=seed, layers=uniform(2, SMALL, GatedMLP(width=24)), **options)
+    return tiny.target(
+        vocab_size, seed=seed, layers=uniform(2, SMALL, GatedMLP(width=24)), **options
+    )
 
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [4], [0, 1, 0, 1, 0]]
@@ -152,7 +168,9 @@ def test_a_mesh_divides_heads_and_no_latents() -> None:
     mesh = AbstractMesh((1, 2), MESH_AXES)
     model = target().model
     assert isinstance(model, DecoderTarget)
-    specs = jax.tree.map(lambda sharding: sharding.spec, param_shardings(mesh, model, model.param_shapes()))
+    specs = jax.tree.map(
+        lambda sharding: sharding.spec, param_shardings(mesh, model, model.param_shapes())
+    )
     attention = specs["blocks"][0]["attention"]
     divided = {"q_b": (None, "model"), "o": ("model", None)}
     for name in ("q_a", "q_b", "kv_a", "o"):

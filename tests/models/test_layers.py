@@ -14,23 +14,37 @@ from tiny import draw
 from eagle3_jax.cache import KeyValue
 from eagle3_jax.models.attention import Segment, attention
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, LayerConfig
-from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, _normalise_by_sum, embed, normalised
+from eagle3_jax.models.layers import (
+    BFLOAT16,
+    FLOAT32,
+    MIXED,
+    Precision,
+    _normalise_by_sum,
+    embed,
+    normalised,
+)
 
 BATCH = 2
 FED = 3
 HEADS = 4
 KV_HEADS = 2
 SIZE = 8
-LAYER = LayerConfig(mixer=GroupedQuery(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=SIZE), mlp=GatedMLP(width=4))
+LAYER = LayerConfig(
+    mixer=GroupedQuery(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=SIZE), mlp=GatedMLP(width=4)
+)
 
 
-def dense(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def dense(
+    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray
+) -> np.ndarray:
     """Computes ``softmax(q kᵀ / √H) v`` in float64, a query and a head at a time."""
     out = np.zeros(queries.shape)
     for row, token, head in np.ndindex(*queries.shape[:3]):
         kv_head = head // (HEADS // KV_HEADS)
         seen = np.flatnonzero(mask[row, token])
-        scores = keys[row, kv_head, seen].astype(np.float64) @ queries[row, token, head] / np.sqrt(SIZE)
+        scores = (
+            keys[row, kv_head, seen].astype(np.float64) @ queries[row, token, head] / np.sqrt(SIZE)
+        )
         out[row, token, head] = softmax(scores) @ values[row, kv_head, seen]
     return out.reshape(*queries.shape[:2], -1)
 
@@ -65,9 +79,14 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
 
 
 def test_a_query_that_sees_nothing_is_finite() -> None:
-    kv = KeyValue(jnp.asarray(draw(1, BATCH, KV_HEADS, 4, SIZE)), jnp.asarray(draw(2, BATCH, KV_HEADS, 4, SIZE)))
+    kv = KeyValue(
+        jnp.asarray(draw(1, BATCH, KV_HEADS, 4, SIZE)),
+        jnp.asarray(draw(2, BATCH, KV_HEADS, 4, SIZE)),
+    )
     nothing = jnp.zeros((BATCH, FED, 4), bool)
-    assert np.isfinite(attention(jnp.asarray(draw(0, BATCH, FED, HEADS, SIZE)), [Segment(kv, nothing)])).all()
+    assert np.isfinite(
+        attention(jnp.asarray(draw(0, BATCH, FED, HEADS, SIZE)), [Segment(kv, nothing)])
+    ).all()
 
 
 @pytest.mark.parametrize("precision", [FLOAT32, MIXED, BFLOAT16], ids=lambda p: p.name)

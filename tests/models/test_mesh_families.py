@@ -44,5 +44,7 @@ def test_a_mesh_that_does_not_divide_the_experts_is_refused() -> None:
     mixture = Experts(num_experts=6, per_token=2, width=6, router="softmax")
     layer = dataclasses.replace(tiny.layers(1, num_heads=4, num_kv_heads=4)[0], mlp=mixture)
     model = tiny.target(layers=(layer,)).model
-    with pytest.raises(ValueError, match=r"model=4,data=1 does not divide 6 experts: model can be 1, 2, 3$"):
+    with pytest.raises(
+        ValueError, match=r"model=4,data=1 does not divide 6 experts: model can be 1, 2, 3$"
+    ):
         param_shardings(AbstractMesh((1, 4), MESH_AXES), model, model.param_shapes())

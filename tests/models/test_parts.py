@@ -59,8 +59,8 @@ def test_norms_are_those_of_transformers(kind: Any, dtype: str) -> None:
     rounded = jnp.asarray(weight).astype("float32" if kind == "float32" else dtype)
     ours.scale = nnx.Param(rounded)
     out = np.asarray(ours(jnp.asarray(x).astype(dtype)).astype(jnp.float32))
-    # The mean is summed in another order: a unit or two in the last place. A weight that multiplies on the wrong side
-    # of the cast is off by a unit of bfloat16 in many places.
+    # The mean is summed in another order: a unit or two in the last place. A weight that multiplies
+    # on the wrong side of the cast is off by a unit of bfloat16 in many places.
     np.testing.assert_allclose(out, expected, rtol=2**-21 if dtype == "float32" else 2**-7)
     assert dtype == "float32" or (out == expected).mean() > 0.97
 
@@ -71,13 +71,19 @@ POSITIONS = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 8], [3, 4, 5, 6, 6, 7, 7, 9, 10]]
 def test_queries_grow_from_the_first_position_on() -> None:
     queries = draw(0, BATCH, FED, HEADS, SIZE)
     factor = np.log1p(np.floor((POSITIONS + 1.0) / 4)) * 0.5 + 1
-    ours = scale_queries(jnp.asarray(queries), jnp.asarray(POSITIONS), QueryScaling(floor=4, beta=0.5, offset=1))
+    ours = scale_queries(
+        jnp.asarray(queries), jnp.asarray(POSITIONS), QueryScaling(floor=4, beta=0.5, offset=1)
+    )
     np.testing.assert_allclose(ours, queries * factor[..., None, None], rtol=1e-6)
     rounded = scale_queries(
-        jnp.asarray(queries, jnp.bfloat16), jnp.asarray(POSITIONS), QueryScaling(floor=4, beta=0.5, offset=1)
+        jnp.asarray(queries, jnp.bfloat16),
+        jnp.asarray(POSITIONS),
+        QueryScaling(floor=4, beta=0.5, offset=1),
     )
     narrow = torch.from_numpy(queries).bfloat16()
-    expected = (narrow * torch.from_numpy(factor.astype(np.float32))[..., None, None]).to(torch.bfloat16)
+    expected = (narrow * torch.from_numpy(factor.astype(np.float32))[..., None, None]).to(
+        torch.bfloat16
+    )
     assert np.array_equal(np.asarray(rounded, np.float32), expected.float().numpy())
 
 

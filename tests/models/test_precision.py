@@ -29,7 +29,9 @@ def products(precision: Precision, topology: object = None) -> dict[str, set[str
     # By leaves: what `lower` tells of its arguments does not pass for the types of their fields.
     leaves, structure = jax.tree.flatten((params, tiny.prompts(BATCH, limit=4)))
     text = (
-        jax.jit(lambda leaves: loops.generate(loop, *jax.tree.unflatten(structure, leaves), capacity=32))
+        jax.jit(
+            lambda leaves: loops.generate(loop, *jax.tree.unflatten(structure, leaves), capacity=32)
+        )
         .lower(leaves)
         .as_text()
     )
@@ -97,7 +99,9 @@ def test_no_two_writes_of_a_row_go_to_the_same_slot_not_even_beyond_the_capacity
 
     monkeypatch.setattr(caches, "scatter_tokens", scatter)
     for lengths in ([0, 4], [2, 3], [4, 4]):  # inside, at the edge, beyond
-        layer = KeyValues.allocate(batch=2, capacity=4, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
+        layer = KeyValues.allocate(
+            batch=2, capacity=4, num_kv_heads=1, head_dim=1, dtype=jnp.float32
+        )
         length = jnp.asarray(lengths, jnp.int32)
         written = layer.write(block(2, tokens, 1.0), length)
         nodes = jnp.asarray([list(range(tokens))[::-1]] * 2, jnp.int32)
@@ -110,19 +114,27 @@ def test_no_two_writes_of_a_row_go_to_the_same_slot_not_even_beyond_the_capacity
 
 def test_the_compiler_is_told_that_writes_never_meet() -> None:
     def write(new: KeyValue) -> KeyValue:
-        layer = KeyValues.allocate(batch=2, capacity=4, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
+        layer = KeyValues.allocate(
+            batch=2, capacity=4, num_kv_heads=1, head_dim=1, dtype=jnp.float32
+        )
         return layer.write(new, jnp.zeros((2,), jnp.int32))
 
     for tokens in (1, 3):
         leaves = tuple(block(2, tokens, 0.0))
-        text = jax.jit(lambda keys, values: tuple(write(KeyValue(keys, values)))).lower(*leaves).as_text()
+        text = (
+            jax.jit(lambda keys, values: tuple(write(KeyValue(keys, values))))
+            .lower(*leaves)
+            .as_text()
+        )
         assert text.count('"stablehlo.scatter"') == text.count("unique_indices = true") == 2
 
 
 def test_a_single_write_at_and_beyond_the_edge_leaves_the_rest() -> None:
     """A single write is compiled as two, of which the second is always dropped."""
     for length, expected in ((3, [0, 0, 0, 5]), (4, [0, 0, 0, 0]), (7, [0, 0, 0, 0])):
-        layer = KeyValues.allocate(batch=1, capacity=4, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
+        layer = KeyValues.allocate(
+            batch=1, capacity=4, num_kv_heads=1, head_dim=1, dtype=jnp.float32
+        )
         five = jnp.full((1, 1, 1, 1), 5.0)
         keys = layer.write(KeyValue(five, five), jnp.asarray([length], jnp.int32)).keys
         assert keys[0, 0, :, 0].tolist() == expected

@@ -27,7 +27,9 @@ def test_a_quantised_target_is_read_as_what_it_stands_for(tmp_path: Path, name: 
     assert stored.config == dense.config
     assert stored.quantisation is not None
     assert stored.quantisation.num_tensors == LAYERS * 7
-    assert stored.quantisation.kept_as == ("fp8" if name in KEPT else "int8" if name == "int8" else "")
+    assert stored.quantisation.kept_as == (
+        "fp8" if name in KEPT else "int8" if name == "int8" else ""
+    )
 
 
 def test_conversion_writes_what_it_stands_for_in_bfloat16(tmp_path: Path) -> None:
@@ -36,7 +38,9 @@ def test_conversion_writes_what_it_stands_for_in_bfloat16(tmp_path: Path) -> Non
     conversion.convert(stored, tmp_path / "back", "vllm")
     expected = read_tensors(dense)
     for name, value in read_tensors(tmp_path / "back").items():
-        expected_value = expected[name].astype(ml_dtypes.bfloat16) if by_hand.is_linear(name) else expected[name]
+        expected_value = (
+            expected[name].astype(ml_dtypes.bfloat16) if by_hand.is_linear(name) else expected[name]
+        )
         assert value.dtype == expected_value.dtype, name
         assert value.tobytes() == expected_value.tobytes(), name
     native, back = (conversion.read_target(tmp_path / name) for name in ("native", "back"))
@@ -64,7 +68,9 @@ def read(directory: Path) -> dict[str, Any]:
 
 @pytest.mark.torch
 def test_blocks_are_those_of_transformers(tmp_path: Path) -> None:
-    path = written(tmp_path, "fp8", inner=32)[0]  # of the last block, where it is cut, transformers makes another
+    path = written(tmp_path, "fp8", inner=32)[
+        0
+    ]  # of the last block, where it is cut, transformers makes another
     theirs = of_transformers(path)
     ours = read(path)
     assert ours.keys() == theirs.keys()
@@ -82,7 +88,8 @@ def test_compressed_tensors_are_those_of_transformers(tmp_path: Path, name: str)
     assert ours.keys() == theirs.keys()
     stored = read_tensors(path)
     for tensor, value in theirs.items():
-        # It multiplies in the type of the scales, which some of these files hold in bfloat16; here it is float32.
+        # It multiplies in the type of the scales, which some of these files hold in bfloat16; here
+        # it is float32.
         scale = stored.get(f"{tensor}_scale")
         actual = np.asarray(ours[tensor], np.float32)
         rounded = actual if scale is None else actual.astype(scale.dtype).astype(np.float32)
@@ -100,8 +107,13 @@ def test_four_bits_of_experts_are_those_of_transformers(tmp_path: Path) -> None:
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path / "source")
     recipe = by_hand.Recipe(
-        lambda name, value: by_hand.mxfp4(name, value) if by_hand.is_expert(name) else ({name: value}, value),
-        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]},
+        lambda name, value: (
+            by_hand.mxfp4(name, value) if by_hand.is_expert(name) else ({name: value}, value)
+        ),
+        {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+        },
     )
     dense = by_hand.quantise(tmp_path / "source", tmp_path / "quantised", recipe)
     ours = read(tmp_path / "quantised")
@@ -121,7 +133,9 @@ def test_stacked_experts_of_fbgemm_have_a_scale_for_every_output(tmp_path: Path)
     dense = {}
     for name, shape in names.items():
         name = f"model.layers.0.feed_forward.experts.{name}"
-        new, dense[name] = RECIPES["fbgemm"].quantise(name, random.normal(0, 1, shape).astype(np.float32))
+        new, dense[name] = RECIPES["fbgemm"].quantise(
+            name, random.normal(0, 1, shape).astype(np.float32)
+        )
         stored |= new
     write_checkpoint(tmp_path, {"quantization_config": RECIPES["fbgemm"].config}, stored)
     ours = read(tmp_path)
@@ -156,9 +170,9 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "sparse": ("int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, {}, "'sparse-24-bitmask'; only 'dense'"),
     "no groups": ("int8", {"config_groups": {}}, {}, "config_groups says nothing of weights"),
 }  # fmt: skip
-_WEIGHTS = by_hand.group({"num_bits": 8, "type": "int", "strategy": "channel"}, "")["config_groups"]["group_0"][
-    "weights"
-]
+_WEIGHTS = by_hand.group({"num_bits": 8, "type": "int", "strategy": "channel"}, "")[
+    "config_groups"
+]["group_0"]["weights"]
 OF_WEIGHTS: dict[str, tuple[dict[str, Any], str]] = {
     "asymmetric": ({"symmetric": False}, "symmetric is False; only True is supported"),
     "bits": ({"num_bits": 4}, "num_bits 4 of type 'int' is not read in the format 'int-quantized'"),
@@ -178,7 +192,13 @@ def test_weights_that_are_not_read_are_refused(tmp_path: Path, name: str) -> Non
     fields, message = OF_WEIGHTS[name]
     path = written(tmp_path, "int8")[0]
     config = RECIPES["int8"].config
-    edit_config(path, quantization_config={**config, "config_groups": {"one": {"weights": {**_WEIGHTS, **fields}}}})
+    edit_config(
+        path,
+        quantization_config={
+            **config,
+            "config_groups": {"one": {"weights": {**_WEIGHTS, **fields}}},
+        },
+    )
     refused(conversion.read_target, path, message)
     both = {"one": {"weights": _WEIGHTS}, "two": {"weights": {**_WEIGHTS, **fields}}}
     edit_config(path, quantization_config={**config, "config_groups": both})

@@ -58,7 +58,9 @@ def test_both_notations_of_rope_mean_the_same(tmp_path: Path) -> None:
         == conversion.read_target(new).config.layers[0].mixer.rope
     )
     edit_config(new, rope_scaling={"rope_type": "linear", "factor": 2.0})
-    with pytest.raises(CheckpointError, match=r"rope_parameters is .* and rope_scaling is .* must agree"):
+    with pytest.raises(
+        CheckpointError, match=r"rope_parameters is .* and rope_scaling is .* must agree"
+    ):
         conversion.read_target(new)
 
 
@@ -88,7 +90,9 @@ def test_stop_tokens_come_from_the_generation_configuration_first(
 
 def test_known_extras_are_harmless_and_only_those(tmp_path: Path) -> None:
     directory = write_llama(tmp_path / "target")
-    edit_tensors(directory, model__layers__0__self_attn__rotary_emb__inv_freq=np.ones(4, np.float32))
+    edit_tensors(
+        directory, model__layers__0__self_attn__rotary_emb__inv_freq=np.ones(4, np.float32)
+    )
     conversion.read_target(directory)
     edit_tensors(directory, model__layers__0__self_attn__extra=np.ones(4, np.float32))
     with pytest.raises(CheckpointError, match=r"unexpected model\.layers\.0\.self_attn\.extra"):
@@ -109,16 +113,36 @@ def test_a_tied_projection_may_only_repeat_the_embedding(tmp_path: Path) -> None
 
 TARGET_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "activation": ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu'"),
-    "dynamic rope": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, "'dynamic' is not supported"),
+    "dynamic rope": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {},
+        "'dynamic' is not supported",
+    ),
     "rope without factor": ({"rope_scaling": {"type": "linear"}}, {}, "has no factor"),
-    "unknown rope field": ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, {}, "mrope_section"),
+    "unknown rope field": (
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [1]}},
+        {},
+        "mrope_section",
+    ),
     "partial rotation": ({"partial_rotary_factor": 0.5}, {}, "partial_rotary_factor"),
     "sliding window": ({"sliding_window": 16}, {}, "sliding_window is 16"),
     "no eps": ({"rms_norm_eps": None}, {}, "has no rms_norm_eps"),
-    "text for a number": ({"hidden_size": "32"}, {}, "hidden_size is '32'; expected a whole number"),
-    "uneven groups": ({"num_key_value_heads": 3}, {}, "num_heads 4 is not a multiple of num_kv_heads 3"),
+    "text for a number": (
+        {"hidden_size": "32"},
+        {},
+        "hidden_size is '32'; expected a whole number",
+    ),
+    "uneven groups": (
+        {"num_key_value_heads": 3},
+        {},
+        "num_heads 4 is not a multiple of num_kv_heads 3",
+    ),
     "missing": ({}, {"model__norm__weight": None}, r"misses model\.norm\.weight"),
-    "too few layers": ({"num_hidden_layers": 7}, {}, r"num_hidden_layers is 7; the file holds 8 layers"),
+    "too few layers": (
+        {"num_hidden_layers": 7},
+        {},
+        r"num_hidden_layers is 7; the file holds 8 layers",
+    ),
     "shape": (
         {},
         {"model__norm__weight": np.ones(31, np.float32)},
@@ -130,4 +154,6 @@ TARGET_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", TARGET_REFUSALS)
 def test_a_target_that_is_not_computed_is_refused(tmp_path: Path, name: str) -> None:
     fields, tensors, message = TARGET_REFUSALS[name]
-    refused(conversion.read_target, edited(write_llama(tmp_path / "target"), fields, tensors), message)
+    refused(
+        conversion.read_target, edited(write_llama(tmp_path / "target"), fields, tensors), message
+    )

@@ -37,7 +37,9 @@ def test_a_trained_head_is_accepted_more_often_than_ngrams(tmp_path: Path, name:
     target = load_target(peaked.write_peaked(recipe, tmp_path / "target", loudness=3.0))
 
     def decoder(drafter: Any) -> SpeculativeDecoder:
-        return SpeculativeDecoder(target, drafter, num_speculative_tokens=peaked.DEPTH, stop_tokens=())
+        return SpeculativeDecoder(
+            target, drafter, num_speculative_tokens=peaked.DEPTH, stop_tokens=()
+        )
 
     looked_up = decoder(NGram())
     written = looked_up.generate(LEARNED, max_new_tokens=NEW_TOKENS).tokens

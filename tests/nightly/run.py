@@ -1,9 +1,9 @@
 """Runs the tests that take too long for every commit, and writes their results to `result.json`: `make nightly`.
 
-Each part is one run of pytest, and two parts run at a time, because compilation uses one core. The result of a part is
-written when it ends, with the commit that it is of; `python tests/nightly/run.py AOT` runs this part again and keeps
-the results of the others. Ctrl-C ends the parts that run, and leaves their results as they were.
-"""
+Each part is one run of pytest, and two parts run at a time, because compilation uses one core. The
+result of a part is written when it ends, with the commit that it is of; `python
+tests/nightly/run.py AOT` runs this part again and keeps the results of the others. Ctrl-C ends the
+parts that run, and leaves their results as they were."""
 
 from __future__ import annotations
 
@@ -39,11 +39,15 @@ PARTS = {
 
 def run(name: str) -> bool:
     """Runs one part and records its verdict, its commit, its tests by outcome and its minutes; whether it passed."""
-    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    git = lambda *words: (
+        subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    )
     of_what = {
         "version": __version__,
         "commit": git("rev-parse", "HEAD").strip(),
-        "dirty": bool(git("status", "--porcelain", "--untracked-files=no", ":!" + str(RESULT)).strip()),
+        "dirty": bool(
+            git("status", "--porcelain", "--untracked-files=no", ":!" + str(RESULT)).strip()
+        ),
         "date": datetime.date.today().isoformat(),
     }
     counts = BUILD / f"{name}.xml"
@@ -52,26 +56,44 @@ def run(name: str) -> bool:
     command = [sys.executable, "-m", "pytest", *PARTS[name].split(), f"--junitxml={counts}"]
     with (BUILD / f"{name}.log").open("w", encoding="utf-8") as log:
         environ = os.environ | {"FUZZ_EXAMPLES": "1000"}
-        passed = subprocess.run(command, cwd=ROOT, env=environ, stdout=log, stderr=log, check=False).returncode == 0
+        passed = (
+            subprocess.run(
+                command, cwd=ROOT, env=environ, stdout=log, stderr=log, check=False
+            ).returncode
+            == 0
+        )
     suite = xml.parse(counts).getroot().find("testsuite") if counts.exists() else None
     counts_by_outcome = (
-        {} if suite is None else {key: int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
+        {}
+        if suite is None
+        else {key: int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
     )
     minutes = round((time.monotonic() - started) / 60)
     if INTERRUPTED.is_set():
         return False
     with WRITING:
         results = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
-        results[name] = {"verdict": "pass" if passed else "fail", **of_what, **counts_by_outcome, "minutes": minutes}
+        results[name] = {
+            "verdict": "pass" if passed else "fail",
+            **of_what,
+            **counts_by_outcome,
+            "minutes": minutes,
+        }
         RESULT.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    print(f"{name}: {results[name]['verdict']} after {minutes} minutes; see {counts.with_suffix('.log')}", flush=True)
+    print(
+        f"{name}: {results[name]['verdict']} after {minutes} minutes; see {counts.with_suffix('.log')}",
+        flush=True,
+    )
     return passed
 
 
 def main(names: list[str]) -> int:
     """Runs the parts named, or every part; 0 if all passed."""
     if unknown := set(names) - set(PARTS):
-        print(f"error: {', '.join(sorted(unknown))} is no part; the parts are {', '.join(PARTS)}", file=sys.stderr)
+        print(
+            f"error: {', '.join(sorted(unknown))} is no part; the parts are {', '.join(PARTS)}",
+            file=sys.stderr,
+        )
         return 2
     BUILD.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:

@@ -1,9 +1,8 @@
 """Every field of a ``config.json``, one at a time with another value: the logits stay those of transformers.
 
-transformers decides what a field means. A value that moves its logits must move ours to the same logits, and a value
-that leaves them must leave ours, unless an error refuses the file. A value with which transformers cannot build the
-model, or cannot load all of its weights, is skipped.
-"""
+transformers decides what a field means. A value that moves its logits must move ours to the same
+logits, and a value that leaves them must leave ours, unless an error refuses the file. A value with
+which transformers cannot build the model, or cannot load all of its weights, is skipped."""
 
 from __future__ import annotations
 
@@ -45,7 +44,11 @@ def _with_images(name: str, model_type: str) -> Recipe:
     vision = {
         "hidden_size": 16, "patch_size": 14, "num_heads": 2, "depth": 1, "intermediate_size": 64, "out_hidden_size": 32,
     }  # fmt: skip
-    return Recipe(model_type, {"text_config": text, "vision_config": vision, "tie_word_embeddings": False}, recipe.seed)
+    return Recipe(
+        model_type,
+        {"text_config": text, "vision_config": vision, "tie_word_embeddings": False},
+        recipe.seed,
+    )
 
 
 # Llama 4 with images is left out: transformers 5.24 raises an error for text without images.
@@ -69,11 +72,24 @@ ALL = (
 TOKENS = np.random.default_rng(0).permutation(np.arange(3, 96))[:24]
 ABSENT = object()
 # These choose the class, or the type of the weights, or belong to another part of the model.
-UNCHANGED = ("model_type", "architectures", "dtype", "transformers_version", "vision_config", "id2label", "label2id")
+UNCHANGED = (
+    "model_type",
+    "architectures",
+    "dtype",
+    "transformers_version",
+    "vision_config",
+    "id2label",
+    "label2id",
+)
 LAYERS = 4
 MIXED = ["sliding_attention", "full_attention"] * 2
 TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 ROPES = (
     {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
     YARN,
@@ -157,7 +173,9 @@ def other_values(name: str, value: Any) -> list[Any]:
     return [*values, None, ABSENT]
 
 
-def changes(values: dict[str, Any], known: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
+def changes(
+    values: dict[str, Any], known: dict[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[Any, Any]]:
     """Yields every change of one field: its path and its value.
 
     Args:
@@ -200,7 +218,11 @@ class Fuzzed:
         self.known = json.loads(model.config.to_json_string(use_diff=False))
         self.shapes = {key: value.shape for key, value in model.state_dict().items()}
         has_images = "text_config" in ALL[name].fields
-        self.auto = transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
+        self.auto = (
+            transformers.AutoModelForImageTextToText
+            if has_images
+            else transformers.AutoModelForCausalLM
+        )
         self.logits: dict[Any, np.ndarray] = {}
 
     def theirs(self, *, sized: bool = True) -> np.ndarray | None:
@@ -211,8 +233,12 @@ class Fuzzed:
         with contextlib.suppress(Exception):
             if not sized:
                 with torch.device("meta"):
-                    model = self.auto.from_config(transformers.AutoConfig.from_pretrained(self.directory))
-                if any(self.shapes.get(key) != value.shape for key, value in model.state_dict().items()):
+                    model = self.auto.from_config(
+                        transformers.AutoConfig.from_pretrained(self.directory)
+                    )
+                if any(
+                    self.shapes.get(key) != value.shape for key, value in model.state_dict().items()
+                ):
                     return None
             model, loaded = self.auto.from_pretrained(
                 self.directory, attn_implementation="eager", output_loading_info=True
@@ -220,7 +246,12 @@ class Fuzzed:
             if loaded["missing_keys"]:
                 return None
             with torch.no_grad():
-                logits = eager(model).float()(torch.from_numpy(TOKENS)[None], use_cache=False).logits[0].numpy()
+                logits = (
+                    eager(model)
+                    .float()(torch.from_numpy(TOKENS)[None], use_cache=False)
+                    .logits[0]
+                    .numpy()
+                )
             return logits if np.isfinite(logits).all() else None
         return None
 
@@ -262,13 +293,17 @@ def test_a_field_means_what_it_means_to_transformers(name: str, tmp_path: Path) 
     for path, value in changes(fuzzed.values, fuzzed.known):
         fuzzed.file.write_text(json.dumps(changed(fuzzed.values, path, value)))
         ours = fuzzed.ours()
-        theirs = None if ours is None else fuzzed.theirs(sized=value is not None and value is not ABSENT)
+        theirs = (
+            None if ours is None else fuzzed.theirs(sized=value is not None and value is not ABSENT)
+        )
         if ours is None or theirs is None:
             continue
         compared += 1
         if not np.allclose(ours, theirs, atol=3e-4):  # values that make logits larger round more
             moved = [float(np.abs(logits - before).max()) for logits in (theirs, ours)]
             shown = "absent" if value is ABSENT else repr(value)
-            wrong.append(f"{'.'.join(path)} {shown}: theirs moved by {moved[0]:.1e}, ours by {moved[1]:.1e}")
+            wrong.append(
+                f"{'.'.join(path)} {shown}: theirs moved by {moved[0]:.1e}, ours by {moved[1]:.1e}"
+            )
     assert not wrong, "\n".join(wrong)
     assert compared > 30

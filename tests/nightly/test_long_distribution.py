@@ -1,13 +1,13 @@
 """Level 2, over many rounds: every token of long texts from the compiled loop follows its distribution.
 
-``test_sampling_distribution`` counts short sequences. It detects large bugs of one round, and no bug of many rounds,
-such as keys that repeat after eight tokens. Here texts are long and tables make tokens cheap. The distribution of
-each token given the earlier ones is known in closed form. Counts minus expected counts are summed within strata of
-the past: the context, the position, the token ``lag`` positions earlier, the token of the row before. Seeds are
-fixed; an exact loop fails an assertion once in a million. Each group of strata computes the smallest deviation that
-it detects. A vocabulary of 80 tokens takes two uniforms to draw from, like any real one; four tokens, with all their
-contexts, take one.
-"""
+``test_sampling_distribution`` counts short sequences. It detects large bugs of one round, and no
+bug of many rounds, such as keys that repeat after eight tokens. Here texts are long and tables make
+tokens cheap. The distribution of each token given the earlier ones is known in closed form. Counts
+minus expected counts are summed within strata of the past: the context, the position, the token
+``lag`` positions earlier, the token of the row before. Seeds are fixed; an exact loop fails an
+assertion once in a million. Each group of strata computes the smallest deviation that it detects. A
+vocabulary of 80 tokens takes two uniforms to draw from, like any real one; four tokens, with all
+their contexts, take one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ ORDER = 3
 HORIZON = 24
 CONTEXTS = VOCABULARY**ORDER
 ALPHA = 1e-6
-LAGS = range(ORDER + 1, 18)  # nearer tokens are the context; a round of these drafts is at most 4 tokens long
+LAGS = range(
+    ORDER + 1, 18
+)  # nearer tokens are the context; a round of these drafts is at most 4 tokens long
 Setting = tuple[float, int, float]  # temperature, top-k, top-p
 TEMPERATURES: tuple[Setting, ...] = ((0.8, 0, 1.0), (1.2, 0, 1.0))
 TRUNCATIONS: tuple[Setting, ...] = ((1.0, 2, 1.0), (1.0, 0, 0.8), (1.3, 3, 0.75), (0.0, 0, 1.0))
@@ -92,7 +94,9 @@ DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
     "plain decoding": lambda: LoadedDrafter(Plain()),
     "n-grams": lambda: LoadedDrafter(NGram(3)),
     "a chain of the likeliest tokens": lambda: NARROW.drafter(Chain(3)),
-    "a chain of sampled tokens": lambda: NARROW.drafter(Chain(3), ids=(0, 2, 3), draft_sampling=PROBABILISTIC),
+    "a chain of sampled tokens": lambda: NARROW.drafter(
+        Chain(3), ids=(0, 2, 3), draft_sampling=PROBABILISTIC
+    ),
     "a dynamic tree": lambda: NARROW.drafter(TREE),
     "a static tree": lambda: NARROW.drafter(tiny.STATIC_TREE, ids=(0, 1, 3)),
     "a static tree of sampled tokens": lambda: NARROW.drafter(
@@ -117,7 +121,10 @@ def remembering() -> LoadedTarget:
     layers = (LayerConfig(mixer=mixer, mlp=GatedMLP(width=24)), *tiny.layers(1))
     target = tiny.target(VOCABULARY, layers=layers, norm_kind="zero-centred")
     layer = target.params["blocks"][0]["attention"]
-    layer |= {"a_log": jnp.full_like(layer["a_log"], -3.0), "o": {"kernel": 4.0 * layer["o"]["kernel"]}}
+    layer |= {
+        "a_log": jnp.full_like(layer["a_log"], -3.0),
+        "o": {"kernel": 4.0 * layer["o"]["kernel"]},
+    }
     return target
 
 
@@ -137,13 +144,19 @@ HEADS: dict[str, tuple[LoadedTarget, Callable[[LoadedTarget], LoadedDrafter]]] =
         lambda target: Fallback.of(NGram(2, min_ngram=3), tiny.eagle3(target, Chain(3), **SAMPLED)),
     ),
     "an EAGLE-3 dynamic tree": (FLAX, lambda target: tiny.eagle3(target, TREE)),
-    "an EAGLE-1 static tree of sampled tokens": (FLAX, lambda target: tiny.eagle1(target, tiny.STATIC_TREE, **SAMPLED)),
+    "an EAGLE-1 static tree of sampled tokens": (
+        FLAX,
+        lambda target: tiny.eagle1(target, tiny.STATIC_TREE, **SAMPLED),
+    ),
     "a P-EAGLE chain of sampled tokens": (
         FLAX,
         lambda target: tiny.p_eagle(target, Chain(3), draft_vocab_size=3, **SAMPLED),
     ),
     "an MTP chain of sampled tokens": (FLAX, lambda target: tiny.mtp(target, Chain(3), **SAMPLED)),
-    "a Medusa static tree of sampled tokens": (FLAX, lambda target: tiny.medusa(target, tiny.STATIC_TREE, **SAMPLED)),
+    "a Medusa static tree of sampled tokens": (
+        FLAX,
+        lambda target: tiny.medusa(target, tiny.STATIC_TREE, **SAMPLED),
+    ),
     "a DFlash chain of sampled tokens": (
         FLAX,
         lambda target: tiny.dflash(target, Chain(3), draft_vocab_size=3, **SAMPLED),
@@ -152,7 +165,10 @@ HEADS: dict[str, tuple[LoadedTarget, Callable[[LoadedTarget], LoadedDrafter]]] =
         FLAX,
         lambda target: tiny.dflash(target, Chain(3), markov=Markov(rank=4), **SAMPLED),
     ),
-    "a draft model's chain of sampled tokens": (FLAX, lambda target: tiny.draft_model(target, Chain(3), **SAMPLED)),
+    "a draft model's chain of sampled tokens": (
+        FLAX,
+        lambda target: tiny.draft_model(target, Chain(3), **SAMPLED),
+    ),
     "a chain of sampled tokens for a recurrent target": (
         RECURRENT,
         lambda target: tiny.eagle3(target, Chain(3), **SAMPLED),
@@ -161,7 +177,10 @@ HEADS: dict[str, tuple[LoadedTarget, Callable[[LoadedTarget], LoadedDrafter]]] =
         RECURRENT,
         lambda target: tiny.eagle1(target, tiny.STATIC_TREE, **SAMPLED),
     ),
-    "a chain of sampled tokens for weights in FP8": (FP8, lambda target: tiny.eagle3(target, Chain(3), **SAMPLED)),
+    "a chain of sampled tokens for weights in FP8": (
+        FP8,
+        lambda target: tiny.eagle3(target, Chain(3), **SAMPLED),
+    ),
 }
 
 
@@ -190,21 +209,30 @@ class Texts:
         yield "row before", row_before, VOCABULARY
         for lag in LAGS:
             gap = np.full((batch, lag), -1)
-            yield f"{lag} tokens earlier", np.concatenate([gap, kind[:, : horizon - lag]], axis=1), VOCABULARY
+            yield (
+                f"{lag} tokens earlier",
+                np.concatenate([gap, kind[:, : horizon - lag]], axis=1),
+                VOCABULARY,
+            )
 
     def excess(self) -> dict[str, Excess]:
         """Returns the counts by the name of the strata."""
         counts = {}
         for name, stratum, size in (*self.strata(), *self._cells()):
             chosen = (self.tokens >= 0) & (stratum >= 0)
-            counts[name] = Excess.of(self.p, self.distributions[chosen], self.tokens[chosen], stratum[chosen], size)
-        # A deviation that changes its direction at every token cancels in all of these. It shows in the rank.
+            counts[name] = Excess.of(
+                self.p, self.distributions[chosen], self.tokens[chosen], stratum[chosen], size
+            )
+        # A deviation that changes its direction at every token cancels in all of these. It shows in
+        # the rank.
         chosen = self.tokens >= 0
         order = np.argsort(-self.p, axis=1, kind="stable")
         distributions = self.distributions[chosen]
         ranks = np.argsort(order, axis=1)
         rank = ranks[distributions, self.tokens[chosen]]
-        counts["rank"] = Excess.of(np.take_along_axis(self.p, order, 1), distributions, rank, np.zeros_like(rank), 1)
+        counts["rank"] = Excess.of(
+            np.take_along_axis(self.p, order, 1), distributions, rank, np.zeros_like(rank), 1
+        )
         return counts
 
     def _cells(self) -> Iterator[tuple[str, np.ndarray, int]]:
@@ -224,7 +252,13 @@ def after(world: World, texts: np.ndarray) -> np.ndarray:
 @functools.cache
 def distributions_of(settings: tuple[Setting, ...], world: World = NARROW) -> np.ndarray:
     """Returns ``[settings x distributions, V]``."""
-    return np.array([oracle.warped(row.tolist(), *setting) for setting in settings for row in world.target_logits])
+    return np.array(
+        [
+            oracle.warped(row.tolist(), *setting)
+            for setting in settings
+            for row in world.target_logits
+        ]
+    )
 
 
 @functools.cache
@@ -247,14 +281,22 @@ def written(name: str, settings: tuple[Setting, ...], *, rows: int, run: int) ->
     limit = np.full(rows, HORIZON)
     schedule = None
     if name == "a schedule":  # rows end one after the other, so that every length has its rounds
-        schedule = SpeculationSchedule(((1, rows // 4, 3), (rows // 4 + 1, rows // 2, 2), (rows // 2 + 1, rows - 9, 0)))
+        schedule = SpeculationSchedule(
+            ((1, rows // 4, 3), (rows // 4 + 1, rows // 2, 2), (rows // 2 + 1, rows - 9, 0))
+        )
         limit = rng.integers(HORIZON // 3, HORIZON + 1, rows)
     target, drafter = paired(name)
     decoder = SpeculativeDecoder(target, drafter, schedule=schedule, stop_tokens=())
-    sampling_mode = SamplingMode.TRUNCATED if any(k or p < 1 for _, k, p in settings) else SamplingMode.TEMPERATURE
+    sampling_mode = (
+        SamplingMode.TRUNCATED
+        if any(k or p < 1 for _, k, p in settings)
+        else SamplingMode.TEMPERATURE
+    )
     sampling = tiny.sampling_of([settings[index] for index in setting_of_row])
     batch = tiny.prompts(prompts.tolist(), limit=limit.tolist(), sampling=sampling, seed=run)
-    tokens = generated(dataclasses.replace(decoder.loop, sampling_mode=sampling_mode), decoder, batch)
+    tokens = generated(
+        dataclasses.replace(decoder.loop, sampling_mode=sampling_mode), decoder, batch
+    )
     tokens = np.where(np.arange(HORIZON) < limit[:, None], tokens, -1)
     everything = np.concatenate([prompts, tokens], axis=1)
     if name in HEADS:
@@ -264,11 +306,15 @@ def written(name: str, settings: tuple[Setting, ...], *, rows: int, run: int) ->
     else:
         p = distributions_of(settings, world)
         follows = after(world, everything[:, 1:])
-        distributions = np.where(tokens >= 0, setting_of_row[:, None] * len(world.target_logits) + follows, 0)
+        distributions = np.where(
+            tokens >= 0, setting_of_row[:, None] * len(world.target_logits) + follows, 0
+        )
     return Texts(prompts[:, -order:], tokens, p, distributions, world)
 
 
-def distributions_of_the_decoder(target: LoadedTarget, texts: np.ndarray, temperature: np.ndarray) -> np.ndarray:
+def distributions_of_the_decoder(
+    target: LoadedTarget, texts: np.ndarray, temperature: np.ndarray
+) -> np.ndarray:
     """Returns ``[B H V]``, flattened, from one causal forward of the texts, without cache, blocks or drafter."""
     fed = jnp.array(texts[:, :-1], jnp.int32)
     logits = np.asarray(tiny.forward(target.model, target.params, fed)[0][:, -HORIZON:], np.float64)
@@ -277,7 +323,9 @@ def distributions_of_the_decoder(target: LoadedTarget, texts: np.ndarray, temper
     return (weights / weights.sum(axis=-1, keepdims=True)).reshape(-1, VOCABULARY)
 
 
-def generated(loop: loops.SpeculativeLoop, decoder: SpeculativeDecoder, batch: loops.Prompts) -> np.ndarray:
+def generated(
+    loop: loops.SpeculativeLoop, decoder: SpeculativeDecoder, batch: loops.Prompts
+) -> np.ndarray:
     """Returns ``[B H]`` tokens; after a row's limit they are arbitrary."""
     start = batch.tokens.shape[1]
     capacity = start + HORIZON + loop.drafter.num_nodes
@@ -289,10 +337,17 @@ def generated(loop: loops.SpeculativeLoop, decoder: SpeculativeDecoder, batch: l
 
 
 def check_long_distribution(
-    name: str, *, settings: tuple[Setting, ...] = TEMPERATURES, rows: int = 4096, runs: int = 2, first: int = 0
+    name: str,
+    *,
+    settings: tuple[Setting, ...] = TEMPERATURES,
+    rows: int = 4096,
+    runs: int = 2,
+    first: int = 0,
 ) -> dict[str, Fluctuation]:
     """Checks every stratum of every text of some runs, and returns the fluctuations by name."""
-    return judged(name, (written(name, settings, rows=rows, run=first + run) for run in range(runs)))
+    return judged(
+        name, (written(name, settings, rows=rows, run=first + run) for run in range(runs))
+    )
 
 
 def judged(name: str, texts: Iterator[Texts]) -> dict[str, Fluctuation]:
@@ -307,7 +362,9 @@ def judged(name: str, texts: Iterator[Texts]) -> dict[str, Fluctuation]:
         for group, moved in fluctuations.items()
         if not moved.p_value > ALPHA
     ]
-    assert not wrong, f"{name}: {len(wrong)} of {len(fluctuations)} groups of strata, {'; '.join(wrong[:3])}"
+    assert not wrong, (
+        f"{name}: {len(wrong)} of {len(fluctuations)} groups of strata, {'; '.join(wrong[:3])}"
+    )
     return fluctuations
 
 
@@ -342,5 +399,9 @@ def test_long_texts_of_a_decoder_follow_the_distribution_token_by_token_with(nam
 
 def test_no_method_is_left_out() -> None:
     tested = {type(paired(name)[1].drafter) for name in (*DRAFTERS, *HEADS)}
-    methods = {member for member in vars(drafters).values() if isinstance(member, type) and hasattr(member, "propose")}
+    methods = {
+        member
+        for member in vars(drafters).values()
+        if isinstance(member, type) and hasattr(member, "propose")
+    }
     assert methods - {drafters.Silent} == tested - {tables.TableDrafter}  # Silent drafts nothing

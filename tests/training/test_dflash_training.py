@@ -50,7 +50,11 @@ LEARN = np.zeros((2, SIZE), bool)
 LEARN[0, 2:8] = True
 LEARN[1, 1:6] = True
 LEARN[0, 4] = False
-BATCH = TTTBatch(tokens=jnp.asarray(TOKENS, jnp.int32), attention_mask=jnp.asarray(REAL), loss_mask=jnp.asarray(LEARN))
+BATCH = TTTBatch(
+    tokens=jnp.asarray(TOKENS, jnp.int32),
+    attention_mask=jnp.asarray(REAL),
+    loss_mask=jnp.asarray(LEARN),
+)
 
 
 def by_hand(head: BlockHead, objective: BlockObjective) -> float:
@@ -62,8 +66,12 @@ def by_hand(head: BlockHead, objective: BlockObjective) -> float:
         for a in range(1, SIZE):
             if not (REAL[row, a] and LEARN[row, a - 1]):
                 continue
-            block = run_block(head, EMBEDDING, OUTPUT, FEATURES[row, :a], TOKENS[row, a], head.predicted)
-            logits, confidence = biased(head, block, TOKENS[row, a], text[row, a + 1 : a + head.predicted].tolist())
+            block = run_block(
+                head, EMBEDDING, OUTPUT, FEATURES[row, :a], TOKENS[row, a], head.predicted
+            )
+            logits, confidence = biased(
+                head, block, TOKENS[row, a], text[row, a + 1 : a + head.predicted].tolist()
+            )
             for k in range(head.predicted):
                 before = a + k
                 if before >= SIZE or not REAL[row, before] or not LEARN[row, before - 1]:
@@ -87,7 +95,9 @@ def by_hand(head: BlockHead, objective: BlockObjective) -> float:
                 if word < SIZE and REAL[row, word] and TOKENS[row, word] in ids:
                     draft_id = ids.tolist().index(TOKENS[row, word])
                     sums["text"].append(-weight * np.log(q[draft_id]))
-    return sum(getattr(objective, name) * float(np.mean(values)) for name, values in sums.items() if values)
+    return sum(
+        getattr(objective, name) * float(np.mean(values)) for name, values in sums.items() if values
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,14 +109,27 @@ def by_hand(head: BlockHead, objective: BlockObjective) -> float:
             BlockObjective(text=0.1, distance=0.9, confidence=1.0),
         ),
         (
-            BlockHead(block=3, layers=1, rank=4, from_anchor=True, markov="rnn", confidence="hidden", draft_vocab=40),
+            BlockHead(
+                block=3,
+                layers=1,
+                rank=4,
+                from_anchor=True,
+                markov="rnn",
+                confidence="hidden",
+                draft_vocab=40,
+            ),
             BlockObjective(text=0.1, distance=0.9, confidence=1.0),
         ),
-        (BlockHead(block=4, layers=2, causal=True), BlockObjective(divergence=1.0, temperature=1.5, decays=False)),
+        (
+            BlockHead(block=4, layers=2, causal=True),
+            BlockObjective(divergence=1.0, temperature=1.5, decays=False),
+        ),
     ],
     ids=["DFlash", "DSpark", "DSpark, recurrent", "JetSpec"],
 )
-def test_all_blocks_in_one_pass_are_the_blocks_one_by_one(head: BlockHead, objective: BlockObjective) -> None:
+def test_all_blocks_in_one_pass_are_the_blocks_one_by_one(
+    head: BlockHead, objective: BlockObjective
+) -> None:
     """So no block attends to another or to its future, and only predictions are counted."""
     drafter, params = loaded_head(head.write)
     frozen: Any = {
@@ -141,7 +164,8 @@ def test_published_layers_are_read() -> None:
 def test_recipes_are_of_published_kinds() -> None:
     target = tiny.config(13, num_layers=8, width=32)
     dflash, dspark, jetspec = (
-        RECIPES[method].config(target, HeadOptions(depth=7)) for method in ("dflash", "dspark", "jetspec")
+        RECIPES[method].config(target, HeadOptions(depth=7))
+        for method in ("dflash", "dspark", "jetspec")
     )
     sizes = [(config.block_size, config.num_predicted) for config in (dflash, dspark, jetspec)]
     assert sizes == [(8, 7), (7, 7), (8, 7)]

@@ -40,18 +40,24 @@ OPENS_THOUGHT = (
     "{% endfor %}{% if add_generation_prompt %}<s><think>\n{% endif %}"
 )
 # Any stop token ends an answer.
-TWO_STOPS = "{{ messages[0].content }}{% if messages[1] %}{{ messages[1].content }}<e></s>{% endif %}"
+TWO_STOPS = (
+    "{{ messages[0].content }}{% if messages[1] %}{{ messages[1].content }}<e></s>{% endif %}"
+)
 TURNS = ("Why?", "Because.", "Really?", "Yes.")
 
 
-def target(template: str | None = CHATML, tokenizer: Tokenizer | None = None, stops: int = 2) -> LoadedTarget:
+def target(
+    template: str | None = CHATML, tokenizer: Tokenizer | None = None, stops: int = 2
+) -> LoadedTarget:
     """Returns a target of bytes, whose stop tokens are ``</s>`` and ``<e>``."""
     tokenizer = tokenizer or bytes_tokenizer()
     tokenizer.add_special_tokens(["<s>", "</s>", "<e>"])
     return dataclasses.replace(
         tiny.target(),
         tokenizer=tokenizer,
-        chat_template=None if template is None else ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}),
+        chat_template=None
+        if template is None
+        else ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}),
         stop_tokens=tuple(tokenizer.token_to_id(stop) for stop in ("</s>", "<e>")[:stops]),
     )
 
@@ -59,12 +65,17 @@ def target(template: str | None = CHATML, tokenizer: Tokenizer | None = None, st
 def conversation(*turns: str, system: str | None = None) -> dict[str, Any]:
     first = [] if system is None else [{"role": "system", "content": system}]
     roles = itertools.cycle(("user", "assistant"))
-    return {"messages": first + [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]}
+    return {
+        "messages": first
+        + [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+    }
 
 
 def written(folder: Path, *rows: dict[str, Any] | str) -> Path:
     path = folder / "own.jsonl"
-    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    path.write_text(
+        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    )
     return path
 
 
@@ -93,7 +104,11 @@ def marked(text: Text, target: LoadedTarget) -> str:
 @pytest.mark.parametrize(
     ("template", "document", "expected"),
     [
-        (CHATML, conversation("Why?", "Because."), ["<s>user\nWhy?</s>\n<s>assistant\n[Because.</s>]"]),
+        (
+            CHATML,
+            conversation("Why?", "Because."),
+            ["<s>user\nWhy?</s>\n<s>assistant\n[Because.</s>]"],
+        ),
         (
             CHATML,
             conversation(*TURNS, system="Be brief."),
@@ -106,18 +121,28 @@ def marked(text: Text, target: LoadedTarget) -> str:
         (CHATML, conversation("Why?", "", "Really?"), ["<s>user\nWhy?</s>\n<s>assistant\n[</s>]"]),
         (
             CHATML,
-            {"messages": [{"role": "assistant", "content": "Hi!"}, *conversation("Why?", "So.")["messages"]]},
+            {
+                "messages": [
+                    {"role": "assistant", "content": "Hi!"},
+                    *conversation("Why?", "So.")["messages"],
+                ]
+            },
             ["<s>assistant\nHi!</s>\n<s>user\nWhy?</s>\n<s>assistant\n[So.</s>]"],
         ),
         # A stop token inside the content is not its end.
-        (CHATML, conversation("Why?", "a</s>b \n"), ["<s>user\nWhy?</s>\n<s>assistant\n[a</s>b \n</s>]"]),
+        (
+            CHATML,
+            conversation("Why?", "a</s>b \n"),
+            ["<s>user\nWhy?</s>\n<s>assistant\n[a</s>b \n</s>]"],
+        ),
         (FORGETFUL, conversation(*TURNS[:2]), ["<s>Why?</s><s>[Because.</s>]"]),
         (
             FORGETFUL,
             conversation("Why?", " Because.", "Really?", "Yes."),
             ["<s>Why?</s><s>[Because.</s>]", "<s>Why?</s><s>Really?</s><s>[Yes.</s>]"],
         ),
-        # The template shows the system message before the last question only, until that is answered.
+        # The template shows the system message before the last question only, until that is
+        # answered.
         (
             TEMPLATES["Mistral"],
             conversation(*TURNS, system="Be brief."),
@@ -151,7 +176,9 @@ def test_answers_are_learnt_as_far_as_their_stop_token(
 
 def test_an_answer_that_the_template_leaves_out_is_not_learnt(tmp_path: Path) -> None:
     model = target(OPENS_THOUGHT)
-    with pytest.raises(ValueError, match=r"no document is left to learn from: nothing to learn \(1\); give other"):
+    with pytest.raises(
+        ValueError, match=r"no document is left to learn from: nothing to learn \(1\); give other"
+    ):
         read(tmp_path, model, conversation("Why?", "Because."))
     texts, dropped = read(tmp_path, model, conversation("Why?", "Because."), {"text": "So."})
     assert [marked(text, model) for text in texts] == ["[So.</s>]"]
@@ -173,8 +200,12 @@ def test_an_answer_follows_the_token_ids_that_serving_sees(tmp_path: Path) -> No
 def test_no_space_is_put_in_front_of_an_answer(tmp_path: Path) -> None:
     """Tokenizers of sentencepiece put a space in front of all that they encode."""
     words = ["?", "▁Why", "▁", "▁Because", "▁▁Because"]
-    tokenizer = Tokenizer(models.Unigram([(word, -float(len(words) - rank)) for rank, word in enumerate(words)], 0))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer = Tokenizer(
+        models.Unigram([(word, -float(len(words) - rank)) for rank, word in enumerate(words)], 0)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     tokenizer.decoder = decoders.Metaspace()
     model = target(tokenizer=tokenizer, stops=0)
     texts, _ = read(tmp_path, model, {"prompt": "Why", "completion": " Because"})
@@ -200,7 +231,9 @@ def test_the_mask_is_that_of_transformers(tmp_path: Path) -> None:
         chat_template=ChatTemplate.from_config(SPECIAL | {"chat_template": template}),
         stop_tokens=(tokenizer.token_to_id("<|im_end|>"),),
     )
-    document = conversation("Why is <b>2 > 1</b>?", "def f(x):\n    return x", " Really? ", "Yes, 1 < 2.", system="So")
+    document = conversation(
+        "Why is <b>2 > 1</b>?", "def f(x):\n    return x", " Really? ", "Yes, 1 < 2.", system="So"
+    )
     expected: Any = theirs.apply_chat_template(
         document["messages"], return_dict=True, return_assistant_tokens_mask=True
     )
@@ -219,18 +252,35 @@ def test_prompts_and_texts_are_encoded_as_they_are(tmp_path: Path) -> None:
     tokenizer = bytes_tokenizer()
     tokenizer.add_special_tokens(["<s>"])
     start = ("<s>", tokenizer.token_to_id("<s>"))
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[start])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[start]
+    )
     model = target(tokenizer=tokenizer)
     documents = [
-        {"prompt": "f(x) =", "completion": " x", "id": 7, "source": "own", "name": None, "category": ["a"]},
+        {
+            "prompt": "f(x) =",
+            "completion": " x",
+            "id": 7,
+            "source": "own",
+            "name": None,
+            "category": ["a"],
+        },
         {"prompt": "f(x) =", "completion": " y</s>"},
         {"text": "Once"},
     ]
     texts, _ = read(tmp_path, model, *documents)
-    assert [marked(text, model) for text in texts] == ["<s>f(x) =[ x</s>]", "<s>f(x) =[ y</s>]", "[<s>Once</s>]"]
+    assert [marked(text, model) for text in texts] == [
+        "<s>f(x) =[ x</s>]",
+        "<s>f(x) =[ y</s>]",
+        "[<s>Once</s>]",
+    ]
     endless = dataclasses.replace(model, stop_tokens=())
     texts, dropped = read(tmp_path, endless, *documents, {"prompt": "f(x) =", "completion": ""})
-    assert [marked(text, endless) for text in texts] == ["<s>f(x) =[ x]", "<s>f(x) =[ y</s>]", "[<s>Once]"]
+    assert [marked(text, endless) for text in texts] == [
+        "<s>f(x) =[ x]",
+        "<s>f(x) =[ y</s>]",
+        "[<s>Once]",
+    ]
     assert dropped == {"nothing to learn": 1}
 
 
@@ -262,11 +312,23 @@ def test_long_texts_are_cut_and_a_text_continues(tmp_path: Path) -> None:
         {"text": ""},
     ]
     texts, dropped = read(tmp_path, model, *rows, length=5)
-    expected = ["abc[de]", "[abcde]", "[fghij]", "[k</s>]", "[abcde]", "[fghij]", "[abcde]", "[fghi</s>]"]
+    expected = [
+        "abc[de]",
+        "[abcde]",
+        "[fghij]",
+        "[k</s>]",
+        "[abcde]",
+        "[fghij]",
+        "[abcde]",
+        "[fghi</s>]",
+    ]
     assert [marked(text, model) for text in texts] == expected
     assert dropped == {"no room": 1, "nothing to learn": 1}
     assert len({text.document for text in texts[1:4]}) == 1
-    with pytest.raises(ValueError, match=r"^no document is left to learn from: duplicate \(1\), no room \(1\); give"):
+    with pytest.raises(
+        ValueError,
+        match=r"^no document is left to learn from: duplicate \(1\), no room \(1\); give",
+    ):
         read(tmp_path, model, rows[1], rows[1], length=5)
 
 
@@ -342,10 +404,19 @@ SHOWN = "expected an object with 'messages', with 'prompt' and 'completion', or 
         ('{"text": "a", "prompt": "b"}', rf"the fields are \['text', 'prompt'\]; {SHOWN}"),
         ('{"text": 5}', "'text' is 5; expected a text"),
         ('{"prompt": "a", "completion": null}', "'completion' is None; expected a text"),
-        ('{"text": "\\ud800"}', r"'\\ud800' is no character of UTF-8 by itself; give text in UTF-8"),
+        (
+            '{"text": "\\ud800"}',
+            r"'\\ud800' is no character of UTF-8 by itself; give text in UTF-8",
+        ),
         ('{"messages": "a"}', "messages are 'a'; expected a list of turns such as"),
-        ('{"messages": [{"role": "tool", "content": "a"}]}', "message 1 has the role 'tool'; expected system, user"),
-        ('{"messages": [{"role": "user", "content": ["a"]}]}', r"message 1 has the content \['a'\]; expected a text"),
+        (
+            '{"messages": [{"role": "tool", "content": "a"}]}',
+            "message 1 has the role 'tool'; expected system, user",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": ["a"]}]}',
+            r"message 1 has the content \['a'\]; expected a text",
+        ),
         (
             '{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]}',
             "the assistant answers nothing; give an answer, or use --rewrite",
@@ -368,7 +439,9 @@ def test_a_line_of_another_form_is_refused(tmp_path: Path, line: str, says: str)
         ("{% if %}", "the chat template is not valid: line 1"),
     ],
 )
-def test_a_conversation_needs_a_template_that_takes_it(tmp_path: Path, template: str | None, says: str) -> None:
+def test_a_conversation_needs_a_template_that_takes_it(
+    tmp_path: Path, template: str | None, says: str
+) -> None:
     model = target(template)
     with pytest.raises(ValueError, match=f"own.jsonl line 2: {says}"):
         read(tmp_path, model, GOOD, conversation(*TURNS))
@@ -392,7 +465,9 @@ def test_targets_and_lengths_that_cannot_be_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path, {"text": "Once"}, conversation("Why?"))
     model = target()
     for length in (1, 513):
-        with pytest.raises(ValueError, match=f"length is {length}; expected 2 to the 512 positions of target"):
+        with pytest.raises(
+            ValueError, match=f"length is {length}; expected 2 to the 512 positions of target"
+        ):
             read_documents([path], model, length=length, dropped=Counter())
     for opening in (0, -1):
         with pytest.raises(ValueError, match=f"opening is {opening}; expected at least 1 token"):
@@ -400,8 +475,12 @@ def test_targets_and_lengths_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no document is left to learn from: no room \(2\)"):
         read_prompts_to_answer([path], model, length=3, dropped=Counter())
     path = written(tmp_path, {"messages": [{"role": "system", "content": "Be brief."}]})
-    with pytest.raises(ValueError, match=r"own\.jsonl line 1: the conversation has no turn of the user; give one"):
+    with pytest.raises(
+        ValueError, match=r"own\.jsonl line 1: the conversation has no turn of the user; give one"
+    ):
         read_prompts_to_answer([path], model, length=9, dropped=Counter())
     bare = dataclasses.replace(model, tokenizer=None)
-    with pytest.raises(ValueError, match="target has no tokenizer, which documents need; give a target with one"):
+    with pytest.raises(
+        ValueError, match="target has no tokenizer, which documents need; give a target with one"
+    ):
         read(tmp_path, bare, GOOD)

@@ -32,15 +32,23 @@ def batch(key: jax.Array | None = None) -> TTTBatch:
     return ragged.replace(loss_mask=ragged.loss_mask.at[:, 0].set(False), key=key)
 
 
-def in_torch(method: str, drafter: Any, params: Any, batch: TTTBatch, num_steps: int) -> tuple[float, np.ndarray]:
+def in_torch(
+    method: str, drafter: Any, params: Any, batch: TTTBatch, num_steps: int
+) -> tuple[float, np.ndarray]:
     """Returns the paper's loss and its gradient with respect to ``fc`` or ``eh_proj``, ``[D 2D]``."""
     import torch
 
     config = drafter.config
     is_eagle1 = method == "eagle1"
-    table = eagle1.head_rules(config) if is_eagle1 else mtp.head_rules(config, mtp.names_in("deepseek", config))
+    table = (
+        eagle1.head_rules(config)
+        if is_eagle1
+        else mtp.head_rules(config, mtp.names_in("deepseek", config))
+    )
     stored = rules.write_params(table, params, drafter.param_shapes(), where="")
-    weights = {name: torch.tensor(np.asarray(value), requires_grad=True) for name, value in stored.items()}
+    weights = {
+        name: torch.tensor(np.asarray(value), requires_grad=True) for name, value in stored.items()
+    }
     head = Eagle1(**GEOMETRY, bias=False) if is_eagle1 else MTP(**GEOMETRY)
     run = network(head, weights)
     logits, states = map(np.asarray, tiny.forward(TARGET.model, TARGET.params, batch.tokens))
@@ -58,7 +66,9 @@ def in_torch(method: str, drafter: Any, params: Any, batch: TTTBatch, num_steps:
         for t in range(SIZE):
             stream = states[row, : t + 1]
             for step in range(num_steps):
-                end = t + 1 + step  # position of the last token that is read, and of the state that is imitated
+                end = (
+                    t + 1 + step
+                )  # position of the last token that is read, and of the state that is imitated
                 if end >= SIZE or not real[end]:
                     break
                 out = run(embedding[tokens[1 : end + 1]], stream)[-1:]
@@ -67,7 +77,9 @@ def in_torch(method: str, drafter: Any, params: Any, batch: TTTBatch, num_steps:
                     logits = (out @ matrix).log_softmax(-1)
                     term = -(label[row, end] * logits).sum()
                     if method == "eagle1":
-                        term = 0.1 * term + torch.nn.functional.smooth_l1_loss(out[0], states[row, end])
+                        term = 0.1 * term + torch.nn.functional.smooth_l1_loss(
+                            out[0], states[row, end]
+                        )
                     terms[step].append(term)
     for step, rows in terms.items():
         decay = 1.0 if method == "eagle1" else 0.8**step
@@ -81,16 +93,22 @@ def prepared(method: str, depth: int) -> tuple[Any, Any, Any]:
     """Returns the drafter, its first parameters and the loss."""
     recipe = RECIPES[method]
     options = HeadOptions(depth=depth, mlp_width=24)
-    drafter = recipe.drafter(recipe.config(TARGET.model.config, options), precision=TARGET.model.precision)
+    drafter = recipe.drafter(
+        recipe.config(TARGET.model.config, options), precision=TARGET.model.precision
+    )
     params = recipe.start(drafter, TARGET, None, jax.random.key(1))
-    loss = lambda params, batch: recipe.loss(drafter, TARGET.model, params, frozen_of(TARGET), batch, options)
+    loss = lambda params, batch: recipe.loss(
+        drafter, TARGET.model, params, frozen_of(TARGET), batch, options
+    )
     return drafter, params, loss
 
 
 @pytest.mark.parametrize(("method", "depth"), [("eagle1", 2), ("mtp", 2)])
 def test_a_loss_and_its_gradient_are_those_of_chains_in_torch(method: str, depth: int) -> None:
     drafter, params, loss = prepared(method, depth)
-    params = jax.tree.map(lambda leaf: 1.5 * leaf, params)  # so that attention and states depend on the text
+    params = jax.tree.map(
+        lambda leaf: 1.5 * leaf, params
+    )  # so that attention and states depend on the text
     (value, metrics), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch())
     expected, slope = in_torch(method, drafter, params, batch(), depth)
     assert float(value) == pytest.approx(expected, rel=1e-5)

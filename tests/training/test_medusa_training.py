@@ -32,7 +32,11 @@ def test_the_loss_is_that_of_the_paper_row_by_row(shared: bool) -> None:
     real = np.ones((2, 30), bool)
     real[1, 25:] = False
     learn = real & (rng.random((2, 30)) > 0.1)
-    batch = TTTBatch(tokens=jnp.array(tokens, jnp.int32), attention_mask=jnp.array(real), loss_mask=jnp.array(learn))
+    batch = TTTBatch(
+        tokens=jnp.array(tokens, jnp.int32),
+        attention_mask=jnp.array(real),
+        loss_mask=jnp.array(learn),
+    )
     objective = jax.jit(functools.partial(MEDUSA.loss, drafter, TARGET.model, options=options))
     loss, metrics = objective(head, frozen_of(TARGET, jnp.array(ids)), batch)
 
@@ -70,4 +74,6 @@ def test_untrained_heads_have_the_logits_of_the_target() -> None:
     states = jax.random.normal(jax.random.key(0), (3, 16))
     logits = heads(states, 2)
     for head in (0, 1):
-        assert np.allclose(logits[:, head], TARGET.model.unembed(TARGET.params, states), rtol=1e-5, atol=1e-4)
+        assert np.allclose(
+            logits[:, head], TARGET.model.unembed(TARGET.params, states), rtol=1e-5, atol=1e-4
+        )

@@ -25,7 +25,9 @@ END = len(LETTERS) + 1
 SHORT = {"length": 120, "user_length": 40, "slots": 3, "user_temperature": 1.0}
 
 
-def chat_model(template: str = CHATML, *, stop_tokens: tuple[int, ...] = (END, 0, 1)) -> e3.LoadedTarget:
+def chat_model(
+    template: str = CHATML, *, stop_tokens: tuple[int, ...] = (END, 0, 1)
+) -> e3.LoadedTarget:
     """Returns a random target whose tokens are letters. It stops at `a` and `b`, because random text rarely ends."""
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(LETTERS)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -47,7 +49,11 @@ def text_of(tokens: list[int]) -> str:
 
 def user_turn(text: Text) -> str:
     """Returns the user's text of a conversation."""
-    return text_of(text.tokens).removeprefix("<|im_start|>user\n").partition("<|im_end|>\n<|im_start|>assistant\n")[0]
+    return (
+        text_of(text.tokens)
+        .removeprefix("<|im_start|>user\n")
+        .partition("<|im_end|>\n<|im_start|>assistant\n")[0]
+    )
 
 
 def repeats(tokens: list[int]) -> bool:
@@ -76,24 +82,32 @@ def test_a_conversation_depends_on_its_number_and_the_seed_greedy() -> None:
     parts = [Conversations(TARGET, dataclasses.replace(config, slots=5), 6, first=13)]
     parts += [Conversations(TARGET, config, 10, first=3)]
     assert sorted(text for part in parts for text in part) == together
-    assert sorted(Conversations(TARGET, dataclasses.replace(config, seed=1), 16, first=3)) != together
+    assert (
+        sorted(Conversations(TARGET, dataclasses.replace(config, seed=1), 16, first=3)) != together
+    )
 
 
 def test_a_turn_is_what_the_target_writes_after_the_prefix_and_is_kept_once() -> None:
     prefix, _ = around_user(TARGET)
     assert text_of(prefix) == "<|im_start|>user\n"
-    greedy = e3.SpeculativeDecoder(TARGET, stop_tokens=()).generate(prefix, max_new_tokens=40).tokens[0]
+    greedy = (
+        e3.SpeculativeDecoder(TARGET, stop_tokens=()).generate(prefix, max_new_tokens=40).tokens[0]
+    )
     length = next(index for index in range(6, 40) if greedy[index] not in greedy[:index])
     target = chat_model(stop_tokens=(greedy[length],))
     almost_greedy = SHORT | {"user_temperature": 1e-6, "user_length": length}
-    texts = Conversations(target, OwnTextConfig(greedy_share=0.0, temperature=2.0, **almost_greedy), 5)
+    texts = Conversations(
+        target, OwnTextConfig(greedy_share=0.0, temperature=2.0, **almost_greedy), 5
+    )
     (text,) = texts
     assert user_turn(text) == text_of(greedy[:length]).strip()
     assert texts.dropped == {"duplicate": 4}
     for limit, reason in ((length - 1, "too long"), (length, None)):
         config = OwnTextConfig(**almost_greedy | {"user_length": limit})
         conversation = Conversations(target, config, 1)
-        assert (len(list(conversation)), conversation.dropped["too long"]) == ((0, 1) if reason else (1, 0))
+        assert (len(list(conversation)), conversation.dropped["too long"]) == (
+            (0, 1) if reason else (1, 0)
+        )
     at_once = Conversations(chat_model(stop_tokens=(greedy[0],)), OwnTextConfig(**almost_greedy), 2)
     assert (list(at_once), at_once.dropped) == ([], {"too short": 2})
 
@@ -113,8 +127,13 @@ def test_prompts_of_others_are_answered_and_what_repeats_is_left_out() -> None:
     config = OwnTextConfig(greedy_share=1.0, **SHORT)
     results = dict(answers(target, iter(prompts), config))
     decoder = e3.SpeculativeDecoder(target)
-    expected = [decoder.generate(prompt, max_new_tokens=120 - len(prompt)).tokens[0] for prompt in prompts[:6]]
-    assert results == {index: [] if repeats(answer) else answer for index, answer in enumerate([*expected, []])}
+    expected = [
+        decoder.generate(prompt, max_new_tokens=120 - len(prompt)).tokens[0]
+        for prompt in prompts[:6]
+    ]
+    assert results == {
+        index: [] if repeats(answer) else answer for index, answer in enumerate([*expected, []])
+    }
     assert any(map(repeats, expected)), "a greedy random model repeats itself"
     sampled = OwnTextConfig(greedy_share=0.0, temperature=3.0, **SHORT)
     first, second = (dict(answers(target, [prompts[0]] * 2, sampled)) for _ in range(2))
@@ -127,22 +146,42 @@ def test_prompts_of_others_are_answered_and_what_repeats_is_left_out() -> None:
     [
         (dataclasses.replace(TARGET, tokenizer=None), {}, "has no tokenizer"),
         (dataclasses.replace(TARGET, chat_template=None), {}, "has no chat template"),
-        (chat_model(CHATML.replace("message.content", "message.content | upper")), {}, "does not write a user's text"),
+        (
+            chat_model(CHATML.replace("message.content", "message.content | upper")),
+            {},
+            "does not write a user's text",
+        ),
         (chat_model("{{ messages[0].content }}<|im_end|>"), {}, "does not write a user's text"),
-        (chat_model("user {{ messages[0].content }}\nassistant "), {}, "ends a user's text by 'Ċ', which is no"),
+        (
+            chat_model("user {{ messages[0].content }}\nassistant "),
+            {},
+            "ends a user's text by 'Ċ', which is no",
+        ),
         (TARGET, {"length": 45}, "length is 45; expected at least 47"),
         (TARGET, {"length": 600}, "length is 600, and target holds 512 positions"),
-        (TARGET, {"openings": ("a" * 40,)}, "has 40 tokens; expected fewer than the 40 of user_length"),
+        (
+            TARGET,
+            {"openings": ("a" * 40,)},
+            "has 40 tokens; expected fewer than the 40 of user_length",
+        ),
     ],
 )
-def test_what_cannot_be_written_is_refused(target: e3.LoadedTarget, options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_written_is_refused(
+    target: e3.LoadedTarget, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         list(Conversations(target, OwnTextConfig(**SHORT | options), 1))
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("user_length", 3), ("user_temperature", 0.0), ("temperature", -1.0), ("greedy_share", 1.5), ("seed", -1)],
+    [
+        ("user_length", 3),
+        ("user_temperature", 0.0),
+        ("temperature", -1.0),
+        ("greedy_share", 1.5),
+        ("seed", -1),
+    ],
 )
 def test_values_out_of_range_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value}; expected"):

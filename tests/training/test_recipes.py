@@ -24,7 +24,9 @@ from eagle3_jax.training.texts import Text, Texts
 
 MIXER = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=8)
 # Deep and wide enough for every method.
-CONFIG = DecoderConfig(vocab_size=96, width=32, layers=uniform(12, MIXER, GatedMLP(width=64)), max_positions=64)
+CONFIG = DecoderConfig(
+    vocab_size=96, width=32, layers=uniform(12, MIXER, GatedMLP(width=64)), max_positions=64
+)
 NO_CHOICE = {(method, "width") for method in RECIPES if method != "draft-model"}
 NO_CHOICE |= {("eagle3", "num_layers"), ("mtp", "num_layers"), ("medusa", "mlp_width")}
 NO_CHOICE |= {(method, "draft_vocab_size") for method in ("eagle1", "mtp", "draft-model")}
@@ -36,7 +38,9 @@ def test_a_choice_changes_the_head_or_is_refused(method: str, option: str) -> No
     """An ignored option would be a silent error."""
     make = RECIPES[method].config
     usual = make(CONFIG, HeadOptions(depth=4))
-    refused = pytest.raises(ValueError, match=f"{option} is 2, and .* has no choice of it; leave it out")
+    refused = pytest.raises(
+        ValueError, match=f"{option} is 2, and .* has no choice of it; leave it out"
+    )
     with refused if (method, option) in NO_CHOICE else contextlib.nullcontext():
         assert make(CONFIG, HeadOptions(depth=4, **{option: 2})) != usual
 
@@ -52,7 +56,9 @@ def test_an_eagle3_head_starts_as_the_last_layer_of_its_target() -> None:
     target = e3.load_target()
     config = target.model.config
     drafter = RECIPES["eagle3"].drafter(official_head(config, 100))
-    start = RECIPES["eagle3"].start(drafter, target, np.arange(100, dtype=np.int32), jax.random.key(0))
+    start = RECIPES["eagle3"].start(
+        drafter, target, np.arange(100, dtype=np.int32), jax.random.key(0)
+    )
     last = target.params["blocks"][config.num_layers - 1]
     first = start["first"]
     attention = first["attention"]
@@ -79,7 +85,15 @@ def test_norms_of_weights_around_zero_start_around_one() -> None:
 
 TARGET = tiny.target(13, layers=tiny.layers(8, head_dim=4), max_positions=64)
 # The layers of each head; the other recipes have the objective of one of these.
-TAUGHT = {"dflash": 1, "dspark": 1, "draft-model": 2, "eagle1": 1, "medusa": 1, "mtp": None, "p-eagle": 2}
+TAUGHT = {
+    "dflash": 1,
+    "dspark": 1,
+    "draft-model": 2,
+    "eagle1": 1,
+    "medusa": 1,
+    "mtp": None,
+    "p-eagle": 2,
+}
 PROMPTS = tiny.random_prompts(16, 13, seed=4, low=3, high=6)
 DEPTH = 3
 STEPS = 80
@@ -117,6 +131,8 @@ def test_a_recipe_teaches(method: str) -> None:
     params: Any = state.params
     if method != "draft-model":
         params = drafter.assemble(params, TARGET.model.tables(TARGET.params))
-    decoder = SpeculativeDecoder(TARGET, LoadedDrafter(drafter, params), num_speculative_tokens=DEPTH, stop_tokens=())
+    decoder = SpeculativeDecoder(
+        TARGET, LoadedDrafter(drafter, params), num_speculative_tokens=DEPTH, stop_tokens=()
+    )
     result = decoder.generate(PROMPTS, max_new_tokens=14)
     assert result.tokens == written() and result.stats.mean_acceptance_length > 2

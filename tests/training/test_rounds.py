@@ -31,7 +31,11 @@ def test_one_pass_over_greedy_text_finds_the_rounds_of_decoding():
     prompts = ["def fibonacci(n):", "import collections", "class Stack:"]
     result = decoder.generate(prompts, max_new_tokens=40)
     texts = Texts.of(
-        Text([*row.prompt_tokens, *row.tokens], [False] * len(row.prompt_tokens) + [True] * len(row.tokens), index)
+        Text(
+            [*row.prompt_tokens, *row.tokens],
+            [False] * len(row.prompt_tokens) + [True] * len(row.tokens),
+            index,
+        )
         for index, row in enumerate(result.rows)
     )
     frozen: Any = {"target_params": target.params, "embedding": head.params["embedding"]}
@@ -39,7 +43,12 @@ def test_one_pass_over_greedy_text_finds_the_rounds_of_decoding():
     evaluation = Evaluation(target, head.drafter, frozen, texts, None, 3)
     measured = evaluation.in_one_pass(head.params["head"])
     assert measured is not None
-    assert measured["rounds"] == int(np.sum(result.stats.num_drafts)) < 3 * 30  # of 3 times 39 without drafts
+    assert (
+        measured["rounds"] == int(np.sum(result.stats.num_drafts)) < 3 * 30
+    )  # of 3 times 39 without drafts
     # Decoding may accept drafts past the end of the text in the last round.
     assert measured["tau"] == pytest.approx(result.stats.mean_acceptance_length, rel=0.05)
-    assert evaluation.by_decoding(head.params["head"], max_new_tokens=40) == result.stats.mean_acceptance_length
+    assert (
+        evaluation.by_decoding(head.params["head"], max_new_tokens=40)
+        == result.stats.mean_acceptance_length
+    )

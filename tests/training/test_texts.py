@@ -25,7 +25,9 @@ def stored(tmp_path, monkeypatch):
     """Returns a target, the head's layers, and the function that computes the features of the random texts."""
     monkeypatch.setattr(storage, "TEXTS_OF_A_PART", 5)
     model, drafter, _, frozen = random_pair()
-    target = LoadedTarget(model=model, params=frozen["target_params"], vocab_size=VOCAB, max_positions=64)
+    target = LoadedTarget(
+        model=model, params=frozen["target_params"], vocab_size=VOCAB, max_positions=64
+    )
     layers = drafter.aux_layers
     return target, layers, lambda: stored_features(target, random_texts(), layers, tmp_path)
 
@@ -35,7 +37,8 @@ def random_texts() -> Texts:
     random = np.random.default_rng(0)
     rows = [random.integers(0, VOCAB, length).tolist() for length in LENGTHS]
     return Texts.of(
-        Text(row, [index >= len(row) // 3 for index in range(len(row))], document_hash(str(row))) for row in rows
+        Text(row, [index >= len(row) // 3 for index in range(len(row))], document_hash(str(row)))
+        for row in rows
     )
 
 
@@ -45,7 +48,8 @@ def test_a_document_is_held_out_by_its_hash():
     texts = Texts.of(Text([1], [True], document_hash(str(index))) for index in range(2000))
     for share in (0.0, 0.02, 0.5, 1.0):
         is_held_out = texts.held_out(share)
-        # The standard deviation of the share is at most 0.011, so larger mistakes of the limit are detected.
+        # The standard deviation of the share is at most 0.011, so larger mistakes of the limit are
+        # detected.
         assert abs(is_held_out.mean() - share) < 0.05
         assert np.array_equal(is_held_out, texts.document < share * 2.0**64)
 
@@ -60,7 +64,9 @@ def test_texts_are_read_as_they_were_written(tmp_path):
 
 
 def test_the_tokens_that_are_learnt_are_counted():
-    texts = Texts.of([Text([0, 1, 1, 3], [False, True, True, True], 0), Text([3, 3, 0], [False, True, False], 1)])
+    texts = Texts.of(
+        [Text([0, 1, 1, 3], [False, True, True, True], 0), Text([3, 3, 0], [False, True, False], 1)]
+    )
     assert token_counts(texts, 5).tolist() == [0, 2, 0, 2, 0]
     with pytest.raises(ValueError, match="another tokenizer"):
         token_counts(texts, 3)
@@ -82,7 +88,9 @@ def test_a_pass_sees_every_text_once_and_depends_on_the_step_alone():
     rows = []
     for step in range(steps):
         batch = batch_at(step)
-        for tokens, real, learn in zip(batch.tokens, batch.attention_mask, batch.loss_mask, strict=True):
+        for tokens, real, learn in zip(
+            batch.tokens, batch.attention_mask, batch.loss_mask, strict=True
+        ):
             row = np.asarray(tokens)[np.asarray(real)]
             if len(row) == 1:
                 assert not learn.any()  # a row without a text
@@ -97,7 +105,9 @@ def test_a_pass_sees_every_text_once_and_depends_on_the_step_alone():
     for step in (steps + 2, 1, steps + 2):
         assert np.array_equal(again(step).tokens, batch_at(step).tokens)
     passes = range(steps), range(steps, 2 * steps)
-    first, second = ([np.asarray(batch_at(step).tokens).tolist() for step in steps] for steps in passes)
+    first, second = (
+        [np.asarray(batch_at(step).tokens).tolist() for step in steps] for steps in passes
+    )
     assert first != second
 
 
@@ -113,7 +123,9 @@ def test_stored_features_are_those_of_a_text_in_a_batch_of_one(stored):
     logits = target.model.unembed(target.params, output.final)
     # bfloat16 has 8 bits: features differ by 0.4 % at most.
     for stored, expected in ((known.features, output.features), (known.final, output.final)):
-        np.testing.assert_allclose(np.asarray(stored[2, :size], np.float32), expected[0], rtol=0.01, atol=0.01)
+        np.testing.assert_allclose(
+            np.asarray(stored[2, :size], np.float32), expected[0], rtol=0.01, atol=0.01
+        )
     assert np.array_equal(known.likeliest[2, :size], jnp.argmax(logits, -1)[0])
     np.testing.assert_allclose(known.log_norm[2, :size], jax.nn.logsumexp(logits, -1)[0], rtol=1e-5)
 

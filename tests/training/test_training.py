@@ -1,7 +1,7 @@
 """The training-time test, compared with the official code and with an oracle in float64.
 
-``tests/core/test_sampled_chain.py`` compares drafting with the same oracle, so training and drafting agree.
-"""
+``tests/core/test_sampled_chain.py`` compares drafting with the same oracle, so training and
+drafting agree."""
 
 from __future__ import annotations
 
@@ -33,10 +33,16 @@ def read_golden_pair():
     """Reads the recorded head and target, whose weights are rounded through float16 as in the official code."""
     target = conversion.read_target(GOLDEN / "target")
     head = conversion.read_head(GOLDEN / "eagle3", target.config)
-    wide = lambda params, dtype: jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, dtype), jnp.float32), params)
+    wide = lambda params, dtype: jax.tree.map(
+        lambda leaf: jnp.asarray(np.asarray(leaf, dtype), jnp.float32), params
+    )
     target_params = wide(target.params, np.float16)
     ids = jnp.asarray(head.draft_to_target)
-    frozen = {"target_params": target_params, "embedding": target_params["embedding"], "draft_to_target": ids}
+    frozen = {
+        "target_params": target_params,
+        "embedding": target_params["embedding"],
+        "draft_to_target": ids,
+    }
     drafter = Eagle3Drafter(head.config)
     return Pair(DecoderTarget(target.config), drafter, wide(head.head, np.float32), frozen)
 
@@ -50,8 +56,13 @@ def check_official_losses(steps=7):
         attention_mask=jnp.asarray(golden["attention_mask"], bool),
         loss_mask=jnp.asarray(golden["loss_mask"], bool),
     )
-    # Compiled in every call, because an injected bug may have changed the code since an earlier one.
-    run = jax.jit(lambda head, batch: ttt_loss(drafter, target, head, frozen, batch, TTTConfig(num_steps=steps)))
+    # Compiled in every call, because an injected bug may have changed the code since an earlier
+    # one.
+    run = jax.jit(
+        lambda head, batch: ttt_loss(
+            drafter, target, head, frozen, batch, TTTConfig(num_steps=steps)
+        )
+    )
     loss, metrics = run(head, batch)
     losses = golden["plosses"][:steps]
     for step, (expected, accuracy) in enumerate(zip(losses, golden["acces"], strict=False)):
@@ -65,21 +76,27 @@ def test_losses_are_those_of_the_official_code():
 
 
 def norm(x, params, eps):
-    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * np.asarray(params["scale"], np.float64)
+    return (
+        x
+        / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps)
+        * np.asarray(params["scale"], np.float64)
+    )
 
 
 def rope(x, position):
     """``[heads H]`` rotated as complex numbers."""
     half = x.shape[-1] // 2
-    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * position * 10000.0 ** (-np.arange(half) / half))
+    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(
+        1j * position * 10000.0 ** (-np.arange(half) / half)
+    )
     return np.concatenate([turned.real, turned.imag], -1)
 
 
 def oracle_logits(drafter, head, embedding, features, tokens, real):
     """Runs the training-time test of one sequence in float64, one row and one key at a time, in the official layout.
 
-    Row ``t`` attends to the keys ``j <= t`` of block 0 and to key ``t`` of each later block, within the window.
-    """
+    Row ``t`` attends to the keys ``j <= t`` of block 0 and to key ``t`` of each later block, within
+    the window."""
     config = drafter.config
     layer = head["first"]
     mixer = config.layers[0].mixer
@@ -98,8 +115,12 @@ def oracle_logits(drafter, head, embedding, features, tokens, real):
     logits = []
     for step in range(STEPS):
         embedded = np.asarray(embedding, np.float64)[padded[1 + step : 1 + step + size]]
-        both = np.concatenate([norm(embedded, layer["embedding_norm"], eps), norm(x, layer["feature_norm"], eps)], -1)
-        fused = mat(layer["attention"]["qkv"], both).reshape(size, mixer.num_kv_heads, groups + 2, mixer.head_dim)
+        both = np.concatenate(
+            [norm(embedded, layer["embedding_norm"], eps), norm(x, layer["feature_norm"], eps)], -1
+        )
+        fused = mat(layer["attention"]["qkv"], both).reshape(
+            size, mixer.num_kv_heads, groups + 2, mixer.head_dim
+        )
         q = fused[:, :, :groups].reshape(size, mixer.num_heads, -1)
         k = fused[:, :, -2]
         v = fused[:, :, -1]
@@ -115,7 +136,9 @@ def oracle_logits(drafter, head, embedding, features, tokens, real):
             for h in range(mixer.num_heads):
                 far = t + step - key_positions[: mask.shape[1]] >= (mixer.window or 10**6)
                 seen = np.flatnonzero(mask[t] & ~far)
-                scores = np.array([queries[t][h] @ keys[s][h // groups] for s in seen]) / np.sqrt(mixer.head_dim)
+                scores = np.array([queries[t][h] @ keys[s][h // groups] for s in seen]) / np.sqrt(
+                    mixer.head_dim
+                )
                 weights = np.exp(scores) / np.exp(scores).sum()
                 out = sum(w * values[s][h // groups] for w, s in zip(weights, seen, strict=True))
                 attended[t, h * mixer.head_dim : (h + 1) * mixer.head_dim] = out
@@ -132,7 +155,9 @@ def windowed(drafter, window):
     return dataclasses.replace(drafter, config=dataclasses.replace(drafter.config, layers=layers))
 
 
-@pytest.mark.parametrize(("padding", "window"), [((0, 0), None), ((0, 0), 1), ((0, 2), 2), ((2, 0), 4)])
+@pytest.mark.parametrize(
+    ("padding", "window"), [((0, 0), None), ((0, 0), 1), ((0, 2), 2), ((2, 0), 4)]
+)
 def test_unroll_is_the_dense_mask_computation(pair, padding, window):
     _, drafter, head, frozen = pair
     drafter = windowed(drafter, window)
@@ -142,9 +167,14 @@ def test_unroll_is_the_dense_mask_computation(pair, padding, window):
     for b in range(2):
         tokens = np.asarray(batch.tokens[b])
         real = np.asarray(batch.attention_mask[b])
-        first = int(np.argmax(real))  # rows before it attend to nothing, which the oracle cannot express
-        # Left padding turns all rotary positions alike, so the oracle may start at the first real token.
-        rows = oracle_logits(drafter, head, frozen["embedding"], features[b, first:], tokens[first:], real[first:])
+        first = int(
+            np.argmax(real)
+        )  # rows before it attend to nothing, which the oracle cannot express
+        # Left padding turns all rotary positions alike, so the oracle may start at the first real
+        # token.
+        rows = oracle_logits(
+            drafter, head, frozen["embedding"], features[b, first:], tokens[first:], real[first:]
+        )
         for step in range(STEPS):
             # A row of padding whose window has only padding attends to nothing either.
             ours = np.asarray(logits[step])[b, real]

@@ -46,20 +46,31 @@ def table_loss(monkeypatch, *, steps, ids, loss_mask, config):
     layers = uniform(1, GroupedQuery(num_heads=1, num_kv_heads=1, head_dim=2), GatedMLP(width=4))
     model = DecoderConfig(vocab_size=3, width=4, layers=layers)
     head = Eagle3Config(
-        vocab_size=3, width=4, layers=layers, draft_vocab_size=len(ids), target_width=4, aux_layers=(0,)
+        vocab_size=3,
+        width=4,
+        layers=layers,
+        draft_vocab_size=len(ids),
+        target_width=4,
+        aux_layers=(0,),
     )
     frozen = {
-        "target_params": {"table": jnp.log(jnp.asarray(P, jnp.float32))[None] + 3.0},  # known up to a constant
+        "target_params": {
+            "table": jnp.log(jnp.asarray(P, jnp.float32))[None] + 3.0
+        },  # known up to a constant
         "embedding": jnp.zeros((3, 4)),
         "draft_to_target": jnp.asarray(ids, jnp.int32),
     }
-    monkeypatch.setattr(ttt, "unroll", lambda *_: [jnp.log(jnp.asarray(s, jnp.float32))[None] for s in steps])
+    monkeypatch.setattr(
+        ttt, "unroll", lambda *_: [jnp.log(jnp.asarray(s, jnp.float32))[None] for s in steps]
+    )
     batch = TTTBatch(
         tokens=jnp.zeros((1, len(P)), jnp.int32),
         attention_mask=jnp.ones((1, len(P)), bool),
         loss_mask=jnp.asarray(loss_mask, bool)[None],
     )
-    loss, metrics = ttt_loss(Eagle3Drafter(head, Chain(1)), TableTarget(model), {}, frozen, batch, config)
+    loss, metrics = ttt_loss(
+        Eagle3Drafter(head, Chain(1)), TableTarget(model), {}, frozen, batch, config
+    )
     return float(loss), {name: float(value) for name, value in metrics.items()}
 
 
@@ -67,16 +78,22 @@ def cross_entropy(p, q):
     return -sum(a * np.log(b) for a, b in zip(p, q, strict=True))
 
 
-# Draft vocabulary {0, 2}. Labels of step 0 are P[1:] and then nothing; those of step 1 are P[2:] and then nothing.
+# Draft vocabulary {0, 2}. Labels of step 0 are P[1:] and then nothing; those of step 1 are P[2:]
+# and then nothing.
 CASE = {"steps": ([A, A, B, A, A], [A, B, A, A, A]), "ids": [0, 2]}
-CE_0 = [cross_entropy((6 / 7, 1 / 7), A), cross_entropy((2 / 3, 1 / 3), A), cross_entropy((1 / 9, 8 / 9), B)]
+CE_0 = [
+    cross_entropy((6 / 7, 1 / 7), A),
+    cross_entropy((2 / 3, 1 / 3), A),
+    cross_entropy((1 / 9, 8 / 9), B),
+]
 CE_0 += [cross_entropy((5 / 7, 2 / 7), A), cross_entropy((1 / 2, 1 / 2), A)]
 
 
 @pytest.mark.parametrize(
     ("denominator", "loss", "accuracy"),
     [
-        # The likeliest token of row 1 is outside the draft vocabulary. Row 4 has no label: a uniform one in "all".
+        # The likeliest token of row 1 is outside the draft vocabulary. Row 4 has no label: a
+        # uniform one in "all".
         ("all", (CE_0[0] + CE_0[2] + CE_0[3] + CE_0[4]) / 5, 4 / 5),
         ("supervised", (CE_0[0] + CE_0[2] + CE_0[3]) / 4, 3 / 4),
     ],
@@ -103,15 +120,19 @@ def test_masked_rows_count_in_the_official_denominator_only(monkeypatch):
 
 def test_acceptance_and_tau_by_hand(monkeypatch):
     metrics = table_loss(monkeypatch, **CASE, loss_mask=[1] * 5, config=TTTConfig(num_steps=2))[1]
-    # Σ min(p, q) with the target's full probabilities of tokens 0 and 2; rows without a label do not count.
+    # Σ min(p, q) with the target's full probabilities of tokens 0 and 2; rows without a label do
+    # not count.
     assert metrics["acceptance_0"] == pytest.approx((0.7 + 0.3 + 0.85 + 0.7) / 4, abs=1e-5)
     assert metrics["acceptance_1"] == pytest.approx((0.3 + 0.85 + 0.7) / 3, abs=1e-5)
-    # Step 0 hits in rows 0, 2, 3 of 0-3. At step 1 rows 1 and 2 of 0-2 hit, but row 1 was lost at step 0.
+    # Step 0 hits in rows 0, 2, 3 of 0-3. At step 1 rows 1 and 2 of 0-2 hit, but row 1 was lost at
+    # step 0.
     assert metrics["simulated_tau"] == pytest.approx(1 + 3 / 4 + 1 / 3, abs=1e-5)
 
 
 def test_tau_counts_only_chains_that_are_supervised_throughout(monkeypatch):
-    metrics = table_loss(monkeypatch, **CASE, loss_mask=[1, 0, 1, 1, 1], config=TTTConfig(num_steps=2))[1]
+    metrics = table_loss(
+        monkeypatch, **CASE, loss_mask=[1, 0, 1, 1, 1], config=TTTConfig(num_steps=2)
+    )[1]
     assert metrics["simulated_tau"] == pytest.approx(1 + 3 / 3 + 1 / 1, abs=1e-5)
 
 
@@ -120,7 +141,9 @@ def test_padding_changes_nothing_under_the_supervised_denominator(pair):
     config = TTTConfig(num_steps=2, denominator="supervised")
     padded = make_batch(1, 8, padding=(0, 3))
     cut = jax.tree.map(lambda leaf: leaf[:, :5], padded)
-    long, short = (objective(drafter, target, head, frozen, batch, config) for batch in (padded, cut))
+    long, short = (
+        objective(drafter, target, head, frozen, batch, config) for batch in (padded, cut)
+    )
     assert long[0] == pytest.approx(float(short[0]), abs=1e-5)
     for name, value in short[1].items():
         assert long[1][name] == pytest.approx(float(value), abs=1e-5), name
@@ -148,7 +171,8 @@ def test_only_the_head_is_differentiated_and_only_through_supervised_rows(pair):
     assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(trained))
 
 
-# --- the draft vocabulary --------------------------------------------------------------------------------------------
+# --- the draft vocabulary
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -52,11 +52,15 @@ def rows_of(chains: Chains, row: int) -> dict[int, list[int]]:
 
 def test_every_depth_keeps_the_share_of_the_paper() -> None:
     """⌊23 · 0.7⌋, ⌊22 · 0.49⌋, ⌊21 · 0.343⌋, ⌊20 · 0.2401⌋ and ⌊19 · 0.2⌋ of 24 positions."""
-    chains, repeated, changed = (sample(jax.random.key(seed), jnp.ones((3, 24), bool), 6) for seed in (0, 0, 1))
+    chains, repeated, changed = (
+        sample(jax.random.key(seed), jnp.ones((3, 24), bool), 6) for seed in (0, 0, 1)
+    )
     for row in range(3):
         assert [len(rows_of(chains, row)[depth]) for depth in range(6)] == [24, 16, 10, 7, 4, 3]
     assert len(chains.depths) == 24 + 16 + 10 + 7 + 4 + 3
-    assert np.array_equal(chains.anchors, repeated.anchors) and not np.array_equal(chains.anchors, changed.anchors)
+    assert np.array_equal(chains.anchors, repeated.anchors) and not np.array_equal(
+        chains.anchors, changed.anchors
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -70,7 +74,11 @@ def test_chains_have_no_gaps_and_are_supervised(seed: int) -> None:
         assert of_depth[0] == list(range(24))
         for depth in range(1, max(chains.depths) + 1):
             anchors = of_depth[depth]
-            assert len(set(anchors)) == len(anchors) <= max(0, supervised - depth) * max(0.7**depth, 0.2)
+            assert (
+                len(set(anchors))
+                == len(anchors)
+                <= max(0, supervised - depth) * max(0.7**depth, 0.2)
+            )
             assert set(anchors) <= set(of_depth[depth - 1])
             assert all(anchor >= 0 and valid[row, anchor + depth] for anchor in anchors)
     assert rows_of(chains, 0)[2]
@@ -85,7 +93,13 @@ def test_no_row_attends_to_padding_or_to_a_chain_that_was_not_sampled() -> None:
     )
     mask = chain_mask(chains, jnp.array([[1, 1, 0, 0]], bool))[0].astype(int)
     # Padding attends to itself.
-    assert mask[:5, :4].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1], [1, 0, 0, 0]]
+    assert mask[:5, :4].tolist() == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [1, 1, 1, 0],
+        [1, 1, 0, 1],
+        [1, 0, 0, 0],
+    ]
     assert mask[4, 4:].tolist() == [1, 0, 0] and not mask[:, 5:].any()
 
 
@@ -96,7 +110,9 @@ def test_training_has_the_distributions_of_drafting(pair) -> None:
     size = 8
     features = ttt.teacher_forward(drafter, target, frozen, batch, 1)[1]
     chains = sample(jax.random.key(0), jnp.ones((1, size), bool), DEPTH, 1.0)
-    trained = jax.nn.softmax(parallel_logits(drafter, head, frozen["embedding"], features, batch, chains))[0]
+    trained = jax.nn.softmax(
+        parallel_logits(drafter, head, frozen["embedding"], features, batch, chains)
+    )[0]
 
     prefix = jnp.arange(size - 1)
     seen = Observation(
@@ -108,14 +124,22 @@ def test_training_has_the_distributions_of_drafting(pair) -> None:
 
     @jax.jit
     def drafted(head: Any) -> Any:
-        params = {"head": head, "embedding": frozen["embedding"], "draft_to_target": frozen["draft_to_target"]}
+        params = {
+            "head": head,
+            "embedding": frozen["embedding"],
+            "draft_to_target": frozen["draft_to_target"],
+        }
         state = drafter.observe(params, drafter.init(params, size - 1, size + DEPTH), seen)
         keys = jax.random.split(jax.random.key(0), size - 1)
-        return drafter.propose(params, state, keys, per_row(SamplingParams(temperature=1.0), size - 1)).probs
+        return drafter.propose(
+            params, state, keys, per_row(SamplingParams(temperature=1.0), size - 1)
+        ).probs
 
     probs = drafted(head)[:, 1:][:, :, frozen["draft_to_target"]]
     compared = 0
-    for index, (anchor, depth) in enumerate(zip(chains.anchors[0].tolist(), chains.depths, strict=True)):
+    for index, (anchor, depth) in enumerate(
+        zip(chains.anchors[0].tolist(), chains.depths, strict=True)
+    ):
         distribution = trained[index]
         if chains.present[0, index] and anchor < size - 1:
             np.testing.assert_allclose(distribution, probs[anchor, depth], atol=1e-5)
@@ -154,5 +178,7 @@ def test_the_loss_is_one_mean_over_all_depths(pair) -> None:
             hits[depth][row, anchor] = ids[score.argmax()] == label.argmax()
     assert loss == pytest.approx(np.mean(terms), abs=1e-5)
     for depth in range(DEPTH):
-        assert metrics[f"accuracy_{depth}"] == pytest.approx(np.mean(list(hits[depth].values())), abs=1e-6)
+        assert metrics[f"accuracy_{depth}"] == pytest.approx(
+            np.mean(list(hits[depth].values())), abs=1e-6
+        )
     assert metrics["simulated_tau"] == pytest.approx(tau_of(hits), abs=1e-5)

@@ -43,7 +43,9 @@ def test_windows_visit_every_tile_once_in_each_pass():
 def test_windows_follow_the_phases_and_refuse_what_does_not_fit():
     batch_at = random_windows(np.arange(50), (Phase(2, 4, 3), Phase(5, 2, 6)), seed=0)
     assert [batch_at(step).shape for step in (1, 2)] == [(4, 4), (2, 7)]
-    np.testing.assert_array_equal(batch_at(3), random_windows(np.arange(50), (Phase(3, 2, 6),), seed=0)(1))
+    np.testing.assert_array_equal(
+        batch_at(3), random_windows(np.arange(50), (Phase(3, 2, 6),), seed=0)(1)
+    )
     with pytest.raises(ValueError, match="need at least 51"):
         random_windows(np.arange(50), (Phase(1, 1, 25),), seed=0)
     assert random_windows(np.arange(51), (Phase(1, 3, 25),), seed=0)(0).shape == (3, 26)
@@ -84,12 +86,18 @@ def test_a_resumed_run_has_bit_identical_losses(pair, tmp_path):
         def loss(params, batch):
             return ttt_loss(drafter, target, params, frozen, batch, TTTConfig(num_steps=2))
 
-        trainer = Trainer(loss, OptimizerConfig(learning_rate=1e-2, num_steps=6, warmup_steps=2), tmp_path)
+        trainer = Trainer(
+            loss, OptimizerConfig(learning_rate=1e-2, num_steps=6, warmup_steps=2), tmp_path
+        )
         state = trainer.start(head)
-        return int(state.step), trainer.run(state, lambda step: make_batch(seed=step), 6, save_every=3)
+        return int(state.step), trainer.run(
+            state, lambda step: make_batch(seed=step), 6, save_every=3
+        )
 
     first, run = start()
-    unbroken = [next(run)[1] for _ in range(5)]  # dies after step 5; its last checkpoint is that of step 3
+    unbroken = [
+        next(run)[1] for _ in range(5)
+    ]  # dies after step 5; its last checkpoint is that of step 3
     second, run = start()
     resumed = [metrics for _, metrics in run]
     assert (first, second) == (0, 3)
@@ -107,9 +115,13 @@ def test_a_step_that_is_not_finite_is_not_taken(tmp_path):
 
     trainer = Trainer(loss, OptimizerConfig(num_steps=9, warmup_steps=1), tmp_path)
     batches = [1.0, 1.0, 1.0, float("nan")]
-    run = trainer.run(trainer.start({"w": jnp.ones(3)}), lambda step: jnp.float32(batches[step]), 9, save_every=2)
+    run = trainer.run(
+        trainer.start({"w": jnp.ones(3)}), lambda step: jnp.float32(batches[step]), 9, save_every=2
+    )
     *_, state = [next(run)[0] for _ in range(3)]
-    with pytest.raises(NotFinite, match=rf"step 4: the loss is nan .* the last checkpoint is {tmp_path / '2'}\."):
+    with pytest.raises(
+        NotFinite, match=rf"step 4: the loss is nan .* the last checkpoint is {tmp_path / '2'}\."
+    ):
         next(run)
     assert np.isfinite(state.params["w"]).all()
 
@@ -117,7 +129,9 @@ def test_a_step_that_is_not_finite_is_not_taken(tmp_path):
         return jnp.sqrt(jnp.sum(params["w"]) * batch), {}
 
     trainer = Trainer(steep, OptimizerConfig(num_steps=9, warmup_steps=1))
-    with pytest.raises(NotFinite, match="step 1: the loss is 0 and the norm of its gradient inf; there is no check"):
+    with pytest.raises(
+        NotFinite, match="step 1: the loss is 0 and the norm of its gradient inf; there is no check"
+    ):
         next(trainer.run(trainer.start({"w": jnp.zeros(3)}), lambda step: jnp.float32(1), 9))
 
 
@@ -177,7 +191,9 @@ def test_a_head_continues_only_the_run_that_was_begun(cli, refused, tmp_path, mo
     with monkeypatch.context() as patch:
         kill_after(patch, 2)
         code, _, output = cli("train", "head", target, data, out, *HEAD, "--save-every", 100)
-        assert code == 130 and "interrupted at step 2 of 3; the same command continues there" in output
+        assert (
+            code == 130 and "interrupted at step 2 of 3; the same command continues there" in output
+        )
     files = sorted(path.relative_to(out) for path in out.rglob("*"))
 
     other_target = write_llama(tmp_path / "other", width=16)
@@ -191,19 +207,41 @@ def test_a_head_continues_only_the_run_that_was_begun(cli, refused, tmp_path, mo
         "--batch was 2 and is 3": (target, data, out, *HEAD, "--batch", 3),
         "--steps was 3 and is 4": (target, data, out, *HEAD, "--steps", 4),
         "--draft-vocab-size was 32 and is 33": (target, data, out, *HEAD, "--draft-vocab-size", 33),
-        "--learning-rate was 0.004 and is 0.001": (target, data, out, *HEAD, "--learning-rate", 1e-3),
+        "--learning-rate was 0.004 and is 0.001": (
+            target,
+            data,
+            out,
+            *HEAD,
+            "--learning-rate",
+            1e-3,
+        ),
         "--unroll was 1:1,2 and is 2": (target, data, out, *HEAD, "--unroll", "2"),
-        "--batch was 2 and is 3; --seed was 0 and is 7": (target, data, out, *HEAD, "--seed", 7, "--batch", 3),
+        "--batch was 2 and is 3; --seed was 0 and is 7": (
+            target,
+            data,
+            out,
+            *HEAD,
+            "--seed",
+            7,
+            "--batch",
+            3,
+        ),
     }
     for says, arguments in changes.items():
         line = refused("train", "head", *arguments)
         assert says in line and f"{out} holds the checkpoints of another run" in line
     assert files == sorted(path.relative_to(out) for path in out.rglob("*"))
 
-    # The vocabulary stays, even if another version would choose another. The interval of checkpoints may change.
-    monkeypatch.setattr("eagle3_jax.training.vocab.select_draft_vocabulary", lambda counts, size: np.arange(size))
+    # The vocabulary stays, even if another version would choose another. The interval of
+    # checkpoints may change.
+    monkeypatch.setattr(
+        "eagle3_jax.training.vocab.select_draft_vocabulary", lambda counts, size: np.arange(size)
+    )
     code, output, _ = cli("train", "head", target, data, out, *HEAD, "--save-every", 5)
-    assert code == 0 and output.count("continuing from step ") == output.count("continuing from step 2\n") == 1
+    assert (
+        code == 0
+        and output.count("continuing from step ") == output.count("continuing from step 2\n") == 1
+    )
     ours, theirs = (load_file(path / "model.safetensors") for path in (out, unbroken))
     assert ours.keys() == theirs.keys()
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in theirs)
@@ -221,10 +259,16 @@ def test_a_target_continues_only_the_run_that_was_begun(cli, refused, tmp_path, 
     with monkeypatch.context() as patch:
         kill_after(patch, 2)
         assert cli("train", "target", data, tmp_path / "out", *shape)[0] == 130
-    says = refused("train", "target", data, tmp_path / "out", *shape, "--seed", 1, "--phases", "3x16")
-    assert "another run: --phases was 2x16 and is 3x16; --seed was 0 and is 1. Give the same" in says
+    says = refused(
+        "train", "target", data, tmp_path / "out", *shape, "--seed", 1, "--phases", "3x16"
+    )
+    assert (
+        "another run: --phases was 2x16 and is 3x16; --seed was 0 and is 1. Give the same" in says
+    )
     np.save(data / "train.npy", np.arange(256, dtype=np.uint16))
-    assert "another run: CORPUS was sha256 " in refused("train", "target", data, tmp_path / "out", *shape)
+    assert "another run: CORPUS was sha256 " in refused(
+        "train", "target", data, tmp_path / "out", *shape
+    )
 
 
 def test_a_signal_ends_a_run_after_its_step_and_the_same_command_goes_on(tmp_path):
@@ -242,7 +286,9 @@ def test_a_signal_ends_a_run_after_its_step_and_the_same_command_goes_on(tmp_pat
         run.send_signal(number)
         _, error = run.communicate(timeout=60)
         assert run.returncode == code
-        match = re.search(r"interrupted at step (\d+) of 1000000; the same command continues there", error)
+        match = re.search(
+            r"interrupted at step (\d+) of 1000000; the same command continues there", error
+        )
         assert match is not None, error
         steps.append(int(match[1]))
         assert (tmp_path / "out" / "checkpoints" / match[1]).is_dir()
@@ -252,7 +298,9 @@ def test_a_signal_ends_a_run_after_its_step_and_the_same_command_goes_on(tmp_pat
 def test_what_train_data_did_not_write_is_refused(refused, tmp_path):
     target = write_llama(tmp_path / "target", width=16)
     data = tmp_path / "data"
-    assert "write them with `eagle3 train data TARGET" in refused("train", "head", target, data, tmp_path / "out")
+    assert "write them with `eagle3 train data TARGET" in refused(
+        "train", "head", target, data, tmp_path / "out"
+    )
     written_texts(data)
     shard = data / "texts-00001.npz"
     content = shard.read_bytes()
@@ -268,4 +316,6 @@ def test_what_train_data_did_not_write_is_refused(refused, tmp_path):
     assert "0 are held out" in refused("train", "head", target, data, tmp_path / "out")
     other_target = write_llama(tmp_path / "small", width=16, vocab_size=40)
     (data / "data.json").write_text(json.dumps({"options": {"--held-out": 0.1}, "shards": 2}))
-    assert "encoded with another tokenizer" in refused("train", "head", other_target, data, tmp_path / "out")
+    assert "encoded with another tokenizer" in refused(
+        "train", "head", other_target, data, tmp_path / "out"
+    )

@@ -18,7 +18,15 @@ MEASURED = ["text", "device", "round", "contexts"]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, output: Path, *arguments: str) -> dict[str, Any]:
-    command = ["h200.py", "--rehearse", "--output", str(output), "--compilation-cache", str(COMPILED), *arguments]
+    command = [
+        "h200.py",
+        "--rehearse",
+        "--output",
+        str(output),
+        "--compilation-cache",
+        str(COMPILED),
+        *arguments,
+    ]
     monkeypatch.setattr(sys, "argv", command)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -26,13 +34,22 @@ def run(monkeypatch: pytest.MonkeyPatch, output: Path, *arguments: str) -> dict[
     return json.loads(output.read_text())
 
 
-def test_a_rehearsal_measures_once_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_rehearsal_measures_once_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     output = tmp_path / "h200.json"
     first = run(monkeypatch, output, "--only", *MEASURED)
-    assert {name: part["status"] for name, part in first["parts"].items()} == dict.fromkeys(MEASURED, "done")
-    assert run(monkeypatch, output, "--only", *MEASURED[1:]) == first, "the second run measured something again"
+    assert {name: part["status"] for name, part in first["parts"].items()} == dict.fromkeys(
+        MEASURED, "done"
+    )
+    assert run(monkeypatch, output, "--only", *MEASURED[1:]) == first, (
+        "the second run measured something again"
+    )
     figures = {name: part["figures"] for name, part in first["parts"].items()}
-    assert figures["device"]["environment"]["jax"]["backend"] == "cpu" and figures["device"]["error of float32"] < 1e-5
+    assert (
+        figures["device"]["environment"]["jax"]["backend"] == "cpu"
+        and figures["device"]["error of float32"] < 1e-5
+    )
     assert figures["text"]["same text"] is True and figures["text"]["mean_acceptance_length"] > 1
     rounds = figures["round"]
     cells = ("plain", "verify 6", "chain", "target alone", "draft step", "tree of 6")
@@ -41,7 +58,8 @@ def test_a_rehearsal_measures_once_and_resumes(tmp_path: Path, monkeypatch: pyte
         assert spread["low"] <= spread["median"] <= spread["high"]
         assert len(spread["values"]) == 3  # one at once, two in turns
     assert (
-        rounds["plain"]["round_in_bases"]["median"] == 1 and rounds["chain"]["rounds"] < rounds["plain"]["rounds"] == 63
+        rounds["plain"]["round_in_bases"]["median"] == 1
+        and rounds["chain"]["rounds"] < rounds["plain"]["rounds"] == 63
     )
     seconds = {name: rounds[name]["seconds_per_round"]["median"] for name in cells}
     copied = figures["device"]["bytes_per_second"]["copy"]
@@ -55,7 +73,11 @@ def test_a_rehearsal_measures_once_and_resumes(tmp_path: Path, monkeypatch: pyte
         }
     )
     assert "a REHEARSAL: nothing counts" in capsys.readouterr().out
-    for text, words in ((json.dumps(first | {"code": "x"}), "another code"), ("[]", "no record"), ("?", "no record")):
+    for text, words in (
+        (json.dumps(first | {"code": "x"}), "another code"),
+        ("[]", "no record"),
+        ("?", "no record"),
+    ):
         output.write_text(text)
         with pytest.raises(SystemExit, match=words):
             run(monkeypatch, output)
@@ -89,12 +111,17 @@ def test_every_cell_is_in_the_file_before_the_next_one_starts(record: Any) -> No
     # Compiled, warmed up and timed once each; then two turns of both.
     assert seen == [set()] * 3 + [{"a", "bad"}] * 3 + [{"a", "bad", "b"}] * 4
     figures = figures_in(record)
-    assert figures["b"]["seconds_per_round"]["median"] == 1.5 and figures["b"]["tokens_per_second"]["median"] == 2.0
+    assert (
+        figures["b"]["seconds_per_round"]["median"] == 1.5
+        and figures["b"]["tokens_per_second"]["median"] == 2.0
+    )
     assert figures["b"]["round_in_bases"]["values"] == [3.0, 3.0]
     assert figures["bad"] == {"failed": "RuntimeError: injected"}
 
 
-def test_a_cell_without_time_is_measured_the_next_time(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_without_time_is_measured_the_next_time(
+    record: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = [0.0]
     calls = []
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
@@ -127,8 +154,12 @@ def test_caches_are_full_while_rounds_are_timed(setting: Any) -> None:
         options = h200.sizes(setting, 2, context)
         (length,) = {len(prompt) for prompt in options["prompts"]}
         assert length + options["max_new_tokens"] + h200.LARGEST == context
-        assert length + setting.tokens < h200.mean_slots(setting, context) + setting.tokens <= context
-        assert options["max_new_tokens"] > setting.tokens, "rounds would end at the limit and not after the tokens"
+        assert (
+            length + setting.tokens < h200.mean_slots(setting, context) + setting.tokens <= context
+        )
+        assert options["max_new_tokens"] > setting.tokens, (
+            "rounds would end at the limit and not after the tokens"
+        )
     assert {2048, 8192} <= {h200.FULL.context, *h200.FULL.contexts}
 
 
@@ -140,7 +171,9 @@ def test_every_draft_has_a_cache_of_the_same_size() -> None:
         assert int(state.cache.length[0]) == setting.context - 128
 
 
-def test_a_part_ends_at_its_limit_and_reports_how_it_ended(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_ends_at_its_limit_and_reports_how_it_ended(
+    record: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Interpreter, imports and start of the device take many seconds; the clock of the figures starts after them."""
     options = argparse.Namespace(output=record.output, rehearse=False, compilation_cache=None)
     record.output.write_text(json.dumps({"parts": {"verify": {"figures": {}}}}))
@@ -177,4 +210,6 @@ def test_without_a_gpu_it_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.M
 def test_the_first_five_parts_fit_into_one_command() -> None:
     seconds = [part.seconds for part in h200.PARTS.values()][:5]
     usual_start = 12
-    assert sum(seconds) + 4 * usual_start + h200.START + h200.ROOM <= h200.BUDGET < 600 - 2 * h200.ROOM
+    assert (
+        sum(seconds) + 4 * usual_start + h200.START + h200.ROOM <= h200.BUDGET < 600 - 2 * h200.ROOM
+    )

@@ -23,7 +23,20 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     files = [f"{name}={directory / name}.jsonl" for name in ("one", "two")]
     options = ["--target", str(MODELS / "target"), "--drafter", str(MODELS / "eagle3")]
     options += ["--output", str(directory / "out"), "--prompts", *files]
-    return ["--rehearse", *options, "--batches", "2", "--chains", "2", "--tree", "4", "2", "2", "--max-new-tokens", "5"]
+    return [
+        "--rehearse",
+        *options,
+        "--batches",
+        "2",
+        "--chains",
+        "2",
+        "--tree",
+        "4",
+        "2",
+        "2",
+        "--max-new-tokens",
+        "5",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +65,9 @@ def runs(arguments: list[str]) -> dict[str, Any]:
 
     with pytest.raises(KeyboardInterrupt):
         run("interrupted", {3: KeyboardInterrupt()})
-    with pytest.raises(SystemExit, match=r"1 cells failed; .* measures them again: two, T=1, batch 2, ours"):
+    with pytest.raises(
+        SystemExit, match=r"1 cells failed; .* measures them again: two, T=1, batch 2, ours"
+    ):
         run("failed", {2: RuntimeError("out of\nmemory")})
     run("complete")
     run("again")
@@ -60,14 +75,22 @@ def runs(arguments: list[str]) -> dict[str, Any]:
 
 
 def test_a_cell_is_kept_as_soon_as_it_is_measured_and_measured_once(runs: dict[str, Any]) -> None:
-    assert list(runs["interrupted"]["cells"]) == ["one, T=0, batch 2, ours", "one, T=1, batch 2, ours"]
+    assert list(runs["interrupted"]["cells"]) == [
+        "one, T=0, batch 2, ours",
+        "one, T=1, batch 2, ours",
+    ]
     cells = runs["failed"]["cells"]
     assert len(cells) == 4
-    assert [cell["failed"] for cell in cells.values() if "failed" in cell] == ["RuntimeError: out of memory"]
+    assert [cell["failed"] for cell in cells.values() if "failed" in cell] == [
+        "RuntimeError: out of memory"
+    ]
     assert (runs["cells complete"], runs["cells again"]) == (1, 0)
     complete = runs["complete"]["cells"]
     assert not any("failed" in cell for cell in complete.values())
-    assert complete["one, T=0, batch 2, ours"] == runs["interrupted"]["cells"]["one, T=0, batch 2, ours"]
+    assert (
+        complete["one, T=0, batch 2, ours"]
+        == runs["interrupted"]["cells"]["one, T=0, batch 2, ours"]
+    )
 
 
 def test_the_record_holds_what_the_table_is_made_of(runs: dict[str, Any]) -> None:
@@ -76,8 +99,13 @@ def test_the_record_holds_what_the_table_is_made_of(runs: dict[str, Any]) -> Non
     for cell in record["cells"].values():
         assert [row["name"] for row in cell["rows"]] == ["plain", "chain K=2", "tree N=4"]
         plain, chain, tree = cell["rows"]
-        assert plain["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0} and plain["acceptance"] is None
-        assert len(chain["acceptance"]["per_position"]) == len(tree["acceptance"]["per_position"]) == 2
+        assert (
+            plain["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+            and plain["acceptance"] is None
+        )
+        assert (
+            len(chain["acceptance"]["per_position"]) == len(tree["acceptance"]["per_position"]) == 2
+        )
         assert all(row["bandwidth_share"] > 0 for row in cell["rows"])
         # In float32 greedy text is that of plain decoding; sampled text is another.
         expected = None if cell["temperature"] else cell["num_prompts"]
@@ -87,7 +115,10 @@ def test_the_record_holds_what_the_table_is_made_of(runs: dict[str, Any]) -> Non
 def test_the_table_has_every_cell(runs: dict[str, Any]) -> None:
     table = (runs["path"].parent / "headline.md").read_text()
     assert table.startswith("A REHEARSAL: no figure counts.")
-    assert len([line for line in table.splitlines() if line.startswith(("| one", "| two"))]) == 2 * 2 * 3
+    assert (
+        len([line for line in table.splitlines() if line.startswith(("| one", "| two"))])
+        == 2 * 2 * 3
+    )
 
 
 def test_our_rows_have_the_ratios_to_vllm(runs: dict[str, Any]) -> None:
@@ -97,7 +128,10 @@ def test_our_rows_have_the_ratios_to_vllm(runs: dict[str, Any]) -> None:
     ours = next(row for row in cell["rows"] if row["name"] == "chain K=2")
     theirs = ours | {"name": "vLLM chain K=2"}
     ours |= {"ratio": {"median": 1.25, "low": 1.125, "high": 1.5}, "same_texts": 1}
-    record["cells"]["one, T=0, batch 2, chain K=2"] = cell | {"rival": "chain K=2", "rows": [ours, theirs]}
+    record["cells"]["one, T=0, batch 2, chain K=2"] = cell | {
+        "rival": "chain K=2",
+        "rows": [ours, theirs],
+    }
     rows = [row for row in headline.table(record) if row[:3] == ["one", "0", "2"]]
     assert [row[3] for row in rows] == ["plain", "chain K=2", "tree N=4", "vLLM chain K=2"]
     over_vllm, texts = (headline.COLUMNS.index(name) for name in ("over vLLM", "same texts"))
@@ -107,7 +141,10 @@ def test_our_rows_have_the_ratios_to_vllm(runs: dict[str, Any]) -> None:
 
 BAD = {
     "no record": (["--output", "NONE"], "is no record of this experiment"),
-    "other options": (["--repeats", "3"], "holds a run with another options; give another --output"),
+    "other options": (
+        ["--repeats", "3"],
+        "holds a run with another options; give another --output",
+    ),
     "a file without a name": (["--prompts", "test.jsonl"], "expected NAME=FILE"),
     "no rows": (["--batches", "0"], "numbers of at least 1"),
     "a negative temperature": (["--temperatures", "-1"], "--temperatures of at least 0"),
@@ -115,7 +152,9 @@ BAD = {
 
 
 @pytest.mark.parametrize(("more", "words"), BAD.values(), ids=BAD)
-def test_bad_input_is_one_line_and_2(runs, arguments: list[str], more: list[str], words: str, tmp_path, capsys) -> None:
+def test_bad_input_is_one_line_and_2(
+    runs, arguments: list[str], more: list[str], words: str, tmp_path, capsys
+) -> None:
     (tmp_path / "headline.json").write_text("[1]")
     more = [str(tmp_path) if word == "NONE" else word for word in more]
     with pytest.raises(SystemExit) as ended:

@@ -34,7 +34,10 @@ def test_the_default_is_the_shipped_pair_with_its_prompts(monkeypatch: pytest.Mo
     monkeypatch.setattr("validation.subject.locate", unreachable)
     subject = choose(Setting(gpu=True))
     assert subject.name == "the shipped pair" and subject.dtypes[0] == "bfloat16"
-    assert subject.description["not the default"] == f"{DEFAULT_TARGET} could not be downloaded: no network"
+    assert (
+        subject.description["not the default"]
+        == f"{DEFAULT_TARGET} could not be downloaded: no network"
+    )
     with pytest.raises(ValueError, match="mine could not be downloaded"):
         choose(Setting(gpu=True, target="mine", drafter="my-head"))
 
@@ -42,14 +45,21 @@ def test_the_default_is_the_shipped_pair_with_its_prompts(monkeypatch: pytest.Mo
 def test_on_a_gpu_one_precision_is_loaded_at_a_time() -> None:
     """Two precisions of an 8B model do not fit next to vLLM."""
     for gpu, loaded in ((True, ["bfloat16"]), (False, ["float32", "bfloat16"])):
-        subject = choose(Setting(gpu=gpu, target=str(bundled("target")), drafter=str(bundled("eagle3"))))
+        subject = choose(
+            Setting(gpu=gpu, target=str(bundled("target")), drafter=str(bundled("eagle3")))
+        )
         subject.pair("float32")
         subject.pair("bfloat16")
         assert list(subject._pairs) == loaded
 
 
-def test_an_engine_that_does_not_fit_is_missing_and_another_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = ["CUDA out of memory. Tried to allocate 16 GiB", "CUDA error: device-side assert triggered"]
+def test_an_engine_that_does_not_fit_is_missing_and_another_error_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    messages = [
+        "CUDA out of memory. Tried to allocate 16 GiB",
+        "CUDA error: device-side assert triggered",
+    ]
 
     def load(directory: Path, **options: object) -> list:
         raise RuntimeError(messages[len(missing)])
@@ -80,7 +90,8 @@ def test_an_answer_is_right_if_its_number_is(text: str, reference: str, right: b
 def test_only_questions_that_one_side_missed_count_for_a_difference() -> None:
     low, high = discordant_interval(4, 4)
     assert low < 0.5 < high
-    # The bound is the share p with (1 - p)^n = 0.005, so 12 of 12 are a difference and 3 of 3 are none.
+    # The bound is the share p with (1 - p)^n = 0.005, so 12 of 12 are a difference and 3 of 3 are
+    # none.
     assert discordant_interval(0, 12) == (0, pytest.approx(1 - 0.005 ** (1 / 12)))
     assert discordant_interval(0, 12)[1] < 0.5 < discordant_interval(0, 3)[1]
 
@@ -91,7 +102,9 @@ def test_a_rehearsal_runs_the_flow_of_a_gpu(tmp_path: Path) -> None:
         "--rehearse", "--price-per-hour", "3.6", "-k", "accuracy_does_not or Qwen3-tiny-batch-1]",
         "--report-dir", str(tmp_path),
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["rehearsal"] is True and report["verdict"] != "passed"

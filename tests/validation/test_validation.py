@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import validated
 
-# pytester forgets the modules that a run imports first, with their types, so this one is imported before it.
+# pytester forgets the modules that a run imports first, with their types, so this one is imported
+# before it.
 import validation.conftest
 from validation import device
 from validation.budget import rank
@@ -58,7 +59,9 @@ def validate(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv(name, "")  # a run with --gpu sets them; this restores them afterwards
         monkeypatch.delenv(name)
 
-    def run(source: str, *options: str, subprocess: bool = False) -> tuple[pytest.RunResult, Report | None]:
+    def run(
+        source: str, *options: str, subprocess: bool = False
+    ) -> tuple[pytest.RunResult, Report | None]:
         pytester.makepyfile(test_levels="import pytest\nlevel = pytest.mark.level\n" + source)
         launch = pytester.runpytest_subprocess if subprocess else pytester.runpytest_inprocess
         plugins = ["-p", validation.conftest.__name__, "-p", "no:cacheprovider"]
@@ -122,18 +125,27 @@ def test_running(): pytest.skip("vLLM, run: not installed")
 
 def test_the_report_has_the_outcome_of_every_test(validate, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_broken="import nothing_of_that_name")
-    pytester.makepyfile(test_absent="import pytest; pytest.skip('no /opt/torch/lib here', allow_module_level=True)")
+    pytester.makepyfile(
+        test_absent="import pytest; pytest.skip('no /opt/torch/lib here', allow_module_level=True)"
+    )
     result, report = validate(SUITE, "--continue-on-collection-errors")
     assert result.ret == 1
-    outcomes = {name: (level.verdict, level.reason) for name, level in report.levels.items() if level.checks}
+    outcomes = {
+        name: (level.verdict, level.reason) for name, level in report.levels.items() if level.checks
+    }
     memory = outcomes.pop("L4")
-    assert memory[0] == NOT_RUN and memory[1].startswith("out of memory (RuntimeError: RESOURCE_EXHAUSTED")
+    assert memory[0] == NOT_RUN and memory[1].startswith(
+        "out of memory (RuntimeError: RESOURCE_EXHAUSTED"
+    )
     assert outcomes == {
         "L0": (PASSED, ""),
         "L1": (FAILED, "one is not two\nassert 1 == 2"),
         "L2": (NOT_RUN, "there is no vLLM"),
         "L3": (PARTLY, "1 of 2 checks: no time"),
-        "L5": (PARTLY, "vLLM, recorded: 2 of 2 checks passed; 1 of 3 checks: vLLM, run: not installed"),
+        "L5": (
+            PARTLY,
+            "vLLM, recorded: 2 of 2 checks passed; 1 of 3 checks: vLLM, run: not installed",
+        ),
         "L6": (PASSED, ""),
         "L7": (NOT_RUN, "only with --gpu"),
         "L8": (FAILED, "setup: OSError: no such port"),
@@ -143,13 +155,19 @@ def test_the_report_has_the_outcome_of_every_test(validate, pytester: pytest.Pyt
     assert [(check.name, check.numbers["outcomes"]) for check in report["L0"].checks] == [
         ("distribution of[1]", 10), ("distribution of[2]", 20),
     ]  # fmt: skip
-    assert report.environment["versions"]["jax"] and report.verdict == FAILED and not report.unfinished
+    assert (
+        report.environment["versions"]["jax"] and report.verdict == FAILED and not report.unfinished
+    )
     (error,) = report.errors
-    assert "test_broken.py" in error and report.skipped == ["test_absent.py: no lib here"], "no directory is named"
+    assert "test_broken.py" in error and report.skipped == ["test_absent.py: no lib here"], (
+        "no directory is named"
+    )
     result.stdout.fnmatch_lines(["PASSED *L0*", "FAILED *L1*one is not two", "Report: out*"])
 
 
-def test_a_level_without_some_of_its_checks_is_not_green(validate, pytester: pytest.Pytester) -> None:
+def test_a_level_without_some_of_its_checks_is_not_green(
+    validate, pytester: pytest.Pytester
+) -> None:
     _, report = validate(SUITE, "--level", "L0", "--level", "L3")
     assert report["L0"].verdict == PASSED and report["L9"].reason == "deselected by --level"
     _, report = validate(SUITE, "--quick")
@@ -157,7 +175,9 @@ def test_a_level_without_some_of_its_checks_is_not_green(validate, pytester: pyt
     assert (report["L0"].verdict, report["L0"].reason) == (QUICK, counted)
     assert report["L9"].verdict == QUICK and report["L9"].reason.startswith("quick: 2 of 2 checks")
     assert (report["L6"].verdict, report["L6"].reason) == (NOT_RUN, "deselected by --quick")
-    pytester.makepyfile(test_more="import pytest\n@pytest.mark.level('L0')\ndef test_left_out(): pass")
+    pytester.makepyfile(
+        test_more="import pytest\n@pytest.mark.level('L0')\ndef test_left_out(): pass"
+    )
     _, report = validate(SUITE, "--ignore", "test_more.py", "-k", "distribution")
     assert (report["L0"].verdict, report["L0"].reason) == (PARTLY, "not collected: left out")
     assert load("out")["L0"].verdict == PARTLY
@@ -165,19 +185,32 @@ def test_a_level_without_some_of_its_checks_is_not_green(validate, pytester: pyt
 
 def test_a_rehearsal_runs_gpu_levels_in_full_precision_and_never_passes(validate) -> None:
     _, report = validate(SUITE, "--gpu", "--rehearse", "--aot", "tpu:v6e:2x2")
-    assert report["L7"].verdict == report["AOT"].verdict == PASSED and report.summary.startswith("Rehearsal")
+    assert report["L7"].verdict == report["AOT"].verdict == PASSED and report.summary.startswith(
+        "Rehearsal"
+    )
     assert {check.numbers["precision"] for check in report["L0"].checks} == {"highest"}
-    assert {check.numbers["precision"] for check in report["L9"].checks} == {"None"}, "as users have it"
+    assert {check.numbers["precision"] for check in report["L9"].checks} == {"None"}, (
+        "as users have it"
+    )
     assert Report(checks=[Check(level.name, "all", PASSED) for level in LEVELS]).verdict == PASSED
-    assert Report(checks=[Check(level.name, "all", PASSED) for level in LEVELS], rehearsal=True).verdict == PARTLY
+    assert (
+        Report(
+            checks=[Check(level.name, "all", PASSED) for level in LEVELS], rehearsal=True
+        ).verdict
+        == PARTLY
+    )
 
 
 def test_complete_fails_on_a_skip_and_names_it(validate) -> None:
     every = "\n".join(f"@level({level.name!r})\ndef test_{level.name}(): pass" for level in LEVELS)
     assert validate(every, "--complete")[0].ret == 0
-    result, _ = validate(every + "\n@level('L5')\ndef test_more(): pytest.skip('no vLLM')", "--complete")
+    result, _ = validate(
+        every + "\n@level('L5')\ndef test_more(): pytest.skip('no vLLM')", "--complete"
+    )
     assert result.ret == 1
-    result.stdout.fnmatch_lines(["--complete: *not complete", "  L5 partly run: 1 of 2 checks: no vLLM"])
+    result.stdout.fnmatch_lines(
+        ["--complete: *not complete", "  L5 partly run: 1 of 2 checks: no vLLM"]
+    )
 
 
 CUT = """
@@ -191,20 +224,26 @@ def test_never(): pass
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [("os.kill(os.getpid(), 9)", -9), ("raise KeyboardInterrupt", 2)])
+@pytest.mark.parametrize(
+    ("end", "code"), [("os.kill(os.getpid(), 9)", -9), ("raise KeyboardInterrupt", 2)]
+)
 def test_a_run_that_is_cut_off_has_written_the_checks_before(validate, end: str, code: int) -> None:
     result, report = validate(CUT.replace("END", end), subprocess=True)
     assert result.ret == code
     assert report["L0"].verdict == PASSED and report["L0"].checks[0].numbers == {"outcomes": 3}
     for level in ("L1", "L2"):
-        assert report[level].verdict == NOT_RUN and report[level].reason.startswith("not finished: the run was ")
+        assert report[level].verdict == NOT_RUN and report[level].reason.startswith(
+            "not finished: the run was "
+        )
     assert report.summary.startswith("The run was ")
 
 
 @pytest.mark.parametrize("signal", ["SIGTERM", "SIGKILL"])
 def test_a_run_that_is_cut_off_before_its_first_check_says_so(validate, signal: str) -> None:
     """While modules are imported. After SIGTERM, which time limits send, the run also ends orderly, with its page."""
-    source = f"import os, signal, time\nos.kill(os.getpid(), signal.{signal})\ntime.sleep(60)\n" + CUT
+    source = (
+        f"import os, signal, time\nos.kill(os.getpid(), signal.{signal})\ntime.sleep(60)\n" + CUT
+    )
     result, report = validate(source, subprocess=True)
     assert result.ret == (2 if signal == "SIGTERM" else -9)
     assert report.verdict == NOT_RUN and report.summary.startswith("The run was ")
@@ -213,7 +252,9 @@ def test_a_run_that_is_cut_off_before_its_first_check_says_so(validate, signal: 
 
 
 def test_sigterm_ends_a_check_and_what_it_started(validate) -> None:
-    source = CUT.replace("test_cut()", "test_cut(server)").replace("END", "os.kill(os.getpid(), 15); time.sleep(60)")
+    source = CUT.replace("test_cut()", "test_cut(server)").replace(
+        "END", "os.kill(os.getpid(), 15); time.sleep(60)"
+    )
     fixture = "@pytest.fixture\ndef server():\n    yield\n    open('stopped', 'w').close()\n"
     result, report = validate(fixture + source, subprocess=True)
     assert result.ret == 2 and Path("stopped").exists(), "vLLM's process would have been ended"
@@ -226,7 +267,11 @@ def test_sigterm_ends_a_check_and_what_it_started(validate) -> None:
         (["--gpu"], "", "--gpu: jax *; or add --rehearse to try the flow without a GPU"),
         (["--rehearse"], "", "--rehearse is for a run with --gpu*"),
         (["--level", "L5X"], "", "--level L5X is none of L0, *"),
-        (["--aot", "cuda:h2000"], "", "--aot: there is no platform 'cuda:h2000' to compile for; use one of *"),
+        (
+            ["--aot", "cuda:h2000"],
+            "",
+            "--aot: there is no platform 'cuda:h2000' to compile for; use one of *",
+        ),
         (["--target", "."], "", "* holds no [*].json, [*].safetensors or [*].bin"),
         (["--prompts", "nowhere.jsonl"], "", "--prompts: there is no file nowhere.jsonl"),
         (["--minutes", "0"], "", "--minutes must be above zero, not 0"),
@@ -235,7 +280,11 @@ def test_sigterm_ends_a_check_and_what_it_started(validate) -> None:
         (["--vllm-memory", "1.5"], "", "--vllm-memory must be a share between 0 and 1, not 1.5"),
         (["--compilation-cache", "/dev/null/x"], "", "--compilation-cache *cannot be written*"),
         ([], "def test_it(): pass", "test_levels.py::test_it belongs to no level*"),
-        ([], "@level('L99')\ndef test_it(): pass", "test_levels.py::test_it: level('L99') is none of L0, *"),
+        (
+            [],
+            "@level('L99')\ndef test_it(): pass",
+            "test_levels.py::test_it: level('L99') is none of L0, *",
+        ),
     ],
 )
 def test_misuse_is_one_line(validate, options: list[str], source: str, message: str) -> None:
@@ -245,19 +294,39 @@ def test_misuse_is_one_line(validate, options: list[str], source: str, message: 
     assert len([line for line in result.errlines if line]) == 1
 
 
-def test_tests_of_the_core_run_in_a_process_of_their_own(validate, tmp_path: Path, monkeypatch: Any) -> None:
+def test_tests_of_the_core_run_in_a_process_of_their_own(
+    validate, tmp_path: Path, monkeypatch: Any
+) -> None:
     """It has the compiler options of users, and packages on PYTHONPATH. A failure fails the check."""
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "carried.py").touch()
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], str(tmp_path / "packages")]))
-    (tmp_path / "test_good.py").write_text("import carried, os\ndef test_it(): assert os.environ['XLA_FLAGS'] == ''")
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], str(tmp_path / "packages")])
+    )
+    (tmp_path / "test_good.py").write_text(
+        "import carried, os\ndef test_it(): assert os.environ['XLA_FLAGS'] == ''"
+    )
     (tmp_path / "test_bad.py").write_text("def test_wrong(): assert 1 == 2\ndef test_right(): pass")
-    (tmp_path / "test_some.py").write_text("import pytest\ndef test_it(): pass\ndef test_no(): pytest.skip('no torch')")
-    lines = ["import os", "os.environ.pop('XLA_FLAGS', None)", "from validation.test_distribution import run_tests"]
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\ndef test_it(): pass\ndef test_no(): pytest.skip('no torch')"
+    )
+    lines = [
+        "import os",
+        "os.environ.pop('XLA_FLAGS', None)",
+        "from validation.test_distribution import run_tests",
+    ]
     for level, name in (("L0", "good"), ("L1", "bad"), ("L2", "some"), ("L3", "none")):
-        lines += [f"@level({level!r})", f"def test_{name}(run_tests): run_tests({str(tmp_path / f'test_{name}.py')!r})"]
+        lines += [
+            f"@level({level!r})",
+            f"def test_{name}(run_tests): run_tests({str(tmp_path / f'test_{name}.py')!r})",
+        ]
     _, report = validate("\n".join(lines))
-    assert [report[name].verdict for name in ("L0", "L1", "L2", "L3")] == [PASSED, FAILED, NOT_RUN, FAILED]
+    assert [report[name].verdict for name in ("L0", "L1", "L2", "L3")] == [
+        PASSED,
+        FAILED,
+        NOT_RUN,
+        FAILED,
+    ]
     assert report["L0"].checks[0].numbers == {"tests": 1, "failed": 0, "skipped": 0}
     assert "1 of 2 tests failed: ['test_wrong']" in report["L1"].reason
     assert report["L2"].reason == "1 of 2 tests skipped: no torch"
@@ -272,7 +341,9 @@ def test_checks_are_collected_where_optional_packages_are_missing() -> None:
     assert result.returncode == 0, result.stdout
 
 
-def test_without_beartype_shapes_are_not_checked_and_the_report_says_so(validate, tmp_path: Path) -> None:
+def test_without_beartype_shapes_are_not_checked_and_the_report_says_so(
+    validate, tmp_path: Path
+) -> None:
     """``sitecustomize`` refuses the package in every process that finds it on PYTHONPATH."""
     refuse = "import sys\nsys.modules['beartype'] = None\n"
     (tmp_path / "sitecustomize.py").write_text(refuse)
@@ -281,12 +352,16 @@ def test_without_beartype_shapes_are_not_checked_and_the_report_says_so(validate
     lines += ["def test_it(run_tests): run_tests('tests/core/test_tree.py', only='ancestors')"]
     _, report = validate("\n".join(lines))
     assert report["L0"].verdict == PASSED, report["L0"].reason
-    assert report["L0"].checks[0].numbers["shapes"] == "not checked, because beartype is not installed"
+    assert (
+        report["L0"].checks[0].numbers["shapes"] == "not checked, because beartype is not installed"
+    )
 
 
 def test_a_check_that_the_committed_record_lacks_is_found(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "validation").mkdir()
-    (tmp_path / "validation" / "test_new.py").write_text("pytestmark = level('L8')\ndef test_it(): pass")
+    (tmp_path / "validation" / "test_new.py").write_text(
+        "pytestmark = level('L8')\ndef test_it(): pass"
+    )
     monkeypatch.setattr(validated, "ROOT", tmp_path)
     assert validated.missing(load(validated.RECORD)) == {("L8", "it")}
 
@@ -336,7 +411,9 @@ def test_a_quick_run_takes_checks_by_their_value_and_passes_as_one(timed) -> Non
     result, report, ran = timed(TIMED)
     assert ran == ["logits", "L3", "text", "L0", "L1"]
     assert result.ret == 0
-    result.stdout.fnmatch_lines(["validation: 14 minutes", "PASSED (QUICK) *L3*quick: 1 of 2 checks, with fewer *"])
+    result.stdout.fnmatch_lines(
+        ["validation: 14 minutes", "PASSED (QUICK) *L3*quick: 1 of 2 checks, with fewer *"]
+    )
     assert report["L3"].verdict == QUICK and report["L5"].verdict == NOT_RUN
     # Where there is no vLLM, a level passes by its other checks, and says how many were left out.
     both = TIMED + "\n@level('L5')\ndef test_recorded(): pass"
@@ -347,7 +424,10 @@ def test_a_quick_run_takes_checks_by_their_value_and_passes_as_one(timed) -> Non
         and "vLLM, run: not installed" in level.reason
     )
     # Any other reason not to run leaves the level yellow.
-    assert timed(both + "\n@level('L5')\ndef test_memory(): pytest.skip('no memory')")[1]["L5"].verdict == PARTLY
+    assert (
+        timed(both + "\n@level('L5')\ndef test_memory(): pytest.skip('no memory')")[1]["L5"].verdict
+        == PARTLY
+    )
     assert Report(checks=[Check("L0", "a", PASSED)], quick=True)["L0"].verdict == QUICK
     everything = Report(checks=[Check(level.name, "all", PASSED) for level in LEVELS], quick=True)
     assert everything.verdict == QUICK and everything.incomplete(["L0"]) != []
@@ -356,7 +436,11 @@ def test_a_quick_run_takes_checks_by_their_value_and_passes_as_one(timed) -> Non
 def test_every_level_has_a_place_in_the_order() -> None:
     ranks = [rank(Check(level.name, "some check")) for level in LEVELS]
     assert len(set(ranks)) == len(LEVELS)
-    assert rank(Check("HF", "logits and features")) < rank(Check("L3", "bits")) < rank(Check("HF", "greedy text"))
+    assert (
+        rank(Check("HF", "logits and features"))
+        < rank(Check("L3", "bits"))
+        < rank(Check("HF", "greedy text"))
+    )
 
 
 def test_no_check_starts_that_is_not_expected_to_end_in_the_budget(timed) -> None:
@@ -365,13 +449,23 @@ def test_no_check_starts_that_is_not_expected_to_end_in_the_budget(timed) -> Non
     result, report, ran = timed(slow, "--minutes", "0.5")
     assert ran == ["logits", "L3"], "seconds are unknown, so what has any time left is started"
     assert report["L0"].verdict == NOT_RUN and report["L0"].reason == spent
-    assert report["HF"].verdict == PARTLY and report["L3"].verdict == QUICK and report.verdict == PARTLY
-    assert result.ret == 0 and report.unfinished == spent and report.summary.split(". ")[1] == spent.capitalize()
+    assert (
+        report["HF"].verdict == PARTLY
+        and report["L3"].verdict == QUICK
+        and report.verdict == PARTLY
+    )
+    assert (
+        result.ret == 0
+        and report.unfinished == spent
+        and report.summary.split(". ")[1] == spent.capitalize()
+    )
     # The next run, with another option, knows the seconds. What is not expected to end is left out.
     write(dataclasses.replace(report, options="other"), "out")
     result, report, ran = timed(slow, "--minutes", "0.5")
     assert ran == ["logits", "text", "L0", "L1"]
-    result.stdout.fnmatch_lines(["validation: the earlier run is not continued: it has another option"])
+    result.stdout.fnmatch_lines(
+        ["validation: the earlier run is not continued: it has another option"]
+    )
     bits = report["L3"].checks[0]
     assert bits.verdict == report["L3"].verdict == NOT_RUN
     assert re.fullmatch(f"{spent}: it took 100 s before, and [123]. s were left", bits.reason)
@@ -388,7 +482,10 @@ def test_a_second_run_continues_the_first(timed, pytester: pytest.Pytester) -> N
     result, second, ran = timed(source, "--minutes", "0.5", "--level", "L1")
     assert ran == ["L1"] and result.ret == 1, "a failure that was taken over is a failure"
     assert second["HF"].verdict == FAILED and "BROKEN" in second["HF"].reason
-    assert second["L3"].checks[0].numbers == {"k": 1} and second["L3"].checks[0].taken_over == first.started
+    assert (
+        second["L3"].checks[0].numbers == {"k": 1}
+        and second["L3"].checks[0].taken_over == first.started
+    )
     assert f"Taken over from an earlier run, {first.started}: 4 checks." in second.summary
     pytester.makepyfile(switch="BROKEN = False")
     sys.modules.pop("switch", None)
@@ -420,22 +517,32 @@ def test_next(): done("next")
     Path("out/report.json").unlink()
     _, report, _ = timed(TIMED + endless, "-k", "endless", "--minutes", "0.1")
     (cut,) = [check for check in report["L3"].checks if check.name == "endless"]
-    assert cut.verdict == NOT_RUN and cut.reason == "the budget of 0.1 minutes was spent while it ran"
+    assert (
+        cut.verdict == NOT_RUN and cut.reason == "the budget of 0.1 minutes was spent while it ran"
+    )
 
 
 @pytest.mark.parametrize("part", ["code", "versions", "jax"])
 def test_a_run_of_other_code_or_on_another_device_is_not_continued(timed, part: str) -> None:
     _, report, ran = timed(TIMED)
-    changed = report.environment | {part: "another"} if part != "jax" else report.environment | {"jax": {"device": "x"}}
+    changed = (
+        report.environment | {part: "another"}
+        if part != "jax"
+        else report.environment | {"jax": {"device": "x"}}
+    )
     write(dataclasses.replace(report, environment=changed), "out")
     result, report, again = timed(TIMED)
     assert again == ran and not any(check.taken_over for check in report.checks)
     known = any(check.expected for check in report.checks)
     assert known == (part != "jax"), "seconds of another device tell nothing"
     name = {"jax": "device", "versions": "version"}.get(part, part)
-    result.stdout.fnmatch_lines([f"validation: the earlier run is not continued: it has another {name}"])
+    result.stdout.fnmatch_lines(
+        [f"validation: the earlier run is not continued: it has another {name}"]
+    )
     Path("out/report.json").write_text("{")
-    timed(TIMED)[0].stdout.fnmatch_lines(["validation: the earlier run is not continued: *not valid JSON*"])
+    timed(TIMED)[0].stdout.fnmatch_lines(
+        ["validation: the earlier run is not continued: *not valid JSON*"]
+    )
 
 
 def test_without_a_budget_every_run_begins_anew(validate, pytester: pytest.Pytester) -> None:
@@ -451,23 +558,43 @@ def test_without_a_budget_every_run_begins_anew(validate, pytester: pytest.Pytes
 
 def test_the_file_is_strict_json_and_the_page_escapes_everything(tmp_path: Path) -> None:
     check = Check("L8", "<script>alert(1)</script>", PASSED, seconds=2.5, sees="0.5 % rms, in <L8>")
-    check.number(tau=np.float32(3.25), rounds=np.int64(7), lost=float("nan"), bound=-math.inf, exact=np.bool_(True))
+    check.number(
+        tau=np.float32(3.25),
+        rounds=np.int64(7),
+        lost=float("nan"),
+        bound=-math.inf,
+        exact=np.bool_(True),
+    )
     check.table("by <K>", ["K", "τ"], [[np.int32(3), np.float64("inf")], [5, None]])
     checks = [check, Check("L5", "against vLLM", NOT_RUN, "no <vLLM> here")]
-    report = Report(environment={"path": Path("/home/user/model")}, checks=checks, skipped=["test_y.py: no '<z>'"])
+    report = Report(
+        environment={"path": Path("/home/user/model")},
+        checks=checks,
+        skipped=["test_y.py: no '<z>'"],
+    )
     page = write(report, tmp_path)
     text = (tmp_path / "report.json").read_text()
     data = json.loads(text, parse_constant=lambda constant: pytest.fail(constant))
     assert list(data)[:3] == ["schema_version", "verdict", "summary"]
-    assert data["checks"][0]["numbers"] == {"tau": 3.25, "rounds": 7, "lost": None, "bound": None, "exact": True}
+    assert data["checks"][0]["numbers"] == {
+        "tau": 3.25,
+        "rounds": 7,
+        "lost": None,
+        "bound": None,
+        "exact": True,
+    }
     assert data["levels"]["L5"] == {"verdict": "not run", "reason": "no <vLLM> here"}
     assert data["environment"]["path"] == "model", "directories are private"
-    assert load(tmp_path).to_json() == text and load(tmp_path).table("L8", "by <K>").column("K") == [3, 5]
+    assert load(tmp_path).to_json() == text and load(tmp_path).table("L8", "by <K>").column(
+        "K"
+    ) == [3, 5]
     for hostile in ("<script", "<vLLM>", "<z>", "<K>", "<L8>"):
         assert hostile not in page.read_text(), hostile
 
 
-def test_without_jinja2_there_is_no_page_rather_than_an_old_one(tmp_path: Path, monkeypatch: Any) -> None:
+def test_without_jinja2_there_is_no_page_rather_than_an_old_one(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     (tmp_path / "report.html").write_text("of an earlier run")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert write(Report(), tmp_path) == tmp_path / "report.json"
@@ -481,10 +608,15 @@ def test_without_jinja2_there_is_no_page_rather_than_an_old_one(tmp_path: Path, 
         ("{", "not valid JSON"),
         ('{"schema_version": 2}', "schema version 2, and this program reads version 1"),
         ('{"schema_version": 1}', "not a validation report: KeyError"),
-        (Report(checks=[Check("L5", "a", PASSED)]).to_json().replace('"passed"', '"excellent"'), "is not a valid"),
+        (
+            Report(checks=[Check("L5", "a", PASSED)]).to_json().replace('"passed"', '"excellent"'),
+            "is not a valid",
+        ),
     ],
 )
-def test_a_file_that_is_no_report_is_refused_in_one_line(tmp_path: Path, text: str | None, message: str) -> None:
+def test_a_file_that_is_no_report_is_refused_in_one_line(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
     if text is not None:
         (tmp_path / "report.json").write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
@@ -494,6 +626,10 @@ def test_a_file_that_is_no_report_is_refused_in_one_line(tmp_path: Path, text: s
 
 def test_the_compiler_knows_the_options_that_a_gpu_gets() -> None:
     """XLA refuses unknown options on every backend, so an option that it has dropped would fail here."""
-    assert device.exact_options() == device.DETERMINISTIC, "on CPUs, programs are those that users have"
-    double = jax.jit(lambda x: x * 2, compiler_options=device.DETERMINISTIC | device.ROUNDED_AS_WRITTEN)
+    assert device.exact_options() == device.DETERMINISTIC, (
+        "on CPUs, programs are those that users have"
+    )
+    double = jax.jit(
+        lambda x: x * 2, compiler_options=device.DETERMINISTIC | device.ROUNDED_AS_WRITTEN
+    )
     assert double(2.0) == 4.0

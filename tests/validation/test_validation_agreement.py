@@ -12,7 +12,8 @@ from validation.engines.vllm.server import Server, ServerEngine
 from validation.margin import Agreement, bfloat16_ulp
 
 VOCAB = 32
-NOISE = 0.6  # units in the last place by which a bfloat16 engine errs; about one token in fifty then changes
+# units in the last place by which a bfloat16 engine errs; about one token in fifty then changes
+NOISE = 0.6
 
 
 def scored(logits: np.ndarray, tokens: np.ndarray) -> list[Scored]:
@@ -44,7 +45,8 @@ def two_engines(
     Args:
         seed: Seed of all random numbers.
         size: Number of prompts, and of new tokens of each.
-        off: Units in the last place by which the logits of our target are wrong, up or down, in decoding and judging.
+        off: Units in the last place by which the logits of our target are wrong, up or down, in
+            decoding and judging.
         decoding: Noise of our decoding.
         vllm: Noise of vLLM's decoding; its scoring shares all of it where that is 0.
         wrong_token: Whether one of our tokens is another than our target's choice.
@@ -85,7 +87,9 @@ def test_sound_engines_with_many_ties_pass(vllm: float) -> None:
     assert sum(any(judged.agreed.disagreements for judged in run.all) for run in runs) >= 10
 
 
-@pytest.mark.parametrize(("size", "off", "visible"), [((24, 48), 3.0, 0.06), ((56, 128), 1.5, 0.02)])
+@pytest.mark.parametrize(
+    ("size", "off", "visible"), [((24, 48), 3.0, 0.06), ((56, 128), 1.5, 0.02)]
+)
 def test_a_target_some_units_off_fails(size: tuple[int, int], off: float, visible: float) -> None:
     """In every one of ten runs; on as many tokens as a CPU and as a GPU take."""
     for seed in range(10):
@@ -104,7 +108,10 @@ def test_one_token_that_is_no_tie_fails() -> None:
 def test_decoding_noisier_than_vllms_fails_although_it_raises_the_bound() -> None:
     for seed in range(10):
         (message,) = two_engines(seed, size=(56, 128), decoding=2.5 * NOISE).unexplained
-        assert message.startswith("ours, plain, scored by us:") and "neither its choice nor a tie" in message
+        assert (
+            message.startswith("ours, plain, scored by us:")
+            and "neither its choice nor a tie" in message
+        )
 
 
 def test_a_token_tied_with_others_ranks_after_none_of_them() -> None:
@@ -120,7 +127,9 @@ def test_a_token_tied_with_others_ranks_after_none_of_them() -> None:
 
         def complete(self, request: dict) -> dict:
             listed = {str(key): entries[key] for key in (5, 7, request["prompt"][-1])}
-            result = {key: {"logprob": value, "rank": rank} for key, (value, rank) in listed.items()}
+            result = {
+                key: {"logprob": value, "rank": rank} for key, (value, rank) in listed.items()
+            }
             return {"choices": [{"prompt_logprobs": [None, result]}]}
 
     (result,) = ServerEngine(Tied(), EngineOptions(model="m")).score([[1]], [[9]])

@@ -1,7 +1,7 @@
 """Counts of optimized HLO, in programs that are small enough to count by hand, and missing compilers.
 
-The texts in ``hlo/`` are outputs of the compilers for an H200 (``.cuda``) and a TPU v6e (``.tpu``), without metadata.
-"""
+The texts in ``hlo/`` are outputs of the compilers for an H200 (``.cuda``) and a TPU v6e (``.tpu``),
+without metadata."""
 
 from __future__ import annotations
 
@@ -32,14 +32,25 @@ def program(name: str) -> Counts:
 
 
 def test_launches_of_loops_branches_and_asynchronous_operations() -> None:
-    # fori_loop(0, 59, lambda i, x: tanh(x @ w) + i, x): each trip a product, a copy and the counter.
+    # fori_loop(0, 59, lambda i, x: tanh(x @ w) + i, x): each trip a product, a copy and the
+    # counter.
     module = Module.parse(text("loop_of_59.cuda"))
-    (loop,) = (instruction for instruction in module.computations[module.entry] if instruction.op == "while")
-    launched = lambda name: sum(step.op in ("fusion", "copy", "custom-call") for step in module.computations[name])
+    (loop,) = (
+        instruction
+        for instruction in module.computations[module.entry]
+        if instruction.op == "while"
+    )
+    launched = lambda name: sum(
+        step.op in ("fusion", "copy", "custom-call") for step in module.computations[name]
+    )
     counts = program("loop_of_59.cuda")
-    assert counts.launches == 59 * launched(loop.attribute(r"body=%([\w.]+)")) + launched(module.entry)
+    assert counts.launches == 59 * launched(loop.attribute(r"body=%([\w.]+)")) + launched(
+        module.entry
+    )
     assert counts.decisions == 0, "the host is not asked"
-    assert program("loop_of_59.tpu").cycles >= 59 * 1040, "the trip count of a TPU's loop is in its condition"
+    assert program("loop_of_59.tpu").cycles >= 59 * 1040, (
+        "the trip count of a TPU's loop is in its condition"
+    )
     counts = program("cond.cuda")
     assert counts.launches == 2 + 3  # both branches: sort and double; sine, sum and add
     assert counts.decisions == 1
@@ -51,7 +62,8 @@ def test_launches_of_loops_branches_and_asynchronous_operations() -> None:
 
 def test_a_round_is_the_body_of_the_loop_with_an_unknown_trip_count() -> None:
     """An open loop around a loop of three: a trip of the inner loop has a product, a copy and its counter."""
-    # Inner: the counter, the product, a copy. Outer: a copy, its counter. The condition: a reduction.
+    # Inner: the counter, the product, a copy. Outer: a copy, its counter. The condition: a
+    # reduction.
     assert count(text("rounds.cuda"), [], rounds=True).launches == 3 * 3 + 2 + 1
     # Before the loop: two copies, a sine, a sum.
     assert program("rounds.cuda").launches == 12 + 4
@@ -87,11 +99,17 @@ def test_copies_and_rewrites_of_a_cache_or_a_table(
     name: str, cache_writes: int, copied: int, cache_collectives: int
 ) -> None:
     counts = program(name)
-    assert (counts.cache_writes, counts.copied, counts.cache_collectives) == (cache_writes, copied, cache_collectives)
+    assert (counts.cache_writes, counts.copied, counts.cache_collectives) == (
+        cache_writes,
+        copied,
+        cache_collectives,
+    )
 
 
 def test_a_table_that_is_copied_to_main_memory_is_detected() -> None:
-    slow = text("table.tpu").replace("u16[32000,512]{1,0:T(8,128)(2,1)S(1)} bitcast", "u16[32000,512]{1,0} bitcast")
+    slow = text("table.tpu").replace(
+        "u16[32000,512]{1,0:T(8,128)(2,1)S(1)} bitcast", "u16[32000,512]{1,0} bitcast"
+    )
     counts = count(slow, [CACHE, TABLE])
     assert counts.cache_writes == 1
     assert counts.copied == 2 * 32000 * 512
@@ -118,7 +136,9 @@ def measured(launches: tuple[int, ...], case: Case | None = None) -> Measured:
     return Measured(case or Case(), facts, {"jax": "0.10.2"})
 
 
-def test_two_depths_give_the_cost_of_a_layer_and_a_record_replaces_rows_of_the_same_case(tmp_path: Path) -> None:
+def test_two_depths_give_the_cost_of_a_layer_and_a_record_replaces_rows_of_the_same_case(
+    tmp_path: Path,
+) -> None:
     row = measured((281, 313))
     assert row.per_layer() == 16
     assert row.outside() == 233
@@ -128,7 +148,10 @@ def test_two_depths_give_the_cost_of_a_layer_and_a_record_replaces_rows_of_the_s
     save([measured((10, 12)), measured((20, 24), Case(batch=8))], file, {"date": "then"})
     save([measured((10, 16))], file, {"date": "now"})
     rows = load(file)
-    assert {name: row.per_layer() for name, row in rows.items()} == {Case().name: 3, Case(batch=8).name: 2}
+    assert {name: row.per_layer() for name, row in rows.items()} == {
+        Case().name: 3,
+        Case(batch=8).name: 2,
+    }
     assert rows[Case().name] == measured((10, 16))
 
 
@@ -150,20 +173,27 @@ def test_a_missing_or_wrong_compiler_is_named_with_the_command_that_installs_it(
     assert "'jax-cuda13-plugin==0.10.2' 'jax-cuda13-pjrt==0.10.2'" in message
     installed |= {"jax-cuda13-plugin": "0.10.2", "jax-cuda13-pjrt": "0.10.2", "libtpu": "0.0.42.1"}
     assert not Platform.named("cuda:h200").missing()
-    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ['libtpu==0.0.42.*; extra == "tpu"'])
+    monkeypatch.setattr(
+        importlib.metadata, "requires", lambda name: ['libtpu==0.0.42.*; extra == "tpu"']
+    )
     assert not Platform.named("tpu:v6e:2x2").missing()
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--platform", "cuda:../h200"], "there is no platform 'cuda:../h200' to compile for; use one of cuda:"),
+        (
+            ["--platform", "cuda:../h200"],
+            "there is no platform 'cuda:../h200' to compile for; use one of cuda:",
+        ),
         (["--draft", "bush3"], "there is no draft 'bush3'"),
         (["--layers", "2"], "can be cut to 3 to 32"),
         (["--capacity", "64"], "no room for --prompt 128"),
     ],
 )
-def test_misuse_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_misuse_is_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     message = capsys.readouterr().err
     assert words in message

@@ -22,7 +22,11 @@ def test_the_unit_is_the_step_of_the_grid() -> None:
     """Every positive finite bfloat16 and its neighbour; negative numbers, and those between, have the same steps."""
     grid = np.arange(0x7F80, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
     assert np.array_equal(bfloat16_ulp(grid[:-1]), np.diff(grid))
-    assert bfloat16_ulp([np.nextafter(np.float32(2), np.float32(0)), 15.99, -16.0]).tolist() == [2**-7, 0.0625, 0.125]
+    assert bfloat16_ulp([np.nextafter(np.float32(2), np.float32(0)), 15.99, -16.0]).tolist() == [
+        2**-7,
+        0.0625,
+        0.125,
+    ]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -59,12 +63,18 @@ def test_a_gap_that_is_none_is_refused(gap: float) -> None:
 
 
 @pytest.mark.parametrize("flips", [0, 10])
-def test_a_control_allows_for_the_flips_that_it_could_have_missed_once_in_a_million_runs(flips: int) -> None:
+def test_a_control_allows_for_the_flips_that_it_could_have_missed_once_in_a_million_runs(
+    flips: int,
+) -> None:
     control = Control(flips=flips, tokens=1000)
     rate = control.bound
-    seen = math.fsum(math.comb(1000, k) * rate**k * (1 - rate) ** (1000 - k) for k in range(flips + 1))
+    seen = math.fsum(
+        math.comb(1000, k) * rate**k * (1 - rate) ** (1000 - k) for k in range(flips + 1)
+    )
     assert math.isclose(seen, 0.01)
     mean = 2 * 500 * rate
     allowed = control.allowed(500, times=2)
-    exceeds = lambda count: math.fsum(math.exp(-mean) * mean**k / math.factorial(k) for k in range(count + 1, 120))
+    exceeds = lambda count: math.fsum(
+        math.exp(-mean) * mean**k / math.factorial(k) for k in range(count + 1, 120)
+    )
     assert exceeds(allowed) <= 1e-6 < exceeds(allowed - 1)

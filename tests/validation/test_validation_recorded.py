@@ -18,10 +18,14 @@ ROUND = 5
 def recorded() -> Played:
     """What we would have played if it were what vLLM played: the first prompt."""
     row = Recording.of(PAIR).completions(METHOD)[0]
-    return Played(row.tokens, list(row.accepted or []), [[0] * count for count in row.drafted or []])
+    return Played(
+        row.tokens, list(row.accepted or []), [[0] * count for count in row.drafted or []]
+    )
 
 
-def test_a_round_with_another_count_is_an_error_unless_its_drafts_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_with_another_count_is_an_error_unless_its_drafts_tie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ours = recorded()
     rounds = checks.Rounds()
     rounds.compare(PAIR, METHOD, 0, ours)

@@ -21,7 +21,9 @@ RATES = (0.7, 0.49, 0.343)
 
 
 @pytest.mark.parametrize(("name", "family"), [("Llama-3.1-8B", "llama"), ("Qwen3-8B", "qwen3")])
-def test_the_shape_that_vllm_reads_is_that_of_the_target(tmp_path: Path, name: str, family: str) -> None:
+def test_the_shape_that_vllm_reads_is_that_of_the_target(
+    tmp_path: Path, name: str, family: str
+) -> None:
     shape = shape_named(name)
     target, head = write_shape(shape, usual_head(shape), tmp_path, dtype="bfloat16")
     values = json.loads((target / "config.json").read_text())
@@ -50,7 +52,8 @@ def test_dice_of_these_rates_pass_and_others_fail() -> None:
     distribution = AcceptanceDistribution(RATES)
     rounds = 6000
     assert all(
-        max(map(abs, distribution.scores(counted(RATES, rounds, seed)))) <= distribution.most for seed in range(200)
+        max(map(abs, distribution.scores(counted(RATES, rounds, seed)))) <= distribution.most
+        for seed in range(200)
     )
     assert distribution.mean == pytest.approx(1.533) and distribution.deviation == pytest.approx(
         np.sqrt(3.885 - 1.533**2)
@@ -58,7 +61,10 @@ def test_dice_of_these_rates_pass_and_others_fail() -> None:
     visible = distribution.sees(rounds)
     assert visible < 0.11
     off = tuple(np.array(RATES) * (1 + visible / distribution.mean))
-    missed = sum(abs(distribution.scores(counted(off, rounds, seed))[0]) <= distribution.most for seed in range(200))
+    missed = sum(
+        abs(distribution.scores(counted(off, rounds, seed))[0]) <= distribution.most
+        for seed in range(200)
+    )
     assert missed <= 40
 
 
@@ -79,10 +85,14 @@ def test_vllms_dice_on_a_cpu_are_those_of_its_kernel() -> None:
     uniforms = torch.tensor([0.1, 0.2, 0.9, 0.1, 0.1, 0.1, 0.0, 0.0], dtype=torch.float64)
     row_ends = torch.tensor([3, 5, 8])
     bonus = torch.tensor([[91], [92], [93]])
-    GreedyByDice(None)(output, row_ends, drafts, choices, bonus, None, 3, uniforms, torch.tensor([0.5, 0.5, 0.5]))
+    GreedyByDice(None)(
+        output, row_ends, drafts, choices, bonus, None, 3, uniforms, torch.tensor([0.5, 0.5, 0.5])
+    )
     assert output.tolist() == [[10, 11, 3, -1], [20, 21, 92, -1], [30, 7, -1, -1]]
     with pytest.raises(ValueError, match="temperature 0"):
-        GreedyByDice(None)(output, row_ends, drafts, choices, bonus, row_ends, 3, uniforms, torch.tensor([0.5]))
+        GreedyByDice(None)(
+            output, row_ends, drafts, choices, bonus, row_ends, 3, uniforms, torch.tensor([0.5])
+        )
     called: list[tuple] = []
     arguments: list[Any] = [*range(8), None]
     GreedyByDice(lambda *passed: called.append(passed))(*arguments)

@@ -49,7 +49,10 @@ def test_a_directed_score_is_the_cut_log_ratio() -> None:
     score = directed(P, Q, np.array([2, 0]))
     np.testing.assert_allclose(score.observed, [-10.0, math.log(4)])
     for row in range(2):
-        ratio = [max(-10.0, math.log(b / a)) if a and b else -10.0 for a, b in zip(P[row], Q[row], strict=True)]
+        ratio = [
+            max(-10.0, math.log(b / a)) if a and b else -10.0
+            for a, b in zip(P[row], Q[row], strict=True)
+        ]
         assert (score.mean[row], score.variance[row]) == pytest.approx(moments(ratio, P[row]))
 
 
@@ -70,8 +73,12 @@ def test_z_is_the_sum_over_its_standard_deviation() -> None:
 def test_the_transform_adds_up_the_mass_before_a_token() -> None:
     uniforms = np.array([0.5, 0.25])
     np.testing.assert_allclose(randomised_pit(P, TOKENS, uniforms, order=-P), [0.25, 0.1])
-    np.testing.assert_allclose(randomised_pit(P, TOKENS, uniforms, order=np.zeros_like(P)), [0.25, 0.7])
-    np.testing.assert_allclose(randomised_pit(P, np.array([2, 1]), uniforms, order=-P), [0.875, 0.75])
+    np.testing.assert_allclose(
+        randomised_pit(P, TOKENS, uniforms, order=np.zeros_like(P)), [0.25, 0.7]
+    )
+    np.testing.assert_allclose(
+        randomised_pit(P, np.array([2, 1]), uniforms, order=-P), [0.875, 0.75]
+    )
 
 
 def test_kolmogorov_smirnov_knows_uniform_from_not() -> None:
@@ -87,7 +94,10 @@ def test_goodness_of_fit_is_that_of_the_closed_form() -> None:
     counts = np.array([290, 520, 190])
     fit = fit_counts(counts, 3 * expected)
     pearson = 20**2 / 500 + 10**2 / 300 + 10**2 / 200
-    likelihood = 2 * sum(count * math.log(count / (1000 * mass)) for count, mass in zip(counts, expected, strict=True))
+    likelihood = 2 * sum(
+        count * math.log(count / (1000 * mass))
+        for count, mass in zip(counts, expected, strict=True)
+    )
     assert fit.chi_square == pytest.approx(chi2.sf(pearson, 2))
     assert fit.g_test == pytest.approx(chi2.sf(likelihood, 2))
     assert (fit.draws, fit.degrees, fit.distance) == (1000, 2, pytest.approx(0.02))
@@ -134,7 +144,9 @@ ROUNDS = 2500
 def played(bug: str) -> Played:
     """Plays rounds of Leviathan's rule on random distributions, with one bug; ``q`` is what the drafter declares."""
     rng = np.random.default_rng(7)
-    draw = lambda weights: int(np.searchsorted(np.cumsum(weights), rng.random() * weights.sum(), side="right"))
+    draw = lambda weights: int(
+        np.searchsorted(np.cumsum(weights), rng.random() * weights.sum(), side="right")
+    )
     rows: list[tuple] = []
     for _ in range(ROUNDS):
         logits = 1.5 * rng.normal(size=(DRAFTED + 1, VOCABULARY))
@@ -147,7 +159,9 @@ def played(bug: str) -> Played:
             draft_weights = q[j]
             if bug == "raw q declared":  # drafted from its 50 likeliest tokens
                 draft_weights = np.where(q[j] >= np.sort(q[j])[-50], q[j], 0.0)
-            token = int(np.argmax(q[j])) if bug == "argmax drafted, q declared" else draw(draft_weights)
+            token = (
+                int(np.argmax(q[j])) if bug == "argmax drafted, q declared" else draw(draft_weights)
+            )
             if rng.random() * q[j][token] < p[j][token]:
                 rows.append((p[j], q[j], token, j))
                 continue
@@ -165,7 +179,10 @@ def played(bug: str) -> Played:
 def verdicts(run: Played) -> dict[str, float]:
     """The z of every score, and the transforms' p-values as a z of the same tail."""
     uniforms = np.random.default_rng(11).random(run.tokens.size)
-    scores = {"entropy": surprisal(run.p, run.tokens), "directed": directed(run.p, run.q, run.tokens)}
+    scores = {
+        "entropy": surprisal(run.p, run.tokens),
+        "directed": directed(run.p, run.q, run.tokens),
+    }
     z_scores = {name: score.z for name, score in scores.items()}
     z_scores["bonus"] = scores["directed"][run.index == DRAFTED].z
     for name, order in (("rank", -run.p), ("direction", -towards(run.p, run.q))):
@@ -199,7 +216,9 @@ def test_a_bug_is_seen_by(bug: str, statistic: str) -> None:
     assert abs(verdicts(played(bug))[statistic]) > 6
 
 
-@pytest.mark.parametrize(("residual", "size"), [("without the draft", 4.0), ("the target again", None)])
+@pytest.mark.parametrize(
+    ("residual", "size"), [("without the draft", 4.0), ("the target again", None)]
+)
 def test_a_refused_point_mass_that_is_sampled_again_shows_in_the_share_of_drafted_tokens(
     residual: str, size: float | None
 ) -> None:
@@ -221,8 +240,12 @@ def test_a_refused_point_mass_that_is_sampled_again_shows_in_the_share_of_drafte
 
 def test_the_smallest_deviation_is_that_of_the_noncentral_chi_square() -> None:
     """Published: at 5 % and one degree, power 0.9 takes a noncentrality of 10.51, with ten degrees 20.53."""
-    assert smallest_deviation(10_000, 1, alpha=0.05) == pytest.approx(math.sqrt(10.507 / 10_000), rel=1e-3)
-    assert smallest_deviation(10_000, 10, alpha=0.05) == pytest.approx(math.sqrt(20.53 / 10_000), rel=1e-3)
+    assert smallest_deviation(10_000, 1, alpha=0.05) == pytest.approx(
+        math.sqrt(10.507 / 10_000), rel=1e-3
+    )
+    assert smallest_deviation(10_000, 10, alpha=0.05) == pytest.approx(
+        math.sqrt(20.53 / 10_000), rel=1e-3
+    )
     assert smallest_deviation(0, 3, alpha=1e-6) == smallest_deviation(10, 0, alpha=1e-6) == math.inf
 
 
@@ -237,7 +260,9 @@ def sampled(p: np.ndarray, contexts: np.ndarray, rng: np.random.Generator) -> np
     return is_after.sum(axis=1).clip(max=p.shape[1] - 1)
 
 
-def counted(p: np.ndarray, sampled_from: np.ndarray, tokens: int, rng: np.random.Generator) -> Excess:
+def counted(
+    p: np.ndarray, sampled_from: np.ndarray, tokens: int, rng: np.random.Generator
+) -> Excess:
     """Tokens in strata that are their contexts."""
     contexts = rng.integers(0, len(p), tokens)
     return Excess.of(p, contexts, sampled(sampled_from, contexts, rng), contexts, len(p))
@@ -254,7 +279,9 @@ def test_excess_by_distribution_is_pearsons_statistic() -> None:
     assert fluctuation.p_value == pytest.approx(chi2.sf(pearson, 36))
 
 
-def test_p_values_of_excess_are_uniform_in_strata_that_mix_distributions_and_follow_the_past() -> None:
+def test_p_values_of_excess_are_uniform_in_strata_that_mix_distributions_and_follow_the_past() -> (
+    None
+):
     """The stratum is the token two positions earlier in a chain of order one: known before, and dependent."""
     p = transitions(2, contexts=4)
     p_values = []
@@ -277,7 +304,10 @@ def test_a_deviation_of_the_smallest_size_is_seen_nine_times_in_ten() -> None:
     tilt = rng.normal(size=p.shape)
     tilt -= (p * tilt).sum(axis=1, keepdims=True)
     tilt /= math.sqrt((p * tilt**2).sum() / len(p))
-    seen = [counted(p, p * (1 + size * tilt), tokens, rng).fluctuation().p_value < alpha for _ in range(400)]
+    seen = [
+        counted(p, p * (1 + size * tilt), tokens, rng).fluctuation().p_value < alpha
+        for _ in range(400)
+    ]
     assert np.mean(seen) == pytest.approx(0.9, abs=0.05)
     unseen = [counted(p, p, tokens, rng).fluctuation().p_value < alpha for _ in range(400)]
     assert np.mean(unseen) < 0.01
@@ -303,11 +333,18 @@ def test_excess_adds_up_and_knows_the_impossible() -> None:
     nowhere = np.zeros(1000, int)
     total = Excess.of(p, indices, tokens, nowhere, 1)
     half_indices = np.arange(1000).reshape(2, 500)
-    first, second = (Excess.of(p, indices[half], tokens[half], nowhere[half], 1) for half in half_indices)
+    first, second = (
+        Excess.of(p, indices[half], tokens[half], nowhere[half], 1) for half in half_indices
+    )
     halves = first + second
-    assert np.array_equal(total.observed, halves.observed) and np.allclose(total.covariance, halves.covariance)
+    assert np.array_equal(total.observed, halves.observed) and np.allclose(
+        total.covariance, halves.covariance
+    )
     fluctuation = total.fluctuation()
-    assert (fluctuation.degrees, fluctuation.tokens) == (1, int((indices == 0).sum()))  # certain tokens do not count
+    assert (fluctuation.degrees, fluctuation.tokens) == (
+        1,
+        int((indices == 0).sum()),
+    )  # certain tokens do not count
     assert fluctuation.p_value > 1e-3
     tokens[np.flatnonzero(indices == 1)[0]] = 2
     wrong = Excess.of(p, indices, tokens, nowhere, 1).fluctuation()

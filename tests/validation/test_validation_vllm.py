@@ -16,7 +16,14 @@ import pytest
 from eagle3_jax.bench.memory import is_out_of_memory
 from eagle3_jax.certify.client import parse_counters
 from validation.engines.memory import share_memory
-from validation.engines.vllm.bridge import Completion, EngineOptions, Generated, VLLMError, VLLMUnavailable, eagle3
+from validation.engines.vllm.bridge import (
+    Completion,
+    EngineOptions,
+    Generated,
+    VLLMError,
+    VLLMUnavailable,
+    eagle3,
+)
 from validation.engines.vllm.process import Process
 from validation.engines.vllm.server import Server, Servers
 from validation.parity import Played, first_difference, stats_of
@@ -103,7 +110,9 @@ def test_a_server_is_the_engine_that_it_serves(serve: Any) -> None:
         ("localhost:8000", "is not the address"),
     ],
 )
-def test_a_wrong_address_is_refused_in_one_line(serve: Any, answers: dict[str, Any] | str, message: str) -> None:
+def test_a_wrong_address_is_refused_in_one_line(
+    serve: Any, answers: dict[str, Any] | str, message: str
+) -> None:
     with pytest.raises(VLLMError, match=message) as caught:
         Server(answers if isinstance(answers, str) else serve(answers))
     assert "\n" not in str(caught.value)
@@ -158,12 +167,20 @@ def test_a_process_generates_requests_drafts_and_leaves_a_reason_when_it_dies(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     options = EngineOptions(model="m", speculative={"num_speculative_tokens": 2})
     process = start(tmp_path / "worker", "cpu")
-    engine = process.engine(options, propose=lambda sequences: [[s[-1] + 1, s[-1] + 2] for s in sequences])
+    engine = process.engine(
+        options, propose=lambda sequences: [[s[-1] + 1, s[-1] + 2] for s in sequences]
+    )
     generated = engine.generate([[7], [4, 5]], max_new_tokens=1)
     assert generated.outputs == [[8], [6]]
-    assert generated.counters == {"num_drafts": 2, "num_accepted_tokens_per_pos": [2, 1], "num_draft_tokens": 3}
+    assert generated.counters == {
+        "num_drafts": 2,
+        "num_accepted_tokens_per_pos": [2, 1],
+        "num_draft_tokens": 3,
+    }
     for _ in range(2):  # and every level after it
-        with pytest.raises(VLLMError, match="ended with exit code 3; its last words: out of memory"):
+        with pytest.raises(
+            VLLMError, match="ended with exit code 3; its last words: out of memory"
+        ):
             engine.generate([[]], max_new_tokens=1)
 
 
@@ -239,10 +256,18 @@ def test_the_first_difference_is_named_to_the_token_and_rounds_count_as_in_vllm(
         ([5, 6, 7], [1, 1], "round 1: we accepted [0] of [[8, 8]], vLLM [1]"),
         ([5, 6], [1, 0], "new token 2: we wrote [7], vLLM []"),
     ):
-        theirs = Generated(completions=[Completion(tokens=tokens, accepted=accepted)], seconds=1.0, counters={})
+        theirs = Generated(
+            completions=[Completion(tokens=tokens, accepted=accepted)], seconds=1.0, counters={}
+        )
         difference = first_difference([Played([5, 6, 7], [1, 0], [[6, 9], [8, 8]])], theirs)
         assert difference is None if message is None else message in str(difference)
     drafts = [[5, 6, 7], [8, 9, 10]]
     stats = stats_of([Played([], [2, 0], drafts), Played([], [1], drafts[:1])], 3).to_json()
-    assert stats["num_drafts"] == 3 and stats["num_draft_tokens"] == 9 and stats["num_accepted_tokens"] == 3
-    assert stats["num_accepted_tokens_per_pos"] == [2, 1, 0] and stats["mean_acceptance_length"] == 2.0
+    assert (
+        stats["num_drafts"] == 3
+        and stats["num_draft_tokens"] == 9
+        and stats["num_accepted_tokens"] == 3
+    )
+    assert (
+        stats["num_accepted_tokens_per_pos"] == [2, 1, 0] and stats["mean_acceptance_length"] == 2.0
+    )

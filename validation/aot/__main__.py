@@ -1,10 +1,9 @@
 """Compiles the programs of the loop for an accelerator that is not present, and prints their counts.
 
-python -m validation.aot --platform cuda:h200 --draft chain5 tree60 --program step      # per layer, from two depths
-python -m validation.aot --platform cuda:h200 --program generate --layers all           # the complete model
-python -m validation.aot --batch 8 --record validation/results/aot.json
-python -m validation.aot --table validation/results/aot.json                            # docs/gpu.md
-"""
+python -m validation.aot --platform cuda:h200 --draft chain5 tree60 --program step      # per layer,
+from two depths python -m validation.aot --platform cuda:h200 --program generate --layers all
+# the complete model python -m validation.aot --batch 8 --record validation/results/aot.json python
+-m validation.aot --table validation/results/aot.json                            # docs/gpu.md"""
 
 from __future__ import annotations
 
@@ -25,23 +24,61 @@ from validation.aot.record import DEPTHS, measured, save
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m validation.aot", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m validation.aot", description=(__doc__ or "").splitlines()[0]
+    )
     add = parser.add_argument
-    add("--platform", nargs="+", default=["cuda:h200"], metavar="NAME", help="cuda:h200, cuda:h100, tpu:v6e:2x2, ...")
-    add("--target", nargs="+", default=["Llama-3.1-8B"], metavar="SHAPE", help="shapes by name; no weight is made")
-    add("--draft", nargs="+", default=["chain5"], help="plain, plain6 (blocks), chain5 (K), never5, tree60 (nodes)")
+    add(
+        "--platform",
+        nargs="+",
+        default=["cuda:h200"],
+        metavar="NAME",
+        help="cuda:h200, cuda:h100, tpu:v6e:2x2, ...",
+    )
+    add(
+        "--target",
+        nargs="+",
+        default=["Llama-3.1-8B"],
+        metavar="SHAPE",
+        help="shapes by name; no weight is made",
+    )
+    add(
+        "--draft",
+        nargs="+",
+        default=["chain5"],
+        help="plain, plain6 (blocks), chain5 (K), never5, tree60 (nodes)",
+    )
     add("--batch", nargs="+", type=int, default=[1], metavar="B")
     add("--program", nargs="+", default=["step"], choices=PROGRAMS)
     add("--sampled", action="store_true", help="rows have temperatures")
-    add("--layers", default="", metavar="N", help="one depth, or 'all'; left out, two depths, for the cost of a layer")
+    add(
+        "--layers",
+        default="",
+        metavar="N",
+        help="one depth, or 'all'; left out, two depths, for the cost of a layer",
+    )
     add("--capacity", type=int, default=4096)
     add("--prompt", type=int, default=128)
     add("--mesh", default="", metavar="AXES", help="axes and sizes, such as model=4,data=2")
     add("--weights", default="dense", choices=WEIGHTS, help="kernels of target and head")
-    add("--options", default="default", choices=OPTIONS, help="of the compiler: exact are those of L3")
-    add("--invariant", action="store_true", help="the target as SpeculativeDecoder(..., invariant=True) has it")
+    add(
+        "--options",
+        default="default",
+        choices=OPTIONS,
+        help="of the compiler: exact are those of L3",
+    )
+    add(
+        "--invariant",
+        action="store_true",
+        help="the target as SpeculativeDecoder(..., invariant=True) has it",
+    )
     add("--hlo", type=Path, metavar="FILE", help="write the optimized HLO of the last program")
-    add("--record", type=Path, metavar="FILE", help="write the rows in place of those of the same programs")
+    add(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="write the rows in place of those of the same programs",
+    )
     add("--table", type=Path, metavar="FILE", help="only print a record as Markdown")
     return parser.parse_args(arguments)
 

@@ -1,7 +1,7 @@
 """Counts in the text of a compiled program: launches, copies, collectives, and work of the host.
 
-The text of the optimized HLO is the only public form of a compiled program. Nothing here knows about decoding.
-"""
+The text of the optimized HLO is the only public form of a compiled program. Nothing here knows
+about decoding."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from typing import NamedTuple
 
 _ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*")
-# The type of a tuple ends where an opcode follows; layouts of TPUs have parentheses too, but no blank after them.
+# The type of a tuple ends where an opcode follows; layouts of TPUs have parentheses too, but no
+# blank after them.
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _SPACE = re.compile(r"S\((\d+)\)")
-_CALLED = re.compile(r"(?:condition|body|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED = re.compile(
+    r"(?:condition|body|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)"
+)
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 COLLECTIVES = frozenset(
@@ -41,7 +44,9 @@ _MOVES = frozenset(
 )  # fmt: skip
 _UPDATES = frozenset(("scatter", "dynamic-update-slice"))
 _TRANSFERS = frozenset(("infeed", "outfeed", "send", "recv"))
-_HOST_CALLS = re.compile(r'custom_call_target="[^"]*(?:callback|MoveToHost|MoveToDevice|host)', re.IGNORECASE)
+_HOST_CALLS = re.compile(
+    r'custom_call_target="[^"]*(?:callback|MoveToHost|MoveToDevice|host)', re.IGNORECASE
+)
 _FAST_MEMORY = 1  # a TPU's VMEM
 _HOST_MEMORY = 5
 _LARGE = 2**20  # bytes; smaller copies do not matter
@@ -100,8 +105,8 @@ class Instruction:
     def written(self) -> list[Array]:
         """Arrays that it writes to main memory.
 
-        An array that was computed in a TPU's VMEM is not written again when a ``copy-start`` brings it back.
-        """
+        An array that was computed in a TPU's VMEM is not written again when a ``copy-start`` brings
+        it back."""
         if self.op == "copy-start":
             destination, source = self.arrays[:2]
             returns = source.space == _FAST_MEMORY and not self.operands.startswith("%copy")
@@ -157,13 +162,15 @@ class Module:
 
     def root(self, computation: str) -> Instruction:
         """Returns the instruction whose result is that of a computation."""
-        return next(instruction for instruction in self.computations[computation] if instruction.is_root)
+        return next(
+            instruction for instruction in self.computations[computation] if instruction.is_root
+        )
 
     def steps(self, computation: str, times: int = 1) -> Iterator[tuple[Instruction, int]]:
         """Yields every instruction that a computation reaches, and how often it runs.
 
-        A loop with a known trip count is unrolled, and one without counts as one trip. Every branch counts.
-        """
+        A loop with a known trip count is unrolled, and one without counts as one trip. Every branch
+        counts."""
         for instruction in self.computations[computation]:
             yield instruction, times
             for called in self._called(instruction):
@@ -188,7 +195,12 @@ class Module:
             return int(known)
         condition = self.computations[instruction.attribute(r"condition=%?([\w.\-]+)")]
         by_op = {step.op: step for step in condition}
-        if len(condition) != 4 or by_op.keys() != {"compare", "constant", "get-tuple-element", "parameter"}:
+        if len(condition) != 4 or by_op.keys() != {
+            "compare",
+            "constant",
+            "get-tuple-element",
+            "parameter",
+        }:
             return None
         limit = by_op["constant"].attribute(r"^(\d+)\)")
         return int(limit) if limit and "direction=LT" in by_op["compare"].operands else None
@@ -203,10 +215,18 @@ class Module:
         Raises:
             ValueError: There is no such loop.
         """
-        loops = [instruction for instruction in self.computations[self.entry] if self.is_open_loop(instruction)]
+        loops = [
+            instruction
+            for instruction in self.computations[self.entry]
+            if self.is_open_loop(instruction)
+        ]
         if not loops:
-            raise ValueError("the program has no loop without a known trip count, so none of rounds")
-        trips = ([step for called in self._called(loop) for step in self.steps(called)] for loop in loops)
+            raise ValueError(
+                "the program has no loop without a known trip count, so none of rounds"
+            )
+        trips = (
+            [step for called in self._called(loop) for step in self.steps(called)] for loop in loops
+        )
         return max(trips, key=len)
 
     def fused(self, instruction: Instruction) -> list[Instruction]:
@@ -222,7 +242,9 @@ class Module:
     def copies(self, instruction: Instruction) -> bool:
         """Whether an instruction only moves or relabels an array."""
         fused = self.fused(instruction)
-        return instruction.op in _COPIES or (bool(fused) and all(part.op in _MOVES for part in fused))
+        return instruction.op in _COPIES or (
+            bool(fused) and all(part.op in _MOVES for part in fused)
+        )
 
     def updates_in_place(self, instruction: Instruction) -> bool:
         """Whether an instruction writes into an array that exists already."""
@@ -235,11 +257,14 @@ class Module:
 class Counts:
     """Counts of one round, or of a program without a loop of rounds."""
 
-    launches: int = 0  #: Kernels, copies and library calls; loops are unrolled by known trip counts.
+    launches: int = (
+        0  #: Kernels, copies and library calls; loops are unrolled by known trip counts.
+    )
     #: Conditionals, and loops without a known trip count: a GPU asks the host which way to go.
     decisions: int = 0
     host: int = 0  #: Transfers from and to the host, and calls into it, in the whole program.
-    cache_writes: int = 0  #: Instructions that write a whole cache, or the embedding, instead of updating it in place.
+    #: Instructions that write a whole cache, or the embedding, instead of updating it in place.
+    cache_writes: int = 0
     copied: int = 0  #: Bytes in all copies of a MiB and more.
     collectives: dict[str, int] = dataclasses.field(default_factory=dict)  #: Number of each kind.
     cache_collectives: int = 0  #: Collectives of an array of a cache's shape.
@@ -258,7 +283,9 @@ def count(text: str, shapes: Iterable[tuple[int, ...]], *, rounds: bool = False)
     program = list(module.steps(module.entry))
     caches = {_sorted(shape) for shape in shapes}
     collectives: collections.Counter[str] = collections.Counter()
-    counts = Counts(host=sum(times for step, times in program if step.is_launched and step.uses_host))
+    counts = Counts(
+        host=sum(times for step, times in program if step.is_launched and step.uses_host)
+    )
     for instruction, times in module.round_steps() if rounds else program:
         if module.is_open_loop(instruction) or instruction.op == "conditional":
             counts.decisions += times

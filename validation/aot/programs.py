@@ -62,7 +62,8 @@ class Case:
 
     platform: str = "cuda:h200"  #: As :meth:`Platform.named` takes it.
     target: str = "Llama-3.1-8B"  #: Name of a known shape, or :data:`SHIPPED`.
-    #: ``plain``, ``plain6`` (in blocks of 6), ``chain5`` (K), ``never5`` (that chain, never right), ``tree60`` (nodes).
+    #: ``plain``, ``plain6`` (in blocks of 6), ``chain5`` (K), ``never5`` (that chain, never right),
+    # ``tree60`` (nodes).
     draft: str = "chain5"
     batch: int = 1  #: Rows.
     program: str = "step"  #: One of :data:`PROGRAMS`.
@@ -74,7 +75,9 @@ class Case:
     #: Kernels of target and head, as :data:`~eagle3_jax.models.quantised.WEIGHTS` names them.
     weights: str = "dense"
     options: str = "default"  #: Of the compiler, by their name in :data:`OPTIONS`.
-    invariant: bool = False  #: Whether the target's bits for a token depend on nothing but the tokens before it.
+    invariant: bool = (
+        False  #: Whether the target's bits for a token depend on nothing but the tokens before it.
+    )
 
     def __post_init__(self) -> None:
         Platform.named(self.platform)
@@ -85,7 +88,9 @@ class Case:
             )
         most = self.config.num_layers
         if self.layers is not None and not 3 <= self.layers <= most:
-            raise ValueError(f"--layers is {self.layers}; {self.target} can be cut to 3 to {most} of its layers")
+            raise ValueError(
+                f"--layers is {self.layers}; {self.target} can be cut to 3 to {most} of its layers"
+            )
         if self.capacity < self.prompt:
             raise ValueError(f"--capacity {self.capacity} has no room for --prompt {self.prompt}")
 
@@ -119,7 +124,8 @@ class Facts:
 
     layers: int  #: Layers of the target.
     counts: Counts  #: Counts of a round, or of a prefill.
-    #: Bytes on a device: ``argument``, ``output``, ``alias`` (of the output, updated in place), ``temp``, ``peak``.
+    #: Bytes on a device: ``argument``, ``output``, ``alias`` (of the output, updated in place),
+    # ``temp``, ``peak``.
     memory: dict[str, int]
     state: int  #: Bytes of the state that ``step`` updates; 0 for other programs.
     cpu_seconds: dict[str, float]  #: Seconds of all cores to ``trace``, ``lower`` and ``compile``.
@@ -144,7 +150,9 @@ def compiled(case: Case) -> tuple[Facts, str]:
     if case.mesh:
         mesh = make_mesh(case.mesh, devices=devices)
         parts = ((loop.target, params.target), (loop.drafter, params.drafter))
-        params = LoopParams(*(_placed(leaves, param_shardings(mesh, part, leaves)) for part, leaves in parts))
+        params = LoopParams(
+            *(_placed(leaves, param_shardings(mesh, part, leaves)) for part, leaves in parts)
+        )
         place_rows = lambda tree: _placed(tree, row_shardings(mesh, tree))
         traced_under = jax.set_mesh(mesh)
     else:
@@ -159,11 +167,15 @@ def compiled(case: Case) -> tuple[Facts, str]:
         return _compiled(case, loop, params, place_rows)
 
 
-def _compiled(case: Case, loop: SpeculativeLoop, params: LoopParams, place_rows: Any) -> tuple[Facts, str]:
+def _compiled(
+    case: Case, loop: SpeculativeLoop, params: LoopParams, place_rows: Any
+) -> tuple[Facts, str]:
     prompts = place_rows(_prompts(case))
     state = None
     if case.program in ("step", "run"):
-        state = place_rows(jax.eval_shape(lambda p, q: loop.prefill(p, q, case.capacity), params, prompts))
+        state = place_rows(
+            jax.eval_shape(lambda p, q: loop.prefill(p, q, case.capacity), params, prompts)
+        )
     starts = [time.process_time()]
     program = getattr(loops, case.program)
     if state is None:
@@ -180,14 +192,21 @@ def _compiled(case: Case, loop: SpeculativeLoop, params: LoopParams, place_rows:
     cache = place_rows(jax.eval_shape(lambda: loop.target.init_cache(case.batch, case.capacity)))
     leaves = jax.tree.leaves(cache.layers)
     # On a mesh a cache may be gathered: its shape on one device, and its complete shape.
-    shapes = [leaf.shape for leaf in leaves] + [_on_a_device(leaf) for leaf in [*leaves, params.target["embedding"]]]
+    shapes = [leaf.shape for leaf in leaves] + [
+        _on_a_device(leaf) for leaf in [*leaves, params.target["embedding"]]
+    ]
     analysis: Any = executable.memory_analysis()
-    memory = {name: getattr(analysis, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
+    memory = {
+        name: getattr(analysis, f"{name}_size_in_bytes")
+        for name in ("argument", "output", "alias", "temp")
+    }
     return Facts(
         layers=case.layers or case.config.num_layers,
         counts=count(text, shapes, rounds=case.program in ("run", "generate")),
         memory=memory | {"peak": analysis.peak_memory_in_bytes},
-        state=sum(math.prod(_on_a_device(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
+        state=sum(
+            math.prod(_on_a_device(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
+        ),
         cpu_seconds=dict(zip(("trace", "lower", "compile"), seconds, strict=True)),
     ), text
 
@@ -195,7 +214,9 @@ def _compiled(case: Case, loop: SpeculativeLoop, params: LoopParams, place_rows:
 def _placed(tree: Any, shardings: Any) -> Any:
     """Returns the shapes of a tree with their shardings."""
     return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, shardings
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        shardings,
     )
 
 
@@ -221,10 +242,16 @@ def _params(case: Case, loop: SpeculativeLoop) -> LoopParams:
 
     def stored(part: Any) -> Any:
         dense = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, stored_type(path, leaf.ndim, BFLOAT16)),
+            lambda path, leaf: jax.ShapeDtypeStruct(
+                leaf.shape, stored_type(path, leaf.ndim, BFLOAT16)
+            ),
             part.param_shapes(),
         )
-        return dense if case.weights == "dense" else eight_bit_shapes(dense, part.param_products(), case.weights)
+        return (
+            dense
+            if case.weights == "dense"
+            else eight_bit_shapes(dense, part.param_products(), case.weights)
+        )
 
     target: Any = stored(loop.target)
     drafter: Any = loop.drafter
@@ -235,7 +262,10 @@ def _params(case: Case, loop: SpeculativeLoop) -> LoopParams:
     params = {"head": stored(head), "embedding": target["embedding"], "draft_to_target": table}
     if head is drafter:
         return LoopParams(target, params)
-    return LoopParams(target, {"inner": params, "tokens": jax.ShapeDtypeStruct((case.batch, case.capacity), jnp.int32)})
+    return LoopParams(
+        target,
+        {"inner": params, "tokens": jax.ShapeDtypeStruct((case.batch, case.capacity), jnp.int32)},
+    )
 
 
 @functools.cache
@@ -254,6 +284,8 @@ def _prompts(case: Case) -> Prompts:
         limit=rows(),
         limit_reason=rows(),
         stop_tokens=rows(_STOP_TOKENS),
-        sampling=SamplingParams(temperature=rows(dtype=jnp.float32), top_k=rows(), top_p=rows(dtype=jnp.float32)),
+        sampling=SamplingParams(
+            temperature=rows(dtype=jnp.float32), top_k=rows(), top_p=rows(dtype=jnp.float32)
+        ),
         keys=jax.eval_shape(lambda: row_keys(0, case.batch)),
     )

@@ -17,7 +17,11 @@ from validation.aot.platforms import Platform, find_compilers
 from validation.aot.programs import Case, Facts, compiled
 
 PATH = Path(__file__).resolve().parent.parent / "results" / "aot.json"
-DEPTHS = (3, 5)  # layers; with fewer than three, the features of a head would include the output of the last layer
+DEPTHS = (
+    3,
+    5,
+    # layers; with fewer than three, the features of a head would include the output of the last layer
+)
 SLACK = 1.05
 
 
@@ -26,7 +30,9 @@ class Measured:
     """What a case compiled to."""
 
     case: Case
-    facts: list[Facts]  #: One for each depth, ascending. With two, the layers of the case mean nothing.
+    facts: list[
+        Facts
+    ]  #: One for each depth, ascending. With two, the layers of the case mean nothing.
     versions: dict[str, str]  #: Versions of JAX and of the compiler.
 
     @property
@@ -54,7 +60,9 @@ class Measured:
         shallow, deep = self.facts
         layers = deep.layers - shallow.layers
         before = shallow.counts.collectives
-        more = {kind: total - before.get(kind, 0) for kind, total in deep.counts.collectives.items()}
+        more = {
+            kind: total - before.get(kind, 0) for kind, total in deep.counts.collectives.items()
+        }
         return {kind: total / layers for kind, total in more.items() if total}
 
     @property
@@ -92,7 +100,10 @@ def _measured_here(case: Case, depths: Sequence[int | None]) -> tuple[Measured, 
     for layers in depths:
         depth_facts, text = compiled(dataclasses.replace(case, layers=layers or case.layers))
         facts.append(depth_facts)
-    versions = {name: importlib.metadata.version(name) for name in ("jax", *Platform.named(case.platform).wheels)}
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("jax", *Platform.named(case.platform).wheels)
+    }
     return Measured(case, facts, versions), text
 
 
@@ -125,7 +136,9 @@ def budget(recorded: float) -> int:
 def cases(platform: str, *, every: bool = False) -> list[Case]:
     """Returns the cases of every commit, which take minutes, or every recorded case of a platform."""
     if every:
-        return list(dict.fromkeys(row.case for row in load().values() if row.case.platform == platform))
+        return list(
+            dict.fromkeys(row.case for row in load().values() if row.case.platform == platform)
+        )
     few = [
         Case(platform=platform),
         Case(platform=platform, sampled=True),

@@ -2,12 +2,13 @@
 
 python -m validation.aot.same A.hlo B.hlo      # files that hold :func:`text_of` two programs
 
-Every value of an optimized program gets a hash of how it is computed: operation, type, attributes, called computations,
-and the hashes of its operands (a Merkle tree). Leaves are arguments by name. So values with one hash have the same bits
-wherever a kernel always gives the same bits. Names of instructions, their order, metadata and numbers of parameters do
-not matter; copies are looked through. The tokens of a block are the drafter's business: a row of the target's embedding
-is a leaf, whichever row it is. Both programs must be of one checkout: a Pallas kernel contains the path of its source.
-"""
+Every value of an optimized program gets a hash of how it is computed: operation, type, attributes,
+called computations, and the hashes of its operands (a Merkle tree). Leaves are arguments by name.
+So values with one hash have the same bits wherever a kernel always gives the same bits. Names of
+instructions, their order, metadata and numbers of parameters do not matter; copies are looked
+through. The tokens of a block are the drafter's business: a row of the target's embedding is a
+leaf, whichever row it is. Both programs must be of one checkout: a Pallas kernel contains the path
+of its source."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ import jax
 
 from validation.aot.hlo import Instruction, Module
 
-# A hash, or that of every element of a tuple. That of an argument, and of its copies and bitcasts, ends with its name.
+# A hash, or that of every element of a tuple. That of an argument, and of its copies and bitcasts,
+# ends with its name.
 Value = str | tuple[Any, ...]
 
 _OUTPUTS = "// outputs: "
@@ -35,7 +37,8 @@ _FEATURES_MATRIX = "['head']['fc']['kernel']"
 _COMMUTATIVE = frozenset(("add", "multiply", "maximum", "minimum", "and", "or", "xor"))
 _LOOKUPS = frozenset(("gather", "dynamic-slice"))
 _CALLED = re.compile(r"%([\w.\-]+)")
-# Attributes that say where a value comes from, when it is computed, or how much the compiler believes that it costs.
+# Attributes that say where a value comes from, when it is computed, or how much the compiler
+# believes that it costs.
 _WITHOUT_EFFECT = re.compile(
     r", metadata=\{[^}]*\}|, control-predecessors=\{[^}]*\}"
     r'|, frontend_attributes=\{xla\.no_invariant_operands="[^"]*"\}|"reification_cost":\[[^\]]*\],?'
@@ -53,15 +56,19 @@ def text_of(program: jax.stages.Compiled) -> str:
 def compared(text_a: str, text_b: str) -> list[str]:
     """Returns the names of the values that :func:`differences` compares.
 
-    They are every array of the target's cache, ``logits``, and ``features`` if both programs pass them to a head.
+    They are every array of the target's cache, ``logits``, and ``features`` if both programs pass
+    them to a head.
 
     Raises:
-        ValueError: A text is not from :func:`text_of`, or the programs do not compute the same values.
+        ValueError: A text is not from :func:`text_of`, or the programs do not compute the same
+            values.
     """
     names = list(_read(text_a).target)
     other_names = list(_read(text_b).target)
     if {*names} - {"features"} != {*other_names} - {"features"}:
-        raise ValueError(f"the programs compute other values: {', '.join(names)}, and {', '.join(other_names)}")
+        raise ValueError(
+            f"the programs compute other values: {', '.join(names)}, and {', '.join(other_names)}"
+        )
     return [name for name in names if name in other_names]
 
 
@@ -73,7 +80,11 @@ def differences(text_a: str, text_b: str) -> list[str]:
     """
     a = _read(text_a)
     b = _read(text_b)
-    return [name for name in compared(text_a, text_b) if a.hashes[a.target[name]] != b.hashes[b.target[name]]]
+    return [
+        name
+        for name in compared(text_a, text_b)
+        if a.hashes[a.target[name]] != b.hashes[b.target[name]]
+    ]
 
 
 def first_difference(text_a: str, text_b: str) -> str:
@@ -102,19 +113,25 @@ class _Program(NamedTuple):
     target: dict[str, str]  #: The step of each value of the target that is compared.
 
 
-def _differing_operands(a: _Program, b: _Program, step_a: str, step_b: str) -> tuple[str, str] | None:
+def _differing_operands(
+    a: _Program, b: _Program, step_a: str, step_b: str
+) -> tuple[str, str] | None:
     """Returns the first operands of two instructions that differ; ``None`` if the instructions themselves do."""
     inputs = a.steps[step_a].inputs, b.steps[step_b].inputs
     if a.steps[step_a].op != b.steps[step_b].op or len(inputs[0]) != len(inputs[1]):
         return None
-    return next((pair for pair in zip(*inputs, strict=True) if a.hashes[pair[0]] != b.hashes[pair[1]]), None)
+    return next(
+        (pair for pair in zip(*inputs, strict=True) if a.hashes[pair[0]] != b.hashes[pair[1]]), None
+    )
 
 
 @functools.lru_cache(maxsize=16)
 def _read(text: str) -> _Program:
     first_line = text.partition("\n")[0]
     if not first_line.startswith(_OUTPUTS):
-        raise ValueError("the text does not begin with the names of its outputs; write it with text_of")
+        raise ValueError(
+            "the text does not begin with the names of its outputs; write it with text_of"
+        )
     module = Module.parse(text)
     hasher = _Hasher(module)
     entry = module.computations[module.entry]
@@ -123,7 +140,8 @@ def _read(text: str) -> _Program:
     hashes = hasher.hashes(module.entry, arguments)
     outputs = module.root(module.entry).inputs
 
-    # Of a program with a loop of rounds, one trip: what it carries has the names of the arguments that it began as.
+    # Of a program with a loop of rounds, one trip: what it carries has the names of the arguments
+    # that it began as.
     if loop := next((step for step in entry if module.is_open_loop(step)), None):
         body = loop.attribute(r"body=%?([\w.\-]+)")
         computed = module.root(body).inputs
@@ -133,14 +151,21 @@ def _read(text: str) -> _Program:
         steps = {step.name: step for step in module.computations[body]}
 
     names = json.loads(first_line.removeprefix(_OUTPUTS))
-    target = {name: step for name, step in zip(names, outputs, strict=True) if _WRITTEN.fullmatch(name)}
+    target = {
+        name: step for name, step in zip(names, outputs, strict=True) if _WRITTEN.fullmatch(name)
+    }
     if not all(target.values()):
         raise ValueError("a round does not compute every array of the cache")
 
-    reads = lambda step, matrix: step.is_launched and any(_is(hashes[name], matrix) for name in step.inputs)
+    reads = lambda step, matrix: (
+        step.is_launched and any(_is(hashes[name], matrix) for name in step.inputs)
+    )
     readers = lambda matrix: [step.name for step in steps.values() if reads(step, matrix)]
     # With a tied output matrix the last reader is the product, after the lookup of the tokens.
-    products = {"logits": readers(_OUTPUT_MATRIX) or readers(_EMBEDDING), "features": readers(_FEATURES_MATRIX)}
+    products = {
+        "logits": readers(_OUTPUT_MATRIX) or readers(_EMBEDDING),
+        "features": readers(_FEATURES_MATRIX),
+    }
     target |= {name: steps_of[-1] for name, steps_of in products.items() if steps_of}
     return _Program(steps, hashes, target)
 
@@ -188,7 +213,8 @@ class _Hasher:
         parameters = {str(number): value for number, value in enumerate(inputs)}
         result = self.hashes(computation, parameters)[self.module.root(computation).name]
         attributes = self._attributes(step, but=computation)
-        # The elements of a loop fusion are computed each for itself, whatever the fusion computes besides.
+        # The elements of a loop fusion are computed each for itself, whatever the fusion computes
+        # besides.
         if isinstance(result, tuple) and "kind=kLoop" in step.operands:
             return tuple(_hash(element, attributes) for element in result)
         return _hash(result, attributes)
@@ -198,15 +224,27 @@ class _Hasher:
 
         def called(match: re.Match[str]) -> str:
             is_computation = match[1] in self.module.computations and match[1] != but
-            return self._computation(match[1]) if is_computation else "" if match[1] == but else match[0]
+            return (
+                self._computation(match[1])
+                if is_computation
+                else ""
+                if match[1] == but
+                else match[0]
+            )
 
         return _CALLED.sub(called, _WITHOUT_EFFECT.sub("", step.attributes))
 
     def _computation(self, name: str) -> str:
         if name not in self._computations:
             steps = self.module.computations[name]
-            parameters = {step.literal: f"{step.type} {step.literal}" for step in steps if step.op == "parameter"}
-            self._computations[name] = _hash(self.hashes(name, parameters)[self.module.root(name).name])
+            parameters = {
+                step.literal: f"{step.type} {step.literal}"
+                for step in steps
+                if step.op == "parameter"
+            }
+            self._computations[name] = _hash(
+                self.hashes(name, parameters)[self.module.root(name).name]
+            )
         return self._computations[name]
 
 
@@ -222,8 +260,12 @@ def _is(value: Value, argument: str) -> bool:
 def _argument(parameter: Instruction) -> str:
     name = parameter.attribute(r'op_name="([^"]*)"').replace("\\", "")
     if not name:
-        raise ValueError(f"the argument {parameter.name} has no name; was the text written without metadata?")
-    return name.replace("['inner']", "")  # where a drafter that wraps another has the parameters of the latter
+        raise ValueError(
+            f"the argument {parameter.name} has no name; was the text written without metadata?"
+        )
+    return name.replace(
+        "['inner']", ""
+    )  # where a drafter that wraps another has the parameters of the latter
 
 
 def _origin(steps: Mapping[str, Instruction], name: str) -> Instruction:

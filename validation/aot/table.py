@@ -12,7 +12,15 @@ from validation.aot.record import Measured, load
 
 _GIB = 2**30
 _MIB = 2**20
-LAYERS = ["program", "draft", "batch", "", "launches a layer", "outside the layers", "temporary MiB"]
+LAYERS = [
+    "program",
+    "draft",
+    "batch",
+    "",
+    "launches a layer",
+    "outside the layers",
+    "temporary MiB",
+]
 ON_TPUS = ["estimated million cycles of 32 layers"]
 MODELS = [
     "target", "program", "draft", "launches of a round", "peak GiB", "temporary GiB", "trace, CPU s", "lower, CPU s",
@@ -31,7 +39,9 @@ def tabulate_layers(rows: Mapping[str, Measured], platform: str, target: str) ->
         launches = [f"{row.per_layer():g}", f"{row.outside():,.0f}"]
         cycles = (row.per_layer("cycles") * 32 + row.outside("cycles")) / 1e6
         memory = f"{row.deep.memory['temp'] / _MIB:,.0f}"
-        lines.append([case.program, case.draft, f"{case.batch}", kind, *launches, memory, f"{cycles:.1f}"])
+        lines.append(
+            [case.program, case.draft, f"{case.batch}", kind, *launches, memory, f"{cycles:.1f}"]
+        )
     columns = LAYERS + ON_TPUS * platform.startswith("tpu")
     lines.sort(key=lambda line: (PROGRAMS.index(line[0]), *line[1:4]))
     return to_markdown(columns, [line[: len(columns)] for line in lines]) if lines else ""
@@ -72,9 +82,15 @@ def page(record: Path) -> str:
     """
     rows = load(record)
     note = json.loads(record.read_text("utf-8"))["note"]
-    versions = {f"{name} {version}" for row in rows.values() for name, version in row.versions.items()}
-    parts = [f"Compiled with {', '.join(sorted(versions))}: {note['date']}, commit {note['commit']}."]
-    for platform, target in dict.fromkeys((row.case.platform, row.case.target) for row in rows.values()):
+    versions = {
+        f"{name} {version}" for row in rows.values() for name, version in row.versions.items()
+    }
+    parts = [
+        f"Compiled with {', '.join(sorted(versions))}: {note['date']}, commit {note['commit']}."
+    ]
+    for platform, target in dict.fromkeys(
+        (row.case.platform, row.case.target) for row in rows.values()
+    ):
         if table := tabulate_layers(rows, platform, target):
             parts.append(f"### {target} on `{platform}`\n\n{table}")
     for platform in dict.fromkeys(row.case.platform for row in rows.values()):

@@ -28,18 +28,22 @@ class EngineOptions:
 
     model: str  #: The target's directory or hub id.
     dtype: str = "float32"  #: ``float32``, ``bfloat16`` or ``float16``.
-    #: vLLM's ``speculative_config``, such as ``{"method": "eagle3", "model": DIR, "num_speculative_tokens": 3}``;
+    #: vLLM's ``speculative_config``, such as ``{"method": "eagle3", "model": DIR,
+    # "num_speculative_tokens": 3}``;
     #: ``None`` for plain decoding.
     speculative: dict[str, Any] | None = None
     max_model_len: int = 512  #: Longest sequence, in tokens.
     max_num_seqs: int = 8  #: Largest batch.
-    #: Share of a GPU's memory that vLLM may take; ``None`` for that of the process, and no meaning on a CPU.
+    #: Share of a GPU's memory that vLLM may take; ``None`` for that of the process, and no meaning
+    # on a CPU.
     gpu_memory_utilization: float | None = None
-    #: vLLM's name for it; ``dummy`` makes random weights, so that a directory needs no more than a ``config.json``.
+    #: vLLM's name for it; ``dummy`` makes random weights, so that a directory needs no more than a
+    # ``config.json``.
     load_format: str = "auto"
     #: On a GPU, with the first of vLLM's two model runners: the one whose inside can be reached.
     first_runner: bool = False
-    #: Run without torch.compile and CUDA graphs (vLLM's ``enforce_eager``): it starts sooner and its inside can be
+    #: Run without torch.compile and CUDA graphs (vLLM's ``enforce_eager``): it starts sooner and
+    # its inside can be
     #: reached, but it is slower. Where speed is measured this is off.
     eager: bool = True
     log_probabilities: bool = False  #: Scores are log-probabilities instead of logits.
@@ -50,10 +54,13 @@ class Completion:
     """One prompt's result."""
 
     tokens: Tokens  #: New tokens only.
-    #: Draft tokens accepted in each step after the prefill; ``None`` where nothing is drafted or unknown.
+    #: Draft tokens accepted in each step after the prefill; ``None`` where nothing is drafted or
+    # unknown.
     accepted: list[int] | None = None
     drafted: list[int] | None = None  #: Draft tokens scheduled in each of these steps.
-    first_token_seconds: float | None = None  #: Time to first token; ``None`` where vLLM does not tell.
+    first_token_seconds: float | None = (
+        None  #: Time to first token; ``None`` where vLLM does not tell.
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +69,8 @@ class Generated:
 
     completions: list[Completion]  #: One result for each prompt, in their order.
     seconds: float  #: Wall time of the whole batch, measured in vLLM's process.
-    #: The four ``spec_decode_*`` counters of this call, without prefix; empty where nothing is drafted.
+    #: The four ``spec_decode_*`` counters of this call, without prefix; empty where nothing is
+    # drafted.
     counters: dict[str, Any]
 
     @property
@@ -76,9 +84,14 @@ class Scored:
     """Scores of given tokens: one entry per token of a sequence after its prompt."""
 
     best: Tokens  #: vLLM's own choice at each position, lowest id in a tie.
-    rank: list[int]  #: 1 where no token has a higher logit, 2 where one has; of a lower token, vLLM's own rank.
-    gap: list[float]  #: Logit (or log-probability) of vLLM's choice minus that of the given token; 0 in agreement.
-    #: Logit of vLLM's choice, which fixes its unit in the last place; ``nan`` where only log-probabilities are known.
+    rank: list[
+        int
+    ]  #: 1 where no token has a higher logit, 2 where one has; of a lower token, vLLM's own rank.
+    gap: list[
+        float
+    ]  #: Logit (or log-probability) of vLLM's choice minus that of the given token; 0 in agreement.
+    #: Logit of vLLM's choice, which fixes its unit in the last place; ``nan`` where only
+    # log-probabilities are known.
     best_value: list[float]
 
 
@@ -89,7 +102,8 @@ def score(logprobs: Sequence[dict[int, tuple[float, int]]], tokens: Tokens) -> S
         highest, second = sorted((logit for logit, _ in entries.values()), reverse=True)[:2]
         value, rank = entries[token]
         scored.best.append(min(key for key, (logit, _) in entries.items() if logit == highest))
-        # vLLM's rank counts equal logits as well, so that a token tied with others ranks after all of them.
+        # vLLM's rank counts equal logits as well, so that a token tied with others ranks after all
+        # of them.
         scored.rank.append(1 if value == highest else 2 if value == second else rank)
         scored.gap.append(highest - value)
         scored.best_value.append(highest)
@@ -126,7 +140,9 @@ class Engine(Protocol):
 class VLLM(Protocol):
     """A vLLM that can load, or has loaded, engines."""
 
-    versions: dict[str, str]  #: ``vllm``, ``torch``, ``transformers``, ``device`` and the like, for the report.
+    versions: dict[
+        str, str
+    ]  #: ``vllm``, ``torch``, ``transformers``, ``device`` and the like, for the report.
 
     def engine(self, options: EngineOptions) -> Engine:
         """Load an engine; the one loaded before is dropped.
@@ -140,7 +156,11 @@ class VLLM(Protocol):
 
 def eagle3(head: str | Path, num_speculative_tokens: int) -> dict[str, Any]:
     """The ``speculative_config`` of vLLM for an EAGLE-3 head."""
-    return {"method": "eagle3", "model": str(head), "num_speculative_tokens": num_speculative_tokens}
+    return {
+        "method": "eagle3",
+        "model": str(head),
+        "num_speculative_tokens": num_speculative_tokens,
+    }
 
 
 def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

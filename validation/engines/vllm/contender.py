@@ -22,7 +22,9 @@ class VLLMContender(Contender):
     name: str  #: Name in reports.
     dtype: str  #: Precision in reports.
     engine: Engine  #: An engine of a worker process or a server.
-    temperature: float = 0.0  #: 0 decodes greedily. Runs have no seed, so every one samples other tokens.
+    temperature: float = (
+        0.0  #: 0 decodes greedily. Runs have no seed, so every one samples other tokens.
+    )
 
     @property
     def drafts(self) -> bool:
@@ -36,7 +38,9 @@ class VLLMContender(Contender):
 
     def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
         """Time to first token as vLLM reports it, or the time of a run for one token."""
-        done = self.engine.generate(prompts, max_new_tokens=max_new_tokens, temperature=self.temperature)
+        done = self.engine.generate(
+            prompts, max_new_tokens=max_new_tokens, temperature=self.temperature
+        )
         first_times = [completion.first_token_seconds or 0.0 for completion in done.completions]
         first = max(first_times) or self.engine.generate(prompts, max_new_tokens=1).seconds
         return Run(
@@ -47,7 +51,9 @@ class VLLMContender(Contender):
         )
 
 
-def stats_of(counters: dict[str, Any], completions: Sequence[Completion]) -> SpeculationStats | None:
+def stats_of(
+    counters: dict[str, Any], completions: Sequence[Completion]
+) -> SpeculationStats | None:
     """The counters of vLLM, one row for each request if the reported steps add up to the counters."""
     if not counters:
         return None

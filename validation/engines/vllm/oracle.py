@@ -1,9 +1,9 @@
 """Runs inside the environment of vLLM: its rejection sampler decides the chains of ``eagle3 oracle``.
 
-``python oracle.py FOLDER VERDICTS.npz [SHARE]`` writes the arrays ``CASE.num_accepted`` and ``CASE.next_token``. vLLM
-itself applies temperature, top-k, top-p and penalties. The token after a chain that is accepted to its end is an
-argument of its rule, so here it is the case's own. SHARE is an injected error: so much of every q is uniform instead.
-"""
+``python oracle.py FOLDER VERDICTS.npz [SHARE]`` writes the arrays ``CASE.num_accepted`` and
+``CASE.next_token``. vLLM itself applies temperature, top-k, top-p and penalties. The token after a
+chain that is accepted to its end is an argument of its rule, so here it is the case's own. SHARE is
+an injected error: so much of every q is uniform instead."""
 
 # Its imports are those of the other environment.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -40,9 +40,15 @@ def main() -> None:
     for path in sorted(Path(folder, "cases").glob("*.npz")):
         case = dict(np.load(path))
         is_chain = (case["parents"] == np.arange(case["parents"].shape[2]) - 1).all()
-        if json.loads(str(case["about"]))["rule"] == "token" and is_chain and path.stem not in NOT_APPLIED:
+        if (
+            json.loads(str(case["about"]))["rule"] == "token"
+            and is_chain
+            and path.stem not in NOT_APPLIED
+        ):
             rounds = [decide(case, number, share) for number in range(len(case["tokens"]))]
-            for name, arrays in zip(("num_accepted", "next_token"), zip(*rounds, strict=True), strict=True):
+            for name, arrays in zip(
+                ("num_accepted", "next_token"), zip(*rounds, strict=True), strict=True
+            ):
                 verdicts[f"{path.stem}.{name}"] = np.stack(arrays)
     np.savez(out, **verdicts)
 
@@ -55,7 +61,9 @@ def repeat(x: Any, row_ends: Any, count: int, replace_from: int = 0, replace_to:
 
 def decide(case: dict[str, np.ndarray], number: int, share: float) -> tuple[np.ndarray, np.ndarray]:
     """Returns accepted counts and next tokens of a round, as vLLM's rule decides them."""
-    of_round = {name: array[number] for name, array in case.items() if array.ndim and name in PER_ROUND}
+    of_round = {
+        name: array[number] for name, array in case.items() if array.ndim and name in PER_ROUND
+    }
     valid = of_round["valid"][:, 1:]
     counts = valid.sum(axis=1)
     drafts = torch.from_numpy(of_round["tokens"][:, 1:][valid])
@@ -67,14 +75,18 @@ def decide(case: dict[str, np.ndarray], number: int, share: float) -> tuple[np.n
     logits = torch.from_numpy(of_round["logits"][:, :-1][valid])
     metadata = types.SimpleNamespace(num_draft_tokens=counts.tolist(), cu_num_draft_tokens=row_ends)
     settings = settings_of(case, number)
-    logits = rejection_sampler.RejectionSampler.apply_logits_processors(SAMPLER, logits, settings, metadata)
+    logits = rejection_sampler.RejectionSampler.apply_logits_processors(
+        SAMPLER, logits, settings, metadata
+    )
     logits = rejection_sampler.apply_sampling_constraints(logits, row_ends, settings)
     uniforms = torch.from_numpy(of_round["accept"][:, 1:][valid].astype(np.float64))
     noise = torch.from_numpy(noise_of(of_round))
     bonus = torch.from_numpy(of_round["next_token"][:, None].astype(np.int64))
     with (
         mock.patch.object(rejection_sampler, "generate_uniform_probs", return_value=uniforms),
-        mock.patch.object(torch.Tensor, "exponential_", lambda values, **options: values.copy_(noise)),
+        mock.patch.object(
+            torch.Tensor, "exponential_", lambda values, **options: values.copy_(noise)
+        ),
     ):
         output = rejection_sampler.rejection_sample(
             drafts, counts.tolist(), int(counts.max()), row_ends, probs, logits, bonus, settings
@@ -93,14 +105,17 @@ SAMPLER: Any = types.SimpleNamespace(
 def noise_of(of_round: dict[str, np.ndarray]) -> np.ndarray:
     """Returns the noise with which the expected residual samples the expected token, by a margin.
 
-    vLLM takes the largest of residual over noise. Noise that is the expected residual makes them equal, except for the
-    expected token.
-    """
+    vLLM takes the largest of residual over noise. Noise that is the expected residual makes them
+    equal, except for the expected token."""
     noise = np.ones((len(of_round["tokens"]), of_round["p"].shape[-1]), np.float32)
     for row, count in enumerate(of_round["num_accepted"]):
         if count < of_round["valid"][row, 1:].sum():
             refused = of_round["tokens"][row, count + 1]
-            q = of_round["q"][row, count + 1] if "q" in of_round else np.eye(noise.shape[1])[refused]
+            q = (
+                of_round["q"][row, count + 1]
+                if "q" in of_round
+                else np.eye(noise.shape[1])[refused]
+            )
             residual = np.maximum(of_round["p"][row, count] - q, 0)
             noise[row] = residual + ROUNDING
             noise[row, of_round["next_token"][row]] /= 1 + MARGIN
@@ -111,8 +126,12 @@ def settings_of(case: dict[str, np.ndarray], number: int) -> types.SimpleNamespa
     """Returns what vLLM's sampler reads of a batch, before a round."""
     rows = range(len(case["prompt_length"]))
     prompts = [case["text"][row, : case["prompt_length"][row]].tolist() for row in rows]
-    outputs = [case["text"][row, len(prompts[row]) : case["length"][number, row]].tolist() for row in rows]
-    drafts = [case["tokens"][number, row, 1:][case["valid"][number, row, 1:]].tolist() for row in rows]
+    outputs = [
+        case["text"][row, len(prompts[row]) : case["length"][number, row]].tolist() for row in rows
+    ]
+    drafts = [
+        case["tokens"][number, row, 1:][case["valid"][number, row, 1:]].tolist() for row in rows
+    ]
     size = case["p"].shape[-1]
     longest = max(map(len, prompts))
     padded = [prompt + [size] * (longest - len(prompt)) for prompt in prompts]

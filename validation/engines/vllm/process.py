@@ -27,16 +27,21 @@ Propose = Callable[[list[Tokens]], list[Tokens]]
 
 # One process, so that drafts and internals can be reached.
 ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-# Custom drafters exist in the first of vLLM's two model runners only, which is not the default on GPUs.
+# Custom drafters exist in the first of vLLM's two model runners only, which is not the default on
+# GPUs.
 FIRST_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 def environment_of(threads: int) -> dict[str, str]:
     """Returns the environment variables for vLLM on a CPU: ours, little memory, given threads, no statistics, no log.
 
-    ``PYTHONPATH`` and ``PYTHONHOME`` are left out: they belong to our interpreter, and vLLM has its own.
-    """
-    ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    ``PYTHONPATH`` and ``PYTHONHOME`` are left out: they belong to our interpreter, and vLLM has its
+    own."""
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME")
+    }
     return ours | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -90,15 +95,20 @@ class Process:
 
         Args:
             options: See :class:`EngineOptions`.
-            propose: Drafts for sequences of token ids; vLLM then speculates with them (its ``custom_class``), and
-                ``options.speculative`` names only ``num_speculative_tokens``.
+            propose: Drafts for sequences of token ids; vLLM then speculates with them (its
+                ``custom_class``), and ``options.speculative`` names only
+                ``num_speculative_tokens``.
 
         Raises:
             VLLMError: vLLM refused it.
         """
         speculative = options.speculative
         if propose is not None:
-            speculative = {**(speculative or {}), "method": "custom_class", "model": "worker.RemoteProposer"}
+            speculative = {
+                **(speculative or {}),
+                "method": "custom_class",
+                "model": "worker.RemoteProposer",
+            }
         on_gpu = self.versions["device"] != "cpu"
         first_runner = on_gpu and (options.first_runner or propose is not None)
         if first_runner != self._first_runner:  # vLLM reads this once
@@ -115,7 +125,8 @@ class Process:
             "gpu_memory_utilization": self._memory_share if share is None else share,
             "enforce_eager": options.eager,
             "load_format": options.load_format,
-            # Logits unless asked otherwise, so that the reader of a score knows its unit in the last place.
+            # Logits unless asked otherwise, so that the reader of a score knows its unit in the
+            # last place.
             "logprobs_mode": "raw_logprobs" if options.log_probabilities else "raw_logits",
         }
         try:
@@ -232,7 +243,10 @@ class ProcessEngine:
 
     def score(self, prompts: Sequence[Tokens], outputs: Sequence[Tokens]) -> list[Scored]:
         """Teacher-force the outputs after their prompts."""
-        return [Scored(**fields) for fields in self.process.call("score", prompts=list(prompts), outputs=list(outputs))]
+        return [
+            Scored(**fields)
+            for fields in self.process.call("score", prompts=list(prompts), outputs=list(outputs))
+        ]
 
     def record(self, prompt: Tokens, *, max_new_tokens: int) -> list[dict[str, Any]]:
         """Inputs and outputs of the head for each draft of one greedy request."""

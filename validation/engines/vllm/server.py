@@ -95,11 +95,16 @@ class Servers:
         candidates = [server for server in self.servers if server.serves(options.model)]
         if not candidates:
             served = ", ".join(server.root for server in self.servers)
-            raise VLLMError(f"the vLLM server serves {served}, not {options.model}; validate what it serves: --target")
+            raise VLLMError(
+                f"the vLLM server serves {served}, not {options.model}; validate what it serves: --target"
+            )
         for server in candidates:
             if server.speculates == speculates:
                 drafting = len(server.counters().get("num_accepted_tokens_per_pos", []))
-                if options.speculative and drafting != options.speculative["num_speculative_tokens"]:
+                if (
+                    options.speculative
+                    and drafting != options.speculative["num_speculative_tokens"]
+                ):
                     length = options.speculative["num_speculative_tokens"]
                     raise VLLMUnavailable(f"the server drafts {drafting} tokens, not {length}")
                 return ServerEngine(server, options)
@@ -142,13 +147,21 @@ class ServerEngine:
         before = self.server.counters()
         start = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(self.options.max_num_seqs) as pool:
-            completions = [_completion(answer) for answer in pool.map(self.server.complete, requests)]
+            completions = [
+                _completion(answer) for answer in pool.map(self.server.complete, requests)
+            ]
         seconds = time.perf_counter() - start
-        return Generated(completions=completions, seconds=seconds, counters=difference(self.server.counters(), before))
+        return Generated(
+            completions=completions,
+            seconds=seconds,
+            counters=difference(self.server.counters(), before),
+        )
 
     def score(self, prompts: Sequence[Tokens], outputs: Sequence[Tokens]) -> list[Scored]:
         """Teacher-force the outputs after their prompts."""
-        return [self._score(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+        return [
+            self._score(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)
+        ]
 
     def _score(self, prompt: Tokens, output: Tokens) -> Scored:
         answer = self.server.complete(
@@ -156,7 +169,10 @@ class ServerEngine:
         )
         positions = answer["choices"][0]["prompt_logprobs"][len(prompt) :]
         return score(
-            [{int(key): (entry["logprob"], entry["rank"]) for key, entry in entries.items()} for entries in positions],
+            [
+                {int(key): (entry["logprob"], entry["rank"]) for key, entry in entries.items()}
+                for entries in positions
+            ],
             output,
         )
 
@@ -164,4 +180,8 @@ class ServerEngine:
 def _completion(answer: dict[str, Any]) -> Completion:
     detail = (answer.get("metrics") or {}).get("speculative_decoding") or {}
     tokens = answer["choices"][0]["token_ids"]
-    return Completion(tokens=tokens, accepted=detail.get("per_step_accepted"), drafted=detail.get("per_step_drafted"))
+    return Completion(
+        tokens=tokens,
+        accepted=detail.get("per_step_accepted"),
+        drafted=detail.get("per_step_drafted"),
+    )

@@ -11,9 +11,8 @@ from typing import Any
 class GreedyByDice:
     """vLLM 0.32's Triton kernel of ``rejection_sample_method="synthetic"`` at temperature 0, in torch.
 
-    A draft token is accepted where its uniform is below the conditional rate of its position. Without rates the shipped
-    kernel runs.
-    """
+    A draft token is accepted where its uniform is below the conditional rate of its position.
+    Without rates the shipped kernel runs."""
 
     def __init__(self, shipped: Any):
         self.shipped = shipped
@@ -43,7 +42,9 @@ class GreedyByDice:
             ValueError: A request has a temperature.
         """
         if rates is None:
-            self.shipped(output, row_ends, drafts, choices, bonus, is_greedy, longest, uniforms, rates)
+            self.shipped(
+                output, row_ends, drafts, choices, bonus, is_greedy, longest, uniforms, rates
+            )
             return
         if is_greedy is not None:
             raise ValueError("acceptance by dice on a CPU is for temperature 0")
@@ -65,4 +66,6 @@ def install() -> None:
     from vllm.v1.sample import rejection_sampler
 
     if not isinstance(rejection_sampler._rejection_greedy_sample, GreedyByDice):
-        rejection_sampler._rejection_greedy_sample = GreedyByDice(rejection_sampler._rejection_greedy_sample)
+        rejection_sampler._rejection_greedy_sample = GreedyByDice(
+            rejection_sampler._rejection_greedy_sample
+        )

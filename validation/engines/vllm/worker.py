@@ -1,9 +1,8 @@
 """Runs inside the environment of vLLM, which has none of our packages: JSON lines in, JSON lines out.
 
-A request is ``{"call": NAME, "arguments": {...}}``; its answer is ``{"result": ...}`` or ``{"error": "one line"}``.
-While vLLM generates with a drafter of ours it asks for drafts on the same channel:
-``{"propose": {"sequences": [[...]]}}``, answered by ``{"drafts": [[...]]}``.
-"""
+A request is ``{"call": NAME, "arguments": {...}}``; its answer is ``{"result": ...}`` or
+``{"error": "one line"}``. While vLLM generates with a drafter of ours it asks for drafts on the
+same channel: ``{"propose": {"sequences": [[...]]}}``, answered by ``{"drafts": [[...]]}``."""
 
 # Its imports are those of the other environment.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -30,7 +29,8 @@ from unittest import mock
 import bridge
 import synthetic
 
-# Whatever vLLM and its libraries print goes to stderr; the channel keeps the real standard output to itself.
+# Whatever vLLM and its libraries print goes to stderr; the channel keeps the real standard output
+# to itself.
 _channel = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)
 
@@ -50,14 +50,22 @@ class RemoteProposer:
         pass
 
     def propose(
-        self, sampled_token_ids: Any, num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
+        self,
+        sampled_token_ids: Any,
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        slot_mappings: Any = None,
     ) -> list[list[int]]:
         active_rows = [row for row, new in enumerate(sampled_token_ids) if len(new)]
-        sequences = [token_ids_cpu[row, : int(num_tokens_no_spec[row])].tolist() for row in active_rows]
+        sequences = [
+            token_ids_cpu[row, : int(num_tokens_no_spec[row])].tolist() for row in active_rows
+        ]
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if sequences:
             _send({"propose": {"sequences": sequences}})
-            for row, draft in zip(active_rows, json.loads(sys.stdin.readline())["drafts"], strict=True):
+            for row, draft in zip(
+                active_rows, json.loads(sys.stdin.readline())["drafts"], strict=True
+            ):
                 drafts[row] = draft
         return drafts
 
@@ -104,8 +112,8 @@ class Worker:
 
         if not torch.cuda.is_available():
             options.pop("gpu_memory_utilization", None)
-            # What a model's class can do vLLM finds out in a new process, which imports everything again, lest CUDA be
-            # touched here: minutes for every class that it has not met before.
+            # What a model's class can do vLLM finds out in a new process, which imports everything
+            # again, lest CUDA be touched here: minutes for every class that it has not met before.
             from vllm.model_executor.models import registry
 
             registry._run_in_subprocess = lambda inspect: inspect()
@@ -113,7 +121,8 @@ class Worker:
             if (options["speculative_config"] or {}).get("rejection_sample_method") == "synthetic":
                 synthetic.install()
         if options["dtype"] == "float32":
-            # Kernels for AMX take no float32; vLLM chooses some of them by the processor alone and then fails.
+            # Kernels for AMX take no float32; vLLM chooses some of them by the processor alone and
+            # then fails.
             torch.cpu._is_amx_tile_supported = lambda: False
         self.llm = LLM(
             skip_tokenizer_init=True,
@@ -123,7 +132,8 @@ class Worker:
             **options,
         )
         if not torch.cuda.is_available():
-            # Done once for the process. A second time it looks through all modules and stumbles over those of numba.
+            # Done once for the process. A second time it looks through all modules and stumbles
+            # over those of numba.
             from vllm.platforms import current_platform
 
             current_platform.register_triton_kernel_overrides = lambda: None
@@ -165,7 +175,9 @@ class Worker:
         ]
         before = self._counters()
         start = time.perf_counter()
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
+        )
         seconds = time.perf_counter() - start
         return {
             "completions": [self._completion(output) for output in outputs],
@@ -179,7 +191,10 @@ class Worker:
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2, detokenize=False)
-        sequences = [{"prompt_token_ids": prompt + output} for prompt, output in zip(prompts, outputs, strict=True)]
+        sequences = [
+            {"prompt_token_ids": prompt + output}
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
         results = self.llm.generate(sequences, params, use_tqdm=False)
         return [
             dataclasses.asdict(bridge.score(_pairs(result.prompt_logprobs[len(prompt) :]), output))
@@ -216,7 +231,9 @@ class Worker:
             )
             return drafts
 
-        params = SamplingParams(max_tokens=max_new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            max_tokens=max_new_tokens, temperature=0.0, ignore_eos=True, detokenize=False
+        )
         with mock.patch.object(SpecDecodeBaseProposer, "propose", propose):
             self.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         return recorded
@@ -224,17 +241,21 @@ class Worker:
     def repair_sampling(self) -> None:
         """Mends two faults of the CPU build of vLLM 0.32 under speculation with a temperature.
 
-        Its substitute for the kernel that repeats a request's value for each of its tokens writes into a copy, so that
-        temperature, top-k and top-p are uninitialised memory; and without any draft it takes the maximum of nothing.
-        """
+        Its substitute for the kernel that repeats a request's value for each of its tokens writes
+        into a copy, so that temperature, top-k and top-p are uninitialised memory; and without any
+        draft it takes the maximum of nothing."""
         import torch
         from vllm.v1.sample import rejection_sampler
 
         constrain = rejection_sampler.apply_sampling_constraints
 
-        def repeat(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+        def repeat(
+            x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+        ) -> Any:
             counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
-            return torch.where(x == replace_from, torch.full_like(x, replace_to), x).repeat_interleave(counts)
+            return torch.where(
+                x == replace_from, torch.full_like(x, replace_to), x
+            ).repeat_interleave(counts)
 
         def constrain_some(logits: Any, *arguments: Any) -> Any:
             return logits if logits.shape[0] == 0 else constrain(logits, *arguments)
@@ -245,9 +266,8 @@ class Worker:
     def repair_context_keys(self) -> None:
         """Mends a fault of the CPU build of vLLM 0.32 in DFlash heads of several layers.
 
-        Its RMSNorm takes the first row of the layers' weights for all of them, so that the keys of the context are
-        scaled in every layer as in the first.
-        """
+        Its RMSNorm takes the first row of the layers' weights for all of them, so that the keys of
+        the context are scaled in every layer as in the first."""
         from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
         def normalize(model: Any, keys: Any) -> Any:
@@ -266,7 +286,10 @@ class Worker:
         completion: dict[str, Any] = {"tokens": list(request_output.token_ids)}
         if request_output.spec_decode_metrics is not None:
             detail = request_output.spec_decode_metrics.to_dict()
-            completion |= {"accepted": detail["per_step_accepted"], "drafted": detail["per_step_drafted"]}
+            completion |= {
+                "accepted": detail["per_step_accepted"],
+                "drafted": detail["per_step_drafted"],
+            }
         if times is not None and len(request_output.token_ids) > 1:
             completion["first_token_seconds"] = times.first_token_latency
         return completion
@@ -282,7 +305,9 @@ class Worker:
 
 
 def _pairs(logprobs: list[dict[int, Any]]) -> list[dict[int, tuple[float, int]]]:
-    return [{key: (entry.logprob, entry.rank) for key, entry in entries.items()} for entries in logprobs]
+    return [
+        {key: (entry.logprob, entry.rank) for key, entry in entries.items()} for entries in logprobs
+    ]
 
 
 def main() -> None:
