@@ -1,7 +1,8 @@
 """The rules of the layers of targets and heads, by kind of mixer and of MLP.
 
 A family defines the tensor names that differ in its checkpoints. All others follow from the
-description of a layer."""
+description of a layer.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +180,8 @@ def block(
     """Returns the rules of a block.
 
     ``parts`` has the rules of kinds of mixers and MLPs that differ from :data:`PARTS`. ``without``
-    is the name of a norm that the block does not have."""
+    is the name of a norm that the block does not have.
+    """
     rules = []
     for name, our_name in _NORMS[config.norms].items():
         if name != without:

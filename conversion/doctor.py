@@ -35,7 +35,10 @@ _HARDLY_PAYS = 0.32
 
 _DRAFT_MODEL = Suspects(
     first="another tokenizer, or a model that has nothing to do with this target",
-    later="its rope or its positions; let it generate without a target, because its text would show that as well",
+    later=(
+        "its rope or its positions; let it generate without a target, because its text would show"
+        " that as well"
+    ),
 )
 
 Drafter = HeadCheckpoint | TargetCheckpoint
@@ -173,7 +176,10 @@ def _stop_tokens(target: TargetCheckpoint) -> Check:
 def _describe_target(target: TargetCheckpoint) -> str:
     config = target.config
     label = target.family.label
-    described = f"{label} decoder, {config.num_layers} layers, width {config.width}, vocabulary {config.vocab_size}"
+    described = (
+        f"{label} decoder, {config.num_layers} layers, width {config.width}, vocabulary"
+        f" {config.vocab_size}"
+    )
     return (
         described
         if target.quantisation is None
@@ -198,8 +204,8 @@ def _widths(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
         used = np.asarray(target.params["embedding"], np.float32)
         if not np.array_equal(used, np.asarray(head.embedding, np.float32)):
             warning = (
-                ", which differs from the target's; it is used as it is. If it was never trained, remove "
-                "embed_tokens.weight from the head"
+                ", which differs from the target's; it is used as it is. If it was never trained,"
+                " remove embed_tokens.weight from the head"
             )
     detail = f"head width {config.width}, reads features of width {config.target_width}, {source}"
     return Check.report("widths", detail, warning)
@@ -214,15 +220,18 @@ def _vocabulary(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
         return Check(
             "vocabulary",
             "warning",
-            f"d2t is all zero: the draft vocabulary is the first {ids.size} tokens. Unless the head was trained so, "
-            "its map was lost in an export; fetch the original head",
+            f"d2t is all zero: the draft vocabulary is the first {ids.size} tokens. Unless the head"
+            " was trained so, its map was lost in an export; fetch the original head",
         )
     detail = (
         f"{ids.size} of {config.vocab_size} tokens can be drafted; d2t is one to one and in range"
     )
     absent = sorted(set(target.stop_tokens) - set(ids.tolist()))
     if absent:
-        detail += f"; stop tokens {absent} can never be drafted, so the last token of an answer is always the target's"
+        detail += (
+            f"; stop tokens {absent} can never be drafted, so the last token of an answer is always"
+            " the target's"
+        )
     return Check.report("vocabulary", detail)
 
 
@@ -248,7 +257,10 @@ def _dtypes(target: TargetCheckpoint, drafter: Drafter, name: str) -> Check:
 def _size(target: TargetCheckpoint, draft: TargetCheckpoint) -> Check:
     ours = draft.config
     theirs = target.config
-    detail = f"{ours.num_layers} layers of width {ours.width}, target {theirs.num_layers} layers of width {theirs.width}"
+    detail = (
+        f"{ours.num_layers} layers of width {ours.width}, target {theirs.num_layers} layers of"
+        f" width {theirs.width}"
+    )
     is_large = ours.num_layers * ours.width >= theirs.num_layers * theirs.width
     return Check.report(
         "size", detail, ": a draft token costs as much as one of the target's" if is_large else ""
@@ -362,8 +374,9 @@ def _agreement(
     if cause is not None:
         return Check("agreement", "warning" if prompts is None else "failure", f"{detail}. {cause}")
     advice = (
-        f". Nothing looks broken, but a token that is drafted and verified costs about {_HARDLY_PAYS} plain steps and "
-        "gains less than that here: was it trained for this target, and for such texts?"
+        ". Nothing looks broken, but a token that is drafted and verified costs about"
+        f" {_HARDLY_PAYS} plain steps and gains less than that here: was it trained for this"
+        " target, and for such texts?"
     )
     return Check.report("agreement", detail, advice if agreement.rates[0] < _HARDLY_PAYS else "")
 

@@ -29,8 +29,9 @@ def read(tensors: Mapping[str, np.ndarray], config: Any, where: str) -> np.ndarr
     if offset is None:
         if draft_vocab_size < vocab_size:
             raise CheckpointError(
-                f"{where} has no d2t, but its draft vocabulary of {draft_vocab_size} is smaller than the target's "
-                f"{vocab_size}; without the map every draft means another token. Fetch the complete head"
+                f"{where} has no d2t, but its draft vocabulary of {draft_vocab_size} is smaller"
+                f" than the target's {vocab_size}; without the map every draft means another token."
+                " Fetch the complete head"
             )
         offset = np.zeros(draft_vocab_size, np.int64)
     _check_table(offset, draft_vocab_size, f"{where}: d2t")
@@ -40,20 +41,20 @@ def read(tensors: Mapping[str, np.ndarray], config: Any, where: str) -> np.ndarr
     if outside.any():
         first = int(outside.argmax())
         wrong = (
-            f"maps draft id {first} to target id {absolute[first]}, out of range for a vocabulary of {vocab_size}; d2t "
-            "must hold offsets (target id minus draft id), not target ids"
+            f"maps draft id {first} to target id {absolute[first]}, out of range for a vocabulary"
+            f" of {vocab_size}; d2t must hold offsets (target id minus draft id), not target ids"
         )
     elif ids.size < absolute.size:
         wrong = (
-            f"has duplicates: target id {ids[counts.argmax()]} has {counts.max()} draft ids; every draft id must mean "
-            "another token"
+            f"has duplicates: target id {ids[counts.argmax()]} has {counts.max()} draft ids; every"
+            " draft id must mean another token"
         )
     elif draft_vocab_size == vocab_size and offset.any():
         # The official code ignores such a map and vLLM refuses to load it, so its meaning is
         # unknown.
         wrong = (
-            f"reorders tokens, but the draft vocabulary is the target's ({vocab_size}), where d2t must be absent or "
-            "zero; reorder the rows of lm_head.weight and remove d2t"
+            f"reorders tokens, but the draft vocabulary is the target's ({vocab_size}), where d2t"
+            " must be absent or zero; reorder the rows of lm_head.weight and remove d2t"
         )
     else:
         if member is not None:
@@ -77,7 +78,8 @@ def check_ids(ids: np.ndarray, size: int, vocab_size: int, label: str) -> None:
     _check_table(ids, size, label)
     if len(np.unique(ids)) != ids.size or ids.min() < 0 or ids.max() >= vocab_size:
         raise CheckpointError(
-            f"{label} is no list of different target ids from 0 to {vocab_size - 1}; fetch or convert it again"
+            f"{label} is no list of different target ids from 0 to {vocab_size - 1}; fetch or"
+            " convert it again"
         )
 
 

@@ -105,7 +105,8 @@ class Fields(NamedTuple):
         """Returns a list of whole numbers from 0 to ``count - 1``; ``None`` when absent.
 
         ``entries`` is the name of the numbers in messages. Without a ``count`` the numbers have no
-        upper bound."""
+        upper bound.
+        """
         if self.get(name) is None:
             return None
         is_index = lambda index: _is_whole(index) and 0 <= index < (count or float("inf"))

@@ -74,7 +74,8 @@ def refuse_pointer(path: Path) -> None:
     with path.open("rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
             raise CheckpointError(
-                f"{path} is a Git LFS pointer and not the file itself; run `git lfs pull` in {path.parent}"
+                f"{path} is a Git LFS pointer and not the file itself; run `git lfs pull` in"
+                f" {path.parent}"
             )
 
 
@@ -90,7 +91,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file():
             raise CheckpointError(
-                f"{path.parent} has no {path.name}; a checkpoint directory holds one next to its weights"
+                f"{path.parent} has no {path.name}; a checkpoint directory holds one next to its"
+                " weights"
             )
         if path.stat().st_size > _LONGEST_JSON:
             raise CheckpointError(

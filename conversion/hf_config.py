@@ -87,7 +87,8 @@ def refuse_unsupported(
     """Refuses activations, scaled logits, layers of different sizes and attention that the family does not compute.
 
     ``causal`` means that attention must be causal, as in every target. A block drafter reads that
-    setting itself."""
+    setting itself.
+    """
     if causal:
         refuse_bidirectional(fields)
     if fields.get("per_layer_config"):
@@ -130,7 +131,8 @@ def read_mixer(fields: Fields, *, rope: RopeConfig | None = None, **features: An
     heads = fields.size("num_attention_heads")
     if fields.get("head_dim") is None and width % heads:
         raise CheckpointError(
-            f"{fields.where}: hidden_size {width} is not a multiple of num_attention_heads {heads}; add head_dim"
+            f"{fields.where}: hidden_size {width} is not a multiple of num_attention_heads {heads};"
+            " add head_dim"
         )
     with read_from(fields.where):
         return GroupedQuery(
@@ -312,8 +314,9 @@ def stack_fields(config: Any, dtype: str) -> dict[str, Any]:
         mixer = next((mixer for mixer in mixers if mixer.rope is not None), mixers[0])
         if config.width % mixer.num_heads:
             raise CheckpointError(
-                f"width {config.width} is not a multiple of num_heads {mixer.num_heads}; the Hugging Face layout "
-                "cannot express that (transformers refuses such a config.json), use --to jax"
+                f"width {config.width} is not a multiple of num_heads {mixer.num_heads}; the"
+                " Hugging Face layout cannot express that (transformers refuses such a"
+                " config.json), use --to jax"
             )
         fields |= {
             "num_attention_heads": mixer.num_heads,
@@ -334,14 +337,16 @@ def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> lis
 
     A file with a window and no ``layer_types`` is refused: vLLM would use the window of the
     target's cache. ``switched`` means that a window counts only if ``use_sliding_window`` is set,
-    as in Qwen3's configuration."""
+    as in Qwen3's configuration.
+    """
     types = fields.words("layer_types")
     if not types and fields.flag(
         "use_sliding_window", default=fields.get("sliding_window") is not None
     ):
         raise fields.wrong(
             "sliding_window",
-            "no layer_types say which of the head's layers slide, and engines disagree, so add them",
+            "no layer_types say which of the head's layers slide, and engines disagree, so add"
+            " them",
         )
     if set(types) <= {_FULL}:
         return [None] * num_layers
@@ -424,7 +429,8 @@ def _rope_from(
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if not isinstance(kind, str) or kind not in types:
         raise CheckpointError(
-            f"{rope.where}: rope type {short(kind)} is not supported; expected one of {', '.join(types)}"
+            f"{rope.where}: rope type {short(kind)} is not supported; expected one of"
+            f" {', '.join(types)}"
         )
     allowed = _ROPE_KEYS.union(known)
     unknown = sorted(

@@ -1,7 +1,8 @@
 """Native checkpoints: ``eagle3_jax.json`` and an Orbax tree of arrays, bit-equal to what was written.
 
 The JSON file holds the configuration strictly: every field is named, and no default replaces a
-missing one."""
+missing one.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +188,8 @@ def read_leaves(directory: Path) -> dict[str, np.ndarray]:
     path = (directory / _PARAMS).absolute()
     if not path.is_dir():
         raise CheckpointError(
-            f"{directory} has no {_PARAMS}/ next to {NATIVE_FILE}; it is incomplete, convert it again"
+            f"{directory} has no {_PARAMS}/ next to {NATIVE_FILE}; it is incomplete, convert it"
+            " again"
         )
     import orbax.checkpoint as ocp
 

@@ -106,8 +106,8 @@ def target_of(opened: Opened, family: Family | None = None) -> TargetCheckpoint:
         label = HEADS[opened.kind].label
         article = "an" if label.startswith(("EAGLE", "MTP")) else "a"
         raise CheckpointError(
-            f"{opened.directory} is {article} {label} head, not a target; give it as the drafter, and the directory of "
-            "the language model as the target"
+            f"{opened.directory} is {article} {label} head, not a target; give it as the drafter,"
+            " and the directory of the language model as the target"
         )
     if opened.stored is None:
         return native.read_native_target(opened.directory, family)
@@ -166,7 +166,8 @@ def head_of(
             raise
         described = HEADS[opened.kind].label
         raise CheckpointError(
-            f"{error}; its tensors are named as those of {named.label} heads are, and config.json describes {described}"
+            f"{error}; its tensors are named as those of {named.label} heads are, and config.json"
+            f" describes {described}"
         ) from None
 
 

@@ -2,7 +2,8 @@
 
 A table is a list of exact pairs, generated for one configuration. It lists every expected tensor,
 so a tensor that is missing, unknown, given twice or of another shape is an error and never a
-default."""
+default.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Part(NamedTuple):
     """The part of an array that one of several tensors fills; by default all of it.
 
     The last axis of the array is read as ``[outer, slots, inner]``. The tensor fills the slots from
-    ``start`` to ``stop`` of every outer index."""
+    ``start`` to ``stop`` of every outer index.
+    """
 
     outer: int = 1  #: Number of times that the tensors take turns.
     slots: int = 1  #: Number of slots in a turn, for all tensors together.
@@ -148,7 +150,8 @@ def renamed(
         first = origin.setdefault(rename(name), name)
         if first != name:
             raise CheckpointError(
-                f"{where} holds {first} and {name}, which mean the same tensor {rename(name)}; remove one"
+                f"{where} holds {first} and {name}, which mean the same tensor {rename(name)};"
+                " remove one"
             )
     return {new: tensors[name] for new, name in origin.items()}
 
@@ -344,5 +347,6 @@ def _check_names(where: str, expected: Collection[str], names: Collection[str]) 
             parts.append(f"{verb} {', '.join(wrong[:3])}{more}")
     if parts:
         raise CheckpointError(
-            f"{where} {' and '.join(parts)}; its tensors must be exactly those that its config.json describes"
+            f"{where} {' and '.join(parts)}; its tensors must be exactly those that its config.json"
+            " describes"
         )

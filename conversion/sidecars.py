@@ -68,7 +68,8 @@ def tokenizer_config_of(checkpoint: Path) -> dict[str, Any]:
     """Reads the fields of the ``tokenizer_config.json`` of a checkpoint; empty if it has no such file.
 
     As in transformers, a separate file with a chat template replaces the field ``chat_template``.
-    Old checkpoints have their special tokens in ``special_tokens_map.json``."""
+    Old checkpoints have their special tokens in ``special_tokens_map.json``.
+    """
     checkpoint = checkpoint_path(checkpoint)
     config = read_object(checkpoint, "tokenizer_config.json")
     if "added_tokens_decoder" not in config:

@@ -68,8 +68,9 @@ def read_target(stored: Stored, extra_family: Family | None = None) -> TargetChe
         known = (r"lm_head\.weight",)
         if not np.array_equal(head, tensors.get("model.embed_tokens.weight", head)):
             raise CheckpointError(
-                f"{directory}: tie_word_embeddings is true but lm_head.weight differs from model.embed_tokens.weight; "
-                "set tie_word_embeddings to false, or remove lm_head.weight"
+                f"{directory}: tie_word_embeddings is true but lm_head.weight differs from"
+                " model.embed_tokens.weight; set tie_word_embeddings to false, or remove"
+                " lm_head.weight"
             )
     shapes = DecoderTarget(config).param_shapes()
     params = rules.read_params(
@@ -176,7 +177,8 @@ def _under_model(tensors: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Replaces another prefix that all layers have by ``model.``.
 
     ``AutoModel`` writes no prefix. Modules around a model, such as those of ``torch.compile``, add
-    theirs."""
+    theirs.
+    """
     matches = (re.match(r"((?:\w+\.)*?)layers\.\d+\.", name) for name in tensors)
     prefixes = sorted({match[1] for match in matches if match})
     if not prefixes or "model." in prefixes:
@@ -184,8 +186,8 @@ def _under_model(tensors: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if len(prefixes) > 1:
         named = " and ".join(f"{prefix}layers.0" for prefix in prefixes[:3])
         raise CheckpointError(
-            f"{where}: its layers are named {named}; expected model.layers.0 for those of the language model, so "
-            "rename them and remove the others"
+            f"{where}: its layers are named {named}; expected model.layers.0 for those of the"
+            " language model, so rename them and remove the others"
         )
     return rules.renamed(tensors, functools.partial(_under_prefix, prefixes[0]), where)
 

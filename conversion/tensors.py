@@ -143,16 +143,16 @@ def _read_directory(directory: Path) -> dict[str, np.ndarray]:
     if (directory / _ADAPTER).is_file():
         base = str(read_json(directory / _ADAPTER).get("base_model_name_or_path"))[:80]
         raise CheckpointError(
-            f"{directory} is a LoRA adapter ({_ADAPTER}) of {base}; merge it into that model, for example with "
-            "merge_and_unload() of peft, and give the directory of the result"
+            f"{directory} is a LoRA adapter ({_ADAPTER}) of {base}; merge it into that model, for"
+            " example with merge_and_unload() of peft, and give the directory of the result"
         )
     suffixes = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
     strays = sorted(path.name for path in directory.iterdir() if path.suffix in suffixes)
     for name in strays:
         if name.startswith("consolidated."):
             raise CheckpointError(
-                f"{directory} holds {name}, a layout of its publisher; give the Hugging Face layout of the model, "
-                f"which has {SAFETENSORS} or its index"
+                f"{directory} holds {name}, a layout of its publisher; give the Hugging Face layout"
+                f" of the model, which has {SAFETENSORS} or its index"
             )
         if name.endswith(".gguf"):
             raise CheckpointError(
@@ -209,7 +209,8 @@ def _read_sharded(index: Path) -> dict[str, np.ndarray]:
             tensors[name] = value
     for name in sorted(weight_map.keys() - tensors.keys())[:1]:
         raise CheckpointError(
-            f"{index.parent / weight_map[name]} does not hold {name}, which {index.name} places there"
+            f"{index.parent / weight_map[name]} does not hold {name}, which {index.name} places"
+            " there"
         )
     return tensors
 
@@ -222,7 +223,8 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
             pass
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path} is truncated or damaged ({str(error)[:200]}); it is no complete safetensors file, fetch it again"
+            f"{path} is truncated or damaged ({str(error)[:200]}); it is no complete safetensors"
+            " file, fetch it again"
         ) from None
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
@@ -259,7 +261,8 @@ def _read_pickle(path: Path) -> dict[str, np.ndarray]:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
         raise CheckpointError(
-            f"{path} is truncated, damaged or no file of plain tensors ({reason[:120]}); fetch it again"
+            f"{path} is truncated, damaged or no file of plain tensors ({reason[:120]}); fetch it"
+            " again"
         ) from None
     if not isinstance(loaded, dict) or not all(
         isinstance(value, torch.Tensor) for value in loaded.values()

@@ -2,7 +2,8 @@
 
 Public are the names of `__init__.pyi`, whose first group is enough to decode, and what `docs/api`
 documents by the path of its module; everything else may move. Each name is imported at its first
-use, so `eagle3 --help` starts without JAX."""
+use, so `eagle3 --help` starts without JAX.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@
 is a tree, greedy decoding is a point mass, and a deterministic draft is a one-hot proposal. So this
 is Leviathan's rule on a chain (Leviathan et al., 2023, algorithm 1), SpecInfer's multi-round rule
 on sampled siblings (Miao et al., 2023) and EAGLE's posterior evaluation on deterministic trees (Li
-et al., 2024)."""
+et al., 2024).
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ class LayerCache(Protocol):
     A forward returns ``written``: everything that the layer needs to commit tokens later, when it
     is known which ones are accepted. For attention these are the buffers with the new keys and
     values after the committed ones, so nothing has to be rolled back. For a recurrent layer it is
-    one update per token of the block."""
+    one update per token of the block.
+    """
 
     def fill(self, written: Any, count: Int[Array, " B"]) -> LayerCache:
         """Fills an empty cache from a prefill.
@@ -151,7 +152,8 @@ class KeyValues(struct.PyTreeNode, kw_only=True):
         """Returns the buffers with a block after the committed slots, which stay unchanged.
 
         Tokens past the capacity are dropped. (A clamped write would overwrite committed slots
-        instead.)"""
+        instead.)
+        """
         keys = write_block(self.keys, block.keys, length)
         values = write_block(self.values, block.values, length)
         return KeyValue(keys, values)

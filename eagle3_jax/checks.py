@@ -6,7 +6,8 @@ distribution of the output, and no check in the loop can detect it; ``check_draf
 
 Members, hashes, shapes and types are checked when the loop is built or traced, with a
 ``ValueError``. Values of drafts (ids, parents, depths) are repaired in every round
-(``eagle3_jax.tree.sanitize_draft``)."""
+(``eagle3_jax.tree.sanitize_draft``).
+"""
 
 from __future__ import annotations
 
@@ -43,8 +44,10 @@ _LAYERS = (
 # For each role its members, with a test of those that are plain values, and the arguments that it
 # is given by name.
 _MEMBERS: dict[str, dict[str, tuple[Callable[[Any], bool], str] | None]] = {
-    "drafter": {"num_nodes": _POSITIVE, "max_depth": _POSITIVE, "aux_layers": _LAYERS}
-    | dict.fromkeys(("init", "observe", "propose")),
+    "drafter": (
+        {"num_nodes": _POSITIVE, "max_depth": _POSITIVE, "aux_layers": _LAYERS}
+        | dict.fromkeys(("init", "observe", "propose"))
+    ),
     "target": dict.fromkeys(("vocab_size", "init_cache", "__call__", "unembed")),
     "verifier": {"lossless": _BOOL, "__call__": None},
 }
@@ -108,8 +111,9 @@ def check_parts(target: Any, drafter: Any, verifier: Any) -> None:
     check_part(verifier, "verifier")
     if getattr(verifier, "chains_only", False) and not declares_chain(drafter):
         raise ValueError(
-            f"{type(verifier).__name__} is defined for chains, and {type(drafter).__name__} drafts a tree (or does not "
-            "say `is_chain`); draft a chain (num_speculative_tokens=K) or leave the rule out"
+            f"{type(verifier).__name__} is defined for chains, and {type(drafter).__name__} drafts"
+            " a tree (or does not say `is_chain`); draft a chain (num_speculative_tokens=K) or"
+            " leave the rule out"
         )
 
 
@@ -130,7 +134,8 @@ def check_part(part: Any, role: str) -> None:
     unknown = [argument for argument in _ARGUMENTS[role] if argument not in parameters]
     if unknown and not takes_any_name:
         raise ValueError(
-            f"{name} is called without {', '.join(unknown)}, which every {role} is given; see {_PAGE}"
+            f"{name} is called without {', '.join(unknown)}, which every {role} is given; see"
+            f" {_PAGE}"
         )
     for member, expectation in (_MEMBERS[role] | _OPTIONAL).items():
         if expectation is None or not hasattr(part, member):
@@ -143,13 +148,13 @@ def check_part(part: Any, role: str) -> None:
         hash(part)
     except TypeError:
         raise ValueError(
-            f"{name} has no hash, which a static argument of the compiled loop needs; make it a frozen dataclass of "
-            f"plain values and keep its arrays in params, see {_PAGE}"
+            f"{name} has no hash, which a static argument of the compiled loop needs; make it a"
+            f" frozen dataclass of plain values and keep its arrays in params, see {_PAGE}"
         ) from None
     if role == "drafter" and declares_chain(part) and part.num_nodes > part.max_depth + 1:
         raise ValueError(
-            f"{name} is a chain of {part.num_nodes} nodes and says that its max_depth is {part.max_depth}; "
-            f"expected {part.num_nodes - 1}"
+            f"{name} is a chain of {part.num_nodes} nodes and says that its max_depth is"
+            f" {part.max_depth}; expected {part.num_nodes - 1}"
         )
 
 
@@ -171,12 +176,14 @@ def configured(
     name = type(drafter).__name__
     if topology is not None:
         raise ValueError(
-            f"{name} cannot draft a {'chain' if isinstance(topology, Chain) else 'tree'} of another size: it has no "
-            "method `with_topology`; leave the option out or choose another drafter"
+            f"{name} cannot draft a {'chain' if isinstance(topology, Chain) else 'tree'} of another"
+            " size: it has no method `with_topology`; leave the option out or choose another"
+            " drafter"
         )
     if draft_sampling is DraftSampling.PROBABILISTIC:
         raise ValueError(
-            f"{name} has no distribution to draw from; leave draft_sampling out or load a draft head"
+            f"{name} has no distribution to draw from; leave draft_sampling out or load a draft"
+            " head"
         )
     return drafter
 
@@ -186,8 +193,9 @@ def check_rows(part: Any, state: Any, batch: int, *, origin: str = "init gave st
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if getattr(leaf, "shape", None) is None or leaf.shape[:1] != (batch,):
             raise ValueError(
-                f"{type(part).__name__}.{origin}{jax.tree_util.keystr(path)} as {_described(leaf)}; expected an array "
-                f"that leads with the batch, here {batch}; what belongs to no row goes into params"
+                f"{type(part).__name__}.{origin}{jax.tree_util.keystr(path)} as {_described(leaf)};"
+                f" expected an array that leads with the batch, here {batch}; what belongs to no"
+                " row goes into params"
             )
 
 
@@ -213,8 +221,8 @@ def check_same(before: Any, after: Any, subject: str, verb: str) -> None:
     for (path, old), new in pairs:
         if (np.shape(old), old.dtype) != (np.shape(new), getattr(new, "dtype", None)):
             raise ValueError(
-                f"{subject}{jax.tree_util.keystr(path)} as {_described(old)} {verb} {_described(new)}; expected the "
-                "same shape and type"
+                f"{subject}{jax.tree_util.keystr(path)} as {_described(old)} {verb}"
+                f" {_described(new)}; expected the same shape and type"
             )
 
 
@@ -257,7 +265,8 @@ def check_returned(giver: str, returned: Any, kind: type, **sizes: int) -> None:
         if shape != expected_shape or not has_type:
             expected = ("" if dtype is None else np.dtype(dtype).name) + str(list(expected_shape))
             raise ValueError(
-                f"{giver} gave {field} as {_described(value)}; expected {expected}: {letters}, see {_PAGE}"
+                f"{giver} gave {field} as {_described(value)}; expected {expected}: {letters}, see"
+                f" {_PAGE}"
             )
 
 
@@ -293,8 +302,8 @@ def per_row(sampling: SamplingParams, batch: int) -> SamplingParams:
     """
     if not isinstance(sampling, SamplingParams):
         raise ValueError(
-            f"sampling is {sampling!r:.40}; expected SamplingParams(temperature=..., top_k=..., top_p=...), or None "
-            "for greedy decoding"
+            f"sampling is {sampling!r:.40}; expected SamplingParams(temperature=..., top_k=...,"
+            " top_p=...), or None for greedy decoding"
         )
 
     def rows(name: str, dtype: type) -> Array:
@@ -306,7 +315,8 @@ def per_row(sampling: SamplingParams, batch: int) -> SamplingParams:
             )
         if value.shape not in ((), (batch,)):
             raise ValueError(
-                f"{name} has shape {value.shape} for {batch} rows; give one number, or one for each row"
+                f"{name} has shape {value.shape} for {batch} rows; give one number, or one for"
+                " each row"
             )
         if dtype is np.int32:  # larger than any vocabulary, and within 32 bits
             value = np.clip(value, -1, np.iinfo(np.int32).max)
@@ -361,6 +371,6 @@ def check_mode(mode: SamplingMode, needed: SamplingMode) -> None:
     modes = list(SamplingMode)  # least work first
     if modes.index(mode) < modes.index(needed):
         raise ValueError(
-            f"sampling_mode is {mode.value!r}, and these sampling parameters need {needed.value!r}; "
-            f"choose {needed.value!r} or leave sampling_mode out"
+            f"sampling_mode is {mode.value!r}, and these sampling parameters need {needed.value!r};"
+            f" choose {needed.value!r} or leave sampling_mode out"
         )

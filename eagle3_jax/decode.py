@@ -126,13 +126,14 @@ class SpeculativeDecoder:
         option = next((name for name, value in draft_options.items() if value is not None), None)
         if drafter is None and option is not None:
             raise ValueError(
-                f"{option} was given without a drafter; give one, such as load_drafter(target=target) or "
-                f"drafters.NGram(), or leave {option} out for plain decoding"
+                f"{option} was given without a drafter; give one, such as"
+                f" load_drafter(target=target) or drafters.NGram(), or leave {option} out for plain"
+                " decoding"
             )
         if sum(shape is not None for shape in shapes.values()) > 1:
             raise ValueError(
-                "more than one of num_speculative_tokens, tree and schedule was given; a draft is a chain, a tree, or "
-                "a chain by schedule"
+                "more than one of num_speculative_tokens, tree and schedule was given; a draft is a"
+                " chain, a tree, or a chain by schedule"
             )
         drafter = Plain() if drafter is None else drafter
         loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter)
@@ -302,7 +303,8 @@ class SpeculativeDecoder:
         """Yields every round of a batch until all rows have finished.
 
         The arguments are those of :meth:`generate`. The next round consumes the state of this one,
-        so read it first."""
+        so read it first.
+        """
         loop, batch, _ = self.batch(prompts, max_new_tokens, sampling, seed, logprobs)
         state = self._call(loops.prefill, loop, batch)
         while np.any(to_host(state.finish) == FinishReason.RUNNING):
@@ -437,7 +439,8 @@ class SpeculativeDecoder:
         """Returns the loop for this sampling, the batch on the device, and the prompts' token ids, all checked.
 
         The arguments are those of :meth:`generate`. For callers that call the functions of
-        :mod:`eagle3_jax.loop`."""
+        :mod:`eagle3_jax.loop`.
+        """
         rows = [self.encode(prompt) for prompt in _as_batch(prompts)]
         if not rows:
             raise ValueError("no prompts were given; give at least one")
@@ -479,8 +482,9 @@ class SpeculativeDecoder:
         most = getattr(drafter, "max_positions", None)
         if most is not None and longest > most:
             raise ValueError(
-                f"sequences of up to {longest} tokens were asked for, and {type(drafter).__name__} was built "
-                f"for {most} positions; lower max_new_tokens, shorten the prompt or choose another drafter"
+                f"sequences of up to {longest} tokens were asked for, and {type(drafter).__name__}"
+                f" was built for {most} positions; lower max_new_tokens, shorten the prompt or"
+                " choose another drafter"
             )
 
     def _generate_until(
@@ -582,13 +586,13 @@ def _check_size(drafter: Drafter[Any], target: LoadedTarget) -> None:
     most = target.max_positions
     if drafter.max_depth >= most:
         raise ValueError(
-            f"a draft of {drafter.max_depth} tokens in a row does not fit {target.name}, which has {most} positions; "
-            f"lower num_speculative_tokens or max_depth to at most {most - 1}"
+            f"a draft of {drafter.max_depth} tokens in a row does not fit {target.name}, which has"
+            f" {most} positions; lower num_speculative_tokens or max_depth to at most {most - 1}"
         )
     if drafter.num_nodes > most:
         raise ValueError(
-            f"a tree of num_nodes={drafter.num_nodes} does not fit {target.name}, which has {most} positions; "
-            f"lower num_nodes to at most {most}"
+            f"a tree of num_nodes={drafter.num_nodes} does not fit {target.name}, which has {most}"
+            f" positions; lower num_nodes to at most {most}"
         )
 
 
@@ -601,16 +605,18 @@ def _invariant(target: LoadedTarget, drafter: Drafter[Any], mesh: Mesh | None) -
     make = getattr(target.model, "invariant", None)
     if make is None:
         raise ValueError(
-            f"invariant was given for {type(target.model).__name__}, which has no method invariant()"
+            f"invariant was given for {type(target.model).__name__}, which has no method"
+            " invariant()"
         )
     if not declares_chain(drafter):
         raise ValueError(
-            f"invariant was given for {type(drafter).__name__} with a tree, whose paths are summed in another order; "
-            "draft a chain (num_speculative_tokens), or leave invariant out"
+            f"invariant was given for {type(drafter).__name__} with a tree, whose paths are summed"
+            " in another order; draft a chain (num_speculative_tokens), or leave invariant out"
         )
     if mesh is not None:
         raise ValueError(
-            "invariant was given for a mesh, which divides sums; use one device, or leave invariant out"
+            "invariant was given for a mesh, which divides sums; use one device, or leave"
+            " invariant out"
         )
     return dataclasses.replace(target, model=make(target.weights))
 
@@ -619,7 +625,8 @@ def _check_loaded(target: Any, drafter: Any) -> None:
     """Raises if a part is the name of a model, or a model without its arrays; the message says how to load it."""
     if isinstance(drafter, str):
         raise ValueError(
-            f"drafter is {drafter!r}; expected a drafter: load_drafter({drafter!r}, target=target) reads one"
+            f"drafter is {drafter!r}; expected a drafter: load_drafter({drafter!r}, target=target)"
+            " reads one"
         )
     if not isinstance(target, LoadedTarget):
         described = type(target).__name__
@@ -635,7 +642,8 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if isinstance(prompts, np.ndarray | jax.Array):
         if prompts.ndim not in (1, 2):
             raise ValueError(
-                f"prompts is an array of shape {prompts.shape}; expected [T], the token ids of one prompt, or [B, T]"
+                f"prompts is an array of shape {prompts.shape}; expected [T], the token ids of one"
+                " prompt, or [B, T]"
             )
         prompts = to_host(prompts).tolist()
     if not isinstance(prompts, Sequence):
@@ -653,7 +661,8 @@ def _token_ids(prompt: Sequence[int] | np.ndarray | jax.Array) -> list[int]:
         return list(prompt)
     if prompt.ndim != 1:
         raise ValueError(
-            f"a prompt is an array of shape {prompt.shape}; expected [T], the token ids of one prompt"
+            f"a prompt is an array of shape {prompt.shape}; expected [T], the token ids of one"
+            " prompt"
         )
     return to_host(prompt).tolist()
 
@@ -661,7 +670,8 @@ def _token_ids(prompt: Sequence[int] | np.ndarray | jax.Array) -> list[int]:
 def _check_token(token: Any, vocab_size: int, name: str) -> None:
     if not is_whole(token, 0) or token >= vocab_size:
         raise ValueError(
-            f"{name} {shown(token)} is not a token id; expected whole numbers from 0 to {vocab_size - 1}"
+            f"{name} {shown(token)} is not a token id; expected whole numbers from 0 to"
+            f" {vocab_size - 1}"
         )
 
 

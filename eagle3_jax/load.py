@@ -131,7 +131,10 @@ def _bound(config: DecoderConfig) -> tuple[int, str]:
     if original < most:
         return (
             original,
-            "beyond them its rotary embedding (longrope) has other factors, which are not computed here",
+            (
+                "beyond them its rotary embedding (longrope) has other factors, which are not"
+                " computed here"
+            ),
         )
     return most, ""
 
@@ -169,7 +172,8 @@ def load_drafter(
     if opened.kind not in HEADS:
         if layer_ids is not None:
             raise ValueError(
-                f"{directory} holds a language model, which reads no target layers; leave layer_ids out"
+                f"{directory} holds a language model, which reads no target layers; leave"
+                " layer_ids out"
             )
         model = _load_model(directory, precision, None, target.mesh, str(source), target.weights)
         return draft_model(model, target)

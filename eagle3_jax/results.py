@@ -113,8 +113,8 @@ def tokenized(
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"the prompt's character {error.start + 1} is {text[error.start]!r}, which is no character of UTF-8 by "
-            "itself; give text in UTF-8"
+            f"the prompt's character {error.start + 1} is {text[error.start]!r}, which is no"
+            " character of UTF-8 by itself; give text in UTF-8"
         ) from None
     # Encoding 10 MB takes half a minute, so longer and longer beginnings are encoded first. Text
     # after a beginning can only change the tokens of its last word, so a beginning of twice as many
@@ -123,8 +123,9 @@ def tokenized(
     while size < len(text):
         if len(encode(text[:size])) >= 2 * positions:
             raise ValueError(
-                f"the prompt has {len(text)} characters, far more tokens than the {holds or f'{positions} positions'} "
-                f"of the target; give at most {positions - 1} tokens"
+                f"the prompt has {len(text)} characters, far more tokens than the"
+                f" {holds or f'{positions} positions'} of the target; give at most {positions - 1}"
+                " tokens"
             )
         size *= 4
     return encode(text)

@@ -92,7 +92,8 @@ def residual(
     """Returns the distribution after a rejection, ``max(p - q, 0)`` normalized, and its mass before normalization.
 
     Leviathan et al. (2023), section 2.3. If ``p`` nowhere exceeds ``q``, the mass is 0 and the
-    result is ``p``."""
+    result is ``p``.
+    """
     excess = jnp.maximum(p - q, 0.0)
     mass = jnp.sum(excess, axis=-1)
     has_mass = mass[..., None] > 0
@@ -135,7 +136,8 @@ def keys_at(keys: Key[Array, " B"], position: Int[Array, " B"], purpose: int) ->
     """Returns keys for one position of each row and one purpose.
 
     They depend only on the row and the position, never on other rows or on the number of rounds
-    before."""
+    before.
+    """
     fold_in_rows = jax.vmap(jax.random.fold_in)
     at_position = fold_in_rows(keys, position)
     fold_in_purpose = jax.vmap(jax.random.fold_in, (0, None))

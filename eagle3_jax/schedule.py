@@ -46,16 +46,19 @@ class SpeculationSchedule:
             first, last, length = entry
             if first <= reached or last < first or (reached == 0 and first != 1):
                 raise ValueError(
-                    f"schedule entry {list(entry)} is out of place; expected [first, last, K] with ascending batch "
-                    "sizes that start at 1 and do not overlap, as in [[1, 4, 5], [5, 16, 3], [17, 512, 0]]"
+                    f"schedule entry {list(entry)} is out of place; expected [first, last, K] with"
+                    " ascending batch sizes that start at 1 and do not overlap, as in [[1, 4, 5],"
+                    " [5, 16, 3], [17, 512, 0]]"
                 )
             if last > _MOST_ROWS:
                 raise ValueError(
-                    f"schedule entry {list(entry)} reaches {last} rows; expected at most {_MOST_ROWS}"
+                    f"schedule entry {list(entry)} reaches {last} rows; expected at most"
+                    f" {_MOST_ROWS}"
                 )
             if length < 0:
                 raise ValueError(
-                    f"schedule entry {list(entry)} drafts {length} tokens; expected 0 (none) or more"
+                    f"schedule entry {list(entry)} drafts {length} tokens; expected 0 (none) or"
+                    " more"
                 )
             reached = last
         if self.max_length == 0:
@@ -128,7 +131,8 @@ class StagedLoop(SpeculativeLoop):
 
         The host reads the number of active rows, so a round is the program of one stage. A switch
         inside one program would copy every cache, because its branches do not share buffers (104
-        copies per round of eight rows)."""
+        copies per round of eight rows).
+        """
         first, *later = self._reached(state.finish.shape[0])  # most rows first
         # With a single stage nothing is read. `finish` is read because the host caches arrays that
         # it has read.
@@ -144,8 +148,9 @@ class StagedLoop(SpeculativeLoop):
         """
         if isinstance(state.finish, Tracer):
             raise ValueError(
-                "the stage of a schedule depends on the number of active rows, which is not known while a program is "
-                "traced; call `decoder.step(state)`, or compile `loop.at(state).step`"
+                "the stage of a schedule depends on the number of active rows, which is not known"
+                " while a program is traced; call `decoder.step(state)`, or compile"
+                " `loop.at(state).step`"
             )
         return self.at(state).step(params, state)
 
@@ -155,7 +160,8 @@ class StagedLoop(SpeculativeLoop):
         """Runs rounds while more than ``more_than`` rows are active.
 
         Finished rows leave the batch when a stage begins. On a mesh that divides rows they stay, so
-        that no cache moves between devices."""
+        that no cache moves between devices.
+        """
         stages = self._reached(state.finish.shape[0])
         limits = [max(stage.max_running, more_than) for stage in stages[1:]] + [more_than]
         for stage, limit in zip(stages, limits, strict=True):

@@ -3,7 +3,8 @@
 Letters in shapes: ``B`` rows of the batch, ``S`` cache slots, ``T`` tokens of a block, ``N`` draft
 nodes including the root, ``G`` longest path below the root, ``V`` target vocabulary, ``W`` draft
 vocabulary, ``D`` width, ``A`` auxiliary layers, ``C`` key/value heads, ``H`` head size, ``L``
-layers."""
+layers.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class FinishReason(enum.IntEnum):
 
     ``STOP``: a stop token. ``LENGTH``: the limit of new tokens. ``CAPACITY``: the target has no
     more positions. ``NOT_FINITE``: the target's logits contain NaN, or minus infinity for every
-    token, so there is no next token. The tokens before it are kept."""
+    token, so there is no next token. The tokens before it are kept.
+    """
 
     RUNNING = 0
     STOP = 1
@@ -74,7 +76,8 @@ class TargetModel(Protocol):
     ``params``. A target with ``tables(params) -> EmbeddingTables`` can lend its embedding to draft
     heads that have none. A target whose ``__call__`` takes ``is_chain: bool`` is told when the
     block is a chain, so that its attention need not read the mask. ``docs/extending.md`` writes a
-    target; ``check_target`` tests one."""
+    target; ``check_target`` tests one.
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -131,7 +134,8 @@ class DraftSampling(enum.Enum):
 
     ``GREEDY`` proposes the most likely token, a point mass. ``PROBABILISTIC`` samples from ``q =
     softmax(logits / T)``, which is accepted with probability ``Σ min(p, q)``. Functions also take
-    the names, ``"greedy"`` and ``"probabilistic"``."""
+    the names, ``"greedy"`` and ``"probabilistic"``.
+    """
 
     GREEDY = "greedy"
     PROBABILISTIC = "probabilistic"
@@ -139,7 +143,8 @@ class DraftSampling(enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> DraftSampling:
         raise ValueError(
-            f"draft_sampling is {value!r}; expected {' or '.join(repr(member.value) for member in cls)}"
+            f"draft_sampling is {value!r}; expected"
+            f" {' or '.join(repr(member.value) for member in cls)}"
         )
 
 
@@ -223,7 +228,8 @@ class Verifier(Protocol):
 
     :class:`eagle3_jax.Exact` preserves the target's distribution. A verifier is a static argument
     of the compiled loop, so it must be hashable. A rule that only works along one path has
-    ``chains_only = True``. ``docs/extending.md`` writes one."""
+    ``chains_only = True``. ``docs/extending.md`` writes one.
+    """
 
     @property
     def lossless(self) -> bool:
@@ -268,7 +274,8 @@ class Drafter(Protocol[State]):
     tokens at every verified node, rejected ones included. ``with_topology(topology,
     draft_sampling)`` returns the same drafter with another draft, or raises ``ValueError``
     (:class:`eagle3_jax.checks.Drafting`). ``docs/drafters.md`` tells authors more;
-    ``check_drafter`` tests a drafter."""
+    ``check_drafter`` tests a drafter.
+    """
 
     @property
     def num_nodes(self) -> int:

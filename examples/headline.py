@@ -137,7 +137,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         or min(options.temperatures) < 0
     ):
         parser.error(
-            "--batches, --chains and --tree take numbers of at least 1, --temperatures of at least 0"
+            "--batches, --chains and --tree take numbers of at least 1, --temperatures of at"
+            " least 0"
         )
     return options
 
@@ -379,7 +380,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_text(options.output / "headline.md", text + "\n")
     if missing := experiment.missing():
         raise SystemExit(
-            f"error: {len(missing)} cells failed; the same command measures them again: {missing[0].key}"
+            f"error: {len(missing)} cells failed; the same command measures them again:"
+            f" {missing[0].key}"
         )
 
 

@@ -91,7 +91,8 @@ class LlamaContender(Contender):
         line = self._process.stdout.readline().strip()
         if not line:
             raise SystemExit(
-                f"error: llama.cpp ended with exit code {self._process.wait()}; its message is above"
+                f"error: llama.cpp ended with exit code {self._process.wait()}; its message is"
+                " above"
             )
         return line
 

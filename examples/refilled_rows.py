@@ -107,7 +107,8 @@ def main() -> None:
             rows.append(row | {"speedup": spread_of(ratios)})
             saved = 1 - rounds_refilled / rounds
             print(
-                f"{method}, limits {name}: {rounds} rounds, {rounds_refilled} refilled ({saved:.0%} fewer), {ratios}"
+                f"{method}, limits {name}: {rounds} rounds, {rounds_refilled} refilled ({saved:.0%}"
+                f" fewer), {ratios}"
             )
     if options.output:
         record = {"prompts": COUNT, "rows_of_batch": ROWS, "repeats": options.repeats}

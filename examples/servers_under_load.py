@@ -134,10 +134,10 @@ def main() -> None:
             row = load_row(name, Load(concurrency=users), runs_of_server, first_runs)
             rows.append(dataclasses.asdict(row))
             print(
-                f"{row.load}, {name}: {row.tokens_per_second.median:.0f} tokens/s, {row.ratio.median:.2f} x; "
-                f"first token {row.first_token.p50.value:.2f} s; "
-                f"gap {row.gap.p50.value:.3f} s, p99 {row.gap.p99.value:.3f} s; "
-                f"{row.same_texts} of {row.num_requests} texts",
+                f"{row.load}, {name}: {row.tokens_per_second.median:.0f} tokens/s,"
+                f" {row.ratio.median:.2f} x; first token {row.first_token.p50.value:.2f} s; gap"
+                f" {row.gap.p50.value:.3f} s, p99 {row.gap.p99.value:.3f} s; {row.same_texts} of"
+                f" {row.num_requests} texts",
                 flush=True,
             )
         if options.output:  # after every number of users, so that nothing is lost

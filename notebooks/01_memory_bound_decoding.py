@@ -95,8 +95,8 @@ for name, deployment in (("Llama-3.1-8B, bfloat16", small), ("Llama-3.3-70B, FP8
     cache = CONTEXT * deployment.cache_bytes_per_token(deployment.target)
     bound = round_bound(deployment, batch=1, context=CONTEXT, num_draft_tokens=5)
     print(
-        f"{name:24} {weights / 1e9:6.2f} GB {cache / 1e9:6.2f} GB {1e3 * bound.plain_seconds:8.2f} ms "
-        f"{bound.plain_tokens_per_second:7.0f} tokens/s"
+        f"{name:24} {weights / 1e9:6.2f} GB {cache / 1e9:6.2f} GB {1e3 * bound.plain_seconds:8.2f}"
+        f" ms {bound.plain_tokens_per_second:7.0f} tokens/s"
     )
     assert bound.plain_limit == "memory", "one sequence is bound by reading"
     read = (
@@ -167,7 +167,13 @@ ridge = H200.peak_flops / H200.bandwidth_bytes_per_second
 
 def intensity(deployment, batch, tokens):
     work = forward_work(
-        deployment, deployment.target, batch=batch, context=CONTEXT, tokens=tokens, logits=tokens, fuse=False
+        deployment,
+        deployment.target,
+        batch=batch,
+        context=CONTEXT,
+        tokens=tokens,
+        logits=tokens,
+        fuse=False,
     )
     return (work.layer_flops + work.other_flops) / work.num_bytes
 
@@ -205,7 +211,8 @@ def descriptions(chip):
         for batch, tokens in STEPS
     ]
     return [
-        f"{batch} × {tokens} tokens: at least {1e3 * bound.verify_seconds:.2f} ms, bound by {bound.verify_limit}"
+        f"{batch} × {tokens} tokens: at least {1e3 * bound.verify_seconds:.2f} ms, bound by"
+        f" {bound.verify_limit}"
         for (batch, tokens), bound in zip(STEPS, bounds, strict=True)
     ]
 
@@ -213,7 +220,9 @@ def descriptions(chip):
 chips = [KNOWN_ACCELERATORS[name] for name in OFFERED]
 points = [
     Step(
-        "plain step" if tokens == 1 else "verify 6 tokens", intensity(small, batch, tokens), f"batch {batch}"
+        "plain step" if tokens == 1 else "verify 6 tokens",
+        intensity(small, batch, tokens),
+        f"batch {batch}",
     )
     for batch, tokens in STEPS
 ]
@@ -249,7 +258,10 @@ for name, deployment in (("Llama-3.1-8B, bfloat16", small), ("Llama-3.3-70B, FP8
     )
     assert costs[-1] > 3, "in a large batch, verifying six tokens costs several plain steps"
 cost_axes.set(
-    xscale="log", xlabel="sequences", ylabel="v, plain steps", title=f"Cost of verifying {K + 1} tokens"
+    xscale="log",
+    xlabel="sequences",
+    ylabel="v, plain steps",
+    title=f"Cost of verifying {K + 1} tokens",
 )
 speedup_axes.set(
     xscale="log",
@@ -315,8 +327,9 @@ spread = {size: Spread.of(times) for size, times in taken.items()}
 for size, milliseconds in spread.items():
     ratio = Spread.of([ours / plain for ours, plain in zip(taken[size], taken[1], strict=True)])
     print(
-        f"{size:3} tokens: {milliseconds.median:6.2f} ms ({milliseconds.low:.2f}-{milliseconds.high:.2f})   v = {ratio.median:.2f} "
-        f"({ratio.low:.2f}-{ratio.high:.2f})   {milliseconds.median / size:.2f} ms per token"
+        f"{size:3} tokens: {milliseconds.median:6.2f} ms"
+        f" ({milliseconds.low:.2f}-{milliseconds.high:.2f})   v = {ratio.median:.2f}"
+        f" ({ratio.low:.2f}-{ratio.high:.2f})   {milliseconds.median / size:.2f} ms per token"
     )
 
 # %% [markdown]
@@ -379,7 +392,10 @@ rounds = len(speculated.prompts[0]["rounds"])
 assert speculated.result.tokens == one_by_one.result.tokens, "speculation does not change the text"
 assert len(one_by_one.prompts[0]["rounds"]) == 63, "plain: one forward pass per token"
 assert rounds < 40, "with the head, many forward passes add more than one token"
-for trace, words in ((one_by_one, "Plain: 63 forward passes"), (speculated, f"Head: {rounds} rounds")):
+for trace, words in (
+    (one_by_one, "Plain: 63 forward passes"),
+    (speculated, f"Head: {rounds} rounds"),
+):
     display(TokenStrip(tokens_of(trace.prompts[0], target.tokenizer), words))
 
 # %% [markdown]
@@ -455,7 +471,8 @@ measured = Spread.of(compared.ratios)
 expected = speedup(tau, num_draft_tokens=3, verify_cost=v.median, draft_cost=c.median)
 
 print(
-    f"τ = {tau:.2f}, v = {v.median:.2f} ({v.low:.2f}-{v.high:.2f}), c = {c.median:.3f} ({c.low:.3f}-{c.high:.3f})"
+    f"τ = {tau:.2f}, v = {v.median:.2f} ({v.low:.2f}-{v.high:.2f}), c = {c.median:.3f}"
+    f" ({c.low:.3f}-{c.high:.3f})"
 )
 print(
     f"predicted S = {expected:.2f}; measured {measured.median:.2f} ({measured.low:.2f}-{measured.high:.2f})"
@@ -487,8 +504,8 @@ assert abs(wished / allowed * intensity(in_bfloat16, 1, 1) / ridge - 1) < 1e-6, 
 
 claim = check_claim(large, tokens_per_second=6200, batch=4, context=CONTEXT, num_draft_tokens=5)
 print(
-    f"\nclaim: 6,200 tokens/s with EAGLE-3 at batch 4; upper bound with every draft accepted: {claim.bound:,.0f}"
-    f"\nplain decoding would need batch {claim.batch_needed} for this speed"
+    "\nclaim: 6,200 tokens/s with EAGLE-3 at batch 4; upper bound with every draft accepted:"
+    f" {claim.bound:,.0f}\nplain decoding would need batch {claim.batch_needed} for this speed"
 )
 assert not claim.possible and 3.5 < claim.share_of_bound < 4.2, "off by a factor of almost four"
 

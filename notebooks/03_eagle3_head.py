@@ -94,7 +94,8 @@ large = parameters(usual)
 base = parameters(KNOWN_MODELS["Llama-3.1-8B"])
 print(f"usual head of Llama-3.1-8B: {large.total / 1e6:.1f} M parameters, ", end="")
 print(
-    f"{large.total / base.total:.1%} of the target, {(large.mlp + large.output) / large.total:.0%} in MLP and output"
+    f"{large.total / base.total:.1%} of the target, {(large.mlp + large.output) / large.total:.0%}"
+    " in MLP and output"
 )
 assert large.mlp + large.output > 0.7 * large.total, "most parameters of a large head"
 assert abs(2 * large.total - 849.4e6) < 0.1e6, "the published file has 850 MB, two bytes each"
@@ -181,7 +182,8 @@ taps = config.aux_layers
 out = target.model(target.params, tokens[None], positions[None], causal_mask(len(ids)), aux_layers=taps)
 features = jnp.stack([entering[i] for i in taps], axis=1)  # [T 3 D]
 print(
-    f"layers {taps}; relative difference from the library: features {difference(features, out.features[0]):.1e},"
+    f"layers {taps}; relative difference from the library: features"
+    f" {difference(features, out.features[0]):.1e},"
 )
 print(f"final states {difference(final, out.final[0]):.1e}")
 assert taps == (2, layers // 2, layers - 3)
@@ -199,7 +201,9 @@ units = streams / jnp.linalg.norm(streams, axis=-1, keepdims=True)
 cosines = jnp.einsum("itd,jtd->ijt", units, units).mean(-1)
 fig, (size_axes, similarity_axes) = plt.subplots(1, 2, figsize=(8.6, 3.4), width_ratios=(1.25, 1))
 size_axes.bar(
-    range(layers + 1), size, color=["#d97634" if i in taps else "#c3cad3" for i in range(layers + 1)]
+    range(layers + 1),
+    size,
+    color=["#d97634" if i in taps else "#c3cad3" for i in range(layers + 1)],
 )
 size_axes.set(xlabel="input of layer (12: final output)", ylabel="root mean square", xticks=range(layers + 1))
 size_axes.set_title("Feature magnitude by depth (orange: features)")
@@ -325,7 +329,10 @@ def head_step(token_ids, stream, positions, past=None):
     x = head_input(tw["model.embed_tokens.weight"][token_ids], stream, w)
     added, keys_values = attend(x, w, "midlayer.self_attn", positions, past)
     x = stream + added
-    return x + mlp(norm(x, w["midlayer.post_attention_layernorm.weight"]), w, "midlayer.mlp"), keys_values
+    return (
+        x + mlp(norm(x, w["midlayer.post_attention_layernorm.weight"]), w, "midlayer.mlp"),
+        keys_values,
+    )
 
 
 def draft_logits(output):
@@ -334,7 +341,10 @@ def draft_logits(output):
 
 output, known = head_step(shifted, fused, positions)
 seen = e3.Observation(
-    tokens=tokens[None], features=out.features, length=jnp.array([len(ids)]), next_token=jnp.array([root])
+    tokens=tokens[None],
+    features=out.features,
+    length=jnp.array([len(ids)]),
+    next_token=jnp.array([root]),
 )
 empty = drafter.drafter.init(drafter.params, 1, 128)
 state = drafter.drafter.observe(drafter.params, empty, seen)
@@ -443,9 +453,11 @@ def check_draft_chain(draft_chain):
 
     drafted = list(draft_chain(run, 0.5, np.array([1.0, 2.0, 3.0, 0.0]), 3, np.array([0, 0, 5, 5])))
     assert drafted[0] == 7, "the logits at the root choose draft id 2, which is target id 7"
-    assert calls[0] == (7, 0.5, 0), (
-        "the first step reads the target id and the output at the root, at depth 0"
-    )
+    assert calls[0] == (
+        7,
+        0.5,
+        0,
+    ), "the first step reads the target id and the output at the root, at depth 0"
     assert calls[1][1] == 12, "the second step reads the output of the first step"
     assert calls[1] == (1, 12, 1), "the second step reads the second draft token, at depth 1"
     assert drafted == [7, 1, 7], "every later token follows from the logits of the step before it"
@@ -672,7 +684,11 @@ fig, ax = plt.subplots(figsize=(7.2, 3.2))
 ax.plot(depths, [hits[0]] * K, "--", color=SERIES[2], label="target's features at every depth")
 ax.plot(depths, hits, "o-", color=SERIES[0], label="own output, training-time test")
 ax.plot(
-    depths, conditional, "s-", color=SERIES[1], label="own output, real rounds (conditional acceptance rate)"
+    depths,
+    conditional,
+    "s-",
+    color=SERIES[1],
+    label="own output, real rounds (conditional acceptance rate)",
 )
 ax.set(ylim=(0, 1), xticks=depths, xlabel="depth of the draft token", ylabel="share of correct tokens")
 ax.set_title("Correct draft tokens by depth")
@@ -717,7 +733,8 @@ refused = [
 outside = [token for token in refused if not t2d[token]]
 print(f"{t2d.mean():.0%} of the vocabulary covers {covered:.1%} of the generated text")
 print(
-    f"{len(refused)} rounds ended in a rejection; in {len(outside)} the correct token is outside the draft vocabulary:"
+    f"{len(refused)} rounds ended in a rejection; in {len(outside)} the correct token is outside"
+    " the draft vocabulary:"
 )
 print("  ", *sorted({repr(target.tokenizer.decode([token])) for token in outside}))
 assert len(d2t) == 2048 == target.vocab_size // 2
@@ -734,7 +751,10 @@ assert len(outside) < 0.15 * len(refused), "few rejections are caused by the voc
 
 # %%
 first = drafter.params["head"]["first"]
-exchanged = first | {"embedding_norm": first["feature_norm"], "feature_norm": first["embedding_norm"]}
+exchanged = first | {
+    "embedding_norm": first["feature_norm"],
+    "feature_norm": first["embedding_norm"],
+}
 mistakes = {
     "unchanged": {},
     "d2t used as ids": {"drafter": drafter.params | {"draft_to_target": jnp.array(d2t)}},
@@ -772,7 +792,8 @@ wrong = target.model(
 far = difference(features, wrong[0])
 near = difference(features, out.features[0])
 print(
-    f"features one layer early: τ {early:.2f} instead of {similarity_axes:.2f}; relative difference of the features {far:.2f}"
+    f"features one layer early: τ {early:.2f} instead of {similarity_axes:.2f}; relative difference"
+    f" of the features {far:.2f}"
 )
 print(f"correct features: relative difference {near:.0e}")
 assert far > 0.05 > 1e4 * near

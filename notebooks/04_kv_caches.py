@@ -253,7 +253,11 @@ high = int(lengths[-1][row]) + K + 1
 fig, ax = plt.subplots(figsize=(8.2, 3.6))
 rounds = [str(number) for number in range(1, len(lengths) + 1)]
 slot_map(
-    np.stack(histories[1])[:, low:high], ax=ax, first=low, rows=rounds, title="Both caches after each round"
+    np.stack(histories[1])[:, low:high],
+    ax=ax,
+    first=low,
+    rows=rounds,
+    title="Both caches after each round",
 )
 ax.set_ylabel("round")
 plt.show()
@@ -300,7 +304,9 @@ print(f"filled slots changed no token and none of {compared:,} numbers of the ta
 
 # %%
 matched = finished(
-    e3.SpeculativeDecoder(target, Plain(num_nodes=K + 1), stop_tokens=()), prompts, max_new_tokens=40
+    e3.SpeculativeDecoder(target, Plain(num_nodes=K + 1), stop_tokens=()),
+    prompts,
+    max_new_tokens=40,
 )
 stats = e3.SpeculationStats.merge([clean.stats])
 print(f"accepted {stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens")
@@ -496,9 +502,10 @@ for name, (big, small, kind) in ({"shipped pair": shipped} | named).items():
     if name == "shipped pair":
         caches = (state.cache, state.drafter.cache)
         real = [sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers)) for cache in caches]
-        assert [ours * len(prompts) * S, extra * len(prompts) * S] == real, (
-            "the formula gives the size of the real buffers"
-        )
+        assert [
+            ours * len(prompts) * S,
+            extra * len(prompts) * S,
+        ] == real, "the formula gives the size of the real buffers"
 
 # %% [markdown]
 # ## Common mistakes
@@ -561,7 +568,8 @@ def decoder_with(drafter_class):
 right = decoder.generate(long, max_new_tokens=61)
 stale = decoder_with(StaleFeatures).generate(long, max_new_tokens=61)
 print(
-    f"τ {right.stats.mean_acceptance_length:.2f}, without the target's features {stale.stats.mean_acceptance_length:.2f}"
+    f"τ {right.stats.mean_acceptance_length:.2f}, without the target's features"
+    f" {stale.stats.mean_acceptance_length:.2f}"
 )
 assert stale.tokens == right.tokens, "the same text"
 assert stale.stats.mean_acceptance_length < right.stats.mean_acceptance_length - 0.2
@@ -583,7 +591,9 @@ class KeepsGuesses(Eagle3Drafter):
         ]  # accepted tokens that the head processed while drafting
         guessed_slots = ((slot >= n) & (slot < n + guesses) & (n > 0))[:, None, :, None]
         layers = jax.tree.map(
-            lambda old, new: jnp.where(guessed_slots, old, new), state.cache.layers, after.cache.layers
+            lambda old, new: jnp.where(guessed_slots, old, new),
+            state.cache.layers,
+            after.cache.layers,
         )
         return after.replace(cache=after.cache.replace(layers=layers))
 

@@ -162,13 +162,21 @@ def check_keep_best(keep_best):
     scores = np.array([-0.5, -2.0, -1.0, -0.7, -1.0, -1.2, -0.9, -3.0])
     chosen, new_parents = keep_best(scores, parents, 5)
     assert len(chosen) == len(new_parents) == 5, "five nodes are kept"
-    assert set(np.asarray(chosen).tolist()) == {0, 2, 3, 4, 6}, (
-        "the five highest scores are those of 0, 2, 3, 4, 6"
-    )
+    assert set(np.asarray(chosen).tolist()) == {
+        0,
+        2,
+        3,
+        4,
+        6,
+    }, "the five highest scores are those of 0, 2, 3, 4, 6"
     assert list(chosen) == [0, 2, 3, 4, 6], "kept nodes stay in the order in which they were scored"
-    assert list(new_parents) == [0, 0, 1, 1, 3], (
-        "parents are numbers of the draft: node 3 of the pool is node 3"
-    )
+    assert list(new_parents) == [
+        0,
+        0,
+        1,
+        1,
+        3,
+    ], "parents are numbers of the draft: node 3 of the pool is node 3"
     chosen, _ = keep_best(np.array([-1.0, -1.0, -1.0]), np.array([-1, 0, 1]), 2)
     assert list(chosen) == [0, 1], "of equal scores, the earlier node is kept"
 
@@ -263,7 +271,8 @@ closest = min(built["pool"][TREE.num_nodes - 2] - built["pool"][TREE.num_nodes -
 assert closest > 1e-4, "the choice of the last node does not depend on rounding"
 print(f"{len(rounds)} trees of {TREE.num_nodes} nodes: tokens and parents are equal")
 print(
-    f"pool of {TREE.num_candidates} scored nodes; smallest gap between the last kept and the first dropped: {closest:.5f}"
+    f"pool of {TREE.num_candidates} scored nodes; smallest gap between the last kept and the first"
+    f" dropped: {closest:.5f}"
 )
 
 for built in by_hand:
@@ -452,7 +461,10 @@ def shown(round_, built, number):
         "p": [None, *round_["p"][1:].tolist(), float(round_["probs"][end, round_["next"]])],
         "q": [None, *built["q"][1:].tolist(), None],
         "score": [None, *built["score"][1:].tolist(), None],
-        "title": f"Round {number}: {len(round_['path'])} of {TREE.num_nodes - 1} draft tokens accepted, one token added",
+        "title": (
+            f"Round {number}: {len(round_['path'])} of {TREE.num_nodes - 1} draft tokens accepted,"
+            " one token added"
+        ),
     }
 
 
@@ -682,7 +694,8 @@ taken = sum(rank is not None for rank in ranks)
 deviation = (taken - sums.sum()) / np.sqrt((sums * (1 - sums)).sum())
 first_only = sum(mass[0] for mass in expected)
 print(
-    f"{taken} of {len(ranks)} rounds accepted a child of the root; expected Σ p = {sums.sum():.1f} ({deviation:+.2f} σ)"
+    f"{taken} of {len(ranks)} rounds accepted a child of the root; expected Σ p = {sums.sum():.1f}"
+    f" ({deviation:+.2f} σ)"
 )
 print(f"the first sibling only, as in a chain: Σ p = {first_only:.1f}")
 assert abs(deviation) < 4, "the number of accepted children agrees with Σ p"

@@ -58,7 +58,14 @@ from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.tree import causal_mask
 from validation.forcing import forced_logits
 from validation.margin import TIE_ULPS, bfloat16_ulp
-from validation.statistics import Score, directed, kolmogorov_smirnov, randomised_pit, surprisal, towards
+from validation.statistics import (
+    Score,
+    directed,
+    kolmogorov_smirnov,
+    randomised_pit,
+    surprisal,
+    towards,
+)
 
 # %% [markdown]
 # ## Guarantees
@@ -241,7 +248,8 @@ for dtype, steps in (("float32", 8), ("bfloat16", 28)):
     flips = single.argmax(-1) != block.argmax(-1)
     largest_gap = np.abs(single - block).max()
     print(
-        f"{dtype:9} {flips.size} positions: largest difference of logits {largest_gap:.1g}, different argmax at {flips.sum()}"
+        f"{dtype:9} {flips.size} positions: largest difference of logits {largest_gap:.1g},"
+        f" different argmax at {flips.sum()}"
     )
     if dtype == "float32":
         assert largest_gap < 1e-3 and flips.sum() == 0, (
@@ -439,7 +447,11 @@ def sampling_tests(propose, repeats=48):
             .set(declared),  # the root's entry is ignored; one injected bug reads it
         )
         verdict = e3.verify(
-            draft, with_next(p), accept=uniforms[:, :2], choose=uniforms[:, 2 + digits :], max_depth=1
+            draft,
+            with_next(p),
+            accept=uniforms[:, :2],
+            choose=uniforms[:, 2 + digits :],
+            max_depth=1,
         )
         return (
             x,
@@ -537,17 +549,23 @@ assert "greedy texts" in caught["rejected drafts stay in the cache"], (
     "greedy equality catches errors of the cache"
 )
 softmax = caught["the residual is a softmax"]
-assert {"surprisal z", "rank p"} <= softmax and "greedy texts" not in softmax, (
-    "only sampled text shows the bug"
-)
+assert {
+    "surprisal z",
+    "rank p",
+} <= softmax and "greedy texts" not in softmax, "only sampled text shows the bug"
 again = caught["a rejection resamples from p"]
-assert "directed z" in again and not again & {"greedy texts", "rank p", "surprisal z", "τ"}, (
-    "only a directed test catches it"
-)
+assert "directed z" in again and not again & {
+    "greedy texts",
+    "rank p",
+    "surprisal z",
+    "τ",
+}, "only a directed test catches it"
 bonus = caught["the bonus is sampled from q"]
-assert "bonus z" in bonus and not bonus & {"directed z", "rank p", "surprisal z"}, (
-    "only the test at the bonus catches it"
-)
+assert "bonus z" in bonus and not bonus & {
+    "directed z",
+    "rank p",
+    "surprisal z",
+}, "only the test at the bonus catches it"
 assert caught["q is sampled in bfloat16, declared in float32"] == {"resampled"}, (
     "only a deterministic test catches it"
 )

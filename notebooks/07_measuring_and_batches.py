@@ -157,8 +157,14 @@ tau = stats.mean_acceptance_length
 rate = stats.draft_acceptance_rate
 alpha = conditional_rate_from_tau(tau, 5)
 print(f"τ = {tau:.3f}: draft acceptance rate {rate:.3f}, constant conditional acceptance rate {alpha:.3f}")
-print("conditional, by position:  ", "  ".join(f"{share:.3f}" for share in stats.conditional_acceptance_rate))
-print("of all rounds, by position:", "  ".join(f"{share:.3f}" for share in stats.acceptance_per_position))
+print(
+    "conditional, by position:  ",
+    "  ".join(f"{share:.3f}" for share in stats.conditional_acceptance_rate),
+)
+print(
+    "of all rounds, by position:",
+    "  ".join(f"{share:.3f}" for share in stats.acceptance_per_position),
+)
 
 assert abs(tau_from_draft_rate(rate, 5) - tau) < 1e-9, "τ = 1 + K·r is an identity"
 assert abs(tau - 1 - sum(stats.acceptance_per_position)) < 1e-9, "τ is one plus the shares by position"
@@ -250,8 +256,10 @@ acceptance_ribbons(
 # %%
 questions = {
     "knowledge": "What is the capital of France, and what is it known for?",
-    "code": 'Complete this function.\n\ndef is_even(number: int) -> bool:\n    """Whether a number is even."""\n',
-    "arithmetic": "Anna has 12 apples. She gives 5 to Ben and buys 7 more. How many apples does she have?",
+    "code": (
+        'Complete this function.\n\ndef is_even(number: int) -> bool:\n    """Whether a number is even."""\n'
+    ),
+    "arithmetic": ("Anna has 12 apples. She gives 5 to Ben and buys 7 more. How many apples does she have?"),
 }
 pieces = [target.tokenizer.decode(prompt) for prompt in prompts[:3]]
 chat_target, chat_head, chat_prompts = load_chat([*questions.values()], pieces)
@@ -367,7 +375,12 @@ host = {
 # %% tags=["hide-input"]
 stacked_steps(
     ["plain step", "round of K = 3"],
-    {"draft": [0, draft], "verify": [plainly, checking], "commit": [0, commit], "host": list(host.values())},
+    {
+        "draft": [0, draft],
+        "verify": [plainly, checking],
+        "commit": [0, commit],
+        "host": list(host.values()),
+    },
     title="Parts of a step (medians)",
 )
 
@@ -406,8 +419,9 @@ for size, batch_figures in by_batch.items():
     cost = Spread.of(batch_figures["cost"])
     gain = Spread.of(batch_figures["gain"])
     print(
-        f"batch {size:2}: τ {batch_figures['tau']:.3f}; round {cost.median:.2f} ({cost.low:.2f}-{cost.high:.2f}) plain steps; "
-        f"speed-up {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})"
+        f"batch {size:2}: τ {batch_figures['tau']:.3f}; round {cost.median:.2f}"
+        f" ({cost.low:.2f}-{cost.high:.2f}) plain steps; speed-up {gain.median:.2f}"
+        f" ({gain.low:.2f}-{gain.high:.2f})"
     )
 taus = [batch_figures["tau"] for batch_figures in by_batch.values()]
 assert max(taus) - min(taus) < 0.03 * taus[0], (
@@ -495,7 +509,8 @@ for name, found_streams in streams.items():
     waits = [wait for _, all_waits, _ in found_streams for wait in all_waits]
     sizes = [size for *_, all_sizes in found_streams for size in all_sizes]
     print(
-        f"{name:6} {shown([first for first, *_ in found_streams]):>21}   {shown(per_token):>21}   {shown(waits):>22}"
+        f"{name:6} {shown([first for first, *_ in found_streams]):>21}   {shown(per_token):>21}  "
+        f" {shown(waits):>22}"
     )
     assert abs(np.mean(waits) - np.mean(sizes) * sum(waits) / sum(sizes)) < 1e-9, (
         "wait = TPOT × tokens per chunk"
@@ -517,10 +532,12 @@ size = {"num_requests": 4000, "output_tokens": 128, "seed": 0}
 tail = simulate([easy, hard], num_draft_tokens=5, verify_cost=1.3, draft_cost=0.08, **size)
 per_token = tail.time_per_output_token
 print(
-    f"speed-up of all requests {tail.speedup:.2f}; slower than plain: {100 * tail.slower_than_plain:.0f} % of them"
+    f"speed-up of all requests {tail.speedup:.2f}; slower than plain:"
+    f" {100 * tail.slower_than_plain:.0f} % of them"
 )
 print(
-    f"time per token in plain steps: p50 {per_token.p50:.2f}, p90 {per_token.p90:.2f}, p99 {per_token.p99:.2f}"
+    f"time per token in plain steps: p50 {per_token.p50:.2f}, p90 {per_token.p90:.2f}, p99"
+    f" {per_token.p99:.2f}"
 )
 assert tail.speedup > 1.3 and per_token.p99 > 1 > per_token.p50, "faster on average, slower in the tail"
 assert 0.15 < tail.slower_than_plain < 0.21, "the requests of the hard class"
@@ -539,7 +556,10 @@ SLOTS = 4
 requests = [Request(prompt, 12 + 2 * number, ignore_stop=True) for number, prompt in enumerate(prompts)]
 loads = (Load(concurrency=1), Load(concurrency=8), Load(rate=6.0))
 print(f"{'':6} {'':14} tokens/s rows    τ {'TTFT p50 p90 p99':>25} {'chunk wait p50 p90 p99':>24}")
-for name, decoder in {"plain": e3.SpeculativeDecoder(target, stop_tokens=()), "K = 3": chain(3)}.items():
+for name, decoder in {
+    "plain": e3.SpeculativeDecoder(target, stop_tokens=()),
+    "K = 3": chain(3),
+}.items():
     engine = Engine(decoder, slots=SLOTS, capacity=192, sampling_mode=SamplingMode.GREEDY)
     engine.run(requests[:SLOTS])  # compiles
     runs = [run_load(engine, requests, load) for load in loads]
@@ -634,7 +654,8 @@ assert high / low > 1.05, "prompts alone change τ"
 print(f"1. {tau_from_draft_rate(0.8, 5):.2f} or {tau_from_conditional_rate(0.8, 5):.2f}")
 truncated = 1 + sum(stats_of[7].acceptance_per_position[:2])
 print(
-    f"2. K = 2 computed from the run of K = 7: {truncated:.3f}; measured {stats_of[2].mean_acceptance_length:.3f}"
+    f"2. K = 2 computed from the run of K = 7: {truncated:.3f}; measured"
+    f" {stats_of[2].mean_acceptance_length:.3f}"
 )
 print(f"3. p = {binomtest(5, 7).pvalue:.2f}")
 assert abs(tau_from_draft_rate(0.8, 5) / tau_from_conditional_rate(0.8, 5) - 1.36) < 0.01

@@ -189,7 +189,12 @@ assert all("\n" not in refusal for refusal in refusals), "an error is one line"
 # converts the shipped head through all layouts and compares every bit.
 
 # %%
-for before, after in (("native", "sglang"), ("sglang", "vllm"), ("vllm", "eagle"), ("eagle", "jax")):
+for before, after in (
+    ("native", "sglang"),
+    ("sglang", "vllm"),
+    ("vllm", "eagle"),
+    ("eagle", "jax"),
+):
     conversion.convert(HERE / before, HERE / after, after, target=description)
 last = conversion.read_head(HERE / "jax", description)
 assert same_bits(last.head, shipped.head), "no bit is lost"
@@ -431,7 +436,8 @@ tokens, stats = run(unshifted)
 assert tokens == plain, "the text does not change"
 assert stats.mean_acceptance_length < 0.75 * good.mean_acceptance_length, "τ falls"
 print(
-    f"without the shift: τ {stats.mean_acceptance_length:.2f} instead of {good.mean_acceptance_length:.2f}; same text"
+    f"without the shift: τ {stats.mean_acceptance_length:.2f} instead of"
+    f" {good.mean_acceptance_length:.2f}; same text"
 )
 
 # %% [markdown]
@@ -483,7 +489,8 @@ tokens, stats = run(dataclasses.replace(reference, drafter=fed_back))
 first, second = stats.conditional_acceptance_rate[:2]
 print(f"normed feedback: {first:.2f} at the first position, {second:.2f} at the second (given the first)")
 print(
-    f"good head:       {good.conditional_acceptance_rate[0]:.2f} and {good.conditional_acceptance_rate[1]:.2f}"
+    f"good head:       {good.conditional_acceptance_rate[0]:.2f} and"
+    f" {good.conditional_acceptance_rate[1]:.2f}"
 )
 assert tokens == plain
 assert second < 0.8 * good.conditional_acceptance_rate[1], "acceptance falls at the second position"

@@ -123,7 +123,8 @@ for width in (128, 256, 512, 1024, 2048, 4096):
     ids = vocab.select_draft_vocabulary(counts, width)
     shares[width] = vocab.coverage(counts, ids), vocab.coverage(others, ids)
     print(
-        f"{width:5} tokens cover {shares[width][0]:.1%} of the counted text, {shares[width][1]:.1%} of fresh text"
+        f"{width:5} tokens cover {shares[width][0]:.1%} of the counted text, {shares[width][1]:.1%}"
+        " of fresh text"
     )
 DRAFT_VOCAB = 1024
 counted, covered = shares[DRAFT_VOCAB]
@@ -179,7 +180,11 @@ plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(texts, max_new_to
 
 def decoded(params):
     """Acceptance counters of a head on held-out prompts."""
-    params = {"head": params, "embedding": tables.embedding, "draft_to_target": frozen["draft_to_target"]}
+    params = {
+        "head": params,
+        "embedding": tables.embedding,
+        "draft_to_target": frozen["draft_to_target"],
+    }
     decoder = e3.SpeculativeDecoder(
         target, e3.LoadedDrafter(drafter, params), num_speculative_tokens=CHAIN, stop_tokens=()
     )
@@ -224,7 +229,8 @@ assert resumed_at == HALF, "the run continues from the last checkpoint"
 assert resumed[:5] == history[HALF:], "five repeated steps give the same losses, bit for bit"
 history = history[:HALF] + resumed
 print(
-    f"{STEPS} steps of {BATCH} rows, 5 of them twice: {time.perf_counter() - begun:.0f} s, compilation included"
+    f"{STEPS} steps of {BATCH} rows, 5 of them twice: {time.perf_counter() - begun:.0f} s,"
+    " compilation included"
 )
 print(f"loss {history[0]['loss']:.2f} -> {np.mean([m['loss'] for m in history[-10:]]):.2f}")
 shutil.rmtree(folder)
@@ -244,10 +250,16 @@ figure, (loss_axes, accuracy_axes) = plt.subplots(ncols=2, figsize=(9, 3.4))
 loss_axes.plot(smooth([metrics["loss"] for metrics in history]), color=style.SERIES[0])
 loss_axes.axvline(resumed_at, color="#6b7280", lw=1, ls=":")
 loss_axes.annotate(
-    "resumed", (resumed_at, loss_axes.get_ylim()[1]), xytext=(3, -10), textcoords="offset points", size=8
+    "resumed",
+    (resumed_at, loss_axes.get_ylim()[1]),
+    xytext=(3, -10),
+    textcoords="offset points",
+    size=8,
 )
 loss_axes.set(
-    title="Loss of the training-time test", xlabel="optimizer step", ylabel="loss (nats, weighted sum)"
+    title="Loss of the training-time test",
+    xlabel="optimizer step",
+    ylabel="loss (nats, weighted sum)",
 )
 for depth in range(DEPTH):
     label = f"draft token {depth + 1}"
@@ -328,7 +340,12 @@ def right_by_depth(params, batch_at):
 
 fresh_batches, _ = text_batches(fresh, 32, SEED)
 once, thrice = (right_by_depth(params, fresh_batches) for params in (once_trained, trained))
-print("correct on fresh text, by depth: unrolled once", np.round(once, 2), "three times", np.round(thrice, 2))
+print(
+    "correct on fresh text, by depth: unrolled once",
+    np.round(once, 2),
+    "three times",
+    np.round(thrice, 2),
+)
 assert once[1] < 0.5 * thrice[1], "unrolled once, the second draft token collapses"
 assert once[0] > 0.75 * thrice[0], "the first one does not"
 

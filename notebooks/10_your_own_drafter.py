@@ -91,7 +91,11 @@ class Newest:
 
     def init(self, params, batch, capacity):
         zero = jnp.zeros((batch,), jnp.int32)
-        return {"root": zero, "place": zero, "after": jnp.full((batch, self.vocab_size), -1, jnp.int32)}
+        return {
+            "root": zero,
+            "place": zero,
+            "after": jnp.full((batch, self.vocab_size), -1, jnp.int32),
+        }
 
     def observe(self, params, state, seen):
         index = jnp.arange(seen.tokens.shape[1])
@@ -145,8 +149,11 @@ class Newest:
 
 # %%
 REPEATED = [
-    'POINTS = [\n    {"x": 1, "y": 2, "name": "first"},\n    {"x": 2, "y": 4, "name": "second"},\n    {"x": 3, ',
-    "- the first item of the list is here\n- the second item of the list is here\n- the third item of the",
+    (
+        'POINTS = [\n    {"x": 1, "y": 2, "name": "first"},\n    {"x": 2, "y": 4, "name":'
+        ' "second"},\n    {"x": 3, '
+    ),
+    ("- the first item of the list is here\n- the second item of the list is here\n- the third item of the"),
     "import os.path\nimport os.path\nimport os.path\nimport os.path\nimport",
 ]
 prompts = [*shipped()[0:72:12], *REPEATED]
@@ -288,7 +295,8 @@ class Careless(Newest):
 
 result = play(Careless(target.vocab_size, K)).result
 print(
-    f"same texts: {result.tokens == plain}, τ {result.stats.mean_acceptance_length:.2f} instead of {tau['Newest']:.2f}"
+    f"same texts: {result.tokens == plain}, τ {result.stats.mean_acceptance_length:.2f} instead of"
+    f" {tau['Newest']:.2f}"
 )
 some = ("padding behind an observation does not matter", "an empty observation changes nothing")
 report = e3.check_drafter(Careless(small.vocab_size, 3), small, checks=some)
@@ -384,7 +392,11 @@ sampled = e3.SamplingParams(temperature=1.0)
 taus = {}
 for name, rule in rules.items():
     decoder = e3.SpeculativeDecoder(
-        target, head, num_speculative_tokens=2, draft_sampling=e3.DraftSampling.PROBABILISTIC, verifier=rule
+        target,
+        head,
+        num_speculative_tokens=2,
+        draft_sampling=e3.DraftSampling.PROBABILISTIC,
+        verifier=rule,
     )
     result = decoder.generate(prompts[:6], max_new_tokens=NEW, sampling=sampled)
     taus[name] = result.stats.mean_acceptance_length

@@ -187,7 +187,8 @@ assert requests_until_found(CORRECT, most=2048) is None
 # %%
 for willing in (1.2, 1.1, 1.05):
     print(
-        f"willing {willing}: {FaultySampler(Fault(likeliest=True, willing=willing)).fewest_tokens():,.0f} tokens"
+        f"willing {willing}:"
+        f" {FaultySampler(Fault(likeliest=True, willing=willing)).fewest_tokens():,.0f} tokens"
     )
 
 # %% [markdown]

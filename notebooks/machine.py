@@ -37,7 +37,9 @@ VARIABLES = {
     "EAGLE3_DRAFTER": "directory or hub id of its EAGLE-3 head",
     "EAGLE3_PROMPTS": f"JSONL files of prompts, joined by {os.pathsep!r}",
     "EAGLE3_DTYPE": f"main precision: {', '.join(PRECISIONS)}",
-    "EAGLE3_VLLM_PYTHON": "interpreter of an environment with vLLM; 'installed': the environment of `make vllm`",
+    "EAGLE3_VLLM_PYTHON": (
+        "interpreter of an environment with vLLM; 'installed': the environment of `make vllm`"
+    ),
     "EAGLE3_VLLM_URL": "running vLLM server with speculation, such as http://localhost:8000",
     "EAGLE3_VLLM_PLAIN_URL": "running vLLM server of the same target without speculation",
     "EAGLE3_VLLM_MEMORY": f"share of the GPU's memory for vLLM; default {SHARE_OF_VLLM}",
@@ -142,13 +144,15 @@ class Banner(NamedTuple):
             edge = "#d97634"
             message = f"Stand-ins: {names}. Do not quote their numbers as measurements of the real parts."
         rows = "".join(
-            f"<tr><td style='white-space:nowrap'>{'&#10003; real' if part.real else '&#9888; stand-in'}</td>"
-            f"<td><b>{html.escape(part.name)}</b></td><td style='text-align:left'>{html.escape(part.text)}</td></tr>"
+            "<tr><td"
+            f" style='white-space:nowrap'>{'&#10003; real' if part.real else '&#9888; stand-in'}</td><td><b>{html.escape(part.name)}</b></td><td"
+            f" style='text-align:left'>{html.escape(part.text)}</td></tr>"
             for part in self.parts
         )
         return (
-            f"<div class='eagle3-banner' style='border-left:6px solid {edge};padding:.4em 1em;margin:.5em 0;"
-            f"background:{edge}14'><b>{html.escape(message)}</b><table>{rows}</table></div>"
+            f"<div class='eagle3-banner' style='border-left:6px solid {edge};padding:.4em"
+            " 1em;margin:.5em"
+            f" 0;background:{edge}14'><b>{html.escape(message)}</b><table>{rows}</table></div>"
         )
 
 
@@ -237,7 +241,9 @@ class Machine:
             return None
         environment = environment_of_vllm() if self.on_gpu else {}
         return Process(
-            configuration.vllm_python, environment=environment, memory_share=configuration.vllm_memory
+            configuration.vllm_python,
+            environment=environment,
+            memory_share=configuration.vllm_memory,
         )
 
     @property

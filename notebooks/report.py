@@ -32,7 +32,8 @@ VERDICTS = {
 }
 # Scripts that nbconvert's page loads from the network. The page needs none of them.
 _SCRIPTS = re.compile(
-    r"<script[^>]*\bsrc=\"https?://[^>]*>\s*</script>|<script type=\"module\">.*?</script>", re.DOTALL
+    r"<script[^>]*\bsrc=\"https?://[^>]*>\s*</script>|<script type=\"module\">.*?</script>",
+    re.DOTALL,
 )
 _RESULT = re.compile(r"<tr class='eagle3-result'><td><b>(.*?)</b>.*?</tr>", re.DOTALL)
 _BANNER = re.compile(r"<div class='eagle3-banner'.*?</div>", re.DOTALL)
@@ -52,11 +53,20 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("executed", nargs="?", type=Path, default=BUILD / "notebooks" / "gpu", help="a folder of .ipynb")
+    add(
+        "executed",
+        nargs="?",
+        type=Path,
+        default=BUILD / "notebooks" / "gpu",
+        help="a folder of .ipynb",
+    )
     add("--output", type=Path, default=BUILD / "gpu-notebooks.html")
     options = parser.parse_args()
     try:
-        text = page(options.executed, expected=sorted(path.stem for path in (HERE / "gpu").glob("[0-9]*.py")))
+        text = page(
+            options.executed,
+            expected=sorted(path.stem for path in (HERE / "gpu").glob("[0-9]*.py")),
+        )
     except ModuleNotFoundError as error:
         parser.error(f"{error.name} is not installed; install it with: pip install -e '.[notebooks]'")
     except ValueError as error:
@@ -155,13 +165,14 @@ def _banner(notebooks: dict[str, Any]) -> str:
     stand_ins = sum("stand-in" in row for row in rows)
     edge = "#d97634" if stand_ins else "#2a9d74"
     message = (
-        f"{stand_ins} of {len(rows)} parts are stand-ins. Do not quote their numbers as measurements of the real parts."
+        f"{stand_ins} of {len(rows)} parts are stand-ins. Do not quote their numbers as"
+        " measurements of the real parts."
         if stand_ins
         else "All parts are real: these numbers are measurements of this machine."
     )
     return (
-        f"<div style='border-left:6px solid {edge};padding:.4em 1em;background:{edge}14'><b>{message}</b>"
-        f"<table>{''.join(rows)}</table></div>"
+        f"<div style='border-left:6px solid {edge};padding:.4em"
+        f" 1em;background:{edge}14'><b>{message}</b><table>{''.join(rows)}</table></div>"
     )
 
 

@@ -147,7 +147,10 @@ class BothDirections:
             agreed = judged.agreed
             num_different = len(judged.outputs) - judged.texts_shared(self.plain)
             if agreed.disagreements:
-                yield f"{judged.by}: {agreed.disagreements} tokens are neither {judged.scored_by}'s choice nor a tie"
+                yield (
+                    f"{judged.by}: {agreed.disagreements} tokens are neither {judged.scored_by}'s"
+                    " choice nor a tie"
+                )
             # In float32 a text parts from another where two logits tie, and nowhere else.
             if num_different > agreed.ties:
                 yield f"{judged.by}: texts differ that no tie explains"
@@ -156,7 +159,9 @@ class BothDirections:
         for judged in [*self.all, *self.controls.values()]:
             if judged.wrong:
                 judge = f"{judged.scored_by}'s choice"
-                yield f"{judged.by}: {judged.wrong} tokens are too far below {judge} for any rounding"
+                yield (
+                    f"{judged.by}: {judged.wrong} tokens are too far below {judge} for any rounding"
+                )
         for verdict in (Agreement.TIE, Agreement.DISAGREE):
             noise = self.noise(verdict)
             for judged in self.all:
@@ -186,8 +191,8 @@ def too_many(judged: Judged, verdict: Agreement, noise: Control) -> Iterator[str
     if control.flips > allowed:
         kind = "not its choice" if verdict is Agreement.TIE else "neither its choice nor a tie"
         yield (
-            f"{judged.by}, scored by {judged.scored_by}: {control.flips} of {control.tokens} tokens are {kind}; "
-            f"{noise.flips} of {noise.tokens} in plain decoding allow {allowed}"
+            f"{judged.by}, scored by {judged.scored_by}: {control.flips} of {control.tokens} tokens"
+            f" are {kind}; {noise.flips} of {noise.tokens} in plain decoding allow {allowed}"
         )
 
 

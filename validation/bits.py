@@ -242,8 +242,8 @@ def in_words(result: Mapping[str, Any]) -> str:
         f"array {entry['array']} from slot {entry['slot']}" for entry in result["the first"]
     )
     return (
-        f"{result['texts that part']} of {result['texts']} texts part, {result['arrays that differ']} arrays differ "
-        f"({first}): {result['a difference means']}"
+        f"{result['texts that part']} of {result['texts']} texts part,"
+        f" {result['arrays that differ']} arrays differ ({first}): {result['a difference means']}"
     )
 
 

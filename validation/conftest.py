@@ -72,8 +72,10 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         _FLAG,
     ),
     "--minutes": (
-        "end the run by then, start no check that is not expected to end, and continue the earlier run of "
-        f"--report-dir; default {MINUTES:g} with --gpu --quick",
+        (
+            "end the run by then, start no check that is not expected to end, and continue the"
+            f" earlier run of --report-dir; default {MINUTES:g} with --gpu --quick"
+        ),
         _FLOAT | {"metavar": "N"},
     ),
     "--complete": ("fail unless every requested level ran in full", _FLAG),
@@ -94,7 +96,10 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {"metavar": "URL"},
     ),
     "--vllm-memory": (
-        f"share of the GPU's memory for vLLM; default {SHARE_OF_VLLM}, next to JAX's XLA_CLIENT_MEM_FRACTION",
+        (
+            f"share of the GPU's memory for vLLM; default {SHARE_OF_VLLM}, next to JAX's"
+            " XLA_CLIENT_MEM_FRACTION"
+        ),
         _FLOAT | {"metavar": "SHARE", "default": SHARE_OF_VLLM},
     ),
     "--price-per-hour": (
@@ -102,12 +107,18 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         _FLOAT | {"metavar": "USD"},
     ),
     "--compilation-cache": (
-        "directory of compiled programs for the next run, or 'none'; with --gpu ~/.cache/eagle3-jax/compiled",
+        (
+            "directory of compiled programs for the next run, or 'none'; with --gpu"
+            " ~/.cache/eagle3-jax/compiled"
+        ),
         {"metavar": "DIR"},
     ),
     "--every-family": ("every family of targets, not one for each kind of layer", _FLAG),
     "--aot": (
-        "compile ahead of time for cuda:h200, tpu:v6e:2x2, ..., which need not be present; may be repeated",
+        (
+            "compile ahead of time for cuda:h200, tpu:v6e:2x2, ..., which need not be present; may"
+            " be repeated"
+        ),
         _LIST | {"metavar": "PLATFORM"},
     ),
     "--aot-all": ("with --aot: every recorded program, which takes an hour or more", _FLAG),
@@ -457,9 +468,11 @@ def _write(config: pytest.Config, unfinished: str, *, page: bool = True) -> Repo
     """
     report = config.stash[REPORT]
     checks = [
-        dataclasses.replace(check, reason=check.reason or f"not finished: {unfinished}")
-        if check.verdict is Verdict.NOT_RUN
-        else check
+        (
+            dataclasses.replace(check, reason=check.reason or f"not finished: {unfinished}")
+            if check.verdict is Verdict.NOT_RUN
+            else check
+        )
         for check in report.checks
     ]
     seconds = time.perf_counter() - config.stash[_STARTED]

@@ -81,7 +81,8 @@ def vllm_process(pytestconfig: pytest.Config) -> Iterator[Process]:
     option = pytestconfig.getoption
     if option("--vllm-url") and not option("--vllm-python"):
         pytest.skip(
-            "this needs the inside of vLLM, which a server does not show (name an interpreter: --vllm-python)"
+            "this needs the inside of vLLM, which a server does not show (name an interpreter:"
+            " --vllm-python)"
         )
     environment = environment_of_vllm() if option("--gpu") else {}
     python = vllm_interpreter(pytestconfig)
@@ -122,7 +123,10 @@ def _note(config: pytest.Config, vllm: VLLM) -> None:
     facts["vllm"] = vllm.versions
     version = re.match(r"[\d.]*\d", vllm.versions["vllm"])
     if version is None or version[0] != TESTED_VERSION:
-        warning = f"vLLM {vllm.versions['vllm']} is untested; these levels were written against {TESTED_VERSION}"
+        warning = (
+            f"vLLM {vllm.versions['vllm']} is untested; these levels were written against"
+            f" {TESTED_VERSION}"
+        )
         facts["vllm warning"] = warning
 
 

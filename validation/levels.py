@@ -18,7 +18,8 @@ LEVELS = (
     Level(
         "L0",
         "Exact distribution",
-        "The acceptance rule emits exactly the target's distribution, by enumeration of all outcomes.",
+        "The acceptance rule emits exactly the target's distribution, by enumeration of all"
+        " outcomes.",
     ),
     Level(
         "L1",
@@ -33,12 +34,14 @@ LEVELS = (
     Level(
         "L3",
         "Greedy, bit for bit",
-        "A refused draft leaves no bit behind; the text is that of plain decoding, except for bfloat16 ties.",
+        "A refused draft leaves no bit behind; the text is that of plain decoding, except for"
+        " bfloat16 ties.",
     ),
     Level(
         "L4",
         "Greedy, margin-aware",
-        "Every token is the reference's choice or approximately tied with it, no more often than in plain decoding.",
+        "Every token is the reference's choice or approximately tied with it, no more often than in"
+        " plain decoding.",
     ),
     Level(
         "L5",
@@ -48,7 +51,8 @@ LEVELS = (
     Level(
         "L6",
         "Sampling on a real pair",
-        "Sampled tokens of a trained pair follow the target's distribution at every index of a round.",
+        "Sampled tokens of a trained pair follow the target's distribution at every index of a"
+        " round.",
     ),
     Level(
         "L7",
@@ -74,13 +78,14 @@ LEVELS = (
     Level(
         "JV",
         "Our drafter inside vLLM",
-        "vLLM, verifying what our drafter proposes, writes its own text and accepts what we accept.",
+        "vLLM, verifying what our drafter proposes, writes its own text and accepts what we"
+        " accept.",
     ),
     Level(
         "AOT",
         "Compiled for accelerators",
-        "On an H200 or a TPU a round has no work of the host, no copy of a cache or table, and no launch too many; on "
-        "a GPU drafts leave the target's kernels as they are.",
+        "On an H200 or a TPU a round has no work of the host, no copy of a cache or table, and no"
+        " launch too many; on a GPU drafts leave the target's kernels as they are.",
         only_with="aot",
     ),
 )

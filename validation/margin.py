@@ -74,7 +74,8 @@ def classify(gap: ArrayLike, rank: ArrayLike, tolerance: ArrayLike) -> np.ndarra
     rank = np.asarray(rank)
     if not (gap >= 0).all():
         raise ValueError(
-            f"the smallest gap is {gap.min()}; a gap is measured from the highest logit, so it is never below 0"
+            f"the smallest gap is {gap.min()}; a gap is measured from the highest logit, so it is"
+            " never below 0"
         )
     tie = (rank <= 2) & (gap <= np.asarray(tolerance, float))
     return np.where(gap == 0, Agreement.AGREE, np.where(tie, Agreement.TIE, Agreement.DISAGREE))

@@ -61,8 +61,9 @@ def first_difference(ours: Sequence[Played], theirs: Generated) -> str | None:
             and (at := parting(played.accepted, completion.accepted)) is not None
         ):
             return (
-                f"request {request}, round {at}: we accepted {played.accepted[at : at + 1]} of "
-                f"{played.drafts[at : at + 1]}, vLLM {completion.accepted[at : at + 1]}; all before is equal"
+                f"request {request}, round {at}: we accepted {played.accepted[at : at + 1]} of"
+                f" {played.drafts[at : at + 1]}, vLLM {completion.accepted[at : at + 1]}; all"
+                " before is equal"
             )
     return None
 
@@ -110,7 +111,10 @@ class Parity:
             return text_difference
         names = [name for name, (our_count, theirs) in self.counters.items() if our_count != theirs]
         if names or set(self.theirs.counters) != set(COUNTERS):
-            return f"the rounds are equal and the counters are not: {self.stats.to_json()} and {self.theirs.counters}"
+            return (
+                f"the rounds are equal and the counters are not: {self.stats.to_json()} and"
+                f" {self.theirs.counters}"
+            )
         if not self.stats.num_accepted_tokens > 0:
             return "nothing was accepted, so that equal counts prove nothing"
         return None

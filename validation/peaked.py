@@ -171,6 +171,7 @@ def learned(
             losses.append(metrics["loss"])
             head = state.params
     ids = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
-    return LoadedDrafter(
-        drafter, {"head": head, "embedding": embedding, "draft_to_target": ids}
-    ), losses
+    return (
+        LoadedDrafter(drafter, {"head": head, "embedding": embedding, "draft_to_target": ids}),
+        losses,
+    )

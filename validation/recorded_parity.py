@@ -148,9 +148,8 @@ class Rounds:
             for draft, accepted in zip(ours.drafts, ours.accepted, strict=True)
         ]
         their_counts = list(zip(theirs.drafted or [], theirs.accepted or [], strict=True))
-        different = next(
-            (at for at, pair in enumerate(zip(counts, their_counts)) if len(set(pair)) > 1), None
-        )  # noqa: B905
+        pairs = zip(counts, their_counts, strict=False)
+        different = next((at for at, pair in enumerate(pairs) if len(set(pair)) > 1), None)
         if different is None and len(counts) != len(their_counts):
             different = min(len(counts), len(their_counts))
         equal = counts[:different]

@@ -82,7 +82,10 @@ def measure_and_keep(
         for contender in report.not_measured
     ]
     title = title if quoted else "No claim, for on a GPU the shipped pair waits for launches: "
-    title += f"Speed at batch {batch}, {report.num_prompts} prompts of {CONTEXT} tokens, {report.max_new_tokens} new"
+    title += (
+        f"Speed at batch {batch}, {report.num_prompts} prompts of {CONTEXT} tokens,"
+        f" {report.max_new_tokens} new"
+    )
     check.table(
         title, COLUMNS, [*(_cells(row, report, price) for row in report.rows), *missing, *absent]
     )
@@ -154,7 +157,8 @@ def faults(report: Report) -> list[str]:
     if too_fast:
         most = report.bytes_per_second or 0.0
         problems.append(
-            f"faster than {most / 1e9:.0f} GB/s can feed: {too_fast}; the clock or the tokens are wrong"
+            f"faster than {most / 1e9:.0f} GB/s can feed: {too_fast}; the clock or the tokens are"
+            " wrong"
         )
     if report.programs_after_warm_up:
         problems.append(

@@ -56,7 +56,8 @@ def questions(subject: Subject, *, rehearsal: bool) -> list[Prompt]:
     prompts = [prompt for prompt in subject.prompts if reference_number(prompt.reference or "")]
     if not prompts:
         raise ValueError(
-            "no prompt has a number as its reference: give --prompts FILE, such as GSM8K's test.jsonl"
+            "no prompt has a number as its reference: give --prompts FILE, such as GSM8K's"
+            " test.jsonl"
         )
     return prompts[:_MOST]
 

@@ -57,10 +57,10 @@ def test_sampled_tokens_follow_the_targets_distribution_with(check: Check, metho
         },
     )
     check.sees = (
-        "probabilities that deviate in the direction of a tested score, by "
-        f"{100 * smallest_shift(max(judged.judged), MOST_Z):.1f} % rms over all tokens, by "
-        f"{100 * smallest_shift(min(judged.judged), MOST_Z):.0f} % in the smallest stratum; not what leaves every "
-        "score unchanged"
+        "probabilities that deviate in the direction of a tested score, by"
+        f" {100 * smallest_shift(max(judged.judged), MOST_Z):.1f} % rms over all tokens, by"
+        f" {100 * smallest_shift(min(judged.judged), MOST_Z):.0f} % in the smallest stratum; not"
+        " what leaves every score unchanged"
     )
     assert not judged.wrong, f"{method}: {'; '.join(judged.wrong)}"
 

@@ -87,8 +87,9 @@ def _keep_noise(check: Check, compared: BothDirections) -> None:
         for verdict in (Agreement.TIE, Agreement.DISAGREE)
     ]
     check.sees = (
-        f"in {compared.theirs[0].dtype} a token more than {WRONG_ULPS:g} units below the choice, {rates[0]:.1%} of "
-        f"tokens that are not the choice, {rates[1]:.1%} beyond {TIE_ULPS:g} units or second place"
+        f"in {compared.theirs[0].dtype} a token more than {WRONG_ULPS:g} units below the choice,"
+        f" {rates[0]:.1%} of tokens that are not the choice, {rates[1]:.1%} beyond {TIE_ULPS:g}"
+        " units or second place"
     )
 
 

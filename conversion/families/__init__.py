@@ -63,8 +63,8 @@ def family_of(model_type: Any, where: str, extra_family: Family | None = None) -
         known[extra_family.model_type] = extra_family
     if not isinstance(model_type, str) or model_type not in known:
         raise CheckpointError(
-            f"{where}: model_type is {short(model_type)}; the families of targets are {', '.join(known)}, alone or "
-            f"in {', '.join(WRAPPERS)} (docs/extending.md adds one)"
+            f"{where}: model_type is {short(model_type)}; the families of targets are"
+            f" {', '.join(known)}, alone or in {', '.join(WRAPPERS)} (docs/extending.md adds one)"
         )
     return known[model_type]
 

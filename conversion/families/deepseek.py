@@ -126,8 +126,8 @@ def refuse_to_write(config: DecoderConfig, *, label: str) -> dict[str, Any]:
     """Refuses to write a target whose index of keys was not read, because no other program runs it without one."""
     del config
     raise CheckpointError(
-        f"the Hugging Face layout of {label} has an index that chooses keys, which is not read and cannot be written; "
-        "use --to jax"
+        f"the Hugging Face layout of {label} has an index that chooses keys, which is not read and"
+        " cannot be written; use --to jax"
     )
 
 

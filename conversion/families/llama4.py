@@ -79,15 +79,16 @@ def _rotating(fields: Fields, num_layers: int) -> list[bool]:
     """Tells for every layer whether it rotates.
 
     In ``no_rope_layers``, 1 means that the layer rotates. Without that list, all layers rotate
-    except every ``no_rope_layer_interval``-th."""
+    except every ``no_rope_layer_interval``-th.
+    """
     flags = fields.indices("no_rope_layers", 2)
     if not flags:
         interval = fields.size("no_rope_layer_interval", 4)
         return [(layer + 1) % interval != 0 for layer in range(num_layers)]
     if len(flags) != num_layers:
         raise CheckpointError(
-            f"{fields.where}: no_rope_layers names {len(flags)} layers but num_hidden_layers is {num_layers}; "
-            "they must agree"
+            f"{fields.where}: no_rope_layers names {len(flags)} layers but num_hidden_layers is"
+            f" {num_layers}; they must agree"
         )
     return [flag == 1 for flag in flags]
 

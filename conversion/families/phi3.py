@@ -16,7 +16,8 @@ def read_config(fields: Fields) -> DecoderConfig:
     """Reads a Phi. All layers have the window, if there is one, and some channels may not rotate.
 
     ``longrope`` has factors for short texts and for long texts. A loaded target is limited to short
-    texts."""
+    texts.
+    """
     rope = hf_config.read_rope(fields, partial=1.0, types=("default", "longrope"))
     if rope.type == "longrope":
         fields.size(

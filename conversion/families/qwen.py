@@ -23,7 +23,8 @@ def read_qwen3(fields: Fields) -> DecoderConfig:
     """Reads Qwen3, with windows as in Qwen2.
 
     Qwen3-VL divides the channels between time, height and width (mrope). A token of text has the
-    same position in all three, so the rotation of text is the plain one."""
+    same position in all three, so the rotation of text is the plain one.
+    """
     mixer = _normed(fields, known=("mrope_section", "mrope_interleaved"))
     return hf_config.read_decoder(
         fields, mixer, hf_config.read_mlp(fields), windows=read_windows(fields)

@@ -1,7 +1,8 @@
 """Qwen3-Next and Qwen3.5: most layers are gated delta nets, every fourth is gated attention.
 
 Qwen3-Next has experts and a shared expert. Qwen3.5, dense or with experts, is published with an
-encoder of images."""
+encoder of images.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +133,8 @@ def _delta_rules(config: GatedDelta, source: str, path: str, *, grouped: bool) -
 
     ``grouped`` projections are by key head, as in our parameters. Otherwise one projection has all
     queries, keys and values, and there are three others. The channels of the convolution are always
-    all queries, keys and values."""
+    all queries, keys and values.
+    """
     source = f"{source}.linear_attn"
     path = f"{path}.attention"
     heads = config.num_key_heads

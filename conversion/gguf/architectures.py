@@ -1,7 +1,8 @@
 """The supported architectures of llama.cpp: metadata as fields of ``config.json``, and names of tensors.
 
 Metadata has fewer fields than ``config.json``. llama.cpp's source fixes the values that all models
-of an architecture share. Here ``constants`` and the functions of an architecture set them."""
+of an architecture share. Here ``constants`` and the functions of an architecture set them.
+"""
 
 from __future__ import annotations
 
@@ -183,8 +184,8 @@ def _llama3(source: Source, theta: float) -> dict[str, Any] | None:
             expected = frequencies / scaled_frequencies
     if not np.allclose(divisors, expected, rtol=1e-4):
         raise CheckpointError(
-            f"{source.fields.where}: {ROPE_FREQS} is not what Llama 3.1 divides its frequencies by (factors 1 and 4 of "
-            "8192 positions); no other extension is read from it"
+            f"{source.fields.where}: {ROPE_FREQS} is not what Llama 3.1 divides its frequencies by"
+            " (factors 1 and 4 of 8192 positions); no other extension is read from it"
         )
     if sizes["factor"] == 1:
         return None
@@ -477,21 +478,23 @@ def architecture_of(header: Header) -> Architecture:
     name = header.metadata.get("general.architecture")
     if isinstance(name, str) and name in _DRAFTERS:
         raise CheckpointError(
-            f"{path} holds a draft head ({name}); heads are not read from GGUF, so give the directory of the head's "
-            "safetensors checkpoint"
+            f"{path} holds a draft head ({name}); heads are not read from GGUF, so give the"
+            " directory of the head's safetensors checkpoint"
         )
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
-            f"{path}: general.architecture is {short(name)}; those that are read from GGUF are "
-            f"{', '.join(ARCHITECTURES)}. Give the safetensors checkpoint that the file was made from"
+            f"{path}: general.architecture is {short(name)}; those that are read from GGUF are"
+            f" {', '.join(ARCHITECTURES)}. Give the safetensors checkpoint that the file was made"
+            " from"
         )
     row = ARCHITECTURES[name]
     known = {*_KEYS, *row.keys, *_KNOWN, *row.known}
     for key in header.metadata:
         if key.startswith(f"{name}.") and key.removeprefix(f"{name}.") not in known:
             raise CheckpointError(
-                f"{path}: {short(key)} is {short(header.metadata[key])}, which is not known here and may change the "
-                "mathematics; give the safetensors checkpoint that the file was made from"
+                f"{path}: {short(key)} is {short(header.metadata[key])}, which is not known here"
+                " and may change the mathematics; give the safetensors checkpoint that the file"
+                " was made from"
             )
     return row
 

@@ -164,8 +164,8 @@ def _keys_and_values(header: Header, name: str) -> dict[str, Dequantised]:
     heads, rank, key_dim = keys.shape if keys.ndim == 3 else (0, 0, 0)
     if values.ndim != 3 or values.shape[::2] != (heads, rank):
         raise CheckpointError(
-            f"{header.path}: block {layer} has keys {list(keys.shape)} and values {list(values.shape)}; expected "
-            "[heads, rank, size] and [heads, size, rank]"
+            f"{header.path}: block {layer} has keys {list(keys.shape)} and values"
+            f" {list(values.shape)}; expected [heads, rank, size] and [heads, size, rank]"
         )
     shape = (heads * (key_dim + values.shape[1]), rank)
     rows = [keys.swapaxes(1, 2), values]

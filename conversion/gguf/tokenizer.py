@@ -2,7 +2,8 @@
 
 Metadata has tokens, merges or scores, and the name of the pre-tokenizer. llama.cpp's source
 (``llama-vocab.cpp``) defines the names. The rules below are those of the published tokenizers.
-Unknown names raise an error."""
+Unknown names raise an error.
+"""
 
 from __future__ import annotations
 
@@ -191,8 +192,9 @@ def _kind(header: Header) -> str | None:
         return None
     if not isinstance(kind, str) or kind not in (_BYTE_BPE, _SENTENCEPIECE):
         raise CheckpointError(
-            f"{header.path}: {_PREFIX}model is {short(kind)}; tokenizers that are read are {_BYTE_BPE} and "
-            f"{_SENTENCEPIECE}. Give the safetensors checkpoint that the file was made from"
+            f"{header.path}: {_PREFIX}model is {short(kind)}; tokenizers that are read are"
+            f" {_BYTE_BPE} and {_SENTENCEPIECE}. Give the safetensors checkpoint that the file was"
+            " made from"
         )
     return kind
 
@@ -214,8 +216,9 @@ def _byte_bpe(header: Header, vocab: dict[str, int]) -> tuple[dict[str, Any], bo
     name = header.metadata.get(f"{_PREFIX}pre")
     if not isinstance(name, str) or name not in _RULES:
         raise CheckpointError(
-            f"{header.path}: {_PREFIX}pre is {short(name)}; the rules that are known for splitting a text are "
-            f"{', '.join(_RULES)}. Give the safetensors checkpoint that the file was made from"
+            f"{header.path}: {_PREFIX}pre is {short(name)}; the rules that are known for splitting"
+            f" a text are {', '.join(_RULES)}. Give the safetensors checkpoint that the file was"
+            " made from"
         )
     rule = _RULES[name]
     merges = header.metadata.get(f"{_PREFIX}merges")
@@ -318,7 +321,8 @@ def _post_processor(header: Header, tokens: list[str], add_bos: bool) -> dict[st
         token = _id(header, name)
         if token is None or not 0 <= token < len(tokens):
             raise CheckpointError(
-                f"{header.path} says that texts have the token {name!r}, and {_PREFIX}{name}_token_id is {short(token)}"
+                f"{header.path} says that texts have the token {name!r}, and"
+                f" {_PREFIX}{name}_token_id is {short(token)}"
             )
         text = tokens[token]
         pieces[name] = [{"SpecialToken": {"id": text, "type_id": 0}}]

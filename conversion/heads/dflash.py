@@ -5,7 +5,8 @@
 * ``speculators``: sizes in ``transformer_layer_config``.
 
 Both have the same tensors. z-lab counts the layer whose *output* is read (``target_layer_ids``).
-Speculators and this library count the layer that this output *enters*, which is one more."""
+Speculators and this library count the layer that this output *enters*, which is one more.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     notes = []
     if not config.causal:
         notes.append(
-            f"every row sees its whole block: draft {config.num_predicted} tokens, fewer are another network"
+            f"every row sees its whole block: draft {config.num_predicted} tokens, fewer are"
+            " another network"
         )
     if is_speculators(top.values) and top.get("sliding_window_non_causal") is False:
         notes.append("sliding_window_non_causal is false: vLLM would serve the head causally")
@@ -159,7 +161,8 @@ def read_config(
     """Reads the description of a block drafter.
 
     No field tells whether it has an output projection: ``own_output`` does. Default: it has one if
-    its draft vocabulary is smaller than the target's."""
+    its draft vocabulary is smaller than the target's.
+    """
     del target  # the file has all settings
     fields = _merged(top)
     nested = is_speculators(top.values)
@@ -260,8 +263,9 @@ def _is_causal(top: Fields, fields: Fields, geometry: Fields) -> bool:
     # without layer_types is ambiguous.
     if not geometry.words("layer_types") and not fields.flag("sliding_window_non_causal"):
         raise CheckpointError(
-            f"{top.where} does not say whether the block is causal; add layer_types to transformer_layer_config, or "
-            "sliding_window_non_causal: true where every row sees the whole block"
+            f"{top.where} does not say whether the block is causal; add layer_types to"
+            " transformer_layer_config, or sliding_window_non_causal: true where every row sees"
+            " the whole block"
         )
     return False
 
@@ -269,13 +273,14 @@ def _is_causal(top: Fields, fields: Fields, geometry: Fields) -> bool:
 def _from_anchor(fields: Fields, nested: bool, spark: bool) -> bool:
     if nested and spark and fields.get("sample_from_anchor") is None:
         raise CheckpointError(
-            f"{fields.where} has no sample_from_anchor, whose default differs between speculators (true) and vLLM "
-            "(false); add what the head was trained with"
+            f"{fields.where} has no sample_from_anchor, whose default differs between speculators"
+            " (true) and vLLM (false); add what the head was trained with"
         )
     value = fields.flag("sample_from_anchor", spark)
     if fields.flag("dspark_bonus_anchor", not value) == value:
         raise CheckpointError(
-            f"{fields.where}: sample_from_anchor and dspark_bonus_anchor are both {value}; one must go"
+            f"{fields.where}: sample_from_anchor and dspark_bonus_anchor are both {value}; one"
+            " must go"
         )
     return value
 
@@ -306,8 +311,9 @@ def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
         return settings | {
             "causal (its full attention sees the whole block)": config.causal,
             "an embedding of its own (it takes the verifier's)": checkpoint.embedding is not None,
-            f"target_width {config.target_width} and width {config.width}": config.target_width
-            != config.width,
+            f"target_width {config.target_width} and width {config.width}": (
+                config.target_width != config.width
+            ),
             full_output: config.own_output and is_full,
         }
     if markov is None:
@@ -316,8 +322,9 @@ def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
             "a confidence without markov": config.confidence is not None,
         }
     return settings | {
-        f"markov type {markov.type!r} (its bias is always the vanilla one)": markov.type
-        != "vanilla"
+        f"markov type {markov.type!r} (its bias is always the vanilla one)": (
+            markov.type != "vanilla"
+        )
     }
 
 
@@ -433,7 +440,13 @@ KIND = HeadKind(
     variant=variant,
     examine=examine,
     suspects=Suspects(
-        first="auxiliary layers counted from another end (z-lab's ids are one lower), or a head of another target",
-        later="a causal block that is run as one that sees all of itself, or the other way round; or the mask token",
+        first=(
+            "auxiliary layers counted from another end (z-lab's ids are one lower), or a head of"
+            " another target"
+        ),
+        later=(
+            "a causal block that is run as one that sees all of itself, or the other way round; or"
+            " the mask token"
+        ),
     ),
 )

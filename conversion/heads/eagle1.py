@@ -33,8 +33,8 @@ from eagle3_jax.models.config import DecoderConfig, gated, grouped, uniform
 
 _ARCHITECTURE = "EagleLlamaForCausalLM"  # in vLLM; official files say LlamaForCausalLM
 _UNSAID = (
-    "fc has no bias and config.json does not say so, where the official code expects one; if the file lost it, most "
-    "drafts are refused"
+    "fc has no bias and config.json does not say so, where the official code expects one; if the"
+    " file lost it, most drafts are refused"
 )
 
 
@@ -80,7 +80,8 @@ def read_config(top: Fields, target: DecoderConfig, *, fc_bias: bool = True) -> 
     """Reads the description of a head.
 
     ``fc_bias`` tells whether ``fc`` has a bias if the file has no flag. The official code has one
-    by default. Heads that were trained for vLLM have no bias and no flag."""
+    by default. Heads that were trained for vLLM have no bias and no flag.
+    """
     hf_config.refuse_unsupported(top)
     hf_config.refuse_windows(top)
     top.one_of("model_type", ("llama", "qwen2", "eagle"), "llama", purpose="for an EAGLE-1 head")
@@ -179,7 +180,9 @@ KIND = HeadKind(
     dialect=dialect,
     examine=examine,
     suspects=Suspects(
-        first="features before the target's final norm, a lost fc.bias, or a head of another target",
+        first=(
+            "features before the target's final norm, a lost fc.bias, or a head of another target"
+        ),
         later="the state that is fed back: it must be the head's own, without a norm",
     ),
 )

@@ -162,7 +162,8 @@ def read_fused(
         return head
     if target is None:
         raise TargetNeededError(
-            f"{where} names no {AUX}; the default depends on the target, so give the target as well (--target)"
+            f"{where} names no {AUX}; the default depends on the target, so give the target as well"
+            " (--target)"
         )
     with read_from(where):
         config = dataclasses.replace(config, aux_layers=default_aux_layers(target.num_layers))
@@ -204,7 +205,8 @@ def num_layers(tensors: Mapping[str, np.ndarray]) -> int:
     """Counts the layers of the head by its tensors.
 
     The field ``num_hidden_layers`` is unreliable: it is 40 for the official Vicuna-13B head, which
-    has one layer."""
+    has one layer.
+    """
     return len(rules.numbers_in(tensors, r"layers\.(\d{1,9})\.")) or 1
 
 
@@ -224,7 +226,8 @@ def read_config(
     """Reads the description of a head, and its auxiliary layers if it names them.
 
     Without auxiliary layers, the description has 0, 1, 2. ``layers_in`` returns the number of
-    layers of the head from the section of the file with the sizes."""
+    layers of the head from the section of the file with the sizes.
+    """
     nested = top.get("transformer_layer_config") is not None
     geometry = top.section("transformer_layer_config") if nested else top
     is_llama = "LlamaForCausalLMEagle3" in top.words("architectures")
@@ -232,7 +235,8 @@ def read_config(
     switches = _switches(top)
     if not switches.flag("use_aux_hidden_state", True):
         raise CheckpointError(
-            f"{top.where}: use_aux_hidden_state is false; heads that read the target's final state are not supported"
+            f"{top.where}: use_aux_hidden_state is false; heads that read the target's final state"
+            " are not supported"
         )
     top.section("eagle_config").only(**_MODELOPT)
     for fields in (top, geometry):
@@ -270,7 +274,8 @@ def read_model_type(geometry: Fields, purpose: str, *, is_llama: bool = False) -
     """Returns the family whose layers a head has: ``llama`` or ``qwen3``.
 
     ``is_llama`` means that the architecture is Llama. Some heads name the ``model_type`` of their
-    target instead, and engines read the architecture."""
+    target instead, and engines read the architecture.
+    """
     if is_llama and geometry.get("model_type") not in ("llama", "qwen3"):
         return "llama"
     model_type = geometry.one_of("model_type", ("llama", "qwen3"), purpose=purpose)
@@ -285,7 +290,8 @@ def stated_layers(top: Fields, geometry: Fields, target: DecoderConfig) -> int:
     """Returns the number of layers of a head according to its ``config.json``, for a file without tensors.
 
     The official layout always has one layer. A number that is copied from the target is ignored: it
-    is 40 for the official Vicuna-13B head, which has one layer."""
+    is 40 for the official Vicuna-13B head, which has one layer.
+    """
     stated = geometry.size("num_hidden_layers", 1)
     is_official = dialect(Signs.read(top)) == "eagle"
     return 1 if is_official or stated >= target.num_layers else stated
@@ -337,12 +343,18 @@ def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
         # Its additional_layers start from the MLP output of the previous layer without the residual
         # stream.
         return dropped | {
-            f"num_layers {config.num_layers} (its further layers drop the residual stream)": is_deep,
-            f"aux_layers {layers} (it takes a list that starts with 1 for layer outputs)": layers[0]
-            == 1,
+            f"num_layers {config.num_layers} (its further layers drop the residual stream)": (
+                is_deep
+            ),
+            f"aux_layers {layers} (it takes a list that starts with 1 for layer outputs)": (
+                layers[0] == 1
+            ),
         }
     rope = mixer.rope or RopeConfig()
-    linear = f"linear rope with rope_theta {rope.theta:g} and factor {rope.factor:g} (it takes 10000, above 1)"
+    linear = (
+        f"linear rope with rope_theta {rope.theta:g} and factor {rope.factor:g} (it takes 10000,"
+        " above 1)"
+    )
     is_other_linear = rope.theta != 10_000.0 or rope.factor <= 1.0
     return dropped | {
         f"num_layers {config.num_layers} (it has one)": is_deep,
@@ -455,7 +467,10 @@ def _aux_layers(head: HeadCheckpoint) -> Check:
     default = (
         ", the default of this target" if entered == usual_layers(head.num_target_layers) else ""
     )
-    warning = ", starts with 1, as lists of layers left do; it is read as layers entered. If agreement is poor, try "
+    warning = (
+        ", starts with 1, as lists of layers left do; it is read as layers entered. If agreement is"
+        " poor, try "
+    )
     return Check.report(name, detail, f"{warning}--layer-ids leaving: {entered}{default}")
 
 
@@ -465,8 +480,8 @@ def _norm_flags(head: HeadCheckpoint) -> Check:
         warning = "; norm_before_residual is not in config.json, and this layout's default is True"
     elif head.dialect == "sglang" and head.config.norm_output and not head.config.fc_norm:
         warning = (
-            "; old SpecForge files meant the norm before lm_head by norm_output, not the EAGLE-3.1 feedback. If the "
-            "second draft token collapses, set it to false"
+            "; old SpecForge files meant the norm before lm_head by norm_output, not the EAGLE-3.1"
+            " feedback. If the second draft token collapses, set it to false"
         )
     flags = ", ".join(f"{name} {getattr(head.config, name)}" for name in FLAGS)
     return Check.report("norm flags", flags, warning)
@@ -475,13 +490,19 @@ def _norm_flags(head: HeadCheckpoint) -> Check:
 def _rope(target: Any, head: HeadCheckpoint) -> Check:
     rope = grouped(head.config.layers[0]).rope or RopeConfig()
     target_rope = grouped(target.config.layers[0]).rope or RopeConfig()
-    detail = f"head: {rope.type}, theta {rope.theta:g}; target: {target_rope.type}, theta {target_rope.theta:g}"
+    detail = (
+        f"head: {rope.type}, theta {rope.theta:g}; target: {target_rope.type}, theta"
+        f" {target_rope.theta:g}"
+    )
     if rope == target_rope:
         return Check.report("rope", detail)
     if head.dialect == "eagle" and rope.type == "default" and rope.theta == 10_000.0:
         reason = "Heads trained by the official code have theta 10000 whatever the target has"
         return Check.report("rope", f"{detail}. {reason}")
-    warning = ". If acceptance falls with the length of the text, set the head's rope to what it was trained with "
+    warning = (
+        ". If acceptance falls with the length of the text, set the head's rope to what it was"
+        " trained with "
+    )
     return Check.report("rope", detail, f"{warning}(the target's, or theta 10000)")
 
 

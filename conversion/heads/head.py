@@ -129,16 +129,18 @@ def check_fit(config: Any, target: DecoderConfig, where: str) -> None:
     last = max(config.aux_layers, default=0)
     if config.vocab_size != target.vocab_size:
         raise CheckpointError(
-            f"{where} drafts for a vocabulary of {config.vocab_size} but the target has {target.vocab_size}; {advice}"
+            f"{where} drafts for a vocabulary of {config.vocab_size} but the target has"
+            f" {target.vocab_size}; {advice}"
         )
     if config.target_width != target.width:
         raise CheckpointError(
-            f"{where} reads features of width {config.target_width} but the target has {target.width}; {advice}, "
-            "or add target_hidden_size to the head's config.json"
+            f"{where} reads features of width {config.target_width} but the target has"
+            f" {target.width}; {advice}, or add target_hidden_size to the head's config.json"
         )
     if depth != count:
         raise CheckpointError(
-            f"{where} reads the final state of a target of {depth} layers but the target has {count}; {advice}"
+            f"{where} reads the final state of a target of {depth} layers but the target has"
+            f" {count}; {advice}"
         )
     if last > count and config.aux_layers != (count + 1,):
         raise CheckpointError(
@@ -152,8 +154,9 @@ def check_embedding(config: Any, embedding: np.ndarray | None, where: str) -> No
         rules.check_matrix(embedding, (config.vocab_size, config.width), f"{where}: embedding")
     elif config.width != config.target_width:
         raise CheckpointError(
-            f"{where} has no {EMBEDDING}, but its width {config.width} differs from the target's "
-            f"{config.target_width}, so it cannot share the target's embedding; give the complete head"
+            f"{where} has no {EMBEDDING}, but its width {config.width} differs from the target's"
+            f" {config.target_width}, so it cannot share the target's embedding; give the complete"
+            " head"
         )
 
 
@@ -260,7 +263,8 @@ def read_mask_token(fields: Fields, names: tuple[str, ...]) -> int:
     mask = agreed(ids, fields.where)
     if mask is None:
         raise CheckpointError(
-            f"{fields.where} names no mask token ({', '.join(names)}); the head cannot draft without it, so add it"
+            f"{fields.where} names no mask token ({', '.join(names)}); the head cannot draft"
+            " without it, so add it"
         )
     return mask
 

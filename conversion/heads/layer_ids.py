@@ -4,7 +4,8 @@ In vLLM and this library, number ``i`` means the stream that enters layer ``i``.
 SpecForge it means the stream that leaves layer ``i`` and enters ``i + 1``. Files do not name their
 convention. If a list starts with 1 and adding 1 gives the usual choice for its target, then it most
 likely follows the second convention. NVIDIA's gpt-oss heads look the same and follow the first. So
-the user has to decide."""
+the user has to decide.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def resolve(
         if convention is None:
             return LayerIds(None)
         raise CheckpointError(
-            f"{where} names no auxiliary layers, so there is nothing to count; leave --layer-ids out"
+            f"{where} names no auxiliary layers, so there is nothing to count; leave"
+            " --layer-ids out"
         )
     shifted = entered_after(named)
     if convention == ENTERING:
@@ -66,18 +68,19 @@ def resolve(
     if convention == LEAVING:
         if num_target_layers is not None and shifted[-1] > num_target_layers:
             raise CheckpointError(
-                f"{where} names auxiliary layer {named[-1]}, which a target of {num_target_layers} layers does not "
-                "have to leave; say --layer-ids entering"
+                f"{where} names auxiliary layer {named[-1]}, which a target of {num_target_layers}"
+                " layers does not have to leave; say --layer-ids entering"
             )
         return LayerIds(shifted, f"layers {list(named)} are read as those left, as was said")
     if named[0] != 1 or dialect in _ENTERING_LAYOUTS:
         return LayerIds(named)
     if shifted == usual_layers(num_target_layers):
         raise CheckpointError(
-            f"{where} names the auxiliary layers {list(named)}: one more of each is {list(shifted)}, the usual choice "
-            f"for {num_target_layers} layers, so they may count layers left (SGLang, SpecForge) or entered (vLLM, "
-            "NVIDIA's gpt-oss heads); say which with --layer-ids leaving or --layer-ids entering, where "
-            "`eagle3 convert` keeps the answer"
+            f"{where} names the auxiliary layers {list(named)}: one more of each is"
+            f" {list(shifted)}, the usual choice for {num_target_layers} layers, so they may count"
+            " layers left (SGLang, SpecForge) or entered (vLLM, NVIDIA's gpt-oss heads); say which"
+            " with --layer-ids leaving or --layer-ids entering, where `eagle3 convert` keeps the"
+            " answer"
         )
     return LayerIds(
         named,

@@ -10,7 +10,8 @@
   the target ids of a draft vocabulary.
 
 vLLM replaces missing fields and tensors silently: by default sizes, random weights and no bias.
-Here they are errors."""
+Here they are errors.
+"""
 
 from __future__ import annotations
 
@@ -76,14 +77,16 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     """Reads Medusa heads in either layout.
 
     The heads read the state after the target's last norm. The target is needed, because no file has
-    its depth."""
+    its depth.
+    """
     where = str(stored.directory)
     top = stored.fields
     layout = dialect(stored.signs)
     if any(re.match(_OWN_BASE, name) for name in stored.tensors):
         raise CheckpointError(
-            f"{where} holds a language model next to its Medusa heads, trained together (Medusa-2); convert the two "
-            "apart: medusa_head.* into a directory of their own, the rest as their target"
+            f"{where} holds a language model next to its Medusa heads, trained together (Medusa-2);"
+            " convert the two apart: medusa_head.* into a directory of their own, the rest as"
+            " their target"
         )
     tensors = rules.renamed(stored.tensors, _rename, where)
     for word, pattern in _COUNTED.items():
@@ -96,8 +99,8 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")
     if target is None:
         raise TargetNeededError(
-            f"{top.where} does not say how many layers its target has, and Medusa heads read what leaves the last one; "
-            "give the target as well (--target)"
+            f"{top.where} does not say how many layers its target has, and Medusa heads read what"
+            " leaves the last one; give the target as well (--target)"
         )
     if layout == "vllm":  # its defaults, 4096 and 32001, are never intended
         top.require("vocab_size", "hidden_size")
@@ -114,9 +117,10 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
                 tensors[name] = tensor[ids]
     if layout == "medusa" and (different := head_of_different_blocks(tensors, config)) is not None:
         raise CheckpointError(
-            f"{where}: head {different} has {config.num_layers} different blocks under the authors' names. Their code "
-            "runs the first block each time and vLLM runs every block, so the file does not say which network was "
-            "trained. If every block was trained, rename them to blocks.K.layers.L"
+            f"{where}: head {different} has {config.num_layers} different blocks under the authors'"
+            " names. Their code runs the first block each time and vLLM runs every block, so the"
+            " file does not say which network was trained. If every block was trained, rename them"
+            " to blocks.K.layers.L"
         )
     return read_as(
         KIND,
@@ -250,7 +254,10 @@ def _refusals(
     """Returns the settings that vLLM or the authors' code cannot read, and whether the heads have them."""
     reduced = config.draft_vocab_size < config.vocab_size
     if dialect == "vllm":
-        setting = "a draft vocabulary of heads that do not share their output projection (vLLM 0.32 fails to load it)"
+        setting = (
+            "a draft vocabulary of heads that do not share their output projection (vLLM 0.32 fails"
+            " to load it)"
+        )
         return {setting: reduced and not config.shared_output}
     different = head_of_different_blocks(tensors, config) is not None
     return {

@@ -7,7 +7,8 @@
 * ``speculators``: ``mtp_layers.0.*`` with Qwen3's block. The embedding at position 0 is not zeroed.
 
 The input of the projection begins with the embedding in DeepSeek's and speculators' files, and with
-the hidden state in MiMo's. The shapes are the same, so the layout determines the order."""
+the hidden state in MiMo's. The shapes are the same, so the layout determines the order.
+"""
 
 from __future__ import annotations
 
@@ -105,13 +106,14 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     layout = dialect(stored.signs)
     if any(name.startswith("mtp.") for name in tensors):
         raise CheckpointError(
-            f"{stored.directory} names its tensors mtp.*, as Qwen3-Next does, whose blocks are not read"
+            f"{stored.directory} names its tensors mtp.*, as Qwen3-Next does, whose blocks are not"
+            " read"
         )
     if layout not in _NAMES:
         raise CheckpointError(
-            f"{stored.directory} does not say in which order its projection reads the embedding and the hidden state, "
-            f"and the shapes do not tell: set architectures to [{_MIMO!r}] (hidden state first) or "
-            "speculators_model_type to 'mtp' (embedding first)"
+            f"{stored.directory} does not say in which order its projection reads the embedding and"
+            f" the hidden state, and the shapes do not tell: set architectures to [{_MIMO!r}]"
+            " (hidden state first) or speculators_model_type to 'mtp' (embedding first)"
         )
     _refuse_other_modules(top, tensors, layout)
     config = read_config(top)
@@ -231,8 +233,8 @@ def _refuse_other_modules(top: Fields, names: Iterable[str], layout: str) -> Non
     stated = top.size("num_nextn_predict_layers", 1)
     if stated != 1 or len(modules) != 1:
         raise CheckpointError(
-            f"{top.where}: num_nextn_predict_layers is {stated} and the file holds {len(modules)} modules; expected "
-            "one, which is fed back for every further token: keep the first"
+            f"{top.where}: num_nextn_predict_layers is {stated} and the file holds {len(modules)}"
+            " modules; expected one, which is fed back for every further token: keep the first"
         )
 
 
@@ -270,7 +272,10 @@ KIND = HeadKind(
     dialect=dialect,
     examine=examine,
     suspects=Suspects(
-        first="the halves of the projection in the other order (the layout decides it), or a module of another target",
+        first=(
+            "the halves of the projection in the other order (the layout decides it), or a module"
+            " of another target"
+        ),
         later="a module that was trained on the first token alone, as DeepSeek's are; draft fewer",
     ),
 )

@@ -61,7 +61,8 @@ def packed(stored: Stored, scheme: Scheme) -> Dequantised:
     shape = stored.tensors.get(f"{stem}_shape")
     if shape is None or shape.shape != (2,):
         raise CheckpointError(
-            f"{stored.name} comes without {stem}_shape of two numbers; it says how much of it counts"
+            f"{stored.name} comes without {stem}_shape of two numbers; it says how much of it"
+            " counts"
         )
     outputs, inputs = (int(size) for size in shape)
     _check_shape(stored.name, words, (outputs, -(-inputs // per_word)))

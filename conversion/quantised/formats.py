@@ -105,8 +105,8 @@ def read_quantised(
     }
     if not results:
         raise CheckpointError(
-            f"{directory} says that its weights are quantised ({format.words}) and holds no scale; remove "
-            "quantization_config"
+            f"{directory} says that its weights are quantised ({format.words}) and holds no scale;"
+            " remove quantization_config"
         )
     kinds = {value.kept_as for value in results.values()}
     # Messages list tensors in the order of the file.
@@ -224,7 +224,8 @@ def _weights(fields: Fields) -> Fields:
     first = descriptions[0]
     if any(weights.get(name) != first.get(name) for weights in descriptions for name in compared):
         raise CheckpointError(
-            f"{fields.where}: the groups {', '.join(groups.values)} differ in their weights; expected one kind"
+            f"{fields.where}: the groups {', '.join(groups.values)} differ in their weights;"
+            " expected one kind"
         )
     return first
 
@@ -237,9 +238,9 @@ def _scheme(weights: Fields, bits: int) -> tuple[Scheme, str]:
     if strategy == "block":
         block = _block_size(weights, "block_structure")
         return Scheme("block", block, bits), f"a scale for {block[0]} by {block[1]} weights"
-    return Scheme(
-        strategy, bits=bits
-    ), "one scale a tensor" if strategy == "tensor" else "a scale for every output"
+    return Scheme(strategy, bits=bits), (
+        "one scale a tensor" if strategy == "tensor" else "a scale for every output"
+    )
 
 
 def _block_size(fields: Fields, name: str) -> tuple[int, int]:
@@ -275,7 +276,8 @@ def _format_of(fields: Fields, directory: Path) -> Format | None:
         method = "modelopt"
     if not isinstance(method, str) or method not in FORMATS:
         raise CheckpointError(
-            f"{description.where}: quant_method is {short(method)}; those that are read are {', '.join(FORMATS)}. "
-            "Give one of these, or the checkpoint before quantisation (remove quantization_config if it is that)"
+            f"{description.where}: quant_method is {short(method)}; those that are read are"
+            f" {', '.join(FORMATS)}. Give one of these, or the checkpoint before quantisation"
+            " (remove quantization_config if it is that)"
         )
     return FORMATS[method](description)

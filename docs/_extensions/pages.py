@@ -4,7 +4,8 @@ Executed notebooks and some Markdown files of the repository are copied to ``doc
 ``docs/repository``, which are not under version control. A notebook that ``make notebooks`` has not
 executed is shown as written, with a note. A relative link to a page or notebook becomes a link to
 its page. A link to any other file becomes a download. A link to a missing file is a warning, and so
-an error."""
+an error.
+"""
 
 from __future__ import annotations
 
@@ -86,9 +87,8 @@ def _copy(app: Any) -> None:
 def claims() -> str:
     """A page with the list of claims at the end of every notebook."""
     page = (
-        "# What the notebooks assert\n\n"
-        "Every claim below is an assertion in the notebook that makes it; if one did not hold, `make notebooks` or "
-        "`make gpu-notebooks` would fail.\n"
+        "# What the notebooks assert\n\nEvery claim below is an assertion in the notebook that"
+        " makes it; if one did not hold, `make notebooks` or `make gpu-notebooks` would fail.\n"
     )
     for path in notebooks():
         cells = json.loads((ROOT / path).read_text(encoding="utf-8"))["cells"]
@@ -99,7 +99,10 @@ def claims() -> str:
         if claim_list is None:
             raise ValueError(f"{path} has no list 'Checked claims'")
         title = prose.splitlines()[0].removeprefix("# ")
-        page += f"\n## [{title}]({path.relative_to('notebooks').as_posix()})\n\n{claim_list[1].strip()}\n"
+        page += (
+            "\n##"
+            f" [{title}]({path.relative_to('notebooks').as_posix()})\n\n{claim_list[1].strip()}\n"
+        )
     return page
 
 

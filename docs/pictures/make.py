@@ -1,7 +1,8 @@
 """Makes the pictures of the pages from a run of the shipped pair and from records, and the figures that pages quote.
 
 python docs/pictures/make.py        # half a minute on a CPU; writes *.svg and real_run.json into
-its own folder"""
+its own folder
+"""
 
 from __future__ import annotations
 

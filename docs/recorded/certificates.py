@@ -80,8 +80,8 @@ def power() -> str:
         "found mostly by",
         "two samples of texts",
     ]
-    return table(columns, lines) + (
-        f"\n\n{version(measured['environment'])} (texts: `{of_texts}`), "
+    return (
+        table(columns, lines) + f"\n\n{version(measured['environment'])} (texts: `{of_texts}`), "
         f"{measured['runs']} runs of each error and size, α = 10⁻⁶ in all, "
         f"τ = {measured['mean_acceptance_length']:.2f}."
     )
@@ -105,9 +105,10 @@ def alarms() -> str:
         ]
         lines.append([kind["kind"], str(kind["runs"]), *counts, f"{kind['smallest']:.2g}"])
     columns = ["correct server", "runs", "lossless", "inconclusive", "not lossless", "smallest p"]
-    return table(columns, lines) + (
-        f"\n\n{version(measured['environment'])}; default runs. The smallest p-value of all runs is "
-        "times its number of tests."
+    return (
+        table(columns, lines)
+        + f"\n\n{version(measured['environment'])}; default runs. The smallest p-value of all runs"
+        " is times its number of tests."
     )
 
 

@@ -96,7 +96,10 @@ BUGS: dict[str, tuple[str, Callable[[], Certificate]]] = {
         over_http(ignored_fields={"logit_bias"}),
     ),
     "llama.cpp #27972: nothing reported behind drafts": (
-        "empty reports of drafted tokens by an unknown server; llama.cpp itself is asked behind prefixes",
+        (
+            "empty reports of drafted tokens by an unknown server; llama.cpp itself is asked behind"
+            " prefixes"
+        ),
         over_http(unreadable="empty"),
     ),
     "llama.cpp #27407, #25618: greedy texts fork by width": (

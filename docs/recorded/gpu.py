@@ -11,8 +11,8 @@ from eagle3_jax.bench.records import spread_of
 def origin(name: str, run: Row) -> str:
     """Names the run of a record."""
     return (
-        f"Version {run['version']}, commit `{run['commit'][:10]}`, {run['device']}, jax {run['jax']}, "
-        f"[`{name}.json`](../validation/results/{name}.json)."
+        f"Version {run['version']}, commit `{run['commit'][:10]}`, {run['device']}, jax"
+        f" {run['jax']}, [`{name}.json`](../validation/results/{name}.json)."
     )
 
 

@@ -2,7 +2,8 @@
 
 A method that is not in the record is "not measured". The time of a verification is noisy on two
 shared cores, and the same for every method: the tables use the median over the methods, and derive
-``S = τ / (v + K·c)`` from it."""
+``S = τ / (v + K·c)`` from it.
+"""
 
 from __future__ import annotations
 
@@ -124,8 +125,8 @@ def run(measured: Row) -> str:
     about = measured["about"]
     cpu = about["cpu"]
     return (
-        f"{version(about)}, {cpu['model']}, {cpu['cores']} cores, jax {about['versions']['jax']}, "
-        f"`{measured['dtype']}`, {about['date'][:10]}: {len(measured['prompts']['names'])} prompts, "
-        f"{measured['max_new_tokens']} new tokens each, batch 1, greedy, {measured['repeats']} repeats in turns.\n\n"
-        f"```text\n{measured['command']}\n```"
+        f"{version(about)}, {cpu['model']}, {cpu['cores']} cores, jax {about['versions']['jax']},"
+        f" `{measured['dtype']}`, {about['date'][:10]}: {len(measured['prompts']['names'])}"
+        f" prompts, {measured['max_new_tokens']} new tokens each, batch 1, greedy,"
+        f" {measured['repeats']} repeats in turns.\n\n```text\n{measured['command']}\n```"
     )

@@ -2,7 +2,8 @@
 
 Every decoder decodes the same held-out code prompts in turn, in every repeat, on the shipped pair.
 Times include the prefill and no compilation. The record is options.json; ``write_tables.py`` writes
-its tables."""
+its tables.
+"""
 
 from __future__ import annotations
 
@@ -130,8 +131,8 @@ def origin(record: Row) -> str:
     about = record["environment"]
     repeats = len(record["requests"]["none"]["seconds"])
     return (
-        f"{version(about)}, {cores(about)}, float32,\n"
-        f"{record['prompts']} code prompts, {record['new_tokens']} new tokens, {repeats} repeats. Median and quartiles."
+        f"{version(about)}, {cores(about)}, float32,\n{record['prompts']} code prompts,"
+        f" {record['new_tokens']} new tokens, {repeats} repeats. Median and quartiles."
     )
 
 

@@ -1,7 +1,8 @@
 """Records the runs of the chat model that the site replays, into page_runs.json.
 
 python docs/recorded/page_runs.py        # minutes on a CPU without other work; the model is
-downloaded once (93 MB)"""
+downloaded once (93 MB)
+"""
 
 from __future__ import annotations
 

@@ -59,8 +59,9 @@ class Benchmark:
             f"{report['num_prompts']} {self.prompts}, {report['max_new_tokens']} greedy tokens each"
         )
         return (
-            f"{version(about)}, {cores(about)}, jax {about['versions']['jax']}, {size}, batch {report['batch_size']}.\n"
-            "Median and quartiles of the ratio to plain decoding in the same repeat."
+            f"{version(about)}, {cores(about)}, jax {about['versions']['jax']}, {size}, batch"
+            f" {report['batch_size']}.\nMedian and quartiles of the ratio to plain decoding in the"
+            " same repeat."
         )
 
     def is_base(self, row: Row) -> bool:
@@ -188,9 +189,11 @@ def acceptance() -> str:
         lines.append([*labels, *shares, *[""] * (8 - len(shares))])
     about = shipped["about"]
     columns = ["draft", "text", "τ", "depth 1", *(str(depth) for depth in range(2, 9))]
-    return table(columns, lines) + (
-        f"\n\nVersion {about['versions']['eagle3_jax']}, {about['date'][:10]}, {about['cpu']['model']}, "
-        f"`{shipped['dtype']}`, from [the record](../validation/results/acceptance-shipped-pair.json)."
+    return (
+        table(columns, lines)
+        + f"\n\nVersion {about['versions']['eagle3_jax']}, {about['date'][:10]},"
+        f" {about['cpu']['model']}, `{shipped['dtype']}`, from [the"
+        " record](../validation/results/acceptance-shipped-pair.json)."
     )
 
 
@@ -207,10 +210,12 @@ def headline() -> str:
         if setting[-1].startswith("chain"):
             lines.append([*setting, over_plain, ratios["chain K=3"].get(setting, "–")])
     options = experiment["options"]
-    return table(["prompts", "temperature", "batch", "draft", "over plain", "over vLLM"], lines) + (
-        f"\n\n{version(experiment['environment'])}, {experiment['device'].partition(',')[0]}, `{options['dtype']}`, "
-        f"{options['max_prompts']} prompts of each set, {options['max_new_tokens']} tokens, {options['repeats']} "
-        f"repeats, from [`{HEADLINE}.json`](../validation/results/{HEADLINE}.json)."
+    return (
+        table(["prompts", "temperature", "batch", "draft", "over plain", "over vLLM"], lines)
+        + f"\n\n{version(experiment['environment'])}, {experiment['device'].partition(',')[0]},"
+        f" `{options['dtype']}`, {options['max_prompts']} prompts of each set,"
+        f" {options['max_new_tokens']} tokens, {options['repeats']} repeats, from"
+        f" [`{HEADLINE}.json`](../validation/results/{HEADLINE}.json)."
     )
 
 
@@ -236,10 +241,12 @@ def sampled() -> str:
                 lines.setdefault(row["name"], []).append(spread(row["ratio"]))
     options = experiment["options"]
     columns = ["draft", *(TASKS[cell["prompts"]] for cell in experiment["cells"].values())]
-    return table(columns, [[name, *cells] for name, cells in lines.items()]) + (
-        f"\n\n{version(experiment['environment'])}, {experiment['device'].partition(',')[0]}, `{options['weights']}`, "
-        f"{options['max_prompts']} prompts of each, {options['max_new_tokens']} tokens, {options['repeats']} repeats, "
-        "temperature 1, batch 1, drafts of likeliest tokens."
+    return (
+        table(columns, [[name, *cells] for name, cells in lines.items()])
+        + f"\n\n{version(experiment['environment'])}, {experiment['device'].partition(',')[0]},"
+        f" `{options['weights']}`, {options['max_prompts']} prompts of each,"
+        f" {options['max_new_tokens']} tokens, {options['repeats']} repeats, temperature 1, batch"
+        " 1, drafts of likeliest tokens."
     )
 
 
@@ -252,9 +259,9 @@ def llama_cpp() -> str:
         [row["name"], f"`{row['dtype']}`", tau(row), speed(row), spread(row["ratio"])]
         for row in report["rows"]
     ]
-    return table(
-        ["decoder", "weights", "τ", "tokens/s", "speed-up over our plain decoding"], lines
-    ) + (
-        f"\n\n{version(about)}, llama-cpp-python {comparison['llama_cpp_python']}, {cores(about)}, "
+    return (
+        table(["decoder", "weights", "τ", "tokens/s", "speed-up over our plain decoding"], lines)
+        + f"\n\n{version(about)}, llama-cpp-python {comparison['llama_cpp_python']},"
+        f" {cores(about)}, "
         f"{report['num_prompts']} prompts,\n{report['max_new_tokens']} greedy tokens each, batch 1."
     )

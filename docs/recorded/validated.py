@@ -23,31 +23,50 @@ RECORD = RESULTS / "cpu-amd-epyc-2-cores.json"
 # The errors that each level detects, and those that it cannot detect. {sees} is quoted from the
 # record.
 SCOPE = {
-    "L0": "any deviation of the rule, however small: distributions are enumerated in rational numbers. Not: rounding, "
-    "the compiled loop",
-    "L1": "a frequency off by more than 1/4,096, by injected randomness; at 128,256 tokens a threshold of an "
-    "acceptance rule that is off by 1e-6 of the emitted distribution. Not: dependence between samples",
+    "L0": (
+        "any deviation of the rule, however small: distributions are enumerated in rational"
+        " numbers. Not: rounding, the compiled loop"
+    ),
+    "L1": (
+        "a frequency off by more than 1/4,096, by injected randomness; at 128,256 tokens a"
+        " threshold of an acceptance rule that is off by 1e-6 of the emitted distribution. Not:"
+        " dependence between samples"
+    ),
     "L2": "{sees}. Not: what leaves every probability of a token given its context unchanged",
-    "L3": "one bit of a key, a value or a token that a refused draft left behind. Not: an error that plain decoding of "
-    "the same shape makes as well",
-    "L4": "one token that is neither the reference's choice nor approximately tied with it, and ties that are more "
-    "frequent than without a drafter",
-    "L5": "in float32 one token among those scored that vLLM, or this library, would not have chosen; in bfloat16 one "
-    "more than 8 units in the last place below, and more than twice the ties between two plain decodings of one "
-    "engine. Not: errors common to both",
+    "L3": (
+        "one bit of a key, a value or a token that a refused draft left behind. Not: an error that"
+        " plain decoding of the same shape makes as well"
+    ),
+    "L4": (
+        "one token that is neither the reference's choice nor approximately tied with it, and ties"
+        " that are more frequent than without a drafter"
+    ),
+    "L5": (
+        "in float32 one token among those scored that vLLM, or this library, would not have chosen;"
+        " in bfloat16 one more than 8 units in the last place below, and more than twice the ties"
+        " between two plain decodings of one engine. Not: errors common to both"
+    ),
     "L6": "{sees}. Not: a deviation that leaves every tested score unchanged",
     "L7": "whether tasks are solved as often with speculation as without; it needs a GPU",
     "L8": "one round that accepts another number of tokens than vLLM",
-    "L9": "a speed above what was measured of the memory in the same run, and a program compiled during a measurement",
+    "L9": (
+        "a speed above what was measured of the memory in the same run, and a program compiled"
+        " during a measurement"
+    ),
     "HF": "logits or features that differ by more than float32 rounds. Not: published checkpoints",
     "JV": "a draft of ours that vLLM accepts otherwise than we do",
-    "AOT": "host work, copies of caches and launches above a budget, in programs compiled for accelerators",
+    "AOT": (
+        "host work, copies of caches and launches above a budget, in programs compiled for"
+        " accelerators"
+    ),
 }
 
 
 # Newer words for those of the committed record.
 _WORDS = {
-    "probabilities off along a score by": "probabilities that deviate in the direction of a tested score, by",
+    "probabilities off along a score by": (
+        "probabilities that deviate in the direction of a tested score, by"
+    ),
     "where all contexts are off alike": "if all contexts deviate in the same way",
 }
 
@@ -84,9 +103,9 @@ class Record:
             f"{name} {about['versions'][name]}" for name in ("jax", "flax", "transformers")
         )
         return (
-            f"{version(about)}, {self.report.started[:10]}: {cores(about)}, Python {about['python']}, {versions}, vLLM "
-            f"{about['vllm']['vllm']}. Every figure of this section is from "
-            f"[`{RECORD.name}`](../validation/results/{RECORD.name})."
+            f"{version(about)}, {self.report.started[:10]}: {cores(about)}, Python"
+            f" {about['python']}, {versions}, vLLM {about['vllm']['vllm']}. Every figure of this"
+            f" section is from [`{RECORD.name}`](../validation/results/{RECORD.name})."
         )
 
     def levels(self) -> Iterator[list[str]]:

@@ -1,7 +1,8 @@
 """Writes the tables on the pages between their marks: ``python docs/recorded/write_tables.py``.
 
 A test compares the pages with what this writes. The other files of this folder make the tables.
-Numbers in prose are quotations: ``tests/docs/test_records.py`` compares them with the records."""
+Numbers in prose are quotations: ``tests/docs/test_records.py`` compares them with the records.
+"""
 
 from __future__ import annotations
 

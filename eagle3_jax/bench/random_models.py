@@ -1,7 +1,8 @@
 """Models of real shapes with random weights, made on the device: speed and memory without a download.
 
 Their text is meaningless and their drafts are accepted by chance, but a step costs as much as a
-step of the real model."""
+step of the real model.
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ def bandwidths(size: int) -> dict[str, float]:
 
     The ways are a sum, a copy (which writes as much as it reads) and a product with few rows, as
     decoding has. Each is repeated within one program, so that the time of a launch is divided by
-    the number of passes. The fastest run of each counts, since the figures serve as ceilings."""
+    the number of passes. The fastest run of each counts, since the figures serve as ceilings.
+    """
     speeds = {}
     for name, (_, moves) in WAYS.items():
         arrays = stream_arrays(size)
@@ -141,7 +142,8 @@ def ceiling(target: LoadedTarget, *, rows: int, context: int, large: int = 2**30
     """Measures the highest bandwidth for a step of this target, in bytes per second.
 
     Small models stay in a cache that is faster than memory, so the bandwidth is measured at the
-    size of a step and at ``large`` bytes, far beyond all caches."""
+    size of a step and at ``large`` bytes, far beyond all caches.
+    """
     return max(bandwidth(large), bandwidth(step_bytes(target, rows=rows, context=context)))
 
 

@@ -76,7 +76,8 @@ def count_rounds(stats: SpeculationStats, written: np.ndarray) -> np.ndarray:
 
     A round without a draft, which prompt lookup has, is not counted among the drafts and writes one
     token. Accepted tokens after the limit are missing in ``written``, so the number of such rounds
-    can be a little too small."""
+    can be a little too small.
+    """
     return np.maximum(stats.num_drafts, written - stats.num_accepted_tokens)
 
 

@@ -3,7 +3,8 @@
 The model is ``S = τ / (v + G·c)`` (Leviathan et al., 2023, theorem 3.8, with a verification that is
 not free): ``τ`` tokens per round, ``v`` the cost of a verification and ``c`` that of a draft step,
 both in steps of plain decoding, and ``G`` draft steps in a round. All three are measured separately
-from the speed that they predict."""
+from the speed that they predict.
+"""
 
 from __future__ import annotations
 

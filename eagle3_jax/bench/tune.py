@@ -3,7 +3,8 @@
 A draft that is accepted for a mean acceptance length ``τ`` and takes ``v + G·c`` plain steps (``v``
 to verify it, ``c`` for each of its ``G`` draft steps) is faster than plain decoding by ``S = τ / (v
 + G·c)``. ``τ`` depends on the text and the head and not on the batch; ``v`` and ``c`` grow with it,
-so the best draft gets shorter and from some batch on plain decoding is fastest."""
+so the best draft gets shorter and from some batch on plain decoding is fastest.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class Candidate:
         """The candidate from the seconds of a plain step, a verification and a draft step in every repeat.
 
         Costs are ratios within a repeat: a machine that slows down for a while slows the plain step
-        as well."""
+        as well.
+        """
         verify_cost = np.divide(verify, plain)
         draft_cost = np.divide(draft, plain)
         gains = shape.mean_acceptance_length / (verify_cost + shape.num_draft_steps * draft_cost)
@@ -114,7 +116,8 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
 
     A draft is as good if it reaches the first quartile of the largest ``S``: such a difference is
     within the spread of the repeats, and a shorter draft loses less when acceptance is lower. Plain
-    decoding is the shortest, ``S = 1``."""
+    decoding is the shortest, ``S = 1``.
+    """
     bar = max(candidates, key=median_speedup).speedup.low if candidates else 0.0
     if bar <= 1.0:
         return None
@@ -213,9 +216,9 @@ class Tuning:
         """Plain numbers; the first two are keys of vLLM's ``--speculative-config``."""
         schedule = self.schedule
         return {
-            "num_speculative_tokens_per_batch_size": None
-            if schedule is None
-            else schedule.to_lists(),
+            "num_speculative_tokens_per_batch_size": (
+                None if schedule is None else schedule.to_lists()
+            ),
             "num_speculative_tokens": None if schedule is None else schedule.max_length,
             "num_prompts": self.num_prompts,
             "max_new_tokens": self.max_new_tokens,
@@ -287,13 +290,14 @@ def tune(
     lengths = sorted(set(chains))
     if not prompts or not sizes or sizes[0] < 1 or repeats < 1 or not (lengths or trees):
         raise ValueError(
-            "tuning needs at least one prompt, one batch size of 1 or more, one draft and one repeat"
+            "tuning needs at least one prompt, one batch size of 1 or more, one draft and one"
+            " repeat"
         )
     for depth in (*lengths, *(tree.max_depth for tree in trees)):
         if not 1 <= depth < max_new_tokens:
             raise ValueError(
-                f"a draft of {depth} tokens does not fit {max_new_tokens} new tokens, the first of which is the "
-                f"prefill's; give drafts of 1 to {max_new_tokens - 1}"
+                f"a draft of {depth} tokens does not fit {max_new_tokens} new tokens, the first of"
+                f" which is the prefill's; give drafts of 1 to {max_new_tokens - 1}"
             )
     decoder_of = functools.partial(SpeculativeDecoder, target, drafter, stop_tokens=())
     decoders = {_PLAIN: SpeculativeDecoder(target, stop_tokens=())}

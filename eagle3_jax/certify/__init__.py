@@ -2,7 +2,8 @@
 
 :func:`certify` asks a server that speaks OpenAI's protocol and judges its answers,
 :func:`certify_sampler` a Python function; ``eagle3 certify`` is the command. ``docs/certify.md``
-says what a verdict means. This needs no JAX."""
+says what a verdict means. This needs no JAX.
+"""
 
 from eagle3_jax.certify.asking import Plan
 from eagle3_jax.certify.certificate import Certificate, Control, Finding, Requirement, Verdict

@@ -38,7 +38,8 @@ def parse_object(data: bytes, address: str) -> dict[str, Any]:
         values = json.loads(text)
     except (ValueError, RecursionError):
         raise ServerError(
-            f"{address} does not answer in JSON but {excerpt(text, 80)!r}; is this a server with OpenAI's protocol?"
+            f"{address} does not answer in JSON but {excerpt(text, 80)!r}; is this a server with"
+            " OpenAI's protocol?"
         ) from None
     if not isinstance(values, dict):
         raise ServerError(f"{address} answered {excerpt(text, 80)}; expected a JSON object")
@@ -101,7 +102,8 @@ class Answer:
             return
         if strange:
             raise ServerError(
-                f"{address} answered {excerpt(strange[0].decode(errors='replace'), 80)!r} in a stream"
+                f"{address} answered {excerpt(strange[0].decode(errors='replace'), 80)!r} in a"
+                " stream"
             )
         for event in events:
             if event == b"[DONE]":
@@ -139,7 +141,8 @@ class Answer:
         if answered != self._model:
             shown = excerpt(str(answered), 80)
             raise ServerError(
-                f"{self._address} answered as {shown}, not as {self._model}; nothing can be compared"
+                f"{self._address} answered as {shown}, not as {self._model}; nothing can be"
+                " compared"
             )
         self.num_tokens = self._count(event, "usage", "completion_tokens", self.num_tokens)
         self.num_drafted = self._count(event, "timings", "draft_n", self.num_drafted)

@@ -3,7 +3,8 @@
 A bet names another distribution for each token before it is seen. The product of the ratios of the
 two probabilities is the gain. Under a correct sampler its expectation is at most 1, so the gain
 exceeds ``1 / p`` with probability at most ``p``, however few tokens there are (Ville's inequality).
-A mixture of bets is a bet."""
+A mixture of bets is a bet.
+"""
 
 from __future__ import annotations
 

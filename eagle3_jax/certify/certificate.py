@@ -197,20 +197,22 @@ class Certificate:
         doubts = []
         if first is not None and first.p_value < self.level:
             doubts.append(
-                f"the first tokens, which no draft reaches, do not follow the reports either ({first.name}: "
-                f"{first.detail}); the reports do not describe the sampler"
+                "the first tokens, which no draft reaches, do not follow the reports either"
+                f" ({first.name}: {first.detail}); the reports do not describe the sampler"
             )
         controls = {control.name: control for control in self.controls}
         for test in self._failures if not doubts else []:
             control = controls.get(test.name)
             if control is None or not control.has_power:
                 doubts.append(
-                    f"{test.name} fails ({test.detail}), but too few tokens without drafts were compared"
+                    f"{test.name} fails ({test.detail}), but too few tokens without drafts were"
+                    " compared"
                 )
             else:
                 doubts.append(
-                    f"{test.name} fails ({test.detail}), but so do {control.tokens:,} tokens behind the same texts "
-                    "that no draft reaches; the reports do not describe the sampler"
+                    f"{test.name} fails ({test.detail}), but so do {control.tokens:,} tokens behind"
+                    " the same texts that no draft reaches; the reports do not describe the"
+                    " sampler"
                 )
         if not self._required.intersection(_SHOWN_BY.values()):
             doubts.append("no answer could be judged")
@@ -276,8 +278,9 @@ class Certificate:
             "answers": f"{self.requests}" + (f", {self.lost} requests failed" if self.lost else ""),
             "seconds": f"{self.seconds:.0f}",
             "started": self.started,
-            "eagle3-jax": f"{self.version}"
-            + (f", commit {self.commit[:10]}" if self.commit else ""),
+            "eagle3-jax": (
+                f"{self.version}" + (f", commit {self.commit[:10]}" if self.commit else "")
+            ),
         }
         values = {
             "subject": str(self.facts.get("url") or self.facts.get("model")),

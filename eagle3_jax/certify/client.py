@@ -140,7 +140,8 @@ class Client:
         if key:
             if not _KEY.fullmatch(key):
                 raise ServerError(
-                    f"the key in {key_variable} has a space, a line break or a letter that no key has"
+                    f"the key in {key_variable} has a space, a line break or a letter that no"
+                    " key has"
                 )
             headers["Authorization"] = f"Bearer {key}"
         # A proxy of the environment must not be asked for a server on this machine.
@@ -217,7 +218,8 @@ class Client:
         """Returns the counters of speculation since the server started; empty where there are none.
 
         vLLM has them, llama.cpp with ``--metrics``, and SGLang with ``--enable-metrics``, which
-        counts rounds only."""
+        counts rounds only.
+        """
         try:
             return parse_counters(self.send("/metrics").decode(errors="replace"))
         except ServerError:
@@ -257,8 +259,8 @@ class Client:
         missing = [number for number in expected if number is not None and number > len(reports)]
         if reports and missing:
             raise ServerError(
-                f"{self.url} reports {len(reports)} of the {missing[0]} tokens of an answer; the others cannot be "
-                "judged"
+                f"{self.url} reports {len(reports)} of the {missing[0]} tokens of an answer; the"
+                " others cannot be judged"
             )
         return Completion(
             text=answer.text,
@@ -280,7 +282,8 @@ class Client:
         """Asks llama.cpp for the reports that it withholds.
 
         They come from the keys and values that are cached, which may be those that speculation
-        left."""
+        left.
+        """
         tokens = tokens or [report.token for report in reports]
         # Parts of characters have no entry, so it is not known whose entries the others are.
         known = (
@@ -293,12 +296,15 @@ class Client:
         ids = self._tokenize(prompt)
         if ids is None:
             raise ServerError(
-                f"{self.url} reports nothing about drafted tokens, and has no /tokenize to ask for them"
+                f"{self.url} reports nothing about drafted tokens, and has no /tokenize to ask for"
+                " them"
             )
         return [
-            report
-            if report.top
-            else self._behind([*ids, *tokens[:position]], tokens[position], num_reported)
+            (
+                report
+                if report.top
+                else self._behind([*ids, *tokens[:position]], tokens[position], num_reported)
+            )
             for position, report in enumerate(known)
         ]
 
@@ -338,7 +344,8 @@ class Client:
                 return []
         if not has_ids:
             raise ServerError(
-                f"{self.url} neither scores a prompt (echo with logprobs) nor tells token ids; nothing can be compared"
+                f"{self.url} neither scores a prompt (echo with logprobs) nor tells token ids;"
+                " nothing can be compared"
             )
         self.scoring = "prefixes"
         return [
@@ -360,7 +367,8 @@ class Client:
                 reports = self._ask(body, fields).reports
         if not reports:
             raise ServerError(
-                f"{self.url} reports nothing about the token behind a prefix; nothing can be compared"
+                f"{self.url} reports nothing about the token behind a prefix; nothing can be"
+                " compared"
             )
         return Report(token, reports[0].top.get(token, math.nan), reports[0].top)
 
@@ -520,7 +528,8 @@ class Client:
                         raise httpx.ReadTimeout("the answer is not complete")
         except httpx.TimeoutException:
             raise ServerError(
-                f"no server answers at {self.url}{path} (no answer in {self._timeout:g} s; raise --timeout)"
+                f"no server answers at {self.url}{path} (no answer in {self._timeout:g} s; raise"
+                " --timeout)"
             ) from None
         except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
             kind = _Passing if self._has_answered else ServerError
@@ -551,8 +560,8 @@ class Client:
             )
         if status in (401, 403):
             return ServerError(
-                f"{self.url} wants a key: put it into the environment variable {self._key_variable}, or name another "
-                f"with --api-key-env ({status}: {text})"
+                f"{self.url} wants a key: put it into the environment variable"
+                f" {self._key_variable}, or name another with --api-key-env ({status}: {text})"
             )
         if status in (404, 405):
             if path == self._path:
@@ -576,7 +585,8 @@ def _address(url: str) -> str:
         # A name and a password in it are not repeated.
         shown = excerpt(url.rpartition("@")[2], 200)
         raise ServerError(
-            f"{shown!r} is not the address of a server; expected something like http://localhost:8000"
+            f"{shown!r} is not the address of a server; expected something like"
+            " http://localhost:8000"
         )
     return url.rstrip("/").removesuffix("/v1")
 

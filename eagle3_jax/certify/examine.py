@@ -85,8 +85,8 @@ def certify(
     )
     if not probe.reports and plain is None:
         raise ServerError(
-            "no log-probabilities are reported; name the same model without speculation with --plain-url, and texts "
-            "are compared, which sees much less"
+            "no log-probabilities are reported; name the same model without speculation with"
+            " --plain-url, and texts are compared, which sees much less"
         )
     if probe.reports:
         plan = _with_kind_of_reports(source, plan, probe)
@@ -130,9 +130,9 @@ def certify(
         is_partial=bool(asker.stopped),
         seconds=time.perf_counter() - clock,
         started=started,
-        commit=f"{state['commit']}{'+' if state['dirty'] else ''}"
-        if isinstance(state, dict)
-        else "",
+        commit=(
+            f"{state['commit']}{'+' if state['dirty'] else ''}" if isinstance(state, dict) else ""
+        ),
     )
 
 
@@ -169,8 +169,8 @@ def _with_kind_of_reports(source: Source, plan: Plan, probe: Completion) -> Plan
     )
     if 0 < number < plan.num_reported and not is_whole:
         raise ServerError(
-            f"{number} log-probabilities are reported where {plan.num_reported} were asked for; ask for {number} "
-            "(--logprobs)"
+            f"{number} log-probabilities are reported where {plan.num_reported} were asked for; ask"
+            f" for {number} (--logprobs)"
         )
     if source.scoring != "none":
         source.score(plan.prompts[0], probe, num_reported=plan.num_reported)
@@ -189,8 +189,8 @@ def _with_kind_of_reports(source: Source, plan: Plan, probe: Completion) -> Plan
         processed = _difference(neutral, warped, plan)
         if processed is None:
             raise ServerError(
-                "the reported log-probabilities are neither those before temperature, top-k, top-p and min-p nor those "
-                "after; nothing can be judged at these settings"
+                "the reported log-probabilities are neither those before temperature, top-k, top-p"
+                " and min-p nor those after; nothing can be judged at these settings"
             )
         plan = dataclasses.replace(
             plan, sampling=dataclasses.replace(plan.sampling, processed=processed)
@@ -239,7 +239,10 @@ def _judge(asker: Asker, evidence: _Evidence) -> None:
 def _measure_noise(asker: Asker, answers: Samples, evidence: _Evidence) -> None:
     noise = measure_noise(asker, answers)
     evidence.noise = noise
-    detail = f"the same tokens differ by up to {noise.size:.1g} nats without drafts, at most {MOST_NOISE} may"
+    detail = (
+        f"the same tokens differ by up to {noise.size:.1g} nats without drafts, at most"
+        f" {MOST_NOISE} may"
+    )
     if math.isinf(noise.size):
         detail = "no token was asked for twice"
     evidence.require("little noise", noise.is_small, detail)
@@ -260,7 +263,10 @@ def _require_reports(groups: Sequence[Samples], evidence: _Evidence) -> None:
         and num_unread <= MOST_UNREAD * num_tokens
         and num_silent <= MOST_UNREAD * num_answers
     )
-    detail = f"the reports of {num_unread} of {num_tokens:,} tokens cannot be read; {num_silent} answers have none"
+    detail = (
+        f"the reports of {num_unread} of {num_tokens:,} tokens cannot be read; {num_silent} answers"
+        " have none"
+    )
     evidence.require("readable reports", is_met, detail)
 
 
@@ -319,8 +325,8 @@ def _judge_sampled(
 def _require_agreement(name: str, share: float, evidence: _Evidence) -> None:
     size = 0.0 if evidence.noise is None else evidence.noise.size
     detail = (
-        f"{share:.1%} of the tokens behind drafts differ by more than the {size:.1g} nats seen without drafts: "
-        "rounding of other kernels, or stale keys and values"
+        f"{share:.1%} of the tokens behind drafts differ by more than the {size:.1g} nats seen"
+        " without drafts: rounding of other kernels, or stale keys and values"
     )
     evidence.require(name, share <= MOST_LOST, detail)
 
@@ -380,8 +386,9 @@ def _require_samples(
     is_enough = is_sharp(error, distance)
     if not is_enough:
         detail += (
-            "; it must find an acceptance 20 % too willing, and acceptance of every sampled draft where draft and "
-            f"target are 25 % apart ({share:.0%} of the tokens were drafted): ask for more requests (--requests)"
+            "; it must find an acceptance 20 % too willing, and acceptance of every sampled draft"
+            f" where draft and target are 25 % apart ({share:.0%} of the tokens were drafted): ask"
+            " for more requests (--requests)"
         )
     evidence.require("sight", is_enough, detail)
 
@@ -424,8 +431,8 @@ def _see_drafts(
             missing = "no draft was counted while log-probabilities were asked for"
             if not drafts and not counted:
                 missing = (
-                    "nothing shows that the server drafts (no counters, chunks of one token); start it with its "
-                    "metrics, or say --speculation assumed or none"
+                    "nothing shows that the server drafts (no counters, chunks of one token); start"
+                    " it with its metrics, or say --speculation assumed or none"
                 )
             evidence.require(name, bool(signs), shown or missing)
 

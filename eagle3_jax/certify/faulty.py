@@ -1,7 +1,8 @@
 """A speculative sampler with errors to inject, which shows what a certificate sees.
 
 It draws from random distributions over a small vocabulary, as a chain of drafts does, and reports
-the target's distribution for each token as a server would."""
+the target's distribution for each token as a server would.
+"""
 
 from __future__ import annotations
 
@@ -243,7 +244,8 @@ class FaultySampler:
 
         Such a test sums ``log(p'(x) / p(x))`` for the exact distribution ``p'`` of each position;
         the sum is taken as normal. Where ``p'`` excludes tokens, the sum is compared with ``log(1 /
-        ALPHA)``, which needs a few more."""
+        ALPHA)``, which needs a few more.
+        """
         prompts = np.arange(num_tokens // 32) % NUM_PROMPTS
         tokens, chunk_index = self.answer(prompts, 32, seed=seed)
         moments = np.zeros(4)
@@ -326,7 +328,8 @@ class FaultySource:
     """A sampler as what a certificate asks, without a network; subclasses do more wrong.
 
     A prompt is ``[p]``, the number of a prompt, and tokens behind it. The first token of an answer
-    is not drafted."""
+    is not drafted.
+    """
 
     def __init__(
         self,

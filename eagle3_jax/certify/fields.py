@@ -79,7 +79,8 @@ class _Exam:
     """The examinations of all fields. Each returns a complaint, empty if there is none, and what was seen.
 
     Each raises ``Refused`` where the server does not take the field, and ``ServerError`` where
-    nothing can be said."""
+    nothing can be said.
+    """
 
     def __init__(self, asker: Asker) -> None:
         self._asker = asker
@@ -228,7 +229,10 @@ class _Exam:
                 return f"{number} tokens were written with max_tokens {limit}", ""
         return (
             "",
-            f"{'exactly' if is_exact else 'at most'} {', '.join(map(str, _LIMITS))} tokens were written",
+            (
+                f"{'exactly' if is_exact else 'at most'} {', '.join(map(str, _LIMITS))} tokens were"
+                " written"
+            ),
         )
 
     def _min_tokens(self) -> tuple[str, str]:
@@ -258,7 +262,10 @@ class _Exam:
             number = len(answer.tokens)
             if number != fields["max_tokens"]:
                 return (
-                    f"an answer ended after {number} of {fields['max_tokens']} tokens ({answer.finish_reason})",
+                    (
+                        f"an answer ended after {number} of {fields['max_tokens']} tokens"
+                        f" ({answer.finish_reason})"
+                    ),
                     "",
                 )
         return "", f"{len(answers[0].tokens)} tokens, where {self._ended[0][2]} were without it"
@@ -284,7 +291,10 @@ class _Exam:
                 forks += 1
             elif len(text) not in (end, end + len(stop)) or answer.finish_reason != "stop":
                 return (
-                    f"{text[-32:]!r} ends at character {len(text)} ({answer.finish_reason}); {stop!r} is at {end}",
+                    (
+                        f"{text[-32:]!r} ends at character {len(text)} ({answer.finish_reason});"
+                        f" {stop!r} is at {end}"
+                    ),
                     "",
                 )
             included += text.endswith(stop)
@@ -292,7 +302,10 @@ class _Exam:
             raise ServerError("the greedy texts are not the same again")
         return (
             "",
-            f"{len(stops) - forks} answers ended at their stop text, which {included} include; {forks} forked",
+            (
+                f"{len(stops) - forks} answers ended at their stop text, which {included} include;"
+                f" {forks} forked"
+            ),
         )
 
     def _n(self) -> tuple[str, str]:
@@ -343,7 +356,10 @@ class _Exam:
         num_complete = sum(answer.finish_reason == "stop" for answer in answers)
         if wrong:
             return (
-                f"{len(wrong)} of {len(answers)} answers do not match {rule}, such as {wrong[0][:40]!r}",
+                (
+                    f"{len(wrong)} of {len(answers)} answers do not match {rule}, such as"
+                    f" {wrong[0][:40]!r}"
+                ),
                 "",
             )
         _require_texts(answers)
@@ -362,7 +378,10 @@ class _Exam:
         )
         if excluded:
             return (
-                f"{excluded} of {len(reports)} tokens are less likely than {_MIN_P} of the likeliest",
+                (
+                    f"{excluded} of {len(reports)} tokens are less likely than {_MIN_P} of the"
+                    " likeliest"
+                ),
                 "",
             )
         if not any(
@@ -380,7 +399,10 @@ class _Exam:
             raise ServerError(f"only {expected:.0f} tokens would be excluded")
         return (
             "",
-            f"no token was written that it excludes; {expected:.0f} of {len(reports)} would have been without it",
+            (
+                f"no token was written that it excludes; {expected:.0f} of {len(reports)} would"
+                " have been without it"
+            ),
         )
 
     def _penalty(self, name: str) -> tuple[str, str]:

@@ -20,7 +20,8 @@ class Fit:
     ``impossible`` are the counted outcomes of probability 0, which make all p-values 0.
     ``statistic`` is Pearson's, on ``degrees`` degrees of freedom. ``single_outcome`` is the p-value
     of the outcome that deviates most, for all outcomes together, and ``farthest`` describes that
-    outcome."""
+    outcome.
+    """
 
     draws: int
     distance: float
@@ -141,7 +142,8 @@ def smallest_deviation(tokens: int, degrees: int, *, alpha: float) -> float:
     With ``p'(x | s) = p(x | s) (1 + ε(x, s))`` Pearson's statistic over the cells ``(s, x)`` is a
     noncentral chi-square of noncentrality ``tokens · Σ p ε²``. If a stratum mixes several
     distributions, a deviation that they share is detected at least as well. The test fails at the
-    significance ``alpha``."""
+    significance ``alpha``.
+    """
     if tokens == 0 or degrees == 0:
         return math.inf
     threshold = stats.chi2.isf(alpha, degrees)

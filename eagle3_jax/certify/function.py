@@ -136,8 +136,9 @@ def _completion(prompt: list[int], answer: Answer, number: int, num_reported: in
         values = np.asarray(log_probs, dtype=np.float64)
         if values.ndim != 2 or len(values) != len(tokens):
             raise ValueError(
-                f"the sampler returned {len(tokens)} tokens with log-probabilities of shape {values.shape}; expected a "
-                "row of log-probabilities of the whole vocabulary for each token"
+                f"the sampler returned {len(tokens)} tokens with log-probabilities of shape"
+                f" {values.shape}; expected a row of log-probabilities of the whole vocabulary for"
+                " each token"
             )
         reports += [
             _report(int(token), row, num_reported)

@@ -126,7 +126,8 @@ def _repeated_prompts(samples: Samples) -> list[Prompt]:
 
     The sure token is the first of an answer, which no draft reaches. The unsure one is then
     verified behind the same text in nearly all answers. Where token ids are not told, these are the
-    first prompts."""
+    first prompts.
+    """
     values: dict[tuple[int, ...], float] = {}
     for prompt, answer in samples.answers:
         ids = prompt_ids(samples.prompts[prompt], answer)
@@ -275,7 +276,8 @@ def seen_in_words(error: Error | None, distance: float | None) -> list[str]:
     words = [] if error is None else [f"{error} where drafts are the likeliest tokens"]
     if distance is not None:
         words.append(
-            f"acceptance of every sampled draft where draft and target are {100 * distance:.0f} % apart"
+            f"acceptance of every sampled draft where draft and target are {100 * distance:.0f} %"
+            " apart"
         )
     return words
 

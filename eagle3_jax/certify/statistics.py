@@ -2,7 +2,8 @@
 
 A token is sampled after everything before it is known. So under a correct sampler its place in the
 reported distribution is uniform on [0, 1] and independent of all earlier places, whatever the
-prompts and the drafts."""
+prompts and the drafts.
+"""
 
 from __future__ import annotations
 
@@ -61,17 +62,18 @@ class Sampling:
         )
         if not is_valid:
             raise ValueError(
-                f"cannot sample with temperature {self.temperature}, top-k {self.top_k}, top-p {self.top_p}, min-p "
-                f"{self.min_p}; expected a temperature above 0, top-k of at least 0, top-p in (0, 1], min-p in [0, 1)"
+                f"cannot sample with temperature {self.temperature}, top-k {self.top_k}, top-p"
+                f" {self.top_p}, min-p {self.min_p}; expected a temperature above 0, top-k of at"
+                " least 0, top-p in (0, 1], min-p in [0, 1)"
             )
         is_whole = self.temperature == 1 and self.top_k == 0 and self.min_p == 0
         reported_all = 0 < self.top_k <= num_reported
         if self.top_p < 1 and not (self.processed or is_whole or reported_all):
             raise ValueError(
-                f"top-p {self.top_p} at temperature {self.temperature} with top-k {self.top_k}: {num_reported} "
-                "log-probabilities before these do not show where the nucleus ends; sample at temperature 1 without "
-                f"top-k, or with a top-k of at most {num_reported}, or let the server report processed "
-                "log-probabilities"
+                f"top-p {self.top_p} at temperature {self.temperature} with top-k {self.top_k}:"
+                f" {num_reported} log-probabilities before these do not show where the nucleus"
+                " ends; sample at temperature 1 without top-k, or with a top-k of at most"
+                f" {num_reported}, or let the server report processed log-probabilities"
             )
 
     def distributions(
@@ -304,7 +306,8 @@ def _is_excluded(draws: Draws) -> np.ndarray:
     """Returns which tokens the warpers exclude ``[n]``.
 
     A token that is not reported may have rounded to the probability 0, unless a reported one has it
-    already."""
+    already.
+    """
     is_reported = draws.cells < draws.ids.shape[1]
     is_exhausted = (draws.probs[:, :-1] == 0).any(axis=1)
     return (draws.masses == 0) & (is_reported | is_exhausted)
@@ -329,7 +332,10 @@ def _likelihood(probs: np.ndarray, cells: np.ndarray) -> Test:
     often = "often" if contrast.total > 0 else "seldom"
     likeliest = (cells == 0).mean() if tokens else 0
     expected = probs[:, 0].mean() if tokens else 0
-    detail = f"likely tokens too {often} by {abs(contrast.z):.1f} σ; the likeliest {likeliest:.1%}, expected {expected:.1%}"
+    detail = (
+        f"likely tokens too {often} by {abs(contrast.z):.1f} σ; the likeliest {likeliest:.1%},"
+        f" expected {expected:.1%}"
+    )
     return Test("log-probabilities of the tokens", contrast.p_value, tokens, detail)
 
 
@@ -391,7 +397,8 @@ def counts_behind_texts(draws: Draws, probs: np.ndarray) -> tuple[np.ndarray, np
     """Returns for each text that came more than once the counts of the tokens behind it, and its distribution.
 
     Both are ``[texts C]``. The distribution is that of the text's first token; the others' cells
-    are found by ids."""
+    are found by ids.
+    """
     chosen = np.flatnonzero(draws.texts >= 0)
     _, first, number, size = np.unique(
         draws.texts[chosen], return_index=True, return_inverse=True, return_counts=True

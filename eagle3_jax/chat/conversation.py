@@ -120,8 +120,8 @@ class Chat:
         prompt = apply_chat_template(target, [*self.messages, turn])
         if len(prompt) >= target.max_positions:
             raise ValueError(
-                f"the conversation has {len(prompt)} tokens with this question, and {target.name} holds "
-                f"{target.holds}; ask a shorter question or begin a new conversation"
+                f"the conversation has {len(prompt)} tokens with this question, and {target.name}"
+                f" holds {target.holds}; ask a shorter question or begin a new conversation"
             )
         return turn, prompt, {**self._options, "seed": (self._seed + len(self.messages)) % 2**32}
 

@@ -1,7 +1,8 @@
 """Chat templates: the text of a conversation in the form that a model was trained on.
 
 A template is a program in the language of Jinja, and comes with the model. It runs in Jinja's
-sandbox, with the functions that transformers offers it."""
+sandbox, with the functions that transformers offers it.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class ChatTemplate:
             return None
         if not isinstance(source, str):
             raise ValueError(
-                f"chat_template is {shown(source)}; expected a text, or a list with a template 'default'"
+                f"chat_template is {shown(source)}; expected a text, or a list with a template"
+                " 'default'"
             )
         special_tokens = {}
         for name, value in config.items():
@@ -113,7 +115,8 @@ def check_messages(messages: Any) -> None:
             raise ValueError(f"message {number} is {shown(message)}; expected {form}")
         if message["role"] not in ROLES:
             raise ValueError(
-                f"message {number} has the role {shown(message['role'])}; expected {', '.join(ROLES)}"
+                f"message {number} has the role {shown(message['role'])}; expected"
+                f" {', '.join(ROLES)}"
             )
         if not isinstance(message["content"], str):
             raise ValueError(

@@ -56,6 +56,7 @@ def main() -> None:
     _errors.end_on_signals()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # for the whole process
+            # It stays open for the whole process.
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # characters its encoding lacks
     sys.exit(run())

@@ -33,20 +33,28 @@ class MethodOptions:
     chains: Annotated[
         str | None,
         typer.Option(
-            help="Chain lengths K: '1-7', '1,3,5' or 'none'.  [default: 1-7; of a --shape 3,5; under a load 3]"
+            help=(
+                "Chain lengths K: '1-7', '1,3,5' or 'none'.  [default: 1-7; of a --shape 3,5; under"
+                " a load 3]"
+            )
         ),
     ] = None
     tree: Annotated[
         list[str] | None,
         typer.Option(
-            help="A tree, or 'none'; may be repeated.  [default: num_nodes=60,max_depth=8,top_k=10; of a --shape "
-            "max_depth=7; under a load none]"
+            help=(
+                "A tree, or 'none'; may be repeated.  [default: num_nodes=60,max_depth=8,top_k=10;"
+                " of a --shape max_depth=7; under a load none]"
+            )
         ),
     ] = None
     ngram: Annotated[
         str | None,
         typer.Option(
-            help="Lengths K of prompt lookup, or 'none'.  [default: 5; of a --shape or under a load none]"
+            help=(
+                "Lengths K of prompt lookup, or 'none'.  [default: 5; of a --shape or under a load"
+                " none]"
+            )
         ),
     ] = None
     simulated_acceptance_length: Annotated[
@@ -91,11 +99,13 @@ class MethodOptions:
         verifier = self.verifier
         if length is not None and rate is not None:
             raise Misuse(
-                "--simulated-acceptance-length and --simulated-acceptance-rate were both given; give one"
+                "--simulated-acceptance-length and --simulated-acceptance-rate were both given;"
+                " give one"
             )
         if (length is not None or rate is not None) and verifier is not None:
             raise Misuse(
-                "--verifier and a simulated acceptance were both given; a draft is accepted by one rule"
+                "--verifier and a simulated acceptance were both given; a draft is accepted by one"
+                " rule"
             )
         if length is not None:
             if not length >= 1:

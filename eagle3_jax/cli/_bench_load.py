@@ -70,7 +70,9 @@ class LoadOptions:
     slots: Annotated[
         int | None,
         typer.Option(
-            help="Rows of the batch under a load. Default: --concurrency, or 8 with other arrivals.",
+            help=(
+                "Rows of the batch under a load. Default: --concurrency, or 8 with other arrivals."
+            ),
             min=1,
             max=4096,
         ),
@@ -78,7 +80,10 @@ class LoadOptions:
     schedule: Annotated[
         str | None,
         typer.Option(
-            help="Under a load, also measure the draft length by number of running rows: '[[1,4,5],[5,16,3]]'."
+            help=(
+                "Under a load, also measure the draft length by number of running rows:"
+                " '[[1,4,5],[5,16,3]]'."
+            )
         ),
     ] = None
     prefill_chunk: Annotated[
@@ -182,7 +187,8 @@ def engines_of(
         heads = [head for head in models.drafters.values() if head is not None]
         if not heads:
             raise Misuse(
-                "--schedule shortens the chains of a head, and there is none; choose another --drafter"
+                "--schedule shortens the chains of a head, and there is none; choose another"
+                " --drafter"
             )
         decoders["schedule"] = SpeculativeDecoder(
             models.target, heads[0], schedule=schedule, stop_tokens=()
@@ -219,7 +225,8 @@ class LoadFindings:
     def failures(self) -> list[str]:
         """Reasons why the measurements are invalid; empty if they are valid."""
         return [
-            f"{row.load}, {row.name}: {row.programs_after_warm_up} programs were compiled while times were taken"
+            f"{row.load}, {row.name}: {row.programs_after_warm_up} programs were compiled while"
+            " times were taken"
             for row in self.rows
             if row.programs_after_warm_up
         ]
@@ -235,7 +242,10 @@ class LoadFindings:
                 table_of(f"Speed, {load}", of_load, _SPEED),
                 table_of(f"Times in ms, {load}", of_load, _TIMES),
             ]
-        size = f"{self.rows[0].num_requests} requests x {self.max_new_tokens} new tokens, {self.repeats} repeats"
+        size = (
+            f"{self.rows[0].num_requests} requests x {self.max_new_tokens} new tokens,"
+            f" {self.repeats} repeats"
+        )
         return Page(values, [f"{self.device}; greedy, {size}", *tables, "\n" + NOTES])
 
 

@@ -91,14 +91,15 @@ class Findings:
     def failures(self) -> list[str]:
         """Reasons why the measurements are invalid; empty if they are valid."""
         too_fast = [
-            f"batch {report.batch_size}: {row.name} reads memory at {row.bandwidth_share:.0%} of the "
-            f"{(report.bytes_per_second or 0) / 1e9:.1f} GB/s that this device was measured to read at most; the "
-            "clock, the tokens or the ceiling are wrong"
+            f"batch {report.batch_size}: {row.name} reads memory at {row.bandwidth_share:.0%} of"
+            f" the {(report.bytes_per_second or 0) / 1e9:.1f} GB/s that this device was measured to"
+            " read at most; the clock, the tokens or the ceiling are wrong"
             for report in self.reports
             for row in report.too_fast
         ]
         compiled_late = [
-            f"batch {report.batch_size}: {report.programs_after_warm_up} programs were compiled while times were taken"
+            f"batch {report.batch_size}: {report.programs_after_warm_up} programs were compiled"
+            " while times were taken"
             for report in self.reports
             if report.programs_after_warm_up
         ]
@@ -154,7 +155,10 @@ def write_report(findings: Findings | LoadFindings, directory: Path) -> None:
 
 def headline(report: Report, *, device: str) -> str:
     """Returns the measurement and the hardware in one line."""
-    size = f"{report.num_prompts} prompts x {report.max_new_tokens} new tokens, {report.repeats} repeats"
+    size = (
+        f"{report.num_prompts} prompts x {report.max_new_tokens} new tokens, {report.repeats}"
+        " repeats"
+    )
     line = f"{device}; batch {report.batch_size}, greedy, {size}; baseline: {report.baseline}"
     rates = max(
         (row.simulated_rates for row in report.rows if row.simulated_rates), key=len, default=None

@@ -24,8 +24,8 @@ _EXTRAS = {
 _LONGEST = 600  # characters of an error line
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SMALLER = (
-    "lower --max-new-tokens, --batch-size or the draft (--num-speculative-tokens, --tree), shorten the prompt, or use "
-    "--dtype bfloat16"
+    "lower --max-new-tokens, --batch-size or the draft (--num-speculative-tokens, --tree), shorten"
+    " the prompt, or use --dtype bfloat16"
 )
 
 
@@ -95,7 +95,8 @@ def end_on_signals() -> None:
     """Makes SIGTERM and SIGHUP raise ``SystemExit``, as Python makes Ctrl-C raise ``KeyboardInterrupt``.
 
     Files and the terminal are then put in order. A signal that the shell ignores (``nohup``) stays
-    ignored."""
+    ignored.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, _exit)

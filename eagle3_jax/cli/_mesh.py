@@ -25,8 +25,11 @@ DistributedOption = Annotated[
     str | None,
     typer.Option(
         "--distributed",
-        help="Run as one of several processes: 'auto' if a launcher started them (Slurm, Open MPI, Cloud TPU), or "
-        "'coordinator=HOST:PORT,processes=2,process=0'. The first process prints.",
+        help=(
+            "Run as one of several processes: 'auto' if a launcher started them (Slurm, Open MPI,"
+            " Cloud TPU), or 'coordinator=HOST:PORT,processes=2,process=0'. The first process"
+            " prints."
+        ),
     ),
 ]
 _PROCESSES = re.compile(
@@ -45,7 +48,8 @@ def join(distributed: str | None, mesh: str | None) -> bool:
         return True
     if mesh is None:
         raise Misuse(
-            "--distributed was given without --mesh, which divides the models over the processes; see docs/mesh.md"
+            "--distributed was given without --mesh, which divides the models over the processes;"
+            " see docs/mesh.md"
         )
     import jax
 
@@ -60,7 +64,8 @@ def join(distributed: str | None, mesh: str | None) -> bool:
             process = int(numbers["process"])
             if process >= processes:
                 raise Misuse(
-                    f"--distributed {distributed}: process is {process}; expected 0 to {processes - 1}"
+                    f"--distributed {distributed}: process is {process}; expected 0 to"
+                    f" {processes - 1}"
                 )
             jax.distributed.initialize(numbers["coordinator"], processes, process)
     except (ValueError, RuntimeError) as error:
@@ -75,7 +80,8 @@ def join(distributed: str | None, mesh: str | None) -> bool:
     output = os.dup(1) if first else os.open(os.devnull, os.O_WRONLY)
     sys.stdout.flush()
     os.dup2(2, 1)
-    sys.stdout = open(output, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115  # to the end
+    # It stays open to the end of the process.
+    sys.stdout = open(output, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
     return first
 
 
@@ -88,7 +94,10 @@ def read_mesh(text: str | None, batches: list[int]) -> Mesh | None:
     hint = ""
     try:
         mesh = make_mesh(text)
-        hint = " (with --json, --batch-size sets how many are decoded at once; text is streamed one by one)"
+        hint = (
+            " (with --json, --batch-size sets how many are decoded at once; text is streamed one by"
+            " one)"
+        )
         for batch in batches:
             check_rows(mesh, batch)
     except ValueError as error:

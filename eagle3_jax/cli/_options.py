@@ -28,22 +28,26 @@ if TYPE_CHECKING:
 CHECKPOINT = "Directory, GGUF file or hub id"
 # Also used by `eagle3 bench`, which takes several drafters.
 DRAFTERS = (
-    f"{CHECKPOINT} of a head or of a small language model, {FORMS}, 'ngram+HEAD' (the head where the "
-    "text has no n-gram), or module:name of your own"
+    f"{CHECKPOINT} of a head or of a small language model, {FORMS}, 'ngram+HEAD' (the head where"
+    " the text has no n-gram), or module:name of your own"
 )
 TargetOption = Annotated[
     str | None,
     typer.Option(
         "--target",
-        help=f"{CHECKPOINT} of the target, or module:function of your own. Default: the bundled one.",
+        help=(
+            f"{CHECKPOINT} of the target, or module:function of your own. Default: the bundled one."
+        ),
     ),
 ]
 DrafterOption = Annotated[
     str | None,
     typer.Option(
         "--drafter",
-        help=f"{DRAFTERS}. Default: the bundled head; with --target the head of smollm2 or ngram, where generate, chat "
-        "and serve decode plainly on CPUs except with --weights int8.",
+        help=(
+            f"{DRAFTERS}. Default: the bundled head; with --target the head of smollm2 or ngram,"
+            " where generate, chat and serve decode plainly on CPUs except with --weights int8."
+        ),
     ),
 ]
 LayerIdsOption = Annotated[
@@ -51,16 +55,21 @@ LayerIdsOption = Annotated[
     typer.Option(
         "--layer-ids",
         metavar="entering|leaving",
-        help="Meaning of the layer numbers of an EAGLE-3 head, if its file leaves it open: features from the input "
-        "(entering, vLLM) or the output (leaving, SGLang and SpecForge) of these layers.",
+        help=(
+            "Meaning of the layer numbers of an EAGLE-3 head, if its file leaves it open: features"
+            " from the input (entering, vLLM) or the output (leaving, SGLang and SpecForge) of"
+            " these layers."
+        ),
     ),
 ]
 VerifierOption = Annotated[
     str | None,
     typer.Option(
         "--verifier",
-        help="Acceptance rule: 'block' (exact, for sampled chains), 'typical' (Medusa's, not lossless), or module:name "
-        "of your own. Default: the exact token rule.",
+        help=(
+            "Acceptance rule: 'block' (exact, for sampled chains), 'typical' (Medusa's, not"
+            " lossless), or module:name of your own. Default: the exact token rule."
+        ),
     ),
 ]
 _DTYPE = "Precision: float32, bfloat16, or mixed (bfloat16 products summed in float32)."
@@ -78,8 +87,11 @@ WeightsOption = Annotated[
     str,
     typer.Option(
         "--weights",
-        help="Weights of target and drafter: dense, fp8 (8-bit kernels), fp8-dynamic (8-bit activations too), or int8 "
-        "(both; fastest on CPUs). Output is lossless relative to that target.",
+        help=(
+            "Weights of target and drafter: dense, fp8 (8-bit kernels), fp8-dynamic (8-bit"
+            " activations too), or int8 (both; fastest on CPUs). Output is lossless relative to"
+            " that target."
+        ),
     ),
 ]
 CompilationCacheOption = Annotated[
@@ -87,8 +99,10 @@ CompilationCacheOption = Annotated[
     typer.Option(
         "--compilation-cache",
         metavar="DIR",
-        help="Directory that keeps compiled programs for the next run, or 'none'. Default: "
-        "~/.cache/eagle3-jax/compiled.",
+        help=(
+            "Directory that keeps compiled programs for the next run, or 'none'. Default: "
+            "~/.cache/eagle3-jax/compiled."
+        ),
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
@@ -108,7 +122,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command one option for every field of the dataclasses that it takes.
 
     Typer reads a signature and has no groups, so the wrapper has a flat signature; the command gets
-    the dataclasses."""
+    the dataclasses.
+    """
     options: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
@@ -154,8 +169,8 @@ _LONGEST_NUMBER = 18  # digits; Python refuses to read thousands of them
 _MOST_PATHS = 4096
 _PATHS_FORM = "paths of child ranks such as '[[0],[1],[0,0]]', or a .json file with them"
 _TREE_FORM = (
-    "num_nodes=N,max_depth=G,top_k=K, for example num_nodes=60,max_depth=8,top_k=10; a published tree such as "
-    f"medusa-63; or {_PATHS_FORM}"
+    "num_nodes=N,max_depth=G,top_k=K, for example num_nodes=60,max_depth=8,top_k=10; a published"
+    f" tree such as medusa-63; or {_PATHS_FORM}"
 )
 _SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
 _SCHEDULE_FORM = (
@@ -193,7 +208,8 @@ def _static_tree(text: str) -> StaticTree:
         raise Misuse(f"--tree {shown(text)} holds no list of paths; expected {_PATHS_FORM}")
     if len(paths) > _MOST_PATHS or not all(map(_is_rank, itertools.chain(*paths))):
         raise Misuse(
-            f"--tree {shown(text)}: expected at most {_MOST_PATHS} paths of child ranks below {_MOST_PATHS}"
+            f"--tree {shown(text)}: expected at most {_MOST_PATHS} paths of child ranks below"
+            f" {_MOST_PATHS}"
         )
     try:
         return StaticTree(tuple(map(tuple, paths)))
@@ -252,8 +268,8 @@ def parse_numbers(
             or not least <= numbers[0] <= numbers[-1] <= most
         ):
             raise Misuse(
-                f"{option} {text!r}: expected whole numbers from {least} to {most}, such as '1-7' or '1,3,5'"
-                + (", or 'none'" if or_none else "")
+                f"{option} {text!r}: expected whole numbers from {least} to {most}, such as '1-7'"
+                " or '1,3,5'" + (", or 'none'" if or_none else "")
             )
         values.update(range(numbers[0], numbers[-1] + 1))
     return sorted(values)
@@ -267,7 +283,8 @@ def parse_ids(text: str) -> list[int]:
         ids = None
     if not isinstance(ids, list):
         raise Misuse(
-            f"--prompt-ids {shown(text)} is not a JSON list of token ids; expected for example '[1, 2, 3]'"
+            f"--prompt-ids {shown(text)} is not a JSON list of token ids; expected for example '[1,"
+            " 2, 3]'"
         )
     return check_token_ids(ids, "--prompt-ids: ")
 

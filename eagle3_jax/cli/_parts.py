@@ -29,7 +29,10 @@ _FORM = re.compile(
 RULES = {"block": "BlockVerification", "typical": "TypicalAcceptance"}
 # Drafters that a command may choose for a target, in words.
 _CHOICES = {
-    "none": "plain decoding; on a CPU verifying drafts costs more than it saves, except with --weights int8",
+    "none": (
+        "plain decoding; on a CPU verifying drafts costs more than it saves, except with --weights"
+        " int8"
+    ),
     "ngram": "drafts are n-grams of the text; --drafter names a head",
 }
 
@@ -48,7 +51,8 @@ def read_target(
     loaded = part.call("--target", "an eagle3_jax.LoadedTarget", dtype=dtype)
     if not isinstance(loaded, LoadedTarget):
         raise Misuse(
-            f"--target {source} gave {type(loaded).__name__}; expected an eagle3_jax.LoadedTarget, see {PAGE}"
+            f"--target {source} gave {type(loaded).__name__}; expected an eagle3_jax.LoadedTarget,"
+            f" see {PAGE}"
         )
     return loaded
 
@@ -68,14 +72,16 @@ def fetch_first(target: str | None, *drafters: str | None) -> None:
     for option, source in (("--target", target), *heads):
         if source == "":
             raise Misuse(
-                f"{option} is empty; name a directory or a hub id, or leave it out for the bundled one"
+                f"{option} is empty; name a directory or a hub id, or leave it out for the"
+                " bundled one"
             )
         if source is None or find_own(option, source) is not None:
             continue
         if option == "--target" and is_published(source) and not cached_path(source).is_file():
             model = PUBLISHED[source]
             hint(
-                f"{source} is {model.contents}, {model.licence}: {model.megabytes} MB are downloaded once"
+                f"{source} is {model.contents}, {model.licence}: {model.megabytes} MB are"
+                " downloaded once"
             )
         part = "target" if option == "--target" else "eagle3"
         locate(source if Path(source).exists() else without_lookup(source), part)
@@ -85,7 +91,8 @@ def chosen_models(models: ModelOptions, dtype: str | None) -> tuple[ModelOptions
     """Returns the models of `generate`, `chat` and `serve` with their drafter, and the precision.
 
     The models are found or downloaded first. What a command line leaves open is chosen, and a user
-    who named a target is told about it."""
+    who named a target is told about it.
+    """
     fetch_first(models.target, models.drafter)
     if models.drafter is None:
         drafter = announced(default_drafter(models.target, models.weights), models.target)
@@ -97,7 +104,8 @@ def default_dtype(target: str | None, weights: str = "dense") -> str:
     """Returns the precision of `generate`, `chat` and `serve` for a command line without ``--dtype``.
 
     Weights in bfloat16 stay so, except on CPUs: most have no products of bfloat16, so that float32
-    is faster there."""
+    is faster there.
+    """
     import jax
 
     from eagle3_jax import conversion
@@ -111,8 +119,8 @@ def default_dtype(target: str | None, weights: str = "dense") -> str:
         return "bfloat16"
     if target is not None and weights == "dense":
         hint(
-            f"{target} is stored in bfloat16 and computed in float32, which is faster on most CPUs and takes twice the "
-            "memory; --dtype bfloat16 keeps it as it is"
+            f"{target} is stored in bfloat16 and computed in float32, which is faster on most CPUs"
+            " and takes twice the memory; --dtype bfloat16 keeps it as it is"
         )
     return "float32"
 
@@ -121,7 +129,8 @@ def default_drafter(target: str | None, weights: str) -> str | None:
     """Returns the drafter of `generate`, `chat` and `serve` for a command line without ``--drafter``.
 
     It is the one that is measured by default, except on CPUs: only with int8 weights is verifying
-    four tokens about as fast as one, and n-grams then help a head."""
+    four tokens about as fast as one, and n-grams then help a head.
+    """
     import jax
 
     drafter = measured_drafter(target)
@@ -136,7 +145,8 @@ def measured_drafter(target: str | None) -> str | None:
     """Returns the drafter of `bench` and `tune` for a command line without ``--drafter``.
 
     ``None`` is the bundled head, which fits the bundled target only. A published model has a head,
-    and other targets get n-grams of the text."""
+    and other targets get n-grams of the text.
+    """
     from eagle3_jax.files.published import is_published
 
     return target if target is None or is_published(target) else "ngram"
@@ -160,7 +170,8 @@ def read_drafter(
         head = read_drafter(without_lookup(source), target=target, layer_ids=layer_ids)
         if not isinstance(head, LoadedDrafter):
             raise Misuse(
-                f"--drafter {source}: expected {LOOKUP_FIRST} and a head, such as {LOOKUP_FIRST}./head"
+                f"--drafter {source}: expected {LOOKUP_FIRST} and a head, such as"
+                f" {LOOKUP_FIRST}./head"
             )
         return Fallback.of(NGram(min_ngram=2), head)
     part = None if is_named(source) else find_own("--drafter", source)
@@ -191,7 +202,8 @@ def read_verifier(source: str | None) -> Verifier | None:
     part = find_own("--verifier", source)
     if part is None:
         raise Misuse(
-            f"--verifier {source}: expected {', '.join(map(repr, RULES))}, or one of your own, module:name; see {PAGE}"
+            f"--verifier {source}: expected {', '.join(map(repr, RULES))}, or one of your own,"
+            f" module:name; see {PAGE}"
         )
     return part.value
 
@@ -208,7 +220,8 @@ class OwnPart(NamedTuple):
         if not callable(self.value) or isinstance(self.value, type):
             takes = ", ".join(["argument", *context])
             raise Misuse(
-                f"{option} {self.text}: expected a function of ({takes}) that returns {result}; see {PAGE}"
+                f"{option} {self.text}: expected a function of ({takes}) that returns {result}; see"
+                f" {PAGE}"
             )
         return self.value(self.argument, **context)
 
@@ -242,8 +255,8 @@ def find_own(option: str, source: str | None) -> OwnPart | None:
             and f"{module}.".startswith(f"{error.name}.")
         ):
             raise Misuse(
-                f"{option} {source}: there is no module {error.name!r} in the current directory or among the installed "
-                f"packages; see {PAGE}"
+                f"{option} {source}: there is no module {error.name!r} in the current directory or"
+                f" among the installed packages; see {PAGE}"
             ) from None
         raise Misuse(
             f"{option} {source}: {module} cannot be imported ({type(error).__name__}: {error}); "

@@ -43,15 +43,20 @@ class DeploymentOptions:
     target: Annotated[
         str | None,
         Option(
-            help=f"Directory with a config.json, hub id, {', '.join(KNOWN_MODELS)}. Default: bundled."
+            help=(
+                f"Directory with a config.json, hub id, {', '.join(KNOWN_MODELS)}. Default:"
+                " bundled."
+            )
         ),
     ] = None
     drafter: Annotated[
         str | None,
         Option(
-            help=f"Directory with the config.json of a head of any method or of a draft model, hub id, {FORMS}. "
-            "Default: the bundled head for the bundled target; for others a usual EAGLE-3 head (one layer like the "
-            "target's, draft vocabulary 32000)."
+            help=(
+                "Directory with the config.json of a head of any method or of a draft model, hub"
+                f" id, {FORMS}. Default: the bundled head for the bundled target; for others a"
+                " usual EAGLE-3 head (one layer like the target's, draft vocabulary 32000)."
+            )
         ),
     ] = None
     gpu: Annotated[
@@ -96,7 +101,8 @@ class DeploymentOptions:
             accelerator = accelerator_named("H100" if self.gpu is None else self.gpu)
         else:
             raise Misuse(
-                "--peak-tflops and --memory-gb describe an accelerator by hand; add --bandwidth-gb-per-s"
+                "--peak-tflops and --memory-gb describe an accelerator by hand; add"
+                " --bandwidth-gb-per-s"
             )
         return Deployment(
             target=target.config,
@@ -126,7 +132,10 @@ class DraftOptions:
         Option(
             "--conditional-acceptance-rate",
             "--alpha",
-            help="Probability that a token is accepted if all before it were. Default: 0.7, or computed from τ or r.",
+            help=(
+                "Probability that a token is accepted if all before it were. Default: 0.7, or"
+                " computed from τ or r."
+            ),
         ),
     ] = None
 
@@ -143,12 +152,13 @@ class DraftOptions:
         num_rates = 3 - [tau, rate, alpha].count(None)
         if classes and num_rates:
             raise Misuse(
-                "--traffic has the acceptance of every class; leave the other options of acceptance out"
+                "--traffic has the acceptance of every class; leave the other options of"
+                " acceptance out"
             )
         if num_rates > 1:
             raise Misuse(
-                "--mean-acceptance-length, --draft-acceptance-rate and --conditional-acceptance-rate mean the same in "
-                "three ways; give one"
+                "--mean-acceptance-length, --draft-acceptance-rate and"
+                " --conditional-acceptance-rate mean the same in three ways; give one"
             )
         if classes:
             taus = [
@@ -165,9 +175,9 @@ class DraftOptions:
     def read_for(self, deployment: Deployment) -> tuple[int, float]:
         """Returns ``K`` and ``τ`` of a deployment; 0 and 1 without a head."""
         tau = self.acceptance().mean_acceptance_length
-        return draft_length(
-            self.num_speculative_tokens, deployment
-        ), tau if deployment.head else 1.0
+        return draft_length(self.num_speculative_tokens, deployment), (
+            tau if deployment.head else 1.0
+        )
 
 
 def draft_length(num_draft_tokens: int, deployment: Deployment) -> int:
@@ -193,7 +203,8 @@ def read_context(context: int | None, default: int, deployment: Deployment) -> i
         return min(default, target.max_positions)
     if context > target.max_positions:
         raise Misuse(
-            f"--context {context} is beyond the {target.max_positions} positions of {deployment.target_name}"
+            f"--context {context} is beyond the {target.max_positions} positions of"
+            f" {deployment.target_name}"
         )
     return context
 
@@ -209,9 +220,9 @@ def deployment_json(deployment: Deployment) -> dict[str, Any]:
         "drafter": None if head is None else deployment.head_name,
         "drafter_method": None if head is None else head.method,
         "drafter_parameters": None if head is None else head.owned.total,
-        "drafter_cache_bytes_per_token": None
-        if head is None
-        else deployment.cache_bytes_per_token(head),
+        "drafter_cache_bytes_per_token": (
+            None if head is None else deployment.cache_bytes_per_token(head)
+        ),
         "accelerator": dataclasses.asdict(deployment.accelerator),
         "num_gpus": deployment.num_accelerators,
         "weights": deployment.weights,
@@ -226,5 +237,8 @@ def title_of(deployment: Deployment, context: int, text: str, gpu: str | None = 
     gpus = f"{deployment.num_accelerators} x {gpu or deployment.accelerator.name}"
     title = f"{deployment.target_name} ({deployment.weights}) with {head_name} on {gpus}; {text}\n"
     if head is not None and context > head.max_positions:
-        title += f"Beyond the {head.max_positions:,} positions that the head was built for, expect it to draft worse.\n"
+        title += (
+            f"Beyond the {head.max_positions:,} positions that the head was built for, expect it to"
+            " draft worse.\n"
+        )
     return title

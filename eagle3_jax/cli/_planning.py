@@ -94,8 +94,8 @@ def _language_model(fields: Fields, target: Target) -> Sizes:
     config = read_config(fields)
     if config.vocab_size != target.config.vocab_size:
         raise Misuse(
-            f"{fields.where} describes a language model of {config.vocab_size} tokens and {target.name} has "
-            f"{target.config.vocab_size}; a draft model needs the target's own"
+            f"{fields.where} describes a language model of {config.vocab_size} tokens and"
+            f" {target.name} has {target.config.vocab_size}; a draft model needs the target's own"
         )
     return dataclasses.replace(sizes_of(config), target_width=target.config.width)
 
@@ -108,7 +108,8 @@ def _named(source: str, target: Target) -> Head:
     layers = target.config.layers
     if number >= len(layers):
         raise Misuse(
-            f"--drafter {source}: {target.name} has {len(layers)} layers, so give 1 to {len(layers) - 1}"
+            f"--drafter {source}: {target.name} has {len(layers)} layers, so give 1 to"
+            f" {len(layers) - 1}"
         )
     sizes = sizes_of(dataclasses.replace(target.config, layers=layers[:number]))
     return Head(source, dataclasses.replace(sizes, method="layer skip", owned=Parameters()))

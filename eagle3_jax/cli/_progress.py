@@ -67,7 +67,8 @@ def counted(now: Activity, total: int) -> Activity:
     """Adds the number of the step and an estimate of the remaining time to every line.
 
     Each ``say`` begins a step. The estimate assumes that the remaining steps take as long as the
-    mean of the others."""
+    mean of the others.
+    """
     counter = _Counter(now, total, time.monotonic())
     return Activity(counter.say, counter.tell)
 

@@ -118,6 +118,7 @@ def describe_method(decoder: SpeculativeDecoder) -> list[str]:
     if not decoder.lossless:
         rule = type(decoder.loop.verifier).__name__
         lines.append(
-            f"not lossless: drafts were accepted by {rule}; the text may differ from the target's own"
+            f"not lossless: drafts were accepted by {rule}; the text may differ from the"
+            " target's own"
         )
     return lines

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 CHECKPOINTS = "checkpoints"
 _PARTIAL = ".partial"
-DATA_RECORD = (
-    "data.json"  # the options of `eagle3 train data`, and how many shards there are when all are
+DATA_RECORD = (  # the options of `eagle3 train data`, and how many shards there are when all are
+    "data.json"
 )
 _RUN = "run.json"  # next to the checkpoints: the options of the run, and its draft vocabulary
 
@@ -121,8 +121,8 @@ def read_texts(directory: Path) -> tuple[Texts, Texts]:
     groups = texts.chosen(~is_held_out), texts.chosen(is_held_out)
     if not len(groups[0]) or not len(groups[1]):
         raise Misuse(
-            f"of the {len(texts)} texts in {directory} {len(groups[1])} are held out; both groups need some, so give "
-            "more documents or another --held-out"
+            f"of the {len(texts)} texts in {directory} {len(groups[1])} are held out; both groups"
+            " need some, so give more documents or another --held-out"
         )
     return groups
 
@@ -134,7 +134,8 @@ def _data_record(directory: Path) -> dict[str, Any]:
     record = directory / DATA_RECORD
     if not record.is_file():
         raise Misuse(
-            f"{directory} holds no texts to learn from; write them with `eagle3 train data TARGET {directory} FILES`"
+            f"{directory} holds no texts to learn from; write them with `eagle3 train data TARGET"
+            f" {directory} FILES`"
         )
     contents = read_json(record)
     match contents:
@@ -146,7 +147,8 @@ def _data_record(directory: Path) -> dict[str, Any]:
             raise Misuse(f"{record} is damaged; write the texts again")
     if absent:
         raise Misuse(
-            f"{directory} is not finished: {len(absent)} of {shards} files are absent; run the same `eagle3 train data`"
+            f"{directory} is not finished: {len(absent)} of {shards} files are absent; run the same"
+            " `eagle3 train data`"
         )
     return contents
 
@@ -175,7 +177,8 @@ def refuse_finished(out: Path) -> None:
     names = {entry.name for entry in out.iterdir()} if out.is_dir() else set()
     if names and (CHECKPOINTS not in names or "config.json" in names):
         raise Misuse(
-            f"{out} exists already and holds more than the checkpoints of a run; name a new directory"
+            f"{out} exists already and holds more than the checkpoints of a run; name a new"
+            " directory"
         )
 
 
@@ -250,8 +253,8 @@ def _refuse_other_options(
     ]
     if differing:
         raise Misuse(
-            f"{out} holds the {contents} of another run: {'; '.join(differing)}. Give the same to continue it, or name "
-            "a new directory"
+            f"{out} holds the {contents} of another run: {'; '.join(differing)}. Give the same to"
+            " continue it, or name a new directory"
         )
 
 

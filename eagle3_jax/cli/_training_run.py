@@ -125,7 +125,8 @@ def train(
         except (KeyboardInterrupt, SystemExit):
             trainer.save(state)
             typer.echo(
-                f"interrupted at step {int(state.step)} of {total}; the same command continues there",
+                f"interrupted at step {int(state.step)} of {total}; the same command continues"
+                " there",
                 err=True,
             )
             raise

@@ -56,8 +56,11 @@ class ModelOptions:
     shape: Annotated[
         str | None,
         typer.Option(
-            help="Random weights of a named shape instead of --target, such as Llama-100M or Llama-3.1-8B. Acceptance "
-            "of drafts is simulated (NOT LOSSLESS). Default rates: those published for Llama-3.1-8B."
+            help=(
+                "Random weights of a named shape instead of --target, such as Llama-100M or"
+                " Llama-3.1-8B. Acceptance of drafts is simulated (NOT LOSSLESS). Default rates:"
+                " those published for Llama-3.1-8B."
+            )
         ),
     ] = None
     drafter: Annotated[
@@ -120,8 +123,10 @@ class PromptOptions:
     prompts: Annotated[
         list[str] | None,
         typer.Option(
-            help="JSONL file (texts, token ids, MT-bench, Spec-Bench, HumanEval, GSM8K), or 'random'; may be repeated. "
-            "Default: the held-out prompts of the bundled pair."
+            help=(
+                "JSONL file (texts, token ids, MT-bench, Spec-Bench, HumanEval, GSM8K), or"
+                " 'random'; may be repeated. Default: the held-out prompts of the bundled pair."
+            )
         ),
     ] = None
     prompt_tokens: Annotated[
@@ -207,7 +212,8 @@ def bench(
     Ctrl-C ends the measurement; the repeats completed until then are reported.
 
     Ends with exit code 1, after everything is written, if a measurement is faster than the memory
-    can be read."""
+    can be read.
+    """
     from eagle3_jax.bench.environment import hardware
     from eagle3_jax.bench.memory import allocate_on_demand
     from eagle3_jax.files.sources import bundled
@@ -220,7 +226,8 @@ def bench(
         raise Misuse(f"--batch-size {batch_size}: under a load --slots is the number of rows")
     if models.shape is not None and [name for name in prompts.prompts or [] if name != "random"]:
         raise Misuse(
-            "--shape has no tokenizer; leave --prompts out, and choose a length with --prompt-tokens"
+            "--shape has no tokenizer; leave --prompts out, and choose a length with"
+            " --prompt-tokens"
         )
     check_directory(output)
     load.loads(0)  # what is wrong with them is told before anything is loaded
@@ -242,7 +249,8 @@ def bench(
         chosen = prompts.read(loaded.target, default=default)
         if len(chosen) < max(sizes):
             raise Misuse(
-                f"--batch-size {max(sizes)} needs as many prompts, and there are {len(chosen)}; see --max-prompts"
+                f"--batch-size {max(sizes)} needs as many prompts, and there are {len(chosen)}; see"
+                " --max-prompts"
             )
         about = _about(models, loaded, prompts.prompts or [], chosen) | {
             "simulated_acceptance": drafts.simulation

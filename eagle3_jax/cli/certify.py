@@ -17,7 +17,7 @@ Examples, the second with the key of the server in EAGLE3_API_KEY:
   eagle3 certify --url https://host:8000 --model meta-llama/Llama-3.1-8B-Instruct --requests 8192 --output report"""
 
 
-def certify(**values: Any) -> None:  # noqa: D103  # the text of --help follows
+def certify(**values: Any) -> None:  # noqa: D103
     certificate = _certifying.run(values, ["eagle3", *sys.argv[1:]])
     _certifying.print_certificate(certificate, as_json=values["json"])
     if certificate.verdict.exit_code:

@@ -66,7 +66,8 @@ def chat(
 
     Answers appear as they are written, exactly as the target would write them, with the accepted
     draft tokens colored. Every line of a pipe is a question; blank lines are skipped. At a terminal
-    /help lists the commands."""
+    /help lists the commands.
+    """
     at_terminal = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
     models, dtype = chosen_models(models, dtype)
     with spinner("loading"):
@@ -78,8 +79,8 @@ def chat(
         decoder = open_decoder(models, draft, dtype)
         if decoder.target.chat_template is None:
             raise Misuse(
-                f"{decoder.target.name} has no chat template; name a model that has one with --target, or continue a "
-                "text with eagle3 generate"
+                f"{decoder.target.name} has no chat template; name a model that has one with"
+                " --target, or continue a text with eagle3 generate"
             )
         begin = functools.partial(
             Chat,
@@ -113,7 +114,8 @@ def _lines(at_terminal: bool) -> Iterator[str]:
         yield from (line.strip() for line in sys.stdin or () if line.strip())
         return
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # `input` then edits lines and remembers them
+        # `input` then edits lines and remembers them.
+        import readline  # noqa: F401
     while True:
         try:
             line = input("> ").strip()

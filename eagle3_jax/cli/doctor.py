@@ -36,15 +36,21 @@ def doctor(
     drafter: Annotated[
         str | None,
         typer.Option(
-            help=f"{CHECKPOINT} of a head of any method, or of a draft model. Default: the bundled head; with --target "
-            "none, and the target is checked alone."
+            help=(
+                f"{CHECKPOINT} of a head of any method, or of a draft model. Default: the bundled"
+                " head; with --target "
+                "none, and the target is checked alone."
+            )
         ),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help=f"JSONL file, as `eagle3 bench` takes, to measure acceptance on {_MOST_PROMPTS} of its prompts. "
-            "Default: random token ids, which say little."
+            help=(
+                f"JSONL file, as `eagle3 bench` takes, to measure acceptance on {_MOST_PROMPTS} of"
+                " its prompts. "
+                "Default: random token ids, which say little."
+            )
         ),
     ] = None,
     layer_ids: LayerIdsOption = None,
@@ -62,11 +68,13 @@ def doctor(
     if is_alone and (prompts is not None or layer_ids is not None):
         option = "--layer-ids" if prompts is None else "--prompts"
         raise Misuse(
-            f"{option} is about a drafter, and --target was given without --drafter; add one, or leave it out"
+            f"{option} is about a drafter, and --target was given without --drafter; add one, or"
+            " leave it out"
         )
     if is_named(drafter):
         raise Misuse(
-            f"--drafter {drafter} has no files to check; name a head or a draft model, or check --target alone"
+            f"--drafter {drafter} has no files to check; name a head or a draft model, or check"
+            " --target alone"
         )
     fetch_first(target, drafter)
     keep_compiled_programs(compilation_cache)
@@ -112,6 +120,7 @@ def _token_ids(file: Path, target: Path) -> list[list[int]]:
     for prompt in prompts:
         if len(prompt.tokens) < 2:
             raise Misuse(
-                f"--prompts {file}: {prompt.name} has one token; acceptance is measured after two or more"
+                f"--prompts {file}: {prompt.name} has one token; acceptance is measured after two"
+                " or more"
             )
     return [prompt.tokens for prompt in prompts]

@@ -73,8 +73,10 @@ class PromptOptions:
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="JSONL file, or '-', with 'prompt', 'prompt_ids' or 'messages' on each line, and optionally "
-            "'max_new_tokens', 'temperature', 'top_k', 'top_p', 'seed' and 'stop'."
+            help=(
+                "JSONL file, or '-', with 'prompt', 'prompt_ids' or 'messages' on each line, and"
+                " optionally 'max_new_tokens', 'temperature', 'top_k', 'top_p', 'seed' and 'stop'."
+            )
         ),
     ] = None
     max_new_tokens: Annotated[
@@ -91,7 +93,8 @@ class PromptOptions:
             raise Misuse("give one of a PROMPT, --prompt-ids '[1, 2]' or --prompts FILE.jsonl")
         if self.chat and self.prompt is None:
             raise Misuse(
-                "--chat asks a PROMPT; a line of --prompts has 'messages' instead, and token ids are used as they are"
+                "--chat asks a PROMPT; a line of --prompts has 'messages' instead, and token ids"
+                " are used as they are"
             )
         announce_input(self.prompts or self.prompt or "")
         if self.prompts is not None:
@@ -117,7 +120,10 @@ class OutputOptions(SamplingOptions):
     logprobs: Annotated[
         int | None,
         typer.Option(
-            help="Report the log-probability of every new token and of this many likeliest. With --json."
+            help=(
+                "Report the log-probability of every new token and of this many likeliest. With"
+                " --json."
+            )
         ),
     ] = None
 
@@ -187,7 +193,8 @@ def generate(
     template = decoder.target.chat_template
     if prompts.chat and template is None:
         raise Misuse(
-            f"{decoder.target.name} has no chat template; leave --chat out to continue the text as it is"
+            f"{decoder.target.name} has no chat template; leave --chat out to continue the text as"
+            " it is"
         )
     loading = time.perf_counter() - start
     job = Job(
@@ -235,7 +242,8 @@ class Task(NamedTuple):
         """Returns the task of a request, whose options replace those of the command line. It has no token ids yet.
 
         The first prompt has the seed of the command line. Another one has a seed derived from it,
-        because equal prompts would otherwise give equal samples."""
+        because equal prompts would otherwise give equal samples.
+        """
         import numpy as np
 
         options = request.options
@@ -460,12 +468,16 @@ def _comparison(job: Job) -> list[str]:
             else "; on a CPU --weights int8 makes it cheaper"
         )
         hint(
-            f"a verification costs more here than the drafts save{cheaper}; eagle3 tune finds the best draft length"
+            f"a verification costs more here than the drafts save{cheaper}; eagle3 tune finds the"
+            " best draft length"
         )
     return [
         speed_line(comparison),
-        f"median of {_REPEATS} interleaved runs over {len(tasks)} prompt{'s' if len(tasks) > 1 else ''} at batch 1, "
-        f"prefill included, compilation excluded; {hardware()}",
+        (
+            f"median of {_REPEATS} interleaved runs over {len(tasks)}"
+            f" prompt{'s' if len(tasks) > 1 else ''} at batch 1, prefill included, compilation"
+            f" excluded; {hardware()}"
+        ),
     ]
 
 

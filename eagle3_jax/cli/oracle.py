@@ -19,7 +19,8 @@ def oracle(
 
     The folder has tiny models with the head of each method, rounds with all that decided them as
     NPZ files, a page that defines every array and rule, and a program that checks an engine's
-    verdicts by numpy alone."""
+    verdicts by numpy alone.
+    """
     from eagle3_jax.oracle import write_oracle
 
     with spinner("models") as now:

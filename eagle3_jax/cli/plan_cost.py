@@ -49,7 +49,8 @@ def cost(
     """Cost per million tokens, tokens per dollar.
 
     Computed from measured speeds, or from the upper bound of the hardware. Only output tokens are
-    counted."""
+    counted.
+    """
     price = f"{price_per_hour:g} an hour, busy {busy:.0%} of the hours"
     if tokens_per_second:
         title = f"measured; {price}\n"

@@ -22,7 +22,10 @@ from eagle3_jax.cli._printing import Page, print_page
 from eagle3_jax.theory.memory import Deployment, MemoryPlan, memory_plan, remedy_of
 from eagle3_jax.theory.sizes import sizes_of
 
-EXAMPLE = "Example: eagle3 plan memory --target Llama-3.3-70B --weights fp8 --gpu H200 --batch-size 16 --context 8192"
+EXAMPLE = (
+    "Example: eagle3 plan memory --target Llama-3.3-70B --weights fp8 --gpu H200 --batch-size 16"
+    " --context 8192"
+)
 
 
 def memory(
@@ -48,7 +51,8 @@ def memory(
     """Weights, both caches and activations on each GPU.
 
     Reads config.json only; nothing else is read or downloaded. Ends with exit code 1 if it does not
-    fit, and names the number of GPUs or the type of weights with which it fits."""
+    fit, and names the number of GPUs or the type of weights with which it fits.
+    """
     deployment = deployed.read()
     k = draft_length(num_speculative_tokens, deployment)
     context = read_context(context, 4096, deployment)
@@ -88,10 +92,11 @@ def memory(
 def _verdict(deployment: Deployment, plan: MemoryPlan, utilization: float) -> str:
     excess = plan.total - plan.budget
     return (
-        f"\n{'fits' if plan.fits else 'DOES NOT FIT'}: {plan.total / 1e9:.2f} of {plan.budget / 1e9:.2f} GB "
-        f"({utilization:.0%} of {deployment.accelerator.memory_bytes / 1e9:g}), "
-        f"{abs(excess) / 1e9:.2f} {'too much' if excess > 0 else 'left'}. The caches can hold "
-        f"{plan.cache_capacity_tokens:,.0f} tokens of all sequences together."
+        f"\n{'fits' if plan.fits else 'DOES NOT FIT'}: {plan.total / 1e9:.2f} of"
+        f" {plan.budget / 1e9:.2f} GB ({utilization:.0%} of"
+        f" {deployment.accelerator.memory_bytes / 1e9:g}), {abs(excess) / 1e9:.2f}"
+        f" {'too much' if excess > 0 else 'left'}. The caches can hold"
+        f" {plan.cache_capacity_tokens:,.0f} tokens of all sequences together."
     )
 
 

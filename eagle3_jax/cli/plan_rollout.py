@@ -52,7 +52,8 @@ def rollout(
     """A staged plan in Markdown, with gates.
 
     Offline proof, shadow, 1, 10, 50 and 100 % of the traffic; gates, PromQL, alerts and the way
-    back."""
+    back.
+    """
     check_writable(out)
     if (verify_cost is None) != (draft_cost is None):
         raise Misuse("--verify-cost and --draft-cost are measured together; give both or neither")

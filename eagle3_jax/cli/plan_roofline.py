@@ -52,7 +52,10 @@ _BOUNDS = {
     "fits": "fits",
 }
 _ON_CHIP = 256e6  # bytes of the largest last-level caches of accelerators
-_LIMITS = "No hardware is faster: the longer of bytes/bandwidth and operations/peak, communication left out."
+_LIMITS = (
+    "No hardware is faster: the longer of bytes/bandwidth and operations/peak, communication left"
+    " out."
+)
 _ACCELERATOR_NOTES = """
 tokens/s of a batch: plain, speculative. fits: the largest batch that memory holds.
 Peaks are dense bfloat16; datasheets are named in --json."""
@@ -118,13 +121,14 @@ def roofline(
             f" if all {k} draft tokens were always accepted and drafting took no time" if k else ""
         )
         text.append(
-            f"\n{'possible' if verdict.possible else 'IMPOSSIBLE'}: {claim:,.0f} tokens/s is "
-            f"{verdict.share_of_bound:.2g}x the upper bound at batch {batch_size}, {verdict.bound:,.0f}{drafted}. "
-            f"Plain decoding could reach it {needed}."
+            f"\n{'possible' if verdict.possible else 'IMPOSSIBLE'}: {claim:,.0f} tokens/s is"
+            f" {verdict.share_of_bound:.2g}x the upper bound at batch {batch_size},"
+            f" {verdict.bound:,.0f}{drafted}. Plain decoding could reach it {needed}."
         )
     if deployment.streamed_bytes(deployment.target) < _ON_CHIP:
         text.append(
-            "\nThis target fits into on-chip caches, which are faster than the memory assumed here: no bound for it."
+            "\nThis target fits into on-chip caches, which are faster than the memory assumed here:"
+            " no bound for it."
         )
     print_page(Page({"accelerators": results}, text), as_json=as_json)
 
@@ -231,14 +235,23 @@ def _nodes(result: dict[str, Any], deployment: Deployment, *, alpha: float) -> l
         return []
     batch = result["bounds"][0]["batch"]
     columns = {"nodes": "num_nodes", "experts read": "experts", "v": "verify_cost"}
-    title = f"Verification at batch {batch} by nodes of the draft, root included: more nodes read more experts"
-    notes = "As if tokens chose independently and evenly; neighbors choose alike, so a real forward reads fewer."
+    title = (
+        f"Verification at batch {batch} by nodes of the draft, root included: more nodes read more"
+        " experts"
+    )
+    notes = (
+        "As if tokens chose independently and evenly; neighbors choose alike, so a real forward"
+        " reads fewer."
+    )
     if deployment.head is not None:
         k = best_chain(
             deployment, batch=batch, context=result["context"], conditional_acceptance_rate=alpha
         )
         advice = f"a chain of K = {k} gains most" if k else "no chain gains anything"
-        notes += f"\nOn this roofline, at batch {batch} and α = {alpha:.2f}, {advice}; measure with `eagle3 tune`."
+        notes += (
+            f"\nOn this roofline, at batch {batch} and α = {alpha:.2f}, {advice}; measure with"
+            " `eagle3 tune`."
+        )
     return [table_of(title, result["nodes"], columns), notes]
 
 

@@ -25,8 +25,11 @@ def speedup(
     verify_cost: Annotated[
         float,
         Option(
-            help="v: time of a verification in plain steps; `eagle3 bench` measures it. The defaults of v and c are "
-            "fitted to vLLM, Llama-3.1-8B on one H100, batch 1 (vllm-project/vllm 20780)."
+            help=(
+                "v: time of a verification in plain steps; `eagle3 bench` measures it. The defaults"
+                " of v and c are "
+                "fitted to vLLM, Llama-3.1-8B on one H100, batch 1 (vllm-project/vllm 20780)."
+            )
         ),
     ] = 1.18,
     draft_cost: Annotated[float, Option(help="c: time of a draft pass in plain steps.")] = 0.144,
@@ -37,7 +40,10 @@ def speedup(
     traffic: Annotated[
         str | None,
         Option(
-            help="SHARE:ALPHA,...: shares of the output tokens and their conditional acceptance rates."
+            help=(
+                "SHARE:ALPHA,...: shares of the output tokens and their conditional acceptance"
+                " rates."
+            )
         ),
     ] = None,
     simulate: Annotated[
@@ -52,7 +58,8 @@ def speedup(
     """Turn acceptance into speed-up and back: S = τ / (v + K·c).
 
     τ = 1 + K·r for the draft acceptance rate r, and (1 - α^(K+1)) / (1 - α) for the conditional
-    acceptance rate α."""
+    acceptance rate α.
+    """
     costs = {"verify_cost": verify_cost, "draft_cost": draft_cost}
     chain: dict[str, Any] = {"num_draft_tokens": draft.num_speculative_tokens, **costs}
     classes = _parse_traffic(traffic)
@@ -144,10 +151,11 @@ def _text(result: dict[str, Any]) -> list[str | Table]:
     if simulation is not None:
         tail = simulation["time_per_output_token"]
         text.append(
-            f"\n{simulation['num_requests']:,} requests simulated: τ {simulation['mean_acceptance_length']:.3f}, "
-            f"S {simulation['speedup']:.3f}\ntime per output token in plain steps: P50 {tail['p50']:.2f}, "
-            f"P90 {tail['p90']:.2f}, P99 {tail['p99']:.2f}; "
-            f"{simulation['slower_than_plain']:.1%} of the requests are slower than plain decoding"
+            f"\n{simulation['num_requests']:,} requests simulated: τ"
+            f" {simulation['mean_acceptance_length']:.3f}, S {simulation['speedup']:.3f}\ntime per"
+            f" output token in plain steps: P50 {tail['p50']:.2f}, P90 {tail['p90']:.2f}, P99"
+            f" {tail['p99']:.2f}; {simulation['slower_than_plain']:.1%} of the requests are slower"
+            " than plain decoding"
         )
     return text
 

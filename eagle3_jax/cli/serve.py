@@ -81,8 +81,10 @@ def serve(
 
     Requests share the rows of one batch, and each is answered as if it ran alone. Prints one line
     when all programs are compiled. Ctrl-C or SIGTERM: new requests are refused, the running ones
-    end, and then the server. A second signal ends it at once."""
-    import prometheus_client  # noqa: F401  # a missing package is reported before any work
+    end, and then the server. A second signal ends it at once.
+    """
+    # A missing package is reported before any work.
+    import prometheus_client  # noqa: F401
     import starlette  # noqa: F401
     import uvicorn  # noqa: F401
 

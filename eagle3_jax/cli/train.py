@@ -115,7 +115,8 @@ def corpus(
     """Gather CPython's sources and documentation, train a tokenizer and encode them.
 
     Writes tokenizer.json, train.npy, heldout.npy, corpus.jsonl (every file with its hash and its
-    part), and train.jsonl: the documents to train on, for `eagle3 train data`."""
+    part), and train.jsonl: the documents to train on, for `eagle3 train data`.
+    """
     import sysconfig
 
     import numpy as np
@@ -132,7 +133,8 @@ def corpus(
     held_out = [document for document in documents if document.held_out]
     if not train or not held_out:
         raise Misuse(
-            f"--stdlib {source} is no CPython Lib: it holds {len(train)} files to train on, {len(held_out)} held out"
+            f"--stdlib {source} is no CPython Lib: it holds {len(train)} files to train on,"
+            f" {len(held_out)} held out"
         )
     with spinner("training the tokenizer"):
         tokenizer = texts.train_tokenizer((document.text for document in train), vocab_size)
@@ -144,7 +146,8 @@ def corpus(
         texts.write_manifest(folder / "corpus.jsonl", documents)
     sizes = [len(np.load(out / name, mmap_mode="r")) for name in ("train.npy", "heldout.npy")]
     typer.echo(
-        f"wrote {out}: {len(train)} files, {sizes[0]:,} tokens; held out {len(held_out)} files, {sizes[1]:,} tokens"
+        f"wrote {out}: {len(train)} files, {sizes[0]:,} tokens; held out {len(held_out)} files,"
+        f" {sizes[1]:,} tokens"
     )
 
 

@@ -60,7 +60,10 @@ class WritingOptions:
     opening_tokens: Annotated[
         int | None,
         typer.Option(
-            help="With --rewrite: number of tokens of a 'text' that the target continues. Default: 64.",
+            help=(
+                "With --rewrite: number of tokens of a 'text' that the target continues."
+                " Default: 64."
+            ),
             min=1,
         ),
     ] = None
@@ -148,7 +151,8 @@ def data(
     """Turn conversations into token ids, with a mask of the answers, which a head learns.
 
     A head learns best from texts that the target wrote: --rewrite, --self. Texts go to files of
-    256, and an interruption loses the file that is being written."""
+    256, and an interruption loses the file that is being written.
+    """
     from eagle3_jax import load_target
     from eagle3_jax.training.own_text import OwnTextConfig
     from eagle3_jax.training.texts import Texts
@@ -157,7 +161,8 @@ def data(
     paths = files or []
     if not paths and not conversations:
         raise Misuse(
-            "there is nothing to write; give JSONL files, or --self N for conversations that the target writes"
+            "there is nothing to write; give JSONL files, or --self N for conversations that the"
+            " target writes"
         )
     if writing.rewrite and not paths:
         raise Misuse("--rewrite answers the prompts of files; give JSONL files")
@@ -205,8 +210,9 @@ def data(
     texts = joined_texts(out)
     reasons = ", ".join(f"{count:,} ({reason})" for reason, count in sorted(dropped.items()))
     typer.echo(
-        f"wrote {out}: {len(texts):,} texts, {int(texts.learn.sum()):,} tokens to learn; "
-        f"{int(texts.held_out(held_out).sum()):,} texts held out{f'; left out now: {reasons}' if reasons else ''}"
+        f"wrote {out}: {len(texts):,} texts, {int(texts.learn.sum()):,} tokens to learn;"
+        f" {int(texts.held_out(held_out).sum()):,} texts held"
+        f" out{f'; left out now: {reasons}' if reasons else ''}"
     )
 
 

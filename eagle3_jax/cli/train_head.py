@@ -84,7 +84,10 @@ class HeadShape:
     unroll: Annotated[
         str | None,
         typer.Option(
-            help="Number of draft positions to learn, as UNTIL:POSITIONS,...; the last one holds to the end."
+            help=(
+                "Number of draft positions to learn, as UNTIL:POSITIONS,...; the last one holds to"
+                " the end."
+            )
         ),
     ] = None
     noise: Annotated[
@@ -140,7 +143,8 @@ def head(
     """Train a draft head with the objective of its method and write it in the layout of its method.
 
     Evaluations are in OUT/checkpoints/log.jsonl: tokens per round (tau) on held-out texts, by
-    decoding and in one pass."""
+    decoding and in one pass.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -184,7 +188,8 @@ def head(
     check_trainable(drafter.param_shapes())
     if shape.freeze_output and "head" not in drafter.param_shapes():
         raise Misuse(
-            f"--freeze-output: a head of the method {shape.method} has no output matrix to freeze; leave it out"
+            f"--freeze-output: a head of the method {shape.method} has no output matrix to freeze;"
+            " leave it out"
         )
     begun_from = None if init is None else _head_to_continue(init, shape.method, config, loaded)
     weights = weights_of(loaded.params)
@@ -196,9 +201,11 @@ def head(
         "--unroll": unroll,
         "--steps": steps,
         "--batch": batch,
-        "--init": None
-        if begun_from is None
-        else fingerprint([begun_from.head, begun_from.draft_to_target]),
+        "--init": (
+            None
+            if begun_from is None
+            else fingerprint([begun_from.head, begun_from.draft_to_target])
+        ),
         "--seed": seed,
         **named(optimizer),
         "--dtype": dtype,
@@ -214,7 +221,8 @@ def head(
             else ""
         )
         typer.echo(
-            f"the draft vocabulary covers {coverage(counts, draft_to_target):.1%} of what is learned{note}"
+            f"the draft vocabulary covers {coverage(counts, draft_to_target):.1%} of what is"
+            f" learned{note}"
         )
 
     layers = getattr(drafter, "aux_layers", ())
@@ -343,7 +351,8 @@ def _head_to_continue(init: Path, method: str, config: Any, target: LoadedTarget
     read = read_head(init, model.config)
     if type(config) is not HEADS[read.method].classes[0]:
         raise Misuse(
-            f"--init {init} is a head of the method {read.method}, and --method is {method}; give the same"
+            f"--init {init} is a head of the method {read.method}, and --method is {method}; give"
+            " the same"
         )
     # The draft vocabulary may be another: only output matrices depend on it.
     before = {**dataclasses.asdict(read.config), "draft_vocab_size": None}
@@ -361,7 +370,8 @@ def _head_to_continue(init: Path, method: str, config: Any, target: LoadedTarget
         shared = np.asarray(model.tables(target.params).embedding)
         if not np.array_equal(read.embedding.astype(shared.dtype), shared):
             raise Misuse(
-                f"--init {init} has its own embedding, which cannot be trained; give a head without one"
+                f"--init {init} has its own embedding, which cannot be trained; give a head"
+                " without one"
             )
     return read
 

@@ -255,6 +255,7 @@ def _schedule(result: Tuning) -> list[str]:
         if tuned.best is not None and not tuned.best.shape.is_chain:
             tree = tuned.best.shape.name
             lines.append(
-                f"At batch {tuned.batch} the {tree} is faster; a schedule, like vLLM, holds chains only."
+                f"At batch {tuned.batch} the {tree} is faster; a schedule, like vLLM, holds chains"
+                " only."
             )
     return lines

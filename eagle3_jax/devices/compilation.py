@@ -58,7 +58,8 @@ def _make_prunable(folder: Path) -> None:
     """Gives every program a file for the time of its last use, which JAX writes only when it prunes.
 
     JAX before 0.12 writes nothing to a directory in which such a file is missing. An empty file
-    counts as the oldest; the next use of the program writes the time."""
+    counts as the oldest; the next use of the program writes the time.
+    """
     with contextlib.suppress(OSError):  # another user's file, in a shared directory
         for program in folder.glob("*-cache"):
             used = program.with_name(program.name.removesuffix("-cache") + "-atime")

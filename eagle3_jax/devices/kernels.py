@@ -36,7 +36,8 @@ def largest(x: Float[Array, "*B V"]) -> Largest:
 
     XLA's CPU backend scans for it element by element. Finding the maximum, and then the lowest
     index that holds it, takes a fifth of the time (60 rows of 4,096: 244 instead of 1,212
-    microseconds)."""
+    microseconds).
+    """
 
     def in_two_passes(x: Float[Array, "*B V"]) -> Largest:
         value = jnp.max(x, axis=-1)
@@ -105,8 +106,8 @@ def draw(p: Float[Array, "*B V"], uniforms: Float[Array, "*B U"]) -> Int[Array, 
     """
     if uniforms.shape[-1] != num_digits(p.shape[-1]):
         raise ValueError(
-            f"{uniforms.shape[-1]} uniforms for a draw from {p.shape[-1]} tokens; expected {num_digits(p.shape[-1])}, "
-            "one for each digit (num_digits)"
+            f"{uniforms.shape[-1]} uniforms for a draw from {p.shape[-1]} tokens; expected"
+            f" {num_digits(p.shape[-1])}, one for each digit (num_digits)"
         )
     *lower, masses = _sum_groups(p)
     token = _invert_cumulative(masses, uniforms[..., 0])
@@ -211,7 +212,8 @@ def ordered_sum(x: Float[Array, "*rows D"]) -> Float[Array, "*rows 1"]:
     XLA's CPU backend chooses the order of a reduction by its whole shape, so a row would have
     different bits in a batch of another size. Here blocks of 64 numbers are added one after the
     other, then the 64 sums in pairs. Zeros at the end change nothing. Other backends choose the
-    order."""
+    order.
+    """
     in_order = functools.partial(_fold, operation=jnp.add, neutral=0.0)
     return lax.platform_dependent(
         x, cpu=in_order, default=lambda x: jnp.sum(x, axis=-1, keepdims=True)
@@ -223,7 +225,8 @@ def max_before_exp(x: Float[Array, "*rows S"]) -> Float[Array, "*rows 1"]:
 
     XLA's CPU backend fuses a reduction of 4,096 numbers or more with the exponential that follows,
     and that exponential rounds otherwise. A query would have different bits in a larger block.
-    Comparisons in pairs are not fused."""
+    Comparisons in pairs are not fused.
+    """
     in_order = functools.partial(
         _fold, operation=jnp.maximum, neutral=float(jnp.finfo(x.dtype).min)
     )

@@ -3,7 +3,8 @@
 A mesh has two axes. ``data`` divides rows of the batch. ``model`` divides layers: key heads with
 their query heads, columns of an MLP, experts, the vocabulary. The programs are those of one device.
 XLA's partitioner (GSPMD) derives from the shardings of their arguments where to compute and what to
-communicate."""
+communicate.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def parse_mesh(text: str) -> dict[str, int]:
         name, _, size = (piece.strip() for piece in part.partition("="))
         if name not in MESH_AXES:
             raise ValueError(
-                f"mesh {text!r}: {name!r} is no axis; the axes are {' and '.join(MESH_AXES)}, {_FORM}"
+                f"mesh {text!r}: {name!r} is no axis; the axes are {' and '.join(MESH_AXES)},"
+                f" {_FORM}"
             )
         if name in sizes:
             raise ValueError(f"mesh {text!r} names {name} twice; give each axis once, {_FORM}")
@@ -115,9 +117,9 @@ def make_mesh(
     if math.prod(shape) != len(devices):
         kind = devices[0].platform.upper() if devices else "no"
         raise ValueError(
-            f"a mesh of {described(dict(zip(MESH_AXES, shape, strict=True)))} needs {math.prod(shape)} devices "
-            f"and there {'is' if len(devices) == 1 else 'are'} {len(devices)} ({kind}); "
-            "give sizes whose product is that"
+            f"a mesh of {described(dict(zip(MESH_AXES, shape, strict=True)))} needs"
+            f" {math.prod(shape)} devices and there {'is' if len(devices) == 1 else 'are'}"
+            f" {len(devices)} ({kind}); give sizes whose product is that"
         )
     return jax.make_mesh(
         shape, MESH_AXES, devices=devices, axis_types=(AxisType.Auto,) * len(shape)
@@ -230,8 +232,8 @@ def check_rows(mesh: Mesh | AbstractMesh, batch: int) -> None:
     size = mesh.shape[DATA]
     if batch % size:
         raise ValueError(
-            f"a mesh of {described(mesh.shape)} divides rows over {size} and the batch has {batch}; "
-            f"give a multiple of {size} prompts, or a mesh with another {DATA}"
+            f"a mesh of {described(mesh.shape)} divides rows over {size} and the batch has {batch};"
+            f" give a multiple of {size} prompts, or a mesh with another {DATA}"
         )
 
 

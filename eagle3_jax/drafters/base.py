@@ -51,7 +51,8 @@ class ShapedDrafter:
 
     A dataclass that derives from it has the fields ``topology`` and ``draft_sampling``. Without a
     topology the draft is a chain of the default length, which is looked up when it is used: reading
-    a file starts no device."""
+    a file starts no device.
+    """
 
     topology: Topology | None
     draft_sampling: DraftSampling
@@ -84,17 +85,20 @@ class ShapedDrafter:
             width = 1 + max(ranks)
         if width > vocab_size:
             raise ValueError(
-                f"the tree draws {width} children from a draft vocabulary of {vocab_size}; lower top_k"
+                f"the tree draws {width} children from a draft vocabulary of {vocab_size}; lower"
+                " top_k"
             )
         if topology.max_depth >= max_positions:
             raise ValueError(
-                f"a draft of {topology.max_depth} levels is above the limit of the head, which has {max_positions} "
-                f"positions; lower num_speculative_tokens or max_depth to at most {max_positions - 1}"
+                f"a draft of {topology.max_depth} levels is above the limit of the head, which has"
+                f" {max_positions} positions; lower num_speculative_tokens or max_depth to at most"
+                f" {max_positions - 1}"
             )
         if self.draft_sampling is DraftSampling.PROBABILISTIC and isinstance(topology, DynamicTree):
             raise ValueError(
-                "draft_sampling is probabilistic and the draft a dynamic tree, whose tokens are the likeliest ones; "
-                "draft a chain (num_speculative_tokens=K) or a static tree, or leave draft_sampling greedy"
+                "draft_sampling is probabilistic and the draft a dynamic tree, whose tokens are the"
+                " likeliest ones; draft a chain (num_speculative_tokens=K) or a static tree, or"
+                " leave draft_sampling greedy"
             )
 
     @property

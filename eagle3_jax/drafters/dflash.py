@@ -27,7 +27,8 @@ a dynamic tree has the most likely prefixes of all.
 Weaknesses: independent distributions propose tokens that do not fit together, more so the flatter
 they are; DSpark's bias is a remedy. A head drafts well only for the block length that it was
 trained on. It depends on the right target layers, because features are its only view of committed
-tokens."""
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -120,16 +121,18 @@ class DFlashConfig:
         check_drafting(self)
         if self.draft_vocab_size < self.vocab_size and not self.own_output:
             raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size} of {self.vocab_size} without own_output; a reduced "
-                "vocabulary needs an output projection of its own"
+                f"draft_vocab_size is {self.draft_vocab_size} of {self.vocab_size} without"
+                " own_output; a reduced vocabulary needs an output projection of its own"
             )
         if len(set(self.layers)) > 1 or grouped(self.layers[0]).window is not None:
             raise ValueError(
-                "the layers differ or have a sliding window; the layers of a block drafter are equal, without a window"
+                "the layers differ or have a sliding window; the layers of a block drafter are"
+                " equal, without a window"
             )
         if not 0 <= self.mask_token < self.vocab_size:
             raise ValueError(
-                f"mask_token is {self.mask_token}; expected a token id from 0 to {self.vocab_size - 1}"
+                f"mask_token is {self.mask_token}; expected a token id from 0 to"
+                f" {self.vocab_size - 1}"
             )
         if self.block_size < 2 - self.from_anchor:
             raise ValueError(
@@ -286,8 +289,9 @@ class DFlashDrafter(NetworkDrafter):
         super().__post_init__()
         if self.max_depth > most:
             raise ValueError(
-                f"the draft has {self.max_depth} levels, but a block of {self.config.block_size} predicts {most} "
-                f"tokens; lower num_speculative_tokens or max_depth to at most {most}"
+                f"the draft has {self.max_depth} levels, but a block of {self.config.block_size}"
+                f" predicts {most} tokens; lower num_speculative_tokens or max_depth to at most"
+                f" {most}"
             )
 
     @property

@@ -14,7 +14,8 @@ round committed.
 Layer skip (self-speculation) is the same drafter with the target's own parameters: its first ``E``
 layers, its final norm and its output matrix. Only a prefix of the layers can be used, as in
 LayerSkip (Elhoushi et al., 2024, arXiv 2404.16710). Draft & Verify (Zhang et al., 2023, arXiv
-2309.08168) searches for a set of sub-layers instead."""
+2309.08168) searches for a set of sub-layers instead.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +74,9 @@ class DraftModel(ShapedDrafter):
     def __post_init__(self) -> None:
         if any(isinstance(layer.mixer, GatedDelta) for layer in self.model.config.layers):
             raise ValueError(
-                "a draft model removes rejected tokens by lowering the length of its cache, and the state of a "
-                "recurrent layer has no length; give a model with attention in every layer"
+                "a draft model removes rejected tokens by lowering the length of its cache, and the"
+                " state of a recurrent layer has no length; give a model with attention in every"
+                " layer"
             )
         self.settle_shape(vocab_size=self.model.vocab_size, max_positions=self.max_positions)
 
@@ -106,8 +108,8 @@ class DraftModel(ShapedDrafter):
         for layer in cache.layers:
             if not isinstance(layer, KeyValues | LatentKeys):
                 raise ValueError(
-                    f"a draft model removes rejected tokens by lowering the length of its cache, and "
-                    f"{type(layer).__name__} of {type(self.model).__name__} has no length"
+                    "a draft model removes rejected tokens by lowering the length of its cache,"
+                    f" and {type(layer).__name__} of {type(self.model).__name__} has no length"
                 )
         final = jnp.zeros((batch, self.model.config.width), self.model.precision.activations)
         root = jnp.zeros((batch,), jnp.int32)
@@ -117,7 +119,8 @@ class DraftModel(ShapedDrafter):
         """Runs the model on the committed tokens and ``next_token``.
 
         Accepted draft tokens run again, because the last one was sampled and never ran. The root of
-        the last round is the first committed token; it runs again in its own slot."""
+        the last round is the first committed token; it runs again in its own slot.
+        """
         observed = seen.length > 0
         fed = seen.tokens.shape[1] + 1
         index = jnp.arange(fed, dtype=jnp.int32)[None, :]
@@ -186,8 +189,8 @@ def draft_model(draft: LoadedTarget, target: LoadedTarget) -> LoadedDrafter:
         difference = first_vocab_difference(draft_vocab, target_vocab)
         if difference is not None:
             raise ValueError(
-                f"{draft.name} has another tokenizer than {target.name}: {difference}; a draft model needs the "
-                "target's own"
+                f"{draft.name} has another tokenizer than {target.name}: {difference}; a draft"
+                " model needs the target's own"
             )
     return LoadedDrafter(DraftModel(draft.model), draft.params, draft.name, "draft model")  # type: ignore[arg-type]
 
@@ -228,12 +231,13 @@ def layer_skip(target: LoadedTarget, num_layers: int) -> LoadedDrafter:
     model = target.model
     if not isinstance(model, DecoderTarget):
         raise ValueError(
-            f"{type(model).__name__} is not a target whose layers can be skipped; give a draft model"
+            f"{type(model).__name__} is not a target whose layers can be skipped; give a draft"
+            " model"
         )
     if not 1 <= num_layers < model.config.num_layers:
         raise ValueError(
-            f"layer skip of {num_layers} layers: {target.name} has {model.config.num_layers}, so give 1 to "
-            f"{model.config.num_layers - 1}"
+            f"layer skip of {num_layers} layers: {target.name} has {model.config.num_layers}, so"
+            f" give 1 to {model.config.num_layers - 1}"
         )
     config = dataclasses.replace(model.config, layers=model.config.layers[:num_layers])
     blocks = {index: target.params["blocks"][index] for index in range(num_layers)}

@@ -15,7 +15,8 @@ replacement (``draft_sampling=PROBABILISTIC``). ``q`` depends on the tokens samp
 Three things weaken it. It must predict a state of the target's whole width, and its errors add up
 along the draft. It reads one layer of features, the last. It is trained on true states alone, which
 it never sees after the first draft token. EAGLE-3 gives up the first two and trains on its own
-output."""
+output.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ class Eagle1Drafter(Eagle3Drafter):
     """Drafts a chain or a tree with an EAGLE-1 head, by EAGLE-3's ``observe`` and ``propose``.
 
     Parameters: ``head`` (the network), ``embedding [V D]`` (its own or the target's) and the
-    target's output matrix (:meth:`~eagle3_jax.drafters.base.NetworkDrafter.assemble`)."""
+    target's output matrix (:meth:`~eagle3_jax.drafters.base.NetworkDrafter.assemble`).
+    """
 
     network: ClassVar[type[nnx.Module]] = Eagle1Head
     borrows_output: ClassVar[bool] = True

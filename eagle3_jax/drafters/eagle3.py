@@ -11,7 +11,8 @@ Further draft tokens use the head's own output ``a`` in place of ``g``. Training
 ("training-time test"), so the head has seen its own errors.
 
 ``observe`` runs the head on newly committed tokens, whose features are known. ``propose`` grows the
-draft from there."""
+draft from there.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ not run, which at batch 1 saves its whole cost.
 
 The choice depends on the text alone, never on a sampled token. So each row's draft has the
 distribution that its own drafter declares, and verification stays exact. A draft without ``probs``
-is a point mass on each token."""
+is a point mass on each token.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class Fallback:
         if isinstance(self.first, ShapedDrafter):
             name = type(self.first).__name__
             raise ValueError(
-                f"first is {name}, which has parameters; expected a drafter of the text, such as NGram()"
+                f"first is {name}, which has parameters; expected a drafter of the text, such as"
+                " NGram()"
             )
 
     @classmethod

@@ -1,7 +1,8 @@
 """Grows a draft from a network that is run level by level: a chain, or EAGLE-2's dynamic tree.
 
 Static trees are in ``static_tree.py``. Any draft is verified exactly; how it grows only decides how
-much is accepted."""
+much is accepted.
+"""
 
 from __future__ import annotations
 

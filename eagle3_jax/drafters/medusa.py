@@ -9,7 +9,8 @@ There is no cache and no embedding; the state is one vector per row. Every ``q_k
 ``h_t``, so the drafter is parallel: the distribution of a sampled chain is a product, and all nodes
 of a tree level have the same candidates. That is also its weakness. A head knows neither the chosen
 ``x_{t+1}`` nor the proposals of the heads before it, so acceptance falls fast with depth. With
-temperature it falls faster than that of drafters that read tokens."""
+temperature it falls faster than that of drafters that read tokens.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +141,8 @@ class MedusaDrafter(NetworkDrafter):
     products of the heads' probabilities.
 
     Parameters are a dictionary: ``head`` (the network) and, if the heads propose only a part of the
-    vocabulary, ``draft_to_target [W]``. The default topology is a chain of all heads."""
+    vocabulary, ``draft_to_target [W]``. The default topology is a chain of all heads.
+    """
 
     network: ClassVar[type[nnx.Module]] = MedusaHeads
 
@@ -152,8 +154,9 @@ class MedusaDrafter(NetworkDrafter):
         object.__setattr__(self, "topology", topology)
         if topology.max_depth > self.longest:
             raise ValueError(
-                f"a draft of {topology.max_depth} tokens needs as many Medusa heads and there are {self.longest}; "
-                f"lower num_speculative_tokens to at most {self.longest}, or choose a tree that is no deeper"
+                f"a draft of {topology.max_depth} tokens needs as many Medusa heads and there are"
+                f" {self.longest}; lower num_speculative_tokens to at most {self.longest}, or"
+                " choose a tree that is no deeper"
             )
         super().__post_init__()
 

@@ -15,7 +15,8 @@ modules; speculators trains without that. ``q`` depends on the tokens sampled be
 
 Two things weaken it. It reads the last state alone, of a target that was not trained for it
 (DeepSeek trains both together). And each further step is further from what the module has seen in
-training."""
+training.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class MTPConfig(FinalStateConfig):
         super().__post_init__()
         if len(self.layers) != 1:
             raise ValueError(
-                f"the module has {len(self.layers)} layers; expected 1 (it is fed back, not stacked)"
+                f"the module has {len(self.layers)} layers; expected 1 (it is fed back, not"
+                " stacked)"
             )
 
 
@@ -104,7 +106,8 @@ class MTPDrafter(Eagle3Drafter):
     """Drafts a chain or a tree with an MTP module, by EAGLE-3's ``observe`` and ``propose``.
 
     Parameters: ``head`` (the network), ``embedding [V D]`` (its own or the target's) and the
-    target's output matrix (:meth:`~eagle3_jax.drafters.base.NetworkDrafter.assemble`)."""
+    target's output matrix (:meth:`~eagle3_jax.drafters.base.NetworkDrafter.assemble`).
+    """
 
     network: ClassVar[type[nnx.Module]] = MTPModule
     borrows_output: ClassVar[bool] = True

@@ -22,7 +22,8 @@ and find the true pair in the cache.
 No distribution depends on a token of the same draft. So sampling each token alone is sampling from
 their product, and a tree costs no more forwards than a chain. For the same reason the tokens of a
 draft can be inconsistent: acceptance falls faster with depth and with temperature than EAGLE-3's. A
-draft may be longer than the head was trained for, but the further tokens are rarely accepted."""
+draft may be longer than the head was trained for, but the further tokens are rarely accepted.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class PEagleConfig(Eagle3Config):
         super().__post_init__()
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
-                f"mask_token_id is {self.mask_token_id}; expected a token of the vocabulary, 0 to {self.vocab_size - 1}"
+                f"mask_token_id is {self.mask_token_id}; expected a token of the vocabulary, 0 to"
+                f" {self.vocab_size - 1}"
             )
 
 
@@ -85,7 +87,8 @@ class PEagleDrafter(Eagle3Drafter):
     """Drafts a chain or a tree with a P-EAGLE head; it observes as EAGLE-3 does and feeds nothing back.
 
     Parameters are a dictionary: ``head`` (the network), ``embedding [V D]`` (mostly the head's own)
-    and ``draft_to_target [W]`` (absolute ids)."""
+    and ``draft_to_target [W]`` (absolute ids).
+    """
 
     network: ClassVar[type[nnx.Module]] = PEagleHead
 

@@ -11,7 +11,8 @@ The sum of ``P`` over a draft is the expected number of accepted tokens. The dra
 with the largest sum is proposed. A draft may end where ``P`` falls below ``min_probability``. It is
 a function of the text, so any draft length is exact. By default it does not end early: a round
 verifies a block of one size, so a shorter draft saves nothing. Texts of other requests, which the
-paper's second tree holds, are ignored: otherwise a row would depend on its neighbours."""
+paper's second tree holds, are ignored: otherwise a row would depend on its neighbours.
+"""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ class TextDrafter:
             and DraftSampling(draft_sampling) is DraftSampling.PROBABILISTIC
         ):
             raise ValueError(
-                f"{name} has no distribution to draw from; leave draft_sampling out or load a draft head"
+                f"{name} has no distribution to draw from; leave draft_sampling out or load a draft"
+                " head"
             )
         if topology is None:
             return self

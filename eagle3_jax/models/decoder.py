@@ -78,7 +78,8 @@ class Block(nnx.Module):
 
     :data:`~eagle3_jax.models.config.NormPlaces` decides which of the four norms it has, and whether
     MLP and attention have the same input. Without ``input_norm`` the input of attention is ``x``
-    itself."""
+    itself.
+    """
 
     def __init__(
         self,
@@ -273,7 +274,10 @@ class DecoderTarget:
         if backend != "gpu":
             return f"the device is a {backend.upper()}, not a CPU or an NVIDIA GPU"
         if weights != "dense" or self.precision.name != "bfloat16":
-            return f"weights are {weights} in {self.precision.name}, and on a GPU it takes dense ones in bfloat16"
+            return (
+                f"weights are {weights} in {self.precision.name}, and on a GPU it takes dense ones"
+                " in bfloat16"
+            )
         heads = {
             layer.mixer.head_dim
             for layer in self.config.layers
@@ -317,8 +321,8 @@ class DecoderTarget:
         layers = self.config.num_layers
         if not all(0 <= layer <= layers + 1 for layer in aux_layers):
             raise ValueError(
-                f"aux_layers is {aux_layers}; expected 0 to {layers} (the output of the last of {layers} layers), or "
-                f"{layers + 1} (after the final norm)"
+                f"aux_layers is {aux_layers}; expected 0 to {layers} (the output of the last of"
+                f" {layers} layers), or {layers + 1} (after the final norm)"
             )
         is_prompt = cache is None
         invariant = self.precision.invariant

@@ -50,7 +50,8 @@ class GatedDeltaNet(nnx.Module):
     ``q``, ``k``, ``v`` and ``z`` are one product with columns by key head, ``[Hk, dk + dk + r dv +
     r dv]``. ``b`` and ``a`` are another, ``[Hk, r + r]``. The channels of the convolution are
     ``[Hk, dk + dk + r dv]``. So a mesh that divides the key heads divides all of them, and the
-    states."""
+    states.
+    """
 
     def __init__(
         self,
@@ -89,7 +90,8 @@ class GatedDeltaNet(nnx.Module):
         """Returns the layer's output ``[B T D]`` and the value for its cache.
 
         That value is the update of the state by each node, or for a text, the state after its last
-        token."""
+        token.
+        """
         del positions
         config = self.config
         rows = x.shape[:2]

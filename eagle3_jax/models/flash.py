@@ -7,7 +7,8 @@ compiles it with Triton.
 
 Split and tile of a slot depend only on its number, and a tile without visible slots changes no bit
 of a query's result. So the sums of a token are the same whether the tokens before it were committed
-earlier or precede it in its block, as they are with XLA's attention."""
+earlier or precede it in its block, as they are with XLA's attention.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def is_supported(queries: Float[Array, "B T heads H"], kv: KeyValue) -> bool:
     """Returns whether the kernel supports these arrays.
 
     They must be bfloat16 on one device, with at most 128 tokens and heads of 16, 32, 64, 128 or 256
-    channels."""
+    channels.
+    """
     arrays = (queries, kv.keys, kv.values)
     are_bfloat16 = all(array.dtype == jnp.bfloat16 for array in arrays)
     fit = all(fits(array.shape[-1]) for array in (kv.keys, kv.values))

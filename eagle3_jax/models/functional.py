@@ -27,7 +27,8 @@ def param_axes(build: Callable[..., nnx.Module], config: Any, precision: Any) ->
     """Returns the :data:`~eagle3_jax.devices.sharding.Axes` of every parameter, in the nesting of the parameters.
 
     A parameter declares its axes where it is created. Every device holds all of a parameter without
-    axes."""
+    axes.
+    """
     return _metadata(build, config, precision, "axes", ())
 
 
@@ -35,7 +36,8 @@ def param_products(build: Callable[..., nnx.Module], config: Any, precision: Any
     """Returns the kind of product that reads each parameter: ``layer``, ``output``, or an empty text for none.
 
     A parameter declares its kind where it is created. Only parameters with a kind may be in eight
-    bits (:mod:`eagle3_jax.models.quantised`)."""
+    bits (:mod:`eagle3_jax.models.quantised`).
+    """
     return _metadata(build, config, precision, "product", "")
 
 

@@ -48,7 +48,8 @@ def pieces_of(pattern: str) -> list[tuple[str, int]]:
     """Returns the pieces of a regular expression without the anchors around it, each with its depth.
 
     The depth is the number of character classes that contain the piece. The brackets of a class are
-    inside it."""
+    inside it.
+    """
     pieces: list[tuple[str, int]] = []
     index = 0
     depth = 0
@@ -92,7 +93,8 @@ def compile_regex(
         raise ValueError(f"{target.name} has no tokenizer; a regular expression needs one")
     if not target.stop_tokens:
         raise ValueError(
-            f"{target.name} has no stop token, so no output could end; set stop_tokens of the target"
+            f"{target.name} has no stop token, so no output could end; set stop_tokens of the"
+            " target"
         )
     spelled: dict[bytes, list[int]] = {}
     for token, spelling in token_bytes(target.tokenizer).items():
@@ -134,7 +136,8 @@ def _explore(pattern: str, spelled: Mapping[bytes, list[int]], vocab_size: int) 
         index = outlines.Index(enclosed, vocabulary)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"the regular expression {pattern!r:.60} is not supported by outlines-core: {first_line(error)}"
+            f"the regular expression {pattern!r:.60} is not supported by outlines-core:"
+            f" {first_line(error)}"
         ) from None
     initial = index.get_initial_state()
     states = [index.get_next_state(initial, first) if enclosed.startswith(_FIRST) else initial]
@@ -186,7 +189,8 @@ def _exclude_private(piece: str, depth: int) -> str:
         return piece
     if piece in _ANCHORS:
         raise ValueError(
-            f"{piece} is inside; anchors may only be around the expression, and are not needed there"
+            f"{piece} is inside; anchors may only be around the expression, and are not needed"
+            " there"
         )
     if piece in (r"\S", r"\W", r"\D") or piece[:2] in (r"\p", r"\P"):
         return f"[{piece}--{_PRIVATE}]"
@@ -212,8 +216,8 @@ def merge_columns(rows: Callable[[], Iterable[np.ndarray]]) -> tuple[np.ndarray,
     _, first, columns = np.unique(digests, return_index=True, return_inverse=True)
     if states * len(first) > MOST_ENTRIES:
         raise ValueError(
-            f"the automaton has {states} states and {len(first)} different columns, more than {MOST_ENTRIES} entries; "
-            "limit the lengths of its parts, or simplify it"
+            f"the automaton has {states} states and {len(first)} different columns, more than"
+            f" {MOST_ENTRIES} entries; limit the lengths of its parts, or simplify it"
         )
     table = np.stack([row[first] for row in rows()])
     assert all(
@@ -244,7 +248,8 @@ def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
         )
     else:
         raise ValueError(
-            "the tokenizer is neither a byte-level BPE nor one of SentencePiece; build the table yourself"
+            "the tokenizer is neither a byte-level BPE nor one of SentencePiece; build the table"
+            " yourself"
         )
     added = tokenizer.get_added_tokens_decoder()
     spelled = {
@@ -264,7 +269,8 @@ def _outlines() -> Any:
         import outlines_core
     except ImportError:
         raise ValueError(
-            "regular expressions and JSON schemas need outlines-core: pip install 'eagle3-jax[grammar]'"
+            "regular expressions and JSON schemas need outlines-core: pip install"
+            " 'eagle3-jax[grammar]'"
         ) from None
     return outlines_core
 

@@ -25,7 +25,8 @@ class Attention(nnx.Module):
     many small ones. Its columns are ``[C, g + 2, H]``: the ``g`` query heads of a key head, the key
     head, its values. A mesh that divides the key heads therefore divides the product, and nothing
     moves between devices. With an output gate the columns are ``[C, 2 g + 2, H]``, the gates of the
-    query heads last."""
+    query heads last.
+    """
 
     def __init__(
         self,

@@ -3,7 +3,8 @@
 Compilers choose the algorithm of a product, and the order of the sums in a norm, by the number of
 rows. So a token has other bits alone than in a block that verifies a draft, or in a batch. Here
 each has one algorithm. On NVIDIA GPUs it is a kernel, written in Pallas, whose tiles depend only on
-the weights. Elsewhere rows are multiplied :data:`ROWS` at a time."""
+the weights. Elsewhere rows are multiplied :data:`ROWS` at a time.
+"""
 
 from __future__ import annotations
 

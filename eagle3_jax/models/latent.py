@@ -34,7 +34,8 @@ class LatentAttention(nnx.Module):
     are never computed: the query absorbs ``U``, ``q · (U c) = (Uᵀ q) · c``, and the output absorbs
     ``V``, ``Σ p V c = V Σ p c``. The result is attention with one key head of ``r + dr`` channels,
     ``[c | k]``, which are its values as well. Prefill, plain decoding and verification all use this
-    form; otherwise rounding could decide approximately tied logits differently in one of them."""
+    form; otherwise rounding could decide approximately tied logits differently in one of them.
+    """
 
     def __init__(
         self,

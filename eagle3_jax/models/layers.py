@@ -112,7 +112,8 @@ def matmul_precision(dtype: DTypeLike) -> lax.Precision | None:
     """Returns the ``precision`` argument of products of this type: float32 keeps all its bits (docs/design.md, 12).
 
     By default NVIDIA's tensor cores round them to TensorFloat-32 and TPUs to bfloat16. A precision
-    set by the user (``jax_default_matmul_precision``) takes precedence."""
+    set by the user (``jax_default_matmul_precision``) takes precedence.
+    """
     user_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     needs_highest = user_precision is None and jnp.dtype(dtype) == jnp.float32
     return lax.Precision.HIGHEST if needs_highest else None
@@ -349,7 +350,8 @@ def keep_stream(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
 
     Without it XLA:GPU chooses the layers after which the stream is written, and the norms between
     them sum it in other orders: a head that reads the features of layer 2 changes bits of later
-    layers (docs/design.md, 15)."""
+    layers (docs/design.md, 15).
+    """
     return lax.platform_dependent(x, cuda=lax.optimization_barrier, default=lambda x: x)
 
 
@@ -358,7 +360,8 @@ class RMSNorm(nnx.Module):
 
     The model's :data:`~eagle3_jax.models.config.NormKind` says how ``w`` is applied, and whether
     the mean of ``x`` is subtracted first. With ``heads`` every head has weights of its own. If
-    ``invariant``, the bits of a row depend on that row alone (``eagle3_jax.models.invariant``)."""
+    ``invariant``, the bits of a row depend on that row alone (``eagle3_jax.models.invariant``).
+    """
 
     def __init__(
         self,

@@ -91,7 +91,8 @@ def loop_over_experts(
     """Sends all tokens through one expert after the other and skips experts that no token chose.
 
     Weights are read from the stack within the branch; otherwise XLA would convert a whole stack of
-    bfloat16 before the loop on CPUs."""
+    bfloat16 before the loop on CPUs.
+    """
 
     def step(out: Array, expert: Array) -> tuple[Array, None]:
         is_chosen = routing.chosen == expert
@@ -204,7 +205,8 @@ def gather_chosen(
     """Gathers the kernels of the chosen experts of every token.
 
     Products are multiplications and sums, so that XLA fuses the gather with them and copies no
-    kernel."""
+    kernel.
+    """
     experts = count_experts(stack)
     in_stack = (routing.chosen >= 0) & (routing.chosen < experts)
     index = jnp.where(in_stack, routing.chosen, 0)

@@ -11,7 +11,8 @@ like any other, so drafts of every shape are verified exactly against the change
   any token.
 
 The host takes no part in decoding. If all tokens are forbidden, the row ends with
-``FinishReason.NOT_FINITE``."""
+``FinishReason.NOT_FINITE``.
+"""
 
 from __future__ import annotations
 
@@ -103,18 +104,21 @@ class LogitBias(LogitsProcessor):
         bias = np.zeros((vocab_size,), np.float32)
         if not isinstance(self.bias, Mapping):
             raise ValueError(
-                f"LogitBias has {shown(self.bias)}; expected a number for each token id, as in {{7: 1.5}}"
+                f"LogitBias has {shown(self.bias)}; expected a number for each token id, as in {{7:"
+                " 1.5}"
             )
         for token, number in self.bias.items():
             is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
             if not (is_integer and 0 <= token < vocab_size):
                 raise ValueError(
-                    f"LogitBias names the token {shown(token)}; expected ids from 0 to {vocab_size - 1}"
+                    f"LogitBias names the token {shown(token)}; expected ids from 0 to"
+                    f" {vocab_size - 1}"
                 )
             value = _float32(f"LogitBias of the token {token}", number)
             if math.isnan(value) or value == math.inf:
                 raise ValueError(
-                    f"LogitBias of the token {token} is {value}; expected a number, or -math.inf to ban it"
+                    f"LogitBias of the token {token} is {value}; expected a number, or -math.inf to"
+                    " ban it"
                 )
             bias[token] = value
         return jnp.asarray(bias)
@@ -269,7 +273,8 @@ class TokenAutomaton(LogitsProcessor):
         table = np.asarray(self.table)
         if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer) or not len(table):
             raise ValueError(
-                f"the automaton's table is {table.dtype}{list(table.shape)}; expected integers [S V]"
+                f"the automaton's table is {table.dtype}{list(table.shape)}; expected integers"
+                " [S V]"
             )
         states = len(table)
         columns = None if self.columns is None else np.asarray(self.columns)
@@ -277,7 +282,8 @@ class TokenAutomaton(LogitsProcessor):
             columns.ndim != 1 or not np.issubdtype(columns.dtype, np.integer)
         ):
             raise ValueError(
-                f"the automaton's columns are {columns.dtype}{list(columns.shape)}; expected integers [V]"
+                f"the automaton's columns are {columns.dtype}{list(columns.shape)}; expected"
+                " integers [V]"
             )
         if isinstance(self.start, bool) or not isinstance(self.start, int | np.integer):
             raise ValueError(
@@ -286,13 +292,13 @@ class TokenAutomaton(LogitsProcessor):
         known = table.shape[1] if columns is None else len(columns)
         if known != vocab_size:
             raise ValueError(
-                f"the automaton has a vocabulary of {known} tokens and the target one of {vocab_size}; build "
-                "it with the target's tokenizer"
+                f"the automaton has a vocabulary of {known} tokens and the target one of"
+                f" {vocab_size}; build it with the target's tokenizer"
             )
         if not (table.min() >= -1 and table.max() < states and 0 <= self.start < states):
             raise ValueError(
-                f"the automaton starts in the state {self.start} and its table names the states {table.min()} to "
-                f"{table.max()}; expected 0 to {states - 1}, and -1 in the table"
+                f"the automaton starts in the state {self.start} and its table names the states"
+                f" {table.min()} to {table.max()}; expected 0 to {states - 1}, and -1 in the table"
             )
         # Smaller or unsigned types would overflow below.
         table = table.astype(np.int32)
@@ -301,7 +307,8 @@ class TokenAutomaton(LogitsProcessor):
             table, columns = merge_columns(lambda: table)
         elif not (np.min(columns) >= 0 and np.max(columns) < table.shape[1]):
             raise ValueError(
-                f"the automaton's columns are not all from 0 to {table.shape[1] - 1}, those of its table"
+                f"the automaton's columns are not all from 0 to {table.shape[1] - 1}, those of its"
+                " table"
             )
         rotated = np.roll(table, -start, 0)
         rotated = np.where(rotated < 0, -1, (rotated - start) % states)
@@ -366,7 +373,8 @@ class ProcessedTarget:
     """A :class:`~eagle3_jax.types.TargetModel` whose logits are changed; see :func:`with_processors`.
 
     Parameters are a dictionary: ``target`` has those of the model, and ``processors`` an entry for
-    each processor."""
+    each processor.
+    """
 
     model: TargetModel  #: The model.
     processors: tuple[Any, ...]  #: Applied in order.
@@ -398,7 +406,8 @@ class ProcessedTarget:
         """Runs a block; see :class:`~eagle3_jax.types.TargetModel`.
 
         With ``length`` the tokens are a prompt. With neither ``cache`` nor ``length`` all
-        processors read all tokens, including processors that do not read prompts."""
+        processors read all tokens, including processors that do not read prompts.
+        """
         inner = None if cache is None else Cache(layers=cache.layers[:-1], length=cache.length)
         output = self.model(
             params["target"], tokens, positions, mask, inner, aux_layers=aux_layers, length=length
@@ -534,7 +543,8 @@ def with_processors(target: LoadedTarget, *processors: Any) -> LoadedTarget:
     for processor in processors or (None,):
         if not isinstance(processor, LogitsProcessor):
             raise ValueError(
-                f"{processor!r:.40} is no logits processor; expected a LogitsProcessor, such as LogitBias"
+                f"{processor!r:.40} is no logits processor; expected a LogitsProcessor, such as"
+                " LogitBias"
             )
     for processor in processors:
         state = jax.eval_shape(lambda processor=processor: processor.init(1, target.vocab_size))

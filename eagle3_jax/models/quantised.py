@@ -61,7 +61,8 @@ class Fp8Kernel(EightBitKernel, kw_only=True):
     """A kernel ``W[..., i, o] = values[..., o, i] · scale[..., i // block, o]``, or a stack of them.
 
     The values are stored transposed: NVIDIA's FP8 products contract the last axes of both operands,
-    and CPUs read them faster."""
+    and CPUs read them faster.
+    """
 
     values: Any  #: ``[..., D_out, D_in]`` in E4M3.
     scale: Any  #: ``[..., G, D_out]`` in float32; ``G`` is 1 if every output has a single scale.
@@ -95,7 +96,8 @@ class Fp8Kernel(EightBitKernel, kw_only=True):
         """Returns the shardings of both leaves for a sharding of the kernel.
 
         A scale is on the devices of its values. If the sharding divides a block of inputs, every
-        device has all scales."""
+        device has all scales.
+        """
         *stack, inputs, outputs = _full_spec(sharding, self.ndim)
         groups = self.scale.shape[-2]
         size = 1 if inputs is None else sharding.mesh.shape[inputs]
@@ -132,7 +134,8 @@ def dynamic_product(
 
     Every row of ``x`` has its own scale. If the kernel has scales for blocks of inputs, so has
     every row. The operands of the product are in E4M3 and the scales are applied after it, so GPUs
-    with FP8 products use them. The result is the float32 sum over rounded operands."""
+    with FP8 products use them. The result is the float32 sum over rounded operands.
+    """
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     inputs = rows.shape[-1]
     groups = kernel.scale.shape[-2]
@@ -176,7 +179,8 @@ class Int8Kernel(EightBitKernel, kw_only=True):
     Products quantise the activations too, each row with a scale from its largest value (W8A8). A
     few activations are far larger than the others, which would leave few bits for the rest of their
     row. So both factors are rotated first: ``x W = (x H)(H W)`` for a symmetric orthogonal ``H``,
-    blocks of a Hadamard matrix (QuaRot, arXiv 2404.00456). The sums are integers."""
+    blocks of a Hadamard matrix (QuaRot, arXiv 2404.00456). The sums are integers.
+    """
 
     values: Any  #: ``[..., D_in, D_out]`` in int8; ``[V, D]`` for a table.
     scale: Any  #: ``[..., D_out]`` in float32; ``[V]`` for a table.
@@ -248,7 +252,8 @@ def rotated(x: Float[Array, "*rows D"], size: int) -> Float[Array, "*rows D"]:
     """Returns ``x H`` over the last axis.
 
     ``H`` is block diagonal. Its blocks are the Hadamard matrix of ``size``, divided by ``√size``,
-    so it is its own inverse. With ``size = 1`` it is the identity."""
+    so it is its own inverse. With ``size = 1`` it is the identity.
+    """
     if size == 1:
         return x
     block = (hadamard(size) / math.sqrt(size)).astype(np.float32)
@@ -259,7 +264,8 @@ def int8_product(x: Float[Array, "*rows D_in"], kernel: Int8Kernel) -> Float[Arr
     """Returns ``x @ W`` in float32 with both factors in int8 and sums in int32.
 
     The scale of a row of ``x H`` is its largest magnitude divided by 127. Its values are rounded to
-    nearest."""
+    nearest.
+    """
     rows = rotated(x.reshape(-1, x.shape[-1]).astype(jnp.float32), kernel.rotation)
     largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
     row_scale = jnp.where(largest > 0, largest / INT8_LARGEST, 1.0)

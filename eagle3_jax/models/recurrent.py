@@ -18,7 +18,8 @@ class Updates(NamedTuple):
     """The update of the state by each token of a block, ``S' = decay S + key deltaᵀ``.
 
     An update is a few vectors and a state is a matrix, so a block stores the updates of all its
-    nodes. A commit applies those of the accepted path again."""
+    nodes. A commit applies those of the accepted path again.
+    """
 
     keys: Float[Array, "B T Hk dk"]  #: ``[B T Hk dk]``.
     deltas: Float[Array, "B T Hk r dv"]  #: ``[B T Hk r dv]``; ``r`` value heads share a key.
@@ -36,7 +37,8 @@ def update_state(
 
     Both products are rounded before they are added. Otherwise XLA's CPU backend would fuse one of
     them with the sum. It may choose another product in each program, even across
-    ``optimization_barrier``."""
+    ``optimization_barrier``.
+    """
     zeros = (decays < 0).astype(jnp.int32)[
         ..., None, None
     ]  # a compiler cannot know that these are zeros
@@ -65,7 +67,8 @@ class Recurrent(struct.PyTreeNode, kw_only=True):
     A state cannot be truncated, because a token that was added to it cannot be removed. So a block
     does not change the state; it returns the updates by its nodes (:class:`Updates`), and a commit
     applies those of the accepted path. The new state is bit for bit that after feeding only the
-    accepted tokens."""
+    accepted tokens.
+    """
 
     axes: ClassVar[tuple[str, ...]] = (
         ROWS,

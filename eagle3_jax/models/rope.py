@@ -1,7 +1,8 @@
 """Rotary position embedding: frequencies for a configuration, and the rotation.
 
 A pair is channels ``i`` and ``i + dim/2``, as in GPT-NeoX and Llama, or channels ``2i`` and
-``2i+1`` (``interleaved``)."""
+``2i+1`` (``interleaved``).
+"""
 
 from __future__ import annotations
 
@@ -127,7 +128,8 @@ def scale_queries(
     """Returns queries times the factor of their position, in their own type.
 
     If positions count from 0 (Ministral 3), the factor is rounded to that type before the product.
-    If they count from 1 (Llama 4), the product is rounded."""
+    If they count from 1 (Llama 4), the product is rounded.
+    """
     interval = (positions + config.offset) // config.floor
     factor = 1 + config.beta * jnp.log1p(interval.astype(jnp.float32))
     factor = factor[:, :, None, None]

@@ -38,7 +38,8 @@ def router_logits(
 
     Operands have the model's type, or float32 with mixed precision and for all sigmoid routers. On
     CPUs the sums of a token do not depend on the number of tokens. A choice is not continuous, so a
-    block must choose exactly as single tokens do."""
+    block must choose exactly as single tokens do.
+    """
     mixed = precision.operands != precision.activations
     operands = jnp.float32 if mixed or config.router == "sigmoid" else precision.operands
     rows = x.astype(operands)

@@ -2,7 +2,8 @@ r"""Translates JSON schemas to regular expressions of the JSON texts that follow
 
 A schema is read as draft 2020-12. The expression may match fewer texts than the schema allows,
 never others. A part of a schema has one of the forms of ``_FORMS``. Every other combination of
-keywords is refused."""
+keywords is refused.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def _space(whitespace: str | None) -> str:
     )
     if wrong := bytes_of(pattern) - set(b" \t\n\r"):
         raise ValueError(
-            f"whitespace is {shown(whitespace)}, which matches {chr(min(wrong))!r}; expected [ \\t\\n\\r]"
+            f"whitespace is {shown(whitespace)}, which matches {chr(min(wrong))!r}; expected ["
+            " \\t\\n\\r]"
         )
     return f"(?:{pattern})"
 
@@ -142,12 +144,14 @@ class _Translator:
         are_known = kinds and all(isinstance(kind, str) and kind in _TYPES for kind in kinds)
         if "type" in schema and not are_known:
             raise ValueError(
-                f"{shown(pointer)} has the type {shown(schema['type'])}; expected one or more of {', '.join(_TYPES)}"
+                f"{shown(pointer)} has the type {shown(schema['type'])}; expected one or more of"
+                f" {', '.join(_TYPES)}"
             )
         for keyword, (kind, expected) in _VALUES.items():
             if not isinstance(schema.get(keyword, kind()), kind):
                 raise ValueError(
-                    f"{shown(pointer)} has the {keyword} {shown(schema[keyword])}; expected {expected}"
+                    f"{shown(pointer)} has the {keyword} {shown(schema[keyword])}; expected"
+                    f" {expected}"
                 )
         noted = _NOTES | (_NOTES_OF_ROOT if pointer == "#" else set())
         keywords = [keyword for keyword in schema if keyword not in noted]
@@ -158,8 +162,8 @@ class _Translator:
         text = getattr(self, f"_{form}", self._scalar)(schema, pointer, opened)
         if len(text) > _MOST_CHARACTERS:
             raise ValueError(
-                f"{shown(pointer)} needs a regular expression of {len(text)} characters, more than {_MOST_CHARACTERS}; "
-                "simplify it"
+                f"{shown(pointer)} needs a regular expression of {len(text)} characters, more than"
+                f" {_MOST_CHARACTERS}; simplify it"
             )
         return text
 
@@ -181,7 +185,8 @@ class _Translator:
         if "format" in schema:
             if not isinstance(schema["format"], str) or schema["format"] not in _FORMATS:
                 raise ValueError(
-                    f"{shown(pointer)} has the format {shown(schema['format'])}; expected one of {', '.join(_FORMATS)}"
+                    f"{shown(pointer)} has the format {shown(schema['format'])}; expected one of"
+                    f" {', '.join(_FORMATS)}"
                 )
             return f'"{_FORMATS[schema["format"]]}"'
         least, most = _limits(schema, "minLength", "maxLength", pointer)
@@ -201,7 +206,8 @@ class _Translator:
         if items is False:
             if least > count:
                 raise ValueError(
-                    f"{shown(pointer)} has {count} items at most and minItems {least}; no list follows it"
+                    f"{shown(pointer)} has {count} items at most and minItems {least}; no list"
+                    " follows it"
                 )
         elif most is None or most > count:
             item = self.value(items, f"{pointer}/items", opened)
@@ -227,7 +233,8 @@ class _Translator:
         more = schema.get("additionalProperties", "properties" not in schema)
         if properties and not isinstance(more, bool):
             raise ValueError(
-                f"{shown(pointer)}: 'additionalProperties' is a schema, which 'properties' does not go with"
+                f"{shown(pointer)}: 'additionalProperties' is a schema, which 'properties' does not"
+                " go with"
             )
         entry = f"{self.space}:{self.space}"
         if not properties:
@@ -287,11 +294,13 @@ class _Translator:
         part = self.root
         if not isinstance(target, str) or not f"{target}/".startswith("#/"):
             raise ValueError(
-                f"{shown(pointer)} has the $ref {shown(target)}; expected '#/' and a place in this schema"
+                f"{shown(pointer)} has the $ref {shown(target)}; expected '#/' and a place in this"
+                " schema"
             )
         if target in opened:
             raise ValueError(
-                f"{shown(pointer)}: {shown(target)} contains itself; write out as many levels as you need"
+                f"{shown(pointer)}: {shown(target)} contains itself; write out as many levels as"
+                " you need"
             )
         for name in unquote(target).split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
@@ -381,7 +390,8 @@ def _limits(
         value = schema.get(name, 0)
         if type(value) is not int or not 0 <= value <= _MOST_ITEMS:
             raise ValueError(
-                f"{shown(pointer)} has {name} {shown(value)}; expected a whole number from 0 to {_MOST_ITEMS}"
+                f"{shown(pointer)} has {name} {shown(value)}; expected a whole number from 0 to"
+                f" {_MOST_ITEMS}"
             )
     low = schema.get(least, 0)
     high = schema.get(most)
@@ -431,7 +441,8 @@ def _pattern(pattern: str, pointer: str) -> str:
         raise ValueError(f"{shown(pointer)}: {error}") from None
     if escaped:
         raise ValueError(
-            f"{shown(pointer)}: the pattern {shown(pattern)} matches {chr(min(escaped))!r}, which JSON writes with a "
+            f"{shown(pointer)}: the pattern {shown(pattern)} matches {chr(min(escaped))!r}, which"
+            " JSON writes with a "
             r"backslash; exclude it, as in [^\"\\\x00-\x1f]"
         )
     return f"(?:{text})"

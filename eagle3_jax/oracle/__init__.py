@@ -1,7 +1,8 @@
 """Files with which any engine, in any language, tests its own verification of drafts: ``eagle3 oracle OUT``.
 
 ``README.md`` defines every array and every rule. ``check.py`` computes the verdicts again by numpy
-alone. Both are copied into the folder. ``docs/oracle.md`` says how an engine uses them."""
+alone. Both are copied into the folder. ``docs/oracle.md`` says how an engine uses them.
+"""
 
 from eagle3_jax.oracle.write import write_oracle
 

@@ -2,7 +2,8 @@
 
 python check.py FOLDER                          # the folder agrees with the definitions python
 check.py FOLDER --verdicts MINE.npz      # arrays of your engine do, named CASE.ARRAY, as
-block.next_token"""
+block.next_token
+"""
 
 import functools
 import json

@@ -1,7 +1,8 @@
 """Tiny models that mostly count upwards, with the head of each method, as Hugging Face directories.
 
 Weights are random, except for those that read the last token: the target then prefers the token
-after it, and so do the heads. So drafts are accepted and rejected without any training."""
+after it, and so do the heads. So drafts are accepted and rejected without any training.
+"""
 
 from __future__ import annotations
 

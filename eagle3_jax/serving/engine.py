@@ -145,7 +145,8 @@ class Engine:
         parts = 1 if decoder.mesh is None else decoder.mesh.shape[DATA]
         if slots % parts:
             raise ValueError(
-                f"slots is {slots}; expected a multiple of {parts}, over which the mesh divides rows"
+                f"slots is {slots}; expected a multiple of {parts}, over which the mesh divides"
+                " rows"
             )
         drafter = decoder.loop.drafter
         positions = decoder.target.max_positions
@@ -204,8 +205,9 @@ class Engine:
             raise ValueError(f"max_new_tokens is {request.max_new_tokens}; expected at least 1")
         if length + request.max_new_tokens > self.room:
             raise ValueError(
-                f"the prompt has {length} tokens and is given {request.max_new_tokens} more, and a row of the engine "
-                f"holds {self.room}; shorten one of them or build the engine with a larger capacity"
+                f"the prompt has {length} tokens and is given {request.max_new_tokens} more, and a"
+                f" row of the engine holds {self.room}; shorten one of them or build the engine"
+                " with a larger capacity"
             )
         needed_mode = sampling_mode_of(checked_sampling(request.sampling, 1))
         check_mode(self._loop.sampling_mode, needed_mode)
@@ -304,7 +306,8 @@ class Engine:
         """Returns a batch of requests.
 
         On a mesh that divides rows the last request is repeated up to a number of rows that it
-        divides."""
+        divides.
+        """
         requests = [entry.request for entry in entries]
         requests += [requests[-1]] * (-len(requests) % self._parts)
         _, prompts, _ = self.decoder.batch(

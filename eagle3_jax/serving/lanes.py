@@ -167,7 +167,8 @@ def _examine(decoder: SpeculativeDecoder, request: Request) -> Iterator[Record]:
 
     The rounds are those of the timed lane, because the programs, the prompt and the seed are the
     same. Before each round the target's cache is copied, so that a second forward pass over the
-    draft gives the target's logits."""
+    draft gives the target's logits.
+    """
     state = _prefill(decoder, request)
     mode = sampling_mode_of(to_host(state.sampling))
     number = 0

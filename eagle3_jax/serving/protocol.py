@@ -215,8 +215,8 @@ def _read_logprobs(fields: _Fields, offer: Offer, *, is_chat: bool) -> int | Non
     if offer.num_logprobs is None or count > offer.num_logprobs:
         recorded = "none" if offer.num_logprobs is None else f"up to {offer.num_logprobs}"
         raise BadRequest(
-            f"{count} log-probabilities were requested and this server records {recorded}; start it with "
-            f"--logprobs {count}",
+            f"{count} log-probabilities were requested and this server records {recorded}; start it"
+            f" with --logprobs {count}",
             param,
         )
     return count
@@ -246,8 +246,8 @@ def _read_limit(fields: _Fields, room: int, num_prompt: int, *, least: int, is_c
         raise BadRequest(f"max_tokens is {limit!r:.40}; expected at least {least}", "max_tokens")
     if num_prompt + limit > room:
         raise BadRequest(
-            f"the prompt has {num_prompt} tokens and max_tokens is {limit!r:.40}; the server holds {room} together, so "
-            "shorten one of them or start it with a larger --capacity",
+            f"the prompt has {num_prompt} tokens and max_tokens is {limit!r:.40}; the server holds"
+            f" {room} together, so shorten one of them or start it with a larger --capacity",
             "max_tokens",
         )
     return limit

@@ -2,7 +2,8 @@
 
 The loop keeps the output exact whatever a drafter proposes, with one exception that it cannot
 detect: ``probs`` that are not what the tokens were sampled from. A drafter that breaks another rule
-is exact and slow. Both show here."""
+is exact and slow. Both show here.
+"""
 
 from __future__ import annotations
 
@@ -290,8 +291,9 @@ def drafts_a_tree(subject: Subject) -> str:
     root = np.asarray(sample_observation(subject).next_token)
     if (rows := np.flatnonzero(tokens[:, 0] != root)).size:
         raise Broken(
-            f"node 0 of {name_rows(rows.tolist())} is {tokens[rows[0], 0]}; expected the last `next_token`, "
-            f"{root[rows[0]]} (the loop puts it there, but the drafter works from another)"
+            f"node 0 of {name_rows(rows.tolist())} is {tokens[rows[0], 0]}; expected the last"
+            f" `next_token`, {root[rows[0]]} (the loop puts it there, but the drafter works from"
+            " another)"
         )
     if (parents[:, 0] != -1).any() or not valid[:, 0].all():
         raise Broken(
@@ -299,11 +301,13 @@ def drafts_a_tree(subject: Subject) -> str:
         )
     for row, node in np.argwhere(valid & (nodes > 0) & ((parents < 0) | (parents >= nodes))):
         raise Broken(
-            f"node {node} of row {row} has parent {parents[row, node]}; expected 0 to {node - 1} (it is cut off)"
+            f"node {node} of row {row} has parent {parents[row, node]}; expected 0 to {node - 1}"
+            " (it is cut off)"
         )
     if declares_chain(drafter) and (valid & (parents != nodes - 1)).any():
         raise Broken(
-            f"it declares a chain and has parents {parents[0].tolist()}; expected {(nodes - 1).tolist()}"
+            f"it declares a chain and has parents {parents[0].tolist()}; expected"
+            f" {(nodes - 1).tolist()}"
         )
     topological = np.clip(parents, 0, nodes - 1)  # padding may have any parent; the root's stays -1
     depth = np.asarray(depths(ancestor_mask(jnp.asarray(topological), len(nodes))))
@@ -315,7 +319,8 @@ def drafts_a_tree(subject: Subject) -> str:
     last_id = subject.target.vocab_size - 1
     for row, node in np.argwhere(valid & ((tokens < 0) | (tokens > last_id))):
         raise Broken(
-            f"node {node} of row {row} is id {tokens[row, node]}; expected 0 to {last_id} (it is cut off)"
+            f"node {node} of row {row} is id {tokens[row, node]}; expected 0 to {last_id} (it is"
+            " cut off)"
         )
     for row in range(ROWS if probs is None else 0):
         children = [(parents[row, node], tokens[row, node]) for node in np.flatnonzero(valid[row])]
@@ -391,9 +396,13 @@ def observes_in_pieces(subject: Subject) -> str:
         if len(rows) > (ROWS // 2 if low_precision else 0):
             distinct = ", ".join(map(str, dict.fromkeys(sizes)))
             raise Broken(
-                f"{name_rows(rows)} drafts something else when {length} tokens come in pieces of {distinct}"
+                f"{name_rows(rows)} drafts something else when {length} tokens come in pieces of"
+                f" {distinct}"
             )
-    return f"up to {long.tokens.shape[1]} tokens, at once and {SIZE} at a time, with a capacity of {CAPACITY}"
+    return (
+        f"up to {long.tokens.shape[1]} tokens, at once and {SIZE} at a time, with a capacity of"
+        f" {CAPACITY}"
+    )
 
 
 def _cut(text: Observation, start: int, count: int) -> Observation:
@@ -422,7 +431,8 @@ def declares_distributions(subject: Subject) -> str | None:
     if (np.abs(total - 1) > _SUM).any():
         farthest = total[np.abs(total - 1).argmax()]
         raise Broken(
-            f"declared probabilities add up to {farthest:.6g}; expected 1 within {_SUM:g}, as float32 gives it"
+            f"declared probabilities add up to {farthest:.6g}; expected 1 within {_SUM:g}, as"
+            " float32 gives it"
         )
     tokens = np.clip(tokens, 0, subject.target.vocab_size - 1)
     if (np.take_along_axis(probs, tokens[:, None], axis=-1) <= 0).any():
@@ -447,8 +457,9 @@ def samples_from_what_it_declares(subject: Subject) -> str:
         evidence.require_contrasts()
         evidence.require_fits("its declared distribution")
         reports.append(
-            f"{event} {len(evidence.fits)} distributions that are {evidence.smallest_deviation():.1%} off (rms), or a "
-            f"node sampled from q^{1 + evidence.smallest_tilt():.3f},"
+            f"{event} {len(evidence.fits)} distributions that are"
+            f" {evidence.smallest_deviation():.1%} off (rms), or a node sampled from"
+            f" q^{1 + evidence.smallest_tilt():.3f},"
         )
     return f"{' and '.join(reports)} {DETECTED}"
 
@@ -465,7 +476,10 @@ def _compare_with_declared(drafts: Iterable[HostDraft], event: str) -> Evidence:
             valid = draft.valid[:, node]
             probs = draft.probs[valid, node].astype(np.float64)
             tokens = np.clip(draft.tokens[valid, node], 0, probs.shape[-1] - 1)
-            fault = f"{event} node {node} samples likely tokens too {{}} for its declared temperature or precision"
+            fault = (
+                f"{event} node {node} samples likely tokens too {{}} for its declared temperature"
+                " or precision"
+            )
             evidence.contrasts[fault].add_log_probabilities(probs, tokens)
             parents = draft.parents[valid, node]
             parent_tokens = draft.tokens[valid][np.arange(len(parents)), parents]
@@ -500,8 +514,8 @@ def declares_before_sampling(subject: Subject) -> str:
             compared += first is not probs
             if not np.allclose(first, probs, rtol=1e-3, atol=1e-6):
                 raise Broken(
-                    f"the declared distribution of node {node} differs between drafts of one state that share every "
-                    "token before it"
+                    f"the declared distribution of node {node} differs between drafts of one state"
+                    " that share every token before it"
                 )
     if not compared:
         raise NotRun("no two drafts shared their first tokens")
@@ -559,7 +573,8 @@ def keeps_the_distribution(subject: Subject) -> str:
     evidence.require_fits("the target")
     if accepted == 0:
         raise NotRun(
-            "the distribution is right, but no draft token was accepted, so refusals alone were compared"
+            "the distribution is right, but no draft token was accepted, so refusals alone were"
+            " compared"
         )
     return (
         f"{runs * len(prompts)} sequences, {accepted} draft tokens accepted; a deviation of "

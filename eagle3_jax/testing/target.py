@@ -307,8 +307,8 @@ def _forward(
     logits = model.unembed(params, output.final)
     if logits.shape != (batch, size, model.vocab_size) or logits.dtype != np.float32:
         raise Broken(
-            f"unembed gave {logits.dtype.name}{list(logits.shape)} for {list(output.final.shape)}; expected "
-            f"float32{[batch, size, model.vocab_size]}"
+            f"unembed gave {logits.dtype.name}{list(logits.shape)} for {list(output.final.shape)};"
+            f" expected float32{[batch, size, model.vocab_size]}"
         )
     return output, logits
 
@@ -348,8 +348,8 @@ def require_equal_logits(
     row, token = np.unravel_index(gap.argmax(), gap.shape)
     if gap[row, token] > tolerance_of(subject):
         raise Broken(
-            f"token {token} of row {row} {fault}: logits off by {gap[row, token]:.1g} of the largest one; expected "
-            f"at most {tolerance_of(subject):g}"
+            f"token {token} of row {row} {fault}: logits off by {gap[row, token]:.1g} of the"
+            f" largest one; expected at most {tolerance_of(subject):g}"
         )
     return float(gap[row, token])
 
@@ -441,8 +441,8 @@ def require_greedy_output(
             gap = (scores.max() - scores[token]) / subject.once(largest_logit)
             if gap > tolerance_of(subject):
                 raise Broken(
-                    f"{description}, row {row} writes id {token} as its token {index}; its likeliest is "
-                    f"{scores.argmax()}, by {gap:.1g} of the largest logit"
+                    f"{description}, row {row} writes id {token} as its token {index}; its"
+                    f" likeliest is {scores.argmax()}, by {gap:.1g} of the largest logit"
                 )
     return result.stats
 
@@ -500,7 +500,8 @@ def keeps_shapes(subject: Subject) -> str:
         for index, layer in enumerate(empty.layers):
             if not isinstance(layer, LayerCache):
                 raise Broken(
-                    f"layer {index} of the cache is {type(layer).__name__}; expected `fill` and `commit`"
+                    f"layer {index} of the cache is {type(layer).__name__}; expected `fill` and"
+                    " `commit`"
                 )
         check_rows(subject.part, empty, batch, origin="init_cache gave cache")
         _require_length(empty, np.zeros(batch, int), "init_cache")
@@ -525,8 +526,9 @@ def depends_on_the_text(subject: Subject) -> str:
     median = float(np.median(moved))
     if median < 5 * tolerance_of(subject):
         raise NotRun(
-            f"logits after a token move by {median:.1g} of the largest one when the token before it is another; at "
-            f"{tolerance_of(subject):g} no check here would see a token in the wrong place. Give it larger weights"
+            f"logits after a token move by {median:.1g} of the largest one when the token before it"
+            f" is another; at {tolerance_of(subject):g} no check here would see a token in the"
+            " wrong place. Give it larger weights"
         )
     return f"the token before moves logits by {median:.1%} of the largest one"
 
@@ -567,15 +569,16 @@ def long_text_equals_tokens(subject: Subject) -> str:
     """Long prompts in many rows, a block of two branches after them, and a chain after one of the branches.
 
     Below 32 bits the default tolerance is doubled: recurrent states round off more over a long text
-    (Qwen3-Next in bfloat16: 4 % of the largest logit)."""
+    (Qwen3-Next in bfloat16: 4 % of the largest logit).
+    """
     if subject.tolerance is None and subject.once(computes_in_low_precision):
         subject = dataclasses.replace(subject, tolerance=2 * tolerance_of(subject))
     inputs = long_round(subject)
     size = inputs.draft.shape[1]
     deviation = require_round(subject, inputs, f"a tree of {size}")
     return (
-        f"{LONG_ROWS} rows, prompts of 1 to {inputs.padding.shape[1]} tokens, blocks of {size}, texts of "
-        f"{inputs.text.shape[1]}; {_describe_deviation(deviation)}"
+        f"{LONG_ROWS} rows, prompts of 1 to {inputs.padding.shape[1]} tokens, blocks of {size},"
+        f" texts of {inputs.text.shape[1]}; {_describe_deviation(deviation)}"
     )
 
 
@@ -609,7 +612,8 @@ def gives_features(subject: Subject) -> str:
             largest = max(largest, deviation)
             if not deviation <= tolerance_of(subject):
                 raise Broken(
-                    f"features of layer {layer} differ {condition}: by {deviation:.1g} of the largest value"
+                    f"features of layer {layer} differ {condition}: by {deviation:.1g} of the"
+                    " largest value"
                 )
     return f"layers {', '.join(map(str, layers))}; off by {largest:.0e} at most"
 
@@ -644,7 +648,8 @@ def lends_tables(subject: Subject) -> str:
     ):
         if np.shape(getattr(tables, name)) != shape:
             raise Broken(
-                f"its {name} has shape {list(np.shape(getattr(tables, name)))}; expected {list(shape)}"
+                f"its {name} has shape {list(np.shape(getattr(tables, name)))}; expected"
+                f" {list(shape)}"
             )
     product = np.asarray(output.final, np.float64) @ np.asarray(tables.unembedding, np.float64)
     factor, deviation = _scale_to(product, logits)
@@ -654,7 +659,8 @@ def lends_tables(subject: Subject) -> str:
         ranked = np.take_along_axis(logits, product.argsort(-1), axis=-1)
         if (np.diff(ranked, axis=-1) < -tolerance * subject.once(largest_logit)).any():
             raise Broken(
-                f"logits are off by {deviation:.1g} of the largest from the final state times its unembedding"
+                f"logits are off by {deviation:.1g} of the largest from the final state times its"
+                " unembedding"
             )
     report = f"logits are {factor:.4g} times the product, off by {deviation:.0e}"
     num_layers = subject.once(count_layers)
@@ -665,9 +671,13 @@ def lends_tables(subject: Subject) -> str:
     factor, deviation = _scale_to(np.asarray(tables.embedding, np.float64)[text], inputs)
     if deviation > tolerance:
         raise Broken(
-            f"the input of layer 0 is off by {deviation:.1g} of its largest value from its embedding's rows"
+            f"the input of layer 0 is off by {deviation:.1g} of its largest value from its"
+            " embedding's rows"
         )
-    return f"{report}; the input of layer 0 is {factor:.4g} times the embedding, off by {deviation:.0e}"
+    return (
+        f"{report}; the input of layer 0 is {factor:.4g} times the embedding, off by"
+        f" {deviation:.0e}"
+    )
 
 
 def _scale_to(values: np.ndarray, expected: np.ndarray) -> tuple[float, float]:

@@ -171,7 +171,8 @@ def target_logits(subject: Subject) -> dict[int, Float[np.ndarray, "V V"]]:
     """Returns by ``V`` the target's logits after each token: nearly flat after some, nearly certain after others.
 
     The target is a table: its distribution depends on the last token alone, so that of the output
-    is known."""
+    is known.
+    """
     narrow = (_random_table(subject, _NARROW, attempt) for attempt in itertools.count())
     is_far = lambda table: _distance_from_cut(table) >= 1e-4
     return {_WIDE: _random_table(subject, _WIDE), _NARROW: next(filter(is_far, narrow))}
@@ -388,13 +389,15 @@ def gives_verdicts(subject: Subject) -> str:
             count = int(decisions.num_accepted[row])
             if not 0 <= count <= len(path) or path[count:] != [-1] * (len(path) - count):
                 raise Broken(
-                    f"it accepts {count} tokens by the path {path}; expected as many nodes, and -1 after them"
+                    f"it accepts {count} tokens by the path {path}; expected as many nodes, and -1"
+                    " after them"
                 )
             parent = 0
             for node in path[:count]:
                 if not 0 < node < len(shape.parents) or shape.parents[node] != parent:
                     raise Broken(
-                        f"in the path {path} of the draft {list(shape.parents)} {node} is no child of {parent}"
+                        f"in the path {path} of the draft {list(shape.parents)} {node} is no child"
+                        f" of {parent}"
                     )
                 if not decisions.valid[row, node]:
                     raise Broken(f"in the path {path} node {node} is padding")
@@ -417,7 +420,8 @@ def decides_from_its_arguments(subject: Subject) -> None:
     ):
         if rows := decisions.differing_rows(expected):
             raise Broken(
-                f"{event} gave other verdicts in {len(rows)} of {ROWS} rows; keys are all its randomness"
+                f"{event} gave other verdicts in {len(rows)} of {ROWS} rows; keys are all its"
+                " randomness"
             )
 
 
@@ -466,7 +470,10 @@ def _require_independent_uniforms(subject: Subject) -> str:
     )
     evidence.require_contrasts()
     share = evidence.smallest_tilt() * variance / np.sum(scores**2)
-    return f"{rounds * ROWS} first tokens of one draft; {share:.1%} of the rows with another row's uniforms {DETECTED}"
+    return (
+        f"{rounds * ROWS} first tokens of one draft; {share:.1%} of the rows with another row's"
+        f" uniforms {DETECTED}"
+    )
 
 
 def is_greedy_at_temperature_zero(subject: Subject) -> str:
@@ -482,12 +489,13 @@ def is_greedy_at_temperature_zero(subject: Subject) -> str:
         for index in np.flatnonzero(is_greedy & (emitted.token != likeliest)):
             batch = "" if greedy else "in a mixed batch "
             faults.append(
-                f"{batch}after id {emitted.before[index]} it writes {emitted.token[index]} where {likeliest[index]} is "
-                "the likeliest"
+                f"{batch}after id {emitted.before[index]} it writes {emitted.token[index]} where"
+                f" {likeliest[index]} is the likeliest"
             )
     if not subject.part.lossless:
         raise Skipped(
-            f"not judged, for it says lossless=False; {1 - len(faults) / total:.1%} were the likeliest"
+            f"not judged, for it says lossless=False; {1 - len(faults) / total:.1%} were the"
+            " likeliest"
         )
     if faults:
         raise Broken(f"{len(faults)} of {total} tokens are not the likeliest: {faults[0]}")
@@ -505,7 +513,8 @@ def keeps_the_distribution(subject: Subject) -> str:
     A rule that is lossless writes each of a round's tokens from the target's distribution given
     those before it, however many it accepts. So the tokens after each number of accepted ones are
     compared, pairs of tokens, and two sums over all of them: of how often the tokens that the draft
-    favours were written, and of how likely tokens were."""
+    favours were written, and of how likely tokens were.
+    """
     shapes = shapes_of(subject)
     runs = max(1, subject.samples // (2 * ROWS))
     evidence = Evidence()
@@ -519,21 +528,23 @@ def keeps_the_distribution(subject: Subject) -> str:
     if not subject.part.lossless:
         distance = max(fit.distance for name, fit in evidence.fits.items() if name.endswith(_FIRST))
         raise Skipped(
-            f"not judged, for it says lossless=False; first tokens are {distance:.3f} (total variation) off the target"
+            f"not judged, for it says lossless=False; first tokens are {distance:.3f} (total"
+            " variation) off the target"
         )
     evidence.require_fits("the target")
     evidence.require_contrasts()
     if not accepted:
         raise NotRun(
-            "the distribution is right, but no draft token was accepted, so refusals alone were compared"
+            "the distribution is right, but no draft token was accepted, so refusals alone were"
+            " compared"
         )
     drafts = len(shapes) * runs * ROWS
     largest = max(len(shape.parents) for shape in shapes)
     return (
-        f"{drafts} drafts of up to {largest} nodes, {accepted / drafts:.2f} tokens accepted of each; first tokens "
-        f"{evidence.smallest_deviation(_FIRST):.1%} off (rms), all drafted tokens "
-        f"{evidence.smallest_tilt(_DRAFTED):.1%} too frequent or all tokens sampled from "
-        f"p^{1 + evidence.smallest_tilt(_LIKELY):.3f} {DETECTED}"
+        f"{drafts} drafts of up to {largest} nodes, {accepted / drafts:.2f} tokens accepted of"
+        f" each; first tokens {evidence.smallest_deviation(_FIRST):.1%} off (rms), all drafted"
+        f" tokens {evidence.smallest_tilt(_DRAFTED):.1%} too frequent or all tokens sampled from"
+        f" p^{1 + evidence.smallest_tilt(_LIKELY):.3f} {DETECTED}"
     )
 
 
@@ -623,8 +634,8 @@ def keeps_rare_tokens(subject: Subject) -> str:
         evidence.count("the frequency of rare tokens", first, ROWS * distribution)
     if not subject.part.lossless:
         raise Skipped(
-            f"not judged, for it says lossless=False; {accepted} rare drafts were written; expected "
-            f"{runs * ROWS * share:.1f}"
+            f"not judged, for it says lossless=False; {accepted} rare drafts were written; expected"
+            f" {runs * ROWS * share:.1f}"
         )
     evidence.require_fits("the target")
     return f"{runs * ROWS} drafts; uniforms of {bits} bits {DETECTED}"

@@ -112,7 +112,8 @@ def accelerator_named(name: str) -> Accelerator:
     known = ", ".join(accelerator.name for accelerator in KNOWN_ACCELERATORS.values())
     hint = f"; did you mean {KNOWN_ACCELERATORS[near[0]].name}?" if near else ";"
     raise ValueError(
-        f"accelerator {name!r} is not known{hint} known are {known}; describe any other with --bandwidth-gb-per-s"
+        f"accelerator {name!r} is not known{hint} known are {known}; describe any other with"
+        " --bandwidth-gb-per-s"
     )
 
 

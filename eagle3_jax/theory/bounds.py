@@ -6,7 +6,8 @@ computes two operations for every weight and token. It takes at least the longer
 step reads, which is why speculation pays off until arithmetic is the limit. Experts are the
 exception: more tokens go through more of them. Communication between accelerators, kernel launches
 and the host are left out; they only add time. Data that stays in an on-chip cache between steps is
-left out too; only models of some hundred megabytes can profit from it."""
+left out too; only models of some hundred megabytes can profit from it.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +136,8 @@ def mixing_flops(mixer: Mixer, context: int, tokens: int) -> float:
     In attention ``4·heads·H`` for every pair of a query and a key that it attends to: a product
     with the key and one with the value. With latents ``2·heads·(2·r + dr)``, in the absorbed form.
     In a recurrent layer ``6·Hv·dk·dv`` for every token: reading the state for its key, updating it,
-    and reading it for its query."""
+    and reading it for its query.
+    """
     if isinstance(mixer, GatedDelta):
         return 6.0 * tokens * mixer.num_value_heads * mixer.key_dim * mixer.value_dim
     width = 2 * mixer.kv_rank + mixer.rope_dim if isinstance(mixer, Latent) else 2 * mixer.head_dim

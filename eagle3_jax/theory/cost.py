@@ -49,6 +49,7 @@ def cost_of(tokens_per_second: float, *, price_per_hour: float, busy: float = 1.
     per_million = cost_per_million_tokens(tokens_per_second * busy, price_per_hour)
     if price_per_hour < _LEAST:
         raise ValueError(
-            f"price_per_hour is {price_per_hour:g}; tokens that cost nothing have no number per dollar"
+            f"price_per_hour is {price_per_hour:g}; tokens that cost nothing have no number per"
+            " dollar"
         )
     return Cost(tokens_per_second, per_million, tokens_per_second * busy * 3600 / price_per_hour)

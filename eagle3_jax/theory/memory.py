@@ -17,8 +17,8 @@ from eagle3_jax.models.config import (
 from eagle3_jax.theory.accelerators import CACHE_BYTES, WEIGHT_BITS, Accelerator
 from eagle3_jax.theory.sizes import EqualLayers, Model, Sizes, sizes_of
 
-_EXPERTS_ONLY = (
-    "mxfp4"  # gpt-oss is published in it: everything except the experts stays in bfloat16
+_EXPERTS_ONLY = (  # gpt-oss is published in it: everything except the experts stays in bfloat16
+    "mxfp4"
 )
 _MOST_ACCELERATORS = 1024  # upper end of the search for a number that fits
 
@@ -32,7 +32,8 @@ class Deployment:
     full, and a key/value head of its own when there are fewer of those than accelerators. Quantized
     weights are those inside the target's layers; its embedding, output projection and vectors keep
     16 bits (32 in float32), as in published checkpoints. With FP8 all kernels of a draft head have
-    8 bits too, as this library stores them; with the other types it keeps 16 bits."""
+    8 bits too, as this library stores them; with the other types it keeps 16 bits.
+    """
 
     target: DecoderConfig  #: Configuration of the target.
     head: Eagle3Config | Sizes | None  #: The drafter; ``None`` for plain decoding.
@@ -61,8 +62,8 @@ class Deployment:
                     )
         if self.head and self.head.target_width != self.target.width:
             raise ValueError(
-                f"the head reads features of width {self.head.target_width} but {self.target_name} has "
-                f"{self.target.width}; give the head that was trained for this target"
+                f"the head reads features of width {self.head.target_width} but {self.target_name}"
+                f" has {self.target.width}; give the head that was trained for this target"
             )
 
     @property
@@ -120,7 +121,8 @@ class Deployment:
 
         A layer of latents has ``r + dr`` on every accelerator, a recurrent layer nothing. Layers
         with a window hold the whole sequence like the others; an engine that frees what has left
-        the window needs less."""
+        the window needs less.
+        """
         return sum(map(self.layer_cache_bytes, sizes_of(model).layers), 0.0)
 
     def layer_cache_bytes(self, equal: EqualLayers) -> float:
@@ -213,7 +215,8 @@ def _activation_bytes(
     as weights, ``heads·T·context`` of them, but no more than ``SCORES`` of a prefill; for the
     verified tokens logits and probabilities in float32. A prefill keeps keys and values of its
     tokens until the caches take them. One in several forwards (``eagle3_jax/devices/groups.py``)
-    also makes caches of up to ``2·T`` slots for each. Other engines differ."""
+    also makes caches of up to ``2·T`` slots for each. Other engines differ.
+    """
     target = deployment.target
     n = deployment.num_accelerators
     verified = batch * (num_draft_tokens + 1)

@@ -60,7 +60,8 @@ class EqualLayers(NamedTuple):
 
         It is the mean ``E·(1 - (1 - k/E)^tokens)`` for tokens that choose independently and evenly.
         Neighbors in a text choose alike and experts are not equally popular, so a real forward
-        reads fewer."""
+        reads fewer.
+        """
         mlp = self.layer.mlp
         if tokens is None or not isinstance(mlp, Experts):
             return float(self.sizes.experts)

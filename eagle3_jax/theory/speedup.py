@@ -11,7 +11,8 @@ Publications mean two quantities by "acceptance rate", and each has its own form
 
 ``τ`` is the mean acceptance length: tokens emitted per round, the bonus or correction included. A
 round costs ``v + K·c`` plain steps, ``v`` for verification and ``c`` for each draft pass, so the
-speed-up is ``S = τ / (v + K·c)``."""
+speed-up is ``S = τ / (v + K·c)``.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def tau_from_conditional_rate(conditional_acceptance_rate: float, num_draft_toke
     """``τ = 1 + α + α² + … + α^K = (1 - α^(K+1)) / (1 - α)`` (Leviathan et al., 2023, eq. 1).
 
     Position ``j`` is accepted with all before it with probability ``α^j``; the leading 1 is the
-    token of every round."""
+    token of every round.
+    """
     _check_rate("conditional_acceptance_rate", conditional_acceptance_rate)
     return math.fsum(conditional_acceptance_rate**j for j in range(num_draft_tokens + 1))
 
@@ -56,7 +58,8 @@ def round_cost(num_draft_tokens: int, *, verify_cost: float, draft_cost: float) 
     """``v + K·c``: cost of a round in plain steps, which is also the τ at which it breaks even."""
     if not 0 < verify_cost < math.inf or not 0 <= draft_cost < math.inf:
         raise ValueError(
-            f"verify_cost is {verify_cost:g} and draft_cost {draft_cost:g}; expected more than 0 and at least 0"
+            f"verify_cost is {verify_cost:g} and draft_cost {draft_cost:g}; expected more than 0"
+            " and at least 0"
         )
     return verify_cost + num_draft_tokens * draft_cost
 
@@ -135,7 +138,8 @@ def blended_tau(token_shares: Sequence[float], mean_acceptance_lengths: Sequence
     """
     if min(token_shares) <= 0 or abs(math.fsum(token_shares) - 1.0) > 1e-6:
         raise ValueError(
-            f"shares {', '.join(f'{w:g}' for w in token_shares)}; expected positive ones that sum to 1"
+            f"shares {', '.join(f'{w:g}' for w in token_shares)}; expected positive ones that sum"
+            " to 1"
         )
     return 1.0 / math.fsum(
         w / tau for w, tau in zip(token_shares, mean_acceptance_lengths, strict=True)
@@ -229,6 +233,6 @@ def _check_rate(name: str, value: float) -> None:
 def _check_tau(mean_acceptance_length: float, num_draft_tokens: int) -> None:
     if not 1.0 <= mean_acceptance_length <= num_draft_tokens + 1:
         raise ValueError(
-            f"mean_acceptance_length is {mean_acceptance_length:g}; with {num_draft_tokens} draft tokens a round emits "
-            f"1 to {num_draft_tokens + 1}"
+            f"mean_acceptance_length is {mean_acceptance_length:g}; with {num_draft_tokens} draft"
+            f" tokens a round emits 1 to {num_draft_tokens + 1}"
         )

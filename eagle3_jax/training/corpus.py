@@ -2,7 +2,8 @@
 
 A file is known by its name inside the corpus (``code/json/decoder.py``,
 ``docs/library/heapq.rst``). The held-out names are a fixed list that ships with the package, so
-that no head is trained on the files that it is measured with."""
+that no head is trained on the files that it is measured with.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ Each line of a JSONL file is one document, in one of three forms::
 
 Messages go through the chat template of the target. A prompt and a text are encoded as they are,
 without a template. A document may have the labels ``id``, ``source``, ``name`` and ``category``,
-which change nothing."""
+which change nothing.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ from eagle3_jax.training.texts import Text, document_hash
 
 _LABELS = ("id", "source", "name", "category")
 _FORMS = ({"messages"}, {"prompt", "completion"}, {"prompt"}, {"text"})
-_FORM = f"an object with 'messages', with 'prompt' and 'completion', or with 'text'; it may have {', '.join(_LABELS)}"
+_FORM = (
+    "an object with 'messages', with 'prompt' and 'completion', or with 'text'; it may have"
+    f" {', '.join(_LABELS)}"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +138,8 @@ class Document:
 
         Some tokenizers put a space in front of everything that they encode. So both are encoded
         together, unless a token would span the border. Then the text is encoded separately, because
-        the target continues the tokens of the context."""
+        the target continues the tokens of the context.
+        """
         for special_tokens in (False, True):
             tokens = self.tokenizer.encode(context + text, add_special_tokens=special_tokens).ids
             if tokens[: len(context_tokens)] == context_tokens:
@@ -157,7 +162,8 @@ class Document:
         """Returns the text of a conversation, up to the beginning of an answer or, if it is answered, up to its end."""
         if self.target.chat_template is None:
             raise ValueError(
-                f"{self.where}{self.target.name} has no chat template; give 'prompt' and 'completion', or 'text'"
+                f"{self.where}{self.target.name} has no chat template; give 'prompt' and"
+                " 'completion', or 'text'"
             )
         try:
             return self.target.chat_template.render(messages, add_generation_prompt=not answered)

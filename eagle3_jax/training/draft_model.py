@@ -7,7 +7,8 @@ distribution ``p``:
 
 This is the forward divergence on text of the target, one of the combinations that the paper
 compares. The paper gains more from texts that the draft model writes itself while it learns, which
-is not implemented here."""
+is not implemented here.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ code scales that by 512 over the length.
 The paper trains one step. With more (``--unroll K``) the head also learns on its own output, all
 steps with the same weight: the alignment of HASS (Zhang et al., 2024, arXiv 2408.15766), by the
 rows and masks of :mod:`eagle3_jax.training.ttt`, with gradients through all steps and without
-HASS's loss on the ten likeliest tokens."""
+HASS's loss on the ten likeliest tokens.
+"""
 
 from __future__ import annotations
 

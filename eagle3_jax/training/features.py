@@ -2,7 +2,8 @@
 
 A head reads features of the target and learns its distributions. Both are the same in every pass,
 so they are stored. A token takes ``2 (A + 1) D + 8`` bytes for ``A`` layers of width ``D`` (4.6 KB
-for three layers of width 576). Training then needs no forward of the target."""
+for three layers of width 576). Training then needs no forward of the target.
+"""
 
 from __future__ import annotations
 

@@ -44,11 +44,13 @@ def random_windows(
     """Returns batches of random windows of one long token row, as a function of the step only.
 
     Windows tile the row from a random offset, and each pass visits every tile once in a random
-    order, so that no text is seen twice before all has been seen once."""
+    order, so that no text is seen twice before all has been seen once.
+    """
     for phase in phases:
         if 2 * phase.length + 1 > len(data):  # the offset costs up to one window
             raise ValueError(
-                f"the data holds {len(data)} tokens; windows of {phase.length} need at least {2 * phase.length + 1}"
+                f"the data holds {len(data)} tokens; windows of {phase.length} need at least"
+                f" {2 * phase.length + 1}"
             )
     return functools.partial(_windows_at, data, phases, seed)
 

@@ -58,7 +58,8 @@ class OptimizerConfig:
             raise ValueError(f"optimizer {self.method!r} is not known; use 'adamw' or 'muon'")
         if not 0 <= self.warmup_steps < self.num_steps:
             raise ValueError(
-                f"{self.warmup_steps} warm-up steps of {self.num_steps} steps; expected fewer, so that some are left"
+                f"{self.warmup_steps} warm-up steps of {self.num_steps} steps; expected fewer, so"
+                " that some are left"
             )
         for name in ("learning_rate", "embedding_learning_rate", "clip_norm"):
             value = getattr(self, name)
@@ -145,8 +146,8 @@ class Trainer:
         except Exception as error:
             reason = " ".join(str(error).split())[:160]
             raise ValueError(
-                f"{self._directory / str(step)} is damaged, or of a model of another shape ({reason}); "
-                "remove it to continue from the one before, or train elsewhere"
+                f"{self._directory / str(step)} is damaged, or of a model of another shape"
+                f" ({reason}); remove it to continue from the one before, or train elsewhere"
             ) from None
         return restored
 
@@ -171,8 +172,9 @@ class Trainer:
             values = {name: float(value) for name, value in metrics.items()}
             if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
                 raise NotFinite(
-                    f"step {step + 1}: the loss is {values['loss']:.3g} and the norm of its gradient "
-                    f"{values['grad_norm']:.3g}; {self._last_checkpoint()}. Lower the learning rate"
+                    f"step {step + 1}: the loss is {values['loss']:.3g} and the norm of its"
+                    f" gradient {values['grad_norm']:.3g}; {self._last_checkpoint()}. Lower the"
+                    " learning rate"
                 )
             state = after
             if self._checkpoints is not None and (

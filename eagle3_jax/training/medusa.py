@@ -8,7 +8,8 @@ Head ``k`` (from 0) learns the token ``x_{t+2+k}`` of the text from the target's
 with a decay of 0.8. The paper counts heads from 1, which scales the whole loss. Labels are the
 tokens of the text, so the heads learn the target best from text that it wrote itself. The heads
 start as the target's output layer: their residual blocks are zero, and their output projections are
-copies of its output matrix."""
+copies of its output matrix.
+"""
 
 from __future__ import annotations
 

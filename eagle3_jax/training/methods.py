@@ -88,7 +88,8 @@ def _from_last_layer(
     The half of its attention that reads the embedding is random, and so is every parameter of
     another shape. A random layer needs more steps: after 45 steps on 15,000 answer tokens of
     SmolLM2 0.15 of the first drafts were accepted on held-out texts, and 0.18 with this start
-    (``examples/text_curve.py``)."""
+    (``examples/text_curve.py``).
+    """
     params = initial_head(drafter, target, draft_to_target, key)
     config: DecoderConfig = target.model.config  # type: ignore[attr-defined]
     last_config = config.layers[-1]
@@ -164,8 +165,8 @@ def official_head(
     mixer = grouped(head.layers[0])
     if mixer.head_dim * mixer.num_heads != head.width:
         raise ValueError(
-            f"a head of {mixer.num_heads} heads of {mixer.head_dim} is not {head.width} wide; the official layout "
-            "derives the head size from the width"
+            f"a head of {mixer.num_heads} heads of {mixer.head_dim} is not {head.width} wide; the"
+            " official layout derives the head size from the width"
         )
     return head
 
@@ -194,7 +195,8 @@ def _medusa(target: DecoderConfig, options: HeadOptions) -> MedusaConfig:
     """Returns one head per learned position, with biases, as the authors' heads have.
 
     With a reduced vocabulary they share one output projection, which makes them small; vLLM
-    requires it."""
+    requires it.
+    """
     return MedusaConfig(
         vocab_size=target.vocab_size,
         draft_vocab_size=options.draft_vocab_size or target.vocab_size,
@@ -244,7 +246,8 @@ def spread_layers(num_layers: int) -> tuple[int, ...]:
     """Returns five layers from the second to the fourth last, as in published heads; fewer of a shallow target.
 
     These are z-lab's ``round(1 + i (L - 4) / 4)`` plus 1, because a layer's output enters the next
-    one."""
+    one.
+    """
     outputs = [round(1 + i * (num_layers - 4) / 4) for i in range(5)]
     return tuple(sorted({min(max(output, 0), num_layers - 1) + 1 for output in outputs}))
 
@@ -259,8 +262,8 @@ def small_model(target: DecoderConfig, options: HeadOptions) -> DecoderConfig:
     width = options.width or target.width // 2
     if count > target.num_layers or width > target.width:
         raise ValueError(
-            f"a draft model of {count} layers and width {width} is larger than its target of {target.num_layers} and "
-            f"{target.width}; lower them"
+            f"a draft model of {count} layers and width {width} is larger than its target of"
+            f" {target.num_layers} and {target.width}; lower them"
         )
     share = fractions.Fraction(width, target.width)
     layers = tuple(

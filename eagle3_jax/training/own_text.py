@@ -79,15 +79,17 @@ def around_user(target: LoadedTarget) -> tuple[list[int], int]:
     before, _, after = target.chat_template.render(messages).partition(_SENTINEL)
     if not before or not after or _SENTINEL in after:
         raise ValueError(
-            f"the chat template of {target.name} does not write a user's text once, unchanged, with something before "
-            "and after it, so the model cannot write this text; use conversations from a file"
+            f"the chat template of {target.name} does not write a user's text once, unchanged, with"
+            " something before and after it, so the model cannot write this text; use"
+            " conversations from a file"
         )
     prefix, suffix = target.tokenizer.encode_batch([before, after], add_special_tokens=False)
     end = suffix.ids[0]
     if end not in target.stop_tokens and end not in target.tokenizer.get_added_tokens_decoder():
         raise ValueError(
-            f"the chat template of {target.name} ends a user's text by {suffix.tokens[0]!r}, which is no special "
-            "token, so the model cannot tell where its text ends; use conversations from a file"
+            f"the chat template of {target.name} ends a user's text by {suffix.tokens[0]!r}, which"
+            " is no special token, so the model cannot tell where its text ends; use conversations"
+            " from a file"
         )
     return prefix.ids, end
 
@@ -141,7 +143,8 @@ class Conversations:
         """
         if count < 0 or first < 0:
             raise ValueError(
-                f"{count} conversations from number {first} were asked for; expected 0 or more of both"
+                f"{count} conversations from number {first} were asked for; expected 0 or more of"
+                " both"
             )
         self.dropped: collections.Counter[str] = collections.Counter()
         self._target = target
@@ -157,14 +160,14 @@ class Conversations:
         for text, opening in zip(config.openings, self._openings, strict=True):
             if len(opening) >= config.user_length:
                 raise ValueError(
-                    f"the opening {text!r:.60} has {len(opening)} tokens; expected fewer than the {config.user_length} "
-                    "of user_length"
+                    f"the opening {text!r:.60} has {len(opening)} tokens; expected fewer than the"
+                    f" {config.user_length} of user_length"
                 )
         needed = len(self._prefix) + config.user_length + 1
         if config.length < needed:
             raise ValueError(
-                f"length is {config.length}; expected at least {needed} for a user's turn in the chat template of "
-                f"{target.name}"
+                f"length is {config.length}; expected at least {needed} for a user's turn in the"
+                f" chat template of {target.name}"
             )
         _check_length(target, config)
 

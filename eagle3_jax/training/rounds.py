@@ -4,7 +4,8 @@ The drafts of a chain of ``K`` are accepted up to the first that differs from th
 drafts at every position determine the rounds. The first round begins with the answer, and each next
 one after the token that the target added. On text that the target wrote greedily, these are exactly
 the rounds of decoding it. On sampled text their number is right on average, because a greedy draft
-is accepted as often as the target samples its token."""
+is accepted as often as the target samples its token.
+"""
 
 from __future__ import annotations
 

@@ -129,7 +129,8 @@ class Texts:
             complete = False
         if not complete:
             raise ValueError(
-                f"{path} is damaged or holds something else; expected a file that `eagle3 train data` wrote"
+                f"{path} is damaged or holds something else; expected a file that `eagle3 train"
+                " data` wrote"
             )
         return texts
 
@@ -143,7 +144,8 @@ def token_counts(texts: Texts, vocab_size: int) -> Int[np.ndarray, " V"]:
     highest = int(texts.tokens.max(initial=0))
     if highest >= vocab_size:
         raise ValueError(
-            f"the texts hold token {highest}; expected 0 to {vocab_size - 1}: they were encoded with another tokenizer"
+            f"the texts hold token {highest}; expected 0 to {vocab_size - 1}: they were encoded"
+            " with another tokenizer"
         )
     return np.bincount(texts.tokens[texts.learn], minlength=vocab_size)
 

@@ -10,7 +10,8 @@ token              ``x_{t+1+k}``, from the data and not from the head features  
 at step 0, then the head's own output of step ``k - 1`` rotary position    ``t + k`` attention
 keys of step 0 at ``j <= t``, keys of steps ``1 .. k`` at ``t`` only; within the window, if any
 label              ``y_{t+1+k}``, the target's distribution after ``x_{t+1+k}`` =================
-====================================================================="""
+=====================================================================
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ class Teacher(NamedTuple):
     """The target's distributions, restricted to the draft vocabulary.
 
     They have ``S = T + K`` positions: after the last token the target's logits count as zero, as in
-    the official code."""
+    the official code.
+    """
 
     probs: Float[Array, "B S W"]  #: Softmax over the draft vocabulary.
     mass: Float[Array, "B S"]  #: Probability of the draft vocabulary under the full softmax.
@@ -272,7 +274,8 @@ def _context(
 
     Step 0 is verified text with a causal mask. The keys of each later step are guesses, which only
     their own row sees. Row ``t`` of step ``k`` has position ``t + k``, and so have its keys: a
-    window moves with the steps."""
+    window moves with the steps.
+    """
     step = len(written)
     seen = span.limit(seen, positions, positions + step)
     if not written:

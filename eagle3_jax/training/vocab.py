@@ -2,7 +2,8 @@
 
 A smaller output projection makes drafting faster. Tokens outside the draft vocabulary are never
 drafted, which lowers acceptance and does not change the output (FR-Spec, Zhao et al., 2025;
-EAGLE-3, Li et al., 2025)."""
+EAGLE-3, Li et al., 2025).
+"""
 
 from __future__ import annotations
 

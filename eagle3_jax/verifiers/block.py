@@ -3,7 +3,8 @@
 The token rule decides about each drafted token separately, and the first rejection ends the round.
 In the block rule, a token that is more likely under the target than under the drafter can
 compensate for an earlier token that is less likely. It is exact as well, and on average accepts at
-least as many tokens. No rule that knows only the distributions of a draft accepts more."""
+least as many tokens. No rule that knows only the distributions of a draft accepts more.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ class BlockVerification(Exact):
 
     It accepts more than the token rule if at least two tokens are sampled (``draft_sampling``
     probabilistic). For a draft of point masses, or a greedy batch, it accepts the same tokens as
-    the token rule."""
+    the token rule.
+    """
 
     rule: ClassVar[Callable[..., Verdict]] = staticmethod(verify_block)
     chains_only = True  # the rule is defined for a single path

@@ -43,8 +43,8 @@ class SimulatedAcceptance:
         is_ordered = all(before >= after for before, after in itertools.pairwise(bounded))
         if not self.rates or not is_ordered:
             raise ValueError(
-                f"simulated acceptance rates are {self.rates}; expected one for each depth, from 1 down to 0, none "
-                "above the one before it"
+                f"simulated acceptance rates are {self.rates}; expected one for each depth, from 1"
+                " down to 0, none above the one before it"
             )
 
     @classmethod
@@ -73,8 +73,8 @@ class SimulatedAcceptance:
         """
         if not 1 <= length <= max_depth + 1:
             raise ValueError(
-                f"the simulated acceptance length is {length:g}; drafts of depth {max_depth} allow 1 to "
-                f"{max_depth + 1}, the token after them included"
+                f"the simulated acceptance length is {length:g}; drafts of depth {max_depth} allow"
+                f" 1 to {max_depth + 1}, the token after them included"
             )
         remaining = (length - 1 - depth for depth in range(max_depth))
         return cls(tuple(float(min(max(share, 0), 1)) for share in remaining))
@@ -106,7 +106,8 @@ class SimulatedAcceptance:
         """
         if len(self.rates) < max_depth:
             raise ValueError(
-                f"{len(self.rates)} simulated acceptance rates for drafts of depth {max_depth}; give one for each depth"
+                f"{len(self.rates)} simulated acceptance rates for drafts of depth {max_depth};"
+                " give one for each depth"
             )
         round_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, 0)
         dice = uniforms(round_keys, 1)[:, 0]

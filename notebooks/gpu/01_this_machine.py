@@ -240,7 +240,8 @@ fast = SpeculativeDecoder(*pair, num_speculative_tokens=3, stop_tokens=()).gener
 )
 assert fast.tokens == plain.tokens, "speculation changed the text"
 print(
-    f"{here.subject.name}: {len(fast.tokens[0])} tokens, same text; τ = {fast.stats.mean_acceptance_length:.2f}"
+    f"{here.subject.name}: {len(fast.tokens[0])} tokens, same text; τ ="
+    f" {fast.stats.mean_acceptance_length:.2f}"
 )
 
 # %% [markdown]

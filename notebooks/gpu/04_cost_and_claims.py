@@ -122,7 +122,9 @@ slide = plain / reports[1].rows[1].total_ratio_interval.value
 print(f"batch {full}: plain {show(plain)}, {names[1]} {show(fast)}")
 print(f"common mistake: plain divided by the speed-up at batch 1: {show(slide)}")
 here.verdict(
-    "cost", f"{names[1]}: {fast / plain:.2f}x the cost of plain decoding, batch {full}", needs="price"
+    "cost",
+    f"{names[1]}: {fast / plain:.2f}x the cost of plain decoding, batch {full}",
+    needs="price",
 )
 
 # %% [markdown]
@@ -164,7 +166,8 @@ plan = plan_rollout(
 print(f"measured at batch {BATCHES[-1]} on {here.device}:")
 print(f"v = {plan.verify_cost:.2f}, c = {plan.draft_cost:.3f}, τ = {tau:.2f}")
 print(
-    f"break-even τ {plan.break_even_tau:.2f}; predicted S {plan.predicted_speedup:.2f}; gate on τ {plan.least_tau:.2f}"
+    f"break-even τ {plan.break_even_tau:.2f}; predicted S {plan.predicted_speedup:.2f}; gate on τ"
+    f" {plan.least_tau:.2f}"
 )
 print("obstacles:", "; ".join(plan.obstacles) or "none")
 for stage in plan.stages:
@@ -220,7 +223,11 @@ rows = []
 shares = {}
 for who, (model, weights), gpu, batch, k, speed in CLAIMS:
     claim = check_claim(
-        served(model, gpu, weights), tokens_per_second=speed, batch=batch, context=0, num_draft_tokens=k
+        served(model, gpu, weights),
+        tokens_per_second=speed,
+        batch=batch,
+        context=0,
+        num_draft_tokens=k,
     )
     shares[f"{who}, {gpu}"] = (claim.share_of_bound, claim.possible)
     figures = [show(speed), show(claim.bound), f"{claim.share_of_bound:.2f}"]

@@ -468,7 +468,10 @@ def test_a_gateway_without_a_list_of_models_needs_a_name(server: FakeServer) -> 
 
 def test_a_key_that_is_wanted_or_refused_is_not_shown(server: FakeServer) -> None:
     server.manners.key = "sesame"
-    message = "wants a key: put it into the environment variable MY_KEY, or name another with --api-key-env"
+    message = (
+        "wants a key: put it into the environment variable MY_KEY, or name another with"
+        " --api-key-env"
+    )
     assert message in failure(lambda: Client(server.url, key_variable="MY_KEY"))
     shown = failure(
         lambda: Client(server.url, key="open-barley", key_variable="MY_KEY")
@@ -604,7 +607,7 @@ def test_a_field_that_is_ignored_changes_what_is_written(
 ) -> None:
     """The server itself: tests of honest servers and of others rest on this."""
     client = Client(server.url)
-    (name, *_) = fields
+    name, *_ = fields
 
     def texts() -> list[str]:
         seeds = range(16)

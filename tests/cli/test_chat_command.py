@@ -228,7 +228,8 @@ def test_the_line_after_an_answer_counts_it(folder: Path) -> None:
     chat.wait()
     lines = chat.type("Why?\n")
     facts = re.fullmatch(
-        r"\[stopped: reached --max-new-tokens 6\] · 6 tokens · (\d\.\d\d) tokens per round( · [\d.]+ tokens/s)?"
+        r"\[stopped: reached --max-new-tokens 6\] · 6 tokens · (\d\.\d\d) tokens per round( ·"
+        r" [\d.]+ tokens/s)?"
         r"( · compilation \(\d+ s\) left out)?",
         lines[-2],
     )

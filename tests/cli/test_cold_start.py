@@ -46,7 +46,8 @@ def fresh(code: str, **environment: str) -> list[str]:
 
 def loaded_by(code: str) -> set[str]:
     lines = fresh(
-        f"{code}\nimport sys, json\nprint(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
+        f"{code}\nimport sys, json\nprint(json.dumps([name for name in {HEAVY} if name in"
+        " sys.modules]))"
     )
     return set(json.loads(lines[-1]))
 

@@ -105,7 +105,8 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_without_typer_the_command_line_says_so_in_one_line() -> None:
     done = python(
-        "import sys; sys.modules['typer'] = None; import eagle3_jax.cli; sys.exit(eagle3_jax.cli.run(['bench']))"
+        "import sys; sys.modules['typer'] = None; import eagle3_jax.cli;"
+        " sys.exit(eagle3_jax.cli.run(['bench']))"
     )
     assert (done.returncode, done.stderr) == (
         2,

@@ -216,9 +216,10 @@ def test_a_rule_that_is_not_lossless_says_so_in_every_result(cli) -> None:
 )
 def test_bench_names_and_labels(cli, options: tuple[str, ...], rows: dict[str, bool]) -> None:
     code, out, err = cli("bench", *options, *BENCH, "--json")
-    assert code in (0, 1), (
-        err
-    )  # 1: a time below the bound of the memory, which these few tokens can have
+    assert code in (
+        0,
+        1,
+    ), err  # 1: a time below the bound of the memory, which these few tokens can have
     assert {row["name"]: row["lossless"] for row in json.loads(out)["reports"][0]["rows"]} == rows
 
 
@@ -235,8 +236,8 @@ MEMBERS = dict.fromkeys(("vocab_size", "init_cache", "unembed", "__call__"))
         (
             MEMBERS
             | {
-                "__call__": lambda self, params, tokens, positions, mask, cache=None, aux_layers=(): (
-                    None
+                "__call__": (
+                    lambda self, params, tokens, positions, mask, cache=None, aux_layers=(): None
                 )
             },
             "Part is called without length, which every target is given",

@@ -219,8 +219,8 @@ def test_every_figure_follows_from_the_json(printed, target, tmp_path):
     )
     tau = 1 + accepted / drafts
     assert (
-        f"τ = {tau:.2f} tokens per round (1 + accepted / drafts: {accepted} accepted in {drafts} drafts)"
-        in shown
+        f"τ = {tau:.2f} tokens per round (1 + accepted / drafts: {accepted} accepted in {drafts}"
+        " drafts)" in shown
     )
     assert f"{accepted / drafted:.0%} of the drafted tokens accepted" in shown
     depths = zip(*(row["num_accepted_tokens_per_pos"] for row in rows), strict=True)
@@ -251,12 +251,15 @@ def test_the_ratio_is_that_of_the_two_printed_speeds():
     # By repeat the ratios are 1.19, 0.60 and 1.67, whose median is not the ratio of the two
     # medians, 334.4 and 340.7.
     noise = comparison([334.4, 280.0, 569.2], [281.0, 466.7, 340.7])
-    assert noise == (
-        "0.98x, no measurable difference from plain decoding (334.4 vs 340.7 tokens/s; 0.60x to 1.67x in 3 runs), "
-        "identical output: yes"
+    assert (
+        noise
+        == "0.98x, no measurable difference from plain decoding (334.4 vs 340.7 tokens/s; 0.60x to"
+        " 1.67x in 3 runs), identical output: yes"
     )
-    assert comparison([3.0, 3.2, 3.1], [2.0, 2.0, 1.994]) == (
-        "1.55x faster than plain decoding (3.1 vs 2 tokens/s; 1.50x to 1.60x in 3 runs), identical output: yes"
+    assert (
+        comparison([3.0, 3.2, 3.1], [2.0, 2.0, 1.994])
+        == "1.55x faster than plain decoding (3.1 vs 2 tokens/s; 1.50x to 1.60x in 3 runs),"
+        " identical output: yes"
     )
     slow = comparison([0.0123], [0.0204])
     line = "0.60x the speed of plain decoding (0.0123 vs 0.0204 tokens/s; 0.60x to 0.60x in 1 runs)"

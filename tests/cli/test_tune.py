@@ -197,8 +197,8 @@ def test_the_command_writes_what_generate_reads(capsys, tmp_path, prompts, monke
     assert run(arguments) == 0
     out = capsys.readouterr().out
     assert (
-        '{"num_speculative_tokens": 1, "num_speculative_tokens_per_batch_size": [[1, 2, 1], [3, 512, 0]]}'
-        in out
+        '{"num_speculative_tokens": 1, "num_speculative_tokens_per_batch_size": [[1, 2, 1], [3,'
+        " 512, 0]]}" in out
     )
     assert "eagle3 generate --schedule '[[1,2,1],[3,512,0]]'" in out
     for words in ("S = τ / (v + G·c)", "conditional acceptance rate", "jax"):

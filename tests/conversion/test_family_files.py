@@ -410,7 +410,8 @@ def test_a_target_with_an_index_is_limited_to_the_keys_of_the_index(
         tokens = decoder.generate(PROMPTS[:1], max_new_tokens=60).tokens[0]
         assert len(tokens) == 16 - len(PROMPTS[0])
     message = (
-        r"the prompt has 20 tokens; .* holds 16 positions \(beyond them its attention is sparse, to 16 tokens, which "
+        r"the prompt has 20 tokens; .* holds 16 positions \(beyond them its attention is sparse, to"
+        r" 16 tokens, which "
         r"is not computed here\), so give at most 15"
     )
     with pytest.raises(ValueError, match=message):
@@ -468,7 +469,10 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no windows in layers that have them": (
         "phi3",
         {"layer_types": ["full_attention"] * 4},
-        "layer_types is .* sliding_window is 5 in every layer, so expected 'sliding_attention' alone",
+        (
+            "layer_types is .* sliding_window is 5 in every layer, so expected 'sliding_attention'"
+            " alone"
+        ),
     ),
     "no windows in half of the layers": (
         "ministral3",

@@ -242,7 +242,10 @@ def test_an_unsupported_type_is_refused(write: Any) -> None:
     conversion.read_target(write(type=Type.TQ1_0))
     blocks = np.zeros((2, 54), np.uint8)
     edit = lambda writer: writer.add_tensor("blk.0.attn_gate.weight", blocks, raw_dtype=Type.TQ1_0)
-    message = r"'blk\.0\.attn_gate\.weight' is of type TQ1_0, which is not read; those that are: F32, F16, BF16, Q4_0, "
+    message = (
+        r"'blk\.0\.attn_gate\.weight' is of type TQ1_0, which is not read; those that are: F32,"
+        r" F16, BF16, Q4_0, "
+    )
     refused(conversion.read_target, write(edit), message)
 
 

@@ -293,7 +293,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda writer: writer.kv_data[0].update(
             {"tokenizer.ggml.pre": gguf.gguf_writer.GGUFValue("poro", 8)}
         ),
-        r"tokenizer\.ggml\.pre is 'poro'; the rules that are known for splitting a text are gpt-2, smollm, ",
+        (
+            r"tokenizer\.ggml\.pre is 'poro'; the rules that are known for splitting a text are"
+            r" gpt-2, smollm, "
+        ),
     ),
     "no rule": (_without("pre"), r"tokenizer\.ggml\.pre is None; the rules that are known"),
     "no merges": (_without("merges"), r"has no tokenizer\.ggml\.merges; fetch the file again"),
@@ -302,7 +305,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda writer: writer.kv_data[0].update(
             {"tokenizer.ggml.model": gguf.gguf_writer.GGUFValue("t5", 8)}
         ),
-        r"tokenizer\.ggml\.model is 't5'; tokenizers that are read are gpt2 and llama\. Give the safetensors",
+        (
+            r"tokenizer\.ggml\.model is 't5'; tokenizers that are read are gpt2 and llama\. Give"
+            r" the safetensors"
+        ),
     ),
     "another separator": (
         lambda writer: writer.add_add_sep_token(True),

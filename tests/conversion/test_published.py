@@ -26,8 +26,12 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     wheel.parent.mkdir()
     files = {
         "tiny_model/model.gguf": CONTENT,
-        "tiny_model-1.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n",
-        "tiny_model-1.0.dist-info/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "tiny_model-1.0.dist-info/METADATA": (
+            b"Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
+        ),
+        "tiny_model-1.0.dist-info/WHEEL": (
+            b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        ),
     }
     files["tiny_model-1.0.dist-info/RECORD"] = "".join(f"{name},,\n" for name in files).encode()
     with zipfile.ZipFile(wheel, "w") as archive:

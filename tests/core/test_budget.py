@@ -124,7 +124,8 @@ def test_a_folder_keeps_its_limits(folder: str) -> None:
 def check(folder: str, counts: Counts, limits: Counts) -> None:
     for name, count, limit in zip(Counts._fields, counts, limits, strict=True):
         assert count <= limit, (
-            f"{folder}: {count} {name}, more than {limit}; docs/design.md, 22, says why there are limits"
+            f"{folder}: {count} {name}, more than {limit}; docs/design.md, 22, says why there are"
+            " limits"
         )
 
 

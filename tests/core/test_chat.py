@@ -26,18 +26,21 @@ from eagle3_jax.files.sources import bundled
 # As published, without their branches for tools.
 TEMPLATES = {
     "SmolLM2": (
-        "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-        "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}"
-        "{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{"
+        " '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging"
+        " Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' +"
+        " message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{"
+        " '<|im_start|>assistant\n' }}{% endif %}"
     ),
     "Llama 3": (
-        "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
-        "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}"
-        "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+        "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content ="
+        " '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] |"
+        " trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{%"
+        " endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{"
+        " '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
     ),
-    "Llama 3.2": """\
+    "Llama 3.2": (
+        """\
 {{- bos_token }}
 {%- if not date_string is defined %}
     {%- if strftime_now is defined %}
@@ -69,8 +72,10 @@ TEMPLATES = {
 {%- if add_generation_prompt %}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
-""",
-    "Qwen 2.5": """\
+"""
+    ),
+    "Qwen 2.5": (
+        """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
 {%- else %}
@@ -88,8 +93,10 @@ TEMPLATES = {
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
-""",  # noqa: E501
-    "Mistral": """\
+"""
+    ),
+    "Mistral": (
+        """\
 {%- if messages[0]["role"] == "system" %}
     {%- set system_message = messages[0]["content"] %}
     {%- set loop_messages = messages[1:] %}
@@ -115,18 +122,21 @@ TEMPLATES = {
         {{- " " + message["content"]|trim + eos_token}}
     {%- endif %}
 {%- endfor %}
-""",
+"""
+    ),
     "Gemma": (
-        "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
-        "{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-        "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}"
-        "{% endif %}{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
+        "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not"
+        " supported') }}{% endif %}{% for message in messages %}{% if (message['role'] == 'user')"
+        " != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate"
+        " user/assistant/user/assistant/...') }}{% endif %}{% if (message['role'] == 'assistant')"
+        " %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}{{"
+        " '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{%"
+        " endfor %}{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
     ),
     # No published one, but what published ones use: the tag of training, breaks, JSON, blocks on
     # lines of their own.
-    "everything": """\
+    "everything": (
+        """\
     {% for message in messages %}
         {% if loop.index > 3 %}
             {% break %}
@@ -136,7 +146,8 @@ TEMPLATES = {
         {% endgeneration %}
     {% endfor %}
 {{ pad_token }}{{ sep_token }}{{ image_token }}{{ documents is none }}{{ dict(a=1).a }}
-""",
+"""
+    ),
 }
 SPECIAL = {
     "bos_token": "<s>",

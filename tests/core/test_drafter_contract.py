@@ -151,7 +151,8 @@ def test_a_drafter_that_is_right_passes_every_check(drafter: LoadedDrafter) -> N
     report.raise_if_failed()
     assert str(report).endswith(f"{len(DRAFTER_CHECKS)} passed, 0 failed, 0 not run")
     assert re.search(
-        r"distribution: 4096 sequences, \d+ draft tokens accepted; a deviation of 2\d.\d% .* with 90 % power",
+        r"distribution: 4096 sequences, \d+ draft tokens accepted; a deviation of 2\d.\d% .* with"
+        r" 90 % power",
         str(report),
     )
 

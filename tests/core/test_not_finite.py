@@ -126,6 +126,6 @@ def test_the_command_line_says_so(tmp_path: Path, cli: Any) -> None:
     code, out, _ = cli(*arguments)
     assert code == 0
     assert (
-        "[not_finite: the target's logits are NaN or all minus infinity; check its weights and --dtype]"
-        in out
+        "[not_finite: the target's logits are NaN or all minus infinity; check its weights and"
+        " --dtype]" in out
     )

@@ -119,9 +119,13 @@ def chi_square(counts: Counter, distribution: oracle.TextDistribution) -> tuple[
         {cell: count / total for cell, count in counts.items()}, distribution
     )
     slack = math.sqrt((len(distribution) * math.log(2) + math.log(1 / ALPHA)) / (2 * total))
-    return p_value, (
-        f"chi-square {statistic:.1f} on {len(expected) - 1} degrees, p {p_value:.2g}; "
-        f"total variation {distance:.4f} seen in {total} sequences, below {distance + slack:.4f} with 1 - 1e-6"
+    return (
+        p_value,
+        (
+            f"chi-square {statistic:.1f} on {len(expected) - 1} degrees, p {p_value:.2g}; total"
+            f" variation {distance:.4f} seen in {total} sequences, below {distance + slack:.4f}"
+            " with 1 - 1e-6"
+        ),
     )
 
 

@@ -169,7 +169,8 @@ def test_an_exact_rule_passes_every_check(rule: Any) -> None:
     assert report.ok, str(report)
     assert str(report).startswith(f"{type(rule).__name__}, lossless=True\n")
     assert re.search(
-        r"distribution: \d+ drafts of up to 1[26] nodes, [23].\d\d tokens accepted of each; first tokens [23]\d.\d% "
+        r"distribution: \d+ drafts of up to 1[26] nodes, [23].\d\d tokens accepted of each; first"
+        r" tokens [23]\d.\d% "
         r"off \(rms\), all drafted tokens [12].\d% too frequent or all tokens sampled from "
         r"p\^1.0[23]\d would be detected",
         str(report),

@@ -43,7 +43,10 @@ WRONG: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             "return len(taus) - 1",
             "return max(range(len(taus)), key=lambda k: taus[k])",
             "return max(range(len(taus)), key=lambda k: taus[k] / verify_costs[k])",
-            "return max(range(1, len(taus)), key=lambda k: taus[k] / (verify_costs[k] + k * draft_cost))",
+            (
+                "return max(range(1, len(taus)), key=lambda k: taus[k] / (verify_costs[k] + k *"
+                " draft_cost))"
+            ),
             "return max(range(len(taus)), key=lambda k: taus[k] / (verify_costs[k] + draft_cost))",
         ],
     },
@@ -145,7 +148,10 @@ WRONG: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             """,
         ],
         "accepted_path": [
-            "return [node for node in range(1, len(tokens)) if tokens[node] == choice[parents[node]]]",
+            (
+                "return [node for node in range(1, len(tokens)) if tokens[node] =="
+                " choice[parents[node]]]"
+            ),
             ("current = node", "break"),
             (" and tokens[node] == choice[current]", ""),
         ],
@@ -182,7 +188,10 @@ WRONG: dict[str, dict[str, list[str | tuple[str, str]]]] = {
     },
     "07": {
         "rates": [
-            "return sum(counts) / rounds, sum(counts) / (rounds * len(counts)), [count / rounds for count in counts]",
+            (
+                "return sum(counts) / rounds, sum(counts) / (rounds * len(counts)), [count / rounds"
+                " for count in counts]"
+            ),
             ("[rounds, *counts[:-1]]", "[rounds] * len(counts)"),
             ("accepted / (rounds * len(counts))", "accepted / rounds"),
         ],

@@ -69,7 +69,10 @@ def test_another_environment_is_told_what_to_install(source: Path) -> None:
         ("import sys\nprint('a warning', file=sys.stderr)", "wrote to stderr: a warning"),
         # As XLA logs, past Python's stderr.
         (
-            "import os\nprint('fine', os.write(2, b'W0000 00:00:1 cuda_timer.cc:88] Delay kernel timed out\\n'))",
+            (
+                "import os\nprint('fine', os.write(2, b'W0000 00:00:1 cuda_timer.cc:88] Delay"
+                " kernel timed out\\n'))"
+            ),
             None,
         ),
     ],

@@ -117,7 +117,8 @@ def test_the_page_fits_a_telephone_and_follows_the_color_scheme(address: str, sc
             page.select_option("#choice", str(number))
             assert page.evaluate("document.documentElement.scrollWidth") <= 390
         background, ink = page.evaluate(
-            "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+            "[getComputedStyle(document.body).backgroundColor,"
+            " getComputedStyle(document.body).color]"
         )
         brightness = [
             sum(map(int, color.removeprefix("rgb(").removesuffix(")").split(",")))

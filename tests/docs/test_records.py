@@ -103,7 +103,8 @@ def test_the_page_quotes_the_h200() -> None:
     )
     check_quoted(
         "docs/gpu.md",
-        f"all {len(comparisons)} comparisons are equal, each in {texts} texts of 128 new tokens and in {values:,} keys",
+        f"all {len(comparisons)} comparisons are equal, each in {texts} texts of 128 new tokens and"
+        f" in {values:,} keys",
         f"reads half the bytes, at {share} of a copy's speed",
         f"float32 {2 * exact['prompts']} texts of vLLM are equal in {exact['tokens']:,} tokens",
         f"In bfloat16 {rounded['texts_that_part']} of {2 * rounded['prompts']} part",
@@ -127,16 +128,19 @@ def test_the_numbers_quote_the_chat_model() -> None:
     warm_seconds = starts["int8", "warm"]["first_character_seconds"]
     check_quoted(
         "docs/numbers.md",
-        f"four rows in `int8`** spends {figures['int8, 4 rows']['outside_products']:.0%} outside products",
+        f"four rows in `int8`** spends {figures['int8, 4 rows']['outside_products']:.0%} outside"
+        " products",
         f"A prefill takes {' and '.join(ratios)} times its products.",
-        f"over {divergence['tokens']:,} tokens of greedy answers to {divergence['prompts']} prompts",
+        f"over {divergence['tokens']:,} tokens of greedy answers to {divergence['prompts']}"
+        " prompts",
         "mean {mean_nats:.4f}, median {median_nats:.4f}, 99th percentile {p99_nats:.3f}.".format(
             **divergence
         ),
         f"likeliest token is the same for {divergence['same_likeliest_token']:.1%}.",
         f"Of the answers of 32 tokens, {divergence['equal_texts']} are equal.",
         f"the likeliest one of transformers: {texts['equal']} of {texts['prompts']} equal.",
-        f"in `int8`: {cold['first_character_seconds']:.0f} s, and {warm_seconds:.0f} s once the programs are compiled.",
+        f"in `int8`: {cold['first_character_seconds']:.0f} s, and {warm_seconds:.0f} s once the"
+        " programs are compiled.",
         f"Peak memory: {cold['peak_megabytes']:,} MB.",
     )
 
@@ -170,14 +174,19 @@ def test_the_page_of_the_validation_quotes_its_record() -> None:
     )
     check_quoted(
         "docs/validation.md",
-        f"{total('distinct_positions'):,} distinct positions in float32 ({total('tokens_scored'):,} scorings)",
-        f"odd shapes: {total('disagreements')} disagreements, {total('ties')} ties. In bfloat16 "
-        "{distinct_positions:,} ({tokens_scored:,}): {ties} ties within two units in the last place, {disagreements} "
-        "disagreements.".format(**rounded.numbers),
-        f"{run.total('L3', 'refused drafts leave every bit', 'bytes_compared') / 1e6:.0f} MB of caches",
-        f"{run.total('L3', 'speculation equals plain', 'tokens'):,} greedy tokens equal plain decoding",
-        f"each of {run.total('L8', 'every round accepts what vllm accepts', 'rounds'):,} rounds accepts as many",
-        f"{sum(check.numbers['rounds'] for check in heads):,} rounds of {len(heads)} kinds of EAGLE-3 head",
+        f"{total('distinct_positions'):,} distinct positions in float32 ({total('tokens_scored'):,}"
+        " scorings)",
+        f"odd shapes: {total('disagreements')} disagreements, {total('ties')} ties. In bfloat16"
+        " {distinct_positions:,} ({tokens_scored:,}): {ties} ties within two units in the"
+        " last place, {disagreements} disagreements.".format(**rounded.numbers),
+        f"{run.total('L3', 'refused drafts leave every bit', 'bytes_compared') / 1e6:.0f} MB of"
+        " caches",
+        f"{run.total('L3', 'speculation equals plain', 'tokens'):,} greedy tokens equal plain"
+        " decoding",
+        f"each of {run.total('L8', 'every round accepts what vllm accepts', 'rounds'):,} rounds"
+        " accepts as many",
+        f"{sum(check.numbers['rounds'] for check in heads):,} rounds of {len(heads)} kinds of"
+        " EAGLE-3 head",
         f"agree to {largest_difference * 1e5:.1f}·10⁻⁵",
         f"whole sequences in {sequences} tests",
         f"from millions of tokens, in {tokens}.",
@@ -219,8 +228,8 @@ def test_choosing_quotes_its_records() -> None:
             f"{k}: ({tau(name):.2f}, {row['verify_cost']:.2f}, {row['draft_cost']:.3f})"
             for k, name, row in chains
         ),
-        f"a tree of 8 nodes has τ {tau('tree N=8 G=4'):.2f} and costs {tree['verify_cost']:.2f} plain steps: "
-        f"{ratio(tree)} times plain decoding, less than a chain of three",
+        f"a tree of 8 nodes has τ {tau('tree N=8 G=4'):.2f} and costs {tree['verify_cost']:.2f}"
+        f" plain steps: {ratio(tree)} times plain decoding, less than a chain of three",
         f"costs the small pair {large['verify_cost']:.2f} plain steps: [{ratio(large)}]",
         f"K=3 reaches {ratio(head)} times plain decoding, n-grams {ratio(ngram)}",
         f"(`--drafter ngram+HEAD`) {ratio(both)} |",
@@ -235,11 +244,13 @@ def test_the_algorithm_quotes_the_run_of_its_pictures() -> None:
     assert run["same_as_plain"]
     check_quoted(
         "docs/algorithm.md",
-        f"{run['rounds']} rounds wrote {run['new_tokens']} tokens, the first of them in the prefill.",
+        f"{run['rounds']} rounds wrote {run['new_tokens']} tokens, the first of them in the"
+        " prefill.",
         f"τ is {run['mean_acceptance_length']:.2f} tokens per round",
         f"accepted {run['accepted']} of {run['drafted']} drafted tokens",
         f"The filled parts are accepted: {run['accepted_with_probability']:.2f} of the mass",
-        f"Of its {run['tree_nodes']} nodes, the root included, {run['tree_accepted']} were accepted",
+        f"Of its {run['tree_nodes']} nodes, the root included, {run['tree_accepted']} were"
+        " accepted",
     )
     assert (run["tree_added"] == "bonus") == (
         "the target added a bonus token" in page("docs/algorithm.md")

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from checkpoints import LLAMA3
 
-from validation.peaked import BASE, VOCAB, Recipe, build, eager  # noqa: F401 (tests import eager from here)
+from validation.peaked import BASE, Recipe, build
+from validation.peaked import VOCAB as VOCAB
+from validation.peaked import eager as eager
 
 
 def parametrize(metafunc: pytest.Metafunc, names: Iterable[str], few: Collection[str]) -> None:

@@ -31,8 +31,8 @@ def write_bytes_target(folder: Path) -> Path:
 
 
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content"
+    " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _LETTERS = [*string.ascii_lowercase, "Ġ", "Ċ"]  # the last two are the space and the line feed
 POSITIONS = 160  # of a chat target

@@ -40,7 +40,8 @@ NUCLEUS = e3.SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
 PROMPTS = tiny.random_prompts(8, 60, seed=3)
 LIMITS = [5, 17, 9, 20, 1, 12, 16, 7]  # rows end in different rounds
 MOVES = re.compile(
-    r"= \(?\w+\[([\d,]*)\].*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+    r"= \(?\w+\[([\d,]*)\].*?"
+    r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
 
 

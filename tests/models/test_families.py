@@ -307,7 +307,10 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts in a dense layer": (
         "qwen3_moe",
         {"mlp_only_layers": []},
-        r"misses model\.layers\.1\.mlp\.gate\.weight.* and holds unexpected model\.layers\.1\.mlp\.down_proj",
+        (
+            r"misses model\.layers\.1\.mlp\.gate\.weight.* and holds unexpected"
+            r" model\.layers\.1\.mlp\.down_proj"
+        ),
     ),
     "another gate": (
         "gpt_oss",
@@ -343,7 +346,10 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
     "one rotation for both kinds of layers": (
         "gemma3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-        "rope_parameters is .* expected an object for 'sliding_attention' and one for 'full_attention'",
+        (
+            "rope_parameters is .* expected an object for 'sliding_attention' and one for"
+            " 'full_attention'"
+        ),
     ),
     "silent about a factor": (
         "granite",
@@ -360,7 +366,10 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
                 "long_factor": [1.0] * 3,
             }
         },
-        "short_factor has 3 and long_factor 3 numbers; expected 4 each, one for a pair of rotating channels",
+        (
+            "short_factor has 3 and long_factor 3 numbers; expected 4 each, one for a pair of"
+            " rotating channels"
+        ),
     ),
     "an old name of longrope": (
         "phi3",
@@ -410,8 +419,10 @@ def test_longrope_holds_the_texts_that_its_short_factors_are_for(
     folder: Any, tmp_path: Path
 ) -> None:
     target = e3.load_target(folder("phi3, longrope"))
-    assert target.holds == (
-        "128 positions (beyond them its rotary embedding (longrope) has other factors, which are not computed here)"
+    assert (
+        target.holds
+        == "128 positions (beyond them its rotary embedding (longrope) has other factors, which are"
+        " not computed here)"
     )
     with pytest.raises(ValueError, match=r"the prompt has 130 tokens; .* holds 128 positions"):
         e3.SpeculativeDecoder(target, stop_tokens=()).encode([5] * 130)

@@ -30,8 +30,10 @@ PARTS = {
     "validation": f"validation --complete --every-family --report-dir {BUILD / 'validation'}",
     "slow-tests": "tests -m slow --ignore tests/core/test_target_contract.py",
     "contract": "tests/core/test_target_contract.py -m slow",
-    "AOT": "validation/test_aot.py --level AOT --complete --aot cuda:h200 --aot tpu:v6e:1x1"
-    f" --report-dir {BUILD / 'AOT'}",
+    "AOT": (
+        "validation/test_aot.py --level AOT --complete --aot cuda:h200 --aot tpu:v6e:1x1"
+        f" --report-dir {BUILD / 'AOT'}"
+    ),
     "bugs-and-laws": "tests/nightly/test_mutants.py tests/nightly/test_long_distribution.py",
     "fuzzing": "tests/conversion/test_fuzz_files.py tests/nightly/test_fuzz_configs.py",
 }
@@ -81,7 +83,8 @@ def run(name: str) -> bool:
         }
         RESULT.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     print(
-        f"{name}: {results[name]['verdict']} after {minutes} minutes; see {counts.with_suffix('.log')}",
+        f"{name}: {results[name]['verdict']} after {minutes} minutes; see"
+        f" {counts.with_suffix('.log')}",
         flush=True,
     )
     return passed

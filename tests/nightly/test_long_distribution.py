@@ -357,8 +357,10 @@ def judged(name: str, texts: Iterator[Texts]) -> dict[str, Fluctuation]:
             total[group] = total[group] + excess if group in total else excess
     fluctuations = {group: excess.fluctuation() for group, excess in total.items()}
     wrong = [
-        f"by {group}: chi-square {moved.statistic:.1f} on {moved.degrees} degrees, p {moved.p_value:.2g}"
-        + f", {moved.impossible} tokens without mass" * (moved.impossible > 0)
+        f"by {group}: chi-square {moved.statistic:.1f} on {moved.degrees} degrees, p"
+        f" {moved.p_value:.2g}"
+        + f", {moved.impossible} tokens without mass"
+        * (moved.impossible > 0)
         for group, moved in fluctuations.items()
         if not moved.p_value > ALPHA
     ]

@@ -22,13 +22,14 @@ from eagle3_jax.training.documents import read_documents, read_prompts_to_answer
 from eagle3_jax.training.texts import Text
 
 CHATML = (
-    "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+    "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor"
+    " %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
 # Like templates of reasoning models: only the last answer is shown.
 FORGETFUL = (
-    "{% for message in messages %}{% if message['role'] == 'user' or loop.last %}<s>{{ message['content'] | trim }}</s>"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'user' or loop.last %}<s>{{"
+    " message['content'] | trim }}</s>{% endif %}{% endfor %}{% if add_generation_prompt %}<s>{%"
+    " endif %}"
 )
 NO_STOP = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -36,8 +37,8 @@ NO_STOP = (
 )
 # Like that of DeepSeek R1: an answer begins with an opened thought, which is dropped later.
 OPENS_THOUGHT = (
-    "{% for message in messages %}<s>{{ message['content'] }}{% if message['role'] == 'assistant' %}</s>{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<s><think>\n{% endif %}"
+    "{% for message in messages %}<s>{{ message['content'] }}{% if message['role'] == 'assistant'"
+    " %}</s>{% endif %}{% endfor %}{% if add_generation_prompt %}<s><think>\n{% endif %}"
 )
 # Any stop token ends an answer.
 TWO_STOPS = (
@@ -55,9 +56,11 @@ def target(
     return dataclasses.replace(
         tiny.target(),
         tokenizer=tokenizer,
-        chat_template=None
-        if template is None
-        else ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}),
+        chat_template=(
+            None
+            if template is None
+            else ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"})
+        ),
         stop_tokens=tuple(tokenizer.token_to_id(stop) for stop in ("</s>", "<e>")[:stops]),
     )
 
@@ -66,8 +69,10 @@ def conversation(*turns: str, system: str | None = None) -> dict[str, Any]:
     first = [] if system is None else [{"role": "system", "content": system}]
     roles = itertools.cycle(("user", "assistant"))
     return {
-        "messages": first
-        + [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+        "messages": (
+            first
+            + [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+        )
     }
 
 
@@ -218,10 +223,11 @@ def test_the_mask_is_that_of_transformers(tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     template = (
-        "{% for message in messages %}{% if message['role'] == 'assistant' %}<|im_start|>assistant\n"
-        "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}{{ '\n' }}{% else %}"
-        "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% for message in messages %}{% if message['role'] == 'assistant'"
+        " %}<|im_start|>assistant\n{% generation %}{{ message['content'] }}<|im_end|>{%"
+        " endgeneration %}{{ '\n' }}{% else %}<|im_start|>{{ message['role'] }}\n{{"
+        " message['content'] }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt"
+        " %}<|im_start|>assistant\n{% endif %}"
     )
     tokenizer = with_bos()
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
@@ -390,7 +396,10 @@ def test_the_target_answers_the_first_question(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what is refused
 
 GOOD = '{"text": "Once"}'
-SHOWN = "expected an object with 'messages', with 'prompt' and 'completion', or with 'text'; it may have id, source, "
+SHOWN = (
+    "expected an object with 'messages', with 'prompt' and 'completion', or with 'text'; it may"
+    " have id, source, "
+)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +427,10 @@ SHOWN = "expected an object with 'messages', with 'prompt' and 'completion', or 
             r"message 1 has the content \['a'\]; expected a text",
         ),
         (
-            '{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]}',
+            (
+                '{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content":'
+                ' "a"}]}'
+            ),
             "the assistant answers nothing; give an answer, or use --rewrite",
         ),
         ('{"prompt": "a"}', "the prompt has no 'completion'; give one, or use --rewrite"),

@@ -16,8 +16,8 @@ from eagle3_jax.training.own_text import Conversations, OwnTextConfig, answers, 
 from eagle3_jax.training.texts import Text, document_hash
 
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content"
+    " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LETTERS = [*string.ascii_lowercase, "Ġ", "Ċ"]  # the last two are the space and the line feed
 SPECIAL = ["<|im_start|>", "<|im_end|>"]

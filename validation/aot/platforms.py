@@ -43,8 +43,8 @@ class Platform(NamedTuple):
             return cls(kind, detail)
         known = ", ".join(f"cuda:{gpu}" for gpu in GPUS)
         raise ValueError(
-            f"there is no platform {name!r} to compile for; use one of {known}, or a TPU with its topology such as "
-            "tpu:v6e:2x2 or tpu:v6e:1x1"
+            f"there is no platform {name!r} to compile for; use one of {known}, or a TPU with its"
+            " topology such as tpu:v6e:2x2 or tpu:v6e:1x1"
         )
 
     @property
@@ -68,8 +68,8 @@ class Platform(NamedTuple):
         pins = " ".join(f"'{wheel}=={required}'" for wheel, required in self.wheels.items())
         directory = str(plugins()).replace(str(Path.home()), "~", 1)
         return (
-            f"{self.kind}:{self.detail} cannot be compiled for: {', '.join(wrong)}. Install outside the environment: "
-            f"pip install --no-deps --target {directory} {pins}"
+            f"{self.kind}:{self.detail} cannot be compiled for: {', '.join(wrong)}. Install outside"
+            f" the environment: pip install --no-deps --target {directory} {pins}"
         )
 
     def devices(self, count: int) -> list[Any]:

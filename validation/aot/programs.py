@@ -83,8 +83,8 @@ class Case:
         Platform.named(self.platform)
         if not _DRAFT.fullmatch(self.draft):
             raise ValueError(
-                f"there is no draft {self.draft!r}; use plain, plain6 (in blocks of 6), chain5 (K tokens), never5 (K "
-                "tokens that are never right) or tree60 (nodes)"
+                f"there is no draft {self.draft!r}; use plain, plain6 (in blocks of 6), chain5 (K"
+                " tokens), never5 (K tokens that are never right) or tree60 (nodes)"
             )
         most = self.config.num_layers
         if self.layers is not None and not 3 <= self.layers <= most:
@@ -200,15 +200,19 @@ def _compiled(
         name: getattr(analysis, f"{name}_size_in_bytes")
         for name in ("argument", "output", "alias", "temp")
     }
-    return Facts(
-        layers=case.layers or case.config.num_layers,
-        counts=count(text, shapes, rounds=case.program in ("run", "generate")),
-        memory=memory | {"peak": analysis.peak_memory_in_bytes},
-        state=sum(
-            math.prod(_on_a_device(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
+    return (
+        Facts(
+            layers=case.layers or case.config.num_layers,
+            counts=count(text, shapes, rounds=case.program in ("run", "generate")),
+            memory=memory | {"peak": analysis.peak_memory_in_bytes},
+            state=sum(
+                math.prod(_on_a_device(leaf)) * leaf.dtype.itemsize
+                for leaf in jax.tree.leaves(state)
+            ),
+            cpu_seconds=dict(zip(("trace", "lower", "compile"), seconds, strict=True)),
         ),
-        cpu_seconds=dict(zip(("trace", "lower", "compile"), seconds, strict=True)),
-    ), text
+        text,
+    )
 
 
 def _placed(tree: Any, shardings: Any) -> Any:

@@ -64,9 +64,9 @@ def describe_mesh(row: Measured) -> str:
     """Returns what devices of a mesh send each other, as a sentence."""
     case = row.case
     return (
-        f"On `{case.mesh}` of `{case.platform}`, a {case.program} of {case.draft} at batch {case.batch}: a layer adds "
-        f"{_counts(row.collectives_per_layer())}; {row.deep.layers} layers and the rest have "
-        f"{_counts(row.deep.counts.collectives)}."
+        f"On `{case.mesh}` of `{case.platform}`, a {case.program} of {case.draft} at batch"
+        f" {case.batch}: a layer adds {_counts(row.collectives_per_layer())}; {row.deep.layers}"
+        f" layers and the rest have {_counts(row.deep.counts.collectives)}."
     )
 
 

@@ -186,7 +186,8 @@ class Process:
             )
         except OSError as error:
             raise VLLMError(
-                f"{self._python} could not be started ({error.strerror}); give the Python of a vLLM environment"
+                f"{self._python} could not be started ({error.strerror}); give the Python of a vLLM"
+                " environment"
             ) from None
         self._resting = self._loaded = False
 

@@ -96,7 +96,8 @@ class Servers:
         if not candidates:
             served = ", ".join(server.root for server in self.servers)
             raise VLLMError(
-                f"the vLLM server serves {served}, not {options.model}; validate what it serves: --target"
+                f"the vLLM server serves {served}, not {options.model}; validate what it serves:"
+                " --target"
             )
         for server in candidates:
             if server.speculates == speculates:
