@@ -29,7 +29,7 @@ class Agreement:
     """Conditional acceptance of the draft positions."""
 
     #: Per position ``n``, the share of drafts whose token ``n`` is right, among drafts whose
-    # earlier tokens are right.
+    #: earlier tokens are right.
     rates: tuple[float, ...]
     counts: tuple[int, ...]  #: Per position, the number of drafts with all earlier tokens right.
 

@@ -42,9 +42,8 @@ class Part(NamedTuple):
     inner: int = 0  #: Number of columns of a slot; 0 for all columns of a single slot.
     start: int = 0  #: The first slot of the tensor.
     stop: int = 1  #: The slot after its last.
-    leading: tuple[
-        int, ...
-    ] = ()  #: The tensor's index on the leading axes, such as the number of an expert.
+    #: The tensor's index on the leading axes, such as the number of an expert.
+    leading: tuple[int, ...] = ()
     turned: bool = False  #: Whether the last two axes are exchanged first.
 
     def view(self, array: Array) -> Array:

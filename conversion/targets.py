@@ -39,10 +39,10 @@ class TargetCheckpoint:
     #: The directory, or GGUF file, that it was read from. Tokenizer files are copied from there.
     source: Path
     #: The dtype of most parameters; in a quantised checkpoint, the dtype of the weights that are
-    # not quantised.
+    #: not quantised.
     dtype: str
     #: The format of quantised weights, which are decoded to float32 whenever they are read;
-    # ``None`` if there are none.
+    #: ``None`` if there are none.
     quantisation: Quantisation | None = None
 
 

@@ -58,9 +58,8 @@ class Signs(NamedTuple):
     """The parts of a checkpoint by which its kind is recognised."""
 
     config: Mapping[str, Any]  #: Its ``config.json``.
-    names: frozenset[
-        str
-    ]  #: Names of its tensors without ``model.``; empty if only the configuration is known.
+    #: Names of its tensors without ``model.``; empty if only the configuration is known.
+    names: frozenset[str]
     architecture: str  #: All ``architectures``, joined.
     method: str  #: The ``speculators_model_type``; empty if there is none.
 
@@ -83,7 +82,7 @@ class Stored(NamedTuple):
     config: Mapping[str, Any]  #: Its ``config.json``.
     tensors: Mapping[str, Any]  #: Tensors by name: arrays of numpy, or objects that convert to one.
     #: The user's ``--layer-ids``: ``entering`` or ``leaving``, see
-    # :mod:`eagle3_jax.conversion.heads.layer_ids`.
+    #: :mod:`eagle3_jax.conversion.heads.layer_ids`.
     layer_ids: str | None = None
     held: Mapping[str, Any] | None = (
         None  #: The tensors that a GGUF file stores; ``None`` otherwise.

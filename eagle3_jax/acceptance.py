@@ -141,7 +141,7 @@ class Exact:
     """The rule that preserves the target's distribution, as a :class:`~eagle3_jax.types.Verifier`."""
 
     #: The function that decides sampled rows, called like :func:`eagle3_jax.verify`. Other exact
-    # rules replace it.
+    #: rules replace it.
     rule: ClassVar[Callable[..., Verdict]] = staticmethod(verify)
 
     @property

@@ -122,9 +122,8 @@ class Stage:
 class StagedLoop(SpeculativeLoop):
     """A loop whose drafter depends on the number of active rows."""
 
-    stages: tuple[
-        Stage, ...
-    ] = ()  #: All stages, most rows first. ``drafter`` is the one with the deepest draft.
+    #: All stages, most rows first. ``drafter`` is the one with the deepest draft.
+    stages: tuple[Stage, ...] = ()
 
     def at(self, state: GenerationState) -> SpeculativeLoop:
         """Returns the loop of the current stage. Its rounds are padded to the largest draft.

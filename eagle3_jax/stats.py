@@ -137,18 +137,16 @@ class TokenLogProb:
     """Log-probabilities at one position of the output, under the target at temperature 1."""
 
     logprob: float  #: Log-probability of the token in the output.
-    top: list[
-        tuple[int, float]
-    ]  #: Ids and log-probabilities of the most likely tokens, in descending order.
+    #: Ids and log-probabilities of the most likely tokens, in descending order.
+    top: list[tuple[int, float]]
 
 
 class LogProbs(struct.PyTreeNode, kw_only=True):
     """Log-probabilities under the target at temperature 1, of the token in each slot and of the ``L`` most likely."""
 
     token: Float[Array | np.ndarray, "B S"]  #: ``[B S]``; 0 in slots of the prompt.
-    top_ids: Int[
-        Array | np.ndarray, "B S L"
-    ]  #: ``[B S L]``, ids of the most likely tokens, in descending order.
+    #: ``[B S L]``, ids of the most likely tokens, in descending order.
+    top_ids: Int[Array | np.ndarray, "B S L"]
     top: Float[Array | np.ndarray, "B S L"]  #: ``[B S L]``, their log-probabilities.
 
     @classmethod

@@ -163,8 +163,7 @@ class Record:
         return self.end - time.monotonic()
 
 
-# ---------------------------------------------------------------- cells: one timed configuration
-# each
+# -------------------------------------------------------------- cells: one timed configuration each
 
 Cell = Callable[[], Pace]
 

@@ -30,8 +30,7 @@ from tokenizers import Tokenizer
 SHIPPED = Path(__file__).resolve().parent.parent / "eagle3_jax" / "assets"
 
 
-# ------------------------------------------------------------------------------------------------------------
-# networks
+# ----------------------------------------------------------------------------------------- networks
 class Config(NamedTuple):
     """Sizes and constants of a model. The draft head has the same attention heads as its target."""
 
@@ -177,8 +176,7 @@ def head_logits(head, config, output):
     return normed @ head["lm_head.weight"].T
 
 
-# ------------------------------------------------------------------------------------------------------------
-# sampling
+# ----------------------------------------------------------------------------------------- sampling
 
 
 def uniforms(seed, position, purpose, count):
@@ -221,8 +219,7 @@ def distribution(logits, temperature):
     return jax.nn.softmax(logits / temperature, axis=-1)
 
 
-# ------------------------------------------------------------------------------------------------------
-# propose, verify
+# ---------------------------------------------------------------------------------- propose, verify
 
 
 class Draft(NamedTuple):
@@ -368,8 +365,7 @@ def verify(draft, p, accept, choose, depth):
     return path, count, draw(p_last, choose)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# the loop
+# ----------------------------------------------------------------------------------------- the loop
 
 
 class State(NamedTuple):

@@ -123,8 +123,7 @@ class BothDirections:
     ours: list[Judged]  #: Our ways of decoding, plain first, scored by vLLM.
     theirs: list[Judged]  #: vLLM's, plain first, scored by us.
     #: Texts scored by the engine that wrote them (A/A), under the names of their writers: vLLM's
-    # texts, and our plain
-    #: one against our target with sums in float32.
+    #: texts, and our plain one against our target with sums in float32.
     controls: dict[str, Judged]
 
     @property

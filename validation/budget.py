@@ -57,9 +57,8 @@ class Earlier(NamedTuple):
     """What an earlier run in the same directory left."""
 
     checks: list[Check]  #: Its checks that passed or failed, if it can be continued.
-    seconds: dict[
-        tuple[str, str], float
-    ]  #: Level and name of a check to its seconds on such a device.
+    #: Level and name of a check to its seconds on such a device.
+    seconds: dict[tuple[str, str], float]
     note: str = ""  #: A line for the terminal.
 
 

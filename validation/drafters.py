@@ -56,7 +56,7 @@ class Method:
     change: Change | None = None  #: Injects it into the head's files.
     head: str | None = None  #: Name of the recorded head; ``None`` for methods without one.
     #: Our drafter for a target, of a method without a head; with the error if the second argument
-    # is true.
+    #: is true.
     ours: Callable[[LoadedTarget, bool], Drafter] | None = None
     #: Layout in which our writer hands the head to vLLM; ``None`` where vLLM reads what we read.
     layout: str | None = None
@@ -95,8 +95,7 @@ class Method:
         )
 
 
-# ------------------------------------------------------------------------------------------------
-# files
+# -------------------------------------------------------------------------------------------- files
 
 
 def rewritten(source: Path, directory: Path, change: Change) -> Path:
@@ -130,8 +129,7 @@ def _keep_first_layers(config: Config, tensors: Tensors) -> None:
             del tensors[name]
 
 
-# ------------------------------------------------------------------------------------------------
-# injected errors
+# ---------------------------------------------------------------------------------- injected errors
 
 
 def _swap(first: str, second: str, config: Config, tensors: Tensors) -> None:
@@ -147,8 +145,7 @@ def _configure(config: Config, tensors: Tensors, *, part: str = "", **fields: An
     (config[part] if part else config).update(fields)
 
 
-# ------------------------------------------------------------------------------------------------
-# the table
+# ---------------------------------------------------------------------------------------- the table
 
 
 _PARALLEL = {"method": "eagle3", "parallel_drafting": True}
@@ -209,8 +206,7 @@ METHODS = {
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------
-# recorded runs
+# ------------------------------------------------------------------------------------ recorded runs
 
 
 def run(vllm: Process, method: Method, directory: Path) -> tuple[Generated, Generated | None]:

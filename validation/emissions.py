@@ -40,17 +40,15 @@ class Emitted:
 
     prompt: list[int] = struct.field(pytree_node=False)  #: Its prompt.
     tokens: Int[np.ndarray, " n"]  #: ``[n]``.
-    index: Int[
-        np.ndarray, " n"
-    ]  #: ``[n]``, place in the round from 0 on; :data:`FIRST` for the first token.
-    bonus: Bool[
-        np.ndarray, " n"
-    ]  #: ``[n]``, whether everything drafted on its path had been accepted.
+    #: ``[n]``, place in the round from 0 on; :data:`FIRST` for the first token.
+    index: Int[np.ndarray, " n"]
+    #: ``[n]``, whether everything drafted on its path had been accepted.
+    bonus: Bool[np.ndarray, " n"]
     #: ``[n k]``, what was drafted for its place, -1 padded; at a bonus of a chain, what would have
-    # been.
+    #: been.
     proposals: Int[np.ndarray, "n k"]
     #: ``[n V]``, the distribution that the proposal was sampled from; ``None`` for deterministic
-    # proposals.
+    #: proposals.
     q: Float[np.ndarray, "n V"] | None
 
 

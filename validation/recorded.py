@@ -155,8 +155,7 @@ def decoder_of(method: str, target: LoadedTarget, head: LoadedDrafter) -> Specul
     return SpeculativeDecoder(target, drafter, num_speculative_tokens=count, stop_tokens=())
 
 
-# ------------------------------------------------------------------------------------------------
-# vLLM
+# --------------------------------------------------------------------------------------------- vLLM
 
 
 def options_of(method: str, target: Path, head: Path) -> EngineOptions:

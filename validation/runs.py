@@ -46,7 +46,7 @@ class Verdict(enum.StrEnum):
 
     PASSED = "passed"
     #: A level or a run with ``--quick``: every check that such a run has passed, with fewer prompts
-    # and fewer cases.
+    #: and fewer cases.
     QUICK = "passed (quick)"
     FAILED = "failed"
     PARTLY = "partly run"  #: Some checks of a level passed, and others did not run.
@@ -81,7 +81,7 @@ class Check:
     )  #: Name to number or short text.
     tables: list[Table] = dataclasses.field(default_factory=list)  #: Tables, in order.
     #: The smallest deviation that the check detects with 90 % power, in words; empty for a
-    # deterministic check.
+    #: deterministic check.
     sees: str = ""
 
     @property
@@ -110,8 +110,8 @@ class LevelResult:
     level: Level  #: The claim.
     checks: list[Check]  #: Every collected check, also those that did not run.
     #: ``FAILED`` if a check failed, ``PASSED`` only if every check of the level ran and passed,
-    # ``QUICK`` only if
-    #: every check of a quick run did; those that need vLLM are none where there is no vLLM.
+    #: ``QUICK`` only if every check of a quick run did; those that need vLLM are none where there
+    #: is no vLLM.
     verdict: Verdict
     reason: str  #: Why it is not ``PASSED``.
 
@@ -146,7 +146,7 @@ class Report:
         default_factory=list
     )  #: Modules that skipped themselves, and why.
     #: Level to the names of its checks that the run did not collect, because their file was left
-    # out.
+    #: out.
     missing: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     unfinished: str = ""  #: Why the run ended early; empty if it reached its end.
 

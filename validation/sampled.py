@@ -55,9 +55,8 @@ class Sample:
     index: np.ndarray  #: ``[n]``, place in the round.
     bonus: np.ndarray  #: ``[n]``, whether nothing was drafted for its place any more.
     warpers: np.ndarray  #: ``[n]``, as text.
-    scores: OrderedDict[
-        str, Score
-    ]  #: Name to the score of each token; not a number where it has none.
+    #: Name to the score of each token; not a number where it has none.
+    scores: OrderedDict[str, Score]
     #: Name to ``[n]`` values, uniform under the distribution; not a number likewise.
     transforms: OrderedDict[str, np.ndarray]
     #: Places where rounding decides which tokens truncation keeps.
@@ -142,11 +141,10 @@ class Judgement:
 
     columns: list[str]  #: Columns of the table.
     #: A stratum each: its name, its tokens, ``z`` of every score, ``p`` of every transform; ""
-    # where too few.
+    #: where too few.
     rows: list[list]
-    wrong: list[
-        str
-    ]  #: Deviations that chance does not explain, in words; empty for an exact sampler.
+    #: Deviations that chance does not explain, in words; empty for an exact sampler.
+    wrong: list[str]
 
     @property
     def scores(self) -> list[float]:

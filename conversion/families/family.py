@@ -33,21 +33,19 @@ class Family(NamedTuple):
     #: Reads the description of a target from its ``config.json``; refuses unsupported settings.
     read_config: Callable[[Fields], DecoderConfig]
     #: Returns the fields of ``config.json`` that differ between families. It need not refuse
-    # settings that the fields
-    #: cannot express, because written fields are read back and compared.
+    #: settings that the fields cannot express, because written fields are read back and compared.
     write_fields: Callable[[DecoderConfig], dict[str, Any]]
     rules: Callable[[DecoderConfig], list[Rule]] = (
         blocks.decoder
     )  #: Returns the rules of its tensors.
     #: Rules of alternative layouts of its checkpoints, for reading. The first rules that fit the
-    # names of a file are
-    #: used, beginning with ``rules``. Checkpoints are written by ``rules``.
+    #: names of a file are used, beginning with ``rules``. Checkpoints are written by ``rules``.
     alternatives: tuple[Callable[[DecoderConfig], list[Rule]], ...] = ()
     #: Patterns of tensors that do not belong to the target. They are left out, and are not written
-    # again.
+    #: again.
     excluded: tuple[str, ...] = ()
     #: Whether a module for multi-token prediction may be stored as one more layer. It is left out,
-    # too.
+    #: too.
     drafting_layer: bool = False
 
     def select(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
@@ -72,10 +70,10 @@ class Wrapper(NamedTuple):
     model_type: str  #: The value in ``config.json``.
     label: str  #: Its name in the support matrix.
     #: The family for every ``model_type`` that its language model may have. The first is the
-    # default.
+    #: default.
     texts: Mapping[str, str]
     #: Pairs of prefixes of the language model's tensors: in this model, and in a model of text
-    # alone.
+    #: alone.
     prefixes: tuple[tuple[str, str], ...]
     ignored: tuple[str, ...]  #: Patterns of the tensors of other parts.
     #: Refuses fields of ``text_config`` that have another meaning in a model of text alone.

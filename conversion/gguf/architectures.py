@@ -58,11 +58,10 @@ class Architecture(NamedTuple):
     name: str  #: The value of ``general.architecture``.
     model_type: str  #: The family that computes it.
     #: Fields of ``config.json`` by metadata key, in addition to :data:`_KEYS`. All keys are
-    # required.
+    #: required.
     keys: Mapping[str, str] = {}
     #: Hugging Face names of a block's tensors by llama.cpp's names. They extend and override
-    # :data:`_NAMES`. A name may
-    #: include ``.weight`` or ``.bias``.
+    #: :data:`_NAMES`. A name may include ``.weight`` or ``.bias``.
     names: Mapping[str, str] = {}
     constants: Mapping[str, Any] = {}  #: Fields of ``config.json`` that metadata does not have.
     #: Computes further fields of ``config.json``.

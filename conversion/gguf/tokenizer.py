@@ -62,9 +62,8 @@ def _by_case(ending: str, digits: str) -> str:
 class _Rule(NamedTuple):
     """The pre-tokenizer of a byte-level tokenizer."""
 
-    patterns: tuple[
-        str, ...
-    ] = ()  #: Patterns that split the text, applied in order. Default: GPT-2's pattern.
+    #: Patterns that split the text, applied in order. Default: GPT-2's pattern.
+    patterns: tuple[str, ...] = ()
     single_digits: bool = False  #: Whether digits are split off first, each on its own.
     nfc: bool = False  #: Whether the text is normalised to NFC first.
     ignore_merges: bool = (

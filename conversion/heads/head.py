@@ -47,7 +47,7 @@ class HeadCheckpoint:
     method: str  #: The name of its row in the table of heads, such as ``eagle3``.
     config: Any  #: Its description, as the drafter of the method expects it.
     #: Nested dictionary of numpy arrays in the stored dtype, as the drafter of the method expects
-    # it.
+    #: it.
     head: Params
     draft_to_target: (
         np.ndarray | None
@@ -89,7 +89,7 @@ class HeadKind(NamedTuple):
     name: str  #: Its name in ``conversion.identify``.
     label: str  #: Its name for people.
     #: Tells whether a checkpoint is of this kind. The first kind of the table that recognises a
-    # checkpoint reads it.
+    #: checkpoint reads it.
     recognise: Callable[[Signs], bool]
     classes: tuple[type, type]  #: The classes of its configuration and of its drafter.
     #: Reads the head from its files and its target, if that is known.
@@ -97,14 +97,14 @@ class HeadKind(NamedTuple):
     #: Reads its description from a ``config.json`` and its target alone, for planning.
     read_config: Callable[[Fields, DecoderConfig], Any]
     #: Writes the head in one of ``layouts``. A ``CheckpointError`` names a setting that the layout
-    # cannot express.
+    #: cannot express.
     write: Callable[[HeadCheckpoint, str], Layout]
     #: The layouts in which it can be written, in addition to the native one; the first is the
-    # default.
+    #: default.
     layouts: tuple[str, ...]
     dialect: Callable[[Signs], str]  #: Returns the layout of a checkpoint.
     #: The names of the lists of layers in a native checkpoint, and functions that return their
-    # lengths.
+    #: lengths.
     stacks: Mapping[str, Callable[[Any], int]] = {}
     #: Returns the name of a head of this description, if the method has several names.
     variant: Callable[[Any], str] | None = None

@@ -30,7 +30,7 @@ class Scheme(NamedTuple):
     """How weights share scales."""
 
     #: The weights of a scale: ``tensor``, ``channel``, ``group`` (of inputs) or ``block`` (of
-    # both).
+    #: both).
     strategy: str
     block: tuple[int, int] = (1, 1)  #: Outputs and inputs of a block; 1 and the inputs of a group.
     bits: int = 8  #: Bits of an integer.

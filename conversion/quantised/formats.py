@@ -50,7 +50,7 @@ class Format(NamedTuple):
     words: str  #: Its name for people.
     layouts: tuple[Layout, ...]  #: The layouts of its tensors.
     #: Patterns of the names of tensors that belong to quantised ones and are not needed for their
-    # weights.
+    #: weights.
     ignored: tuple[str, ...] = ()
 
 
@@ -59,7 +59,7 @@ class Quantisation(NamedTuple):
 
     words: str  #: The format, for people.
     #: The kind of weights that keeps the stored values and scales, ``fp8`` or ``int8``; empty if
-    # there is none.
+    #: there is none.
     kept_as: str
     num_tensors: int  #: How many tensors are quantised.
 

@@ -22,7 +22,7 @@ class Comparison:
     tokens_per_second: Spread  #: Speed of the decoder.
     plain_tokens_per_second: Spread  #: Speed of plain decoding.
     #: Speed of the decoder over that of plain decoding in each repeat, whose two runs follow each
-    # other.
+    #: other.
     ratios: tuple[float, ...]
     is_plain: bool  #: Whether the decoder is plain decoding itself, so that nothing was compared.
     same_output: bool | None  #: Whether both wrote the same tokens; ``None`` for sampled tokens.

@@ -50,7 +50,7 @@ class Contender:
     num_draft_steps: int = 0  #: ``G`` of a decoder of this library.
     lossless: bool = True  #: Whether its output follows the target's distribution.
     #: Simulated acceptance rates, up to the depth of the drafts; ``None`` if acceptance is not
-    # simulated.
+    #: simulated.
     simulated_rates: list[float] | None = None
     largest_batch: int | None = None  #: Maximum number of prompts at once; ``None`` for any number.
 

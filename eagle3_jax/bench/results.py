@@ -25,9 +25,8 @@ class Acceptance:
     mean_acceptance_length: float  #: τ, tokens per round.
     draft_acceptance_rate: float  #: Accepted over drafted.
     per_position: list[float]  #: Share of drafts accepted up to each depth.
-    conditional: list[
-        float
-    ]  #: Share of drafts accepted at each depth among those accepted up to the depth before.
+    #: Share of drafts accepted at each depth among those accepted up to the depth before.
+    conditional: list[float]
 
     @classmethod
     def of(cls, stats: Iterable[SpeculationStats]) -> Acceptance:
@@ -48,11 +47,10 @@ class TaskRow:
     task: str  #: Name of the task.
     num_prompts: int  #: Number of its prompts.
     #: Geometric mean over its prompts of the time per token of the baseline over that of the
-    # contender; ``None`` if
-    #: every batch has prompts of other tasks too.
+    #: contender; ``None`` if every batch has prompts of other tasks too.
     ratio: Interval | None
     #: Acceptance on its prompts; ``None`` without drafts, or if counters of a batch cannot be
-    # separated.
+    #: separated.
     acceptance: Acceptance | None
 
 
@@ -69,13 +67,12 @@ class Row:
     ratio: Spread  #: Decode speed over that of the baseline in the same repeat, by repeat.
     total_ratio: Spread  #: The same, prefill included.
     #: Decode time of the baseline over that of the contender, all batches and repeats summed; 95 %
-    # bootstrap interval
-    #: over the pairs.
+    #: bootstrap interval over the pairs.
     ratio_interval: Interval
     total_ratio_interval: Interval  #: The same, prefill included.
     #: Geometric mean over prompts (batches) of their ratios of time per output token, each the mean
-    # over its repeats.
-    #: The 95 % bootstrap interval is over prompts, so that it holds for other prompts too.
+    #: over its repeats. The 95 % bootstrap interval is over prompts, so that it holds for other
+    #: prompts too.
     prompt_ratio: Interval
     acceptance: Acceptance | None  #: Acceptance of its drafts; ``None`` without drafts or counters.
     num_draft_steps: int  #: ``G``, 0 for plain decoding.
@@ -90,8 +87,7 @@ class Row:
     #: Time between chunks of a stream, a round each, in separate runs; ``None`` for other engines.
     chunk: Latency | None
     #: Least memory traffic over the highest bandwidth measured on the device; above 1 the
-    # measurement is wrong.
-    #: ``None`` if its rounds are unknown or no bandwidth was measured.
+    #: measurement is wrong. ``None`` if its rounds are unknown or no bandwidth was measured.
     bandwidth_share: float | None
     compile_seconds: float  #: Compilation time of all programs; no other figure includes it.
     #: Number of texts equal to those of plain decoding in the same precision; ``None`` without it.
@@ -123,7 +119,7 @@ class Report:
         int  #: Programs compiled while times were taken; the times are fair only if it is 0.
     )
     #: Highest bandwidth of the device, measured before and after the runs; ``None`` if not
-    # measured.
+    #: measured.
     bytes_per_second: float | None
     not_measured: list[NotMeasured]  #: Contenders that do not take batches of this size.
 

@@ -123,8 +123,7 @@ def _stream(arrays: Stream, *, way: str, passes: int) -> Stream:
 
 
 #: What a pass does with the matrix, the row and the sum, and how often that moves the matrix. Every
-# pass depends on the
-#: pass before, so that the compiler cannot take it out of the loop.
+#: pass depends on the pass before, so that the compiler cannot take it out of the loop.
 WAYS: dict[str, tuple[Callable[..., Stream], int]] = {
     "sum": (
         lambda matrix, row, total: (matrix, row, jnp.sum(jnp.minimum(matrix, total), axis=0)),

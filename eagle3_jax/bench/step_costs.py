@@ -32,8 +32,7 @@ class StepCosts:
     #: One draft step: observing committed tokens and proposing, over the depth of the draft.
     draft_seconds: float
     #: The part of ``verify_seconds`` in which the draft's keys and values are written to the cache
-    # and those of the
-    #: accepted path moved together.
+    #: and those of the accepted path moved together.
     commit_seconds: float
 
 

@@ -21,7 +21,7 @@ class TransformersContender(Contender):
     dtype: str  #: Precision in reports.
     model: Any  #: The loaded model.
     #: Further arguments of ``generate``, such as ``prompt_lookup_num_tokens`` for its assisted
-    # generation.
+    #: generation.
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -43,9 +43,8 @@ class Shape:
     num_draft_steps: int  #: ``G``, draft steps in a round; ``K`` for a chain.
     is_chain: bool  #: Only chains fit into a schedule.
     mean_acceptance_length: float  #: ``τ``, tokens per round, measured with this shape.
-    acceptance_per_position: tuple[
-        float, ...
-    ] = ()  #: Share of rounds in which the token at each depth was accepted.
+    #: Share of rounds in which the token at each depth was accepted.
+    acceptance_per_position: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,8 +180,7 @@ class Check:
     shape: str  #: Name of the draft that was compared with plain decoding.
     speedup: float  #: Predicted ``S`` of a batch in which all rows are running.
     #: Mean share of rows that are running: rows of one batch finish at different times when they
-    # speculate, and a batch
-    #: ends with its last row.
+    #: speculate, and a batch ends with its last row.
     rows_running: float
     measured: Spread  #: Ratio of decode times over all prompts, paired by repeat.
 
@@ -197,9 +195,8 @@ class Tuning:
     """All measurements and their consequences."""
 
     batches: tuple[BatchTuning, ...]  #: In ascending order.
-    checks: tuple[
-        Check, ...
-    ]  #: Checks at the smallest and the largest batch size; empty without ``check``.
+    #: Checks at the smallest and the largest batch size; empty without ``check``.
+    checks: tuple[Check, ...]
     num_prompts: int  #: Prompts that acceptance was measured on.
     max_new_tokens: int  #: New tokens of each prompt.
     repeats: int  #: Interleaved repeats.

@@ -15,7 +15,7 @@ from eagle3_jax.certify.source import Completion, Refused, Report
 from eagle3_jax.certify.statistics import Sampling
 
 #: Tokens ``[T]``, and the log-probabilities ``[T V]`` of their positions before temperature and
-# warpers.
+#: warpers.
 Sampled = tuple[Any, Any]
 #: What a sampler returns for a prompt: all tokens at once, or the tokens of each round.
 Answer = Sampled | Iterable[Sampled]

@@ -128,8 +128,7 @@ class Models(NamedTuple):
     target: LoadedTarget  #: In the precision of ``--dtype``.
     dtype: str  #: That precision, and the weights if they are not dense.
     #: The same target in float32 as a second baseline; ``None`` if the first one is in float32, or
-    # on a GPU, where
-    #: float32 is never the fastest.
+    #: on a GPU, where float32 is never the fastest.
     float32: LoadedTarget | None
     #: Heads under their names; ``None`` for prompt lookup; empty for plain decoding only.
     drafters: dict[str, LoadedDrafter | None]
@@ -145,8 +144,7 @@ class Methods(NamedTuple):
         str | None
     )  #: The simulated acceptance in words; ``None`` for a rule that looks at the target.
     #: Returns the acceptance rule for drafts of a depth, ``None`` for the exact one. It raises
-    # ``ValueError`` if drafts
-    #: of this depth cannot have the simulated acceptance.
+    #: ``ValueError`` if drafts of this depth cannot have the simulated acceptance.
     rule: Callable[[int], Verifier | None]
 
     @property

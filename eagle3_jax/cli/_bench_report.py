@@ -80,9 +80,8 @@ class Findings:
     """The result of the command."""
 
     device: str  #: Short name of the hardware.
-    about: dict[
-        str, Any
-    ]  #: Environment of the run; see :func:`eagle3_jax.bench.environment.environment`.
+    #: Environment of the run; see :func:`eagle3_jax.bench.environment.environment`.
+    about: dict[str, Any]
     reports: Sequence[Report]  #: One for each batch size.
     missing: Sequence[NotMeasured]  #: Contenders that were not measured at all.
     interruption: str  #: The part that was measured, in words, if Ctrl-C ended the measurement.

@@ -146,8 +146,7 @@ class NetworkDrafter(ShapedDrafter):
     borrows_output: ClassVar[bool] = False
 
     #: Configuration of the network. It has at least ``vocab_size``, ``draft_vocab_size``,
-    # ``target_width``,
-    #: ``aux_layers`` and ``max_positions``.
+    #: ``target_width``, ``aux_layers`` and ``max_positions``.
     config: Any
     topology: Topology | None = (
         None  #: The shape of a draft; by default a chain of the default length.

@@ -55,7 +55,7 @@ class Request:
     max_new_tokens: int  #: Maximum number of new tokens.
     where: str = ""  #: For error messages: empty, or the line of the file.
     #: The prompt's ``temperature``, ``top_k``, ``top_p``, ``seed`` and ``stop`` (a list of texts),
-    # if it sets them.
+    #: if it sets them.
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     messages: Messages | None = (
         None  #: The turns of a conversation; ``None`` for a prompt that is continued.
@@ -69,7 +69,7 @@ class Prompt:
     name: str  #: Name of the question, or file and line.
     category: str  #: Category of the question; the name of the file for other lines.
     #: Input of the target. For a conversation it is the first turn, because later turns depend on
-    # the answer.
+    #: the answer.
     tokens: list[int]
     text: str | None  #: The text in the file, without a chat template; ``None`` for token ids.
     reference: str | None  #: A correct answer, if the file has one.

@@ -39,7 +39,7 @@ class Scoring(NamedTuple):
 
     scale: float | None = None  #: Factor of ``q kᵀ``; ``H ** -0.5`` when ``None``.
     #: Scores become ``softcap * tanh(score / softcap)`` before the mask (Gemma 2); ``None`` for no
-    # cap.
+    #: cap.
     softcap: float | None = None
     #: ``[heads]``, one more logit in the softmax of each head, without a value (gpt-oss).
     sinks: Float[Array, " heads"] | None = None

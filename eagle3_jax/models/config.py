@@ -54,9 +54,8 @@ class RopeConfig:
 
     theta: float = 10_000.0  #: Base of the geometric progression of wavelengths.
     #: ``default``, ``linear`` (position interpolation), ``llama3``, ``yarn`` (Peng et al., 2023) or
-    # ``longrope`` (Ding
-    #: et al., 2024). With ``longrope``, only texts of up to ``original_max_positions`` tokens are
-    # computed.
+    #: ``longrope`` (Ding et al., 2024). With ``longrope``, only texts of up to
+    #: ``original_max_positions`` tokens are computed.
     type: RopeType = "default"
     factor: float = 1.0  #: Factor by which the context is extended.
     #: Context length before the extension (``llama3``, ``yarn`` and ``longrope``).
@@ -163,7 +162,7 @@ class GroupedQuery:
     #: Growth of queries with their position (Ministral 3, Llama 4); ``None`` for none.
     query_scaling: QueryScaling | None = None
     #: Length of a chunk of positions; a token attends to the earlier tokens of its chunk. ``None``:
-    # no chunks.
+    #: no chunks.
     chunk: int | None = None
     #: Whether queries and keys are divided by their root mean square *after* rotation (Llama 4).
     qk_l2_norm: bool = False
@@ -171,8 +170,7 @@ class GroupedQuery:
         False  #: Whether each head has one more logit in its softmax, without a value (gpt-oss).
     )
     #: Whether the projection of the queries also gives a gate of their shape. Its sigmoid
-    # multiplies the output of
-    #: attention (Qwen3-Next).
+    #: multiplies the output of attention (Qwen3-Next).
     output_gate: bool = False
     softcap: float | None = (
         None  #: Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); ``None`` for no cap.
@@ -229,8 +227,7 @@ class Latent:
     num_heads: int  #: Number of heads.
     q_rank: int | None  #: Width of the queries' latent; ``None`` if queries are projected directly.
     #: ``r``, width of the latent that keys and values share. The cache holds it and the
-    # ``rope_dim`` channels of a
-    #: rotated key that all heads share.
+    #: ``rope_dim`` channels of a rotated key that all heads share.
     kv_rank: int
     nope_dim: int  #: Channels of a head's query and key that do not rotate.
     rope_dim: int  #: ``dr``, channels of a head's query and key that rotate.
@@ -243,8 +240,7 @@ class Latent:
     )
     bias: bool = False  #: Whether the projections to the latents and the output have a bias.
     #: Number of keys that the index of the published model chooses. Texts of at most this length
-    # need no index; longer
-    #: texts are refused. ``None``: the model has no index.
+    #: need no index; longer texts are refused. ``None``: the model has no index.
     index_topk: int | None = None
 
     def __post_init__(self) -> None:
@@ -343,8 +339,7 @@ class Experts:
     )
     bias: bool = False  #: Whether router and experts have biases.
     #: Clamped gates (gpt-oss): ``(up + 1) * gate * sigmoid(1.702 * gate)`` with ``gate <= limit``
-    # and
-    #: ``|up| <= limit``. With ``None``, ``silu(gate) * up``.
+    #: and ``|up| <= limit``. With ``None``, ``silu(gate) * up``.
     limit: float | None = None
 
     def __post_init__(self) -> None:
@@ -394,7 +389,7 @@ class LayerConfig:
     mlp: MLP  #: The part that treats every position separately.
     norms: NormPlaces = "before"  #: Which tensors are normalised.
     #: Factor of the outputs of mixer and MLP before they are added to the residual stream
-    # (Granite).
+    #: (Granite).
     residual_scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -448,8 +443,7 @@ class DecoderConfig:
     tie_embeddings: bool = False  #: Whether the output projection is the transposed embedding.
     norm_kind: NormKind = "plain"  #: How every norm of the model multiplies by its weight.
     #: Factor of the embedding at the start of the residual stream. Draft heads that borrow the
-    # embedding read it
-    #: without the factor, as in vLLM and SGLang.
+    #: embedding read it without the factor, as in vLLM and SGLang.
     embedding_scale: float = 1.0
     logit_scale: float = 1.0  #: Factor of the logits.
     #: Logits become ``softcap * tanh(logit / softcap)`` (Gemma 2); ``None`` for no cap.

@@ -31,7 +31,7 @@ class Span(NamedTuple):
         None  #: Number of most recent positions, the token's own included; ``None`` for all.
     )
     #: Positions are divided into chunks of this size and a token attends to its own chunk; ``None``
-    # for all.
+    #: for all.
     chunk: int | None = None
 
     @property

@@ -292,8 +292,7 @@ class ToQuantise:
     """A parameter that is quantised when it is put on the device, so that the host never holds all kernels."""
 
     #: The array, or an object that ``np.asarray`` converts. If its ``kept_as`` names the same kind
-    # of kernel, its
-    #: ``stored_kernel()`` is used.
+    #: of kernel, its ``stored_kernel()`` is used.
     source: Any
     weights: str  #: One of :data:`WEIGHTS`, except ``dense``.
     is_table: bool = False  #: See :class:`Int8Kernel`.

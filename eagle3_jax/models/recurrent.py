@@ -76,9 +76,8 @@ class Recurrent(struct.PyTreeNode, kw_only=True):
     )  # what a mesh divides (eagle3_jax.devices.sharding)
 
     state: Float[Array, "B Hv dk dv"]  #: ``[B Hv dk dv]``, float32.
-    window: Float[
-        Array, "B Hk P c"
-    ]  #: ``[B Hk P c]``, the last ``P`` inputs of the convolution, by key head.
+    #: ``[B Hk P c]``, the last ``P`` inputs of the convolution, by key head.
+    window: Float[Array, "B Hk P c"]
 
     @classmethod
     def allocate(

@@ -19,11 +19,10 @@ _A_BLOCK = 64  # most tokens of a block; more are a prompt, which is computed on
 class Routing(NamedTuple):
     """The experts of each token."""
 
-    chosen: Int[
-        Array, "T k"
-    ]  #: ``[T k]``, ids in ascending order, which is the order of all sums over experts.
+    #: ``[T k]``, ids in ascending order, which is the order of all sums over experts.
+    chosen: Int[Array, "T k"]
     #: ``[T k]``, factors of the experts' outputs, or of their inputs if the router is
-    # ``sigmoid-of-input``.
+    #: ``sigmoid-of-input``.
     weights: Float[Array, "T k"]
 
 

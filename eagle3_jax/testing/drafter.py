@@ -467,9 +467,8 @@ def samples_from_what_it_declares(subject: Subject) -> str:
 def _compare_with_declared(drafts: Iterable[HostDraft], event: str) -> Evidence:
     """Compares the tokens of every node with its declared distributions, separately by the token of its parent."""
     evidence = Evidence()
-    tracked: dict[
-        int, list[int]
-    ] = {}  # by node, the most frequent tokens of its parent in the first drafts
+    #: by node, the most frequent tokens of its parent in the first drafts
+    tracked: dict[int, list[int]] = {}
     for draft in drafts:
         assert draft.probs is not None
         for node in range(1, draft.tokens.shape[1]):

@@ -31,7 +31,7 @@ class Accelerator:
     )
     bandwidth_bytes_per_second: float  #: Memory bandwidth.
     #: Dense bfloat16 operations per second, summed in float32; without the doubling for sparse
-    # matrices.
+    #: matrices.
     peak_flops: float
     peak_flops_fp8: (
         float | None

@@ -52,5 +52,5 @@ def _read(table: dict[str, Any]) -> DecoderConfig:
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 #: Configurations by name. The counts that follow from these are checked against the published
-# checkpoints.
+#: checkpoints.
 KNOWN_MODELS: dict[str, DecoderConfig] = {name: _read(table) for name, table in _TABLES.items()}

@@ -14,8 +14,8 @@ from eagle3_jax.theory.memory import Deployment, MemoryPlan, memory_plan
 from eagle3_jax.theory.speedup import Rates, rates, round_cost, tau_from_conditional_rate
 
 #: Number of requests after which the share that is slower than the plain pool's 99th percentile is
-# known to a quarter
-#: of a percent with 95 % confidence, ``n = z² p(1-p) / h²`` with ``p`` = 1 % and ``h`` = 0.25 %.
+#: known to a quarter of a percent with 95 % confidence, ``n = z² p(1-p) / h²`` with ``p`` = 1 % and
+#: ``h`` = 0.25 %.
 REQUESTS_FOR_P99 = math.ceil(1.96**2 * 0.01 * (1 - 0.01) / 0.0025**2)
 _STAGES = ((0.01, 1.0), (0.1, 24.0), (0.5, 24.0), (1.0, 168.0))  # share of traffic, least hours
 
@@ -72,7 +72,7 @@ class RolloutPlan:
     )
     least_tau: float  #: The gate on τ, halfway from break-even to the expected τ.
     #: The gate on the median time per output token over that of the plain pool, half of the
-    # predicted saving.
+    #: predicted saving.
     largest_time_ratio: float
     predicted_speedup: (
         float  #: ``S = τ / (v + K·c)`` at the peak; at most that, where costs are the roofline's.

@@ -26,7 +26,7 @@ class Parameters(NamedTuple):
     )
     mlp: int = 0  #: Gate, up and down projections that every token goes through.
     #: The projection that fuses target features in a draft head, and its other matrices outside of
-    # layers.
+    #: layers.
     fusion: int = 0
     vectors: int = 0  #: Norms, biases and other small parameters.
     #: The embedding table; 0 if it is tied to the output projection or borrowed from another model.
@@ -48,8 +48,7 @@ class EqualLayers(NamedTuple):
     number: int  #: Number of layers.
     sizes: Parameters  #: Parameters.
     #: Numbers that one token adds to the caches (a key and a value, or a latent). A layer with a
-    # window counts
-    #: like any other, since its buffers are as long.
+    #: window counts like any other, since its buffers are as long.
     cache_values_per_token: int
     #: Numbers in the recurrent states of a sequence, in float32 and independent of its length.
     state_values: int
@@ -85,7 +84,7 @@ class Sizes:
         MOST  #: Maximum number of draft tokens. The root of a draft takes a position too.
     )
     #: Whether it is a draft head, every kernel of which may be stored in FP8, its output matrix
-    # included.
+    #: included.
     is_head: bool = False
 
     @property

@@ -27,10 +27,8 @@ class TTTBatch(struct.PyTreeNode, kw_only=True):
     tokens: Int[Array, "B T"]
     attention_mask: Bool[Array, "B T"]  #: False at padding.
     #: True where the token *after the next* is worth learning: entry ``t + k`` supervises row ``t``
-    # of step ``k``: its
-    #: label is ``x_{t+k+2}``. For an assistant turn at ``s .. e`` these are entries ``s - 1 .. e -
-    # 2``: its first
-    #: token always comes from the target.
+    #: of step ``k``: its label is ``x_{t+k+2}``. For an assistant turn at ``s .. e`` these are
+    #: entries ``s - 1 .. e - 2``: its first token always comes from the target.
     loss_mask: Bool[Array, "B T"]
     #: Random key of objectives that add noise or sample rows; every batch has another.
     key: Key[Array, ""] | None = None

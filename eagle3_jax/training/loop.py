@@ -41,12 +41,12 @@ class OptimizerConfig:
     """AdamW or Muon with warm-up and cosine decay to zero."""
 
     #: ``adamw`` (Loshchilov & Hutter, 2019), or ``muon`` (Jordan et al., 2024), which
-    # orthogonalises the update of
-    #: hidden matrices and leaves embeddings, norms and output projections to AdamW.
+    #: orthogonalises the update of hidden matrices and leaves embeddings, norms and output
+    #: projections to AdamW.
     method: str = "adamw"
     learning_rate: float = 3e-3  #: Peak learning rate.
     #: ``muon``: peak learning rate of the parameters that AdamW updates; default:
-    # ``learning_rate``.
+    #: ``learning_rate``.
     embedding_learning_rate: float | None = None
     num_steps: int = 1000  #: Length of the schedule, in steps.
     warmup_steps: int = 50  #: Steps of linear warm-up from zero.

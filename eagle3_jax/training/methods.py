@@ -297,22 +297,20 @@ def _draft_model(config: DecoderConfig, *, precision: Precision = FLOAT32) -> Dr
 class Recipe(NamedTuple):
     """The training of heads of one method."""
 
-    choices: tuple[
-        str, ...
-    ]  #: The fields of :class:`HeadOptions` that the method has in addition to ``depth``.
+    #: The fields of :class:`HeadOptions` that the method has in addition to ``depth``.
+    choices: tuple[str, ...]
     #: Makes the head's configuration for a target; see :meth:`config`.
     shape: Callable[[DecoderConfig, HeadOptions], Any]
     drafter: Callable[..., Any]  #: Makes the drafter from a configuration and ``precision``.
     #: The loss function: drafter, target's model, head's parameters, frozen arrays, batch, and the
-    # result of
-    #: ``setting``. It is differentiable in the head's parameters only. Its metrics are those of
-    #: :func:`eagle3_jax.training.ttt.ttt_loss`: ``accuracy_k`` of each draft position and
-    # ``simulated_tau``.
+    #: result of ``setting``. It is differentiable in the head's parameters only. Its metrics are
+    #: those of :func:`eagle3_jax.training.ttt.ttt_loss`: ``accuracy_k`` of each draft position and
+    #: ``simulated_tau``.
     objective: Callable[[Any, DecoderTarget, Params, Frozen, TTTBatch, Any], Loss]
     #: The last argument of ``objective``, from the options.
     setting: Callable[[HeadOptions], Any] = operator.attrgetter("depth")
     #: The first parameters, from the drafter, the target, the draft vocabulary (``None`` for all)
-    # and a key.
+    #: and a key.
     start: Callable[[Any, LoadedTarget, DraftVocabulary, jax.Array], Params] = initial_head
     depths: str = (
         "5"  #: Default phases ``UNTIL:DEPTH,...``, in the form of ``eagle3 train head --unroll``.

@@ -49,7 +49,7 @@ class OwnTextConfig:
     greedy_share: float = 0.5  #: Share of the answers that are decoded greedily.
     seed: int = 0  #: Random seed, 0 or more.
     #: Beginnings of users' turns. Half of the turns get one of them at random, and the model goes
-    # on.
+    #: on.
     openings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -39,9 +39,8 @@ LEAST = 0.2
 class Chains(struct.PyTreeNode, kw_only=True):
     """The rows of a forward. Those of depth 0 come first, in order: they are the text."""
 
-    anchors: Int[
-        Array, "B S"
-    ]  #: Position of the last true pair before a row; at depth 0 that of the row.
+    #: Position of the last true pair before a row; at depth 0 that of the row.
+    anchors: Int[Array, "B S"]
     present: Bool[Array, "B S"]  #: False at padding.
     depths: tuple[int, ...] = struct.field(pytree_node=False)  #: The ``S`` depths, ascending.
 

@@ -22,7 +22,7 @@ class Text(NamedTuple):
     tokens: list[int]  #: Token ids.
     learn: list[bool]  #: For each token, whether the head learns to draft it.
     #: The first 8 bytes of the SHA-256 of the document; equal documents are learnt or held out
-    # together.
+    #: together.
     document: int
 
 

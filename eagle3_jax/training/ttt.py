@@ -54,15 +54,13 @@ class TTTConfig:
     num_steps: int = 7  #: ``K``; the official code unrolls 7 steps, the paper 5.
     decay: float = 0.8  #: Step ``k`` weighs ``decay^k``.
     #: Divisor of the sum over rows: ``all`` rows ``B·T``, masked or not, or the ``supervised``
-    # ones. ``all`` also keeps
-    #: a flaw of the official code: supervised rows whose label is past the end of the sequence are
-    # pulled towards the
-    #: uniform distribution. ``supervised`` leaves them out.
+    #: ones. ``all`` also keeps a flaw of the official code: supervised rows whose label is past the
+    #: end of the sequence are pulled towards the uniform distribution. ``supervised`` leaves them
+    #: out.
     denominator: Literal["all", "supervised"] = "all"
     #: Standard deviation of Gaussian noise on each feature, as a part of the feature's root mean
-    # square. Without it a
-    #: head learns few texts by heart. It needs the key of the batch. (EAGLE-1, section 3.2, has
-    # uniform noise.)
+    #: square. Without it a head learns few texts by heart. It needs the key of the batch. (EAGLE-1,
+    #: section 3.2, has uniform noise.)
     noise: float = 0.0
 
 
@@ -75,9 +73,8 @@ class Teacher(NamedTuple):
 
     probs: Float[Array, "B S W"]  #: Softmax over the draft vocabulary.
     mass: Float[Array, "B S"]  #: Probability of the draft vocabulary under the full softmax.
-    best: Int[
-        Array, "B S"
-    ]  #: Draft id of the most likely of all target tokens; -1 if the head cannot propose it.
+    #: Draft id of the most likely of all target tokens; -1 if the head cannot propose it.
+    best: Int[Array, "B S"]
 
     @property
     def full_probs(self) -> Float[Array, "*rows W"]:

@@ -45,9 +45,8 @@ _WAITING = "Interactive picture: needs JavaScript and the outputs of the cells a
 _HEIGHT = 450  # plotly's default
 
 
-_CARRIER: list[
-    str
-] = []  # the cell of this kernel whose output contains the library; a page shows all cells
+#: the cell of this kernel whose output contains the library; a page shows all cells
+_CARRIER: list[str] = []
 
 
 def _needs_library() -> bool:

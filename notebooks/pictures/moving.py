@@ -26,9 +26,8 @@ class Moving:
     """
 
     name: str  #: The file without its suffix, which is also its function.
-    values: dict[
-        str, Any
-    ]  #: The values of this picture; the first lines of the file describe them.
+    #: The values of this picture; the first lines of the file describe them.
+    values: dict[str, Any]
 
     def _repr_html_(self) -> str:
         script = Path(__file__).with_name(f"{self.name}.js").read_text(encoding="utf-8")

@@ -36,9 +36,8 @@ class Token:
 
     piece: str  #: Its text.
     #: ``"prompt"``, ``"from the prefill"``, ``"accepted"``, ``"corrected"`` (the target's choice
-    # after a rejection),
-    #: ``"bonus"`` (the target's choice after a completely accepted path) or ``"undrafted"`` (the
-    # round had no draft).
+    #: after a rejection), ``"bonus"`` (the target's choice after a completely accepted path) or
+    #: ``"undrafted"`` (the round had no draft).
     kind: str
     round: int  #: Number of the round that added the token, from 1; 0 before the first round.
 

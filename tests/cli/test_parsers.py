@@ -381,8 +381,7 @@ def test_prompts_of_a_fixed_length_and_in_turn():
     assert {prompt.name for prompt in in_turn(every, 9)} == {prompt.name for prompt in every}
 
 
-# ---------------------------------------------------------------- the standard input, and texts
-# that are none
+# ------------------------------------------------------ the standard input, and texts that are none
 
 
 def pipe(monkeypatch, content: bytes) -> None:

@@ -135,8 +135,7 @@ def test_a_signal_in_a_terminal_leaves_a_cursor_and_no_traceback(number):
     assert started.screen.cursor.x == 0
 
 
-# ---------------------------------------------------------------- outputs that do not take
-# everything
+# -------------------------------------------------------------- outputs that do not take everything
 
 
 @pytest.mark.parametrize(

@@ -155,8 +155,7 @@ def test_a_file_is_replaced_through_links_and_a_pipe_stays_a_pipe(tmp_path: Path
     assert names(tmp_path) == ["file", "link", "pipe"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# training
+# ----------------------------------------------------------------------------------------- training
 
 
 def trainer_in(directory: Path) -> Trainer:

@@ -187,9 +187,8 @@ class Hasty(Ordinary):
 class Sampling(FixedTree):
     """Samples each node below the root from a fixed distribution, and declares one."""
 
-    distribution: Callable[
-        [Any], Any
-    ]  #: The sampled distributions, by the number of observed tokens, ``[B]``.
+    #: The sampled distributions, by the number of observed tokens, ``[B]``.
+    distribution: Callable[[Any], Any]
     declared: Any  #: The declared distributions.
 
     # its arrays have no hash

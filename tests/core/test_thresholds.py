@@ -39,7 +39,7 @@ class Decisions:
     """The decisions of a rule on a draft of one node or two."""
 
     #: For each node: the uniform below which it is accepted if the other is refused, and the
-    # probability of this case.
+    #: probability of this case.
     accept: list[tuple[float, float]]
     next_token: np.ndarray  #: ``[V]``, weights of the next token if all nodes are refused.
     refused: float  #: The probability that all nodes are refused.

@@ -105,9 +105,8 @@ def grown_by_the_paper(
     network: Network, row: int, tree: DynamicTree, ids: np.ndarray
 ) -> tuple[list[int], list[int]]:
     """Grows a tree as EAGLE-2 does: expands the best ``k`` nodes of each level, then keeps the best of all."""
-    pool: list[
-        tuple[float, int, int]
-    ] = []  # score, token, index of the parent in the pool (-1 the root)
+    #: score, token, index of the parent in the pool (-1 the root)
+    pool: list[tuple[float, int, int]] = []
     carry = network.embedding[row]
     scores = log_softmax(network.logits(carry).astype(np.float64))
     pool += [

@@ -345,7 +345,7 @@ class Truth(NamedTuple):
     tokens: np.ndarray  #: ``[T]``, a text of all prompts' words.
     logits: np.ndarray  #: ``[T V]``.
     #: ``[L+2 T D]``, the residual stream entering every layer, leaving the last, and after the
-    # final norm.
+    #: final norm.
     entering: np.ndarray
 
 
@@ -375,12 +375,11 @@ def truth(name: str) -> Truth:
 class Choices(NamedTuple):
     """The tokens that transformers would write after each prefix of a text."""
 
-    tokens: list[
-        int
-    ]  #: The most probable token after the prompt, and after every token of the text but its last.
+    #: The most probable token after the prompt, and after every token of the text but its last.
+    tokens: list[int]
     margin: float  #: The smallest distance between the two largest logits of those.
     #: The smallest distance, in any layer, between the last expert chosen and the first that is
-    # not.
+    #: not.
     routed: float
 
 

@@ -93,7 +93,7 @@ class Mutant:
 
     function: Callable  #: The function of the library that the bug replaces.
     #: Called with the original function and its arguments; or two pieces of source for
-    # :func:`inject_bug`.
+    #: :func:`inject_bug`.
     bug: Callable | tuple[str, str]
     check: Callable  #: Must fail with the bug and pass without.
     args: tuple = ()  #: Its arguments.

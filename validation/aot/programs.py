@@ -63,7 +63,7 @@ class Case:
     platform: str = "cuda:h200"  #: As :meth:`Platform.named` takes it.
     target: str = "Llama-3.1-8B"  #: Name of a known shape, or :data:`SHIPPED`.
     #: ``plain``, ``plain6`` (in blocks of 6), ``chain5`` (K), ``never5`` (that chain, never right),
-    # ``tree60`` (nodes).
+    #: ``tree60`` (nodes).
     draft: str = "chain5"
     batch: int = 1  #: Rows.
     program: str = "step"  #: One of :data:`PROGRAMS`.
@@ -125,7 +125,7 @@ class Facts:
     layers: int  #: Layers of the target.
     counts: Counts  #: Counts of a round, or of a prefill.
     #: Bytes on a device: ``argument``, ``output``, ``alias`` (of the output, updated in place),
-    # ``temp``, ``peak``.
+    #: ``temp``, ``peak``.
     memory: dict[str, int]
     state: int  #: Bytes of the state that ``step`` updates; 0 for other programs.
     cpu_seconds: dict[str, float]  #: Seconds of all cores to ``trace``, ``lower`` and ``compile``.

@@ -20,7 +20,8 @@ PATH = Path(__file__).resolve().parent.parent / "results" / "aot.json"
 DEPTHS = (
     3,
     5,
-    # layers; with fewer than three, the features of a head would include the output of the last layer
+    # layers; with fewer than three, the features of a head would include the output of the last
+    # layer
 )
 SLACK = 1.05
 
@@ -30,9 +31,8 @@ class Measured:
     """What a case compiled to."""
 
     case: Case
-    facts: list[
-        Facts
-    ]  #: One for each depth, ascending. With two, the layers of the case mean nothing.
+    #: One for each depth, ascending. With two, the layers of the case mean nothing.
+    facts: list[Facts]
     versions: dict[str, str]  #: Versions of JAX and of the compiler.
 
     @property

@@ -29,22 +29,20 @@ class EngineOptions:
     model: str  #: The target's directory or hub id.
     dtype: str = "float32"  #: ``float32``, ``bfloat16`` or ``float16``.
     #: vLLM's ``speculative_config``, such as ``{"method": "eagle3", "model": DIR,
-    # "num_speculative_tokens": 3}``;
-    #: ``None`` for plain decoding.
+    #: "num_speculative_tokens": 3}``; ``None`` for plain decoding.
     speculative: dict[str, Any] | None = None
     max_model_len: int = 512  #: Longest sequence, in tokens.
     max_num_seqs: int = 8  #: Largest batch.
     #: Share of a GPU's memory that vLLM may take; ``None`` for that of the process, and no meaning
-    # on a CPU.
+    #: on a CPU.
     gpu_memory_utilization: float | None = None
     #: vLLM's name for it; ``dummy`` makes random weights, so that a directory needs no more than a
-    # ``config.json``.
+    #: ``config.json``.
     load_format: str = "auto"
     #: On a GPU, with the first of vLLM's two model runners: the one whose inside can be reached.
     first_runner: bool = False
     #: Run without torch.compile and CUDA graphs (vLLM's ``enforce_eager``): it starts sooner and
-    # its inside can be
-    #: reached, but it is slower. Where speed is measured this is off.
+    #: its inside can be reached, but it is slower. Where speed is measured this is off.
     eager: bool = True
     log_probabilities: bool = False  #: Scores are log-probabilities instead of logits.
 
@@ -55,7 +53,7 @@ class Completion:
 
     tokens: Tokens  #: New tokens only.
     #: Draft tokens accepted in each step after the prefill; ``None`` where nothing is drafted or
-    # unknown.
+    #: unknown.
     accepted: list[int] | None = None
     drafted: list[int] | None = None  #: Draft tokens scheduled in each of these steps.
     first_token_seconds: float | None = (
@@ -70,7 +68,7 @@ class Generated:
     completions: list[Completion]  #: One result for each prompt, in their order.
     seconds: float  #: Wall time of the whole batch, measured in vLLM's process.
     #: The four ``spec_decode_*`` counters of this call, without prefix; empty where nothing is
-    # drafted.
+    #: drafted.
     counters: dict[str, Any]
 
     @property
@@ -84,14 +82,12 @@ class Scored:
     """Scores of given tokens: one entry per token of a sequence after its prompt."""
 
     best: Tokens  #: vLLM's own choice at each position, lowest id in a tie.
-    rank: list[
-        int
-    ]  #: 1 where no token has a higher logit, 2 where one has; of a lower token, vLLM's own rank.
-    gap: list[
-        float
-    ]  #: Logit (or log-probability) of vLLM's choice minus that of the given token; 0 in agreement.
+    #: 1 where no token has a higher logit, 2 where one has; of a lower token, vLLM's own rank.
+    rank: list[int]
+    #: Logit (or log-probability) of vLLM's choice minus that of the given token; 0 in agreement.
+    gap: list[float]
     #: Logit of vLLM's choice, which fixes its unit in the last place; ``nan`` where only
-    # log-probabilities are known.
+    #: log-probabilities are known.
     best_value: list[float]
 
 
@@ -140,9 +136,8 @@ class Engine(Protocol):
 class VLLM(Protocol):
     """A vLLM that can load, or has loaded, engines."""
 
-    versions: dict[
-        str, str
-    ]  #: ``vllm``, ``torch``, ``transformers``, ``device`` and the like, for the report.
+    #: ``vllm``, ``torch``, ``transformers``, ``device`` and the like, for the report.
+    versions: dict[str, str]
 
     def engine(self, options: EngineOptions) -> Engine:
         """Load an engine; the one loaded before is dropped.
