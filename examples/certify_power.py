@@ -1,12 +1,12 @@
 """What a certificate sees: how many requests find each injected error, what any test needs, and false alarms.
 
-    python examples/certify_power.py --output validation/results/certify-power.json python
-    examples/certify_power.py --alarms 200 --output validation/results/certify-alarms.json python
-    examples/certify_power.py --two-samples --output
-    validation/results/certify-power-two-samples.json
+    python examples/certify_power.py --output validation/results/certify-power.json
+    python examples/certify_power.py --alarms 200 --output validation/results/certify-alarms.json
+    python examples/certify_power.py --two-samples --output validation/results/certify-power-two-samples.json
 
 The sampler draws from a vocabulary of 64 with a chain of three. Short and long answers come in the
-proportion of a default run. One core: half an hour, two hours, ten minutes."""
+proportion of a default run. One core: half an hour, two hours, ten minutes.
+"""
 
 from __future__ import annotations
 

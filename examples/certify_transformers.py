@@ -1,13 +1,13 @@
 """Certifies five ways in which ``generate`` of transformers speculates, as Python functions.
 
-    python examples/certify_transformers.py --target TARGET --output validation/results    #
-    assisted, prompt look-up python examples/certify_transformers.py --target TARGET --way mtp
-    --output validation/results python examples/certify_transformers.py --target TARGET --drafter
-    DRAFTER --way dflash --output validation/results
+    python examples/certify_transformers.py --target TARGET --output validation/results    # assisted, prompt look-up
+    python examples/certify_transformers.py --target TARGET --way mtp --output validation/results
+    python examples/certify_transformers.py --target TARGET --drafter DRAFTER --way dflash --output validation/results
 
 Directories in the layout of Hugging Face; ``--drafter`` of DFlash or of Gemma 4's assistant. The
 assistant of ``assisted`` is the target with noise on its weights. One core: minutes for each, with
-targets of a few layers."""
+targets of a few layers.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Measures what a round costs on one GPU at the shape of Llama-3.1-8B, and writes every figure to one JSON file.
 
-    python examples/h200.py --output h200.json      # at most ten minutes; again: measures what is
-    missing python examples/h200.py --output /tmp/rehearsal.json --rehearse     # tiny shapes on any
-    device; no figure counts
+    python examples/h200.py --output h200.json      # at most ten minutes; again: measures what is missing
+    python examples/h200.py --output /tmp/rehearsal.json --rehearse     # tiny shapes on any device; no figure counts
 
 The parts run in the order of their value, each in a process with a time limit. Every figure is
 written as soon as it is known, so a command that is cut off loses only the current cell.
-`docs/gpu.md` explains how to read the file."""
+`docs/gpu.md` explains how to read the file.
+"""
 
 from __future__ import annotations
 
@@ -240,7 +240,8 @@ def measure(setting: Setting, record: Record, cells: dict[str, Cell]) -> None:
     """Times every cell and records it at once; then cells take turns, and ratios to the first one are recorded.
 
     Cells of an earlier run are not measured again, except the first, which the others are compared
-    with."""
+    with.
+    """
     base = next(iter(cells))
     missing = [name for name in cells if "seconds_per_round" not in record.figures.get(name, {})]
     if not missing:

@@ -1,12 +1,13 @@
 """The experiment of every speculative decoding paper, in one command: speed-up by task, temperature and batch.
 
-    python examples/headline.py --vllm-python PYTHON                       # the shipped pair, its
-    own prompts python examples/headline.py --target DIR --drafter DIR --vllm-python PYTHON \\
+    python examples/headline.py --vllm-python PYTHON                       # the shipped pair, its own prompts
+    python examples/headline.py --target DIR --drafter DIR --vllm-python PYTHON \\
         --prompts mt-bench=question.jsonl humaneval=HumanEval.jsonl gsm8k=test.jsonl
 
 Plain decoding, chains and a tree take turns; then each vLLM engine takes turns with our decoder of
 the same draft. A cell is written as soon as it is measured, and the same command measures what is
-missing. `docs/gpu.md` says which files to download and how to read the result. """
+missing. `docs/gpu.md` says which files to download and how to read the result.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """A published chat model in this library and in llama.cpp, which read the same file; they take turns on its prompts.
 
-    python -m venv llama && llama/bin/pip install llama-cpp-python      # compiles llama.cpp: ten
-    minutes of two cores python examples/llama_cpp.py mt_bench.jsonl humaneval.jsonl gsm8k.jsonl
-    --llama-python llama/bin/python
+    python -m venv llama && llama/bin/pip install llama-cpp-python      # compiles llama.cpp: ten minutes of two cores
+    python examples/llama_cpp.py mt_bench.jsonl humaneval.jsonl gsm8k.jsonl --llama-python llama/bin/python
 
 Greedy, batch 1, stop tokens ignored. llama.cpp runs in a process of its own with a thread for each
-core, once on the weights of the file and once on a copy of them in float32."""
+core, once on the weights of the file and once on a copy of them in float32.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """EAGLE-3 speculative decoding in one file of plain JAX: a Llama target, the draft head, chains and dynamic trees.
 
-    python examples/nano_eagle3.py                                # a chain of 3, greedy python
-    examples/nano_eagle3.py --tree 8 5 2 --temperature 0.8 # a tree: 8 nodes, 5 levels, 2 children
-    each python examples/nano_eagle3.py --target DIR --head eagle3_jax/assets/smollm2 # eagle3
-    convert smollm2 DIR --to vllm
+    python examples/nano_eagle3.py                                # a chain of 3, greedy
+    python examples/nano_eagle3.py --tree 8 5 2 --temperature 0.8 # a tree: 8 nodes, 5 levels, 2 children each
+    python examples/nano_eagle3.py --target DIR --head eagle3_jax/assets/smollm2 # eagle3 convert smollm2 DIR --to vllm
 
 Read it from top to bottom. One round has five steps: `propose` drafts tokens with the head, the
 target scores all of them in one forward, `verify` accepts some of them, the accepted ones enter the
@@ -12,7 +11,8 @@ same seed, tokens and rounds are those of the library.
 
 Shapes: T tokens of a block, S slots of a cache, D width, V vocabulary, N nodes of a draft (the root
 included), k nodes of one level. Papers: EAGLE-3, arXiv 2503.01840; EAGLE-2 (the tree), 2406.16858;
-speculative sampling, 2211.17192."""
+speculative sampling, 2211.17192.
+"""
 
 import argparse
 import functools
@@ -160,7 +160,8 @@ def run_head(head, embedding, config, tokens, stream, positions, cache, length, 
 
     Returns the outputs ``[T D]``, which are the stream of the next tokens, and the cache ``[2 S C
     H]``. The tokens are the last T of the M slots after ``length`` that the mask ``block [T M]`` is
-    about."""
+    about.
+    """
     embedded = rms_norm(embedding[tokens], head["midlayer.input_layernorm.weight"], config.eps)
     normed = rms_norm(stream, head["midlayer.hidden_norm.weight"], config.eps)
     slot = length + block.shape[1] - block.shape[0]

@@ -8,7 +8,8 @@ Start the servers first, then name them; the first one is what the others are co
         --server plain=http://127.0.0.1:8001 --server 'chain K=3=http://127.0.0.1:8002' --output record.json
 
 Every request is greedy and ignores stop tokens, so that all servers write the same number of
-tokens. """
+tokens.
+"""
 
 from __future__ import annotations
 

@@ -314,7 +314,8 @@ def texts(options: argparse.Namespace) -> dict[str, Any]:
     """Scores greedy answers in float32, drafted by n-grams, with transformers: is every token its most likely one?
 
     If it is, transformers writes the same text. Other tokens are listed with the distance of the
-    two logits."""
+    two logits.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 

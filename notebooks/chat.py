@@ -14,7 +14,8 @@ def load_chat(
     """Loads SmolLM2-135M-Instruct (93 MB, downloaded once), its head and the questions as prompts.
 
     Where it cannot be loaded, one line gives the reason. Then the small pair of the package
-    continues ``code`` instead."""
+    continues ``code`` instead.
+    """
     try:
         target = e3.load_target("smollm2", weights="int8")
     except (ValueError, ImportError) as error:

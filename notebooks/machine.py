@@ -1,7 +1,8 @@
 """Selects the machine, models and vLLM of the notebooks for GPUs from environment variables.
 
 A missing part (GPU, weights, vLLM) has a stand-in. A banner at the top of each notebook names the
-stand-ins."""
+stand-ins.
+"""
 
 from __future__ import annotations
 

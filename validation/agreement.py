@@ -176,7 +176,8 @@ class BothDirections:
 
         Two engines may differ :data:`ENGINES` times as often, since their errors add up at most.
         vLLM's own count is 0 where the same kernels decode and score, although its errors are as
-        large as ours."""
+        large as ours.
+        """
         controls = [
             self.controls[texts[0].by].control(verdict) for texts in (self.ours, self.theirs)
         ]

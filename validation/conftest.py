@@ -229,7 +229,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Writes a report before anything runs, so that a run that is killed early leaves one that says so.
 
     SIGTERM, which time limits send, ends the run as Ctrl-C does: the report is written and vLLM's
-    process ends."""
+    process ends.
+    """
     if session.config.getoption("--collect-only"):
         return
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -325,7 +326,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leaves out the tests of ``--level`` and ``--quick``, and levels that need an option; lists uncollected checks.
 
     A run with a budget takes the others by their value and leaves out those that passed in the run
-    that it continues. One that failed runs again."""
+    that it continues. One that failed runs again.
+    """
     report = config.stash[REPORT]
     levels = config.getoption("--level")
     items_of_levels = [item for item in items if _CHECK in item.stash]  # other folders may run too

@@ -120,7 +120,8 @@ class NeverRight:
     """The topology of another drafter with tokens that the target will not choose.
 
     Parameters are ``inner`` (the other drafter's) and ``tokens [B S]``, what the target does
-    choose."""
+    choose.
+    """
 
     inner: Any
     vocab_size: int

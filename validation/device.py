@@ -40,7 +40,8 @@ def exact_options() -> dict[str, Any]:
     """Options of the compiler for programs whose bits are compared.
 
     On CPUs the same programs are compiled as users have them: there, one backend has one way to
-    round."""
+    round.
+    """
     return DETERMINISTIC if jax.default_backend() == "cpu" else DETERMINISTIC | ROUNDED_AS_WRITTEN
 
 
@@ -49,7 +50,8 @@ def environment_of_vllm() -> dict[str, str]:
 
     Its attention is written in Triton, whose products of float32 are TensorFloat-32 unless told;
     kernels compiled with other options must not be taken from a cache. cuBLAS gets the option too,
-    although PyTorch asks for float32."""
+    although PyTorch asks for float32.
+    """
     return {
         "TRITON_F32_DEFAULT": "ieee",
         "TRITON_CACHE_DIR": str(cache_directory("compiled").with_name("triton-ieee")),

@@ -1,14 +1,14 @@
 """Every drafting method that vLLM's CPU build runs: its options there, its files, and our drafter.
 
-    python -m validation.drafters           # record vLLM's runs again, in
-    tests/golden/vllm_drafters/runs.json python -m validation.drafters medusa    # record one of
-    them
+    python -m validation.drafters           # record vLLM's runs again, in tests/golden/vllm_drafters/runs.json
+    python -m validation.drafters medusa    # record one of them
 
 ``tests/golden/vllm_drafters`` holds a tiny trained head for each method. The heads know the greedy
 continuations of most of the recorded prompts and nothing else. Heads that are accepted only by
 chance would agree with vLLM for any positions, norms and layers. They were trained by
 ``validation/drafters/heads.py`` of commit f9faf7c, with networks written from the papers; any head
-of the same shapes that drafts as well can take their place."""
+of the same shapes that drafts as well can take their place.
+"""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ def play(
     """Generate round by round through the compiled step, and keep what each decision depended on.
 
     A chain is drafted once more, one token longer, from the state before the round: the extra token
-    is the draft for the place of the bonus."""
+    is the draft for the place of the bonus.
+    """
     sampling = SamplingParams(
         temperature=np.array([row.temperature for row in rows], np.float32),
         top_k=np.array([row.top_k for row in rows], np.int32),

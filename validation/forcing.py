@@ -37,7 +37,8 @@ def reference(
     """Judge tokens along given outputs in one pass, with the same weights but every sum in float32.
 
     ``judged`` has a token for each position of each output; the outputs themselves are judged
-    without it."""
+    without it.
+    """
     if target.model.precision is BFLOAT16:  # type: ignore[attr-defined]
         target = dataclasses.replace(
             target, model=dataclasses.replace(target.model, precision=MIXED)
@@ -69,7 +70,8 @@ def by_blocks(
     """Judge outputs ``block`` tokens at a time over a cache, as decoding does, in the target's precision.
 
     ``block=1`` is plain decoding and ``block=K+1`` verification of a chain, both along tokens that
-    are given."""
+    are given.
+    """
     return _judge(
         functools.partial(_compiled(_blocks, "block"), block=block),
         target,

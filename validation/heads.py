@@ -2,7 +2,8 @@
 
 Random heads are accepted by chance only, so counts of theirs prove little. Each variation here
 starts from a trained head and changes it as little as the variation allows: it still drafts well,
-and what it drafts depends on the change."""
+and what it drafts depends on the change.
+"""
 
 from __future__ import annotations
 

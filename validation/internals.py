@@ -105,7 +105,8 @@ def compare_with_recorded(
     """Replay a prompt and compare, round by round, what the head was fed and what it answered.
 
     ``decoder`` comes from :func:`recording`; a batch of copies reuses programs that were compiled
-    for such a batch."""
+    for such a batch.
+    """
     drafter = decoder.loop.drafter.drafter  # type: ignore[attr-defined]
     params = decoder.drafter.params
     draft_to_target = np.asarray(params["draft_to_target"])

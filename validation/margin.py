@@ -4,7 +4,8 @@ A bfloat16 model that runs in blocks of another size sums in another order, so a
 where two logits are approximately tied. The rule: at every position the token is the reference's
 argmax, or it is one of its two likeliest and its logit is at most two bfloat16 units below.
 Anything else is a disagreement. The allowed numbers of ties and disagreements follow from a control
-in which nothing is drafted, because plain decoding in bfloat16 has some of both."""
+in which nothing is drafted, because plain decoding in bfloat16 has some of both.
+"""
 
 from __future__ import annotations
 

@@ -99,7 +99,8 @@ def write_peaked(recipe: Recipe, directory: Path, *, loudness: float) -> Path:
 
     The layers make it leave the cycle, and the token then depends on the whole context.
     ``loudness`` is the standard deviation of the embedding: the larger, the fewer tokens the layers
-    decide."""
+    decide.
+    """
     import torch
 
     model = build(recipe)

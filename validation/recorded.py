@@ -1,12 +1,12 @@
 """What vLLM 0.32.0 writes on a CPU in float32, recorded: it can be compared where vLLM is not installed.
 
-    python -m validation.recorded "shipped pair"                 # record again, with the prompts of
-    the recording python -m validation.recorded SmolLM2 --prompts mt_bench.jsonl humaneval.jsonl
-    gsm8k.jsonl    # with other prompts
+    python -m validation.recorded "shipped pair"                 # record again, with the prompts of the recording
+    python -m validation.recorded SmolLM2 --prompts mt_bench.jsonl humaneval.jsonl gsm8k.jsonl    # with other prompts
 
 A recording holds the new tokens of every prompt and method, the drafted and accepted tokens of each
 round, and log-probabilities of a few texts. It is written after each run of vLLM, and the same
-command continues it."""
+command continues it.
+"""
 
 from __future__ import annotations
 

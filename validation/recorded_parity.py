@@ -1,7 +1,8 @@
 """Our texts and rounds next to those of a recording of vLLM.
 
 A text is compared up to the place where it parts from vLLM's, because what follows continues
-another text."""
+another text.
+"""
 
 from __future__ import annotations
 

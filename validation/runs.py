@@ -1,7 +1,8 @@
 """The records of a run of ``pytest validation``: checks, verdicts of levels, and the JSON file that keeps them.
 
 One run writes one record, of one commit. In a notebook, with ``report = load(DIR)``:
-``report["L8"].checks``, ``report.table("L8", TITLE).column("K")``."""
+``report["L8"].checks``, ``report.table("L8", TITLE).column("K")``.
+"""
 
 from __future__ import annotations
 
@@ -331,7 +332,8 @@ def checks_in(folder: Path, *, gpu: bool) -> set[tuple[str, str]]:
     """Returns level and name of every check in the test files of a folder.
 
     The files are read and not imported, so a file that cannot be imported or that a run leaves out
-    counts too."""
+    counts too.
+    """
     checks = set()
     for path in sorted(folder.glob("test_*.py")):
         if path.name == GPU_ONLY and not gpu:

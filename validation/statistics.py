@@ -7,7 +7,8 @@ mean and variance under ``p``, or the token's place in ``p`` with a uniform. Non
 conditioned on acceptance, which would bias it.
 
 No single statistic sees every bug: a token resampled from ``p`` in place of the residual keeps its
-entropy, and a wrong residual can keep its direction. Hence several."""
+entropy, and a wrong residual can keep its direction. Hence several.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +150,8 @@ class Excess:
 
     Given its past, ``1[x = v] - p(v)`` has mean 0 and covariance ``diag(p) - p p'``, for every
     past. Its sum over tokens is a martingale, so one quadratic form tests any stratum: a context, a
-    position, the token eight positions earlier, the token of a neighboring row."""
+    position, the token eight positions earlier, the token of a neighboring row.
+    """
 
     observed: Float[np.ndarray, "S V"]  #: ``[S V]``, how often each token was sampled.
     expected: Float[np.ndarray, "S V"]  #: ``[S V]``, ``Σ p``.
@@ -228,7 +230,8 @@ def smallest_shift(tokens: int, most_z: float) -> float:
     """The smallest deviation for a sum of scores that fails beyond ``most_z``, probabilities off along that score.
 
     With ``p' = p (1 + ε s)`` and ``s`` the score made standard, ``z`` is normal with mean ``ε
-    √tokens``. A deviation that is orthogonal to the score leaves it unchanged."""
+    √tokens``. A deviation that is orthogonal to the score leaves it unchanged.
+    """
     return (most_z + float(stats.norm.ppf(POWER))) / math.sqrt(tokens)
 
 

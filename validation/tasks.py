@@ -66,6 +66,7 @@ def discordant_interval(only_with: int, only_without: int) -> tuple[float, float
     """Share of speculation among the questions that only one of both got right: 1/2 if speculation makes no difference.
 
     The test is paired, as McNemar's: questions that both got right, or both wrong, say nothing
-    about a difference."""
+    about a difference.
+    """
     low, high = stats.binomtest(only_with, only_with + only_without).proportion_ci(_CONFIDENCE)
     return float(low), float(high)

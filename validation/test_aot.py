@@ -5,7 +5,8 @@ cent.
 
 On a GPU the target's keys, values and logits are computed by the kernels of plain decoding in
 blocks of the same size. They have the same bits if every kernel always gives the same bits, which
-only a device can show."""
+only a device can show.
+"""
 
 from __future__ import annotations
 
@@ -252,7 +253,8 @@ def test_products_of_fp8_weights_are_what_the_compiler_makes_of_them(
     """With dynamic activations the four products of a layer multiply FP8 by FP8; with weights alone none does.
 
     The head observes with five, and drafts one row at a time, for which the compiler makes other
-    sums."""
+    sums.
+    """
     layers = min(DEPTHS)
     _, text = compile_round(Case(platform=gpu, draft="chain3", weights=weights, layers=layers))
     module = Module.parse(text)

@@ -1,7 +1,8 @@
 """L6, from outside: servers are judged by what they answer, as ``eagle3 certify`` does.
 
 The CPU build of vLLM samples wrongly under speculation (vllm-project/vllm#55005). The certificate
-must find that out by itself."""
+must find that out by itself.
+"""
 
 from __future__ import annotations
 

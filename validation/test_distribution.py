@@ -2,7 +2,8 @@
 
 They run in processes of their own. ``tests/conftest.py`` checks every shape at every call, forbids
 promotion of dtypes and asks XLA for less optimization, for the whole process; speeds measured next
-to that would be wrong. Here the programs are compiled as users compile them."""
+to that would be wrong. Here the programs are compiled as users compile them.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ What is bitwise, in every precision: a chain and plain decoding in blocks of its
 value included; a refused draft leaves no trace; a round depends on nothing but the tokens that were
 accepted. What is not: the path of a tree is verified among its siblings' slots and then moved, so
 its sums run in another order. In float32 and mixed precision that has not been seen to change a
-token; in bfloat16 it does, at approximately tied logits."""
+token; in bfloat16 it does, at approximately tied logits.
+"""
 
 from __future__ import annotations
 

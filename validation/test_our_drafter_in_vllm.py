@@ -2,7 +2,8 @@
 
 vLLM's ``custom_class`` drafter knows token ids only. Here it asks for drafts over the channel to
 the vLLM process; ours are made from those ids alone, with our target's features and our head. There
-is no exporter between the two, so no error of an exporter can hide on both sides."""
+is no exporter between the two, so no error of an exporter can hide on both sides.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """L6: sampled tokens of the shipped pair follow the target's distribution, at every index of a round.
 
 ``p`` comes from transformers, teacher-forced, with its warpers. The control is plain sampling under
-the same statistics: if rounding could fail them, it would fail there first."""
+the same statistics: if rounding could fail them, it would fail there first.
+"""
 
 from __future__ import annotations
 

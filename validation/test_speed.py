@@ -6,7 +6,8 @@ than the device can.
 
 A GPU decodes the shipped pair out of its second cache and waits for launches most of the time, so
 its speed there says nothing about larger models. The quoted speeds are those of the shapes of such
-models, with random weights and drafts that are accepted by dice."""
+models, with random weights and drafts that are accepted by dice.
+"""
 
 from __future__ import annotations
 

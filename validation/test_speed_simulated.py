@@ -2,7 +2,8 @@
 
 The cost of a round does not depend on what it accepts, so no checkpoint is needed. Both engines
 must accept as many tokens as the dice say before their speeds are compared. A rehearsal has a small
-shape, whose speed says nothing of large ones."""
+shape, whose speed says nothing of large ones.
+"""
 
 from __future__ import annotations
 

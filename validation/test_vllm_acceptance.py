@@ -1,7 +1,8 @@
 """L8: the same head accepts the same tokens in the same rounds as in vLLM.
 
 Losslessness cannot see a wrongly ported head: any head is lossless. What it drafts, position by
-position, can."""
+position, can.
+"""
 
 from __future__ import annotations
 

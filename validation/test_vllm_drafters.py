@@ -2,7 +2,8 @@
 
 There are no counts of what it does not run: trees, typical acceptance, DSpark, suffix decoding,
 DeepSeek's MTP, block verification. Their distributions are enumerated and their networks compared
-with others' in ``tests``."""
+with others' in ``tests``.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 The recording is of float32. Our float32 texts, rounds and log-probabilities must equal it but for
 ties. In bfloat16 the rule is L5's: every token is the reference's choice or approximately tied with
-it, and plain decoding allows as many exceptions."""
+it, and plain decoding allows as many exceptions.
+"""
 
 from __future__ import annotations
 

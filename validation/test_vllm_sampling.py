@@ -1,7 +1,8 @@
 """L6, with vLLM: the distribution of a sampled token under speculation, in vLLM and here, against the target's own.
 
 The CPU build of vLLM 0.32 samples wrongly under speculation (see ``ProcessEngine.repaired``). The
-test must find that out by itself, says so in the report, and compares with vLLM repaired."""
+test must find that out by itself, says so in the report, and compares with vLLM repaired.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Loading parameters from a file: bits are preserved in every type, and memory is neither doubled nor the file's.
 
 An accelerator gets arrays in the order of the file and reorders their axes itself. The tests run
-that path on a CPU."""
+that path on a CPU.
+"""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ def mean_accepted(p: Distribution, q: Distribution, length: int, rule: str) -> F
     """Returns the mean number of draft tokens accepted in the first round, ``Σ_i Pr(τ >= i)``, in closed form.
 
     Token ``i`` is reached and accepted with mass ``Π min(p, q)`` by the token rule, and with
-    ``q(d_1..d_i) P_i`` by the block rule."""
+    ``q(d_1..d_i) P_i`` by the block rule.
+    """
     # For each prefix: its mass under q, and the share of it that survives.
     mean = Fraction(0)
     above = {(): (Fraction(1), Fraction(1))}

@@ -6,7 +6,8 @@ oracle did.
 The weight of a statement is its number of expression nodes, without annotations. So neither line
 lengths nor types change it, and splitting a statement hardly changes the total. A packing assigns
 several values in one statement (``a, b = x, y``). A vague name is a variable or a parameter that
-names no thing (``one``, ``found``, ``given``). See ``docs/design.md``, 22."""
+names no thing (``one``, ``found``, ``given``). See ``docs/design.md``, 22.
+"""
 
 from __future__ import annotations
 

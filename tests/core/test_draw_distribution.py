@@ -2,7 +2,8 @@
 
 A draw is a step function of each of its uniforms, and a uniform is one of 2^24 values. Bisection
 finds every step through the library's own ``draw``, and the widths of the steps are the
-distribution of that code."""
+distribution of that code.
+"""
 
 from __future__ import annotations
 

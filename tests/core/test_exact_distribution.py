@@ -2,7 +2,8 @@
 
 The unit cube of uniforms falls into boxes in which the rule must decide the same. The library's own
 ``verify`` is run in every box of every draft of every prefix. The volumes of the boxes are the
-exact distribution of that code, without statistics."""
+exact distribution of that code, without statistics.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def proposed(
     """Samples the nodes one after the other.
 
     ``rows`` gets ``q`` after the parent of a node and the tokens of its elder siblings. It returns
-    the distribution that the node is sampled from and the one that the draft declares."""
+    the distribution that the node is sampled from and the one that the draft declares.
+    """
 
     def drafts(prefix: tuple[int, ...]) -> Iterator[tuple[Fraction, Tree]]:
         for below in itertools.product(range(VOCABULARY), repeat=len(parents) - 1):
@@ -80,7 +82,8 @@ def without_replacement(
     """Samples siblings one after the other without replacement, as EAGLE-1 proposes at a temperature.
 
     ``declares`` gets ``q`` and what remains of it after the elder siblings. The output is exact if
-    it returns the second."""
+    it returns the second.
+    """
 
     def rows(q_row: Row, elders: set[int]) -> tuple[Row, Row]:
         remaining = [

@@ -63,7 +63,8 @@ def test_a_head_drafts_as_its_torch_twin_round_after_round(name: str) -> None:
 
     The twin computes everything anew each time, so a guess that stayed in the cache, a position
     that is off or a state that was fed back and not replaced by the true one would show in the
-    rounds after the first."""
+    rounds after the first.
+    """
     head = HEADS[name]
     random = np.random.default_rng(3)
     text = random.integers(0, 61, 24)

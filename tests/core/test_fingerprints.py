@@ -2,7 +2,8 @@
 
 A hash covers what XLA is given, so a move, a renamed function or another docstring keeps it. Where
 a program is meant to change, ``pytest tests/core/test_fingerprints.py --record-fingerprints``
-writes the hashes again; the commit says why."""
+writes the hashes again; the commit says why.
+"""
 
 from __future__ import annotations
 

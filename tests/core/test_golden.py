@@ -1,7 +1,8 @@
 """Every integer of runs recorded from the official EAGLE code and from vLLM; see ``golden/``.
 
 A drafter that is merely plausible still decodes losslessly; only traces of the official code show
-that it is EAGLE-3."""
+that it is EAGLE-3.
+"""
 
 from __future__ import annotations
 

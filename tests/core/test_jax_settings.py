@@ -1,7 +1,8 @@
 """Generations under settings that a program makes for all of JAX: 64-bit types, and no rank promotion.
 
 Under ``jax_enable_x64`` the default of counts, sums and indices is int64; the loop carries int32.
-The output has to equal that of the command line without these settings."""
+The output has to equal that of the command line without these settings.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 The acceptance rule gives the right output distribution only if no two decisions share random
 numbers. Frequencies show shared numbers only where they change a frequency. So these tests record
 every random number that a run draws, with the key that it was derived from and the history of that
-key."""
+key.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 The heads are trained, so that what is accepted depends on every position, norm and layer.
 ``validation/drafters.py`` recorded the runs, and ``pytest validation`` compares them with a vLLM
-that is running."""
+that is running.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ The exact autoregressive distribution comes from running the target on every pre
 chi-square compares it with what the loop wrote, at a significance of one in a million per assertion
 and with fixed seeds, so a failure is a bug. One batch mixes greedy and sampled rows, all warpers,
 and prompts of different lengths. So few sequences show only what moves their probabilities by a
-tenth or more; ``test_long_distribution`` sees smaller bugs."""
+tenth or more; ``test_long_distribution`` sees smaller bugs.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Trees with deep acceptance: one branch of every draft is the target's own text, the others are wrong.
 
 Random heads rarely have a deep node accepted. Here each round accepts as deep as the tree is, on
-another branch each time, so masks, depths, commits and the last slots of a cache all matter."""
+another branch each time, so masks, depths, commits and the last slots of a cache all matter.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class ScriptedTree(FixedTree):
     """Proposes a fixed tree in which the path to one of the deepest nodes, another in every round, is the script.
 
     Its parameters ``[B S]`` say what comes at each place. Every other node is off by its own
-    number, never right."""
+    number, never right.
+    """
 
     @property
     def deepest(self) -> list[list[int]]:

@@ -5,7 +5,8 @@ vocabularies, where no probability is as small as most are in practice. Here, at
 bisection through the library's own rules finds the uniform below which each node is accepted. A
 uniform has 2^24 values, so such a threshold is a count. The distribution that the next token is
 sampled from is compared token by token; ``test_draw_distribution`` checks the draw itself. The
-float32 inputs are exact for the formulas."""
+float32 inputs are exact for the formulas.
+"""
 
 from __future__ import annotations
 

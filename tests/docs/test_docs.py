@@ -1,7 +1,8 @@
 """Programs and commands of the pages run, use public names and type-check.
 
 A block of ``bash`` runs on the bundled pair, unless its first line is ``# not run here: REASON``. A
-block of ``text`` is not run. The options of every command are looked up."""
+block of ``text`` is not run. The options of every command are looked up.
+"""
 
 from __future__ import annotations
 

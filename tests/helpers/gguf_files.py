@@ -1,7 +1,8 @@
 """GGUF files written from Hugging Face checkpoints as llama.cpp's converter writes them, with its own names of tensors.
 
 The transformations are those of llama.cpp's ``conversion`` package; the names come from the package
-``gguf``."""
+``gguf``.
+"""
 
 from __future__ import annotations
 

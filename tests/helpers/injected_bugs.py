@@ -3,7 +3,8 @@
 Each bug is a function: it gets the original function of the library and its arguments. Bugs that
 change the output are caught by the exact output distribution and by greedy equality. Bugs that only
 lower acceptance leave the output lossless; recorded rounds of the official code and of vLLM, and
-numpy, catch those."""
+numpy, catch those.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ def swapped(function: Callable, bug: Callable) -> Iterator[None]:
     """Replaces a function without clearing compiled programs, for a bug inside another one.
 
     Only the code of the function object changes. So every module that imported it sees the bug, and
-    decorators and the checks of shapes and types around it stay."""
+    decorators and the checks of shapes and types around it stay.
+    """
     inner: Any = inspect.unwrap(function)
     code = inner.__code__
     defaults = inner.__defaults__

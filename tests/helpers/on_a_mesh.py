@@ -1,7 +1,8 @@
 """Runs generations on a mesh of eight devices in a separate process; prints one JSON object for ``test_mesh.py``.
 
 In float32, and with seeds at which no two logits nearly tie: a product that is summed on several
-devices differs in its last bits from the same one on one device."""
+devices differs in its last bits from the same one on one device.
+"""
 
 from __future__ import annotations
 

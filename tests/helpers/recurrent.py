@@ -1,7 +1,8 @@
 """A target with a recurrent state, which cannot be rolled back, after a layer of attention.
 
 The second layer is a gated linear recurrence, ``S = a S + k v^T``, as in Mamba-2 and gated delta
-networks. It keeps a state for every node of a draft and chooses one at the commit."""
+networks. It keeps a state for every node of a draft and chooses one at the commit.
+"""
 
 from __future__ import annotations
 

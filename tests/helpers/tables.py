@@ -2,7 +2,8 @@
 
 The target reads its context through the cache, the mask and the positions that the loop gives it,
 so a wrong slot, a wrong ancestor or a wrong position gives it another context, and the distribution
-of the output changes."""
+of the output changes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class TableTarget:
     """The next token depends on the last ``order`` tokens; its parameters are the logits, ``[V^order V]``.
 
     A context is the number whose digits in base ``V`` are its tokens, the newest one last; what
-    stood before the text counts as token 0."""
+    stood before the text counts as token 0.
+    """
 
     vocab_size: int  #: ``V``.
     order: int  #: Tokens of context.

@@ -438,7 +438,8 @@ class Sampled(FixedTree):
     """Samples every node from a table ``[V V]`` of ``q(. | parent's token)``, its parameters, and declares it.
 
     The released drafters draw siblings without replacement, so this one alone takes independent
-    ones through the loop."""
+    ones through the loop.
+    """
 
     parents: tuple[int, ...] = (-1, 0, 1, 2)
 

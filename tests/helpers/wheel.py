@@ -2,7 +2,8 @@
 
 ``python tests/helpers/wheel.py`` (``make wheel-check``) needs what pip needs, so it is no test of
 the fast suite. It takes about a minute when pip has the packages at hand; ``--extras plot,convert``
-also installs and uses PyTorch."""
+also installs and uses PyTorch.
+"""
 
 from __future__ import annotations
 

@@ -177,7 +177,8 @@ def test_logits_have_the_same_bits_alone_in_blocks_and_in_batches(
     """On CPUs, one different bit would change a rounding of activations, and logits would be off by a tenth.
 
     The number of attention scores crosses 4,096 at other sizes for each capacity: there XLA changes
-    its exponentials."""
+    its exponentials.
+    """
     target = deep_target()
     texts = np.random.default_rng(0).integers(0, 61, (6, 40 + 20)).astype(np.int32)
     single = logits_of(target, texts[:1], size=1, capacity=capacity)

@@ -136,7 +136,8 @@ def target_of(dtype: str, kind: str) -> e3.LoadedTarget:
     """A random target, which without invariance has other bits in blocks or batches: seen for each of the cases below.
 
     XLA has other kernels for one query head of a key head, and in bfloat16 for two; roundings to
-    bfloat16 hide most of it in small layers."""
+    bfloat16 hide most of it in small layers.
+    """
     heads = {"one head": (2, 2), "pairs": (4, 2)}.get(kind, (6, 2))
     channels = 64 if kind == "pairs" else 32
     options: dict[str, Any] = {"rope": RopeConfig(theta=1e4)}

@@ -3,7 +3,8 @@
 Each part is one run of pytest, and two parts run at a time, because compilation uses one core. The
 result of a part is written when it ends, with the commit that it is of; `python
 tests/nightly/run.py AOT` runs this part again and keeps the results of the others. Ctrl-C ends the
-parts that run, and leaves their results as they were."""
+parts that run, and leaves their results as they were.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 transformers decides what a field means. A value that moves its logits must move ours to the same
 logits, and a value that leaves them must leave ours, unless an error refuses the file. A value with
-which transformers cannot build the model, or cannot load all of its weights, is skipped."""
+which transformers cannot build the model, or cannot load all of its weights, is skipped.
+"""
 
 from __future__ import annotations
 

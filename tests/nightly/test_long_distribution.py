@@ -7,7 +7,8 @@ minus expected counts are summed within strata of the past: the context, the pos
 ``lag`` positions earlier, the token of the row before. Seeds are fixed; an exact loop fails an
 assertion once in a million. Each group of strata computes the smallest deviation that it detects. A
 vocabulary of 80 tokens takes two uniforms to draw from, like any real one; four tokens, with all
-their contexts, take one."""
+their contexts, take one.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The training-time test, compared with the official code and with an oracle in float64.
 
 ``tests/core/test_sampled_chain.py`` compares drafting with the same oracle, so training and
-drafting agree."""
+drafting agree.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ def oracle_logits(drafter, head, embedding, features, tokens, real):
     """Runs the training-time test of one sequence in float64, one row and one key at a time, in the official layout.
 
     Row ``t`` attends to the keys ``j <= t`` of block 0 and to key ``t`` of each later block, within
-    the window."""
+    the window.
+    """
     config = drafter.config
     layer = head["first"]
     mixer = config.layers[0].mixer

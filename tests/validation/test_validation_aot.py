@@ -1,7 +1,8 @@
 """Counts of optimized HLO, in programs that are small enough to count by hand, and missing compilers.
 
 The texts in ``hlo/`` are outputs of the compilers for an H200 (``.cuda``) and a TPU v6e (``.tpu``),
-without metadata."""
+without metadata.
+"""
 
 from __future__ import annotations
 

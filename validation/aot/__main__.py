@@ -3,7 +3,8 @@
 python -m validation.aot --platform cuda:h200 --draft chain5 tree60 --program step      # per layer,
 from two depths python -m validation.aot --platform cuda:h200 --program generate --layers all
 # the complete model python -m validation.aot --batch 8 --record validation/results/aot.json python
--m validation.aot --table validation/results/aot.json                            # docs/gpu.md"""
+-m validation.aot --table validation/results/aot.json                            # docs/gpu.md
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Counts in the text of a compiled program: launches, copies, collectives, and work of the host.
 
 The text of the optimized HLO is the only public form of a compiled program. Nothing here knows
-about decoding."""
+about decoding.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ class Instruction:
         """Arrays that it writes to main memory.
 
         An array that was computed in a TPU's VMEM is not written again when a ``copy-start`` brings
-        it back."""
+        it back.
+        """
         if self.op == "copy-start":
             destination, source = self.arrays[:2]
             returns = source.space == _FAST_MEMORY and not self.operands.startswith("%copy")
@@ -170,7 +172,8 @@ class Module:
         """Yields every instruction that a computation reaches, and how often it runs.
 
         A loop with a known trip count is unrolled, and one without counts as one trip. Every branch
-        counts."""
+        counts.
+        """
         for instruction in self.computations[computation]:
             yield instruction, times
             for called in self._called(instruction):

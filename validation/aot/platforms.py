@@ -1,7 +1,8 @@
 """Accelerators by name, as devices that can be compiled for and not run on.
 
 ``cuda:h200`` is one NVIDIA H200, ``tpu:v6e:2x2`` a host of four TPU v6e. JAX compiles for either
-without one: the plugin brings the compiler, and a GPU is described by the text in ``specs/``."""
+without one: the plugin brings the compiler, and a GPU is described by the text in ``specs/``.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ So values with one hash have the same bits wherever a kernel always gives the sa
 instructions, their order, metadata and numbers of parameters do not matter; copies are looked
 through. The tokens of a block are the drafter's business: a row of the target's embedding is a
 leaf, whichever row it is. Both programs must be of one checkout: a Pallas kernel contains the path
-of its source."""
+of its source.
+"""
 
 from __future__ import annotations
 

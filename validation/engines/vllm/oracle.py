@@ -3,7 +3,8 @@
 ``python oracle.py FOLDER VERDICTS.npz [SHARE]`` writes the arrays ``CASE.num_accepted`` and
 ``CASE.next_token``. vLLM itself applies temperature, top-k, top-p and penalties. The token after a
 chain that is accepted to its end is an argument of its rule, so here it is the case's own. SHARE is
-an injected error: so much of every q is uniform instead."""
+an injected error: so much of every q is uniform instead.
+"""
 
 # Its imports are those of the other environment.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -106,7 +107,8 @@ def noise_of(of_round: dict[str, np.ndarray]) -> np.ndarray:
     """Returns the noise with which the expected residual samples the expected token, by a margin.
 
     vLLM takes the largest of residual over noise. Noise that is the expected residual makes them
-    equal, except for the expected token."""
+    equal, except for the expected token.
+    """
     noise = np.ones((len(of_round["tokens"]), of_round["p"].shape[-1]), np.float32)
     for row, count in enumerate(of_round["num_accepted"]):
         if count < of_round["valid"][row, 1:].sum():

@@ -36,7 +36,8 @@ def environment_of(threads: int) -> dict[str, str]:
     """Returns the environment variables for vLLM on a CPU: ours, little memory, given threads, no statistics, no log.
 
     ``PYTHONPATH`` and ``PYTHONHOME`` are left out: they belong to our interpreter, and vLLM has its
-    own."""
+    own.
+    """
     ours = {
         name: value
         for name, value in os.environ.items()

@@ -12,7 +12,8 @@ class GreedyByDice:
     """vLLM 0.32's Triton kernel of ``rejection_sample_method="synthetic"`` at temperature 0, in torch.
 
     A draft token is accepted where its uniform is below the conditional rate of its position.
-    Without rates the shipped kernel runs."""
+    Without rates the shipped kernel runs.
+    """
 
     def __init__(self, shipped: Any):
         self.shipped = shipped

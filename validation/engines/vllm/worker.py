@@ -2,7 +2,8 @@
 
 A request is ``{"call": NAME, "arguments": {...}}``; its answer is ``{"result": ...}`` or
 ``{"error": "one line"}``. While vLLM generates with a drafter of ours it asks for drafts on the
-same channel: ``{"propose": {"sequences": [[...]]}}``, answered by ``{"drafts": [[...]]}``."""
+same channel: ``{"propose": {"sequences": [[...]]}}``, answered by ``{"drafts": [[...]]}``.
+"""
 
 # Its imports are those of the other environment.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -243,7 +244,8 @@ class Worker:
 
         Its substitute for the kernel that repeats a request's value for each of its tokens writes
         into a copy, so that temperature, top-k and top-p are uninitialised memory; and without any
-        draft it takes the maximum of nothing."""
+        draft it takes the maximum of nothing.
+        """
         import torch
         from vllm.v1.sample import rejection_sampler
 
@@ -267,7 +269,8 @@ class Worker:
         """Mends a fault of the CPU build of vLLM 0.32 in DFlash heads of several layers.
 
         Its RMSNorm takes the first row of the layers' weights for all of them, so that the keys of
-        the context are scaled in every layer as in the first."""
+        the context are scaled in every layer as in the first.
+        """
         from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
         def normalize(model: Any, keys: Any) -> Any:
