@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.chat.template import ChatTemplate
 from eagle3_jax.conversion import rules
 from eagle3_jax.conversion.acceptance import Agreement, forced_agreement
 from eagle3_jax.conversion.errors import CheckpointError, short
@@ -26,6 +25,7 @@ from eagle3_jax.conversion.sidecars import (
 from eagle3_jax.conversion.targets import TargetCheckpoint
 from eagle3_jax.drafters.draft_model import first_vocab_difference
 from eagle3_jax.models.config import MOST
+from eagle3_jax.text.template import ChatTemplate
 
 # Below this share of right first drafts a drafter is no better than a guess.
 _NO_BETTER_THAN_GUESSING = 0.02

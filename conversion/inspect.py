@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.chat.template import ChatTemplate
 from eagle3_jax.conversion import native
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.families import FAMILIES, WRAPPERS, described
@@ -21,6 +20,7 @@ from eagle3_jax.conversion.rules import flatten
 from eagle3_jax.conversion.sidecars import tokenizer_config_of, tokenizer_of
 from eagle3_jax.conversion.targets import TargetCheckpoint
 from eagle3_jax.models.config import GatedDelta
+from eagle3_jax.text.template import ChatTemplate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

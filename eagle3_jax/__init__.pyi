@@ -12,7 +12,7 @@ from eagle3_jax.types import (
     FinishReason as FinishReason,
 )
 from eagle3_jax.chat.conversation import Chat as Chat, apply_chat_template as apply_chat_template
-from eagle3_jax.chat.template import ChatTemplate as ChatTemplate
+from eagle3_jax.text.template import ChatTemplate as ChatTemplate
 from eagle3_jax import drafters as drafters
 from eagle3_jax.drafters.fallback import Fallback as Fallback
 from eagle3_jax.topology import Chain as Chain, DynamicTree as DynamicTree, StaticTree as StaticTree
@@ -26,7 +26,7 @@ from eagle3_jax.results import (
 from eagle3_jax.stats import SpeculationStats as SpeculationStats
 
 # Logits processors.
-from eagle3_jax.models.processors import (
+from eagle3_jax.processors.logits import (
     with_processors as with_processors,
     LogitsProcessor as LogitsProcessor,
     LogitBias as LogitBias,

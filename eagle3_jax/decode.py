@@ -29,17 +29,11 @@ from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.files.jsonl import shown
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget, shape_of
 from eagle3_jax.loop import GenerationState, LoopParams, Outcome, Prompts, Round, SpeculativeLoop
-from eagle3_jax.results import (
-    Chunk,
-    Generation,
-    GenerationResult,
-    Pieces,
-    tokenized,
-    without_stop_token,
-)
+from eagle3_jax.results import Chunk, Generation, GenerationResult
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.schedule import SpeculationSchedule, StagedLoop, stages_of
 from eagle3_jax.stats import SpeculationStats
+from eagle3_jax.text.tokens import Pieces, tokenized, without_stop_token
 from eagle3_jax.topology import Chain, DynamicTree, StaticTree
 from eagle3_jax.types import (
     Drafter,

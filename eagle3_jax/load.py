@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import jax
 from jax.sharding import Mesh
 
-from eagle3_jax.chat.template import ChatTemplate
 from eagle3_jax.devices.sharding import as_mesh, param_shardings
 from eagle3_jax.drafters.draft_model import draft_model
 from eagle3_jax.files.sources import bundled, locate
@@ -17,6 +16,7 @@ from eagle3_jax.models.config import DecoderConfig, GroupedQuery, Latent
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import PRECISIONS, Precision, cast
 from eagle3_jax.models.quantised import check_weights, quantised
+from eagle3_jax.text.template import ChatTemplate
 
 if TYPE_CHECKING:
     from eagle3_jax.conversion.families import Family

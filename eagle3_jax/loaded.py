@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
-from eagle3_jax.chat.template import ChatTemplate
+from eagle3_jax.text.template import ChatTemplate
 from eagle3_jax.types import Drafter, TargetModel
 
 

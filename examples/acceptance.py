@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import eagle3_jax as e3
-from eagle3_jax.bench.environment import environment
-from eagle3_jax.bench.records import write_record
-from eagle3_jax.files.prompts import Prompt, read_prompts
+from eagle3_jax.engine.engine import Engine, Request
 from eagle3_jax.load import bundled
-from eagle3_jax.serving.engine import Engine, Request
+from eagle3_jax.measure.environment import environment
+from eagle3_jax.measure.records import write_record
+from eagle3_jax.prompts.benchmark import Prompt, read_prompts
 from eagle3_jax.types import SamplingMode
 
 GREEDY = e3.DraftSampling.GREEDY

@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.bench.environment import environment
-from eagle3_jax.bench.records import write_record
 from eagle3_jax.certify import Draws, Plan, Sampling, Test, certify, judge, texts
 from eagle3_jax.certify.faulty import (
     CORRECT,
@@ -32,7 +30,9 @@ from eagle3_jax.certify.faulty import (
     FaultySource,
     to_bfloat16,
 )
-from eagle3_jax.certify.frequencies import ALPHA
+from eagle3_jax.measure.environment import environment
+from eagle3_jax.measure.frequencies import ALPHA
+from eagle3_jax.measure.records import write_record
 
 PLAN = Plan(prompts=PROMPTS, concurrency=1, with_fields=False)
 REQUESTS = tuple(round(4 * 2 ** (step / 2)) for step in range(29))  # to 65,536

@@ -40,18 +40,18 @@ from eagle3_jax import (
     load_drafter,
     load_target,
 )
-from eagle3_jax.bench.environment import environment, sha256_of_code
-from eagle3_jax.bench.gpu import gpu_problem
 from eagle3_jax.bench.random_models import random_pair
-from eagle3_jax.bench.records import failure, read_record, spread_of, write_record
 from eagle3_jax.bench.roofline import bandwidths, step_bytes
 from eagle3_jax.bench.rounds import CompilerOptions, Pace, timed_rounds
 from eagle3_jax.bench.step_costs import draft_seconds, target_seconds
-from eagle3_jax.bench.tables import show, to_markdown
-from eagle3_jax.bench.timing import CompileClock
 from eagle3_jax.devices.compilation import keep_compiled_programs
 from eagle3_jax.drafters import Plain
 from eagle3_jax.load import precision_named
+from eagle3_jax.measure.environment import environment, sha256_of_code
+from eagle3_jax.measure.gpu import gpu_problem
+from eagle3_jax.measure.records import failure, read_record, spread_of, write_record
+from eagle3_jax.measure.tables import show, to_markdown
+from eagle3_jax.measure.timing import CompileClock
 from eagle3_jax.models.invariant import Tile, product_by_kernel
 from eagle3_jax.verifiers.simulated import PUBLISHED_RATES
 

@@ -26,13 +26,13 @@ import jax
 
 from eagle3_jax import DynamicTree, SpeculativeDecoder, load_drafter, load_target
 from eagle3_jax.bench.contenders import Contender, DecoderContender
-from eagle3_jax.bench.environment import environment, sha256_of_code, sha256_of_prompts
-from eagle3_jax.bench.records import failure, read_record, write_record
 from eagle3_jax.bench.run import measure
-from eagle3_jax.bench.tables import show, to_markdown, write_text
 from eagle3_jax.devices.compilation import keep_compiled_programs
-from eagle3_jax.files.prompts import Prompt, in_turn, read_prompts
 from eagle3_jax.files.sources import bundled, locate
+from eagle3_jax.measure.environment import environment, sha256_of_code, sha256_of_prompts
+from eagle3_jax.measure.records import failure, read_record, write_record
+from eagle3_jax.measure.tables import show, to_markdown, write_text
+from eagle3_jax.prompts.benchmark import Prompt, in_turn, read_prompts
 from validation.engines.vllm.bridge import EngineOptions, eagle3
 from validation.engines.vllm.contender import VLLMContender
 from validation.engines.vllm.process import Process

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import eagle3_jax as e3
 from eagle3_jax.bench.contenders import Contender, DecoderContender, Run, Tokens
-from eagle3_jax.bench.environment import environment
-from eagle3_jax.bench.records import write_record
 from eagle3_jax.bench.run import measure
 from eagle3_jax.drafters import NGram
-from eagle3_jax.files.prompts import in_turn, read_prompts
 from eagle3_jax.files.sources import locate
+from eagle3_jax.measure.environment import environment
+from eagle3_jax.measure.records import write_record
+from eagle3_jax.prompts.benchmark import in_turn, read_prompts
 
 LENGTH = 3  # of a draft
 # What the other interpreter runs: a line of token ids in, a line of seconds and new token ids out.

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 import eagle3_jax as e3
-from eagle3_jax.bench.environment import environment
-from eagle3_jax.bench.records import spread_of, write_record
-from eagle3_jax.files.prompts import read_prompts
+from eagle3_jax.engine.engine import Engine, Request
 from eagle3_jax.load import bundled
-from eagle3_jax.serving.engine import Engine, Request
+from eagle3_jax.measure.environment import environment
+from eagle3_jax.measure.records import spread_of, write_record
+from eagle3_jax.prompts.benchmark import read_prompts
 from eagle3_jax.types import SamplingMode
 
 ROWS = 8

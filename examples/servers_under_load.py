@@ -26,10 +26,10 @@ from typing import Any
 import httpx
 
 import eagle3_jax as e3
-from eagle3_jax.bench.environment import environment
 from eagle3_jax.bench.load import Load, Run, Timeline, load_row
-from eagle3_jax.bench.records import write_record
-from eagle3_jax.files.prompts import read_prompts
+from eagle3_jax.measure.environment import environment
+from eagle3_jax.measure.records import write_record
+from eagle3_jax.prompts.benchmark import read_prompts
 
 UNKNOWN = e3.SpeculationStats.merge([e3.SpeculationStats.zeros(1, 1)])  # a client sees no drafts
 

@@ -27,12 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import eagle3_jax as e3
-from eagle3_jax.bench.environment import environment
-from eagle3_jax.bench.records import write_record
-from eagle3_jax.files.prompts import Prompt, in_turn, read_prompts
 from eagle3_jax.files.sources import locate
+from eagle3_jax.measure.environment import environment
+from eagle3_jax.measure.records import write_record
 from eagle3_jax.models.layers import Precision, product, product_by_table
 from eagle3_jax.models.quantised import Int8Kernel
+from eagle3_jax.prompts.benchmark import Prompt, in_turn, read_prompts
 from eagle3_jax.tree import causal_mask
 
 ROWS = (1, 2, 4, 6)  # of a verification

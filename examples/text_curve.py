@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import eagle3_jax as e3
-from eagle3_jax.bench.environment import environment
-from eagle3_jax.bench.records import write_record
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.measure.environment import environment
+from eagle3_jax.measure.records import write_record
 from eagle3_jax.training.batches import text_batches
 from eagle3_jax.training.evaluation import Evaluation
 from eagle3_jax.training.features import Features, stored_features

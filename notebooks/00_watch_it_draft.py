@@ -36,7 +36,7 @@ from IPython.display import HTML, display
 from pictures.strips import PROMPT, TokenStrip, svg, tokens_of
 
 import eagle3_jax as e3
-from eagle3_jax.bench.trace import record
+from eagle3_jax.measure.trace import record
 
 # %% [markdown]
 # ## Two runs, one text

@@ -54,9 +54,9 @@ import eagle3_jax as e3
 from eagle3_jax.bench.comparison import compare_with_plain
 from eagle3_jax.bench.roofline import bandwidths
 from eagle3_jax.bench.step_costs import draft_seconds, target_seconds
-from eagle3_jax.bench.timing import Spread
-from eagle3_jax.bench.trace import record
 from eagle3_jax.drafters.plain import Plain
+from eagle3_jax.measure.timing import Spread
+from eagle3_jax.measure.trace import record
 from eagle3_jax.models.config import usual_head
 from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS
 from eagle3_jax.theory.bounds import break_even_batch, check_claim, forward_work, round_bound

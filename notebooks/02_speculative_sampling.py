@@ -55,7 +55,7 @@ from pictures.moving import Moving
 from scipy import optimize, stats
 
 import eagle3_jax as e3
-from eagle3_jax.files.prompts import shipped
+from eagle3_jax.prompts.benchmark import shipped
 from eagle3_jax.tree import causal_mask
 
 # %% [markdown]

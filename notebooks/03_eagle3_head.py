@@ -52,10 +52,10 @@ from pictures.style import SERIES
 from safetensors.flax import load_file
 
 import eagle3_jax as e3
-from eagle3_jax.bench import trace
 from eagle3_jax.drafters import Eagle3Drafter, Plain
 from eagle3_jax.drafters.eagle3 import Eagle3Head
 from eagle3_jax.load import bundled
+from eagle3_jax.measure import trace
 from eagle3_jax.models.config import usual_head
 from eagle3_jax.models.functional import bind
 from eagle3_jax.theory.known_models import KNOWN_MODELS

@@ -51,10 +51,10 @@ from pictures import style, trees
 from pictures.moving import Moving
 
 import eagle3_jax as e3
-from eagle3_jax.bench import trace
 from eagle3_jax.bench.step_costs import target_seconds
 from eagle3_jax.drafters.eagle3 import Eagle3Head
 from eagle3_jax.files import prompts
+from eagle3_jax.measure import trace
 from eagle3_jax.models.context import BlockContext
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import embed

@@ -52,9 +52,9 @@ from pictures.maps import table_map
 import eagle3_jax as e3
 from eagle3_jax import acceptance
 from eagle3_jax.drafters import Plain
-from eagle3_jax.files.prompts import shipped
 from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.models.decoder import Decoder
+from eagle3_jax.prompts.benchmark import shipped
 from eagle3_jax.tree import causal_mask
 from validation.forcing import forced_logits
 from validation.margin import TIE_ULPS, bfloat16_ulp

@@ -57,11 +57,11 @@ from eagle3_jax.bench.contenders import DecoderContender
 from eagle3_jax.bench.load import Load, run_load
 from eagle3_jax.bench.rounds import timed_rounds
 from eagle3_jax.bench.step_costs import step_costs
-from eagle3_jax.bench.timing import CompileClock, Latency, Spread
 from eagle3_jax.drafters.plain import Plain
-from eagle3_jax.files.prompts import in_turn, read_prompts
+from eagle3_jax.engine.engine import Engine, Request
 from eagle3_jax.files.sources import bundled
-from eagle3_jax.serving.engine import Engine, Request
+from eagle3_jax.measure.timing import CompileClock, Latency, Spread
+from eagle3_jax.prompts.benchmark import in_turn, read_prompts
 from eagle3_jax.theory.speedup import (
     TrafficClass,
     blended_tau,

@@ -50,9 +50,9 @@ from pictures.ribbons import acceptance_ribbons
 from pictures.strips import PROMPT, TokenStrip, tokens_of
 
 import eagle3_jax as e3
-from eagle3_jax.bench import trace
 from eagle3_jax.drafters import NGram, Plain, Suffix, layer_skip
-from eagle3_jax.files.prompts import shipped
+from eagle3_jax.measure import trace
+from eagle3_jax.prompts.benchmark import shipped
 from validation.forcing import forced_logits
 
 target = e3.load_target()

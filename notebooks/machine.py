@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from eagle3_jax.bench.environment import cpu_model
-from eagle3_jax.bench.gpu import gpu_problem, has_gpu, on_gpu
+from eagle3_jax.measure.environment import cpu_model
+from eagle3_jax.measure.gpu import gpu_problem, has_gpu, on_gpu
 from eagle3_jax.models.layers import PRECISIONS
 from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS, Accelerator
 from validation.device import environment_of_vllm

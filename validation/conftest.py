@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import pytest
 
-from eagle3_jax.bench.environment import committable, environment
-from eagle3_jax.bench.gpu import gpu_problem
 from eagle3_jax.devices.compilation import keep_compiled_programs
+from eagle3_jax.measure.environment import committable, environment
+from eagle3_jax.measure.gpu import gpu_problem
 from validation.aot.platforms import Platform
 from validation.budget import MINUTES, Budget, Earlier, earlier_run, rank, sha256_of_options
 from validation.decodings import forget_programs

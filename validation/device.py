@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from eagle3_jax.bench.memory import is_out_of_memory
 from eagle3_jax.files.writing import cache_directory
+from eagle3_jax.measure.memory import is_out_of_memory
 
 WHAT_TO_DO = (
     "run its level alone (--level), with a smaller --target, or with other shares of the device "

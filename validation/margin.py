@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import stats
 
-from eagle3_jax.certify.frequencies import POWER
+from eagle3_jax.measure.frequencies import POWER
 
 TIE_ULPS = 2.0
 WRONG_ULPS = 8.0  # noise has not been seen beyond 2.5

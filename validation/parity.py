@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eagle3_jax import SamplingParams, SpeculationStats, SpeculativeDecoder
-from eagle3_jax.bench.trace import record
+from eagle3_jax.measure.trace import record
 from validation.engines.vllm.bridge import Engine, Generated, Tokens
 
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")

@@ -29,12 +29,12 @@ from eagle3_jax import (
     load_drafter,
     load_target,
 )
-from eagle3_jax.bench.environment import cpu_model, git, sha256_of
-from eagle3_jax.bench.tables import write_text
 from eagle3_jax.conversion import convert
 from eagle3_jax.drafters import NGram
-from eagle3_jax.files.prompts import in_turn, read_prompts
 from eagle3_jax.files.sources import bundled, locate
+from eagle3_jax.measure.environment import cpu_model, git, sha256_of
+from eagle3_jax.measure.tables import write_text
+from eagle3_jax.prompts.benchmark import in_turn, read_prompts
 from validation.engines.vllm.bridge import VLLM, Completion, EngineOptions, Tokens, eagle3
 from validation.engines.vllm.process import Process
 from validation.fixtures import installed_python

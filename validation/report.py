@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eagle3_jax.bench.tables import flat, show, write_text
+from eagle3_jax.measure.tables import flat, show, write_text
 from validation.runs import Report, Verdict, load
 
 # Colors are never used without a sign and a word.

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.bench.tables import Table
+from eagle3_jax.measure.tables import Table
 from validation.levels import BY_NAME, LEVELS, Level
 
 SCHEMA_VERSION = 1
@@ -126,7 +126,7 @@ class LevelResult:
 class Report:
     """A run."""
 
-    #: Machine, versions, models; see :func:`eagle3_jax.bench.environment.environment`.
+    #: Machine, versions, models; see :func:`eagle3_jax.measure.environment.environment`.
     environment: dict[str, Any] = dataclasses.field(default_factory=dict)
     #: Every test that was collected. Checks of a level that no longer exists are ignored.
     checks: list[Check] = dataclasses.field(default_factory=list)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from eagle3_jax import LoadedTarget, SamplingParams, SpeculativeDecoder, load_drafter, load_target
-from eagle3_jax.certify.frequencies import Fit, fit_counts
+from eagle3_jax.measure.frequencies import Fit, fit_counts
 from eagle3_jax.testing.verifier import warped
 from validation.engines.vllm.bridge import EngineOptions, Tokens, eagle3
 from validation.engines.vllm.process import Process, ProcessEngine

@@ -7,10 +7,10 @@ from typing import Any
 
 from eagle3_jax import DynamicTree, SpeculativeDecoder
 from eagle3_jax.bench.contenders import Contender, DecoderContender
-from eagle3_jax.bench.memory import is_out_of_memory
 from eagle3_jax.bench.results import Report, Row
 from eagle3_jax.bench.run import measure
 from eagle3_jax.bench.transformers import TransformersContender
+from eagle3_jax.measure.memory import is_out_of_memory
 from eagle3_jax.theory.cost import cost_per_million_tokens
 from eagle3_jax.verifiers.simulated import SimulatedAcceptance
 from validation.runs import Check

@@ -21,7 +21,7 @@ from flax import struct
 from jaxtyping import Bool, Float, Int
 from scipy import sparse, stats
 
-from eagle3_jax.certify.frequencies import POWER, smallest_deviation
+from eagle3_jax.measure.frequencies import POWER, smallest_deviation
 
 MOST_DIRECTED = (
     10.0  # ln(q/p) is cut at this size, so that a token with next to no mass cannot decide alone

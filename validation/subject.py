@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from eagle3_jax import LoadedDrafter, LoadedTarget, load_drafter, load_target
-from eagle3_jax.chat.template import ChatTemplate
 from eagle3_jax.conversion.sidecars import tokenizer_config_of
-from eagle3_jax.files.prompts import Prompt, read_prompts
 from eagle3_jax.load import bundled, locate
+from eagle3_jax.prompts.benchmark import Prompt, read_prompts
+from eagle3_jax.text.template import ChatTemplate
 
 Pair = tuple[LoadedTarget, LoadedDrafter]
 

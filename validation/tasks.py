@@ -6,7 +6,7 @@ import re
 
 from scipy import stats
 
-from eagle3_jax.files.prompts import Prompt
+from eagle3_jax.prompts.benchmark import Prompt
 from validation.subject import Subject
 
 _MOST = 200

@@ -64,7 +64,7 @@ def test_our_server_is_certified(
     check: Check, subject: Subject, setting: Setting, method: str
 ) -> None:
     pytest.importorskip("uvicorn", reason="our server needs uvicorn, of the extra `serve`")
-    from eagle3_jax.serving.local import serving
+    from eagle3_jax.server.local import serving
 
     target, drafter = subject.pair("float32")
     decoder = SpeculativeDecoder(target, drafter, stop_tokens=(), **OURS[method])

@@ -70,7 +70,7 @@ def test_clients_are_answered(
     pytestconfig: pytest.Config, check: Check, subject: Subject, setting: Setting, tmp_path: Path
 ) -> None:
     pytest.importorskip("uvicorn", reason="our server needs uvicorn, of the extra `serve`")
-    from eagle3_jax.serving.local import serving
+    from eagle3_jax.server.local import serving
 
     python = str(vllm_interpreter(pytestconfig))
     target, drafter = subject.pair("float32")

@@ -21,8 +21,8 @@ import pytest
 from eagle3_jax import DynamicTree, SpeculativeDecoder
 from eagle3_jax.bench.contenders import Contender, DecoderContender
 from eagle3_jax.bench.random_models import bytes_needed, random_pair, shape_named, why_not
-from eagle3_jax.bench.timing import CompileClock
 from eagle3_jax.drafters import NGram
+from eagle3_jax.measure.timing import CompileClock
 from eagle3_jax.verifiers.simulated import SimulatedAcceptance
 from validation.engines.vllm.bridge import VLLM, Engine, EngineOptions, VLLMUnavailable, eagle3
 from validation.engines.vllm.contender import VLLMContender

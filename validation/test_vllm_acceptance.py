@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax import LoadedDrafter, LoadedTarget, SpeculativeDecoder, load_drafter, load_target
-from eagle3_jax.files.prompts import shipped
 from eagle3_jax.load import bundled
+from eagle3_jax.prompts.benchmark import shipped
 from validation.engines.vllm.bridge import VLLM, Engine, EngineOptions, Tokens, eagle3
 from validation.engines.vllm.process import Process, ProcessEngine
 from validation.heads import VARIATIONS, write_variation

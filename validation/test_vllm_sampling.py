@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagle3_jax.certify.frequencies import smallest_deviation
+from eagle3_jax.measure.frequencies import smallest_deviation
 from validation import second_token
 from validation.engines.vllm.process import Process
 from validation.runs import Check

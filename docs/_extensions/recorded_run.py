@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parents[1]
-PAGE = DOCS.parent / "eagle3_jax" / "serving" / "page.html"
+PAGE = DOCS.parent / "eagle3_jax" / "server" / "page" / "page.html"
 RUNS = DOCS / "recorded" / "page_runs.json"
 _NAME = "recorded_run.html"
 _EMPTY = '<script type="application/json" id="recorded">[]</script>'

@@ -18,7 +18,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 import eagle3_jax as e3
-from eagle3_jax.bench.trace import record
+from eagle3_jax.measure.trace import record
 from eagle3_jax.theory.speedup import tau_from_conditional_rate
 from eagle3_jax.tree import causal_mask
 

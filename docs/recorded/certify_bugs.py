@@ -16,10 +16,10 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 from fake_server import Manners, serving
 
-from eagle3_jax.bench.environment import environment
-from eagle3_jax.bench.records import write_record
 from eagle3_jax.certify import Certificate, Client, Plan, certify
 from eagle3_jax.certify.faulty import FAULTS, PROMPTS, Fault, FaultySampler, FaultySource
+from eagle3_jax.measure.environment import environment
+from eagle3_jax.measure.records import write_record
 
 PLAN = Plan(prompts=PROMPTS)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from page_tables import Row, record, spread, table
 from speeds import tau
 
-from eagle3_jax.bench.records import spread_of
+from eagle3_jax.measure.records import spread_of
 
 
 def origin(name: str, run: Row) -> str:

@@ -18,8 +18,8 @@ import numpy as np
 from page_tables import Row, cores, spread, table, version
 
 import eagle3_jax as e3
-from eagle3_jax.bench.environment import environment
 from eagle3_jax.files import prompts
+from eagle3_jax.measure.environment import environment
 
 RECORD = Path(__file__).with_suffix(".json")
 PROMPTS = 16

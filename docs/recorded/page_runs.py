@@ -13,7 +13,7 @@ from typing import Any
 
 import eagle3_jax as e3
 from eagle3_jax.devices.compilation import keep_compiled_programs
-from eagle3_jax.serving.local import serving
+from eagle3_jax.server.local import serving
 
 FILE = Path(__file__).with_suffix(".json")
 REPEATS = 3  # the one in which both lanes together take the least time is kept

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.bench.contenders import Tokens
-from eagle3_jax.bench.timing import Spread
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
+from eagle3_jax.measure.timing import Spread
 from eagle3_jax.types import SamplingParams
 
 

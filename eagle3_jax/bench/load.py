@@ -17,9 +17,9 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from eagle3_jax.bench.timing import CompileClock, Quantiles, Spread
 from eagle3_jax.decode import padded_prompt
-from eagle3_jax.serving.engine import Engine, Request
+from eagle3_jax.engine.engine import Engine, Request
+from eagle3_jax.measure.timing import CompileClock, Quantiles, Spread
 from eagle3_jax.stats import SpeculationStats
 
 

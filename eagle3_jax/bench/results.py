@@ -13,8 +13,8 @@ import numpy as np
 from eagle3_jax.bench.contenders import Contender, Run, Tokens
 from eagle3_jax.bench.roofline import least_bytes_per_second
 from eagle3_jax.bench.step_costs import StepCosts
-from eagle3_jax.bench.timing import Interval, Latency, Spread, geometric_mean, ratio_of_sums
 from eagle3_jax.decode import LoadedTarget
+from eagle3_jax.measure.timing import Interval, Latency, Spread, geometric_mean, ratio_of_sums
 from eagle3_jax.stats import SpeculationStats
 
 

@@ -14,8 +14,8 @@ from eagle3_jax.bench.contenders import Contender, DecoderContender, Tokens
 from eagle3_jax.bench.results import Measured, NotMeasured, Report, row_of
 from eagle3_jax.bench.roofline import ceiling
 from eagle3_jax.bench.step_costs import step_costs
-from eagle3_jax.bench.timing import CompileClock, Spread
 from eagle3_jax.decode import LoadedTarget
+from eagle3_jax.measure.timing import CompileClock, Spread
 
 
 def measure(

@@ -21,8 +21,8 @@ from numpy.typing import ArrayLike
 from eagle3_jax.bench.contenders import DecoderContender, Run, Tokens
 from eagle3_jax.bench.rounds import count_rounds
 from eagle3_jax.bench.step_costs import step_costs
-from eagle3_jax.bench.timing import Spread
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
+from eagle3_jax.measure.timing import Spread
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.theory.speedup import Rates, rates, rates_for_speedup, round_cost

@@ -2,7 +2,7 @@
 
 import sys
 
-from eagle3_jax.cli._certifying import main
+from eagle3_jax.certify.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

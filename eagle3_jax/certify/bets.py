@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import special, stats
 
-from eagle3_jax.certify.frequencies import POWER
+from eagle3_jax.measure.frequencies import POWER
 
 #: Concentrations of the Dirichlet distributions that frequencies behind a text are bet to have.
 CONCENTRATIONS = (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_jax import __version__
-from eagle3_jax.certify.frequencies import ALPHA
 from eagle3_jax.certify.statistics import Test
 from eagle3_jax.files.writing import whole_directory
+from eagle3_jax.measure.frequencies import ALPHA
 
 #: The requirement that shows that requests of a kind were judged.
 _SHOWN_BY = {"greedy": "greedy tokens", "sampled": "sight"}

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from scipy import special, stats
 
-from eagle3_jax.certify.frequencies import ALPHA
 from eagle3_jax.certify.source import Completion, Report
 from eagle3_jax.certify.statistics import Draws, Sampling
+from eagle3_jax.measure.frequencies import ALPHA
 
 NUM_PROMPTS = 4
 NUM_REPORTED = 20

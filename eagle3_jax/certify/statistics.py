@@ -17,8 +17,8 @@ import numpy as np
 from scipy import special, stats
 
 from eagle3_jax.certify.bets import bet_on_frequencies, bet_on_one_token
-from eagle3_jax.certify.frequencies import Contrast, fit_counts
 from eagle3_jax.certify.source import ZERO
+from eagle3_jax.measure.frequencies import Contrast, fit_counts
 
 PLACES = 20  # cells of the test of places
 PAIR_PLACES = 5  # cells of each place of a pair

@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 from scipy import stats
 
-from eagle3_jax.certify.frequencies import ALPHA, smallest_deviation
+from eagle3_jax.measure.frequencies import ALPHA, smallest_deviation
 
 TOKENS = 3  # of each text
 PROMPTS = 4  # that all requests share

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from eagle3_jax.chat.template import Messages
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.files.jsonl import shown
 from eagle3_jax.loaded import LoadedTarget
-from eagle3_jax.results import Chunk, Generation, tokenized
+from eagle3_jax.results import Chunk, Generation
+from eagle3_jax.text.template import Messages
+from eagle3_jax.text.tokens import tokenized
 from eagle3_jax.types import SamplingParams
 
 

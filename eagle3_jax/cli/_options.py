@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.drafters.named import FORMS
 from eagle3_jax.files.jsonl import STDIN, parse_json, read_text, shown
-from eagle3_jax.files.prompts import check_token_ids
-from eagle3_jax.files.sources import FORMS
 from eagle3_jax.files.writing import whole_file
+from eagle3_jax.prompts.reading import check_token_ids
 
 if TYPE_CHECKING:
     from eagle3_jax import DynamicTree, SpeculationSchedule, StaticTree
@@ -155,7 +155,7 @@ def measured_dtype(dtype: str | None) -> str:
     Raises:
         Misuse: This jax cannot use the GPU of this machine, so the figures would be those of a CPU.
     """
-    from eagle3_jax.bench.gpu import gpu_problem, on_gpu
+    from eagle3_jax.measure.gpu import gpu_problem, on_gpu
 
     problem = gpu_problem()
     if problem is not None:

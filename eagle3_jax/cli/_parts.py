@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._streaming import hint
-from eagle3_jax.files.sources import LOOKUP_FIRST, is_named, locate, named_drafter, without_lookup
+from eagle3_jax.drafters.named import LOOKUP_FIRST, is_named, named_drafter, without_lookup
+from eagle3_jax.files.sources import locate
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from eagle3_jax.bench.tables import Table, to_markdown
+from eagle3_jax.measure.tables import Table, to_markdown
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -60,7 +60,7 @@ def print_stream(
     """Prints a prompt and its continuation as it appears; token ids without a tokenizer."""
     import jax
 
-    from eagle3_jax.bench.timing import CompileClock
+    from eagle3_jax.measure.timing import CompileClock
 
     has_cache = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     step = "compiling: once per machine" if has_cache else "compiling"

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from eagle3_jax.cli import _certifying
-from eagle3_jax.cli._certifying import ABOUT, OPTIONS, Option
+from eagle3_jax.certify import command
+from eagle3_jax.certify.command import ABOUT, OPTIONS, Option
 
 EXAMPLE = """\b
 Examples, the second with the key of the server in EAGLE3_API_KEY:
@@ -18,8 +18,8 @@ Examples, the second with the key of the server in EAGLE3_API_KEY:
 
 
 def certify(**values: Any) -> None:  # noqa: D103
-    certificate = _certifying.run(values, ["eagle3", *sys.argv[1:]])
-    _certifying.print_certificate(certificate, as_json=values["json"])
+    certificate = command.run(values, ["eagle3", *sys.argv[1:]])
+    command.print_certificate(certificate, as_json=values["json"])
     if certificate.verdict.exit_code:
         raise typer.Exit(certificate.verdict.exit_code)
 

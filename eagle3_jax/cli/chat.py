@@ -25,7 +25,7 @@ from eagle3_jax.cli._progress import spinner
 from eagle3_jax.cli._streaming import Printed, describe_method, print_stream, put
 from eagle3_jax.devices.compilation import keep_compiled_programs
 from eagle3_jax.files.jsonl import STDIN
-from eagle3_jax.files.prompts import MOST_TOKENS
+from eagle3_jax.prompts.request import MOST_TOKENS
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,7 +18,8 @@ from eagle3_jax.cli._options import (
 from eagle3_jax.cli._parts import fetch_first
 from eagle3_jax.cli._printing import Page, print_page, table_of
 from eagle3_jax.devices.compilation import keep_compiled_programs
-from eagle3_jax.files.sources import is_named, locate
+from eagle3_jax.drafters.named import is_named
+from eagle3_jax.files.sources import locate
 
 EXAMPLE = """\b
 Examples:
@@ -61,8 +62,8 @@ def doctor(
 
     Exits with 1 when a check fails.
     """
-    from eagle3_jax.bench.gpu import gpu_problem
     from eagle3_jax.conversion.doctor import diagnose
+    from eagle3_jax.measure.gpu import gpu_problem
 
     is_alone = drafter is None and target is not None
     if is_alone and (prompts is not None or layer_ids is not None):
@@ -101,9 +102,9 @@ def _token_ids(file: Path, target: Path) -> list[list[int]]:
     from eagle3_jax import ChatTemplate, LoadedTarget
     from eagle3_jax.conversion import read_target
     from eagle3_jax.conversion.sidecars import tokenizer_config_of, tokenizer_of
-    from eagle3_jax.files.prompts import in_turn, read_prompts
     from eagle3_jax.models.decoder import DecoderTarget
     from eagle3_jax.models.layers import FLOAT32
+    from eagle3_jax.prompts.benchmark import in_turn, read_prompts
 
     announce_input(file)
     config = read_target(target).config

@@ -35,7 +35,8 @@ from eagle3_jax.cli._progress import progress_bar, spinner
 from eagle3_jax.cli._streaming import ACCEPTED, Printed, describe_method, hint, print_stream, put
 from eagle3_jax.devices.compilation import keep_compiled_programs
 from eagle3_jax.files.jsonl import STDIN, read_text
-from eagle3_jax.files.prompts import MOST_TOKENS, Request, read_requests
+from eagle3_jax.prompts.reading import read_requests
+from eagle3_jax.prompts.request import MOST_TOKENS, Request
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -302,8 +303,8 @@ def _results(
     import jax
     import numpy as np
 
-    from eagle3_jax.bench.timing import CompileClock
-    from eagle3_jax.bench.trace import record
+    from eagle3_jax.measure.timing import CompileClock
+    from eagle3_jax.measure.trace import record
 
     first = 0
     with CompileClock() as clock:
@@ -340,8 +341,8 @@ def _results(
 
 def _refilled(job: Job) -> Iterator[tuple[int, Generation]]:
     """Decodes all prompts in one batch, whose rows are given to the next prompts as others end."""
-    from eagle3_jax.serving.completions import complete
-    from eagle3_jax.serving.engine import Request as EngineRequest
+    from eagle3_jax.engine.engine import Request as EngineRequest
+    from eagle3_jax.engine.refill import complete
 
     requests = []
     for task in job.tasks:
@@ -447,7 +448,7 @@ def _summary(streams: Sequence[Printed], loading: float) -> list[str]:
 def _comparison(job: Job) -> list[str]:
     """Measures the ratio to plain decoding now, and returns it in two lines."""
     from eagle3_jax.bench.comparison import compare_with_plain
-    from eagle3_jax.bench.environment import hardware
+    from eagle3_jax.measure.environment import hardware
 
     if any(task.request.options for task in job.tasks):
         return ["no comparison with plain decoding: a line of the file has options of its own"]

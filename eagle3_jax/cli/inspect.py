@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from eagle3_jax.bench.tables import Table, flat, show
 from eagle3_jax.cli._options import CHECKPOINT, JsonOption
 from eagle3_jax.cli._printing import Page, print_page
+from eagle3_jax.measure.tables import Table, flat, show
 
 EXAMPLE = "Example: eagle3 inspect ./EAGLE3-LLaMA3.1-Instruct-8B --json"
 

@@ -92,7 +92,7 @@ def serve(
         models, dtype = chosen_models(models, dtype)
         keep_compiled_programs(compilation_cache)
         with spinner("loading"):
-            from eagle3_jax.serving.server import Server
+            from eagle3_jax.server.app import Server
             from eagle3_jax.types import SamplingMode
 
             devices = read_mesh(mesh, [options.slots])

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eagle3_jax.bench.tables import Table
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import (
     CompilationCacheOption,
@@ -33,6 +32,7 @@ from eagle3_jax.cli._parts import (
 from eagle3_jax.cli._printing import Page, cell_text, print_page, table_of
 from eagle3_jax.cli._progress import counted, spinner
 from eagle3_jax.devices.compilation import keep_compiled_programs
+from eagle3_jax.measure.tables import Table
 
 if TYPE_CHECKING:
     from eagle3_jax.bench.tune import Tuning
@@ -104,9 +104,9 @@ def tune(
 
     from eagle3_jax import LoadedDrafter
     from eagle3_jax.bench import tune as tuning
-    from eagle3_jax.bench.environment import hardware
-    from eagle3_jax.files.prompts import in_turn, read_prompts
     from eagle3_jax.files.sources import bundled
+    from eagle3_jax.measure.environment import hardware
+    from eagle3_jax.prompts.benchmark import in_turn, read_prompts
 
     trees = [parse_tree(text) for text in tree or []]
     fetch_first(models.target, models.drafter)

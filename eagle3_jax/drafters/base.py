@@ -126,9 +126,9 @@ class ShapedDrafter:
                 draft vocabulary.
         """
         sampling = self.draft_sampling if draft_sampling is None else draft_sampling
-        return dataclasses.replace(
+        return dataclasses.replace(  # type: ignore[type-var]
             self, topology=topology or self.topology, draft_sampling=sampling
-        )  # type: ignore[type-var]
+        )
 
     def grow(self, inputs: DraftInputs) -> tuple[Draft, Any]:
         """Grows a draft of this shape; see :func:`grow`."""

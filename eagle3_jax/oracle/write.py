@@ -24,7 +24,8 @@ from eagle3_jax.drafters import NGram
 from eagle3_jax.files.writing import whole_directory
 from eagle3_jax.load import load_drafter, load_target
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
-from eagle3_jax.models.processors import (
+from eagle3_jax.oracle.models import VOCAB_SIZE, write_models
+from eagle3_jax.processors.logits import (
     LogitBias,
     LogitsProcessor,
     MinP,
@@ -32,7 +33,6 @@ from eagle3_jax.models.processors import (
     TokenAutomaton,
     with_processors,
 )
-from eagle3_jax.oracle.models import VOCAB_SIZE, write_models
 from eagle3_jax.sampling import probabilities
 from eagle3_jax.topology import Chain, DynamicTree, StaticTree, Topology
 from eagle3_jax.tree import causal_mask

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy import stats
 
-from eagle3_jax.certify.frequencies import (
+from eagle3_jax.measure.frequencies import (
     ALPHA,
     POWER,
     Contrast,

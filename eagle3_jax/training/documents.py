@@ -22,9 +22,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from eagle3_jax.chat.template import Messages, check_messages
 from eagle3_jax.files.jsonl import JsonRow, read_rows, shown
 from eagle3_jax.loaded import LoadedTarget
+from eagle3_jax.text.template import Messages, check_messages
 from eagle3_jax.training.texts import Text, document_hash
 
 _LABELS = ("id", "source", "name", "category")

@@ -21,7 +21,7 @@ import numpy as np
 
 from eagle3_jax.chat.conversation import apply_chat_template
 from eagle3_jax.decode import LoadedTarget, SpeculativeDecoder
-from eagle3_jax.serving.engine import Engine, Request, ended
+from eagle3_jax.engine.engine import Engine, Request, ended
 from eagle3_jax.training.texts import Text, document_hash
 from eagle3_jax.types import SamplingMode
 

@@ -60,8 +60,8 @@ from IPython.display import Markdown
 from pictures.style import SERIES
 
 from eagle3_jax import SpeculativeDecoder
-from eagle3_jax.bench.environment import environment
-from eagle3_jax.bench.tables import flat, show, to_markdown
+from eagle3_jax.measure.environment import environment
+from eagle3_jax.measure.tables import flat, show, to_markdown
 from eagle3_jax.models.config import usual_head
 from eagle3_jax.theory.accelerators import accelerator_named
 from eagle3_jax.theory.bounds import largest_batch

@@ -51,8 +51,8 @@ from pictures.ribbons import acceptance_ribbons
 from pictures.style import DRAFTER, TARGET
 
 from eagle3_jax import SpeculativeDecoder, load_drafter, load_target
-from eagle3_jax.bench.memory import is_out_of_memory
-from eagle3_jax.bench.tables import to_markdown
+from eagle3_jax.measure.memory import is_out_of_memory
+from eagle3_jax.measure.tables import to_markdown
 from validation import second_token
 from validation.agreement import Judged, both_directions, decoders_of, ours
 from validation.emissions import Reference, Warpers

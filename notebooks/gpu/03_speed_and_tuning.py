@@ -50,9 +50,9 @@ from eagle3_jax.bench.contenders import DecoderContender
 from eagle3_jax.bench.random_models import random_pair
 from eagle3_jax.bench.roofline import least_bytes_per_second
 from eagle3_jax.bench.run import measure
-from eagle3_jax.bench.tables import show, to_markdown
 from eagle3_jax.bench.tune import break_even, tune
 from eagle3_jax.drafters import NGram
+from eagle3_jax.measure.tables import show, to_markdown
 from eagle3_jax.theory.accelerators import custom_accelerator
 from eagle3_jax.theory.bounds import forward_work
 from eagle3_jax.theory.memory import Deployment

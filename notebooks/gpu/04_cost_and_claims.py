@@ -40,7 +40,7 @@ from IPython.display import Markdown, display
 from pictures.style import SERIES
 
 from eagle3_jax.bench.run import measure
-from eagle3_jax.bench.tables import show, to_markdown
+from eagle3_jax.measure.tables import show, to_markdown
 from eagle3_jax.models.config import usual_head
 from eagle3_jax.theory.accelerators import accelerator_named, custom_accelerator
 from eagle3_jax.theory.bounds import check_claim, round_bound

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from eagle3_jax.results import Pieces
+from eagle3_jax.text.tokens import Pieces
 from pictures.style import ACCEPTED, BONUS, COLOURS, CORRECTED
 
 PROMPT = "prompt"
@@ -43,7 +43,7 @@ class Token:
 
 
 def tokens_of(prompt: dict[str, Any], tokenizer: Tokenizer) -> list[Token]:
-    """Lists the tokens of one prompt of a :func:`~eagle3_jax.bench.trace.record`, those of the prompt included.
+    """Lists the tokens of one prompt of a :func:`~eagle3_jax.measure.trace.record`, those of the prompt included.
 
     Args:
         prompt: One entry of ``Trace.prompts``.

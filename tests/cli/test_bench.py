@@ -20,7 +20,8 @@ from eagle3_jax.bench.roofline import least_bytes_per_second, step_bytes
 from eagle3_jax.bench.rounds import timed_rounds
 from eagle3_jax.bench.run import measure
 from eagle3_jax.bench.step_costs import _target_rounds, step_costs, target_seconds
-from eagle3_jax.bench.timing import (
+from eagle3_jax.drafters import NGram
+from eagle3_jax.measure.timing import (
     CompileClock,
     Interval,
     Latency,
@@ -28,7 +29,6 @@ from eagle3_jax.bench.timing import (
     geometric_mean,
     ratio_of_sums,
 )
-from eagle3_jax.drafters import NGram
 from eagle3_jax.models.decoder import DecoderTarget
 
 

@@ -12,9 +12,9 @@ import pytest
 import tiny
 
 from eagle3_jax.cli import run
-from eagle3_jax.cli._bench_field import Field
-from eagle3_jax.cli._bench_report import Findings
 from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.cli.bench.field import Field
+from eagle3_jax.cli.bench.report import Findings
 
 GOLDEN = tiny.GOLDEN / "official"
 QUICK = ("--dtype", "float32", "--max-new-tokens", "4", "--repeats", "1")

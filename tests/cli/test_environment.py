@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from eagle3_jax import __version__
-from eagle3_jax.bench.environment import committable, environment, sha256_of, sha256_of_prompts
+from eagle3_jax.measure.environment import committable, environment, sha256_of, sha256_of_prompts
 
 ROOT = Path(__file__).parent.parent.parent
 

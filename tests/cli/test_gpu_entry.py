@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from eagle3_jax.bench import gpu
+from eagle3_jax.measure import gpu
 
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = f"pip install 'jax[cuda13]=={jax.__version__}'"

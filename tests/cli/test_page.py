@@ -27,10 +27,10 @@ pytest.importorskip("prometheus_client")
 
 from test_serve import Answer, complete, decoder, generated, get, post
 
-from eagle3_jax.serving.lanes import acceptance
-from eagle3_jax.serving.local import serving
-from eagle3_jax.serving.viewer import PAGE
-from eagle3_jax.serving.worker import Worker
+from eagle3_jax.server.local import serving
+from eagle3_jax.server.page.lanes import acceptance
+from eagle3_jax.server.page.viewer import PAGE
+from eagle3_jax.server.worker import Worker
 from eagle3_jax.types import Draft
 
 PROMPT = "def add(a, b):\n"
@@ -301,7 +301,7 @@ def test_a_failure_of_the_page_is_no_failure_of_the_server(
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr("eagle3_jax.serving.lanes._examine", fail)
+        patch.setattr("eagle3_jax.server.page.lanes._examine", fail)
         *_, last = watch(url, max_tokens=2, may_fail=True)
     assert last["error"]["message"] == "MemoryError: no room"
     assert watch(url, max_tokens=2)[-1]["event"] == "done"

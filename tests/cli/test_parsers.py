@@ -25,17 +25,17 @@ from eagle3_jax.cli import plan, run, train
 from eagle3_jax.cli._commands import app
 from eagle3_jax.cli._options import parse_ids, parse_numbers, parse_schedule, parse_tree
 from eagle3_jax.conversion.files import read_tokenizer
-from eagle3_jax.files.prompts import (
+from eagle3_jax.files.sources import bundled
+from eagle3_jax.prompts.benchmark import (
     Prompt,
-    Request,
     in_turn,
     random_prompts,
     read_prompts,
-    read_requests,
     resize_prompt,
 )
-from eagle3_jax.files.sources import bundled
-from eagle3_jax.results import tokenized
+from eagle3_jax.prompts.reading import read_requests
+from eagle3_jax.prompts.request import Request
+from eagle3_jax.text.tokens import tokenized
 
 ROOT = Path(__file__).parent.parent.parent
 OFFICIAL = ROOT / "tests" / "golden" / "official"

@@ -9,7 +9,7 @@ import re
 import pytest
 from deployments import served
 
-from eagle3_jax.cli._planning import Target, read_head
+from eagle3_jax.cli.plan.models import Target, read_head
 from eagle3_jax.models.config import usual_head
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import attention_heads, memory_plan, remedy_of

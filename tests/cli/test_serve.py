@@ -28,14 +28,14 @@ import tiny
 
 import eagle3_jax as e3
 from eagle3_jax.cli import run
-from eagle3_jax.serving.engine import Engine
+from eagle3_jax.engine.engine import Engine
 from eagle3_jax.types import SamplingMode
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
-from eagle3_jax.serving.local import serving
+from eagle3_jax.server.local import serving
 
 PROMPTS = [
     "def add(a, b):\n",

@@ -237,8 +237,8 @@ def test_every_figure_follows_from_the_json(printed, target, tmp_path):
 
 def comparison(ours: Sequence[float], plain: Sequence[float]) -> str:
     from eagle3_jax.bench.comparison import Comparison
-    from eagle3_jax.bench.timing import Spread
     from eagle3_jax.cli.generate import speed_line
+    from eagle3_jax.measure.timing import Spread
 
     ratios = tuple(speed / baseline for speed, baseline in zip(ours, plain, strict=True))
     return speed_line(
@@ -267,8 +267,8 @@ def test_the_ratio_is_that_of_the_two_printed_speeds():
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_a_table_loses_columns_in_a_narrow_terminal_and_no_cell(width):
-    from eagle3_jax.bench.tables import Table
     from eagle3_jax.cli._printing import fit_table
+    from eagle3_jax.measure.tables import Table
 
     columns = [
         "method",

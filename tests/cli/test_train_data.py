@@ -14,8 +14,8 @@ import pytest
 from models_on_disk import POSITIONS, write_chat_target
 
 import eagle3_jax as e3
-from eagle3_jax.cli import train_data
-from eagle3_jax.cli._training_files import joined_texts, read_texts
+from eagle3_jax.cli.train import data as train_data
+from eagle3_jax.cli.train.files import joined_texts, read_texts
 from eagle3_jax.training import own_text
 from eagle3_jax.training.texts import Text, Texts
 

@@ -18,8 +18,8 @@ from safetensors.numpy import load_file
 from test_training_runs import kill_after, written_texts
 
 import eagle3_jax as e3
-from eagle3_jax.cli._training_files import read_texts, write_head
-from eagle3_jax.cli.train_head import _continued, _head_to_continue
+from eagle3_jax.cli.train.files import read_texts, write_head
+from eagle3_jax.cli.train.head import _continued, _head_to_continue
 from eagle3_jax.training import features
 from eagle3_jax.training.methods import RECIPES, HeadOptions
 

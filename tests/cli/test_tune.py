@@ -11,7 +11,6 @@ from eagle3_jax import DynamicTree, SpeculationSchedule, SpeculativeDecoder
 from eagle3_jax.bench import tune as tuning
 from eagle3_jax.bench.contenders import DecoderContender
 from eagle3_jax.bench.step_costs import StepCosts
-from eagle3_jax.bench.timing import Spread
 from eagle3_jax.bench.tune import (
     BatchTuning,
     Candidate,
@@ -22,6 +21,7 @@ from eagle3_jax.bench.tune import (
 )
 from eagle3_jax.cli import run
 from eagle3_jax.drafters import NGram
+from eagle3_jax.measure.timing import Spread
 from eagle3_jax.theory.speedup import conditional_rate_from_tau, draft_rate_from_tau
 
 GOLDEN = tiny.GOLDEN / "official"

@@ -26,7 +26,7 @@ from safetensors.numpy import load_file
 from eagle3_jax import conversion
 from eagle3_jax.cli import run
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._planning import read_head, read_target
+from eagle3_jax.cli.plan.models import read_head, read_target
 from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.conversion.files import read_tokenizer
 from eagle3_jax.load import bundled

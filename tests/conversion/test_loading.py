@@ -20,9 +20,9 @@ from checkpoints import TARGET, write_llama
 from safetensors.numpy import load_file, save_file
 
 import eagle3_jax as e3
-from eagle3_jax.bench.timing import CompileClock
 from eagle3_jax.conversion.rules import flatten
 from eagle3_jax.devices.sharding import make_mesh, put_array
+from eagle3_jax.measure.timing import CompileClock
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, uniform
 
 QUERIES = 6

@@ -20,7 +20,7 @@ import pytest
 from eagle3_jax import conversion
 from eagle3_jax.cli import run
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._training_files import refuse_finished
+from eagle3_jax.cli.train.files import refuse_finished
 from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.files.writing import WriteError, whole_directory, whole_file
 from eagle3_jax.training.loop import OptimizerConfig, Trainer

@@ -18,8 +18,8 @@ from eagle3_jax.certify.bets import (
     smallest_error,
 )
 from eagle3_jax.certify.faulty import FAULTS, Fault, FaultySampler
-from eagle3_jax.certify.frequencies import ALPHA, fit_counts
 from eagle3_jax.certify.statistics import number_texts, resolution
+from eagle3_jax.measure.frequencies import ALPHA, fit_counts
 
 LEVEL = ALPHA / 20
 REPORTED = np.log([[0.4, 0.3, 0.2]])  # two more tokens have 0.06 and 0.04

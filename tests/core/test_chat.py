@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, processors
 
 import eagle3_jax as e3
 from eagle3_jax import Chat, ChatTemplate, apply_chat_template, load_target
-from eagle3_jax.chat.template import check_messages
 from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.conversion.sidecars import tokenizer_config_of
 from eagle3_jax.files.sources import bundled
+from eagle3_jax.text.template import check_messages
 
 # ---------------------------------------------------------------- templates
 

@@ -7,8 +7,8 @@ import pytest
 import tiny
 
 import eagle3_jax as e3
-from eagle3_jax.serving.completions import complete
-from eagle3_jax.serving.engine import Request
+from eagle3_jax.engine.engine import Request
+from eagle3_jax.engine.refill import complete
 
 
 def test_stop_texts_log_probabilities_and_counters_are_those_of_the_prompt_alone(

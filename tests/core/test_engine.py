@@ -14,8 +14,8 @@ import tiny
 
 import eagle3_jax as e3
 from eagle3_jax import loop as loops
-from eagle3_jax.serving import rows as rows_of_engine
-from eagle3_jax.serving.engine import Engine, Event, Request, ended
+from eagle3_jax.engine import rows as rows_of_engine
+from eagle3_jax.engine.engine import Engine, Event, Request, ended
 from eagle3_jax.types import SamplingMode
 
 TEXTS = [

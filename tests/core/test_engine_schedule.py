@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 import eagle3_jax as e3
-from eagle3_jax.serving.engine import Engine, Request
+from eagle3_jax.engine.engine import Engine, Request
 from eagle3_jax.types import SamplingMode
 
 SLOTS = 2

@@ -16,8 +16,8 @@ import tiny
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 import eagle3_jax as e3
-from eagle3_jax.models import grammar
-from eagle3_jax.models.schema import schema_to_regex
+from eagle3_jax.processors import grammar
+from eagle3_jax.processors.schema import schema_to_regex
 
 pytest.importorskip("outlines_core")
 jsonschema = pytest.importorskip("jsonschema")

@@ -22,7 +22,7 @@ from eagle3_jax import FinishReason, SamplingParams, SpeculativeDecoder, check_t
 from eagle3_jax import loop as loops
 from eagle3_jax.drafters import NGram, Plain
 from eagle3_jax.models.layers import BFLOAT16
-from eagle3_jax.models.processors import LogitBias, MinP, Penalty, TokenAutomaton, with_processors
+from eagle3_jax.processors.logits import LogitBias, MinP, Penalty, TokenAutomaton, with_processors
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.topology import DynamicTree
 from eagle3_jax.types import SamplingMode

@@ -26,11 +26,11 @@ from eagle3_jax.devices.sharding import (
     parse_mesh,
 )
 from eagle3_jax.drafters import Fallback, NGram, Suffix
-from eagle3_jax.files.sources import named_drafter
+from eagle3_jax.drafters.named import named_drafter
+from eagle3_jax.engine.engine import Engine
 from eagle3_jax.models.config import Eagle3Config, GroupedQuery, RopeConfig
-from eagle3_jax.models.processors import LogitBias, with_processors
+from eagle3_jax.processors.logits import LogitBias, with_processors
 from eagle3_jax.sampling import draw, row_keys
-from eagle3_jax.serving.engine import Engine
 from eagle3_jax.topology import PUBLISHED_TREES, Chain, DynamicTree, StaticTree
 from eagle3_jax.types import SamplingMode
 

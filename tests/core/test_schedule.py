@@ -15,8 +15,8 @@ import tiny
 
 from eagle3_jax import LoadedDrafter, SamplingParams, SpeculationSchedule, SpeculativeDecoder
 from eagle3_jax import loop as loops
-from eagle3_jax.bench.timing import CompileClock
 from eagle3_jax.drafters import NGram
+from eagle3_jax.measure.timing import CompileClock
 from eagle3_jax.topology import default_draft_length
 
 GOLDEN = tiny.GOLDEN / "official"

@@ -27,7 +27,7 @@ from pictures.style import ACCEPTED, BONUS, CORRECTED
 from pictures.trees import interactive_rounds, statuses
 
 import eagle3_jax as e3
-from eagle3_jax.bench.trace import record
+from eagle3_jax.measure.trace import record
 from validation.subject import Setting, choose
 
 pytestmark = pytest.mark.torch

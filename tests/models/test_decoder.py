@@ -12,8 +12,8 @@ import pytest
 import tiny
 
 import eagle3_jax as e3
-from eagle3_jax.bench.trace import record
 from eagle3_jax.loaded import LoadedDrafter
+from eagle3_jax.measure.trace import record
 from eagle3_jax.results import GenerationResult
 from eagle3_jax.types import Draft, DraftSampling, SamplingMode, SamplingParams
 

@@ -11,7 +11,7 @@ import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import eagle3_jax as e3
-from eagle3_jax.chat.template import ChatTemplate
+from eagle3_jax.text.template import ChatTemplate
 from eagle3_jax.training.own_text import Conversations, OwnTextConfig, answers, around_user
 from eagle3_jax.training.texts import Text, document_hash
 

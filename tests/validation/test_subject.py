@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_jax.files.prompts import shipped
 from eagle3_jax.load import bundled
+from eagle3_jax.prompts.benchmark import shipped
 from validation import speeds
 from validation.subject import DEFAULT_TARGET, Setting, choose
 from validation.tasks import discordant_interval, is_right, questions

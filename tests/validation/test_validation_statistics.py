@@ -11,7 +11,7 @@ import pytest
 from scipy.special import softmax
 from scipy.stats import chi2, norm
 
-from eagle3_jax.certify.frequencies import fit_counts, smallest_deviation
+from eagle3_jax.measure.frequencies import fit_counts, smallest_deviation
 from validation.statistics import (
     Excess,
     Score,

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from eagle3_jax.bench.memory import is_out_of_memory
 from eagle3_jax.certify.client import parse_counters
+from eagle3_jax.measure.memory import is_out_of_memory
 from validation.engines.memory import share_memory
 from validation.engines.vllm.bridge import (
     Completion,

@@ -15,8 +15,8 @@ import itertools
 import sys
 from pathlib import Path
 
-from eagle3_jax.bench.environment import git
-from eagle3_jax.bench.tables import flat, show
+from eagle3_jax.measure.environment import git
+from eagle3_jax.measure.tables import flat, show
 from eagle3_jax.models.quantised import WEIGHTS
 from validation.aot import table
 from validation.aot.platforms import NotHere

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from eagle3_jax.bench.environment import version
+from eagle3_jax.measure.environment import version
 
 SPECS = Path(__file__).with_name("specs")
 GPUS = sorted(path.stem for path in SPECS.glob("*.txtpb"))

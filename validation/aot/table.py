@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from eagle3_jax.bench.tables import to_markdown
+from eagle3_jax.measure.tables import to_markdown
 from validation.aot.programs import PROGRAMS
 from validation.aot.record import Measured, load
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from eagle3_jax.bench.memory import allocate_on_demand
+from eagle3_jax.measure.memory import allocate_on_demand
 
 # Shares of the device's memory. PyTorch takes from the remaining memory, because its share cannot
 # be set in advance.

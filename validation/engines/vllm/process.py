@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.bench.memory import is_out_of_memory
+from eagle3_jax.measure.memory import is_out_of_memory
 from validation.engines.vllm.bridge import (
     Completion,
     EngineOptions,

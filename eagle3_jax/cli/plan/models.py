@@ -1,0 +1,156 @@
+"""Targets and drafters of ``eagle3 plan``, from their ``config.json``; nothing else is read or downloaded."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.drafters.named import is_named, parts_of
+from eagle3_jax.files.sources import locate
+from eagle3_jax.models.config import DecoderConfig, Eagle3Config, usual_head
+from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
+from eagle3_jax.theory.sizes import Parameters, Sizes, head_sizes, sizes_of
+
+if TYPE_CHECKING:
+    from eagle3_jax.conversion.fields import Fields
+
+# Published heads were built for this many positions, however long the sequences of their targets
+# are.
+_USUAL_POSITIONS = 2048
+
+
+class Target(NamedTuple):
+    """A target with its name for tables and messages."""
+
+    name: str
+    config: DecoderConfig
+
+
+class Head(NamedTuple):
+    """A drafter with its name for tables and messages; ``config`` is ``None`` for plain decoding."""
+
+    name: str
+    config: Eagle3Config | Sizes | None
+
+
+def read_target(source: str | None) -> Target:
+    """Returns a named target, or the target of a ``config.json``, quantized or not.
+
+    Raises:
+        ValueError: The file is missing or of an unknown family; the message gives the reason.
+    """
+    name = known_name(source, KNOWN_MODELS) if source else None
+    if name is not None:
+        return Target(name, KNOWN_MODELS[name])
+    from eagle3_jax.conversion.families import read_config
+
+    return Target(source or "the bundled target", read_config(_fields(source, "target")))
+
+
+def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
+    """Returns the head, the draft model or the named drafter of ``--drafter``.
+
+    Args:
+        source: The value of ``--drafter``.
+        target: The target.
+        bundled: Whether the target is the bundled one.
+
+    Raises:
+        ValueError: The file is missing or lacks a field that a plan needs; the message gives the
+            reason.
+    """
+    if source == "none":
+        return Head("none", None)
+    if source is not None and is_named(source):
+        return _named(source, target)
+    if source is None and not bundled:
+        # Which layers it reads changes no size, and a shallow target has no default for them.
+        usual = usual_head(target.config, aux_layers=(0, 1, 2))
+        return Head(
+            f"usual head for {target.name}",
+            dataclasses.replace(usual, max_positions=_USUAL_POSITIONS),
+        )
+    from eagle3_jax.conversion.heads import HEADS
+
+    fields = _fields(source, "eagle3")
+    name = source or "the bundled head"
+    method = _method_of(fields)
+    if method not in HEADS:
+        return Head(name, _language_model(fields, target))
+    kind = HEADS[method]
+    config = kind.read_config(fields, target.config)
+    if type(config) is Eagle3Config:
+        return Head(name, config)
+    drafter = kind.classes[1](config)
+    output = target.config.vocab_size * target.config.width
+    return Head(name, head_sizes(drafter, f"{kind.title(config)} head", output))
+
+
+def _language_model(fields: Fields, target: Target) -> Sizes:
+    from eagle3_jax.conversion.families import read_config
+
+    config = read_config(fields)
+    if config.vocab_size != target.config.vocab_size:
+        raise Misuse(
+            f"{fields.where} describes a language model of {config.vocab_size} tokens and"
+            f" {target.name} has {target.config.vocab_size}; a draft model needs the target's own"
+        )
+    return dataclasses.replace(sizes_of(config), target_width=target.config.width)
+
+
+def _named(source: str, target: Target) -> Head:
+    """Returns the sizes of a drafter without files."""
+    name, number = parts_of(source)
+    if not number:
+        return Head(source, Sizes(name, target.config.width, is_parallel=True))
+    layers = target.config.layers
+    if number >= len(layers):
+        raise Misuse(
+            f"--drafter {source}: {target.name} has {len(layers)} layers, so give 1 to"
+            f" {len(layers) - 1}"
+        )
+    sizes = sizes_of(dataclasses.replace(target.config, layers=layers[:number]))
+    return Head(source, dataclasses.replace(sizes, method="layer skip", owned=Parameters()))
+
+
+def _method_of(fields: Fields) -> str:
+    """Returns the method of a drafter, from its tensors if the file is present, otherwise from its configuration."""
+    from eagle3_jax.conversion.errors import CheckpointError
+    from eagle3_jax.conversion.families import FAMILIES, WRAPPERS
+    from eagle3_jax.conversion.heads import HEADS, Signs
+    from eagle3_jax.conversion.native import TARGET
+    from eagle3_jax.conversion.reading import identify
+
+    path = Path(fields.where)
+    directory = path.parent
+    if path.suffix != ".gguf" and any(directory.glob("*.safetensors")):
+        with contextlib.suppress(CheckpointError):
+            return identify(directory)
+    signs = Signs.read(fields)
+    method = next((kind.name for kind in HEADS.values() if kind.recognise(signs)), None)
+    if method is not None:
+        return method
+    # Official files do not name their method: EAGLE-3's have a draft vocabulary, EAGLE-1's have one
+    # layer.
+    if fields.get("draft_vocab_size") is not None:
+        return "eagle3"
+    if fields.get("num_hidden_layers") == 1:
+        return "eagle1"
+    if fields.get("model_type") not in {*FAMILIES, *WRAPPERS}:
+        raise Misuse(f"{fields.where} is that of no draft head and no language model that is known")
+    return TARGET
+
+
+def _fields(source: str | None, part: str) -> Fields:
+    from eagle3_jax.conversion.files import NATIVE_FILE
+    from eagle3_jax.conversion.sidecars import config_of
+
+    directory = locate(source, part, ("config.json",))
+    if (directory / NATIVE_FILE).is_file():
+        raise Misuse(
+            f"{directory} is in the native layout; give the checkpoint that it was converted from"
+        )
+    return config_of(directory)

@@ -1,0 +1,391 @@
+"""Requests that share the rows of one running batch. A row that ends is given to the next request."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax import loop as loops
+from eagle3_jax.checks import check_mode, checked_sampling, sampling_mode_of
+from eagle3_jax.decode import SpeculativeDecoder, padded_prompt
+from eagle3_jax.devices.sharding import DATA, place_rows, to_host, under
+from eagle3_jax.engine import rows
+from eagle3_jax.state import GenerationState, Prompts
+from eagle3_jax.stats import SpeculationStats, TokenLogProb
+from eagle3_jax.types import FinishReason, SamplingMode, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt, its limit and its sampling.
+
+    Attributes:
+        tokens: Token ids of the prompt.
+        max_new_tokens: Maximum number of new tokens.
+        temperature: 0 is greedy.
+        top_k: Number of most likely tokens to keep; 0 keeps all.
+        top_p: Mass of the smallest set of most likely tokens to keep.
+        seed: Random seed, 0 to 2^32 - 1.
+        ignore_stop: Whether to go on after stop tokens.
+    """
+
+    tokens: list[int]
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    ignore_stop: bool = False
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters, as scalars."""
+        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """New tokens of one request, or its end.
+
+    Attributes:
+        ticket: The number of the request.
+        tokens: New tokens: the first one alone, and then those of each round. The last has the stop
+            token.
+        stats: Counters of the request so far.
+        finish_reason: ``RUNNING`` until the last event.
+        output: All new tokens; of the last event only.
+        logprobs: One entry per token, if the engine records them.
+    """
+
+    ticket: int
+    tokens: list[int]
+    stats: SpeculationStats
+    finish_reason: FinishReason = FinishReason.RUNNING
+    output: list[int] | None = None
+    logprobs: list[TokenLogProb] | None = None
+
+
+@dataclasses.dataclass
+class _Entry:
+    """A request in the engine, the new tokens that have been reported, and its counters then."""
+
+    ticket: int
+    request: Request
+    stats: SpeculationStats
+    output: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens that have been reported, prompt included."""
+        return len(self.request.tokens) + len(self.output)
+
+
+class Engine:
+    """Decodes requests in a fixed number of rows: an object of the host without threads, clock or files.
+
+    The tokens of a request are those that ``decoder.generate`` returns for it, regardless of the
+    other rows. (With a schedule this holds for greedy requests.) After the first request of each
+    padded length nothing is compiled.
+
+    Example::
+
+        engine = Engine(decoder, slots=8, capacity=512)
+        ticket = engine.submit(Request(prompt, max_new_tokens=64))
+        while not engine.idle:
+            for event in engine.tick():
+                print(event.ticket, event.tokens, event.finish_reason)
+
+    Attributes:
+        decoder: Target, drafter and stop tokens.
+        num_slots: ``B``, rows of the batch.
+        num_logprobs: ``L``; ``None`` if no log-probabilities are recorded.
+        room: Most tokens of a prompt and its answer together.
+    """
+
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        *,
+        slots: int,
+        capacity: int,
+        sampling_mode: SamplingMode = SamplingMode.TRUNCATED,
+        chunk: int | None = None,
+        logprobs: int | None = None,
+        prefill_rows: int = 1,
+    ):
+        """Makes an empty engine; nothing is compiled yet.
+
+        Args:
+            decoder: Target, drafter, stop tokens, and the rounds between two reads by the host.
+            slots: ``B``, rows of the batch.
+            capacity: Tokens per row: prompt, new tokens and one draft (``num_nodes``, 1 without a
+                drafter).
+            sampling_mode: The work that requests may need. Without top-k and top-p, ``TEMPERATURE``
+                saves their sort.
+            chunk: Longest part of a prompt that runs between two rounds. Default: whole prompts.
+            logprobs: ``L``: record log-probabilities of new tokens and of the ``L`` likeliest ones.
+            prefill_rows: Most prompts of one padded length that are prefilled together. With 1
+                every bit of a request depends on the request alone; more are faster where many
+                wait.
+
+        Raises:
+            ValueError: There is no slot, a chunk has no token, or the decoder's mesh does not
+                divide the slots.
+        """
+        if slots < 1:
+            raise ValueError(f"slots is {slots}; expected at least 1")
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"chunk is {chunk}; expected at least 1 token")
+        parts = 1 if decoder.mesh is None else decoder.mesh.shape[DATA]
+        if slots % parts:
+            raise ValueError(
+                f"slots is {slots}; expected a multiple of {parts}, over which the mesh divides"
+                " rows"
+            )
+        drafter = decoder.loop.drafter
+        positions = decoder.target.max_positions
+        drafter_positions = getattr(drafter, "max_positions", None) or positions
+        self.decoder = decoder
+        self.num_slots = slots
+        self.num_logprobs = logprobs
+        self.room = min(capacity - drafter.num_nodes, positions, drafter_positions)
+        self._loop = dataclasses.replace(decoder.loop, sampling_mode=sampling_mode)
+        self._parts = parts
+        self._capacity = padded_prompt(capacity)
+        self._chunk = chunk
+        self._prefill_rows = prefill_rows
+        self._no_rounds = SpeculationStats.merge([SpeculationStats.zeros(1, drafter.max_depth)])
+        self._ended_stats = self._no_rounds  # of all requests without a row
+        self._tickets = itertools.count()
+        self._waiting: collections.deque[_Entry] = collections.deque()
+        self._partial: tuple[_Entry, GenerationState, int] | None = (
+            None  # a prompt in chunks, and its tokens that ran
+        )
+        self._slots: dict[int, _Entry] = {}
+        self._state: GenerationState | None = None
+
+    @property
+    def totals(self) -> SpeculationStats:
+        """Counters of all rounds so far, those of cancelled requests included."""
+        return SpeculationStats.merge(
+            [self._ended_stats, *(entry.stats for entry in self._slots.values())]
+        )
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits or runs."""
+        return not self._waiting and not self._slots and self._partial is None
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests in slots."""
+        return len(self._slots)
+
+    @property
+    def free(self) -> int:
+        """Number of slots that the waiting requests leave free."""
+        num_waiting = len(self._waiting) + (self._partial is not None)
+        return max(0, self.num_slots - self.num_running - num_waiting)
+
+    def check(self, request: Request) -> None:
+        """Checks that a request can run.
+
+        Raises:
+            ValueError: The target does not accept the prompt, the prompt and its limit are longer
+                than a row, or the sampling is out of range or needs another mode.
+        """
+        length = len(self.decoder.encode(request.tokens))
+        if request.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {request.max_new_tokens}; expected at least 1")
+        if length + request.max_new_tokens > self.room:
+            raise ValueError(
+                f"the prompt has {length} tokens and is given {request.max_new_tokens} more, and a"
+                f" row of the engine holds {self.room}; shorten one of them or build the engine"
+                " with a larger capacity"
+            )
+        needed_mode = sampling_mode_of(checked_sampling(request.sampling, 1))
+        check_mode(self._loop.sampling_mode, needed_mode)
+
+    def submit(self, request: Request) -> int:
+        """Adds a request, which begins at a later :meth:`tick`; requests begin in order.
+
+        Returns:
+            The ticket of the request. Later requests have higher tickets.
+
+        Raises:
+            ValueError: See :meth:`check`.
+        """
+        self.check(request)
+        ticket = next(self._tickets)
+        self._waiting.append(_Entry(ticket, request, self._no_rounds))
+        return ticket
+
+    def cancel(self, ticket: int) -> None:
+        """Ends a request without a further event. Its slot is free at once."""
+        self._waiting = collections.deque(
+            entry for entry in self._waiting if entry.ticket != ticket
+        )
+        if self._partial is not None and self._partial[0].ticket == ticket:
+            self._partial = None
+        for index, entry in list(self._slots.items()):
+            if entry.ticket == ticket:
+                self._release(index)
+                self._end_row(index)
+
+    def run(self, requests: Iterable[Request]) -> list[list[int]]:
+        """Returns the new tokens of requests, in their order, when all have ended."""
+        tickets = [self.submit(request) for request in requests]
+        outputs: dict[int, list[int]] = {}
+        while not self.idle:
+            outputs.update(ended(self.tick()))
+        return [outputs[ticket] for ticket in tickets]
+
+    def warm_up(self) -> Iterator[int]:
+        """Compiles the programs of every padded length before requests come, and yields each length."""
+        longest = self.room - 1
+        for length in sorted({padded_prompt(length) for length in range(1, longest + 1)}):
+            self.run([Request([0] * min(length, longest), 1, ignore_stop=True)])
+            self._end_row(0)
+            yield length
+
+    def tick(self) -> list[Event]:
+        """Begins one group of prompts or runs one chunk, and runs ``rounds_per_check`` rounds.
+
+        Returns:
+            What the requests have written.
+        """
+        with under(self.decoder.mesh):
+            if self._partial is None and self._waiting and len(self._slots) < self.num_slots:
+                self._begin_group()
+            if self._partial is not None:
+                self._run_chunk(*self._partial)
+            return self._run_rounds() if self._slots else []
+
+    def _begin_group(self) -> None:
+        """Prefills the first waiting requests, as many of one padded length as may run together.
+
+        A prompt that is longer than a chunk begins alone, and is only prepared.
+        """
+        first = self._waiting[0]
+        if self._chunk is not None and len(first.request.tokens) > self._chunk:
+            prompts = self._prompts([self._waiting.popleft()])
+            state = loops.empty(self._loop, self.decoder.params, prompts, capacity=self._capacity)
+            self._partial = (first, state, 0)
+            return
+        size_of = lambda entry: padded_prompt(len(entry.request.tokens))
+        # Requests begin in order, so only those before the first one of another length are taken.
+        same_size = list(
+            itertools.takewhile(lambda entry: size_of(entry) == size_of(first), self._waiting)
+        )
+        num_free = self.num_slots - len(self._slots)
+        most = min(len(same_size), num_free, self._prefill_rows)
+        count = 1 << (most.bit_length() - 1)  # a power of two, so that few programs are compiled
+        group = [self._waiting.popleft() for _ in range(count)]
+        prompts = self._prompts(group)
+        prefilled = loops.prefill(self._loop, self.decoder.params, prompts, capacity=self._capacity)
+        self._insert(prefilled, group)
+
+    def _run_chunk(self, entry: _Entry, state: GenerationState, done: int) -> None:
+        """Runs the next chunk of a prompt, of which ``done`` tokens have run. The last chunk gives it a row."""
+        assert self._chunk is not None
+        length = np.full(self._parts, len(entry.request.tokens), np.int32)
+        state = loops.extend(self._loop, self.decoder.params, state, length, size=self._chunk)
+        done += self._chunk
+        self._partial = (entry, state, done)
+        if done >= len(entry.request.tokens):
+            self._partial = None
+            self._insert(state, [entry])
+
+    def _prompts(self, entries: Sequence[_Entry]) -> Prompts:
+        """Returns a batch of requests.
+
+        On a mesh that divides rows the last request is repeated up to a number of rows that it
+        divides.
+        """
+        requests = [entry.request for entry in entries]
+        requests += [requests[-1]] * (-len(requests) % self._parts)
+        _, prompts, _ = self.decoder.batch(
+            [request.tokens for request in requests],
+            max_new_tokens=[request.max_new_tokens for request in requests],
+            sampling=sampling_of(requests),
+            seed=[request.seed for request in requests],
+            logprobs=self.num_logprobs,
+        )
+        ignores_stop = np.array([request.ignore_stop for request in requests])[:, None]
+        prompts = prompts.replace(stop_tokens=jnp.where(ignores_stop, -1, prompts.stop_tokens))
+        return place_rows(prompts, self.decoder.mesh)
+
+    def _insert(self, new_rows: GenerationState, entries: Sequence[_Entry]) -> None:
+        """Puts rows into free slots. Rows beyond the number of entries are repeated ones, which are dropped."""
+        if self._state is None:
+            self._state = rows.ended_copies(new_rows, self.num_slots)
+        free = [index for index in range(self.num_slots) if index not in self._slots]
+        targets = np.full(
+            new_rows.length.shape[0], self.num_slots, np.int32
+        )  # out of range: the row is dropped
+        targets[: len(entries)] = free[: len(entries)]
+        self._state = rows.insert(self._state, new_rows, targets)
+        self._slots.update(zip(free, entries, strict=False))
+
+    def _run_rounds(self) -> list[Event]:
+        """Runs rounds, reads what is new in all rows in one transfer, and frees the rows that have ended."""
+        state = self._state
+        assert state is not None
+        for _ in range(self._loop.rounds_per_check):
+            state = loops.step(self._loop.at(state), self.decoder.params, state).state
+        self._state = state
+        starts = np.zeros(self.num_slots, np.int32)
+        for index, entry in self._slots.items():
+            starts[index] = entry.length
+        width = 1 + self._loop.rounds_per_check * (self._loop.drafter.max_depth + 1)
+        length, finish, tokens, scores, counters = to_host(rows.written(state, starts, width=width))
+        events = []
+        for index, entry in list(self._slots.items()):
+            count = int(length[index]) - entry.length
+            new = tokens[index, :count].tolist()
+            scored = None if scores is None else scores.row(index, 0, count)
+            is_first = not entry.output
+            entry.output += new
+            entry.stats = jax.tree.map(lambda leaf, index=index: leaf[index], counters)
+            reason = FinishReason(int(finish[index]))
+            output = None
+            if reason is not FinishReason.RUNNING:
+                output = entry.output
+                self._release(index)
+            if is_first and count > 1:  # the prefill's token is a chunk of its own
+                events.append(
+                    Event(entry.ticket, new[:1], entry.stats, logprobs=scored and scored[:1])
+                )
+                new = new[1:]
+                scored = scored and scored[1:]
+            events.append(Event(entry.ticket, new, entry.stats, reason, output, scored))
+        return events
+
+    def _release(self, index: int) -> None:
+        """Frees a slot, and keeps the counters of its request."""
+        entry = self._slots.pop(index)
+        self._ended_stats = SpeculationStats.merge([self._ended_stats, entry.stats])
+
+    def _end_row(self, index: int) -> None:
+        """Ends a row on the device, so that a schedule no longer counts it as running."""
+        assert self._state is not None
+        with under(self.decoder.mesh):
+            self._state = rows.end(self._state, index)
+
+
+def sampling_of(requests: Iterable[Request]) -> SamplingParams:
+    """Returns the sampling parameters of a batch of requests."""
+    return jax.tree.map(
+        lambda *values: np.array(values), *(request.sampling for request in requests)
+    )
+
+
+def ended(events: Iterable[Event]) -> list[tuple[int, list[int]]]:
+    """Returns ticket and new tokens of each request that has ended."""
+    return [(event.ticket, event.output) for event in events if event.output is not None]

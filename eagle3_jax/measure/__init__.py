@@ -1,0 +1,1 @@
+"""What every measurement needs: clocks, the machine, tables and records."""

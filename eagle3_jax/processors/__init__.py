@@ -1,0 +1,1 @@
+"""Processors of logits, and the grammars of some of them."""

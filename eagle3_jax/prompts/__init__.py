@@ -1,0 +1,1 @@
+"""Prompts of users: requests, and questions of benchmarks."""

@@ -1,0 +1,192 @@
+"""Reads prompts from files of users, as token ids of a target.
+
+Every line has one of these formats: benchmark questions (``question_id``, ``category``, ``turns``,
+optional ``reference``: EAGLE's ``eagle/data``, Spec-Bench, MT-bench), GSM8K as published
+(``question``, ``answer``), texts to continue (``prompt``, as in HumanEval as published), and token
+ids (``prompt_ids``). A question goes through the chat template of the model; other texts are
+continued without a template.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle3_jax.files.jsonl import JsonRow, read_rows
+from eagle3_jax.files.sources import bundled
+from eagle3_jax.prompts.reading import check_keys, read_request
+
+if TYPE_CHECKING:
+    from eagle3_jax.loaded import LoadedTarget
+
+_FORM = (
+    "an object with 'turns' (a list of texts), 'question' or 'prompt' (a text) or 'prompt_ids'"
+    " (token ids)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One prompt of a benchmark."""
+
+    name: str  #: Name of the question, or file and line.
+    category: str  #: Category of the question; the name of the file for other lines.
+    #: Input of the target. For a conversation it is the first turn, because later turns depend on
+    #: the answer.
+    tokens: list[int]
+    text: str | None  #: The text in the file, without a chat template; ``None`` for token ids.
+    reference: str | None  #: A correct answer, if the file has one.
+    max_new_tokens: int  #: Maximum number of new tokens.
+
+
+def read_prompts(
+    path: Path, target: LoadedTarget, *, max_new_tokens: int, length: int | None = None
+) -> list[Prompt]:
+    """Reads the prompts of a JSONL file.
+
+    Args:
+        path: The file.
+        target: The target, whose tokenizer gives the token ids. If it has a chat template,
+            questions go through it.
+        max_new_tokens: Maximum number of new tokens for lines without ``max_new_tokens``.
+        length: Length of every prompt, in tokens. Default: no change of lengths.
+
+    Raises:
+        ValueError: A line is malformed, or its prompt leaves no room in the target's context; the
+            message names it.
+    """
+    from eagle3_jax.chat.conversation import apply_chat_template
+    from eagle3_jax.decode import SpeculativeDecoder
+
+    encode = SpeculativeDecoder(target).encode
+    prompts = []
+    for row in read_rows(path, _FORM):
+        prompt = _prompt(row, path.stem, max_new_tokens)
+        try:
+            tokens: str | list[int] = prompt.tokens if prompt.text is None else prompt.text
+            if isinstance(tokens, str) and _is_question(row) and target.chat_template is not None:
+                tokens = apply_chat_template(target, [{"role": "user", "content": tokens}])
+            if length is not None:
+                if isinstance(tokens, str) and target.tokenizer is not None:
+                    tokens = target.tokenizer.encode(tokens).ids
+                tokens = resize_prompt(tokens, length) if isinstance(tokens, list) else tokens
+            tokens = encode(tokens)
+        except ValueError as error:
+            raise ValueError(f"{row.where}{error}") from None
+        if len(tokens) + prompt.max_new_tokens > target.max_positions:
+            raise ValueError(
+                f"{row.where}the prompt has {len(tokens)} tokens and is given"
+                f" {prompt.max_new_tokens} more, but the target holds {target.holds}; leave the"
+                " line out or shorten it"
+            )
+        prompts.append(dataclasses.replace(prompt, tokens=tokens))
+    return prompts
+
+
+def _is_question(row: JsonRow) -> bool:
+    """Returns whether a line is a question for the chat template."""
+    return "turns" in row.values or "question" in row.values
+
+
+def _prompt(row: JsonRow, file: str, max_new_tokens: int) -> Prompt:
+    """Returns the prompt of a line, without token ids if it is a text."""
+    where, values = row
+    if _is_question(row):
+        check_keys(row, also=("turns", "question", "answer"))
+        if "turns" not in values:
+            turns = [values["question"]]
+            reference = values.get("answer")
+            values = {
+                "question_id": _line_name(row),
+                "category": file,
+                "turns": turns,
+                "reference": reference,
+            }
+        turns = values["turns"]
+        if (
+            not isinstance(turns, list)
+            or not turns
+            or not all(isinstance(turn, str) and turn for turn in turns)
+        ):
+            raise ValueError(f"{where}'turns' must be a list of texts, at least one")
+        for key in ("question_id", "category"):
+            if key not in values:
+                raise ValueError(f"{where}a question with 'turns' needs '{key}' too")
+        name = values["question_id"]
+        category = values["category"] or file
+        text = turns[0]
+        tokens = []
+    elif "prompt" in values or "prompt_ids" in values:
+        request = read_request(row, max_new_tokens)
+        name = values.get("name", values.get("task_id", _line_name(row)))
+        category = values.get("kind", file)
+        if isinstance(request.prompt, str):
+            text = request.prompt
+            tokens = []
+        else:
+            text = None
+            tokens = request.prompt
+        max_new_tokens = request.max_new_tokens
+    else:
+        raise ValueError(f"{where}expected {_FORM}")
+    reference = values.get("reference")
+    first = reference[0] if isinstance(reference, list) and reference else reference
+    if first is not None and not isinstance(first, str):
+        raise ValueError(f"{where}'reference' must be a text or a list of texts")
+    return Prompt(str(name), str(category), tokens, text, first or None, max_new_tokens)
+
+
+def _line_name(row: JsonRow) -> str:
+    """Returns file and line, without the folder."""
+    return row.where.rpartition("/")[2].removesuffix(": ")
+
+
+def resize_prompt(tokens: list[int], length: int) -> list[int]:
+    """Returns a prompt of exactly ``length`` tokens: the end of a longer prompt, or a shorter prompt repeated."""
+    if not tokens:
+        return tokens
+    repeats = -(-length // len(tokens))
+    return (tokens * repeats)[-length:]
+
+
+def random_prompts(count: int, vocab_size: int, length: int, *, seed: int = 0) -> list[Prompt]:
+    """Returns prompts of ``length`` random token ids, equally likely. Their acceptance differs from that of text."""
+    import numpy as np  # reading a file of prompts needs none
+
+    ids = np.random.default_rng(seed).integers(0, vocab_size, (count, length)).tolist()
+    return [
+        Prompt(f"random {index}", "random", tokens, None, None, 0)
+        for index, tokens in enumerate(ids)
+    ]
+
+
+def in_turn(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Chooses ``count`` prompts in turn from all categories and their sources, and groups them by category.
+
+    The source is the part of a name before its last colon, as in ``code/bisect.py:19``. Few prompts
+    should not all come from one file, and a batch should have one category where there are enough
+    prompts.
+    """
+
+    def by_turn(rows: Sequence[Prompt], key: Callable[[Prompt], str]) -> list[Prompt]:
+        counts: collections.Counter[str] = collections.Counter()
+        ranked = []
+        for prompt in rows:
+            counts[key(prompt)] += 1
+            ranked.append((counts[key(prompt)], prompt))
+        return [prompt for _, prompt in sorted(ranked, key=lambda pair: pair[0])]
+
+    by_source = by_turn(
+        prompts, lambda prompt: f"{prompt.category}/{prompt.name.rpartition(':')[0]}"
+    )
+    categories = list(dict.fromkeys(prompt.category for prompt in prompts))
+    chosen = by_turn(by_source, lambda prompt: prompt.category)[:count]
+    return sorted(chosen, key=lambda prompt: categories.index(prompt.category))
+
+
+def shipped() -> list[str]:
+    """Returns the held-out prompts of the shipped pair, as text."""
+    return [row.values["prompt"] for row in read_rows(bundled("prompts.jsonl"), _FORM)]

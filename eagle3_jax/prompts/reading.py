@@ -1,0 +1,141 @@
+"""Reads requests from files of users, one JSON object per line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from eagle3_jax.files.jsonl import JsonRow, read_rows, shown
+from eagle3_jax.prompts.request import MOST_TOKENS, Request
+from eagle3_jax.text.template import check_messages
+
+_FIELDS = ("prompt", "prompt_ids", "messages", "max_new_tokens")
+
+
+# Fields that published files have next to a prompt; no command uses them to generate.
+_LABELS = ("name", "kind", "id", "task_id", "category", "question_id", "reference")
+
+
+_HUMAN_EVAL = ("entry_point", "canonical_solution", "test")
+
+
+# What a line of `eagle3 generate` may set for its prompt, and the form of its value.
+_OPTIONS = {
+    "temperature": "a number",
+    "top_k": "a whole number from 0 to 2147483647",
+    "top_p": "a number",
+    "seed": "a whole number from 0 to 4294967295",
+    "stop": "a text or a list of texts",
+}
+
+
+_REQUEST_FORM = (
+    """an object such as {"prompt": "def f(x):"} or {"prompt_ids": [1, 2], "max_new_tokens": 64}"""
+)
+
+
+def read_requests(path: Path, max_new_tokens: int) -> list[Request]:
+    """Reads the prompts of a JSONL file, one object per line, with their options. Blank lines are skipped.
+
+    Args:
+        path: The file.
+        max_new_tokens: Maximum number of new tokens for lines without ``max_new_tokens``.
+
+    Raises:
+        ValueError: A line is malformed; the message names it.
+    """
+    return [read_request(row, max_new_tokens, _OPTIONS) for row in read_rows(path, _REQUEST_FORM)]
+
+
+def read_request(line: JsonRow, max_new_tokens: int, options: Collection[str] = ()) -> Request:
+    """Returns the request of a line with a text, token ids or messages; ``options`` are the names of other keys."""
+    where, row = line
+    check_keys(line, options)
+    inputs = [name for name in ("prompt", "prompt_ids", "messages") if name in row]
+    if len(inputs) != 1:
+        several = ", with one of 'prompt', 'prompt_ids' and 'messages'" if inputs else ""
+        raise ValueError(f"{where}expected {_REQUEST_FORM}{several}")
+    prompt: Any = row[inputs[0]]
+    messages: Any = row.get("messages")
+    if not isinstance(prompt, str if "prompt" in row else list):
+        raise ValueError(
+            f"{where}'prompt' must be a text, 'prompt_ids' a list of token ids, 'messages' a list"
+            " of turns"
+        )
+    if "messages" in row:
+        try:
+            check_messages(messages)
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from None
+        prompt = messages[-1]["content"]
+    elif isinstance(prompt, list):
+        prompt = check_token_ids(prompt, where)
+    limit = row.get("max_new_tokens", max_new_tokens)
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_TOKENS:
+        raise ValueError(
+            f"{where}max_new_tokens is {shown(limit)}; expected a whole number from 1 to"
+            f" {MOST_TOKENS}"
+        )
+    values = {name: _option(name, row[name], where) for name in _OPTIONS if name in row}
+    return Request(prompt, limit, where, values, messages)
+
+
+def _option(name: str, value: Any, where: str) -> Any:
+    """Checks the value of an option and returns it, ``stop`` as a list. Ranges of floats are checked later."""
+    if name == "stop":
+        value = [value] if isinstance(value, str) else value
+        is_valid = isinstance(value, list) and all(isinstance(text, str) and text for text in value)
+    elif name in ("temperature", "top_p"):
+        is_valid = isinstance(value, int | float) and not isinstance(value, bool)
+    else:
+        limit = 2**32 if name == "seed" else 2**31
+        is_valid = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
+    if not is_valid:
+        raise ValueError(f"{where}{name} is {shown(value)}; expected {_OPTIONS[name]}")
+    return value
+
+
+def check_keys(line: JsonRow, also: Collection[str] = ()) -> None:
+    """Checks that a command reads every key of a line, so that none is ignored silently.
+
+    Args:
+        line: The line.
+        also: Allowed keys in addition to those that all commands know.
+
+    Raises:
+        ValueError: A key is not known; the message suggests another.
+    """
+    known = {*_FIELDS, *_LABELS, *_HUMAN_EVAL, *also}
+    for key in line.values:
+        if key in known:
+            continue
+        if key in (*_OPTIONS, "ignore_eos"):
+            advice = f"it is given for all prompts, with --{key.replace('_', '-')}"
+        else:
+            similar = difflib.get_close_matches(key, _FIELDS, n=1)
+            advice = (
+                f"did you mean {similar[0]!r}?"
+                if similar
+                else f"expected {', '.join(map(repr, _FIELDS))}"
+            )
+        raise ValueError(f"{line.where}{shown(key)} is not known; {advice}")
+
+
+def check_token_ids(ids: list[Any], where: str) -> list[int]:
+    """Returns the list if it has only whole numbers. The decoder checks their range.
+
+    Args:
+        ids: The list.
+        where: Beginning of the error message.
+
+    Raises:
+        ValueError: An entry is no whole number.
+    """
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise ValueError(
+                f"{where}prompt token {shown(token)} is not a token id; expected a whole number"
+            )
+    return ids

@@ -1,0 +1,1 @@
+"""A server of OpenAI's completions, for experiments."""

@@ -1,0 +1,1 @@
+"""Texts of a target: chat templates and tokens."""
