@@ -11,7 +11,7 @@ from eagle3_jax.types import (
     DraftSampling as DraftSampling,
     FinishReason as FinishReason,
 )
-from eagle3_jax.chat.conversation import Chat as Chat, apply_chat_template as apply_chat_template
+from eagle3_jax.chat.conversation import Chat as Chat
 from eagle3_jax.text.template import ChatTemplate as ChatTemplate
 from eagle3_jax import drafters as drafters
 from eagle3_jax.drafters.fallback import Fallback as Fallback

@@ -26,14 +26,14 @@ from eagle3_jax.checks import (
 )
 from eagle3_jax.devices.sharding import as_mesh, param_shardings, place, place_rows, to_host, under
 from eagle3_jax.drafters.plain import Plain
-from eagle3_jax.files.jsonl import shown
-from eagle3_jax.loaded import LoadedDrafter, LoadedTarget, shape_of
+from eagle3_jax.loaded import LoadedDrafter, LoadedTarget, Prompt, shape_of
 from eagle3_jax.loop import GenerationState, LoopParams, Outcome, Prompts, Round, SpeculativeLoop
 from eagle3_jax.results import Chunk, Generation, GenerationResult
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.schedule import SpeculationSchedule, StagedLoop, stages_of
 from eagle3_jax.stats import SpeculationStats
-from eagle3_jax.text.tokens import Pieces, tokenized, without_stop_token
+from eagle3_jax.text.stops import StoppedText
+from eagle3_jax.text.tokens import Pieces, without_stop_token
 from eagle3_jax.topology import Chain, DynamicTree, StaticTree
 from eagle3_jax.types import (
     Drafter,
@@ -44,8 +44,6 @@ from eagle3_jax.types import (
     Verifier,
 )
 from eagle3_jax.verifiers.simulated import SimulatedAcceptance
-
-Prompt = str | Sequence[int] | np.ndarray | jax.Array
 
 # Caches and prompts are padded to multiples of this, so most prompts share one compilation. Shorter
 # prompts are padded to a power of two, because on CPUs a prefill costs in proportion to its tokens.
@@ -150,7 +148,7 @@ class SpeculativeDecoder:
         self.drafter = dataclasses.replace(loaded, params=params.drafter)
         self.stop_tokens = target.stop_tokens if stop_tokens is None else tuple(stop_tokens)
         for token in self.stop_tokens:
-            _check_token(token, target.vocab_size, "stop token")
+            target.check_token(token, "stop token")
         parts = {
             "target": target.model,
             "drafter": configured_drafter,
@@ -374,33 +372,6 @@ class SpeculativeDecoder:
         self._last = (latest.state.sampling, sampling_mode)
         return latest
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Returns the token ids of a prompt.
-
-        Raises:
-            ValueError: The prompt is empty, too long, or has an id outside the vocabulary.
-        """
-        target = self.target
-        tokens = self._encode_text(prompt) if isinstance(prompt, str) else _token_ids(prompt)
-        if not tokens:
-            raise ValueError("the prompt is empty; give at least one token")
-        if len(tokens) >= target.max_positions:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens; {target.name} holds {target.holds}, "
-                f"so give at most {target.max_positions - 1}"
-            )
-        for token in tokens:
-            _check_token(token, target.vocab_size, "prompt token")
-        return [int(token) for token in tokens]
-
-    def _encode_text(self, text: str) -> list[int]:
-        target = self.target
-        tokenizer = target.tokenizer
-        if tokenizer is None:
-            raise ValueError(f"{target.name} has no tokenizer; give the prompt as token ids")
-        encode = lambda text: tokenizer.encode(text).ids
-        return tokenized(text, encode, positions=target.max_positions, holds=target.holds)
-
     def _call(
         self,
         program: Callable[..., Any],
@@ -435,7 +406,7 @@ class SpeculativeDecoder:
         The arguments are those of :meth:`generate`. For callers that call the functions of
         :mod:`eagle3_jax.loop`.
         """
-        rows = [self.encode(prompt) for prompt in _as_batch(prompts)]
+        rows = [self.target.encode(prompt) for prompt in _as_batch(prompts)]
         if not rows:
             raise ValueError("no prompts were given; give at least one")
         count = len(rows)
@@ -482,46 +453,46 @@ class SpeculativeDecoder:
             )
 
     def _generate_until(
-        self, stops: list[list[str]], loop: SpeculativeLoop, batch: Prompts, rows: list[list[int]]
+        self,
+        stops: list[list[str]],
+        loop: SpeculativeLoop,
+        batch: Prompts,
+        rows: list[list[int]],
     ) -> GenerationResult:
         """Generates round by round; the host ends a row when its text contains one of its ``stops``."""
         begin = time.perf_counter()
         state = self._call(loops.prefill, loop, batch)
-        searched = [len(row) for row in rows]
-        texts = dict[int, str]()  # of the rows that a stop text has ended
+        texts = [StoppedText(self.target.tokenizer, of_row) for of_row in stops]
+        read = [len(row) for row in rows]
         while True:
             fields = to_host((state.tokens, state.length, state.finish))
             tokens, length, finish = map(np.array, fields)
-            for index, prompt in enumerate(rows):
-                for end in range(searched[index] + 1, length[index] + 1):
-                    output = tokens[index, len(prompt) : end].tolist()
-                    text = self.text_before(stops[index], output)
-                    if text is not None:
-                        texts[index] = text
-                        length[index] = end
-                        finish[index] = FinishReason.STOP
-                        break
-                searched[index] = int(length[index])
-            if texts:
+
+            has_changed = False
+            for index, text in enumerate(texts):
+                new = tokens[index, read[index] : length[index]].tolist()
+                pieces = text.add(new, FinishReason(int(finish[index])))
+                if text.stop is not None and new:
+                    # The answer ends with the token that completes the stop text.
+                    length[index] = read[index] + len(pieces)
+                    finish[index] = FinishReason.STOP
+                    has_changed = True
+                read[index] = int(length[index])
+            if has_changed:
                 changed = {"length": jnp.asarray(length), "finish": jnp.asarray(finish)}
                 state = state.replace(**place_rows(changed, self.mesh))
+
             if not np.any(finish == FinishReason.RUNNING):
                 break
             state = self._step(loop, state).state
+
         seconds = time.perf_counter() - begin
         result = self.result(state, rows, seconds=seconds)
         generations = [
-            dataclasses.replace(generation, text=texts.get(index, generation.text))
-            for index, generation in enumerate(result.rows)
+            generation if text.stop is None else dataclasses.replace(generation, text=text.text)
+            for generation, text in zip(result.rows, texts, strict=True)
         ]
         return dataclasses.replace(result, rows=generations)
-
-    def text_before(self, stops: Sequence[str], output: list[int]) -> str | None:
-        """Returns the text of an output before the first of ``stops``; ``None`` if it contains none of them."""
-        ends_with_stop_token = output[-1] in self.stop_tokens
-        text = self.text_of(output[:-1] if ends_with_stop_token else output) or ""
-        starts = [text.index(stop) for stop in stops if stop in text]
-        return text[: min(starts)] if starts else None
 
     def text_of(self, tokens: list[int], reason: FinishReason = FinishReason.LENGTH) -> str | None:
         """Returns the text of new tokens without the stop token that ended them; ``None`` without a tokenizer."""
@@ -647,26 +618,6 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     are_token_ids = len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
     is_single = isinstance(prompts, str) or are_token_ids
     return [prompts] if is_single else prompts  # type: ignore[list-item,return-value]
-
-
-def _token_ids(prompt: Sequence[int] | np.ndarray | jax.Array) -> list[int]:
-    """Returns the token ids of a prompt that is not a text."""
-    if not isinstance(prompt, np.ndarray | jax.Array):
-        return list(prompt)
-    if prompt.ndim != 1:
-        raise ValueError(
-            f"a prompt is an array of shape {prompt.shape}; expected [T], the token ids of one"
-            " prompt"
-        )
-    return to_host(prompt).tolist()
-
-
-def _check_token(token: Any, vocab_size: int, name: str) -> None:
-    if not is_whole(token, 0) or token >= vocab_size:
-        raise ValueError(
-            f"{name} {shown(token)} is not a token id; expected whole numbers from 0 to"
-            f" {vocab_size - 1}"
-        )
 
 
 def padded_prompt(size: int) -> int:

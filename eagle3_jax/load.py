@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
 
 from eagle3_jax.devices.sharding import as_mesh, param_shardings
-from eagle3_jax.drafters.draft_model import draft_model
-from eagle3_jax.files.sources import bundled, locate
+from eagle3_jax.drafters.draft_model import draft_model, layer_skip
+from eagle3_jax.drafters.ngram import NGram
+from eagle3_jax.drafters.suffix import Suffix
+from eagle3_jax.files.sources import locate, parts_of, similar_drafters
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
 from eagle3_jax.models.config import DecoderConfig, GroupedQuery, Latent
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import PRECISIONS, Precision, cast
 from eagle3_jax.models.quantised import check_weights, quantised
 from eagle3_jax.text.template import ChatTemplate
+from eagle3_jax.theory.known_models import similar_targets
+from eagle3_jax.types import Drafter
 
 if TYPE_CHECKING:
     from eagle3_jax.conversion.families import Family
@@ -66,7 +70,7 @@ def load_target(
     """
     check_weights(weights)
     precision = precision_named(dtype)
-    directory = locate(source, "target")
+    directory = locate(source, "target", suggest=similar_targets)
     return _load_model(
         directory, precision, family, mesh, str(source or "the bundled target"), weights
     )
@@ -167,7 +171,7 @@ def load_drafter(
             f"{type(target.model).__name__} is not a target that draft heads are loaded for"
         )
     precision = target.model.precision
-    directory = locate(source, "eagle3")
+    directory = locate(source, "eagle3", suggest=similar_drafters)
     opened = open_checkpoint(directory)
     if opened.kind not in HEADS:
         if layer_ids is not None:
@@ -186,4 +190,18 @@ def load_drafter(
     )
 
 
-__all__ = ["bundled", "cast", "load_drafter", "load_target", "locate", "precision_named"]
+def named_drafter(source: str, target: LoadedTarget) -> LoadedDrafter | Drafter[Any] | None:
+    """Returns the drafter with a name; ``None`` for plain decoding.
+
+    Args:
+        source: A name for which :func:`~eagle3_jax.files.sources.is_named` is true.
+        target: The target.
+
+    Raises:
+        ValueError: The number is missing, malformed or unsuitable for the target, or the name takes
+            no number.
+    """
+    name, number = parts_of(source)
+    if name == "layer-skip":
+        return layer_skip(target, number)
+    return {"ngram": NGram, "suffix": Suffix, "none": lambda: None}[name]()

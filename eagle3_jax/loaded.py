@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
-from eagle3_jax.text.template import ChatTemplate
+from eagle3_jax.checks import is_whole
+from eagle3_jax.devices.sharding import to_host
+from eagle3_jax.files.jsonl import shown
+from eagle3_jax.text.template import ChatTemplate, Messages
+from eagle3_jax.text.tokens import tokenized
 from eagle3_jax.types import Drafter, TargetModel
+
+#: A text, token ids, or an array ``[T]`` of token ids.
+Prompt = str | Sequence[int] | np.ndarray | jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -48,6 +57,70 @@ class LoadedTarget:
     def holds(self) -> str:
         """``max_positions`` in words."""
         return f"{self.max_positions} positions" + (f" ({self.bound})" if self.bound else "")
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Returns the token ids of a prompt.
+
+        Args:
+            prompt: A text, token ids, or an array ``[T]`` of them.
+
+        Raises:
+            ValueError: The prompt is empty, too long, or has an id outside the vocabulary.
+        """
+        tokens = self._encode_text(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        if not tokens:
+            raise ValueError("the prompt is empty; give at least one token")
+        if len(tokens) >= self.max_positions:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens; {self.name} holds {self.holds}, so give at"
+                f" most {self.max_positions - 1}"
+            )
+        for token in tokens:
+            self.check_token(token, "prompt token")
+        return [int(token) for token in tokens]
+
+    def _encode_text(self, text: str) -> list[int]:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"{self.name} has no tokenizer; give the prompt as token ids")
+        return tokenized(
+            text,
+            lambda part: tokenizer.encode(part).ids,
+            positions=self.max_positions,
+            holds=self.holds,
+        )
+
+    def check_token(self, token: Any, name: str) -> None:
+        """Raises unless a value is a token id; ``name`` begins the message."""
+        if not is_whole(token, 0) or token >= self.vocab_size:
+            raise ValueError(
+                f"{name} {shown(token)} is not a token id; expected whole numbers from 0 to"
+                f" {self.vocab_size - 1}"
+            )
+
+    def apply_chat_template(self, messages: Messages) -> list[int]:
+        """Returns the token ids of a conversation, up to where the model's answer begins.
+
+        Args:
+            messages: The turns, each with ``role`` (``system``, ``user`` or ``assistant``) and
+                ``content``, a text.
+
+        Raises:
+            ValueError: The target has no chat template or no tokenizer, the messages have another
+                form, or the template refuses them.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"{self.name} has no tokenizer; give the prompt as token ids")
+        if self.chat_template is None:
+            raise ValueError(f"{self.name} has no chat template; give the prompt as text")
+        return tokenized(
+            self.chat_template.render(messages),
+            # The template has the special tokens.
+            lambda part: tokenizer.encode(part, add_special_tokens=False).ids,
+            positions=self.max_positions,
+            holds=self.holds,
+        )
 
     def __repr__(self) -> str:
         """Describes the target in one line, without arrays."""
@@ -92,6 +165,18 @@ class LoadedDrafter:
         if size is not None:
             facts.append(f"vocabulary of {size}")
         return f"LoadedDrafter({self.name}: {', '.join(facts)})"
+
+
+def _token_ids(prompt: Sequence[int] | np.ndarray | jax.Array) -> list[int]:
+    """Returns the token ids of a prompt that is not a text."""
+    if not isinstance(prompt, np.ndarray | jax.Array):
+        return list(prompt)
+    if prompt.ndim != 1:
+        raise ValueError(
+            f"a prompt is an array of shape {prompt.shape}; expected [T], the token ids of one"
+            " prompt"
+        )
+    return to_host(prompt).tolist()
 
 
 def _facts(part: Any, params: Any) -> list[str]:

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import eagle3_jax as e3
-from eagle3_jax.engine.engine import Engine, Request
-from eagle3_jax.load import bundled
+from eagle3_jax.engine.engine import Engine
+from eagle3_jax.files.sources import bundled
 from eagle3_jax.measure.environment import environment
 from eagle3_jax.measure.records import write_record
 from eagle3_jax.prompts.benchmark import Prompt, read_prompts
+from eagle3_jax.prompts.request import Request
 from eagle3_jax.types import SamplingMode
 
 GREEDY = e3.DraftSampling.GREEDY

@@ -34,8 +34,7 @@ from typing import Any
 import httpx
 
 from eagle3_jax.conversion import convert
-from eagle3_jax.files.sources import locate
-from eagle3_jax.load import bundled
+from eagle3_jax.files.sources import bundled, locate
 from validation.drafters import METHODS, PROMPTS, TARGET
 from validation.engines.vllm.process import environment_of
 from validation.fixtures import installed_python

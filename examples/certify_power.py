@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.certify import Draws, Plan, Sampling, Test, certify, judge, texts
+from eagle3_jax.certify import texts
+from eagle3_jax.certify.asking import Plan
+from eagle3_jax.certify.examine import certify
 from eagle3_jax.certify.faulty import (
     CORRECT,
     FAULTS,
@@ -30,6 +32,7 @@ from eagle3_jax.certify.faulty import (
     FaultySource,
     to_bfloat16,
 )
+from eagle3_jax.certify.statistics import Draws, Sampling, Test, judge
 from eagle3_jax.measure.environment import environment
 from eagle3_jax.measure.frequencies import ALPHA
 from eagle3_jax.measure.records import write_record

@@ -23,7 +23,9 @@ import torch
 import transformers
 from transformers.generation.streamers import BaseStreamer
 
-from eagle3_jax.certify import Certificate, Sampling, certify_sampler
+from eagle3_jax.certify.certificate import Certificate
+from eagle3_jax.certify.function import certify_sampler
+from eagle3_jax.certify.statistics import Sampling
 
 WAYS = ("assisted", "prompt-lookup", "mtp", "dflash", "gemma4-assistant")
 PROMPT_LENGTH = 12

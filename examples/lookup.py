@@ -23,7 +23,7 @@ import numpy as np
 
 import eagle3_jax as e3
 from eagle3_jax.drafters import NGram, Suffix
-from eagle3_jax.load import bundled
+from eagle3_jax.files.sources import bundled
 
 LENGTH = 5
 DRAFTERS = {
@@ -78,7 +78,7 @@ def texts() -> dict[str, list[tuple[list[int], list[int]]]]:
         prompts = [
             ids
             for row in rows
-            if row["kind"] == kind and len(ids := decoder.encode(row["prompt"])) < 300
+            if row["kind"] == kind and len(ids := decoder.target.encode(row["prompt"])) < 300
         ][:8]
         written = decoder.generate(prompts, max_new_tokens=192).tokens
         pairs[f"the shipped target, {kind}"] = list(zip(prompts, written, strict=True))

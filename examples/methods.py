@@ -27,8 +27,8 @@ import eagle3_jax as e3
 from eagle3_jax.bench.contenders import DecoderContender
 from eagle3_jax.bench.results import Row
 from eagle3_jax.bench.run import measure
-from eagle3_jax.drafters.named import named_drafter
-from eagle3_jax.load import bundled
+from eagle3_jax.files.sources import bundled
+from eagle3_jax.load import named_drafter
 from eagle3_jax.measure.environment import committable, environment, sha256_of_prompts, source
 from eagle3_jax.measure.records import write_record
 from eagle3_jax.prompts.benchmark import in_turn, read_prompts

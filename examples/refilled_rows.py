@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 import eagle3_jax as e3
-from eagle3_jax.engine.engine import Engine, Request
-from eagle3_jax.load import bundled
+from eagle3_jax.engine.engine import Engine
+from eagle3_jax.files.sources import bundled
 from eagle3_jax.measure.environment import environment
 from eagle3_jax.measure.records import spread_of, write_record
 from eagle3_jax.prompts.benchmark import read_prompts
+from eagle3_jax.prompts.request import Request
 from eagle3_jax.types import SamplingMode
 
 ROWS = 8
@@ -54,15 +55,15 @@ def in_batches(
 
 def refilled(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], int]:
     """Returns the texts, and the rounds of the engine."""
-    tickets = [engine.submit(request) for request in requests]
+    ids = [engine.submit(request) for request in requests]
     outputs = {}
     rounds = 0
     while not engine.idle:
         for event in engine.tick():
             if event.output is not None:
-                outputs[event.ticket] = event.output
+                outputs[event.request_id] = event.output
         rounds += 1
-    return [outputs[ticket] for ticket in tickets], rounds
+    return [outputs[request_id] for request_id in ids], rounds
 
 
 def main() -> None:

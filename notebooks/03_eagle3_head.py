@@ -54,7 +54,7 @@ from safetensors.flax import load_file
 import eagle3_jax as e3
 from eagle3_jax.drafters import Eagle3Drafter, Plain
 from eagle3_jax.drafters.eagle3 import Eagle3Head
-from eagle3_jax.load import bundled
+from eagle3_jax.files.sources import bundled
 from eagle3_jax.measure import trace
 from eagle3_jax.models.config import usual_head
 from eagle3_jax.models.functional import bind

@@ -51,7 +51,7 @@ import eagle3_jax as e3
 from eagle3_jax import loop as loops
 from eagle3_jax.cache import KeyValues
 from eagle3_jax.drafters import Eagle3Drafter, Plain
-from eagle3_jax.load import bundled
+from eagle3_jax.files.sources import bundled
 from eagle3_jax.measure.timing import CompileClock
 from eagle3_jax.models.config import usual_head
 from eagle3_jax.theory.accelerators import accelerator_named

@@ -607,7 +607,7 @@ parted = [
 ]
 coder = e3.SpeculativeDecoder(target)
 fed = [
-    coder.encode(prompt) + text[:index]
+    coder.target.encode(prompt) + text[:index]
     for prompt, text, index in zip(prompts, plain.tokens, parted, strict=True)
 ]
 units = []

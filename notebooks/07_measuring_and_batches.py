@@ -58,10 +58,11 @@ from eagle3_jax.bench.load import Load, run_load
 from eagle3_jax.bench.rounds import timed_rounds
 from eagle3_jax.bench.step_costs import step_costs
 from eagle3_jax.drafters.plain import Plain
-from eagle3_jax.engine.engine import Engine, Request
+from eagle3_jax.engine.engine import Engine
 from eagle3_jax.files.sources import bundled
 from eagle3_jax.measure.timing import CompileClock, Latency, Spread
 from eagle3_jax.prompts.benchmark import in_turn, read_prompts
+from eagle3_jax.prompts.request import Request
 from eagle3_jax.theory.speedup import (
     TrafficClass,
     blended_tau,

@@ -32,8 +32,8 @@ first_cell.start(device=False)
 import numpy as np
 from matplotlib import pyplot as plt
 
-from eagle3_jax.certify import judge
 from eagle3_jax.certify.faulty import CORRECT, FAULTS, Fault, FaultySampler
+from eagle3_jax.certify.statistics import judge
 
 # %% [markdown]
 # ## The place of a token

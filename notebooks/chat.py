@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import eagle3_jax as e3
-from eagle3_jax.chat.conversation import apply_chat_template
 
 
 def load_chat(
@@ -24,5 +23,5 @@ def load_chat(
         target = e3.load_target()
         return target, e3.load_drafter(target=target), [target.tokenizer.encode(text).ids for text in code]
     conversations = [[{"role": "user", "content": question}] for question in questions]
-    prompts = [apply_chat_template(target, messages) for messages in conversations]
+    prompts = [target.apply_chat_template(messages) for messages in conversations]
     return target, e3.load_drafter("smollm2", target=target), prompts

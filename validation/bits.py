@@ -19,7 +19,7 @@ import numpy as np
 from eagle3_jax import LoadedDrafter, SpeculativeDecoder, load_drafter, load_target
 from eagle3_jax import loop as loops
 from eagle3_jax.drafters import Plain
-from eagle3_jax.load import bundled
+from eagle3_jax.files.sources import bundled
 from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
 from eagle3_jax.models import flash
 from eagle3_jax.topology import Chain

@@ -13,7 +13,7 @@ from flax import struct
 from jaxtyping import Bool, Float, Int
 
 from eagle3_jax import Chain, GenerationState, SamplingMode, SamplingParams, SpeculativeDecoder
-from eagle3_jax.load import bundled
+from eagle3_jax.files.sources import bundled
 from eagle3_jax.types import Draft
 
 FIRST = -1  # index of the token from the prefill, which belongs to no round

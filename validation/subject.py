@@ -12,7 +12,7 @@ import numpy as np
 
 from eagle3_jax import LoadedDrafter, LoadedTarget, load_drafter, load_target
 from eagle3_jax.conversion.sidecars import tokenizer_config_of
-from eagle3_jax.load import bundled, locate
+from eagle3_jax.files.sources import bundled, locate
 from eagle3_jax.prompts.benchmark import Prompt, read_prompts
 from eagle3_jax.text.template import ChatTemplate
 

@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 
 from eagle3_jax import DynamicTree, SpeculationSchedule, SpeculativeDecoder
-from eagle3_jax.certify import Certificate, Client, Plan, Verdict, certify
+from eagle3_jax.certify.asking import Plan
+from eagle3_jax.certify.certificate import Certificate, Verdict
+from eagle3_jax.certify.client import Client
+from eagle3_jax.certify.examine import certify
 from validation.engines.vllm.bridge import eagle3
 from validation.fixtures import installed_python, launched
 from validation.runs import Check

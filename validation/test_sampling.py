@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from eagle3_jax import load_drafter, load_target
-from eagle3_jax.load import bundled
+from eagle3_jax.files.sources import bundled
 from validation import sampled
 from validation.emissions import Reference, Warpers
 from validation.runs import Check
@@ -38,7 +38,7 @@ def sample(method: str) -> Sample:
         json.loads(line)["prompt"] for line in bundled("prompts.jsonl").read_text().splitlines()
     ]
     return sampled.sample(
-        decoder, [decoder.encode(text) for text in texts], Reference(), batches=BATCHES
+        decoder, [decoder.target.encode(text) for text in texts], Reference(), batches=BATCHES
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from eagle3_jax import SpeculativeDecoder
-from eagle3_jax.engine.engine import Request
 from eagle3_jax.engine.refill import complete
+from eagle3_jax.prompts.request import Request
 from validation.runs import Check
 from validation.subject import Setting, Subject
 from validation.tasks import discordant_interval, is_right, questions

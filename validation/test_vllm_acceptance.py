@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax import LoadedDrafter, LoadedTarget, SpeculativeDecoder, load_drafter, load_target
-from eagle3_jax.load import bundled
+from eagle3_jax.files.sources import bundled
 from eagle3_jax.prompts.benchmark import shipped
 from validation.engines.vllm.bridge import VLLM, Engine, EngineOptions, Tokens, eagle3
 from validation.engines.vllm.process import Process, ProcessEngine
@@ -146,7 +146,7 @@ def test_a_head_of_every_variation_drafts_as_in_vllm(
         target,
         head,
         (loaded, load_drafter(head, target=loaded)),
-        [SpeculativeDecoder(loaded).encode(prompt) for prompt in shipped()[:BATCH]],
+        [loaded.encode(prompt) for prompt in shipped()[:BATCH]],
         num_speculative_tokens=4,
         inside=True,
     )

@@ -99,7 +99,7 @@ def _distributions(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str,
         decoder.prefill([PROMPT], max_new_tokens=NEW_TOKENS, sampling=warm, seed=0)
     )
     root = int(played.draft.tokens[0, 0])
-    text = jnp.asarray([[*decoder.encode(PROMPT), root]])
+    text = jnp.asarray([[*decoder.target.encode(PROMPT), root]])
     places = jnp.arange(text.shape[1])[None]
     output = target.model(target.params, text, places, causal_mask(text.shape[1]))
     logits = np.asarray(target.model.unembed(target.params, output.final[0, -1]), np.float64)

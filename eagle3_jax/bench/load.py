@@ -18,8 +18,9 @@ import numpy as np
 from jaxtyping import Float
 
 from eagle3_jax.decode import padded_prompt
-from eagle3_jax.engine.engine import Engine, Request
+from eagle3_jax.engine.engine import Engine
 from eagle3_jax.measure.timing import CompileClock, Quantiles, Spread
+from eagle3_jax.prompts.request import Request
 from eagle3_jax.stats import SpeculationStats
 
 
@@ -153,10 +154,10 @@ def run_load(
                 break
             if load.concurrency is not None and number - num_ended >= load.concurrency:
                 break
-            ticket = engine.submit(requests[number])
+            request_id = engine.submit(requests[number])
             # A late arrival counts from the time at which it was due: the user has waited since
             # then.
-            timelines[ticket] = Timeline(now if arrivals is None else float(arrivals[number]))
+            timelines[request_id] = Timeline(now if arrivals is None else float(arrivals[number]))
         if engine.idle:
             assert arrivals is not None
             sleep(max(0.0, arrivals[len(timelines)] - now))
@@ -165,12 +166,12 @@ def run_load(
         events = engine.tick()
         now = clock() - start
         for event in events:
-            counts[event.ticket] += len(event.tokens)
+            counts[event.request_id] += len(event.tokens)
             if event.output is not None:
-                timelines[event.ticket].output = event.output
+                timelines[event.request_id].output = event.output
                 num_ended += 1
-        for ticket, count in counts.items():
-            timelines[ticket].deliveries.append((now, count))
+        for request_id, count in counts.items():
+            timelines[request_id].deliveries.append((now, count))
         rows_running.append(len(counts))
     first_arrival = min(timeline.arrival for timeline in timelines.values())
     last_token = max(timeline.deliveries[-1][0] for timeline in timelines.values())

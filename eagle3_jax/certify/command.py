@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from eagle3_jax.files.jsonl import read_rows
 
 if TYPE_CHECKING:
-    from eagle3_jax.certify import Certificate
+    from eagle3_jax.certify.certificate import Certificate
 
 ABOUT = """Judge whether a server's speculation is lossless.
 
@@ -170,7 +170,10 @@ def run(values: dict[str, Any], words: Sequence[str]) -> Certificate:
     Raises:
         ValueError: An option has an impossible value, or the server cannot be judged.
     """
-    from eagle3_jax.certify import Client, Plan, Sampling, certify
+    from eagle3_jax.certify.asking import Plan
+    from eagle3_jax.certify.client import Client
+    from eagle3_jax.certify.examine import certify
+    from eagle3_jax.certify.statistics import Sampling
 
     if not values["requests"] + values["long_requests"] + values["greedy_requests"]:
         raise ValueError(

@@ -6,42 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from eagle3_jax.decode import SpeculativeDecoder
-from eagle3_jax.files.jsonl import shown
-from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.results import Chunk, Generation
-from eagle3_jax.text.template import Messages
-from eagle3_jax.text.tokens import tokenized
 from eagle3_jax.types import SamplingParams
-
-
-def apply_chat_template(target: LoadedTarget, messages: Messages) -> list[int]:
-    """Returns the token ids of a conversation, up to where the model's answer begins.
-
-    Args:
-        target: A target with a chat template and a tokenizer.
-        messages: The turns, each with ``role`` (``system``, ``user`` or ``assistant``) and
-            ``content``, a text.
-
-    Raises:
-        ValueError: The target lacks one of both, the messages have another form, or the template
-            refuses them.
-    """
-    if not isinstance(target, LoadedTarget):
-        raise ValueError(
-            f"target is {shown(target)}; expected a LoadedTarget: load_target gives one"
-        )
-    template = target.chat_template
-    tokenizer = target.tokenizer
-    if tokenizer is None:
-        raise ValueError(f"{target.name} has no tokenizer; give the prompt as token ids")
-    if template is None:
-        raise ValueError(f"{target.name} has no chat template; give the prompt as text")
-    encode = lambda text: (
-        tokenizer.encode(text, add_special_tokens=False).ids
-    )  # the template has special tokens
-    return tokenized(
-        template.render(messages), encode, positions=target.max_positions, holds=target.holds
-    )
 
 
 class Chat:
@@ -118,7 +84,7 @@ class Chat:
         """Returns a question as a turn, the token ids of the conversation with it, and the decoder's options."""
         turn = {"role": "user", "content": text}
         target = self.decoder.target
-        prompt = apply_chat_template(target, [*self.messages, turn])
+        prompt = target.apply_chat_template([*self.messages, turn])
         if len(prompt) >= target.max_positions:
             raise ValueError(
                 f"the conversation has {len(prompt)} tokens with this question, and {target.name}"

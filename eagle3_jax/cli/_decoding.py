@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -76,12 +76,8 @@ class SamplingOptions:
     ] = 1.0
     seed: Annotated[int, typer.Option(help="Random seed.", min=0, max=2**32 - 1)] = 0
 
-    def params(self, options: Mapping[str, Any] | None = None) -> SamplingParams:
+    def params(self) -> SamplingParams:
         """Returns the sampling parameters for the decoder.
-
-        Args:
-            options: Values of a prompt, which replace those of the command line; other names are
-                ignored.
 
         Raises:
             ValueError: A value is out of range.
@@ -89,9 +85,7 @@ class SamplingOptions:
         from eagle3_jax import SamplingParams
         from eagle3_jax.checks import checked_sampling
 
-        values = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-        changes = {name: value for name, value in (options or {}).items() if name in values}
-        params = SamplingParams(**values | changes)
+        params = SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
         checked_sampling(params, 1)
         return params
 

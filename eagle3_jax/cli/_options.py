@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.drafters.named import FORMS
 from eagle3_jax.files.jsonl import STDIN, parse_json, read_text, shown
+from eagle3_jax.files.sources import FORMS
 from eagle3_jax.files.writing import whole_file
 from eagle3_jax.prompts.reading import check_token_ids
 

@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._streaming import hint
-from eagle3_jax.drafters.named import LOOKUP_FIRST, is_named, named_drafter, without_lookup
-from eagle3_jax.files.sources import locate
+from eagle3_jax.files.sources import (
+    LOOKUP_FIRST,
+    is_named,
+    locate,
+    similar_drafters,
+    without_lookup,
+)
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -64,6 +69,7 @@ def fetch_first(target: str | None, *drafters: str | None) -> None:
     A wrong name is refused at once, and no spinner takes the line that a download writes to.
     """
     from eagle3_jax.files.published import PUBLISHED, cached_path, is_published
+    from eagle3_jax.theory.known_models import similar_targets
 
     heads = [
         ("--drafter", drafter)
@@ -84,8 +90,11 @@ def fetch_first(target: str | None, *drafters: str | None) -> None:
                 f"{source} is {model.contents}, {model.licence}: {model.megabytes} MB are"
                 " downloaded once"
             )
-        part = "target" if option == "--target" else "eagle3"
-        locate(source if Path(source).exists() else without_lookup(source), part)
+        if option == "--target":
+            locate(source, "target", suggest=similar_targets)
+        else:
+            head = source if Path(source).exists() else without_lookup(source)
+            locate(head, "eagle3", suggest=similar_drafters)
 
 
 def chosen_models(models: ModelOptions, dtype: str | None) -> tuple[ModelOptions, str]:
@@ -181,6 +190,8 @@ def read_drafter(
             f"--layer-ids is about heads from files, and --drafter {source} has none; leave it out"
         )
     if source is not None and is_named(source):
+        from eagle3_jax.load import named_drafter
+
         return named_drafter(source, target)
     if part is not None:
         value: Any = part.value

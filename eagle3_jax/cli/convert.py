@@ -37,9 +37,13 @@ def convert(
     """
     from eagle3_jax import conversion
     from eagle3_jax.files.sources import locate
+    from eagle3_jax.theory.known_models import similar_targets
 
-    config = None if target is None else conversion.read_target(locate(target, "target")).config
+    config = None
+    if target is not None:
+        path = locate(target, "target", suggest=similar_targets)
+        config = conversion.read_target(path).config
     recognized, written = conversion.convert(
-        locate(src, "target"), dst, to, target=config, layer_ids=layer_ids
+        locate(src, "target", suggest=similar_targets), dst, to, target=config, layer_ids=layer_ids
     )
     typer.echo(f"read {src} ({recognized} layout), wrote {dst} ({written} layout)")

@@ -18,8 +18,7 @@ from eagle3_jax.cli._options import (
 from eagle3_jax.cli._parts import fetch_first
 from eagle3_jax.cli._printing import Page, print_page, table_of
 from eagle3_jax.devices.compilation import keep_compiled_programs
-from eagle3_jax.drafters.named import is_named
-from eagle3_jax.files.sources import locate
+from eagle3_jax.files.sources import is_named, locate
 
 EXAMPLE = """\b
 Examples:

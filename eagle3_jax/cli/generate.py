@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -41,7 +40,7 @@ from eagle3_jax.prompts.request import MOST_TOKENS, Request
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from eagle3_jax import Generation, SamplingParams, SpeculativeDecoder
+    from eagle3_jax import Generation, SpeculativeDecoder
     from eagle3_jax.bench.comparison import Comparison
 
 EXAMPLE = """\b
@@ -84,8 +83,8 @@ class PromptOptions:
         int, typer.Option(help="Maximum number of new tokens per prompt.", min=1, max=MOST_TOKENS)
     ] = 128
 
-    def read(self) -> list[Request]:
-        """Returns the prompts.
+    def read(self, sampling: OutputOptions) -> list[Request]:
+        """Returns the prompts, with the sampling of the command line where a line does not say it.
 
         Raises:
             Misuse: None of the three options was given, or several, or --chat without a PROMPT.
@@ -98,13 +97,22 @@ class PromptOptions:
                 " are used as they are"
             )
         announce_input(self.prompts or self.prompt or "")
+        request = Request(
+            prompt="",
+            max_new_tokens=self.max_new_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            stops=tuple(sampling.stop or ()),
+        )
         if self.prompts is not None:
-            return read_requests(self.prompts, self.max_new_tokens)
+            return read_requests(self.prompts, request)
         if self.prompt_ids is not None:
-            return [Request(parse_ids(self.prompt_ids), self.max_new_tokens)]
+            return [dataclasses.replace(request, prompt=parse_ids(self.prompt_ids))]
         text = read_text(Path(STDIN)) if self.prompt == STDIN else self.prompt or ""
         messages = [{"role": "user", "content": text}] if self.chat else None
-        return [Request(text, self.max_new_tokens, messages=messages)]
+        return [dataclasses.replace(request, prompt=text, messages=messages)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,40 +175,44 @@ def generate(
     --logprobs logprobs: for each token its logprob and top, pairs of token id and log-probability.
     """
     check_writable(running.trace)
-    requests = prompts.read()
-    has_stops = bool(sampling.stop) or any("stop" in request.options for request in requests)
+    requests = prompts.read(sampling)
+    has_stops = any(request.stops for request in requests)
     if (has_stops or sampling.logprobs is not None) and (
         not running.as_json or running.trace is not None
     ):
         raise Misuse("stop texts and --logprobs work with --json and without --trace")
+    _check_sampling(requests)
+
+    # Every process of a mesh reads the rounds; the first one writes them.
     keep_compiled_programs(running.compilation_cache)
     if not join(running.distributed, running.mesh) and running.trace is not None:
-        # Every process reads the rounds; the first one writes them.
         running = dataclasses.replace(running, trace=Path(os.devnull))
-    sampling.params()
-    tasks = []
-    for number, request in enumerate(requests):
-        with _named(request):
-            tasks.append(Task.of(request, number, sampling))
-    batches = _batches(len(requests), running)
-    stop_tokens = () if sampling.ignore_eos else None
+
+    rows = min(running.batch_size, len(requests)) if running.as_json else 1
+    batches = [rows] if running.trace is None else _batches(len(requests), rows)
     mesh = read_mesh(running.mesh, batches)
     models, dtype = chosen_models(models, running.dtype)
     start = time.perf_counter()
     with spinner("loading", quiet=running.as_json):
         decoder = open_decoder(
-            models, draft, dtype, batch=batches[0], mesh=mesh, stop_tokens=stop_tokens
+            models,
+            draft,
+            dtype,
+            batch=rows,
+            mesh=mesh,
+            stop_tokens=() if sampling.ignore_eos else None,
         )
+    loading = time.perf_counter() - start
+
     template = decoder.target.chat_template
     if prompts.chat and template is None:
         raise Misuse(
             f"{decoder.target.name} has no chat template; leave --chat out to continue the text as"
             " it is"
         )
-    loading = time.perf_counter() - start
-    job = Job(
-        decoder, [_encoded(decoder, task) for task in tasks], batches, sampling.logprobs, running
-    )
+    # A bad prompt is refused before anything has been printed.
+    encoded = [request.encoded(decoder.target) for request in requests]
+    job = Job(decoder, requests, encoded, rows, sampling.logprobs, running)
     if running.as_json:
         _print_json(job)
         return
@@ -209,83 +221,46 @@ def generate(
     _print_text(job, loading)
 
 
-@contextlib.contextmanager
-def _named(request: Request) -> Iterator[None]:
-    """Adds the line of the file to the message of an error."""
-    try:
-        yield
-    except ValueError as error:
-        raise Misuse(f"{request.where}{error}") from None
+def _check_sampling(requests: Sequence[Request]) -> None:
+    """Refuses sampling that is out of range, before anything is loaded."""
+    from eagle3_jax.checks import checked_sampling
+
+    for request in requests:
+        try:
+            checked_sampling(request.sampling, 1)
+        except ValueError as error:
+            raise ValueError(f"{request.where}{error}") from None
 
 
-def _batches(prompts: int, running: RunOptions) -> list[int]:
-    """Returns the number of prompts in each batch; text is streamed one by one.
-
-    Without a trace a batch is one, whose rows go to the next prompts as others end.
-    """
-    size = running.batch_size if running.as_json else 1
-    if running.trace is None and 1 < size < prompts:
-        return [size]
-    return [min(size, prompts - start) for start in range(0, prompts, size)]
-
-
-class Task(NamedTuple):
-    """A request, its sampling, and its prompt as token ids."""
-
-    request: Request
-    sampling: SamplingParams
-    seed: int
-    stops: list[str]
-    tokens: list[int]
-
-    @classmethod
-    def of(cls, request: Request, number: int, sampling: OutputOptions) -> Task:
-        """Returns the task of a request, whose options replace those of the command line. It has no token ids yet.
-
-        The first prompt has the seed of the command line. Another one has a seed derived from it,
-        because equal prompts would otherwise give equal samples.
-        """
-        import numpy as np
-
-        options = request.options
-        derived = np.random.SeedSequence((sampling.seed, number)).generate_state(1)
-        seed = options.get("seed", int(derived[0]) if number else sampling.seed)
-        stops = [*(sampling.stop or ()), *options.get("stop", ())]
-        return cls(request, sampling.params(options), seed, stops, [])
+def _batches(count: int, rows: int) -> list[int]:
+    """Returns the number of prompts in each batch."""
+    return [min(rows, count - start) for start in range(0, count, rows)]
 
 
 class Job(NamedTuple):
-    """A checked command line; ``batches`` are from :func:`_batches`."""
+    """A checked command line."""
 
     decoder: SpeculativeDecoder
-    tasks: list[Task]
-    batches: list[int]
+    requests: list[Request]  #: As they were given.
+    encoded: list[Request]  #: With token ids.
+    rows: int  #: Prompts that are decoded at once.
     logprobs: int | None
     running: RunOptions
-
-
-def _encoded(decoder: SpeculativeDecoder, task: Task) -> Task:
-    """Returns a task with its prompt, so that a bad one is refused before anything has been printed."""
-    from eagle3_jax import apply_chat_template
-
-    request = task.request
-    with _named(request):
-        messages = request.messages
-        prompt = (
-            request.prompt if messages is None else apply_chat_template(decoder.target, messages)
-        )
-        return task._replace(tokens=decoder.encode(prompt))
 
 
 # JSON
 
 
 def _print_json(job: Job) -> None:
-    rounds = None if job.running.trace is None else []
+    if job.running.trace is None:
+        results = _results(job)
+    else:
+        rounds: list[dict[str, Any]] = []
+        results = _traced(job, rounds)
     lines: dict[int, str] = {}  # of prompts that ended before one above them in the file
     num_written = 0
-    with progress_bar("prompts", len(job.tasks), with_output=True) as (bar, advanced):
-        for number, row, seconds in _results(job, rounds):
+    with progress_bar("prompts", len(job.encoded), with_output=True) as (bar, advanced):
+        for number, row, seconds in results:
             bar.advance(advanced)
             lines[number] = json.dumps(_row_json(row, seconds, job.decoder))
             while num_written in lines:
@@ -296,60 +271,44 @@ def _print_json(job: Job) -> None:
         write_json(job.running.trace, {"prompts": rounds})
 
 
-def _results(
-    job: Job, rounds: list[dict[str, Any]] | None
-) -> Iterator[tuple[int, Generation, float]]:
-    """Yields the number, result and seconds of each prompt as it ends. Rounds are appended to ``rounds``."""
-    import jax
-    import numpy as np
+def _results(job: Job) -> Iterator[tuple[int, Generation, float]]:
+    """Yields the number, result and seconds of each prompt as it ends. Its row goes to the next prompt."""
+    from eagle3_jax.engine.refill import complete
+    from eagle3_jax.measure.timing import CompileClock
 
+    with CompileClock() as clock:
+        start = time.perf_counter()
+        answers = complete(job.decoder, job.encoded, slots=job.rows, logprobs=job.logprobs)
+        for number, row in answers:
+            now = time.perf_counter() - clock.seconds
+            yield number, row, now - start
+            if job.rows == 1:  # the next prompt begins now
+                start = time.perf_counter() - clock.seconds
+
+
+def _traced(job: Job, rounds: list[dict[str, Any]]) -> Iterator[tuple[int, Generation, float]]:
+    """Yields the same of one batch after the other, and appends the rounds of each prompt to ``rounds``."""
+    from eagle3_jax.engine.engine import sampling_of
     from eagle3_jax.measure.timing import CompileClock
     from eagle3_jax.measure.trace import record
 
     first = 0
     with CompileClock() as clock:
-        now = lambda: time.perf_counter() - clock.seconds
-        start = now()
-        if sum(job.batches) < len(job.tasks):
-            for number, row in _refilled(job):
-                yield number, row, now() - start
-            return
-        for size in job.batches:
-            tasks = job.tasks[first : first + size]
-            prompts = [task.tokens for task in tasks]
-            params = [task.sampling for task in tasks]
-            arguments = {
-                "max_new_tokens": [task.request.max_new_tokens for task in tasks],
-                "sampling": jax.tree.map(lambda *values: np.array(values), *params),
-                "seed": [task.seed for task in tasks],
-            }
-            start = now()
-            if rounds is None:
-                stops = [task.stops for task in tasks]
-                result = job.decoder.generate(
-                    prompts, **arguments, logprobs=job.logprobs, stop=stops
-                )
-            else:
-                traced = record(job.decoder, prompts, **arguments)
-                rounds += traced.prompts
-                result = traced.result
-            seconds = now() - start
-            for number, row in enumerate(result.rows, first):
+        for size in _batches(len(job.encoded), job.rows):
+            batch = job.encoded[first : first + size]
+            start = time.perf_counter() - clock.seconds
+            traced = record(
+                job.decoder,
+                [request.tokens for request in batch],
+                max_new_tokens=[request.max_new_tokens for request in batch],
+                sampling=sampling_of(batch),
+                seed=[request.seed for request in batch],
+            )
+            seconds = time.perf_counter() - clock.seconds - start
+            rounds += traced.prompts
+            for number, row in enumerate(traced.result.rows, first):
                 yield number, row, seconds
             first += size
-
-
-def _refilled(job: Job) -> Iterator[tuple[int, Generation]]:
-    """Decodes all prompts in one batch, whose rows are given to the next prompts as others end."""
-    from eagle3_jax.engine.engine import Request as EngineRequest
-    from eagle3_jax.engine.refill import complete
-
-    requests = []
-    for task in job.tasks:
-        sampling: dict[str, Any] = vars(task.sampling) | {"seed": task.seed}
-        requests.append(EngineRequest(task.tokens, task.request.max_new_tokens, **sampling))
-    stops = [task.stops for task in job.tasks]
-    return complete(job.decoder, requests, slots=job.batches[0], logprobs=job.logprobs, stops=stops)
 
 
 def _row_json(row: Generation, seconds: float, decoder: SpeculativeDecoder) -> dict[str, Any]:
@@ -381,7 +340,10 @@ def _print_text(job: Job, loading: float) -> None:
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
-    streams = [_stream(console, job.decoder, task) for task in job.tasks]
+    streams = [
+        _stream(console, job.decoder, request, encoded)
+        for request, encoded in zip(job.requests, job.encoded, strict=True)
+    ]
     legend = Text.assemble(
         ("accepted draft tokens", ACCEPTED), " · the target's own tokens · ", ("prompt", "dim")
     )
@@ -391,23 +353,26 @@ def _print_text(job: Job, loading: float) -> None:
     if job.running.trace is not None:
         rounds: list[dict[str, Any]] = []
         with spinner("writing the trace"):
-            list(_results(job, rounds))
+            list(_traced(job, rounds))
         write_json(job.running.trace, {"prompts": rounds})
 
 
-def _stream(console: Console, decoder: SpeculativeDecoder, task: Task) -> Printed:
+def _stream(
+    console: Console, decoder: SpeculativeDecoder, request: Request, encoded: Request
+) -> Printed:
     """Prints one prompt and its continuation as it appears."""
     tokenizer = decoder.target.tokenizer
-    request = task.request
-    limit = request.max_new_tokens
+    limit = encoded.max_new_tokens
     stream = decoder.stream(
-        task.tokens, max_new_tokens=limit, sampling=task.sampling, seed=task.seed
+        encoded.tokens, max_new_tokens=limit, sampling=encoded.sampling, seed=encoded.seed
     )
     if isinstance(request.prompt, str):
         turns = [f"{message['role']}: {message['content']}\n" for message in request.messages or ()]
         prompt = "".join([*turns, "assistant: "]) if turns else request.prompt
     else:
-        prompt = tokenizer.decode(task.tokens) if tokenizer else " ".join(map(str, task.tokens))
+        prompt = " ".join(map(str, encoded.tokens))
+        if tokenizer is not None:
+            prompt = tokenizer.decode(encoded.tokens)
     printed = print_stream(console, prompt, stream, tokenizer)
     put(console, f"\n[{printed.ending(limit)}]\n\n", "dim")
     return printed
@@ -450,16 +415,17 @@ def _comparison(job: Job) -> list[str]:
     from eagle3_jax.bench.comparison import compare_with_plain
     from eagle3_jax.measure.environment import hardware
 
-    if any(task.request.options for task in job.tasks):
-        return ["no comparison with plain decoding: a line of the file has options of its own"]
-    tasks = job.tasks[:_MEASURED_PROMPTS]
+    requests = job.encoded[:_MEASURED_PROMPTS]
+    first = requests[0]
+    if any(request.sampling != first.sampling for request in requests):
+        return ["no comparison with plain decoding: the lines of the file sample differently"]
     with spinner("measuring against plain decoding"):
         comparison = compare_with_plain(
             job.decoder,
-            [task.tokens for task in tasks],
-            max_new_tokens=[task.request.max_new_tokens for task in tasks],
-            sampling=tasks[0].sampling,
-            seed=tasks[0].seed,
+            [request.tokens for request in requests],
+            max_new_tokens=[request.max_new_tokens for request in requests],
+            sampling=first.sampling,
+            seed=first.seed,
             repeats=_REPEATS,
         )
     if not comparison.is_plain and max(comparison.ratios) < 1:
@@ -475,8 +441,8 @@ def _comparison(job: Job) -> list[str]:
     return [
         speed_line(comparison),
         (
-            f"median of {_REPEATS} interleaved runs over {len(tasks)}"
-            f" prompt{'s' if len(tasks) > 1 else ''} at batch 1, prefill included, compilation"
+            f"median of {_REPEATS} interleaved runs over {len(requests)}"
+            f" prompt{'s' if len(requests) > 1 else ''} at batch 1, prefill included, compilation"
             f" excluded; {hardware()}"
         ),
     ]

@@ -31,9 +31,12 @@ def inspect(
     """Describe a checkpoint: kind, size, chat template, stop tokens."""
     from eagle3_jax.conversion.inspect import describe
     from eagle3_jax.files.sources import locate
+    from eagle3_jax.theory.known_models import similar_targets
 
     parts = ("target", "eagle3") if directory is None else ("target",)
-    descriptions = [describe(locate(directory, part)).to_json() for part in parts]
+    descriptions = [
+        describe(locate(directory, part, suggest=similar_targets)).to_json() for part in parts
+    ]
     for number, description in enumerate(descriptions):
         if number and not as_json:
             typer.echo()

@@ -1,1 +1,1 @@
-"""Serving: requests that share the rows of a running batch."""
+"""The engine: requests that share the rows of one running batch."""

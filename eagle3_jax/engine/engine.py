@@ -16,37 +16,10 @@ from eagle3_jax.checks import check_mode, checked_sampling, sampling_mode_of
 from eagle3_jax.decode import SpeculativeDecoder, padded_prompt
 from eagle3_jax.devices.sharding import DATA, place_rows, to_host, under
 from eagle3_jax.engine import rows
+from eagle3_jax.prompts.request import Request
 from eagle3_jax.state import GenerationState, Prompts
 from eagle3_jax.stats import SpeculationStats, TokenLogProb
 from eagle3_jax.types import FinishReason, SamplingMode, SamplingParams
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One prompt, its limit and its sampling.
-
-    Attributes:
-        tokens: Token ids of the prompt.
-        max_new_tokens: Maximum number of new tokens.
-        temperature: 0 is greedy.
-        top_k: Number of most likely tokens to keep; 0 keeps all.
-        top_p: Mass of the smallest set of most likely tokens to keep.
-        seed: Random seed, 0 to 2^32 - 1.
-        ignore_stop: Whether to go on after stop tokens.
-    """
-
-    tokens: list[int]
-    max_new_tokens: int
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    ignore_stop: bool = False
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """The sampling parameters, as scalars."""
-        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +27,7 @@ class Event:
     """New tokens of one request, or its end.
 
     Attributes:
-        ticket: The number of the request.
+        request_id: The id of the request.
         tokens: New tokens: the first one alone, and then those of each round. The last has the stop
             token.
         stats: Counters of the request so far.
@@ -63,7 +36,7 @@ class Event:
         logprobs: One entry per token, if the engine records them.
     """
 
-    ticket: int
+    request_id: int
     tokens: list[int]
     stats: SpeculationStats
     finish_reason: FinishReason = FinishReason.RUNNING
@@ -75,7 +48,7 @@ class Event:
 class _Entry:
     """A request in the engine, the new tokens that have been reported, and its counters then."""
 
-    ticket: int
+    request_id: int
     request: Request
     stats: SpeculationStats
     output: list[int] = dataclasses.field(default_factory=list)
@@ -96,10 +69,10 @@ class Engine:
     Example::
 
         engine = Engine(decoder, slots=8, capacity=512)
-        ticket = engine.submit(Request(prompt, max_new_tokens=64))
+        request_id = engine.submit(Request(prompt, max_new_tokens=64))
         while not engine.idle:
             for event in engine.tick():
-                print(event.ticket, event.tokens, event.finish_reason)
+                print(event.request_id, event.tokens, event.finish_reason)
 
     Attributes:
         decoder: Target, drafter and stop tokens.
@@ -162,7 +135,7 @@ class Engine:
         self._prefill_rows = prefill_rows
         self._no_rounds = SpeculationStats.merge([SpeculationStats.zeros(1, drafter.max_depth)])
         self._ended_stats = self._no_rounds  # of all requests without a row
-        self._tickets = itertools.count()
+        self._ids = itertools.count()
         self._waiting: collections.deque[_Entry] = collections.deque()
         self._partial: tuple[_Entry, GenerationState, int] | None = (
             None  # a prompt in chunks, and its tokens that ran
@@ -193,14 +166,15 @@ class Engine:
         num_waiting = len(self._waiting) + (self._partial is not None)
         return max(0, self.num_slots - self.num_running - num_waiting)
 
-    def check(self, request: Request) -> None:
-        """Checks that a request can run.
+    def checked(self, request: Request) -> Request:
+        """Returns the request with the token ids of its prompt, if it can run.
 
         Raises:
             ValueError: The target does not accept the prompt, the prompt and its limit are longer
                 than a row, or the sampling is out of range or needs another mode.
         """
-        length = len(self.decoder.encode(request.tokens))
+        request = request.encoded(self.decoder.target)
+        length = len(request.tokens)
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {request.max_new_tokens}; expected at least 1")
         if length + request.max_new_tokens > self.room:
@@ -211,40 +185,44 @@ class Engine:
             )
         needed_mode = sampling_mode_of(checked_sampling(request.sampling, 1))
         check_mode(self._loop.sampling_mode, needed_mode)
+        return request
 
     def submit(self, request: Request) -> int:
         """Adds a request, which begins at a later :meth:`tick`; requests begin in order.
 
+        The engine does not look for the request's stop texts: who reads the tokens as text cancels
+        the request at the first of them.
+
         Returns:
-            The ticket of the request. Later requests have higher tickets.
+            The id of the request. Later requests have higher ids.
 
         Raises:
-            ValueError: See :meth:`check`.
+            ValueError: See :meth:`checked`.
         """
-        self.check(request)
-        ticket = next(self._tickets)
-        self._waiting.append(_Entry(ticket, request, self._no_rounds))
-        return ticket
+        request = self.checked(request)
+        request_id = next(self._ids)
+        self._waiting.append(_Entry(request_id, request, self._no_rounds))
+        return request_id
 
-    def cancel(self, ticket: int) -> None:
+    def cancel(self, request_id: int) -> None:
         """Ends a request without a further event. Its slot is free at once."""
         self._waiting = collections.deque(
-            entry for entry in self._waiting if entry.ticket != ticket
+            entry for entry in self._waiting if entry.request_id != request_id
         )
-        if self._partial is not None and self._partial[0].ticket == ticket:
+        if self._partial is not None and self._partial[0].request_id == request_id:
             self._partial = None
         for index, entry in list(self._slots.items()):
-            if entry.ticket == ticket:
+            if entry.request_id == request_id:
                 self._release(index)
                 self._end_row(index)
 
     def run(self, requests: Iterable[Request]) -> list[list[int]]:
         """Returns the new tokens of requests, in their order, when all have ended."""
-        tickets = [self.submit(request) for request in requests]
+        ids = [self.submit(request) for request in requests]
         outputs: dict[int, list[int]] = {}
         while not self.idle:
             outputs.update(ended(self.tick()))
-        return [outputs[ticket] for ticket in tickets]
+        return [outputs[request_id] for request_id in ids]
 
     def warm_up(self) -> Iterator[int]:
         """Compiles the programs of every padded length before requests come, and yields each length."""
@@ -360,11 +338,11 @@ class Engine:
                 self._release(index)
             if is_first and count > 1:  # the prefill's token is a chunk of its own
                 events.append(
-                    Event(entry.ticket, new[:1], entry.stats, logprobs=scored and scored[:1])
+                    Event(entry.request_id, new[:1], entry.stats, logprobs=scored and scored[:1])
                 )
                 new = new[1:]
                 scored = scored and scored[1:]
-            events.append(Event(entry.ticket, new, entry.stats, reason, output, scored))
+            events.append(Event(entry.request_id, new, entry.stats, reason, output, scored))
         return events
 
     def _release(self, index: int) -> None:
@@ -387,5 +365,5 @@ def sampling_of(requests: Iterable[Request]) -> SamplingParams:
 
 
 def ended(events: Iterable[Event]) -> list[tuple[int, list[int]]]:
-    """Returns ticket and new tokens of each request that has ended."""
-    return [(event.ticket, event.output) for event in events if event.output is not None]
+    """Returns request_id and new tokens of each request that has ended."""
+    return [(event.request_id, event.output) for event in events if event.output is not None]

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from eagle3_jax.files.published import PUBLISHED, fetch_published
-
-if TYPE_CHECKING:
-    pass
 
 # The file that describes a native checkpoint.
 NATIVE_FILE = "eagle3_jax.json"
@@ -27,6 +22,12 @@ FETCHED = (
     "*.bin",
     "medusa_lm_head.pt",
 )
+
+#: The form of each named drafter: its name, or ``name=E`` with a whole number.
+NAMED = {"ngram": "ngram", "suffix": "suffix", "layer-skip": "layer-skip=E", "none": "none"}
+FORMS = ", ".join(map(repr, NAMED.values()))
+#: Prefix of a head: n-grams of at least two tokens draft if the text has a match, else the head.
+LOOKUP_FIRST = "ngram+"
 
 
 def bundled(part: str) -> Path:
@@ -55,7 +56,13 @@ def within(directory: Path) -> Path:
     return directory / files[0]
 
 
-def locate(source: str | Path | None, part: str, fetched: tuple[str, ...] = FETCHED) -> Path:
+def locate(
+    source: str | Path | None,
+    part: str,
+    fetched: tuple[str, ...] = FETCHED,
+    *,
+    suggest: Callable[[str], Mapping[str, str]] = lambda name: {},
+) -> Path:
     """Returns the local directory or GGUF file of a source; for ``None``, the bundled ``part``.
 
     Published models and hub ids are downloaded once. The heads of published models are bundled.
@@ -65,6 +72,8 @@ def locate(source: str | Path | None, part: str, fetched: tuple[str, ...] = FETC
             or hub id.
         part: ``target`` or ``eagle3``.
         fetched: Patterns of the files to download for a hub id.
+        suggest: Returns the texts to suggest in place of an unknown name, by the names that it
+            may have been meant for, in addition to published models and the path's neighbours.
 
     Raises:
         ValueError: There is no such directory or file, or the download failed.
@@ -89,10 +98,12 @@ def locate(source: str | Path | None, part: str, fetched: tuple[str, ...] = FETC
         return fetch_published(text) if part == "target" else bundled(text)
     if not text or exists or text.count("/") != 1 or text.startswith((".", "/", "~")):
         name = text[:200] or "an empty name"
+        published = {name: name for name in PUBLISHED}
+        suggestions = {**suggest(path.name), **_neighbours(path), **published}
         raise ValueError(
             f"{name} is not a directory; give a checkpoint directory, a GGUF file, a hub id such as"
             " org/name, or"
-            f" {' or '.join(PUBLISHED)}{did_you_mean(path.name, _suggestions(path, part))}"
+            f" {' or '.join(PUBLISHED)}{did_you_mean(path.name, suggestions)}"
         )
     try:
         from huggingface_hub import snapshot_download
@@ -122,23 +133,40 @@ def did_you_mean(name: str, suggestions: Mapping[str, str]) -> str:
     return f"; did you mean {spellings[similar[0]]}?" if similar else ""
 
 
-def _suggestions(path: Path, part: str) -> dict[str, str]:
-    """Returns the well-known targets, the directories next to a path that does not exist, and the names of ``part``."""
-    from eagle3_jax.drafters.named import NAMED
-    from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
+def _neighbours(path: Path) -> dict[str, str]:
+    """Returns the checkpoints next to a path that does not exist."""
+    try:
+        entries = list(path.parent.iterdir())
+    except (OSError, ValueError):
+        return {}
+    return {
+        entry.name: str(entry) for entry in entries if entry.suffix == ".gguf" or entry.is_dir()
+    }
 
-    is_target = part == "target"
-    known = known_name(path.name, KNOWN_MODELS)  # which only `eagle3 plan` takes
-    suggestions = {
-        name: f"the hub id of {name}" if name == known else name
-        for name in KNOWN_MODELS
-        if is_target
-    }
-    with contextlib.suppress(OSError, ValueError):
-        neighbors = [
-            entry for entry in path.parent.iterdir() if entry.suffix == ".gguf" or entry.is_dir()
-        ]
-        suggestions |= {entry.name: str(entry) for entry in neighbors}
-    return suggestions | {
-        name: name for name in (PUBLISHED if is_target else [*PUBLISHED, *NAMED.values()])
-    }
+
+def is_named(source: str | None) -> bool:
+    """Returns whether a source is a named drafter, with a number or without."""
+    return (source or "").partition("=")[0] in NAMED
+
+
+def without_lookup(source: str) -> str:
+    """Returns the head of ``ngram+HEAD``, and any other source unchanged."""
+    return source.removeprefix(LOOKUP_FIRST)
+
+
+def parts_of(source: str) -> tuple[str, int]:
+    """Returns the name and the number of a source; the number is 0 if the name takes none."""
+    name, sign, number = source.partition("=")
+    form = NAMED[name]
+    takes = form != name
+    if takes != bool(sign) or (takes and not (number.isdecimal() and len(number) < 10)):
+        raise ValueError(
+            f"drafter {source!r}: expected {form}{', such as ' + name + '=4' if takes else ''}"
+        )
+    return name, int(number or 0)
+
+
+def similar_drafters(name: str) -> dict[str, str]:
+    """Returns the forms of the named drafters, for :func:`locate`."""
+    del name
+    return {form: form for form in NAMED.values()}

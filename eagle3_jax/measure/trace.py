@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eagle3_jax.decode import Prompt, SpeculativeDecoder
+from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.devices.sharding import to_host
+from eagle3_jax.loaded import Prompt
 from eagle3_jax.results import GenerationResult
 from eagle3_jax.state import Round
 from eagle3_jax.types import SamplingParams
@@ -39,7 +40,7 @@ def record(
         sampling: Scalars for all rows, or ``[B]`` arrays.
         seed: Random seed, 0 to 2^32 - 1, or one per prompt.
     """
-    encoded = [decoder.encode(prompt) for prompt in prompts]
+    encoded = [decoder.target.encode(prompt) for prompt in prompts]
     start = time.perf_counter()
     state = decoder.prefill(encoded, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
     rounds: list[list[dict[str, Any]]] = [[] for _ in encoded]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from eagle3_jax.files.jsonl import JsonRow, read_rows
 from eagle3_jax.files.sources import bundled
 from eagle3_jax.prompts.reading import check_keys, read_request
+from eagle3_jax.prompts.request import Request
 
 if TYPE_CHECKING:
     from eagle3_jax.loaded import LoadedTarget
@@ -58,22 +59,18 @@ def read_prompts(
         ValueError: A line is malformed, or its prompt leaves no room in the target's context; the
             message names it.
     """
-    from eagle3_jax.chat.conversation import apply_chat_template
-    from eagle3_jax.decode import SpeculativeDecoder
-
-    encode = SpeculativeDecoder(target).encode
     prompts = []
     for row in read_rows(path, _FORM):
         prompt = _prompt(row, path.stem, max_new_tokens)
         try:
             tokens: str | list[int] = prompt.tokens if prompt.text is None else prompt.text
             if isinstance(tokens, str) and _is_question(row) and target.chat_template is not None:
-                tokens = apply_chat_template(target, [{"role": "user", "content": tokens}])
+                tokens = target.apply_chat_template([{"role": "user", "content": tokens}])
             if length is not None:
                 if isinstance(tokens, str) and target.tokenizer is not None:
                     tokens = target.tokenizer.encode(tokens).ids
                 tokens = resize_prompt(tokens, length) if isinstance(tokens, list) else tokens
-            tokens = encode(tokens)
+            tokens = target.encode(tokens)
         except ValueError as error:
             raise ValueError(f"{row.where}{error}") from None
         if len(tokens) + prompt.max_new_tokens > target.max_positions:
@@ -120,7 +117,7 @@ def _prompt(row: JsonRow, file: str, max_new_tokens: int) -> Prompt:
         text = turns[0]
         tokens = []
     elif "prompt" in values or "prompt_ids" in values:
-        request = read_request(row, max_new_tokens)
+        request = read_request(row, Request("", max_new_tokens))
         name = values.get("name", values.get("task_id", _line_name(row)))
         category = values.get("kind", file)
         if isinstance(request.prompt, str):

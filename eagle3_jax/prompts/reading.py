@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Collection
 from pathlib import Path
@@ -12,15 +13,9 @@ from eagle3_jax.prompts.request import MOST_TOKENS, Request
 from eagle3_jax.text.template import check_messages
 
 _FIELDS = ("prompt", "prompt_ids", "messages", "max_new_tokens")
-
-
 # Fields that published files have next to a prompt; no command uses them to generate.
 _LABELS = ("name", "kind", "id", "task_id", "category", "question_id", "reference")
-
-
 _HUMAN_EVAL = ("entry_point", "canonical_solution", "test")
-
-
 # What a line of `eagle3 generate` may set for its prompt, and the form of its value.
 _OPTIONS = {
     "temperature": "a number",
@@ -29,28 +24,41 @@ _OPTIONS = {
     "seed": "a whole number from 0 to 4294967295",
     "stop": "a text or a list of texts",
 }
-
-
 _REQUEST_FORM = (
     """an object such as {"prompt": "def f(x):"} or {"prompt_ids": [1, 2], "max_new_tokens": 64}"""
 )
 
 
-def read_requests(path: Path, max_new_tokens: int) -> list[Request]:
+def read_requests(path: Path, defaults: Request) -> list[Request]:
     """Reads the prompts of a JSONL file, one object per line, with their options. Blank lines are skipped.
 
     Args:
         path: The file.
-        max_new_tokens: Maximum number of new tokens for lines without ``max_new_tokens``.
+        defaults: What a line does not say. The stop texts of a line are added to these. A line
+            without a seed has one derived from this seed, except for the first, because equal
+            prompts would otherwise give equal samples.
 
     Raises:
         ValueError: A line is malformed; the message names it.
     """
-    return [read_request(row, max_new_tokens, _OPTIONS) for row in read_rows(path, _REQUEST_FORM)]
+    import numpy as np  # other commands read no requests
+
+    requests = []
+    for number, row in enumerate(read_rows(path, _REQUEST_FORM)):
+        derived = np.random.SeedSequence((defaults.seed, number)).generate_state(1)
+        seed = int(derived[0]) if number else defaults.seed
+        requests.append(read_request(row, dataclasses.replace(defaults, seed=seed), _OPTIONS))
+    return requests
 
 
-def read_request(line: JsonRow, max_new_tokens: int, options: Collection[str] = ()) -> Request:
-    """Returns the request of a line with a text, token ids or messages; ``options`` are the names of other keys."""
+def read_request(line: JsonRow, defaults: Request, options: Collection[str] = ()) -> Request:
+    """Returns the request of a line with a text, token ids or messages.
+
+    Args:
+        line: The line.
+        defaults: What it does not say.
+        options: Names of the keys that it may have in addition.
+    """
     where, row = line
     check_keys(line, options)
     inputs = [name for name in ("prompt", "prompt_ids", "messages") if name in row]
@@ -72,14 +80,22 @@ def read_request(line: JsonRow, max_new_tokens: int, options: Collection[str] = 
         prompt = messages[-1]["content"]
     elif isinstance(prompt, list):
         prompt = check_token_ids(prompt, where)
-    limit = row.get("max_new_tokens", max_new_tokens)
+    limit = row.get("max_new_tokens", defaults.max_new_tokens)
     if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_TOKENS:
         raise ValueError(
             f"{where}max_new_tokens is {shown(limit)}; expected a whole number from 1 to"
             f" {MOST_TOKENS}"
         )
     values = {name: _option(name, row[name], where) for name in _OPTIONS if name in row}
-    return Request(prompt, limit, where, values, messages)
+    values["stops"] = (*defaults.stops, *values.pop("stop", ()))
+    return dataclasses.replace(
+        defaults,
+        prompt=prompt,
+        max_new_tokens=limit,
+        messages=messages,
+        where=where,
+        **values,
+    )
 
 
 def _option(name: str, value: Any, where: str) -> Any:

@@ -1,26 +1,75 @@
-"""One prompt with its limit and its sampling."""
+"""One prompt with its limit and its sampling, from the file or the wire to the row of a batch."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from eagle3_jax.text.template import Messages
+
+if TYPE_CHECKING:
+    from eagle3_jax.loaded import LoadedTarget
+    from eagle3_jax.types import SamplingParams
 
 MOST_TOKENS = 1_000_000_000  # limits are 32-bit on the device
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One prompt of a command line or a file."""
+    """One prompt, its limit and its sampling.
 
-    prompt: str | list[int]  #: Text or token ids; the text of the last turn for a conversation.
-    max_new_tokens: int  #: Maximum number of new tokens.
-    where: str = ""  #: For error messages: empty, or the line of the file.
-    #: The prompt's ``temperature``, ``top_k``, ``top_p``, ``seed`` and ``stop`` (a list of texts),
-    #: if it sets them.
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    messages: Messages | None = (
-        None  #: The turns of a conversation; ``None`` for a prompt that is continued.
-    )
+    Attributes:
+        prompt: Text or token ids; of a conversation, the text of its last turn.
+        max_new_tokens: Maximum number of new tokens.
+        temperature: 0 is greedy.
+        top_k: Number of most likely tokens to keep; 0 keeps all.
+        top_p: Mass of the smallest set of most likely tokens to keep.
+        seed: Random seed, 0 to 2^32 - 1.
+        stops: Texts that end the answer, which is cut before them.
+        ignore_stop: Whether to go on after stop tokens.
+        messages: The turns of a conversation; ``None`` for a prompt that is continued.
+        where: The place that it was read from, which error messages begin with.
+    """
+
+    prompt: str | list[int]
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stops: tuple[str, ...] = ()
+    ignore_stop: bool = False
+    messages: Messages | None = None
+    where: str = ""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids of the prompt, which :meth:`encoded` gives it."""
+        assert not isinstance(self.prompt, str), "the request has not been encoded"
+        return self.prompt
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters, as scalars."""
+        from eagle3_jax.types import SamplingParams  # a request is read without JAX
+
+        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+    def encoded(self, target: LoadedTarget) -> Request:
+        """Returns the request with the token ids of its prompt or of its conversation.
+
+        Raises:
+            ValueError: The target does not accept the prompt, or cannot end it at a text.
+        """
+        try:
+            prompt = self.prompt
+            if self.messages is not None:
+                prompt = target.apply_chat_template(self.messages)
+            tokens = target.encode(prompt)
+            if self.stops and target.tokenizer is None:
+                raise ValueError(
+                    f"stop was given, but {target.name} has no tokenizer; use stop_tokens"
+                )
+        except ValueError as error:
+            raise ValueError(f"{self.where}{error}") from None
+        return dataclasses.replace(self, prompt=tokens, messages=None)

@@ -288,7 +288,7 @@ class Server:
         """Raises if the engine does not accept a request."""
         if completion.request.max_new_tokens > 0:
             try:
-                self._engine.check(completion.request)
+                self._engine.checked(completion.request)
             except ValueError as error:
                 raise BadRequest(
                     f"{error}; the server chose it with --sampling", "temperature"

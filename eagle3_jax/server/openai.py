@@ -10,11 +10,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eagle3_jax.chat.conversation import apply_chat_template
 from eagle3_jax.decode import SpeculativeDecoder
-from eagle3_jax.engine.engine import Event, Request
+from eagle3_jax.engine.engine import Event
 from eagle3_jax.files.jsonl import parse_json
+from eagle3_jax.loaded import LoadedTarget
+from eagle3_jax.prompts.request import Request
 from eagle3_jax.stats import TokenLogProb
+from eagle3_jax.text.stops import StoppedText
 from eagle3_jax.text.tokens import Pieces
 from eagle3_jax.types import FinishReason
 
@@ -57,11 +59,10 @@ class CompletionRequest:
     """A request of a client.
 
     Attributes:
-        request: The prompt, its limit and its sampling. The limit is 0 if only the prompt is
-            echoed.
+        request: The prompt, its limit, its sampling and its stop texts. The limit is 0 if only the
+            prompt is echoed.
         is_chat: Whether it is a chat completion.
         prompt_text: The prompt as text; ``None`` if it came as token ids.
-        stops: Texts that end the answer.
         stream: Whether the answer comes in chunks.
         include_usage: Whether a last chunk has the usage.
         logprobs: Number of likeliest tokens with log-probabilities at each position; ``None`` for
@@ -74,7 +75,6 @@ class CompletionRequest:
     request: Request
     is_chat: bool
     prompt_text: str | None
-    stops: tuple[str, ...]
     stream: bool
     include_usage: bool
     logprobs: int | None
@@ -139,23 +139,28 @@ def read_request(values: Mapping[str, Any], offer: Offer, *, is_chat: bool) -> C
     if stream_options is not None and not stream:
         raise BadRequest("stream_options needs stream", "stream_options")
     echo = False if is_chat else fields.take("echo", bool, False)
-    prompt_text, tokens = _read_prompt(fields, offer.decoder, is_chat=is_chat)
+    prompt = _read_prompt(fields, offer.decoder.target, is_chat=is_chat)
+    prompt_text = prompt.prompt if isinstance(prompt.prompt, str) and not is_chat else None
+    try:
+        prompt = prompt.encoded(offer.decoder.target)
+    except ValueError as error:
+        raise BadRequest(str(error), "messages" if is_chat else "prompt") from None
     request = Request(
-        tokens=tokens,
+        prompt.prompt,
         max_new_tokens=_read_limit(
-            fields, offer.room, len(tokens), least=0 if echo else 1, is_chat=is_chat
+            fields, offer.room, len(prompt.tokens), least=0 if echo else 1, is_chat=is_chat
         ),
         temperature=fields.number("temperature", 1.0, least=0.0, most=_HOTTEST),
         top_k=min(max(0, fields.take("top_k", int, 0)), offer.decoder.target.vocab_size),
         top_p=fields.number("top_p", 1.0, least=1e-9, most=1.0),
         seed=fields.take("seed", int, secrets.randbits(32)) % 2**32,
+        stops=stops,
         ignore_stop=fields.take("ignore_eos", bool, False),
     )
     completion_request = CompletionRequest(
         request=request,
         is_chat=is_chat,
         prompt_text=prompt_text,
-        stops=stops,
         stream=stream,
         include_usage=bool((stream_options or {}).get("include_usage")),
         logprobs=logprobs,
@@ -253,30 +258,23 @@ def _read_limit(fields: _Fields, room: int, num_prompt: int, *, least: int, is_c
     return limit
 
 
-def _read_prompt(
-    fields: _Fields, decoder: SpeculativeDecoder, *, is_chat: bool
-) -> tuple[str | None, list[int]]:
-    """Returns a prompt as text, if it is one, and the token ids of the prompt or of the conversation."""
-    try:
-        if is_chat:
-            if decoder.target.chat_template is None:
-                raise BadRequest(
-                    f"{decoder.target.name} has no chat template; use /v1/completions", "messages"
-                )
-            messages = [_flatten_content(message) for message in fields.take("messages", list, [])]
-            return None, decoder.encode(apply_chat_template(decoder.target, messages))
-        prompt = fields.take("prompt", (str, list), None)
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            return prompt, decoder.encode(prompt)
-        if prompt is None or not all(type(token) is int for token in prompt):
-            raise BadRequest(
-                "prompt is a text or a list of token ids; send one prompt in a request", "prompt"
-            )
-        return None, decoder.encode(prompt)
-    except ValueError as error:
-        raise BadRequest(str(error), "messages" if is_chat else "prompt") from None
+def _read_prompt(fields: _Fields, target: LoadedTarget, *, is_chat: bool) -> Request:
+    """Returns a request with nothing but the prompt or the conversation."""
+    if is_chat:
+        if target.chat_template is None:
+            raise BadRequest(f"{target.name} has no chat template; use /v1/completions", "messages")
+        messages = [_flatten_content(message) for message in fields.take("messages", list, [])]
+        return Request("", 0, messages=messages)
+
+    prompt = fields.take("prompt", (str, list), None)
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    is_text = isinstance(prompt, str)
+    if not is_text and (prompt is None or not all(type(token) is int for token in prompt)):
+        raise BadRequest(
+            "prompt is a text or a list of token ids; send one prompt in a request", "prompt"
+        )
+    return Request(prompt, 0)
 
 
 def _flatten_content(message: Any) -> Any:
@@ -306,16 +304,15 @@ class Answer:
         tokenizer = offer.decoder.target.tokenizer
         self._request = completion_request
         self._tokenizer = tokenizer
-        self._pieces = Pieces(tokenizer)
+        self._text = StoppedText(tokenizer, completion_request.request.stops)
         self._base = {
             "id": f"{kind}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": offer.model,
         }
-        self._held = ""  # the end of the text, which may begin a stop text
+        self._num_written = 0  # characters; the end of the text may begin a stop text
         self._offset = 0  # characters of all tokens so far
         self._is_first = True
-        self._stop_reason: str | None = None
         self.num_tokens = 0
         self.finish_reason: str | None = None
 
@@ -336,33 +333,20 @@ class Answer:
 
     def add(self, event: Event) -> dict[str, Any]:
         """Returns the choice for new tokens."""
-        tokens = event.tokens
-        pieces = self._pieces.decode(tokens, event.finish_reason)
+        pieces = self._text.add(event.tokens, event.finish_reason)
+        tokens = event.tokens[: len(pieces)]
+        self.num_tokens += len(tokens)
         self.finish_reason = FINISH_REASONS.get(event.finish_reason)
-        count = len(tokens)
-        text = self._held
-        for number, piece in enumerate(pieces, 1):
-            text += piece
-            starts = {text.index(stop): stop for stop in self._request.stops if stop in text}
-            if starts:
-                self._stop_reason = starts[min(starts)]
-                self.finish_reason = "stop"
-                text = text[: min(starts)]
-                count = number
-                break
-        self.num_tokens += count
-        num_held = 0 if self.finish_reason else self._count_begun(text)
-        self._held = text[len(text) - num_held :]
-        scores = None if event.logprobs is None else event.logprobs[:count]
-        return self._choice(text[: len(text) - num_held], tokens[:count], pieces[:count], scores)
+        if self._text.stop is not None:
+            self.finish_reason = "stop"
 
-    def _count_begun(self, text: str) -> int:
-        """Returns how many characters at the end of a text may begin a stop text."""
-        counts = [0]
-        for stop in self._request.stops:
-            sizes = range(1, min(len(stop) - 1, len(text)) + 1)
-            counts += [size for size in sizes if text.endswith(stop[:size])]
-        return max(counts)
+        # What may begin a stop text waits for the next tokens.
+        num_held = 0 if self.finish_reason else self._text.num_open
+        end = len(self._text.text) - num_held
+        new_text = self._text.text[self._num_written : end]
+        self._num_written = end
+        scores = None if event.logprobs is None else event.logprobs[: len(tokens)]
+        return self._choice(new_text, tokens, pieces, scores)
 
     def _choice(
         self,
@@ -389,7 +373,7 @@ class Answer:
             choice["delta" if request.stream else "message"] = part
         else:
             choice["text"] = text
-        choice["stop_reason"] = self._stop_reason
+        choice["stop_reason"] = self._text.stop
         if request.with_ids:
             choice["token_ids"] = list(tokens)
             if self._is_first:

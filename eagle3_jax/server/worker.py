@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from eagle3_jax.engine.engine import Engine, Event, Request
+from eagle3_jax.engine.engine import Engine, Event
 from eagle3_jax.engine.scoring import score
+from eagle3_jax.prompts.request import Request
 from eagle3_jax.server.openai import CompletionRequest
 from eagle3_jax.stats import SpeculationStats, TokenLogProb
 
@@ -41,7 +42,7 @@ class Ticket:
             engine.
         arrival: Time at which the request came.
         latest: Time of the latest chunk; ``None`` before the first.
-        number: The engine's number, which only its thread uses.
+        request_id: The engine's id, which only its thread uses.
     """
 
     completion: CompletionRequest
@@ -50,7 +51,7 @@ class Ticket:
     )
     arrival: float = dataclasses.field(default_factory=time.perf_counter)
     latest: float | None = None
-    number: int | None = None
+    request_id: int | None = None
 
     @property
     def request(self) -> Request:
@@ -149,10 +150,10 @@ class Worker:
                     return
             self._notify(self._on_ready)
             while self._run_commands():
-                events = [(self._tickets[event.ticket], event) for event in self._engine.tick()]
+                events = [(self._tickets[event.request_id], event) for event in self._engine.tick()]
                 for ticket, event in events:
-                    if event.output is not None and ticket.number is not None:
-                        del self._tickets[ticket.number]
+                    if event.output is not None and ticket.request_id is not None:
+                        del self._tickets[ticket.request_id]
                 self._notify(self._on_events, events, self._engine.totals)
                 self._run_watch()
         except BaseException as error:  # whatever it is, the server must hear of it
@@ -185,14 +186,14 @@ class Worker:
                 )
             self._notify(self._on_events, [(ticket, PromptEcho(scores))], self._engine.totals)
         if ticket.request.max_new_tokens > 0:
-            ticket.number = self._engine.submit(ticket.request)
-            self._tickets[ticket.number] = ticket
+            ticket.request_id = self._engine.submit(ticket.request)
+            self._tickets[ticket.request_id] = ticket
         return is_scored
 
     def _cancel(self, ticket: Ticket) -> None:
-        if ticket.number in self._tickets:
-            self._engine.cancel(ticket.number)
-            del self._tickets[ticket.number]
+        if ticket.request_id in self._tickets:
+            self._engine.cancel(ticket.request_id)
+            del self._tickets[ticket.request_id]
 
     def _begin_watch(self, watch: Watch) -> None:
         self._watch = watch

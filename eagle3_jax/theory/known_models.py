@@ -54,3 +54,12 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="
 #: Configurations by name. The counts that follow from these are checked against the published
 #: checkpoints.
 KNOWN_MODELS: dict[str, DecoderConfig] = {name: _read(table) for name, table in _TABLES.items()}
+
+
+def similar_targets(name: str) -> dict[str, str]:
+    """Returns the known models for :func:`eagle3_jax.files.sources.locate`.
+
+    Only ``eagle3 plan`` takes the name of a known model, so another command suggests its hub id.
+    """
+    known = known_name(name, KNOWN_MODELS)
+    return {model: f"the hub id of {model}" if model == known else model for model in KNOWN_MODELS}

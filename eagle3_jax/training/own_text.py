@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eagle3_jax.chat.conversation import apply_chat_template
 from eagle3_jax.decode import LoadedTarget, SpeculativeDecoder
-from eagle3_jax.engine.engine import Engine, Request, ended
+from eagle3_jax.engine.engine import Engine, ended
+from eagle3_jax.prompts.request import Request
 from eagle3_jax.training.texts import Text, document_hash
 from eagle3_jax.types import SamplingMode
 
@@ -74,7 +74,7 @@ def around_user(target: LoadedTarget) -> tuple[list[int], int]:
         ValueError: The target lacks one of them, or the template does not contain the user's text.
     """
     messages = [{"role": "user", "content": _SENTINEL}]
-    apply_chat_template(target, messages)  # raises if the target lacks a tokenizer or a template
+    target.apply_chat_template(messages)  # raises if the target lacks a tokenizer or a template
     assert target.chat_template is not None and target.tokenizer is not None
     before, _, after = target.chat_template.render(messages).partition(_SENTINEL)
     if not before or not after or _SENTINEL in after:
@@ -175,26 +175,26 @@ class Conversations:
         self.dropped.clear()
         engine = _engine(self._target, self._config, self._stop_tokens)
         numbers = iter(self._numbers)
-        plans: dict[int, _Plan] = {}  # by ticket of the user's turn
-        questions: dict[int, Text] = {}  # by ticket of the answer
+        plans: dict[int, _Plan] = {}  # by request id of the user's turn
+        questions: dict[int, Text] = {}  # by request id of the answer
         known: set[int] = set()
         while True:
             for number in itertools.islice(numbers, engine.free):
                 plan = self._plan(number)
+                # One more is the token that ends the turn.
+                room = self._config.user_length - len(plan.opening) + 1
                 request = Request(
-                    tokens=self._prefix + plan.opening,
-                    max_new_tokens=self._config.user_length
-                    - len(plan.opening)
-                    + 1,  # and the token that ends the turn
+                    self._prefix + plan.opening,
+                    max_new_tokens=room,
                     temperature=self._config.user_temperature,
                     seed=plan.user_seed,
                 )
                 plans[engine.submit(request)] = plan
             if engine.idle:
                 return
-            for ticket, tokens in ended(engine.tick()):
-                if ticket in plans:
-                    plan = plans.pop(ticket)
+            for request_id, tokens in ended(engine.tick()):
+                if request_id in plans:
+                    plan = plans.pop(request_id)
                     question = self._question(plan.opening, tokens, known)
                     if question is not None:
                         room = self._config.length - len(question.tokens)
@@ -203,7 +203,7 @@ class Conversations:
                         )
                         questions[engine.submit(request)] = question
                 else:
-                    question = questions.pop(ticket)
+                    question = questions.pop(request_id)
                     if _loops(tokens):
                         self.dropped["loop"] += 1
                     else:
@@ -240,7 +240,7 @@ class Conversations:
             self.dropped["duplicate"] += 1
             return None
         known.add(document)
-        prompt = apply_chat_template(self._target, [{"role": "user", "content": text}])
+        prompt = self._target.apply_chat_template([{"role": "user", "content": text}])
         if len(prompt) >= self._config.length:
             self.dropped["too long"] += 1
             return None
@@ -272,7 +272,7 @@ def answers(
     """
     engine = _engine(target, config, target.stop_tokens)
     waiting = enumerate(prompts)
-    numbers: dict[int, int] = {}  # by ticket
+    numbers: dict[int, int] = {}  # by request id
     while True:
         taken = list(itertools.islice(waiting, engine.free))
         for number, prompt in taken:
@@ -287,8 +287,8 @@ def answers(
             numbers[engine.submit(request)] = number
         if engine.idle and not taken:
             return
-        for ticket, tokens in ended(engine.tick()):
-            yield numbers.pop(ticket), [] if _loops(tokens) else tokens
+        for request_id, tokens in ended(engine.tick()):
+            yield numbers.pop(request_id), [] if _loops(tokens) else tokens
 
 
 def _check_length(target: LoadedTarget, config: OwnTextConfig) -> None:

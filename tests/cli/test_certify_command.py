@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 from fake_server import FakeServer, serving
 
-from eagle3_jax.certify import Certificate, Client, Plan, ServerError, Verdict, certify
+from eagle3_jax.certify.asking import Plan
+from eagle3_jax.certify.certificate import Certificate, Verdict
+from eagle3_jax.certify.client import Client
+from eagle3_jax.certify.examine import certify
 from eagle3_jax.certify.faulty import FAULTS, PROMPTS, FaultySampler
+from eagle3_jax.certify.source import ServerError
 from eagle3_jax.cli import run
 
 # Few requests, which promise nothing, but show what they show.

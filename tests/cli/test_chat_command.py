@@ -139,7 +139,7 @@ def test_generate_asks_a_prompt_as_a_question(cli, refused, folder: Path, tmp_pa
     row = json.loads(cli(*question, "--json")[1])
     messages = [{"role": "user", "content": "Why?"}]
     assert row["text"] == text
-    assert row["prompt_ids"] == e3.apply_chat_template(e3.load_target(folder), messages)
+    assert row["prompt_ids"] == e3.load_target(folder).apply_chat_template(messages)
     # A conversation in a file is the same prompt; what its template refuses is refused by line.
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"messages": messages}))

@@ -12,8 +12,9 @@ import tiny
 import eagle3_jax as e3
 from eagle3_jax.bench import load as loads_of_bench
 from eagle3_jax.bench.load import Load, load_row, run_load
-from eagle3_jax.engine.engine import Engine, Event, Request
+from eagle3_jax.engine.engine import Engine, Event
 from eagle3_jax.measure.timing import quantile
+from eagle3_jax.prompts.request import Request
 from eagle3_jax.types import FinishReason
 
 

@@ -147,7 +147,7 @@ def test_probabilities_are_those_of_one_forward_pass_and_of_the_draft(
         "sampling": sampling,
         "seed": fields.get("seed", 0),
     }
-    text = checked.encode(PROMPT)
+    text = checked.target.encode(PROMPT)
     rounds = select(events, "round", "speculative")
     examined = select(events, "probabilities")
     assert len(rounds) >= 3

@@ -184,7 +184,7 @@ def target() -> LoadedTarget:
 def requests_of(tmp_path: Path, content: str | bytes) -> list[Request]:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return read_requests(path, 7)
+    return read_requests(path, Request("", 7))
 
 
 LINES = st.dictionaries(
@@ -325,7 +325,11 @@ def test_messages_are_requests_with_options_of_their_own(
 ) -> None:
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "why?"}]
     file = written(tmp_path, {"messages": messages, "seed": 3})
-    assert read_requests(file, 7) == [Request("why?", 7, f"{file} line 1: ", {"seed": 3}, messages)]
+    defaults = Request("", 7, temperature=0.5, stops=("\n",))
+    expected = Request(
+        "why?", 7, 0.5, seed=3, stops=("\n",), messages=messages, where=f"{file} line 1: "
+    )
+    assert read_requests(file, defaults) == [expected]
     for wrong, says in (
         ([], r"messages are \[\]; expected a list of turns"),
         ([{"role": "user"}], "message 1 is .*expected a list of turns such as"),
@@ -335,7 +339,7 @@ def test_messages_are_requests_with_options_of_their_own(
         ),
     ):
         with pytest.raises(ValueError, match=rf"questions\.jsonl line 1: {says}"):
-            read_requests(written(tmp_path, {"messages": wrong}), 7)
+            read_requests(written(tmp_path, {"messages": wrong}), Request("", 7))
     for row, says in (
         ({"messages": messages}, "expected an object with 'turns'"),
         ({"prompt": "a", "temperature": 1}, "it is given for all prompts, with --temperature"),

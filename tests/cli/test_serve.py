@@ -188,7 +188,7 @@ def test_every_text_is_that_of_generate(url: str, streams: bool) -> None:
 
 
 def test_a_prompt_of_token_ids_and_the_defaults_of_openai(url: str) -> None:
-    prompt = decoder().encode("import os\n")
+    prompt = decoder().target.encode("import os\n")
     expected = complete(url, prompt="import os\n", seed=5, temperature=1.0, max_tokens=16)
     assert expected["usage"]["completion_tokens"] == 16
     for form in (prompt, [prompt], ["import os\n"]):
@@ -240,7 +240,7 @@ def test_an_echo_scores_the_prompt_as_one_forward_of_the_target_does(url: str, l
     text = "def add(a, b):\n    return a + b\n"
     fields = {"prompt": text, "max_tokens": limit, "temperature": 0, "logprobs": 3, "echo": True}
     choice = complete(url, **fields, return_tokens_as_token_ids=True)
-    tokens = decoder().encode(text)
+    tokens = decoder().target.encode(text)
     written = generated(fields).tokens if limit else []
     assert choice["token_ids"] == [*tokens, *written]
     assert choice["text"] == text + (decoder().target.tokenizer.decode(written) if written else "")
@@ -494,10 +494,13 @@ def test_the_server_tells_about_itself(url: str) -> None:
 
 
 def test_the_server_is_certified(url: str) -> None:
-    from eagle3_jax.certify import Client, Plan, Verdict, certify
+    from eagle3_jax.certify.asking import Plan
+    from eagle3_jax.certify.certificate import Verdict
+    from eagle3_jax.certify.client import Client
+    from eagle3_jax.certify.examine import certify
 
     client = Client(url)
-    prompts = [decoder().encode(prompt) for prompt in PROMPTS]
+    prompts = [decoder().target.encode(prompt) for prompt in PROMPTS]
     plan = Plan(prompts=prompts, num_requests=32, num_long=12, num_greedy=4, max_new_tokens=16)
     certificate = certify(client, plan)
     # So few requests see too little for a verdict, and nothing else is missing.
@@ -518,7 +521,11 @@ CHAT = "/v1/chat/completions"
 
 
 def test_a_chat_is_the_completion_of_the_rendered_conversation(url: str) -> None:
-    fields = {"prompt": decoder().encode("def add(a, b):\n"), "max_tokens": 8, "temperature": 0}
+    fields = {
+        "prompt": decoder().target.encode("def add(a, b):\n"),
+        "max_tokens": 8,
+        "temperature": 0,
+    }
     expected = generated(fields)
     body = {"messages": QUESTION, "max_completion_tokens": 8, "temperature": 0}
     status, answer = post(url, body, CHAT)

@@ -123,7 +123,7 @@ def test_the_target_answers_the_prompts_of_files(cli, target, tmp_path, small_sh
     decoder = e3.SpeculativeDecoder(loaded)
     expected = []
     for question in QUESTIONS:
-        prompt = e3.apply_chat_template(loaded, [{"role": "user", "content": question}])
+        prompt = loaded.apply_chat_template([{"role": "user", "content": question}])
         answer = decoder.generate(prompt, max_new_tokens=60 - len(prompt)).tokens[0]
         expected.append((prompt + answer, [False] * len(prompt) + [True] * len(answer)))
     assert sorted((tokens, learn) for tokens, learn, _ in rows_of(texts)) == sorted(expected)
@@ -188,7 +188,7 @@ def test_the_target_writes_conversations_alone(cli, target, tmp_path, small_shar
         assert learn == [False] * len(prompt) + [True] * (len(tokens) - len(prompt))
         text = loaded.tokenizer.decode(prompt, skip_special_tokens=False)
         turns.append(text.removeprefix("<|im_start|>user\n").partition("<|im_end|>")[0])
-        assert prompt == e3.apply_chat_template(loaded, [{"role": "user", "content": turns[-1]}])
+        assert prompt == loaded.apply_chat_template([{"role": "user", "content": turns[-1]}])
     assert 0 < sum(turn.startswith(OPENING.strip()) for turn in turns) < len(turns)
 
 

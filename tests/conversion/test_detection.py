@@ -24,7 +24,7 @@ from heads_on_disk import CHECKPOINTS
 
 from eagle3_jax import LoadedTarget, SpeculativeDecoder, conversion, load_drafter, load_target
 from eagle3_jax.conversion import CheckpointError
-from eagle3_jax.drafters.named import named_drafter
+from eagle3_jax.load import named_drafter
 from eagle3_jax.topology import DynamicTree
 
 OFFICIAL = Path(__file__).parent.parent / "golden" / "official"

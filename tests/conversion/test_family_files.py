@@ -415,7 +415,7 @@ def test_a_target_with_an_index_is_limited_to_the_keys_of_the_index(
         r"is not computed here\), so give at most 15"
     )
     with pytest.raises(ValueError, match=message):
-        decoder.encode([5] * 20)
+        decoder.target.encode([5] * 20)
     edit_config(tmp_path / "target", index_topk=1024)
     target = e3.load_target(tmp_path / "target")
     assert (target.max_positions, target.holds) == (256, "256 positions")

@@ -29,7 +29,7 @@ from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli.plan.models import read_head, read_target
 from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.conversion.files import read_tokenizer
-from eagle3_jax.load import bundled
+from eagle3_jax.files.sources import bundled
 from eagle3_jax.models.rope import inverse_frequencies
 from eagle3_jax.training.texts import Text, Texts
 

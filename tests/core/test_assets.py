@@ -7,7 +7,7 @@ import json
 import tiny
 
 import eagle3_jax as e3
-from eagle3_jax.load import bundled
+from eagle3_jax.files.sources import bundled
 from eagle3_jax.training.corpus import HELD_OUT
 
 

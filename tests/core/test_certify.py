@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from eagle3_jax.certify import Draws, Sampling, Test, judge
 from eagle3_jax.certify.bets import (
     ERRORS,
     VERIFIED,
@@ -18,7 +17,7 @@ from eagle3_jax.certify.bets import (
     smallest_error,
 )
 from eagle3_jax.certify.faulty import FAULTS, Fault, FaultySampler
-from eagle3_jax.certify.statistics import number_texts, resolution
+from eagle3_jax.certify.statistics import Draws, Sampling, Test, judge, number_texts, resolution
 from eagle3_jax.measure.frequencies import ALPHA, fit_counts
 
 LEVEL = ALPHA / 20

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eagle3_jax.certify import Sampling, Verdict, certify_sampler
+from eagle3_jax.certify.certificate import Verdict
 from eagle3_jax.certify.faulty import CORRECT, FAULTS, PROMPTS, Fault, FaultySampler, FaultySource
+from eagle3_jax.certify.function import certify_sampler
+from eagle3_jax.certify.statistics import Sampling
 
 
 def rounds(

@@ -11,16 +11,9 @@ import numpy as np
 import pytest
 from scipy import special
 
-from eagle3_jax.certify import (
-    Certificate,
-    Completion,
-    Plan,
-    Report,
-    Sampling,
-    ServerError,
-    Verdict,
-    certify,
-)
+from eagle3_jax.certify.asking import Plan
+from eagle3_jax.certify.certificate import Certificate, Verdict
+from eagle3_jax.certify.examine import certify
 from eagle3_jax.certify.faulty import (
     FAULTS,
     PROMPTS,
@@ -29,6 +22,8 @@ from eagle3_jax.certify.faulty import (
     noisy,
     to_bfloat16,
 )
+from eagle3_jax.certify.source import Completion, Report, ServerError
+from eagle3_jax.certify.statistics import Sampling
 
 PLAN = Plan(prompts=PROMPTS, concurrency=1, with_fields=False)
 LARGE = {"vocab_size": 200}  # twenty reported tokens leave a quarter of the probability

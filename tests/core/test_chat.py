@@ -15,7 +15,7 @@ from models_on_disk import write_bytes_target
 from tokenizers import Tokenizer, processors
 
 import eagle3_jax as e3
-from eagle3_jax import Chat, ChatTemplate, apply_chat_template, load_target
+from eagle3_jax import Chat, ChatTemplate, load_target
 from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.conversion.sidecars import tokenizer_config_of
 from eagle3_jax.files.sources import bundled
@@ -215,7 +215,7 @@ def test_a_template_renders_as_in_transformers(name: str, shipped: e3.LoadedTarg
                 ids = theirs.apply_chat_template(
                     messages, add_generation_prompt=True, return_dict=False
                 )
-                assert apply_chat_template(target, messages) == ids
+                assert target.apply_chat_template(messages) == ids
                 assert ids[:2] != tokenizer.encode("").ids * 2
     assert refused == {"Mistral": 4, "Gemma": 6}.get(name, 0)
 
@@ -361,19 +361,14 @@ def test_a_target_without_a_template_or_a_tokenizer_is_refused(shipped: e3.Loade
     with pytest.raises(
         ValueError, match="the bundled target has no chat template; give the prompt as text"
     ):
-        apply_chat_template(shipped, [QUESTION])
+        shipped.apply_chat_template([QUESTION])
     with pytest.raises(ValueError, match="the bundled target has no chat template"):
         Chat(e3.SpeculativeDecoder(shipped))
-    with (
-        tiny.unchecked(),
-        pytest.raises(ValueError, match="target is 'llama'; expected a LoadedTarget: load_target"),
-    ):
-        apply_chat_template("llama", [QUESTION])  # type: ignore[arg-type]
     bare = dataclasses.replace(shipped, chat_template=ChatTemplate("x"), tokenizer=None)
     with pytest.raises(
         ValueError, match="the bundled target has no tokenizer; give the prompt as token ids"
     ):
-        apply_chat_template(bare, [QUESTION])
+        bare.apply_chat_template([QUESTION])
 
 
 # ---------------------------------------------------------------- conversations
@@ -385,7 +380,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> e3.SpeculativeDecoder:
     folder = write_bytes_target(tmp_path_factory.mktemp("chat") / "target")
     (folder / "chat_template.jinja").write_text(TEMPLATES["SmolLM2"])
     target = load_target(folder)
-    prompt = apply_chat_template(target, asked("Why?", system="Be kind."))
+    prompt = target.apply_chat_template(asked("Why?", system="Be kind."))
     stop = e3.SpeculativeDecoder(target).generate(prompt, max_new_tokens=12).tokens[0][8]
     return e3.SpeculativeDecoder(target, e3.drafters.NGram(2), stop_tokens=[stop])
 
@@ -407,7 +402,7 @@ def test_each_turn_is_a_generation_of_the_rendered_tokens(
     for question in ("Why?", "And then?"):
         seed = 5 + len(messages)
         messages += asked(question)
-        prompt = apply_chat_template(decoder.target, messages)
+        prompt = decoder.target.apply_chat_template(messages)
         expected = decoder.generate(prompt, max_new_tokens=12, sampling=sampling, seed=seed).rows[0]
         if streamed:
             chunks = list(chat.stream(question))
@@ -434,13 +429,13 @@ def test_an_answer_that_is_cut_stays_as_far_as_it_was_written(
     next(cut)
     cut.close()
     first = decoder.generate(
-        apply_chat_template(decoder.target, asked("Why?", written, "And then?")), max_new_tokens=1
+        decoder.target.apply_chat_template(asked("Why?", written, "And then?")), max_new_tokens=1
     )
     assert chat.messages == asked("Why?", written, "And then?", first.texts[0] or "")
     chat.stream("Never read")
     assert len(chat.messages) == 4
     # The conversation goes on from there.
-    prompt = apply_chat_template(decoder.target, [*chat.messages, *asked("So?")])
+    prompt = decoder.target.apply_chat_template([*chat.messages, *asked("So?")])
     assert chat.send("So?").tokens == decoder.generate(prompt, max_new_tokens=12).tokens[0]
 
 

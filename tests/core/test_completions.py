@@ -7,8 +7,8 @@ import pytest
 import tiny
 
 import eagle3_jax as e3
-from eagle3_jax.engine.engine import Request
 from eagle3_jax.engine.refill import complete
+from eagle3_jax.prompts.request import Request
 
 
 def test_stop_texts_log_probabilities_and_counters_are_those_of_the_prompt_alone(
@@ -18,7 +18,7 @@ def test_stop_texts_log_probabilities_and_counters_are_those_of_the_prompt_alone
         shipped, e3.load_drafter(target=shipped), num_speculative_tokens=3
     )
     texts = ["def add(a, b):\n", "import", "class Queue:\n", "x = [", "for"]
-    stops = [["return"], [], ["self", "\n\n"], ["1"], []]
+    stops = [("return",), (), ("self", "\n\n"), ("1",), ()]
     temperatures = [0.0, 0.9, 0.0, 0.9, 0.0]
     limits = [8 + 4 * number for number in range(len(texts))]
     sampling = e3.SamplingParams(temperature=np.array(temperatures))
@@ -32,10 +32,10 @@ def test_stop_texts_log_probabilities_and_counters_are_those_of_the_prompt_alone
     }
     expected = decoder.generate(texts, **options).rows
     requests = [
-        Request(decoder.encode(text), limit, temperature=temperature, seed=seed)
-        for text, limit, temperature, seed in zip(texts, limits, temperatures, seeds, strict=True)
+        Request(text, limit, temperature=temperatures[number], seed=number, stops=stops[number])
+        for number, (text, limit) in enumerate(zip(texts, limits, strict=True))
     ]
-    results = dict(complete(decoder, requests, slots=2, logprobs=1, stops=stops))
+    results = dict(complete(decoder, requests, slots=2, logprobs=1))
     assert len(results) == len(texts)
     assert {row.finish_reason for row in expected} == {e3.FinishReason.STOP, e3.FinishReason.LENGTH}
     for number, row in enumerate(expected):

@@ -17,7 +17,7 @@ from eagle3_jax import conversion
 from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters import DraftModel, DraftModelState, draft_model, layer_skip
-from eagle3_jax.drafters.named import is_named
+from eagle3_jax.files.sources import is_named
 from eagle3_jax.load import load_drafter, load_target
 from eagle3_jax.topology import Chain, StaticTree, Topology
 from eagle3_jax.tree import causal_mask

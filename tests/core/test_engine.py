@@ -15,7 +15,8 @@ import tiny
 import eagle3_jax as e3
 from eagle3_jax import loop as loops
 from eagle3_jax.engine import rows as rows_of_engine
-from eagle3_jax.engine.engine import Engine, Event, Request, ended
+from eagle3_jax.engine.engine import Engine, Event, ended
+from eagle3_jax.prompts.request import Request
 from eagle3_jax.types import SamplingMode
 
 TEXTS = [
@@ -32,7 +33,7 @@ def requests_of(decoder: e3.SpeculativeDecoder) -> list[Request]:
     """Prompts of two padded lengths, each with another limit, temperature and seed."""
     return [
         Request(
-            tokens=decoder.encode(text * (1 + number // 2)),
+            decoder.target.encode(text * (1 + number // 2)),
             max_new_tokens=1 + 6 * number,
             temperature=[0.0, 0.8][number % 2],
             top_k=20,
@@ -80,8 +81,8 @@ def test_each_request_has_the_tokens_that_it_has_alone(way: str, shipped: e3.Loa
             {"max_new_tokens": 61},
             "prompt has 3 tokens and is given 61 more, and a row of the engine holds 63",
         ),
-        ({"tokens": []}, "the prompt is empty"),
-        ({"tokens": [13]}, "prompt token 13 is not a token id"),
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": [13]}, "prompt token 13 is not a token id"),
         (
             {"top_k": 5},
             "sampling_mode is 'temperature', and these sampling parameters need 'truncated'",
@@ -93,7 +94,7 @@ def test_a_request_that_no_row_can_take_is_refused(options: dict[str, Any], mess
     engine = Engine(decoder, slots=2, capacity=64, sampling_mode=SamplingMode.TEMPERATURE)
     with pytest.raises(ValueError, match=message):
         engine.submit(
-            Request(**({"tokens": [1, 2, 3], "max_new_tokens": 4, "temperature": 1.0} | options))
+            Request(**({"prompt": [1, 2, 3], "max_new_tokens": 4, "temperature": 1.0} | options))
         )
     assert engine.idle
 
@@ -155,10 +156,10 @@ def test_events_are_the_tokens_once_and_in_order(chain: e3.SpeculativeDecoder) -
     decoder = chain
     engine = Engine(decoder, slots=2, capacity=128, logprobs=2)
     requests = requests_of(decoder)[:4]
-    tickets = [engine.submit(request) for request in requests]
+    ids = [engine.submit(request) for request in requests]
     events = events_of(engine)
-    for ticket, request in zip(tickets, requests, strict=True):
-        own_events = [event for event in events if event.ticket == ticket]
+    for request_id, request in zip(ids, requests, strict=True):
+        own_events = [event for event in events if event.request_id == request_id]
         tokens = [token for event in own_events for token in event.tokens]
         assert tokens == own_events[-1].output == alone(decoder, request)
         assert len(own_events[0].tokens) == 1
@@ -189,16 +190,18 @@ def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone(
     requests = requests_of(decoder)
     expected = [alone(decoder, request) for request in requests]
     engine = Engine(decoder, slots=2, capacity=128)
-    tickets = [engine.submit(request) for request in requests]
-    engine.cancel(tickets[4])  # it waits
+    ids = [engine.submit(request) for request in requests]
+    engine.cancel(ids[4])  # it waits
     events = [event for _ in range(3) for event in engine.tick()]
-    running = next(ticket for ticket in tickets[1:] if ticket not in dict(ended(events)))
-    assert any(event.ticket == running for event in events)
+    running = next(request_id for request_id in ids[1:] if request_id not in dict(ended(events)))
+    assert any(event.request_id == running for event in events)
     engine.cancel(running)
     events += events_of(engine)
     outputs = dict(ended(events))
-    remaining = [ticket for ticket in tickets if ticket not in (tickets[4], running)]
-    assert [outputs[ticket] for ticket in remaining] == [expected[ticket] for ticket in remaining]
+    remaining = [request_id for request_id in ids if request_id not in (ids[4], running)]
+    assert [outputs[request_id] for request_id in remaining] == [
+        expected[request_id] for request_id in remaining
+    ]
     assert engine.free == 2
     completed = e3.SpeculationStats.merge(
         event.stats for event in events if event.output is not None
@@ -210,8 +213,8 @@ def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone(
 
 def test_requests_begin_in_order(chain: e3.SpeculativeDecoder) -> None:
     engine = Engine(chain, slots=1, capacity=128)
-    tickets = [engine.submit(Request([5] * length, 2)) for length in (3, 40, 3, 40)]
-    assert [ticket for ticket, _ in ended(events_of(engine))] == tickets
+    ids = [engine.submit(Request([5] * length, 2)) for length in (3, 40, 3, 40)]
+    assert [request_id for request_id, _ in ended(events_of(engine))] == ids
 
 
 def test_ignored_stop_tokens_do_not_end_a_request(shipped: e3.LoadedTarget) -> None:
@@ -221,7 +224,7 @@ def test_ignored_stop_tokens_do_not_end_a_request(shipped: e3.LoadedTarget) -> N
         .tokens[0]
     )
     decoder = e3.SpeculativeDecoder(shipped, stop_tokens=(written[4],))
-    prompt = decoder.encode("import")
+    prompt = decoder.target.encode("import")
     requests = [Request(prompt, 12, ignore_stop=True), Request(prompt, 12)]
     assert Engine(decoder, slots=2, capacity=64).run(requests) == [
         written,
@@ -233,14 +236,15 @@ def test_a_request_has_the_same_bits_in_every_slot_and_company(
     chain: e3.SpeculativeDecoder,
 ) -> None:
     """Keys and values of the target after a request alone, and next to others, in another slot."""
-    request = Request(chain.encode("def add(a, b):\n"), 20)
+    request = Request(chain.target.encode("def add(a, b):\n"), 20)
 
-    def keys_of(engine: Engine, ticket: int) -> list[np.ndarray]:
+    def keys_of(engine: Engine, request_id: int) -> list[np.ndarray]:
         while all(
-            slot.ticket != ticket or len(slot.output) < 12 for slot in engine._slots.values()
+            slot.request_id != request_id or len(slot.output) < 12
+            for slot in engine._slots.values()
         ):
             engine.tick()
-        (index,) = (index for index, slot in engine._slots.items() if slot.ticket == ticket)
+        (index,) = (index for index, slot in engine._slots.items() if slot.request_id == request_id)
         assert engine._state is not None
         return leaves_of(engine._state.cache, index, len(request.tokens) + 11)
 

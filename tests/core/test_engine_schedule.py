@@ -17,7 +17,8 @@ from hypothesis.stateful import (
 )
 
 import eagle3_jax as e3
-from eagle3_jax.engine.engine import Engine, Request
+from eagle3_jax.engine.engine import Engine
+from eagle3_jax.prompts.request import Request
 from eagle3_jax.types import SamplingMode
 
 SLOTS = 2
@@ -55,51 +56,51 @@ class Schedule(RuleBasedStateMachine):
         self.begun: list[int] = []
 
     def running(self) -> list[int]:
-        return [slot.ticket for slot in self.engine._slots.values()]
+        return [slot.request_id for slot in self.engine._slots.values()]
 
     def waiting(self) -> list[int]:
         """Tickets without a slot, in the order in which they begin."""
         partial = self.engine._partial
-        first = [] if partial is None else [partial[0].ticket]
-        return first + [entry.ticket for entry in self.engine._waiting]
+        first = [] if partial is None else [partial[0].request_id]
+        return first + [entry.request_id for entry in self.engine._waiting]
 
     @rule(prompt=st.integers(0, len(PROMPTS) - 1), limit=st.integers(1, LONGEST))
     def submit(self, prompt: int, limit: int) -> None:
-        ticket = self.engine.submit(Request(PROMPTS[prompt], limit))
-        assert ticket == len(self.expected)
-        self.expected[ticket] = continuations()[prompt][:limit]
-        self.tokens[ticket] = []
-        self.open.append(ticket)
+        request_id = self.engine.submit(Request(PROMPTS[prompt], limit))
+        assert request_id == len(self.expected)
+        self.expected[request_id] = continuations()[prompt][:limit]
+        self.tokens[request_id] = []
+        self.open.append(request_id)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from(self.open))
-        self.engine.cancel(ticket)
-        self.open.remove(ticket)
+        request_id = data.draw(st.sampled_from(self.open))
+        self.engine.cancel(request_id)
+        self.open.remove(request_id)
 
     @rule()
     def cancel_a_request_that_has_ended(self) -> None:
-        for ticket in set(self.expected) - set(self.open):
-            self.engine.cancel(ticket)
+        for request_id in set(self.expected) - set(self.open):
+            self.engine.cancel(request_id)
 
     @rule()
     def tick(self) -> None:
         waiting = self.waiting()
-        num_staying = sum(ticket in self.open for ticket in self.running())
+        num_staying = sum(request_id in self.open for request_id in self.running())
         for event in self.engine.tick():
-            assert event.ticket in self.open, "an event after the end of its request"
-            if not self.tokens[event.ticket]:
-                self.begun.append(event.ticket)
+            assert event.request_id in self.open, "an event after the end of its request"
+            if not self.tokens[event.request_id]:
+                self.begun.append(event.request_id)
                 assert len(event.tokens) == 1
-            self.tokens[event.ticket] += event.tokens
-            self.stats[event.ticket] = event.stats
+            self.tokens[event.request_id] += event.tokens
+            self.stats[event.request_id] = event.stats
             assert (event.output is None) == (event.finish_reason is e3.FinishReason.RUNNING)
-            expected = self.expected[event.ticket]
-            assert self.tokens[event.ticket] == expected[: len(self.tokens[event.ticket])]
+            expected = self.expected[event.request_id]
+            assert self.tokens[event.request_id] == expected[: len(self.tokens[event.request_id])]
             if event.output is not None:
-                assert event.output == self.tokens[event.ticket] == expected
-                self.open.remove(event.ticket)
+                assert event.output == self.tokens[event.request_id] == expected
+                self.open.remove(event.request_id)
         assert set(self.running()) <= set(self.open), "a slot that no request has any more"
         if waiting and num_staying < SLOTS and self.chunk is None:
             assert waiting[0] in self.begun, "a free slot while a request waits"
@@ -107,7 +108,9 @@ class Schedule(RuleBasedStateMachine):
 
     @invariant()
     def every_request_is_in_one_state(self) -> None:
-        held = [ticket for ticket in self.running() if ticket in self.open] + self.waiting()
+        held = [
+            request_id for request_id in self.running() if request_id in self.open
+        ] + self.waiting()
         assert sorted(held) == self.open
         assert len(self.running()) <= SLOTS
         assert self.engine.free == max(0, SLOTS - len(self.running()) - len(self.waiting()))

@@ -26,8 +26,8 @@ from eagle3_jax.devices.sharding import (
     parse_mesh,
 )
 from eagle3_jax.drafters import Fallback, NGram, Suffix
-from eagle3_jax.drafters.named import named_drafter
 from eagle3_jax.engine.engine import Engine
+from eagle3_jax.load import named_drafter
 from eagle3_jax.models.config import Eagle3Config, GroupedQuery, RopeConfig
 from eagle3_jax.processors.logits import LogitBias, with_processors
 from eagle3_jax.sampling import draw, row_keys

@@ -9,7 +9,7 @@ from test_drafter_contract import ALL_DRAFTERS, drafter_of
 
 from eagle3_jax import drafters
 from eagle3_jax.conversion.heads import HEADS, LAYOUTS
-from eagle3_jax.drafters.named import NAMED
+from eagle3_jax.files.sources import NAMED
 from eagle3_jax.training.methods import RECIPES
 
 

@@ -23,9 +23,10 @@ from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.devices import groups
 from eagle3_jax.devices.sharding import make_mesh, parse_mesh, row_shardings
 from eagle3_jax.drafters import NGram
-from eagle3_jax.engine.engine import Engine, Request
+from eagle3_jax.engine.engine import Engine
 from eagle3_jax.models import attention
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, LayerConfig, uniform
+from eagle3_jax.prompts.request import Request
 from eagle3_jax.types import SamplingMode
 
 MIXED = "model=4,data=2"

@@ -17,7 +17,7 @@ from models_on_disk import bytes_tokenizer
 from test_chat import SPECIAL, TEMPLATES, with_bos
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
-from eagle3_jax import ChatTemplate, LoadedTarget, apply_chat_template
+from eagle3_jax import ChatTemplate, LoadedTarget
 from eagle3_jax.training.documents import read_documents, read_prompts_to_answer
 from eagle3_jax.training.texts import Text
 
@@ -196,7 +196,7 @@ def test_an_answer_follows_the_token_ids_that_serving_sees(tmp_path: Path) -> No
     document = conversation("Why?", "\n\nBecause.", "Really?", "Yes.")
     texts, _ = read(tmp_path, model, document)
     for text, number in zip(texts, (1, 3), strict=True):
-        prompt = apply_chat_template(model, document["messages"][:number])
+        prompt = model.apply_chat_template(document["messages"][:number])
         assert text.tokens[: len(prompt)] == prompt
         assert text.learn == [index >= len(prompt) for index in range(len(text.tokens))]
     assert marked(texts[0], model) == "<s>user\nWhy?</s>\n<s>assistant\n[\n\nBecause.</s>]"

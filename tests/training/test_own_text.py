@@ -67,7 +67,7 @@ def test_a_text_is_the_prompt_that_serving_encodes_and_the_answer_of_the_target(
     assert len(conversations) >= 8 and len(conversations) + texts.dropped.total() == 24
     for text in conversations:
         turn = user_turn(text)
-        prompt = e3.apply_chat_template(TARGET, [{"role": "user", "content": turn}])
+        prompt = TARGET.apply_chat_template([{"role": "user", "content": turn}])
         answer = DECODER.generate(prompt, max_new_tokens=120 - len(prompt)).tokens[0]
         assert text.tokens == prompt + answer and not repeats(answer)
         assert text.learn == [False] * len(prompt) + [True] * len(answer)

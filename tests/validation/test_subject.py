@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_jax.load import bundled
+from eagle3_jax.files.sources import bundled
 from eagle3_jax.prompts.benchmark import shipped
 from validation import speeds
 from validation.subject import DEFAULT_TARGET, Setting, choose

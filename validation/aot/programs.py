@@ -21,7 +21,7 @@ from eagle3_jax.bench.random_models import shape_named
 from eagle3_jax.devices.sharding import make_mesh, param_shardings, parse_mesh, row_shardings
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.drafters.plain import Plain
-from eagle3_jax.load import bundled
+from eagle3_jax.files.sources import bundled
 from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
 from eagle3_jax.models import flash
 from eagle3_jax.models.config import DecoderConfig, usual_head

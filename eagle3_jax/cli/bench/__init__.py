@@ -34,7 +34,7 @@ from eagle3_jax.cli._progress import Activity, counted, spinner
 from eagle3_jax.cli.bench.field import Field, MethodOptions, Models
 from eagle3_jax.cli.bench.load import LoadOptions, measure_loads
 from eagle3_jax.cli.bench.report import Findings, check_directory, write_report
-from eagle3_jax.drafters.named import is_named, without_lookup
+from eagle3_jax.files.sources import is_named, without_lookup
 
 if TYPE_CHECKING:
     from eagle3_jax import LoadedDrafter, LoadedTarget

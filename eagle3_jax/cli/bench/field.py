@@ -255,7 +255,7 @@ class Field:
         """
         import jax
 
-        from eagle3_jax.load import locate
+        from eagle3_jax.files.sources import locate
         from eagle3_jax.measure.memory import is_out_of_memory
 
         try:

@@ -262,8 +262,8 @@ def measure_loads(
 ) -> LoadFindings:
     """Measures all contenders under all loads, and shows the progress."""
     from eagle3_jax.bench.load import measure_load
-    from eagle3_jax.engine.engine import Request
     from eagle3_jax.measure.environment import hardware
+    from eagle3_jax.prompts.request import Request
 
     requests = [Request(prompt.tokens, max_new_tokens, ignore_stop=True) for prompt in prompts]
     longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.drafters.named import is_named, parts_of
-from eagle3_jax.files.sources import locate
+from eagle3_jax.files.sources import is_named, locate, parts_of, similar_drafters
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, usual_head
-from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
+from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name, similar_targets
 from eagle3_jax.theory.sizes import Parameters, Sizes, head_sizes, sizes_of
 
 if TYPE_CHECKING:
@@ -148,7 +147,8 @@ def _fields(source: str | None, part: str) -> Fields:
     from eagle3_jax.conversion.files import NATIVE_FILE
     from eagle3_jax.conversion.sidecars import config_of
 
-    directory = locate(source, part, ("config.json",))
+    suggest = similar_targets if part == "target" else similar_drafters
+    directory = locate(source, part, ("config.json",), suggest=suggest)
     if (directory / NATIVE_FILE).is_file():
         raise Misuse(
             f"{directory} is in the native layout; give the checkpoint that it was converted from"

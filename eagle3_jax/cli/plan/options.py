@@ -10,7 +10,7 @@ from typer import Option
 
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli.plan.models import read_head, read_target
-from eagle3_jax.drafters.named import FORMS
+from eagle3_jax.files.sources import FORMS
 from eagle3_jax.theory import speedup as theory
 from eagle3_jax.theory.accelerators import (
     CACHE_BYTES,

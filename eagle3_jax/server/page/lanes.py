@@ -18,10 +18,10 @@ from eagle3_jax.cache import Cache
 from eagle3_jax.checks import sampling_mode_of
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.devices.sharding import to_host
-from eagle3_jax.engine.engine import Request
 from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.measure.timing import CompileClock
 from eagle3_jax.measure.trace import describe
+from eagle3_jax.prompts.request import Request
 from eagle3_jax.sampling import probabilities
 from eagle3_jax.state import GenerationState
 from eagle3_jax.stats import SpeculationStats
