@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from typing import Any
 
 import typer
@@ -26,6 +27,8 @@ from eagle3_jax.cli import (
     tune,
 )
 from eagle3_jax.cli._errors import Misuse
+
+_LINE = re.compile(r" line \d+: ")  # of a file of prompts
 
 app = typer.Typer(
     name="eagle3",
@@ -66,7 +69,10 @@ app.add_typer(plan.app, name="plan")
 
 
 class _Command(TyperCommand):
-    """A command that refuses negative numbers, infinity and NaN, which no option of any command takes."""
+    """A command whose errors name its options.
+
+    It refuses negative numbers, infinity and NaN, which no option of any command takes.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         for parameter in self.params:
@@ -76,7 +82,33 @@ class _Command(TyperCommand):
                     raise Misuse(
                         f"{parameter.opts[0]} is {number}; expected a finite number, at least 0"
                     )
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except ValueError as error:
+            message = self._with_options(str(error))
+            if message == str(error):
+                raise
+            raise Misuse(message) from error
+
+    def _with_options(self, message: str) -> str:
+        """Returns a message of the library with options in place of the names of parameters."""
+        if _LINE.search(message):  # keys of a file are named like parameters
+            return message
+        options = {
+            parameter.name: parameter.opts[0]
+            for parameter in self.params
+            if parameter.name and parameter.opts[0].startswith("--")
+        }
+        subject, _, rest = message.partition(" is ")
+        if rest and subject in options:
+            message = f"{options[subject]} is {rest}"
+        # Other words with an underscore are names too, but not keys such as num_nodes=60.
+        compound = "|".join(name for name in options if "_" in name)
+        return (
+            re.sub(rf"(?<![\w-])({compound})\b(?!=)", lambda name: options[name[0]], message)
+            if compound
+            else message
+        )
 
 
 for _group in (app, train.app, plan.app):

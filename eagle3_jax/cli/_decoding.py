@@ -147,5 +147,8 @@ def open_decoder(
         return SpeculativeDecoder(
             target, head, **options, verifier=verifier, mesh=mesh, stop_tokens=stop_tokens
         )
-    except ValueError as error:  # name the option that the library's message is about
+    except ValueError as error:
+        # Name the options that the library's message is about, unless it begins with one.
+        is_named = str(error).partition(" is ")[0] in options
+        named = [] if is_named else named
         raise Misuse(": ".join(filter(None, (", ".join(named), str(error))))) from None

@@ -100,7 +100,7 @@ def test_without_lines_there_is_nothing_but_that_a_rule_is_not_lossless(
         ),
         (("--system", "No."), "", "the chat template does not take "),
         (("--temperature", "-1"), "", "--temperature is -1"),
-        (("--top-p", "2"), "", "top_p is 2"),
+        (("--top-p", "2"), "", "--top-p is 2"),
         (("--drafter", ""), "", "--drafter is empty"),
         (("--tree", "num_nodes=3"), "", "expected num_nodes=N"),
         (("--max-new-tokens", "0"), "", "--max-new-tokens"),

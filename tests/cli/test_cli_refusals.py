@@ -41,7 +41,15 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         ((*ASKED, "--tree", "num_nodes=3"), "expected num_nodes=N,max_depth=G,top_k=K"),
         ((*ASKED, "--num-speculative-tokens", "3", *TREE), "a chain, a tree"),
         ((*ASKED, *TREE, "--draft-sampling", "probabilistic"), "draft a chain"),
-        ((*ASKED, "--top-p", "1.5"), "top_p is 1.5"),
+        ((*ASKED, "--top-p", "1.5"), "error: --top-p is 1.5; expected above 0"),
+        (
+            (*ASKED, "--num-speculative-tokens", "0"),
+            "error: --num-speculative-tokens is 0; expected at least 1",
+        ),
+        (
+            (*ASKED, "--num-speculative-tokens", "9000"),
+            "; lower --num-speculative-tokens or max_depth to at most",
+        ),
         ((*ASKED, "--logprobs", "1"), "stop texts and --logprobs work with --json"),
         # generate: models
         (("generate", "--target", "", "--drafter", "none", *PROMPT), "--target is empty"),
