@@ -323,7 +323,7 @@ def _same_file(
     drafter: Drafter,
     absent: str,
 ) -> Check:
-    """Compares a file of the target with the drafter's, if it has one; ``read`` returns a content."""
+    """Compares a file of the target with the drafter's, if it has one; ``read`` opens both."""
     contents = [read(checkpoint.source) for checkpoint in (target, drafter)]
     ours, theirs = (hashlib.sha256(content or b"").hexdigest()[:12] for content in contents)
 

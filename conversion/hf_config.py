@@ -291,7 +291,7 @@ def read_num_layers(fields: Fields) -> int:
 
 
 def read_stack(fields: Fields, norm_eps: str = "rms_norm_eps") -> dict[str, Any]:
-    """Reads the sizes of a target or a head, except its layers', as arguments of its description."""
+    """Reads the sizes of a target or a head, as arguments of its description; not its layers'."""
     return {
         "vocab_size": fields.size("vocab_size"),
         "width": fields.size("hidden_size"),

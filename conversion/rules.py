@@ -243,12 +243,12 @@ def any_of(*patterns: str) -> re.Pattern[str]:
 
 
 def numbers_in(names: Iterable[str], pattern: str) -> set[int]:
-    """Returns the numbers that the group of ``pattern`` has in the names that begin with a match."""
+    """Returns the numbers in names that begin with a match; the group of ``pattern`` is a number."""
     return {int(match[1]) for name in names if (match := re.match(pattern, name))}
 
 
 def check_float(value: Array, label: str) -> None:
-    """Refuses all types but float32, float16 and bfloat16; ``label`` names the array in messages."""
+    """Refuses types other than float32, float16 and bfloat16; ``label`` names the array."""
     if str(value.dtype) not in FLOATS:
         raise CheckpointError(
             f"{label} is stored as {value.dtype}; expected float32, float16 or bfloat16 "

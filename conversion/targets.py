@@ -1,4 +1,4 @@
-"""Reads and writes targets in the Hugging Face layout; ``families/`` has what families differ in."""
+"""Reads and writes targets in the Hugging Face layout; ``families/`` has their differences."""
 
 from __future__ import annotations
 
