@@ -243,7 +243,7 @@ def any_of(*patterns: str) -> re.Pattern[str]:
 
 
 def numbers_in(names: Iterable[str], pattern: str) -> set[int]:
-    """Returns the numbers in names that begin with a match; the group of ``pattern`` is a number."""
+    """Returns the numbers, which are the group of ``pattern``, in names that begin with a match."""
     return {int(match[1]) for name in names if (match := re.match(pattern, name))}
 
 

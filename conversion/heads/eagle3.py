@@ -440,7 +440,7 @@ def vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
 
 
 def _aux_fields(aux_layers: tuple[int, ...]) -> dict[str, Any]:
-    """Returns auxiliary layers in three fields, because engines and versions read different ones."""
+    """Returns auxiliary layers in three fields; engines and their versions read different ones."""
     ids = {AUX: list(aux_layers)}
     nested = {**ids, "use_aux_hidden_state": True}
     return {**ids, "num_aux_hidden_states": len(aux_layers), "eagle_config": nested}
