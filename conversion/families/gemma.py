@@ -64,13 +64,12 @@ def read_gemma3(fields: Fields) -> DecoderConfig:
     full["rope_parameters"] = parameters.get(_GLOBAL)
     local_rope = hf_config.read_rope(Fields(local, fields.where))
     full_rope = hf_config.read_rope(Fields(full, fields.where), theta=1e6)
-    return _decoder(
-        fields,
-        [
-            _mixer(fields, full_rope if window is None else local_rope, window=window, qk_norm=True)
-            for window in windows
-        ],
-    )
+
+    mixers = []
+    for window in windows:
+        rope = full_rope if window is None else local_rope
+        mixers.append(_mixer(fields, rope, window=window, qk_norm=True))
+    return _decoder(fields, mixers)
 
 
 def _check_text(text: Fields) -> None:
