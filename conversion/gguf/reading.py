@@ -176,7 +176,7 @@ def _keys_and_values(header: Header, name: str) -> dict[str, Dequantised]:
     layer = name.split(".")[1]
     keys = header.tensor(f"blk.{layer}.attn_k_b.weight")
     values = header.tensor(f"blk.{layer}.attn_v_b.weight")
-    # Without three axes they are no keys of heads; the check below says so.
+    # Keys without three axes are not those of heads; the check below refuses them.
     heads, rank, key_dim = keys.shape if keys.ndim == 3 else (0, 0, 0)
     if values.ndim != 3 or values.shape[::2] != (heads, rank):
         raise CheckpointError(

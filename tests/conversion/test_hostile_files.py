@@ -70,10 +70,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         set_fields(rope_theta=float("nan")),
         "rope_theta is nan; expected a finite number",
     ),
-    "an unknown stop token": (
-        set_fields(eos_token_id=61),
-        "eos_token_id is 61; expected token ids from 0 to 60",
-    ),
     "JSON nested 200,000 deep": (
         write_config('{"a":' * 200_000 + "1" + "}" * 200_000),
         "not valid JSON",
